@@ -1,0 +1,32 @@
+"""sbkit: train speech models from YAML recipes, checked, fast and crash-safe, and ship them.
+
+    import sbkit
+    class ASR(sbkit.Brain): ...          # a drop-in for speechbrain.Brain
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__version__ = "0.1.0"
+
+# Looked up on first use: `import sbkit` costs nothing, and inference never imports training code.
+_LAZY = {
+    "Brain": "sbkit.train.brain",
+    "Loss": "sbkit.train.step",
+    "Checkpointer": "sbkit.train.checkpoint",
+    "Stage": "speechbrain.core",
+    "SbkitError": "sbkit.errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'sbkit' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_LAZY])

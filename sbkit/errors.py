@@ -1,0 +1,27 @@
+"""The one exception for mistakes that a user can mend: what is wrong, where, what to do."""
+
+from __future__ import annotations
+
+
+class SbkitError(Exception):
+    """Shown as one plain line without a traceback; the command ends with ``exit_code``.
+
+    >>> str(SbkitError("train.tsv has no column 'path'", hint="is it a Common Voice release?"))
+    "train.tsv has no column 'path'; is it a Common Voice release?"
+    """
+
+    exit_code = 2
+
+    def __init__(self, message: str, *, hint: str | None = None, exit_code: int | None = None):
+        super().__init__(message if hint is None else f"{message}; {hint}")
+        self.message = message
+        self.hint = hint
+        if exit_code is not None:
+            self.exit_code = exit_code
+
+    def __reduce__(self):  # worker processes and ranks send it through pickle
+        return _rebuild, (type(self), self.message, self.hint, self.exit_code)
+
+
+def _rebuild(cls: type, message: str, hint: str | None, exit_code: int) -> SbkitError:
+    return cls(message, hint=hint, exit_code=exit_code)
