@@ -1,0 +1,63 @@
+"""Look at a device tensor's value without stopping the host: copy it aside, ask later whether it came."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+# Pinned memory is dear to allocate; peeks are small and short-lived, so their buffers are kept for the next.
+_POOL: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}
+
+
+class Peek:
+    """A snapshot of ``tensor`` on its way to the host.
+
+    On CUDA the copy is queued behind the work already queued, and nobody waits: ``ready`` says whether it
+    arrived (an event query, no synchronisation). Elsewhere the value is there at once. The tensor may be
+    overwritten as soon as the constructor returns.
+
+    >>> Peek(torch.tensor([1.0, 2.0])).numpy().tolist()
+    [1.0, 2.0]
+    """
+
+    __slots__ = ("_event", "_host", "_shape", "_value")
+
+    def __init__(self, tensor: torch.Tensor):
+        tensor = tensor.detach()
+        if tensor.dtype == torch.bfloat16:  # numpy has none
+            tensor = tensor.float()
+        self._shape = tensor.shape
+        self._event = None
+        self._value: np.ndarray | None = None
+        if tensor.device.type == "cuda":
+            spare = _POOL.setdefault((tensor.dtype, tensor.numel()), [])
+            self._host = spare.pop() if spare else torch.empty(
+                tensor.numel(), dtype=tensor.dtype, pin_memory=True
+            )
+            self._host.copy_(tensor.reshape(-1), non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(tensor.device))
+        else:
+            self._host = tensor.cpu() if tensor.device.type != "cpu" else tensor.clone()
+
+    @property
+    def ready(self) -> bool:
+        """Whether ``numpy()`` returns without waiting."""
+        return self._event is None or self._event.query()
+
+    def numpy(self) -> np.ndarray:
+        """The value; waits for the copy where it isn't ready yet."""
+        if self._value is None:
+            if self._event is not None:
+                self._event.synchronize()
+                self._value = self._host.numpy().copy().reshape(self._shape)
+                _POOL[(self._host.dtype, self._host.numel())].append(self._host)
+                self._event = None
+            else:
+                self._value = self._host.numpy().reshape(self._shape)
+            self._host = None
+        return self._value
+
+    def item(self) -> float | int:
+        """The value of a one-element tensor as a Python number."""
+        return self.numpy().reshape(-1)[0].item()
