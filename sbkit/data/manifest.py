@@ -1,0 +1,253 @@
+"""The manifest: one row per utterance, a CSV on disk that SpeechBrain can read, Arrow columns in memory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import overload
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from sbkit.console import atomic_write
+from sbkit.data.delimited import read_delimited
+from sbkit.errors import SbkitError
+
+REQUIRED = ("ID", "duration", "wav", "wrd")
+_OWN = (*REQUIRED, "spk_id", "start")
+_ROWS_PER_BLOCK = 200_000
+_DATA_ROOT = r"^\$(data_root|\{data_root\})"
+
+
+class Column(Sequence[str]):
+    """A read-only sequence of strings in one Arrow array.
+
+    Two million strings are three blocks of memory rather than two million Python objects, so worker
+    processes share them with their parent. ``column[i]`` is a ``str``; ``.arrow`` is for whole-column work.
+    """
+
+    __slots__ = ("arrow",)
+
+    def __init__(self, values: Sequence[str] | pa.Array | pa.ChunkedArray):
+        if isinstance(values, Column):
+            values = values.arrow
+        if isinstance(values, pa.ChunkedArray):
+            # Not `combine_chunks()`: it gives an Array only where there is at least one chunk.
+            values = pa.concat_arrays(values.chunks) if values.num_chunks else pa.array([], values.type)
+        if not isinstance(values, pa.Array):
+            values = pa.array(values, pa.large_string())
+        self.arrow: pa.Array = values.cast(pa.large_string())
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> Column: ...
+    def __getitem__(self, index: int | slice) -> str | Column:
+        if isinstance(index, slice):
+            return Column(self.arrow[index])
+        return self.arrow[int(index)].as_py()
+
+    def __len__(self) -> int:
+        return len(self.arrow)
+
+    def __iter__(self) -> Iterator[str]:
+        for start in range(0, len(self.arrow), 65536):
+            yield from self.arrow[start : start + 65536].to_pylist()
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Column):
+            return self.arrow.equals(other.arrow)
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None
+
+    def take(self, indices: np.ndarray) -> Column:
+        return Column(self.arrow.take(pa.array(indices)))
+
+    def __repr__(self) -> str:
+        return f"Column({len(self)} strings)"
+
+
+@dataclass
+class Utterance:
+    """One row: ``duration`` seconds of ``wav`` from ``start`` on, and what was said there."""
+
+    id: str
+    wav: str
+    start: float
+    duration: float
+    text: str
+    speaker: str
+    meta: dict[str, str] = field(default_factory=dict)
+
+
+class Manifest:
+    """Utterances in columns, each of length N.
+
+    On disk a CSV, ``ID,duration,wav,spk_id,wrd`` first, then ``start`` where an utterance is a segment of
+    its file, then any metadata columns. ``wav`` is a path, or a member of an uncompressed tar written
+    as ``shard.tar?offset=BYTES&size=BYTES``.
+
+    Arguments
+    ---------
+    ids, wavs, texts : N strings
+    durations : N seconds
+    speakers : N strings, by default empty
+    starts : N seconds into the file, by default 0
+    meta : further columns by name, N strings each
+    """
+
+    def __init__(self, *, ids: Sequence[str], durations: Sequence[float] | np.ndarray, wavs: Sequence[str],
+                 texts: Sequence[str], speakers: Sequence[str] | None = None,
+                 starts: Sequence[float] | np.ndarray | None = None,
+                 meta: Mapping[str, Sequence[str]] | None = None):
+        self.ids = Column(ids)
+        n = len(self.ids)
+        self.durations = np.ascontiguousarray(durations, dtype=np.float32)
+        # float64: after ten hours of audio a float32 is off by 2 ms.
+        self.starts = np.zeros(n) if starts is None else np.ascontiguousarray(starts, dtype=np.float64)
+        self.wavs = Column(wavs)
+        self.texts = Column(texts)
+        self.speakers = Column(pa.repeat("", n)) if speakers is None else Column(speakers)
+        self.meta = {name: Column(column) for name, column in (meta or {}).items()}
+        for name, column in (("durations", self.durations), ("starts", self.starts), ("wavs", self.wavs),
+                             ("texts", self.texts), ("speakers", self.speakers), *self.meta.items()):
+            if len(column) != n:
+                raise ValueError(f"{name} has {len(column)} entries for {n} ids")
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __repr__(self) -> str:
+        return f"Manifest({len(self)} utterances, {self.hours:.2f} h)"
+
+    @property
+    def hours(self) -> float:
+        return float(self.durations.sum(dtype=np.float64)) / 3600
+
+    def row(self, i: int) -> Utterance:
+        return Utterance(
+            id=self.ids[i], wav=self.wavs[i], start=float(self.starts[i]), duration=float(self.durations[i]),
+            text=self.texts[i], speaker=self.speakers[i],
+            meta={name: column[i] for name, column in self.meta.items()},
+        )
+
+    def __iter__(self) -> Iterator[Utterance]:
+        return (self.row(i) for i in range(len(self)))
+
+    def select(self, indices: Sequence[int] | np.ndarray) -> Manifest:
+        """The rows at ``indices`` (numbers, or N booleans), in that order."""
+        indices = np.asarray(indices)
+        if indices.dtype == bool:
+            indices = np.flatnonzero(indices)
+        indices = indices.astype(np.int64)
+        return Manifest(
+            ids=self.ids.take(indices), durations=self.durations[indices], wavs=self.wavs.take(indices),
+            texts=self.texts.take(indices), speakers=self.speakers.take(indices), starts=self.starts[indices],
+            meta={name: column.take(indices) for name, column in self.meta.items()},
+        )
+
+    def replace(self, **columns: Sequence) -> Manifest:
+        """The same rows with some columns exchanged, e.g. ``replace(wavs=...)`` after copying audio."""
+        own = {name: getattr(self, name)
+               for name in ("ids", "durations", "wavs", "texts", "speakers", "starts", "meta")}
+        return Manifest(**{**own, **columns})
+
+    # ------------------------------------------------------------------ files
+
+    @classmethod
+    def read(cls, path: str | Path, data_root: str | Path | None = None) -> Manifest:
+        """Read a CSV.
+
+        ``$data_root`` at the start of ``wav`` becomes ``data_root``, by default the CSV's folder.
+        A ``$`` anywhere else, in a transcript for example, is just a character.
+        """
+        path = Path(path)
+        csv = read_delimited(path)
+        if csv.malformed:
+            line, what = csv.malformed[0]
+            raise SbkitError(f"{path}, line {line}: {what}", hint="quote a field that holds a comma")
+        hint = "a manifest is a CSV with the columns ID,duration,wav,spk_id,wrd"
+        ids, durations, wavs, texts = (csv.need(name, hint=hint) for name in REQUIRED)
+        start = csv.find("start")
+        return cls(
+            ids=ids, durations=to_seconds(path, "duration", durations),
+            wavs=replace_data_root(wavs, path.parent if data_root is None else data_root),
+            texts=texts, speakers=csv.find("spk_id"),
+            starts=None if start is None else to_seconds(path, "start", start, empty=0.0),
+            meta={name: column for name, column in csv.columns.items() if name not in _OWN},
+        )
+
+    def write(self, path: str | Path, data_root: str | Path | None = None) -> None:
+        """Write a CSV, whole or not at all; paths below a given ``data_root`` start with ``$data_root``."""
+        wavs = self.wavs.arrow
+        if data_root is not None:
+            root = str(data_root).rstrip("/") + "/"
+            below = join("$data_root/", pc.utf8_slice_codeunits(wavs, len(root)))
+            wavs = pc.if_else(pc.starts_with(wavs, root), below, wavs)
+        columns: dict[str, pa.Array] = {
+            "ID": self.ids.arrow, "duration": pa.array(self.durations), "wav": wavs,
+            "spk_id": self.speakers.arrow, "wrd": self.texts.arrow,
+        }
+        if self.starts.any():
+            columns["start"] = pa.array(self.starts)
+        columns.update((name, column.arrow) for name, column in self.meta.items())
+        with atomic_write(path, "wb") as file:
+            header = [_quote(pa.array([name], pa.large_string()))[0].as_py() for name in columns]
+            file.write((",".join(header) + "\n").encode())
+            for start in range(0, len(self), _ROWS_PER_BLOCK):
+                fields = [_quote(column[start : start + _ROWS_PER_BLOCK]) for column in columns.values()]
+                lines = join(join(*fields, separator=","), "\n")
+                _, offsets, data = lines.buffers()
+                bounds = np.frombuffer(offsets, np.int64)
+                file.write(memoryview(data)[bounds[lines.offset] : bounds[lines.offset + len(lines)]])
+
+
+def to_seconds(path: Path, name: str, column: pa.ChunkedArray, empty: float | None = None) -> np.ndarray:
+    """Text -> float64 seconds [N]; an entry that is no number >= 0 is an error that names its row."""
+    column = pc.utf8_trim_whitespace(column)
+    if empty is not None:
+        column = pc.if_else(pc.equal(column, ""), pa.scalar(str(empty), pa.large_string()), column)
+    try:
+        seconds = pc.cast(column, pa.float64()).to_numpy()
+    except pa.ArrowInvalid:
+        seconds = np.array([_number(text) for text in Column(column)])
+    bad = np.flatnonzero(~(np.isfinite(seconds) & (seconds >= 0)))
+    if len(bad):
+        row = int(bad[0])
+        raise SbkitError(
+            f"{path}, row {row + 1}: {name} is {column[row].as_py()!r}", hint="expected a number of seconds")
+    return seconds
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return float("nan")
+
+
+def replace_data_root(wavs: pa.ChunkedArray, root: str | Path) -> pa.ChunkedArray:
+    """Put ``root`` for ``$data_root`` or ``${data_root}`` at the start of each path."""
+    safe = re.sub(r"\\", r"\\\\", str(root))  # RE2 reads a backslash in a replacement as a group number
+    return pc.replace_substring_regex(wavs, _DATA_ROOT, safe)
+
+
+def join(*parts: pa.Array | str, separator: str = "") -> pa.Array:
+    """Join columns (and constant strings) row by row."""
+    large = [pa.scalar(part, pa.large_string()) if isinstance(part, str) else part
+             for part in (*parts, separator)]
+    return pc.binary_join_element_wise(*large)
+
+
+def _quote(column: pa.Array) -> pa.Array:
+    """CSV fields: quoted only where a comma, quote, line end or outer blank makes it necessary."""
+    if not pa.types.is_large_string(column.type):
+        return pc.cast(column, pa.large_string())
+    needs = pc.match_substring_regex(column, r'[",\r\n]|^\s|\s$')
+    if not pc.any(needs).as_py():
+        return column
+    return pc.if_else(needs, join('"', pc.replace_substring(column, '"', '""'), '"'), column)
