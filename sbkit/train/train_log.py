@@ -1,0 +1,69 @@
+"""train_log.txt: SpeechBrain's FileTrainLogger, with no line written twice after a resume."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from speechbrain.utils.checkpoints import mark_as_loader, mark_as_saver, register_checkpoint_hooks
+from speechbrain.utils.distributed import main_process_only
+from speechbrain.utils.logger import get_logger
+from speechbrain.utils.train_logger import FileTrainLogger
+
+from sbkit.train.resumable import ResumableFile
+
+logger = get_logger(__name__)
+
+
+@register_checkpoint_hooks
+class TrainLog(FileTrainLogger):
+    """A drop-in for ``FileTrainLogger``; among a checkpointer's recoverables it is safe to resume.
+
+    train_logger: !new:sbkit.train.train_log.TrainLog
+        save_file: !ref <output_folder>/train_log.txt
+
+    Arguments
+    ---------
+    save_file : str
+        The file to append to; its folder is made when the first line is written.
+    precision : int
+        Decimal places of numbers.
+    """
+
+    def __init__(self, save_file: str | os.PathLike, precision: int = 2):
+        super().__init__(save_file, precision)
+        self._file = ResumableFile(save_file, _written_again)
+
+    @main_process_only
+    def log_stats(
+        self,
+        stats_meta: Mapping[str, Any],
+        train_stats: Mapping[str, Any] | None = None,
+        valid_stats: Mapping[str, Any] | None = None,
+        test_stats: Mapping[str, Any] | None = None,
+        verbose: bool = True,
+    ) -> None:
+        """Append one line: the meta information, then the statistics of each stage given."""
+        parts = [self._stats_to_string(stats_meta)]
+        for dataset, stats in [("train", train_stats), ("valid", valid_stats), ("test", test_stats)]:
+            if stats is not None:
+                parts.append(self._stats_to_string(stats, dataset))
+        line = " - ".join(parts)
+        self._file.append(line)
+        if verbose:
+            logger.info(line)
+
+    @mark_as_saver
+    def _save(self, path: str | os.PathLike) -> None:
+        self._file.save(path)
+
+    @mark_as_loader
+    def _load(self, path: str | os.PathLike, end_of_epoch: bool) -> None:
+        del end_of_epoch
+        self._file.load(path)
+
+
+def _written_again(line: str) -> bool:
+    """A resumed run repeats its epochs, but not the test that somebody ran in between."""
+    return " - test " not in line or " - train " in line or " - valid " in line
