@@ -1,0 +1,115 @@
+"""Which device a run uses: any way of naming one becomes a ``torch.device`` that works, or one error."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import torch
+
+from sbkit.errors import SbkitError
+
+logger = logging.getLogger(__name__)
+
+# Device types whose tensors live on numbered cards.
+_NUMBERED = ("cuda", "xpu", "hpu", "npu", "mlu")
+
+
+def device_type(device: Any) -> str:
+    """The name that ``torch.autocast`` wants.
+
+    >>> [device_type(d) for d in ("cpu", "cuda:10", torch.device("xpu", 1), "mps")]
+    ['cpu', 'cuda', 'xpu', 'mps']
+    """
+    return _parse(device).type
+
+
+def resolve(device: Any = None) -> torch.device:
+    """The device of this process, checked to be usable, made current where that applies.
+
+    ``None`` takes the accelerator of this machine, else the CPU. Under torchrun each process of a
+    machine gets the card with its ``LOCAL_RANK``, also when all were given the same name: a card
+    shared by two processes makes NCCL hang.
+    """
+    if device is None or device == "":
+        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        asked = found if found is not None else torch.device("cpu")
+        asked = torch.device(asked.type)  # the number is chosen below
+    else:
+        asked = _parse(device)
+    if asked.type == "cpu":
+        return torch.device("cpu")
+    if asked.type == "meta":
+        raise SbkitError("device 'meta' holds no data, so nothing can be trained on it", hint="use cpu")
+    backend = getattr(torch, asked.type, None)
+    if backend is None or not _available(asked.type):
+        raise SbkitError(f"device '{asked}' can't be used: {_why_not(asked.type)}",
+                         hint="run with --device cpu")
+    if asked.type not in _NUMBERED:
+        return asked
+    count = backend.device_count()
+    index = _card(asked, count)
+    if index >= count:
+        raise SbkitError(
+            f"device '{asked.type}:{index}' does not exist: this process sees {count} "
+            f"{asked.type} device{'s' if count != 1 else ''} (numbered from 0)",
+            hint="name another one, or start fewer processes (torchrun --nproc_per_node)",
+        )
+    resolved = torch.device(asked.type, index)
+    try:
+        backend.set_device(index)
+        torch.zeros(1, device=resolved)
+    except RuntimeError as error:
+        raise SbkitError(f"device '{resolved}' was found but can't be used: {_first_line(error)}",
+                         hint="run with --device cpu, or mend the driver") from error
+    return resolved
+
+
+def _parse(device: Any) -> torch.device:
+    if isinstance(device, torch.device):
+        return device
+    if isinstance(device, bool) or not isinstance(device, (str, int)):
+        raise SbkitError(f"device {device!r} is not a device", hint="write cpu, cuda, cuda:0, mps or xpu:1")
+    try:
+        if isinstance(device, int) or device.strip().isdigit():
+            return torch.device("cuda", int(device))
+        return torch.device(device.strip())
+    except RuntimeError as error:
+        raise SbkitError(f"device '{device}' is not a device that torch knows",
+                         hint="write cpu, cuda, cuda:0, mps or xpu:1") from error
+
+
+def _card(asked: torch.device, count: int) -> int:
+    """The number of the card: LOCAL_RANK where several processes share this machine."""
+    local = os.environ.get("LOCAL_RANK")
+    if local is None:
+        return asked.index if asked.index is not None else 0
+    together = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if count == 1 and asked.index in (None, 0):
+        return 0  # the launcher shows each process a card of its own
+    if asked.index is None or (together > 1 and asked.index != int(local)):
+        if asked.index is not None:
+            logger.info("Process %s of this machine takes %s:%s, not %s, which %d processes would share.",
+                        local, asked.type, local, asked, together)
+        return int(local)
+    return asked.index
+
+
+def _available(kind: str) -> bool:
+    if kind == "mps":
+        return torch.backends.mps.is_available()
+    backend = getattr(torch, kind)
+    return bool(getattr(backend, "is_available", lambda: False)())
+
+
+def _why_not(kind: str) -> str:
+    if kind == "cuda":
+        if torch.version.cuda is None and torch.version.hip is None:
+            return f"this torch ({torch.__version__}) is built without CUDA"
+        return f"torch {torch.__version__} finds no working driver or card"
+    return f"torch {torch.__version__} finds no '{kind}' device on this machine"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

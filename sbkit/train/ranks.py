@@ -1,0 +1,222 @@
+"""The processes of one run: who am I, what all must agree on, and how one failure ends all of them at once.
+
+Work that only one process does (preparing data, saving, scoring) is waited for by asking the store of the
+process group again and again, not inside a collective: a collective has a timeout that hours of work
+outlast, and it can't be told that the process it waits for has failed.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import pickle
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from speechbrain.utils.distributed import MainProcessContext, ddp_prevent_block
+
+from sbkit.errors import SbkitError
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+# Collectives only ever wait for ranks that do the same work, so a long wait is a dead rank.
+COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
+_POLL_SECONDS = 0.1
+# A failed rank needs a moment to print its message before the launcher, seeing another one exit, ends it.
+_GRACE_SECONDS = 3.0
+_FAILED_KEY = "sbkit/failed"
+
+_calls: dict[str, int] = {}
+_cpu_group: dist.ProcessGroup | None = None
+_started_here = False
+_failed_here = False
+
+
+class PeerFailed(SystemExit):
+    """Ends this rank quietly, because another one failed and says so itself."""
+
+
+def launched() -> bool:
+    """True under torchrun or a launcher that sets the same variables."""
+    return "RANK" in os.environ and "LOCAL_RANK" in os.environ
+
+
+def connected() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def rank() -> int:
+    return dist.get_rank() if connected() else int(os.environ.get("RANK", "0")) if launched() else 0
+
+
+def local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def world_size() -> int:
+    return dist.get_world_size() if connected() else 1
+
+
+def is_main() -> bool:
+    return rank() == 0
+
+
+def init(device: torch.device, backend: str | None = None) -> None:
+    """Join the process group if this process was launched as one of several; nothing otherwise.
+
+    ``backend`` None or ``nccl`` on a card that NCCL serves means NCCL for tensors there and gloo for those
+    on the CPU; on the CPU it is gloo whatever was asked for, since NCCL can't work there.
+    """
+    global _started_here
+    if connected() or not launched():
+        return
+    missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise SbkitError(f"RANK and LOCAL_RANK are set, but not {', '.join(missing)}",
+                         hint="start with torchrun, or set what it sets")
+    if device.type == "cpu":
+        backend = "gloo" if backend in (None, "nccl") else backend
+    elif device.type == "cuda" and backend in (None, "nccl"):
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend=backend, timeout=COLLECTIVE_TIMEOUT)
+    _started_here = True
+
+
+def shutdown() -> None:
+    """Leave the process group that ``init`` joined."""
+    global _started_here, _cpu_group, _failed_here
+    if _started_here and connected():
+        dist.destroy_process_group()
+    _started_here, _cpu_group, _failed_here = False, None, False
+    _calls.clear()
+
+
+def cpu_group() -> dist.ProcessGroup | None:
+    """A group whose collectives take CPU tensors; all ranks must first ask for it at the same point."""
+    global _cpu_group
+    if not connected():
+        return None
+    if _cpu_group is None:
+        serves_cpu = "cpu:" in dist.get_backend_config()
+        new = None if serves_cpu else dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+        _cpu_group = dist.group.WORLD if serves_cpu else new
+    return _cpu_group
+
+
+def run_on_main(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Run ``fn`` on rank 0 and give its result (it must pickle) to every rank.
+
+    The others wait as long as it takes. If it raises, rank 0 raises, and the others end in seconds
+    without a message of their own.
+    """
+    if world_size() == 1 or ddp_prevent_block():
+        return fn(*args, **kwargs)
+    key = _key("run_on_main")
+    answer = [b""]
+    if is_main():
+        try:
+            with MainProcessContext():  # SpeechBrain's barriers inside fn must not wait for ranks that wait here
+                result = fn(*args, **kwargs)
+            answer = [pickle.dumps(result)]
+        except BaseException as error:
+            announce_failure(error)
+            raise
+        _store().set(key, b"done")
+    _wait_for(key)
+    dist.broadcast_object_list(answer, src=0, group=cpu_group())  # all are here: this takes no waiting
+    return result if is_main() else pickle.loads(answer[0])
+
+
+def meet(what: str = "meet") -> None:
+    """Wait until every rank is here, however long the others take; end if one of them fails."""
+    if world_size() == 1 or ddp_prevent_block():
+        return
+    key = _key(what)
+    if _store().add(f"{key}/here", 1) == world_size():
+        _store().set(f"{key}/all", b"1")
+    _wait_for(f"{key}/all")
+
+
+def gather_objects(obj: T) -> list[T]:
+    """Every rank's object, in the order of ranks, on every rank."""
+    if world_size() == 1 or ddp_prevent_block():
+        return [obj]
+    meet("gather")
+    found: list[Any] = [None] * world_size()
+    dist.all_gather_object(found, obj, group=cpu_group())
+    return found
+
+
+def sum_across(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum over ranks of a tensor of any shape; the given one is left as it was."""
+    if world_size() == 1 or ddp_prevent_block():
+        return tensor
+    summed = tensor.clone()
+    dist.all_reduce(summed, group=cpu_group() if summed.device.type == "cpu" else None)
+    return summed
+
+
+@contextmanager
+def failing_together() -> Iterator[None]:
+    """Whatever leaves this block as an exception on one rank ends the ranks that wait for it."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, PeerFailed):
+            announce_failure(error)
+        raise
+
+
+def announce_failure(error: BaseException) -> None:
+    """Let the ranks that wait in this module know that this one is going."""
+    global _failed_here
+    if not connected() or world_size() == 1 or _failed_here:
+        return
+    _failed_here = True
+    code = error.code if isinstance(error, SystemExit) else getattr(error, "exit_code", 1)
+    try:
+        _store().set(_FAILED_KEY, pickle.dumps((rank(), code if isinstance(code, int) else 1)))
+    except (RuntimeError, OSError) as problem:  # the store went first: the launcher ends the others
+        logger.debug("could not tell the other ranks: %s", problem)
+
+
+def raise_on_main(error: SbkitError) -> None:
+    """For a mistake that every rank has found: rank 0 raises it, the others end quietly."""
+    if world_size() == 1 or is_main():
+        raise error
+    _leave(error.exit_code)
+
+
+def _leave(code: int) -> None:
+    time.sleep(_GRACE_SECONDS)
+    raise PeerFailed(code or 1)
+
+
+def _wait_for(key: str) -> bytes:
+    store, pause = _store(), _POLL_SECONDS
+    while True:
+        if store.check([key]):
+            return store.get(key)
+        if store.check([_FAILED_KEY]):
+            failed, code = pickle.loads(store.get(_FAILED_KEY))
+            if failed != rank():
+                logger.error("Rank %d ends because rank %d failed.", rank(), failed)
+                _leave(code)
+        time.sleep(pause)
+        pause = min(pause * 1.5, 1.0)
+
+
+def _key(what: str) -> str:
+    """A name new at each call and the same on all ranks, which make the same calls in the same order."""
+    _calls[what] = _calls.get(what, 0) + 1
+    return f"sbkit/{what}/{_calls[what]}"
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
