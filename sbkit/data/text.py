@@ -1,0 +1,197 @@
+"""Transcript normalisation as data: a few rules that a YAML can change, and that no script dies of."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from sbkit.errors import SbkitError
+
+# What people type for an apostrophe: curly and full-width quotes, prime, grave and acute accents.
+_APOSTROPHES = dict.fromkeys(map(ord, "’‘‛＇′`´"), "'")
+# Joiners decide how letters of Persian and Indic scripts connect: part of the spelling, inside a word.
+_JOINERS = "\u200c\u200d"
+# Scripts written without spaces: each character counts as a word.
+_UNSPACED = (
+    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff"  # Thai, Lao, Burmese, Khmer
+    "\u3005\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"  # kana, Han
+)
+_WORD = re.compile(f"[{_UNSPACED}]|[^\\s{_UNSPACED}]+")
+
+# Where the neutral rules would damage a language. Everything here can be overruled in the YAML.
+LANGUAGES: dict[str, dict[str, Any]] = {
+    "az": {"case_pairs": {"I": "ı", "İ": "i"}},
+    "tr": {"case_pairs": {"I": "ı", "İ": "i"}},
+    "tt": {"keep_punctuation": "'-"},
+    "ca": {"keep_punctuation": "'·-"},
+    "he": {"keep_punctuation": "'׳״"},
+    "yi": {"keep_punctuation": "'׳״"},
+    "uz": {"replace": {"o‘": "oʻ", "g‘": "gʻ", "O‘": "Oʻ", "G‘": "Gʻ", "o'": "oʻ", "g'": "gʻ",
+                       "O'": "Oʻ", "G'": "Gʻ", "o’": "oʻ", "g’": "gʻ", "O’": "Oʻ", "G’": "Gʻ"}},
+}
+
+
+class TextRules:
+    """How a transcript becomes training text.
+
+    Letters, combining marks and digits of every script are kept, white space becomes single blanks, and
+    everything else (punctuation, symbols, emoji, control characters) becomes a blank, but for what
+    ``keep_punctuation`` and ``keep_anywhere`` name. In this order: ``replace``, Unicode form, case, filter.
+
+    Arguments
+    ---------
+    unicode : "NFC" (composed characters) or "NFKC" (also folds full-width letters, ligatures, ...)
+    case : "lower", "upper" or "keep"
+    keep_punctuation : characters kept inside a word, with a letter, mark or digit on both sides; typographic
+        apostrophes count as ``'``
+    keep_anywhere : characters kept wherever they stand, e.g. ``".,?!"``
+    alphabet : the only characters that a normalised text may hold (a blank always may); None: any. Texts with
+        others are left out and counted, never silently stripped; see :meth:`outside`
+    replace : text to find -> text to put, before everything else
+    case_pairs : upper -> lower case where a language differs from Unicode's default
+
+    >>> TextRules()("« L’été, c’est 'chaud' ! »")
+    "l'été c'est chaud"
+    >>> TextRules(case="keep", keep_anywhere=".,")("Well-known, isn't it?")
+    "Well known, isn't it"
+    """
+
+    def __init__(self, unicode: str = "NFC", case: str = "lower", keep_punctuation: str = "'",
+                 keep_anywhere: str = "", alphabet: str | None = None,
+                 replace: Mapping[str, str] | None = None, case_pairs: Mapping[str, str] | None = None):
+        if unicode not in ("NFC", "NFKC"):
+            raise SbkitError(f"text rules: unicode is {unicode!r}", hint="use NFC or NFKC")
+        if case not in ("lower", "upper", "keep"):
+            raise SbkitError(f"text rules: case is {case!r}", hint="use lower, upper or keep")
+        for name, value in (("keep_punctuation", keep_punctuation), ("keep_anywhere", keep_anywhere)):
+            if not isinstance(value, str):
+                raise SbkitError(f"text rules: {name} is {value!r}", hint="write the characters as one text")
+        if alphabet is not None and not isinstance(alphabet, str):
+            raise SbkitError(f"text rules: alphabet is {alphabet!r}", hint="write the characters as one text")
+        for name, pairs in (("replace", replace), ("case_pairs", case_pairs)):
+            if not isinstance(pairs, (Mapping, type(None))) or any(
+                    not isinstance(x, str) or not k for k, v in (pairs or {}).items() for x in (k, v)):
+                raise SbkitError(f"text rules: {name} is {pairs!r}", hint="map texts to texts")
+        self.unicode = unicode
+        self.case = case
+        self.keep_punctuation = keep_punctuation
+        self.keep_anywhere = keep_anywhere
+        self.alphabet = alphabet
+        self.replace = dict(replace or {})
+        self.case_pairs = dict(case_pairs or {})
+        self._prepare()
+
+    @classmethod
+    def for_language(cls, language: str | None, **overrides: Any) -> TextRules:
+        """The rules for a language code (``tr``, ``ca``, ``zh-CN``), changed by ``overrides``."""
+        base = LANGUAGES.get((language or "").replace("_", "-").split("-")[0].lower(), {})
+        try:
+            return cls(**{**base, **overrides})
+        except TypeError:
+            known = ", ".join(cls().options())
+            alien = next(name for name in overrides if name not in known.split(", "))
+            raise SbkitError(f"text rules: there is no {alien!r}", hint=f"known: {known}") from None
+
+    def options(self) -> dict[str, Any]:
+        """The rules as plain data, for fingerprints and reports."""
+        return {name: getattr(self, name) for name in
+                ("unicode", "case", "keep_punctuation", "keep_anywhere", "alphabet", "replace", "case_pairs")}
+
+    def __repr__(self) -> str:
+        return f"TextRules({', '.join(f'{k}={v!r}' for k, v in self.options().items())})"
+
+    def _prepare(self) -> None:
+        self._table = _Table(self.keep_punctuation, self.keep_anywhere)
+        inner = "".join(sorted({*self.keep_punctuation, *_JOINERS} - set(self.keep_anywhere)))
+        self._has_inner = re.compile(f"[{re.escape(inner)}]").search
+        self._inner = frozenset(inner)
+        pairs = {lower: upper for upper, lower in self.case_pairs.items()}
+        self._cased = {"lower": self.case_pairs, "upper": pairs, "keep": {}}[self.case]
+        self._allowed = None if self.alphabet is None else frozenset(
+            unicodedata.normalize(self.unicode, self.alphabet) + " ")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.options()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._prepare()
+
+    def __call__(self, text: str) -> str:
+        for old, new in self.replace.items():
+            text = text.replace(old, new)
+        if not text.isascii():
+            text = unicodedata.normalize(self.unicode, text.translate(_APOSTROPHES))
+        elif "`" in text:
+            text = text.replace("`", "'")
+        for old, new in self._cased.items():
+            text = text.replace(old, new)
+        if self.case == "lower":
+            text = text.lower()
+        elif self.case == "upper":
+            text = text.upper()
+        text = text.translate(self._table)
+        if self._has_inner(text):
+            text = self._strip_inner(text)
+        text = " ".join(text.split())
+        return text if text.isascii() else unicodedata.normalize(self.unicode, text)
+
+    def _strip_inner(self, text: str) -> str:
+        """Keep inner punctuation only between two characters of a word."""
+        kept = []
+        for i, char in enumerate(text):
+            if char in self._inner and not (
+                    0 < i < len(text) - 1 and _is_word(text[i - 1]) and _is_word(text[i + 1])):
+                char = "" if char in _JOINERS else " "
+            kept.append(char)
+        return "".join(kept)
+
+    def outside(self, text: str) -> Counter[str]:
+        """The characters of a normalised text that the alphabet lacks, counted."""
+        if self._allowed is None or self._allowed.issuperset(text):
+            return Counter()
+        return Counter(char for char in text if char not in self._allowed)
+
+
+class _Table(dict):
+    """What each character becomes, decided once per character (``str.translate`` asks for missing ones)."""
+
+    def __init__(self, inner: str, anywhere: str):
+        super().__init__()
+        for char in inner + anywhere + _JOINERS:
+            self[ord(char)] = char
+
+    def __missing__(self, code: int) -> str:
+        char = chr(code)
+        if _is_word(char):
+            result = char
+        elif unicodedata.category(char) == "Cf" and char != "\u200b":
+            result = ""  # soft hyphens, direction marks: invisible and inside words; U+200B parts words
+        else:
+            result = " "
+        self[code] = result
+        return result
+
+
+def _is_word(char: str) -> bool:
+    return unicodedata.category(char)[0] in "LMN"
+
+
+def count_words(text: str) -> int:
+    """Words as a person counts them: parted by blanks, and each character of an unspaced script is one.
+
+    >>> count_words("three small words"), count_words("三个字")
+    (3, 3)
+    """
+    return len(_WORD.findall(text))
+
+
+def count_characters(texts: Iterable[str]) -> Counter[str]:
+    """How often each character occurs."""
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(text)
+    return counts

@@ -1,0 +1,293 @@
+"""The tokenizer: a SentencePiece model trained once, kept with the fingerprint of what it was made from."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import logging
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import sentencepiece as spm
+
+from sbkit.console import atomic_write
+from sbkit.errors import SbkitError
+
+logger = logging.getLogger(__name__)
+
+MODEL_TYPES = ("unigram", "bpe", "char")
+BLANK_ID = 0
+_TOO_LARGE = re.compile(r"Vocabulary size too high \(\d+\)\. Please set it to a value <= (\d+)")
+_TOO_SMALL = re.compile(r"Vocabulary size is smaller than required_chars\. \d+ vs (\d+)")
+
+
+class Tokenizer:
+    """Text to token ids and back. The constructor touches no file; call :meth:`prepare` or :meth:`load`.
+
+    Ids are SpeechBrain's: 0 is the unknown piece and doubles as the blank of CTC, 1 begins and 2 ends a
+    sentence. :meth:`encode` never returns 0, so a label is never mistaken for a blank.
+
+    The files are ``<folder>/<vocab_size>_<model_type>.model`` and ``.vocab``, where SpeechBrain's own
+    ``SentencePiece`` looks for them, and ``.json`` with the fingerprint of the text and the options.
+
+    Arguments
+    ---------
+    folder : where the files go
+    vocab_size : entries of the vocabulary, blank, bos and eos included; with ``char`` it follows from the
+        text, so it may be None, and any other number is an error that says the right one
+    model_type : "unigram", "bpe" or "char"
+    character_coverage : share of the characters that get a piece of their own
+    characters : characters that get a piece even if the text lacks them
+    bos_id, eos_id : -1 for a model without
+    max_piece_length : longest piece in characters
+    split_by_whitespace : False lets a piece span words (languages written without spaces)
+    user_defined_symbols : texts that are always one piece
+    max_texts : train on this many texts at most, taken evenly; the characters of all are kept
+    model : a ready SentencePiece model to use as it is; nothing is trained then
+    """
+
+    def __init__(self, folder: str | Path, vocab_size: int | None = None, model_type: str = "unigram",
+                 character_coverage: float = 1.0, characters: str = "", bos_id: int = 1, eos_id: int = 2,
+                 max_piece_length: int = 10, split_by_whitespace: bool = True,
+                 user_defined_symbols: Sequence[str] = (), max_texts: int | None = 2_000_000,
+                 model: str | Path | None = None):
+        if model_type not in MODEL_TYPES:
+            raise SbkitError(f"tokenizer: model_type is {model_type!r}", hint=f"use {', '.join(MODEL_TYPES)}")
+        if vocab_size is None and model_type != "char" and model is None:
+            raise SbkitError(f"tokenizer: a {model_type} model needs a vocab_size")
+        if not 0 < character_coverage <= 1:
+            raise SbkitError(f"tokenizer: character_coverage is {character_coverage}", hint="use 0.98 to 1.0")
+        self.folder = Path(folder)
+        self.vocab_size = vocab_size
+        self.model_type = model_type
+        self.character_coverage = float(character_coverage)
+        self.characters = characters
+        self.bos_id, self.eos_id, self.blank_id = bos_id, eos_id, BLANK_ID
+        self.max_piece_length = max_piece_length
+        self.split_by_whitespace = split_by_whitespace
+        self.user_defined_symbols = list(user_defined_symbols)
+        self.max_texts = max_texts
+        self.model = None if model is None else Path(model)
+        self._processor: spm.SentencePieceProcessor | None = None
+
+    # ------------------------------------------------------------------ files
+
+    @property
+    def path(self) -> Path:
+        """The model file."""
+        name = f"{'all' if self.vocab_size is None else self.vocab_size}_{self.model_type}"
+        return self.model or self.folder / f"{name}.model"
+
+    def options(self) -> dict[str, Any]:
+        """What the model depends on besides the text."""
+        names = ("vocab_size", "model_type", "character_coverage", "characters", "bos_id", "eos_id",
+                 "max_piece_length", "split_by_whitespace", "user_defined_symbols", "max_texts")
+        return {name: getattr(self, name) for name in names}
+
+    def prepare(self, texts: Iterable[str]) -> Tokenizer:
+        """Train on ``texts`` unless the model on disk was made from the same text and options; load it.
+
+        In a run over several processes one of them prepares, and the others :meth:`load` afterwards.
+        """
+        if self.model is not None:
+            return self.load()
+        texts = [text for text in texts if text]
+        fingerprint = self._fingerprint(texts)
+        if self.path.exists():
+            known = self._stored_fingerprint()
+            if known == fingerprint:
+                logger.info("tokenizer %s: made from this text already", self.path)
+                return self.load()
+            self._refuse_to_replace(known)
+        self._train(texts, fingerprint)
+        return self.load()
+
+    def load(self) -> Tokenizer:
+        """Load the model file and check that it is what the options say."""
+        try:
+            proto = self.path.read_bytes()
+        except FileNotFoundError:
+            raise SbkitError(
+                f"{self.path}: there is no tokenizer yet",
+                hint=None if self.model else "prepare the corpus first (sbkit prepare)") from None
+        except OSError as error:
+            raise SbkitError(f"{self.path}: cannot be read ({error.strerror})") from None
+        try:
+            processor = spm.SentencePieceProcessor(model_proto=proto)
+            size = processor.vocab_size()
+        except (RuntimeError, OSError):
+            raise SbkitError(f"{self.path} is no SentencePiece model") from None
+        if processor.unk_id() != BLANK_ID:
+            raise SbkitError(
+                f"{self.path}: its unknown piece has id {processor.unk_id()}, the blank needs id {BLANK_ID}",
+                hint="train a tokenizer with unk_id 0, as SpeechBrain does")
+        if self.model is not None:
+            self.bos_id, self.eos_id = processor.bos_id(), processor.eos_id()
+        elif (processor.bos_id(), processor.eos_id()) != (self.bos_id, self.eos_id):
+            raise SbkitError(
+                f"{self.path}: bos and eos have ids {processor.bos_id()} and {processor.eos_id()}, "
+                f"but the recipe says {self.bos_id} and {self.eos_id}", hint="make them agree")
+        if self.vocab_size not in (None, size):
+            raise SbkitError(
+                f"{self.path} has {size} entries, but the recipe says vocab_size {self.vocab_size}",
+                hint=f"set vocab_size (and output_neurons) to {size}")
+        self._processor = processor
+        return self
+
+    def check(self, output_neurons: int) -> None:
+        """Raise unless a model with ``output_neurons`` outputs fits this vocabulary exactly."""
+        if output_neurons != self.size:
+            raise SbkitError(
+                f"output_neurons is {output_neurons}, but the tokenizer {self.path} has {self.size} entries "
+                "(blank, bos and eos included)", hint=f"set output_neurons to {self.size}")
+
+    def _fingerprint(self, texts: Sequence[str]) -> str:
+        digest = hashlib.sha256(json.dumps(self.options(), sort_keys=True).encode())
+        for start in range(0, len(texts), 10_000):
+            digest.update("\n".join(texts[start : start + 10_000]).encode("utf-8", "surrogatepass") + b"\n")
+        return digest.hexdigest()
+
+    def _stored_fingerprint(self) -> str | None:
+        try:
+            stored = json.loads(self.path.with_suffix(".json").read_text(encoding="utf-8"))
+            whole = hashlib.sha256(self.path.read_bytes()).hexdigest() == stored["model_sha256"]
+            return stored["fingerprint"] if whole else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def _refuse_to_replace(self, known: str | None) -> None:
+        """An alien model stays, and so does one that checkpoints beside it were trained with."""
+        if known is None and not self.path.with_suffix(".json").exists():
+            raise SbkitError(
+                f"{self.path} is there already, and nothing says what it was made from",
+                hint="remove it to train a new one, or give it as the tokenizer's `model` to use it as it is")
+        checkpoints = next(self.folder.glob("CKPT+*"), None)
+        if checkpoints is not None:
+            raise SbkitError(
+                f"{self.path} was made from other text or other options, and checkpoints such as "
+                f"{checkpoints.name} were trained with it",
+                hint="start in a new output_folder, or set text and options back")
+        logger.warning("tokenizer %s: its text or options changed, training it anew", self.path)
+
+    # --------------------------------------------------------------- training
+
+    def _train(self, texts: Sequence[str], fingerprint: str) -> None:
+        if not any(text.strip() for text in texts):
+            raise SbkitError("tokenizer: there is no text to train on", hint="is the train split empty?")
+        kept = {"required_chars": self.characters}
+        if self.max_texts and len(texts) > self.max_texts:
+            if self.character_coverage == 1.0:
+                kept["required_chars"] = "".join(sorted({*"".join(texts), *self.characters} - {" "}))
+            step = len(texts) / self.max_texts
+            texts = [texts[int(i * step)] for i in range(self.max_texts)]
+        if self.model_type != "char":
+            kept["vocab_size"] = self.vocab_size
+        else:  # an upper bound that never binds: the vocabulary is the characters
+            kept["vocab_size"] = 1_114_112
+        model = io.BytesIO()
+        try:
+            spm.SentencePieceTrainer.train(
+                sentence_iterator=iter(texts), model_writer=model, model_type=self.model_type,
+                character_coverage=self.character_coverage, unk_id=BLANK_ID, bos_id=self.bos_id,
+                eos_id=self.eos_id, pad_id=-1, max_sentencepiece_length=self.max_piece_length,
+                split_by_whitespace=self.split_by_whitespace, user_defined_symbols=self.user_defined_symbols,
+                # The corpus's text rules have normalised already; a second opinion would make
+                # decode(encode(text)) differ from text.
+                normalization_rule_name="identity",
+                max_sentence_length=max(len(text) for text in texts) * 4 + 1,
+                minloglevel=2, **kept)
+        except (RuntimeError, OSError, IndexError) as error:
+            raise self._explained(error) from error
+        processor = spm.SentencePieceProcessor(model_proto=model.getvalue())
+        if self.vocab_size not in (None, processor.vocab_size()):
+            raise SbkitError(
+                f"tokenizer: vocab_size is {self.vocab_size}, but a char model of this text has exactly "
+                f"{processor.vocab_size()} entries",
+                hint=f"set vocab_size (and output_neurons) to {processor.vocab_size()}")
+        vocab = "".join(f"{processor.id_to_piece(i)}\t{processor.get_score(i):g}\n"
+                        for i in range(processor.vocab_size()))
+        stored = {"fingerprint": fingerprint, "options": self.options(), "texts": len(texts),
+                  "model_sha256": hashlib.sha256(model.getvalue()).hexdigest()}
+        # The fingerprint goes first: a model without one would count as somebody else's.
+        with atomic_write(self.path.with_suffix(".json")) as file:
+            json.dump(stored, file, indent=1, ensure_ascii=False)
+        with atomic_write(self.path.with_suffix(".vocab")) as file:
+            file.write(vocab)
+        with atomic_write(self.path, "wb") as file:
+            file.write(model.getvalue())
+
+    def _explained(self, error: Exception) -> SbkitError:
+        if match := _TOO_LARGE.search(str(error)):
+            return SbkitError(
+                f"tokenizer: vocab_size {self.vocab_size} is too large for this text",
+                hint=f"a {self.model_type} model of it can have {match[1]} entries at most: set vocab_size "
+                     "(and output_neurons) to that or less")
+        if match := _TOO_SMALL.search(str(error)):
+            return SbkitError(
+                f"tokenizer: vocab_size {self.vocab_size} is too small for this text",
+                hint=f"its characters alone need {match[1]}: set vocab_size (and output_neurons) to that or "
+                     "more, or lower character_coverage")
+        return SbkitError(f"tokenizer: SentencePiece cannot train on this text ({error})")
+
+    # ------------------------------------------------------------------- use
+
+    @property
+    def processor(self) -> spm.SentencePieceProcessor:
+        """SentencePiece's own object, loaded when first asked for."""
+        if self._processor is None:
+            self.load()
+        return self._processor
+
+    @property
+    def size(self) -> int:
+        """Entries of the vocabulary, blank included."""
+        return self.processor.vocab_size()
+
+    def __len__(self) -> int:
+        return self.size
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, without those it has no piece for (:meth:`coverage` counts them): never 0."""
+        return [i for i in self.processor.encode(text) if i != BLANK_ID]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ids; blank, bos and eos are left out."""
+        silent = (BLANK_ID, self.bos_id, self.eos_id)
+        return self.processor.decode([int(i) for i in ids if i not in silent])
+
+    def piece(self, i: int) -> str:
+        """The piece with id ``i``, its leading blank written as ``▁``."""
+        return self.processor.id_to_piece(int(i))
+
+    def pieces(self) -> list[str]:
+        """All pieces in order of their ids."""
+        return self.processor.id_to_piece(list(range(self.size)))
+
+    def coverage(self, texts: Iterable[str]) -> Counter[str]:
+        """The characters in ``texts`` that have no piece, counted; empty where it can express them all."""
+        counts: Counter[str] = Counter()
+        for text in texts:
+            counts.update(text)
+        unknown = {char for char in counts if char != " " and self._lacks(char)}
+        return Counter({char: n for char, n in counts.items() if char in unknown})
+
+    def _lacks(self, char: str) -> bool:
+        return BLANK_ID in self.processor.encode(char)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        loaded = state.pop("_processor")
+        state["_proto"] = None if loaded is None else loaded.serialized_model_proto()
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        proto = state.pop("_proto")
+        self.__dict__.update(state)
+        self._processor = None if proto is None else spm.SentencePieceProcessor(model_proto=proto)
+
+    def __repr__(self) -> str:
+        return f"Tokenizer({str(self.path)!r}, {self.vocab_size} entries, {self.model_type})"
