@@ -1,0 +1,365 @@
+"""The embedded corpus: synthesised speech in the exact layout of a Common Voice release.
+
+    OUT/<language>/clips/common_voice_<language>_<number>.mp3
+    OUT/<language>/{train,dev,test,validated,invalidated,other}.tsv
+    OUT/<language>/clip_durations.tsv
+
+It exists so that a newcomer without data hears a model learn within minutes. Nobody learns anything
+about real speech from it; what it does keep honest is the split: the voices and the sentences of dev
+and test never occur in training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sbkit.console import progress
+from sbkit.data import demo_voice
+from sbkit.data.demo_sentences import GRAMMARS, Grammar, expand, numbers_grammar
+from sbkit.errors import SbkitError
+
+COLUMNS = (
+    "client_id", "path", "sentence_id", "sentence", "sentence_domain", "up_votes", "down_votes", "age",
+    "gender", "accents", "variant", "locale", "segment",
+)
+
+# Common Voice ships 32 or 48 kHz. Here it is 16 kHz, what the models hear: half the decoding and no
+# resampling in every epoch of a demo on two cores, and an espeak voice has nothing to lose above 8 kHz.
+SAMPLE_RATE = 16_000
+FORMAT = 1  # of this corpus: raise it when the same seed gives other clips
+
+# Dialects share a language's sentences. Accents are named as Common Voice's speakers name theirs.
+DIALECTS = {
+    "en": {
+        "en": "England English", "en-us": "United States English", "en-gb-scotland": "Scottish English",
+        "en-gb-x-rp": "England English", "en-029": "West Indies and Bermuda English",
+        "en-us-nyc": "United States English", "en-gb-x-gbclan": "England English",
+        "en-gb-x-gbcwmd": "England English",
+    },
+    "es": {"es": "España", "es-419": "América central"},
+    "fr": {"fr": "Français de France", "fr-be": "Français de Belgique", "fr-ch": "Français de Suisse"},
+    "pt": {"pt": "Português de Portugal", "pt-br": "Português do Brasil"},
+}
+# Common Voice's code where espeak-ng uses another.
+ESPEAK_NAMES = {"zh": "cmn", "zh-cn": "cmn", "zh-tw": "cmn", "zh-hk": "yue", "no": "nb", "nn-no": "nb"}
+
+# Timbres. The two groups never meet: a voice of dev or test is new to the model in every respect.
+TRAIN_VARIANTS = ("", "+f1", "+m1", "+f2", "+m2", "+f4", "+m3", "+m5", "+m7", "+m8")
+HELD_OUT_VARIANTS = ("+f3", "+m4", "+f5", "+m6")
+VOICES = {"train": 20, "dev": 4, "test": 4}
+AGES = ("teens", "twenties", "thirties", "fourties", "fifties", "sixties")  # Common Voice's spelling
+
+SHARES = {"train": 0.82, "dev": 0.08, "test": 0.10}  # of the clips, and of all possible sentences
+LEAST_CLIPS = 8  # of a split, however short the corpus
+EXTRAS = {"invalidated": 0.01, "other": 0.01}  # of the clips, on top: what a release holds beside the splits
+RETRIES = 1000  # draws for a sentence that is new; only the number lists of tiny languages ever need them
+
+
+@dataclass(frozen=True)
+class Speaker:
+    id: str
+    voice: str
+    words_per_minute: int
+    pitch: int
+    age: str
+    gender: str
+    accent: str
+
+
+@dataclass(frozen=True)
+class Clip:
+    """One clip of the plan; ``seed`` decides everything about its sound that the speaker leaves open."""
+
+    number: int
+    split: str
+    speaker: Speaker
+    spoken: str
+    written: str
+    seed: int
+
+
+def make_demo_corpus(out: str | os.PathLike, hours: float = 1.0, language: str = "en", seed: int = 1234,
+                     workers: int | None = None, show_progress: bool = True) -> Path:
+    """Synthesise the corpus and return its folder, ``out/<language>``, to be used as ``data_folder``.
+
+    The same arguments give the same bytes, with any number of workers. A folder that these arguments
+    made before is used again; one that they didn't make is never touched.
+
+    Arguments
+    ---------
+    out : folder in which the language's folder is made; it appears there whole or not at all.
+    hours : about how much speech, all splits together.
+    language : an espeak-ng language or Common Voice's code of one. Ten languages speak sentences (see
+        ``demo_sentences``); every other one counts: its sentences are lists of numbers, written in digits.
+    """
+    if not 0 < hours <= 1000:
+        raise SbkitError(f"hours must lie between 0 and 1000, not {hours}")
+    if workers is not None and workers < 1:
+        raise SbkitError(f"workers must be at least 1, not {workers}")
+    espeak_name = _espeak_name(language)
+    folder = Path(out) / language
+    made_with = {"format": FORMAT, "hours": float(hours), "language": language, "seed": seed}
+    if _finished(folder, made_with):
+        return folder
+
+    with _temporary_folder(folder) as aside, _pool(workers, language) as run:
+        grammar = GRAMMARS.get(espeak_name) or _numbers(espeak_name, run)
+        voices = _voices(espeak_name, seed)
+        count = _count_clips(hours, grammar, voices["train"], seed, run)
+        clips = _plan(count, grammar, voices, seed)
+        (aside / "clips").mkdir()
+        jobs = ((clip, aside / "clips" / _file_name(clip, language)) for clip in clips)
+        milliseconds = list(progress(
+            run(_record, jobs), what=f"Speaking {hours:g} h of {language}", total=len(clips), unit="clip",
+            show=show_progress,
+        ))
+        _write_tables(aside, clips, milliseconds, language)
+        (aside / "demo.json").write_text(json.dumps({**made_with, "synthetic": "espeak-ng"}, indent=1) + "\n")
+        try:
+            os.rename(aside, folder)
+        except OSError:
+            if not _finished(folder, made_with):  # another process made the same meanwhile
+                raise
+    return folder
+
+
+def _espeak_name(language: str) -> str:
+    known = demo_voice.languages()
+    code = language.lower().replace("_", "-")
+    for name in (code, ESPEAK_NAMES.get(code), code.split("-")[0]):
+        if name in known:
+            return name
+    raise SbkitError(
+        f"espeak-ng, which speaks the embedded corpus, knows no language '{language}'",
+        hint=f"it speaks sentences in {' '.join(sorted(GRAMMARS))} and numbers in "
+             f"{' '.join(name for name in known if name not in GRAMMARS)}",
+    )
+
+
+def _finished(folder: Path, made_with: dict[str, Any]) -> bool:
+    """Whether the folder is there and these arguments made it; an error when something else lies there."""
+    if not folder.exists():
+        return False
+    note = folder / "demo.json"
+    found = {}
+    with contextlib.suppress(OSError, json.JSONDecodeError):
+        found = json.loads(note.read_text())
+    if not isinstance(found, dict) or any(found.get(key) != value for key, value in made_with.items()):
+        raise SbkitError(
+            f"{folder} exists already and is not this embedded corpus "
+            f"({', '.join(f'{key} {value}' for key, value in made_with.items())})",
+            hint="choose another folder or remove it first",
+        )
+    return True
+
+
+@contextlib.contextmanager
+def _temporary_folder(folder: Path) -> Iterator[Path]:
+    """A folder beside ``folder``, gone at the end unless it was renamed."""
+    aside = None
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+        aside.chmod(0o755)
+        yield aside
+    except OSError as error:
+        raise SbkitError(f"cannot write the embedded corpus to {folder}: {error.strerror or error}") from error
+    finally:
+        if aside is not None:
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+Run = Callable[[Callable, Iterable[tuple]], Iterator[Any]]
+
+
+@contextlib.contextmanager
+def _pool(workers: int | None, language: str) -> Iterator[Run]:
+    """Processes, since one process can hold one espeak-ng; gives ``run(function, argument tuples)``, in order.
+
+    Spawned, not forked: the caller may hold CUDA or threads. They end at once when the caller fails.
+    """
+    pool = ProcessPoolExecutor(workers or _cores(), mp_context=multiprocessing.get_context("spawn"))
+
+    def run(function: Callable, jobs: Iterable[tuple]) -> Iterator[Any]:
+        return pool.map(_call, ((function, job) for job in jobs), chunksize=8)
+
+    try:
+        yield run
+    except BrokenProcessPool as error:
+        raise SbkitError(
+            f"a process that spoke '{language}' with espeak-ng died",
+            hint="espeak-ng may be broken for this language, or memory ran out",
+        ) from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _call(job: tuple[Callable, tuple]) -> Any:
+    function, arguments = job
+    return function(*arguments)
+
+
+def _numbers(espeak_name: str, run: Run) -> Grammar:
+    """Lists of the numbers below 100 that the language pronounces, each differently from all others."""
+    (spoken,) = run(demo_voice.pronounce, [([str(number) for number in range(100)], espeak_name)])
+    sayable = [number for number, sound in enumerate(spoken) if sound and spoken.count(sound) == 1]
+    if len(sayable) < 20:
+        raise SbkitError(
+            f"espeak-ng has no number words for '{espeak_name}', so that there is nothing to say in it",
+            hint=f"languages with sentences: {' '.join(sorted(GRAMMARS))}",
+        )
+    return numbers_grammar(sayable)
+
+
+def _voices(espeak_name: str, seed: int) -> dict[str, list[Speaker]]:
+    """The speakers of each split, each with a rate and pitch of their own."""
+    accents = DIALECTS.get(espeak_name, {espeak_name: ""})
+    dialects = list(accents)
+    speakers: dict[str, list[Speaker]] = {}
+    met = 0
+    for split, count in VOICES.items():
+        variants = TRAIN_VARIANTS if split == "train" else HELD_OUT_VARIANTS
+        speakers[split] = []
+        for i in range(count):
+            rng = random.Random(f"{seed} {split} voice {i}")
+            dialect, variant = dialects[met % len(dialects)], variants[i % len(variants)]
+            # Two speakers with one timbre are a low and a high voice.
+            low, high = (50, 68) if i // len(variants) % 2 else (32, 50)
+            speakers[split].append(Speaker(
+                id=hashlib.sha512(f"sbkit {seed} {espeak_name} {split} {i}".encode()).hexdigest(),
+                voice=dialect + variant, words_per_minute=rng.randint(145, 190), pitch=rng.randint(low, high),
+                age=rng.choice(AGES), gender="female_feminine" if "f" in variant else "male_masculine",
+                accent=accents[dialect],
+            ))
+            met += 1
+    return speakers
+
+
+def _count_clips(hours: float, grammar: Grammar, speakers: Sequence[Speaker], seed: int, run: Run) -> int:
+    """How many clips make so many hours, by speaking a few."""
+    sample = [
+        Clip(0, "train", speaker, text, text, i)
+        for i in range(3) for speaker in speakers
+        for text in [expand(grammar, random.Random(f"{seed} sample {i} {speaker.id}"))]
+    ]
+    seconds = sum(len(samples) for samples in run(_sound, ((clip,) for clip in sample))) / SAMPLE_RATE
+    return max(3 * LEAST_CLIPS, round(hours * 3600 / (seconds / len(sample))))
+
+
+def _plan(count: int, grammar: Grammar, voices: dict[str, list[Speaker]], seed: int) -> list[Clip]:
+    """Who says what. No sentence of one split can occur in another, whatever the size: a hash of the
+    sentence decides where it belongs."""
+    sizes = {split: max(LEAST_CLIPS, round(count * SHARES[split])) for split in ("dev", "test")}
+    sizes = {"train": count - sum(sizes.values()), **sizes}
+    sizes.update({name: max(2, round(count * share)) for name, share in EXTRAS.items()})
+    rng = random.Random(f"{seed} sentences")
+    used: set[str] = set()
+    clips: list[Clip] = []
+    for split, size in sizes.items():
+        belongs = split if split in SHARES else "train"
+        for i in range(size):
+            text = _new_sentence(grammar, rng, belongs, used)
+            wrong = _new_sentence(grammar, rng, belongs, used) if split == "invalidated" else text
+            speaker = voices[belongs][i % len(voices[belongs])]
+            clips.append(Clip(40_000_000 + len(clips), split, speaker, text, wrong, rng.getrandbits(31)))
+    return clips
+
+
+def _new_sentence(grammar: Grammar, rng: random.Random, split: str, used: set[str]) -> str:
+    for _ in range(RETRIES):
+        text = expand(grammar, rng)
+        if _home(text) == split:
+            if text not in used:
+                used.add(text)
+                return text
+            seen = text
+    return seen  # everything the grammar can say was said; a repetition within the split does no harm
+
+
+def _home(text: str) -> str:
+    """The split that owns a sentence."""
+    place = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") / 2**32
+    for split, share in SHARES.items():
+        if place < share:
+            return split
+        place -= share
+    return "train"
+
+
+def _sound(clip: Clip) -> np.ndarray:
+    """The clip as float32 [S] at SAMPLE_RATE: speech at its own level, a moment of room before and after."""
+    import soxr
+
+    rng = np.random.default_rng(clip.seed)
+    speech, rate = demo_voice.speak(
+        clip.spoken, clip.speaker.voice, seed=clip.seed,
+        words_per_minute=clip.speaker.words_per_minute + int(rng.integers(-8, 9)),
+        pitch=clip.speaker.pitch + int(rng.integers(-5, 6)), pitch_range=int(rng.integers(40, 61)),
+    )
+    heard = np.flatnonzero(np.abs(speech) > 0.005)
+    speech = soxr.resample(speech[heard[0]:heard[-1] + 1], rate, SAMPLE_RATE)
+    before, after = (int(SAMPLE_RATE * seconds) for seconds in rng.uniform(0.1, 0.35, size=2))
+    peak = 10 ** (rng.uniform(-9, -1) / 20)
+    samples = np.pad(speech * (peak / np.abs(speech).max()), (before, after))
+    # No microphone gives digital silence: noise 60 dB below the loudest clip.
+    return (samples + 10 ** (-60 / 20) * rng.standard_normal(len(samples))).astype(np.float32)
+
+
+def _record(clip: Clip, path: Path) -> int:
+    """Write the clip's MP3; how long it is in milliseconds."""
+    import soundfile
+
+    samples = _sound(clip)
+    try:
+        soundfile.write(path, samples, SAMPLE_RATE, format="MP3")
+    except soundfile.LibsndfileError as error:
+        raise SbkitError(f"cannot write {path}: {error.error_string}", hint="is the disk full?") from error
+    return round(len(samples) * 1000 / SAMPLE_RATE)
+
+
+def _file_name(clip: Clip, language: str) -> str:
+    return f"common_voice_{language}_{clip.number}.mp3"
+
+
+def _write_tables(folder: Path, clips: Sequence[Clip], milliseconds: Sequence[int], language: str) -> None:
+    votes = {"invalidated": (0, 2), "other": (1, 0)}
+    rows: dict[str, list[str]] = {name: [] for name in (*SHARES, "validated", *EXTRAS)}
+    for clip in clips:
+        up, down = votes.get(clip.split, (2, 0))
+        speaker = clip.speaker
+        row = "\t".join(map(str, (
+            speaker.id, _file_name(clip, language), hashlib.sha256(clip.written.encode()).hexdigest(),
+            clip.written, "", up, down, speaker.age, speaker.gender, speaker.accent, "", language, "",
+        )))
+        rows[clip.split].append(row)
+        if clip.split in SHARES:
+            rows["validated"].append(row)
+    for name, lines in rows.items():
+        _write_lines(folder / f"{name}.tsv", "\t".join(COLUMNS), lines)
+    _write_lines(
+        folder / "clip_durations.tsv", "clip\tduration[ms]",
+        [f"{_file_name(clip, language)}\t{ms}" for clip, ms in zip(clips, milliseconds, strict=True)],
+    )
+
+
+def _write_lines(path: Path, head: str, lines: Sequence[str]) -> None:
+    path.write_text("\n".join([head, *lines]) + "\n", encoding="utf-8", newline="\n")

@@ -1,0 +1,100 @@
+"""Speech by espeak-ng through its C interface: one sentence in, one waveform out, the same every time."""
+
+from __future__ import annotations
+
+import _ctypes
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+
+from sbkit.errors import SbkitError
+
+INSTALL = "install it with: pip install 'sbkit[demo]'"
+
+# espeak-ng's speak_lib.h
+_SYNCHRONOUS, _DONT_EXIT = 2, 0x8000
+_RATE, _PITCH, _RANGE = 1, 3, 4
+_UTF8 = 1
+_IPA = 2
+_AudioCallback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p)
+
+
+def _loader() -> ModuleType:
+    try:
+        import espeakng_loader
+    except ImportError as error:
+        raise SbkitError("the embedded corpus needs the package espeakng-loader", hint=INSTALL) from error
+    return espeakng_loader
+
+
+@contextlib.contextmanager
+def _library() -> Iterator[tuple[ctypes.CDLL, int]]:
+    """A freshly loaded espeak-ng and its sample rate.
+
+    Its synthesiser keeps state in static variables that no call resets (not even Terminate), so that a
+    sentence would sound a little different after another one. Unloading the library does reset them:
+    5 ms, and a clip no longer depends on what the same process said before.
+    """
+    loader = _loader()
+    library = ctypes.CDLL(loader.get_library_path())
+    library.espeak_TextToPhonemes.restype = ctypes.c_char_p
+    try:
+        rate = library.espeak_Initialize(_SYNCHRONOUS, 0, str(loader.get_data_path()).encode(), _DONT_EXIT)
+        if rate <= 0:
+            raise SbkitError(f"espeak-ng finds no data in {loader.get_data_path()}", hint=INSTALL)
+        yield library, rate
+    finally:
+        library.espeak_Terminate()
+        _ctypes.dlclose(library._handle)
+
+
+def _select(library: ctypes.CDLL, voice: str) -> None:
+    """Choose a voice such as ``en-us+f2``; espeak-ng itself would go on with another one when it is unknown."""
+    name, _, variant = voice.partition("+")
+    variants = Path(_loader().get_data_path()) / "voices" / "!v"
+    if library.espeak_SetVoiceByName(voice.encode()) != 0 or (variant and not (variants / variant).is_file()):
+        raise SbkitError(f"espeak-ng has no voice '{voice}'", hint=f"its languages: {' '.join(languages())}")
+
+
+def speak(text: str, voice: str, *, words_per_minute: int = 175, pitch: int = 50, pitch_range: int = 50,
+          seed: int = 1) -> tuple[np.ndarray, int]:
+    """Say ``text``: (mono float32 [S] within -1..1, sample rate). ``pitch`` and ``pitch_range``: 0 to 99."""
+    chunks: list[np.ndarray] = []
+
+    def collect(samples, count, _events):  # noqa: ANN001, ANN202  (called from C)
+        if samples and count > 0:
+            chunks.append(np.ctypeslib.as_array(samples, (count,)).copy())
+        return 0
+
+    callback = _AudioCallback(collect)
+    with _library() as (library, rate):
+        _select(library, voice)
+        library.espeak_SetSynthCallback(callback)
+        library.espeak_ng_SetRandSeed(ctypes.c_long(seed))
+        for parameter, value in ((_RATE, words_per_minute), (_PITCH, pitch), (_RANGE, pitch_range)):
+            library.espeak_SetParameter(parameter, value, 0)
+        data = text.encode()
+        failed = library.espeak_Synth(data, ctypes.c_size_t(len(data) + 1), 0, 0, 0, _UTF8, None, None)
+    if failed or not chunks:
+        raise SbkitError(f"espeak-ng's voice '{voice}' says nothing for {text!r}")
+    return np.concatenate(chunks).astype(np.float32) / 32768, rate
+
+
+def pronounce(texts: list[str], voice: str) -> list[str]:
+    """How the voice pronounces each text, in IPA; empty where it has no sound for it."""
+    spoken = []
+    with _library() as (library, _):
+        _select(library, voice)
+        for text in texts:
+            pointer = ctypes.c_char_p(text.encode())
+            spoken.append((library.espeak_TextToPhonemes(ctypes.pointer(pointer), _UTF8, _IPA) or b"").decode())
+    return spoken
+
+
+def languages() -> list[str]:
+    """The names of all languages and dialects that espeak-ng can speak."""
+    return sorted(path.name.lower() for path in (Path(_loader().get_data_path()) / "lang").rglob("*") if path.is_file())
