@@ -1,0 +1,254 @@
+"""Reading audio: any file, byte string or shard member to float32 mono at the wanted rate, opened once.
+
+libsndfile decodes (WAV, FLAC, MP3, Ogg Vorbis and Opus), soxr resamples (HQ: the stop band lies below
+-100 dB). Building soxr's kernel takes 20 microseconds, so there is nothing worth caching; decoding an
+MP3 takes four fifths of the time and resampling most of the rest.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import threading
+from collections import OrderedDict
+from typing import BinaryIO
+
+import numpy as np
+import soundfile
+import soxr
+
+from sbkit.errors import SbkitError
+
+#: Longest stretch that one call decodes. A header can claim anything; memory is finite.
+MAX_SECONDS = 4 * 3600.0
+#: Sample rates outside of these are damaged headers, not recordings.
+MIN_RATE, MAX_RATE = 1_000, 768_000
+#: A file that holds less than its header says by more than this was cut off (MP3 padding stays below).
+TRUNCATED_SECONDS, TRUNCATED_SHARE = 0.1, 0.1
+#: Shards that one process keeps open.
+OPEN_SHARDS = 64
+
+_MEMBER = re.compile(r"^(?P<path>.+)\?offset=(?P<offset>\d+)&size=(?P<size>\d+)$")
+
+
+class AudioError(SbkitError):
+    """Audio that cannot be used: ``.wav`` names it, ``.cause`` says why."""
+
+    def __init__(self, wav: str, cause: str):
+        super().__init__(f"{wav}: {cause}")
+        self.wav, self.cause = wav, cause
+
+    def __reduce__(self):
+        return AudioError, (self.wav, self.cause)
+
+
+def read_audio(
+    wav: str | os.PathLike | bytes | BinaryIO, *, start: float = 0.0, duration: float | None = None,
+    sample_rate: int | None = 16_000, speed: float = 1.0,
+) -> np.ndarray:
+    """Decode, mix to mono, resample: one open, one pass.
+
+    Arguments
+    ---------
+    wav: a path, a member of an uncompressed tar (``shard.tar?offset=1536&size=20480``; also a URL that
+        fsspec can open), the bytes of a file, or a seekable binary file.
+    start, duration: the stretch to read, in seconds; only this stretch is decoded. Without ``duration``
+        all that follows ``start``.
+    sample_rate: of the result; ``None`` keeps the recording's own.
+    speed: plays the recording faster (1.1) or slower (0.9), pitch included, in the same resampling pass.
+
+    Returns
+    -------
+    float32 array, shape ``[S]``, mono (the mean of the channels).
+
+    Raises ``AudioError`` for whatever is missing, damaged, cut off, empty, not finite or absurdly long.
+    """
+    name = describe(wav)
+    try:
+        with _open(wav) as file:
+            rate, frames = file.samplerate, file.frames
+            _check_header(name, rate, frames, partial=duration is not None)
+            first = round(start * rate)
+            if first >= frames:
+                raise AudioError(name, f"has {frames / rate:.2f} s, so none from {start:.2f} s on")
+            wanted = frames - first if duration is None else min(round(duration * rate), frames - first)
+            if wanted > MAX_SECONDS * rate:
+                raise AudioError(name, f"{wanted / rate / 3600:.1f} hours at once; the limit is "
+                                       f"{MAX_SECONDS / 3600:.0f}")
+            if first:
+                file.seek(first)
+            signal = file.read(wanted, dtype="float32")
+    except soundfile.SoundFileError as error:
+        raise AudioError(name, _cause(wav, error)) from None
+    except (OSError, ValueError) as error:
+        raise AudioError(name, str(error)) from None
+    if not len(signal):
+        raise AudioError(name, "holds no audio")
+    missing = wanted - len(signal)
+    if missing > rate * TRUNCATED_SECONDS and missing > wanted * TRUNCATED_SHARE:
+        raise AudioError(name, f"cut off: {len(signal) / rate:.2f} of {wanted / rate:.2f} s can be read")
+    if signal.ndim == 2:
+        signal = _mono(signal)
+    if sample_rate is not None and (rate != sample_rate or speed != 1.0):
+        signal = resample(signal, rate * speed, sample_rate)
+    elif speed != 1.0:
+        signal = resample(signal, rate * speed, rate)
+    if not np.isfinite(signal.sum()):
+        raise AudioError(name, "holds values that are not finite (NaN or infinite)")
+    if not len(signal):
+        raise AudioError(name, "holds no audio")
+    return signal
+
+
+def resample(signal: np.ndarray, rate: float, to_rate: float) -> np.ndarray:
+    """Resample float32 ``[S]`` at high quality; ``[round(S * to_rate / rate)]`` come back."""
+    return soxr.resample(signal, rate, to_rate, "HQ")
+
+
+def audio_info(wav: str | os.PathLike | bytes | BinaryIO) -> tuple[float, int, int]:
+    """What the header says: (seconds, sample rate, channels). Decodes nothing."""
+    name = describe(wav)
+    try:
+        with _open(wav) as file:
+            _check_header(name, file.samplerate, file.frames, partial=True)
+            return file.frames / file.samplerate, file.samplerate, file.channels
+    except soundfile.SoundFileError as error:
+        raise AudioError(name, _cause(wav, error)) from None
+    except (OSError, ValueError) as error:
+        raise AudioError(name, str(error)) from None
+
+
+def describe(wav: str | os.PathLike | bytes | BinaryIO) -> str:
+    """How messages call it: the path, or that it is a number of bytes."""
+    if isinstance(wav, (str, os.PathLike)):
+        return os.fspath(wav)
+    if isinstance(wav, (bytes, bytearray, memoryview)):
+        return f"<{len(wav)} bytes of audio>"
+    return f"<{getattr(wav, 'name', 'audio file')}>"
+
+
+def read_bytes(wav: str | os.PathLike) -> bytes:
+    """The encoded bytes behind a path or a shard member."""
+    path, offset, size = split_member(os.fspath(wav))
+    if size is None:
+        if "://" in path:
+            filesystem, inside = _remote(path)
+            return filesystem.cat_file(inside)
+        with open(path, "rb") as file:
+            return file.read()
+    if "://" in path:
+        filesystem, inside = _remote(path)
+        data = filesystem.cat_file(inside, start=offset, end=offset + size)
+    else:
+        data = _handles.pread(path, offset, size)
+    if len(data) != size:
+        raise AudioError(os.fspath(wav), f"the shard ends {size - len(data)} bytes too early")
+    return data
+
+
+def split_member(wav: str) -> tuple[str, int, int | None]:
+    """``path?offset=O&size=N`` as (path, O, N); a plain path as (path, 0, None)."""
+    match = _MEMBER.match(wav)
+    if match is None:
+        return wav, 0, None
+    return match["path"], int(match["offset"]), int(match["size"])
+
+
+def _open(wav: str | os.PathLike | bytes | BinaryIO) -> soundfile.SoundFile:
+    if isinstance(wav, (str, os.PathLike)):
+        path = os.fspath(wav)
+        if ("?" in path and _MEMBER.match(path)) or "://" in path:
+            return soundfile.SoundFile(io.BytesIO(read_bytes(path)))
+        return soundfile.SoundFile(path)
+    if isinstance(wav, (bytes, bytearray, memoryview)):
+        return soundfile.SoundFile(io.BytesIO(wav))
+    wav.seek(0)
+    return soundfile.SoundFile(wav)
+
+
+def _check_header(name: str, rate: int, frames: int, *, partial: bool) -> None:
+    if not MIN_RATE <= rate <= MAX_RATE:
+        raise AudioError(name, f"its header claims {rate} samples a second")
+    if frames <= 0:
+        raise AudioError(name, "holds no audio")
+    # libsndfile answers with 2^63-1 where the header gives no length.
+    if frames > 2**40:
+        raise AudioError(name, "its header does not say how long it is")
+    if not partial and frames > MAX_SECONDS * rate:
+        raise AudioError(name, f"its header claims {frames / rate / 3600:.1f} hours; the limit is "
+                               f"{MAX_SECONDS / 3600:.0f} (read stretches with start and duration)")
+
+
+def _cause(wav: object, error: Exception) -> str:
+    """libsndfile says 'System error' and 'Format not recognised'; say what is behind it."""
+    if isinstance(wav, (bytes, bytearray, memoryview)):
+        size = len(wav)
+    elif isinstance(wav, (str, os.PathLike)):
+        path, _, size = split_member(os.fspath(wav))
+        if size is None and "://" not in path:
+            if not os.path.exists(path):
+                return "no such file"
+            if os.path.isdir(path):
+                return "is a folder, not a recording"
+            if not os.access(path, os.R_OK):
+                return "may not be read (permissions)"
+            size = os.path.getsize(path)
+    else:
+        size = None
+    if size == 0:
+        return "is empty (0 bytes)"
+    reason = getattr(error, "error_string", "") or str(error)
+    return f"cannot be decoded: {reason.strip().rstrip('.') or 'damaged'}"
+
+
+def _mono(signal: np.ndarray) -> np.ndarray:
+    """Mean over channels, ``[S, C]`` to ``[S]``: column sums are far faster than ``mean(axis=1)``."""
+    out = signal[:, 0].copy()
+    for channel in range(1, signal.shape[1]):
+        out += signal[:, channel]
+    out /= signal.shape[1]
+    return out
+
+
+def _remote(url: str):
+    import fsspec  # comes with `datasets`; only who reads from an object store pays for the import
+
+    return fsspec.core.url_to_fs(url)
+
+
+class _Shard:
+    def __init__(self, path: str):
+        self.handle = os.open(path, os.O_RDONLY)
+
+    def __del__(self):
+        if hasattr(self, "handle"):
+            os.close(self.handle)
+
+
+class _Handles:
+    """Open shards; beyond ``size`` the least recently used is closed.
+
+    ``pread`` knows no position, so threads and forked processes can share the handles.
+    """
+
+    def __init__(self, size: int):
+        self.size, self.open, self.lock = size, OrderedDict(), threading.Lock()
+
+    def pread(self, path: str, offset: int, size: int) -> bytes:
+        with self.lock:
+            shard = self.open.pop(path, None) or _Shard(path)
+            self.open[path] = shard
+            while len(self.open) > self.size:
+                self.open.popitem(last=False)
+        parts, left = [], size
+        while left:  # one read returns at most 2 GiB
+            part = os.pread(shard.handle, left, offset + size - left)
+            if not part:
+                break
+            parts.append(part)
+            left -= len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+_handles = _Handles(OPEN_SHARDS)

@@ -1,0 +1,132 @@
+"""What a device gets: one micro-batch of padded signals and tokens, with its place in the epoch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from speechbrain.dataio.batch import PaddedData
+
+SAMPLE_RATE = 16_000
+#: The id of the row that a stand-in batch (weight 0) carries.
+STAND_IN = "<stand-in>"
+
+
+@dataclass
+class Batch:
+    """Micro-batch ``micro`` of ``micros`` of optimizer step ``step``, as one rank sees it."""
+
+    ids: list[str]
+    signals: Tensor
+    """``[B, S]`` float32, zero-padded waveforms."""
+    signal_lengths: Tensor
+    """``[B]`` int64, in samples."""
+    tokens: Tensor
+    """``[B, U]`` int64, 0-padded."""
+    token_lengths: Tensor
+    """``[B]`` int64."""
+    texts: list[str]
+    step: int = 0
+    micro: int = 0
+    micros: int = 1
+    weight: float = 1.0
+    """0.0: a stand-in, so that a rank with no share of this step still takes part."""
+    damaged: list[tuple[str, str]] = field(default_factory=list)
+    """(id, reason) of every utterance that belongs here and could not be read."""
+    samples: int = 0
+    """Sum of ``signal_lengths``, known on the CPU; 0 for a stand-in."""
+    sample_rate: int = SAMPLE_RATE
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def seconds(self) -> float:
+        """Audio in it, padding not counted."""
+        return self.samples / self.sample_rate
+
+    @property
+    def padded_seconds(self) -> float:
+        """What the device computes: rows times the longest."""
+        return self.signals.shape[0] * self.signals.shape[1] / self.sample_rate
+
+    @property
+    def last(self) -> bool:
+        """Whether the optimizer steps after this one."""
+        return self.micro == self.micros - 1
+
+    @property
+    def sig(self) -> PaddedData:
+        """(signals, relative lengths) as SpeechBrain's ``PaddedData``."""
+        from speechbrain.dataio.batch import PaddedData  # imports most of SpeechBrain
+
+        return PaddedData(self.signals, self.signal_lengths / max(self.signals.shape[1], 1))
+
+    def to(self, device: torch.device | str, non_blocking: bool = True) -> Batch:
+        """A copy with its tensors on ``device``."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Batch:
+        """A copy in page-locked memory, from where a GPU copies while it computes."""
+        return self._map(Tensor.pin_memory)
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor in it."""
+        return [self.signals, self.signal_lengths, self.tokens, self.token_lengths]
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        return dataclasses.replace(
+            self, signals=change(self.signals), signal_lengths=change(self.signal_lengths),
+            tokens=change(self.tokens), token_lengths=change(self.token_lengths),
+        )
+
+
+def stand_in(*, tokens: bool = True, sample_rate: int = SAMPLE_RATE, **place) -> Batch:
+    """A batch of weight 0: one second of faint noise and one token, so that every loss stays finite."""
+    signals = 1e-3 * torch.randn(1, sample_rate, generator=torch.Generator().manual_seed(0))
+    return Batch(
+        ids=[STAND_IN], signals=signals, signal_lengths=torch.tensor([sample_rate]),
+        tokens=torch.ones(1, int(tokens), dtype=torch.long), token_lengths=torch.tensor([int(tokens)]),
+        texts=[""], weight=0.0, samples=0, sample_rate=sample_rate, **place,
+    )
+
+
+class DevicePrefetcher:
+    """Copy the next batch to ``device`` while the current one is computed.
+
+    On CUDA the copies run on a stream of their own (from pinned memory they overlap with compute); on
+    any other device each batch is moved as it comes.
+    """
+
+    def __init__(self, batches: Iterable[Batch], device: torch.device | str):
+        self.batches, self.device = batches, torch.device(device)
+
+    def __iter__(self) -> Iterator[Batch]:
+        if self.device.type != "cuda":
+            for batch in self.batches:
+                yield batch.to(self.device)
+            return
+        stream = torch.cuda.Stream(self.device)
+        current = None
+        for batch in self.batches:
+            with torch.cuda.stream(stream):
+                coming = batch.to(self.device)
+                ready = stream.record_event()
+            if current is not None:
+                yield self._hand_over(*current)
+            current = coming, ready
+        if current is not None:
+            yield self._hand_over(*current)
+
+    def _hand_over(self, batch: Batch, ready: torch.cuda.Event) -> Batch:
+        compute = torch.cuda.current_stream(self.device)
+        compute.wait_event(ready)
+        for tensor in batch.tensors():
+            tensor.record_stream(compute)  # the allocator must not reuse it for a copy while compute reads it
+        return batch

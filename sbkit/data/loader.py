@@ -1,0 +1,355 @@
+"""From a manifest and a plan to batches: worker processes read whole micro-batches, in the plan's order.
+
+What is in a batch depends on (manifest, plan, epoch, step, rank, world) only, never on the number of
+workers. Reading starts at any step of any epoch at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from sbkit.data.audio import AudioError, read_audio
+from sbkit.data.batch import SAMPLE_RATE, Batch, DevicePrefetcher, stand_in
+from sbkit.data.manifest import Manifest
+from sbkit.data.plan import EpochPlan, Plan
+from sbkit.errors import SbkitError
+
+logger = logging.getLogger(__name__)
+
+#: A recording may be this much longer than its row says (rounding, an encoder's padding) and is read whole.
+SLACK_SECONDS = 0.05
+#: One that is shorter than its row says by more than both of these was cut off.
+MISSING_SECONDS, MISSING_SHARE = 0.5, 0.1
+#: A worker lives on for this long after SIGTERM, so that the run it serves can end in order.
+SECONDS_AFTER_SIGTERM = 20
+#: Damaged recordings named in an error or logged one by one.
+NAMED = 5
+
+
+class Encoder(Protocol):
+    """What a loader needs of a tokenizer."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+
+class Request(NamedTuple):
+    """One micro-batch to be read: its place, and the rows of the manifest in it."""
+
+    epoch: int
+    step: int
+    micro: int
+    micros: int
+    rows: np.ndarray
+
+
+class Reader(Dataset):
+    """Reads one micro-batch per request; the part that runs in a worker process."""
+
+    def __init__(self, manifest: Manifest, tokenizer: Encoder | None, *, augment: Any = None, seed: int = 0,
+                 sample_rate: int = SAMPLE_RATE):
+        self.manifest, self.tokenizer, self.augment = manifest, tokenizer, augment
+        self.seed, self.sample_rate = seed, sample_rate
+
+    def __len__(self) -> int:
+        return len(self.manifest)
+
+    def __getitem__(self, request: Request) -> Batch | Failure:
+        try:
+            return self.read(request)
+        except SbkitError as error:
+            return Failure(error, None)
+        except Exception as error:  # goes to the main process whole, where it is raised
+            where = f"epoch {request.epoch}, step {request.step}"
+            cause = f"reading {where} failed: {type(error).__name__}: {error}"
+            return Failure(SbkitError(cause), traceback.format_exc())
+
+    def read(self, request: Request) -> Batch:
+        """The batch of one request; what cannot be read is left out and named in ``batch.damaged``."""
+        place = {"step": request.step, "micro": request.micro, "micros": request.micros}
+        ids, texts, signals, damaged = [], [], [], []
+        for row in request.rows.tolist():
+            name = self.manifest.ids[row]
+            try:
+                signals.append(self.signal(row, name, request.epoch))
+            except AudioError as error:
+                damaged.append((name, str(error)))
+                continue
+            ids.append(name)
+            texts.append(self.manifest.texts[row])
+        if not ids:
+            empty = stand_in(tokens=self.tokenizer is not None, sample_rate=self.sample_rate, **place)
+            empty.damaged = damaged
+            return empty
+        lengths = [len(signal) for signal in signals]
+        tokens = [self.tokenizer.encode(text) for text in texts] if self.tokenizer else [[] for _ in texts]
+        return Batch(
+            ids=ids, signals=_pad(signals, torch.float32), signal_lengths=torch.tensor(lengths),
+            tokens=_pad(tokens, torch.int64), token_lengths=torch.tensor([len(line) for line in tokens]),
+            texts=texts, damaged=damaged, samples=sum(lengths), sample_rate=self.sample_rate, **place,
+        )
+
+    def signal(self, row: int, name: str, epoch: int) -> np.ndarray:
+        """One utterance's waveform ``[S]`` float32, augmented as its epoch wants it."""
+        manifest = self.manifest
+        start, duration = float(manifest.starts[row]), float(manifest.durations[row])
+        rng = None if self.augment is None else self.augment.rng(self.seed, epoch, name)
+        speed = 1.0 if rng is None else self.augment.speed(rng)
+        slack = 0.0 if start else SLACK_SECONDS
+        signal = read_audio(manifest.wavs[row], start=start, duration=duration + slack,
+                            sample_rate=self.sample_rate, speed=speed)
+        missing = duration - len(signal) * speed / self.sample_rate
+        if missing > MISSING_SECONDS and missing > MISSING_SHARE * duration:
+            raise AudioError(manifest.wavs[row], f"{missing:.2f} of its {duration:.2f} s are missing")
+        return signal if rng is None else self.augment(signal, rng)
+
+
+@dataclass
+class Failure:
+    """An error on its way from a worker to the main process."""
+
+    error: SbkitError
+    traceback: str | None
+
+    def throw(self) -> None:
+        cause = RuntimeError(f"in a data worker:\n{self.traceback}") if self.traceback else None
+        raise self.error from cause
+
+
+class _Requests(Sampler):
+    """What the loader asks its workers for; pointed at a place before each iteration."""
+
+    def __init__(self):
+        self.source: Iterator[Request] = iter(())
+
+    def __iter__(self) -> Iterator[Request]:
+        return self.source
+
+
+class _Loader:
+    """Worker processes, the count of damaged recordings, and orderly ends: what both loaders share.
+
+    Arguments
+    ---------
+    workers: processes; 0 reads in this one.
+    pin_memory: into page-locked memory, for copies to a GPU that overlap with compute.
+    prefetch: micro-batches that each worker reads ahead.
+    timeout: seconds without a batch after which the run ends rather than hangs; 0: never.
+    max_damaged_share, damaged_floor: the run ends once more than ``damaged_floor`` recordings plus this
+        share of those read are damaged or missing. Until then they are left out and named.
+    """
+
+    def __init__(self, reader: Reader, *, workers: int = 2, pin_memory: bool = False, prefetch: int = 4,
+                 timeout: float = 600, max_damaged_share: float = 0.01, damaged_floor: int = 10):
+        self.reader, self.workers = reader, workers
+        self.max_damaged_share, self.damaged_floor = max_damaged_share, damaged_floor
+        self.damaged: dict[str, str] = {}
+        """id -> reason, of all that could not be read so far."""
+        self._read = self._failed = self._turn = 0
+        self._requests = _Requests()
+        parallel = {"prefetch_factor": prefetch, "persistent_workers": True, "timeout": timeout,
+                    "worker_init_fn": _quiet_worker} if workers else {}
+        self._loader = DataLoader(
+            reader, sampler=self._requests, batch_size=None, collate_fn=_as_it_is, num_workers=workers,
+            pin_memory=pin_memory and torch.cuda.is_available(),
+            generator=torch.Generator(),  # the global one would be drawn from at every epoch
+            **parallel,
+        )
+
+    def _run(self, source: Iterator[Request]) -> Iterator[Batch]:
+        self._turn += 1
+        turn = self._turn
+        self._requests.source = source
+        with _plain_errors():
+            batches = iter(self._loader)
+        while True:
+            if turn != self._turn:
+                raise RuntimeError("this iteration ended when a newer one of the same loader began")
+            with _plain_errors():
+                batch = next(batches, None)
+            if batch is None:
+                return
+            if isinstance(batch, Failure):
+                batch.throw()
+            self._account(batch)
+            yield batch
+
+    def _account(self, batch: Batch) -> None:
+        self._failed += len(batch.damaged)
+        self._read += len(batch.damaged) + (len(batch.ids) if batch.weight else 0)
+        for name, reason in batch.damaged:
+            if name not in self.damaged and len(self.damaged) < 10 * NAMED:
+                logger.warning("left out: %s: %s", name, reason)
+            self.damaged[name] = reason
+        if self._failed > self.damaged_floor + self.max_damaged_share * self._read:
+            first = "; ".join(f"{name}: {reason}" for name, reason in list(self.damaged.items())[:NAMED])
+            raise SbkitError(
+                f"{self._failed} of the {self._read} recordings read so far are damaged or missing: {first}",
+                hint="mend them or prepare the corpus again; max_damaged_share sets what a run puts up with",
+            )
+
+    def close(self) -> None:
+        """End the worker processes. The loader can be used again; it then starts new ones."""
+        self._turn += 1
+        iterator, self._loader._iterator = self._loader._iterator, None
+        if iterator is not None:
+            iterator._shutdown_workers()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.close()
+
+
+class TrainLoader(_Loader):
+    """Micro-batches of a plan for one rank.
+
+    Arguments
+    ---------
+    manifest: the utterances, in the order that the plan's durations have.
+    tokenizer: encodes the texts, in the workers; ``None``: batches without tokens.
+    plan: see ``sbkit.data.plan``.
+    rank, world: which part of each step to read.
+    min_micros: micro-batches per step at least (gradient accumulation).
+    augment: ``sbkit.data.augment.Augment`` or ``None``; seeded by (plan's seed, epoch, utterance).
+    reading: ``workers``, ``pin_memory``, ``prefetch``, ``timeout``, ``max_damaged_share``, ``damaged_floor``,
+        see ``_Loader``.
+
+    >>> with TrainLoader(manifest, tokenizer, plan) as loader:  # doctest: +SKIP
+    ...     for batch in loader.at(epoch=3, step=1200):
+    ...         ...
+    """
+
+    def __init__(self, manifest: Manifest, tokenizer: Encoder | None, plan: Plan, *, rank: int = 0,
+                 world: int = 1, min_micros: int = 1, augment: Any = None, sample_rate: int = SAMPLE_RATE,
+                 **reading: Any):
+        if len(plan.durations) != len(manifest):
+            raise ValueError(f"a plan for {len(plan.durations)} utterances, a manifest of {len(manifest)}")
+        self.plan, self.rank, self.world, self.min_micros = plan, rank, world, min_micros
+        self._epoch: tuple[int, EpochPlan] | None = None
+        super().__init__(Reader(manifest, tokenizer, augment=augment, seed=plan.batching.seed,
+                                sample_rate=sample_rate), **reading)
+
+    def steps(self, epoch: int = 1) -> int:
+        """Optimizer steps of an epoch, the same on every rank."""
+        return len(self.plan)
+
+    def at(self, epoch: int, step: int = 0) -> Iterator[Batch]:
+        """This rank's micro-batches of an epoch from step ``step`` on; no step before it is touched."""
+        if not 0 <= step <= self.steps(epoch):
+            raise SbkitError(f"epoch {epoch} has {self.steps(epoch)} steps; it cannot start at step {step}",
+                             hint="was the run started with another corpus or other batching options?")
+        return self._run(self._from(epoch, step))
+
+    def to_device(self, batches: Iterator[Batch], device: torch.device | str) -> DevicePrefetcher:
+        """The same batches on ``device``, copied one ahead."""
+        return DevicePrefetcher(batches, device)
+
+    def epoch_plan(self, epoch: int) -> EpochPlan:
+        """The plan of an epoch (the last one asked for is kept)."""
+        if self._epoch is None or self._epoch[0] != epoch:
+            self._epoch = epoch, self.plan.epoch(epoch)
+        return self._epoch[1]
+
+    def _from(self, epoch: int, first: int) -> Iterator[Request]:
+        plan = self.epoch_plan(epoch)
+        for step in range(first, plan.steps):
+            share = plan.share(step, self.rank, self.world, self.min_micros)
+            for micro, rows in enumerate(share):
+                yield Request(epoch, step, micro, len(share), rows)
+
+
+class EvalLoader(_Loader):
+    """One rank's share of a manifest, once, longest first; no utterance is seen by two ranks.
+
+    Ranks may have different numbers of batches. An utterance longer than ``max_batch_seconds`` goes alone.
+    The arguments are those of ``TrainLoader``.
+    """
+
+    def __init__(self, manifest: Manifest, tokenizer: Encoder | None, *, max_batch_seconds: float,
+                 max_batch_utterances: int | None = None, rank: int = 0, world: int = 1,
+                 sample_rate: int = SAMPLE_RATE, **reading: Any):
+        batches = eval_batches(manifest.durations, max_batch_seconds, world, max_batch_utterances)
+        self.batches = batches[rank::world]
+        super().__init__(Reader(manifest, tokenizer, sample_rate=sample_rate), **reading)
+
+    def __len__(self) -> int:
+        """Batches of this rank."""
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self._run(Request(0, i, 0, 1, rows) for i, rows in enumerate(self.batches))
+
+
+def eval_batches(durations: np.ndarray, max_batch_seconds: float, world: int = 1,
+                 max_batch_utterances: int | None = None) -> list[np.ndarray]:
+    """Every utterance once, longest first, in batches that ``world`` ranks take turns at."""
+    order = np.argsort(-durations, kind="stable")
+    seconds = durations[order].astype(np.float64).tolist()
+    # Small sets are cut finer, so that every rank has something to do.
+    limit = min(max_batch_seconds, sum(seconds) / world * 1.1) * (1 + 1e-6)
+    batches, start = [], 0
+    while start < len(seconds):
+        fits = max(1, int(limit / max(seconds[start], 1e-3)))
+        stop = start + min(fits, max_batch_utterances or fits)
+        batches.append(order[start:stop])
+        start = stop
+    return batches
+
+
+def _pad(rows: Sequence[np.ndarray | list[int]], dtype: torch.dtype) -> torch.Tensor:
+    """Rows to ``[B, longest]``, 0-padded; in a worker, in shared memory from the start."""
+    shape = len(rows), max(map(len, rows))
+    if torch.utils.data.get_worker_info() is not None and shape[1]:
+        storage = torch.UntypedStorage._new_shared(shape[0] * shape[1] * dtype.itemsize)  # comes zeroed
+        out = torch.empty(0, dtype=dtype).set_(storage, 0, shape, (shape[1], 1))
+    else:
+        out = torch.zeros(shape, dtype=dtype)
+    view = out.numpy()
+    for i, row in enumerate(rows):
+        view[i, : len(row)] = row
+    return out
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _quiet_worker(worker: int) -> None:
+    """Ctrl-C and SIGTERM reach whole process groups; the run decides when its workers end, and tells them.
+
+    A worker whose run is gone notices within seconds and ends.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(SECONDS_AFTER_SIGTERM))
+
+
+@contextlib.contextmanager
+def _plain_errors() -> Iterator[None]:
+    """What torch says of a worker that died or hangs, in words that help."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if "timed out" in text:
+            raise SbkitError("no batch came for a long time: the data workers hang",
+                             hint="is the file system that holds the corpus reachable?") from error
+        if "shared memory" in text or "Bus error" in text or "No space left" in text:
+            raise SbkitError(
+                "the data workers ran out of shared memory (/dev/shm)",
+                hint="give the container more (docker run --shm-size=8g), or use fewer workers",
+            ) from error
+        if "DataLoader worker" in text:
+            raise SbkitError(f"a data worker died: {text.splitlines()[0]}",
+                             hint="out of memory? Try fewer workers") from error
+        raise

@@ -1,0 +1,250 @@
+"""The plan of an epoch: which utterances make which optimizer step, from durations alone.
+
+The steps depend on (durations, batching, epoch) only. Ranks, workers and micro-batches decide who
+computes which part of a step, never what is in it, so a run on eight GPUs with accumulation takes the
+same optimizer steps as a run on one. Anything about step N is answered without walking through the
+steps before it, so resuming costs nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sbkit.errors import SbkitError
+
+#: Steps that a bucket should hold, so that its leftovers and its padding stay small together.
+STEPS_PER_BUCKET = 8
+MAX_BUCKETS = 100
+#: Places where an edge between buckets may be put; more would not save padding worth the time.
+EDGE_CANDIDATES = 600
+
+
+@dataclass
+class Batching:
+    """How utterances are put together; what a YAML names.
+
+    Arguments
+    ---------
+    max_batch_seconds: what one device holds at once (a micro-batch), in seconds, padding counted.
+    step_seconds: what one optimizer update sees over all devices and micro-batches, in seconds,
+        padding counted; ``null``: as much as ``max_batch_seconds``.
+    buckets: groups of similar duration, from which steps are drawn; ``null``: chosen from the corpus.
+    max_batch_utterances: a second limit on a micro-batch; ``null``: none.
+    seed: of the order of utterances and steps.
+    sort: ``ascending`` or ``descending`` takes the first epoch (epoch 1) in order of duration; every
+        later epoch is shuffled. ``null`` or ``random``: every epoch is.
+    """
+
+    max_batch_seconds: float
+    step_seconds: float | None = None
+    buckets: int | None = None
+    max_batch_utterances: int | None = None
+    seed: int = 1234
+    sort: str | None = None
+
+    def __post_init__(self):
+        for name in ("max_batch_seconds", "step_seconds", "buckets", "max_batch_utterances"):
+            value = getattr(self, name)
+            if value is None and name != "max_batch_seconds":
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+                raise SbkitError(f"batching: {name} is {value!r}", hint="it must be a number above 0")
+        if self.sort not in (None, "random", "ascending", "descending"):
+            raise SbkitError(f"batching: sort is {self.sort!r}",
+                             hint="it is one of ascending, descending, random")
+        if self.step_seconds is None:
+            self.step_seconds = self.max_batch_seconds
+
+
+class Plan:
+    """Buckets and step sizes of a corpus; ``epoch(e)`` shuffles them.
+
+    Arguments
+    ---------
+    durations: ``[N]``, seconds of each utterance.
+    batching: see ``Batching``.
+    ids: names for error messages.
+
+    An utterance longer than ``max_batch_seconds`` is an error that names it: it would not fit on the device.
+
+    >>> plan = Plan([1.0, 1.2, 5.0, 5.5], Batching(max_batch_seconds=6, step_seconds=11, buckets=2))
+    >>> sorted(sorted(plan.epoch(1).step(i).tolist()) for i in range(2))
+    [[0, 1], [2, 3]]
+    """
+
+    def __init__(self, durations: Sequence[float] | np.ndarray, batching: Batching,
+                 ids: Sequence[str] | None = None):
+        self.batching = batching
+        self.durations = np.ascontiguousarray(durations, dtype=np.float32)
+        _refuse(self.durations, batching, ids)
+        edges = _edges(self.durations, batching)
+        # The bucket of each utterance; small integers sort in linear time.
+        self._bucket = np.searchsorted(edges, self.durations, side="left").astype(np.uint8)
+        sizes = np.bincount(self._bucket, minlength=len(edges))
+        steps = np.empty(len(edges), dtype=np.int64)
+        for k, (size, longest) in enumerate(zip(sizes.tolist(), edges.tolist(), strict=True)):
+            fits = max(1, int(batching.step_seconds / longest + 1e-6))
+            steps[k] = -(-size // fits)
+        # A bucket's leftovers are spread evenly over its steps, so that no step is a straggler of one.
+        lengths = [np.diff(np.arange(n + 1) * size // n) for n, size in zip(steps, sizes, strict=True) if n]
+        lengths = np.concatenate(lengths) if lengths else np.zeros(0, np.int64)
+        self._bounds = np.concatenate([[0], np.cumsum(lengths)])
+        self.edges = edges
+
+    def __len__(self) -> int:
+        """Steps in an epoch."""
+        return len(self._bounds) - 1
+
+    def epoch(self, epoch: int) -> EpochPlan:
+        """The plan of one epoch. Epochs count from 1; each has an order of its own."""
+        rng = np.random.Generator(np.random.PCG64([self.batching.seed % 2**64, epoch]))
+        members = rng.permutation(len(self.durations))
+        members = members[np.argsort(self._bucket[members], kind="stable")]
+        order = rng.permutation(len(self))
+        if epoch <= 1 and self.batching.sort in ("ascending", "descending"):
+            # Steps are laid out bucket by bucket, the shortest first.
+            order = np.arange(len(self))[:: 1 if self.batching.sort == "ascending" else -1]
+        return EpochPlan(self.durations, self.batching, members, self._bounds, order)
+
+
+class EpochPlan:
+    """One epoch: an ordered list of optimizer steps, each a set of utterances of similar duration."""
+
+    def __init__(self, durations: np.ndarray, batching: Batching, members: np.ndarray, bounds: np.ndarray,
+                 order: np.ndarray):
+        self.durations, self.batching = durations, batching
+        self._members, self._bounds, self._order = members, bounds, order
+
+    @property
+    def steps(self) -> int:
+        return len(self._order)
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def step(self, i: int) -> np.ndarray:
+        """Indices of the utterances of step ``i``, ``[n]`` int64."""
+        place = self._order[i]
+        return self._members[self._bounds[place] : self._bounds[place + 1]]
+
+    def share(self, i: int, rank: int = 0, world: int = 1, min_micros: int = 1) -> list[np.ndarray]:
+        """What ``rank`` of ``world`` computes of step ``i``: the indices of each of its micro-batches.
+
+        Every rank gets a list of the same length: ``min_micros``, or what ``max_batch_seconds`` needs.
+        The parts of a step cost about the same, padding counted; neighbours in duration share a
+        micro-batch. A part is empty where the step has fewer utterances than parts.
+        """
+        parts, micros = self._parts(i, world, min_micros)
+        empty = np.zeros(0, dtype=np.int64)
+        places = range(rank, micros * world, world)
+        return [parts[place] if place < len(parts) else empty for place in places]
+
+    @property
+    def padding_share(self) -> float:
+        """Share of padding in what is computed when each step is one batch: the most it can be."""
+        if not len(self._members):
+            return 0.0
+        ordered = self.durations[self._members]
+        starts = self._bounds[:-1]
+        computed = np.maximum.reduceat(ordered, starts).astype(np.float64) @ np.diff(self._bounds)
+        return 1.0 - float(ordered.sum(dtype=np.float64)) / float(computed)
+
+    def _parts(self, i: int, world: int, min_micros: int) -> tuple[list[np.ndarray], int]:
+        members = self.step(i)
+        members = members[np.argsort(-self.durations[members], kind="stable")]
+        seconds = self.durations[members].tolist()
+        batching = self.batching
+        most = batching.max_batch_utterances or len(seconds)
+        cuts = _cut(seconds, batching.max_batch_seconds, most)
+        micros = max(min_micros, -(-len(cuts) // world))
+        allowed = micros * world
+        # The smallest cost per part for which `allowed` parts are enough: the most even division.
+        low, high = sum(seconds) / allowed, batching.max_batch_seconds
+        best = cuts
+        while high - low > 0.01 * high:
+            middle = (low + high) / 2
+            cuts = _cut(seconds, middle, most, allowed)
+            if cuts is None:
+                low = middle
+            else:
+                best, high = cuts, middle
+        return [members[a:b] for a, b in best], micros
+
+
+def _cut(seconds: list[float], cost: float, most: int, allowed: int | None = None) -> list | None:
+    """Cut descending durations into runs of at most ``cost`` seconds, padding counted.
+
+    None where that takes more than ``allowed`` runs.
+    """
+    cuts, start, total = [], 0, len(seconds)
+    cost *= 1 + 1e-6  # durations are float32
+    while start < total:
+        if allowed is not None and (len(cuts) == allowed or seconds[start] > cost):
+            return None
+        stop = min(start + min(max(1, int(cost / seconds[start])), most), total)
+        cuts.append((start, stop))
+        start = stop
+    return cuts
+
+
+def _refuse(durations: np.ndarray, batching: Batching, ids: Sequence[str] | None) -> None:
+    if not len(durations):
+        raise SbkitError("the training set is empty", hint="prepare_report.json says what was left out")
+
+    def some(wrong: np.ndarray) -> str:
+        shown = [f"{ids[i] if ids is not None else f'row {i}'} ({durations[i]:.2f} s)" for i in wrong[:5]]
+        return ", ".join(shown) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")
+
+    wrong = np.flatnonzero(~(np.isfinite(durations) & (durations > 0)))
+    if len(wrong):
+        raise SbkitError(f"utterances without a duration: {some(wrong)}", hint="prepare the corpus again")
+    long = np.flatnonzero(durations > batching.max_batch_seconds * (1 + 1e-6))
+    if len(long):
+        raise SbkitError(
+            f"utterances longer than max_batch_seconds ({batching.max_batch_seconds:g} s), what a device "
+            f"holds at once: {some(long)}",
+            hint="raise max_batch_seconds, or prepare with a smaller max_duration",
+        )
+
+
+def _edges(durations: np.ndarray, batching: Batching) -> np.ndarray:
+    """Upper edges of the buckets, ascending, such that padding every utterance to its edge costs least.
+
+    Found exactly (over the candidates) by dynamic programming: cost(bucket) = members x edge.
+    """
+    ordered = np.sort(durations)
+    total = float(ordered.sum(dtype=np.float64))
+    if batching.buckets is not None:
+        buckets = min(int(batching.buckets), 256)
+    else:
+        buckets = min(max(1, int(total / batching.step_seconds / STEPS_PER_BUCKET)), MAX_BUCKETS)
+    # Candidates: equal shares of the utterances, and equal steps of duration for the tails.
+    places = np.linspace(0, len(ordered) - 1, EDGE_CANDIDATES // 2).astype(np.int64)
+    levels = np.linspace(ordered[0], ordered[-1], EDGE_CANDIDATES // 2, dtype=np.float32)
+    at_levels = np.searchsorted(ordered, levels, side="right") - 1
+    candidates = np.unique(ordered[np.concatenate([places, at_levels[at_levels >= 0], [len(ordered) - 1]])])
+    if len(candidates) <= buckets:
+        return candidates
+    below = np.searchsorted(ordered, candidates, side="right").astype(np.float64)
+    # cost[k][j]: candidates 0..j in k+1 buckets, the last of which ends at j.
+    cost = below * candidates
+    back = []
+    # step[i, j]: one bucket from behind candidate i up to candidate j.
+    step = (below[None, :] - below[:, None]) * candidates[None, :]
+    step[np.tril_indices(len(candidates))] = math.inf
+    for _ in range(buckets - 1):
+        options = cost[:, None] + step
+        came = np.argmin(options, axis=0)
+        better = options[came, np.arange(len(candidates))]
+        back.append(np.where(better < cost, came, -1))
+        cost = np.minimum(cost, better)
+    chosen, j = [len(candidates) - 1], len(candidates) - 1
+    for came in reversed(back):
+        if came[j] >= 0:
+            j = int(came[j])
+            chosen.append(j)
+    return candidates[chosen[::-1]]
