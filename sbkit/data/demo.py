@@ -67,6 +67,7 @@ AGES = ("teens", "twenties", "thirties", "fourties", "fifties", "sixties")  # Co
 SHARES = {"train": 0.82, "dev": 0.08, "test": 0.10}  # of the clips, and of all possible sentences
 LEAST_CLIPS = 8  # of a split, however short the corpus
 EXTRAS = {"invalidated": 0.01, "other": 0.01}  # of the clips, on top: what a release holds beside the splits
+SHORTEST_SECONDS = 1.5
 RETRIES = 1000  # draws for a sentence that is new; only the number lists of tiny languages ever need them
 
 
@@ -118,7 +119,8 @@ def make_demo_corpus(out: str | os.PathLike, hours: float = 1.0, language: str =
         return folder
 
     with _temporary_folder(folder) as aside, _pool(workers, language) as run:
-        grammar = GRAMMARS.get(espeak_name) or _numbers(espeak_name, run)
+        base = next((name for name, dialects in DIALECTS.items() if espeak_name in dialects), espeak_name)
+        grammar = GRAMMARS.get(base) or _numbers(espeak_name, run)
         voices = _voices(espeak_name, seed)
         count = _count_clips(hours, grammar, voices["train"], seed, run)
         clips = _plan(count, grammar, voices, seed)
@@ -146,8 +148,8 @@ def _espeak_name(language: str) -> str:
             return name
     raise SbkitError(
         f"espeak-ng, which speaks the embedded corpus, knows no language '{language}'",
-        hint=f"it speaks sentences in {' '.join(sorted(GRAMMARS))} and numbers in "
-             f"{' '.join(name for name in known if name not in GRAMMARS)}",
+        hint=f"it speaks sentences in {' '.join(sorted(GRAMMARS))} and numbers in every other language of "
+             "espeak-ng, such as fi nl pl pt tr uk vi",
     )
 
 
@@ -178,7 +180,8 @@ def _temporary_folder(folder: Path) -> Iterator[Path]:
         aside.chmod(0o755)
         yield aside
     except OSError as error:
-        raise SbkitError(f"cannot write the embedded corpus to {folder}: {error.strerror or error}") from error
+        reason = error.strerror or error
+        raise SbkitError(f"cannot write the embedded corpus to {folder}: {reason}") from error
     finally:
         if aside is not None:
             shutil.rmtree(aside, ignore_errors=True)
@@ -189,9 +192,9 @@ Run = Callable[[Callable, Iterable[tuple]], Iterator[Any]]
 
 @contextlib.contextmanager
 def _pool(workers: int | None, language: str) -> Iterator[Run]:
-    """Processes, since one process can hold one espeak-ng; gives ``run(function, argument tuples)``, in order.
+    """Processes, since one process can hold one espeak-ng; gives ``run(function, argument tuples)``.
 
-    Spawned, not forked: the caller may hold CUDA or threads. They end at once when the caller fails.
+    Results come in order. Spawned, not forked: the caller may hold CUDA or threads.
     """
     pool = ProcessPoolExecutor(workers or _cores(), mp_context=multiprocessing.get_context("spawn"))
 
@@ -319,6 +322,7 @@ def _sound(clip: Clip) -> np.ndarray:
     speech = soxr.resample(speech[heard[0]:heard[-1] + 1], rate, SAMPLE_RATE)
     before, after = (int(SAMPLE_RATE * seconds) for seconds in rng.uniform(0.1, 0.35, size=2))
     peak = 10 ** (rng.uniform(-9, -1) / 20)
+    after = max(after, int(SAMPLE_RATE * SHORTEST_SECONDS) - before - len(speech))
     samples = np.pad(speech * (peak / np.abs(speech).max()), (before, after))
     # No microphone gives digital silence: noise 60 dB below the loudest clip.
     return (samples + 10 ** (-60 / 20) * rng.standard_normal(len(samples))).astype(np.float32)

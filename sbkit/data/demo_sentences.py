@@ -74,7 +74,8 @@ GERMAN = _phrases(
         "| eine fröhliche Sängerin | der stille Maler | die fleißige Bäckerin | mein Onkel | die Königin"
     ),
     does=(
-        "trägt | findet | sucht | öffnet | malt | wäscht | bringt | zählt | versteckt | repariert | holt | kauft"
+        "trägt | findet | sucht | öffnet | malt | wäscht | bringt | zählt | versteckt | repariert | holt"
+        "| kauft"
     ),
     what=(
         "einen grünen Korb | den schweren Koffer | das offene Fenster | eine leere Flasche"
@@ -112,7 +113,8 @@ FRENCH = _phrases(
     ),
     where=(
         "dans le jardin | près de la rivière | derrière l'église | sous le pont | à côté du marché"
-        "| devant la gare | dans la forêt | dans la cuisine | sur l'île | à l'hôpital | à l'école | au village"
+        "| devant la gare | dans la forêt | dans la cuisine | sur l'île | à l'hôpital | à l'école"
+        "| au village"
     ),
     when=(
         "aujourd'hui | le matin | chaque soir | en hiver | après le repas | lundi | avant le déjeuner"
@@ -128,7 +130,9 @@ SPANISH = _phrases(
         "| el niño pequeño | la reina | el valiente capitán | una cantante alegre | el pintor tranquilo"
         "| la panadera | mi tío | el médico"
     ),
-    does="lleva | encuentra | busca | abre | dibuja | lava | trae | cuenta | esconde | repara | mira | compra",
+    does=(
+        "lleva | encuentra | busca | abre | dibuja | lava | trae | cuenta | esconde | repara | mira | compra"
+    ),
     what=(
         "una cesta verde | la maleta pesada | la ventana grande | una botella vacía | el espejo dorado"
         "| una bicicleta roja | la chaqueta caliente | siete manzanas frescas | tres gallinas blancas"
@@ -154,7 +158,9 @@ ITALIAN = _phrases(
         "| un autista stanco | il bambino piccolo | la regina | il capitano coraggioso"
         "| una cantante allegra | il pittore tranquillo | la fornaia | mio zio | il medico"
     ),
-    does="porta | trova | cerca | apre | disegna | lava | prende | conta | nasconde | ripara | guarda | compra",
+    does=(
+        "porta | trova | cerca | apre | disegna | lava | prende | conta | nasconde | ripara | guarda | compra"
+    ),
     what=(
         "un cesto verde | la valigia pesante | la grande finestra | una bottiglia vuota | lo specchio dorato"
         "| una bicicletta rossa | la giacca calda | sette mele fresche | tre galline bianche"
@@ -163,7 +169,8 @@ ITALIAN = _phrases(
     ),
     where=(
         "nel giardino | vicino al fiume | dietro la chiesa | sotto il ponte | accanto al mercato"
-        "| davanti alla stazione | nel bosco | in cucina | sull'isola | all'ospedale | a scuola | nel villaggio"
+        "| davanti alla stazione | nel bosco | in cucina | sull'isola | all'ospedale | a scuola"
+        "| nel villaggio"
     ),
     when=(
         "oggi | la mattina | ogni sera | in inverno | dopo la cena | lunedì | prima della colazione"
@@ -179,7 +186,10 @@ RUSSIAN = _phrases(
         "| маленький ребёнок | умный врач | смелый капитан | весёлая певица | тихий художник"
         "| добрая королева | мой дядя | высокий студент"
     ),
-    does="несёт | находит | ищет | открывает | рисует | моет | приносит | считает | прячет | чинит | видит | покупает",
+    does=(
+        "несёт | находит | ищет | открывает | рисует | моет | приносит | считает | прячет | чинит | видит"
+        "| покупает"
+    ),
     what=(
         "зелёную корзину | тяжёлый чемодан | большое окно | пустую бутылку | золотое зеркало"
         "| красный велосипед | тёплую куртку | семь свежих яблок | три белых камня | деревянный стол"
@@ -319,6 +329,6 @@ def _fill(grammar: Grammar, rng: random.Random, slot: str) -> str:
 
 
 def words(grammar: Grammar) -> set[str]:
-    """Every word that the grammar can say, in lower case (for Chinese, which has no spaces: every phrase)."""
-    texts = " ".join(re.sub(r"\{\w+\}", " ", text) for alternatives in grammar.values() for text in alternatives)
-    return set(re.findall(r"[^\s.,?¿؟।。？]+", texts.lower()))
+    """Every word that the grammar can say, in lower case (Chinese has no spaces: every phrase)."""
+    texts = " ".join(text for alternatives in grammar.values() for text in alternatives)
+    return set(re.findall(r"[^\s.,?¿؟।。？]+", re.sub(r"\{\w+\}", " ", texts).lower()))

@@ -53,11 +53,11 @@ def _library() -> Iterator[tuple[ctypes.CDLL, int]]:
 
 
 def _select(library: ctypes.CDLL, voice: str) -> None:
-    """Choose a voice such as ``en-us+f2``; espeak-ng itself would go on with another one when it is unknown."""
-    name, _, variant = voice.partition("+")
-    variants = Path(_loader().get_data_path()) / "voices" / "!v"
-    if library.espeak_SetVoiceByName(voice.encode()) != 0 or (variant and not (variants / variant).is_file()):
-        raise SbkitError(f"espeak-ng has no voice '{voice}'", hint=f"its languages: {' '.join(languages())}")
+    """Choose a voice such as ``en-us+f2``; for an unknown one espeak-ng itself would go on with another."""
+    variant = voice.partition("+")[2]
+    known = not variant or (Path(_loader().get_data_path()) / "voices" / "!v" / variant).is_file()
+    if library.espeak_SetVoiceByName(voice.encode()) != 0 or not known:
+        raise SbkitError(f"espeak-ng has no voice '{voice}'", hint="voices have names such as en-us or fr+f2")
 
 
 def speak(text: str, voice: str, *, words_per_minute: int = 175, pitch: int = 50, pitch_range: int = 50,
@@ -65,7 +65,7 @@ def speak(text: str, voice: str, *, words_per_minute: int = 175, pitch: int = 50
     """Say ``text``: (mono float32 [S] within -1..1, sample rate). ``pitch`` and ``pitch_range``: 0 to 99."""
     chunks: list[np.ndarray] = []
 
-    def collect(samples, count, _events):  # noqa: ANN001, ANN202  (called from C)
+    def collect(samples, count, _events):  # noqa: ANN001  (called from C)
         if samples and count > 0:
             chunks.append(np.ctypeslib.as_array(samples, (count,)).copy())
         return 0
@@ -90,11 +90,12 @@ def pronounce(texts: list[str], voice: str) -> list[str]:
     with _library() as (library, _):
         _select(library, voice)
         for text in texts:
-            pointer = ctypes.c_char_p(text.encode())
-            spoken.append((library.espeak_TextToPhonemes(ctypes.pointer(pointer), _UTF8, _IPA) or b"").decode())
+            pointer = ctypes.pointer(ctypes.c_char_p(text.encode()))
+            spoken.append((library.espeak_TextToPhonemes(pointer, _UTF8, _IPA) or b"").decode())
     return spoken
 
 
 def languages() -> list[str]:
     """The names of all languages and dialects that espeak-ng can speak."""
-    return sorted(path.name.lower() for path in (Path(_loader().get_data_path()) / "lang").rglob("*") if path.is_file())
+    files = (Path(_loader().get_data_path()) / "lang").rglob("*")
+    return sorted(path.name.lower() for path in files if path.is_file())
