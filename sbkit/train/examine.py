@@ -1,0 +1,281 @@
+"""Run a batch once more, looking at every layer: where does the first value that is not finite appear?"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, is_dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from sbkit.train import rng as rng_state
+
+_MOST_GRADIENTS = 20  # names worth printing; usually one bad value spoils everything before it
+
+
+@dataclass
+class Values:
+    """What a tensor holds. ``low`` and ``high`` are those of its finite values."""
+
+    dtype: str
+    shape: list[int]
+    low: float | None
+    high: float | None
+    nan: int = 0
+    inf: int = 0
+    minus_inf: int = 0  # told apart, since a mask or a log of 0 may mean it
+    rows: list[int] = field(default_factory=list)  # of the first dimension, those with a bad value
+
+    @property
+    def bad(self) -> int:
+        return self.nan + self.inf + self.minus_inf
+
+    @property
+    def broken(self) -> int:
+        return self.nan + self.inf
+
+    @property
+    def largest(self) -> float:
+        return max(abs(self.low or 0.0), abs(self.high or 0.0))
+
+
+@dataclass
+class Layer:
+    """One call of one module."""
+
+    name: str
+    kind: str
+    call: int
+    inputs: Values | None
+    output: Values
+
+
+@dataclass
+class Findings:
+    """What running a batch again showed."""
+
+    loss: float | None = None
+    layers: list[Layer] = field(default_factory=list)
+    first: int | None = None  # into layers: the first whose output is not finite
+    gradient_first: str | None = None  # the layer whose output first got a gradient that is not finite
+    gradients: dict[str, Values] = field(default_factory=dict)  # parameters whose gradient is not finite
+    gradient_count: int = 0  # how many of those there are in all
+    gradient_norm: float | None = None
+    parameters: dict[str, Values] = field(default_factory=dict)  # that are themselves not finite
+    inputs: dict[str, Values] = field(default_factory=dict)  # tensors of the batch that are not finite
+    utterance_losses: dict[str, float] = field(default_factory=dict)
+    error: str | None = None  # why it could not be run to its end
+
+    @property
+    def what(self) -> str:
+        """"loss", "gradient", or "nothing" when all was finite this time."""
+        if self.loss is not None and not math.isfinite(self.loss):
+            return "loss"
+        return "gradient" if self.gradient_count else "nothing"
+
+    @property
+    def first_layer(self) -> Layer | None:
+        return None if self.first is None else self.layers[self.first]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def measure(tensor: torch.Tensor) -> Values:
+    """A tensor's range and what in it is not finite."""
+    flat, dtype, shape = tensor.detach(), str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat)
+    if not flat.numel():
+        return Values(dtype, shape, None, None)
+    if not flat.is_floating_point():
+        return Values(dtype, shape, float(flat.min()), float(flat.max()))
+    finite = flat.isfinite()
+    bad = int(flat.numel() - finite.sum())
+    good = flat if not bad else flat[finite]
+    low, high = (float(v) for v in good.float().aminmax()) if good.numel() else (None, None)
+    if not bad:
+        return Values(dtype, shape, low, high)
+    rows = (~finite).reshape(shape[0], -1).any(1).nonzero().flatten().tolist() if len(shape) > 1 else []
+    return Values(dtype, shape, low, high, int(flat.isnan().sum()), int((flat == math.inf).sum()),
+                  int((flat == -math.inf).sum()), rows)
+
+
+def examine(
+    run: Callable[[Any], Any],
+    modules: nn.Module,
+    batch: Any,
+    *,
+    rng: Mapping[str, torch.Tensor] | None = None,
+    device: torch.device | str = "cpu",
+    scale: float = 1.0,
+    keep_layers: bool = False,
+) -> Findings:
+    """Run ``batch`` forward and backward, with nothing changed afterwards.
+
+    Buffers, gradients and random generators are put back. The same work is done whatever is found, so that
+    layers which communicate (synchronised normalisation) meet their like on every rank.
+
+    Arguments
+    ---------
+    run: batch -> loss (a scalar tensor, or something with ``total``), autocast and all
+    modules: whose layers and parameters are looked at
+    rng: the generators' state before the batch was first run
+    scale: what the loss was multiplied by (fp16)
+    keep_layers: keep all layers, not only those up to the first bad one
+    """
+    found = Findings()
+    found.inputs = {name: v for name, t in _tensors(batch) if (v := measure(t)).bad}
+    found.parameters = _bad(modules.named_parameters())
+    with _undisturbed(modules, device), _eager():
+        if rng is not None:
+            rng_state.restore(dict(rng), device)
+        with _watched(modules, found) as watch:
+            try:
+                loss = run(batch)
+                loss = getattr(loss, "total", loss)
+                found.loss = float(loss.detach())
+                watch.forward = False
+                if loss.requires_grad:
+                    (loss.float() * scale).backward()
+                    _look_at_gradients(modules, found, scale)
+            except Exception as error:  # what is being diagnosed may well raise; that is a finding
+                found.error = f"{type(error).__name__}: {(str(error).strip() or '?').splitlines()[0]}"
+    found.first = _first(found)
+    if not keep_layers:
+        found.layers = [] if found.first is None else found.layers[max(0, found.first - 3): found.first + 1]
+        found.first = None if found.first is None else len(found.layers) - 1
+    return found
+
+
+def _first(found: Findings) -> int | None:
+    """The first broken layer; one with -inf alone only where nothing else explains the loss."""
+    broken = [i for i, layer in enumerate(found.layers) if layer.output.broken]
+    if not broken and found.what == "loss":
+        broken = [i for i, layer in enumerate(found.layers) if layer.output.minus_inf]
+    return broken[0] if broken else None
+
+
+@contextlib.contextmanager
+def _eager() -> Iterator[None]:
+    """Compiled modules run as written, or their layers' hooks would not be called."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes seconds
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@dataclass
+class _Watch:
+    forward: bool = True
+
+
+@contextlib.contextmanager
+def _watched(modules: nn.Module, found: Findings) -> Iterator[_Watch]:
+    """Hooks on every module: what comes out, and later what gradient comes back to it."""
+    watch, calls, handles = _Watch(), {}, []
+
+    def hook_for(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if not watch.forward:  # activation checkpointing runs a forward again during backward
+                return
+            calls[name] = calls.get(name, 0) + 1
+            results = [t for _, t in _tensors(output)]
+            if not results:
+                return
+            inputs = [measure(t) for _, t in _tensors((args, kwargs)) if t.is_floating_point()]
+            values = [measure(t) for t in results]
+            found.layers.append(Layer(
+                name, type(module).__name__, calls[name], max(inputs, key=_worst, default=None),
+                max(values, key=_worst),
+            ))
+            for tensor in results:
+                if tensor.requires_grad and not tensor.is_leaf:
+                    tensor.register_hook(back_for(name))
+        return hook
+
+    def back_for(name: str) -> Callable[[torch.Tensor], None]:
+        def back(gradient: torch.Tensor) -> None:
+            if found.gradient_first is None and not bool(gradient.isfinite().all()):
+                found.gradient_first = name
+        return back
+
+    try:
+        for name, module in modules.named_modules():
+            if name and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+                handles.append(module.register_forward_hook(hook_for(name), with_kwargs=True))
+        yield watch
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def _undisturbed(modules: nn.Module, device: torch.device | str) -> Iterator[None]:
+    """Put back buffers, gradients and generators."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in modules.buffers()]
+    gradients = [(parameter, parameter.grad) for parameter in modules.parameters()]
+    generators = rng_state.capture(device)
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        rng_state.restore(generators, device)
+
+
+def _look_at_gradients(modules: nn.Module, found: Findings, scale: float) -> None:
+    norms = []
+    for name, parameter in modules.named_parameters():
+        if parameter.grad is None:
+            continue
+        gradient = parameter.grad
+        gradient = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+        values = measure(gradient)
+        if values.bad:
+            found.gradient_count += 1
+            if len(found.gradients) < _MOST_GRADIENTS:
+                found.gradients[name] = values
+        norms.append(float(gradient.float().norm()))
+    found.gradient_norm = math.sqrt(sum(n * n for n in norms)) / scale
+
+
+def _bad(named: Iterator[tuple[str, torch.Tensor]]) -> dict[str, Values]:
+    found = {}
+    for name, tensor in named:
+        values = measure(tensor.to_local() if hasattr(tensor, "to_local") else tensor)
+        if values.bad and len(found) < _MOST_GRADIENTS:
+            found[name] = values
+    return found
+
+
+def _worst(values: Values) -> tuple[int, float]:
+    return values.bad, values.largest
+
+
+def _tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor inside tuples, lists, dicts and batches, with where it is."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _tensors(item, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        keys = getattr(value, "_fields", None) or range(len(value))
+        for key, item in zip(keys, value, strict=True):
+            yield from _tensors(item, f"{path}.{key}" if path else str(key))
+    elif is_dataclass(value) or type(value).__module__.startswith("speechbrain.dataio."):
+        for key, item in vars(value).items():
+            if not key.startswith("_"):
+                yield from _tensors(item, f"{path}.{key}" if path else key)
