@@ -1,0 +1,292 @@
+"""A corpus as a YAML names it: any source in, manifests and an honest report out, prepared once."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+import sbkit
+from sbkit.console import atomic_write
+from sbkit.data.manifest import Manifest
+from sbkit.data.prepare import Limits, SplitReport, prepare_split, recording_keys, summarize
+from sbkit.data.sources import Source, join_rows, open_source
+from sbkit.data.sources.base import check_columns
+from sbkit.data.text import TextRules
+from sbkit.errors import SbkitError
+
+logger = logging.getLogger(__name__)
+
+SPLITS = ("train", "dev", "test")
+#: What a source may call our splits.
+SPLIT_NAMES = {
+    "train": ("train", "training"),
+    "dev": ("dev", "validation", "valid", "val", "development", "eval"),
+    "test": ("test", "testing"),
+}
+# Raise when the same input must give other manifests than before.
+_FORMAT = 1
+
+
+class Corpus:
+    """Utterances for training and testing, from whatever ``source`` is.
+
+    Arguments
+    ---------
+    source : a Common Voice folder or ``.tar.gz``, a Hugging Face dataset (``hf://owner/name?config=fr``, a
+        ``save_to_disk`` folder, parquet files), a folder of SpeechBrain CSVs or of JSON lines, or a mapping
+        ``{train: FILE, dev: FILE, test: FILE}``; nothing: the demo corpus
+    language : code as the source writes it (``en``, ``zh-CN``): a release's language, and its text rules
+    folder : where manifests and ``prepare_report.json`` go
+    splits : the source's names of our splits, ``{train: [train, other], dev: validation}``
+    text : rules of normalisation, a ``TextRules`` or a mapping of what differs from the language's rules
+    min_duration, max_duration : seconds; what is outside is left out of ``limit_splits``
+    limit_splits : where the duration limits and the alphabet leave utterances out; everywhere else they stay
+    skip_short_texts : splits without texts of fewer than ``short_text`` words (SpeechBrain: all three)
+    check_audio : "sample" compares some listed durations with the audio, "all" opens every recording
+    columns : a source's column names by role, ``{audio: speech, text: raw_transcription}``
+    data_root : what ``$data_root`` stands for and relative paths start from, by default their file's folder
+    cache_folder : where audio goes that must be unpacked, by default beside the manifests
+    workers : processes that measure, by default from the machine
+    demo_hours, demo_seed : size and seed of the demo corpus
+    """
+
+    def __init__(self, source: str | Path | Mapping[str, str] | None = None, language: str | None = None,
+                 folder: str | Path = "manifests", *, splits: Mapping[str, str | Sequence[str]] | None = None,
+                 text: TextRules | Mapping[str, Any] | None = None, min_duration: float | None = None,
+                 max_duration: float | None = None, limit_splits: Sequence[str] = ("train",),
+                 skip_short_texts: Sequence[str] = (), short_text: int = 3, check_audio: str = "sample",
+                 columns: Mapping[str, str] | None = None, data_root: str | Path | None = None,
+                 cache_folder: str | Path | None = None, workers: int | None = None,
+                 demo_hours: float = 1.0, demo_seed: int = 1234):
+        self.source = source or None
+        self.language = language or None
+        self.folder = Path(folder)
+        self.splits = {split: [names] if isinstance(names, str) else list(names)
+                       for split, names in (splits or {}).items()}
+        self.text = text if isinstance(text, TextRules) else TextRules.for_language(language, **(text or {}))
+        self.min_duration, self.max_duration = min_duration, max_duration
+        self.limit_splits, self.skip_short_texts = tuple(limit_splits), tuple(skip_short_texts)
+        self.short_text = short_text
+        self.check_audio = check_audio
+        self.columns = check_columns(columns)
+        self.data_root = data_root
+        self.cache_folder = Path(cache_folder) if cache_folder else self.folder / "audio"
+        self.workers = workers
+        self.demo_hours, self.demo_seed = demo_hours, demo_seed
+        self.report: dict[str, Any] | None = None
+        for option in ("splits", "limit_splits", "skip_short_texts"):
+            alien = [name for name in getattr(self, option) if name not in SPLITS]
+            if alien:
+                raise SbkitError(f"corpus: {option} names {alien[0]!r}",
+                                 hint=f"splits are {', '.join(SPLITS)}")
+        if check_audio not in ("sample", "all"):
+            raise SbkitError(f"corpus: check_audio is {check_audio!r}", hint="use sample or all")
+
+    def __repr__(self) -> str:
+        return f"Corpus({self.source or 'demo'!r}, language={self.language!r}, folder={str(self.folder)!r})"
+
+    def manifest_path(self, split: str) -> Path:
+        return self.folder / f"{split}.csv"
+
+    @property
+    def report_path(self) -> Path:
+        return self.folder / "prepare_report.json"
+
+    # ---------------------------------------------------------------- prepare
+
+    def prepare(self, show_progress: bool = True) -> dict[str, Manifest]:
+        """Manifests by split, made only where the source or an option changed since the last time.
+
+        In a run over several processes one of them prepares, and the others :meth:`load` afterwards.
+        """
+        with self._lock():
+            source = self._open(show_progress)
+            chosen = self._choose(source)
+            fingerprint = self._fingerprint(source, chosen)
+            ready = self._read_ready(fingerprint)
+            if ready is not None:
+                logger.info("corpus %s: prepared already in %s", source.where, self.folder)
+                return ready
+            return self._prepare(source, chosen, fingerprint, show_progress)
+
+    def load(self) -> dict[str, Manifest]:
+        """The manifests that :meth:`prepare` wrote."""
+        try:
+            self.report = json.loads(self.report_path.read_text(encoding="utf-8"))
+            names = list(self.report["splits"])
+        except FileNotFoundError:
+            raise SbkitError(f"{self.folder} holds no prepared corpus",
+                             hint="prepare it first (sbkit prepare)") from None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise SbkitError(f"{self.report_path} is damaged ({error})",
+                             hint="remove it and prepare the corpus again") from None
+        return {split: Manifest.read(self.manifest_path(split)) for split in names}
+
+    def summary(self) -> str:
+        """A table of what was read, kept and left out, and notes on what deserves a look."""
+        if self.report is None:
+            self.load()
+        return summarize(self.report)
+
+    def _open(self, show_progress: bool) -> Source:
+        source = self.source
+        if source is None:
+            source = self._demo(show_progress)
+        return open_source(source, language=self.language, columns=self.columns, cache=self.cache_folder,
+                           data_root=self.data_root, show_progress=show_progress)
+
+    def _demo(self, show_progress: bool) -> Path:
+        """The demo corpus, made once per user; its folder's name says all that it depends on."""
+        from sbkit.data.demo import FORMAT, make_demo_corpus  # needs the optional speech synthesiser
+
+        language = self.language or "en"
+        home = os.environ.get("SBKIT_CACHE") or Path(
+            os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sbkit"
+        name = f"demo-{language}-{self.demo_hours:g}h-seed{self.demo_seed}-v{FORMAT}"
+        return make_demo_corpus(Path(home) / name, hours=self.demo_hours, language=language,
+                                seed=self.demo_seed, workers=self.workers, show_progress=show_progress)
+
+    def _choose(self, source: Source) -> dict[str, list[str]]:
+        """Our splits -> the source's names."""
+        there = source.names()
+        chosen = {}
+        for split in SPLITS:
+            if split in self.splits:
+                chosen[split] = self.splits[split]
+                for name in chosen[split]:
+                    if name not in there:
+                        raise SbkitError(f"{source.where} has no split {name!r} for {split}",
+                                         hint=f"it has {', '.join(there) or 'none'}")
+            else:
+                lowered = {name.lower(): name for name in there}
+                found = next((lowered[name] for name in SPLIT_NAMES[split] if name in lowered), None)
+                if found is not None:
+                    chosen[split] = [found]
+        if not chosen:
+            raise SbkitError(
+                f"{source.where} ({source.kind}) has no split train, dev or test (it has "
+                f"{', '.join(there) or 'none'})", hint="name them in the corpus's splits, e.g. {train: NAME}")
+        return chosen
+
+    def _options(self) -> dict[str, Any]:
+        return {
+            "language": self.language, "text": self.text.options(), "min_duration": self.min_duration,
+            "max_duration": self.max_duration, "limit_splits": self.limit_splits,
+            "skip_short_texts": self.skip_short_texts, "short_text": self.short_text,
+            "check_audio": self.check_audio, "columns": self.columns,
+            "data_root": None if self.data_root is None else str(self.data_root),
+        }
+
+    def _fingerprint(self, source: Source, chosen: dict[str, list[str]]) -> str:
+        names = [name for names in chosen.values() for name in names]
+        facts = [_FORMAT, source.fingerprint(names), chosen, self._options()]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+
+    def _read_ready(self, fingerprint: str) -> dict[str, Manifest] | None:
+        """The manifests on disk where they are whole and were made from the same; None otherwise."""
+        try:
+            report = json.loads(self.report_path.read_text(encoding="utf-8"))
+            if report["fingerprint"] != fingerprint:
+                logger.info("corpus: the source or an option changed, preparing %s again", self.folder)
+                return None
+            for split, entry in report["splits"].items():
+                if _sha256(self.manifest_path(split)) != entry["sha256"]:
+                    logger.warning("%s was changed since it was prepared: making it anew",
+                                   self.manifest_path(split))
+                    return None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        self.report = report
+        return {split: Manifest.read(self.manifest_path(split)) for split in report["splits"]}
+
+    def _prepare(self, source: Source, chosen: dict[str, list[str]], fingerprint: str,
+                 show: bool) -> dict[str, Manifest]:
+        started = time.monotonic()
+        journal = self.folder / f".durations-{fingerprint[:16]}"
+        manifests: dict[str, Manifest] = {}
+        reports: dict[str, SplitReport] = {}
+        taken: list[pa.Array] = []
+        for split in reversed([split for split in SPLITS if split in chosen]):  # train must know the others
+            rows = join_rows([source.read(name, workers=self.workers or 0, show_progress=show)
+                              for name in chosen[split]])
+            if not len(rows) and not rows.malformed:
+                raise SbkitError(f"{rows.origin}: the {split} split is empty",
+                                 hint="expected a row or more")
+            manifests[split], reports[split] = prepare_split(
+                split, rows, self.text, self._limits(split), taken=taken if split == "train" else (),
+                check_audio=self.check_audio, journal=journal, workers=self.workers, show_progress=show)
+            self._refuse_empty(reports[split])
+            taken.append(recording_keys(manifests[split].wavs, manifests[split].starts))
+        ordered = [split for split in SPLITS if split in manifests]
+        report = {
+            "format": _FORMAT, "fingerprint": fingerprint, "sbkit": sbkit.__version__,
+            "source": {"kind": source.kind, "where": source.where, "splits": chosen},
+            "options": self._options(), "seconds": round(time.monotonic() - started, 1), "splits": {},
+        }
+        with contextlib.suppress(FileNotFoundError):
+            self.report_path.unlink()  # from here until it is back, the folder counts as unprepared
+        for split in ordered:
+            manifests[split].write(self.manifest_path(split))
+            entry = {"sha256": _sha256(self.manifest_path(split)), **asdict(reports[split])}
+            report["splits"][split] = entry
+        for split in SPLITS:
+            if split not in manifests:
+                self.manifest_path(split).unlink(missing_ok=True)  # of an earlier source
+        with atomic_write(self.report_path) as file:
+            json.dump(report, file, indent=1, ensure_ascii=False)
+        journal.unlink(missing_ok=True)
+        self.report = report
+        return {split: manifests[split] for split in ordered}
+
+    def _limits(self, split: str) -> Limits:
+        limited = split in self.limit_splits
+        return Limits(
+            min_duration=self.min_duration if limited else None,
+            max_duration=self.max_duration if limited else None, alphabet=limited,
+            min_words=self.short_text if split in self.skip_short_texts else 0)
+
+    @staticmethod
+    def _refuse_empty(report: SplitReport) -> None:
+        if not report.kept:
+            reasons = ", ".join(f"{entry['count']} {reason}" for reason, entry in report.left_out.items())
+            example = next(iter(report.left_out.values()))["examples"][0]
+            raise SbkitError(
+                f"{report.origin}: all {report.rows} rows of the {report.split} split left out: {reasons}",
+                hint=f"for example {example}")
+
+    @contextlib.contextmanager
+    def _lock(self) -> Iterator[None]:
+        """One process at a time prepares a folder; a second one waits and finds it done."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SbkitError(f"{self.folder}: cannot be made ({error.strerror})") from None
+        try:
+            import fcntl
+        except ImportError:  # Windows
+            yield
+            return
+        with open(self.folder / ".lock", "w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX)
+            except OSError as error:
+                logger.debug("%s: no locks on this file system (%s)", self.folder, error)
+            yield
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()

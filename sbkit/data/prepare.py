@@ -1,0 +1,254 @@
+"""Turns a source's rows into a manifest and says of every row left out why."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from sbkit.console import progress, table
+from sbkit.data.audio import split_member
+from sbkit.data.manifest import Column, Manifest, join
+from sbkit.data.measure import measure
+from sbkit.data.sources.base import Rows
+from sbkit.data.text import TextRules, count_words
+
+logger = logging.getLogger(__name__)
+
+#: Why a row can be left out; the first that applies is the one counted.
+REASONS = ("malformed row", "repeated id", "also in dev or test", "missing clip", "no text", "undecodable",
+           "too short", "too long", "alphabet", "few words")
+_CODE = {reason: i for i, reason in enumerate(REASONS, 1)}  # 0: kept
+
+_EXAMPLES = 10
+_SAMPLE = 200
+#: A listed duration may differ from the audio by this much (encoders pad), as a share and in seconds.
+_TOLERANCE_SHARE, _TOLERANCE_SECONDS = 0.02, 0.2
+#: Where more of the sample than this disagrees, the list is not believed.
+_DISAGREE_SHARE = 0.05
+# Listing a folder beats asking for each file from about this many rows on.
+_WORTH_LISTING = 1000
+# Less takes no time that anyone would watch.
+_WORTH_A_BAR = 1000
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What may leave rows of a split out, beyond what makes them unusable."""
+
+    min_duration: float | None = None
+    max_duration: float | None = None
+    alphabet: bool = False
+    min_words: int = 0
+
+
+@dataclass
+class SplitReport:
+    """How many rows were read, kept and left out, and why: ``rows == kept + sum(left_out)`` always."""
+
+    split: str
+    origin: str
+    rows: int
+    kept: int = 0
+    hours: float = 0.0
+    left_out: dict[str, dict[str, Any]] = field(default_factory=dict)
+    outside_alphabet: dict[str, int] = field(default_factory=dict)
+    durations: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def missing(self) -> int:
+        return sum(entry["count"] for entry in self.left_out.values())
+
+
+def prepare_split(split: str, rows: Rows, rules: TextRules, limits: Limits, *,
+                  taken: Sequence[pa.Array] = (), check_audio: str = "sample", journal: Path | None = None,
+                  workers: int | None = None, show_progress: bool = True) -> tuple[Manifest, SplitReport]:
+    """Normalise, measure, filter.
+
+    Arguments
+    ---------
+    rows : N rows of a source
+    taken : recordings of other splits (:func:`recording_keys`) that must not be in this one
+    check_audio : "sample" compares some listed durations with the audio, "all" opens every recording
+    """
+    report = SplitReport(split, rows.origin, len(rows) + len(rows.malformed))
+    why = np.zeros(len(rows), np.int8)
+    details: dict[int, str] = {}
+
+    def leave_out(reason: str, mask: np.ndarray) -> None:
+        why[(why == 0) & mask] = _CODE[reason]
+
+    leave_out("repeated id", ~_first_of_each(rows.ids.arrow))
+    for keys in taken:
+        leave_out("also in dev or test", _np(pc.is_in(recording_keys(rows.wavs, rows.starts), keys)))
+    leave_out("missing clip", ~existing(rows.wavs))
+    texts = [rules(text) for text in progress(
+        rows.texts, what=f"{split}: text", total=len(rows), unit="row",
+        show=show_progress and len(rows) >= _WORTH_A_BAR)]
+    leave_out("no text", np.array([not text for text in texts], bool))
+
+    durations = _durations(split, rows, why, details, report, check_audio, journal, workers, show_progress)
+    leave_out("undecodable", ~(durations > 0))
+    if limits.min_duration is not None:
+        leave_out("too short", durations < limits.min_duration)
+    if limits.max_duration is not None:
+        leave_out("too long", durations > limits.max_duration)
+    outside: Counter[str] = Counter()
+    if rules.alphabet is not None:
+        mask = np.zeros(len(rows), bool)
+        for i in np.flatnonzero(why == 0):
+            if alien := rules.outside(texts[i]):
+                outside.update(alien)
+                mask[i] = True
+                details[int(i)] = " ".join(sorted(alien))
+        if limits.alphabet:
+            leave_out("alphabet", mask)
+    if limits.min_words:
+        leave_out("few words", np.array([count_words(text) < limits.min_words for text in texts], bool))
+
+    kept = np.flatnonzero(why == 0)
+    everything = Manifest(
+        ids=rows.ids, durations=np.nan_to_num(durations), wavs=rows.wavs, texts=texts, speakers=rows.speakers,
+        starts=rows.starts, meta=rows.meta)
+    manifest = everything.select(kept)
+    report.kept, report.hours = len(manifest), manifest.hours
+    report.outside_alphabet = dict(outside.most_common(100))
+    _explain(report, rows, why, durations, details)
+    if report.rows != report.kept + report.missing:
+        raise AssertionError(f"{split}: {report.rows} rows, {report.kept} kept, {report.missing} left out")
+    return manifest, report
+
+
+def recording_keys(wavs: Column, starts: np.ndarray) -> pa.Array:
+    """What makes two rows the same recording: file and start."""
+    return join(wavs.arrow, pc.cast(pa.array(starts), pa.large_string()), separator="@")
+
+
+def existing(wavs: Column) -> np.ndarray:
+    """Which recordings are there, [N] booleans; folders are listed once rather than asked per file."""
+    result = np.ones(len(wavs), bool)
+    path = wavs.arrow
+    member = _np(pc.match_substring_regex(path, r"\?offset=\d+&size=\d+$"))
+    remote = _np(pc.match_substring(path, "://"))
+    folders = pc.replace_substring_regex(path, r"[^/]*$", "").dictionary_encode()
+    codes = folders.indices.to_numpy(zero_copy_only=False)
+    plain = ~member & ~remote
+    counts = np.bincount(codes[plain], minlength=len(folders.dictionary))
+    for code in np.flatnonzero(counts >= _WORTH_LISTING):
+        folder = folders.dictionary[int(code)].as_py()
+        at = np.flatnonzero(plain & (codes == code))
+        try:
+            with os.scandir(folder or ".") as entries:
+                names = pa.array([folder + entry.name for entry in entries], pa.large_string())
+        except (OSError, UnicodeEncodeError):
+            names = None  # no folder, or names that are no text: ask for each file
+        if names is not None:
+            result[at] = _np(pc.is_in(path.take(pa.array(at)), names))
+            plain[at] = False
+    for i in np.flatnonzero(plain):
+        result[i] = os.path.isfile(wavs[i])
+    sizes: dict[str, int] = {}
+    for i in np.flatnonzero(member & ~remote):
+        shard, offset, size = split_member(wavs[i])
+        if shard not in sizes:
+            sizes[shard] = os.path.getsize(shard) if os.path.isfile(shard) else -1
+        result[i] = offset + size <= sizes[shard]
+    return result
+
+
+def _durations(split: str, rows: Rows, why: np.ndarray, details: dict[int, str], report: SplitReport,
+               check_audio: str, journal: Path | None, workers: int | None, show: bool) -> np.ndarray:
+    """Seconds of each usable row, NaN where its recording can't be read; listed ones are checked."""
+    durations = rows.durations.copy()
+    usable = np.flatnonzero(why == 0)
+    listed = usable[np.isfinite(durations[usable])]
+    unlisted = usable[~np.isfinite(durations[usable])]
+    sample = listed
+    if check_audio != "all":
+        sample = listed[np.unique(np.linspace(0, len(listed) - 1, min(_SAMPLE, len(listed)), dtype=int))]
+
+    def look(at: np.ndarray, what: str) -> np.ndarray:
+        seconds, causes = measure([rows.wavs[i] for i in at], workers=workers, journal=journal,
+                                  what=f"{split}: {what}", show_progress=show and len(at) >= _WORTH_A_BAR)
+        details.update((int(at[j]), cause) for j, cause in causes.items())
+        return seconds
+
+    wrong = _correct(durations, rows, sample, look(sample, "checking durations"))
+    report.durations = {"listed": len(listed), "measured": len(unlisted), "checked": len(sample),
+                        "disagree": int(wrong.sum())}
+    if len(sample) < len(listed) and wrong.mean() > _DISAGREE_SHARE:
+        logger.warning("%s: the listed duration of %d of %d sampled recordings is wrong: measuring them all",
+                       split, wrong.sum(), len(sample))
+        wrong = _correct(durations, rows, listed, look(listed, "measuring"))
+        report.durations.update(checked=len(listed), disagree=int(wrong.sum()))
+    durations[unlisted] = look(unlisted, "measuring") - rows.starts[unlisted]
+    return durations
+
+
+def _correct(durations: np.ndarray, rows: Rows, at: np.ndarray, found: np.ndarray) -> np.ndarray:
+    """Put what the audio says where the rows ``at`` disagree with it; which ones did, as booleans.
+
+    A recording may go on after a segment ends, so a list of segments is wrong only where one ends too late.
+    """
+    listed, left = durations[at], found - rows.starts[at]
+    excess = listed - left if rows.segments else np.abs(listed - left)
+    wrong = excess > _TOLERANCE_SECONDS + _TOLERANCE_SHARE * listed
+    durations[at] = np.where(wrong | np.isnan(found), left, listed)
+    return wrong
+
+
+def _explain(report: SplitReport, rows: Rows, why: np.ndarray, durations: np.ndarray,
+             details: dict[int, str]) -> None:
+    for reason in REASONS:
+        at = np.flatnonzero(why == _CODE[reason])
+        examples = [f"{rows.ids[i]}: {details[i]}" if i in details else rows.ids[i]
+                    for i in map(int, at[:_EXAMPLES])]
+        count = len(at)
+        if reason == "malformed row":
+            count = len(rows.malformed)
+            examples = [f"{where}: {what}" for where, what in rows.malformed[:_EXAMPLES]]
+        if count:
+            seconds = durations[at]
+            report.left_out[reason] = {"count": count, "hours": round(float(np.nansum(seconds)) / 3600, 3),
+                                       "examples": examples}
+
+
+def summarize(report: Mapping[str, Any]) -> str:
+    """The table and notes of a ``prepare_report.json``."""
+    splits = report["splits"]
+    reasons = [reason for reason in REASONS if any(reason in entry["left_out"] for entry in splits.values())]
+    rows = [[split, entry["rows"], entry["kept"], float(entry["hours"]),
+             *(entry["left_out"].get(reason, {"count": 0})["count"] for reason in reasons)]
+            for split, entry in splits.items()]
+    lines = [f"{report['source']['kind']}: {report['source']['where']}",
+             table(["split", "rows", "kept", "hours", *reasons], rows)]
+    for split, entry in splits.items():
+        outside = entry["outside_alphabet"]
+        if outside:
+            shown = " ".join(f"{char!r} x{count}" for char, count in list(outside.items())[:10])
+            lines.append(f"{split}: characters outside the alphabet: {shown}")
+        durations = entry["durations"]
+        if durations.get("disagree"):
+            lines.append(f"{split}: {durations['disagree']} of {durations['checked']} listed durations that "
+                         "were checked differ from the audio")
+    return "\n".join(lines)
+
+
+def _first_of_each(column: pa.Array) -> np.ndarray:
+    """True where a value stands for the first time, [N]."""
+    codes = column.dictionary_encode().indices.to_numpy(zero_copy_only=False)
+    first = np.zeros(len(column), bool)
+    first[np.unique(codes, return_index=True)[1]] = True
+    return first
+
+
+def _np(mask: pa.Array) -> np.ndarray:
+    return mask.to_numpy(zero_copy_only=False)

@@ -1,0 +1,130 @@
+"""Common Voice releases, version 5 to today: a folder with ``clips/`` and one TSV per split."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from sbkit.data.delimited import read_delimited
+from sbkit.data.manifest import Column, join, to_seconds
+from sbkit.data.sources.base import META_ALIASES, Rows, Source, blank, stamp
+from sbkit.errors import SbkitError
+
+_HINT = "is it a Common Voice release? Its TSVs have the columns client_id, path, sentence, ..."
+#: TSVs of a release that list something else than clips with sentences.
+_OTHER_LISTS = {"clip_durations", "reported", "unvalidated_sentences", "validated_sentences"}
+# Nobody records a sentence for this long: a larger "duration" without a unit is in milliseconds.
+_LONGEST_SECONDS = 300.0
+
+
+class CommonVoice(Source):
+    """One language of a release.
+
+    ``path`` may be the language folder (the one with ``clips/``) or a folder of such folders, of
+    which ``language`` chooses one.
+    """
+
+    kind = "Common Voice"
+
+    def __init__(self, path: Path, language: str | None = None):
+        self.folder = _language_folder(path, language)
+        self.where = str(self.folder)
+        self.clips = self.folder / "clips"
+
+    def names(self) -> list[str]:
+        return sorted(file.stem for file in self.folder.glob("*.tsv") if file.stem not in _OTHER_LISTS)
+
+    def fingerprint(self, names: Sequence[str]) -> Any:
+        files = [*(self.folder / f"{name}.tsv" for name in names), self._durations_file, self.clips]
+        return [self.kind, *map(stamp, files)]
+
+    @property
+    def _durations_file(self) -> Path:
+        return self.folder / "clip_durations.tsv"
+
+    def read(self, name: str, *, workers: int, show_progress: bool) -> Rows:
+        path = self.folder / f"{name}.tsv"
+        tsv = read_delimited(path, delimiter="\t", quoted=False)
+        clips, sentences = (Column(tsv.need(column, hint=_HINT)) for column in ("path", "sentence"))
+        clip_names = _file_names(clips.arrow)
+        speakers = tsv.find("client_id")
+        meta = {}
+        for ours, theirs in META_ALIASES.items():
+            column = tsv.find(*theirs)
+            if column is not None:
+                meta[ours] = Column(column)
+        return Rows(
+            origin=str(path),
+            ids=Column(pc.replace_substring_regex(clip_names, r"\.[A-Za-z0-9]+$", "")),
+            wavs=Column(join(f"{os.path.abspath(self.clips)}/", clip_names)),
+            texts=sentences,
+            speakers=blank(len(tsv)) if speakers is None else Column(speakers),
+            durations=self._durations(clip_names),
+            starts=np.zeros(len(tsv)),
+            meta=meta,
+            malformed=[(f"{path.name} line {line}", what) for line, what in tsv.malformed],
+        )
+
+    def _durations(self, clip_names: pa.Array) -> np.ndarray:
+        """Seconds per clip from ``clip_durations.tsv``, NaN where it says nothing."""
+        unknown = np.full(len(clip_names), np.nan)
+        if not self._durations_file.is_file():
+            return unknown
+        tsv = read_delimited(self._durations_file, delimiter="\t", quoted=False)
+        names = _file_names(Column(tsv.need("clip", "path")).arrow)
+        title = next((title for title in tsv.columns if title.lower().startswith("duration")), None)
+        if title is None:
+            tsv.need("duration[ms]")
+        values = to_seconds(self._durations_file, title, tsv.columns[title])
+        milliseconds = "ms" in title.lower() or (len(values) and np.median(values) > _LONGEST_SECONDS)
+        at = pc.index_in(clip_names, names)
+        found = pc.is_valid(at).to_numpy(zero_copy_only=False)
+        unknown[found] = values[pc.fill_null(at, 0).to_numpy()[found]] / (1000 if milliseconds else 1)
+        unknown[unknown == 0] = np.nan  # not measured when the release was made
+        return unknown
+
+
+def _file_names(paths: pa.Array) -> pa.Array:
+    """``clips/a.mp3`` and ``a`` (as some copies of releases have it) to ``a.mp3``."""
+    names = pc.replace_substring_regex(paths, r"^.*/", "")
+    return pc.if_else(pc.match_substring_regex(names, r"\.[A-Za-z0-9]+$"), names, join(names, ".mp3"))
+
+
+def is_language_folder(path: Path) -> bool:
+    return (path / "clips").is_dir() and next(path.glob("*.tsv"), None) is not None
+
+
+def language_folders(path: Path) -> list[Path]:
+    """The language folders in or one level below a release."""
+    try:
+        inside = sorted(child for child in path.iterdir() if child.is_dir())
+    except OSError:
+        return []
+    found = [child for child in inside if is_language_folder(child)]
+    if not found:  # the archive's own top folder, cv-corpus-21.0-2025-03-14/fr
+        found = [child for top in inside if top.name.startswith("cv-corpus")
+                 for child in sorted(top.iterdir()) if child.is_dir() and is_language_folder(child)]
+    return found
+
+
+def _language_folder(path: Path, language: str | None) -> Path:
+    if is_language_folder(path):
+        return path
+    found = language_folders(path)
+    if language is not None:
+        chosen = [folder for folder in found if folder.name == language]
+        if len(chosen) == 1:
+            return chosen[0]
+    elif len(found) == 1:
+        return found[0]
+    names = ", ".join(folder.name for folder in found) or "none"
+    wanted = f" and has none for the language {language!r}" if language else ""
+    raise SbkitError(
+        f"{path} is no Common Voice language folder{wanted} (languages there: {names})",
+        hint="expected a folder with clips/ and train.tsv, or set the language")
