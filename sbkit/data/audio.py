@@ -7,17 +7,20 @@ MP3 takes four fifths of the time and resampling most of the rest.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import re
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import BinaryIO
 
 import numpy as np
 import soundfile
 import soxr
 
+from sbkit.data import mp3
 from sbkit.errors import SbkitError
 
 #: Longest stretch that one call decodes. A header can claim anything; memory is finite.
@@ -26,6 +29,8 @@ MAX_SECONDS = 4 * 3600.0
 MIN_RATE, MAX_RATE = 1_000, 768_000
 #: A file that holds less than its header says by more than this was cut off (MP3 padding stays below).
 TRUNCATED_SECONDS, TRUNCATED_SHARE = 0.1, 0.1
+#: Frames above this mean "unknown" (libsndfile answers 2^63-1).
+NO_LENGTH = 2**40
 #: Shards that one process keeps open.
 OPEN_SHARDS = 64
 
@@ -52,9 +57,10 @@ def read_audio(
     Arguments
     ---------
     wav: a path, a member of an uncompressed tar (``shard.tar?offset=1536&size=20480``; also a URL that
-        fsspec can open), the bytes of a file, or a seekable binary file.
-    start, duration: the stretch to read, in seconds; only this stretch is decoded. Without ``duration``
-        all that follows ``start``.
+        fsspec can open), the bytes of a file, or a binary file.
+    start, duration: the stretch to read, in seconds; without ``duration`` all that follows ``start``.
+        Only this stretch is decoded, except for MP3s of variable bit rate: there, exact places are found
+        by decoding from the beginning.
     sample_rate: of the result; ``None`` keeps the recording's own.
     speed: plays the recording faster (1.1) or slower (0.9), pitch included, in the same resampling pass.
 
@@ -65,39 +71,32 @@ def read_audio(
     Raises ``AudioError`` for whatever is missing, damaged, cut off, empty, not finite or absurdly long.
     """
     name = describe(wav)
-    try:
-        with _open(wav) as file:
-            rate, frames = file.samplerate, file.frames
-            _check_header(name, rate, frames, partial=duration is not None)
-            first = round(start * rate)
-            if first >= frames:
-                raise AudioError(name, f"has {frames / rate:.2f} s, so none from {start:.2f} s on")
-            wanted = frames - first if duration is None else min(round(duration * rate), frames - first)
-            if wanted > MAX_SECONDS * rate:
-                raise AudioError(name, f"{wanted / rate / 3600:.1f} hours at once; the limit is "
-                                       f"{MAX_SECONDS / 3600:.0f}")
-            if first:
-                file.seek(first)
-            signal = file.read(wanted, dtype="float32")
-    except soundfile.SoundFileError as error:
-        raise AudioError(name, _cause(wav, error)) from None
-    except (OSError, ValueError) as error:
-        raise AudioError(name, str(error)) from None
-    if not len(signal):
-        raise AudioError(name, "holds no audio")
+    with _opened(wav, name) as (file, seekable):
+        rate, frames = file.samplerate, file.frames
+        first = round(start * rate)
+        if first >= frames:
+            raise AudioError(name, f"has {frames / rate:.2f} s, so none from {start:.2f} s on")
+        wanted = frames - first if duration is None else min(round(duration * rate), frames - first)
+        # Where seeking is not exact, all before is decoded too: in one read, as soundfile seeks after each.
+        skipped = 0 if seekable else first
+        if wanted + skipped > MAX_SECONDS * rate:
+            raise AudioError(name, f"{(skipped + wanted) / rate / 3600:.1f} hours at once; the limit is "
+                                   f"{MAX_SECONDS / 3600:.0f} (read stretches with start and duration)")
+        if first and seekable:
+            file.seek(first)
+        signal = file.read(skipped + wanted, dtype="float32")[skipped:]
     missing = wanted - len(signal)
     if missing > rate * TRUNCATED_SECONDS and missing > wanted * TRUNCATED_SHARE:
         raise AudioError(name, f"cut off: {len(signal) / rate:.2f} of {wanted / rate:.2f} s can be read")
     if signal.ndim == 2:
         signal = _mono(signal)
-    if sample_rate is not None and (rate != sample_rate or speed != 1.0):
-        signal = resample(signal, rate * speed, sample_rate)
-    elif speed != 1.0:
-        signal = resample(signal, rate * speed, rate)
-    if not np.isfinite(signal.sum()):
-        raise AudioError(name, "holds values that are not finite (NaN or infinite)")
+    to_rate = sample_rate or rate
+    if len(signal) and rate * speed != to_rate:
+        signal = resample(signal, rate * speed, to_rate)
     if not len(signal):
         raise AudioError(name, "holds no audio")
+    if not np.isfinite(signal.sum()):
+        raise AudioError(name, "holds values that are not finite (NaN or infinite)")
     return signal
 
 
@@ -108,15 +107,8 @@ def resample(signal: np.ndarray, rate: float, to_rate: float) -> np.ndarray:
 
 def audio_info(wav: str | os.PathLike | bytes | BinaryIO) -> tuple[float, int, int]:
     """What the header says: (seconds, sample rate, channels). Decodes nothing."""
-    name = describe(wav)
-    try:
-        with _open(wav) as file:
-            _check_header(name, file.samplerate, file.frames, partial=True)
-            return file.frames / file.samplerate, file.samplerate, file.channels
-    except soundfile.SoundFileError as error:
-        raise AudioError(name, _cause(wav, error)) from None
-    except (OSError, ValueError) as error:
-        raise AudioError(name, str(error)) from None
+    with _opened(wav, describe(wav)) as (file, _):
+        return file.frames / file.samplerate, file.samplerate, file.channels
 
 
 def describe(wav: str | os.PathLike | bytes | BinaryIO) -> str:
@@ -155,48 +147,71 @@ def split_member(wav: str) -> tuple[str, int, int | None]:
     return match["path"], int(match["offset"]), int(match["size"])
 
 
-def _open(wav: str | os.PathLike | bytes | BinaryIO) -> soundfile.SoundFile:
-    if isinstance(wav, (str, os.PathLike)):
-        path = os.fspath(wav)
-        if ("?" in path and _MEMBER.match(path)) or "://" in path:
-            return soundfile.SoundFile(io.BytesIO(read_bytes(path)))
-        return soundfile.SoundFile(path)
-    if isinstance(wav, (bytes, bytearray, memoryview)):
-        return soundfile.SoundFile(io.BytesIO(wav))
-    wav.seek(0)
-    return soundfile.SoundFile(wav)
+@contextlib.contextmanager
+def _opened(wav: str | os.PathLike | bytes | BinaryIO,
+            name: str) -> Iterator[tuple[soundfile.SoundFile, bool]]:
+    """An open recording with a plausible header, and whether seeking in it is exact."""
+    handle = data = file = None
+    try:
+        if isinstance(wav, (str, os.PathLike)):
+            path = os.fspath(wav)
+            if ("?" in path and _MEMBER.match(path)) or "://" in path:
+                data = read_bytes(path)
+            else:
+                handle = os.open(path, os.O_RDONLY)
+        else:
+            data = wav if isinstance(wav, (bytes, bytearray, memoryview)) else wav.read()
+        file = soundfile.SoundFile(io.BytesIO(data) if handle is None else handle, closefd=False)
+        seekable = True
+        if file.format == "MP3":
+            file, seekable = _as_mp3(file, handle, data)
+        _check_header(name, file.samplerate, file.frames)
+        yield file, seekable
+    except soundfile.SoundFileError as error:
+        raise AudioError(name, _cause(error, handle, data)) from None
+    except FileNotFoundError:
+        raise AudioError(name, "no such file") from None
+    except (OSError, ValueError, MemoryError) as error:
+        raise AudioError(name, getattr(error, "strerror", None) or str(error)) from None
+    finally:
+        if file is not None:
+            file.close()
+        if handle is not None:
+            os.close(handle)
 
 
-def _check_header(name: str, rate: int, frames: int, *, partial: bool) -> None:
+def _as_mp3(file: soundfile.SoundFile, handle: int | None,
+            data: bytes | None) -> tuple[soundfile.SoundFile, bool]:
+    """Where libsndfile guessed the length wrongly, the same MP3 opened again with a tag that tells it."""
+    if handle is not None:
+        size = os.fstat(handle).st_size
+        found = mp3.inspect(lambda count, offset: os.pread(handle, count, offset), size)
+    else:
+        size = len(data)
+        found = mp3.inspect(lambda count, offset: bytes(data[offset : offset + count]), size)
+    if found is None:
+        return file, False
+    if not found.tagged and abs(found.samples - file.frames) > found.samples // found.frames:
+        file.close()
+        data = os.pread(handle, size, 0) if handle is not None else bytes(data)
+        file = soundfile.SoundFile(io.BytesIO(mp3.with_tag(data, found)))
+    return file, found.constant
+
+
+def _check_header(name: str, rate: int, frames: int) -> None:
     if not MIN_RATE <= rate <= MAX_RATE:
         raise AudioError(name, f"its header claims {rate} samples a second")
     if frames <= 0:
         raise AudioError(name, "holds no audio")
-    # libsndfile answers with 2^63-1 where the header gives no length.
-    if frames > 2**40:
+    if frames > NO_LENGTH:
         raise AudioError(name, "its header does not say how long it is")
-    if not partial and frames > MAX_SECONDS * rate:
-        raise AudioError(name, f"its header claims {frames / rate / 3600:.1f} hours; the limit is "
-                               f"{MAX_SECONDS / 3600:.0f} (read stretches with start and duration)")
 
 
-def _cause(wav: object, error: Exception) -> str:
+def _cause(error: soundfile.SoundFileError, handle: int | None, data: bytes | None) -> str:
     """libsndfile says 'System error' and 'Format not recognised'; say what is behind it."""
-    if isinstance(wav, (bytes, bytearray, memoryview)):
-        size = len(wav)
-    elif isinstance(wav, (str, os.PathLike)):
-        path, _, size = split_member(os.fspath(wav))
-        if size is None and "://" not in path:
-            if not os.path.exists(path):
-                return "no such file"
-            if os.path.isdir(path):
-                return "is a folder, not a recording"
-            if not os.access(path, os.R_OK):
-                return "may not be read (permissions)"
-            size = os.path.getsize(path)
-    else:
-        size = None
-    if size == 0:
+    if handle is not None and os.path.isdir(f"/proc/self/fd/{handle}"):
+        return "is a folder, not a recording"
+    if (os.fstat(handle).st_size if handle is not None else len(data)) == 0:
         return "is empty (0 bytes)"
     reason = getattr(error, "error_string", "") or str(error)
     return f"cannot be decoded: {reason.strip().rstrip('.') or 'damaged'}"

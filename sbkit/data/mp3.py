@@ -1,0 +1,121 @@
+"""What libsndfile does not see in an MP3: its true length where no tag tells, and whether seeking is exact.
+
+Without a Xing or Info tag libsndfile guesses the length from the first frame's bit rate and reads no
+further, so a recording of variable bit rate loses its end (or gains silence). And where the bit rate
+varies it seeks by the tag's coarse table, tens of milliseconds off. Both are seen in the frame headers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+#: kbit/s by index, for MPEG 1 and for MPEG 2 and 2.5, layer III.
+_RATES_1 = (0, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320)
+_RATES_2 = (0, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160)
+_HERTZ = (44_100, 48_000, 32_000)
+_HEAD = 10  # an ID3v2 header; more than a frame header
+#: Damaged frames to skip before what follows is taken for something other than audio.
+_RESYNC_BYTES = 4096
+
+
+class Frame(NamedTuple):
+    """A frame header of layer III."""
+
+    size: int
+    samples: int
+    side: int
+    """Bytes of side information (and checksum) between the header and what follows."""
+
+
+class Mp3(NamedTuple):
+    """``frames`` counted or as the tag has them; ``tagged``: libsndfile knows them too."""
+
+    frames: int
+    samples: int
+    constant: bool
+    tagged: bool
+    first: int
+    """Where the first frame begins."""
+
+
+def inspect(read: Callable[[int, int], bytes], size: int) -> Mp3 | None:
+    """Look at an MP3 of ``size`` bytes through ``read(count, offset)``; None where no frame is found.
+
+    With a tag that counts the frames, two short reads; without one, all headers are walked through.
+    """
+    start = _after_id3(read(_HEAD, 0))
+    head = read(_RESYNC_BYTES, start)
+    at = _next_frame(head, 0)
+    if at is None:
+        return None
+    frame = _frame(head, at)
+    tag = head[at + 4 + frame.side : at + 16 + frame.side]
+    if tag[:4] in (b"Xing", b"Info") and tag[7] & 1 and (count := int.from_bytes(tag[8:12], "big")):
+        return Mp3(count, count * frame.samples, tag[:4] == b"Info", True, start + at)
+    if head[at + 36 : at + 40] == b"VBRI":
+        count = int.from_bytes(head[at + 50 : at + 54], "big")
+        return Mp3(count, count * frame.samples, False, True, start + at)
+    return _walk(read(size - start, start), at, start)
+
+
+def with_tag(data: bytes, mp3: Mp3) -> bytes:
+    """The same MP3 with a Xing tag in front that counts its frames."""
+    frame = _frame(data, mp3.first)
+    header = bytearray(data[mp3.first : mp3.first + 4])
+    header[1] |= 1  # no checksum
+    header[2] = (header[2] & 0x0F) | 0xE0  # the largest bit rate: room for the tag
+    tag = bytes(header)
+    size = _frame(tag, 0).size
+    side = frame.side if data[mp3.first + 1] & 1 else frame.side - 2
+    body = tag + bytes(side) + b"Xing" + (1).to_bytes(4, "big") + mp3.frames.to_bytes(4, "big")
+    return body.ljust(size, b"\0") + data[mp3.first :]
+
+
+def _after_id3(head: bytes) -> int:
+    if head[:3] != b"ID3" or len(head) < _HEAD:
+        return 0
+    size = 0
+    for byte in head[6:10]:  # seven bits each
+        size = size << 7 | byte & 0x7F
+    return _HEAD + size + (_HEAD if head[5] & 0x10 else 0)
+
+
+def _walk(data: bytes, at: int, start: int) -> Mp3:
+    first, frames, samples, sizes = start + at, 0, 0, set()
+    while (frame := _frame(data, at)) is not None and at + frame.size <= len(data):
+        frames, samples = frames + 1, samples + frame.samples
+        sizes.add(frame.size & ~1)  # padding makes a frame of constant bit rate one byte longer
+        at += frame.size
+        if _frame(data, at) is None:
+            found = _next_frame(data[at : at + _RESYNC_BYTES], 0)
+            if found is None:
+                break
+            at += found
+    return Mp3(frames, samples, len(sizes) <= 2, False, first)
+
+
+def _next_frame(data: bytes, at: int) -> int | None:
+    """Where the next frame begins: a header that another one follows, or that ends the data."""
+    while (at := data.find(b"\xff", at)) >= 0:
+        frame = _frame(data, at)
+        if frame is not None and (at + frame.size + 4 > len(data) or _frame(data, at + frame.size)):
+            return at
+        at += 1
+    return None
+
+
+def _frame(data: bytes, at: int) -> Frame | None:
+    if at + 4 > len(data) or data[at] != 0xFF or data[at + 1] & 0xE6 != 0xE2:  # sync, layer III
+        return None
+    version, rate, hertz = data[at + 1] >> 3 & 3, data[at + 2] >> 4, data[at + 2] >> 2 & 3
+    if version == 1 or rate in (0, 15) or hertz == 3:
+        return None
+    newest = version == 3
+    mono = data[at + 3] >> 6 == 3
+    side = (17 if mono else 32) if newest else (9 if mono else 17)
+    hertz = _HERTZ[hertz] >> (0 if newest else 1 if version == 2 else 2)
+    bits = (_RATES_1 if newest else _RATES_2)[rate] * 1000
+    samples = 1152 if newest else 576
+    size = samples // 8 * bits // hertz + (data[at + 2] >> 1 & 1)
+    return Frame(size, samples, side + (0 if data[at + 1] & 1 else 2))
