@@ -1,0 +1,454 @@
+"""SpeechBrain's Checkpointer, made safe: a checkpoint is whole or absent; the newest whole one is used."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from speechbrain.utils import checkpoints as stock
+from speechbrain.utils.checkpoints import Checkpoint, ckpt_recency, get_default_hook
+from speechbrain.utils.distributed import MainProcessContext, get_rank, main_process_only
+from speechbrain.utils.epoch_loop import EpochCounter
+
+from sbkit.errors import SbkitError
+from sbkit.train import checkpoint_files as files
+from sbkit.train import checkpoint_shelf as shelf
+from sbkit.train import ranks
+from sbkit.train.checkpoint_state import NotLoaded, load_recoverable
+from sbkit.train.checkpoint_write import PendingCheckpoint, Writer, plain
+
+logger = logging.getLogger(__name__)
+
+KEEP = "keep"  # meta key of a checkpoint that save_and_keep_only never deletes
+PATIENCE = 3  # mid-epoch saves in a row that a full disk refuses, the last of which is an error
+VISIBLE_WITHIN = 30  # seconds that a network disk may take to show another node's folder
+TENSORS = (stock.torch_save, stock.torch_save_once_per_node)  # the hooks that only save a state dict
+_MAIN_ONLY = main_process_only(len).__code__  # what marks a hook that SpeechBrain runs on rank 0 only
+
+Predicate = Callable[[Checkpoint], bool]
+
+
+class Checkpointer(stock.Checkpointer):
+    """A drop-in for ``speechbrain.utils.checkpoints.Checkpointer``; each can read what the other wrote.
+
+    ============================  ==================================================================
+    killed while saving           the checkpoint is not there; what was half-written goes at the next start
+    a file damaged or cut off     that checkpoint is passed over with a warning, the next one is used
+    all checkpoints damaged       an error: a run never starts from scratch in silence
+    disk full, mid-epoch          a warning, training goes on; the third in a row is an error
+    disk full, end of an epoch    an error; the last good checkpoint is kept
+    another model's checkpoint    an error that lists keys and shapes
+    ============================  ==================================================================
+
+    Saving, deleting, recovering and ``wait`` are to be called on every rank, as in SpeechBrain.
+
+    Arguments
+    ---------
+    checkpoints_dir, recoverables, custom_load_hooks, custom_save_hooks, allow_partial_load
+        As in SpeechBrain.
+    asynchronous : bool
+        Whether a save returns once the state is copied, while one background thread writes it (at most
+        one write at a time). Off by default, so that a folder stands when the call returns, as scripts
+        written for SpeechBrain expect; ``sbkit.Brain`` turns it on. An error of the thread is raised by
+        the next call, ``wait()`` at the latest. At exit the write is finished.
+    """
+
+    def __init__(
+        self,
+        checkpoints_dir: str | os.PathLike,
+        recoverables: Mapping[str, Any] | None = None,
+        custom_load_hooks: Mapping[str, Callable] | None = None,
+        custom_save_hooks: Mapping[str, Callable] | None = None,
+        allow_partial_load: bool = False,
+        asynchronous: bool = False,
+    ):
+        super().__init__(
+            checkpoints_dir, recoverables, custom_load_hooks, custom_save_hooks, allow_partial_load
+        )
+        self._set_up(asynchronous)
+
+    @classmethod
+    def adopt(cls, old: stock.Checkpointer | None, asynchronous: bool = False) -> Checkpointer | None:
+        """Make SpeechBrain's checkpointer one of ours, in place: every reference to it sees the change."""
+        if old is None:
+            return None
+        if isinstance(old, cls):
+            old.asynchronous = asynchronous
+            return old
+        kind = type(old)
+        # a recipe's own subclass keeps its overrides, and its super() calls reach ours
+        old.__class__ = cls if kind is stock.Checkpointer else type(kind.__name__, (kind, cls), {})
+        old._set_up(asynchronous)
+        return old
+
+    def _set_up(self, asynchronous: bool) -> None:
+        self.asynchronous = asynchronous
+        self._writer = Writer()
+        self._failures = 0
+        self._saved: Checkpoint | None = None
+        self._told: set[str] = set()
+        if get_rank() in (None, 0):
+            for name in files.sweep(self.checkpoints_dir):
+                logger.info("Removed %s, left in %s by a run that was killed", name, self.checkpoints_dir)
+
+    # ------------------------------------------------------------ saving
+
+    def save_checkpoint(
+        self, meta: Mapping[str, Any] | None = None, end_of_epoch: bool = True, name: str | None = None,
+        verbosity: int = logging.INFO,
+    ) -> Checkpoint | None:
+        """Save every recoverable; gives the checkpoint on rank 0, None elsewhere (and after a warning).
+
+        While ``asynchronous``, it is the checkpoint that will stand; ``wait`` says whether it does.
+        """
+        return self._save(dict(meta or {}), end_of_epoch, name, verbosity)
+
+    def save_and_keep_only(
+        self, meta: Mapping[str, Any] | None = None, end_of_epoch: bool = True, name: str | None = None,
+        num_to_keep: int = 1, keep_recent: bool = True, importance_keys: Sequence[Callable] = (),
+        max_keys: Sequence[str] = (), min_keys: Sequence[str] = (), ckpt_predicate: Predicate | None = None,
+        verbosity: int = logging.INFO, keep_every: int | None = None,
+    ) -> None:
+        """Save, then delete what is neither among the best nor the most recent; SpeechBrain's arguments, and
+
+        keep_every : int, optional
+            Keep the checkpoint at the end of every so many epochs for good (its meta gets ``keep: true``).
+        """
+        meta = dict(meta or {})
+        if keep_every and end_of_epoch and self._epoch(meta) % keep_every == 0:
+            meta[KEEP] = True
+        recency = [ckpt_recency] if keep_recent else []
+        orders = shelf.orders(min_keys, max_keys, [*importance_keys, *recency])
+
+        def tidy() -> None:
+            self._delete(num_to_keep, orders, ckpt_predicate, verbosity, spare=lambda c: c.meta.get(KEEP))
+
+        self._save(meta, end_of_epoch, name, verbosity, tidy, (*min_keys, *max_keys))
+
+    def wait(self) -> Checkpoint | None:
+        """Wait until nothing is being written; raises what went wrong, gives the last one that was saved."""
+        return ranks.run_on_main(self._settle)
+
+    def _save(
+        self, meta: dict[str, Any], end_of_epoch: bool, name: str | None, verbosity: int,
+        tidy: Callable[[], None] | None = None, keys: Sequence[str] = (),
+    ) -> Checkpoint | None:
+        pending: PendingCheckpoint | None = None  # stays None on the other ranks
+
+        def begin() -> tuple[Path | None, SbkitError | None]:
+            nonlocal pending
+            self._settle()
+            self._warn_of_state_outside()
+            metas = [meta, *(ckpt.meta for ckpt in self._list())]
+            complaint = shelf.unknown_key(self.checkpoints_dir, keys, metas)
+            pending = self._begin(meta, end_of_epoch, name, verbosity)
+            return pending and pending.folder, complaint
+
+        def finish() -> bool:
+            return self._finish(pending, None if complaint else tidy)
+
+        with ranks.failing_together():
+            folder, complaint = ranks.run_on_main(begin)
+            if folder is None:
+                return None
+            refused = self._call_save_hooks(folder, pending)
+            refusals = [each for each in ranks.gather_objects(refused) if each]
+            if refusals:
+                ranks.run_on_main(lambda: self._failed(pending, refusals[0]))
+                return None
+            saved = True
+            if not self.asynchronous:
+                saved = ranks.run_on_main(finish)
+            elif pending is not None:
+                self._writer.start(finish)
+            if complaint is not None:  # the epoch's work is safe; nothing was deleted by a wrong key
+                self.wait()
+                ranks.raise_on_main(complaint)
+        return pending.result if pending is not None and saved else None
+
+    def _begin(
+        self, meta: dict[str, Any], end_of_epoch: bool, name: str | None, verbosity: int
+    ) -> PendingCheckpoint | None:
+        final = self._new_checkpoint_dirpath() if name is None else self._custom_checkpoint_dirpath(name)
+        # the newest is the one with the latest time, also when the clock was set back meanwhile
+        latest = max((ckpt.meta["unixtime"] for ckpt in self._list()), default=0.0)
+        meta = {"unixtime": max(time.time(), latest + 0.001), "end-of-epoch": end_of_epoch, **plain(meta)}
+        pending = PendingCheckpoint(final, meta, end_of_epoch, verbosity)
+        try:
+            pending.begin()
+        except OSError as error:
+            self._failed(pending, error)
+            return None
+        return pending
+
+    def _call_save_hooks(self, folder: Path, pending: PendingCheckpoint | None) -> OSError | None:
+        """Collect states and run the hooks that write files themselves; a disk's refusal is returned."""
+        try:
+            for name, obj in self.recoverables.items():
+                path = folder / f"{name}{stock.PARAMFILE_EXT}"
+                hook = self.custom_save_hooks.get(name) or get_default_hook(obj, stock.DEFAULT_SAVE_HOOKS)
+                if hook is None:
+                    raise RuntimeError(f"Don't know how to save {type(obj)}. Register default hook or add "
+                                       "custom hook for this object.")
+                if pending is not None:
+                    pending.paramfiles[name] = pending.final / path.name
+                if hook in TENSORS:
+                    if pending is not None:
+                        pending.add(name, obj.state_dict(), copy=self.asynchronous)
+                elif getattr(hook, "__code__", None) is not _MAIN_ONLY:
+                    hook(obj, path)
+                elif ranks.is_main():
+                    # without the wrapper's broadcast, in which the others would hang if this raised
+                    with MainProcessContext():
+                        hook.__wrapped__(obj, path)
+        except Exception as error:
+            disk = files.disk_error(error)
+            if disk is None:
+                if pending is not None:
+                    pending.discard()
+                raise
+            return OSError(disk.errno, disk.strerror)
+        return None
+
+    def _finish(self, pending: PendingCheckpoint, tidy: Callable[[], None] | None) -> bool:
+        try:
+            pending.write()
+        except Exception as error:
+            self._failed(pending, error)
+            return False
+        self._failures, self._saved = 0, pending.result
+        kind = "end-of-epoch" if pending.end_of_epoch else "intra-epoch"
+        logger.log(pending.verbosity, "Saved an %s checkpoint in %s", kind, pending.final)
+        if tidy is not None:
+            try:
+                tidy()
+            except OSError as error:
+                logger.warning("Could not delete an old checkpoint: %s", error)
+        return True
+
+    def _failed(self, pending: PendingCheckpoint, error: Exception) -> None:
+        """Warn and let training go on, or raise."""
+        needed = pending.needed()
+        pending.discard()
+        disk = files.disk_error(error)
+        if disk is None:
+            raise error
+        good = next(iter(self._find()), None)
+        told = files.explain_disk(disk, pending.final, needed, good and good.path)
+        self._failures += 1
+        if pending.end_of_epoch or self._failures >= PATIENCE:
+            raise told from error
+        logger.warning("%s. Training goes on; the %d. time in a row ends it (this is the %d.)",
+                       told.message, PATIENCE, self._failures)
+
+    def _settle(self) -> Checkpoint | None:
+        self._writer.settle()
+        return self._saved
+
+    def _epoch(self, meta: Mapping[str, Any]) -> int:
+        counters = (obj for obj in self.recoverables.values() if isinstance(obj, EpochCounter))
+        epoch = meta.get("epoch", next((counter.current for counter in counters), None))
+        if epoch is None:
+            raise SbkitError("keep_every needs to know the epoch",
+                             hint="add the epoch counter to the recoverables, or epoch to meta")
+        return int(epoch)
+
+    def _warn_of_state_outside(self) -> None:
+        """Name modules inside a recoverable that keep state where its state dict does not look."""
+        known = set(map(id, self.recoverables.values()))
+        for name, obj in self.recoverables.items():
+            for path, module in obj.named_modules() if isinstance(obj, torch.nn.Module) else ():
+                hook = get_default_hook(module, stock.DEFAULT_SAVE_HOOKS)
+                if path and hook not in TENSORS and id(module) not in known:
+                    self._warn_once(f"{name}.{path} ({type(module).__name__}) keeps state that is not in the "
+                                    f"state dict of {name!r} and so not saved: add it to the recoverables")
+
+    def unsaved(self, objects: Mapping[str, Any]) -> list[str]:
+        """Names of objects (of a YAML, say) with state of their own to save that are no recoverables."""
+        known = set(map(id, self.recoverables.values()))
+        hooks = {name: get_default_hook(obj, stock.DEFAULT_SAVE_HOOKS) for name, obj in objects.items()
+                 if not isinstance(obj, type) and id(obj) not in known}
+        return [name for name, hook in hooks.items() if hook is not None and hook not in TENSORS]
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._told:
+            self._told.add(message)
+            logger.warning(message)
+
+    # ------------------------------------------------------------ deleting
+
+    def delete_checkpoints(
+        self, *, num_to_keep: int = 1, min_keys: Sequence[str] | None = None,
+        max_keys: Sequence[str] | None = None, importance_keys: Sequence[Callable] = (ckpt_recency,),
+        ckpt_predicate: Predicate | None = None, verbosity: int = logging.INFO,
+    ) -> None:
+        """Delete the least important checkpoints; SpeechBrain's arguments and rules."""
+        orders = shelf.orders(min_keys or (), max_keys or (), importance_keys)
+
+        def delete() -> None:
+            self._settle()
+            self._delete(num_to_keep, orders, ckpt_predicate, verbosity)
+
+        if num_to_keep < 0:
+            raise ValueError("Number of checkpoints to keep must be positive.")
+        ranks.run_on_main(delete)
+
+    def _delete(
+        self, num_to_keep: int, orders: list[dict], ckpt_predicate: Predicate | None, verbosity: int,
+        spare: Predicate | None = None,
+    ) -> None:
+        if num_to_keep < 0:
+            raise ValueError("Number of checkpoints to keep must be positive.")
+        ranked = [self._find(ckpt_predicate=ckpt_predicate, **order) for order in orders]
+        kept = {ckpt.path for ckpts in ranked for ckpt in ckpts[:num_to_keep]}
+        going = {ckpt.path: ckpt for ckpts in ranked for ckpt in ckpts if ckpt.path not in kept}
+        for ckpt in going.values():
+            if spare is None or not spare(ckpt):
+                self._delete_checkpoint(ckpt, verbosity)
+
+    @staticmethod
+    def _delete_checkpoint(checkpoint: Checkpoint, verbosity: int = logging.INFO) -> None:
+        if not Checkpointer._is_checkpoint_dir(checkpoint.path):
+            raise RuntimeError("Checkpoint does not appear valid for deletion.")
+        files.retire(Path(checkpoint.path))
+        logger.log(verbosity, "Deleted checkpoint in %s", checkpoint.path)
+
+    # ------------------------------------------------------------ finding
+
+    def list_checkpoints(self) -> list[Checkpoint]:
+        """All checkpoints that stand, in no order."""
+        self._settle()
+        return self._list()
+
+    def find_checkpoints(
+        self, importance_key: Callable | None = None, max_key: str | None = None, min_key: str | None = None,
+        ckpt_predicate: Predicate | None = None, max_num_checkpoints: int | None = None,
+    ) -> list[Checkpoint]:
+        """Checkpoints, the most important first; SpeechBrain's arguments and rules.
+
+        A metric that none of the checkpoints has is an error that lists the ones there are.
+        """
+        self._settle()
+        self._check_key(max_key or min_key, ckpt_predicate)
+        return self._find(importance_key, max_key, min_key, ckpt_predicate)[:max_num_checkpoints]
+
+    def _find(
+        self, importance_key: Callable | None = None, max_key: str | None = None, min_key: str | None = None,
+        ckpt_predicate: Predicate | None = None,
+    ) -> list[Checkpoint]:
+        return shelf.ranked(self._list(), importance_key, max_key, min_key, ckpt_predicate)
+
+    def _list(self) -> list[Checkpoint]:
+        found, unreadable = shelf.standing(self._list_checkpoint_dirs())
+        for path, reason in unreadable.items():
+            self._warn_once(f"Passing over the checkpoint {path}: {reason}")
+        return found
+
+    def _check_key(self, key: str | None, ckpt_predicate: Predicate | None) -> None:
+        metas = [ckpt.meta for ckpt in filter(ckpt_predicate, self._list())]
+        complaint = shelf.unknown_key(self.checkpoints_dir, [key] if key and metas else [], metas)
+        if complaint is not None:
+            raise complaint
+
+    # ------------------------------------------------------------ recovering
+
+    def recover_if_possible(
+        self, importance_key: Callable | None = None, max_key: str | None = None, min_key: str | None = None,
+        ckpt_predicate: Predicate | None = None,
+    ) -> Checkpoint | None:
+        """Load the most important checkpoint that is whole; None where there is no checkpoint at all.
+
+        Rank 0 chooses, so that all ranks load the same one.
+        """
+        passed: dict[Path, str] = {}
+
+        def choose() -> Checkpoint | None:
+            self._settle()
+            self._check_key(max_key or min_key, ckpt_predicate)
+            for ckpt in self._find(importance_key, max_key, min_key, ckpt_predicate):
+                if ckpt.path not in passed:
+                    reason = self._unfit(ckpt)
+                    if reason is None:
+                        return ckpt
+                    _pass_over(passed, ckpt, reason)
+            passed.update(shelf.standing(self._list_checkpoint_dirs())[1])
+            if not passed:
+                return None
+            reasons = "; ".join(f"{path.name}: {reason}" for path, reason in passed.items())
+            raise SbkitError(f"no checkpoint in {self.checkpoints_dir} can be used ({reasons})",
+                             hint="restore one of them, or move them away to start from scratch")
+
+        with ranks.failing_together():
+            while True:
+                chosen = ranks.run_on_main(choose)
+                if chosen is None:
+                    logger.info("Would load a checkpoint here, but none found yet.")
+                    return None
+                problem: str | None = None
+                try:
+                    self._call_load_hooks(chosen)
+                except NotLoaded as error:
+                    if files.has_sums(chosen.path):
+                        raise
+                    problem = str(error)  # SpeechBrain wrote it, without checksums: only trying could tell
+                problems = [each for each in ranks.gather_objects(problem) if each]
+                if not problems:
+                    return chosen
+                _pass_over(passed, chosen, problems[0])
+
+    def load_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Load this very checkpoint."""
+        reason = files.damage(Path(checkpoint.path))
+        if reason is not None:
+            raise SbkitError(f"the checkpoint {checkpoint.path} can't be used: {reason}")
+        self._call_load_hooks(checkpoint)
+
+    def _unfit(self, ckpt: Checkpoint) -> str | None:
+        reason = files.damage(ckpt.path)
+        if reason is None and not files.has_sums(ckpt.path):  # was SpeechBrain killed while writing it?
+            needed = filter(self._needed, self.recoverables)
+            missing = [name for name in needed if name not in ckpt.paramfiles]
+            reason = f"it holds no {', '.join(missing)}" if missing else None
+        return reason
+
+    def _needed(self, name: str) -> bool:
+        return not (self.allow_partial_load or self.optional_recoverables.get(name) or "dataloader" in name)
+
+    def _call_load_hooks(self, checkpoint: Checkpoint) -> None:
+        path = Path(checkpoint.path)
+        _wait_for_folder(path)
+        logger.info("Loading a checkpoint from %s", path)
+        for name, obj in self.recoverables.items():
+            file = checkpoint.paramfiles.get(name)
+            if file is not None:
+                hook = self.custom_load_hooks.get(name) or get_default_hook(obj, stock.DEFAULT_LOAD_HOOKS)
+                load_recoverable(obj, name, file, hook, checkpoint.meta.get("end-of-epoch", True))
+            elif self._needed(name):
+                raise SbkitError(
+                    f"the checkpoint {path} holds nothing for {name!r}, only for "
+                    f"{', '.join(sorted(checkpoint.paramfiles)) or 'nothing'}",
+                    hint=f"add {name!r} with optional_load=True to go on without its state",
+                )
+            elif not self.allow_partial_load:
+                logger.warning("%s holds nothing for %r, which starts afresh", path, name)
+
+
+def _pass_over(passed: dict[Path, str], ckpt: Checkpoint, reason: str) -> None:
+    passed[ckpt.path] = reason
+    if ranks.is_main():
+        logger.warning("Passing over the checkpoint %s: %s", ckpt.path, reason)
+
+
+def _wait_for_folder(path: Path) -> None:
+    for _ in range(VISIBLE_WITHIN):
+        if path.exists() or ranks.world_size() == 1:
+            break
+        time.sleep(1.0)
+    if not path.exists():
+        raise SbkitError(f"rank {ranks.rank()} does not see the checkpoint {path}",
+                         hint="the output folder must be on a disk that all machines share")

@@ -1,0 +1,273 @@
+"""Checkpoint folders on disk: written aside, synced, summed and renamed, so that each is whole or absent."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import time
+import zipfile
+from collections.abc import Container
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from speechbrain.utils.checkpoints import CKPT_PREFIX, METAFNAME, PARAMFILE_EXT
+
+from sbkit.errors import SbkitError
+
+logger = logging.getLogger(__name__)
+
+SUMS_NAME = f"{CKPT_PREFIX}.sums.json"  # SpeechBrain reads only *.ckpt and CKPT.yaml, and so ignores it
+WRITING, REPLACED, DELETED = ".tmp-", ".old-", ".del-"  # hidden: neither SpeechBrain nor we list them
+CHUNK = 1 << 22
+DAY = 24 * 3600.0
+DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO}
+
+
+# ---------------------------------------------------------------- writing
+
+
+def begin(folder: Path, name: str) -> tuple[Path, int]:
+    """Make the hidden folder in which checkpoint ``name`` is written; returns it and the handle of its lock.
+
+    The kernel drops the lock when the process dies, however it dies: that is how ``sweep`` tells a
+    folder left by a killed run from one that another run is writing right now.
+    """
+    path = folder / f"{WRITING}{name}"
+    if path.exists():
+        shutil.rmtree(path)
+    os.makedirs(path)
+    handle = os.open(path, os.O_RDONLY)
+    with contextlib.suppress(OSError):  # a file system without locks: sweep goes by age there
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return path, handle
+
+
+def write_state(state: Any, path: Path) -> None:
+    """``torch.save`` through a Python file: a full disk stays an OSError, and other threads run meanwhile."""
+    with open(path, "wb") as out:
+        torch.save(state, out)
+
+
+def seal(folder: Path, meta: dict[str, Any]) -> None:
+    """Sync every file of a folder, write down their checksums and, as the very last file, ``CKPT.yaml``."""
+    sums = {}
+    for file in _files(folder):
+        with open(file, "rb") as handle:
+            os.fsync(handle.fileno())
+            sums[file.relative_to(folder).as_posix()] = {
+                "bytes": os.fstat(handle.fileno()).st_size, "blake2b": _digest(handle),
+            }
+    _write_text(folder / SUMS_NAME, json.dumps({"files": sums}, indent=1, sort_keys=True))
+    _write_text(folder / METAFNAME, "# yamllint disable\n" + yaml.safe_dump(meta))
+    for inner in sorted({file.parent for file in _files(folder)} | {folder}):
+        sync_folder(inner)
+
+
+def publish(written: Path, final: Path) -> None:
+    """Rename a sealed folder to its final name; one that had this name before gives way."""
+    replaced = None
+    if final.exists():
+        replaced = final.with_name(f"{REPLACED}{final.name}")
+        if replaced.exists():
+            shutil.rmtree(replaced)
+        os.rename(final, replaced)  # a kill between the two renames: sweep undoes this one
+    try:
+        os.rename(written, final)
+    except OSError:
+        if replaced is not None:
+            os.rename(replaced, final)
+        raise
+    sync_folder(final.parent)
+    if replaced is not None:
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def retire(path: Path) -> None:
+    """Delete a checkpoint: it leaves its name at once, then its files go."""
+    hidden = path.with_name(f"{DELETED}{path.name}")
+    if hidden.exists():
+        shutil.rmtree(hidden)
+    os.rename(path, hidden)
+    sync_folder(path.parent)
+    shutil.rmtree(hidden)
+
+
+def sweep(folder: Path) -> list[str]:
+    """Tidy up after a killed run: drop what it was writing or deleting; returns the names that went."""
+    gone = []
+    for path in sorted(folder.glob(".*")):
+        name = path.name
+        if not name.startswith((WRITING + CKPT_PREFIX, REPLACED + CKPT_PREFIX, DELETED + CKPT_PREFIX)):
+            continue
+        final = path.with_name(name[len(WRITING):])
+        try:
+            if name.startswith(WRITING) and _in_use(path):
+                continue
+            if name.startswith(REPLACED) and not final.exists():
+                os.rename(path, final)
+                continue
+            shutil.rmtree(path)
+            gone.append(name)
+        except OSError as error:  # a folder we may only read, or another process was quicker
+            logger.debug("could not remove %s: %s", path, error)
+    return gone
+
+
+def _in_use(path: Path) -> bool:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return time.time() - path.stat().st_mtime < DAY
+    finally:
+        os.close(handle)
+    return False
+
+
+def sync_folder(path: Path) -> None:
+    """Make renames and new names in a folder survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems can't
+            raise
+    finally:
+        os.close(handle)
+
+
+def _write_text(path: Path, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as out:
+        out.write(text)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _digest(handle: Any) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    while chunk := handle.read(CHUNK):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+# ---------------------------------------------------------------- reading
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """The meta file of a checkpoint; ValueError says in plain words what is wrong with it."""
+    try:
+        meta = yaml.safe_load((path / METAFNAME).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        first = str(error).splitlines()[0]
+        raise ValueError(f"its {METAFNAME} can't be read ({first})") from error
+    if not isinstance(meta, dict):
+        raise ValueError(f"its {METAFNAME} is empty or cut off")
+    if not isinstance(meta.get("unixtime"), (int, float)):
+        raise ValueError(f"its {METAFNAME} has no unixtime")
+    return meta
+
+
+def damage(path: Path) -> str | None:
+    """What is wrong with the files of a checkpoint, or None.
+
+    Checksums are compared where there are any. A checkpoint that SpeechBrain wrote has none: there an
+    empty file and a torn archive are found (archives carry a CRC for each tensor).
+    """
+    try:
+        sums_file = path / SUMS_NAME
+        if not sums_file.exists():
+            return next(filter(None, map(_torn, sorted(path.glob(f"*{PARAMFILE_EXT}")))), None)
+        for name, expected in json.loads(sums_file.read_text(encoding="utf-8"))["files"].items():
+            file = path / name
+            if not file.exists():
+                return f"{name} is missing"
+            if file.stat().st_size != expected["bytes"]:
+                return f"{name} has {file.stat().st_size} bytes, not {expected['bytes']}"
+            with open(file, "rb") as handle:
+                if _digest(handle) != expected["blake2b"]:
+                    return f"{name} does not have the checksum it was written with"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"it can't be read ({error})"
+    return None
+
+
+def has_sums(path: Path) -> bool:
+    """Whether the checkpoint was sealed by us (one that SpeechBrain wrote has no checksums)."""
+    return (path / SUMS_NAME).exists()
+
+
+def _torn(file: Path) -> str | None:
+    if not file.is_file():
+        return None
+    with open(file, "rb") as handle:
+        head = handle.read(4)
+    if not head:
+        return f"{file.name} is empty"
+    if head != b"PK\x03\x04":
+        return None  # text, or something of a hook's own: only its loader can tell
+    try:
+        with zipfile.ZipFile(file) as archive:
+            broken = archive.testzip()
+    except (zipfile.BadZipFile, EOFError, OSError) as error:
+        return f"{file.name} is cut off or damaged ({error})"
+    return f"{file.name} is damaged (at {broken})" if broken else None
+
+
+# ---------------------------------------------------------------- full disks
+
+
+def disk_error(error: BaseException) -> OSError | None:
+    """The OSError of a full, read-only or broken disk behind ``error``, if that is what it was."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, OSError) and seen.errno in DISK_ERRORS:
+            return seen
+        seen = seen.__cause__ or seen.__context__
+    return None
+
+
+def explain_disk(error: OSError, final: Path, needed: int, last_good: Path | None) -> SbkitError:
+    """Say in plain words why a checkpoint could not be written, and which one is still there."""
+    free = "unknown"
+    with contextlib.suppress(OSError):
+        free = size(shutil.disk_usage(final.parent).free)
+    kept = f"the last good one, {last_good}, is kept" if last_good else "there is no earlier one"
+    return SbkitError(
+        f"the checkpoint {final} could not be written: {os.strerror(error.errno or 0)} "
+        f"(it needs about {size(needed)}, free: {free}); {kept}",
+        hint="make room or raise the quota there, then run the same command to resume",
+    )
+
+
+def size(count: float) -> str:
+    """A number of bytes for people: ``size(1_200_000_000)`` is ``'1.2 GB'``."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def bytes_in(folder: Path, but: Container[str] = ()) -> int:
+    """Bytes of the files in a folder, except for those of the recoverables named in ``but``."""
+    others = (file for file in _files(folder) if file.name.removesuffix(PARAMFILE_EXT) not in but)
+    return sum(file.stat().st_size for file in others)
+
+
+def remove(folder: Path) -> None:
+    """Delete a folder that was never published."""
+    shutil.rmtree(folder, ignore_errors=True)
