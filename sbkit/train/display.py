@@ -21,7 +21,7 @@ Value = torch.Tensor | float | None | Callable[[], "torch.Tensor | float | None"
 REDRAW_SECONDS = 0.5
 LINE_SECONDS = 30.0  # where nobody sees a bar (a cluster's log): one plain line this often
 _WINDOW_SECONDS = 60.0  # speeds are those of the last minute
-_BAR_CELLS = (8, 4)  # at least, from 70 columns on and below
+_BAR_CELLS = (8, 4)  # at least, from 100 columns on and below
 _SLOW_DATA = 0.1  # from here on waiting for data is worth a colour
 
 
@@ -186,7 +186,7 @@ class StageDisplay:
         self._due = now + REDRAW_SECONDS
         columns = self._bar.format_dict["ncols"] or 80
         left = f"{self.stage} {self._percent():3d}%|" if self.total else f"{self.stage}: "
-        cells = _BAR_CELLS[columns < 70] + 2 if self.total else 0
+        cells = _BAR_CELLS[columns < 100] + 2 if self.total else 0
         tail = self.tail(columns - len(left) - cells)
         middle = "{bar}| " if self.total else ""
         self._bar.bar_format = _literal(left) + middle + _literal(tail)

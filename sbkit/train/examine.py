@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -67,7 +67,7 @@ class Findings:
     gradient_norm: float | None = None
     parameters: dict[str, Values] = field(default_factory=dict)  # that are themselves not finite
     inputs: dict[str, Values] = field(default_factory=dict)  # tensors of the batch that are not finite
-    utterance_losses: dict[str, float] = field(default_factory=dict)
+    utterance_losses: list[float] = field(default_factory=list)
     error: str | None = None  # why it could not be run to its end
 
     @property
@@ -83,6 +83,18 @@ class Findings:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+class Ran(NamedTuple):
+    """What running a batch gives: the loss, and that of each utterance [B] where the task can say."""
+
+    total: torch.Tensor
+    utterance_losses: torch.Tensor | None = None
+
+
+def before(found: Findings) -> str:
+    """What was still finite right before the first bad layer."""
+    return f"the output of {found.layers[found.first - 1].name}" if found.first else "the batch"
 
 
 def measure(tensor: torch.Tensor) -> Values:
@@ -106,10 +118,11 @@ def measure(tensor: torch.Tensor) -> Values:
 
 
 def examine(
-    run: Callable[[Any], Any],
+    run: Callable[[Any], Ran],
     modules: nn.Module,
     batch: Any,
     *,
+    backward: bool = True,
     rng: Mapping[str, torch.Tensor] | None = None,
     device: torch.device | str = "cpu",
     scale: float = 1.0,
@@ -122,25 +135,25 @@ def examine(
 
     Arguments
     ---------
-    run: batch -> loss (a scalar tensor, or something with ``total``), autocast and all
+    run: batch -> ``Ran``, autocast and all
     modules: whose layers and parameters are looked at
     rng: the generators' state before the batch was first run
     scale: what the loss was multiplied by (fp16)
     keep_layers: keep all layers, not only those up to the first bad one
     """
     found = Findings()
-    found.inputs = {name: v for name, t in _tensors(batch) if (v := measure(t)).bad}
+    found.inputs = {name: v for name, t in tensors_in(batch) if (v := measure(t)).bad}
     found.parameters = _bad(modules.named_parameters())
     with _undisturbed(modules, device), _eager():
         if rng is not None:
             rng_state.restore(dict(rng), device)
         with _watched(modules, found) as watch:
             try:
-                loss = run(batch)
-                loss = getattr(loss, "total", loss)
+                loss, each = run(batch)
+                found.utterance_losses = [] if each is None else each.float().tolist()
                 found.loss = float(loss.detach())
                 watch.forward = False
-                if loss.requires_grad:
+                if backward and loss.requires_grad:
                     (loss.float() * scale).backward()
                     _look_at_gradients(modules, found, scale)
             except Exception as error:  # what is being diagnosed may well raise; that is a finding
@@ -185,10 +198,10 @@ def _watched(modules: nn.Module, found: Findings) -> Iterator[_Watch]:
             if not watch.forward:  # activation checkpointing runs a forward again during backward
                 return
             calls[name] = calls.get(name, 0) + 1
-            results = [t for _, t in _tensors(output)]
+            results = [t for _, t in tensors_in(output)]
             if not results:
                 return
-            inputs = [measure(t) for _, t in _tensors((args, kwargs)) if t.is_floating_point()]
+            inputs = [measure(t) for _, t in tensors_in((args, kwargs)) if t.is_floating_point()]
             values = [measure(t) for t in results]
             found.layers.append(Layer(
                 name, type(module).__name__, calls[name], max(inputs, key=_worst, default=None),
@@ -264,18 +277,18 @@ def _worst(values: Values) -> tuple[int, float]:
     return values.bad, values.largest
 
 
-def _tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor inside tuples, lists, dicts and batches, with where it is."""
     if isinstance(value, torch.Tensor):
         yield path, value
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _tensors(item, f"{path}.{key}" if path else str(key))
+            yield from tensors_in(item, f"{path}.{key}" if path else str(key))
     elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         keys = getattr(value, "_fields", None) or range(len(value))
         for key, item in zip(keys, value, strict=True):
-            yield from _tensors(item, f"{path}.{key}" if path else str(key))
+            yield from tensors_in(item, f"{path}.{key}" if path else str(key))
     elif is_dataclass(value) or type(value).__module__.startswith("speechbrain.dataio."):
         for key, item in vars(value).items():
             if not key.startswith("_"):
-                yield from _tensors(item, f"{path}.{key}" if path else key)
+                yield from tensors_in(item, f"{path}.{key}" if path else key)

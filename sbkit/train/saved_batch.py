@@ -54,6 +54,23 @@ def utterance_ids(batch: Any) -> list[str]:
     return []
 
 
+def take_row(batch: Any, row: int) -> Any | None:
+    """A batch of that utterance alone, for dataclasses like sbkit's ``Batch``; None for others.
+
+    Padding stays, so that shapes are those of the whole batch.
+    """
+    size = len(utterance_ids(batch))
+    if not dataclasses.is_dataclass(batch) or not 0 <= row < size:
+        return None
+    changed = {}
+    for one in dataclasses.fields(batch):
+        value = getattr(batch, one.name)
+        is_tensor = isinstance(value, torch.Tensor) and value.dim() > 0
+        if (is_tensor or isinstance(value, list)) and len(value) == size and one.name != "damaged":
+            changed[one.name] = value[row: row + 1]
+    return dataclasses.replace(batch, **changed)
+
+
 def _pack(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value

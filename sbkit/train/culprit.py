@@ -1,0 +1,245 @@
+"""The culprit report: which utterance, layer and value made a step's loss or gradient not finite, and why."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import save_file
+from speechbrain.core import Stage
+
+from sbkit.train import ranks
+from sbkit.train.causes import causes
+from sbkit.train.examine import Findings, Ran, Values, before, examine
+from sbkit.train.saved_batch import pack, take_row, utterance_ids
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "culprits"
+_MOST_WEIGHTS = 4 << 30  # bytes; a larger model's weights are left to its checkpoints
+_NAMED = 12  # utterances named in the text; the file names all
+
+
+class Suspect(NamedTuple):
+    """A micro-batch, and the generators' state (``rng.capture``) from before it was run, if it was kept."""
+
+    batch: Any
+    rng: Mapping[str, torch.Tensor] | None = None
+
+
+def report(
+    brain: Any,
+    folder: str | os.PathLike,
+    suspects: Sequence[Any],
+    *,
+    step: int,
+    epoch: int | None = None,
+    what: str = "loss",
+    scale: float = 1.0,
+    lr: float | None = None,
+    limit: int = 10,
+) -> str:
+    """Find out why step ``step`` was not finite; every rank calls it, and every rank gets the same text.
+
+    Each of this rank's micro-batches is run once more, looking at every layer. It is not meant to be fast.
+    The model, its gradients and the generators are afterwards as they were. What shows the problem is saved
+    in ``folder/culprits/step-N-rank-R``, for ``sbkit replay``.
+
+    Arguments
+    ---------
+    brain: has ``modules``, ``device``, ``training_ctx``, ``compute_forward`` and ``compute_objectives``; if
+        it has ``utterance_losses(predictions, batch) -> Tensor [B]``, losses are told per utterance
+    folder: the run's
+    suspects: this rank's micro-batches, each a ``Suspect`` or the batch itself
+    what: what was not finite: "loss" or "gradient"
+    scale: what the loss was multiplied by
+    lr: the learning rate, for the report
+    limit: how many reports a rank saves in one run
+    """
+    suspects = [s if isinstance(s, Suspect) else Suspect(s) for s in suspects]
+    context = {"step": step, "epoch": epoch, "rank": ranks.rank(), "what": what, "scale": scale, "lr": lr,
+               "precision": str(getattr(brain, "precision", "fp32")), "device": str(brain.device)}
+    accounts = [_account(brain, suspect, micro, context) for micro, suspect in enumerate(suspects)]
+    guilty = [one for one in accounts if one["findings"]["what"] != "nothing" and one["counts"]]
+    shown = any(ranks.gather_objects(bool(guilty)))
+    if not shown and ranks.is_main():  # it can't be shown again; what was run is told and kept all the same
+        guilty = accounts
+    if guilty:
+        _save_within(limit, Path(folder), brain, suspects, guilty, context)
+    everyone = [account for one in ranks.gather_objects(guilty) for account in one]
+    return text(everyone, context, Path(folder))
+
+
+def runner(brain: Any) -> Callable[[Any], Any]:
+    """What ``examine`` runs: a batch's loss as the brain computes it in training, without DDP around it."""
+
+    def run(batch: Any) -> Ran:
+        with brain.training_ctx:
+            predictions = brain.compute_forward(batch, Stage.TRAIN)
+            loss = brain.compute_objectives(predictions, batch, Stage.TRAIN)
+            each = getattr(brain, "utterance_losses", None)
+            with torch.no_grad():
+                return Ran(getattr(loss, "total", loss), None if each is None else each(predictions, batch))
+
+    return run
+
+
+def _account(brain: Any, suspect: Suspect, micro: int, context: Mapping[str, Any]) -> dict[str, Any]:
+    """One micro-batch run again, in plain JSON."""
+    found = examine(runner(brain), brain.modules, suspect.batch, rng=suspect.rng, device=brain.device,
+                    scale=context["scale"])
+    ids = utterance_ids(suspect.batch)
+    if found.what == "loss" and not found.utterance_losses and not ranks.connected():
+        found.utterance_losses = alone(runner(brain), brain.modules, suspect, brain.device)
+    counts = getattr(suspect.batch, "weight", 1.0) != 0  # a stand-in's loss is multiplied by nothing
+    return {**context, "micro": micro, "counts": counts, "ids": ids, "bad_ids": bad_ids(found, ids),
+            "where": describe(found), "likely": causes(found, suspect.batch, context),
+            "findings": {**found.as_dict(), "what": found.what}}
+
+
+def alone(
+    run: Callable[[Any], Any], modules: torch.nn.Module, suspect: Suspect, device: torch.device | str
+) -> list[float]:
+    """The loss of each utterance run by itself, where the batch can be taken apart."""
+    losses = []
+    for row in range(len(utterance_ids(suspect.batch))):
+        single = take_row(suspect.batch, row)
+        if single is None:
+            return []
+        losses.append(examine(run, modules, single, rng=suspect.rng, device=device, backward=False).loss)
+    return [math.nan if loss is None else loss for loss in losses]
+
+
+def bad_ids(found: Findings, ids: Sequence[str]) -> list[str]:
+    """The utterances in which the trouble shows, as far as that can be told."""
+    rows: set[int] = set()
+    for values in found.inputs.values():
+        rows.update(values.rows)
+    rows.update(i for i, loss in enumerate(found.utterance_losses) if not math.isfinite(loss))
+    layer = found.first_layer
+    if not rows and layer is not None and layer.output.shape[:1] == [len(ids)]:
+        rows.update(layer.output.rows)
+    return [ids[i] for i in sorted(rows) if i < len(ids)]
+
+
+def describe(found: Findings) -> str:
+    """Where it shows, in one line."""
+    if found.error:
+        return f"running the batch again ended with {found.error}"
+    layer = found.first_layer
+    if layer is not None:
+        taken = ""
+        if layer.inputs is not None and layer.inputs.bad:
+            taken = f"; its input is already not finite, but {before(found)} is"
+        elif layer.inputs is not None:
+            taken = f", from an input {layer.inputs.dtype} of at most {layer.inputs.largest:.3g}"
+        return (f"the first layer whose output is not finite is {layer.name} ({layer.kind}, call "
+                f"{layer.call}): {wrong_values(layer.output)}{taken}")
+    if found.what == "loss":
+        return f"every layer's output is finite; the loss made of them is {found.loss}"
+    if found.what == "gradient":
+        names = ", ".join(list(found.gradients)[:4])
+        first = (f"; going backwards it first breaks behind the output of {found.gradient_first}"
+                 if found.gradient_first else "")
+        more = ", ..." if found.gradient_count > 4 else ""
+        return (f"the loss is {found.loss:.4g}, but the gradients of {found.gradient_count} parameters are "
+                f"not finite ({names}{more}){first}")
+    loss = "none" if found.loss is None else f"{found.loss:.4g}"
+    norm = "none" if found.gradient_norm is None else f"{found.gradient_norm:.4g}"
+    return f"run again, everything was finite (loss {loss}, gradient norm {norm})"
+
+
+def wrong_values(values: Values) -> str:
+    """"12 nan and 3 inf of 4096 values, float16"."""
+    named = [(values.nan, "nan"), (values.inf, "inf"), (values.minus_inf, "-inf")]
+    counts = " and ".join(f"{count} {name}" for count, name in named if count)
+    return f"{counts} of {math.prod(values.shape)} values, {values.dtype}"
+
+
+def text(accounts: Sequence[Mapping[str, Any]], context: Mapping[str, Any], folder: Path) -> str:
+    """The report that people read."""
+    epoch = "" if context["epoch"] is None else f" of epoch {context['epoch']}"
+    lines = [f"Step {context['step']}{epoch}: the {context['what']} is not finite; the step was skipped."]
+    for account in accounts:
+        lines.append(f"  rank {account['rank']}, micro-batch {account['micro']}: {account['where']}")
+        if account["bad_ids"]:
+            lines.append(f"    utterances where it shows: {some(account['bad_ids'])}")
+        lines.append(f"    utterances of the batch: {some(account['ids'])}")
+        lines += [f"    likely: {cause}" for cause in account["likely"]]
+        saved = folder / FOLDER / name_of(account)
+        if saved.is_dir():
+            lines.append(f"    saved; look again with: sbkit replay {saved}")
+    return "\n".join(lines)
+
+
+def name_of(context: Mapping[str, Any]) -> str:
+    return f"step-{context['step']}-rank-{context['rank']}"
+
+
+def some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_NAMED])
+    return f"{shown} and {len(names) - _NAMED} more" if len(names) > _NAMED else shown or "(no ids)"
+
+
+def _save_within(
+    limit: int, folder: Path, brain: Any, suspects: Sequence[Suspect], accounts: Sequence[Mapping[str, Any]],
+    context: Mapping[str, Any],
+) -> None:
+    """Write the folder aside and rename it; a full disk costs the report, not the run."""
+    there = folder / FOLDER
+    mine = list(there.glob(f"step-*-rank-{context['rank']}")) if there.is_dir() else []
+    final = there / name_of(context)
+    if len(mine) >= limit or final.exists():
+        return
+    aside = None
+    try:
+        there.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(prefix=".writing-", dir=there))
+        batches, tensors = [], {}
+        for account in accounts:
+            suspect, at = suspects[account["micro"]], f"micro{account['micro']}/"
+            tree, held = pack(suspect.batch)
+            tensors.update({f"{at}batch/{name}": t for name, t in held.items()})
+            tensors.update({f"{at}rng/{name}": t for name, t in (suspect.rng or {}).items()})
+            batches.append({"micro": account["micro"], "tree": tree})
+        save_file(tensors, aside / "tensors.safetensors")
+        weights = None if any(there.glob("*/model.safetensors")) else _weights(brain.modules)
+        if weights is not None and ranks.rank() == context["rank"]:
+            save_file(weights, aside / "model.safetensors")
+        with open(aside / "culprit.json", "w", encoding="utf-8") as out:
+            json.dump({**context, "batches": batches, "accounts": _jsonable(accounts)}, out, indent=1)
+        aside.chmod(0o755)
+        aside.rename(final)
+    except OSError as error:
+        logger.warning("The culprit of step %s could not be saved in %s: %s", context["step"], there, error)
+        if aside is not None:
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+def _weights(modules: torch.nn.Module) -> dict[str, torch.Tensor] | None:
+    """Parameters and buffers by name, once each; None where they are sharded or too large to keep twice."""
+    named = [*modules.named_parameters(), *modules.named_buffers()]
+    if any(hasattr(tensor, "to_local") for _, tensor in named):
+        return None
+    if sum(tensor.numel() * tensor.element_size() for _, tensor in named) > _MOST_WEIGHTS:
+        return None
+    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in named}
+
+
+def _jsonable(value: Any) -> Any:
+    """JSON has no nan and inf: they become strings."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: _jsonable(v) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_jsonable(v) for v in value]
+    return value
