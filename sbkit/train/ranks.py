@@ -121,7 +121,7 @@ def run_on_main(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     answer = [b""]
     if is_main():
         try:
-            with MainProcessContext():  # SpeechBrain's barriers inside fn must not wait for ranks that wait here
+            with MainProcessContext():  # else SpeechBrain's barriers inside fn wait for ranks that wait here
                 result = fn(*args, **kwargs)
             answer = [pickle.dumps(result)]
         except BaseException as error:
@@ -160,6 +160,15 @@ def sum_across(tensor: torch.Tensor) -> torch.Tensor:
     summed = tensor.clone()
     dist.all_reduce(summed, group=cpu_group() if summed.device.type == "cpu" else None)
     return summed
+
+
+def any_of(flags: dict[str, bool]) -> dict[str, bool]:
+    """Each flag as true as it is on any rank."""
+    if world_size() == 1 or ddp_prevent_block():
+        return flags
+    raised = torch.tensor([int(value) for value in flags.values()], dtype=torch.int32)
+    dist.all_reduce(raised, op=dist.ReduceOp.MAX, group=cpu_group())
+    return {name: bool(value) for name, value in zip(flags, raised.tolist(), strict=True)}
 
 
 @contextmanager

@@ -1,0 +1,127 @@
+"""Run options made clean before SpeechBrain's constructor reads them: numbers are numbers, a device works."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from speechbrain.utils.run_opts import RunOptions
+
+from sbkit.errors import SbkitError
+from sbkit.train import device as devices
+
+# SpeechBrain's parser leaves an option whose default is None as the word that was typed.
+_NUMBERS = {
+    field.name: int if field.name == "optimizer_step_limit" else type(field.default)
+    for field in dataclasses.fields(RunOptions)
+    if field.name == "optimizer_step_limit"
+    or (isinstance(field.default, (int, float)) and not isinstance(field.default, bool))
+}
+_PRECISIONS = ("fp32", "bf16", "fp16")
+
+
+def clean(run_opts: RunOptions | Mapping[str, Any] | None, hparams: Mapping[str, Any] | None,
+          ) -> tuple[RunOptions, dict[str, Any] | None]:
+    """Copies of both with numbers as numbers and ``device`` as a name that SpeechBrain understands."""
+    if run_opts is None:
+        run_opts = RunOptions()
+    elif not isinstance(run_opts, RunOptions):
+        unknown = sorted(set(run_opts) - {field.name for field in dataclasses.fields(RunOptions)})
+        if unknown:
+            raise SbkitError(f"run_opts has unknown keys: {', '.join(unknown)}",
+                             hint="options of the recipe belong into hparams")
+        run_opts = RunOptions.from_dictionary(dict(run_opts))
+    changed = {name: _number(name, run_opts[name]) for name in _NUMBERS}
+    hparams = dict(hparams) if hparams is not None else None
+    if hparams is not None:
+        hparams.update({name: _number(name, hparams[name]) for name in _NUMBERS if name in hparams})
+    for name in ("precision", "eval_precision"):
+        value = pick(run_opts, hparams, name)
+        if value not in _PRECISIONS:
+            raise SbkitError(f"{name} is {value!r}", hint=f"choose one of {', '.join(_PRECISIONS)}")
+    device = str(devices.resolve(pick(run_opts, hparams, "device")))
+    chosen = set(run_opts.overridden_args)
+    if hparams is not None and "device" in hparams:
+        hparams["device"] = device
+    else:
+        chosen.add("device")  # or SpeechBrain would guess once more
+    return dataclasses.replace(run_opts, device=device, overridden_args=chosen, **changed), hparams
+
+
+def given(run_opts: RunOptions, hparams: Mapping[str, Any] | None, name: str) -> bool:
+    """Whether a person chose this option, rather than SpeechBrain's default."""
+    return name in run_opts.overridden_args or (hparams is not None and name in hparams)
+
+
+def pick(run_opts: RunOptions, hparams: Mapping[str, Any] | None, name: str) -> Any:
+    """The option's value: default < hparams < run_opts."""
+    if name not in run_opts.overridden_args and hparams is not None and name in hparams:
+        return hparams[name]
+    return run_opts[name]
+
+
+def check_modules(modules: Mapping[str, Any] | None) -> dict[str, torch.nn.Module]:
+    """Everything under ``modules`` is a module with a usable name, or the error names what is not."""
+    checked = dict(modules) if modules is not None else {}
+    for key, module in checked.items():
+        if isinstance(module, torch.nn.Module):
+            continue
+        hint = "only torch.nn.Module objects can be trained and saved"
+        if isinstance(module, (list, tuple)):
+            hint = "write a list of layers as !new:torch.nn.ModuleList"
+        elif isinstance(module, type):
+            hint = "it is a class: write !new: instead of !name:"
+        elif isinstance(module, functools.partial):
+            hint = "it was never built: write !new: instead of !name:"
+        raise SbkitError(f"modules: '{key}' is {_article(type(module).__name__)}, not a module", hint=hint)
+    for key in checked:
+        if not isinstance(key, str) or not key or "." in key or hasattr(torch.nn.ModuleDict, key):
+            raise SbkitError(f"modules: '{key}' can't be the name of a module",
+                             hint="choose a word without dots that is no method of torch.nn.ModuleDict")
+    return checked
+
+
+def _number(name: str, value: Any) -> int | float | None:
+    if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool)):
+        return value
+    kind = _NUMBERS[name]
+    if isinstance(value, str):
+        if value.strip().lower() in ("none", "null", ""):
+            return None
+        try:
+            return kind(value)
+        except ValueError:
+            pass
+    raise SbkitError(f"--{name} is {value!r}, not a number")
+
+
+def _article(word: str) -> str:
+    return f"{'an' if word[0].lower() in 'aeiou' else 'a'} {word}"
+
+
+def fp16_works(device_type: str) -> bool:
+    """Whether this torch can autocast to float16 on the device."""
+    if device_type != "cpu":
+        return True
+    with torch.autocast("cpu", dtype=torch.float16):
+        probe = torch.ones(2, 2) @ torch.ones(2, 2)
+    return probe.dtype is torch.float16
+
+
+def precisions(run_opts: RunOptions, hparams: Mapping[str, Any] | None) -> tuple[str, str]:
+    """Of training and of evaluation; the two old switches still work."""
+    training = pick(run_opts, hparams, "precision")
+    for switch, name in (("auto_mix_prec", "fp16"), ("bfloat16_mix_prec", "bf16")):
+        training = name if pick(run_opts, hparams, switch) else training
+    return training, pick(run_opts, hparams, "eval_precision")
+
+
+def hide_fp16(run_opts: RunOptions, hparams: Mapping[str, Any] | None, device_type: str) -> RunOptions:
+    """SpeechBrain refuses fp16 on a CPU before we can say that today's torch has it there."""
+    if device_type != "cpu" or "fp16" not in precisions(run_opts, hparams):
+        return run_opts
+    hidden = {"precision": "fp32", "eval_precision": "fp32", "auto_mix_prec": False}
+    return dataclasses.replace(run_opts, overridden_args=run_opts.overridden_args | set(hidden), **hidden)
