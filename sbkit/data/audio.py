@@ -13,7 +13,7 @@ import os
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import BinaryIO
 
 import numpy as np
@@ -29,6 +29,10 @@ MAX_SECONDS = 4 * 3600.0
 MIN_RATE, MAX_RATE = 1_000, 768_000
 #: A file that holds less than its header says by more than this was cut off (MP3 padding stays below).
 TRUNCATED_SECONDS, TRUNCATED_SHARE = 0.1, 0.1
+#: A recording may be this much longer than its row says (rounding, an encoder's padding) and is read whole.
+SLACK_SECONDS = 0.05
+#: One that is shorter than its row says by more than both of these was cut off.
+MISSING_SECONDS, MISSING_SHARE = 0.5, 0.1
 #: Frames above this mean "unknown" (libsndfile answers 2^63-1).
 NO_LENGTH = 2**40
 #: Shards that one process keeps open.
@@ -97,6 +101,17 @@ def read_audio(
         raise AudioError(name, "holds no audio")
     if not np.isfinite(signal.sum()):
         raise AudioError(name, "holds values that are not finite (NaN or infinite)")
+    return signal
+
+
+def read_utterance(wav: str, start: float, duration: float, *, sample_rate: int = 16_000,
+                   speed: float = 1.0) -> np.ndarray:
+    """What a row of a manifest names, ``[S]``; ``AudioError`` where the recording does not have all of it."""
+    slack = 0.0 if start else SLACK_SECONDS
+    signal = read_audio(wav, start=start, duration=duration + slack, sample_rate=sample_rate, speed=speed)
+    missing = duration - len(signal) * speed / sample_rate
+    if missing > MISSING_SECONDS and missing > MISSING_SHARE * duration:
+        raise AudioError(wav, f"{missing:.2f} of its {duration:.2f} s are missing")
     return signal
 
 
@@ -232,9 +247,19 @@ def _remote(url: str):
     return fsspec.core.url_to_fs(url)
 
 
+def will_need(wavs: Iterable[str]) -> None:
+    """Ask the kernel to fetch these shard members now, all at once, rather than one after another."""
+    for wav in wavs:
+        path, offset, size = split_member(wav)
+        if size is not None and "://" not in path:
+            with contextlib.suppress(OSError):  # reading it will say what is wrong
+                os.posix_fadvise(_handles.get(path).handle, offset, size, os.POSIX_FADV_WILLNEED)
+
+
 class _Shard:
     def __init__(self, path: str):
         self.handle = os.open(path, os.O_RDONLY)
+        self.stat = os.fstat(self.handle)
 
     def __del__(self):
         if hasattr(self, "handle"):
@@ -250,13 +275,18 @@ class _Handles:
     def __init__(self, size: int):
         self.size, self.open, self.lock = size, OrderedDict(), threading.Lock()
 
-    def pread(self, path: str, offset: int, size: int) -> bytes:
+    def get(self, path: str) -> _Shard:
         with self.lock:
-            shard = self.open.pop(path, None) or _Shard(path)
+            shard = self.open.pop(path, None)
+            if shard is None or not os.path.samestat(shard.stat, os.stat(path)):  # or written anew since
+                shard = _Shard(path)
             self.open[path] = shard
             while len(self.open) > self.size:
                 self.open.popitem(last=False)
-        parts, left = [], size
+            return shard
+
+    def pread(self, path: str, offset: int, size: int) -> bytes:
+        shard, parts, left = self.get(path), [], size
         while left:  # one read returns at most 2 GiB
             part = os.pread(shard.handle, left, offset + size - left)
             if not part:

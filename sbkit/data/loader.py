@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import signal
 import traceback
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from sbkit.data.audio import AudioError, read_audio
+from sbkit.data.audio import AudioError, read_utterance, will_need
 from sbkit.data.batch import SAMPLE_RATE, Batch, DevicePrefetcher, stand_in
 from sbkit.data.manifest import Manifest
 from sbkit.data.plan import EpochPlan, Plan
@@ -26,10 +27,6 @@ from sbkit.errors import SbkitError
 
 logger = logging.getLogger(__name__)
 
-#: A recording may be this much longer than its row says (rounding, an encoder's padding) and is read whole.
-SLACK_SECONDS = 0.05
-#: One that is shorter than its row says by more than both of these was cut off.
-MISSING_SECONDS, MISSING_SHARE = 0.5, 0.1
 #: A worker lives on for this long after SIGTERM, so that the run it serves can end in order.
 SECONDS_AFTER_SIGTERM = 20
 #: Damaged recordings named in an error or logged one by one.
@@ -59,6 +56,7 @@ class Reader(Dataset):
                  sample_rate: int = SAMPLE_RATE):
         self.manifest, self.tokenizer, self.augment = manifest, tokenizer, augment
         self.seed, self.sample_rate = seed, sample_rate
+        self._sharded = len(manifest) > 0 and "?offset=" in manifest.wavs[0] and hasattr(os, "posix_fadvise")
 
     def __len__(self) -> int:
         return len(self.manifest)
@@ -77,7 +75,10 @@ class Reader(Dataset):
         """The batch of one request; what cannot be read is left out and named in ``batch.damaged``."""
         place = {"step": request.step, "micro": request.micro, "micros": request.micros}
         ids, texts, signals, damaged = [], [], [], []
-        for row in request.rows.tolist():
+        rows = request.rows.tolist()
+        if self._sharded:
+            will_need(self.manifest.wavs[row] for row in rows)
+        for row in rows:
             name = self.manifest.ids[row]
             try:
                 signals.append(self.signal(row, name, request.epoch))
@@ -104,12 +105,8 @@ class Reader(Dataset):
         start, duration = float(manifest.starts[row]), float(manifest.durations[row])
         rng = None if self.augment is None else self.augment.rng(self.seed, epoch, name)
         speed = 1.0 if rng is None else self.augment.speed(rng)
-        slack = 0.0 if start else SLACK_SECONDS
-        signal = read_audio(manifest.wavs[row], start=start, duration=duration + slack,
-                            sample_rate=self.sample_rate, speed=speed)
-        missing = duration - len(signal) * speed / self.sample_rate
-        if missing > MISSING_SECONDS and missing > MISSING_SHARE * duration:
-            raise AudioError(manifest.wavs[row], f"{missing:.2f} of its {duration:.2f} s are missing")
+        signal = read_utterance(manifest.wavs[row], start, duration, sample_rate=self.sample_rate,
+                                speed=speed)
         return signal if rng is None else self.augment(signal, rng)
 
 

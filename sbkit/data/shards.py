@@ -1,0 +1,287 @@
+"""Pack a manifest's recordings into tar shards (WebDataset's layout) that train at once and resume exactly.
+
+    OUT/shard-000000.tar    000000000.flac, 000000000.json, 000000001.flac, ...  (uncompressed)
+    OUT/shard-000000.json   where each recording lies in it; a shard counts as done once this is there
+    OUT/shard.csv           the manifest: read it like any other
+    OUT/shard-index.json    the list of shards, as WebDataset's `wids` reads it
+    OUT/shard-report.json   rows read, kept and left out
+
+Network file systems and object stores are slow at opening millions of small files and fast at reading
+stretches of large ones. The loader reads a recording by its place, so the plan shuffles the whole corpus
+and not just a buffer. The rows are shuffled on the way in, so that others may read shards in order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import itertools
+import json
+import multiprocessing
+import os
+import shutil
+import tarfile
+from collections.abc import Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import soundfile
+
+from sbkit.console import atomic_write, progress
+from sbkit.data.audio import AudioError, audio_info, read_bytes, read_utterance, split_member
+from sbkit.data.batch import SAMPLE_RATE
+from sbkit.data.manifest import Manifest, Utterance
+from sbkit.errors import SbkitError
+
+_BLOCK = 512
+#: Files looked at to guess how large a copied recording is.
+_SAMPLE = 64
+_SHUFFLE_SEED = 0
+_MAGIC = {"wav": b"RIFF", "flac": b"fLaC", "ogg": b"OggS", "mp3": (b"ID3", b"\xff")}
+
+
+class Encoding(NamedTuple):
+    """A file format to re-encode into, 16 kHz mono, and about how many bytes a second takes."""
+
+    suffix: str
+    format: str
+    subtype: str
+    bytes_per_second: float
+
+
+ENCODINGS = {
+    "wav16k": Encoding("wav", "WAV", "PCM_16", 2.0 * SAMPLE_RATE),
+    "flac": Encoding("flac", "FLAC", "PCM_16", 1.1 * SAMPLE_RATE),
+}
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One shard: its rows, and what makes it what it is."""
+
+    path: Path
+    first: int
+    rows: list[Utterance]
+    encode: str | None
+
+    @property
+    def index(self) -> Path:
+        return self.path.with_suffix(".json")
+
+    @property
+    def fingerprint(self) -> str:
+        text = json.dumps([self.first, self.encode, [asdict(row) for row in self.rows]], ensure_ascii=False)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def write_shards(
+    manifest: Manifest, out: str | os.PathLike, *, name: str = "shard", shard_size_mb: float = 512,
+    encode: str | None = None, workers: int = 2, show_progress: bool = True,
+) -> Manifest:
+    """Write ``manifest``'s recordings into shards below ``out`` and return the manifest that reads them.
+
+    Arguments
+    ---------
+    name: of the files, e.g. ``train``.
+    shard_size_mb: roughly.
+    encode: ``None`` copies files as they are (segments of longer files become FLAC); ``wav16k`` (16-bit
+        PCM, by far the fastest to read) or ``flac`` (half the size) decode once and store 16 kHz mono.
+    workers: processes.
+
+    A shard appears whole or not at all; called again after a stop, it goes on with the first shard that
+    is missing. Recordings that cannot be read are left out and named in ``<name>-report.json``.
+    """
+    if encode is not None and encode not in ENCODINGS:
+        raise SbkitError(f"cannot encode shards as {encode!r}", hint=f"it is one of {', '.join(ENCODINGS)}")
+    if not len(manifest):
+        raise SbkitError("the manifest is empty: there is nothing to write into shards")
+    out = Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    order = np.random.Generator(np.random.PCG64(_SHUFFLE_SEED)).permutation(len(manifest))
+    per_second = ENCODINGS[encode].bytes_per_second if encode else _bytes_per_second(manifest)
+    _check_space(out, name, manifest, per_second)
+    bounds = _bounds(manifest.durations[order], shard_size_mb * 1e6 / per_second)
+    jobs = (
+        _Job(out / f"{name}-{i:06d}.tar", first, [manifest.row(row) for row in order[first:stop]], encode)
+        for i, (first, stop) in enumerate(itertools.pairwise(bounds.tolist()))
+    )
+    done: dict[int, dict] = {}
+    with progress(what="writing shards", total=len(manifest), unit="utt", show=show_progress) as bar:
+        for index in _run(jobs, workers):
+            done[index["first"]] = index
+            bar.update(len(index["kept"]) + len(index["left_out"]))
+    shards = [done[first] for first in sorted(done)]
+    result = _manifest(manifest, order, shards, out)
+    _forget_others(out, name, len(shards))
+    _write_summary(out, name, manifest, order, shards, result)
+    return result
+
+
+def _run(jobs: Iterable[_Job], workers: int) -> Iterator[dict]:
+    if workers <= 1:
+        yield from map(_write, jobs)
+        return
+    jobs = iter(jobs)
+    waiting: set[Future] = set()
+    # Fork: the rows are there already, and no script is run a second time.
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
+        try:
+            while True:
+                while len(waiting) < 2 * workers and (job := next(jobs, None)) is not None:
+                    waiting.add(pool.submit(_write, job))
+                if not waiting:
+                    return
+                ready, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+                yield from (future.result() for future in ready)
+        except BrokenProcessPool as error:
+            raise SbkitError("a process that wrote shards died", hint="out of memory? Try fewer workers; the "
+                             "shards that are finished are kept") from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _write(job: _Job) -> dict:
+    """Write one shard and its index, or take over what is there already."""
+    fingerprint = job.fingerprint
+    finished = _finished(job, fingerprint)
+    if finished is not None:
+        return finished
+    kept, left_out, offset = [], [], 0
+    with atomic_write(job.path, "wb") as tar:
+        for i, row in enumerate(job.rows):
+            try:
+                data, suffix, seconds = _encoded(row, job.encode)
+            except AudioError as error:
+                left_out.append((i, error.cause))
+                continue
+            key = f"{job.first + i:09d}"
+            described = {**row.meta, "id": row.id, "text": row.text, "speaker": row.speaker,
+                         "duration": seconds}
+            kept.append((i, offset + _BLOCK, len(data), seconds))
+            offset += _add(tar, f"{key}.{suffix}", data)
+            offset += _add(tar, f"{key}.json", json.dumps(described, ensure_ascii=False).encode())
+        tar.write(bytes(2 * _BLOCK))  # the end of a tar
+    index = {"fingerprint": fingerprint, "shard": job.path.name, "size": offset + 2 * _BLOCK,
+             "first": job.first, "kept": kept, "left_out": left_out}
+    with atomic_write(job.index) as file:
+        json.dump(index, file, ensure_ascii=False)
+    return index
+
+
+def _finished(job: _Job, fingerprint: str) -> dict | None:
+    try:
+        index = json.loads(job.index.read_text(encoding="utf-8"))
+        if index["fingerprint"] == fingerprint and os.path.getsize(job.path) == index["size"]:
+            return index
+    except (OSError, ValueError, KeyError):
+        pass  # not written yet, or by something else: it is written anew
+    return None
+
+
+def _encoded(row: Utterance, encode: str | None) -> tuple[bytes, str, float]:
+    """(bytes of a file, its suffix, seconds) of one recording."""
+    whole = row.start == 0 and encode is None
+    if whole:
+        try:
+            data = read_bytes(row.wav)
+        except OSError as error:
+            raise AudioError(row.wav, error.strerror or str(error)) from None
+        seconds = audio_info(data)[0]
+        # A segment that begins its file is copied only where it is nearly all of it.
+        whole = abs(seconds - row.duration) <= 0.5 + 0.1 * row.duration
+    if whole:
+        path = split_member(row.wav)[0]
+        return data, _suffix(data, path), round(seconds, 4)
+    kind = ENCODINGS[encode or "flac"]
+    signal = read_utterance(row.wav, row.start, row.duration, sample_rate=SAMPLE_RATE)
+    file = io.BytesIO()
+    soundfile.write(file, signal, SAMPLE_RATE, format=kind.format, subtype=kind.subtype)
+    return file.getvalue(), kind.suffix, round(len(signal) / SAMPLE_RATE, 4)
+
+
+def _suffix(data: bytes, path: str) -> str:
+    for suffix, starts in _MAGIC.items():
+        if data.startswith(starts):
+            return suffix
+    return Path(path).suffix.lstrip(".").lower() or "audio"
+
+
+def _add(tar: Any, name: str, data: bytes) -> int:
+    """Append one member; how many bytes the tar grew by. USTAR headers are one block, always."""
+    member = tarfile.TarInfo(name)
+    member.size = len(data)
+    tar.write(member.tobuf(tarfile.USTAR_FORMAT))
+    tar.write(data)
+    padding = -len(data) % _BLOCK
+    tar.write(bytes(padding))
+    return _BLOCK + len(data) + padding
+
+
+def _bounds(durations: np.ndarray, seconds_per_shard: float) -> np.ndarray:
+    """Where shards begin and end, such that each holds about as many seconds: ``[shards + 1]``."""
+    ends = np.cumsum(durations, dtype=np.float64)
+    shards = max(1, min(len(durations), round(ends[-1] / seconds_per_shard)))
+    inner = np.searchsorted(ends, ends[-1] * np.arange(1, shards) / shards) + 1
+    return np.unique(np.concatenate([[0], inner, [len(durations)]]))
+
+
+def _bytes_per_second(manifest: Manifest) -> float:
+    """How many bytes a second of the recordings takes, from some of them."""
+    size = seconds = 0.0
+    for i in np.unique(np.linspace(0, len(manifest) - 1, _SAMPLE).astype(int)).tolist():
+        wav = manifest.wavs[i]
+        path, _, part = split_member(wav)
+        if part is None and (manifest.starts[i] or not os.path.isfile(path)):
+            continue
+        size += os.path.getsize(path) if part is None else part
+        seconds += float(manifest.durations[i])
+    return size / seconds if seconds else ENCODINGS["flac"].bytes_per_second
+
+
+def _check_space(out: Path, name: str, manifest: Manifest, per_second: float) -> None:
+    needed = manifest.hours * 3600 * per_second
+    there = sum(file.stat().st_size for file in out.glob(f"{name}-*.tar"))
+    free = shutil.disk_usage(out).free
+    if needed - there > free:
+        raise SbkitError(f"{out}: the shards take about {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free",
+                         hint="choose another folder, or copy the files as they are (no encode)")
+
+
+def _manifest(manifest: Manifest, order: np.ndarray, shards: list[dict], out: Path) -> Manifest:
+    rows, wavs, durations = [], [], []
+    for shard in shards:
+        path = out.absolute() / shard["shard"]
+        for i, offset, size, seconds in shard["kept"]:
+            rows.append(order[shard["first"] + i])
+            wavs.append(f"{path}?offset={offset}&size={size}")
+            durations.append(seconds)
+    if not rows:
+        raise SbkitError(f"{out}: not one of {len(manifest)} recordings could be read",
+                         hint=f"the first: {shards[0]['left_out'][0][1]}")
+    return manifest.select(np.array(rows)).replace(wavs=wavs, durations=durations, starts=None)
+
+
+def _forget_others(out: Path, name: str, count: int) -> None:
+    """Shards of an earlier, longer run with other options would only mislead."""
+    for path in out.glob(f"{name}-[0-9]*.*"):
+        number = path.stem.rpartition("-")[2]
+        if path.suffix in (".tar", ".json") and number.isdigit() and int(number) >= count:
+            path.unlink()
+
+
+def _write_summary(out: Path, name: str, manifest: Manifest, order: np.ndarray, shards: list[dict],
+                   result: Manifest) -> None:
+    result.write(out / f"{name}.csv", data_root=out.absolute())
+    left_out = [{"id": manifest.ids[order[shard["first"] + i]], "reason": reason}
+                for shard in shards for i, reason in shard["left_out"]]
+    with atomic_write(out / f"{name}-index.json") as file:
+        listed = [{"url": shard["shard"], "nsamples": len(shard["kept"])} for shard in shards]
+        json.dump({"__kind__": "wids-shard-index-v1", "wids_version": 1, "name": name, "shardlist": listed},
+                  file, indent=1)
+    with atomic_write(out / f"{name}-report.json") as file:
+        json.dump({"rows": len(manifest), "kept": len(result), "left_out": left_out, "hours": result.hours,
+                   "shards": len(shards)}, file, indent=1, ensure_ascii=False)
