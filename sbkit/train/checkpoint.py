@@ -15,10 +15,10 @@ from speechbrain.utils.checkpoints import Checkpoint, ckpt_recency, get_default_
 from speechbrain.utils.distributed import MainProcessContext, get_rank, main_process_only
 from speechbrain.utils.epoch_loop import EpochCounter
 
-from sbkit.errors import SbkitError
 from sbkit.train import checkpoint_files as files
 from sbkit.train import checkpoint_shelf as shelf
 from sbkit.train import ranks
+from sbkit.train.checkpoint_files import CheckpointError
 from sbkit.train.checkpoint_state import NotLoaded, load_recoverable
 from sbkit.train.checkpoint_write import PendingCheckpoint, Writer, plain
 
@@ -140,7 +140,7 @@ class Checkpointer(stock.Checkpointer):
     ) -> Checkpoint | None:
         pending: PendingCheckpoint | None = None  # stays None on the other ranks
 
-        def begin() -> tuple[Path | None, SbkitError | None]:
+        def begin() -> tuple[Path | None, CheckpointError | None]:
             nonlocal pending
             self._settle()
             self._warn_of_state_outside()
@@ -254,7 +254,7 @@ class Checkpointer(stock.Checkpointer):
         counters = (obj for obj in self.recoverables.values() if isinstance(obj, EpochCounter))
         epoch = meta.get("epoch", next((counter.current for counter in counters), None))
         if epoch is None:
-            raise SbkitError("keep_every needs to know the epoch",
+            raise CheckpointError("keep_every needs to know the epoch",
                              hint="add the epoch counter to the recoverables, or epoch to meta")
         return int(epoch)
 
@@ -380,7 +380,7 @@ class Checkpointer(stock.Checkpointer):
             if not passed:
                 return None
             reasons = "; ".join(f"{path.name}: {reason}" for path, reason in passed.items())
-            raise SbkitError(f"no checkpoint in {self.checkpoints_dir} can be used ({reasons})",
+            raise CheckpointError(f"no checkpoint in {self.checkpoints_dir} can be used ({reasons})",
                              hint="restore one of them, or move them away to start from scratch")
 
         with ranks.failing_together():
@@ -405,7 +405,7 @@ class Checkpointer(stock.Checkpointer):
         """Load this very checkpoint."""
         reason = files.damage(Path(checkpoint.path))
         if reason is not None:
-            raise SbkitError(f"the checkpoint {checkpoint.path} can't be used: {reason}")
+            raise CheckpointError(f"the checkpoint {checkpoint.path} can't be used: {reason}")
         self._call_load_hooks(checkpoint)
 
     def _unfit(self, ckpt: Checkpoint) -> str | None:
@@ -429,7 +429,7 @@ class Checkpointer(stock.Checkpointer):
                 hook = self.custom_load_hooks.get(name) or get_default_hook(obj, stock.DEFAULT_LOAD_HOOKS)
                 load_recoverable(obj, name, file, hook, checkpoint.meta.get("end-of-epoch", True))
             elif self._needed(name):
-                raise SbkitError(
+                raise CheckpointError(
                     f"the checkpoint {path} holds nothing for {name!r}, only for "
                     f"{', '.join(sorted(checkpoint.paramfiles)) or 'nothing'}",
                     hint=f"add {name!r} with optional_load=True to go on without its state",
@@ -450,5 +450,5 @@ def _wait_for_folder(path: Path) -> None:
             break
         time.sleep(1.0)
     if not path.exists():
-        raise SbkitError(f"rank {ranks.rank()} does not see the checkpoint {path}",
+        raise CheckpointError(f"rank {ranks.rank()} does not see the checkpoint {path}",
                          hint="the output folder must be on a disk that all machines share")

@@ -31,6 +31,10 @@ DAY = 24 * 3600.0
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO}
 
 
+class CheckpointError(SbkitError, RuntimeError):
+    """A user's error that is also what SpeechBrain raises here, for code that catches that."""
+
+
 # ---------------------------------------------------------------- writing
 
 
@@ -240,13 +244,13 @@ def disk_error(error: BaseException) -> OSError | None:
     return None
 
 
-def explain_disk(error: OSError, final: Path, needed: int, last_good: Path | None) -> SbkitError:
+def explain_disk(error: OSError, final: Path, needed: int, last_good: Path | None) -> CheckpointError:
     """Say in plain words why a checkpoint could not be written, and which one is still there."""
     free = "unknown"
     with contextlib.suppress(OSError):
         free = size(shutil.disk_usage(final.parent).free)
     kept = f"the last good one, {last_good}, is kept" if last_good else "there is no earlier one"
-    return SbkitError(
+    return CheckpointError(
         f"the checkpoint {final} could not be written: {os.strerror(error.errno or 0)} "
         f"(it needs about {size(needed)}, free: {free}); {kept}",
         hint="make room or raise the quota there, then run the same command to resume",

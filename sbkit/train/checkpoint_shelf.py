@@ -9,8 +9,7 @@ from typing import Any
 
 from speechbrain.utils.checkpoints import METAFNAME, PARAMFILE_EXT, Checkpoint, ckpt_recency
 
-from sbkit.errors import SbkitError
-from sbkit.train.checkpoint_files import read_meta
+from sbkit.train.checkpoint_files import CheckpointError, read_meta
 
 
 def standing(folders: Iterable[Path]) -> tuple[list[Checkpoint], dict[Path, str]]:
@@ -53,13 +52,15 @@ def orders(
     ]
 
 
-def unknown_key(folder: Path, keys: Iterable[str], metas: Sequence[Mapping[str, Any]]) -> SbkitError | None:
+def unknown_key(
+    folder: Path, keys: Iterable[str], metas: Sequence[Mapping[str, Any]]
+) -> CheckpointError | None:
     """The error for the first of ``keys`` that no meta file has; None if all are known."""
     unknown = next((key for key in keys if not any(key in meta for meta in metas)), None)
     if unknown is None:
         return None
     there = sorted({key for meta in metas for key in meta} - {"unixtime", "end-of-epoch"})
-    return SbkitError(
+    return CheckpointError(
         f"no checkpoint in {folder} has {unknown!r} in its {METAFNAME}",
         hint=f"the keys there are: {', '.join(there) or 'none'}",
     )

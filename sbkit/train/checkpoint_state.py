@@ -19,6 +19,7 @@ from speechbrain.utils.checkpoints import (
 )
 
 from sbkit.errors import SbkitError
+from sbkit.train.checkpoint_files import CheckpointError
 
 NAMED = 5  # how many keys of each kind an error lists
 
@@ -114,13 +115,13 @@ def load_file(path: str | Path) -> Any:
     except pickle.UnpicklingError as error:
         lines = str(error).splitlines()
         reason = next((line.strip() for line in lines if "GLOBAL" in line), lines[0][:200])
-        raise SbkitError(
+        raise CheckpointError(
             f"{path} holds more than tensors and numbers, so loading it could run code ({reason})",
             hint="save it again as a state dict, or give the recoverable a load hook of its own",
         ) from error
 
 
-class NotLoaded(SbkitError):
+class NotLoaded(CheckpointError):
     """A file that its loader refuses, for whatever reason."""
 
 
@@ -173,10 +174,10 @@ def _load_attributes(obj: Any, path: str | Path, end_of_epoch: bool) -> None:
 DEFAULT_LOAD_HOOKS.setdefault(InverseSquareRootScheduler, _load_attributes)
 
 
-def other_model(path: str | Path, name: str, found: str) -> SbkitError:
+def other_model(path: str | Path, name: str, found: str) -> CheckpointError:
     """The error for a checkpoint that belongs to another model."""
     path = Path(path)
-    return SbkitError(
+    return CheckpointError(
         f"{path.parent} is a checkpoint of another model: {name!r} ({path.name}) differs: {found}",
         hint="go back to the YAML this run began with, or start a new output_folder",
     )

@@ -1,0 +1,150 @@
+"""Stop signals: the first one asks for a checkpoint and an orderly end, a second Ctrl-C leaves at once.
+
+======== ==== ==========================================================================================
+SIGTERM  143  ``kill``, ``scancel``, Kubernetes, a spot machine being taken back. torchrun passes it on to
+              its processes and kills them 30 s later, so a step and a checkpoint have to fit into that.
+SIGINT   130  Ctrl-C.
+SIGUSR1  138  SLURM's warning before the time limit: ``#SBATCH --signal=USR1@300`` sends it 300 s before.
+              A job script then asks for more time with
+              ``srun ... || [ $? -ne 138 ] || scontrol requeue $SLURM_JOB_ID``.
+======== ==== ==========================================================================================
+
+The numbers are exit codes, 128 + signal, which is what schedulers and shells take for "ended by this
+signal". torchrun needs ``--signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1`` (torch 2.9 on, earlier
+``TORCHELASTIC_SIGNALS_TO_HANDLE``) to survive a SIGUSR1 and pass it on; it ends with code 1 after any signal.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from sbkit.errors import SbkitError
+
+logger = logging.getLogger(__name__)
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+# One Ctrl-C can reach a process twice: from the terminal, and passed on by torchrun a moment later.
+ECHO_SECONDS = 0.5
+LAUNCHER_ECHO_SECONDS = 2.0
+
+_wakeups: set[int] = set()
+
+
+class Stopped(SbkitError, SystemExit):
+    """Ends a run that a signal stopped after a checkpoint.
+
+    A command shows its line; a script that catches nothing ends with the exit code and no traceback.
+    """
+
+    def __init__(self, message: str, *, hint: str | None = None, exit_code: int = 128 + signal.SIGTERM):
+        super().__init__(message, hint=hint, exit_code=exit_code)
+        self.code = exit_code
+
+    @classmethod
+    def by(cls, signum: int, step: int, checkpoint: Path | None) -> Stopped:
+        """For signal ``signum`` after optimizer step ``step`` and the checkpoint saved there, if it was."""
+        saved = f"checkpoint saved at {checkpoint}" if checkpoint else "no checkpoint could be saved"
+        return cls(f"stopped by {signal.Signals(signum).name} after step {step}, {saved}",
+                   hint="run the same command to resume", exit_code=128 + signum)
+
+
+class StopSignals:
+    """Catches stop signals while it is entered; ``signum`` is the first one that came, else None.
+
+    >>> with StopSignals() as stop:
+    ...     os.kill(os.getpid(), signal.SIGTERM)
+    ...     signal.Signals(stop.signum).name
+    'SIGTERM'
+
+    A thread, woken by the C part of the signal handler, writes the line to stderr and leaves at the
+    second Ctrl-C: that works while the main thread waits inside a collective or a kernel.
+    """
+
+    def __init__(self, signals: tuple[int, ...] = STOP_SIGNALS):
+        self.signals = signals
+        self.signum: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is not threading.main_thread():
+            logger.warning("Training runs in a thread: stop signals can't be caught there")
+            return self
+        for signum in self.signals:
+            self._before[signum] = signal.signal(signum, self._note)
+        reading, self._writing = os.pipe()
+        os.set_blocking(self._writing, False)
+        _wakeups.add(self._writing)
+        self._wakeup_before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
+        self._watcher = threading.Thread(
+            target=self._watch, args=(reading,), name="stop-signals", daemon=True
+        )
+        self._watcher.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if not self._before:
+            return
+        signal.set_wakeup_fd(self._wakeup_before)
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler if handler is not None else signal.SIG_DFL)
+        self._before = {}
+        _wakeups.discard(self._writing)
+        os.close(self._writing)  # ends the watcher
+        self._watcher.join()
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        del frame
+        if self.signum is None:
+            self.signum = signum
+
+    def _watch(self, reading: int) -> None:
+        echo = LAUNCHER_ECHO_SECONDS if "TORCHELASTIC_RUN_ID" in os.environ else ECHO_SECONDS
+        first: float | None = None
+        while received := os.read(reading, 1):
+            signum, now = received[0], time.monotonic()
+            if signum not in self.signals:
+                continue
+            if first is None:
+                first = now
+                if os.environ.get("LOCAL_RANK", "0") == "0":
+                    os.write(2, f"\n{signal.Signals(signum).name}: saving a checkpoint after this step, then "
+                                "stopping (Ctrl-C once more leaves at once)\n".encode())
+            elif signum == signal.SIGINT and now - first > echo:
+                os._exit(128 + signal.SIGINT)
+        os.close(reading)
+
+
+def _forget_wakeup() -> None:
+    """A signal to a forked process must not look like one to its parent."""
+    if _wakeups:
+        before = signal.set_wakeup_fd(-1)
+        if before not in _wakeups:
+            signal.set_wakeup_fd(before)
+
+
+os.register_at_fork(after_in_child=_forget_wakeup)
+
+
+def worker_ignore_signals(worker_id: int = 0) -> None:
+    """For a data loader's ``worker_init_fn``: stop signals are the business of the process that trains.
+
+    Ctrl-C, SLURM and others send them to every process of a job; a worker that ended by them would take
+    the training with it before its checkpoint. A second SIGTERM does end a worker: the first may have
+    been the job's, but a parent that wants to be rid of a stuck worker asks twice.
+    """
+    del worker_id
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _ignore_once)
+
+
+def _ignore_once(signum: int, frame: FrameType | None) -> None:
+    del frame
+    signal.signal(signum, signal.SIG_DFL)
