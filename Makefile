@@ -1,0 +1,46 @@
+# Two commands do all the set-up: make demo, make test. Both use the active virtual environment,
+# or make .venv. A second call installs nothing: the stamp is newer than setup.cfg.
+PYTHON ?= python3
+VENV   := $(if $(VIRTUAL_ENV),$(VIRTUAL_ENV),.venv)
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.sbkit-installed
+OUT    ?= results/demo
+
+.PHONY: help install demo test test-fast lint format bench clean
+
+help:
+	@echo "make demo       synthesise speech, train a recogniser on it, score it, use it (minutes, no GPU)"
+	@echo "make test       every test, the slow ones too (make test-fast leaves them out)"
+	@echo "make lint       ruff"
+	@echo "make bench      speed against stock SpeechBrain in the same run"
+
+install: $(STAMP)
+
+$(STAMP): setup.cfg pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
+	  { echo "python3 cannot make a virtual environment; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@$(BIN)/python -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || \
+	  { echo "sbkit needs Python 3.10 to 3.13; choose one with: make PYTHON=python3.12 ..." >&2; exit 1; }
+	$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/torchrun --nproc_per_node=1 train.py hparams/ctc.yaml --output_folder $(OUT)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+test-fast: $(STAMP)
+	$(BIN)/python -m pytest -m 'not slow'
+
+lint: $(STAMP)
+	$(BIN)/python -m ruff check .
+
+format: $(STAMP)
+	$(BIN)/python -m ruff check --fix .
+
+bench: $(STAMP)
+	$(BIN)/python tools/bench_train.py
+
+clean:
+	rm -rf results build *.egg-info .pytest_cache .ruff_cache

@@ -1,0 +1,60 @@
+"""What a run stands on: do torch and torchaudio fit together, and which versions and hardware are these."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+
+from sbkit.errors import SbkitError
+
+_PACKAGES = ("sbkit", "torch", "torchaudio", "speechbrain", "hyperpyyaml", "datasets", "sentencepiece", "numpy")
+
+
+def version_of(package: str) -> str | None:
+    """The installed version, without importing the package; None when it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def check_torch_pair(torch: str | None = None, torchaudio: str | None = None) -> None:
+    """Refuse a torch and a torchaudio of different minor releases: their binaries do not load together."""
+    torch = torch or version_of("torch")
+    torchaudio = torchaudio or version_of("torchaudio")
+    for name, version in (("torch", torch), ("torchaudio", torchaudio)):
+        if version is None:
+            raise SbkitError(f"{name} is not installed", hint="pip install 'torch>=2.7,<2.12' 'torchaudio>=2.7,<2.12'")
+    if _minor(torch) != _minor(torchaudio):
+        wanted = ".".join(map(str, _minor(torch)))
+        raise SbkitError(
+            f"torch {torch} and torchaudio {torchaudio} are of different releases and cannot be loaded together",
+            hint=f"pip install 'torchaudio=={wanted}.*' (or 'torch>=2.7,<2.12' 'torchaudio>=2.7,<2.12')",
+        )
+
+
+def _minor(version: str) -> tuple[int, int]:
+    major, minor = version.split("+")[0].split(".")[:2]
+    return int(major), int(minor)
+
+
+def describe() -> dict[str, str]:
+    """Versions and hardware as shown at the start of a run, in its report and in a bundle."""
+    facts = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
+    facts |= {name: version_of(name) or "not installed" for name in _PACKAGES}
+    facts["cpu"] = f"{_cpu_name()}, {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores"
+    import torch
+
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        facts["gpu"] = ", ".join(f"{names.count(n)} x {n}" for n in dict.fromkeys(names))
+    return facts
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or "cpu"

@@ -1,0 +1,120 @@
+"""From waveforms to token scores: the one path that training, checking, scoring and export share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from sbkit.nn.lengths import LengthRule, lengths_to_mask
+
+# Zero frames put behind every utterance before the convolutions, more than their kernels can see.
+# With them the last frames of an utterance come out the same alone and in a batch.
+GUARD_FRAMES = 16
+
+
+class Recognizer:
+    """Features, front end, encoder and CTC head of a recipe, put together.
+
+    It owns no parameters: the modules are the recipe's, wherever they are registered.
+
+    Arguments
+    ---------
+    features : module
+        [B, S] waveforms to [B, T, F] features (``speechbrain.lobes.features.Fbank``).
+    encoder : module
+        A SpeechBrain transformer (its ``encode``), or any module [B, T, F] -> [B, T', D].
+    ctc_lin : module
+        [B, T, D] -> [B, T, V] scores.
+    frontend : module, optional
+        [B, T, F] -> [B, T', ...], such as SpeechBrain's ``ConvolutionFrontEnd``.
+    normalize : module, optional
+        ``InputNormalization``-like: called with features and relative lengths.
+    augment : callable, optional
+        Called in training with features [B, T, F] and lengths [B].
+    hop_samples : int
+        Samples between two frames of ``features``.
+    """
+
+    def __init__(
+        self,
+        features: nn.Module,
+        encoder: nn.Module,
+        ctc_lin: nn.Module,
+        frontend: nn.Module | None = None,
+        normalize: nn.Module | None = None,
+        augment: Callable | None = None,
+        hop_samples: int = 160,
+        n_features: int = 80,
+    ):
+        self.compute_features, self.encoder, self.ctc_lin = features, encoder, ctc_lin
+        self.frontend, self.normalize, self.augment = frontend, normalize, augment
+        self.hop_samples = hop_samples
+        self.frontend_rule = LengthRule.probe(frontend, n_features) if frontend else LengthRule.identity()
+
+    @classmethod
+    def from_hparams(cls, hparams: Any) -> Recognizer:
+        """Take the parts by the names that the recipes use."""
+        get = lambda name, default=None: getattr(hparams, name, default)  # noqa: E731
+        sample_rate, hop_ms = get("sample_rate", 16000), get("hop_length", 10)
+        return cls(
+            features=hparams.compute_features,
+            encoder=get("Transformer") or hparams.encoder,
+            ctc_lin=hparams.ctc_lin,
+            frontend=get("CNN"),
+            normalize=get("normalize"),
+            augment=get("spec_augment"),
+            hop_samples=round(sample_rate * hop_ms / 1000),
+            n_features=get("n_mels", 80),
+        )
+
+    @property
+    def subsampling(self) -> int:
+        """Feature frames per encoder frame."""
+        return self.frontend_rule.factor
+
+    def frames(self, samples: Tensor | int) -> Tensor | int:
+        """Encoder frames for each number of samples."""
+        return self.frontend_rule(samples // self.hop_samples + 1)
+
+    def features(self, signals: Tensor, samples: Tensor, training: bool = False) -> tuple[Tensor, Tensor]:
+        """Waveforms [B, S] and sample counts [B] to normalised features [B, T, F] and frame counts [B]."""
+        feats = self.compute_features(signals)
+        frames = samples // self.hop_samples + 1
+        if self.normalize is not None:
+            feats = self.normalize(feats, frames / feats.shape[1])
+        if training and self.augment is not None:
+            feats = self.augment(feats, frames)
+        keep = lengths_to_mask(frames, feats.shape[1])
+        return feats.masked_fill(~keep[..., None], 0.0), frames
+
+    def embed(self, feats: Tensor, frames: Tensor) -> tuple[Tensor, Tensor]:
+        """Features through the front end: [B, T, F] -> [B, T', D], flattened over channels."""
+        if self.frontend is None:
+            return feats, frames
+        longest = self.frontend_rule(feats.shape[1])
+        out = self.frontend(functional.pad(feats, (0, 0, 0, GUARD_FRAMES)))[:, :longest]
+        return out.flatten(2), self.frontend_rule(frames)
+
+    def encode(self, feats: Tensor, frames: Tensor) -> tuple[Tensor, Tensor]:
+        """Features [B, T, F] to encoder states [B, T', D] and their counts [B]."""
+        source, frames = self.embed(feats, frames)
+        if hasattr(self.encoder, "encode"):
+            encoded = self.encoder.encode(source, frames / source.shape[1])
+        else:
+            encoded = self.encoder(source)
+        return encoded[0] if isinstance(encoded, tuple) else encoded, frames
+
+    def encode_and_decode(self, feats: Tensor, frames: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As :meth:`encode`, with the attention decoder's states [B, U, D] for tokens [B, U] beside it."""
+        source, frames = self.embed(feats, frames)
+        encoded, decoded = self.encoder(source, tokens, frames / source.shape[1], pad_idx=0)
+        return encoded, frames, decoded
+
+    def log_probs(self, signals: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
+        """Waveforms [B, S] to log-probabilities [B, T', V] in fp32 and frame counts [B]."""
+        encoded, frames = self.encode(*self.features(signals, samples))
+        return self.ctc_lin(encoded).float().log_softmax(-1), frames

@@ -1,0 +1,118 @@
+"""The command line of a run: SpeechBrain's flags, ours, and --key value for any key of the YAML."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import re
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from speechbrain.utils.run_opts import RunOptions
+
+from sbkit.errors import SbkitError
+
+_FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
+
+
+@dataclass
+class Request:
+    """What the user asked for: a recipe, how to run it, and what differs from the file."""
+
+    path: Path
+    run_opts: RunOptions
+    overrides: dict[str, Any] = field(default_factory=dict)
+    check: bool = True
+
+
+def parse(argv: list[str]) -> Request:
+    """Split ``argv`` into the YAML, the run options and the overrides of YAML keys."""
+    parser = RunOptions._create_parser()
+    parser.allow_abbrev = False  # --debug_b is a typo, not --debug_batches
+    parser.error = _raise
+    parser.add_argument("--no-check", "--no_check", dest="no_check", action="store_true")
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS  # what is absent was not given: hparams decide
+        if action.dest == "optimizer_step_limit":
+            action.type = int
+    given, rest = parser.parse_known_args(argv)
+    given = vars(given)
+    path = locate(given.pop("param_file"))
+    check = not given.pop("no_check", False)
+    run_opts = RunOptions(**given, param_file=str(path), overridden_args=set(given) | {"param_file"})
+    return Request(path, run_opts, parse_overrides(rest), check)
+
+
+def _raise(message: str) -> None:
+    message = message.replace("the following arguments are required: param_file", "no recipe given")
+    raise SbkitError(message, hint="usage: torchrun train.py hparams/ctc.yaml [--key value ...]")
+
+
+def locate(name: str) -> Path:
+    """The YAML as given, or beside the script that was started (a run from another working directory)."""
+    candidates = [Path(name), Path(sys.argv[0]).resolve().parent / name]
+    for path in candidates:
+        if path.is_file():
+            return path
+    where = Path(name).parent
+    near = difflib.get_close_matches(Path(name).name, [p.name for p in where.glob("*.y*ml")], n=1)
+    hint = f"did you mean {where / near[0]}?" if near else f"the working directory is {os.getcwd()}"
+    raise SbkitError(f"there is no recipe {name}", hint=hint)
+
+
+def parse_overrides(words: list[str]) -> dict[str, Any]:
+    """``--a 1 --b.c=x --flag`` as a tree of values; values are read as YAML reads them.
+
+    >>> parse_overrides(["--lr", "1e-3", "--a.b=x=y", "--flag"])
+    {'lr': 0.001, 'a': {'b': 'x=y'}, 'flag': True}
+    """
+    tree: dict[str, Any] = {}
+    position = 0
+    while position < len(words):
+        word = words[position]
+        if not word.startswith("--") or len(word) < 3:
+            raise SbkitError(f"cannot read the argument {word!r}", hint="overrides are written --key value")
+        key, equals, text = word[2:].partition("=")
+        position += 1
+        if not equals:
+            pieces = []
+            while position < len(words) and not words[position].startswith("--"):
+                pieces.append(words[position])
+                position += 1
+            text = " ".join(pieces) if pieces else "true"
+        node = tree
+        *parents, last = key.split(".")
+        for parent in parents:
+            node = node.setdefault(parent, {})
+            if not isinstance(node, dict):
+                raise SbkitError(f"--{key} contradicts another override of {parent}")
+        node[last] = read_value(text)
+    return tree
+
+
+def read_value(text: str) -> Any:
+    """One value as YAML reads it, tags and references included; 1e-3 is a number."""
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import YAMLError
+
+    if _FLOAT.fullmatch(text):
+        return float(text)
+    try:
+        return YAML().load(f"value: {text}\n")["value"]
+    except YAMLError:
+        return text
+
+
+def check_known(overrides: dict[str, Any], known: list[str], path: Path) -> None:
+    """Every override names a key of the YAML; otherwise say which one is near."""
+    options = [*known, *(f for f in RunOptions.__dataclass_fields__ if f != "overridden_args")]
+    unknown = [key for key in overrides if key not in known]
+    if unknown:
+        parts = []
+        for key in unknown:
+            near = difflib.get_close_matches(key, options, n=1)
+            parts.append(f"--{key}" + (f" (did you mean --{near[0]}?)" if near else ""))
+        raise SbkitError(f"{path} has no key for {', '.join(parts)}")

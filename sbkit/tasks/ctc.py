@@ -1,0 +1,88 @@
+"""Speech recognition with CTC, alone or together with an attention decoder."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from speechbrain.core import Stage
+from torch import Tensor
+from torch.nn import functional
+
+from sbkit.data.batch import Batch
+from sbkit.decode.greedy import greedy
+from sbkit.nn.ctc import ctc_loss
+from sbkit.nn.recognizer import Recognizer
+from sbkit.tasks.asr import ASR, Row
+from sbkit.train.step import Loss
+
+
+class Scores(NamedTuple):
+    """What the model says of a batch."""
+
+    ctc: Tensor  # [B, T, V] scores
+    frames: Tensor  # [B] int64
+    attention: Tensor | None  # [B, U + 1, V] scores of the decoder, in joint training
+
+
+class CTC(ASR):
+    """The flagship's Brain.
+
+    ``ctc_weight: 1.0`` trains CTC alone. Below 1 the rest of the loss is the attention decoder's
+    label-smoothed cross-entropy. Both are means per token over the whole optimizer step.
+    """
+
+    @property
+    def recognizer(self) -> Recognizer:
+        if not hasattr(self, "_recognizer"):
+            self._recognizer = Recognizer.from_hparams(self.hparams)
+        return self._recognizer
+
+    @property
+    def joint(self) -> bool:
+        return self.hparams.ctc_weight < 1
+
+    def compute_forward(self, batch: Batch, stage: Stage) -> Scores:
+        """Waveforms [B, S] to scores [B, T, V]."""
+        model = self.recognizer
+        feats, frames = model.features(batch.signals, batch.signal_lengths, training=stage == Stage.TRAIN)
+        if not (self.joint and stage == Stage.TRAIN):
+            encoded, frames = model.encode(feats, frames)
+            return Scores(model.ctc_lin(encoded), frames, None)
+        tokens = functional.pad(batch.tokens, (1, 0), value=self.hparams.bos_index)
+        encoded, frames, decoded = model.encode_and_decode(feats, frames, tokens)
+        return Scores(model.ctc_lin(encoded), frames, self.hparams.seq_lin(decoded))
+
+    def compute_objectives(self, scores: Scores, batch: Batch, stage: Stage) -> Loss:
+        """Sum over the batch, and the tokens it is a mean over."""
+        ctc = ctc_loss(
+            scores.ctc, batch.tokens, scores.frames, batch.token_lengths, blank=self.hparams.blank_index
+        )
+        tokens = (batch.token_lengths * ctc.feasible).sum()
+        total = ctc.total
+        if scores.attention is not None:
+            weight = self.hparams.ctc_weight
+            total = weight * total + (1 - weight) * self._cross_entropy(scores.attention, batch)
+        if stage != Stage.TRAIN:
+            self._transcribe(scores, batch)
+        return Loss(total, tokens)
+
+    def _cross_entropy(self, scores: Tensor, batch: Batch) -> Tensor:
+        """Label-smoothed cross-entropy of the tokens and the end, summed: [B, U + 1, V] -> scalar."""
+        target = functional.pad(batch.tokens, (0, 1))
+        target = target.scatter(1, batch.token_lengths[:, None], self.hparams.eos_index)
+        beyond = torch.arange(target.shape[1], device=target.device) > batch.token_lengths[:, None]
+        return functional.cross_entropy(
+            scores.float().flatten(0, 1), target.masked_fill(beyond, -100).flatten(), ignore_index=-100,
+            reduction="sum", label_smoothing=getattr(self.hparams, "label_smoothing", 0.0),
+        )
+
+    def _transcribe(self, scores: Scores, batch: Any) -> None:
+        if not batch.weight:  # a stand-in
+            return
+        found = greedy(scores.ctc.float().log_softmax(-1), scores.frames, blank_id=self.hparams.blank_index)
+        decode = self.hparams.tokenizer.decode
+        seconds = (batch.signal_lengths / batch.sample_rate).tolist()
+        self.rows += [
+            Row(id, text, decode(ids), s) for id, text, ids, s in zip(batch.ids, batch.texts, found.ids, seconds, strict=True)
+        ]
