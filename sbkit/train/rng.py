@@ -1,4 +1,4 @@
-"""The random numbers of a run: saved for every rank with each checkpoint, and set again when it resumes."""
+"""The random numbers of a run: captured as tensors, saved for every rank, set again when it resumes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import random
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,34 +19,40 @@ from sbkit.train.checkpoint_state import load_file
 logger = logging.getLogger(__name__)
 
 
-def get_state() -> dict[str, Any]:
-    """The state of Python's, numpy's and torch's generators, of the CPU and of every GPU in use.
-
-    As plain numbers and tensors, which load without running code.
-    """
-    version, python, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state()
+def capture(device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
+    """Python's, numpy's, torch's and the device's generators now: tensors on the CPU, without a host sync."""
+    version, words, gauss = random.getstate()
+    legacy = np.random.get_state(legacy=False)
     state = {
-        "python": (version, torch.tensor(python, dtype=torch.int64), gauss),
-        "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached),
+        "python": torch.tensor([version, *words], dtype=torch.int64),
+        "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
+        "numpy": torch.from_numpy(legacy["state"]["key"].astype(np.int64)),
+        "numpy_rest": torch.tensor(
+            [legacy["state"]["pos"], legacy["has_gauss"], legacy["gauss"]], dtype=torch.float64
+        ),
         "torch": torch.get_rng_state(),
-        "cuda": [],
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state_all()
+    device = torch.device(device)
+    if device.type != "cpu":
+        state["device"] = torch.get_device_module(device).get_rng_state(device)
     return state
 
 
-def set_state(state: dict[str, Any]) -> None:
-    """Put back what ``get_state`` gave."""
-    version, python, gauss = state["python"]
-    random.setstate((version, tuple(python.tolist()), gauss))
-    kind, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+def restore(state: dict[str, torch.Tensor], device: torch.device | str = "cpu") -> None:
+    """Set all generators to a captured state; the device's only if one was captured."""
+    version, *words = state["python"].tolist()
+    gauss = state["python_gauss"].tolist()
+    random.setstate((version, tuple(words), gauss[0] if gauss else None))
+    pos, has_gauss, value = state["numpy_rest"].tolist()
+    np.random.set_state({
+        "bit_generator": "MT19937",
+        "state": {"key": state["numpy"].numpy().astype(np.uint32), "pos": int(pos)},
+        "has_gauss": int(has_gauss), "gauss": value,
+    })
     torch.set_rng_state(state["torch"])
-    if torch.cuda.is_available():
-        for device, saved in enumerate(state["cuda"][: torch.cuda.device_count()]):
-            torch.cuda.set_rng_state(saved, device)
+    device = torch.device(device)
+    if device.type != "cpu" and "device" in state:
+        torch.get_device_module(device).set_rng_state(state["device"], device)
 
 
 def seed_all(*parts: int) -> None:
@@ -69,7 +74,7 @@ class RngState:
     too. For a checkpoint from the middle of an epoch, call ``restore`` right before the first step: the
     run that was never stopped had done all that before the checkpoint.
 
-        rng = RngState(seed=1234, step=lambda: brain.optimizer_step)
+        rng = RngState(seed=1234, step=lambda: brain.optimizer_step, device=brain.device)
         checkpointer.add_recoverable("rng", rng, optional_load=True)
 
     Arguments
@@ -78,10 +83,14 @@ class RngState:
         The run's seed.
     step : callable
         Gives the number of optimizer steps done.
+    device : str, torch.device
+        What the run computes on; of CUDA, every device in use is saved.
     """
 
-    def __init__(self, seed: int = 0, step: Callable[[], int] | None = None):
-        self.seed = seed
+    def __init__(
+        self, seed: int = 0, step: Callable[[], int] | None = None, device: torch.device | str = "cpu"
+    ):
+        self.seed, self.device = seed, device
         self.step = step or (lambda: 0)
         self._again: Callable[[], None] | None = None
 
@@ -94,7 +103,7 @@ class RngState:
 
     @mark_as_saver
     def _save(self, path: str | os.PathLike) -> None:
-        saved = ranks.gather_objects(get_state())
+        saved = ranks.gather_objects(self._captured())
         if ranks.is_main():
             write_state({"ranks": saved, "step": int(self.step())}, path)
 
@@ -103,7 +112,7 @@ class RngState:
         saved = load_file(path)
         rank, world = ranks.rank(), ranks.world_size()
         if len(saved["ranks"]) == world:
-            apply = partial(set_state, saved["ranks"][rank])
+            apply = partial(self._set, saved["ranks"][rank])
         else:
             if ranks.is_main():
                 logger.info("The checkpoint is of %d processes, now there are %d: random numbers are seeded "
@@ -112,3 +121,16 @@ class RngState:
             apply = partial(seed_all, self.seed, rank, saved["step"])
         apply()
         self._again = None if end_of_epoch else apply
+
+    def _captured(self) -> dict[str, torch.Tensor]:
+        state = capture(self.device)
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            for device, generator in enumerate(torch.cuda.get_rng_state_all()):
+                state[f"cuda:{device}"] = generator
+        return state
+
+    def _set(self, state: dict[str, torch.Tensor]) -> None:
+        restore(state, self.device)
+        for device in range(torch.cuda.device_count()):
+            if f"cuda:{device}" in state:
+                torch.cuda.set_rng_state(state[f"cuda:{device}"], device)
