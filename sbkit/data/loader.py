@@ -20,6 +20,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from sbkit.data.audio import AudioError, read_utterance, will_need
+from sbkit.data.augment import Augment
 from sbkit.data.batch import SAMPLE_RATE, Batch, DevicePrefetcher, stand_in
 from sbkit.data.manifest import Manifest
 from sbkit.data.plan import EpochPlan, Plan
@@ -52,8 +53,8 @@ class Request(NamedTuple):
 class Reader(Dataset):
     """Reads one micro-batch per request; the part that runs in a worker process."""
 
-    def __init__(self, manifest: Manifest, tokenizer: Encoder | None, *, augment: Any = None, seed: int = 0,
-                 sample_rate: int = SAMPLE_RATE):
+    def __init__(self, manifest: Manifest, tokenizer: Encoder | None, *, augment: Augment | None = None,
+                 seed: int = 0, sample_rate: int = SAMPLE_RATE):
         self.manifest, self.tokenizer, self.augment = manifest, tokenizer, augment
         self.seed, self.sample_rate = seed, sample_rate
         self._sharded = len(manifest) > 0 and "?offset=" in manifest.wavs[0] and hasattr(os, "posix_fadvise")
@@ -228,10 +229,12 @@ class TrainLoader(_Loader):
     """
 
     def __init__(self, manifest: Manifest, tokenizer: Encoder | None, plan: Plan, *, rank: int = 0,
-                 world: int = 1, min_micros: int = 1, augment: Any = None, sample_rate: int = SAMPLE_RATE,
-                 **reading: Any):
+                 world: int = 1, min_micros: int = 1, augment: Augment | None = None,
+                 sample_rate: int = SAMPLE_RATE, **reading: Any):
         if len(plan.durations) != len(manifest):
             raise ValueError(f"a plan for {len(plan.durations)} utterances, a manifest of {len(manifest)}")
+        if augment is not None:
+            augment.check()
         self.plan, self.rank, self.world, self.min_micros = plan, rank, world, min_micros
         self._epoch: tuple[int, EpochPlan] | None = None
         super().__init__(Reader(manifest, tokenizer, augment=augment, seed=plan.batching.seed,

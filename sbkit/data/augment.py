@@ -1,0 +1,244 @@
+"""Waveform augmentation in the data workers: speed, noise, reverberation, gain; the same again under resume.
+
+Every utterance draws from a generator of its own, seeded by (seed, epoch, utterance), so neither the number
+of workers nor where a run was stopped changes what it sounds like.
+
+    augment: !new:sbkit.data.augment.Augment
+        stages:
+            - !new:sbkit.data.augment.SpeedPerturb
+                speeds: [0.9, 1.0, 1.1]
+            - !new:sbkit.data.augment.AddNoise
+                folder: /data/musan/noise
+                prob: 0.5
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from sbkit.data.audio import AudioError, audio_info, read_audio
+from sbkit.data.batch import SAMPLE_RATE
+from sbkit.errors import SbkitError
+
+logger = logging.getLogger(__name__)
+
+SUFFIXES = {".wav", ".flac", ".mp3", ".ogg", ".opus", ".oga", ".aiff", ".aif", ".w64", ".sph"}
+#: Damaged noise files or impulse responses that one utterance passes over before the run ends.
+_TRIES = 5
+#: Decoded impulse responses that a worker keeps; at a second each some 8 MB.
+_KEPT_RESPONSES = 128
+
+
+class Augment:
+    """Augmentations in the order given. ``SpeedPerturb`` comes first: it is part of reading the file.
+
+    Slower speech is longer. ``stretch`` is the largest factor; a plan that must never exceed
+    ``max_batch_seconds`` is made from ``durations * augment.stretch``.
+    """
+
+    def __init__(self, stages: Sequence[Callable]):
+        speeds = [stage for stage in stages if isinstance(stage, SpeedPerturb)]
+        if len(speeds) > 1 or (speeds and stages[0] is not speeds[0]):
+            raise SbkitError("augment: SpeedPerturb may be there once, as the first stage")
+        self._speed = speeds[0] if speeds else None
+        self.stages = [stage for stage in stages if not isinstance(stage, SpeedPerturb)]
+
+    @property
+    def stretch(self) -> float:
+        """The longest that an utterance can become, as a factor."""
+        return self._speed.stretch if self._speed else 1.0
+
+    def check(self) -> None:
+        """List the folders, so that a missing one is told before the first batch."""
+        for stage in self.stages:
+            if hasattr(stage, "files"):
+                stage.files.check()
+
+    @staticmethod
+    def rng(seed: int, epoch: int, name: str) -> np.random.Generator:
+        """The generator of one utterance in one epoch."""
+        digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+        return np.random.Generator(np.random.PCG64([seed % 2**64, epoch, int.from_bytes(digest, "little")]))
+
+    def speed(self, rng: np.random.Generator) -> float:
+        """Draw the speed to read an utterance at."""
+        return self._speed.draw(rng) if self._speed else 1.0
+
+    def __call__(self, signal: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """Waveform ``[S]`` float32 to waveform ``[S]`` float32."""
+        for stage in self.stages:
+            signal = stage(signal, rng)
+        return signal
+
+
+class SpeedPerturb:
+    """Play faster or slower, pitch included (what sox calls speed), for free: in the resampling of reading.
+
+    Arguments
+    ---------
+    speeds: factors to choose from; 0.9 is slower and makes the utterance 1/0.9 as long.
+    prob: how often one is drawn at all.
+    """
+
+    def __init__(self, speeds: Sequence[float] = (0.9, 1.0, 1.1), prob: float = 1.0):
+        if not speeds or not all(0.5 <= speed <= 2 for speed in speeds):
+            raise SbkitError(f"SpeedPerturb: speeds are {list(speeds)}",
+                             hint="factors from 0.5 to 2, such as 0.9")
+        self.speeds, self.prob = [float(speed) for speed in speeds], _share(prob, "SpeedPerturb")
+
+    @property
+    def stretch(self) -> float:
+        return max(1.0, 1 / min(self.speeds))
+
+    def draw(self, rng: np.random.Generator) -> float:
+        """One speed."""
+        if rng.random() >= self.prob:
+            return 1.0
+        return self.speeds[rng.integers(len(self.speeds))]
+
+
+class Gain:
+    """Make an utterance louder or quieter by a random number of decibels.
+
+    Arguments
+    ---------
+    low_db, high_db: the range.
+    prob: how often.
+    """
+
+    def __init__(self, low_db: float = -10.0, high_db: float = 6.0, prob: float = 1.0):
+        if low_db > high_db:
+            raise SbkitError(f"Gain: low_db ({low_db}) is above high_db ({high_db})")
+        self.low_db, self.high_db, self.prob = low_db, high_db, _share(prob, "Gain")
+
+    def __call__(self, signal: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """``[S]`` to ``[S]``."""
+        if rng.random() >= self.prob:
+            return signal
+        return signal * np.float32(10 ** (rng.uniform(self.low_db, self.high_db) / 20))
+
+
+class AddNoise:
+    """Mix in a stretch of a recording from a folder at a random signal-to-noise ratio.
+
+    Arguments
+    ---------
+    folder: with audio files at any depth. Only the stretch needed is read; short recordings repeat.
+    snr_low, snr_high: the range, in decibels.
+    prob: how often.
+    """
+
+    def __init__(self, folder: str, snr_low: float = 0.0, snr_high: float = 20.0, prob: float = 0.5,
+                 sample_rate: int = SAMPLE_RATE):
+        if snr_low > snr_high:
+            raise SbkitError(f"AddNoise: snr_low ({snr_low}) is above snr_high ({snr_high})")
+        self.files = AudioFolder(folder, "AddNoise")
+        self.snr_low, self.snr_high, self.prob = snr_low, snr_high, _share(prob, "AddNoise")
+        self.sample_rate = sample_rate
+
+    def __call__(self, signal: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """``[S]`` to ``[S]``."""
+        if rng.random() >= self.prob:
+            return signal
+        ratio = rng.uniform(self.snr_low, self.snr_high)
+        noise = self.files.draw(rng, lambda path: self._stretch(path, len(signal), rng))
+        power, noise_power = _power(signal), _power(noise)
+        if not power or not noise_power:
+            return signal
+        return signal + noise * np.float32((power / noise_power / 10 ** (ratio / 10)) ** 0.5)
+
+    def _stretch(self, path: str, size: int, rng: np.random.Generator) -> np.ndarray:
+        needed = size / self.sample_rate
+        seconds = audio_info(path)[0]
+        start = rng.random() * max(seconds - needed, 0.0)
+        noise = read_audio(path, start=start, duration=needed + 0.01, sample_rate=self.sample_rate)
+        if len(noise) < size:
+            noise = np.tile(np.roll(noise, rng.integers(len(noise))), -(-size // len(noise)))
+        return noise[:size]
+
+
+class AddReverb:
+    """Let an utterance sound in a room: convolve it with an impulse response from a folder.
+
+    The direct sound stays where it was, and the loudness as it was.
+
+    Arguments
+    ---------
+    folder: with impulse responses as audio files, at any depth.
+    prob: how often.
+    """
+
+    def __init__(self, folder: str, prob: float = 0.5, sample_rate: int = SAMPLE_RATE):
+        self.files = AudioFolder(folder, "AddReverb")
+        self.prob, self.sample_rate = _share(prob, "AddReverb"), sample_rate
+
+    def __call__(self, signal: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """``[S]`` to ``[S]``."""
+        if rng.random() >= self.prob:
+            return signal
+        response = self.files.draw(rng, lambda path: _response(path, self.sample_rate))
+        size = 1 << (len(signal) + len(response) - 2).bit_length()
+        wet = np.fft.irfft(np.fft.rfft(signal, size) * np.fft.rfft(response, size), size)
+        wet = wet[: len(signal)].astype(np.float32)
+        power, wet_power = _power(signal), _power(wet)
+        return wet * np.float32((power / wet_power) ** 0.5) if wet_power else signal
+
+
+@functools.lru_cache(maxsize=_KEPT_RESPONSES)
+def _response(path: str, sample_rate: int) -> np.ndarray:
+    """An impulse response from its direct sound, the largest peak, on."""
+    response = read_audio(path, sample_rate=sample_rate)
+    peak = int(np.argmax(np.abs(response)))
+    if not response[peak]:
+        raise AudioError(path, "is silent")
+    return response[peak:]
+
+
+class AudioFolder:
+    """The audio files below a folder, listed once, in an order that every machine agrees on."""
+
+    def __init__(self, folder: str, whose: str):
+        self.folder, self.whose = str(folder), whose
+        self._paths: list[str] | None = None
+
+    def check(self) -> list[str]:
+        """The files; an error where there are none."""
+        if self._paths is None:
+            if not os.path.isdir(self.folder):
+                raise SbkitError(f"{self.whose}: {self.folder} is no folder")
+            below = Path(self.folder).rglob("*")
+            self._paths = sorted(str(path) for path in below if path.suffix.lower() in SUFFIXES)
+            if not self._paths:
+                raise SbkitError(f"{self.whose}: no audio files in {self.folder}",
+                                 hint=f"looked for {', '.join(sorted(SUFFIXES))}")
+        return self._paths
+
+    def draw(self, rng: np.random.Generator, read: Callable[[str], np.ndarray]) -> np.ndarray:
+        """Read a random file; a damaged one is passed over for another."""
+        paths = self.check()
+        for _ in range(_TRIES):
+            path = paths[rng.integers(len(paths))]
+            try:
+                return read(path)
+            except AudioError as error:
+                logger.warning("%s: passed over: %s", self.whose, error)
+                last = error
+        raise SbkitError(f"{self.whose}: {_TRIES} files in a row cannot be used, the last: {last}",
+                         hint=f"look at what is in {self.folder}")
+
+
+def _power(signal: np.ndarray) -> float:
+    return float(np.dot(signal, signal)) / max(len(signal), 1)
+
+
+def _share(prob: float, whose: str) -> float:
+    if not 0 <= prob <= 1:
+        raise SbkitError(f"{whose}: prob is {prob}", hint="a probability from 0 to 1")
+    return float(prob)
