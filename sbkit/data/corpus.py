@@ -111,13 +111,12 @@ class Corpus:
         """
         with self._lock():
             source = self._open(show_progress)
-            chosen = self._choose(source)
-            fingerprint = self._fingerprint(source, chosen)
-            ready = self._read_ready(fingerprint)
+            fingerprint = self._fingerprint(source)
+            ready = self._read_ready(source, fingerprint)
             if ready is not None:
                 logger.info("corpus %s: prepared already in %s", source.where, self.folder)
                 return ready
-            return self._prepare(source, chosen, fingerprint, show_progress)
+            return self._prepare(source, fingerprint, show_progress)
 
     def load(self) -> dict[str, Manifest]:
         """The manifests that :meth:`prepare` wrote."""
@@ -180,24 +179,27 @@ class Corpus:
 
     def _options(self) -> dict[str, Any]:
         return {
-            "language": self.language, "text": self.text.options(), "min_duration": self.min_duration,
-            "max_duration": self.max_duration, "limit_splits": self.limit_splits,
+            "language": self.language, "splits": self.splits, "text": self.text.options(),
+            "min_duration": self.min_duration, "max_duration": self.max_duration,
+            "limit_splits": self.limit_splits,
             "skip_short_texts": self.skip_short_texts, "short_text": self.short_text,
             "check_audio": self.check_audio, "columns": self.columns,
             "data_root": None if self.data_root is None else str(self.data_root),
         }
 
-    def _fingerprint(self, source: Source, chosen: dict[str, list[str]]) -> str:
-        names = [name for names in chosen.values() for name in names]
-        facts = [_FORMAT, source.fingerprint(names), chosen, self._options()]
+    def _fingerprint(self, source: Source) -> str:
+        facts = [_FORMAT, source.fingerprint(), self._options()]
         return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
-    def _read_ready(self, fingerprint: str) -> dict[str, Manifest] | None:
+    def _read_ready(self, source: Source, fingerprint: str) -> dict[str, Manifest] | None:
         """The manifests on disk where they are whole and were made from the same; None otherwise."""
         try:
             report = json.loads(self.report_path.read_text(encoding="utf-8"))
             if report["fingerprint"] != fingerprint:
                 logger.info("corpus: the source or an option changed, preparing %s again", self.folder)
+                return None
+            if not source.intact():
+                logger.warning("corpus: the audio unpacked from %s is gone, unpacking it again", source.where)
                 return None
             for split, entry in report["splits"].items():
                 if _sha256(self.manifest_path(split)) != entry["sha256"]:
@@ -209,16 +211,15 @@ class Corpus:
         self.report = report
         return {split: Manifest.read(self.manifest_path(split)) for split in report["splits"]}
 
-    def _prepare(self, source: Source, chosen: dict[str, list[str]], fingerprint: str,
-                 show: bool) -> dict[str, Manifest]:
+    def _prepare(self, source: Source, fingerprint: str, show: bool) -> dict[str, Manifest]:
         started = time.monotonic()
+        chosen = self._choose(source)
         journal = self.folder / f".durations-{fingerprint[:16]}"
         manifests: dict[str, Manifest] = {}
         reports: dict[str, SplitReport] = {}
         taken: list[pa.Array] = []
         for split in reversed([split for split in SPLITS if split in chosen]):  # train must know the others
-            rows = join_rows([source.read(name, workers=self.workers or 0, show_progress=show)
-                              for name in chosen[split]])
+            rows = join_rows([source.read(name, show) for name in chosen[split]])
             if not len(rows) and not rows.malformed:
                 raise SbkitError(f"{rows.origin}: the {split} split is empty",
                                  hint="expected a row or more")

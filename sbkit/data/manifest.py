@@ -177,7 +177,8 @@ class Manifest:
             ids=ids, durations=to_seconds(path, "duration", durations),
             wavs=replace_data_root(wavs, path.parent if data_root is None else data_root),
             texts=texts, speakers=csv.find("spk_id"),
-            starts=None if start is None else to_seconds(path, "start", start, empty=0.0),
+            starts=None if start is None else to_seconds(path, "start", pc.if_else(
+                pc.equal(start, ""), pa.scalar("0", pa.large_string()), start)),
             meta={name: column for name, column in csv.columns.items() if name not in _OWN},
         )
 
@@ -206,18 +207,21 @@ class Manifest:
                 file.write(memoryview(data)[bounds[lines.offset] : bounds[lines.offset + len(lines)]])
 
 
-def to_seconds(path: Path, name: str, column: pa.ChunkedArray, empty: float | None = None) -> np.ndarray:
-    """Text -> float64 seconds [N]; an entry that is no number >= 0 is an error that names its row."""
+def to_seconds(path: Path, name: str, column: pa.ChunkedArray, unknown: float | None = None) -> np.ndarray:
+    """Text -> float64 seconds [N]. An entry that is no number >= 0 becomes ``unknown``.
+
+    Without ``unknown`` it is an error that names its row.
+    """
     column = pc.utf8_trim_whitespace(column)
-    if empty is not None:
-        column = pc.if_else(pc.equal(column, ""), pa.scalar(str(empty), pa.large_string()), column)
     try:
         seconds = pc.cast(column, pa.float64()).to_numpy()
     except pa.ArrowInvalid:
         seconds = np.array([_number(text) for text in Column(column)])
-    bad = np.flatnonzero(~(np.isfinite(seconds) & (seconds >= 0)))
-    if len(bad):
-        row = int(bad[0])
+    bad = ~(np.isfinite(seconds) & (seconds >= 0))
+    if unknown is not None:
+        return np.where(bad, unknown, seconds)
+    if bad.any():
+        row = int(bad.argmax())
         raise SbkitError(
             f"{path}, row {row + 1}: {name} is {column[row].as_py()!r}", hint="expected a number of seconds")
     return seconds

@@ -18,7 +18,7 @@ from sbkit.errors import SbkitError
 ALIASES: dict[str, tuple[str, ...]] = {
     "id": ("ID", "id", "utt_id", "utt", "uttid", "key", "segment_id"),
     "audio": ("audio", "wav", "audio_filepath", "audio_path", "wav_path", "path", "file", "filename"),
-    "text": ("text", "wrd", "sentence", "transcription", "transcript", "txt", "normalized_text", "raw_text"),
+    "text": ("wrd", "text", "sentence", "transcription", "transcript", "txt", "normalized_text", "raw_text"),
     "speaker": ("spk_id", "speaker_id", "speaker", "spk", "client_id"),
     "duration": ("duration", "dur", "audio_length"),
     "start": ("start", "offset"),
@@ -68,12 +68,16 @@ class Source(ABC):
         """The splits it has, by its own names."""
 
     @abstractmethod
-    def read(self, name: str, *, workers: int, show_progress: bool) -> Rows:
+    def read(self, name: str, show_progress: bool = True) -> Rows:
         """All rows of one split."""
 
     @abstractmethod
-    def fingerprint(self, names: Sequence[str]) -> Any:
-        """Plain data that changes when the rows of these splits may have changed."""
+    def fingerprint(self) -> Any:
+        """Plain data that changes when rows may have changed; found without reading them."""
+
+    def intact(self) -> bool:
+        """Whether audio that had to be unpacked is still where the manifests say."""
+        return True
 
 
 def join_rows(parts: Sequence[Rows]) -> Rows:

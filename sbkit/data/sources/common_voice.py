@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +39,14 @@ class CommonVoice(Source):
     def names(self) -> list[str]:
         return sorted(file.stem for file in self.folder.glob("*.tsv") if file.stem not in _OTHER_LISTS)
 
-    def fingerprint(self, names: Sequence[str]) -> Any:
-        files = [*(self.folder / f"{name}.tsv" for name in names), self._durations_file, self.clips]
-        return [self.kind, *map(stamp, files)]
+    def fingerprint(self) -> Any:
+        return [self.kind, *map(stamp, [*sorted(self.folder.glob("*.tsv")), self.clips])]
 
     @property
     def _durations_file(self) -> Path:
         return self.folder / "clip_durations.tsv"
 
-    def read(self, name: str, *, workers: int, show_progress: bool) -> Rows:
+    def read(self, name: str, show_progress: bool = True) -> Rows:
         path = self.folder / f"{name}.tsv"
         tsv = read_delimited(path, delimiter="\t", quoted=False)
         clips, sentences = (Column(tsv.need(column, hint=_HINT)) for column in ("path", "sentence"))
@@ -81,8 +79,8 @@ class CommonVoice(Source):
         title = next((title for title in tsv.columns if title.lower().startswith("duration")), None)
         if title is None:
             tsv.need("duration[ms]")
-        values = to_seconds(self._durations_file, title, tsv.columns[title])
-        milliseconds = "ms" in title.lower() or (len(values) and np.median(values) > _LONGEST_SECONDS)
+        values = to_seconds(self._durations_file, title, tsv.columns[title], unknown=np.nan)
+        milliseconds = "ms" in title.lower() or (len(values) and np.nanmedian(values) > _LONGEST_SECONDS)
         at = pc.index_in(clip_names, names)
         found = pc.is_valid(at).to_numpy(zero_copy_only=False)
         unknown[found] = values[pc.fill_null(at, 0).to_numpy()[found]] / (1000 if milliseconds else 1)

@@ -5,17 +5,77 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from sbkit.data.sources.archive import SUFFIXES, CommonVoiceArchive
 from sbkit.data.sources.base import Source
 from sbkit.data.sources.common_voice import CommonVoice, is_language_folder, language_folders
+from sbkit.data.sources.files import FileSource, Mixed
+from sbkit.data.sources.huggingface import Hub, Parquet, SavedToDisk
+from sbkit.data.sources.json_lines import JsonLines
+from sbkit.data.sources.speechbrain_csv import SpeechBrainCsv
 from sbkit.errors import SbkitError
 
+_FILE_KINDS: tuple[type[FileSource], ...] = (SpeechBrainCsv, JsonLines)
+_EXPECTED = (
+    "expected a Common Voice folder (clips/ and train.tsv) or its .tar.gz, a folder with train.csv, "
+    "train.jsonl or train*.parquet, a save_to_disk folder, or hf://owner/name"
+)
 
-def open_source(source: str | Path, *, language: str | None, columns: Mapping[str, str], cache: Path,
-                data_root: str | Path | None = None, show_progress: bool = True) -> Source:
-    """Open a corpus of any kind; ``cache`` is where audio goes that has to be unpacked."""
+
+def open_source(source: str | Path | Mapping[str, str | Path], *, cache: Path, language: str | None = None,
+                columns: Mapping[str, str] | None = None, data_root: str | Path | None = None,
+                show_progress: bool = True) -> Source:
+    """Open a corpus of any kind.
+
+    Arguments
+    ---------
+    source : a path, a hub address, or a mapping of split names to files
+    cache : where audio goes that has to be unpacked
+    language : which one to take of a release with several
+    columns : names of columns by role, where they can't be guessed
+    data_root : what ``$data_root`` stands for and relative paths start from, by default their file's folder
+    """
+    columns = columns or {}
+    if isinstance(source, Mapping):
+        return Mixed({split: _open_file(Path(path), cache, columns, data_root)
+                      for split, path in source.items()})
     path = Path(source)
-    if path.is_dir() and (is_language_folder(path) or language_folders(path)):
+    if str(source).startswith("hf://"):
+        return Hub(str(source), cache, columns)
+    if path.is_dir():
+        return _open_folder(path, cache, language, columns, data_root)
+    if path.is_file():
+        if path.name.endswith(SUFFIXES):
+            return CommonVoiceArchive(path, cache, language, show_progress)
+        raise SbkitError(f"{path} is one file", hint=f"say which split it is, {{train: {path}}}; {_EXPECTED}")
+    if len(path.parts) == 2 and not path.is_absolute() and not path.parent.exists() and not path.suffix:
+        return Hub(str(source), cache, columns)  # owner/name
+    raise SbkitError(f"{source}: no such file or folder", hint=_EXPECTED)
+
+
+def _open_folder(path: Path, cache: Path, language: str | None, columns: Mapping[str, str],
+                 data_root: str | Path | None) -> Source:
+    if SavedToDisk.matches(path):
+        return SavedToDisk(path, cache, columns)
+    if is_language_folder(path) or language_folders(path):
         return CommonVoice(path, language)
-    raise SbkitError(
-        f"{source} is no corpus that sbkit knows",
-        hint="expected a Common Voice folder (clips/ and train.tsv)")
+    for kind in _FILE_KINDS:
+        if files := kind.in_folder(path):
+            return kind(files, columns, data_root)
+    if parquet := Parquet.in_folder(path):
+        return Parquet(parquet, path, cache, columns)
+    if list(path.glob("*.tsv")):
+        raise SbkitError(f"{path} has TSVs but no folder clips/ with the recordings",
+                         hint="is the release unpacked completely?")
+    raise SbkitError(f"{path} is no corpus that sbkit knows", hint=_EXPECTED)
+
+
+def _open_file(path: Path, cache: Path, columns: Mapping[str, str], data_root: str | Path | None) -> Source:
+    if not path.is_file():
+        raise SbkitError(f"{path}: no such file")
+    for kind in _FILE_KINDS:
+        if path.name.endswith(kind.suffixes):
+            return kind({path.stem: path}, columns, data_root)
+    if path.suffix == ".parquet":
+        return Parquet({path.stem: [path]}, path, cache, columns)
+    raise SbkitError(f"{path}: cannot tell what it is by its name",
+                     hint="expected .csv, .json, .jsonl or .parquet")

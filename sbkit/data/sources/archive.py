@@ -1,0 +1,180 @@
+"""Unpacks a downloaded Common Voice archive once: streamed, resumable, and safe against a hostile one."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import os
+import shutil
+import tarfile
+import zlib
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
+
+from sbkit.console import progress
+from sbkit.data.sources.base import Rows, Source, stamp
+from sbkit.data.sources.common_voice import CommonVoice
+from sbkit.errors import SbkitError
+
+logger = logging.getLogger(__name__)
+
+SUFFIXES = (".tar.gz", ".tgz", ".tar")
+_STAMP = ".unpacked.json"
+# MP3s don't compress: an archive that grows more than this is no release but a bomb. Small ones may.
+_MOST_GROWTH, _ALWAYS_ALLOWED = 20, 256 << 20
+# Long names and other notes between the files; a real one has a few hundred bytes.
+_MOST_HEADER_BYTES = 1 << 20
+_BLOCK = 1 << 20
+_DISTRUST = "no Common Voice archive does that: download it anew, from a source you trust"
+
+
+class CommonVoiceArchive(Source):
+    """A release as downloaded; unpacked below ``cache`` when its rows are first needed."""
+
+    kind = "Common Voice"
+
+    def __init__(self, path: Path, cache: Path, language: str | None = None, show_progress: bool = True):
+        self.path = path
+        self.where = str(path)
+        name = next(path.name[: -len(suffix)] for suffix in SUFFIXES if path.name.endswith(suffix))
+        self.into = cache / name
+        self.language = language
+        self.show_progress = show_progress
+        self._release: CommonVoice | None = None
+
+    def fingerprint(self) -> Any:
+        return [self.kind, stamp(self.path)]
+
+    def intact(self) -> bool:
+        return is_unpacked(self.path, self.into)
+
+    @property
+    def release(self) -> CommonVoice:
+        if self._release is None:
+            unpack(self.path, self.into, show_progress=self.show_progress)
+            self._release = CommonVoice(self.into, self.language)
+        return self._release
+
+    def names(self) -> list[str]:
+        return self.release.names()
+
+    def read(self, name: str, show_progress: bool = True) -> Rows:
+        return self.release.read(name, show_progress)
+
+
+def is_unpacked(archive: Path, into: Path) -> bool:
+    """Whether ``into`` holds the whole of this version of the archive."""
+    try:
+        return json.loads((into / _STAMP).read_text(encoding="utf-8")) == stamp(archive)
+    except (OSError, ValueError):
+        return False
+
+
+def unpack(archive: Path, into: Path, show_progress: bool = True) -> Path:
+    """Unpack clips and TSVs to the folder ``into``, which is there whole or not at all.
+
+    What an earlier, interrupted call unpacked is not written again.
+    """
+    if is_unpacked(archive, into):
+        return into
+    partial = into.with_name(into.name + ".partial")
+    if not is_unpacked(archive, partial):  # of another archive, or of an older version of this one
+        shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+        (partial / _STAMP).write_text(json.dumps(stamp(archive)), encoding="utf-8")
+        _check_space(archive, partial)
+        _unpack(archive, partial, show_progress)
+        shutil.rmtree(into, ignore_errors=True)
+        os.replace(partial, into)
+    except (EOFError, zlib.error, gzip.BadGzipFile, tarfile.TarError) as error:
+        raise SbkitError(f"{archive}: damaged or not wholly downloaded ({error})",
+                         hint="compare its size and checksum with the download page") from None
+    except OSError as error:
+        raise SbkitError(f"{error.filename or archive}: {error.strerror or error}") from None
+    return into
+
+
+def _check_space(archive: Path, folder: Path) -> None:
+    done = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    free, needed = shutil.disk_usage(folder).free, archive.stat().st_size - done
+    if free < needed:
+        raise SbkitError(
+            f"{folder}: unpacking {archive.name} needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free",
+            hint="set the corpus's cache_folder to a larger disk")
+
+
+def _unpack(archive: Path, folder: Path, show_progress: bool) -> None:
+    size = archive.stat().st_size
+    with open(archive, "rb") as raw, progress(
+            what=f"unpacking {archive.name}", total=size, unit="B", show=show_progress) as bar:
+        compressed = raw.read(2) == b"\x1f\x8b"
+        raw.seek(0)
+        stream = _Counted(gzip.GzipFile(fileobj=raw) if compressed else raw, archive, size)
+        with tarfile.open(fileobj=stream, mode="r|", tarinfo=_Member) as tar:
+            for member in tar:
+                _check_member(archive, member)
+                target = _target(member)
+                if member.isfile() and target is not None:
+                    _write(tar.extractfile(member), folder / target, member.size)
+                bar.update(raw.tell() - bar.n)
+                tar.members = []  # tarfile remembers them all: a gigabyte for two million clips
+
+
+class _Counted:
+    """Reads a stream up to a limit."""
+
+    def __init__(self, stream: IO[bytes], archive: Path, size: int):
+        self.stream, self.archive, self.size = stream, archive, size
+        self.left = max(size * _MOST_GROWTH, _ALWAYS_ALLOWED)
+
+    def read(self, size: int) -> bytes:
+        data = self.stream.read(size)
+        self.left -= len(data)
+        if self.left < 0:
+            raise SbkitError(
+                f"{self.archive}: grows to more than {_MOST_GROWTH} times its size when unpacked",
+                hint=_DISTRUST)
+        return data
+
+
+class _Member(tarfile.TarInfo):
+    """Refuses notes that tarfile would read into memory whole."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes, encoding: str, errors: str) -> tarfile.TarInfo:
+        member = super().frombuf(buf, encoding, errors)
+        if member.type not in tarfile.SUPPORTED_TYPES or (
+                member.type not in tarfile.REGULAR_TYPES and member.size > _MOST_HEADER_BYTES):
+            raise tarfile.ReadError("it holds entries that no release has")
+        return member
+
+
+def _check_member(archive: Path, member: tarfile.TarInfo) -> None:
+    path = PurePosixPath(member.name)
+    if path.is_absolute() or ".." in path.parts or "\\" in member.name or "\0" in member.name:
+        what = "leads out of the folder"
+    elif not (member.isfile() or member.isdir()) or member.issparse():
+        what = "is neither a plain file nor a folder"
+    else:
+        return
+    raise SbkitError(f"{archive}: its entry {member.name!r} {what}", hint=_DISTRUST)
+
+
+def _target(member: tarfile.TarInfo) -> Path | None:
+    """Where an entry goes: clips and tables are wanted, everything else is not."""
+    path = PurePosixPath(member.name)
+    if path.name.startswith("."):  # macOS leaves its own notes behind
+        return None
+    return Path(*path.parts) if path.suffix == ".tsv" or path.parent.name == "clips" else None
+
+
+def _write(source: IO[bytes], target: Path, size: int) -> None:
+    if target.is_file() and target.stat().st_size == size:
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = target.with_name(f".{target.name}.part")
+    with open(aside, "wb") as file:
+        shutil.copyfileobj(source, file, _BLOCK)
+    os.replace(aside, target)

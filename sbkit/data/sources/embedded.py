@@ -1,0 +1,181 @@
+"""Audio that lives inside a dataset: its bytes go once into tar shards, which a manifest can point into."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from sbkit.console import atomic_write, progress
+from sbkit.data.audio import AudioError, audio_info
+from sbkit.data.manifest import Column
+from sbkit.data.sources.base import Rows, blank, unique_ids
+
+_SHARD_BYTES = 1 << 30
+_SHARD_ROWS = 50_000
+_TAR_BLOCK = 512
+_MAGIC = {b"RIFF": "wav", b"fLaC": "flac", b"OggS": "ogg", b"ID3": "mp3", b"\xff\xfb": "mp3",
+          b"\xff\xf3": "mp3", b"\xff\xf2": "mp3"}
+
+#: Rows of a dataset from one on, in tables with the columns id, path, bytes, text, speaker, duration, start
+#: and "meta <name>"; all but ``bytes`` (binary) are text.
+Tables = Callable[[int], Iterator[pa.Table]]
+
+
+def store_rows(tables: Tables, folder: Path, name: str, origin: str, *, total: int | None = None,
+               show_progress: bool = True) -> Rows:
+    """Write the audio of a split into ``<folder>/<name>-NNNNNN.tar`` and return rows that point there.
+
+    Each shard stands beside a table of its rows; both are whole or absent, so an interrupted call goes on
+    after the last shard, and a finished split is read from its tables alone. Rows without bytes keep their
+    path.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    finished = folder / f"{name}.json"
+    if not finished.exists():
+        done = _read_tables(folder, name)
+        rows = sum(map(len, done))
+        shards = len(done)
+        with progress(what=f"storing {name}", total=total, unit="row", show=show_progress) as bar:
+            bar.update(rows)
+            shard = _Shard(folder, name, shards)
+            try:
+                for table in tables(rows):
+                    for row in table.to_pylist():
+                        shard.add(row, rows)
+                        rows += 1
+                    bar.update(len(table))
+                    if shard.full:
+                        shard.finish()
+                        shards += 1
+                        shard = _Shard(folder, name, shards)
+                if shard.rows:
+                    shard.finish()
+                    shards += 1
+            finally:
+                shard.discard()
+        tars = [path.name for i in range(shards) if (path := _shard_path(folder, name, i)).exists()]
+        with atomic_write(finished) as file:
+            json.dump({"rows": rows, "shards": shards, "tars": tars}, file)
+    return _rows(_read_tables(folder, name), origin)
+
+
+def is_stored(folder: Path, name: str) -> bool:
+    """Whether a split was stored whole and its shards are still there."""
+    try:
+        tars = json.loads((folder / f"{name}.json").read_text())["tars"]
+    except (OSError, ValueError, KeyError):
+        return False
+    return all((folder / tar).is_file() for tar in tars)
+
+
+def _shard_path(folder: Path, name: str, number: int) -> Path:
+    return folder / f"{name}-{number:06d}.tar"
+
+
+class _Shard:
+    """One tar under way; it appears under its name when it is finished."""
+
+    def __init__(self, folder: Path, name: str, number: int):
+        self.path = _shard_path(folder, name, number)
+        self.file: Any = None
+        self.rows: list[dict[str, Any]] = []
+
+    def add(self, row: dict[str, Any], number: int) -> None:
+        data, path = row.pop("bytes"), row.pop("path") or ""
+        if data:
+            row["wav"], row["duration"] = self._append(data, path, number), _seconds(data)
+        else:
+            row["wav"], row["duration"] = path, _number(row["duration"], float("nan"))
+        row["start"] = _number(row["start"], 0.0)
+        row["name"] = PurePosixPath(path).stem or f"{number:08d}"
+        self.rows.append(row)
+
+    def _append(self, data: bytes, path: str, number: int) -> str:
+        if self.file is None:
+            self.file = tempfile.NamedTemporaryFile(  # noqa: SIM115 (open for as long as the shard is)
+                dir=self.path.parent, prefix=f".{self.path.name}.", delete=False)
+        member = tarfile.TarInfo(f"{number:08d}.{_suffix(data, path)}")
+        member.size = len(data)
+        self.file.write(member.tobuf(tarfile.USTAR_FORMAT))
+        offset = self.file.tell()
+        self.file.write(data)
+        self.file.write(b"\0" * (-len(data) % _TAR_BLOCK))
+        return f"{os.path.abspath(self.path)}?offset={offset}&size={len(data)}"
+
+    @property
+    def full(self) -> bool:
+        return len(self.rows) >= _SHARD_ROWS or (self.file is not None and self.file.tell() >= _SHARD_BYTES)
+
+    def finish(self) -> None:
+        if self.file is not None:
+            self.file.write(b"\0" * 2 * _TAR_BLOCK)
+            self.file.flush()
+            os.fsync(self.file.fileno())
+            self.file.close()
+            os.chmod(self.file.name, 0o644)  # temporary files are for their owner only
+            os.replace(self.file.name, self.path)
+        with atomic_write(self.path.with_suffix(".parquet"), "wb") as file:
+            pq.write_table(pa.Table.from_pylist(self.rows), file)
+
+    def discard(self) -> None:
+        """Remove what was not finished."""
+        if self.file is not None:
+            self.file.close()
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.file.name)
+
+
+def _read_tables(folder: Path, name: str) -> list[pa.Table]:
+    """The tables of finished shards, as far as their numbers go on without a gap."""
+    tables = []
+    while (path := folder / f"{name}-{len(tables):06d}.parquet").exists():
+        tables.append(pq.read_table(path))
+    return tables
+
+
+def _rows(tables: list[pa.Table], origin: str) -> Rows:
+    if not tables:
+        none = blank(0)
+        return Rows(origin, none, none, none, none, np.zeros(0), np.zeros(0))
+    table = pa.concat_tables(tables, promote_options="default")
+
+    def column(name: str) -> Column:
+        return Column(table.column(name).cast(pa.string()).fill_null(""))
+
+    # Without ids of their own, rows are called by their files, which may share a name.
+    ids = column("id") if table.column("id").null_count < len(table) else Column(unique_ids(column("name")))
+    return Rows(
+        origin=origin, ids=ids, wavs=column("wav"), texts=column("text"), speakers=column("speaker"),
+        durations=table.column("duration").to_numpy(), starts=table.column("start").to_numpy(),
+        meta={name[5:]: column(name) for name in table.column_names if name.startswith("meta ")})
+
+
+def _seconds(data: bytes) -> float:
+    try:
+        return audio_info(data)[0]
+    except AudioError:  # preparation meets it again and says why
+        return float("nan")
+
+
+def _number(text: str | None, otherwise: float) -> float:
+    try:
+        return float(text or otherwise)
+    except ValueError:
+        return otherwise
+
+
+def _suffix(data: bytes, path: str) -> str:
+    suffix = PurePosixPath(path).suffix[1:].lower()
+    if suffix.isalnum() and suffix.isascii() and len(suffix) <= 5:
+        return suffix
+    return next((name for magic, name in _MAGIC.items() if data.startswith(magic)), "audio")

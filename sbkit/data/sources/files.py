@@ -1,0 +1,87 @@
+"""Corpora that are one file per split: ``train.csv``, ``dev.csv``, ``test.csv``, or a mapping to files."""
+
+from __future__ import annotations
+
+import os
+from abc import abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow.compute as pc
+
+from sbkit.data.manifest import Column, join, replace_data_root
+from sbkit.data.sources.base import Rows, Source, stamp
+
+
+class FileSource(Source):
+    """``files`` by split name; a subclass knows how to read one."""
+
+    suffixes: tuple[str, ...] = ()
+
+    def __init__(self, files: Mapping[str, Path], columns: Mapping[str, str],
+                 data_root: str | Path | None = None):
+        self.files = {name: Path(path) for name, path in files.items()}
+        self.columns = columns
+        self.data_root = data_root
+        self.where = os.path.commonpath([path.absolute().parent for path in self.files.values()])
+
+    @classmethod
+    def in_folder(cls, folder: Path) -> dict[str, Path]:
+        """The files of this kind in a folder by their names without suffix."""
+        return {path.name[: -len(suffix)]: path for suffix in reversed(cls.suffixes)
+                for path in sorted(folder.glob(f"*{suffix}"))}
+
+    def names(self) -> list[str]:
+        return list(self.files)
+
+    def fingerprint(self) -> Any:
+        return [self.kind, [[name, stamp(path)] for name, path in self.files.items()]]
+
+    def read(self, name: str, show_progress: bool = True) -> Rows:
+        return self.read_file(self.files[name], show_progress)
+
+    @abstractmethod
+    def read_file(self, path: Path, show_progress: bool) -> Rows:
+        """The rows of one file."""
+
+    def locate(self, wavs: Column, file: Path) -> Column:
+        """Absolute paths: ``$data_root`` and relative ones start from ``data_root`` or the file's folder.
+
+        Where the first relative path leads nowhere from there but somewhere from the working folder, as
+        recipes that are started in one place have it, that folder it is.
+        """
+        root = os.path.abspath(file.parent if self.data_root is None else self.data_root)
+        paths = replace_data_root(wavs.arrow, root)
+        relative = pc.invert(pc.or_(pc.starts_with(paths, "/"), pc.match_substring(paths, "://")))
+        if pc.any(relative).as_py():
+            first = os.path.join(root, paths.filter(relative)[0].as_py().split("?")[0])
+            here = os.path.abspath(paths.filter(relative)[0].as_py().split("?")[0])
+            start = os.getcwd() if os.path.exists(here) and not os.path.exists(first) else root
+            paths = pc.if_else(relative, join(start.rstrip("/") + "/", paths), paths)
+        return Column(paths)
+
+
+class Mixed(Source):
+    """Another source for each split, as a mapping ``{train: ..., dev: ..., test: ...}`` names them."""
+
+    kind = "files"
+
+    def __init__(self, parts: Mapping[str, Source]):
+        self.parts = dict(parts)
+        kinds = dict.fromkeys(part.kind for part in self.parts.values())
+        self.kind = " + ".join(kinds)
+        self.where = ", ".join(dict.fromkeys(part.where for part in self.parts.values()))
+
+    def names(self) -> list[str]:
+        return list(self.parts)
+
+    def fingerprint(self) -> Any:
+        return [[name, part.fingerprint()] for name, part in self.parts.items()]
+
+    def intact(self) -> bool:
+        return all(part.intact() for part in self.parts.values())
+
+    def read(self, name: str, show_progress: bool = True) -> Rows:
+        part = self.parts[name]
+        return part.read(part.names()[0], show_progress)

@@ -1,0 +1,260 @@
+"""Hugging Face datasets: the hub, ``save_to_disk`` folders, parquet files; none of it decodes audio."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs, urlsplit
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from sbkit.data.sources.base import ALIASES, META_ALIASES, Rows, Source, no_column, pick, stamp
+from sbkit.data.sources.embedded import is_stored, store_rows
+from sbkit.errors import SbkitError
+
+if TYPE_CHECKING:
+    import datasets
+
+# Rows in memory at once: some 100 MB of long recordings.
+_BATCH = 256
+_PARQUET_SPLIT = re.compile(r"^(?P<name>.*?)(-\d+-of-\d+|[-_.]?\d+)?$")
+_HUB_OPTIONS = ("config", "revision", "streaming")
+
+
+class HuggingFace(Source):
+    """A dataset with an audio column; its bytes are stored in tar shards below ``cache``."""
+
+    def __init__(self, cache: Path, columns: Mapping[str, str]):
+        self.columns = columns
+        self.cache = cache
+
+    @abstractmethod
+    def load(self, name: str) -> datasets.Dataset | datasets.IterableDataset:
+        """A split as `datasets` has it."""
+
+    @property
+    def folder(self) -> Path:
+        """Where this very dataset is stored: another version gets another folder."""
+        facts = json.dumps([self.fingerprint(), dict(self.columns)], sort_keys=True).encode()
+        return self.cache / f"{self._label()}-{hashlib.sha256(facts).hexdigest()[:12]}"
+
+    def _label(self) -> str:
+        return re.sub(r"[^\w.-]+", "-", Path(self.where).name).strip("-") or "dataset"
+
+    def read(self, name: str, show_progress: bool = True) -> Rows:
+        origin = f"{self.where} [{name}]"
+        try:
+            dataset = self.load(name)
+            layout = _Layout(origin, dataset, self.columns)
+            total = len(dataset) if hasattr(dataset, "__len__") else None
+            return store_rows(layout.tables, self.folder, re.sub(r"[^\w.-]+", "-", name), origin, total=total,
+                              show_progress=show_progress)
+        except SbkitError:
+            raise
+        except Exception as error:  # `datasets` raises whatever its many readers and clients raise
+            raise unreadable(origin, error) from error
+
+    def intact(self) -> bool:
+        return self.folder.is_dir() and all(
+            is_stored(self.folder, file.stem) for file in self.folder.glob("*.json"))
+
+
+class Hub(HuggingFace):
+    """``hf://owner/name?config=fr&revision=main&streaming=true``; without options ``owner/name`` is enough.
+
+    With ``streaming=true`` nothing but the shards is written; otherwise `datasets` keeps its own copy too.
+    """
+
+    kind = "Hugging Face hub"
+
+    def __init__(self, address: str, cache: Path, columns: Mapping[str, str]):
+        super().__init__(cache, columns)
+        parts = urlsplit(address if "://" in address else f"hf://{address}")
+        self.id = f"{parts.netloc}{parts.path}".strip("/")
+        options = {name: values[-1] for name, values in parse_qs(parts.query).items()}
+        for name in options:
+            if name not in _HUB_OPTIONS:
+                raise SbkitError(f"{address}: there is no option {name!r}",
+                                 hint=f"options are {', '.join(_HUB_OPTIONS)}")
+        if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.id):
+            raise SbkitError(f"{address} is no name of a dataset", hint="write hf://owner/name?config=fr")
+        self.config, self.revision = options.get("config"), options.get("revision")
+        self.streaming = options.get("streaming", "false").lower() in ("true", "1", "yes")
+        self.where = f"hf://{self.id}" + (f"?config={self.config}" if self.config else "")
+
+    def _label(self) -> str:
+        return re.sub(r"[^\w.-]+", "-", f"{self.id}-{self.config or 'default'}")
+
+    def fingerprint(self) -> Any:
+        return [self.kind, self.id, self.config, self.revision]
+
+    def names(self) -> list[str]:
+        import datasets
+
+        try:
+            return list(datasets.get_dataset_split_names(self.id, self.config, revision=self.revision))
+        except Exception as error:  # see `read`
+            raise unreadable(self.where, error) from error
+
+    def load(self, name: str) -> datasets.Dataset | datasets.IterableDataset:
+        import datasets
+
+        return datasets.load_dataset(self.id, self.config, split=name, revision=self.revision,
+                                     streaming=self.streaming)
+
+
+class SavedToDisk(HuggingFace):
+    """A folder that ``save_to_disk`` wrote: one dataset (its split counts as train) or one per split."""
+
+    kind = "Hugging Face dataset"
+
+    def __init__(self, path: Path, cache: Path, columns: Mapping[str, str]):
+        super().__init__(cache, columns)
+        self.path = path
+        self.where = str(path)
+
+    @staticmethod
+    def matches(path: Path) -> bool:
+        return (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
+
+    def fingerprint(self) -> Any:
+        files = (*self.path.rglob("*.arrow"), *self.path.rglob("*.json"))
+        return [self.kind, [stamp(file) for file in sorted(files)]]
+
+    def names(self) -> list[str]:
+        if not (self.path / "dataset_dict.json").is_file():
+            return ["train"]
+        try:
+            return list(json.loads((self.path / "dataset_dict.json").read_text(encoding="utf-8"))["splits"])
+        except (OSError, ValueError, KeyError) as error:
+            raise unreadable(str(self.path / "dataset_dict.json"), error) from error
+
+    def load(self, name: str) -> datasets.Dataset:
+        import datasets
+
+        single = not (self.path / "dataset_dict.json").is_file()
+        return datasets.load_from_disk(str(self.path if single else self.path / name))
+
+
+class Parquet(HuggingFace):
+    """Parquet files, named by split as on the hub (``train-00000-of-00004.parquet``)."""
+
+    kind = "parquet"
+
+    def __init__(self, files: Mapping[str, list[Path]], where: Path, cache: Path, columns: Mapping[str, str]):
+        super().__init__(cache, columns)
+        self.files = files
+        self.where = str(where)
+
+    @staticmethod
+    def in_folder(folder: Path) -> dict[str, list[Path]]:
+        """The parquet files in a folder or in one below it, by split."""
+        found: dict[str, list[Path]] = {}
+        paths = sorted(folder.glob("*.parquet")) or sorted(folder.glob("*/*.parquet"))
+        places = sorted({path.parent for path in paths})
+        if len(places) > 1:
+            raise SbkitError(f"{folder} has parquet files in several folders",
+                             hint=f"choose one of {', '.join(map(str, places))}")
+        for path in paths:
+            found.setdefault(_PARQUET_SPLIT.match(path.stem)["name"] or "train", []).append(path)
+        return found
+
+    def names(self) -> list[str]:
+        return list(self.files)
+
+    def fingerprint(self) -> Any:
+        return [self.kind, [stamp(path) for paths in self.files.values() for path in paths]]
+
+    def load(self, name: str) -> datasets.IterableDataset:
+        import datasets
+
+        # Streaming reads the files as they are; otherwise `datasets` would copy them into its cache first.
+        files = list(map(str, self.files[name]))
+        return datasets.load_dataset("parquet", data_files={name: files}, split=name, streaming=True)
+
+
+class _Layout:
+    """Which column of a dataset is what, and its rows in tables of our columns."""
+
+    def __init__(self, origin: str, dataset: Any, columns: Mapping[str, str]):
+        import datasets
+
+        features = dataset.features or {}
+        for name, feature in features.items():
+            if isinstance(feature, datasets.Audio):
+                dataset = dataset.cast_column(name, datasets.Audio(decode=False))
+        schema = dataset.features.arrow_schema if features else self._first(dataset).schema
+        self.roles = {role: pick(role, schema.names, columns) for role in ALIASES}
+        audio = [field.name for field in schema if pa.types.is_struct(field.type)
+                 and {"bytes", "path"} <= {child.name for child in field.type.fields}]
+        if "audio" not in columns and audio and self.roles["audio"] not in audio:
+            self.roles["audio"] = audio[0]
+        for role in ("audio", "text"):
+            if self.roles[role] is None:
+                raise no_column(origin, role, schema.names, columns)
+        self.meta = {ours: next((name for name in theirs if name in schema.names), None)
+                     for ours, theirs in META_ALIASES.items()}
+        self.labels = {name: feature.names for name, feature in features.items()
+                       if isinstance(feature, datasets.ClassLabel)}
+        wanted = {*filter(None, self.roles.values()), *filter(None, self.meta.values())}
+        self.dataset = dataset.select_columns([name for name in schema.names if name in wanted])
+
+    @staticmethod
+    def _first(dataset: Any) -> pa.Table:
+        return next(iter(dataset.with_format("arrow").iter(batch_size=1)), pa.table({}))
+
+    def tables(self, skip: int) -> Iterator[pa.Table]:
+        dataset = self.dataset.skip(skip) if skip else self.dataset
+        for table in dataset.with_format("arrow").iter(batch_size=_BATCH):
+            yield self._ours(table)
+
+    def _ours(self, table: pa.Table) -> pa.Table:
+        n = len(table)
+        audio = table.column(self.roles["audio"]).combine_chunks()
+        if pa.types.is_struct(audio.type):
+            data, path = pc.struct_field(audio, "bytes"), pc.struct_field(audio, "path")
+        else:
+            data, path = pa.nulls(n, pa.binary()), audio
+        columns = {"bytes": data, "path": self._absolute(path.cast(pa.string()), data)}
+        for role in ("id", "text", "speaker", "duration", "start"):
+            columns[role] = self._text(table, self.roles[role])
+        for ours, theirs in self.meta.items():
+            if theirs is not None:
+                columns[f"meta {ours}"] = self._text(table, theirs)
+        return pa.table(columns)
+
+    @staticmethod
+    def _absolute(path: pa.Array, data: pa.Array) -> pa.Array:
+        embedded = data.is_valid().to_pylist()
+        return pa.array([p if p is None or inside or "://" in p else os.path.abspath(p)
+                         for p, inside in zip(path.to_pylist(), embedded, strict=True)], pa.string())
+
+    def _text(self, table: pa.Table, name: str | None) -> pa.Array:
+        if name is None:
+            return pa.nulls(len(table), pa.string())
+        column = table.column(name).combine_chunks()
+        if name in self.labels:
+            values = [_label(self.labels[name], i) for i in column.to_pylist()]
+        elif pa.types.is_nested(column.type):
+            values = [None if value is None else str(value) for value in column.to_pylist()]
+        else:
+            return column.cast(pa.string())
+        return pa.array(values, pa.string())
+
+
+def _label(names: list[str], i: int | None) -> str | None:
+    return None if i is None or not 0 <= i < len(names) else names[i]
+
+
+def unreadable(where: str, error: Exception) -> SbkitError:
+    """`datasets`' many errors as one."""
+    reason = str(error).strip().split("\n")[0] or type(error).__name__
+    return SbkitError(f"{where} cannot be read: {reason}",
+                      hint="check the name, the config, the network and (for gated datasets) `hf auth login`")

@@ -1,0 +1,147 @@
+"""JSON lines as NeMo and ESPnet write them, and SpeechBrain's JSON: one object per utterance."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sbkit.console import progress
+from sbkit.data.manifest import Column
+from sbkit.data.sources.base import ALIASES, META_ALIASES, Rows, no_column, unique_ids
+from sbkit.data.sources.files import FileSource
+from sbkit.errors import SbkitError
+
+_WORTH_A_BAR = 50e6  # bytes
+
+
+class JsonLines(FileSource):
+    """Objects with a path and a text (``audio_filepath`` and ``text`` for NeMo; see ``ALIASES`` for others).
+
+    ``duration`` and ``offset`` in seconds; a duration that isn't there is measured. A file may also be one
+    object of objects by id, as SpeechBrain has it, or one array.
+    """
+
+    kind = "JSON lines"
+    suffixes = (".jsonl", ".json", ".ndjson")
+
+    def read_file(self, path: Path, show_progress: bool) -> Rows:
+        names = {role: (self.columns[role],) if role in self.columns else ALIASES[role] for role in ALIASES}
+        utterances: list[_Utterance] = []
+        malformed: list[tuple[str, str]] = []
+        keys: dict[str, None] = {}  # seen so far, to name them where a role has none
+        found = {"audio": False, "text": False}
+        for line, item in progress(_objects(path), what=f"reading {path.name}", unit="row",
+                                   show=show_progress and path.stat().st_size > _WORTH_A_BAR):
+            try:
+                if not isinstance(item, dict):
+                    raise ValueError(item if isinstance(item, str) else "no JSON object")
+                values = {role: _first(item, names[role]) for role in names}
+                keys.update(dict.fromkeys(item))
+                for role in found:
+                    found[role] |= values[role] is not None
+                utterances.append(_utterance(values, item))
+            except (TypeError, ValueError) as error:
+                malformed.append((f"{path.name} line {line}", str(error)))
+        for role, there in found.items():
+            if keys and not there:
+                raise no_column(path, role, keys, self.columns)
+        ids = [utterance.id for utterance in utterances]
+        if utterances and not any(item is not None for item in ids):
+            ids = unique_ids(map(_derived_id, utterances))
+        else:
+            ids = [_derived_id(u) if id_ is None else id_ for id_, u in zip(ids, utterances, strict=True)]
+        meta = {name: Column([u.meta[name] for u in utterances]) for name in META_ALIASES
+                if any(u.meta[name] for u in utterances)}
+        return Rows(
+            origin=str(path), ids=Column(ids), wavs=self.locate(Column([u.audio for u in utterances]), path),
+            texts=Column([u.text for u in utterances]), speakers=Column([u.speaker for u in utterances]),
+            durations=np.array([u.duration for u in utterances], float),
+            starts=np.array([u.start for u in utterances], float), meta=meta, malformed=malformed)
+
+
+class _Utterance(NamedTuple):
+    id: str | None
+    audio: str
+    text: str
+    speaker: str
+    duration: float
+    start: float
+    meta: dict[str, str]
+
+
+def _utterance(values: dict[str, Any], item: dict[str, Any]) -> _Utterance:
+    if values["audio"] is None:
+        raise ValueError("no audio path")
+    start = float(values["start"] or 0.0)
+    duration = float(values["duration"] or "nan")
+    if not 0 <= start < float("inf") or duration < 0:
+        raise ValueError(f"start {start}, duration {duration}")
+    return _Utterance(
+        None if values["id"] is None else _text(values["id"]), _text(values["audio"]), _text(values["text"]),
+        _text(values["speaker"]), duration, start,
+        {name: _text(_first(item, theirs)) for name, theirs in META_ALIASES.items()})
+
+
+def _derived_id(utterance: _Utterance) -> str:
+    return PurePosixPath(utterance.audio).stem + (f"-{utterance.start:.2f}" if utterance.start else "")
+
+
+def _objects(path: Path) -> Iterator[tuple[int, Any]]:
+    """(line, object) of each utterance; a text in place of the object says why there is none."""
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            first = next((line for line in file if line.strip()), "")
+            file.seek(0)
+            if not _is_row(first):
+                yield from enumerate(_whole(path, file.read()), 1)
+                return
+            for number, line in enumerate(file, 1):
+                line = line.lstrip("\ufeff").strip()
+                if line:
+                    try:
+                        yield number, json.loads(line)
+                    except ValueError as error:
+                        yield number, f"no JSON ({error})"
+    except UnicodeDecodeError as error:
+        raise SbkitError(f"{path}: not UTF-8 ({error.reason} at byte {error.start})",
+                         hint="save it as UTF-8") from None
+    except OSError as error:
+        raise SbkitError(f"{path}: cannot be read ({error.strerror or error})") from None
+
+
+def _is_row(line: str) -> bool:
+    """Whether a line is an utterance of its own, and not (the beginning of) an object of objects."""
+    try:
+        item = json.loads(line)
+    except ValueError:
+        return False
+    return isinstance(item, dict) and not all(isinstance(value, dict) for value in item.values())
+
+
+def _whole(path: Path, text: str) -> list[Any]:
+    """SpeechBrain's object of objects, or an array."""
+    if not text.strip():
+        return []
+    try:
+        data = json.loads(text.lstrip("\ufeff"))
+    except ValueError as error:
+        raise SbkitError(f"{path}: neither JSON lines nor one JSON text ({error})") from None
+    if isinstance(data, dict):
+        return [{"ID": id_, **item} if isinstance(item, dict) else item for id_, item in data.items()]
+    return data if isinstance(data, list) else [data]
+
+
+def _first(item: dict[str, Any], names: Any) -> Any:
+    return next((item[name] for name in names if item.get(name) is not None), None)
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    text = str(value)
+    # JSON can hold halves of surrogate pairs, which no file or Arrow column can.
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")

@@ -1,0 +1,66 @@
+"""SpeechBrain's CSVs (``ID,duration,wav,spk_id,wrd``) and sbkit's own manifests, which are such CSVs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow.compute as pc
+
+from sbkit.data.delimited import Delimited, read_delimited
+from sbkit.data.manifest import Column, to_seconds
+from sbkit.data.sources.base import Rows, blank, no_column, pick, unique_ids
+from sbkit.data.sources.files import FileSource
+
+# Recipes that give segments in samples have start and stop; a rate below this is none.
+_LOWEST_RATE = 1000
+
+
+class SpeechBrainCsv(FileSource):
+    """CSV files. Only a path and a text are needed; a duration that isn't there is measured.
+
+    Other columns are kept as metadata. ``start`` is in seconds; together with ``stop`` it may be in samples.
+    """
+
+    kind = "SpeechBrain CSV"
+    suffixes = (".csv",)
+
+    def read_file(self, path: Path, show_progress: bool) -> Rows:
+        csv = read_delimited(path)
+        roles = {role: pick(role, csv.columns, self.columns)
+                 for role in ("id", "audio", "text", "speaker", "duration", "start")}
+        for role in ("audio", "text"):
+            if roles[role] is None:
+                raise no_column(path, role, csv.columns, self.columns)
+        column = {role: csv.columns[name] for role, name in roles.items() if name is not None}
+        wavs = Column(column["audio"])
+        durations = np.full(len(csv), np.nan)
+        if "duration" in column:
+            durations = to_seconds(path, roles["duration"], column["duration"], unknown=np.nan)
+        starts = np.zeros(len(csv))
+        if "start" in column:
+            starts = _starts(path, csv, roles["start"], durations)
+        used = {*roles.values(), "stop"}
+        return Rows(
+            origin=str(path),
+            ids=Column(column["id"]) if "id" in column else Column(unique_ids(_stems(wavs))),
+            wavs=self.locate(wavs, path), texts=Column(column["text"]),
+            speakers=Column(column["speaker"]) if "speaker" in column else blank(len(csv)),
+            durations=durations, starts=starts,
+            meta={name: Column(values) for name, values in csv.columns.items() if name not in used},
+            malformed=[(f"{path.name} line {line}", what) for line, what in csv.malformed])
+
+
+def _starts(path: Path, csv: Delimited, name: str, durations: np.ndarray) -> np.ndarray:
+    starts = to_seconds(path, name, csv.columns[name], unknown=0.0)
+    if "stop" in csv.columns:
+        stops = to_seconds(path, "stop", csv.columns["stop"], unknown=np.nan)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            rate = np.nanmedian((stops - starts) / durations) if len(csv) else 1.0
+        if rate > _LOWEST_RATE:
+            starts = starts / round(float(rate))
+    return starts
+
+
+def _stems(wavs: Column) -> Column:
+    return Column(pc.replace_substring_regex(wavs.arrow, r"^.*/|\.[A-Za-z0-9]+$", ""))
