@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+
+logger = logging.getLogger(__name__)
+
+MOST_TOKENS = 1023
+"""Labels of the longest utterance that sbkit's kernels take: 2 x 1023 + 1 states fit into a block of 2048."""
 
 
 class CTCLoss(NamedTuple):
@@ -58,22 +67,113 @@ def ctc_loss(
     (``feasible``), left out of the sum, and given no gradient. An infinite loss of a feasible utterance is a
     broken model and stays visible.
 
+    On CUDA the recursions are sbkit's own kernels, which read the lengths where they are: no host sync.
+    torch's kernels take over where those can't run (no Triton, fp64, more than 1023 labels), and they wait
+    for the device several times.
+
     Arguments
     ---------
     log_probs: [B, T, V] logits, or log-probabilities with ``from_logits=False``; any float type. The loss is
         computed in fp32 (fp64 when given fp64)
-    targets: [B, U] int64 labels, padded with anything inside [0, V)
+    targets: [B, U] int64 labels; what lies beyond the lengths is never looked at
     input_lengths, target_lengths: [B] int64, frames and labels
-    host_lengths: the same two lengths on the CPU; given, nothing waits for the device to read them back
+    host_lengths: the same two lengths on the CPU; given, a length that can't be is an error at once, and
+        torch's kernels needn't read them back. Without, its loss on a device is nan
     """
-    with torch.autocast(log_probs.device.type, enabled=False):
-        log_probs = log_probs if log_probs.dtype == torch.float64 else log_probs.float()
-        if from_logits:
-            log_probs = log_probs.log_softmax(-1)
-        frames, labels = host_lengths if host_lengths is not None else (input_lengths, target_lengths)
-        # zero_infinity touches the gradient alone here: the losses come back as they are, infinite ones too.
-        losses, _ = torch._ctc_loss(
-            log_probs.transpose(0, 1), targets, frames.tolist(), labels.tolist(), blank, zero_infinity=True
-        )
-        feasible = ctc_frames_needed(targets, target_lengths) <= input_lengths
+    width, depth = log_probs.shape[1], targets.shape[1]
+    if host_lengths is None and input_lengths.device.type == target_lengths.device.type == "cpu":
+        host_lengths = input_lengths, target_lengths
+    if host_lengths is not None:
+        _check_lengths("input_lengths", host_lengths[0], width)
+        _check_lengths("target_lengths", host_lengths[1], depth)
+    device = log_probs.device
+    frames = input_lengths.to(device, non_blocking=True)
+    labels = target_lengths.to(device, non_blocking=True)
+    if depth == 0:
+        targets = torch.full((len(targets), 1), blank, dtype=torch.long, device=device)
+    inside = torch.arange(targets.shape[1], device=device) < labels.unsqueeze(1)
+    targets = torch.where(inside, targets, blank)
+    with torch.autocast(device.type, enabled=False):
+        dtype = torch.float64 if log_probs.dtype == torch.float64 else torch.float32
+        log_probs = log_probs.log_softmax(-1, dtype=dtype) if from_logits else log_probs.to(dtype)
+        if _use_kernels(log_probs, targets):
+            losses = _by_kernels(log_probs, targets, frames, labels, blank)
+        else:
+            on_host = host_lengths if host_lengths is not None else (input_lengths, target_lengths)
+            losses = _by_torch(log_probs, targets, *on_host, blank)
+        feasible = ctc_frames_needed(targets, labels) <= frames
         return CTCLoss(torch.where(feasible, losses, torch.zeros_like(losses)), feasible)
+
+
+def _check_lengths(name: str, lengths: torch.Tensor, most: int) -> None:
+    if lengths.is_floating_point():
+        raise ValueError(f"{name} must be integers, counts of frames or labels, got {lengths.dtype}")
+    values = lengths.numpy()
+    if len(values) and (values.min() < 0 or values.max() > most):
+        raise ValueError(f"{name} must lie in 0 .. {most}, got {values.min()} .. {values.max()}")
+
+
+def _by_torch(
+    log_probs: torch.Tensor, targets: torch.Tensor, input_lengths: torch.Tensor,
+    target_lengths: torch.Tensor, blank: int,
+) -> torch.Tensor:
+    # Called below torch.nn.functional, zero_infinity touches the gradient alone: an infinite loss stays so.
+    losses, _ = torch._ctc_loss(
+        log_probs.transpose(0, 1), targets, input_lengths.tolist(), target_lengths.tolist(), blank,
+        zero_infinity=True,
+    )
+    return losses
+
+
+def _by_kernels(
+    log_probs: torch.Tensor, targets: torch.Tensor, input_lengths: torch.Tensor,
+    target_lengths: torch.Tensor, blank: int,
+) -> torch.Tensor:
+    from sbkit.nn.ctc_kernels import Sequences
+
+    width = log_probs.shape[1]
+    columns = torch.cat([torch.full_like(targets[:, :1], blank), targets], 1)
+    emit = log_probs.gather(2, columns.unsqueeze(1).expand(-1, width, -1))
+    wrong = (input_lengths > width) | (target_lengths > targets.shape[1])
+    losses = Sequences.apply(emit, targets, input_lengths.clamp(max=width),
+                             target_lengths.clamp(max=targets.shape[1]))
+    return torch.where(wrong, torch.full_like(losses, math.nan), losses)
+
+
+def _use_kernels(log_probs: torch.Tensor, targets: torch.Tensor) -> bool:
+    return (
+        log_probs.device.type == "cuda" and log_probs.dtype == torch.float32
+        and targets.shape[1] <= MOST_TOKENS and _kernels_work(log_probs.device)
+    )
+
+
+@functools.cache
+def _kernels_work(device: torch.device) -> bool:
+    """Once per device: do the kernels compile there and give what torch gives on the CPU?"""
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode(0)  # this one comparison may wait
+    try:
+        with torch.enable_grad():
+            expected, found = (_rehearse(by, on) for by, on in ((_by_torch, "cpu"), (_by_kernels, device)))
+        if all(torch.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in zip(expected, found, strict=True)):
+            return True
+        reason = "they give other values than torch's"
+    except Exception as error:  # no Triton, no compiler, an unknown card: torch's kernels do it, more slowly
+        reason = f"{type(error).__name__}: {error}"
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+    logger.warning("sbkit's CTC kernels can't be used on %s, torch's are (they make the host wait): %s",
+                   device, reason)
+    return False
+
+
+def _rehearse(
+    by: Callable[..., torch.Tensor], device: torch.device | str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Losses and gradient of a small example, on the CPU."""
+    logits = torch.linspace(-3, 3, 4 * 40 * 11).sin_().mul_(4).reshape(4, 40, 11).to(device).requires_grad_()
+    targets = (torch.arange(4 * 17).reshape(4, 17) % 7 // 2 + 1).to(device)
+    frames, labels = torch.tensor([40, 31, 3, 1]).to(device), torch.tensor([17, 9, 2, 0]).to(device)
+    losses = by(logits.log_softmax(-1), targets, frames, labels, 0)
+    losses.sum().backward()
+    return losses.detach().cpu(), logits.grad.cpu()

@@ -1,0 +1,202 @@
+"""CTC against torch's own loss in float64, and what happens to utterances that are too short for it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import subprocess
+import sys
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sbkit.nn import ctc
+from sbkit.nn.ctc import ctc_frames_needed, ctc_loss
+
+
+def reference(logits, targets, frames, labels, blank=0):
+    """Per utterance, infinite where there is no path."""
+    log_probs = logits.double().log_softmax(-1).transpose(0, 1)
+    return torch.nn.functional.ctc_loss(log_probs, targets, frames, labels, blank=blank, reduction="none")
+
+
+def random_case(seed: int, batch: int = 6, frames: int = 14, vocabulary: int = 5, labels: int = 7):
+    """Lengths from 0 on, few symbols (so that neighbours repeat): some utterances are infeasible."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(batch, frames, vocabulary, generator=generator, dtype=torch.float64)
+    targets = torch.randint(1, vocabulary, (batch, labels), generator=generator)
+    return (logits, targets, torch.randint(1, frames + 1, (batch,), generator=generator),
+            torch.randint(0, labels + 1, (batch,), generator=generator))
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**6), vocabulary=st.integers(2, 6))
+def test_loss_and_gradient_equal_torchs_in_double_precision(seed, vocabulary):
+    logits, targets, frames, labels = random_case(seed, vocabulary=vocabulary)
+    mine, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    found = ctc_loss(mine, targets, frames, labels)
+    expected = reference(theirs, targets, frames, labels)
+    possible = expected.isfinite()
+    assert torch.equal(found.feasible, possible)
+    torch.testing.assert_close(found.losses[possible], expected[possible], rtol=1e-10, atol=1e-10)
+    found.total.backward()
+    torch.nn.functional.ctc_loss(
+        theirs.log_softmax(-1).transpose(0, 1), targets, frames, labels, reduction="sum", zero_infinity=True
+    ).backward()
+    torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-8, atol=1e-10)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.integers(1, 3), max_size=6), min_size=1, max_size=4))
+def test_frames_needed_is_the_shortest_length_with_a_path(rows):
+    width = max(1, max(map(len, rows)))
+    # The padding looks like repeats.
+    targets = torch.tensor([row + [1] * (width - len(row)) for row in rows])
+    labels = torch.tensor([len(row) for row in rows])
+    needed = ctc_frames_needed(targets, labels)
+    for row, frames in zip(rows, needed.tolist(), strict=True):
+        assert frames == len(row) + sum(a == b for a, b in itertools.pairwise(row))
+    for extra, possible in ((0, True), (-1, False)):
+        lengths = (needed + extra).clamp(min=0)
+        logits = torch.zeros(len(rows), max(1, int(lengths.max())), 4)
+        found = ctc_loss(logits, targets, lengths, labels)
+        assert found.feasible.tolist() == [possible or n == 0 for n in needed.tolist()]
+
+
+def test_a_too_short_utterance_is_found_left_out_and_gets_no_gradient():
+    logits = torch.randn(2, 4, 6, requires_grad=True)
+    targets = torch.tensor([[1, 2, 0], [3, 3, 4]])  # the second needs 4 frames and has 3
+    found = ctc_loss(logits, targets, torch.tensor([4, 3]), torch.tensor([2, 3]))
+    assert found.feasible.tolist() == [True, False]
+    assert found.count.item() == 1
+    assert found.losses[1].item() == 0 and found.losses[0].item() > 0
+    found.total.backward()
+    assert logits.grad[0].abs().sum() > 0
+    assert torch.equal(logits.grad[1], torch.zeros(4, 6))
+
+
+def test_an_infinite_loss_of_a_feasible_utterance_stays_visible():
+    logits = torch.zeros(1, 4, 3)
+    logits[..., 2] = -math.inf  # the model rules out a label that the text has
+    found = ctc_loss(logits, torch.tensor([[2]]), torch.tensor([4]), torch.tensor([1]))
+    assert found.feasible.item() and found.losses.item() == math.inf
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_the_loss_is_fp32_whatever_the_model_computes_in(dtype):
+    logits, targets, frames, labels = random_case(3)
+    logits = logits.to(dtype)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = ctc_loss(logits, targets, frames, labels)
+    assert found.losses.dtype == torch.float32
+    expected = reference(logits, targets, frames, labels)[found.feasible].float()
+    torch.testing.assert_close(found.losses[found.feasible], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_log_probabilities_and_another_blank():
+    logits, targets, frames, labels = random_case(5)
+    blank = 4
+    targets = targets - 1
+    found = ctc_loss(logits.log_softmax(-1), targets, frames, labels, blank=blank, from_logits=False)
+    expected = reference(logits, targets, frames, labels, blank=blank)
+    torch.testing.assert_close(found.losses[found.feasible], expected[found.feasible])
+
+
+def test_padding_is_never_looked_at():
+    logits, targets, frames, labels = random_case(7)
+    padded = targets.masked_fill(torch.arange(targets.shape[1]) >= labels[:, None], -100)
+    assert torch.equal(ctc_loss(logits, padded, frames, labels).losses,
+                       ctc_loss(logits, targets, frames, labels).losses)
+
+
+def test_a_batch_without_any_label():
+    logits = torch.randn(2, 3, 4)
+    found = ctc_loss(logits, torch.zeros(2, 0, dtype=torch.long), torch.tensor([3, 2]), torch.tensor([0, 0]))
+    expected = -torch.stack([logits.log_softmax(-1)[0, :3, 0].sum(), logits.log_softmax(-1)[1, :2, 0].sum()])
+    torch.testing.assert_close(found.losses, expected)
+
+
+@pytest.mark.parametrize(
+    ("frames", "labels", "named"),
+    [([5], [1], "input_lengths"), ([4], [3], "target_lengths"), ([-1], [1], "input_lengths"),
+     ([0.5], [1], "integers")],
+)
+def test_lengths_that_cannot_be_are_refused(frames, labels, named):
+    with pytest.raises(ValueError, match=named):
+        ctc_loss(torch.zeros(1, 4, 3), torch.tensor([[1, 2]]), torch.tensor(frames), torch.tensor(labels))
+
+
+def test_the_gpu_kernels_compute_the_same():
+    """Triton's interpreter must be chosen before Triton is first imported, hence another process."""
+    pytest.importorskip("triton")
+    found = subprocess.run(
+        [sys.executable, __file__], capture_output=True, text=True, timeout=300,
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
+def interpret() -> None:
+    """What that process does: the kernels on the CPU against torch, and the rehearsal a GPU begins with."""
+    import numpy
+    from triton.runtime import interpreter
+
+    numpy.seterr(divide="ignore", invalid="ignore")  # log(0), which a GPU computes quietly
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor, scope):
+        patch(tensor, scope)  # its own __index__ fails with numpy 2.4, to which one element is no number
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patched
+    from sbkit.nn.ctc_kernels import Sequences
+
+    for seed, labels, frames in ((0, 7, 14), (1, 1, 9), (2, 0, 5), (3, 20, 45), (4, 3, 1), (5, 5, 2)):
+        logits, *rest = random_case(seed, labels=labels, frames=frames)
+        mine, theirs = logits.float().requires_grad_(), logits.clone().requires_grad_()
+        with mock.patch.object(ctc, "_use_kernels", lambda *_: True):
+            found = ctc_loss(mine, *rest)
+        expected = reference(theirs, *rest)
+        assert torch.equal(found.feasible, expected.isfinite())
+        expected = expected.masked_fill(~found.feasible, 0).float()
+        torch.testing.assert_close(found.losses, expected, rtol=1e-5, atol=1e-5)
+        weights = torch.rand(len(logits))
+        (found.losses * weights).sum().backward()
+        losses = torch.nn.functional.ctc_loss(theirs.log_softmax(-1).transpose(0, 1), *rest, reduction="none",
+                                              zero_infinity=True)
+        (losses * weights).sum().backward()
+        torch.testing.assert_close(mine.grad, theirs.grad.float(), rtol=1e-4, atol=1e-5)
+
+    wrong = ctc._by_kernels(torch.zeros(2, 3, 4).log_softmax(-1), torch.tensor([[1, 2], [1, 2]]),
+                            torch.tensor([4, 3]), torch.tensor([2, 2]), 0)
+    assert wrong.isnan().tolist() == [True, False], "a length beyond the tensor must not go unnoticed"
+
+    quiet = {"set_sync_debug_mode": lambda mode: None, "get_sync_debug_mode": lambda: 0}
+    with mock.patch.multiple(torch.cuda, **quiet):
+        assert ctc._kernels_work.__wrapped__(torch.device("cpu"))
+        with mock.patch.object(Sequences, "apply", lambda emit, *_: emit.sum((1, 2))):
+            assert not ctc._kernels_work.__wrapped__(torch.device("cpu")), "wrong kernels must not be used"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_no_host_sync_on_a_gpu():
+    logits, targets, frames, labels = random_case(1, batch=16, frames=200, vocabulary=50, labels=40)
+    logits = logits.float().cuda().requires_grad_()
+    on_device = [t.cuda() for t in (targets, frames, labels)]
+    ctc_loss(logits, *on_device).total.backward()  # compiles, and compares itself with torch's
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = ctc_loss(logits, *on_device)
+        found.total.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    expected = reference(logits.cpu(), targets, frames, labels)[found.feasible.cpu()].float()
+    torch.testing.assert_close(found.losses[found.feasible].cpu(), expected, rtol=1e-4, atol=1e-4)
+
+
+if __name__ == "__main__":
+    interpret()
