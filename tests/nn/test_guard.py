@@ -1,0 +1,184 @@
+"""The guard: nothing outside a table gets through, everything inside does, and the message says where."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sbkit.errors import SbkitError
+from sbkit.nn import guard
+from sbkit.nn.guard import GuardLog, guard_indices
+
+BLANK = 0
+
+
+def on_device(indices, size, **kwargs):
+    """The device's way, run on the CPU; returns (indices, log)."""
+    log = GuardLog()
+    lengths, forbidden, ids = kwargs.get("lengths"), tuple(kwargs.get("forbidden", ())), kwargs.get("ids")
+    safe = next((i for i in range(size) if i not in forbidden), 0)
+    return guard._guard_on_device(indices, size, "tokens", ids, lengths, forbidden, safe, log), log
+
+
+@st.composite
+def tables(draw):
+    """(indices [B, U], lengths [B], size): mostly good indices with the edges sprinkled in."""
+    size = draw(st.integers(2, 9))
+    rows, width = draw(st.integers(1, 4)), draw(st.integers(1, 5))
+    edges = st.sampled_from([size - 1, size, -1, BLANK, -(2**62), 2**62])
+    value = st.one_of(st.integers(1, size - 1), st.integers(1, size - 1), edges)
+    indices = draw(st.lists(st.lists(value, min_size=width, max_size=width), min_size=rows, max_size=rows))
+    lengths = draw(st.lists(st.integers(0, width), min_size=rows, max_size=rows))
+    return torch.tensor(indices), torch.tensor(lengths), size
+
+
+@settings(max_examples=200, deadline=None)
+@given(tables(), st.booleans(), st.booleans())
+def test_host_and_device_agree_with_a_plain_loop(case, with_lengths, with_blank):
+    indices, lengths, size = case
+    ids = [f"clip-{row}" for row in range(len(indices))]
+    forbidden = (BLANK,) if with_blank else ()
+    kwargs = {"lengths": lengths if with_lengths else None, "forbidden": forbidden, "ids": ids}
+    first = next(((row, column, value) for row, values in enumerate(indices.tolist())
+                  for column, value in enumerate(values)
+                  if (not with_lengths or column < lengths[row])
+                  and (not 0 <= value < size or value in forbidden)), None)
+
+    given_back, log = on_device(indices, size, **kwargs)
+    assert ((given_back >= 0) & (given_back < size)).all(), "an index outside its table got through"
+    good = (indices >= 0) & (indices < size)
+    if first is None:
+        host = guard_indices(indices, size, name="tokens", **kwargs)
+        assert torch.equal(host, given_back)
+        assert torch.equal(host[good], indices[good])
+        log.poll(wait=True)
+        return
+    row, column, value = first
+    for check in (lambda: guard_indices(indices, size, name="tokens", **kwargs), lambda: log.poll(True)):
+        with pytest.raises(SbkitError) as caught:
+            check()
+        for part in ("tokens", f"utterance clip-{row},", f"position {column}:", f"index {value} "):
+            assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(("value", "fine"), [(6, True), (7, False), (-1, False), (BLANK, False), (1, True)])
+def test_the_edges_of_a_table(value, fine):
+    labels = torch.tensor([[3, value]])
+    _, log = on_device(labels, 7, forbidden=(BLANK,))
+    for check in (lambda: guard_indices(labels, 7, name="x", forbidden=(BLANK,)), lambda: log.poll(True)):
+        if fine:
+            check()
+        else:
+            with pytest.raises(SbkitError):
+                check()
+
+
+def test_the_message_is_for_people():
+    with pytest.raises(SbkitError) as caught:
+        guard_indices(torch.tensor([[1, 2], [1, 1000]]), 1000, name="CTC labels", ids=["a", "fr_17"])
+    assert str(caught.value).startswith(
+        "CTC labels: utterance fr_17, position 1: index 1000 is outside the table of 1000 (0 to 999)")
+    assert isinstance(pickle.loads(pickle.dumps(caught.value)), SbkitError)  # a loader's worker sends it
+    with pytest.raises(SbkitError, match="reserved"):
+        guard_indices(torch.tensor([[0]]), 5, name="CTC labels", forbidden=(0,))
+
+
+def test_padding_is_made_safe_and_not_complained_about():
+    labels = torch.tensor([[4, -100], [2, 3]])
+    lengths = torch.tensor([1, 2])
+    expected = torch.tensor([[4, 1], [2, 3]])
+    assert torch.equal(guard_indices(labels, 5, name="labels", lengths=lengths, forbidden=(0,)), expected)
+    given_back, log = on_device(labels, 5, lengths=lengths, forbidden=(0,))
+    assert torch.equal(given_back, expected)
+    log.poll(wait=True)
+
+
+def test_good_indices_come_back_as_they_are():
+    labels = torch.tensor([[1, 2], [3, 4]])
+    assert guard_indices(labels, 5, name="labels") is labels
+
+
+def test_codebooks_with_more_dimensions():
+    codes = torch.zeros(2, 3, 4, dtype=torch.int32)
+    codes[1, 2, 3] = 9
+    with pytest.raises(SbkitError, match=r"row 1, position 11: index 9"):
+        guard_indices(codes, 8, name="codebook")
+    assert guard_indices(codes, 8, name="codebook", lengths=torch.tensor([3, 2])).max() == 0
+    given_back, log = on_device(codes, 8)
+    assert given_back.max() == 0 and given_back.dtype == torch.int32
+    with pytest.raises(SbkitError, match=r"row 1, position 11: index 9"):
+        log.poll(wait=True)
+
+
+def test_empty_and_one_dimensional():
+    assert guard_indices(torch.zeros(0, 3, dtype=torch.long), 4, name="x").shape == (0, 3)
+    given_back, log = on_device(torch.zeros(2, 0, dtype=torch.long), 4)
+    assert given_back.shape == (2, 0) and len(log) == 0
+    with pytest.raises(SbkitError, match="position 2"):
+        guard_indices(torch.tensor([1, 2, 4]), 4, name="x")
+
+
+def test_floats_are_refused():
+    with pytest.raises(SbkitError, match="must be integers"):
+        guard_indices(torch.zeros(1, 2), 4, name="x")
+
+
+class CountsHostSyncs(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **kwargs or {})
+
+
+def test_nothing_is_read_until_somebody_polls():
+    labels = torch.tensor([[1, 9]])
+    with CountsHostSyncs() as syncs:
+        _, log = on_device(labels, 5)
+        guard_indices(torch.tensor([[1, 4]]), 5, name="labels")
+    assert syncs.count == 0
+    with pytest.raises(SbkitError):
+        log.poll()
+    log.poll()  # said once
+
+
+def test_a_log_that_nobody_polls_does_not_grow(monkeypatch):
+    class Slow(guard.Peek):
+        ready = False
+
+    monkeypatch.setattr(guard, "Peek", Slow)
+    log = GuardLog()
+    for _ in range(guard._MOST_PENDING + 5):
+        guard._guard_on_device(torch.tensor([[1]]), 5, "labels", None, None, (), 0, log)
+    assert len(log) <= guard._MOST_PENDING
+    log.poll()  # does not wait
+    log.poll(wait=True)
+    assert len(log) == 0
+
+
+def test_shape_checks_on_fake_tensors_pass_through():
+    assert guard_indices(torch.zeros(2, 3, dtype=torch.long, device="meta"), 5, name="labels").shape == (2, 3)
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        assert guard_indices(torch.zeros(2, 3, dtype=torch.long), 5, name="labels").shape == (2, 3)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_no_host_sync_on_a_gpu():
+    labels, lengths = torch.tensor([[1, 9], [1, 1]]).cuda(), torch.tensor([2, 1]).cuda()
+    log = GuardLog()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        safe = guard_indices(labels, 5, name="labels", ids=["a", "b"], lengths=lengths, log=log)
+        log.poll()
+    except SbkitError:
+        pass  # the verdict may already be there
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert safe.max().item() < 5
