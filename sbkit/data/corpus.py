@@ -218,6 +218,7 @@ class Corpus:
         manifests: dict[str, Manifest] = {}
         reports: dict[str, SplitReport] = {}
         taken: list[pa.Array] = []
+        listings: dict[str, pa.Array | None] = {}
         for split in reversed([split for split in SPLITS if split in chosen]):  # train must know the others
             rows = join_rows([source.read(name, show) for name in chosen[split]])
             if not len(rows) and not rows.malformed:
@@ -225,7 +226,8 @@ class Corpus:
                                  hint="expected a row or more")
             manifests[split], reports[split] = prepare_split(
                 split, rows, self.text, self._limits(split), taken=taken if split == "train" else (),
-                check_audio=self.check_audio, journal=journal, workers=self.workers, show_progress=show)
+                listings=listings, check_audio=self.check_audio, journal=journal, workers=self.workers,
+                show_progress=show)
             self._refuse_empty(reports[split])
             taken.append(recording_keys(manifests[split].wavs, manifests[split].starts))
         ordered = [split for split in SPLITS if split in manifests]

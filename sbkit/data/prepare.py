@@ -68,15 +68,17 @@ class SplitReport:
         return sum(entry["count"] for entry in self.left_out.values())
 
 
-def prepare_split(split: str, rows: Rows, rules: TextRules, limits: Limits, *,
-                  taken: Sequence[pa.Array] = (), check_audio: str = "sample", journal: Path | None = None,
-                  workers: int | None = None, show_progress: bool = True) -> tuple[Manifest, SplitReport]:
+def prepare_split(split: str, rows: Rows, rules: TextRules, limits: Limits, *, taken: Sequence[pa.Array] = (),
+                  listings: dict[str, pa.Array | None] | None = None, check_audio: str = "sample",
+                  journal: Path | None = None, workers: int | None = None,
+                  show_progress: bool = True) -> tuple[Manifest, SplitReport]:
     """Normalise, measure, filter.
 
     Arguments
     ---------
     rows : N rows of a source
     taken : recordings of other splits (:func:`recording_keys`) that must not be in this one
+    listings : what folders hold, shared between splits of one folder
     check_audio : "sample" compares some listed durations with the audio, "all" opens every recording
     """
     report = SplitReport(split, rows.origin, len(rows) + len(rows.malformed))
@@ -89,7 +91,7 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: Limits, *,
     leave_out("repeated id", ~_first_of_each(rows.ids.arrow))
     for keys in taken:
         leave_out("also in dev or test", _np(pc.is_in(recording_keys(rows.wavs, rows.starts), keys)))
-    leave_out("missing clip", ~existing(rows.wavs))
+    leave_out("missing clip", ~existing(rows.wavs, listings))
     texts = [rules(text) for text in progress(
         rows.texts, what=f"{split}: text", total=len(rows), unit="row",
         show=show_progress and len(rows) >= _WORTH_A_BAR)]
@@ -132,8 +134,9 @@ def recording_keys(wavs: Column, starts: np.ndarray) -> pa.Array:
     return join(wavs.arrow, pc.cast(pa.array(starts), pa.large_string()), separator="@")
 
 
-def existing(wavs: Column) -> np.ndarray:
-    """Which recordings are there, [N] booleans; folders are listed once rather than asked per file."""
+def existing(wavs: Column, listings: dict[str, pa.Array | None] | None = None) -> np.ndarray:
+    """Which recordings are there, [N] booleans; large folders are listed once rather than asked per file."""
+    listings = {} if listings is None else listings
     result = np.ones(len(wavs), bool)
     path = wavs.arrow
     member = _np(pc.match_substring_regex(path, r"\?offset=\d+&size=\d+$"))
@@ -144,14 +147,11 @@ def existing(wavs: Column) -> np.ndarray:
     counts = np.bincount(codes[plain], minlength=len(folders.dictionary))
     for code in np.flatnonzero(counts >= _WORTH_LISTING):
         folder = folders.dictionary[int(code)].as_py()
-        at = np.flatnonzero(plain & (codes == code))
-        try:
-            with os.scandir(folder or ".") as entries:
-                names = pa.array([folder + entry.name for entry in entries], pa.large_string())
-        except (OSError, UnicodeEncodeError):
-            names = None  # no folder, or names that are no text: ask for each file
-        if names is not None:
-            result[at] = _np(pc.is_in(path.take(pa.array(at)), names))
+        if folder not in listings:
+            listings[folder] = _listing(folder)
+        if listings[folder] is not None:
+            at = np.flatnonzero(plain & (codes == code))
+            result[at] = _np(pc.is_in(path.take(pa.array(at)), listings[folder]))
             plain[at] = False
     for i in np.flatnonzero(plain):
         result[i] = os.path.isfile(wavs[i])
@@ -162,6 +162,15 @@ def existing(wavs: Column) -> np.ndarray:
             sizes[shard] = os.path.getsize(shard) if os.path.isfile(shard) else -1
         result[i] = offset + size <= sizes[shard]
     return result
+
+
+def _listing(folder: str) -> pa.Array | None:
+    """The paths in a folder; None where it can't be listed, or holds names that are no text."""
+    try:
+        with os.scandir(folder or ".") as entries:
+            return pa.array([folder + entry.name for entry in entries], pa.large_string())
+    except (OSError, UnicodeEncodeError):
+        return None
 
 
 def _durations(split: str, rows: Rows, why: np.ndarray, details: dict[int, str], report: SplitReport,

@@ -11,7 +11,7 @@ from typing import Any
 from sbkit.errors import SbkitError
 
 # What people type for an apostrophe: curly and full-width quotes, prime, grave and acute accents.
-_APOSTROPHES = dict.fromkeys(map(ord, "’‘‛＇′`´"), "'")
+_APOSTROPHE = re.compile("[’‘‛＇′`´]")
 # Joiners decide how letters of Persian and Indic scripts connect: part of the spelling, inside a word.
 _JOINERS = "\u200c\u200d"
 # Scripts written without spaces: each character counts as a word.
@@ -106,8 +106,7 @@ class TextRules:
     def _prepare(self) -> None:
         self._table = _Table(self.keep_punctuation, self.keep_anywhere)
         inner = "".join(sorted({*self.keep_punctuation, *_JOINERS} - set(self.keep_anywhere)))
-        self._has_inner = re.compile(f"[{re.escape(inner)}]").search
-        self._inner = frozenset(inner)
+        self._inner = re.compile(f"[{re.escape(inner)}]")
         pairs = {lower: upper for upper, lower in self.case_pairs.items()}
         self._cased = {"lower": self.case_pairs, "upper": pairs, "keep": {}}[self.case]
         self._allowed = None if self.alphabet is None else frozenset(
@@ -123,10 +122,9 @@ class TextRules:
     def __call__(self, text: str) -> str:
         for old, new in self.replace.items():
             text = text.replace(old, new)
+        text = _APOSTROPHE.sub("'", text)
         if not text.isascii():
-            text = unicodedata.normalize(self.unicode, text.translate(_APOSTROPHES))
-        elif "`" in text:
-            text = text.replace("`", "'")
+            text = unicodedata.normalize(self.unicode, text)
         for old, new in self._cased.items():
             text = text.replace(old, new)
         if self.case == "lower":
@@ -134,20 +132,9 @@ class TextRules:
         elif self.case == "upper":
             text = text.upper()
         text = text.translate(self._table)
-        if self._has_inner(text):
-            text = self._strip_inner(text)
+        text = self._inner.sub(_keep_inside_words, text)
         text = " ".join(text.split())
         return text if text.isascii() else unicodedata.normalize(self.unicode, text)
-
-    def _strip_inner(self, text: str) -> str:
-        """Keep inner punctuation only between two characters of a word."""
-        kept = []
-        for i, char in enumerate(text):
-            if char in self._inner and not (
-                    0 < i < len(text) - 1 and _is_word(text[i - 1]) and _is_word(text[i + 1])):
-                char = "" if char in _JOINERS else " "
-            kept.append(char)
-        return "".join(kept)
 
     def outside(self, text: str) -> Counter[str]:
         """The characters of a normalised text that the alphabet lacks, counted."""
@@ -178,6 +165,15 @@ class _Table(dict):
 
 def _is_word(char: str) -> bool:
     return unicodedata.category(char)[0] in "LMN"
+
+
+def _keep_inside_words(match: re.Match[str]) -> str:
+    """Inner punctuation and joiners stay only between two characters of a word."""
+    text, at = match.string, match.start()
+    char = match[0]
+    if 0 < at < len(text) - 1 and _is_word(text[at - 1]) and _is_word(text[at + 1]):
+        return char
+    return "" if char in _JOINERS else " "
 
 
 def count_words(text: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -71,27 +72,38 @@ class CommonVoice(Source):
 
     def _durations(self, clip_names: pa.Array) -> np.ndarray:
         """Seconds per clip from ``clip_durations.tsv``, NaN where it says nothing."""
-        unknown = np.full(len(clip_names), np.nan)
+        seconds = np.full(len(clip_names), np.nan)
+        if self._listed is not None:
+            names, listed = self._listed
+            at = pc.index_in(clip_names, names)
+            found = pc.is_valid(at).to_numpy(zero_copy_only=False)
+            seconds[found] = listed[pc.fill_null(at, 0).to_numpy()[found]]
+        return seconds
+
+    @cached_property
+    def _listed(self) -> tuple[pa.Array, np.ndarray] | None:
+        """File names and seconds of all clips, as the release lists them since version 14 or so."""
         if not self._durations_file.is_file():
-            return unknown
+            return None
         tsv = read_delimited(self._durations_file, delimiter="\t", quoted=False)
         names = _file_names(Column(tsv.need("clip", "path")).arrow)
         title = next((title for title in tsv.columns if title.lower().startswith("duration")), None)
         if title is None:
             tsv.need("duration[ms]")
-        values = to_seconds(self._durations_file, title, tsv.columns[title], unknown=np.nan)
-        milliseconds = "ms" in title.lower() or (len(values) and np.nanmedian(values) > _LONGEST_SECONDS)
-        at = pc.index_in(clip_names, names)
-        found = pc.is_valid(at).to_numpy(zero_copy_only=False)
-        unknown[found] = values[pc.fill_null(at, 0).to_numpy()[found]] / (1000 if milliseconds else 1)
-        unknown[unknown == 0] = np.nan  # not measured when the release was made
-        return unknown
+        seconds = to_seconds(self._durations_file, title, tsv.columns[title], unknown=np.nan)
+        if "ms" in title.lower() or (np.isfinite(seconds).any() and np.nanmedian(seconds) > _LONGEST_SECONDS):
+            seconds = seconds / 1000
+        seconds[seconds == 0] = np.nan  # nobody measured them
+        return names, seconds
 
 
 def _file_names(paths: pa.Array) -> pa.Array:
     """``clips/a.mp3`` and ``a`` (as some copies of releases have it) to ``a.mp3``."""
-    names = pc.replace_substring_regex(paths, r"^.*/", "")
-    return pc.if_else(pc.match_substring_regex(names, r"\.[A-Za-z0-9]+$"), names, join(names, ".mp3"))
+    if pc.any(pc.match_substring(paths, "/")).as_py():
+        paths = pc.replace_substring_regex(paths, r"^.*/", "")
+    if pc.all(pc.ends_with(paths, ".mp3")).as_py():
+        return paths
+    return pc.if_else(pc.match_substring_regex(paths, r"\.[A-Za-z0-9]+$"), paths, join(paths, ".mp3"))
 
 
 def is_language_folder(path: Path) -> bool:
