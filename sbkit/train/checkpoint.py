@@ -9,9 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from speechbrain.utils import checkpoints as stock
-from speechbrain.utils.checkpoints import Checkpoint, ckpt_recency, get_default_hook
+from speechbrain.utils.checkpoints import Checkpoint, ckpt_recency
 from speechbrain.utils.distributed import MainProcessContext, get_rank, main_process_only
 from speechbrain.utils.epoch_loop import EpochCounter
 
@@ -19,7 +18,7 @@ from sbkit.train import checkpoint_files as files
 from sbkit.train import checkpoint_shelf as shelf
 from sbkit.train import ranks
 from sbkit.train.checkpoint_files import CheckpointError
-from sbkit.train.checkpoint_state import NotLoaded, load_recoverable
+from sbkit.train.checkpoint_state import TENSORS, NotLoaded, hook_for, load_recoverable, outside, unsaved
 from sbkit.train.checkpoint_write import PendingCheckpoint, Writer, plain
 
 logger = logging.getLogger(__name__)
@@ -27,7 +26,6 @@ logger = logging.getLogger(__name__)
 KEEP = "keep"  # meta key of a checkpoint that save_and_keep_only never deletes
 PATIENCE = 3  # mid-epoch saves in a row that a full disk refuses, the last of which is an error
 VISIBLE_WITHIN = 30  # seconds that a network disk may take to show another node's folder
-TENSORS = (stock.torch_save, stock.torch_save_once_per_node)  # the hooks that only save a state dict
 _MAIN_ONLY = main_process_only(len).__code__  # what marks a hook that SpeechBrain runs on rank 0 only
 
 Predicate = Callable[[Checkpoint], bool]
@@ -143,7 +141,8 @@ class Checkpointer(stock.Checkpointer):
         def begin() -> tuple[Path | None, CheckpointError | None]:
             nonlocal pending
             self._settle()
-            self._warn_of_state_outside()
+            for message in outside(self.recoverables):
+                self._warn_once(message)
             metas = [meta, *(ckpt.meta for ckpt in self._list())]
             complaint = shelf.unknown_key(self.checkpoints_dir, keys, metas)
             pending = self._begin(meta, end_of_epoch, name, verbosity)
@@ -187,33 +186,35 @@ class Checkpointer(stock.Checkpointer):
         return pending
 
     def _call_save_hooks(self, folder: Path, pending: PendingCheckpoint | None) -> OSError | None:
-        """Collect states and run the hooks that write files themselves; a disk's refusal is returned."""
-        try:
-            for name, obj in self.recoverables.items():
-                path = folder / f"{name}{stock.PARAMFILE_EXT}"
-                hook = self.custom_save_hooks.get(name) or get_default_hook(obj, stock.DEFAULT_SAVE_HOOKS)
-                if hook is None:
-                    raise RuntimeError(f"Don't know how to save {type(obj)}. Register default hook or add "
-                                       "custom hook for this object.")
-                if pending is not None:
-                    pending.paramfiles[name] = pending.final / path.name
-                if hook in TENSORS:
+        """Collect states and run the hooks that write files themselves; a disk's refusal is returned.
+
+        After a refusal the other hooks still run: other ranks may wait for this one inside them.
+        """
+        refusal = None
+        for name, obj in self.recoverables.items():
+            try:
+                self._call_save_hook(name, obj, folder / f"{name}{stock.PARAMFILE_EXT}", pending)
+            except Exception as error:
+                disk = files.disk_error(error)
+                if disk is None:
                     if pending is not None:
-                        pending.add(name, obj.state_dict(), copy=self.asynchronous)
-                elif getattr(hook, "__code__", None) is not _MAIN_ONLY:
-                    hook(obj, path)
-                elif ranks.is_main():
-                    # without the wrapper's broadcast, in which the others would hang if this raised
-                    with MainProcessContext():
-                        hook.__wrapped__(obj, path)
-        except Exception as error:
-            disk = files.disk_error(error)
-            if disk is None:
-                if pending is not None:
-                    pending.discard()
-                raise
-            return OSError(disk.errno, disk.strerror)
-        return None
+                        pending.discard()
+                    raise
+                refusal = refusal or OSError(disk.errno, disk.strerror)
+        return refusal
+
+    def _call_save_hook(self, name: str, obj: Any, path: Path, pending: PendingCheckpoint | None) -> None:
+        hook = hook_for(obj, self.custom_save_hooks.get(name), stock.DEFAULT_SAVE_HOOKS, "save")
+        if pending is not None:
+            pending.paramfiles[name] = pending.final / path.name
+        if hook in TENSORS:
+            if pending is not None:
+                pending.add(name, obj.state_dict(), copy=self.asynchronous)
+        elif getattr(hook, "__code__", None) is not _MAIN_ONLY:
+            hook(obj, path)
+        elif ranks.is_main():
+            with MainProcessContext():  # not the wrapper's broadcast: the others would hang if this raised
+                hook.__wrapped__(obj, path)
 
     def _finish(self, pending: PendingCheckpoint, tidy: Callable[[], None] | None) -> bool:
         try:
@@ -258,22 +259,9 @@ class Checkpointer(stock.Checkpointer):
                              hint="add the epoch counter to the recoverables, or epoch to meta")
         return int(epoch)
 
-    def _warn_of_state_outside(self) -> None:
-        """Name modules inside a recoverable that keep state where its state dict does not look."""
-        known = set(map(id, self.recoverables.values()))
-        for name, obj in self.recoverables.items():
-            for path, module in obj.named_modules() if isinstance(obj, torch.nn.Module) else ():
-                hook = get_default_hook(module, stock.DEFAULT_SAVE_HOOKS)
-                if path and hook not in TENSORS and id(module) not in known:
-                    self._warn_once(f"{name}.{path} ({type(module).__name__}) keeps state that is not in the "
-                                    f"state dict of {name!r} and so not saved: add it to the recoverables")
-
     def unsaved(self, objects: Mapping[str, Any]) -> list[str]:
         """Names of objects (of a YAML, say) with state of their own to save that are no recoverables."""
-        known = set(map(id, self.recoverables.values()))
-        hooks = {name: get_default_hook(obj, stock.DEFAULT_SAVE_HOOKS) for name, obj in objects.items()
-                 if not isinstance(obj, type) and id(obj) not in known}
-        return [name for name, hook in hooks.items() if hook is not None and hook not in TENSORS]
+        return unsaved(self.recoverables, objects)
 
     def _warn_once(self, message: str) -> None:
         if message not in self._told:
@@ -421,12 +409,12 @@ class Checkpointer(stock.Checkpointer):
 
     def _call_load_hooks(self, checkpoint: Checkpoint) -> None:
         path = Path(checkpoint.path)
-        _wait_for_folder(path)
+        files.wait_for(path, VISIBLE_WITHIN if ranks.world_size() > 1 else 0)
         logger.info("Loading a checkpoint from %s", path)
         for name, obj in self.recoverables.items():
             file = checkpoint.paramfiles.get(name)
             if file is not None:
-                hook = self.custom_load_hooks.get(name) or get_default_hook(obj, stock.DEFAULT_LOAD_HOOKS)
+                hook = hook_for(obj, self.custom_load_hooks.get(name), stock.DEFAULT_LOAD_HOOKS, "load")
                 load_recoverable(obj, name, file, hook, checkpoint.meta.get("end-of-epoch", True))
             elif self._needed(name):
                 raise CheckpointError(
@@ -442,13 +430,3 @@ def _pass_over(passed: dict[Path, str], ckpt: Checkpoint, reason: str) -> None:
     passed[ckpt.path] = reason
     if ranks.is_main():
         logger.warning("Passing over the checkpoint %s: %s", ckpt.path, reason)
-
-
-def _wait_for_folder(path: Path) -> None:
-    for _ in range(VISIBLE_WITHIN):
-        if path.exists() or ranks.world_size() == 1:
-            break
-        time.sleep(1.0)
-    if not path.exists():
-        raise CheckpointError(f"rank {ranks.rank()} does not see the checkpoint {path}",
-                         hint="the output folder must be on a disk that all machines share")

@@ -209,6 +209,16 @@ def damage(path: Path) -> str | None:
     return None
 
 
+def wait_for(path: Path, seconds: float) -> None:
+    """Give a network disk time to show a folder that another machine made."""
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        if time.monotonic() >= deadline:
+            raise CheckpointError(f"this process does not see the checkpoint {path}",
+                                  hint="the output folder must be on a disk that all machines share")
+        time.sleep(0.5)
+
+
 def has_sums(path: Path) -> bool:
     """Whether the checkpoint was sealed by us (one that SpeechBrain wrote has no checksums)."""
     return (path / SUMS_NAME).exists()

@@ -14,14 +14,52 @@ import torch
 from speechbrain.nnet.schedulers import InverseSquareRootScheduler
 from speechbrain.utils.checkpoints import (
     DEFAULT_LOAD_HOOKS,
+    DEFAULT_SAVE_HOOKS,
+    get_default_hook,
     hook_on_loading_state_dict_checkpoint,
     torch_recovery,
+    torch_save,
+    torch_save_once_per_node,
 )
 
 from sbkit.errors import SbkitError
 from sbkit.train.checkpoint_files import CheckpointError
 
+TENSORS = (torch_save, torch_save_once_per_node)  # the hooks that only save a state dict
 NAMED = 5  # how many keys of each kind an error lists
+
+
+# ---------------------------------------------------------------- hooks
+
+
+def hook_for(obj: Any, custom: Callable | None, defaults: Mapping[type, Callable], verb: str) -> Callable:
+    """What saves or loads an object, by SpeechBrain's rules."""
+    hook = custom or get_default_hook(obj, defaults)
+    if hook is None:
+        raise RuntimeError(f"Don't know how to {verb} {type(obj)}. Register default hook or add custom hook "
+                           "for this object.")
+    return hook
+
+
+def outside(recoverables: Mapping[str, Any]) -> list[str]:
+    """Warnings that name modules inside a recoverable with state where its state dict does not look."""
+    known = set(map(id, recoverables.values()))
+    found = []
+    for name, obj in recoverables.items():
+        for path, module in obj.named_modules() if isinstance(obj, torch.nn.Module) else ():
+            hook = get_default_hook(module, DEFAULT_SAVE_HOOKS)
+            if path and hook not in TENSORS and id(module) not in known:
+                found.append(f"{name}.{path} ({type(module).__name__}) keeps state that is not in the state "
+                             f"dict of {name!r} and so not saved: add it to the recoverables")
+    return found
+
+
+def unsaved(recoverables: Mapping[str, Any], objects: Mapping[str, Any]) -> list[str]:
+    """Names of objects with state of their own to save that are no recoverables."""
+    known = set(map(id, recoverables.values()))
+    hooks = {name: get_default_hook(obj, DEFAULT_SAVE_HOOKS) for name, obj in objects.items()
+             if not isinstance(obj, type) and id(obj) not in known}
+    return [name for name, hook in hooks.items() if hook is not None and hook not in TENSORS]
 
 
 # ---------------------------------------------------------------- copying
@@ -125,11 +163,8 @@ class NotLoaded(CheckpointError):
     """A file that its loader refuses, for whatever reason."""
 
 
-def load_recoverable(obj: Any, name: str, path: Path, hook: Callable | None, end_of_epoch: bool) -> None:
+def load_recoverable(obj: Any, name: str, path: Path, hook: Callable, end_of_epoch: bool) -> None:
     """Load one recoverable with its hook; what the hook raises is said with the file's name."""
-    if hook is None:
-        raise RuntimeError(f"Don't know how to load {type(obj)}. Register default hook or add custom hook "
-                           "for this object.")
     try:
         if hook is torch_recovery:
             load_state(obj, path, name)

@@ -105,14 +105,18 @@ class RngState:
     def _save(self, path: str | os.PathLike) -> None:
         saved = ranks.gather_objects(self._captured())
         if ranks.is_main():
-            write_state({"ranks": saved, "step": int(self.step())}, path)
+            kind = torch.device(self.device).type
+            write_state({"ranks": saved, "step": int(self.step()), "device": kind}, path)
 
     @mark_as_loader
     def _load(self, path: str | os.PathLike, end_of_epoch: bool) -> None:
         saved = load_file(path)
         rank, world = ranks.rank(), ranks.world_size()
         if len(saved["ranks"]) == world:
-            apply = partial(self._set, saved["ranks"][rank])
+            mine = saved["ranks"][rank]
+            if saved["device"] != torch.device(self.device).type:
+                mine.pop("device", None)  # another kind of generator
+            apply = partial(self._set, mine)
         else:
             if ranks.is_main():
                 logger.info("The checkpoint is of %d processes, now there are %d: random numbers are seeded "

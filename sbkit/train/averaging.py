@@ -1,0 +1,177 @@
+"""Averages of weights: of the best checkpoints, and a moving one that training keeps."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from speechbrain.utils import checkpoints as stock
+from speechbrain.utils.checkpoints import Checkpoint, hook_on_loading_state_dict_checkpoint
+
+from sbkit.errors import SbkitError
+from sbkit.train.checkpoint_files import damage
+from sbkit.train.checkpoint_state import differences, load_file
+
+logger = logging.getLogger(__name__)
+
+
+def average(
+    checkpointer: stock.Checkpointer, recoverable: str, n: int, min_key: str | None = None,
+    max_key: str | None = None,
+) -> tuple[dict[str, Any], list[Checkpoint]]:
+    """The mean of a recoverable's state over the ``n`` best checkpoints (the newest, without a key).
+
+    Damaged checkpoints are passed over; if there are fewer than ``n``, all are taken. Sums are kept in
+    fp64. What is not floating point (counters, masks) comes from the best one.
+
+    Returns the state dict and the checkpoints in it, the best first.
+
+    >>> state, used = average(checkpointer, "model", 10, min_key="WER")
+    >>> model.load_state_dict(state)
+    """
+    if n < 1:
+        raise SbkitError(f"an average of {n} checkpoints makes no sense", hint="ask for 1 or more")
+    mean: dict[str, Any] = {}
+    used: list[Checkpoint] = []
+    for ckpt in checkpointer.find_checkpoints(min_key=min_key, max_key=max_key):
+        if len(used) == n:
+            break
+        path = ckpt.paramfiles.get(recoverable)
+        reason = damage(Path(ckpt.path)) if path is not None else f"it holds nothing for {recoverable!r}"
+        if reason is not None:
+            logger.warning("Leaving %s out of the average: %s", ckpt.path, reason)
+            continue
+        state = weights_in(hook_on_loading_state_dict_checkpoint(load_file(path)))
+        if not used:
+            mean = {key: _sum_of(value) for key, value in state.items()}
+            like = state
+        else:
+            unlike = differences(like, state)
+            if unlike:
+                raise SbkitError(f"{path} can't be averaged with {used[0].path}: {unlike}",
+                                 hint="are there checkpoints of two models in one folder?")
+            for key, value in state.items():
+                if _is_float(value):
+                    mean[key] += value
+        used.append(ckpt)
+    if not used:
+        raise SbkitError(f"no checkpoint in {checkpointer.checkpoints_dir} holds {recoverable!r} to average")
+    if len(used) < n:
+        logger.warning("Averaging %d checkpoints: there are no more (%d were asked for)", len(used), n)
+    for key, value in mean.items():
+        if _is_float(like[key]):
+            mean[key] = (value / len(used)).to(like[key].dtype)
+    return mean, used
+
+
+def weights_in(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A model's state dict out of a model's or an ``EMA``'s checkpoint file."""
+    return state["weights"] if set(state) == {"weights", "updates", "decay"} else state
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _sum_of(value: Any) -> Any:
+    return value.to(torch.float64, copy=True) if _is_float(value) else value
+
+
+class EMA:
+    """An exponential moving average of a module's parameters, kept on their device and in checkpoints.
+
+        ema = EMA(model, decay=0.999)
+        checkpointer.add_recoverable("ema", ema, optional_load=True)
+        ...
+        ema.update()              # after each optimizer step; waits for nothing
+        with ema.swapped():       # evaluate with the averages
+            ...
+
+    Arguments
+    ---------
+    module : torch.nn.Module
+        Whose trainable parameters are averaged; buffers are the module's own.
+    decay : float
+        The weight of the past, reached gradually: after ``u`` updates it is at most (1 + u) / (10 + u).
+    """
+
+    def __init__(self, module: torch.nn.Module, decay: float = 0.999):
+        if not 0.0 <= decay < 1.0:
+            raise SbkitError(f"the decay of an average must be in [0, 1), not {decay}", hint="0.999 is usual")
+        self.module, self.decay, self.updates = module, decay, 0
+        self._averages: dict[str, torch.Tensor] = {}  # empty until the first update: begins where training is
+        self._swapped = False
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move the averages towards the parameters as they are now."""
+        if self._swapped:
+            raise RuntimeError("EMA.update() inside EMA.swapped(): training must go on with its own weights")
+        params = self._params()
+        if not self._averages:
+            self._averages = {name: _in_fp32(param) for name, param in params.items()}
+        weight = 1.0 - min(self.decay, (1 + self.updates) / (10 + self.updates))
+        averages = [self._averages[name] for name in params]
+        targets = [param.to(mean.dtype) for param, mean in zip(params.values(), averages, strict=True)]
+        torch._foreach_lerp_(averages, targets, weight)
+        self.updates += 1
+
+    @contextlib.contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Within it, the module has the averaged parameters."""
+        if not self._averages:
+            yield
+            return
+        own = {name: param.detach().clone() for name, param in self._params().items()}
+        self._put(self._averages)
+        self._swapped = True
+        try:
+            yield
+        finally:
+            self._swapped = False
+            self._put(own)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The averages as a state dict of the module (buffers and all), under ``weights``."""
+        weights = dict(self.module.state_dict())
+        averages = {id(param): self._averages.get(name) for name, param in self.module.named_parameters()}
+        for name, param in self.module.named_parameters(remove_duplicate=False):  # tied ones under each name
+            if name in weights and averages[id(param)] is not None:
+                weights[name] = averages[id(param)]
+        return {"weights": weights, "updates": self.updates, "decay": self.decay}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state."""
+        unlike = differences(self.module.state_dict(), state["weights"])
+        if unlike:
+            raise SbkitError(f"the moving average in the checkpoint is of another model: {unlike}")
+        self.updates = int(state["updates"])
+        self._averages = {
+            name: state["weights"][name].to(param.device, _wide(param.dtype), copy=True)
+            for name, param in self._params().items()
+        } if self.updates else {}
+
+    def _params(self) -> dict[str, torch.Tensor]:
+        return {name: param.detach() for name, param in self.module.named_parameters() if param.requires_grad}
+
+    @torch.no_grad()
+    def _put(self, values: Mapping[str, torch.Tensor]) -> None:
+        params = self._params()
+        torch._foreach_copy_(list(params.values()), [values[name] for name in params])
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Averages of half-precision parameters need more digits than those have."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _in_fp32(param: torch.Tensor) -> torch.Tensor:
+    return param.to(_wide(param.dtype), copy=True)
+
+
+stock.DEFAULT_SAVE_HOOKS[EMA] = stock.torch_save
+stock.DEFAULT_LOAD_HOOKS[EMA] = stock.torch_recovery
