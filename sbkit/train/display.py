@@ -21,7 +21,7 @@ Value = torch.Tensor | float | None | Callable[[], "torch.Tensor | float | None"
 REDRAW_SECONDS = 0.5
 LINE_SECONDS = 30.0  # where nobody sees a bar (a cluster's log): one plain line this often
 _WINDOW_SECONDS = 60.0  # speeds are those of the last minute
-_BAR_CELLS = (8, 4)  # at least, from 100 columns on and below
+_BAR_CELLS = ((100, 8), (50, 4))  # from so many columns on, the bar has at least so many cells
 _SLOW_DATA = 0.1  # from here on waiting for data is worth a colour
 
 
@@ -72,7 +72,7 @@ class StageDisplay:
             self._colours = not os.environ.get("NO_COLOR")
             self._bar = tqdm(
                 total=total_steps, initial=initial, file=self._out, dynamic_ncols=True, mininterval=0,
-                miniters=0, colour=colour if self._colours else None, bar_format=stage,
+                miniters=0, colour=colour if self._colours else None, bar_format=_literal(stage),
             )
             self._redraw()
 
@@ -186,9 +186,9 @@ class StageDisplay:
         self._due = now + REDRAW_SECONDS
         columns = self._bar.format_dict["ncols"] or 80
         left = f"{self.stage} {self._percent():3d}%|" if self.total else f"{self.stage}: "
-        cells = _BAR_CELLS[columns < 100] + 2 if self.total else 0
-        tail = self.tail(columns - len(left) - cells)
-        middle = "{bar}| " if self.total else ""
+        cells = next((cells for least, cells in _BAR_CELLS if columns >= least and self.total), 0)
+        middle, taken = ("{bar}| ", cells + 2) if cells else (" ", 1) if self.total else ("", 0)
+        tail = self.tail(columns - len(left) - taken)
         self._bar.bar_format = _literal(left) + middle + _literal(tail)
         self._bar.n = min(self.done, self.total) if self.total else self.done
         self._bar.refresh()
