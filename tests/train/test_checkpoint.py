@@ -1,0 +1,409 @@
+"""Checkpoints: what SpeechBrain reads and writes, which one is used, and what a user is told."""
+
+import copy
+import logging
+import threading
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from speechbrain.nnet.schedulers import InverseSquareRootScheduler, NewBobScheduler, NoamScheduler
+from speechbrain.processing.features import InputNormalization
+from speechbrain.utils import checkpoints as stock
+from speechbrain.utils.epoch_loop import EpochCounter
+
+from sbkit.errors import SbkitError
+from sbkit.train.checkpoint import Checkpointer
+
+
+class Run:
+    """A model, its optimizer and an epoch counter with a checkpointer over them."""
+
+    def __init__(self, folder, kind=Checkpointer, width=4, **options):
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(torch.nn.Linear(3, width), torch.nn.BatchNorm1d(width))
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.counter = EpochCounter(100)
+        self.checkpointer = kind(folder, {"model": self.model, "optimizer": self.optimizer,
+                                          "counter": self.counter}, **options)
+
+    def train(self):
+        self.model(torch.randn(5, 3)).square().sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return self
+
+    def epoch(self, **meta):
+        next(self.counter)
+        self.train()
+        self.checkpointer.save_checkpoint(meta=meta)
+        return self.weights()
+
+    def weights(self):
+        return {name: value.clone() for name, value in self.model.state_dict().items()}
+
+    def recovered(self, **how):
+        return self.checkpointer.recover_if_possible(**how)
+
+    def newest(self):
+        return self.checkpointer.find_checkpoint().path
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+@pytest.fixture(params=[False, True], ids=["sync", "async"])
+def asynchronous(request):
+    return request.param
+
+
+# ------------------------------------------------------------------ the format is SpeechBrain's
+
+
+def test_what_it_saves_it_loads(tmp_path, asynchronous):
+    run = Run(tmp_path, asynchronous=asynchronous)
+    weights = run.epoch(WER=3.0)
+    moments = run.optimizer.state_dict()["state"][0]["exp_avg"].clone()
+    other = Run(tmp_path, asynchronous=asynchronous)
+    other.train().train()
+    run.checkpointer.wait()
+    assert other.recovered().meta["WER"] == 3.0
+    assert same(other.weights(), weights) and other.counter.current == 1
+    assert torch.equal(other.optimizer.state_dict()["state"][0]["exp_avg"], moments)
+
+
+BOTH = (Checkpointer, stock.Checkpointer)
+
+
+@pytest.mark.parametrize("writer, reader", [BOTH, BOTH[::-1]])
+def test_speechbrain_reads_ours_and_we_read_speechbrains(tmp_path, writer, reader):
+    run = Run(tmp_path, kind=writer)
+    weights = run.epoch(WER=3.0)
+    run.epoch(WER=4.0)
+    other = Run(tmp_path, kind=reader)
+    assert other.recovered(min_key="WER").meta["WER"] == 3.0
+    assert same(other.weights(), weights)
+
+
+def test_files_of_a_checkpoint(tmp_path):
+    run = Run(tmp_path)
+    run.epoch()
+    names = {path.name for path in run.newest().iterdir()}
+    assert names == {"CKPT.yaml", "CKPT.sums.json", "model.ckpt", "optimizer.ckpt", "counter.ckpt"}
+
+
+def test_adopting_keeps_the_object_and_its_recoverables(tmp_path):
+    old = Run(tmp_path, kind=stock.Checkpointer)
+    reference = old.checkpointer
+    assert Checkpointer.adopt(reference, asynchronous=True) is reference
+    assert isinstance(reference, Checkpointer) and reference.asynchronous
+    old.epoch()
+    assert (old.newest() / "CKPT.sums.json").exists()
+    assert Checkpointer.adopt(None) is None
+
+
+def test_adopting_a_recipes_own_subclass_keeps_its_overrides(tmp_path):
+    class Own(stock.Checkpointer):
+        def save_checkpoint(self, *args, **kwargs):
+            self.calls = getattr(self, "calls", 0) + 1
+            return super().save_checkpoint(*args, **kwargs)
+
+    run = Run(tmp_path, kind=Own)
+    Checkpointer.adopt(run.checkpointer)
+    run.epoch()
+    assert run.checkpointer.calls == 1 and isinstance(run.checkpointer, Own)
+    assert (run.newest() / "CKPT.sums.json").exists()
+
+
+def test_defaults_are_not_shared_between_calls(tmp_path):
+    """SpeechBrain appends to a default list: there, the second call keeps recent checkpoints unasked."""
+    run = Run(tmp_path)
+    for wer in (1.0, 2.0, 3.0):
+        run.checkpointer.save_and_keep_only(meta={"WER": wer}, min_keys=["WER"])
+        run.checkpointer.save_and_keep_only(meta={"WER": wer}, min_keys=["WER"], keep_recent=False)
+    assert {ckpt.meta["WER"] for ckpt in run.checkpointer.list_checkpoints()} == {1.0}
+
+
+def test_meta_values_that_yaml_does_not_know(tmp_path):
+    """SpeechBrain writes these as Python objects and then can't read its own file."""
+    run = Run(tmp_path)
+    run.epoch(WER=np.float32(1.5), loss=torch.tensor(2.0), shape=(1, 2), at=tmp_path, many=torch.ones(2))
+    meta = Run(tmp_path).recovered().meta
+    assert meta["WER"] == 1.5 and meta["loss"] == 2.0 and meta["shape"] == [1, 2]
+    assert meta["at"] == str(tmp_path) and meta["many"] == [1.0, 1.0]
+
+
+def test_tied_weights_stay_one_tensor_in_the_file(tmp_path, asynchronous):
+    big = torch.nn.Linear(100, 100, bias=False)
+    model = torch.nn.ModuleDict({"a": big, "b": big})
+    ckpt = Checkpointer(tmp_path, {"model": model}, asynchronous=asynchronous)
+    path = ckpt.save_checkpoint().paramfiles["model"]
+    ckpt.wait()
+    assert path.stat().st_size < 60_000
+
+
+SCHEDULERS = InverseSquareRootScheduler(3), NoamScheduler(1.0, 3), NewBobScheduler(1.0)
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS, ids=lambda scheduler: type(scheduler).__name__)
+def test_schedulers_come_back(tmp_path, scheduler):
+    """Inverse square root has no loader in SpeechBrain; NewBob keeps numpy numbers if it is given them."""
+    def use(obj):
+        if isinstance(obj, NewBobScheduler):
+            obj(np.float64(3.0))
+        else:
+            obj(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0))
+        return obj
+
+    ckpt = Checkpointer(tmp_path, {"schedule": use(use(scheduler))})
+    state = copy.deepcopy({key: vars(scheduler).get(key) for key in ("n_steps", "metric_values")})
+    ckpt.save_checkpoint()
+    use(scheduler)
+    ckpt.recover_if_possible()
+    assert {key: vars(scheduler).get(key) for key in state} == state
+
+
+# ------------------------------------------------------------------ a checkpoint that is damaged
+
+
+def flip_a_byte(path):
+    data = bytearray(path.read_bytes())
+    weights = torch.load(path)["0.weight"].numpy().tobytes()
+    data[data.index(weights) + 7] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES = {
+    "cut off": lambda ckpt: (ckpt / "model.ckpt").write_bytes((ckpt / "model.ckpt").read_bytes()[:-10]),
+    "a flipped bit": lambda ckpt: flip_a_byte(ckpt / "model.ckpt"),
+    "text cut off": lambda ckpt: (ckpt / "counter.ckpt").write_text(""),
+    "a file gone": lambda ckpt: (ckpt / "optimizer.ckpt").unlink(),
+    "meta empty": lambda ckpt: (ckpt / "CKPT.yaml").write_text(""),
+    "meta no yaml": lambda ckpt: (ckpt / "CKPT.yaml").write_text("WER: [1,"),
+    "meta without time": lambda ckpt: (ckpt / "CKPT.yaml").write_text("WER: 1"),
+}
+
+
+@pytest.mark.parametrize("writer", [Checkpointer, stock.Checkpointer], ids=["ours", "speechbrain's"])
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_checkpoint_is_passed_over_with_one_warning(tmp_path, damage, writer, caplog):
+    run = Run(tmp_path, kind=writer)
+    weights = run.epoch()
+    run.epoch()
+    newest = run.newest()
+    damage(newest)
+    with caplog.at_level(logging.WARNING):
+        other = Run(tmp_path)
+        other.recovered()
+    assert same(other.weights(), weights) and other.counter.current == 1
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1 and "Passing over" in warnings[0], warnings
+
+
+def test_a_text_file_that_speechbrain_left_broken_shows_at_loading(tmp_path, caplog):
+    run = Run(tmp_path, kind=stock.Checkpointer)
+    weights = run.epoch()
+    run.epoch()
+    (run.newest() / "counter.ckpt").write_text("not a number")
+    other = Run(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        other.recovered()
+    assert same(other.weights(), weights) and "counter.ckpt can't be loaded" in caplog.text
+
+
+def test_the_best_one_damaged_the_next_best_is_used(tmp_path):
+    run = Run(tmp_path)
+    run.epoch(WER=1.0)
+    flip_a_byte(run.newest() / "model.ckpt")
+    weights = run.epoch(WER=2.0)
+    run.epoch(WER=3.0)
+    assert run.recovered(min_key="WER").meta["WER"] == 2.0 and same(run.weights(), weights)
+
+
+def test_all_damaged_is_an_error_and_not_a_start_from_scratch(tmp_path):
+    run = Run(tmp_path)
+    run.epoch()
+    flip_a_byte(run.newest() / "model.ckpt")
+    run.epoch()
+    (run.newest() / "CKPT.yaml").write_text("")
+    with pytest.raises(SbkitError, match="can be used") as error:
+        Run(tmp_path).recovered()
+    for part in ("CKPT.yaml is empty", "model.ckpt does not have the checksum", "from scratch"):
+        assert part in str(error.value)
+
+
+def test_what_speechbrain_was_killed_while_writing_is_passed_over(tmp_path):
+    """Its CKPT.yaml comes first: a folder with nothing else looks like a checkpoint."""
+    run = Run(tmp_path)
+    weights = run.epoch()
+    half = tmp_path / "CKPT+2099-01-01+00-00-00+00"
+    half.mkdir()
+    (half / "CKPT.yaml").write_text(yaml.dump({"unixtime": 4e9, "end-of-epoch": True}))
+    assert Run(tmp_path).recovered() is not None
+    other = Run(tmp_path)
+    other.recovered()
+    assert same(other.weights(), weights)
+
+
+def test_loading_a_damaged_one_by_hand_is_an_error(tmp_path):
+    run = Run(tmp_path)
+    run.epoch()
+    flip_a_byte(run.newest() / "model.ckpt")
+    with pytest.raises(SbkitError, match="checksum"):
+        run.checkpointer.load_checkpoint(run.checkpointer.find_checkpoint())
+
+
+def test_no_checkpoint_is_no_error(tmp_path):
+    assert Run(tmp_path).recovered(min_key="WER") is None
+
+
+# ------------------------------------------------------------------ a checkpoint of something else
+
+
+def test_another_model_is_said_with_keys_and_shapes(tmp_path):
+    Run(tmp_path).epoch()
+    other = Run(tmp_path, width=6)
+    with pytest.raises(SbkitError) as error:
+        other.recovered()
+    text = str(error.value)
+    assert "another model" in text and "'model' (model.ckpt)" in text
+    assert "of another shape" in text and "0.weight: 4x3 saved, 6x3 here" in text
+
+
+def test_missing_and_unexpected_keys_are_counted_and_some_named(tmp_path):
+    model = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(4))
+    Checkpointer(tmp_path, {"model": model}).save_checkpoint()
+    other = torch.nn.ModuleDict({f"layer{i}": torch.nn.Linear(2, 2, bias=False) for i in range(7)})
+    with pytest.raises(SbkitError) as error:
+        Checkpointer(tmp_path, {"model": other}).recover_if_possible()
+    text = str(error.value)
+    assert "7 missing in the checkpoint (layer0.weight, " in text and "and 2 more" in text
+    assert "8 only in the checkpoint (0.weight, 0.bias, " in text
+
+
+def test_another_optimizer_is_said(tmp_path):
+    Run(tmp_path).epoch()
+    other = Run(tmp_path)
+    other.checkpointer.recoverables["optimizer"] = torch.optim.AdamW(other.model[0].parameters())
+    with pytest.raises(SbkitError, match=r"'optimizer' .*groups of \[4\] tensors, here they are of \[2\]"):
+        other.recovered()
+
+
+def test_what_the_checkpoint_lacks_is_said_unless_optional(tmp_path, caplog):
+    Run(tmp_path).epoch()
+    other = Run(tmp_path)
+    other.checkpointer.add_recoverable("ema", torch.nn.Linear(1, 1))
+    with pytest.raises(SbkitError, match=r"holds nothing for 'ema', only for counter, model, optimizer"):
+        other.recovered()
+    other.checkpointer.add_recoverable("ema", torch.nn.Linear(1, 1), optional_load=True)
+    assert other.recovered() is not None and "holds nothing for 'ema', which starts afresh" in caplog.text
+
+
+def test_code_in_a_file_is_never_run(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return (threading.Thread, ())
+
+    run = Run(tmp_path, kind=stock.Checkpointer)
+    run.epoch()
+    torch.save({"x": Evil()}, run.newest() / "model.ckpt")
+    with pytest.raises(SbkitError, match="could run code"):
+        Run(tmp_path).recovered()
+
+
+def test_a_metric_that_no_meta_file_has_lists_those_there_are(tmp_path):
+    run = Run(tmp_path)
+    run.epoch(WER=1.0, loss=2.0)
+    for how in ({"min_key": "PER"}, {"max_key": "PER"}):
+        with pytest.raises(SbkitError, match=r"has 'PER' in its CKPT.yaml; the keys there are: WER, loss"):
+            run.recovered(**how)
+
+
+def test_a_wrong_metric_for_keeping_is_an_error_after_saving_and_before_deleting(tmp_path, asynchronous):
+    run = Run(tmp_path, asynchronous=asynchronous)
+    run.epoch(WER=1.0)
+    with pytest.raises(SbkitError, match="has 'PER'"):
+        run.checkpointer.save_and_keep_only(meta={"WER": 2.0}, min_keys=["PER"])
+    assert sorted(ckpt.meta["WER"] for ckpt in run.checkpointer.list_checkpoints()) == [1.0, 2.0]
+
+
+def test_state_outside_the_state_dict_is_said_once(tmp_path, caplog):
+    normalize = InputNormalization()
+    model = torch.nn.ModuleDict({"normalize": normalize, "linear": torch.nn.Linear(2, 2)})
+    ckpt = Checkpointer(tmp_path, {"model": model})
+    ckpt.save_checkpoint()
+    ckpt.save_checkpoint()
+    assert caplog.text.count("model.normalize (InputNormalization) keeps state") == 1
+    caplog.clear()
+    ckpt.add_recoverable("normalizer", normalize)
+    ckpt.save_checkpoint()
+    assert "keeps state" not in caplog.text
+
+
+def test_objects_left_out_of_the_recoverables_are_found(tmp_path):
+    run = Run(tmp_path)
+    objects = {"counter": run.counter, "noam": NoamScheduler(1.0, 3), "model": run.model, "lr": 1.0,
+               "kind": NoamScheduler}
+    assert run.checkpointer.unsaved(objects) == ["noam"]
+
+
+# ------------------------------------------------------------------ which ones are kept
+
+
+def wers(run):
+    return sorted(ckpt.meta["WER"] for ckpt in run.checkpointer.list_checkpoints())
+
+
+def test_best_and_last_and_every_third_are_kept(tmp_path, asynchronous):
+    run = Run(tmp_path, asynchronous=asynchronous)
+    for epoch, wer in enumerate([9.0, 3.0, 8.0, 1.0, 2.0, 7.0, 6.0], start=1):
+        run.counter.current = epoch
+        run.checkpointer.save_and_keep_only(meta={"WER": wer}, min_keys=["WER"], num_to_keep=2, keep_every=3)
+    # the best two are 1 and 2, the last two 7 and 6, every third 8 and 7
+    assert wers(run) == [1.0, 2.0, 6.0, 7.0, 8.0]
+
+
+def test_keeping_every_few_epochs_needs_an_epoch(tmp_path):
+    ckpt = Checkpointer(tmp_path, {"model": torch.nn.Linear(1, 1)})
+    with pytest.raises(SbkitError, match="needs to know the epoch"):
+        ckpt.save_and_keep_only(keep_every=2)
+    ckpt.save_and_keep_only(meta={"epoch": 2}, keep_every=2)
+    ckpt.save_and_keep_only(meta={"epoch": 3}, keep_every=2)
+    ckpt.save_and_keep_only(meta={"epoch": 5}, keep_every=2)
+    assert sorted(c.meta["epoch"] for c in ckpt.list_checkpoints()) == [2, 5]
+
+
+@pytest.mark.parametrize("nan", [float("nan"), "not a number"])
+def test_nan_is_never_the_best(tmp_path, nan):
+    run = Run(tmp_path)
+    for wer in (nan, 5.0, nan, 4.0, nan):
+        run.epoch(WER=wer)
+    for how in ({"min_key": "WER"}, {"max_key": "WER"}):
+        found = [ckpt.meta["WER"] for ckpt in run.checkpointer.find_checkpoints(**how)]
+        assert found[:2] == ([4.0, 5.0] if "min_key" in how else [5.0, 4.0])
+
+
+def test_the_last_saved_is_the_newest_though_the_clock_went_back(tmp_path, monkeypatch):
+    run = Run(tmp_path)
+    monkeypatch.setattr("time.time", lambda: 2e9)
+    run.epoch(n=1)
+    monkeypatch.setattr("time.time", lambda: 1e9)
+    weights = run.epoch(n=2)
+    run.checkpointer.delete_checkpoints()
+    assert run.recovered().meta["n"] == 2 and same(run.weights(), weights)
+
+
+def test_two_orders_at_once_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="only one of"):
+        Run(tmp_path).checkpointer.find_checkpoints(min_key="a", max_key="b")
+
+
+def test_saving_under_a_name_replaces_what_had_it(tmp_path):
+    run = Run(tmp_path)
+    run.checkpointer.save_checkpoint(name="best", meta={"n": 1})
+    weights = run.train().weights()
+    run.checkpointer.save_checkpoint(name="best", meta={"n": 2})
+    assert [path.name for path in tmp_path.iterdir()] == ["CKPT+best"]
+    assert Run(tmp_path).recovered().meta["n"] == 2 and not same(weights, Run(tmp_path).weights())
