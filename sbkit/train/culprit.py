@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -58,24 +59,29 @@ def report(
     brain: has ``modules``, ``device``, ``training_ctx``, ``compute_forward`` and ``compute_objectives``; if
         it has ``utterance_losses(predictions, batch) -> Tensor [B]``, losses are told per utterance
     folder: the run's
-    suspects: this rank's micro-batches, each a ``Suspect`` or the batch itself
+    suspects: this rank's micro-batches: each a ``Suspect``, a pair like one, or the batch itself
     what: what was not finite: "loss" or "gradient"
     scale: what the loss was multiplied by
     lr: the learning rate, for the report
     limit: how many reports a rank saves in one run
     """
-    suspects = [s if isinstance(s, Suspect) else Suspect(s) for s in suspects]
+    suspects = [_suspect(one) for one in suspects]
     context = {"step": step, "epoch": epoch, "rank": ranks.rank(), "what": what, "scale": scale, "lr": lr,
                "precision": str(getattr(brain, "precision", "fp32")), "device": str(brain.device)}
+    there = Path(folder) / FOLDER
+    if all(ranks.gather_objects(len(_saved_by(there, ranks.rank())) >= limit)):
+        return f"{_head(context)} {there} describes {limit} such steps already."
     accounts = [_account(brain, suspect, micro, context) for micro, suspect in enumerate(suspects)]
-    guilty = [one for one in accounts if one["findings"]["what"] != "nothing" and one["counts"]]
-    shown = any(ranks.gather_objects(bool(guilty)))
-    if not shown and ranks.is_main():  # it can't be shown again; what was run is told and kept all the same
+    guilty = [one for one in accounts
+              if one["counts"] and (one["findings"]["what"] != "nothing" or one["findings"]["error"])]
+    shown = ranks.gather_objects(bool(guilty))
+    if not any(shown) and ranks.is_main():  # it can't be shown again; what was run is kept all the same
         guilty = accounts
-    if guilty:
-        _save_within(limit, Path(folder), brain, suspects, guilty, context)
+    if guilty and len(_saved_by(there, ranks.rank())) < limit:
+        first = shown.index(True) if any(shown) else 0
+        _save(there, brain.modules if first == ranks.rank() else None, suspects, guilty, context)
     everyone = [account for one in ranks.gather_objects(guilty) for account in one]
-    return text(everyone, context, Path(folder))
+    return text(everyone, context, there)
 
 
 def runner(brain: Any) -> Callable[[Any], Any]:
@@ -84,6 +90,9 @@ def runner(brain: Any) -> Callable[[Any], Any]:
     def run(batch: Any) -> Ran:
         with brain.training_ctx:
             predictions = brain.compute_forward(batch, Stage.TRAIN)
+            # What sbkit's Brain does between the two: losses are computed in fp32.
+            in_fp32 = getattr(brain, "_in_fp32", lambda value, _: value)
+            predictions = in_fp32(predictions, brain.training_ctx)
             loss = brain.compute_objectives(predictions, batch, Stage.TRAIN)
             each = getattr(brain, "utterance_losses", None)
             with torch.no_grad():
@@ -92,10 +101,19 @@ def runner(brain: Any) -> Callable[[Any], Any]:
     return run
 
 
+def _suspect(one: Any) -> Suspect:
+    """A batch with or without its generators' state; a batch may itself be a pair (inputs, targets)."""
+    if isinstance(one, tuple) and len(one) == 2 and isinstance(one[1], Mapping) and "torch" in one[1]:
+        return Suspect(*one)
+    return one if isinstance(one, Suspect) else Suspect(one)
+
+
 def _account(brain: Any, suspect: Suspect, micro: int, context: Mapping[str, Any]) -> dict[str, Any]:
     """One micro-batch run again, in plain JSON."""
-    found = examine(runner(brain), brain.modules, suspect.batch, rng=suspect.rng, device=brain.device,
-                    scale=context["scale"])
+    # The gradients of this look are nobody else's business.
+    with brain.no_sync() if hasattr(brain, "no_sync") else contextlib.nullcontext():
+        found = examine(runner(brain), brain.modules, suspect.batch, rng=suspect.rng, device=brain.device,
+                        scale=context["scale"])
     ids = utterance_ids(suspect.batch)
     if found.what == "loss" and not found.utterance_losses and not ranks.connected():
         found.utterance_losses = alone(runner(brain), brain.modules, suspect, brain.device)
@@ -132,9 +150,9 @@ def bad_ids(found: Findings, ids: Sequence[str]) -> list[str]:
 
 def describe(found: Findings) -> str:
     """Where it shows, in one line."""
-    if found.error:
-        return f"running the batch again ended with {found.error}"
     layer = found.first_layer
+    if found.error and layer is None:
+        return f"running the batch again ended with {found.error}"
     if layer is not None:
         taken = ""
         if layer.inputs is not None and layer.inputs.bad:
@@ -164,20 +182,28 @@ def wrong_values(values: Values) -> str:
     return f"{counts} of {math.prod(values.shape)} values, {values.dtype}"
 
 
-def text(accounts: Sequence[Mapping[str, Any]], context: Mapping[str, Any], folder: Path) -> str:
-    """The report that people read."""
-    epoch = "" if context["epoch"] is None else f" of epoch {context['epoch']}"
-    lines = [f"Step {context['step']}{epoch}: the {context['what']} is not finite; the step was skipped."]
+def text(accounts: Sequence[Mapping[str, Any]], context: Mapping[str, Any], there: Path) -> str:
+    """The report that people read; ``there`` is the folder of all culprits."""
+    lines = [_head(context)]
     for account in accounts:
         lines.append(f"  rank {account['rank']}, micro-batch {account['micro']}: {account['where']}")
         if account["bad_ids"]:
             lines.append(f"    utterances where it shows: {some(account['bad_ids'])}")
         lines.append(f"    utterances of the batch: {some(account['ids'])}")
         lines += [f"    likely: {cause}" for cause in account["likely"]]
-        saved = folder / FOLDER / name_of(account)
+        saved = there / name_of(account)
         if saved.is_dir():
             lines.append(f"    saved; look again with: sbkit replay {saved}")
     return "\n".join(lines)
+
+
+def _head(context: Mapping[str, Any]) -> str:
+    epoch = "" if context["epoch"] is None else f" of epoch {context['epoch']}"
+    return f"Step {context['step']}{epoch}: the {context['what']} is not finite; the step was skipped."
+
+
+def _saved_by(there: Path, rank: int) -> list[Path]:
+    return list(there.glob(f"step-*-rank-{rank}")) if there.is_dir() else []
 
 
 def name_of(context: Mapping[str, Any]) -> str:
@@ -189,17 +215,15 @@ def some(names: Sequence[str]) -> str:
     return f"{shown} and {len(names) - _NAMED} more" if len(names) > _NAMED else shown or "(no ids)"
 
 
-def _save_within(
-    limit: int, folder: Path, brain: Any, suspects: Sequence[Suspect], accounts: Sequence[Mapping[str, Any]],
-    context: Mapping[str, Any],
+def _save(
+    there: Path, modules: torch.nn.Module | None, suspects: Sequence[Suspect],
+    accounts: Sequence[Mapping[str, Any]], context: Mapping[str, Any],
 ) -> None:
-    """Write the folder aside and rename it; a full disk costs the report, not the run."""
-    there = folder / FOLDER
-    mine = list(there.glob(f"step-*-rank-{context['rank']}")) if there.is_dir() else []
-    final = there / name_of(context)
-    if len(mine) >= limit or final.exists():
-        return
-    aside = None
+    """Write the folder aside and rename it; a full disk costs the report, not the run.
+
+    modules: whose weights are kept too, if none of the run are kept yet
+    """
+    final, aside = there / name_of(context), None
     try:
         there.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(prefix=".writing-", dir=there))
@@ -211,12 +235,14 @@ def _save_within(
             tensors.update({f"{at}rng/{name}": t for name, t in (suspect.rng or {}).items()})
             batches.append({"micro": account["micro"], "tree": tree})
         save_file(tensors, aside / "tensors.safetensors")
-        weights = None if any(there.glob("*/model.safetensors")) else _weights(brain.modules)
-        if weights is not None and ranks.rank() == context["rank"]:
-            save_file(weights, aside / "model.safetensors")
+        if modules is not None and not any(there.glob("*/model.safetensors")):
+            weights = _weights(modules)
+            if weights is not None:
+                save_file(weights, aside / "model.safetensors")
         with open(aside / "culprit.json", "w", encoding="utf-8") as out:
             json.dump({**context, "batches": batches, "accounts": _jsonable(accounts)}, out, indent=1)
         aside.chmod(0o755)
+        shutil.rmtree(final, ignore_errors=True)  # of an earlier attempt at the same step
         aside.rename(final)
     except OSError as error:
         logger.warning("The culprit of step %s could not be saved in %s: %s", context["step"], there, error)

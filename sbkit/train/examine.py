@@ -231,7 +231,9 @@ def _watched(modules: nn.Module, found: Findings) -> Iterator[_Watch]:
 @contextlib.contextmanager
 def _undisturbed(modules: nn.Module, device: torch.device | str) -> Iterator[None]:
     """Put back buffers, gradients and generators."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in modules.buffers()]
+    buffers = [(module, name, buffer, buffer.detach().clone())
+               for module in modules.modules() for name, buffer in module._buffers.items()
+               if buffer is not None]
     gradients = [(parameter, parameter.grad) for parameter in modules.parameters()]
     generators = rng_state.capture(device)
     for parameter, _ in gradients:
@@ -243,8 +245,10 @@ def _undisturbed(modules: nn.Module, device: torch.device | str) -> Iterator[Non
         for parameter, gradient in gradients:
             parameter.grad = gradient
         with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+            for module, name, buffer, value in buffers:
+                module._buffers[name] = buffer
+                if not torch.equal(buffer, value):  # untouched ones must not look changed to anybody
+                    buffer.copy_(value)
         rng_state.restore(generators, device)
 
 

@@ -74,7 +74,7 @@ def take_row(batch: Any, row: int) -> Any | None:
 def _pack(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_complex():
         tensors[path] = value.detach().cpu().contiguous().clone()
         return {"kind": "tensor", "value": path}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
