@@ -57,7 +57,8 @@ def restore(state: dict[str, torch.Tensor], device: torch.device | str = "cpu") 
 
 def seed_all(*parts: int) -> None:
     """Seed every generator from numbers such as a seed, a rank and a step: other numbers, other streams."""
-    words = np.random.SeedSequence([part & 0xFFFFFFFF for part in parts]).generate_state(4)
+    entropy = [len(parts), *(part & 0xFFFFFFFF for part in parts)]  # zeros at the end alone would not count
+    words = np.random.SeedSequence(entropy).generate_state(4)
     random.seed(int(words[0]))
     np.random.seed(int(words[1]))
     torch.manual_seed(int(words[2]) << 32 | int(words[3]))  # the GPUs' too

@@ -1,0 +1,214 @@
+"""Averages of checkpoints and of weights over time, against plain arithmetic."""
+
+import logging
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sbkit.errors import SbkitError
+from sbkit.train.averaging import EMA, average
+from sbkit.train.checkpoint import Checkpointer
+
+
+def model(width=3):
+    return torch.nn.Sequential(torch.nn.Linear(2, width), torch.nn.BatchNorm1d(width))
+
+
+def saved(folder, wers, dtype=torch.float32):
+    """Checkpoints of random weights; their state dicts by WER."""
+    torch.manual_seed(0)
+    ckpt, states = Checkpointer(folder, {"model": model().to(dtype)}), {}
+    net = ckpt.recoverables["model"]
+    for i, wer in enumerate(wers):
+        with torch.no_grad():
+            for param in net.parameters():
+                param.normal_()
+        net[1].num_batches_tracked.fill_(i)
+        ckpt.save_checkpoint(meta={"WER": wer})
+        states[wer] = {name: value.clone() for name, value in net.state_dict().items()}
+    return ckpt, states
+
+
+def test_mean_of_the_best(tmp_path):
+    ckpt, states = saved(tmp_path, [5.0, 1.0, 4.0, 2.0, 3.0])
+    mean, used = average(ckpt, "model", 3, min_key="WER")
+    assert [c.meta["WER"] for c in used] == [1.0, 2.0, 3.0]
+    for name in ("0.weight", "0.bias", "1.weight"):
+        expected = torch.stack([states[wer][name] for wer in (1.0, 2.0, 3.0)]).double().mean(0)
+        torch.testing.assert_close(mean[name].double(), expected, rtol=1e-7, atol=1e-7)
+        assert mean[name].dtype == torch.float32
+    assert mean["1.num_batches_tracked"] == 1  # a counter has no mean: the best one's
+    ckpt.recoverables["model"].load_state_dict(mean)
+
+
+def test_half_precision_is_summed_in_full(tmp_path):
+    ckpt, states = saved(tmp_path, [float(i) for i in range(9)], torch.bfloat16)
+    mean, _ = average(ckpt, "model", 9, max_key="WER")
+    expected = torch.stack([state["0.weight"] for state in states.values()]).double().mean(0).bfloat16()
+    assert mean["0.weight"].dtype == torch.bfloat16 and torch.equal(mean["0.weight"], expected)
+
+
+def test_without_a_key_the_newest(tmp_path):
+    ckpt, _ = saved(tmp_path, [1.0, 2.0, 3.0])
+    assert [c.meta["WER"] for c in average(ckpt, "model", 2)[1]] == [3.0, 2.0]
+
+
+def test_damaged_ones_are_left_out_and_replaced_by_the_next_best(tmp_path, caplog):
+    ckpt, _ = saved(tmp_path, [1.0, 2.0, 3.0])
+    path = ckpt.find_checkpoint(min_key="WER").paramfiles["model"]
+    path.write_bytes(path.read_bytes()[:-1])
+    with caplog.at_level(logging.WARNING):
+        _, used = average(ckpt, "model", 2, min_key="WER")
+    assert [c.meta["WER"] for c in used] == [2.0, 3.0] and "Leaving" in caplog.text
+
+
+def test_fewer_than_asked_for_is_said(tmp_path, caplog):
+    ckpt, _ = saved(tmp_path, [1.0])
+    assert len(average(ckpt, "model", 10)[1]) == 1 and "there are no more (10 were asked for)" in caplog.text
+
+
+def test_what_can_not_be_averaged_is_an_error(tmp_path):
+    ckpt, _ = saved(tmp_path, [1.0])
+    with pytest.raises(SbkitError, match="has 'PER'"):
+        average(ckpt, "model", 1, min_key="PER")
+    with pytest.raises(SbkitError, match="holds 'lm' to average"):
+        average(ckpt, "lm", 1)
+    with pytest.raises(SbkitError, match="makes no sense"):
+        average(ckpt, "model", 0)
+    Checkpointer(tmp_path, {"model": model(width=4)}).save_checkpoint(meta={"WER": 2.0})
+    with pytest.raises(SbkitError, match=r"can't be averaged with .*0.weight: 3x2 saved, 4x2 here"):
+        average(ckpt, "model", 2)
+
+
+def walk(net, ema, steps):
+    """Random steps; what a moving average should be, in plain arithmetic."""
+    expected = None
+    for update in range(steps):
+        with torch.no_grad():
+            for param in net.parameters():
+                param.add_(torch.randn_like(param))
+        ema.update()
+        now = {name: param.detach().double().clone() for name, param in net.named_parameters()}
+        decay = min(ema.decay, (1 + update) / (10 + update))
+        before = expected or now
+        expected = {name: value * (1 - decay) + before[name] * decay for name, value in now.items()}
+    return expected
+
+
+def test_moving_average_is_the_formula(tmp_path):
+    net = model()
+    ema = EMA(net, decay=0.7)
+    expected = walk(net, ema, 40)
+    weights = ema.state_dict()["weights"]
+    for name, value in expected.items():
+        torch.testing.assert_close(weights[name].double(), value, rtol=1e-5, atol=1e-6)
+    assert torch.equal(weights["1.running_mean"], net[1].running_mean)
+
+
+def test_half_precision_parameters_are_averaged_in_full():
+    """In bf16, 1 + 0.001 is 1: an average would never move."""
+    net = torch.nn.Linear(1, 1, bias=False).bfloat16()
+    ema = EMA(net, decay=0.999)
+    with torch.no_grad():
+        net.weight.fill_(1.0)
+    ema.update()
+    ema.updates = 100_000
+    with torch.no_grad():
+        net.weight.fill_(2.0)
+    for _ in range(10):
+        ema.update()
+    assert 1.009 < float(ema.state_dict()["weights"]["weight"]) < 1.011
+
+
+def test_swapped_evaluates_with_averages_and_gives_the_own_weights_back():
+    net = model()
+    ema = EMA(net, decay=0.9)
+    with ema.swapped():  # before the first update there is nothing to swap
+        pass
+    walk(net, ema, 5)
+    own = {name: param.detach().clone() for name, param in net.named_parameters()}
+    with pytest.raises(ZeroDivisionError), ema.swapped():
+        inside = {name: param.detach().clone() for name, param in net.named_parameters()}
+        with pytest.raises(RuntimeError, match="inside"):
+            ema.update()
+        raise ZeroDivisionError
+    weights = ema.state_dict()["weights"]
+    assert all(torch.equal(inside[name], weights[name]) for name in own)
+    assert not torch.equal(inside["0.weight"], own["0.weight"])
+    assert all(torch.equal(param, own[name]) for name, param in net.named_parameters())
+
+
+def test_a_resumed_average_goes_on_bit_by_bit(tmp_path):
+    torch.manual_seed(1)
+    net = model()
+    ema = EMA(net, decay=0.9)
+    ckpt = Checkpointer(tmp_path, {"model": net, "ema": ema}, asynchronous=True)
+    walk(net, ema, 5)
+    ckpt.save_checkpoint()
+    state = torch.get_rng_state()
+    walk(net, ema, 5)
+    ckpt.wait()
+    expected = ema.state_dict()["weights"]
+
+    net = model()
+    ema = EMA(net, decay=0.9)
+    Checkpointer(tmp_path, {"model": net, "ema": ema}).recover_if_possible()
+    torch.set_rng_state(state)
+    walk(net, ema, 5)
+    assert ema.updates == 10
+    assert all(torch.equal(value, expected[name]) for name, value in ema.state_dict()["weights"].items())
+
+
+def test_averages_can_be_averaged_and_loaded_into_the_model(tmp_path):
+    net = model()
+    ema = EMA(net)
+    ema.update()
+    ckpt = Checkpointer(tmp_path, {"ema": ema})
+    ckpt.save_checkpoint()
+    ckpt.save_checkpoint()
+    net.load_state_dict(average(ckpt, "ema", 2)[0], strict=True)
+
+
+def test_an_average_of_another_model_is_said(tmp_path):
+    ema = EMA(model())
+    ema.update()
+    Checkpointer(tmp_path, {"ema": ema}).save_checkpoint()
+    with pytest.raises(SbkitError, match=r"another model: .*0.weight: 3x2 saved, 4x2 here"):
+        Checkpointer(tmp_path, {"ema": EMA(model(width=4))}).recover_if_possible()
+
+
+def test_tied_weights_are_averaged_under_each_name():
+    layer = torch.nn.Linear(2, 2)
+    net = torch.nn.ModuleDict({"a": layer, "b": layer})
+    ema = EMA(net, decay=0.9)
+    walk(net, ema, 3)
+    weights = ema.state_dict()["weights"]
+    assert torch.equal(weights["a.weight"], weights["b.weight"])
+    assert not torch.equal(weights["a.weight"], layer.weight)
+
+
+def test_frozen_parameters_stay_the_models():
+    net = model()
+    net[0].weight.requires_grad_(False)
+    ema = EMA(net, decay=0.9)
+    walk(net, ema, 3)
+    assert torch.equal(ema.state_dict()["weights"]["0.weight"], net[0].weight)
+
+
+@pytest.mark.parametrize("decay", [-0.1, 1.0, 2])
+def test_decays_that_make_no_average(decay):
+    with pytest.raises(SbkitError, match="decay"):
+        EMA(model(), decay)
+
+
+def test_an_update_never_waits_for_the_device():
+    class NoSync(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            assert "_local_scalar_dense" not in str(func)
+            return func(*args, **(kwargs or {}))
+
+    ema = EMA(model())
+    with NoSync():
+        ema.update()
+        ema.update()
