@@ -1,0 +1,247 @@
+"""Word and character error rates over a test set: SpeechBrain's numbers and wer_test.txt, by rapidfuzz."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from sbkit.console import atomic_write
+from sbkit.errors import SbkitError
+from sbkit.score.edits import DELETION, EQUAL, INSERTION, SUBSTITUTION, Counts, Tokens, align, count
+
+GAP = "<eps>"  # stands where an alignment has no token, as in SpeechBrain's file
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One utterance with what is wrong in it."""
+
+    id: str
+    reference: Tokens
+    hypothesis: Tokens
+    insertions: int
+    deletions: int
+    substitutions: int
+
+    @property
+    def edits(self) -> int:
+        return self.insertions + self.deletions + self.substitutions
+
+    @property
+    def rate(self) -> float:
+        """Per cent; more than 100 when much was inserted."""
+        return 100.0 * self.edits / len(self.reference)
+
+
+class Confusion(NamedTuple):
+    """``reference`` was heard as ``hypothesis``; one is empty where a word was missed or made up."""
+
+    reference: str
+    hypothesis: str
+    count: int
+
+
+class ErrorRates:
+    """Collects references and hypotheses and scores them all at once when a number is asked for.
+
+    >>> rates = ErrorRates()
+    >>> rates.add(["a", "b"], ["the cat sat", "on a mat"], ["the cat", "on the mat"])
+    >>> rates.summary()["WER"]
+    33.333333333333336
+
+    Arguments
+    ---------
+    unit : ``word`` for WER, or ``character`` for CER.
+    space : stands between words among the characters, and is scored as one, as in SpeechBrain.
+    """
+
+    def __init__(self, unit: str = "word", space: str = "_"):
+        if unit not in ("word", "character"):
+            raise SbkitError(f"error rates are counted by 'word' or by 'character', not by '{unit}'")
+        self.unit = unit
+        self.space = space
+        self.ids: dict[str, None] = {}
+        self.references: list[Tokens] = []
+        self.hypotheses: list[Tokens] = []
+        self._counts: Counts | None = None
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def add(self, ids: Sequence[str], references: Sequence[str | Tokens],
+            hypotheses: Sequence[str | Tokens]) -> None:
+        """Take a batch: texts, or lists of words. Nothing is taken of a batch that can't be scored."""
+        if not len(ids) == len(references) == len(hypotheses):
+            raise SbkitError(f"{len(ids)} ids, {len(references)} references and {len(hypotheses)} hypotheses "
+                             "can't be paired")
+        refs, hyps, fresh = self._tokens(references), self._tokens(hypotheses), dict.fromkeys(ids)
+        if not all(refs):
+            _refuse([name for name, ref in zip(ids, refs, strict=True) if not ref], "an empty reference",
+                    "correct the transcript or leave the utterance out")
+        if None in hyps:
+            _refuse([name for name, hyp in zip(ids, hyps, strict=True) if hyp is None], "no hypothesis",
+                    "one that is empty is '', and is scored")
+        if len(fresh) < len(ids) or not self.ids.keys().isdisjoint(fresh):
+            seen = Counter([*ids, *self.ids])
+            _refuse([name for name in fresh if seen[name] > 1], "an id that occurs more than once",
+                    "each utterance is scored once")
+        self.ids.update(fresh)
+        self.references += refs
+        self.hypotheses += hyps
+        self._counts = None
+
+    def _tokens(self, texts: Sequence[str | Tokens]) -> list[Tokens]:
+        words = list(texts)
+        if str in set(map(type, words)):
+            words = [text.split() if isinstance(text, str) else text for text in words]
+        if self.unit == "word":
+            return words
+        return [word if word is None else self.space.join(word) for word in words]
+
+    def merge(self, others: Iterable[ErrorRates]) -> ErrorRates:
+        """Take what others collected, for instance other ranks; gives itself back."""
+        for other in others:
+            if (other.unit, other.space) != (self.unit, self.space):
+                raise SbkitError(f"rates by {other.unit} can't be merged into rates by {self.unit}")
+            self.add(list(other.ids), other.references, other.hypotheses)
+        return self
+
+    @property
+    def counts(self) -> Counts:
+        """The edits of each utterance, in the order in which they were added."""
+        if self._counts is None:
+            if not self.ids:
+                raise SbkitError("there is nothing to score: no utterance was added")
+            self._counts = count(self.references, self.hypotheses)
+        return self._counts
+
+    @property
+    def edits(self) -> np.ndarray:
+        """[N] int64"""
+        insertions, deletions, substitutions = self.counts
+        return insertions + deletions + substitutions
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each reference, [N] int64."""
+        return np.fromiter(map(len, self.references), np.int64, len(self))
+
+    @property
+    def rate(self) -> float:
+        """The error rate in per cent."""
+        return 100.0 * int(self.edits.sum()) / int(self.lengths.sum())
+
+    def summary(self) -> dict[str, float | int]:
+        """SpeechBrain's ``ErrorRateStats.summarize()``: the same keys, the same numbers."""
+        insertions, deletions, substitutions = (int(kind.sum()) for kind in self.counts)
+        edits, tokens = insertions + deletions + substitutions, int(self.lengths.sum())
+        wrong = int(np.count_nonzero(self.edits))
+        return {
+            "WER": 100.0 * edits / tokens, "SER": 100.0 * wrong / len(self), "num_edits": edits,
+            "num_scored_tokens": tokens, "num_erroneous_sents": wrong, "num_scored_sents": len(self),
+            "num_absent_sents": 0, "num_ref_sents": len(self), "insertions": insertions,
+            "deletions": deletions, "substitutions": substitutions, "error_rate": 100.0 * edits / tokens,
+        }
+
+    def __iter__(self) -> Iterator[Scored]:
+        columns = (column.tolist() for column in self.counts)
+        for row in zip(self.ids, self.references, self.hypotheses, *columns, strict=True):
+            yield Scored(*row)
+
+    def worst(self, most: int = 20) -> list[Scored]:
+        """The utterances with the highest rates, and with the most edits among equals."""
+        return sorted(self, key=lambda scored: (-scored.rate, -scored.edits))[:most]
+
+    def alignments(self) -> list[str]:
+        """Each utterance's alignment as steps ``=``, ``S``, ``D``, ``I`` (see ``edits.align``)."""
+        wrong = np.flatnonzero(self.edits).tolist()
+        ways = [EQUAL * len(reference) for reference in self.references]
+        found = align([self.references[i] for i in wrong], [self.hypotheses[i] for i in wrong])
+        for i, way in zip(wrong, found, strict=True):
+            ways[i] = way
+        return ways
+
+    def confusions(self, most: int = 50) -> list[Confusion]:
+        """What is heard as what, the most frequent first."""
+        found: Counter[tuple[str, str]] = Counter()
+        for *tokens, way in zip(self.references, self.hypotheses, self.alignments(), strict=True):
+            if way.count(EQUAL) < len(way):
+                found.update((ref, hyp) for step, ref, hyp in aligned(*tokens, way) if step != EQUAL)
+        ranked = sorted(found.items(), key=lambda item: (-item[1], item[0]))
+        return [Confusion(*pair, times) for pair, times in ranked[:most]]
+
+    def write(self, path: str | os.PathLike) -> None:
+        """Write wer_test.txt: the summary and every alignment in SpeechBrain's own format."""
+        with atomic_write(path) as out:
+            out.write(_HEAD.format(**self.summary()))
+            for scored, way in zip(self, self.alignments(), strict=True):
+                out.write(_RULE + _UTTERANCE.format(
+                    id=scored.id, rate=scored.rate, edits=scored.edits, length=len(scored.reference),
+                    insertions=scored.insertions, deletions=scored.deletions,
+                    substitutions=scored.substitutions,
+                ) + _picture(scored.reference, scored.hypothesis, way))
+
+
+def score(references: Mapping[str, str | Tokens], hypotheses: Mapping[str, str | Tokens], unit: str = "word",
+          ) -> ErrorRates:
+    """Score texts by id; every reference needs a hypothesis and every hypothesis a reference."""
+    rates = ErrorRates(unit)
+    _refuse([name for name in hypotheses if name not in references], "a hypothesis but no reference",
+            "score a system on the corpus that it transcribed")
+    rates.add(list(references), list(references.values()), [hypotheses.get(i) for i in references])
+    return rates
+
+
+def aligned(reference: Tokens, hypothesis: Tokens, way: str) -> Iterator[tuple[str, str, str]]:
+    """An alignment as (step, reference token, hypothesis token); empty where there is none."""
+    i = j = 0
+    for step in way:
+        ref = "" if step == INSERTION else reference[i]
+        hyp = "" if step == DELETION else hypothesis[j]
+        i, j = i + (step != INSERTION), j + (step != DELETION)
+        yield step, ref, hyp
+
+
+def some(ids: Sequence[str], most: int = 5) -> str:
+    """The first few ids, for a message."""
+    return ", ".join(map(str, ids[:most])) + (f" and {len(ids) - most} more" if len(ids) > most else "")
+
+
+def _refuse(ids: Sequence[str], what: str, hint: str) -> None:
+    if ids:
+        raise SbkitError(f"{len(ids)} utterance{'s have' if len(ids) > 1 else ' has'} {what}: {some(ids)}",
+                         hint=hint)
+
+
+def _picture(reference: Tokens, hypothesis: Tokens, way: str) -> str:
+    """Reference, steps and hypothesis under each other."""
+    if way.count(EQUAL) == len(way):
+        steps = [EQUAL.center(len(token)) for token in reference]
+        refs = hyps = reference
+    else:
+        columns = [
+            (ref or GAP, step, hyp or GAP) for step, ref, hyp in aligned(reference, hypothesis, way)]
+        widths = [max(map(len, column)) for column in columns]
+        refs, steps, hyps = (
+            [cell.center(width) for cell, width in zip(line, widths, strict=True)]
+            for line in zip(*columns, strict=True))
+    return "".join(" ; ".join(line) + "\n" for line in (refs, steps, hyps))
+
+
+_RULE = "=" * 80 + "\n"
+_UTTERANCE = ("{id}, %WER {rate:.2f} [ {edits} / {length}, {insertions} ins, {deletions} del, "
+              "{substitutions} sub ]\n")
+_HEAD = (
+    "%WER {WER:.2f} [ {num_edits} / {num_scored_tokens}, {insertions} ins, {deletions} del, "
+    "{substitutions} sub ]\n"
+    "%SER {SER:.2f} [ {num_erroneous_sents} / {num_scored_sents} ]\n"
+    "Scored {num_scored_sents} sentences, {num_absent_sents} not present in hyp.\n"
+    + _RULE + "ALIGNMENTS\n\nFormat:\n<utterance-id>, WER DETAILS\n"
+    + _picture(["reference", "on", "the", "first", "line"], ["and", "hypothesis", "on", "the", "third"],
+               INSERTION + SUBSTITUTION + EQUAL + EQUAL + SUBSTITUTION + DELETION)
+)

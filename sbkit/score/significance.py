@@ -1,0 +1,114 @@
+"""How far an error rate can be trusted: bootstrap intervals, and whether two runs really differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from sbkit.errors import SbkitError
+from sbkit.score.rates import ErrorRates, some
+
+_AT_ONCE = 4_000_000  # random numbers held at a time
+
+
+def interval(rates: ErrorRates, confidence: float = 0.95, resamples: int = 2000, seed: int = 0,
+             ) -> tuple[float, float]:
+    """Bounds of the error rate in per cent, by bootstrap over utterances.
+
+    Words of one utterance stand or fall together, so utterances are drawn, not words.
+    """
+    drawn = np.concatenate([
+        edits / lengths
+        for edits, lengths in _resampled(np.stack([rates.edits, rates.lengths]), resamples, seed)
+    ])
+    return _bounds(100 * drawn, confidence)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Run ``b`` against run ``a`` on the same utterances."""
+
+    rate_a: float
+    rate_b: float
+    low: float  # bounds of rate_b - rate_a
+    high: float
+    p_value: float
+    confidence: float
+
+    @property
+    def difference(self) -> float:
+        """In points; below zero, ``b`` is better."""
+        return self.rate_b - self.rate_a
+
+    @property
+    def significant(self) -> bool:
+        return self.p_value < 1 - self.confidence
+
+    def __str__(self) -> str:
+        verdict = ("no significant difference" if not self.significant
+                   else "significantly better" if self.difference < 0 else "significantly worse")
+        return (f"{self.rate_a:.2f} % to {self.rate_b:.2f} %: {self.difference:+.2f} points "
+                f"({self.confidence:.0%} interval {self.low:+.2f} to {self.high:+.2f}, "
+                f"p = {self.p_value:.4f}): {verdict}")
+
+
+def compare(a: ErrorRates, b: ErrorRates, confidence: float = 0.95, resamples: int = 10_000, seed: int = 0,
+            ) -> Comparison:
+    """Whether ``b`` differs from ``a``: a paired bootstrap for the interval, matched pairs for the p-value.
+
+    The p-value is a permutation test: were both runs alike, each utterance's difference in edits could
+    as well have the other sign.
+    """
+    _refuse_other_references(a, b)
+    order = {name: i for i, name in enumerate(b.ids)}
+    difference = b.edits[[order[name] for name in a.ids]] - a.edits
+    drawn = np.concatenate([
+        edits / lengths for edits, lengths in _resampled(np.stack([difference, a.lengths]), resamples, seed)])
+    low, high = _bounds(100 * drawn, confidence)
+    return Comparison(a.rate, b.rate, low, high, _permutation_p(difference, resamples, seed), confidence)
+
+
+def _refuse_other_references(a: ErrorRates, b: ErrorRates) -> None:
+    if (a.unit, a.space) != (b.unit, b.space):
+        raise SbkitError(f"a rate by {a.unit} can't be compared with one by {b.unit}")
+    alone = [*(name for name in a.ids if name not in b.ids), *(name for name in b.ids if name not in a.ids)]
+    if alone:
+        raise SbkitError(f"{len(alone)} utterances were scored in one run only: {some(alone)}",
+                         hint="compare runs on the same corpus")
+    theirs = dict(zip(b.ids, b.references, strict=True))
+    changed = [name for name, ref in zip(a.ids, a.references, strict=True) if list(ref) != list(theirs[name])]
+    if changed:
+        raise SbkitError(f"{len(changed)} utterances differ in their reference: {some(changed)}",
+                         hint="both runs need the same text rules")
+
+
+def _resampled(columns: np.ndarray, resamples: int, seed: int) -> Iterator[np.ndarray]:
+    """Sums of ``columns`` [2, N] over utterances drawn with replacement: [2, R] at a time."""
+    rng = np.random.default_rng(seed)
+    size = columns.shape[1]
+    at_once = max(1, _AT_ONCE // size)
+    for start in range(0, resamples, at_once):
+        drawn = rng.integers(size, size=(min(at_once, resamples - start), size), dtype=np.int32)
+        yield columns[:, drawn].sum(axis=2)
+
+
+def _bounds(values: np.ndarray, confidence: float) -> tuple[float, float]:
+    tail = (1 - confidence) / 2
+    low, high = np.quantile(values, [tail, 1 - tail])
+    return float(low), float(high)
+
+
+def _permutation_p(difference: np.ndarray, resamples: int, seed: int) -> float:
+    difference = difference[difference != 0]  # the others stay what they are under any sign
+    if not len(difference):
+        return 1.0
+    rng = np.random.default_rng(seed)
+    at_once = max(1, _AT_ONCE // len(difference))
+    as_large = 0
+    for start in range(0, resamples, at_once):
+        shape = (min(at_once, resamples - start), len(difference))
+        signed = (2 * rng.integers(2, size=shape, dtype=np.int8) - 1) @ difference.astype(np.float64)
+        as_large += int(np.count_nonzero(abs(signed) >= abs(difference.sum())))
+    return (as_large + 1) / (resamples + 1)

@@ -1,0 +1,168 @@
+"""Error rates: SpeechBrain's numbers and file, faster, and nothing that can't be scored is scored."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import random
+import statistics
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from speechbrain.utils.metric_stats import ErrorRateStats
+
+from sbkit.errors import SbkitError
+from sbkit.score.rates import Confusion, ErrorRates, score
+
+WORDS = st.lists(st.sampled_from(["a", "the", "cat", "house", "größe", "राम"]), max_size=8)
+PAIRS = st.lists(st.tuples(WORDS.filter(len), WORDS), min_size=1, max_size=8)
+
+
+def both(pairs, unit="word"):
+    """The same pairs in our rates and in SpeechBrain's."""
+    names = [f"utt{i}" for i in range(len(pairs))]
+    references, hypotheses = ([list(side) for side in column] for column in zip(*pairs, strict=True))
+    ours = ErrorRates(unit)
+    ours.add(names, [" ".join(words) for words in references], [" ".join(words) for words in hypotheses])
+    theirs = ErrorRateStats(split_tokens=unit == "character")
+    theirs.append(names, hypotheses, references)
+    return ours, theirs
+
+
+@settings(max_examples=150, deadline=None)
+@given(PAIRS, st.sampled_from(["word", "character"]))
+def test_summary_equals_speechbrain(pairs, unit):
+    ours, theirs = both(pairs, unit)
+    assert ours.summary() == theirs.summarize()
+
+
+@settings(max_examples=100, deadline=None)
+@given(PAIRS, st.sampled_from(["word", "character"]))
+def test_file_equals_speechbrain_byte_for_byte(tmp_path_factory, pairs, unit):
+    ours, theirs = both(pairs, unit)
+    path = tmp_path_factory.mktemp("wer") / "wer_test.txt"
+    ours.write(path)
+    stream = io.StringIO()
+    theirs.write_stats(stream)
+    assert path.read_text(encoding="utf-8") == stream.getvalue()
+
+
+def test_batches_merge_to_the_whole_and_survive_pickling():
+    whole, first, second = ErrorRates(), ErrorRates(), ErrorRates()
+    whole.add(["1", "2", "3"], ["a b", "c d", "e"], ["a", "c x", "e"])
+    first.add(["1"], ["a b"], ["a"])
+    second.add(["2", "3"], [["c", "d"], ["e"]], [["c", "x"], ["e"]])
+    merged = ErrorRates().merge(pickle.loads(pickle.dumps([first, second])))
+    assert merged.summary() == whole.summary()
+    assert [scored.id for scored in merged] == ["1", "2", "3"]
+    with pytest.raises(SbkitError, match="can't be merged"):
+        ErrorRates("character").merge([whole])
+
+
+def test_a_number_asked_for_early_counts_what_comes_later_too():
+    rates = ErrorRates()
+    rates.add(["1"], ["a b"], ["a b"])
+    assert rates.rate == 0
+    rates.add(["2"], ["a b"], [""])
+    assert rates.rate == 50
+
+
+def test_what_cannot_be_scored_is_named_and_nothing_of_it_is_taken():
+    rates = ErrorRates()
+    rates.add(["old"], ["a"], ["a"])
+    with pytest.raises(SbkitError, match="2 utterances have an empty reference: u1, u3"):
+        rates.add(["u1", "u2", "u3"], ["", "b", "  "], ["a", "b", "c"])
+    with pytest.raises(SbkitError, match="1 utterance has no hypothesis: u2"):
+        rates.add(["u1", "u2"], ["a", "b"], ["a", None])
+    with pytest.raises(SbkitError, match="more than once: u1"):
+        rates.add(["u1", "u1"], ["a", "b"], ["a", "b"])
+    with pytest.raises(SbkitError, match="more than once: old"):
+        rates.add(["old"], ["a"], ["a"])
+    with pytest.raises(SbkitError, match="2 ids, 1 references and 2 hypotheses"):
+        rates.add(["u1", "u2"], ["a"], ["a", "b"])
+    assert len(rates) == 1 and rates.rate == 0
+    with pytest.raises(SbkitError, match="nothing to score"):
+        ErrorRates().summary()
+    with pytest.raises(SbkitError, match="'phone'"):
+        ErrorRates("phone")
+
+
+def test_scores_by_id_and_names_ids_without_a_partner():
+    assert score({"u1": "a b", "u2": "c"}, {"u2": "c", "u1": "a x"}).rate == pytest.approx(100 / 3)
+    with pytest.raises(SbkitError, match="a hypothesis but no reference: u9"):
+        score({"u1": "a"}, {"u1": "a", "u9": "b"})
+    with pytest.raises(SbkitError, match="no hypothesis: u2"):
+        score({"u1": "a", "u2": "b"}, {"u1": "a"})
+
+
+def test_many_names_are_cut_short():
+    with pytest.raises(SbkitError, match="reference: u0, u1, u2, u3, u4 and 4 more"):
+        ErrorRates().add([f"u{i}" for i in range(9)], [""] * 9, ["a"] * 9)
+
+
+def test_confusions_and_the_worst_utterances():
+    rates = ErrorRates()
+    rates.add(
+        ["1", "2", "3", "4"], ["the cat sat", "a cat sat", "the dog", "yes"],
+        ["the hat sat", "a hat sat down", "the", "yes"])
+    assert rates.confusions() == [
+        Confusion("cat", "hat", 2), Confusion("", "down", 1), Confusion("dog", "", 1)]
+    assert [scored.id for scored in rates.worst(2)] == ["2", "3"]
+    assert [scored.edits for scored in rates] == [1, 2, 1, 0]
+
+
+def test_characters_count_the_space_between_words_as_speechbrain_does():
+    rates = ErrorRates("character")
+    rates.add(["1"], ["ab c"], ["abc"])
+    assert rates.summary()["num_scored_tokens"] == 4 and rates.summary()["deletions"] == 1
+
+
+def realistic(utterances, rng):
+    """Utterances as a recogniser leaves them: Zipf words, half without an error, WER about 10 %."""
+    words = [f"word{i}" for i in range(5000)]
+    weights = [1 / (i + 2) for i in range(5000)]
+    pairs = []
+    for _ in range(utterances):
+        reference = rng.choices(words, weights, k=rng.randint(5, 35))
+        difficulty = rng.choice([0, 0, 0.05, 0.15, 0.3])
+        hypothesis = []
+        for word in reference:
+            fate = rng.random()
+            if fate >= difficulty:
+                hypothesis.append(word)
+            elif fate < 0.7 * difficulty:
+                hypothesis += rng.choices(words, weights)
+            elif fate < 0.85 * difficulty:
+                hypothesis += [word, *rng.choices(words, weights)]
+        pairs.append((reference, hypothesis))
+    return pairs
+
+
+@pytest.mark.slow
+def test_scores_ten_thousand_utterances_fifty_times_as_fast_as_speechbrain():
+    pairs = realistic(10_000, random.Random(1))
+    names = [f"utt{i}" for i in range(len(pairs))]
+    references, hypotheses = (list(column) for column in zip(*pairs, strict=True))
+
+    def summarize(rates, add, end):
+        started = time.process_time()
+        for i in range(0, len(names), 20):
+            add(rates, slice(i, i + 20))
+        summary = end(rates)
+        return time.process_time() - started, summary
+
+    ratios = []
+    for _ in range(5):
+        theirs, expected = summarize(
+            ErrorRateStats(), lambda rates, s: rates.append(names[s], hypotheses[s], references[s]),
+            ErrorRateStats.summarize)
+        ours, summary = min((summarize(
+            ErrorRates(), lambda rates, s: rates.add(names[s], references[s], hypotheses[s]),
+            ErrorRates.summary) for _ in range(3)), key=lambda timed: timed[0])
+        assert summary == expected
+        ratios.append(theirs / ours)
+    print(f"WER of 10,000 utterances: {statistics.median(ratios):.0f}x SpeechBrain ({min(ratios):.0f} to "
+          f"{max(ratios):.0f}), {1000 * ours:.1f} ms; WER {summary['WER']:.1f} %")
+    assert max(ratios) >= 40  # 50 and more on an idle machine; the rest is for a busy one

@@ -1,0 +1,86 @@
+"""Intervals cover the truth about as often as they promise; differences are called real when they are."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sbkit.errors import SbkitError
+from sbkit.score.rates import ErrorRates
+from sbkit.score.significance import compare, interval
+
+
+def run(wrong, names=None, words=10):
+    """A run whose utterance i has ``wrong[i]`` substitutions in ``words`` words."""
+    rates = ErrorRates()
+    rates.add(
+        names or [f"u{i}" for i in range(len(wrong))], [["w"] * words for _ in wrong],
+        [["x"] * int(count) + ["w"] * (words - int(count)) for count in wrong])
+    return rates
+
+
+def test_interval_covers_the_true_rate():
+    rng = np.random.default_rng(0)
+    inside = 0
+    for trial in range(100):
+        low, high = interval(run(rng.binomial(10, rng.choice([0.02, 0.3], size=200))), seed=trial)
+        inside += low <= 16.0 <= high
+    assert 88 <= inside <= 99
+
+
+def test_interval_narrows_with_more_utterances_and_repeats_for_a_seed():
+    rng = np.random.default_rng(1)
+    few, many = run(rng.binomial(10, 0.2, 50)), run(rng.binomial(10, 0.2, 5000))
+    low, high = interval(few)
+    lower, higher = interval(many)
+    assert low < few.rate < high and lower < many.rate < higher
+    assert (high - low) > 5 * (higher - lower)
+    assert interval(few) == (low, high)
+
+
+def test_interval_matches_the_normal_approximation():
+    rng = np.random.default_rng(2)
+    wrong = rng.binomial(10, 0.2, 2000)
+    low, high = interval(run(wrong), resamples=5000)
+    spread = 1.96 * wrong.std() * 10 / np.sqrt(len(wrong))
+    assert high - low == pytest.approx(2 * spread, rel=0.1)
+
+
+def test_a_real_difference_is_significant_and_chance_is_not():
+    rng = np.random.default_rng(3)
+    difficulty = rng.choice([0.0, 0.1, 0.4], size=1000)
+    a = run(rng.binomial(10, difficulty))
+    better = compare(a, run(rng.binomial(10, 0.7 * difficulty)))
+    assert better.significant and better.difference < 0 and better.low < better.difference < better.high < 0
+    assert "significantly better" in str(better)
+    p_values = [compare(a, run(rng.binomial(10, difficulty)), resamples=500).p_value for _ in range(40)]
+    assert sum(p < 0.05 for p in p_values) <= 6
+    assert min(p_values) < 0.5 < max(p_values)
+
+
+def test_pairing_finds_what_unpaired_intervals_would_miss():
+    rng = np.random.default_rng(4)
+    wrong = rng.integers(0, 10, 300)
+    better = wrong.copy()
+    better[rng.choice(np.flatnonzero(wrong), 12, replace=False)] -= 1
+    result = compare(run(wrong), run(better))
+    assert result.p_value < 0.01
+    low, high = interval(run(wrong))
+    assert low < result.rate_b < high
+
+
+def test_equal_runs_do_not_differ_whatever_their_order():
+    a = run([1, 2, 3], names=["x", "y", "z"])
+    b = run([3, 2, 1], names=["z", "y", "x"])
+    result = compare(a, b)
+    assert (result.difference, result.low, result.high, result.p_value) == (0, 0, 0, 1)
+    assert "no significant difference" in str(result)
+
+
+def test_runs_on_other_corpora_are_refused():
+    with pytest.raises(SbkitError, match="scored in one run only: u2"):
+        compare(run([1, 2, 3]), run([1, 2]))
+    with pytest.raises(SbkitError, match="differ in their reference: u0, u1"):
+        compare(run([1, 2]), run([1, 2], words=9))
+    with pytest.raises(SbkitError, match="by word can't be compared with one by character"):
+        compare(run([1]), ErrorRates("character"))
