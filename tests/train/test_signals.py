@@ -1,0 +1,231 @@
+"""Stop signals: what the first and the second do, in one process, its workers and under torchrun."""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from sbkit.errors import SbkitError
+from sbkit.train import signals
+from sbkit.train.signals import Stopped, StopSignals
+
+
+@pytest.mark.parametrize("signum", signals.STOP_SIGNALS, ids=lambda s: s.name)
+def test_a_signal_is_noted_and_nothing_else_happens(signum, capfd):
+    before = signal.getsignal(signum)
+    with StopSignals() as stop:
+        assert stop.signum is None
+        os.kill(os.getpid(), signum)
+        time.sleep(0.05)
+        assert stop.signum == signum
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.05)
+        assert stop.signum == signum  # the first one counts
+    assert signal.getsignal(signum) == before
+    lines = capfd.readouterr().err.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith(f"{signum.name}: saving a checkpoint")
+
+
+def test_outside_a_run_signals_do_what_they_did():
+    with StopSignals():
+        pass
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)
+
+
+def test_it_can_be_entered_again_and_leaves_no_thread():
+    for _ in range(3):
+        with StopSignals() as stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.02)
+            assert stop.signum == signal.SIGTERM
+    assert not [thread for thread in threading.enumerate() if thread.name == "stop-signals"]
+
+
+def test_in_a_thread_it_is_said_that_signals_are_not_caught(caplog):
+    def run():
+        with StopSignals() as stop:
+            assert stop.signum is None
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert "can't be caught" in caplog.text
+
+
+def test_what_ends_a_run_is_a_plain_line_and_a_code():
+    error = Stopped.by(signal.SIGTERM, 120, "save/CKPT+x")
+    assert isinstance(error, SbkitError) and isinstance(error, SystemExit)
+    assert str(error) == ("stopped by SIGTERM after step 120, checkpoint saved at save/CKPT+x; "
+                          "run the same command to resume")
+    assert error.code == error.exit_code == 143
+    assert Stopped.by(signal.SIGINT, 1, None).code == 130
+    assert Stopped.by(signal.SIGUSR1, 1, None).code == 138
+    again = pickle.loads(pickle.dumps(error))
+    assert str(again) == str(error) and again.code == 143
+
+
+ROOT = Path(__file__).parents[2]
+
+
+class Script:
+    """A Python script in a process of its own, and of its own process group."""
+
+    def __init__(self, text, *command):
+        command = command or (sys.executable, "-c")
+        self.process = subprocess.Popen(
+            [*command, textwrap.dedent(text)] if command[-1] == "-c" else command, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+
+    def __enter__(self):
+        self.started()
+        return self
+
+    def started(self):
+        assert self.process.stdout.readline() == "ready\n", self.process.communicate()[1]
+
+    def send(self, signum):
+        self.process.send_signal(signum)
+
+    def send_all(self, signum):
+        os.killpg(self.process.pid, signum)
+
+    def end(self):
+        out, err = self.process.communicate(timeout=60)
+        return self.process.returncode, out, err
+
+    def __exit__(self, *error):
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.communicate()
+
+
+LOOP = """
+    import sys, time
+    from sbkit.train.signals import Stopped, StopSignals
+    with StopSignals() as stop:
+        print("ready", flush=True)
+        for step in range(6000):
+            time.sleep(0.01)
+            if stop.signum:
+                raise Stopped.by(stop.signum, 7, "here")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 138)])
+def test_a_script_that_catches_nothing_ends_with_the_code_and_no_traceback(signum, code):
+    with Script(LOOP) as script:
+        script.send(signum)
+        returned, _, err = script.end()
+    assert returned == code and "Traceback" not in err
+
+
+DEAF = """
+    import threading
+    from sbkit.train.signals import StopSignals
+    with StopSignals():
+        print("ready", flush=True)
+        {waits}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("waits", ["import time\n        while True: time.sleep(0.01)",
+                                   "import ctypes\n        ctypes.CDLL(None).pause()\n"
+                                   "        while True: ctypes.CDLL(None).pause()"], ids=["python", "in C"])
+def test_the_second_ctrl_c_leaves_at_once_even_while_c_code_waits(waits):
+    with Script(DEAF.format(waits=waits)) as script:
+        script.send(signal.SIGINT)
+        time.sleep(signals.ECHO_SECONDS + 0.3)
+        assert script.process.poll() is None
+        script.send(signal.SIGINT)
+        start = time.monotonic()
+        returned, _, err = script.end()
+    assert returned == 130 and time.monotonic() - start < 2
+    assert "Ctrl-C once more leaves at once" in err
+
+
+@pytest.mark.slow
+def test_the_same_ctrl_c_twice_is_one():
+    """From the terminal, and at once again from the launcher."""
+    with Script(LOOP.replace("raise", "time.sleep(1); print('in order'); raise")) as script:
+        script.send(signal.SIGINT)
+        time.sleep(0.1)
+        script.send(signal.SIGINT)
+        returned, out, _ = script.end()
+    assert returned == 130 and out == "in order\n"
+
+
+WORKERS = """
+    import os, sys, time, torch
+    from torch.utils.data import DataLoader
+    from sbkit.train.signals import Stopped, StopSignals, worker_ignore_signals
+    class Slow(torch.utils.data.Dataset):
+        def __len__(self): return 100_000
+        def __getitem__(self, i):
+            time.sleep(0.005)
+            return i
+    with StopSignals() as stop:
+        loader = DataLoader(Slow(), num_workers=2, worker_init_fn=worker_ignore_signals)
+        after = None
+        for i, batch in enumerate(loader):
+            if i == 5:
+                print("ready", flush=True)
+            if stop.signum and after is None:
+                after = i
+            if after is not None and i == after + 100:
+                raise Stopped.by(stop.signum, i, "here")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 138)])
+def test_workers_live_on_when_the_whole_group_gets_the_signal(signum, code):
+    """A hundred more batches come after it: the workers were not hit, and none of them shouts."""
+    with Script(WORKERS) as script:
+        script.send_all(signum)
+        returned, _, err = script.end()
+    assert returned == code and "DataLoader worker" not in err
+    assert err.strip().count("\n") == 0, err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to_all", [False, True], ids=["to torchrun", "to all, like Ctrl-C"])
+def test_under_torchrun(tmp_path, to_all):
+    """torchrun passes it on to both ranks, which have time to save."""
+    path = tmp_path / "train.py"
+    path.write_text(textwrap.dedent(f"""
+        import os, time
+        from pathlib import Path
+        from sbkit.train.signals import Stopped, StopSignals
+        rank, folder = os.environ["RANK"], Path({str(tmp_path)!r})
+        with StopSignals() as stop:
+            (folder / f"ready{{rank}}").touch()
+            while not (folder / "ready0").exists() or not (folder / "ready1").exists():
+                time.sleep(0.01)
+            if rank == "0":
+                print("ready", flush=True)
+            for step in range(6000):
+                time.sleep(0.01)
+                if stop.signum:
+                    time.sleep(3)
+                    (folder / f"saved{{rank}}").touch()
+                    raise Stopped.by(stop.signum, step, "here")
+    """))
+    command = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", str(path))
+    with Script("", *command) as script:
+        (script.send_all if to_all else script.send)(signal.SIGINT if to_all else signal.SIGTERM)
+        returned, _, err = script.end()
+    assert returned != 0
+    assert (tmp_path / "saved0").exists() and (tmp_path / "saved1").exists(), err
