@@ -100,28 +100,3 @@ def _number(name: str, value: Any) -> int | float | None:
 
 def _article(word: str) -> str:
     return f"{'an' if word[0].lower() in 'aeiou' else 'a'} {word}"
-
-
-def fp16_works(device_type: str) -> bool:
-    """Whether this torch can autocast to float16 on the device."""
-    if device_type != "cpu":
-        return True
-    with torch.autocast("cpu", dtype=torch.float16):
-        probe = torch.ones(2, 2) @ torch.ones(2, 2)
-    return probe.dtype is torch.float16
-
-
-def precisions(run_opts: RunOptions, hparams: Mapping[str, Any] | None) -> tuple[str, str]:
-    """Of training and of evaluation; the two old switches still work."""
-    training = pick(run_opts, hparams, "precision")
-    for switch, name in (("auto_mix_prec", "fp16"), ("bfloat16_mix_prec", "bf16")):
-        training = name if pick(run_opts, hparams, switch) else training
-    return training, pick(run_opts, hparams, "eval_precision")
-
-
-def hide_fp16(run_opts: RunOptions, hparams: Mapping[str, Any] | None, device_type: str) -> RunOptions:
-    """SpeechBrain refuses fp16 on a CPU before we can say that today's torch has it there."""
-    if device_type != "cpu" or "fp16" not in precisions(run_opts, hparams):
-        return run_opts
-    hidden = {"precision": "fp32", "eval_precision": "fp32", "auto_mix_prec": False}
-    return dataclasses.replace(run_opts, overridden_args=run_opts.overridden_args | set(hidden), **hidden)

@@ -156,9 +156,19 @@ def _average(grads: list[torch.Tensor]) -> None:
                          [piece.view_as(g) for piece, g in zip(pieces, grads, strict=True)])
 
 
+def wrap(shell: Shell, hooked: bool = False, find_unused_parameters: bool = True) -> Alone:
+    """What this run needs; ``hooked``: the recipe calls layers and ``backward`` itself."""
+    if ranks.world_size() == 1 or not any(p.requires_grad for p in shell.parameters()):
+        return Alone(shell)
+    return Hooked(shell) if hooked else Wrapped(shell, find_unused_parameters)
+
+
 @contextlib.contextmanager
-def gradients_zeroed(modules: nn.Module) -> Iterator[None]:
-    """Whatever backward computes inside counts as zero, be it NaN (a stand-in batch must not be seen)."""
+def zeroed_if(standing_in: bool, modules: nn.Module) -> Iterator[None]:
+    """For a stand-in batch: whatever backward computes inside counts as zero, be it NaN."""
+    if not standing_in:
+        yield
+        return
     handles = [p.register_hook(torch.zeros_like) for p in modules.parameters() if p.requires_grad]
     try:
         yield
@@ -252,6 +262,14 @@ def unreached(modules: nn.Module) -> list[str]:
             shortened.append(name)
     covered = tuple(f"{name}." for name in shortened)
     return sorted([*shortened, *(name for name in missing if not name.startswith(covered or ("\0",)))])
+
+
+def tell_unreached(modules: nn.Module) -> None:
+    """After the first backward: name what is trained in vain."""
+    names = unreached(modules)
+    if names and ranks.is_main():
+        logger.warning("The loss does not reach these parameters, so they are not trained: %s",
+                       ", ".join(names))
 
 
 def convert_batch_norm(modules: nn.ModuleDict, device: torch.device) -> None:

@@ -12,11 +12,8 @@ or the training loop wants to know of a step is copied aside and read one step l
 
 from __future__ import annotations
 
-import functools
-import inspect
-import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -26,8 +23,8 @@ from torch.optim import Optimizer
 
 from sbkit.errors import SbkitError
 from sbkit.nn.peek import Peek
-
-logger = logging.getLogger(__name__)
+from sbkit.train.optim import apply, gradients, total_norm
+from sbkit.train.precision import Scaler
 
 
 class Loss(NamedTuple):
@@ -45,6 +42,11 @@ class Loss(NamedTuple):
     @property
     def mean(self) -> torch.Tensor:
         return self.total / self.count
+
+    @property
+    def weightless(self) -> bool:
+        """A stand-in's: it must not be seen in any gradient. Known on the host."""
+        return not isinstance(self.count, torch.Tensor) and self.count == 0
 
     def detach(self) -> Loss:
         extras = {k: (_detached(s), _detached(n)) for k, (s, n) in (self.extras or {}).items()}
@@ -69,20 +71,6 @@ def as_loss(value: Any, weight: float = 1.0) -> Loss:
     return loss
 
 
-class Scaler(torch.amp.GradScaler):
-    """torch's loss scaler; ``adjust`` is its ``update`` for a step that found its infinities itself."""
-
-    def adjust(self, found_inf: torch.Tensor) -> None:
-        torch._amp_update_scale_(
-            self._scale, self._growth_tracker, found_inf,
-            self._growth_factor, self._backoff_factor, self._growth_interval,
-        )
-
-    def factor(self) -> torch.Tensor | None:
-        """What a loss is multiplied by, on the device; None when nothing is scaled."""
-        return self._get_scale_async() if self.is_enabled() else None
-
-
 @dataclass
 class Facts:
     """What is known of one optimizer step once its values have come from the device."""
@@ -95,7 +83,7 @@ class Facts:
     flags: dict[str, float]  # how many ranks raised each flag
     extras: dict[str, tuple[float, float]]
     batches: list[Any] = field(repr=False, default_factory=list)  # this rank's micro-batches
-    number: int = 0
+    number: int = 0  # of the optimizer step, from 1
 
     @property
     def loss(self) -> float:
@@ -134,7 +122,7 @@ class Step:
         self._announced = False
         self._pending: list[tuple[Peek, Facts]] = []
         self._normalised = False
-        self._number = 0
+        self.number = 0
 
     @property
     def started(self) -> bool:
@@ -227,12 +215,12 @@ class Step:
         self._keep_facts(norm, found_inf, scale)
 
     def _keep_facts(self, norm: torch.Tensor, found_inf: torch.Tensor, scale: torch.Tensor | None) -> None:
-        self._number += 1
+        self.number += 1
         ones = torch.ones((), device=self.device)
         tail = torch.stack([norm.float(), found_inf, ones if scale is None else scale.float()])
         sums = self._sums if self._sums is not None else torch.zeros(0, device=self.device)
         facts = Facts(0.0, 0.0, 0.0, False, 1.0, {}, dict.fromkeys(self._extras, (0.0, 0.0)),
-                      self.batches, self._number)
+                      self.batches, self.number)
         self._pending.append((Peek(torch.cat([tail, sums])), facts))
         self.reset()
 
@@ -261,92 +249,6 @@ class Step:
             facts.extras[name] = (rest[2 * i], rest[2 * i + 1])
         facts.flags = dict(zip(self.flag_names, rest[2 * len(facts.extras):], strict=True))
         return facts
-
-
-def apply(optimizers: Sequence[Optimizer], found_inf: torch.Tensor) -> None:
-    """``optimizer.step()``, unless ``found_inf`` (scalar, 0 or 1, on the device).
-
-    Fused optimizers look at it themselves, on the device. For the others it is read here, once for all of
-    them: on the CPU that costs nothing, on a card it is the step's one host sync.
-    """
-    stop: bool | None = None
-    for optimizer in optimizers:
-        if skips_itself(optimizer):
-            optimizer.grad_scale, optimizer.found_inf = None, found_inf
-            try:
-                optimizer.step()
-            finally:
-                del optimizer.grad_scale, optimizer.found_inf
-            continue
-        if stop is None:
-            stop = bool(found_inf > 0)
-        if not stop:
-            optimizer.step()
-
-
-def skips_itself(optimizer: Optimizer) -> bool:
-    """True if the optimizer takes ``found_inf`` from the device."""
-    return getattr(optimizer, "_step_supports_amp_scaling", False) and all(
-        group.get("fused") for group in optimizer.param_groups)
-
-
-def total_norm(grads: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """The 2-norm of all gradients taken as one vector, a scalar on ``device``."""
-    if not grads:
-        return torch.zeros((), device=device)
-    norm = torch.nn.utils.get_total_norm(grads, norm_type=2.0, error_if_nonfinite=False)
-    if hasattr(norm, "full_tensor"):  # sharded parameters: the norm over all shards
-        norm = norm.full_tensor()
-    return norm.to(device=device, dtype=torch.float32)
-
-
-def gradients(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
-    """Every gradient once, in a fixed order."""
-    found: dict[int, torch.Tensor] = {}
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    found[id(parameter)] = parameter.grad
-    return list(found.values())
-
-
-def fused(opt_class: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
-    """The same optimizer in its fused form, where it has one that can skip a step on the device.
-
-    ``opt_class`` is what SpeechBrain's Brain takes: a class or a partial (``!name:torch.optim.AdamW``).
-    A ``fused``, ``foreach``, ``capturable`` or ``differentiable`` set by the user is left as it is.
-    """
-    inner, given = opt_class, {}
-    while isinstance(inner, functools.partial):
-        given = {**inner.keywords, **given}
-        inner = inner.func
-    if not (isinstance(inner, type) and issubclass(inner, Optimizer)):
-        return opt_class
-    known = inspect.signature(inner).parameters
-    if "fused" not in known or any(given.get(k) is not None for k in ("fused", "foreach")) \
-            or given.get("capturable") or given.get("differentiable"):
-        return opt_class
-
-    def build(params: Iterable[Any]) -> Optimizer:
-        params = list(params)
-        try:
-            optimizer = opt_class(params, fused=True)
-        except RuntimeError as error:  # complex parameters, or a device without fused kernels
-            logger.info("The optimizer runs unfused: %s", error)
-            return opt_class(params)
-        if not getattr(optimizer, "_step_supports_amp_scaling", False):
-            return opt_class(params)
-        optimizer.register_load_state_dict_pre_hook(_stay_fused)
-        return optimizer
-
-    return build
-
-
-def _stay_fused(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint written by an unfused optimizer would turn this one back, half way."""
-    groups = [{**group, "fused": True, "foreach": None} for group in state["param_groups"]]
-    return {**state, "param_groups": groups}
 
 
 def _detached(value: torch.Tensor | float) -> torch.Tensor | float:

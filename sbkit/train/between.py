@@ -1,0 +1,109 @@
+"""Between two optimizer steps: what all ranks decide together, from what the steps before have shown."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+from sbkit.errors import SbkitError
+from sbkit.train import culprit, ranks
+from sbkit.train.signals import Stopped, StopSignals
+from sbkit.train.step import Facts
+
+logger = logging.getLogger(__name__)
+
+#: What any rank may raise with a step, so that all act on it at the same one.
+FLAGS = ("stop", "save")
+
+
+class NotFinite(SbkitError, ValueError):
+    """Losses or gradients were NaN or infinite more often than ``nonfinite_patience`` allows."""
+
+    exit_code = 1
+
+
+class Between:
+    """Saves, stops and looks into steps that were not finite, on behalf of a ``Brain``."""
+
+    def __init__(self, brain: Any):
+        self.brain = brain
+        self.signals: StopSignals | None = None
+        self.start_epoch()
+
+    def start_epoch(self) -> None:
+        self._saved_at, self._batches = time.monotonic(), 0
+
+    def flags(self) -> dict[str, bool]:
+        """What this rank has to tell the others with this step."""
+        minutes = (time.monotonic() - self._saved_at) / 60
+        due = ranks.is_main() and 0 < self.brain.ckpt_interval_minutes < minutes
+        return {"stop": self.asked_to_stop, "save": due}
+
+    @property
+    def asked_to_stop(self) -> bool:
+        """Whether this rank was sent a signal."""
+        return self.signals is not None and self.signals.signum is not None
+
+    def batch(self) -> None:
+        self._batches += 1
+
+    def step(self, facts: list[Facts], flags: dict[str, bool] | None = None) -> None:
+        """After an optimizer step, on every rank.
+
+        facts: of steps before, the same ones on all ranks
+        flags: raised on any rank; None: they came with the facts
+        """
+        raised = self.act_on(facts) if flags is None else {**self.act_on(facts), **flags}
+        if raised["stop"]:
+            self.leave()
+        due = 0 < self.brain.ckpt_interval_steps <= self._batches
+        if self.brain.checkpointer is not None and (due or raised["save"]):
+            self.save()
+
+    def act_on(self, facts: list[Facts]) -> dict[str, bool]:
+        """Count finished steps in, look into what was not finite; tells which flags were raised."""
+        raised = dict.fromkeys(FLAGS, False)
+        for fact in facts:
+            self.brain._count_in(fact)
+            if fact.to_blame:
+                self.not_finite(fact)
+            for name, number in fact.flags.items():
+                raised[name] |= number > 0
+        return raised
+
+    def not_finite(self, fact: Facts) -> None:
+        """Name the culprit; end the run when there were too many."""
+        brain = self.brain
+        brain.nonfinite_count += 1
+        what = "gradient" if math.isfinite(fact.total) else "loss"
+        with brain._budget.pause():
+            told = culprit.report(
+                brain, Path(getattr(brain.hparams, "output_folder", ".")), fact.batches, step=fact.number,
+                epoch=brain._epoch, what=what, scale=fact.scale, lr=brain._learning_rate,
+            )
+        if ranks.is_main():
+            logger.warning("Step %d was skipped (%d of the %d that nonfinite_patience puts up with):\n%s",
+                           fact.number, brain.nonfinite_count, brain.nonfinite_patience, told)
+        if brain.nonfinite_count > brain.nonfinite_patience:
+            ranks.raise_on_main(NotFinite(
+                f"the {what} of {brain.nonfinite_count} steps of this epoch was not finite",
+                hint="see the reports above; nonfinite_patience sets how many are put up with"))
+
+    def save(self) -> None:
+        """An intra-epoch checkpoint, with everything that has been computed so far counted in."""
+        with self.brain._budget.pause():
+            self.act_on(self.brain._steps.facts(wait=True))
+            self.brain._save_intra_epoch_ckpt()
+        self.start_epoch()
+
+    def leave(self) -> None:
+        """Save and end, because some rank was sent a signal."""
+        signum = next(s for s in ranks.gather_objects(self.signals and self.signals.signum) if s is not None)
+        saved = None
+        if self.brain.checkpointer is not None:
+            self.save()
+            saved = self.brain.checkpointer.wait()
+        ranks.raise_on_main(Stopped.by(signum, self.brain.optimizer_step, saved and saved.path))

@@ -1,0 +1,43 @@
+"""One pass over a validation or test set."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from speechbrain.core import Stage
+
+from sbkit.train import loaders, ranks
+from sbkit.train.display import StageDisplay
+from sbkit.train.tally import DeviceMean, one_number
+
+
+def evaluate(brain: Any, loader: Any, stage: Stage, name: str, show: bool) -> float:
+    """Average loss over a set, to be called without gradients.
+
+    A set that yields this rank's share is averaged over all ranks, exactly. Nothing inside the loop waits
+    for another rank, so shares may differ in size. A stop signal ends it early.
+    """
+    brain.modules.eval()
+    brain.step, average = 0, 0.0
+    mean, share = DeviceMean(brain.device), loaders.is_share(loader)
+    weights = contextlib.nullcontext() if brain._ema is None else brain._ema.swapped()
+    colour = brain.tqdm_barcolor[stage.name.lower()] or None
+    with weights, StageDisplay(name, loaders.length(loader), show=show, colour=colour) as display:
+        for batch in loader:
+            if brain._between.asked_to_stop:
+                break
+            brain.step += 1
+            loss = brain.evaluate_batch(batch.to(brain.device) if share else batch, stage=stage)
+            if brain._averages_itself:
+                average = brain.update_average(one_number(loss), average)
+            else:
+                mean.add(loss)
+            display.update(seconds=getattr(batch, "seconds", 0.0))
+            if brain.debug and brain.step == brain.debug_batches:
+                break
+    brain.step = 0
+    over_ranks = share or brain._shares_validation
+    if over_ranks:
+        ranks.meet(name)
+    return average if brain._averages_itself else mean.value(over_ranks)

@@ -1,0 +1,81 @@
+"""What ``fit`` and ``evaluate`` go through: SpeechBrain's datasets and loaders, or ones that know ranks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from speechbrain.dataio.batch import PaddedBatch
+from speechbrain.dataio.dataloader import LoopedLoader
+from speechbrain.dataio.dataset import DynamicItemDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler
+
+from sbkit.errors import SbkitError
+from sbkit.train import ranks
+
+
+def is_plan_driven(loader: Any) -> bool:
+    """It says itself which micro-batches make an optimizer step (``sbkit.data.loader.TrainLoader``)."""
+    return hasattr(loader, "at") and hasattr(loader, "steps")
+
+
+def is_share(loader: Any) -> bool:
+    """It yields this rank's share only (``sbkit.data.loader.EvalLoader``): iterable, but no dataset."""
+    return not isinstance(loader, (DataLoader, LoopedLoader, Dataset)) and (
+        hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"))
+
+
+def is_loader(loader: Any) -> bool:
+    return isinstance(loader, (DataLoader, LoopedLoader)) or is_share(loader)
+
+
+def set_epoch(epoch: int, *holders: Any) -> None:
+    """Tell samplers which epoch it is; SpeechBrain leaves out those inside a ``batch_sampler``."""
+    found = {}
+    for holder in holders:
+        for sampler in (holder, getattr(holder, "batch_sampler", None), getattr(holder, "sampler", None)):
+            if hasattr(sampler, "set_epoch"):
+                found[id(sampler)] = sampler
+    for sampler in found.values():
+        sampler.set_epoch(epoch)
+
+
+def length(loader: Any) -> int | None:
+    """Batches, None where nobody knows (an IterableDataset)."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
+class ShareSampler(Sampler):
+    """Every ``world``-th element of another sampler: none twice, none repeated to even out the ranks."""
+
+    def __init__(self, whole: Iterable, rank: int, world: int):
+        self.whole, self.rank, self.world = whole, rank, world
+
+    def __iter__(self) -> Iterator:
+        return itertools.islice(iter(self.whole), self.rank, None, self.world)
+
+    def __len__(self) -> int:
+        return len(range(self.rank, len(self.whole), self.world))
+
+
+def shared(dataset: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Loader arguments with which this rank reads its share of a dataset."""
+    if ranks.world_size() == 1:
+        return kwargs
+    if isinstance(dataset, IterableDataset):
+        raise SbkitError("share_validation: an IterableDataset can't be divided over ranks from outside",
+                         hint="divide it in its own __iter__, or leave share_validation out")
+    kwargs = dict(kwargs)
+    if isinstance(dataset, DynamicItemDataset):
+        kwargs.setdefault("collate_fn", PaddedBatch)
+    which = "batch_sampler" if kwargs.get("batch_sampler") is not None else "sampler"
+    whole = kwargs.get(which)
+    if whole is None:
+        whole = SequentialSampler(dataset)
+        kwargs.pop("shuffle", None)
+    kwargs[which] = ShareSampler(whole, ranks.rank(), ranks.world_size())
+    return kwargs

@@ -1,0 +1,100 @@
+"""Optimizers that skip a step by themselves, on the device; gradients as one vector."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+logger = logging.getLogger(__name__)
+
+
+def apply(optimizers: Sequence[Optimizer], found_inf: torch.Tensor) -> None:
+    """``optimizer.step()``, unless ``found_inf`` (scalar, 0 or 1, on the device).
+
+    Fused optimizers look at it themselves, on the device. For the others it is read here, once for all of
+    them: on the CPU that costs nothing, on a card it is the step's one host sync.
+    """
+    stop: bool | None = None
+    for optimizer in optimizers:
+        if skips_itself(optimizer):
+            optimizer.grad_scale, optimizer.found_inf = None, found_inf
+            try:
+                optimizer.step()
+            finally:
+                del optimizer.grad_scale, optimizer.found_inf
+            continue
+        if stop is None:
+            stop = bool(found_inf > 0)
+        if not stop:
+            optimizer.step()
+
+
+def skips_itself(optimizer: Optimizer) -> bool:
+    """True if the optimizer takes ``found_inf`` from the device."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False) and all(
+        group.get("fused") for group in optimizer.param_groups)
+
+
+def total_norm(grads: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """The 2-norm of all gradients taken as one vector, a scalar on ``device``."""
+    if not grads:
+        return torch.zeros((), device=device)
+    norm = torch.nn.utils.get_total_norm(grads, norm_type=2.0, error_if_nonfinite=False)
+    if hasattr(norm, "full_tensor"):  # sharded parameters: the norm over all shards
+        norm = norm.full_tensor()
+    return norm.to(device=device, dtype=torch.float32)
+
+
+def gradients(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
+    """Every gradient once, in a fixed order."""
+    found: dict[int, torch.Tensor] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    found[id(parameter)] = parameter.grad
+    return list(found.values())
+
+
+def fused(opt_class: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
+    """The same optimizer in its fused form, where it has one that can skip a step on the device.
+
+    ``opt_class`` is what SpeechBrain's Brain takes: a class or a partial (``!name:torch.optim.AdamW``).
+    A ``fused``, ``foreach``, ``capturable`` or ``differentiable`` set by the user is left as it is.
+    """
+    inner, given = opt_class, {}
+    while isinstance(inner, functools.partial):
+        given = {**inner.keywords, **given}
+        inner = inner.func
+    if not (isinstance(inner, type) and issubclass(inner, Optimizer)):
+        return opt_class
+    known = inspect.signature(inner).parameters
+    if "fused" not in known or any(given.get(k) is not None for k in ("fused", "foreach")) \
+            or given.get("capturable") or given.get("differentiable"):
+        return opt_class
+
+    def build(params: Iterable[Any]) -> Optimizer:
+        params = list(params)
+        try:
+            optimizer = opt_class(params, fused=True)
+        except RuntimeError as error:  # complex parameters, or a device without fused kernels
+            logger.info("The optimizer runs unfused: %s", error)
+            return opt_class(params)
+        if not getattr(optimizer, "_step_supports_amp_scaling", False):
+            return opt_class(params)
+        optimizer.register_load_state_dict_pre_hook(_stay_fused)
+        return optimizer
+
+    return build
+
+
+def _stay_fused(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint written by an unfused optimizer would turn this one back, half way."""
+    groups = [{**group, "fused": True, "foreach": None} for group in state["param_groups"]]
+    return {**state, "param_groups": groups}

@@ -1,0 +1,84 @@
+"""One training epoch as people and programs see it: the bar, lines of metrics.jsonl, the step budget."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from sbkit.train import ranks
+from sbkit.train.display import StageDisplay
+from sbkit.train.metrics import MetricsLog
+from sbkit.train.step import Facts
+from sbkit.train.tally import Mean
+from sbkit.train.timing import StepBudget
+
+logger = logging.getLogger(__name__)
+
+
+class Progress:
+    """Takes in batches and what steps found; nothing here waits for the device.
+
+    Arguments
+    ---------
+    display: the bar
+    metrics: where a line goes every ``interval`` seconds; None: nowhere
+    budget: where the step's time goes
+    """
+
+    def __init__(self, display: StageDisplay, metrics: MetricsLog | None, budget: StepBudget, epoch: Any,
+                 interval: float):
+        self.display, self.metrics, self.budget = display, metrics, budget
+        self.epoch, self.interval = epoch, interval
+        self.skipped = 0
+        self._start = self._last = time.monotonic()
+        self._seconds = self._padded = self._whole = 0.0
+        self._steps = 0
+        self._loss, self._extras, self._norm = Mean(), {}, None
+
+    def batch(self, batch: Any, steps: int, loss: Callable[[], float], lr: Any) -> None:
+        """One batch was trained on; ``steps``: how far the bar moves."""
+        seconds, padded = getattr(batch, "seconds", 0.0), getattr(batch, "padded_seconds", 0.0)
+        self._seconds += seconds
+        self._padded += padded
+        self._whole += seconds
+        self.display.update(steps, loss=loss, lr=lr, seconds=seconds, padded_seconds=padded)
+
+    def step(self, fact: Facts, lr: Any) -> None:
+        """What is known of an optimizer step by now."""
+        self._steps += 1
+        self.skipped += fact.skipped
+        self._loss.add(fact.total, fact.count)
+        for name, (total, count) in fact.extras.items():
+            self._extras.setdefault(name, Mean()).add(total, count)
+        self._norm = fact.norm
+        now = time.monotonic()
+        if self.metrics is not None and now - self._last >= self.interval:
+            self._write(fact, lr, now)
+
+    def _write(self, fact: Facts, lr: Any, now: float) -> None:
+        speed = self._seconds * ranks.world_size() / (now - self._last)
+        self.metrics.write(
+            "step", epoch=self.epoch, step=fact.number, loss=self._loss.value(),
+            **{name: mean.value() for name, mean in self._extras.items()}, lr=lr, grad_norm=self._norm,
+            audio_s_per_s=speed or None, data_wait_share=self.budget.share("data"),
+            padding_share=1 - self._seconds / self._padded if self._padded else None,
+            skipped_steps=self.skipped, **({"loss_scale": fact.scale} if fact.scale != 1 else {}),
+        )
+        self._last, self._seconds, self._padded = now, 0.0, 0.0
+        self._loss, self._extras = Mean(), {}
+
+    def close(self, loss: float, step: int) -> None:
+        """The epoch's training is over; waits for the device."""
+        took = time.monotonic() - self._start
+        if ranks.is_main() and self._steps:
+            logger.info("epoch %s: %s", self.epoch, self.budget.line())
+        if self.metrics is not None:
+            sections = self.budget.totals()
+            total = sections.pop("total") or 1.0
+            self.metrics.write(
+                "epoch", epoch=self.epoch, step=step, train_loss=loss, train_seconds=round(took, 3),
+                audio_s_per_s=self._whole * ranks.world_size() / took or None, skipped_steps=self.skipped,
+                time_shares={name: round(value / total, 4) for name, value in sections.items()},
+            )
