@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+
+from sbkit.nn.guard import guard_indices
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +62,7 @@ def ctc_loss(
     blank: int = 0,
     from_logits: bool = True,
     host_lengths: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ids: Sequence[str] | None = None,
 ) -> CTCLoss:
     """Negative log-likelihood of ``targets`` under CTC.
 
@@ -75,10 +78,12 @@ def ctc_loss(
     ---------
     log_probs: [B, T, V] logits, or log-probabilities with ``from_logits=False``; any float type. The loss is
         computed in fp32 (fp64 when given fp64)
-    targets: [B, U] int64 labels; what lies beyond the lengths is never looked at
+    targets: [B, U] int64 labels; what lies beyond the lengths is never looked at. A label outside [0, V) or
+        a blank is caught by ``sbkit.nn.guard``
     input_lengths, target_lengths: [B] int64, frames and labels
     host_lengths: the same two lengths on the CPU; given, a length that can't be is an error at once, and
         torch's kernels needn't read them back. Without, its loss on a device is nan
+    ids: the utterances, for the guard's message
     """
     width, depth = log_probs.shape[1], targets.shape[1]
     if host_lengths is None and input_lengths.device.type == target_lengths.device.type == "cpu":
@@ -91,8 +96,8 @@ def ctc_loss(
     labels = target_lengths.to(device, non_blocking=True)
     if depth == 0:
         targets = torch.full((len(targets), 1), blank, dtype=torch.long, device=device)
-    inside = torch.arange(targets.shape[1], device=device) < labels.unsqueeze(1)
-    targets = torch.where(inside, targets, blank)
+    targets = guard_indices(targets, log_probs.shape[2], name="CTC labels", ids=ids, lengths=labels,
+                            forbidden=(blank,))
     with torch.autocast(device.type, enabled=False):
         dtype = torch.float64 if log_probs.dtype == torch.float64 else torch.float32
         log_probs = log_probs.log_softmax(-1, dtype=dtype) if from_logits else log_probs.to(dtype)

@@ -32,7 +32,8 @@ class GuardLog:
     """Verdicts of guarded calls on a device, read when they have arrived.
 
     ``poll()`` belongs where a run logs: it never waits, and raises for the first bad index found so far.
-    ``poll(wait=True)`` belongs at the end of a stage and before a checkpoint.
+    ``poll(wait=True)`` belongs at the end of a stage and before a checkpoint. Where nobody polls, the next
+    guarded call raises.
     """
 
     def __init__(self) -> None:
@@ -43,8 +44,8 @@ class GuardLog:
         return len(self._pending)
 
     def add(self, check: _Check) -> None:
+        self.poll(wait=len(self._pending) >= _MOST_PENDING)
         self._pending.append(check)
-        self._drain(wait=len(self._pending) > _MOST_PENDING)
 
     def poll(self, wait: bool = False) -> None:
         """Raise ``SbkitError`` when a guarded index was outside its table."""

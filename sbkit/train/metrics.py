@@ -41,6 +41,7 @@ class MetricsLog:
         self._waiting: deque[dict[str, Any]] = deque()
         self._writer_class = _tensorboard() if tensorboard and self.enabled else None
         self._writer = None
+        self._step: int | None = None  # of the last line that had one
 
     def write(self, kind: str, **values: Any) -> None:
         """Add one line. Always in it: ``time`` (seconds since 1970) and ``kind``."""
@@ -73,8 +74,11 @@ class MetricsLog:
                 self._to_tensorboard(line)
 
     def _to_tensorboard(self, line: dict[str, Any]) -> None:
-        step = line.get("step") or 0
-        if self._writer is None:  # purge_step hides what a resumed run is about to draw again
+        self._step = step = line.get("step", self._step)
+        if self._writer is None:
+            if step is None:  # nothing to draw yet
+                return
+            # purge_step hides what a resumed run is about to draw again.
             self._writer = self._writer_class(str(self.path.parent / "tensorboard"), purge_step=step or None)
         for name, value in line.items():
             if name not in ("time", "step", "epoch") and type(value) in (int, float):

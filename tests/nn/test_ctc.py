@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sbkit.errors import SbkitError
 from sbkit.nn import ctc
 from sbkit.nn.ctc import ctc_frames_needed, ctc_loss
 
@@ -118,6 +119,14 @@ def test_a_batch_without_any_label():
     found = ctc_loss(logits, torch.zeros(2, 0, dtype=torch.long), torch.tensor([3, 2]), torch.tensor([0, 0]))
     expected = -torch.stack([logits.log_softmax(-1)[0, :3, 0].sum(), logits.log_softmax(-1)[1, :2, 0].sum()])
     torch.testing.assert_close(found.losses, expected)
+
+
+@pytest.mark.parametrize("label", [0, -1, 5])
+def test_a_label_that_cannot_be_names_its_utterance(label):
+    targets = torch.tensor([[1, 2], [3, label]])
+    with pytest.raises(SbkitError, match=f"CTC labels: utterance clip-1, position 1: index {label} is"):
+        ctc_loss(torch.zeros(2, 4, 5), targets, torch.tensor([4, 4]), torch.tensor([2, 2]),
+                 ids=["clip-0", "clip-1"])
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,13 @@ def test_nothing_is_read_until_somebody_polls():
     log.poll()  # said once
 
 
+def test_where_nobody_polls_the_next_call_raises():
+    log = GuardLog()
+    guard._guard_on_device(torch.tensor([[9]]), 5, "labels", ["clip"], None, (), 0, log)
+    with pytest.raises(SbkitError, match="utterance clip"):
+        guard._guard_on_device(torch.tensor([[1]]), 5, "labels", None, None, (), 0, log)
+
+
 def test_a_log_that_nobody_polls_does_not_grow(monkeypatch):
     class Slow(guard.Peek):
         ready = False

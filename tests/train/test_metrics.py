@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -161,6 +162,25 @@ def test_tensorboard_when_asked(tmp_path):
     assert events.Tags()["scalars"] == ["step/loss"]
     (event,) = events.Scalars("step/loss")
     assert (event.step, event.value) == (7, 1.25)
+
+
+def test_tensorboard_draws_a_resumed_run_over_what_it_does_again(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboard")
+    made = []
+    log = MetricsLog(tmp_path, tensorboard=True)
+
+    def writer(folder, purge_step):
+        made.append(purge_step)
+        return mock.Mock()
+
+    monkeypatch.setattr(log, "_writer_class", writer)
+    log.write("run", event="resume")
+    assert made == []
+    log.write("step", step=51, loss=1.0)
+    log.write("epoch", epoch=2, train_loss=1.0)
+    assert made == [51]
+    drawn = [call.args[0::2] for call in log._writer.add_scalar.call_args_list]
+    assert drawn == [("step/loss", 51), ("epoch/train_loss", 51)]
 
 
 def test_tensorboard_missing_is_one_clear_error(tmp_path, monkeypatch):
