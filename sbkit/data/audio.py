@@ -35,6 +35,9 @@ SLACK_SECONDS = 0.05
 MISSING_SECONDS, MISSING_SHARE = 0.5, 0.1
 #: Frames above this mean "unknown" (libsndfile answers 2^63-1).
 NO_LENGTH = 2**40
+#: libsndfile seeks some 20 ms off within the last page of an Ogg Vorbis file,
+#: which has at most so many frames.
+VORBIS_PAGE = 2**18
 #: Shards that one process keeps open.
 OPEN_SHARDS = 64
 
@@ -63,8 +66,8 @@ def read_audio(
     wav: a path, a member of an uncompressed tar (``shard.tar?offset=1536&size=20480``; also a URL that
         fsspec can open), the bytes of a file, or a binary file.
     start, duration: the stretch to read, in seconds; without ``duration`` all that follows ``start``.
-        Only this stretch is decoded, except for MP3s of variable bit rate: there, exact places are found
-        by decoding from the beginning.
+        Only this stretch is decoded, except where libsndfile cannot seek exactly: from the beginning in
+        MP3s of variable bit rate, and from some seconds before the end in Ogg Vorbis.
     sample_rate: of the result; ``None`` keeps the recording's own.
     speed: plays the recording faster (1.1) or slower (0.9), pitch included, in the same resampling pass.
 
@@ -75,19 +78,19 @@ def read_audio(
     Raises ``AudioError`` for whatever is missing, damaged, cut off, empty, not finite or absurdly long.
     """
     name = describe(wav)
-    with _opened(wav, name) as (file, seekable):
+    with _opened(wav, name) as (file, exact):
         rate, frames = file.samplerate, file.frames
         first = round(start * rate)
         if first >= frames:
             raise AudioError(name, f"has {frames / rate:.2f} s, so none from {start:.2f} s on")
         wanted = frames - first if duration is None else min(round(duration * rate), frames - first)
-        # Where seeking is not exact, all before is decoded too: in one read, as soundfile seeks after each.
-        skipped = 0 if seekable else first
+        # Where seeking is not exact, what lies before is decoded too. One read: soundfile seeks after each.
+        skipped = max(first - exact, 0)
         if wanted + skipped > MAX_SECONDS * rate:
             raise AudioError(name, f"{(skipped + wanted) / rate / 3600:.1f} hours at once; the limit is "
                                    f"{MAX_SECONDS / 3600:.0f} (read stretches with start and duration)")
-        if first and seekable:
-            file.seek(first)
+        if first > skipped:
+            file.seek(first - skipped)
         signal = file.read(skipped + wanted, dtype="float32")[skipped:]
     missing = wanted - len(signal)
     if missing > rate * TRUNCATED_SECONDS and missing > wanted * TRUNCATED_SHARE:
@@ -138,18 +141,19 @@ def describe(wav: str | os.PathLike | bytes | BinaryIO) -> str:
 def read_bytes(wav: str | os.PathLike) -> bytes:
     """The encoded bytes behind a path or a shard member."""
     path, offset, size = split_member(os.fspath(wav))
-    if size is None:
+    try:
         if "://" in path:
             filesystem, inside = _remote(path)
-            return filesystem.cat_file(inside)
-        with open(path, "rb") as file:
-            return file.read()
-    if "://" in path:
-        filesystem, inside = _remote(path)
-        data = filesystem.cat_file(inside, start=offset, end=offset + size)
-    else:
-        data = _handles.pread(path, offset, size)
-    if len(data) != size:
+            place = {} if size is None else {"start": offset, "end": offset + size}
+            data = filesystem.cat_file(inside, **place)
+        elif size is None:
+            with open(path, "rb") as file:
+                return file.read()
+        else:
+            data = _handles.pread(path, offset, size)
+    except OSError as error:
+        raise AudioError(os.fspath(wav), _os_cause(error)) from None
+    if size is not None and len(data) != size:
         raise AudioError(os.fspath(wav), f"the shard ends {size - len(data)} bytes too early")
     return data
 
@@ -164,8 +168,8 @@ def split_member(wav: str) -> tuple[str, int, int | None]:
 
 @contextlib.contextmanager
 def _opened(wav: str | os.PathLike | bytes | BinaryIO,
-            name: str) -> Iterator[tuple[soundfile.SoundFile, bool]]:
-    """An open recording with a plausible header, and whether seeking in it is exact."""
+            name: str) -> Iterator[tuple[soundfile.SoundFile, int]]:
+    """An open recording with a plausible header, and the last frame that can be sought exactly."""
     handle = data = file = None
     try:
         if isinstance(wav, (str, os.PathLike)):
@@ -177,17 +181,20 @@ def _opened(wav: str | os.PathLike | bytes | BinaryIO,
         else:
             data = wav if isinstance(wav, (bytes, bytearray, memoryview)) else wav.read()
         file = soundfile.SoundFile(io.BytesIO(data) if handle is None else handle, closefd=False)
-        seekable = True
+        exact = True
         if file.format == "MP3":
-            file, seekable = _as_mp3(file, handle, data)
+            file, exact = _as_mp3(file, handle, data)
         _check_header(name, file.samplerate, file.frames)
-        yield file, seekable
+        if file.subtype == "VORBIS":
+            yield file, max(file.frames - VORBIS_PAGE, 0)
+        else:
+            yield file, file.frames if exact else 0
     except soundfile.SoundFileError as error:
         raise AudioError(name, _cause(error, handle, data)) from None
-    except FileNotFoundError:
-        raise AudioError(name, "no such file") from None
-    except (OSError, ValueError, MemoryError) as error:
-        raise AudioError(name, getattr(error, "strerror", None) or str(error)) from None
+    except OSError as error:
+        raise AudioError(name, _os_cause(error)) from None
+    except (ValueError, MemoryError) as error:
+        raise AudioError(name, str(error) or type(error).__name__) from None
     finally:
         if file is not None:
             file.close()
@@ -230,6 +237,10 @@ def _cause(error: soundfile.SoundFileError, handle: int | None, data: bytes | No
         return "is empty (0 bytes)"
     reason = getattr(error, "error_string", "") or str(error)
     return f"cannot be decoded: {reason.strip().rstrip('.') or 'damaged'}"
+
+
+def _os_cause(error: OSError) -> str:
+    return "no such file" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
 
 
 def _mono(signal: np.ndarray) -> np.ndarray:

@@ -6,121 +6,31 @@ workers. Reading starts at any step of any epoch at once.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
+import math
 import os
-import signal
-import traceback
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+import weakref
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Sampler
 
-from sbkit.data.audio import AudioError, read_utterance, will_need
 from sbkit.data.augment import Augment
-from sbkit.data.batch import SAMPLE_RATE, Batch, DevicePrefetcher, stand_in
+from sbkit.data.batch import SAMPLE_RATE, Batch, DevicePrefetcher
 from sbkit.data.manifest import Manifest
 from sbkit.data.plan import EpochPlan, Plan
+from sbkit.data.reader import Encoder, Failure, Reader, Request, quiet_worker
 from sbkit.errors import SbkitError
 
 logger = logging.getLogger(__name__)
 
-#: A worker lives on for this long after SIGTERM, so that the run it serves can end in order.
-SECONDS_AFTER_SIGTERM = 20
+SHARED_MEMORY = "/dev/shm"
 #: Damaged recordings named in an error or logged one by one.
 NAMED = 5
-
-
-class Encoder(Protocol):
-    """What a loader needs of a tokenizer."""
-
-    def encode(self, text: str) -> list[int]: ...
-
-
-class Request(NamedTuple):
-    """One micro-batch to be read: its place, and the rows of the manifest in it."""
-
-    epoch: int
-    step: int
-    micro: int
-    micros: int
-    rows: np.ndarray
-
-
-class Reader(Dataset):
-    """Reads one micro-batch per request; the part that runs in a worker process."""
-
-    def __init__(self, manifest: Manifest, tokenizer: Encoder | None, *, augment: Augment | None = None,
-                 seed: int = 0, sample_rate: int = SAMPLE_RATE):
-        self.manifest, self.tokenizer, self.augment = manifest, tokenizer, augment
-        self.seed, self.sample_rate = seed, sample_rate
-        self._sharded = len(manifest) > 0 and "?offset=" in manifest.wavs[0] and hasattr(os, "posix_fadvise")
-
-    def __len__(self) -> int:
-        return len(self.manifest)
-
-    def __getitem__(self, request: Request) -> Batch | Failure:
-        try:
-            return self.read(request)
-        except SbkitError as error:
-            return Failure(error, None)
-        except Exception as error:  # goes to the main process whole, where it is raised
-            where = f"epoch {request.epoch}, step {request.step}"
-            cause = f"reading {where} failed: {type(error).__name__}: {error}"
-            return Failure(SbkitError(cause), traceback.format_exc())
-
-    def read(self, request: Request) -> Batch:
-        """The batch of one request; what cannot be read is left out and named in ``batch.damaged``."""
-        place = {"step": request.step, "micro": request.micro, "micros": request.micros}
-        ids, texts, signals, damaged = [], [], [], []
-        rows = request.rows.tolist()
-        if self._sharded:
-            will_need(self.manifest.wavs[row] for row in rows)
-        for row in rows:
-            name = self.manifest.ids[row]
-            try:
-                signals.append(self.signal(row, name, request.epoch))
-            except AudioError as error:
-                damaged.append((name, str(error)))
-                continue
-            ids.append(name)
-            texts.append(self.manifest.texts[row])
-        if not ids:
-            empty = stand_in(tokens=self.tokenizer is not None, sample_rate=self.sample_rate, **place)
-            empty.damaged = damaged
-            return empty
-        lengths = [len(signal) for signal in signals]
-        tokens = [self.tokenizer.encode(text) for text in texts] if self.tokenizer else [[] for _ in texts]
-        return Batch(
-            ids=ids, signals=_pad(signals, torch.float32), signal_lengths=torch.tensor(lengths),
-            tokens=_pad(tokens, torch.int64), token_lengths=torch.tensor([len(line) for line in tokens]),
-            texts=texts, damaged=damaged, samples=sum(lengths), sample_rate=self.sample_rate, **place,
-        )
-
-    def signal(self, row: int, name: str, epoch: int) -> np.ndarray:
-        """One utterance's waveform ``[S]`` float32, augmented as its epoch wants it."""
-        manifest = self.manifest
-        start, duration = float(manifest.starts[row]), float(manifest.durations[row])
-        rng = None if self.augment is None else self.augment.rng(self.seed, epoch, name)
-        speed = 1.0 if rng is None else self.augment.speed(rng)
-        signal = read_utterance(manifest.wavs[row], start, duration, sample_rate=self.sample_rate,
-                                speed=speed)
-        return signal if rng is None else self.augment(signal, rng)
-
-
-@dataclass
-class Failure:
-    """An error on its way from a worker to the main process."""
-
-    error: SbkitError
-    traceback: str | None
-
-    def throw(self) -> None:
-        cause = RuntimeError(f"in a data worker:\n{self.traceback}") if self.traceback else None
-        raise self.error from cause
 
 
 class _Requests(Sampler):
@@ -146,22 +56,28 @@ class _Loader:
         share of those read are damaged or missing. Until then they are left out and named.
     """
 
-    def __init__(self, reader: Reader, *, workers: int = 2, pin_memory: bool = False, prefetch: int = 4,
-                 timeout: float = 600, max_damaged_share: float = 0.01, damaged_floor: int = 10):
+    def __init__(self, reader: Reader, max_batch_seconds: float, *, workers: int = 2,
+                 pin_memory: bool = False, prefetch: int = 4, timeout: float = 600,
+                 max_damaged_share: float = 0.01, damaged_floor: int = 10):
         self.reader, self.workers = reader, workers
         self.max_damaged_share, self.damaged_floor = max_damaged_share, damaged_floor
         self.damaged: dict[str, str] = {}
         """id -> reason, of all that could not be read so far."""
+        self._pid = os.getpid()
         self._read = self._failed = self._turn = 0
         self._requests = _Requests()
-        parallel = {"prefetch_factor": prefetch, "persistent_workers": True, "timeout": timeout,
-                    "worker_init_fn": _quiet_worker} if workers else {}
+        parallel = {}
+        if workers:
+            batch_bytes = int(max_batch_seconds * reader.sample_rate * torch.float32.itemsize)
+            parallel = {"prefetch_factor": _prefetch_that_fits(prefetch, workers, batch_bytes),
+                        "persistent_workers": True, "timeout": timeout, "worker_init_fn": quiet_worker}
         self._loader = DataLoader(
             reader, sampler=self._requests, batch_size=None, collate_fn=_as_it_is, num_workers=workers,
             pin_memory=pin_memory and torch.cuda.is_available(),
             generator=torch.Generator(),  # the global one would be drawn from at every epoch
             **parallel,
         )
+        _loaders.add(self)
 
     def _run(self, source: Iterator[Request]) -> Iterator[Batch]:
         self._turn += 1
@@ -199,8 +115,12 @@ class _Loader:
         """End the worker processes. The loader can be used again; it then starts new ones."""
         self._turn += 1
         iterator, self._loader._iterator = self._loader._iterator, None
-        if iterator is not None:
-            iterator._shutdown_workers()
+        if iterator is None or not self.workers:
+            return
+        iterator._shutdown_workers()
+        for worker in iterator._workers:  # one that hangs in a read has not heard of it
+            if worker.is_alive():
+                worker.kill()
 
     def __enter__(self):
         return self
@@ -238,7 +158,7 @@ class TrainLoader(_Loader):
         self.plan, self.rank, self.world, self.min_micros = plan, rank, world, min_micros
         self._epoch: tuple[int, EpochPlan] | None = None
         super().__init__(Reader(manifest, tokenizer, augment=augment, seed=plan.batching.seed,
-                                sample_rate=sample_rate), **reading)
+                                sample_rate=sample_rate), plan.batching.max_batch_seconds, **reading)
 
     def steps(self, epoch: int = 1) -> int:
         """Optimizer steps of an epoch, the same on every rank."""
@@ -281,7 +201,9 @@ class EvalLoader(_Loader):
                  sample_rate: int = SAMPLE_RATE, **reading: Any):
         batches = eval_batches(manifest.durations, max_batch_seconds, world, max_batch_utterances)
         self.batches = batches[rank::world]
-        super().__init__(Reader(manifest, tokenizer, sample_rate=sample_rate), **reading)
+        longest = float(manifest.durations.max(initial=0.0))
+        super().__init__(Reader(manifest, tokenizer, sample_rate=sample_rate),
+                         max(max_batch_seconds, longest), **reading)
 
     def __len__(self) -> int:
         """Batches of this rank."""
@@ -307,31 +229,38 @@ def eval_batches(durations: np.ndarray, max_batch_seconds: float, world: int = 1
     return batches
 
 
-def _pad(rows: Sequence[np.ndarray | list[int]], dtype: torch.dtype) -> torch.Tensor:
-    """Rows to ``[B, longest]``, 0-padded; in a worker, in shared memory from the start."""
-    shape = len(rows), max(map(len, rows))
-    if torch.utils.data.get_worker_info() is not None and shape[1]:
-        storage = torch.UntypedStorage._new_shared(shape[0] * shape[1] * dtype.itemsize)  # comes zeroed
-        out = torch.empty(0, dtype=dtype).set_(storage, 0, shape, (shape[1], 1))
-    else:
-        out = torch.zeros(shape, dtype=dtype)
-    view = out.numpy()
-    for i, row in enumerate(rows):
-        view[i, : len(row)] = row
-    return out
+def _prefetch_that_fits(prefetch: int, workers: int, batch_bytes: int) -> int:
+    """Batches wait for the run in shared memory, of which a container often has but 64 MB."""
+    if not os.path.isdir(SHARED_MEMORY):
+        return prefetch
+    found = os.statvfs(SHARED_MEMORY)
+    free = found.f_bavail * found.f_frsize // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    fits = free // batch_bytes // workers - 1  # beside those read ahead each worker fills one
+    if fits >= prefetch:
+        return prefetch
+    need = (prefetch + 1) * workers * batch_bytes / 1e6
+    hint = f"docker run --shm-size={math.ceil(need / 1e3) + 1}g, or use fewer workers"
+    if fits < 1:
+        raise SbkitError(f"{workers} data workers need {need:.0f} MB of shared memory in {SHARED_MEMORY}; "
+                         f"{free / 1e6:.0f} MB are free", hint=hint)
+    logger.warning("%s has %.0f MB: %d batches instead of %d are read ahead; %s",
+                   SHARED_MEMORY, free / 1e6, fits, prefetch, hint)
+    return fits
 
 
 def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def _quiet_worker(worker: int) -> None:
-    """Ctrl-C and SIGTERM reach whole process groups; the run decides when its workers end, and tells them.
+_loaders: weakref.WeakSet[_Loader] = weakref.WeakSet()
 
-    A worker whose run is gone notices within seconds and ends.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(SECONDS_AFTER_SIGTERM))
+
+@atexit.register
+def _close_all() -> None:
+    """Runs before torch's and multiprocessing's own ends, which would wait for the workers' SIGTERM."""
+    for loader in list(_loaders):
+        if loader._pid == os.getpid():  # a forked process has no say in its parent's workers
+            loader.close()
 
 
 @contextlib.contextmanager

@@ -186,10 +186,7 @@ def _encoded(row: Utterance, encode: str | None) -> tuple[bytes, str, float]:
     """(bytes of a file, its suffix, seconds) of one recording."""
     whole = row.start == 0 and encode is None
     if whole:
-        try:
-            data = read_bytes(row.wav)
-        except OSError as error:
-            raise AudioError(row.wav, error.strerror or str(error)) from None
+        data = read_bytes(row.wav)
         seconds = audio_info(data)[0]
         # A segment that begins its file is copied only where it is nearly all of it.
         whole = abs(seconds - row.duration) <= 0.5 + 0.1 * row.duration

@@ -1,0 +1,137 @@
+"""What runs in a worker process: reading, augmenting and encoding one micro-batch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from sbkit.data.audio import AudioError, read_utterance, will_need
+from sbkit.data.augment import Augment
+from sbkit.data.batch import SAMPLE_RATE, Batch, stand_in
+from sbkit.data.manifest import Manifest
+from sbkit.errors import SbkitError
+
+#: A worker lives on for this long after SIGTERM, so that the run it serves can end in order.
+SECONDS_AFTER_SIGTERM = 20
+
+
+class Encoder(Protocol):
+    """What a loader needs of a tokenizer."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+
+class Request(NamedTuple):
+    """One micro-batch to be read: its place, and the rows of the manifest in it."""
+
+    epoch: int
+    step: int
+    micro: int
+    micros: int
+    rows: np.ndarray
+
+
+class Reader(Dataset):
+    """Reads one micro-batch per request; the part that runs in a worker process."""
+
+    def __init__(self, manifest: Manifest, tokenizer: Encoder | None, *, augment: Augment | None = None,
+                 seed: int = 0, sample_rate: int = SAMPLE_RATE):
+        self.manifest, self.tokenizer, self.augment = manifest, tokenizer, augment
+        self.seed, self.sample_rate = seed, sample_rate
+        self._sharded = len(manifest) > 0 and "?offset=" in manifest.wavs[0] and hasattr(os, "posix_fadvise")
+
+    def __len__(self) -> int:
+        return len(self.manifest)
+
+    def __getitem__(self, request: Request) -> Batch | Failure:
+        try:
+            return self.read(request)
+        except SbkitError as error:
+            return Failure(error, None)
+        except Exception as error:  # goes to the main process whole, where it is raised
+            where = f"epoch {request.epoch}, step {request.step}"
+            cause = f"reading {where} failed: {type(error).__name__}: {error}"
+            return Failure(SbkitError(cause), traceback.format_exc())
+
+    def read(self, request: Request) -> Batch:
+        """The batch of one request; what cannot be read is left out and named in ``batch.damaged``."""
+        place = {"step": request.step, "micro": request.micro, "micros": request.micros}
+        ids, texts, signals, damaged = [], [], [], []
+        rows = request.rows.tolist()
+        if self._sharded:
+            will_need(self.manifest.wavs[row] for row in rows)
+        for row in rows:
+            name = self.manifest.ids[row]
+            try:
+                signals.append(self.signal(row, name, request.epoch))
+            except AudioError as error:
+                damaged.append((name, str(error)))
+                continue
+            ids.append(name)
+            texts.append(self.manifest.texts[row])
+        if not ids:
+            empty = stand_in(tokens=self.tokenizer is not None, sample_rate=self.sample_rate, **place)
+            empty.damaged = damaged
+            return empty
+        lengths = [len(signal) for signal in signals]
+        tokens = [self.tokenizer.encode(text) for text in texts] if self.tokenizer else [[] for _ in texts]
+        return Batch(
+            ids=ids, signals=_pad(signals, torch.float32), signal_lengths=torch.tensor(lengths),
+            tokens=_pad(tokens, torch.int64), token_lengths=torch.tensor([len(line) for line in tokens]),
+            texts=texts, damaged=damaged, samples=sum(lengths), sample_rate=self.sample_rate, **place,
+        )
+
+    def signal(self, row: int, name: str, epoch: int) -> np.ndarray:
+        """One utterance's waveform ``[S]`` float32, augmented as its epoch wants it."""
+        manifest = self.manifest
+        start, duration = float(manifest.starts[row]), float(manifest.durations[row])
+        rng = None if self.augment is None else self.augment.rng(self.seed, epoch, name)
+        speed = 1.0 if rng is None else self.augment.speed(rng)
+        signal = read_utterance(manifest.wavs[row], start, duration, sample_rate=self.sample_rate,
+                                speed=speed)
+        return signal if rng is None else self.augment(signal, rng)
+
+
+@dataclass
+class Failure:
+    """An error on its way from a worker to the main process."""
+
+    error: SbkitError
+    traceback: str | None
+
+    def throw(self) -> None:
+        cause = RuntimeError(f"in a data worker:\n{self.traceback}") if self.traceback else None
+        raise self.error from cause
+
+
+def _pad(rows: Sequence[np.ndarray | list[int]], dtype: torch.dtype) -> torch.Tensor:
+    """Rows to ``[B, longest]``, 0-padded; in a worker, in shared memory from the start."""
+    shape = len(rows), max(map(len, rows))
+    if torch.utils.data.get_worker_info() is not None and shape[1]:
+        storage = torch.UntypedStorage._new_shared(shape[0] * shape[1] * dtype.itemsize)  # comes zeroed
+        out = torch.empty(0, dtype=dtype).set_(storage, 0, shape, (shape[1], 1))
+    else:
+        out = torch.zeros(shape, dtype=dtype)
+    view = out.numpy()
+    for i, row in enumerate(rows):
+        view[i, : len(row)] = row
+    return out
+
+
+def quiet_worker(worker: int) -> None:
+    """Ctrl-C and SIGTERM reach whole process groups; the run decides when its workers end, and tells them.
+
+    A worker whose run is gone notices within seconds and ends.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Exit code 0: torch raises an error in the run, wherever it is, when a worker is killed.
+    signal.signal(signal.SIGALRM, lambda *_: os._exit(0))
+    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(SECONDS_AFTER_SIGTERM))

@@ -1,0 +1,410 @@
+"""Loaders: the same batches whatever the number of workers, exact restarts, and orderly ends."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from sounds import encoded, real_data, speechlike
+
+from sbkit.data import reader
+from sbkit.data.audio import read_audio
+from sbkit.data.augment import Augment, Gain, SpeedPerturb
+from sbkit.data.batch import STAND_IN
+from sbkit.data.loader import EvalLoader, TrainLoader, eval_batches
+from sbkit.data.manifest import Manifest
+from sbkit.data.plan import Batching, Plan
+from sbkit.errors import SbkitError
+
+
+class Letters:
+    """A stand-in tokenizer: one token per character."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) - 90 for letter in text]
+
+
+class Broken:
+    def encode(self, text: str) -> list[int]:
+        raise TypeError("no tokens today")
+
+
+class Deadly:
+    def encode(self, text: str) -> list[int]:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory) -> Manifest:
+    """24 clips of 0.3 to 1.4 s."""
+    folder = tmp_path_factory.mktemp("clips")
+    seconds = 0.3 + np.random.default_rng(0).permutation(24) * 0.05
+    for i, length in enumerate(seconds):
+        (folder / f"{i}.wav").write_bytes(encoded(speechlike(length, seed=i), 16000))
+    return Manifest(ids=[f"u{i}" for i in range(24)], durations=seconds,
+                    wavs=[str(folder / f"{i}.wav") for i in range(24)],
+                    texts=["hello" + "s" * i for i in range(24)])
+
+
+def damage(manifest: Manifest, rows: list[int], tmp_path: Path) -> Manifest:
+    broken = tmp_path / "broken.mp3"
+    broken.write_bytes(b"no audio")
+    return manifest.replace(wavs=[str(broken) if i in rows else wav for i, wav in enumerate(manifest.wavs)])
+
+
+def make(manifest: Manifest, tokenizer=None, batching: Batching | None = None, **options) -> TrainLoader:
+    plan = Plan(manifest.durations, batching or Batching(max_batch_seconds=4, step_seconds=8))
+    return TrainLoader(manifest, tokenizer or Letters(), plan, **{"workers": 0, **options})
+
+
+def same(a, b) -> bool:
+    return (a.ids, a.texts, a.step, a.micro, a.micros, a.weight, a.samples, a.damaged) == (
+        b.ids, b.texts, b.step, b.micro, b.micros, b.weight, b.samples, b.damaged,
+    ) and all(torch.equal(x, y) for x, y in zip(a.tensors(), b.tensors(), strict=True))
+
+
+# ---------------------------------------------------------------- what is in a batch
+
+
+def test_a_batch_holds_the_plans_utterances_padded_with_zeros(manifest):
+    loader = make(manifest)
+    seen = []
+    for batch in loader.at(1):
+        assert batch.signals.dtype == torch.float32 and batch.padded_seconds <= 4.4
+        for i, name in enumerate(batch.ids):
+            row = int(name[1:])
+            size, tokens = int(batch.signal_lengths[i]), int(batch.token_lengths[i])
+            assert np.array_equal(batch.signals[i, :size].numpy(), read_audio(manifest.wavs[row]))
+            assert not batch.signals[i, size:].any() and not batch.tokens[i, tokens:].any()
+            assert batch.tokens[i, :tokens].tolist() == Letters().encode(manifest.texts[row])
+            assert batch.texts[i] == manifest.texts[row]
+        assert batch.samples == int(batch.signal_lengths.sum())
+        seen += batch.ids
+    assert sorted(seen) == sorted(manifest.ids)
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("workers", [1, 3])
+def test_the_number_of_workers_changes_nothing(manifest, workers):
+    augment = Augment([SpeedPerturb(), Gain()])
+    alone = list(make(manifest, augment=augment, min_micros=2).at(2))
+    with make(manifest, augment=augment, min_micros=2, workers=workers) as loader:
+        together = list(loader.at(2))
+        again = list(loader.at(2))
+    assert len(alone) == len(together) and all(map(same, alone, together)) and all(map(same, alone, again))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_starts_at_any_step_without_those_before_it(manifest, workers, monkeypatch):
+    whole = list(make(manifest).at(3))
+    with make(manifest, workers=workers) as loader:
+        asked = []
+        plan = loader.epoch_plan(3)
+        share = plan.share
+        monkeypatch.setattr(plan, "share", lambda step, *rest: asked.append(step) or share(step, *rest))
+        rest = list(loader.at(3, 2))
+        assert asked[0] == 2 and min(asked) == 2
+        assert all(map(same, rest, [batch for batch in whole if batch.step >= 2]))
+        assert next(iter(loader.at(3, 1))).step == 1  # the iteration above may be left at any time
+        assert list(loader.at(3, loader.steps(3))) == []
+    with pytest.raises(SbkitError, match="it cannot start at step 999"):
+        loader.at(3, 999)
+
+
+def test_ranks_and_micro_batches_share_out_each_step(manifest):
+    alone: dict[int, set] = {}
+    for batch in make(manifest).at(1):
+        alone.setdefault(batch.step, set()).update(batch.ids)
+    ranks = [list(make(manifest, rank=rank, world=3, min_micros=2).at(1)) for rank in range(3)]
+    places = [[(batch.step, batch.micro, batch.micros) for batch in rank] for rank in ranks]
+    assert places[0] == places[1] == places[2]
+    shared: dict[int, list] = {}
+    for batch in itertools.chain(*ranks):
+        if batch.weight:
+            shared.setdefault(batch.step, []).extend(batch.ids)
+        else:
+            assert batch.ids == [STAND_IN] and batch.seconds == 0
+    assert {step: set(ids) for step, ids in shared.items()} == alone
+    assert sorted(itertools.chain(*shared.values())) == sorted(manifest.ids)
+    assert [batch.last for batch in ranks[0]] == [batch.micro == batch.micros - 1 for batch in ranks[0]]
+
+
+def test_signals_of_workers_lie_in_shared_memory(manifest):
+    with make(manifest, workers=1) as loader:
+        batch = next(iter(loader.at(1)))
+        assert batch.signals.is_shared() and batch.signals.is_contiguous()
+
+
+def test_the_global_generator_is_left_alone(manifest):
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    with make(manifest, workers=1) as loader:
+        for epoch in (1, 2):
+            next(iter(loader.at(epoch)))
+    assert torch.equal(torch.rand(1), expected)
+
+
+def test_segments_of_one_recording_are_read_by_place(tmp_path):
+    path = tmp_path / "long.wav"
+    path.write_bytes(encoded(speechlike(10), 16000))
+    whole = read_audio(path)
+    manifest = Manifest(ids=["a", "b"], durations=[1.0, 2.0], wavs=[str(path)] * 2, texts=["x", "y"],
+                        starts=[3.0, 6.5])
+    batch = next(iter(make(manifest).at(1)))
+    for i, name in enumerate(batch.ids):
+        first, size = {"a": (48000, 16000), "b": (104000, 32000)}[name]
+        assert int(batch.signal_lengths[i]) == size
+        assert np.array_equal(batch.signals[i, :size].numpy(), whole[first : first + size])
+
+
+def test_augmentation_differs_by_epoch_and_is_repeated_under_resume(manifest):
+    options = {"augment": Augment([SpeedPerturb([0.9, 1.1]), Gain()])}
+    first, second = ({name: batch.signals[i] for batch in make(manifest, **options).at(epoch)
+                      for i, name in enumerate(batch.ids)} for epoch in (1, 2))
+    changed = [name for name in first if not torch.equal(first[name], second[name][: len(first[name])])]
+    assert len(changed) > 20
+    resumed = list(make(manifest, **options).at(2, 2))
+    for batch in resumed:
+        for i, name in enumerate(batch.ids):
+            size = int(batch.signal_lengths[i])
+            assert torch.equal(batch.signals[i, :size], second[name][:size])
+
+
+def test_texts_without_a_tokenizer(manifest):
+    plan = Plan(manifest.durations, Batching(4))
+    batch = next(iter(TrainLoader(manifest, None, plan, workers=0).at(1)))
+    assert batch.tokens.shape == (len(batch), 0) and batch.token_lengths.tolist() == [0] * len(batch)
+
+
+def test_to_device_gives_every_batch(manifest):
+    loader = make(manifest)
+    moved = list(loader.to_device(loader.at(1), "cpu"))
+    assert all(map(same, moved, loader.at(1)))
+
+
+# ---------------------------------------------------------------- evaluation
+
+
+@pytest.mark.parametrize("world", [1, 2, 5, 30])
+def test_evaluation_reads_every_utterance_once_over_all_ranks(manifest, world):
+    seen, cost = [], []
+    for rank in range(world):
+        loader = EvalLoader(manifest, Letters(), max_batch_seconds=5, rank=rank, world=world, workers=0)
+        batches = list(loader)
+        assert len(batches) == len(loader)
+        assert all(batch.padded_seconds <= 5 for batch in batches)
+        seen += [name for batch in batches for name in batch.ids]
+        cost.append(sum(batch.padded_seconds for batch in batches))
+        lengths = [batch.signals.shape[1] for batch in batches]
+        assert lengths == sorted(lengths, reverse=True)
+    assert sorted(seen) == sorted(manifest.ids)
+    if world <= 5:
+        assert max(cost) < 2.5 * np.mean(cost)
+
+
+def test_evaluation_runs_again_and_again(manifest):
+    with EvalLoader(manifest, Letters(), max_batch_seconds=5, workers=2) as loader:
+        first, second = list(loader), list(loader)
+    assert all(map(same, first, second)) and len(first) == len(second) > 3
+
+
+def test_an_utterance_longer_than_the_limit_is_evaluated_alone():
+    batches = eval_batches(np.array([1.0, 40.0, 2.0, 2.0], np.float32), 10)
+    assert [batch.tolist() for batch in batches] == [[1], [2, 3, 0]]
+    assert eval_batches(np.zeros(0, np.float32), 10) == []
+
+
+# ---------------------------------------------------------------- damage
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_damaged_recordings_are_left_out_and_named(manifest, workers, tmp_path, caplog):
+    hurt = damage(manifest, [3, 11], tmp_path)
+    with make(hurt, workers=workers) as loader:
+        batches = list(loader.at(1))
+    assert {name for batch in batches for name in batch.ids} == set(manifest.ids) - {"u3", "u11"}
+    named = dict(pair for batch in batches for pair in batch.damaged)
+    assert named == loader.damaged and set(named) == {"u3", "u11"}
+    assert all("broken.mp3: cannot be decoded" in reason for reason in named.values())
+    assert "left out: u3" in caplog.text
+
+
+def test_a_share_that_is_all_damaged_becomes_a_stand_in(manifest, tmp_path):
+    hurt = damage(manifest, list(range(24)), tmp_path)
+    loader = make(hurt, damaged_floor=100)
+    batches = list(loader.at(1))
+    assert batches and all(batch.weight == 0 and batch.damaged for batch in batches)
+    assert sorted(loader.damaged) == sorted(manifest.ids)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_too_much_damage_ends_the_run_and_names_the_first(manifest, workers, tmp_path):
+    hurt = damage(manifest, list(range(20)), tmp_path)
+    with make(hurt, workers=workers) as loader, pytest.raises(SbkitError) as caught:
+        list(loader.at(1))
+    text = str(caught.value)
+    assert "recordings read so far are damaged or missing: u" in text and "broken.mp3" in text
+    assert "max_damaged_share" in text and len(loader.damaged) <= 20
+
+
+def test_a_few_damaged_recordings_do_not_end_a_run_however_early(manifest, tmp_path):
+    loader = make(damage(manifest, [1, 2, 3], tmp_path), damaged_floor=3, max_damaged_share=0)
+    assert len(list(loader.at(1)))
+    with pytest.raises(SbkitError):
+        list(loader.at(2))  # met again: now six of 48
+
+
+# ---------------------------------------------------------------- errors and ends
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_in_a_worker_arrives_with_its_cause(manifest, workers):
+    with make(manifest, Broken(), workers=workers) as loader, pytest.raises(SbkitError) as caught:
+        list(loader.at(1))
+    assert str(caught.value) == "reading epoch 1, step 0 failed: TypeError: no tokens today"
+    assert 'raise TypeError("no tokens today")' in str(caught.value.__cause__)
+
+
+def test_a_worker_that_is_killed_is_reported(manifest):
+    with make(manifest, Deadly(), workers=1) as loader:
+        with pytest.raises(SbkitError, match="a data worker died"):
+            list(loader.at(1))
+
+
+@pytest.mark.slow
+def test_workers_that_hang_end_the_run(manifest, tmp_path):
+    fifo = tmp_path / "fifo.wav"  # opening it waits for a writer, as a dead file server would
+    os.mkfifo(fifo)
+    stuck = manifest.replace(wavs=[str(fifo)] * len(manifest))
+    with make(stuck, workers=1, timeout=2) as loader:
+        with pytest.raises(SbkitError, match="the data workers hang"):
+            list(loader.at(1))
+        (worker,) = loader._loader._iterator._workers
+    worker.join(10)
+    assert not alive(worker.pid)
+
+
+def test_little_shared_memory_is_made_do_with_or_reported(manifest, monkeypatch):
+    block = 4 * 16000 * 4  # max_batch_seconds of float32
+    free = SimpleNamespace(f_bavail=2 * 4, f_frsize=block)
+    monkeypatch.setattr(os, "statvfs", lambda path: free)
+    assert make(manifest, workers=2)._loader.prefetch_factor == 3
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(SbkitError, match=r"need 3 MB of shared memory.*--shm-size=2g"):
+        make(manifest, workers=2)
+
+
+def test_an_older_iteration_ends_when_a_new_one_begins(manifest):
+    loader = make(manifest)
+    old = loader.at(1)
+    next(old)
+    new = loader.at(2)
+    next(new)
+    with pytest.raises(RuntimeError, match="a newer one"):
+        next(old)
+    assert next(new).step >= 0
+
+
+def test_close_ends_the_workers_and_the_loader_can_begin_anew(manifest):
+    loader = make(manifest, workers=2)
+    batch = next(iter(loader.at(1)))
+    workers = [worker.pid for worker in loader._loader._iterator._workers]
+    loader.close()
+    assert not any(map(alive, workers))
+    assert same(next(iter(loader.at(1))), batch)
+    loader.close()
+    loader.close()
+
+
+def test_a_plan_of_another_corpus_is_refused(manifest):
+    with pytest.raises(ValueError, match="a plan for 1 utterances, a manifest of 24"):
+        TrainLoader(manifest, None, Plan([1.0], Batching(4)))
+
+
+SCRIPT = """
+import sys, time
+import numpy as np
+from sbkit.data.loader import TrainLoader
+from sbkit.data.manifest import Manifest
+from sbkit.data.plan import Batching, Plan
+manifest = Manifest.read(sys.argv[1])
+loader = TrainLoader(manifest, None, Plan(manifest.durations, Batching(4)), workers=2)
+epoch = 0
+try:
+    while True:
+        epoch += 1
+        for batch in loader.at(epoch):
+            if epoch == 1 and batch.step == 0:
+                print(*[worker.pid for worker in loader._loader._iterator._workers], flush=True)
+            time.sleep(0.01)
+except KeyboardInterrupt:
+    for batch in loader.at(epoch + 1):  # the run ends in order: its workers still serve it
+        pass
+    print("ended in order", flush=True)
+"""
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (OSError, ProcessLookupError):
+        return False
+
+
+def run_script(manifest: Manifest, tmp_path: Path) -> tuple[subprocess.Popen, list[int]]:
+    manifest.write(tmp_path / "m.csv")
+    process = subprocess.Popen([sys.executable, "-c", SCRIPT, str(tmp_path / "m.csv")],
+                               stdout=subprocess.PIPE, text=True, start_new_session=True)
+    return process, [int(pid) for pid in process.stdout.readline().split()]
+
+
+def test_ctrl_c_reaches_the_run_and_leaves_no_workers(manifest, tmp_path):
+    process, workers = run_script(manifest, tmp_path)
+    assert len(workers) == 2 and all(map(alive, workers))
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the run and its workers
+    out, _ = process.communicate(timeout=30)
+    assert "ended in order" in out and process.returncode == 0
+    assert not any(map(alive, workers))
+
+
+@pytest.mark.slow
+def test_workers_end_when_their_run_is_killed(manifest, tmp_path):
+    process, workers = run_script(manifest, tmp_path)
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 20
+    while any(map(alive, workers)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not any(map(alive, workers))
+
+
+@pytest.mark.slow
+def test_workers_serve_on_after_sigterm_and_end_soon(manifest, tmp_path, monkeypatch):
+    monkeypatch.setattr(reader, "SECONDS_AFTER_SIGTERM", 2)
+    with make(manifest, workers=1, prefetch=1) as loader:
+        batches = loader.at(1)
+        next(batches)
+        (worker,) = loader._loader._iterator._workers
+        worker.terminate()
+        assert next(batches).ids and alive(worker.pid)
+        worker.join(10)
+        assert not alive(worker.pid)
+
+
+def test_real_recordings_load():
+    manifest = Manifest.read(real_data("an4") / "train.csv", data_root=real_data("an4"))
+    with make(manifest, None, Batching(30), workers=1) as loader:
+        batches = list(loader.at(1))
+    assert sum(len(batch) for batch in batches) == len(manifest) and not loader.damaged
+    assert sum(batch.seconds for batch in batches) == pytest.approx(manifest.hours * 3600, rel=0.01)

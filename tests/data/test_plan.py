@@ -1,0 +1,192 @@
+"""The plan: every utterance once per epoch, always another order, the same steps however shared."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sbkit.data.plan import Batching, Plan
+from sbkit.errors import SbkitError
+
+
+def corpus(n: int = 3000, seed: int = 0) -> np.ndarray:
+    """Durations like Common Voice's."""
+    return np.clip(np.random.default_rng(seed).lognormal(1.5, 0.45, n), 0.8, 20).astype(np.float32)
+
+
+def steps_of(plan: Plan, epoch: int) -> list[list[int]]:
+    order = plan.epoch(epoch)
+    return [order.step(i).tolist() for i in range(order.steps)]
+
+
+durations = st.lists(st.integers(1, 240).map(lambda eighths: eighths / 8), min_size=1, max_size=200)
+
+
+@settings(max_examples=150, deadline=None)
+@given(durations, st.floats(30, 300), st.floats(1, 600), st.one_of(st.none(), st.integers(1, 20)),
+       st.integers(1, 50), st.sampled_from([None, "ascending", "descending"]))
+def test_every_utterance_is_in_one_step_and_steps_keep_their_size(seconds, most, step, buckets, epoch, sort):
+    plan = Plan(seconds, Batching(most, step, buckets=buckets, sort=sort))
+    steps = steps_of(plan, epoch)
+    assert sorted(i for members in steps for i in members) == list(range(len(seconds)))
+    assert all(steps) and len(steps) == len(plan)
+    for members in steps:
+        longest = max(plan.durations[i] for i in members)
+        assert len(members) == 1 or longest * len(members) <= step * (1 + 1e-5)
+
+
+@settings(max_examples=150, deadline=None)
+@given(durations, st.floats(30, 100), st.floats(1, 600), st.integers(1, 9), st.integers(1, 4),
+       st.one_of(st.none(), st.integers(1, 5)))
+def test_shares_of_a_step_are_all_of_it_and_fit(seconds, most, step, world, min_micros, utts):
+    plan = Plan(seconds, Batching(most, step, max_batch_utterances=utts))
+    epoch = plan.epoch(1)
+    for i in range(min(epoch.steps, 3)):
+        shares = [epoch.share(i, rank, world, min_micros) for rank in range(world)]
+        counts = {len(share) for share in shares}
+        assert len(counts) == 1 and counts.pop() >= min_micros
+        parts = [part for share in shares for part in share]
+        assert sorted(np.concatenate(parts).tolist()) == sorted(epoch.step(i).tolist())
+        for part in parts:
+            assert part.dtype == np.int64 and len(part) <= (utts or len(part))
+            assert not len(part) or plan.durations[part].max() * len(part) <= most * (1 + 1e-5)
+
+
+def test_micro_batches_are_no_more_than_needed_or_asked_for():
+    plan = Plan(corpus(), Batching(max_batch_seconds=50, step_seconds=400))
+    epoch = plan.epoch(1)
+    assert {len(epoch.share(i, 0, 8)) for i in range(epoch.steps)} <= {1, 2}
+    assert {len(epoch.share(i, 0, 16)) for i in range(epoch.steps)} == {1}
+    assert {len(epoch.share(i, 0, 16, 3)) for i in range(epoch.steps)} == {3}
+    for i in range(epoch.steps):
+        padded = plan.durations[epoch.step(i)].max() * len(epoch.step(i))
+        assert len(epoch.share(i, 0, 1)) <= padded / 50 * 1.1 + 1
+
+
+def test_ranks_have_about_the_same_to_do():
+    plan = Plan(corpus(20000), Batching(max_batch_seconds=100, step_seconds=1600))
+    epoch, worst = plan.epoch(1), []
+    for i in range(0, epoch.steps, 3):
+        shares = [epoch.share(i, rank, 8, 2) for rank in range(8)]
+        cost = [sum(plan.durations[part].max(initial=0) * len(part) for part in share) for share in shares]
+        worst.append(max(cost) / np.mean(cost))
+    assert np.mean(worst) < 1.08
+
+
+def test_every_epoch_has_other_steps_in_another_order_and_repeats_itself():
+    plan, again = Plan(corpus(), Batching(100)), Plan(corpus(), Batching(100))
+    epochs = [steps_of(plan, epoch) for epoch in (1, 2, 3, 4)]
+    assert epochs == [steps_of(again, epoch) for epoch in (1, 2, 3, 4)]
+    for a in range(4):
+        for b in range(a):
+            assert epochs[a] != epochs[b]
+            together = [{frozenset(step) for step in epochs[e]} for e in (a, b)]
+            assert len(together[0] & together[1]) < 0.1 * len(epochs[a])  # members change company
+            lengths = [[max(plan.durations[step]) for step in epochs[e]] for e in (a, b)]
+            assert abs(np.corrcoef(*lengths)[0, 1]) < 0.3  # and the order of buckets changes
+    assert steps_of(Plan(corpus(), Batching(100, seed=2)), 1) != epochs[0]
+
+
+def test_steps_depend_on_neither_micro_batches_nor_what_a_device_holds():
+    options = ((50, 4), (400, None))
+    plans = [Plan(corpus(), Batching(most, 400, max_batch_utterances=utts)) for most, utts in options]
+    assert steps_of(plans[0], 3) == steps_of(plans[1], 3)
+
+
+def test_a_step_is_asked_for_without_those_before_it():
+    plan = Plan(corpus(), Batching(100))
+    whole, later = plan.epoch(2), plan.epoch(2)
+    for i in (len(plan) - 1, 0, len(plan) // 2):
+        assert later.step(i).tolist() == whole.step(i).tolist()
+        for part, same in zip(later.share(i, 1, 2), whole.share(i, 1, 2), strict=True):
+            assert part.tolist() == same.tolist()
+
+
+def test_little_is_padding_and_steps_are_full():
+    plan = Plan(corpus(30000), Batching(100))
+    epoch = plan.epoch(1)
+    assert epoch.padding_share < 0.03
+    cost = [plan.durations[epoch.step(i)].max() * len(epoch.step(i)) for i in range(epoch.steps)]
+    assert np.mean(cost) > 0.85 * 100
+    padded = np.sum(cost, dtype=float)
+    assert epoch.padding_share == pytest.approx(1 - plan.durations.sum(dtype=float) / padded, abs=1e-5)
+
+
+def test_edges_come_from_the_corpus():
+    seconds = np.concatenate([np.full(500, 2.0), np.full(300, 7.0), np.full(100, 15.0)])
+    plan = Plan(seconds, Batching(60, buckets=3))
+    assert plan.edges.tolist() == [2.0, 7.0, 15.0] and plan.epoch(1).padding_share == 0
+    shorter = Plan(seconds[:500], Batching(60, buckets=3))
+    assert shorter.edges.tolist() == [2.0]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=40), st.integers(1, 4))
+def test_edges_cost_least(seconds, buckets):
+    plan = Plan(np.array(seconds, dtype=float), Batching(40, buckets=buckets))
+
+    def cost(edges):
+        return sum(min(edge for edge in edges if edge >= value) for value in seconds)
+
+    values = sorted(set(seconds))
+    reach = [[values[-1]]]
+    for _ in range(buckets - 1):
+        reach = [sorted({*edges, value}) for edges in reach for value in values]
+    best = min(cost(edges) for edges in reach)
+    assert len(plan.edges) <= buckets and cost(plan.edges.tolist()) == best
+
+
+@pytest.mark.parametrize("sort, direction", [("ascending", 1), ("descending", -1)])
+def test_the_first_epoch_can_be_sorted(sort, direction):
+    plan = Plan(corpus(), Batching(100, sort=sort))
+    for epoch in (1, 2):
+        longest = [plan.durations[step].max() for step in steps_of(plan, epoch)]
+        buckets = np.searchsorted(plan.edges, longest).tolist()
+        ascending = all(a * direction <= b * direction for a, b in itertools.pairwise(buckets))
+        assert ascending == (epoch == 1)
+
+
+def test_one_utterance_is_a_plan():
+    plan = Plan([3.0], Batching(10))
+    assert steps_of(plan, 1) == [[0]] and plan.epoch(1).padding_share == 0
+    assert [len(part) for part in plan.epoch(1).share(0, 1, 2, 2)] == [0, 0]
+
+
+def test_mistakes_are_named():
+    with pytest.raises(SbkitError, match=r"longer than max_batch_seconds \(10 s\).*clip7 \(12\.00 s\)"):
+        Plan([1.0, 12.0], Batching(10), ids=["clip3", "clip7"])
+    with pytest.raises(SbkitError, match=r"row 0 \(20\.00 s\).* and 3 more"):
+        Plan([20.0] * 8, Batching(10))
+    for wrong in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(SbkitError, match=r"without a duration: row 1"):
+            Plan([1.0, wrong], Batching(10))
+    with pytest.raises(SbkitError, match="training set is empty"):
+        Plan([], Batching(10))
+    with pytest.raises(SbkitError, match="step_seconds is 0"):
+        Batching(10, 0)
+    with pytest.raises(SbkitError, match="max_batch_seconds is '120 s'"):
+        Batching("120 s")
+    with pytest.raises(SbkitError, match="sort is 'length'"):
+        Batching(10, sort="length")
+
+
+def test_two_million_utterances_are_planned_in_3_seconds_and_1_gb():
+    code = """
+import resource, time
+import numpy as np
+from sbkit.data.plan import Batching, Plan
+seconds = np.clip(np.random.default_rng(0).lognormal(1.5, 0.45, 2_000_000), 0.8, 30).astype(np.float32)
+start = time.perf_counter()
+epoch = Plan(seconds, Batching(200, 1600)).epoch(5)
+epoch.share(epoch.steps - 1, 7, 8, 1)
+print(time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6)
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    seconds, gigabytes = map(float, out.stdout.split())
+    assert seconds < 3 and gigabytes < 1

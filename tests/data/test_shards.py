@@ -1,0 +1,224 @@
+"""Shards: what goes in comes out, whole or not at all, and a stopped packing goes on where it was."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import os
+import tarfile
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sounds import encoded, real_data, speechlike
+
+from sbkit.data import shards
+from sbkit.data.audio import read_audio, read_bytes
+from sbkit.data.loader import TrainLoader
+from sbkit.data.manifest import Manifest
+from sbkit.data.plan import Batching, Plan
+from sbkit.data.shards import write_shards
+from sbkit.errors import SbkitError
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory) -> Manifest:
+    """20 MP3s of 1 to 2 s at 48 kHz, with texts that need quoting."""
+    folder = tmp_path_factory.mktemp("clips")
+    seconds = [1 + 0.05 * i for i in range(20)]
+    for i, length in enumerate(seconds):
+        (folder / f"{i}.mp3").write_bytes(encoded(speechlike(length, 48000, seed=i), 48000, "mp3"))
+    return Manifest(ids=[f"clip/{i}.ö" for i in range(20)], durations=seconds,
+                    wavs=[str(folder / f"{i}.mp3") for i in range(20)],
+                    texts=[f'word "{i}", $x' for i in range(20)],
+                    speakers=["ann", "bob"] * 10, meta={"accent": ["north"] * 20})
+
+
+def pack(manifest: Manifest, out, **options) -> Manifest:
+    options = {"show_progress": False, "workers": 1, "shard_size_mb": 0.05, **options}
+    return write_shards(manifest, out, **options)
+
+
+def by_id(manifest: Manifest) -> dict:
+    return {row.id: row for row in manifest}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_copied_files_come_back_byte_for_byte(manifest, tmp_path, workers):
+    result = pack(manifest, tmp_path, workers=workers)
+    assert len(list(tmp_path.glob("shard-*.tar"))) > 2
+    again = Manifest.read(tmp_path / "shard.csv")
+    assert sorted(result.ids) == sorted(manifest.ids) and list(result.ids) != list(manifest.ids)
+    assert list(again.wavs) == list(result.wavs)
+    before, after = by_id(manifest), by_id(again)
+    for name, row in before.items():
+        assert read_bytes(after[name].wav) == read_bytes(row.wav)
+        assert (after[name].text, after[name].speaker, after[name].meta) == (row.text, row.speaker, row.meta)
+        assert after[name].duration == pytest.approx(row.duration, abs=0.05)
+
+
+@pytest.mark.parametrize("encode", ["wav16k", "flac"])
+def test_encoded_audio_is_16_khz_and_sounds_the_same(manifest, tmp_path, encode):
+    rows = by_id(pack(manifest, tmp_path, encode=encode))
+    for before in manifest:
+        expected, found = read_audio(before.wav), read_audio(rows[before.id].wav, sample_rate=None)
+        assert len(found) == len(expected) == round(rows[before.id].duration * 16000)
+        assert np.abs(found - expected).max() <= 1 / 32768
+
+
+def test_the_layout_is_webdatasets(manifest, tmp_path):
+    pack(manifest, tmp_path, encode="flac", name="train")
+    total = 0
+    for path in sorted(tmp_path.glob("train-*.tar")):
+        with tarfile.open(path) as tar:
+            names = tar.getnames()
+            for audio, text in zip(names[::2], names[1::2], strict=True):
+                key = audio.removesuffix(".flac")
+                assert text == f"{key}.json" and "." not in key
+                described = json.load(tar.extractfile(text))
+                row = by_id(manifest)[described["id"]]
+                assert (described["text"], described["speaker"]) == (row.text, row.speaker)
+                assert described["accent"] == "north"
+                assert tar.extractfile(audio).read(4) == b"fLaC"
+                total += 1
+    index = json.loads((tmp_path / "train-index.json").read_text())
+    assert total == len(manifest) == sum(shard["nsamples"] for shard in index["shardlist"])
+    shards = [shard["url"] for shard in index["shardlist"]]
+    assert shards == sorted(path.name for path in tmp_path.glob("train-*.tar"))
+
+
+def test_the_folder_can_be_moved(manifest, tmp_path):
+    pack(manifest, tmp_path / "here")
+    os.rename(tmp_path / "here", tmp_path / "there")
+    moved = Manifest.read(tmp_path / "there" / "shard.csv")
+    assert all(len(read_audio(wav)) for wav in moved.wavs)
+    with open(tmp_path / "there" / "shard.csv", encoding="utf-8") as file:
+        assert next(csv.DictReader(file))["wav"].startswith("$data_root/shard-")
+
+
+def test_trains_like_the_files_and_resumes_at_any_step(manifest, tmp_path):
+    packed = pack(manifest, tmp_path, encode="wav16k")
+    plan = Plan(packed.durations, Batching(6, 12))
+    loader = TrainLoader(packed, None, plan, workers=0)
+    whole = list(loader.at(1))
+    originals = by_id(manifest)
+    for batch in whole:
+        for name, signal, size in zip(batch.ids, batch.signals, batch.signal_lengths.tolist(), strict=True):
+            assert np.abs(signal[:size].numpy() - read_audio(originals[name].wav)).max() <= 1 / 32768
+    resumed = list(loader.at(1, 2))
+    expected = [batch for batch in whole if batch.step >= 2]
+    assert [batch.ids for batch in resumed] == [batch.ids for batch in expected]
+    assert all(torch.equal(a.signals, b.signals) for a, b in zip(resumed, expected, strict=True))
+
+
+def test_segments_are_cut_out(tmp_path):
+    long = tmp_path / "long.wav"
+    long.write_bytes(encoded(speechlike(9), 16000))
+    whole = read_audio(long)
+    rows = Manifest(ids=["head", "mid"], durations=[2.0, 1.5], wavs=[str(long)] * 2, texts=["a", "b"],
+                    starts=[0.0, 4.0])
+    packed = by_id(pack(rows, tmp_path / "out"))
+    assert {row.start for row in packed.values()} == {0.0}
+    assert np.allclose(read_audio(packed["mid"].wav), whole[64000:88000], atol=1 / 32768)
+    assert len(read_audio(packed["head"].wav)) == round(2.05 * 16000)
+
+
+# ---------------------------------------------------------------- stops and damage
+
+
+def test_a_stopped_packing_goes_on_with_what_is_missing(manifest, tmp_path, monkeypatch):
+    whole = pack(manifest, tmp_path / "whole")
+    add, calls = shards._add, []
+
+    def failing(tar, name, data):
+        calls.append(name)
+        if len(calls) > 15:
+            raise KeyboardInterrupt
+        return add(tar, name, data)
+
+    monkeypatch.setattr(shards, "_add", failing)
+    with pytest.raises(KeyboardInterrupt):
+        pack(manifest, tmp_path / "out")
+    monkeypatch.setattr(shards, "_add", add)
+    there = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
+    assert there and not any(path.name.startswith(".") for path in there)
+    assert all(tarfile.is_tarfile(path) for path in there if path.suffix == ".tar")
+    result = pack(manifest, tmp_path / "out")
+    assert all(path.stat().st_mtime_ns == when for path, when in there.items() if path.suffix == ".tar")
+    assert [(row.id, row.duration, row.wav.split("/")[-1]) for row in result] == [
+        (row.id, row.duration, row.wav.split("/")[-1]) for row in whole
+    ]
+
+
+def test_done_is_not_done_again_and_other_options_are(manifest, tmp_path):
+    def written():
+        return {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("shard-0*.tar")}
+
+    pack(manifest, tmp_path)
+    first = written()
+    pack(manifest, tmp_path)
+    assert written() == first
+    pack(manifest, tmp_path, encode="flac")
+    assert all(written()[name] != first[name] for name in first if name in written())
+    second = written()
+    path = tmp_path / "shard-000001.tar"
+    path.write_bytes(path.read_bytes()[:-100])  # cut off by something else
+    pack(manifest, tmp_path, encode="flac")
+    assert {name for name in second if written()[name] != second[name]} == {"shard-000001.tar"}
+
+
+def test_fewer_shards_than_before_leave_no_old_ones(manifest, tmp_path):
+    pack(manifest, tmp_path)
+    result = pack(manifest, tmp_path, shard_size_mb=100)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "shard-000000.json", "shard-000000.tar", "shard-index.json", "shard-report.json", "shard.csv",
+    ]
+    assert len(result) == len(manifest)
+
+
+@pytest.mark.parametrize("encode", [None, "wav16k"])
+def test_rows_are_kept_or_named(manifest, tmp_path, encode):
+    broken = tmp_path / "broken.mp3"
+    broken.write_bytes(b"nothing")
+    cut = tmp_path / "cut.mp3"
+    cut.write_bytes(encoded(speechlike(0.5, 48000), 48000, "mp3"))
+    wavs = list(manifest.wavs)
+    wavs[3], wavs[7], wavs[15] = str(broken), str(tmp_path / "gone.mp3"), str(cut)
+    result = pack(manifest.replace(wavs=wavs), tmp_path / "out", encode=encode)
+    report = json.loads((tmp_path / "out" / "shard-report.json").read_text())
+    assert report["rows"] == 20 == report["kept"] + len(report["left_out"])
+    assert report["kept"] == len(result) == 17
+    reasons = {entry["id"]: entry["reason"] for entry in report["left_out"]}
+    assert "cannot be decoded" in reasons["clip/3.ö"] and reasons["clip/7.ö"] == "no such file"
+    assert "are missing" in reasons["clip/15.ö"]
+
+
+def test_mistakes_are_told(manifest, tmp_path, monkeypatch):
+    with pytest.raises(SbkitError, match=r"cannot encode shards as 'mp4'.*wav16k, flac"):
+        pack(manifest, tmp_path, encode="mp4")
+    with pytest.raises(SbkitError, match="the manifest is empty"):
+        pack(manifest.select([]), tmp_path)
+    with pytest.raises(SbkitError, match=r"not one of 20 recordings could be read.*no such file"):
+        pack(manifest.replace(wavs=["/nowhere.mp3"] * 20), tmp_path)
+    monkeypatch.setattr(shards.shutil, "disk_usage", lambda path: shards.shutil._ntuple_diskusage(1, 1, 10))
+    with pytest.raises(SbkitError, match=r"0\.0 GB are free"):
+        pack(manifest, tmp_path / "full")
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.floats(0.1, 100), min_size=1, max_size=200), st.floats(1, 1e4))
+def test_shards_cover_all_rows_in_about_equal_parts(seconds, per_shard):
+    bounds = shards._bounds(np.array(seconds, np.float32), per_shard)
+    assert bounds[0] == 0 and bounds[-1] == len(seconds) and (np.diff(bounds) > 0).all()
+    parts = [sum(seconds[a:b]) for a, b in itertools.pairwise(bounds)]
+    assert max(parts) <= 1.6 * per_shard + 2 * max(seconds)
+
+
+def test_real_recordings_in_shards(tmp_path):
+    manifest = Manifest.read(real_data("an4") / "test.csv", data_root=real_data("an4"))
+    packed = by_id(pack(manifest, tmp_path, encode="flac"))
+    for row in manifest:
+        assert np.array_equal(read_audio(packed[row.id].wav), read_audio(row.wav))
