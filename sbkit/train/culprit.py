@@ -19,7 +19,8 @@ from speechbrain.core import Stage
 
 from sbkit.train import ranks
 from sbkit.train.causes import causes
-from sbkit.train.examine import Findings, Ran, Values, before, examine
+from sbkit.train.examine import Findings, Ran, Values, before, examine, losses_alone
+from sbkit.train.precision import losses_in_fp32
 from sbkit.train.saved_batch import pack, take_row, utterance_ids
 
 logger = logging.getLogger(__name__)
@@ -90,9 +91,7 @@ def runner(brain: Any) -> Callable[[Any], Any]:
     def run(batch: Any) -> Ran:
         with brain.training_ctx:
             predictions = brain.compute_forward(batch, Stage.TRAIN)
-            # What sbkit's Brain does between the two: losses are computed in fp32.
-            in_fp32 = getattr(brain, "_in_fp32", lambda value, _: value)
-            predictions = in_fp32(predictions, brain.training_ctx)
+            predictions = losses_in_fp32(predictions, brain.training_ctx)
             loss = brain.compute_objectives(predictions, batch, Stage.TRAIN)
             each = getattr(brain, "utterance_losses", None)
             with torch.no_grad():
@@ -115,25 +114,20 @@ def _account(brain: Any, suspect: Suspect, micro: int, context: Mapping[str, Any
         found = examine(runner(brain), brain.modules, suspect.batch, rng=suspect.rng, device=brain.device,
                         scale=context["scale"])
     ids = utterance_ids(suspect.batch)
-    if found.what == "loss" and not found.utterance_losses and not ranks.connected():
-        found.utterance_losses = alone(runner(brain), brain.modules, suspect, brain.device)
+    if found.what == "loss" and not found.utterance_losses and not found.error and not ranks.connected():
+        found.utterance_losses = alone(brain, suspect)
     counts = getattr(suspect.batch, "weight", 1.0) != 0  # a stand-in's loss is multiplied by nothing
     return {**context, "micro": micro, "counts": counts, "ids": ids, "bad_ids": bad_ids(found, ids),
             "where": describe(found), "likely": causes(found, suspect.batch, context),
             "findings": {**found.as_dict(), "what": found.what}}
 
 
-def alone(
-    run: Callable[[Any], Any], modules: torch.nn.Module, suspect: Suspect, device: torch.device | str
-) -> list[float]:
+def alone(brain: Any, suspect: Suspect) -> list[float]:
     """The loss of each utterance run by itself, where the batch can be taken apart."""
-    losses = []
-    for row in range(len(utterance_ids(suspect.batch))):
-        single = take_row(suspect.batch, row)
-        if single is None:
-            return []
-        losses.append(examine(run, modules, single, rng=suspect.rng, device=device, backward=False).loss)
-    return [math.nan if loss is None else loss for loss in losses]
+    singles = [take_row(suspect.batch, row) for row in range(len(utterance_ids(suspect.batch)))]
+    if any(single is None for single in singles):
+        return []
+    return losses_alone(runner(brain), brain.modules, singles, rng=suspect.rng, device=brain.device)
 
 
 def bad_ids(found: Findings, ids: Sequence[str]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +14,8 @@ import torch
 from torch import nn
 
 from sbkit.train import rng as rng_state
+
+logger = logging.getLogger(__name__)
 
 _MOST_GRADIENTS = 20  # names worth printing; usually one bad value spoils everything before it
 
@@ -92,6 +95,28 @@ class Ran(NamedTuple):
     utterance_losses: torch.Tensor | None = None
 
 
+def losses_alone(
+    run: Callable[[Any], Ran],
+    modules: nn.Module,
+    batches: Sequence[Any],
+    *,
+    rng: Mapping[str, torch.Tensor] | None = None,
+    device: torch.device | str = "cpu",
+) -> list[float]:
+    """The loss of each batch, all from the same state of the generators; nan for one that can't be run."""
+    losses = []
+    with _undisturbed(modules, device), torch.no_grad():
+        for batch in batches:
+            if rng is not None:
+                rng_state.restore(dict(rng), device)
+            try:
+                losses.append(float(run(batch).total))
+            except Exception as error:  # an utterance that alone is too short, say: the others may tell more
+                logger.info("A batch could not be run by itself: %s", error)
+                losses.append(math.nan)
+    return losses
+
+
 def before(found: Findings) -> str:
     """What was still finite right before the first bad layer."""
     return f"the output of {found.layers[found.first - 1].name}" if found.first else "the batch"
@@ -122,7 +147,6 @@ def examine(
     modules: nn.Module,
     batch: Any,
     *,
-    backward: bool = True,
     rng: Mapping[str, torch.Tensor] | None = None,
     device: torch.device | str = "cpu",
     scale: float = 1.0,
@@ -153,7 +177,7 @@ def examine(
                 found.utterance_losses = [] if each is None else each.float().tolist()
                 found.loss = float(loss.detach())
                 watch.forward = False
-                if backward and loss.requires_grad:
+                if loss.requires_grad:
                     (loss.float() * scale).backward()
                     _look_at_gradients(modules, found, scale)
             except Exception as error:  # what is being diagnosed may well raise; that is a finding
@@ -220,7 +244,10 @@ def _watched(modules: nn.Module, found: Findings) -> Iterator[_Watch]:
 
     try:
         for name, module in modules.named_modules():
-            if name and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            if name and not isinstance(module, (nn.ModuleList, nn.ModuleDict)) and (
+                    not hasattr(module, "_orig_mod")):
+                # torch.compile puts a name of its own in between.
+                name = name.replace("_orig_mod.", "").removesuffix("._orig_mod")
                 handles.append(module.register_forward_hook(hook_for(name), with_kwargs=True))
         yield watch
     finally:

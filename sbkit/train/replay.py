@@ -79,8 +79,8 @@ def _again(brain: Any, one: Mapping[str, Any], tensors: Mapping[str, torch.Tenso
     found = examine(runner(brain), brain.modules, suspect.batch, rng=suspect.rng, device=brain.device,
                     scale=saved["scale"], keep_layers=True)
     ids = utterance_ids(suspect.batch)
-    if not found.utterance_losses:
-        found.utterance_losses = alone(runner(brain), brain.modules, suspect, brain.device)
+    if not found.utterance_losses and not found.error:
+        found.utterance_losses = alone(brain, suspect)
     told = [layer_table(found.layers), "", f"micro-batch {one['micro']}: {describe(found)}"]
     bad = bad_ids(found, ids)
     if bad:

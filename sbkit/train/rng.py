@@ -24,7 +24,7 @@ def capture(device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
     version, words, gauss = random.getstate()
     legacy = np.random.get_state(legacy=False)
     state = {
-        "python": torch.tensor([version, *words], dtype=torch.int64),
+        "python": torch.from_numpy(np.array((version, *words), dtype=np.int64)),
         "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
         "numpy": torch.from_numpy(legacy["state"]["key"].astype(np.int64)),
         "numpy_rest": torch.tensor(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from speechbrain.dataio.batch import PaddedBatch
+from speechbrain.utils.autocast import TorchAutocast
 from torch import nn
 
 from sbkit.errors import SbkitError
@@ -57,7 +57,8 @@ class Recipe:
         torch.manual_seed(seed)
         self.modules = nn.ModuleDict({"front": nn.Linear(16, 8),
                                       "model": nn.ModuleList([Model(), nn.Dropout(0.5), nn.Linear(8, 6)])})
-        self.device, self.training_ctx, self.precision = "cpu", contextlib.nullcontext(), "fp32"
+        self.device, self.precision = "cpu", "fp32"
+        self.training_ctx = TorchAutocast(device_type="cpu", dtype=torch.float32)
         self.breaks = breaks
 
     def compute_forward(self, batch, stage):
@@ -176,7 +177,9 @@ def test_what_cannot_be_shown_again_says_so_and_is_kept(tmp_path):
 def test_a_batch_that_raises_is_a_finding(tmp_path):
     batch = clips()
     batch.signals = batch.signals[:, :3]
-    assert "running the batch again ended with RuntimeError" in told(Recipe(), batch, tmp_path)
+    text = told(Recipe(), batch, tmp_path)
+    assert "running the batch again ended with RuntimeError" in text and "where it shows" not in text
+    assert "ended with RuntimeError" in replay(Recipe(), tmp_path)
 
 
 def test_nothing_is_changed_by_the_report(tmp_path):
