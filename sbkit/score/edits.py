@@ -33,6 +33,10 @@ class Counts(NamedTuple):
     deletions: np.ndarray
     substitutions: np.ndarray
 
+    @property
+    def edits(self) -> np.ndarray:
+        return self.insertions + self.deletions + self.substitutions
+
 
 def count(references: Sequence[Tokens], hypotheses: Sequence[Tokens]) -> Counts:
     """The edits that turn each reference into its hypothesis."""

@@ -123,8 +123,7 @@ class ErrorRates:
     @property
     def edits(self) -> np.ndarray:
         """[N] int64"""
-        insertions, deletions, substitutions = self.counts
-        return insertions + deletions + substitutions
+        return self.counts.edits
 
     @property
     def lengths(self) -> np.ndarray:

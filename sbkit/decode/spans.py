@@ -1,0 +1,119 @@
+"""From one label per frame to tokens and words with their times and confidences; needs numpy alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+WORD_START = "▁"  # how SentencePiece writes the space before a word
+_BYTES = re.compile(r"(?:<0x[0-9A-F]{2}>)+")  # how it writes a character that has no piece
+
+
+@dataclass(frozen=True)
+class Spans:
+    """The tokens of one utterance: arrays of equal length [U].
+
+    ``starts`` and ``ends`` are frames, the end excluded. Confidences lie within 0 and 1:
+    ``confidence`` is the mean probability of the token over its frames, ``certainty`` says by the
+    entropy of the whole distribution how sure the model was (None where that wasn't asked for).
+    """
+
+    ids: np.ndarray
+    starts: np.ndarray
+    ends: np.ndarray
+    confidence: np.ndarray
+    certainty: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True)
+class Word:
+    """A word, its times in seconds, and how sure its least sure token is."""
+
+    text: str
+    start: float
+    end: float
+    confidence: float
+    certainty: float | None = None
+
+
+def collapse(labels: np.ndarray, confidence: np.ndarray, certainty: np.ndarray | None = None,
+             blank_id: int = 0) -> list[Spans]:
+    """CTC's rule: equal neighbours are one token, blanks are none.
+
+    Arguments
+    ---------
+    labels : [B, T] integers, blank beyond an utterance's end
+    confidence, certainty : [B, T] of each frame; a token gets the mean over its frames
+    """
+    batch, frames = labels.shape
+    if not labels.size:
+        nothing = np.zeros(0, dtype=np.int64)
+        none = np.zeros(0, dtype=np.float32)
+        return [Spans(nothing, nothing, nothing, none, None if certainty is None else none)] * batch
+    begins = np.ones(labels.shape, dtype=bool)
+    begins[:, 1:] = labels[:, 1:] != labels[:, :-1]
+    starts = np.flatnonzero(begins)  # of the runs, in all rows one after another
+    ends = np.append(starts[1:], labels.size)
+    ids = labels.ravel()[starts]
+    tokens = ids != blank_id
+    row, first = np.divmod(starts, frames)
+    columns = [ids, first, first + ends - starts]
+    for values in (confidence, certainty):
+        if values is not None:
+            columns.append(np.add.reduceat(values.ravel(), starts) / (ends - starts).astype(np.float32))
+    cuts = np.cumsum(np.bincount(row[tokens], minlength=batch))[:-1]
+    utterances = zip(*(np.split(column[tokens], cuts) for column in columns), strict=True)
+    return [Spans(*parts) for parts in utterances]
+
+
+def words(spans: Spans, piece: Callable[[int], str], frame_seconds: float, *, start: float = 0.0,
+          skip: Collection[int] = (), separator: str | None = WORD_START) -> list[Word]:
+    """Join the tokens of an utterance to words.
+
+    Arguments
+    ---------
+    piece : the text of a token id, as SentencePiece's ``id_to_piece``
+    frame_seconds : from one frame to the next
+    start : seconds that the first frame lies at
+    skip : ids that are no text, such as those that begin and end a sentence
+    separator : begins a word within a piece; None makes a word of every token, for scripts without spaces
+    """
+    found: list[tuple[list[str], list[int]]] = []
+    for i, token in enumerate(spans.ids.tolist()):
+        if token in skip:
+            continue
+        for part, opens in _parts(piece(token), separator):
+            if opens or not found:
+                found.append(([], []))
+            if part:
+                found[-1][0].append(part)
+                found[-1][1].append(i)
+    return [
+        Word(
+            text=_text(parts), start=start + frame_seconds * int(spans.starts[tokens[0]]),
+            end=start + frame_seconds * int(spans.ends[tokens[-1]]),
+            confidence=float(spans.confidence[tokens].min()),
+            certainty=None if spans.certainty is None else float(spans.certainty[tokens].min()),
+        )
+        for parts, tokens in found if parts
+    ]
+
+
+def _parts(text: str, separator: str | None) -> Iterator[tuple[str, bool]]:
+    """The pieces of words in a piece, and whether each begins a word."""
+    if separator is None:
+        yield text.replace(WORD_START, ""), True
+        return
+    for number, part in enumerate(text.split(separator)):
+        yield part, number > 0
+
+
+def _text(parts: list[str]) -> str:
+    return _BYTES.sub(
+        lambda found: bytes.fromhex(re.sub("<0x|>", "", found[0])).decode(errors="replace"), "".join(parts))

@@ -1,0 +1,61 @@
+"""Tokens become words with the right text, times and confidences."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sbkit.decode.spans import Spans, collapse, words
+
+
+def spans(*tokens):
+    """From (id, start, end, confidence)."""
+    ids, starts, ends, confidence = (np.array(column) for column in zip(*tokens, strict=True))
+    return Spans(ids, starts, ends, confidence, confidence / 2)
+
+
+def texts(pieces, **options):
+    found = spans(*((i, 2 * i, 2 * i + 1, 0.9) for i in range(len(pieces))))
+    return [word.text for word in words(found, pieces.__getitem__, 0.04, **options)]
+
+
+def test_pieces_join_to_words_with_times_and_the_least_confidence():
+    pieces = ["▁the", "▁c", "at", "s"]
+    found = spans((0, 0, 2, 0.9), (1, 5, 6, 0.8), (2, 7, 9, 0.4), (3, 9, 10, 0.7))
+    the, cats = words(found, pieces.__getitem__, 0.04, start=10.0)
+    assert (the.text, the.start, the.end) == ("the", 10.0, pytest.approx(10.08))
+    assert (cats.text, cats.start, cats.end) == ("cats", pytest.approx(10.2), pytest.approx(10.4))
+    assert (cats.confidence, cats.certainty) == (0.4, 0.2)
+
+
+@pytest.mark.parametrize("pieces, expected", [
+    (["▁", "a", "b", "▁", "c"], ["ab", "c"]),  # characters: the space is a token of its own
+    (["a", "b", "▁c"], ["ab", "c"]),  # a first word without its mark
+    (["▁", "▁", "a"], ["a"]),  # no empty words
+    (["▁a▁b", "c"], ["a", "bc"]),  # a piece that spans words
+    (["▁gr", "<0xC3>", "<0xB6>", "n"], ["grön"]),  # bytes of a character without a piece
+    (["▁x", "<0xC3>", "▁y"], ["x\ufffd", "y"]),  # half a character
+    ([], []),
+])
+def test_every_kind_of_piece(pieces, expected):
+    if not pieces:
+        (nothing,) = collapse(np.zeros((1, 3), dtype=np.int64), np.ones((1, 3)))
+        assert words(nothing, str, 0.04) == []
+    else:
+        assert texts(pieces) == expected
+
+
+def test_ids_without_text_are_skipped_and_every_token_can_be_a_word():
+    assert texts(["<s>", "▁hi", "</s>"], skip={0, 2}) == ["hi"]
+    assert texts(["▁", "老", "农"], separator=None) == ["老", "农"]
+
+
+def test_a_separate_space_does_not_lengthen_the_word():
+    found = spans((0, 0, 3, 0.9), (1, 5, 6, 0.8))
+    (word,) = words(found, ["▁", "a"].__getitem__, 1.0)
+    assert (word.start, word.end, word.confidence) == (5.0, 6.0, 0.8)
+
+
+def test_collapse_handles_no_frames_and_no_utterances():
+    assert [len(found) for found in collapse(np.zeros((2, 0), dtype=np.int64), np.zeros((2, 0)))] == [0, 0]
+    assert collapse(np.zeros((0, 5), dtype=np.int64), np.zeros((0, 5))) == []
