@@ -94,7 +94,7 @@ class SpecAugment(nn.Module):
 
 
 def _stretches(sizes: Tensor, widest: Tensor, size: int) -> Tensor:
-    """N random stretches of at most ``widest`` within ``sizes`` (``[B, N]`` both); True inside, ``[B, size]``."""
+    """N random stretches per row, at most ``widest`` long, within ``sizes`` (``[B, N]``): ``[B, size]``."""
     draw = torch.rand(2, *sizes.shape, device=sizes.device)
     width = (draw[0] * (widest.floor() + 1)).floor()
     start = (draw[1] * (sizes - width + 1)).floor()

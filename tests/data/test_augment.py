@@ -1,0 +1,167 @@
+"""Augmentation: the named effect and no other, the same again for the same seed, epoch and utterance."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import numpy as np
+import pytest
+from hyperpyyaml import load_hyperpyyaml
+from sounds import encoded, speechlike
+
+from sbkit.data.augment import AddNoise, AddReverb, Augment, Gain, SpeedPerturb
+from sbkit.errors import SbkitError
+
+SIGNAL = speechlike(1.0)
+
+
+def rng(epoch: int = 1, name: str = "u", seed: int = 0) -> np.random.Generator:
+    return Augment.rng(seed, epoch, name)
+
+
+def db(signal: np.ndarray) -> float:
+    return 10 * np.log10(np.mean(np.square(signal, dtype=np.float64)))
+
+
+@pytest.fixture
+def noises(tmp_path):
+    """A folder with a long and a short noise, one of them deeper down, and files that are no audio."""
+    folder = tmp_path / "noise"
+    (folder / "deep").mkdir(parents=True)
+    noise = np.random.default_rng(0).normal(size=16000 * 5).astype(np.float32) * 0.1
+    (folder / "deep" / "long.WAV").write_bytes(encoded(noise, 16000))
+    (folder / "short.flac").write_bytes(encoded(noise[:3000], 16000, "flac"))
+    (folder / "README.txt").write_text("no audio")
+    return folder
+
+
+def test_a_generator_is_its_utterances_own():
+    draws = {rng(*who).random() for who in itertools.product((1, 2), ("a", "b", "ü"), (0, 1))}
+    assert len(draws) == 12
+    assert rng(3, "a", 7).random() == rng(3, "a", 7).random()
+
+
+def test_speeds_are_drawn_evenly_and_stretch_tells_the_longest():
+    speeds = SpeedPerturb([0.9, 1.0, 1.1])
+    draws = [speeds.draw(rng(name=str(i))) for i in range(3000)]
+    for speed in (0.9, 1.0, 1.1):
+        assert draws.count(speed) / 3000 == pytest.approx(1 / 3, abs=0.05)
+    assert speeds.stretch == pytest.approx(1 / 0.9) and SpeedPerturb([1.1]).stretch == 1.0
+    seldom = SpeedPerturb([1.1], prob=0.2)
+    assert 0.15 < np.mean([seldom.draw(rng(name=str(i))) > 1 for i in range(2000)]) < 0.25
+
+
+def test_gain_stays_in_its_range_and_changes_nothing_else():
+    gain = Gain(-6, 3)
+    changes = []
+    for i in range(50):
+        louder = gain(SIGNAL, rng(name=str(i)))
+        assert louder.dtype == np.float32 and np.corrcoef(louder, SIGNAL)[0, 1] > 0.99999
+        changes.append(db(louder) - db(SIGNAL))
+    assert -6.01 < min(changes) < -4 and 1.5 < max(changes) < 3.01
+
+
+@pytest.mark.parametrize("seconds", [0.1, 1.0, 7.0])
+def test_noise_is_mixed_in_at_the_ratio_drawn(noises, seconds):
+    signal = speechlike(seconds)
+    for i in range(10):
+        noisy = AddNoise(str(noises), 5, 5, prob=1)(signal, rng(name=str(i)))
+        assert noisy.shape == signal.shape and noisy.dtype == np.float32
+        assert db(signal) - db(noisy - signal) == pytest.approx(5, abs=0.05)
+
+
+def test_noise_comes_from_different_places(noises):
+    add = AddNoise(str(noises), prob=1)
+    noisy = [add(SIGNAL, rng(name=str(i))) - SIGNAL for i in range(6)]
+    assert all(abs(np.corrcoef(a, b)[0, 1]) < 0.5 for i, a in enumerate(noisy) for b in noisy[:i])
+
+
+def test_silence_stays_silent(noises):
+    silence = np.zeros(16000, np.float32)
+    assert not AddNoise(str(noises), prob=1)(silence, rng()).any()
+    assert not AddReverb(str(noises), prob=1)(silence, rng()).any()
+
+
+def test_reverberation_is_the_convolution_aligned_and_as_loud(tmp_path):
+    response = np.zeros(4000, np.float32)
+    response[[500, 900, 2500]] = 0.9, 0.4, -0.2  # 500 samples of delay before the direct sound
+    (tmp_path / "room.wav").write_bytes(encoded(response, 16000))
+    wet = AddReverb(str(tmp_path), prob=1)(SIGNAL, rng())
+    expected = np.convolve(SIGNAL.astype(float), response[500:].astype(float))[:16000]
+    expected *= np.sqrt(np.mean(SIGNAL.astype(float) ** 2) / np.mean(expected**2))
+    assert wet.shape == SIGNAL.shape and wet.dtype == np.float32
+    assert np.abs(wet - expected).max() < 1e-4
+    assert db(wet) == pytest.approx(db(SIGNAL), abs=0.01)
+
+
+def test_stages_run_in_order_and_repeat_themselves(noises):
+    chain = Augment([SpeedPerturb(), Gain(), AddNoise(str(noises), prob=0.7)])
+    again = Augment([SpeedPerturb(), Gain(), AddNoise(str(noises), prob=0.7)])
+    results = []
+    for chains in ((chain, again), (again, chain)):
+        it = [(c.speed(r), c(SIGNAL, r)) for c in chains for r in [rng(4, "x")]]
+        assert it[0][0] == it[1][0] and np.array_equal(it[0][1], it[1][1])
+        results.append(it[0][1])
+    assert np.array_equal(*results)
+    assert not np.array_equal(chain(SIGNAL, rng(5, "x")), results[0])
+
+
+def test_a_yaml_can_name_them(noises):
+    hparams = load_hyperpyyaml(f"""
+noise_folder: {noises}
+augment: !new:sbkit.data.augment.Augment
+    stages:
+        - !new:sbkit.data.augment.SpeedPerturb
+            speeds: [0.95, 1.05]
+        - !new:sbkit.data.augment.AddNoise
+            folder: !ref <noise_folder>
+            snr_low: 5
+        - !new:sbkit.data.augment.AddReverb
+            folder: !ref <noise_folder>
+            prob: 0.1
+        - !new:sbkit.data.augment.Gain
+            low_db: -3
+""")
+    augment = hparams["augment"]
+    augment.check()
+    assert augment.stretch == pytest.approx(1 / 0.95)
+    assert augment(SIGNAL, rng()).shape == SIGNAL.shape
+
+
+def test_damaged_files_are_passed_over(noises, caplog):
+    for i in range(2):
+        (noises / f"broken{i}.wav").write_bytes(b"nothing")
+    add = AddNoise(str(noises), prob=1)
+    assert all(add(SIGNAL, rng(name=str(i))).any() for i in range(20))
+    assert "AddNoise: passed over" in caplog.text and "broken" in caplog.text
+    for path in ("deep/long.WAV", "short.flac"):
+        (noises / path).unlink()
+    with pytest.raises(SbkitError, match="5 files in a row cannot be used"):
+        AddNoise(str(noises), prob=1)(SIGNAL, rng())
+
+
+def test_mistakes_are_told_before_the_first_batch(tmp_path):
+    augment = Augment([AddNoise("/nowhere/noise")])  # naming it in a YAML touches no file
+    with pytest.raises(SbkitError, match="AddNoise: /nowhere/noise is no folder"):
+        augment.check()
+    with pytest.raises(SbkitError, match=r"AddReverb: no audio files in .*looked for .*\.wav"):
+        Augment([AddReverb(str(tmp_path))]).check()
+    with pytest.raises(SbkitError, match="once, as the first stage"):
+        Augment([Gain(), SpeedPerturb()])
+    with pytest.raises(SbkitError, match=r"speeds are \[90, 110\]"):
+        SpeedPerturb([90, 110])
+    with pytest.raises(SbkitError, match="prob is 5"):
+        Gain(prob=5)
+    with pytest.raises(SbkitError, match=r"snr_low \(20\) is above snr_high \(10\)"):
+        AddNoise("x", 20, 10)
+
+
+def test_costs_little_beside_reading(noises):
+    chain = Augment([Gain(), AddNoise(str(noises), prob=1), AddReverb(str(noises), prob=1)])
+    signal = speechlike(6)
+    chain(signal, rng())
+    start = time.process_time()
+    for i in range(20):
+        chain(signal, rng(name=str(i)))
+    assert (time.process_time() - start) / 20 < 0.05
