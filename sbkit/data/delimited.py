@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -50,11 +50,11 @@ def read_delimited(path: str | Path, *, delimiter: str = ",", quoted: bool = Tru
     """
     path = Path(path)
     try:
-        header_line = _first_line(path)
+        skip, header_line = _first_line(path)
         names = _header(path, header_line, delimiter, quoted)
         if quoted and f"{delimiter} " in header_line:
-            return _read_spaced(path, names, delimiter)
-        return _read_arrow(path, names, delimiter, quoted)
+            return _read_spaced(path, names, skip, delimiter)
+        return _read_arrow(path, names, skip, delimiter, quoted)
     except UnicodeDecodeError as error:
         raise SbkitError(f"{path}, line 1: not UTF-8 ({error.reason})", hint="save it as UTF-8") from None
     except FileNotFoundError:
@@ -63,12 +63,13 @@ def read_delimited(path: str | Path, *, delimiter: str = ",", quoted: bool = Tru
         raise SbkitError(f"{path}: cannot be read ({error.strerror or error})") from None
 
 
-def _first_line(path: Path) -> str:
+def _first_line(path: Path) -> tuple[int, str]:
+    """(number, content) of the first line that isn't blank."""
     with open(path, "rb") as file:
-        for raw in file:
+        for number, raw in enumerate(file, 1):
             line = raw.decode("utf-8-sig").strip("\r\n")
             if line.strip():
-                return line
+                return number, line
     raise SbkitError(f"{path} is empty", hint="expected a header line with column names")
 
 
@@ -84,19 +85,18 @@ def _header(path: Path, line: str, delimiter: str, quoted: bool) -> list[str]:
     return [name or f"column {i}" for i, name in enumerate(names, 1)]
 
 
-def _read_arrow(path: Path, names: Sequence[str], delimiter: str, quoted: bool) -> Delimited:
-    malformed: list[tuple[int, str]] = []
+def _read_arrow(path: Path, names: Sequence[str], skip: int, delimiter: str, quoted: bool) -> Delimited:
+    malformed = 0
 
-    def on_bad_row(row: pacsv.InvalidRow) -> str:
-        malformed.append((row.number or 0, _wrong_fields(row.expected_columns, row.actual_columns)))
+    def on_bad_row(_: pacsv.InvalidRow) -> str:
+        nonlocal malformed
+        malformed += 1
         return "skip"
 
-    def read(threads: bool) -> pa.Table:
-        return pacsv.read_csv(
+    try:
+        table = pacsv.read_csv(
             path,
-            read_options=pacsv.ReadOptions(
-                use_threads=threads, block_size=_BLOCK_BYTES, column_names=[*names], skip_rows=1,
-            ),
+            read_options=pacsv.ReadOptions(block_size=_BLOCK_BYTES, column_names=[*names], skip_rows=skip),
             parse_options=pacsv.ParseOptions(
                 delimiter=delimiter, quote_char='"' if quoted else False, newlines_in_values=quoted,
                 invalid_row_handler=on_bad_row,
@@ -105,31 +105,42 @@ def _read_arrow(path: Path, names: Sequence[str], delimiter: str, quoted: bool) 
                 column_types=dict.fromkeys(names, pa.large_string()), strings_can_be_null=False,
             ),
         )
-
-    try:
-        table = read(threads=True)
-        if malformed:  # the parser knows line numbers only when it runs in one thread
-            malformed.clear()
-            table = read(threads=False)
     except pa.ArrowInvalid as error:
-        if "Empty CSV" in str(error):
-            table = pa.table({name: pa.array([], pa.large_string()) for name in names})
-        else:
+        if "Empty CSV" not in str(error):
             raise SbkitError(f"{path}{_where_not_utf8(path)}: {error}") from None
-    return Delimited(path, {name: table.column(name) for name in names}, malformed)
+        table = pa.table({name: pa.array([], pa.large_string()) for name in names})
+    # Arrow's threads don't know line numbers, so the rare file with such rows is read once more.
+    bad = list(_malformed_lines(path, len(names), skip, delimiter, quoted)) if malformed else []
+    return Delimited(path, {name: table.column(name) for name in names}, bad)
 
 
-def _read_spaced(path: Path, names: Sequence[str], delimiter: str) -> Delimited:
+def _malformed_lines(path: Path, expected: int, skip: int, delimiter: str,
+                     quoted: bool) -> Iterator[tuple[int, str]]:
+    with open(path, encoding="utf-8-sig", newline="" if quoted else None) as file:
+        for _ in range(skip):
+            next(file)
+        if quoted:
+            reader = csv.reader(file, delimiter=delimiter)
+            counts = ((reader.line_num, len(row)) for row in reader)
+        else:
+            counts = ((number, line.count(delimiter) + (line != "\n")) for number, line in enumerate(file, 1))
+        for line, found in counts:
+            if found not in (0, expected):
+                yield skip + line, _wrong_fields(expected, found)
+
+
+def _read_spaced(path: Path, names: Sequence[str], skip: int, delimiter: str) -> Delimited:
     """``ID, duration, wav``: a blank after each comma, which only Python's slower reader knows."""
     rows, malformed = [], []
     with open(path, encoding="utf-8-sig", newline="") as file:
+        for _ in range(skip):
+            next(file)
         reader = csv.reader(file, delimiter=delimiter, skipinitialspace=True)
-        next(reader)
         for row in reader:
             if len(row) == len(names):
                 rows.append(row)
             elif row:
-                malformed.append((reader.line_num, _wrong_fields(len(names), len(row))))
+                malformed.append((skip + reader.line_num, _wrong_fields(len(names), len(row))))
     columns = {
         name: pa.chunked_array([pa.array([row[i] for row in rows], pa.large_string())])
         for i, name in enumerate(names)

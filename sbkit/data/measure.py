@@ -22,6 +22,7 @@ _CHUNK = 256
 # Below this, starting processes takes longer than measuring (some 60 microseconds a file).
 _WORTH_PROCESSES = 2000
 _JOURNAL_SECONDS = 5.0
+_HELPER = ["-m", "sbkit.data.measure"]
 
 
 def default_workers() -> int:
@@ -125,7 +126,7 @@ class _Processes:
         home = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(part for part in (home, os.environ.get("PYTHONPATH")) if part)
         process = subprocess.Popen(
-            [sys.executable, "-m", "sbkit.data.measure"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            [sys.executable, *_HELPER], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": path}, text=True, encoding="utf-8")
         self._all.append(process)
         return process

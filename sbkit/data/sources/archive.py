@@ -145,9 +145,8 @@ class _Member(tarfile.TarInfo):
     @classmethod
     def frombuf(cls, buf: bytes, encoding: str, errors: str) -> tarfile.TarInfo:
         member = super().frombuf(buf, encoding, errors)
-        if member.type not in tarfile.SUPPORTED_TYPES or (
-                member.type not in tarfile.REGULAR_TYPES and member.size > _MOST_HEADER_BYTES):
-            raise tarfile.ReadError("it holds entries that no release has")
+        if member.type not in tarfile.REGULAR_TYPES and member.size > _MOST_HEADER_BYTES:
+            raise tarfile.ReadError("it holds notes larger than any release has")
         return member
 
 

@@ -111,16 +111,18 @@ def is_language_folder(path: Path) -> bool:
 
 
 def language_folders(path: Path) -> list[Path]:
-    """The language folders in or one level below a release."""
+    """The language folders in a release, or one level further down (``cv-corpus-21.0-2025-03-14/fr``)."""
+    inside = _folders(path)
+    found = [child for child in inside if is_language_folder(child)]
+    return found or [child for top in inside for child in _folders(top) if is_language_folder(child)]
+
+
+def _folders(path: Path) -> list[Path]:
     try:
-        inside = sorted(child for child in path.iterdir() if child.is_dir())
+        with os.scandir(path) as entries:
+            return sorted(Path(entry.path) for entry in entries if entry.is_dir())
     except OSError:
         return []
-    found = [child for child in inside if is_language_folder(child)]
-    if not found:  # the archive's own top folder, cv-corpus-21.0-2025-03-14/fr
-        found = [child for top in inside if top.name.startswith("cv-corpus")
-                 for child in sorted(top.iterdir()) if child.is_dir() and is_language_folder(child)]
-    return found
 
 
 def _language_folder(path: Path, language: str | None) -> Path:

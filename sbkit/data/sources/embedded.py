@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from sbkit.console import atomic_write, progress
@@ -40,8 +41,7 @@ def store_rows(tables: Tables, folder: Path, name: str, origin: str, *, total: i
     path.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    finished = folder / f"{name}.json"
-    if not finished.exists():
+    if not is_stored(folder, name):
         done = _read_tables(folder, name)
         rows = sum(map(len, done))
         shards = len(done)
@@ -64,7 +64,7 @@ def store_rows(tables: Tables, folder: Path, name: str, origin: str, *, total: i
             finally:
                 shard.discard()
         tars = [path.name for i in range(shards) if (path := _shard_path(folder, name, i)).exists()]
-        with atomic_write(finished) as file:
+        with atomic_write(folder / f"{name}.json") as file:
             json.dump({"rows": rows, "shards": shards, "tars": tars}, file)
     return _rows(_read_tables(folder, name), origin)
 
@@ -136,10 +136,14 @@ class _Shard:
 
 
 def _read_tables(folder: Path, name: str) -> list[pa.Table]:
-    """The tables of finished shards, as far as their numbers go on without a gap."""
+    """The tables of finished shards, as far as they go on without a gap."""
     tables = []
-    while (path := folder / f"{name}-{len(tables):06d}.parquet").exists():
-        tables.append(pq.read_table(path))
+    while (tar := _shard_path(folder, name, len(tables))).with_suffix(".parquet").exists():
+        table = pq.read_table(tar.with_suffix(".parquet"))
+        inside = pc.match_substring(table.column("wav"), f"{tar.name}?offset=")
+        if not tar.exists() and pc.any(inside).as_py():
+            break  # somebody removed it
+        tables.append(table)
     return tables
 
 

@@ -1,0 +1,257 @@
+"""A corpus: prepared once, honestly, whatever it is, and again only when something changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from corpora import SECONDS, clip, common_voice
+from sounds import real_data
+
+from sbkit.data.corpus import Corpus
+from sbkit.data.text import TextRules
+from sbkit.errors import SbkitError
+
+SENTENCES = ["One sentence here.", "Another one, longer!", "Yes."]
+
+
+@pytest.fixture
+def release(tmp_path) -> Path:
+    return common_voice(tmp_path / "release", train=SENTENCES, dev=["Dev sentence one."],
+                        test=["No.", "Test two."])
+
+
+def prepare(source, folder, **options) -> tuple[Corpus, dict]:
+    corpus = Corpus(source, folder=folder, **options)
+    return corpus, corpus.prepare(show_progress=False)
+
+
+def test_manifests_report_and_table(release, tmp_path):
+    corpus, manifests = prepare(release, tmp_path / "m")
+    assert list(manifests) == ["train", "dev", "test"]
+    row = manifests["train"].row(1)
+    assert (row.id, row.text, row.speaker) == ("common_voice_en_train1", "another one longer", "speaker1")
+    assert row.duration == pytest.approx(SECONDS)
+    assert row.meta == {"accent": "Scottish", "age": "twenties", "gender": "female_feminine",
+                        "language": "en"}
+    assert Path(row.wav).is_file() and Path(row.wav).is_absolute()
+    report = json.loads((tmp_path / "m" / "prepare_report.json").read_text())
+    assert report["splits"]["train"]["rows"] == 3 == report["splits"]["train"]["kept"]
+    assert corpus.summary().splitlines()[3].split() == ["train", "3", "3", "0.00"]
+    loaded = Corpus(release, folder=tmp_path / "m").load()
+    assert all(loaded[split].ids == manifests[split].ids for split in manifests)
+
+
+def test_the_constructor_touches_no_file(tmp_path):
+    Corpus("/nowhere/at/all", folder=tmp_path / "m")
+    assert not (tmp_path / "m").exists()
+
+
+def test_dev_and_test_keep_everything_unless_asked(release, tmp_path):
+    options = {"max_duration": SECONDS + 0.5, "text": {"alphabet": "abcdefghijklmnopqrstuvwxz"}}  # no y
+    (release / "clips" / "common_voice_en_test0.mp3").write_bytes(clip(2.0))
+    (release / "clips" / "common_voice_en_train0.mp3").write_bytes(clip(2.0))
+    corpus, manifests = prepare(release, tmp_path / "m", **options)
+    assert [len(m) for m in manifests.values()] == [1, 1, 2]
+    assert set(corpus.report["splits"]["train"]["left_out"]) == {"too long", "alphabet"}
+    _, manifests = prepare(release, tmp_path / "m", limit_splits=["train", "test"], **options)
+    assert [len(m) for m in manifests.values()] == [1, 1, 1]
+
+
+def test_a_split_of_which_nothing_is_left_is_an_error_that_says_why(release, tmp_path):
+    with pytest.raises(SbkitError, match="all 3 rows of the train split left out: 3 too short; for"):
+        prepare(release, tmp_path / "m", min_duration=SECONDS + 0.5)
+    assert not list((tmp_path / "m").glob("*.csv"))
+
+
+def test_the_three_word_filter_is_per_split(release, tmp_path):
+    corpus, manifests = prepare(release, tmp_path / "m", skip_short_texts=["train"])
+    assert [len(m) for m in manifests.values()] == [2, 1, 2]
+    assert corpus.report["splits"]["train"]["left_out"]["few words"]["examples"] == ["common_voice_en_train2"]
+    assert "few words" in corpus.summary()
+
+
+@pytest.fixture
+def spied(monkeypatch):
+    """How often a split was really prepared."""
+    from sbkit.data import corpus as module
+    calls, real = [], module.prepare_split
+    monkeypatch.setattr(
+        module, "prepare_split", lambda split, *a, **k: calls.append(split) or real(split, *a, **k))
+    return calls
+
+
+def test_it_is_prepared_once(release, tmp_path, spied):
+    prepare(release, tmp_path / "m")
+    corpus, again = prepare(release, tmp_path / "m")
+    assert len(spied) == 3 and len(again["train"]) == 3 and "train" in corpus.summary()
+
+
+@pytest.mark.parametrize("change", [
+    "row", "clip", "durations", "text", "limit", "language", "manifest edited", "manifest gone",
+    "report damaged"])
+def test_it_is_prepared_again_when_anything_it_depends_on_changed(release, tmp_path, spied, change):
+    folder, options = tmp_path / "m", {}
+    prepare(release, folder)
+    if change == "row":
+        with open(release / "train.tsv", "a") as file:
+            file.write("\n")
+    elif change == "clip":
+        (release / "clips" / "new.mp3").write_bytes(b"")
+    elif change == "durations":
+        (release / "clip_durations.tsv").unlink()
+    elif change == "text":
+        options = {"text": TextRules(case="upper")}
+    elif change == "limit":
+        options = {"max_duration": 10.0}
+    elif change == "language":
+        options = {"language": "en"}
+    elif change == "manifest edited":
+        (folder / "dev.csv").write_text((folder / "dev.csv").read_text().replace("dev", "def"))
+    elif change == "manifest gone":
+        (folder / "dev.csv").unlink()
+    else:
+        (folder / "prepare_report.json").write_text('{"splits"')
+    prepare(release, folder, **options)
+    assert len(spied) == 6
+
+
+def test_splits_can_be_named_and_joined(release, tmp_path):
+    (release / "other.tsv").write_text((release / "train.tsv").read_text().replace("train0", "test0"))
+    _, manifests = prepare(release, tmp_path / "m", splits={"train": ["train", "other"], "dev": "test"})
+    assert len(manifests["train"]) == 3  # other's first clip is in test, its others are in train already
+    assert manifests["dev"].ids == manifests["test"].ids
+
+
+def test_a_split_that_is_gone_leaves_no_manifest_behind(release, tmp_path):
+    prepare(release, tmp_path / "m")
+    (release / "dev.tsv").unlink()
+    _, manifests = prepare(release, tmp_path / "m")
+    assert list(manifests) == ["train", "test"] and not (tmp_path / "m" / "dev.csv").exists()
+
+
+def test_missing_and_damaged_clips_are_counted(release, tmp_path):
+    (release / "clip_durations.tsv").unlink()
+    (release / "clips" / "common_voice_en_train0.mp3").unlink()
+    (release / "clips" / "common_voice_en_train1.mp3").write_bytes(b"\0" * 100)
+    corpus, manifests = prepare(release, tmp_path / "m")
+    left_out = corpus.report["splits"]["train"]["left_out"]
+    assert {reason: left_out[reason]["count"] for reason in left_out} == {"missing clip": 1, "undecodable": 1}
+    assert left_out["undecodable"]["examples"][0].startswith("common_voice_en_train1: ")
+    assert manifests["train"].durations[0] == pytest.approx(SECONDS, abs=0.05)
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"splits": {"train": "validated"}}, "has no split 'validated' for train; it has dev, test, train"),
+    ({"language": "fr"}, None),
+])
+def test_what_is_not_there_is_named(release, tmp_path, options, message):
+    if message is None:  # the folder is a language folder already: nothing to choose
+        assert prepare(release, tmp_path / "m", **options)
+        return
+    with pytest.raises(SbkitError, match=message):
+        prepare(release, tmp_path / "m", **options)
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"splits": {"valid": "dev"}}, "splits names 'valid'"),
+    ({"limit_splits": ["all"]}, "limit_splits names 'all'"),
+    ({"check_audio": "none"}, "use sample or all"), ({"columns": {"sound": "x"}}, "unknown role 'sound'"),
+    ({"text": {"upper": True}}, "no 'upper'")])
+def test_wrong_options_are_named_at_once(options, message):
+    with pytest.raises(SbkitError, match=message):
+        Corpus("/nowhere", **options)
+
+
+def test_empty_splits_and_unprepared_folders(release, tmp_path):
+    with pytest.raises(SbkitError, match="holds no prepared corpus"):
+        Corpus(release, folder=tmp_path / "m").load()
+    (release / "dev.tsv").write_text((release / "dev.tsv").read_text().splitlines()[0] + "\n")
+    with pytest.raises(SbkitError, match=r"dev\.tsv: the dev split is empty"):
+        prepare(release, tmp_path / "m")
+    assert not list((tmp_path / "m").glob("*.csv"))
+
+
+def test_nothing_is_a_corpus_of_our_own(tmp_path, monkeypatch):
+    made = []
+
+    def make(out, **options):
+        made.append((Path(out), options))
+        if not Path(out).exists():
+            common_voice(Path(out), train=SENTENCES, dev=SENTENCES, test=SENTENCES)
+        return Path(out) / "en"
+
+    monkeypatch.setenv("SBKIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("sbkit.data.demo.make_demo_corpus", make)
+    _, manifests = prepare(None, tmp_path / "m", demo_hours=0.5)
+    _, again = prepare("", tmp_path / "m2", demo_hours=0.5)
+    assert made[0][0].parent == tmp_path / "cache" and made[0][0].name.startswith("demo-en-0.5h")
+    assert made[0][1]["hours"] == 0.5 and made[0][0] == made[1][0]
+    assert len(manifests["train"]) == len(again["train"]) == 3
+
+
+def test_two_processes_prepare_one_after_the_other(release, tmp_path):
+    code = ("import sys; from sbkit.data.corpus import Corpus\n"
+            "print(len(Corpus(sys.argv[1], folder=sys.argv[2]).prepare(show_progress=False)['train']))")
+    runs = [subprocess.Popen([sys.executable, "-c", code, str(release), str(tmp_path / "m")],
+                             stdout=subprocess.PIPE, text=True, env=environment()) for _ in range(2)]
+    assert [run.communicate()[0] for run in runs] == ["3\n", "3\n"]
+
+
+@pytest.mark.slow
+def test_a_killed_preparation_goes_on_where_it_was(tmp_path):
+    n = 12_000
+    home = common_voice(tmp_path / "release", durations=None, train=["a sentence"] * 3, test=["one more"])
+    sound = home / "clips" / "common_voice_en_train0.mp3"
+    lines = ["client_id\tpath\tsentence"]
+    for i in range(n):
+        os.link(sound, home / "clips" / f"x{i}.mp3")
+        lines.append(f"s\tx{i}.mp3\tsentence {i}")
+    (home / "train.tsv").write_text("\n".join(lines) + "\n")
+    code = ("import sys; from sbkit.data import measure; measure._JOURNAL_SECONDS = 0\n"
+            "from sbkit.data.corpus import Corpus\n"
+            "Corpus(sys.argv[1], folder=sys.argv[2], workers=1).prepare(show_progress=False)")
+    run = subprocess.Popen([sys.executable, "-c", code, str(home), str(tmp_path / "m")], env=environment())
+    journal = None
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and (journal is None or journal.stat().st_size < 50_000):
+        time.sleep(0.01)
+        journal = next((tmp_path / "m").glob(".durations-*"), None) if (tmp_path / "m").exists() else None
+    run.send_signal(signal.SIGKILL)
+    run.wait()
+    assert not list((tmp_path / "m").glob("*.csv"))
+    known = sum(1 for line in journal.read_text().splitlines() if line.startswith("["))
+    from sbkit.data import measure as module
+    measured = []
+    real = module.measure_one
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "measure_one", lambda wav: measured.append(wav) or real(wav))
+        _, manifests = prepare(home, tmp_path / "m", workers=1)
+    assert len(manifests["train"]) == n and 0 < known < n
+    assert n - known <= len(measured) <= n - known + 2
+    assert not list((tmp_path / "m").glob(".durations-*"))
+
+
+def environment() -> dict[str, str]:
+    home = str(Path(__file__).resolve().parents[2])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([home, os.environ.get("PYTHONPATH", "")])}
+
+
+def test_real_voices_in_common_voice_layout(tmp_path):
+    corpus, manifests = prepare(real_data("yesno"), tmp_path / "m", language="en")
+    assert [len(m) for m in manifests.values()] == [30, 10, 20]
+    assert set(" ".join(manifests["test"].texts).split()) == {"yes", "no"}
+    checked = corpus.report["splits"]["train"]["durations"]
+    assert checked == {"listed": 30, "measured": 0, "checked": 30, "disagree": 0}
+
+
+def test_real_voices_in_speechbrains_csvs(tmp_path):
+    _, manifests = prepare(real_data("an4"), tmp_path / "m")
+    assert list(manifests) == ["train", "test"] and len(manifests["test"]) == 10
+    assert manifests["train"].row(0).text == "stop" and manifests["train"].row(0).speaker == "mmap"

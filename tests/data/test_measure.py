@@ -1,0 +1,77 @@
+"""Measuring recordings: right, parallel, resumable, and no file can crash it."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from sounds import encoded, speechlike
+
+from sbkit.data import measure as module
+from sbkit.data.measure import measure
+
+
+@pytest.fixture
+def wavs(tmp_path):
+    paths = []
+    for i in range(12):
+        paths.append(str(tmp_path / f"{i}.wav"))
+        (tmp_path / f"{i}.wav").write_bytes(encoded(speechlike(0.1 * (i + 1)), 16000))
+    return paths
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_seconds_and_causes(wavs, tmp_path, workers, monkeypatch):
+    monkeypatch.setattr(module, "_WORTH_PROCESSES", 1)
+    monkeypatch.setattr(module, "_CHUNK", 3)
+    (tmp_path / "bad.wav").write_bytes(b"RIFF nonsense")
+    names = [*wavs, str(tmp_path / "bad.wav"), str(tmp_path / "absent.wav")]
+    seconds, causes = measure(names, workers=workers, show_progress=False)
+    np.testing.assert_allclose(seconds[:12], 0.1 * np.arange(1, 13), atol=1e-4)
+    assert np.isnan(seconds[12:]).all()
+    assert "cannot be decoded" in causes[12] and causes[13] == "no such file" and len(causes) == 2
+
+
+def test_a_recording_that_crashes_the_decoder_is_named_and_others_are_measured(wavs, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_WORTH_PROCESSES", 1)
+    monkeypatch.setattr(module, "_CHUNK", 4)
+    # A helper that dies on one file, as libsndfile may.
+    helper = tmp_path / "helper.py"
+    helper.write_text(
+        "import json, os, sys\nfrom sbkit.data.measure import measure_one\n"
+        "for line in sys.stdin:\n"
+        "    wavs = json.loads(line)\n"
+        "    if any(wav.endswith('/5.wav') for wav in wavs): os._exit(139)\n"
+        "    print(json.dumps([measure_one(wav) for wav in wavs]), flush=True)\n")
+    monkeypatch.setattr(module, "_HELPER", [str(helper)])
+    seconds, causes = measure(wavs, workers=2, show_progress=False)
+    assert causes == {5: "crashes the decoder"}
+    assert np.isfinite(np.delete(seconds, 5)).all()
+
+
+def test_an_interrupted_measurement_goes_on(wavs, tmp_path, monkeypatch):
+    journal = tmp_path / "journal"
+    measure(wavs[:5], journal=journal, show_progress=False)
+    with open(journal, "a") as file:
+        file.write('["cut sho')
+    seen = []
+    monkeypatch.setattr(module, "measure_one", lambda wav: seen.append(wav) or 1.0)
+    seconds, _ = measure(wavs, journal=journal, show_progress=False)
+    assert seen == wavs[5:] and seconds[0] == pytest.approx(0.1, abs=1e-4)
+    seen.clear()
+    measure(wavs, journal=journal, show_progress=False)
+    assert seen == []
+
+
+def test_what_failed_is_tried_again(tmp_path):
+    journal, wav = tmp_path / "journal", tmp_path / "a.wav"
+    assert measure([str(wav)], journal=journal, show_progress=False)[1] == {0: "no such file"}
+    wav.write_bytes(encoded(speechlike(0.5), 16000))
+    assert measure([str(wav)], journal=journal, show_progress=False)[0][0] == pytest.approx(0.5)
+    assert [json.loads(line)[0] for line in journal.read_text().split("\n") if line] == [str(wav)]
+
+
+def test_nothing_to_measure():
+    seconds, causes = measure([], show_progress=False)
+    assert len(seconds) == 0 and causes == {}

@@ -1,0 +1,154 @@
+"""Preparation: every row is kept or left out for a reason that is counted and named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sounds import encoded, speechlike
+
+from sbkit.data.manifest import Column
+from sbkit.data.prepare import REASONS, Limits, existing, prepare_split, recording_keys
+from sbkit.data.sources.base import Rows, blank, join_rows
+from sbkit.data.text import TextRules
+
+RULES = TextRules(alphabet="abcdefghijklmnopqrstuvwxyz'")
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory) -> Path:
+    """good.wav lasts a second, long.wav three; bad.wav is damaged."""
+    folder = tmp_path_factory.mktemp("clips")
+    (folder / "good.wav").write_bytes(encoded(speechlike(1.0), 16000))
+    (folder / "long.wav").write_bytes(encoded(speechlike(3.0), 16000))
+    (folder / "bad.wav").write_bytes(b"no audio at all")
+    (folder / "empty.wav").write_bytes(b"")
+    return folder
+
+
+def rows(clips: Path, *entries: tuple[str, str], durations=None, starts=None, malformed=()) -> Rows:
+    n = len(entries)
+    return Rows(
+        origin="x.tsv", ids=Column([f"u{i}" for i in range(n)]),
+        wavs=Column([f"{clips}/{name}" for name, _ in entries]), texts=Column([text for _, text in entries]),
+        speakers=blank(n), durations=np.full(n, np.nan) if durations is None else np.array(durations, float),
+        starts=np.zeros(n) if starts is None else np.array(starts, float), malformed=list(malformed))
+
+
+def prepare(rows, limits=None, rules=RULES, **options):
+    return prepare_split("train", rows, rules, limits or Limits(), show_progress=False, **options)
+
+
+def counts(report) -> dict[str, int]:
+    return {reason: entry["count"] for reason, entry in report.left_out.items()}
+
+
+def test_each_reason_is_counted_and_named(clips):
+    source = rows(
+        clips, ("good.wav", "Kept, this one!"), ("gone.wav", "x"), ("bad.wav", "x"), ("empty.wav", "x"),
+        ("good.wav", "?!"), ("long.wav", "x y z"), ("good.wav", "naïve text here"), ("good.wav", "two words"),
+        malformed=[("x.tsv line 9", "3 fields instead of 13")])
+    manifest, report = prepare(source, Limits(max_duration=2.0, alphabet=True, min_words=3))
+    assert list(manifest.texts) == ["kept this one"] and manifest.durations[0] == pytest.approx(1.0)
+    assert counts(report) == {"malformed row": 1, "missing clip": 1, "no text": 1, "undecodable": 2,
+                              "too long": 1, "alphabet": 1, "few words": 1}
+    assert report.rows == 9 == report.kept + sum(counts(report).values())
+    assert report.left_out["malformed row"]["examples"] == ["x.tsv line 9: 3 fields instead of 13"]
+    assert report.left_out["undecodable"]["examples"][1] == "u3: is empty (0 bytes)"
+    assert report.left_out["alphabet"]["examples"] == ["u6: ï"]
+    assert report.left_out["too long"]["hours"] == pytest.approx(3 / 3600, abs=1e-3)
+    assert report.outside_alphabet == {"ï": 1}
+
+
+@settings(max_examples=50, deadline=None)
+@given(data=st.lists(st.tuples(st.sampled_from(["good.wav", "long.wav", "bad.wav", "gone.wav"]),
+                               st.sampled_from(["fine text here", "short", "?", "ünïcode and more"]),
+                               st.sampled_from([np.nan, 1.0, 3.0])), max_size=12),
+       limits=st.builds(Limits, st.sampled_from([None, 0.5, 2.0]), st.sampled_from([None, 2.0]),
+                        st.booleans(), st.sampled_from([0, 3])),
+       malformed=st.integers(0, 2))
+def test_rows_read_are_rows_kept_and_rows_left_out(clips, data, limits, malformed):
+    source = rows(clips, *[entry[:2] for entry in data], durations=[entry[2] for entry in data],
+                  malformed=[("line", "bad")] * malformed)
+    manifest, report = prepare(source, limits)
+    assert report.rows == len(data) + malformed == len(manifest) + report.missing
+    assert set(report.left_out) <= set(REASONS)
+
+
+def test_without_limits_nothing_usable_is_left_out(clips):
+    source = rows(clips, ("good.wav", "one"), ("long.wav", "ünïcode"))
+    manifest, report = prepare(source)
+    assert len(manifest) == 2 and report.left_out == {}
+    assert report.outside_alphabet == {"ü": 1, "ï": 1}  # named nevertheless
+
+
+def test_an_id_that_repeats_is_kept_once(clips):
+    source = rows(clips, ("good.wav", "a"), ("good.wav", "b"))
+    source.ids = Column(["same", "same"])
+    manifest, report = prepare(source)
+    assert list(manifest.texts) == ["a"] and counts(report) == {"repeated id": 1}
+
+
+def test_recordings_of_dev_and_test_stay_out_of_train(clips):
+    test = rows(clips, ("good.wav", "a"))
+    manifest, report = prepare(rows(clips, ("good.wav", "a"), ("long.wav", "b")),
+                               taken=[recording_keys(test.wavs, test.starts)])
+    assert list(manifest.texts) == ["b"] and counts(report) == {"also in dev or test": 1}
+
+
+def test_a_listed_duration_that_is_wrong_is_corrected(clips):
+    source = rows(clips, ("good.wav", "a"), ("long.wav", "b"), ("bad.wav", "c"), durations=[1.0, 1.0, 1.0])
+    manifest, report = prepare(source)
+    np.testing.assert_allclose(manifest.durations, [1.0, 3.0])
+    assert report.durations == {"listed": 3, "measured": 0, "checked": 3, "disagree": 1}
+    assert counts(report) == {"undecodable": 1}
+
+
+def test_a_list_of_durations_that_is_mostly_wrong_is_not_believed(clips, monkeypatch, caplog):
+    monkeypatch.setattr("sbkit.data.prepare._SAMPLE", 3)
+    source = rows(clips, *[("long.wav", "a")] * 10, durations=[1.0] * 10)
+    manifest, report = prepare(source)
+    np.testing.assert_allclose(manifest.durations, [3.0] * 10)
+    assert report.durations["checked"] == 10 and "measuring them all" in caplog.text
+
+
+def test_a_sample_is_enough_where_it_agrees_and_all_are_opened_on_request(clips, monkeypatch):
+    monkeypatch.setattr("sbkit.data.prepare._SAMPLE", 3)
+    source = rows(clips, *[("good.wav", "a")] * 10, durations=[1.0] * 10)
+    assert prepare(source)[1].durations["checked"] == 3
+    assert prepare(source, check_audio="all")[1].durations["checked"] == 10
+
+
+def test_segments_may_end_before_their_recording_but_not_after_it(clips):
+    source = rows(clips, ("long.wav", "a"), ("long.wav", "b"), ("long.wav", "c"), ("long.wav", "d"),
+                  starts=[0, 1, 2.5, 3.5], durations=[1, 1, 2, 1])
+    manifest, report = prepare(source)
+    np.testing.assert_allclose(manifest.durations, [1, 1, 0.5])
+    assert counts(report) == {"undecodable": 1}
+
+
+def test_a_segment_without_a_duration_lasts_to_the_end(clips):
+    manifest, _ = prepare(rows(clips, ("long.wav", "a"), starts=[1.0]))
+    assert manifest.durations[0] == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("listing", [1, 1000])
+def test_what_exists(clips, tmp_path, monkeypatch, listing):
+    monkeypatch.setattr("sbkit.data.prepare._WORTH_LISTING", listing)
+    shard = tmp_path / "s.tar"
+    shard.write_bytes(bytes(2000))
+    wavs = Column([f"{clips}/good.wav", f"{clips}/gone.wav", "/nowhere/a.wav",
+                   f"{shard}?offset=512&size=1488", f"{shard}?offset=512&size=1489",
+                   f"{tmp_path}/t.tar?offset=0&size=1", "s3://bucket/a.wav"])
+    assert existing(wavs).tolist() == [True, False, False, True, False, False, True]
+
+
+def test_splits_join_with_their_metadata(clips):
+    a, b = rows(clips, ("good.wav", "a")), rows(clips, ("long.wav", "b"), malformed=[("l", "w")])
+    a.meta = {"age": Column(["teens"])}
+    joined = join_rows([a, b])
+    assert list(joined.texts) == ["a", "b"] and list(joined.meta["age"]) == ["teens", ""]
+    assert joined.malformed == [("l", "w")] and len(joined) == 2

@@ -1,0 +1,261 @@
+"""Common Voice: every version's columns, both shapes of a download, and archives that mean harm."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from corpora import NEW_COLUMNS, OLD_COLUMNS, SECONDS, archive, common_voice
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sbkit.data.corpus import Corpus
+from sbkit.data.sources import archive as archive_module
+from sbkit.data.sources import open_source
+from sbkit.errors import SbkitError
+
+SENTENCES = ['He said "no', "a, b; c", "costs $word", "", "last one\u2028really"]
+
+
+def read(path: Path, split: str = "train", language: str | None = None, cache: Path | None = None):
+    return open_source(path, language=language, cache=cache or path.parent / "cache").read(split, False)
+
+
+@pytest.mark.parametrize("columns", [
+    NEW_COLUMNS, OLD_COLUMNS, ("path", "sentence"), tuple(reversed(NEW_COLUMNS)), (*NEW_COLUMNS, "new one")])
+@pytest.mark.parametrize(("end", "bom"), [("\n", False), ("\r\n", True)])
+def test_columns_of_any_version_by_name(tmp_path, columns, end, bom):
+    home = common_voice(tmp_path, columns=columns, end=end, bom=bom, train=SENTENCES)
+    rows = read(home)
+    assert list(rows.texts) == SENTENCES  # a quotation mark is a character, a comma too
+    assert rows.ids[0] == "common_voice_en_train0"
+    assert rows.wavs[0] == f"{home}/clips/common_voice_en_train0.mp3"
+    assert rows.malformed == []
+    if "client_id" in columns:
+        assert rows.speakers[1] == "speaker1" and rows.meta["gender"][0] == "female_feminine"
+        assert rows.meta["accent"][0] == ("Scottish" if "accents" in columns else "scotland")
+    assert ("language" in rows.meta) == ("locale" in columns)
+
+
+@pytest.mark.parametrize("header", ["duration[ms]", "duration [ms]", "duration", None])
+def test_listed_durations_under_every_header(tmp_path, header):
+    home = common_voice(tmp_path, durations=header, train=SENTENCES)
+    expected = np.nan if header is None else SECONDS
+    np.testing.assert_array_equal(read(home).durations, [expected] * 5)
+
+
+def test_durations_that_are_absent_zero_or_nonsense_are_unknown(tmp_path):
+    home = common_voice(tmp_path, train=SENTENCES)
+    (home / "clip_durations.tsv").write_text("clip\tduration[ms]\ncommon_voice_en_train0.mp3\t1500\n"
+                                             "common_voice_en_train1.mp3\t0\ncommon_voice_en_train2.mp3\tlong\n")
+    np.testing.assert_array_equal(read(home).durations, [1.5] + [np.nan] * 4)
+
+
+def test_rows_with_too_few_or_too_many_fields_are_malformed_and_named(tmp_path):
+    home = common_voice(tmp_path, columns=("path", "sentence"), train=["a", "b"])
+    with open(home / "train.tsv", "a") as file:
+        file.write("only one\n\ntoo\tmany\tfields\n")
+    rows = read(home)
+    assert len(rows) == 2
+    assert rows.malformed == [("train.tsv line 4", "1 fields instead of 2"),
+                              ("train.tsv line 6", "3 fields instead of 2")]
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=st.lists(st.lists(st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\r\n\0")),
+                              min_size=1, max_size=4), max_size=6))
+def test_no_line_is_lost_whatever_it_holds(tmp_path_factory, rows):
+    home = tmp_path_factory.mktemp("cv")
+    (home / "clips").mkdir()
+    lines = ["\t".join(fields) for fields in rows]
+    (home / "train.tsv").write_bytes("\n".join(["path\tsentence", *lines, ""]).encode())
+    result = read(home)
+    assert len(result) + len(result.malformed) == sum(line != "" for line in lines)
+
+
+def test_clip_names_as_copies_of_releases_write_them(tmp_path):
+    home = common_voice(tmp_path, columns=("path", "sentence"), durations=None, train=["a"])
+    (home / "train.tsv").write_text("path\tsentence\nclips/a.mp3\tx\nb\ty\nc.wav\tz\n")
+    assert [Path(wav).name for wav in read(home).wavs] == ["a.mp3", "b.mp3", "c.wav"]
+
+
+def test_the_release_root_its_parent_and_the_language_folder_are_the_same(tmp_path):
+    home = common_voice(tmp_path / "cv-corpus-21.0", "fr", train=["a"])
+    for place in (home, home.parent, home.parent.parent):
+        assert list(read(place, language="fr").wavs) == [f"{home}/clips/common_voice_fr_train0.mp3"]
+        assert len(read(place)) == 1
+    common_voice(tmp_path / "cv-corpus-21.0", "de", train=["a", "b"])
+    assert len(read(home.parent, language="de")) == 2
+    with pytest.raises(SbkitError, match=r"languages there: de, fr\)"):
+        read(home.parent)
+    with pytest.raises(SbkitError, match="none for the language 'it'"):
+        read(home.parent, language="it")
+
+
+@pytest.mark.parametrize("column", ["path", "sentence"])
+def test_a_needed_column_that_is_not_there_is_named(tmp_path, column):
+    home = common_voice(tmp_path, columns=tuple(c for c in NEW_COLUMNS if c != column), train=["a"])
+    with pytest.raises(SbkitError, match=f"no column '{column}'") as error:
+        read(home)
+    assert f"{home}/train.tsv" in str(error.value) and "is it a Common Voice release?" in str(error.value)
+
+
+def test_text_that_is_not_utf8_is_named_by_line(tmp_path):
+    home = common_voice(tmp_path, columns=("path", "sentence"), train=["a"])
+    with open(home / "train.tsv", "ab") as file:
+        file.write(b"x.mp3\t\xe9t\xe9\n")
+    with pytest.raises(SbkitError, match=r"train\.tsv, line 3"):
+        read(home)
+
+
+def test_folders_that_are_no_release_say_what_was_expected(tmp_path):
+    with pytest.raises(SbkitError, match=r"no corpus that sbkit knows; expected a Common Voice folder"):
+        open_source(tmp_path, cache=tmp_path)
+    (tmp_path / "train.tsv").write_text("path\tsentence\n")
+    with pytest.raises(SbkitError, match="no folder clips/"):
+        open_source(tmp_path, cache=tmp_path)
+    with pytest.raises(SbkitError, match="no such file or folder"):
+        open_source(tmp_path / "absent", cache=tmp_path)
+
+
+# ---------------------------------------------------------------- archives
+
+
+@pytest.fixture
+def download(tmp_path) -> Path:
+    common_voice(tmp_path / "cv-corpus-21.0", "fr", train=SENTENCES, dev=["x"], test=["y"])
+    path = archive(tmp_path / "cv-corpus-21.0", tmp_path / "cv 21 fr.tar.gz")
+    return path
+
+
+def prepare(source: Path, folder: Path, **options):
+    return Corpus(source, folder=folder, **options).prepare(show_progress=False)
+
+
+def test_an_archive_trains_as_it_was_downloaded(download, tmp_path, monkeypatch):
+    manifests = prepare(download, tmp_path / "m")
+    assert len(manifests["train"]) == 4 and Path(manifests["train"].wavs[0]).is_file()
+    assert Path(manifests["train"].wavs[0]).is_relative_to(tmp_path / "m" / "audio")
+    monkeypatch.setattr(archive_module, "_unpack", lambda *_: pytest.fail("unpacked twice"))
+    prepare(download, tmp_path / "m", max_duration=9.0)
+    assert prepare(download, tmp_path / "m", max_duration=9.0)["train"].ids == manifests["train"].ids
+
+
+def test_archives_can_be_unpacked_where_runs_share_them(download, tmp_path, monkeypatch):
+    prepare(download, tmp_path / "m1", cache_folder=tmp_path / "shared")
+    monkeypatch.setattr(archive_module, "_unpack", lambda *_: pytest.fail("unpacked twice"))
+    manifests = prepare(download, tmp_path / "m2", cache_folder=tmp_path / "shared")
+    assert Path(manifests["train"].wavs[0]).is_relative_to(tmp_path / "shared")
+
+
+def test_unpacked_audio_that_is_gone_is_unpacked_again(download, tmp_path):
+    import shutil
+    prepare(download, tmp_path / "m")
+    shutil.rmtree(tmp_path / "m" / "audio")
+    assert Path(prepare(download, tmp_path / "m")["train"].wavs[0]).is_file()
+
+
+def test_a_new_download_under_the_same_name_replaces_the_old(download, tmp_path):
+    prepare(download, tmp_path / "m")
+    common_voice(tmp_path / "cv-corpus-22.0", "fr", train=["only this"], dev=["x"], test=["y"])
+    download.unlink()
+    archive(tmp_path / "cv-corpus-22.0", download)
+    assert list(prepare(download, tmp_path / "m")["train"].texts) == ["only this"]
+
+
+def test_a_damaged_download_is_named_and_an_interrupted_unpacking_goes_on(download, tmp_path, monkeypatch):
+    whole = download.read_bytes()
+    download.write_bytes(whole[: len(whole) * 2 // 3])
+    with pytest.raises(SbkitError, match=r"cv 21 fr\.tar\.gz: damaged or not wholly downloaded"):
+        prepare(download, tmp_path / "m")
+    assert [p.name for p in (tmp_path / "m" / "audio").iterdir()] == ["cv 21 fr.partial"]
+    download.write_bytes(whole)
+
+    written, write = [], archive_module._write
+
+    def stop_after_three(source, target, size):
+        if len(written) == 3:
+            raise KeyboardInterrupt
+        written.append(target)
+        write(source, target, size)
+
+    monkeypatch.setattr(archive_module, "_write", stop_after_three)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(download, tmp_path / "m")
+    times = {path: path.stat().st_mtime_ns for path in written}
+    monkeypatch.setattr(archive_module, "_write", write)
+    prepare(download, tmp_path / "m")
+    final = tmp_path / "m" / "audio" / "cv 21 fr"
+    partial = tmp_path / "m" / "audio" / "cv 21 fr.partial"
+    assert all((final / path.relative_to(partial)).stat().st_mtime_ns == when for path, when in times.items())
+    assert not partial.exists()
+
+
+def hostile(path: Path, *members: tuple[tarfile.TarInfo, bytes]) -> Path:
+    with tarfile.open(path, "w:gz") as tar:
+        for member, data in members:
+            member.size = len(data) if member.isreg() else 0
+            tar.addfile(member, io.BytesIO(data))
+    return path
+
+
+def member(name: str, kind: bytes = tarfile.REGTYPE, link: str = "") -> tarfile.TarInfo:
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname = kind, link
+    return info
+
+
+@pytest.mark.parametrize("entry", [
+    member("../../evil.tsv"), member("/tmp/evil.tsv"), member("cv/clips/../../../evil.tsv"),
+    member("cv\\..\\evil.tsv"), member("cv/clips/a.mp3", tarfile.SYMTYPE, "/etc/passwd"),
+    member("cv/clips/a.mp3", tarfile.LNKTYPE, "../../evil"), member("cv/clips/a.mp3", tarfile.CHRTYPE),
+    member("cv/clips/a.mp3", tarfile.FIFOTYPE)], ids=lambda m: f"{m.name} {m.type.decode()}")
+def test_archives_that_lead_out_of_the_folder_or_hold_links_and_devices_are_refused(tmp_path, entry):
+    path = hostile(tmp_path / "evil.tar.gz", (member("cv/train.tsv"), b"path\tsentence\n"), (entry, b"x"))
+    with pytest.raises(SbkitError, match=r"leads out of the folder|neither a plain file nor a folder"):
+        prepare(path, tmp_path / "m")
+    assert not list(tmp_path.rglob("evil.tsv")) and not list(tmp_path.rglob("a.mp3"))
+
+
+def test_a_bomb_is_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr(archive_module, "_ALWAYS_ALLOWED", 1 << 20)
+    path = hostile(tmp_path / "bomb.tar.gz", (member("cv/clips/a.mp3"), bytes(30 << 20)))
+    assert path.stat().st_size < 100_000
+    with pytest.raises(SbkitError, match="more than 20 times its size"):
+        prepare(path, tmp_path / "m")
+    assert sum(file.stat().st_size for file in (tmp_path / "m").rglob("*") if file.is_file()) < 4 << 20
+
+
+def test_a_note_that_would_fill_the_memory_is_refused(tmp_path):
+    header = tarfile.TarInfo("long")
+    header.type, header.size = tarfile.XHDTYPE, 5 << 20
+    path = tmp_path / "bomb.tar.gz"
+    path.write_bytes(gzip.compress(header.tobuf(tarfile.USTAR_FORMAT) + bytes(6 << 20)))
+    with pytest.raises(SbkitError, match="damaged"):
+        prepare(path, tmp_path / "m")
+
+
+def test_only_clips_and_tables_are_unpacked(tmp_path):
+    home = common_voice(tmp_path / "cv", "fr", train=["a"], dev=["b"], test=["c"])
+    (home / "README.txt").write_text("hello")
+    (home / "._train.tsv").write_text("what macOS leaves behind")
+    prepare(archive(tmp_path / "cv", tmp_path / "x.tgz"), tmp_path / "m")
+    names = {path.name for path in (tmp_path / "m" / "audio").rglob("*") if path.is_file()}
+    assert "train.tsv" in names and not names & {"README.txt", "._train.tsv"}
+
+
+def test_a_disk_that_is_too_small_is_told_before(download, tmp_path, monkeypatch):
+    monkeypatch.setattr(archive_module.shutil, "disk_usage", lambda _: type("usage", (), {"free": 10}))
+    with pytest.raises(SbkitError, match=r"needs .* GB, 0.0 GB are free; set the corpus's cache_folder"):
+        prepare(download, tmp_path / "m")
+
+
+def test_the_stamp_is_of_this_very_archive(download, tmp_path):
+    prepare(download, tmp_path / "m")
+    stamp = json.loads((tmp_path / "m" / "audio" / "cv 21 fr" / ".unpacked.json").read_text())
+    assert stamp[0] == str(download) and stamp[1] == download.stat().st_size

@@ -1,0 +1,189 @@
+"""SpeechBrain's CSVs and JSON lines of every dialect."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sounds import encoded, speechlike
+
+from sbkit.data.corpus import Corpus
+from sbkit.data.manifest import Manifest
+from sbkit.data.sources import open_source
+from sbkit.errors import SbkitError
+
+
+def read(path: Path, split: str = "train", **options):
+    source = {split: path} if path.is_file() else path
+    return open_source(source, cache=path.parent / "cache", **options).read(split, False)
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+# ---------------------------------------------------------------- CSV
+
+
+def test_speechbrains_csv(tmp_path):
+    path = write(tmp_path / "train.csv", 'ID,duration,wav,spk_id,wrd,accent\n'
+                 'a,1.5,$data_root/a.wav,s,"costs $word, or ""free""",x\nb,,sub/b.wav,s,text,\n')
+    rows = read(tmp_path)
+    assert list(rows.texts) == ['costs $word, or "free"', "text"]
+    assert list(rows.wavs) == [f"{tmp_path}/a.wav", f"{tmp_path}/sub/b.wav"]
+    np.testing.assert_array_equal(rows.durations, [1.5, np.nan])
+    assert list(rows.meta["accent"]) == ["x", ""] and list(rows.speakers) == ["s", "s"]
+    assert list(read(path, data_root="/data").wavs) == ["/data/a.wav", "/data/sub/b.wav"]
+
+
+def test_a_manifest_is_a_corpus_too(tmp_path):
+    wav = tmp_path / "a.wav"
+    wav.write_bytes(encoded(speechlike(2.0), 16000))
+    shard = tmp_path / "s.tar"
+    shard.write_bytes(bytes(512) + wav.read_bytes())
+    manifest = Manifest(ids=["a", "b"], durations=[1.0, 2.0], starts=[0.5, 0], texts=["one", "two"],
+                        wavs=[str(wav), f"{shard}?offset=512&size={wav.stat().st_size}"], speakers=["s", "t"])
+    (tmp_path / "in").mkdir()
+    manifest.write(tmp_path / "in" / "train.csv")
+    again = Corpus(tmp_path / "in", folder=tmp_path / "m").prepare(show_progress=False)["train"]
+    assert again.wavs == manifest.wavs and again.texts == manifest.texts
+    assert again.speakers == manifest.speakers
+    np.testing.assert_array_equal(again.starts, manifest.starts)
+    np.testing.assert_array_equal(again.durations, manifest.durations)
+
+
+@pytest.mark.parametrize("rate", [1, 8000, 16000, 44100])
+def test_starts_are_seconds_or_samples(tmp_path, rate):
+    write(tmp_path / "train.csv", "ID,duration,wav,start,stop,wrd\n" + "".join(
+        f"{i},2.0,a.wav,{i * rate},{(i + 2) * rate},x\n" for i in range(4)))
+    rows = read(tmp_path)
+    np.testing.assert_allclose(rows.starts, [0, 1, 2, 3])
+    assert "stop" not in rows.meta
+
+
+def test_columns_under_other_names(tmp_path):
+    path = write(tmp_path / "x.csv", "file,said\na.wav,hello\na.wav,twice\n")
+    with pytest.raises(SbkitError, match=r"x\.csv has no column for the text: looked for any of 'wrd', 'text'"
+                                         r".* among file, said; .*columns: \{text: NAME\}"):
+        read(path)
+    rows = read(path, columns={"text": "said"})
+    assert list(rows.texts) == ["hello", "twice"] and list(rows.ids) == ["a", "a-2"]
+    with pytest.raises(SbkitError, match="looked for 'gone'"):
+        read(path, columns={"text": "gone"})
+
+
+def test_paths_that_start_in_the_working_folder(tmp_path, monkeypatch):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "lists").mkdir()
+    write(tmp_path / "data" / "a.wav", "x")
+    path = write(tmp_path / "lists" / "train.csv", "ID,wav,wrd\na,data/a.wav,x\n")
+    monkeypatch.chdir(tmp_path)
+    assert list(read(path).wavs) == [f"{tmp_path}/data/a.wav"]
+
+
+# ---------------------------------------------------------------- JSON lines
+
+DIALECTS = {
+    "nemo": {"audio_filepath": "a.wav", "duration": 2.5, "text": "hi", "offset": 1.0, "speaker": "s"},
+    "espnet": {"utt_id": "u", "wav": "a.wav", "text": "hi", "spk": "s", "start": 1.0, "duration": 2.5},
+    "hugging face": {"id": 7, "audio": "a.wav", "sentence": "hi", "speaker_id": "s", "offset": "1.0",
+                     "duration": "2.5"},
+}
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_dialects(tmp_path, dialect):
+    write(tmp_path / "train.jsonl", json.dumps({**DIALECTS[dialect], "gender": "female", "age": None}) + "\n")
+    rows = read(tmp_path)
+    assert (rows.wavs[0], rows.texts[0], rows.speakers[0]) == (f"{tmp_path}/a.wav", "hi", "s")
+    assert (rows.durations[0], rows.starts[0]) == (2.5, 1.0)
+    assert rows.ids[0] == {"nemo": "a-1.00", "espnet": "u", "hugging face": "7"}[dialect]
+    assert {name: list(column) for name, column in rows.meta.items()} == {"gender": ["female"]}
+
+
+@pytest.mark.parametrize("whole", [
+    {"u1": {"wav": "a.wav", "wrd": "x"}, "u2": {"wav": "b.wav", "wrd": "y"}},
+    [{"id": "u1", "wav": "a.wav", "wrd": "x"}, {"id": "u2", "wav": "b.wav", "wrd": "y"}]])
+@pytest.mark.parametrize("indent", [None, 2])
+def test_one_object_or_array_of_all(tmp_path, whole, indent):
+    write(tmp_path / "train.json", json.dumps(whole, indent=indent))
+    rows = read(tmp_path)
+    assert list(rows.ids) == ["u1", "u2"] and list(rows.texts) == ["x", "y"]
+
+
+def test_lines_that_cannot_be_used_are_named(tmp_path):
+    path = write(tmp_path / "train.jsonl", "\n".join([
+        '{"audio_filepath": "a.wav", "text": "x"}', "not json", "", '["no object"]', '{"text": "no path"}',
+        '{"audio_filepath": "a.wav", "text": "x", "offset": "soon"}',
+        '{"audio_filepath": "a.wav", "text": null, "duration": -1}',
+        '{"audio_filepath": "a.wav", "text": null}']))
+    rows = read(path)
+    assert list(rows.texts) == ["x", ""] and list(rows.ids) == ["a", "a-2"]
+    assert [where for where, _ in rows.malformed] == [f"train.jsonl line {i}" for i in (2, 4, 5, 6, 7)]
+    assert rows.malformed[2][1] == "no audio path" and "no JSON" in rows.malformed[0][1]
+
+
+def test_a_file_without_texts_or_paths_says_so_at_once(tmp_path):
+    path = write(tmp_path / "train.jsonl", '{"audio_filepath": "a.wav", "said": "x"}\n')
+    with pytest.raises(SbkitError, match=r"train\.jsonl has no column for the text.* audio_filepath, said"):
+        read(path)
+    assert list(read(path, columns={"text": "said"}).texts) == ["x"]
+    with pytest.raises(SbkitError, match="neither JSON lines nor one JSON text"):
+        read(write(tmp_path / "x.json", '{"a": {"wav": '))
+    (tmp_path / "y.json").write_bytes(b'{"audio": "\xe9"}')
+    with pytest.raises(SbkitError, match=r"y\.json: not UTF-8"):
+        read(tmp_path / "y.json")
+
+
+@settings(max_examples=60, deadline=None)
+@given(values=st.lists(st.dictionaries(
+    st.sampled_from(["audio", "text", "duration", "offset", "id", "speaker", "age"]),
+    st.none() | st.booleans() | st.floats() | st.text() | st.lists(st.integers(), max_size=2)), max_size=5))
+def test_every_line_is_a_row_or_malformed(tmp_path_factory, values):
+    path = tmp_path_factory.mktemp("j") / "train.jsonl"
+    good = {"audio": "a.wav", "text": "x"}
+    write(path, "".join(json.dumps(value) + "\n" for value in [good, *values]))
+    rows = read(path)
+    assert len(rows) + len(rows.malformed) == 1 + len(values)
+
+
+# ---------------------------------------------------------------- which file is which
+
+
+def test_a_mapping_names_files_of_any_kind(tmp_path):
+    a = write(tmp_path / "part one.csv", "ID,wav,wrd\na,a.wav,x\n")
+    b = write(tmp_path / "rest.jsonl", '{"audio": "b.wav", "text": "y"}\n')
+    source = open_source({"train": a, "test": str(b)}, cache=tmp_path)
+    assert source.names() == ["train", "test"] and source.kind == "SpeechBrain CSV + JSON lines"
+    assert list(source.read("test", False).texts) == ["y"]
+
+
+@pytest.mark.parametrize(("source", "message"), [
+    ("train.csv", "is one file; say which split it is"), ({"train": "gone.csv"}, r"gone\.csv: no such file"),
+    ({"train": "x.docx"}, "cannot tell what it is"), ("gone/too", "no such file or folder"),
+])
+def test_what_is_no_corpus_is_named(tmp_path, monkeypatch, source, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gone").mkdir()
+    write(tmp_path / "train.csv", "ID,wav,wrd\n")
+    write(tmp_path / "x.docx", "")
+    with pytest.raises(SbkitError, match=message):
+        open_source(source, cache=tmp_path)
+
+
+def test_splits_go_by_many_names(tmp_path):
+    for i, name in enumerate(("training", "Valid", "testing", "notes")):
+        (tmp_path / f"{i}.wav").write_bytes(encoded(speechlike(0.5), 16000))
+        write(tmp_path / f"{name}.csv", f"ID,wav,wrd\na,{tmp_path}/{i}.wav,{name}\n")
+    manifests = Corpus(tmp_path, folder=tmp_path / "m").prepare(show_progress=False)
+    assert {split: list(m.texts) for split, m in manifests.items()} == {
+        "train": ["training"], "dev": ["valid"], "test": ["testing"]}
+    (tmp_path / "only").mkdir()
+    write(tmp_path / "only" / "x.csv", "ID,wav,wrd\n")
+    with pytest.raises(SbkitError, match=r"has no split train, dev or test \(it has x\); name them"):
+        Corpus(tmp_path / "only", folder=tmp_path / "m2").prepare(show_progress=False)

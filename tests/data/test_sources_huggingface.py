@@ -1,0 +1,182 @@
+"""Hugging Face datasets: bytes go into shards once and are decoded by our own reader only."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from sounds import encoded, speechlike
+
+from sbkit.data.audio import read_audio
+from sbkit.data.corpus import Corpus
+from sbkit.data.sources import embedded, open_source
+from sbkit.data.sources.huggingface import Hub
+from sbkit.errors import SbkitError
+
+
+def make(n: int = 6, kind: str = "flac", paths: bool = False, **columns) -> datasets.Dataset:
+    audio = [{"bytes": encoded(speechlike(0.5 + 0.1 * i, seed=i), 16000, kind), "path": f"x{i}.{kind}"}
+             for i in range(n)]
+    data = {"audio": audio, "sentence": [f"Sentence {i}!" for i in range(n)], "client_id": list(range(n)),
+            "gender": [i % 2 for i in range(n)], **columns}
+    result = datasets.Dataset.from_dict(data).cast_column("audio", datasets.Audio(decode=False))
+    return result.cast_column("gender", datasets.ClassLabel(names=["female", "male"]))
+
+
+@pytest.fixture(params=["disk", "parquet", "streaming hub", "hub"])
+def source(request, tmp_path, monkeypatch):
+    """The same two splits in every shape."""
+    splits = datasets.DatasetDict(train=make(6), validation=make(2))
+    if request.param == "disk":
+        splits.save_to_disk(tmp_path / "disk")
+        return str(tmp_path / "disk")
+    for name, split in splits.items():
+        split.to_parquet(tmp_path / "p" / f"{name}-00000-of-00001.parquet")
+    if request.param == "parquet":
+        return str(tmp_path / "p")
+    # The hub itself can't be reached from tests: what it would send is on disk.
+    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda *_, **__: list(splits))
+
+    def load(address, config, *, split, revision, streaming):
+        assert (address, config, revision, streaming) == (
+            "owner/name", "fr", None, request.param == "streaming hub")
+        return splits[split].to_iterable_dataset() if streaming else splits[split]
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    return "hf://owner/name?config=fr" + ("&streaming=true" if request.param == "streaming hub" else "")
+
+
+def test_every_shape_gives_the_same_manifest(source, tmp_path):
+    manifests = Corpus(source, folder=tmp_path / "m").prepare(show_progress=False)
+    train = manifests["train"]
+    assert list(manifests) == ["train", "dev"] and len(train) == 6 and len(manifests["dev"]) == 2
+    row = train.row(3)
+    assert (row.id, row.text, row.speaker, row.meta) == ("x3", "sentence 3", "3", {"gender": "male"})
+    assert ".tar?offset=" in row.wav and row.duration == pytest.approx(0.8)
+    np.testing.assert_allclose(read_audio(row.wav), speechlike(0.8, seed=3), atol=1e-4)
+    assert "torchcodec" not in sys.modules
+    shard = Path(row.wav.partition("?")[0])
+    import tarfile
+    with tarfile.open(shard) as tar:
+        assert tar.getnames() == [f"{i:08d}.flac" for i in range(6)]
+
+
+def test_it_is_stored_once(source, tmp_path, monkeypatch):
+    first = Corpus(source, folder=tmp_path / "m").prepare(show_progress=False)
+    monkeypatch.setattr(embedded._Shard, "add", lambda *_: pytest.fail("stored twice"))
+    again = Corpus(source, folder=tmp_path / "m", text={"case": "upper"}).prepare(show_progress=False)
+    assert again["train"].wavs == first["train"].wavs and again["train"].texts[0] == "SENTENCE 0"
+
+
+def test_a_shard_that_is_gone_is_stored_again(source, tmp_path):
+    first = Corpus(source, folder=tmp_path / "m").prepare(show_progress=False)
+    shard = Path(first["train"].wavs[0].partition("?")[0])
+    shard.unlink()
+    Corpus(source, folder=tmp_path / "m").prepare(show_progress=False)
+    assert shard.exists()
+
+
+def test_an_interrupted_storing_goes_on_after_the_last_shard(tmp_path, monkeypatch):
+    make(10).to_parquet(tmp_path / "p" / "train.parquet")
+    monkeypatch.setattr(embedded, "_SHARD_ROWS", 3)
+    monkeypatch.setattr("sbkit.data.sources.huggingface._BATCH", 1)
+    add, rows = embedded._Shard.add, []
+
+    def stop_at_eight(self, row, number):
+        if number == 8 and stop:
+            raise KeyboardInterrupt
+        rows.append(number)
+        add(self, row, number)
+
+    stop = True
+    monkeypatch.setattr(embedded._Shard, "add", stop_at_eight)
+    with pytest.raises(KeyboardInterrupt):
+        Corpus(tmp_path / "p", folder=tmp_path / "m").prepare(show_progress=False)
+    files = sorted(path.name for path in (tmp_path / "m" / "audio").rglob("*") if path.is_file())
+    # Nothing half-written.
+    assert files == [f"train-{i:06d}.{kind}" for i in range(2) for kind in ("parquet", "tar")]
+    stop, rows[:] = False, []
+    train = Corpus(tmp_path / "p", folder=tmp_path / "m").prepare(show_progress=False)["train"]
+    assert rows == [6, 7, 8, 9]
+    assert list(train.ids) == [f"x{i}" for i in range(10)]
+    for i in range(10):
+        np.testing.assert_allclose(read_audio(train.wavs[i]), speechlike(0.5 + 0.1 * i, seed=i), atol=1e-4)
+
+
+def test_files_that_a_dataset_only_points_to_stay_where_they_are(tmp_path):
+    for i in range(3):
+        (tmp_path / f"{i}.wav").write_bytes(encoded(speechlike(0.5), 16000))
+    paths = [str(tmp_path / f"{i}.wav") for i in range(3)] + [str(tmp_path / "gone.wav")]
+    data = {"audio": [{"bytes": None, "path": path} for path in paths], "text": list("abcd")}
+    pq.write_table(pa.Table.from_pydict(data), tmp_path / "train.parquet")
+    corpus = Corpus(tmp_path, folder=tmp_path / "m")
+    train = corpus.prepare(show_progress=False)["train"]
+    assert list(train.wavs) == paths[:3] and train.durations[0] == pytest.approx(0.5)
+    assert corpus.report["splits"]["train"]["left_out"]["missing clip"]["count"] == 1
+    assert not list((tmp_path / "m").rglob("*.tar"))
+
+
+def test_damaged_and_missing_audio_is_counted(tmp_path):
+    data = make(3).to_dict()
+    data["audio"][0]["bytes"] = b"no audio"
+    data["audio"][1] = {"bytes": None, "path": None}
+    pq.write_table(datasets.Dataset.from_dict(data).data.table, tmp_path / "train.parquet")
+    corpus = Corpus(tmp_path, folder=tmp_path / "m")
+    assert len(corpus.prepare(show_progress=False)["train"]) == 1
+    left_out = corpus.report["splits"]["train"]["left_out"]
+    assert {reason: left_out[reason]["count"] for reason in left_out} == {"missing clip": 1, "undecodable": 1}
+
+
+def test_columns_are_found_by_name_or_by_kind_or_named(tmp_path):
+    data = make(2).rename_columns({"audio": "recording", "sentence": "said"})
+    data.to_parquet(tmp_path / "train.parquet")
+    with pytest.raises(SbkitError, match=r"has no column for the text: .* among recording, said"):
+        open_source(tmp_path, cache=tmp_path / "c").read("train", False)
+    rows = open_source(tmp_path, cache=tmp_path / "c", columns={"text": "said"}).read("train", False)
+    assert list(rows.texts) == ["Sentence 0!", "Sentence 1!"]
+
+
+def test_files_with_one_name_get_ids_of_their_own(tmp_path):
+    data = make(3).to_dict()
+    for audio in data["audio"]:
+        audio["path"] = "audio.flac"
+    pq.write_table(datasets.Dataset.from_dict(data).data.table, tmp_path / "train.parquet")
+    assert list(Corpus(tmp_path, folder=tmp_path / "m").prepare(show_progress=False)["train"].ids) == [
+        "audio", "audio-2", "audio-3"]
+
+
+def test_a_hub_that_cannot_be_reached_is_one_error(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise ConnectionError("Couldn't reach 'owner/name' on the Hub\nand a long story")
+
+    monkeypatch.setattr(datasets, "get_dataset_split_names", fail)
+    with pytest.raises(SbkitError, match=r"hf://owner/name\?config=fr cannot be read: Couldn't reach .*; "):
+        Corpus("hf://owner/name?config=fr", folder=tmp_path / "m").prepare(show_progress=False)
+
+
+def test_addresses_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    hub = open_source("owner/name", cache=tmp_path)
+    assert isinstance(hub, Hub) and hub.id == "owner/name" and hub.config is None
+    hub = Hub("hf://owner/name?config=fr&revision=v2&streaming=true", tmp_path, {})
+    assert (hub.id, hub.config, hub.revision, hub.streaming) == ("owner/name", "fr", "v2", True)
+    assert Hub("hf://name", tmp_path, {}).id == "name"
+    for address, message in (("hf://owner/name?lang=fr", "no option 'lang'"),
+                             ("hf://a/b/c", "no name of a dataset")):
+        with pytest.raises(SbkitError, match=message):
+            Hub(address, tmp_path, {})
+
+
+def test_parquet_files_by_split(tmp_path):
+    for name in ("fr/train-00000-of-00002", "fr/train-00001-of-00002", "fr/test-00000-of-00001"):
+        make(1).to_parquet(tmp_path / f"{name}.parquet")
+    source = open_source(tmp_path, cache=tmp_path / "c")
+    assert {name: len(files) for name, files in source.files.items()} == {"train": 2, "test": 1}
+    make(1).to_parquet(tmp_path / "de" / "train.parquet")
+    with pytest.raises(SbkitError, match="several folders; choose one of"):
+        open_source(tmp_path, cache=tmp_path / "c")
