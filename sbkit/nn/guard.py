@@ -9,6 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+# torch.compiler.disable that imports the compiler (seconds) with the first call only, as optimizers do.
+from torch._compile import _disable_dynamo
+
 from sbkit.errors import SbkitError
 from sbkit.nn.peek import Peek
 
@@ -77,7 +80,7 @@ def poll(wait: bool = False) -> None:
     LOG.poll(wait)
 
 
-@torch.compiler.disable
+@_disable_dynamo
 def guard_indices(
     indices: torch.Tensor,
     size: int,

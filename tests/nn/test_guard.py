@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -174,6 +177,22 @@ def test_shape_checks_on_fake_tensors_pass_through():
 
     with FakeTensorMode():
         assert guard_indices(torch.zeros(2, 3, dtype=torch.long), 5, name="labels").shape == (2, 3)
+
+
+def test_a_compiled_model_calls_it_as_it_is():
+    def look_up(indices, table):
+        return torch.nn.functional.embedding(guard_indices(indices * 1, 5, name="codes"), table) * 2
+
+    compiled = torch.compile(look_up, backend="eager")
+    assert compiled(torch.tensor([[1, 4]]), torch.ones(5, 2)).sum() == 8
+    with pytest.raises(SbkitError, match="position 1: index 5"):
+        compiled(torch.tensor([[1, 5]]), torch.ones(5, 2))
+
+
+def test_importing_it_does_not_import_the_compiler():
+    code = "import sys, sbkit.nn.guard, sbkit.nn.ctc; sys.exit('torch._dynamo' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
