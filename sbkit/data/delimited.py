@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +23,7 @@ class Delimited:
     path: Path
     columns: dict[str, pa.ChunkedArray]
     malformed: list[tuple[int, str]] = field(default_factory=list)  # (line, what was wrong)
+    header: Sequence[str] = ()  # all columns, whether read or not
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values()))) if self.columns else 0
@@ -37,15 +38,17 @@ class Delimited:
         if column is None:
             wanted = " or ".join(repr(name) for name in names)
             raise SbkitError(
-                f"{self.path} has no column {wanted} (its columns: {', '.join(self.columns) or 'none'})",
+                f"{self.path} has no column {wanted} (its columns: {', '.join(self.header or self.columns)})",
                 hint=hint,
             )
         return column
 
 
-def read_delimited(path: str | Path, *, delimiter: str = ",", quoted: bool = True) -> Delimited:
-    """Read a whole file. ``quoted=False``: a quotation mark is a character like any other.
+def read_delimited(path: str | Path, *, delimiter: str = ",", quoted: bool = True,
+                   only: Collection[str] | None = None) -> Delimited:
+    """Read a whole file, or the columns that ``only`` names.
 
+    ``quoted=False``: a quotation mark is a character like any other.
     A byte order mark, Windows line ends and blank lines are tolerated; column names are stripped.
     """
     path = Path(path)
@@ -54,7 +57,10 @@ def read_delimited(path: str | Path, *, delimiter: str = ",", quoted: bool = Tru
         names = _header(path, header_line, delimiter, quoted)
         if quoted and f"{delimiter} " in header_line:
             return _read_spaced(path, names, skip, delimiter)
-        return _read_arrow(path, names, skip, delimiter, quoted)
+        wanted = [name for name in names if only is None or name in only]
+        if not wanted:
+            return Delimited(path, {}, header=names)
+        return _read_arrow(path, names, wanted, skip, delimiter, quoted)
     except UnicodeDecodeError as error:
         raise SbkitError(f"{path}, line 1: not UTF-8 ({error.reason})", hint="save it as UTF-8") from None
     except FileNotFoundError:
@@ -85,7 +91,8 @@ def _header(path: Path, line: str, delimiter: str, quoted: bool) -> list[str]:
     return [name or f"column {i}" for i, name in enumerate(names, 1)]
 
 
-def _read_arrow(path: Path, names: Sequence[str], skip: int, delimiter: str, quoted: bool) -> Delimited:
+def _read_arrow(path: Path, names: Sequence[str], wanted: Sequence[str], skip: int, delimiter: str,
+                quoted: bool) -> Delimited:
     malformed = 0
 
     def on_bad_row(_: pacsv.InvalidRow) -> str:
@@ -103,15 +110,17 @@ def _read_arrow(path: Path, names: Sequence[str], skip: int, delimiter: str, quo
             ),
             convert_options=pacsv.ConvertOptions(
                 column_types=dict.fromkeys(names, pa.large_string()), strings_can_be_null=False,
+                include_columns=[*wanted],
             ),
         )
     except pa.ArrowInvalid as error:
         if "Empty CSV" not in str(error):
             raise SbkitError(f"{path}{_where_not_utf8(path)}: {error}") from None
-        table = pa.table({name: pa.array([], pa.large_string()) for name in names})
+        table = pa.table({name: pa.array([], pa.large_string()) for name in wanted})
     # Arrow's threads don't know line numbers, so the rare file with such rows is read once more.
     bad = list(_malformed_lines(path, len(names), skip, delimiter, quoted)) if malformed else []
-    return Delimited(path, {name: table.column(name) for name in names}, bad)
+    columns = {name: table.column(name) for name in wanted}
+    return Delimited(path, columns, bad, names)
 
 
 def _malformed_lines(path: Path, expected: int, skip: int, delimiter: str,
@@ -145,7 +154,7 @@ def _read_spaced(path: Path, names: Sequence[str], skip: int, delimiter: str) ->
         name: pa.chunked_array([pa.array([row[i] for row in rows], pa.large_string())])
         for i, name in enumerate(names)
     }
-    return Delimited(path, columns, malformed)
+    return Delimited(path, columns, malformed, names)
 
 
 def _wrong_fields(expected: int, found: int) -> str:

@@ -97,6 +97,14 @@ def test_the_release_root_its_parent_and_the_language_folder_are_the_same(tmp_pa
         read(home.parent, language="it")
 
 
+def test_a_language_that_is_another_than_the_clips_is_warned_of(tmp_path, caplog):
+    home = common_voice(tmp_path, "zh-CN", train=["a"])
+    read(home, language="zh")
+    assert not caplog.records
+    read(home, language="en")
+    assert "holds zh-CN, but the language is set to en" in caplog.text
+
+
 @pytest.mark.parametrize("column", ["path", "sentence"])
 def test_a_needed_column_that_is_not_there_is_named(tmp_path, column):
     home = common_voice(tmp_path, columns=tuple(c for c in NEW_COLUMNS if c != column), train=["a"])

@@ -24,8 +24,9 @@ def make(n: int = 6, kind: str = "flac", paths: bool = False, **columns) -> data
              for i in range(n)]
     data = {"audio": audio, "sentence": [f"Sentence {i}!" for i in range(n)], "client_id": list(range(n)),
             "gender": [i % 2 for i in range(n)], **columns}
-    result = datasets.Dataset.from_dict(data).cast_column("audio", datasets.Audio(decode=False))
-    return result.cast_column("gender", datasets.ClassLabel(names=["female", "male"]))
+    labels = datasets.ClassLabel(names=["female", "male"])
+    result = datasets.Dataset.from_dict(data).cast_column("gender", labels)
+    return result.cast_column("audio", datasets.Audio())  # which would decode with torchcodec if asked
 
 
 @pytest.fixture(params=["disk", "parquet", "streaming hub", "hub"])
@@ -122,7 +123,7 @@ def test_files_that_a_dataset_only_points_to_stay_where_they_are(tmp_path):
 
 
 def test_damaged_and_missing_audio_is_counted(tmp_path):
-    data = make(3).to_dict()
+    data = make(3).cast_column("audio", datasets.Audio(decode=False)).to_dict()
     data["audio"][0]["bytes"] = b"no audio"
     data["audio"][1] = {"bytes": None, "path": None}
     pq.write_table(datasets.Dataset.from_dict(data).data.table, tmp_path / "train.parquet")
@@ -142,7 +143,7 @@ def test_columns_are_found_by_name_or_by_kind_or_named(tmp_path):
 
 
 def test_files_with_one_name_get_ids_of_their_own(tmp_path):
-    data = make(3).to_dict()
+    data = make(3).cast_column("audio", datasets.Audio(decode=False)).to_dict()
     for audio in data["audio"]:
         audio["path"] = "audio.flac"
     pq.write_table(datasets.Dataset.from_dict(data).data.table, tmp_path / "train.parquet")

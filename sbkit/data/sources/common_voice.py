@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from functools import cached_property
 from pathlib import Path
@@ -16,9 +17,12 @@ from sbkit.data.manifest import Column, join, to_seconds
 from sbkit.data.sources.base import META_ALIASES, Rows, Source, blank, stamp
 from sbkit.errors import SbkitError
 
+logger = logging.getLogger(__name__)
+
 _HINT = "is it a Common Voice release? Its TSVs have the columns client_id, path, sentence, ..."
 #: TSVs of a release that list something else than clips with sentences.
 _OTHER_LISTS = {"clip_durations", "reported", "unvalidated_sentences", "validated_sentences"}
+_COLUMNS = {"path", "sentence", "client_id", *(name for names in META_ALIASES.values() for name in names)}
 # Nobody records a sentence for this long: a larger "duration" without a unit is in milliseconds.
 _LONGEST_SECONDS = 300.0
 
@@ -34,6 +38,7 @@ class CommonVoice(Source):
 
     def __init__(self, path: Path, language: str | None = None):
         self.folder = _language_folder(path, language)
+        self.language = language
         self.where = str(self.folder)
         self.clips = self.folder / "clips"
 
@@ -49,7 +54,7 @@ class CommonVoice(Source):
 
     def read(self, name: str, show_progress: bool = True) -> Rows:
         path = self.folder / f"{name}.tsv"
-        tsv = read_delimited(path, delimiter="\t", quoted=False)
+        tsv = read_delimited(path, delimiter="\t", quoted=False, only=_COLUMNS)
         clips, sentences = (Column(tsv.need(column, hint=_HINT)) for column in ("path", "sentence"))
         clip_names = _file_names(clips.arrow)
         speakers = tsv.find("client_id")
@@ -58,6 +63,7 @@ class CommonVoice(Source):
             column = tsv.find(*theirs)
             if column is not None:
                 meta[ours] = Column(column)
+        self._check_language(meta.get("language"))
         return Rows(
             origin=str(path),
             ids=Column(pc.replace_substring_regex(clip_names, r"\.[A-Za-z0-9]+$", "")),
@@ -69,6 +75,12 @@ class CommonVoice(Source):
             meta=meta,
             malformed=[(f"{path.name} line {line}", what) for line, what in tsv.malformed],
         )
+
+    def _check_language(self, locales: Column | None) -> None:
+        found = locales[0] if locales else None
+        if found and self.language and _primary(found) != _primary(self.language):
+            logger.warning("%s holds %s, but the language is set to %s: the text rules may not fit",
+                           self.folder, found, self.language)
 
     def _durations(self, clip_names: pa.Array) -> np.ndarray:
         """Seconds per clip from ``clip_durations.tsv``, NaN where it says nothing."""
@@ -104,6 +116,11 @@ def _file_names(paths: pa.Array) -> pa.Array:
     if pc.all(pc.ends_with(paths, ".mp3")).as_py():
         return paths
     return pc.if_else(pc.match_substring_regex(paths, r"\.[A-Za-z0-9]+$"), paths, join(paths, ".mp3"))
+
+
+def _primary(language: str) -> str:
+    """``zh`` of ``zh-CN``."""
+    return language.replace("_", "-").split("-")[0].lower()
 
 
 def is_language_folder(path: Path) -> bool:
