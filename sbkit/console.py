@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 import tempfile
@@ -52,6 +53,14 @@ def progress(iterable: Iterable | None = None, *, what: str, total: int | None =
         iterable, desc=what, total=total, unit=unit, disable=not show, dynamic_ncols=True, file=sys.stderr,
         mininterval=0.2 if sys.stderr.isatty() else 10.0, leave=True,
     )
+
+
+class ForPeople(logging.Filter):
+    """Warnings of all, news of ours only: libraries' news belong into log.txt."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the terminal shows it."""
+        return record.levelno >= logging.WARNING or record.name.startswith("sbkit")
 
 
 @contextlib.contextmanager

@@ -43,7 +43,8 @@ def describe() -> dict[str, str]:
     """Versions and hardware as shown at the start of a run, in its report and in a bundle."""
     facts = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
     facts |= {name: version_of(name) or "not installed" for name in _PACKAGES}
-    facts["cpu"] = f"{_cpu_name()}, {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    facts["cpu"] = f"{_cpu_name()}, {cores} cores"
     import torch
 
     if torch.cuda.is_available():

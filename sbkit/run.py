@@ -9,6 +9,10 @@ from typing import Any
 from sbkit.environment import check_torch_pair
 from sbkit.errors import SbkitError
 
+LOG_CONFIG = Path(__file__).with_name("log-config.yaml")
+#: What a recipe must define for the stages below.
+NEEDED = ("brain", "modules", "output_folder", "corpus", "tokenizer", "output_neurons", "batching", "epoch_counter")
+
 
 def train(argv: list[str]) -> int:
     """``sbkit train RECIPE.yaml [--key value ...]``; returns the exit code."""
@@ -21,11 +25,13 @@ def train(argv: list[str]) -> int:
     device = devices.resolve(request.run_opts.device)
     ranks.init(device, request.run_opts.distributed_backend)
     try:
-        hparams = load.load(request.path, request.overrides)
-        load.require(hparams, request.path, "brain", "modules", "output_folder", "corpus", "tokenizer", "batching")
-        ranks.run_on_main(_open_folder, hparams, request)
-        manifests = ranks.run_on_main(_prepare, hparams)
-        _fit_and_score(hparams, request, device, manifests)
+        with ranks.failing_together():
+            hparams = load.load(request.path, request.overrides)
+            load.require(hparams, request.path, *NEEDED)
+            ranks.run_on_main(_open_folder, hparams, request)
+            manifests = ranks.run_on_main(_prepare, hparams)
+            brain = _fit_and_test(hparams, request, device, manifests)
+            ranks.run_on_main(_show, brain, Path(hparams["output_folder"]))
     finally:
         ranks.shutdown()
     return 0
@@ -35,25 +41,30 @@ def _open_folder(hparams: dict[str, Any], request: Any) -> None:
     """The run's folder with the resolved recipe, the log and what it runs on."""
     from speechbrain.core import create_experiment_directory
 
+    from sbkit.recipe import load
+
+    folder = hparams["output_folder"]
+    overrides = load.place(request.overrides, load.chain(request.path))
     try:
         create_experiment_directory(
-            hparams["output_folder"], hyperparams_to_save=str(request.path), overrides=request.overrides
+            folder, hyperparams_to_save=str(request.path), overrides=overrides,
+            log_config=request.run_opts.log_config or str(LOG_CONFIG),
         )
     except OSError as error:
-        raise SbkitError(f"cannot write into {hparams['output_folder']}: {error.strerror}",
+        raise SbkitError(f"cannot write into {folder}: {error.strerror}",
                          hint="choose another place with --output_folder") from error
 
 
 def _prepare(hparams: dict[str, Any]) -> dict[str, Any]:
     """Manifests and the tokenizer, once."""
-    corpus, tokenizer = hparams["corpus"], hparams["tokenizer"]
+    corpus = hparams["corpus"]
     manifests = corpus.prepare()
     print(corpus.summary())
-    tokenizer.prepare(manifests["train"].texts)
+    hparams["tokenizer"].prepare(manifests["train"].texts)
     return manifests
 
 
-def _fit_and_score(hparams: dict[str, Any], request: Any, device: Any, manifests: dict[str, Any]) -> None:
+def _fit_and_test(hparams: dict[str, Any], request: Any, device: Any, manifests: dict[str, Any]) -> Any:
     from sbkit.data.loader import EvalLoader, TrainLoader
     from sbkit.data.plan import Plan
     from sbkit.train import ranks
@@ -64,31 +75,39 @@ def _fit_and_score(hparams: dict[str, Any], request: Any, device: Any, manifests
         modules=hparams["modules"], opt_class=hparams.get("opt_class"), hparams=hparams,
         run_opts=request.run_opts, checkpointer=hparams.get("checkpointer"),
     )
-    where = {"rank": ranks.rank(), "world": ranks.world_size(), "pin_memory": device.type == "cuda"}
-    plan = Plan(manifests["train"].durations, hparams["batching"], ids=manifests["train"].ids)
+    batching = hparams["batching"]
+    reading = {
+        "rank": ranks.rank(), "world": ranks.world_size(), "workers": hparams.get("num_workers", 2),
+        "pin_memory": device.type == "cuda",
+    }
+    plan = Plan(manifests["train"].durations, batching, ids=manifests["train"].ids)
     train_set = TrainLoader(
         manifests["train"], tokenizer, plan, min_micros=brain.grad_accumulation_factor,
-        augment=hparams.get("augment"), workers=hparams.get("num_workers", 2), **where,
+        augment=hparams.get("augment"), **reading,
     )
-    evaluated = {"max_batch_seconds": hparams["batching"].max_batch_seconds, "workers": hparams.get("num_workers", 2)}
     valid_set, test_set = (
-        EvalLoader(manifests[split], tokenizer, **evaluated, **where) for split in ("dev", "test")
+        EvalLoader(manifests[split], tokenizer, max_batch_seconds=batching.max_batch_seconds, **reading)
+        for split in ("dev", "test")
     )
     if "schedule" in hparams:
-        hparams["schedule"].total_steps = train_set.steps(1) * hparams["epoch_counter"].limit
-    with train_set, valid_set, test_set:
+        hparams["schedule"].total_steps = train_set.steps() * hparams["epoch_counter"].limit
+    with train_set, valid_set:
         brain.fit(hparams["epoch_counter"], train_set, valid_set)
+    with test_set:
         brain.evaluate(test_set, min_key="WER")
-    if ranks.is_main():
-        _show(brain, Path(hparams["output_folder"]))
+    return brain
 
 
 def _show(brain: Any, folder: Path) -> None:
-    from sbkit.tasks.asr import write_transcripts
+    """What came out: the rates with their interval, one utterance to look at, and where the rest is."""
+    from sbkit.score.significance import interval
 
-    write_transcripts(brain.test_rows, folder / "transcripts_test.tsv")
-    worst = brain.test_rows[0]
-    print(f"reference   {worst.reference}\nhypothesis  {worst.hypothesis}")
-    print(f"test WER {brain.test_stats['WER']:.2f} %  CER {brain.test_stats['CER']:.2f} %  ({folder})", file=sys.stdout)
-
-
+    words, characters = brain.test_words, brain.test_characters
+    words.write(folder / "wer_test.txt")
+    characters.write(folder / "cer_test.txt")
+    low, high = interval(words)
+    example = next(iter(words))
+    print(f"\n{example.id}\n  reference   {' '.join(example.reference)}\n  hypothesis  {' '.join(example.hypothesis)}")
+    print(f"\ntest WER {words.rate:.2f} % (95 % interval {low:.2f} to {high:.2f}), CER {characters.rate:.2f} %, "
+          f"{len(words)} utterances")
+    print(f"every alignment: {folder / 'wer_test.txt'}", file=sys.stdout, flush=True)

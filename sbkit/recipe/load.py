@@ -1,7 +1,17 @@
-"""Reads a recipe: a HyperPyYAML file and overrides become objects, or one plain error."""
+"""Reads a recipe: a HyperPyYAML file and overrides become objects, or one plain error.
+
+A recipe may rest on another one and hold only what differs:
+
+    recipe: !include:../ctc.yaml
+        d_model: 512
+
+HyperPyYAML puts the included tree under the key ``recipe``. Here its keys become the recipe's own, and
+overrides reach the file they belong to.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +21,9 @@ from ruamel.yaml.error import MarkedYAMLError
 
 from sbkit.errors import SbkitError
 from sbkit.recipe.arguments import check_known
+
+BASE = "recipe"
+_INCLUDE = "!include:"
 
 
 def read_plain(path: Path) -> dict[str, Any]:
@@ -23,25 +36,64 @@ def read_plain(path: Path) -> dict[str, Any]:
         raise SbkitError(f"{path}{where}: {error.problem or error.context}") from error
     except UnicodeDecodeError as error:
         raise SbkitError(f"{path} is not UTF-8 text: {error}") from error
+    except OSError as error:
+        raise SbkitError(f"cannot read {path}: {error.strerror}") from error
     if not isinstance(tree, dict):
         raise SbkitError(f"{path} holds no key: value pairs")
     return tree
 
 
-def load(path: Path, overrides: dict[str, Any]) -> dict[str, Any]:
+def chain(path: Path) -> list[tuple[Path, dict[str, Any]]]:
+    """The recipe and those it rests on, each with its tree."""
+    found: list[tuple[Path, dict[str, Any]]] = []
+    while path is not None:
+        if any(path.resolve() == known.resolve() for known, _ in found):
+            raise SbkitError(f"{path} includes itself")
+        tree = read_plain(path)
+        found.append((path, tree))
+        tag = str(getattr(getattr(tree.get(BASE), "tag", None), "value", None) or "")
+        path = path.parent / tag[len(_INCLUDE) :] if tag.startswith(_INCLUDE) else None
+    return found
+
+
+def place(overrides: Mapping[str, Any], files: list[tuple[Path, dict[str, Any]]]) -> dict[str, Any]:
+    """Overrides as a tree that reaches, through the includes, the file that defines each key."""
+    placed: dict[str, Any] = {}
+    for key, value in overrides.items():
+        depth = max((i for i, (_, tree) in enumerate(files) if key in tree), default=0)
+        node = placed
+        for _ in range(depth):
+            node = node.setdefault(BASE, {})
+        node[key] = value
+    return placed
+
+
+def load(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Build the recipe's objects; whatever goes wrong is told with the file's name."""
-    check_known(overrides, list(read_plain(path)), path)
+    files = chain(path)
+    check_known(dict(overrides), [key for _, tree in files for key in tree], path)
     try:
         with open(path, encoding="utf-8") as stream:
-            return load_hyperpyyaml(stream, overrides)
+            hparams = load_hyperpyyaml(stream, place(overrides, files))
     except SbkitError:
         raise
     except Exception as error:
         cause = str(error).strip().splitlines()
         raise SbkitError(f"{path} cannot be loaded: {type(error).__name__}: {cause[0] if cause else ''}") from error
+    return flatten(hparams)
 
 
-def require(hparams: dict[str, Any], path: Path, *keys: str) -> None:
+def flatten(hparams: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of the included recipes and the recipe's own, the latter winning."""
+    own = dict(hparams)
+    base = own.get(BASE)
+    if not isinstance(base, Mapping):
+        return own
+    del own[BASE]
+    return flatten(base) | own
+
+
+def require(hparams: Mapping[str, Any], path: Path, *keys: str) -> None:
     """The keys that a stage cannot do without."""
     missing = [key for key in keys if key not in hparams]
     if missing:

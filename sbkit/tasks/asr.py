@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import logging
 from typing import Any, NamedTuple
 
 from speechbrain.core import Stage
 
-from sbkit.score.edits import count
+from sbkit.score.rates import ErrorRates
+from sbkit.train.averaging import average
 from sbkit.train.brain import Brain
+
+logger = logging.getLogger(__name__)
 
 
 class Row(NamedTuple):
@@ -17,14 +20,17 @@ class Row(NamedTuple):
     id: str
     reference: str
     hypothesis: str
-    seconds: float
 
 
 class ASR(Brain):
     """A Brain that scores words. A task fills ``self.rows`` in validation and test.
 
-    The recipe's keys it reads: ``schedule`` (learning rate), ``train_logger``, ``epoch_counter``,
-    ``keep_checkpoints`` (best by WER), ``tokenizer``.
+    Keys of ``hparams`` that it reads beside the Brain's:
+
+    tokenizer, train_logger, epoch_counter : as SpeechBrain's recipes have them
+    schedule : a ``sbkit.train.schedule.Schedule`` of the learning rate, or nothing
+    keep_checkpoints : how many of the best by WER stay beside the last (1)
+    average_checkpoints : test the mean of this many of the best, where that is more than 1
     """
 
     def on_fit_start(self) -> None:
@@ -40,6 +46,14 @@ class ASR(Brain):
         if schedule is not None and self.opt_class is not None:
             schedule.apply(self.optimizer, self.optimizer_step + 1)
 
+    def on_evaluate_start(self, max_key: str | None = None, min_key: str | None = None) -> None:
+        super().on_evaluate_start(max_key=max_key, min_key=min_key)
+        count = getattr(self.hparams, "average_checkpoints", 1)
+        if self.checkpointer is not None and count > 1:
+            state, used = average(self.checkpointer, "model", count, max_key=max_key, min_key=min_key)
+            self.hparams.model.load_state_dict(state)
+            logger.info("Testing the average of %d checkpoints", len(used))
+
     def on_stage_start(self, stage: Stage, epoch: int | None = None) -> None:
         self.rows: list[Row] = []
 
@@ -47,13 +61,14 @@ class ASR(Brain):
         if stage == Stage.TRAIN:
             self.train_stats = {"loss": stage_loss}
             return
-        rows = sorted(self.gather(self.rows))
-        stats = {"loss": stage_loss, **error_rates(rows)}
+        words, characters = score(sorted(self.gather(self.rows)))
+        stats = {"loss": stage_loss, "WER": words.rate, "CER": characters.rate}
         if stage == Stage.VALID:
             self._end_epoch(epoch, stats)
         else:
-            self.hparams.train_logger.log_stats({"Epoch loaded": self.hparams.epoch_counter.current}, test_stats=stats)
-            self.test_rows, self.test_stats = rows, stats
+            epoch = self.hparams.epoch_counter.current
+            self.hparams.train_logger.log_stats({"Epoch loaded": epoch}, test_stats=stats)
+            self.test_words, self.test_characters = words, characters
 
     def _end_epoch(self, epoch: int | None, stats: dict[str, float]) -> None:
         meta = {"epoch": epoch, "steps": self.optimizer_step}
@@ -67,20 +82,14 @@ class ASR(Brain):
             )
 
 
-def error_rates(rows: list[Row]) -> dict[str, float]:
-    """Word and character error rates in per cent over all rows together."""
-    rates = {}
-    for name, split in (("WER", str.split), ("CER", list)):
-        references = [split(row.reference) for row in rows]
-        edits = count(references, [split(row.hypothesis) for row in rows]).edits.sum()
-        rates[name] = 100.0 * float(edits) / max(1, sum(map(len, references)))
-    return rates
-
-
-def write_transcripts(rows: list[Row], path: Path) -> None:
-    """Tab-separated id, reference, hypothesis."""
-    from sbkit.console import atomic_write
-
-    with atomic_write(path) as out:
-        out.write("id\treference\thypothesis\n")
-        out.writelines(f"{r.id}\t{r.reference}\t{r.hypothesis}\n" for r in rows)
+def score(rows: list[Row]) -> tuple[ErrorRates, ErrorRates]:
+    """Word and character error rates. An utterance without a reference has nothing to score, and is named."""
+    empty = [row.id for row in rows if not row.reference.split()]
+    if empty:
+        logger.warning("%d utterances have no reference and are not scored: %s", len(empty), ", ".join(empty[:5]))
+    scored = [row for row in rows if row.reference.split()]
+    words, characters = ErrorRates("word"), ErrorRates("character")
+    if scored:
+        words.add(*zip(*scored, strict=True))
+        characters.add(*zip(*scored, strict=True))
+    return words, characters

@@ -11,7 +11,8 @@ from torch.nn import functional
 
 from sbkit.data.batch import Batch
 from sbkit.decode.greedy import greedy
-from sbkit.nn.ctc import ctc_loss
+from sbkit.nn.ctc import CTCLoss, ctc_loss
+from sbkit.nn.guard import guard_indices
 from sbkit.nn.recognizer import Recognizer
 from sbkit.tasks.asr import ASR, Row
 from sbkit.train.step import Loss
@@ -45,6 +46,10 @@ class CTC(ASR):
     def compute_forward(self, batch: Batch, stage: Stage) -> Scores:
         """Waveforms [B, S] to scores [B, T, V]."""
         model = self.recognizer
+        guard_indices(  # before an embedding looks them up
+            batch.tokens, self.hparams.output_neurons, name="tokens", ids=batch.ids, lengths=batch.token_lengths,
+            forbidden=(self.hparams.blank_index,),
+        )
         feats, frames = model.features(batch.signals, batch.signal_lengths, training=stage == Stage.TRAIN)
         if not (self.joint and stage == Stage.TRAIN):
             encoded, frames = model.encode(feats, frames)
@@ -55,9 +60,7 @@ class CTC(ASR):
 
     def compute_objectives(self, scores: Scores, batch: Batch, stage: Stage) -> Loss:
         """Sum over the batch, and the tokens it is a mean over."""
-        ctc = ctc_loss(
-            scores.ctc, batch.tokens, scores.frames, batch.token_lengths, blank=self.hparams.blank_index
-        )
+        ctc = self._ctc(scores, batch)
         tokens = (batch.token_lengths * ctc.feasible).sum()
         total = ctc.total
         if scores.attention is not None:
@@ -66,6 +69,16 @@ class CTC(ASR):
         if stage != Stage.TRAIN:
             self._transcribe(scores, batch)
         return Loss(total, tokens)
+
+    def _ctc(self, scores: Scores, batch: Batch) -> CTCLoss:
+        return ctc_loss(
+            scores.ctc, batch.tokens, scores.frames, batch.token_lengths, blank=self.hparams.blank_index,
+            ids=batch.ids,
+        )
+
+    def utterance_losses(self, scores: Scores, batch: Batch) -> Tensor:
+        """CTC loss of each utterance [B], for reports on steps that went wrong."""
+        return self._ctc(scores, batch).losses
 
     def _cross_entropy(self, scores: Tensor, batch: Batch) -> Tensor:
         """Label-smoothed cross-entropy of the tokens and the end, summed: [B, U + 1, V] -> scalar."""
@@ -80,9 +93,7 @@ class CTC(ASR):
     def _transcribe(self, scores: Scores, batch: Any) -> None:
         if not batch.weight:  # a stand-in
             return
-        found = greedy(scores.ctc.float().log_softmax(-1), scores.frames, blank_id=self.hparams.blank_index)
-        decode = self.hparams.tokenizer.decode
-        seconds = (batch.signal_lengths / batch.sample_rate).tolist()
-        self.rows += [
-            Row(id, text, decode(ids), s) for id, text, ids, s in zip(batch.ids, batch.texts, found.ids, seconds, strict=True)
-        ]
+        log_probs = scores.ctc.float().log_softmax(-1)
+        found = greedy(log_probs, scores.frames, blank_id=self.hparams.blank_index)
+        heard = map(self.hparams.tokenizer.decode, found.ids)
+        self.rows += map(Row, batch.ids, batch.texts, heard)

@@ -1,0 +1,47 @@
+"""Runs SpeechBrain's layers by faster equivalents, wherever they stand in a model."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from speechbrain.lobes.models.transformer import Conformer
+from speechbrain.nnet import CNN, attention
+from torch import nn
+
+from sbkit.nn.fast import attention as fast_attention
+from sbkit.nn.fast import conformer as fast_conformer
+from sbkit.nn.fast import convolution as fast_convolution
+from sbkit.nn.fast import dropout as fast_dropout
+
+FASTER: dict[type, type] = {
+    nn.Dropout: fast_dropout.Dropout,
+    CNN.Conv2d: fast_convolution.Conv2d,
+    Conformer.ConvolutionModule: fast_conformer.ConvolutionModule,
+    attention.PositionalwiseFeedForward: fast_conformer.PositionalwiseFeedForward,
+    attention.RelPosMHAXL: fast_attention.RelPosMHAXL,
+    attention.RoPEMHA: fast_attention.RoPEMHA,
+    attention.MultiheadAttention: fast_attention.MultiheadAttention,
+}
+
+
+def accelerate(module: nn.Module) -> Counter[str]:
+    """Swap the class of each layer that has a faster equivalent; its parameters and keys stay.
+
+    Only exact classes are swapped: a subclass of the user's is left as it is. Returns how many of
+    each were found. :func:`restore` undoes it.
+    """
+    return _swap(module, FASTER)
+
+
+def restore(module: nn.Module) -> Counter[str]:
+    """Give every layer its original class back."""
+    return _swap(module, {fast: slow for slow, fast in FASTER.items()})
+
+
+def _swap(module: nn.Module, table: dict[type, type]) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for layer in module.modules():
+        if type(layer) in table:
+            found[type(layer).__name__] += 1
+            layer.__class__ = table[type(layer)]
+    return found

@@ -1,0 +1,1 @@
+"""Faster equivalents of SpeechBrain's layers: same parameters, same checkpoint keys, same outputs."""

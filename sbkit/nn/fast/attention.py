@@ -1,0 +1,126 @@
+"""SpeechBrain's attentions through scaled_dot_product_attention; attention maps are not kept."""
+
+from __future__ import annotations
+
+import torch
+from speechbrain.nnet import attention
+from torch import Tensor
+from torch.nn import functional
+
+
+def relative_shift(scores: Tensor) -> Tensor:
+    """Scores against 2T-1 distances to scores against T keys: [B, H, T, 2T-1] -> [B, H, T, T], a view.
+
+    Row i of the result starts T-1-i columns in. Laid flat, rows of 2T-1 that each start one later
+    are rows of 2T-2.
+    """
+    t = scores.shape[2]
+    if t == 1:
+        return scores
+    flat = scores.flatten(2)[..., t - 1 : t - 1 + t * (2 * t - 2)]
+    return flat.unflatten(-1, (t, 2 * t - 2))[..., :t]
+
+
+def _key_mask(key_padding_mask: Tensor | None) -> Tensor | None:
+    """SpeechBrain's mask (True: ignore) as scaled_dot_product_attention wants it (True: take part)."""
+    return None if key_padding_mask is None else ~key_padding_mask.bool()[:, None, None, :]
+
+
+class RelPosMHAXL(attention.RelPosMHAXL):
+    """Self-attention with relative positions: [B, T, D] -> [B, T, D]."""
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, pos_embs: Tensor, key_padding_mask: Tensor | None = None,
+        attn_mask: Tensor | None = None, return_attn_weights: bool = True,
+    ) -> tuple[Tensor, None] | Tensor:
+        itself = query is key and key is value and self._qkv_same_embed_dim
+        if not itself or attn_mask is not None or self.mask_pos_future:
+            return super().forward(query, key, value, pos_embs, key_padding_mask, attn_mask, return_attn_weights)
+        b, t, heads, size = *query.shape[:2], self.num_heads, self.head_dim
+        q, k, v = functional.linear(query, self.in_proj_weight).view(b, t, heads, 3 * size).chunk(3, dim=-1)
+        if self.vbias is not None:
+            v = v + self.value_bias_weight.view(1, 1, heads, size)
+        positions = self.linear_pos(pos_embs).view(1, -1, heads, size)
+        with_u = (q + self.pos_bias_u.view(1, 1, heads, size)).transpose(1, 2)
+        with_v = (q + self.pos_bias_v.view(1, 1, heads, size)).transpose(1, 2)
+        bias = relative_shift(torch.matmul(with_v * self.scale, positions.permute(0, 2, 3, 1)))
+        with_u, bias = with_u.to(v.dtype), bias.to(v.dtype)
+        keys = _key_mask(key_padding_mask)
+        if keys is not None:
+            bias = bias.masked_fill(~keys, torch.finfo(bias.dtype).min / 2)  # finite: no NaN where all is padding
+        out = functional.scaled_dot_product_attention(
+            with_u, k.transpose(1, 2), v.transpose(1, 2), attn_mask=bias,
+            dropout_p=self.dropout if self.training else 0.0, scale=self.scale,
+        )
+        out = self.out_proj(out.transpose(1, 2).reshape(b, t, heads * size))
+        return (out, None) if return_attn_weights else out
+
+
+class RoPEMHA(attention.RoPEMHA):
+    """Self-attention with rotary positions: [B, T, D] -> [B, T, D]; one mask row a key, pairs swapped by a view."""
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
+        attn_mask: Tensor | None = None, pos_embs: None = None, return_attn_weights: bool = True,
+    ) -> tuple[Tensor, None] | Tensor:
+        itself = query is key and key is value and self._qkv_same_embed_dim
+        if not itself or attn_mask is not None:
+            return super().forward(query, key, value, key_padding_mask, attn_mask, pos_embs, return_attn_weights)
+        b, t, heads, size = *query.shape[:2], self.num_heads, self.head_dim
+        qkv = functional.linear(query, self.in_proj_weight).view(b, t, heads, 3 * size)
+        qk, v = qkv[..., : 2 * size].reshape(b, t, heads, 2, size), qkv[..., 2 * size :]
+        if self.vbias is not None:
+            v = v + self.value_bias_weight.view(1, 1, heads, size)
+        q, k = self._rotate(qk).unbind(3)
+        out = functional.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=_key_mask(key_padding_mask),
+            dropout_p=self.dropout if self.training else 0.0, scale=self.scale,
+        )
+        out = self.out_proj(out.transpose(1, 2).reshape(b, t, heads * size))
+        return (out, None) if return_attn_weights else out
+
+    @staticmethod
+    def _rotate(x: Tensor) -> Tensor:
+        """Rotate the pairs of the last dimension by their position: [B, T, H, 2, size]."""
+        table = attention._get_precomputed_values(x.shape[1], x.shape[-1], x.dtype, x.device)
+        cosines = table.cosines[: x.shape[1], None, None]
+        sines = table.sines[: x.shape[1], None, None]
+        swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        return x * cosines + swapped * sines
+
+
+class MultiheadAttention(attention.MultiheadAttention):
+    """torch's multi-head attention in SpeechBrain's wrapper ([B, L, D], [B, S, D] -> [B, L, D])."""
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+        key_padding_mask: Tensor | None = None, return_attn_weights: bool = True, pos_embs: Tensor | None = None,
+    ) -> tuple[Tensor, None] | Tensor:
+        att = self.att
+        if not att._qkv_same_embed_dim or att.bias_k is not None or att.add_zero_attn or pos_embs is not None:
+            return super().forward(query, key, value, attn_mask, key_padding_mask, return_attn_weights, pos_embs)
+        b, heads = query.shape[0], att.num_heads
+        if query is key and key is value:
+            q, k, v = functional.linear(query, att.in_proj_weight, att.in_proj_bias).chunk(3, dim=-1)
+        else:
+            weights = att.in_proj_weight.chunk(3)
+            biases = (None,) * 3 if att.in_proj_bias is None else att.in_proj_bias.chunk(3)
+            q, k, v = map(functional.linear, (query, key, value), weights, biases)
+        q, k, v = (x.reshape(b, -1, heads, att.head_dim).transpose(1, 2) for x in (q, k, v))
+        out = functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=self._mask(attn_mask, key_padding_mask, b, q.dtype),
+            dropout_p=att.dropout if self.training else 0.0,
+        )
+        out = att.out_proj(out.transpose(1, 2).reshape(b, -1, att.embed_dim))
+        return (out, None) if return_attn_weights else out
+
+    def _mask(self, attn: Tensor | None, keys: Tensor | None, b: int, dtype: torch.dtype) -> Tensor | None:
+        """Both of SpeechBrain's masks as one: boolean (True: take part) or added to the scores."""
+        if attn is not None:
+            attn = attn.view(b, -1, *attn.shape[-2:]) if attn.ndim == 3 else attn[None, None]
+            attn = attn.to(dtype) if attn.is_floating_point() else ~attn.bool()
+        if keys is None or attn is None:
+            return attn if keys is None else _key_mask(keys)
+        if attn.dtype == torch.bool:
+            return attn & _key_mask(keys)
+        return attn.masked_fill(~_key_mask(keys), float("-inf"))

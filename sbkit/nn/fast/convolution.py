@@ -1,0 +1,80 @@
+"""SpeechBrain's Conv2d without its transposes and copies: channels stay last in memory throughout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from speechbrain.nnet import CNN
+from torch import Tensor
+from torch.nn import functional
+
+
+class _ReflectPad(torch.autograd.Function):
+    """Reflection padding of dimensions 1 and 2 of [B, T, F, C] in one pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, time: int, freq: int) -> Tensor:
+        ctx.pads = time, freq
+        b, t, f, c = x.shape
+        out = x.new_empty(b, t + 2 * time, f + 2 * freq, c)
+        out[:, time : time + t, freq : freq + f] = x
+        for i in range(1, freq + 1):
+            out[:, :, freq - i] = out[:, :, freq + i]
+            out[:, :, freq + f - 1 + i] = out[:, :, freq + f - 1 - i]
+        for i in range(1, time + 1):
+            out[:, time - i] = out[:, time + i]
+            out[:, time + t - 1 + i] = out[:, time + t - 1 - i]
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        time, freq = ctx.pads
+        t, f = grad.shape[1] - 2 * time, grad.shape[2] - 2 * freq
+        rows = grad[:, time : time + t].clone() if time else grad
+        for i in range(1, time + 1):
+            rows[:, i] += grad[:, time - i]
+            rows[:, t - 1 - i] += grad[:, time + t - 1 + i]
+        out = rows[:, :, freq : freq + f].clone() if freq else rows
+        for i in range(1, freq + 1):
+            out[:, :, i] += rows[:, :, freq - i]
+            out[:, :, f - 1 - i] += rows[:, :, freq + f - 1 + i]
+        return out, None, None
+
+
+class Conv2d(CNN.Conv2d):
+    """``speechbrain.nnet.CNN.Conv2d``: [B, T, F] or [B, T, F, C] to [B, T', F', C']."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        pads = self._pads()
+        if pads is None or x.shape[1] <= pads[0] or x.shape[2] <= pads[1]:
+            return super().forward(x)
+        if self.unsqueeze:
+            x = x[..., None]
+        if any(pads):
+            if torch.compiler.is_compiling() or x.is_meta:
+                x = functional.pad(x.permute(0, 3, 1, 2), (pads[1], pads[1], pads[0], pads[0]), mode="reflect")
+                x = x.permute(0, 2, 3, 1)
+            else:
+                x = _ReflectPad.apply(x, *pads)
+        # The original convolves [B, C, F, T]; with T and F swapped in the kernel too, no data moves.
+        kernel = self.conv.weight.transpose(2, 3)
+        out = functional.conv2d(
+            x.permute(0, 3, 1, 2), kernel, self.conv.bias, self.stride[::-1], 0, self.dilation[::-1], self.conv.groups
+        )
+        return out.permute(0, 2, 3, 1)
+
+    def _pads(self) -> tuple[int, int] | None:
+        """Frames and bins added on each side; None where this path doesn't apply."""
+        plain = not (self.skip_transpose or self.swap or self.max_norm is not None)
+        if not plain or self.padding not in ("same", "valid") or hasattr(self.conv, "parametrizations"):
+            return None
+        if self.padding == "valid":
+            return 0, 0
+        if self.padding_mode != "reflect":
+            return None
+        time, freq = (
+            CNN.get_padding_elem(self.in_channels, self.stride[i], self.kernel_size[i], self.dilation[i])
+            for i in (-1, -2)
+        )
+        return (time[0], freq[0]) if time[0] == time[1] and freq[0] == freq[1] else None
