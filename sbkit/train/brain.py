@@ -16,6 +16,7 @@ from speechbrain.core import Stage
 from speechbrain.utils.checkpoints import mark_as_loader, mark_as_saver, register_checkpoint_hooks
 from speechbrain.utils.run_opts import RunOptions
 
+from sbkit.nn.accelerate import accelerate
 from sbkit.train import loaders, options, parallel, precision, ranks, rng
 from sbkit.train.between import FLAGS, Between
 from sbkit.train.checkpoint import Checkpointer
@@ -53,6 +54,7 @@ class Brain(sb.core.Brain):
 
     Keys of ``hparams`` beside SpeechBrain's:
 
+    accelerate : run SpeechBrain's layers by faster equivalents with the same outputs (True)
     output_folder : where ``metrics.jsonl`` and culprit reports go
     log_interval : seconds between lines of ``metrics.jsonl`` (10)
     tensorboard : write the same numbers for TensorBoard (False)
@@ -78,6 +80,8 @@ class Brain(sb.core.Brain):
         )
         if hparams is None:
             self.hparams = SimpleNamespace()
+        if getattr(self.hparams, "accelerate", True):
+            accelerate(self.modules)
         self.rank, self.device_type = ranks.rank(), device.type
         self._find_unused = self.find_unused_parameters or not options.given(
             run_opts, hparams, "find_unused_parameters")
