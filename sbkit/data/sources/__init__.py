@@ -1,4 +1,32 @@
-"""Where utterances come from: one file per kind of corpus, all of them giving the same rows."""
+"""Where utterances come from: one file per kind of corpus, all of them giving the same rows.
+
+What a corpus's ``source`` may be, how it is recognised, and what its splits are called:
+
+===================================== ===================================== ==============================
+source                                recognised by                         splits
+===================================== ===================================== ==============================
+nothing                               null or ""                            the demo corpus: all three
+Common Voice, any release from 5 on   a folder with ``clips/`` and TSVs,    ``train.tsv``, ``dev.tsv``, ...
+                                      or a folder of such folders
+the same as downloaded                ``.tar.gz`` or ``.tar``               the same
+SpeechBrain CSV, sbkit's manifests    a folder of ``.csv`` files            their names
+JSON lines (NeMo, ESPnet, ...), or    a folder of ``.jsonl`` or ``.json``   their names
+SpeechBrain's JSON                    files
+``save_to_disk`` of `datasets`        its ``dataset_dict.json``             the dataset's (alone: train)
+parquet files                         a folder of ``.parquet`` files        their names without numbers
+the Hugging Face hub                  ``hf://owner/name?config=fr`` or      the dataset's
+                                      ``owner/name``; further options:
+                                      ``revision=``, ``streaming=true``
+single files                          a mapping ``{train: FILE, dev: ...}`` the mapping's keys
+===================================== ===================================== ==============================
+
+``validation``, ``valid`` and ``val`` count as dev; the corpus's ``splits`` names any others.
+
+Every kind gives the same rows: id, recording (a path, or a stretch of a tar as ``x.tar?offset=O&size=N``),
+start and duration in seconds, text, speaker, and accent, age, gender and language where they are known.
+CSVs keep all their other columns too. Columns are found by name (see ``ALIASES`` in ``base.py``); the
+corpus's ``columns`` names those that are called otherwise.
+"""
 
 from sbkit.data.sources.base import Rows, Source, join_rows
 from sbkit.data.sources.detect import open_source

@@ -66,7 +66,7 @@ class CommonVoice(Source):
         self._check_language(meta.get("language"))
         return Rows(
             origin=str(path),
-            ids=Column(pc.replace_substring_regex(clip_names, r"\.[A-Za-z0-9]+$", "")),
+            ids=Column(_stems(clip_names)),
             wavs=Column(join(f"{os.path.abspath(self.clips)}/", clip_names)),
             texts=sentences,
             speakers=blank(len(tsv)) if speakers is None else Column(speakers),
@@ -113,9 +113,19 @@ def _file_names(paths: pa.Array) -> pa.Array:
     """``clips/a.mp3`` and ``a`` (as some copies of releases have it) to ``a.mp3``."""
     if pc.any(pc.match_substring(paths, "/")).as_py():
         paths = pc.replace_substring_regex(paths, r"^.*/", "")
-    if pc.all(pc.ends_with(paths, ".mp3")).as_py():
+    if _all_mp3(paths):
         return paths
     return pc.if_else(pc.match_substring_regex(paths, r"\.[A-Za-z0-9]+$"), paths, join(paths, ".mp3"))
+
+
+def _stems(names: pa.Array) -> pa.Array:
+    if _all_mp3(names):  # as in every release; a regular expression takes ten times longer
+        return pc.utf8_slice_codeunits(names, 0, -len(".mp3"))
+    return pc.replace_substring_regex(names, r"\.[A-Za-z0-9]+$", "")
+
+
+def _all_mp3(names: pa.Array) -> bool:
+    return pc.all(pc.ends_with(names, ".mp3")).as_py()
 
 
 def _primary(language: str) -> str:
