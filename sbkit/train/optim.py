@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-logger = logging.getLogger(__name__)
+# Where the oldest torch that is supported has fused optimizers.
+_FUSED_ON = ("cpu", "cuda", "xpu", "mps")
 
 
 def apply(optimizers: Sequence[Optimizer], found_inf: torch.Tensor) -> None:
@@ -81,17 +81,27 @@ def fused(opt_class: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
 
     def build(params: Iterable[Any]) -> Optimizer:
         params = list(params)
-        try:
-            optimizer = opt_class(params, fused=True)
-        except RuntimeError as error:  # complex parameters, or a device without fused kernels
-            logger.info("The optimizer runs unfused: %s", error)
-            return opt_class(params)
-        if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        optimizer = opt_class(params, fused=True) if all(map(_has_kernels, _tensors(params))) else None
+        if optimizer is None or not getattr(optimizer, "_step_supports_amp_scaling", False):
             return opt_class(params)
         optimizer.register_load_state_dict_pre_hook(_stay_fused)
         return optimizer
 
     return build
+
+
+def _tensors(params: Iterable[Any]) -> Iterable[torch.Tensor]:
+    """Out of parameters, named parameters or parameter groups."""
+    for entry in params:
+        if isinstance(entry, dict):
+            inner = entry["params"]
+            yield from _tensors([inner] if isinstance(inner, torch.Tensor) else inner)
+        else:
+            yield entry[1] if isinstance(entry, tuple) else entry
+
+
+def _has_kernels(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.device.type in _FUSED_ON
 
 
 def _stay_fused(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:

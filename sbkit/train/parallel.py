@@ -182,23 +182,23 @@ class Buffers:
 
     def __init__(self, modules: nn.Module):
         self.modules = modules
-        self._seen = self._state()
         self._changing: list[str] = []
+        self._seen = self._sums() if ranks.world_size() > 1 else None
 
-    def _state(self) -> dict[str, tuple[int, int]]:
-        return {name: (id(b), b._version) for name, b in self.modules.named_buffers() if not b.is_complex()}
+    def _sums(self) -> torch.Tensor:
+        sums = [_bits(buffer).sum(dtype=torch.int64).cpu() for buffer in _syncable(self.modules).values()]
+        return torch.stack([torch.zeros((), dtype=torch.int64), *sums])[1:]
 
     def look(self) -> None:
         """Find out which buffers change, on any rank; to be called by all, after a step."""
-        if ranks.world_size() == 1:
+        if self._seen is None:
             return
-        now = self._state()
-        names = sorted(now)
-        mask = torch.tensor([int(now[n] != self._seen.get(n) or n in self._changing) for n in names],
-                            dtype=torch.int32)
-        if len(mask):
-            dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=ranks.cpu_group())
-        self._changing = [name for name, changed in zip(names, mask.tolist(), strict=True) if changed]
+        now = self._sums()
+        changed = (now != self._seen).to(torch.int32)
+        dist.all_reduce(changed, op=dist.ReduceOp.MAX, group=ranks.cpu_group())
+        for name, did in zip(_syncable(self.modules), changed.tolist(), strict=True):
+            if did and name not in self._changing:
+                self._changing.append(name)
         self._seen = now
 
     @torch.no_grad()
@@ -209,6 +209,10 @@ class Buffers:
         buffers = dict(self.modules.named_buffers())
         for name in self._changing:
             dist.broadcast(buffers[name], src=0)
+
+
+def _syncable(modules: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: buffer for name, buffer in modules.named_buffers() if not buffer.is_complex()}
 
 
 @torch.no_grad()

@@ -30,7 +30,9 @@ COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 _POLL_SECONDS = 0.1
 # A failed rank needs a moment to print its message before the launcher, seeing another one exit, ends it.
 _GRACE_SECONDS = 3.0
-_FAILED_KEY = "sbkit/failed"
+# Without torchrun's agent the store lives in rank 0: it stays this long for the others to hear why it goes.
+_FAREWELL_SECONDS = 2.0
+_FAILED_KEY, _HEARD_KEY = "sbkit/failed", "sbkit/heard"
 
 _calls: dict[str, int] = {}
 _cpu_group: dist.ProcessGroup | None = None
@@ -52,7 +54,9 @@ def connected() -> bool:
 
 
 def rank() -> int:
-    return dist.get_rank() if connected() else int(os.environ.get("RANK", "0")) if launched() else 0
+    if connected():
+        return dist.get_rank()
+    return int(os.environ["RANK"]) if launched() else 0
 
 
 def local_rank() -> int:
@@ -60,7 +64,9 @@ def local_rank() -> int:
 
 
 def world_size() -> int:
-    return dist.get_world_size() if connected() else 1
+    if connected():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1")) if launched() else 1
 
 
 def is_main() -> bool:
@@ -115,7 +121,7 @@ def run_on_main(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     The others wait as long as it takes. If it raises, rank 0 raises, and the others end in seconds
     without a message of their own.
     """
-    if world_size() == 1 or ddp_prevent_block():
+    if _alone():
         return fn(*args, **kwargs)
     key = _key("run_on_main")
     answer = [b""]
@@ -135,7 +141,7 @@ def run_on_main(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
 
 def meet(what: str = "meet") -> None:
     """Wait until every rank is here, however long the others take; end if one of them fails."""
-    if world_size() == 1 or ddp_prevent_block():
+    if _alone():
         return
     key = _key(what)
     if _store().add(f"{key}/here", 1) == world_size():
@@ -145,7 +151,7 @@ def meet(what: str = "meet") -> None:
 
 def gather_objects(obj: T) -> list[T]:
     """Every rank's object, in the order of ranks, on every rank."""
-    if world_size() == 1 or ddp_prevent_block():
+    if _alone():
         return [obj]
     meet("gather")
     found: list[Any] = [None] * world_size()
@@ -155,7 +161,7 @@ def gather_objects(obj: T) -> list[T]:
 
 def sum_across(tensor: torch.Tensor) -> torch.Tensor:
     """The sum over ranks of a tensor of any shape; the given one is left as it was."""
-    if world_size() == 1 or ddp_prevent_block():
+    if _alone():
         return tensor
     summed = tensor.clone()
     dist.all_reduce(summed, group=cpu_group() if summed.device.type == "cpu" else None)
@@ -164,7 +170,7 @@ def sum_across(tensor: torch.Tensor) -> torch.Tensor:
 
 def any_of(flags: dict[str, bool]) -> dict[str, bool]:
     """Each flag as true as it is on any rank."""
-    if world_size() == 1 or ddp_prevent_block():
+    if _alone():
         return flags
     raised = torch.tensor([int(value) for value in flags.values()], dtype=torch.int32)
     dist.all_reduce(raised, op=dist.ReduceOp.MAX, group=cpu_group())
@@ -185,21 +191,32 @@ def failing_together() -> Iterator[None]:
 def announce_failure(error: BaseException) -> None:
     """Let the ranks that wait in this module know that this one is going."""
     global _failed_here
-    if not connected() or world_size() == 1 or _failed_here:
+    if not connected() or _failed_here:
         return
     _failed_here = True
     code = error.code if isinstance(error, SystemExit) else getattr(error, "exit_code", 1)
     try:
         _store().set(_FAILED_KEY, pickle.dumps((rank(), code if isinstance(code, int) else 1)))
+        until = time.monotonic() + _FAREWELL_SECONDS
+        while is_main() and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ and time.monotonic() < until \
+                and _store().add(_HEARD_KEY, 0) < world_size() - 1:
+            time.sleep(_POLL_SECONDS)
     except (RuntimeError, OSError) as problem:  # the store went first: the launcher ends the others
         logger.debug("could not tell the other ranks: %s", problem)
 
 
 def raise_on_main(error: SbkitError) -> None:
     """For a mistake that every rank has found: rank 0 raises it, the others end quietly."""
-    if world_size() == 1 or is_main():
+    global _failed_here
+    if not connected() or is_main():
+        _failed_here = True  # nobody waits to be told
         raise error
     _leave(error.exit_code)
+
+
+def _alone() -> bool:
+    """Nobody to talk to: one process, or work that only the main process does."""
+    return ddp_prevent_block() or world_size() == 1
 
 
 def _leave(code: int) -> None:
@@ -209,16 +226,20 @@ def _leave(code: int) -> None:
 
 def _wait_for(key: str) -> bytes:
     store, pause = _store(), _POLL_SECONDS
-    while True:
-        if store.check([key]):
-            return store.get(key)
-        if store.check([_FAILED_KEY]):
-            failed, code = pickle.loads(store.get(_FAILED_KEY))
-            if failed != rank():
-                logger.error("Rank %d ends because rank %d failed.", rank(), failed)
-                _leave(code)
-        time.sleep(pause)
-        pause = min(pause * 1.5, 1.0)
+    try:
+        while not store.check([key]):
+            if store.check([_FAILED_KEY]):
+                failed, code = pickle.loads(store.get(_FAILED_KEY))
+                if failed != rank():
+                    store.add(_HEARD_KEY, 1)
+                    logger.info("Rank %d ends because rank %d failed.", rank(), failed)
+                    _leave(code)
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.5)
+        return store.get(key)
+    except dist.DistError:
+        logger.error("Rank %d ends: rank 0, which it waited for, is gone.", rank())
+        raise PeerFailed(1) from None
 
 
 def _key(what: str) -> str:

@@ -210,9 +210,9 @@ class Step:
             torch._foreach_mul_(grads, multiplier)
         found_inf = (~finite).float()
         apply(optimizers, found_inf)
+        self._keep_facts(norm, found_inf, scale)
         if scale is not None:
             self.scaler.adjust(found_inf)
-        self._keep_facts(norm, found_inf, scale)
 
     def _keep_facts(self, norm: torch.Tensor, found_inf: torch.Tensor, scale: torch.Tensor | None) -> None:
         self.number += 1

@@ -1,0 +1,126 @@
+"""One rank's trouble is all ranks' business: failures, signals, values that are not finite."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from processes import outcomes, results
+from toys import ToyBrain, ToyTrainLoader, brain, furthest, state
+
+from sbkit.errors import SbkitError
+from sbkit.train import ranks
+from sbkit.train.between import NotFinite
+from sbkit.train.checkpoint import Checkpointer
+from sbkit.train.ranks import PeerFailed
+from sbkit.train.signals import Stopped
+
+pytestmark = pytest.mark.slow
+
+
+def prepare(fail):
+    ranks.init(torch.device("cpu"))
+
+    def work():
+        time.sleep(0.5)
+        if fail:
+            raise SbkitError("no disk", hint="buy one")
+        return {"rank": ranks.rank(), "big": b"x" * (9 << 20)}  # more than the store takes
+
+    found = ranks.run_on_main(work)
+    return found["rank"], len(found["big"]), ranks.gather_objects(ranks.rank())
+
+
+def test_what_the_main_process_made_is_given_to_all():
+    assert results(prepare, False, world=3) == [(0, 9 << 20, [0, 1, 2])] * 3
+
+
+def test_a_failure_in_preparation_ends_all_ranks_in_seconds_with_its_message_once():
+    first, second, third = outcomes(prepare, True, world=3)
+    assert str(first.error) == "no disk; buy one"
+    for other in (second, third):
+        assert isinstance(other.error, PeerFailed) and other.error.code == 2
+        assert other.seconds < 15
+
+
+def validation_fails():
+    class Fails(ToyBrain):
+        def on_stage_start(self, stage, epoch):
+            if stage.name == "VALID" and ranks.rank() == 1:
+                raise ValueError("bad reference")
+
+    fails = brain(Fails)
+    fails.fit(range(1, 3), ToyTrainLoader(2, 4, ranks.rank(), 2), _Nothing())
+
+
+class _Nothing:
+    def __iter__(self):
+        return iter(())
+
+
+def test_a_rank_that_fails_in_validation_ends_the_ones_that_wait_for_it():
+    first, second = outcomes(validation_fails)
+    assert isinstance(second.error, ValueError)
+    assert isinstance(first.error, PeerFailed) and first.seconds < 20
+
+
+def spoil(bad, patience, folder):
+    """Rows that are NaN at the given steps of an epoch, on rank 1 only."""
+
+    def touch(batch):
+        if batch.step in bad and ranks.rank() == ranks.world_size() - 1:
+            batch.x[0, 0] = float("nan")
+
+    toy = brain(nonfinite_patience=patience, hparams={"output_folder": str(folder)})
+    toy.fit(range(1, 3), ToyTrainLoader(5, 7, ranks.rank(), ranks.world_size(), touch=touch))
+    return state(toy), toy.optimizer_step, toy.ends
+
+
+def test_a_value_that_is_not_finite_on_one_rank_skips_the_step_on_all(tmp_path):
+    (first, steps, ends), (second, _, _) = results(spoil, (2,), 5, tmp_path)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert all(torch.isfinite(value).all() for value in first.values())
+    assert steps == 10 and all(loss == pytest.approx(loss) for _, loss in ends)
+    assert list((tmp_path / "culprits").iterdir())
+
+
+def test_patience_ends_all_ranks(tmp_path):
+    first, second = outcomes(spoil, (1, 2, 3), 2, tmp_path)
+    assert isinstance(first.error, NotFinite) and first.error.exit_code == 1
+    assert "3 steps" in str(first.error)
+    assert isinstance(second.error, PeerFailed) and second.error.code == 1
+
+
+def run(folder, epochs=3, stop_rank=None, stop_at=None, validate=False):
+    """Train with checkpoints; ``stop_rank`` sends itself SIGTERM after ``stop_at`` optimizer steps."""
+    rank, world = ranks.rank(), ranks.world_size()
+
+    class Stops(ToyBrain):
+        def on_fit_batch_end(self, batch, outputs, loss, should_step):
+            if should_step and self.optimizer_step == stop_at and rank == stop_rank:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    ranks.init(torch.device("cpu"))
+    from speechbrain.utils.epoch_loop import EpochCounter
+
+    counter = EpochCounter(epochs)
+    toy = brain(Stops, checkpointer=Checkpointer(folder, {"counter": counter}))
+    toy.checkpointer.add_recoverable("model", toy.hparams.model)
+    toy.fit(counter, ToyTrainLoader(5, 7, rank, world, 2))
+    return state(toy), toy.optimizer_step, [loss for _, loss in toy.ends]
+
+
+@pytest.mark.parametrize("resumed_on", [1, 2, 3])
+def test_a_signal_to_one_rank_stops_all_and_any_number_of_ranks_goes_on(tmp_path, resumed_on):
+    whole, steps, losses = results(run, tmp_path / "whole", world=2)[0]
+    first, second = outcomes(run, tmp_path / "cut", 3, 1, 7, world=2)
+    assert isinstance(first.error, Stopped) and first.error.exit_code == 143
+    assert "stopped by SIGTERM after step 8" in str(first.error) or "after step 7" in str(first.error)
+    assert isinstance(second.error, PeerFailed) and second.error.code == 143
+    (again, steps_again, losses_again), *_ = results(run, tmp_path / "cut", world=resumed_on)
+    assert steps_again == steps == 15
+    assert furthest(whole, again) < (1e-12 if resumed_on == 2 else 1e-5)
+    assert losses_again == pytest.approx(losses[-len(losses_again):], rel=1e-5)

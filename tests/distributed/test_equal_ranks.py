@@ -1,0 +1,195 @@
+"""Two gloo processes train what one process trains, and stay equal, however a recipe reaches its layers."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from processes import outcomes, results
+from torch import nn
+from toys import ToyBrain, ToyEvalLoader, ToyTrainLoader, brain, furthest, layers, state
+
+from sbkit.errors import SbkitError
+from sbkit.train import ranks
+from sbkit.train.ranks import PeerFailed
+
+pytestmark = pytest.mark.slow
+
+
+def train(micros, steps=6, size=7, epochs=2):
+    toy = brain(max_grad_norm=1.0)
+    rank, world = ranks.rank(), ranks.world_size()
+    train_set = ToyTrainLoader(steps, size, rank, world, micros)
+    toy.fit(range(1, epochs + 1), train_set, ToyEvalLoader(11, rank, world))
+    return state(toy), toy.ends
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return train(micros=1)
+
+
+@pytest.mark.parametrize("micros, world", [(1, 2), (2, 2), (4, 2), (1, 3)])
+def test_any_number_of_ranks_and_micro_batches_trains_the_same(alone, micros, world):
+    (first, ends), *others = results(train, micros, world=world)
+    for other, other_ends in others:
+        assert all(torch.equal(first[name], other[name]) for name in first)
+        assert other_ends == ends
+    assert furthest(first, alone[0]) < 1e-5
+    assert [stage for stage, _ in ends] == ["TRAIN", "VALID"] * 2
+    assert [loss for _, loss in ends] == pytest.approx([loss for _, loss in alone[1]], rel=1e-5)
+
+
+def test_a_layer_that_the_loss_never_reaches_is_neither_trained_nor_decayed(alone):
+    untouched = layers()[3].weight
+    assert torch.equal(alone[0]["model.3.weight"], untouched)
+    (first, _), _ = results(train, 1)
+    assert torch.equal(first["model.3.weight"], untouched)
+
+
+class Gan(ToyBrain):
+    """Two optimizers and a fit_batch of its own, with accumulation under no_sync."""
+
+    def init_optimizers(self):
+        make = partial(torch.optim.SGD, lr=0.02)
+        self.g, self.d = make(self.modules.model[:2].parameters()), make(self.modules.model[2:].parameters())
+        self.optimizers_dict = {"g": self.g, "d": self.d}
+
+    def fit_batch(self, batch):
+        loss = None
+        for optimizer, sign in ((self.d, 1.0), (self.g, -0.1)):
+            for half, last in ((0, False), (1, True)):
+                with self.no_sync(not last):
+                    part = batch.x[half::2]
+                    hidden = self.modules.model[1].project(torch.tanh(self.modules.model[0](part)))
+                    loss = sign * self.modules.model[2](hidden).square().sum()
+                    loss.backward()
+            optimizer.step()
+            self.g.zero_grad()
+            self.d.zero_grad()
+        self.optimizer_step += 1
+        return loss.detach().cpu()
+
+
+def train_gan(world):
+    rank = ranks.rank()
+    toy = brain(Gan)
+    toy.fit(range(1, 3), ToyTrainLoader(4, 8, rank, world))
+    return state(toy)
+
+
+def test_a_fit_batch_of_a_recipe_s_own_keeps_ranks_equal_and_averages_gradients():
+    first, second = results(train_gan, 2)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+    class Reference(Gan):  # the mean over ranks is half the sum over all rows
+        def fit_batch(self, batch):
+            for optimizer, sign in ((self.d, 1.0), (self.g, -0.1)):
+                hidden = self.modules.model[1].project(torch.tanh(self.modules.model[0](batch.x)))
+                (sign * self.modules.model[2](hidden).square().sum() / 2).backward()
+                optimizer.step()
+                self.g.zero_grad()
+                self.d.zero_grad()
+            return torch.zeros(())
+
+    toy = brain(Reference)
+    toy.fit(range(1, 3), ToyTrainLoader(4, 8))
+    assert furthest(first, state(toy)) < 1e-5
+
+
+class Drifting(ToyBrain):
+    def on_fit_batch_end(self, batch, outputs, loss, should_step):
+        if ranks.rank() == 1 and self.optimizer_step == self.hparams.drift_at:
+            with torch.no_grad():
+                self.modules.model[1].weight[0, 0] += 1e-6
+
+
+def drift(at):
+    toy = brain(Drifting, hparams={"drift_at": at})
+    toy.fit(range(1, 3), ToyTrainLoader(3, 7, ranks.rank(), 2))
+
+
+@pytest.mark.parametrize("at, when", [(1, "after the first step"), (2, "after epoch 1")])
+def test_ranks_that_differ_end_the_run_and_name_the_parameter(at, when):
+    first, second = outcomes(drift, at)
+    assert isinstance(first.error, SbkitError) and first.error.exit_code == 1
+    assert "'model.1.weight'" in str(first.error) and when in str(first.error)
+    assert isinstance(second.error, PeerFailed) and second.error.code == 1
+
+
+class WithBuffer(nn.Module):
+    """Counts what it has seen, which differs between ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(6, 1)
+        self.norm = nn.BatchNorm1d(6)
+        self.register_buffer("seen", torch.zeros(6))
+        self.register_buffer("table", torch.arange(4.0))
+
+    def forward(self, x):
+        if self.training:
+            self.seen += x.detach().sum(0)
+        return self.lin(self.norm(x)).squeeze(-1)
+
+
+class BufferBrain(ToyBrain):
+    def compute_forward(self, batch, stage):
+        return self.modules.model(batch.x)
+
+
+def train_buffers():
+    toy = brain(BufferBrain, modules=WithBuffer())
+    toy.fit(range(1, 3), ToyTrainLoader(3, 8, ranks.rank(), ranks.world_size()))
+    return state(toy), toy._buffers._changing
+
+
+def test_buffers_that_training_writes_stay_equal():
+    (first, changing), (second, _) = results(train_buffers)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert first["model.seen"].abs().sum() > 0
+    assert "model.table" not in changing and "model.norm.running_mean" in changing
+
+
+def evaluate():
+    toy = brain()
+    rank, world = ranks.rank(), ranks.world_size()
+    loss = toy.evaluate(ToyEvalLoader(11, rank, world))
+    return loss, toy.gather([id for batch in ToyEvalLoader(11, rank, world) for id in batch.ids])
+
+
+def test_uneven_shares_of_an_evaluation_give_the_exact_mean_and_every_row_once():
+    expected, _ = evaluate()
+    for loss, ids in results(evaluate, world=3):
+        assert loss == pytest.approx(expected, rel=1e-6)
+        assert sorted(ids) == list(range(11))
+
+
+def legacy(world, share):
+    toy = brain(LegacyBrain, hparams={"share_validation": share}, grad_accumulation_factor=2)
+    data = [torch.tensor([float(i)] * 6) / 10 for i in range(10)]
+    one = {"batch_size": 1}
+    toy.fit(range(1, 3), data, data[:5], train_loader_kwargs=one, valid_loader_kwargs=one)
+    return state(toy), toy.ends, toy.optimizer_step, toy.seen
+
+
+class LegacyBrain(ToyBrain):
+    """SpeechBrain's way: a dataset, a scalar loss."""
+
+    def compute_forward(self, batch, stage):
+        self.seen = [*getattr(self, "seen", []), *([float(batch[0, 0])] if stage.name == "VALID" else [])]
+        return self.modules.model[2](torch.tanh(self.modules.model[0](batch)))
+
+    def compute_objectives(self, predictions, batch, stage):
+        return (predictions.squeeze(-1) - batch.sum(-1)).square().mean()
+
+
+def test_plain_datasets_are_trained_in_shares_and_their_last_accumulation_is_a_step():
+    (first, ends, steps, seen), (second, _, _, other_seen) = results(legacy, 2, False)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert steps == 6  # 5 batches a rank: two steps of 2, one of 1, twice
+    assert seen == other_seen and len(seen) == 10  # validated whole on each rank, as in SpeechBrain
+    (_, shared_ends, _, seen), (_, _, _, other_seen) = results(legacy, 2, True)
+    assert sorted([*seen[:3], *other_seen[:2]]) == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.4])
+    assert shared_ends[1][1] == pytest.approx(ends[1][1], rel=1e-5)

@@ -1,0 +1,88 @@
+"""Run a function in several processes that are ranks of one job on this machine, as torchrun would."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import socket
+import time
+import traceback
+from typing import Any, NamedTuple
+
+import torch
+
+# A server that has imported everything forks the ranks: the first launch is slow, the others are not.
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch", "sbkit.train.brain"])
+
+
+class Outcome(NamedTuple):
+    """How one rank ended: what it returned, or what it raised."""
+
+    value: Any
+    error: BaseException | None
+    seconds: float
+
+
+def outcomes(fn, *args, world: int = 2, timeout: float = 120) -> list[Outcome]:
+    """Each rank's end; ``fn(*args)`` is a function at the top of its module."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    pipes, processes = [], []
+    for rank in range(world):
+        ours, theirs = _CONTEXT.Pipe(duplex=False)
+        process = _CONTEXT.Process(target=_run, args=(theirs, rank, world, port, fn, args))
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    found = []
+    until = time.monotonic() + timeout
+    try:
+        for rank, pipe in enumerate(pipes):
+            if not pipe.poll(max(0.0, until - time.monotonic())):
+                raise AssertionError(f"rank {rank} of {world} hangs in {fn.__name__}")
+            found.append(Outcome(*pickle.loads(pipe.recv_bytes())))
+    finally:
+        for process in processes:
+            process.join(timeout=1 if len(found) < world else 20)
+            if process.is_alive():
+                process.kill()
+    return found
+
+
+def results(fn, *args, **kwargs) -> list:
+    """What each rank returned; the first failure is raised."""
+    found = outcomes(fn, *args, **kwargs)
+    for outcome in found:
+        if outcome.error is not None:
+            raise outcome.error
+    return [outcome.value for outcome in found]
+
+
+def _run(pipe, rank, world, port, fn, args) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo",
+    )
+    torch.set_num_threads(1)
+    start = time.monotonic()
+    value = error = None
+    try:
+        value = fn(*args)
+    except BaseException as raised:
+        error = raised
+        error.add_note("".join(traceback.format_exception(raised))) if hasattr(error, "add_note") else None
+    try:
+        message = pickle.dumps((value, error, time.monotonic() - start))
+    except Exception:
+        message = pickle.dumps((None, RuntimeError(f"rank {rank}: {error!r}, {value!r}"), 0.0))
+    pipe.send_bytes(message)  # plain pickle: torch's own would share memory that ends with this process
+    pipe.close()
+    from sbkit.train import ranks
+
+    if error is None:
+        ranks.shutdown()
+    os._exit(0)

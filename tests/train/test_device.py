@@ -1,0 +1,91 @@
+"""Devices: every form of a name, and one clear error for what can't be used."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sbkit.errors import SbkitError
+from sbkit.train import device as devices
+
+
+@pytest.mark.parametrize("form, kind", [
+    ("cpu", "cpu"), ("cuda", "cuda"), ("cuda:0", "cuda"), ("cuda:10", "cuda"), ("mps", "mps"), ("xpu:1", "xpu"),
+    (torch.device("cuda", 3), "cuda"), (torch.device("cpu"), "cpu"), (1, "cuda"), ("1", "cuda"), (" cpu ", "cpu"),
+])
+def test_autocast_gets_the_type_of_any_form(form, kind):
+    assert devices.device_type(form) == kind
+
+
+@pytest.mark.parametrize("form", ["gpu", "cuda:x", "cuda:-3", True, 1.5, object()])
+def test_what_is_no_device_is_refused(form):
+    with pytest.raises(SbkitError, match="not a device"):
+        devices.device_type(form)
+
+
+@pytest.mark.parametrize("form", ["cpu", torch.device("cpu"), "cpu:0"])
+def test_the_cpu_is_always_there(form):
+    assert devices.resolve(form) == torch.device("cpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize("form", ["cuda", "cuda:10", "xpu:1", "meta", torch.device("cuda:0")])
+def test_a_device_that_is_not_there_is_one_error_that_says_what_to_do(form):
+    with pytest.raises(SbkitError) as error:
+        devices.resolve(form)
+    assert "cpu" in str(error.value)
+
+
+class Cards:
+    """Stands in for ``torch.cuda`` with some cards."""
+
+    def __init__(self, count):
+        self.count, self.current = count, None
+
+    def is_available(self):
+        return True
+
+    def device_count(self):
+        return self.count
+
+    def set_device(self, index):
+        self.current = index
+
+
+@pytest.fixture
+def cards(monkeypatch):
+    def give(count, **environment):
+        fake = Cards(count)
+        monkeypatch.setattr(torch, "cuda", fake)
+        monkeypatch.setattr(devices.torch, "zeros", lambda *a, device: None)
+        for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, str(value))
+        return fake
+
+    return give
+
+
+@pytest.mark.parametrize("count, environment, asked, got", [
+    (12, {}, "cuda", "cuda:0"),
+    (12, {}, "cuda:10", "cuda:10"),
+    (8, {"LOCAL_RANK": 3, "LOCAL_WORLD_SIZE": 8}, "cuda", "cuda:3"),
+    (8, {"LOCAL_RANK": 3, "LOCAL_WORLD_SIZE": 8}, "cuda:0", "cuda:3"),
+    (8, {"LOCAL_RANK": 3, "LOCAL_WORLD_SIZE": 8}, "cuda:3", "cuda:3"),
+    (8, {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}, "cuda:5", "cuda:5"),
+    (1, {"LOCAL_RANK": 3, "LOCAL_WORLD_SIZE": 8}, "cuda", "cuda:0"),  # SLURM shows each process its own
+])
+def test_each_process_of_a_machine_gets_its_card(cards, count, environment, asked, got):
+    fake = cards(count, **environment)
+    assert devices.resolve(asked) == torch.device(got)
+    assert fake.current == torch.device(got).index
+
+
+@pytest.mark.parametrize("count, environment, asked", [
+    (2, {}, "cuda:2"), (2, {"LOCAL_RANK": 3, "LOCAL_WORLD_SIZE": 4}, "cuda"),
+])
+def test_a_card_that_does_not_exist_is_an_error_with_the_number_there_are(cards, count, environment, asked):
+    cards(count, **environment)
+    with pytest.raises(SbkitError, match=r"sees 2 cuda devices"):
+        devices.resolve(asked)
