@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import pyarrow as pa
 
 import sbkit
 from sbkit.console import atomic_write
+from sbkit.data.lock import locked
 from sbkit.data.manifest import Manifest
 from sbkit.data.prepare import Limits, SplitReport, prepare_split, recording_keys, summarize
 from sbkit.data.sources import Source, join_rows, open_source
@@ -109,14 +110,17 @@ class Corpus:
 
         In a run over several processes one of them prepares, and the others :meth:`load` afterwards.
         """
-        with self._lock():
+        with locked(self.folder / ".lock"):
             source = self._open(show_progress)
             fingerprint = self._fingerprint(source)
             ready = self._read_ready(source, fingerprint)
             if ready is not None:
                 logger.info("corpus %s: prepared already in %s", source.where, self.folder)
                 return ready
-            return self._prepare(source, fingerprint, show_progress)
+            try:
+                return self._prepare(source, fingerprint, show_progress)
+            except OSError as error:  # a full disk, a folder that may not be written
+                raise SbkitError(f"{error.filename or self.folder}: {error.strerror or error}") from error
 
     def load(self) -> dict[str, Manifest]:
         """The manifests that :meth:`prepare` wrote."""
@@ -266,25 +270,6 @@ class Corpus:
             raise SbkitError(
                 f"{report.origin}: all {report.rows} rows of the {report.split} split left out: {reasons}",
                 hint=f"for example {example}")
-
-    @contextlib.contextmanager
-    def _lock(self) -> Iterator[None]:
-        """One process at a time prepares a folder; a second one waits and finds it done."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise SbkitError(f"{self.folder}: cannot be made ({error.strerror})") from None
-        try:
-            import fcntl
-        except ImportError:  # Windows
-            yield
-            return
-        with open(self.folder / ".lock", "w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX)
-            except OSError as error:
-                logger.debug("%s: no locks on this file system (%s)", self.folder, error)
-            yield
 
 
 def _sha256(path: Path) -> str:

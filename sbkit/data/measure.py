@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -17,6 +18,8 @@ import numpy as np
 
 from sbkit.console import progress
 from sbkit.data.audio import AudioError, audio_info
+
+logger = logging.getLogger(__name__)
 
 _CHUNK = 256
 # Below this, starting processes takes longer than measuring (some 60 microseconds a file).
@@ -87,7 +90,7 @@ def _store(seconds: np.ndarray, causes: dict[int, str], i: int, result: float | 
 
 def _measured(chunks: list[list[int]], wavs: Sequence[str],
               workers: int) -> Iterator[tuple[list[int], list[float | str]]]:
-    if workers <= 1 or sum(map(len, chunks)) < _WORTH_PROCESSES:
+    if workers <= 1 or sum(map(len, chunks)) < _WORTH_PROCESSES or not _Processes.work():
         for chunk in chunks:
             yield chunk, [measure_one(wavs[i]) for i in chunk]
         return
@@ -121,6 +124,15 @@ class _Processes:
         self._closed = False
         for _ in range(count):
             self._free.append(self._start())
+
+    @classmethod
+    def work(cls) -> bool:
+        """Whether such processes run here at all; else every recording would seem to crash them."""
+        with cls(1) as processes:
+            works = processes._ask(processes._all[0], []) == []
+        if not works:
+            logger.warning("`%s` does not run: measuring in one process", " ".join([sys.executable, *_HELPER]))
+        return works
 
     def _start(self) -> subprocess.Popen:
         home = str(Path(__file__).resolve().parents[2])

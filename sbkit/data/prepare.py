@@ -35,7 +35,7 @@ _TOLERANCE_SHARE, _TOLERANCE_SECONDS = 0.02, 0.2
 #: Where more of the sample than this disagrees, the list is not believed.
 _DISAGREE_SHARE = 0.05
 # Listing a folder beats asking for each file from about this many rows on.
-_WORTH_LISTING = 1000
+_WORTH_LISTING = 20
 # Less takes no time that anyone would watch.
 _WORTH_A_BAR = 1000
 
@@ -144,14 +144,19 @@ def existing(wavs: Column, listings: dict[str, pa.Array | None] | None = None) -
     names, codes = _folders(path)
     plain = ~member & ~remote
     counts = np.bincount(codes[plain], minlength=len(names))
+    there = []
     for code in np.flatnonzero(counts >= _WORTH_LISTING):
         folder = names[code]
         if folder not in listings:
             listings[folder] = _listing(folder)
-        if listings[folder] is not None:
-            at = np.flatnonzero(plain & (codes == code))
-            result[at] = _np(pc.is_in(path.take(pa.array(at)), listings[folder]))
-            plain[at] = False
+        if listings[folder] is None:
+            counts[code] = 0
+        else:
+            there.append(listings[folder])
+    if there:
+        listed = plain & (counts[codes] >= _WORTH_LISTING)
+        result[listed] = _np(pc.is_in(path, pa.concat_arrays(there)))[listed]
+        plain[listed] = False
     for i in np.flatnonzero(plain):
         result[i] = os.path.isfile(wavs[i])
     sizes: dict[str, int] = {}

@@ -196,6 +196,21 @@ def test_nothing_is_a_corpus_of_our_own(tmp_path, monkeypatch):
     assert len(manifests["train"]) == len(again["train"]) == 3
 
 
+def test_a_folder_that_cannot_be_written_is_named(release, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SbkitError, match=r"file.*: cannot be written"):
+        prepare(release, tmp_path / "file" / "m")
+
+
+def test_a_full_disk_is_one_error(release, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device", "/disk/train.csv")
+
+    monkeypatch.setattr("sbkit.data.manifest.Manifest.write", full)
+    with pytest.raises(SbkitError, match=r"/disk/train\.csv: No space left"):
+        prepare(release, tmp_path / "m")
+
+
 def test_two_processes_prepare_one_after_the_other(release, tmp_path):
     code = ("import sys; from sbkit.data.corpus import Corpus\n"
             "print(len(Corpus(sys.argv[1], folder=sys.argv[2]).prepare(show_progress=False)['train']))")

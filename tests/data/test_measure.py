@@ -50,6 +50,13 @@ def test_a_recording_that_crashes_the_decoder_is_named_and_others_are_measured(w
     assert np.isfinite(np.delete(seconds, 5)).all()
 
 
+def test_where_helpers_do_not_run_it_is_measured_without(wavs, monkeypatch, caplog):
+    monkeypatch.setattr(module, "_WORTH_PROCESSES", 1)
+    monkeypatch.setattr(module, "_HELPER", ["-c", "import no_such_module"])
+    seconds, causes = measure(wavs, workers=2, show_progress=False)
+    assert np.isfinite(seconds).all() and causes == {} and "does not run" in caplog.text
+
+
 def test_an_interrupted_measurement_goes_on(wavs, tmp_path, monkeypatch):
     journal = tmp_path / "journal"
     measure(wavs[:5], journal=journal, show_progress=False)

@@ -135,7 +135,7 @@ def test_a_segment_without_a_duration_lasts_to_the_end(clips):
     assert manifest.durations[0] == pytest.approx(2.0)
 
 
-@pytest.mark.parametrize("listing", [1, 1000])
+@pytest.mark.parametrize("listing", [1, 2, 1000])
 def test_what_exists(clips, tmp_path, monkeypatch, listing):
     monkeypatch.setattr("sbkit.data.prepare._WORTH_LISTING", listing)
     shard = tmp_path / "s.tar"

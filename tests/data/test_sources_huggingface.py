@@ -98,12 +98,14 @@ def test_an_interrupted_storing_goes_on_after_the_last_shard(tmp_path, monkeypat
     monkeypatch.setattr(embedded._Shard, "add", stop_at_eight)
     with pytest.raises(KeyboardInterrupt):
         Corpus(tmp_path / "p", folder=tmp_path / "m").prepare(show_progress=False)
-    files = sorted(path.name for path in (tmp_path / "m" / "audio").rglob("*") if path.is_file())
+    files = sorted(path.name for path in (tmp_path / "m" / "audio").rglob("*train-*"))
     # Nothing half-written.
     assert files == [f"train-{i:06d}.{kind}" for i in range(2) for kind in ("parquet", "tar")]
+    left = next((tmp_path / "m" / "audio").iterdir()) / ".train-000002.tar.abc"
+    left.write_bytes(b"what a killed process leaves")
     stop, rows[:] = False, []
     train = Corpus(tmp_path / "p", folder=tmp_path / "m").prepare(show_progress=False)["train"]
-    assert rows == [6, 7, 8, 9]
+    assert rows == [6, 7, 8, 9] and not left.exists()
     assert list(train.ids) == [f"x{i}" for i in range(10)]
     for i in range(10):
         np.testing.assert_allclose(read_audio(train.wavs[i]), speechlike(0.5 + 0.1 * i, seed=i), atol=1e-4)
@@ -167,6 +169,8 @@ def test_addresses_on_the_hub(tmp_path, monkeypatch):
     hub = Hub("hf://owner/name?config=fr&revision=v2&streaming=true", tmp_path, {})
     assert (hub.id, hub.config, hub.revision, hub.streaming) == ("owner/name", "fr", "v2", True)
     assert Hub("hf://name", tmp_path, {}).id == "name"
+    page = open_source("https://huggingface.co/datasets/owner/name?config=fr", cache=tmp_path)
+    assert page.fingerprint() == Hub("hf://owner/name?config=fr", tmp_path, {}).fingerprint()
     for address, message in (("hf://owner/name?lang=fr", "no option 'lang'"),
                              ("hf://a/b/c", "no name of a dataset")):
         with pytest.raises(SbkitError, match=message):

@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 from sbkit.console import progress
+from sbkit.data.lock import locked
 from sbkit.data.sources.base import Rows, Source, stamp
 from sbkit.data.sources.common_voice import CommonVoice
 from sbkit.errors import SbkitError
@@ -76,8 +77,13 @@ def unpack(archive: Path, into: Path, show_progress: bool = True) -> Path:
 
     What an earlier, interrupted call unpacked is not written again.
     """
-    if is_unpacked(archive, into):
-        return into
+    with locked(into.with_name(f".{into.name}.lock")):
+        if not is_unpacked(archive, into):
+            _unpack_aside(archive, into, show_progress)
+    return into
+
+
+def _unpack_aside(archive: Path, into: Path, show_progress: bool) -> None:
     partial = into.with_name(into.name + ".partial")
     if not is_unpacked(archive, partial):  # of another archive, or of an older version of this one
         shutil.rmtree(partial, ignore_errors=True)
@@ -93,7 +99,6 @@ def unpack(archive: Path, into: Path, show_progress: bool = True) -> Path:
                          hint="compare its size and checksum with the download page") from None
     except OSError as error:
         raise SbkitError(f"{error.filename or archive}: {error.strerror or error}") from None
-    return into
 
 
 def _check_space(archive: Path, folder: Path) -> None:

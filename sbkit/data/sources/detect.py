@@ -15,6 +15,7 @@ from sbkit.data.sources.speechbrain_csv import SpeechBrainCsv
 from sbkit.errors import SbkitError
 
 _FILE_KINDS: tuple[type[FileSource], ...] = (SpeechBrainCsv, JsonLines)
+_HUB_PAGE = "https://huggingface.co/datasets/"
 _EXPECTED = (
     "expected a Common Voice folder (clips/ and train.tsv) or its .tar.gz, a folder with train.csv, "
     "train.jsonl or train*.parquet, a save_to_disk folder, or hf://owner/name"
@@ -39,8 +40,8 @@ def open_source(source: str | Path | Mapping[str, str | Path], *, cache: Path, l
         return Mixed({split: _open_file(Path(path), cache, columns, data_root)
                       for split, path in source.items()})
     path = Path(source)
-    if str(source).startswith("hf://"):
-        return Hub(str(source), cache, columns)
+    if str(source).startswith(("hf://", _HUB_PAGE)):
+        return Hub(str(source).replace(_HUB_PAGE, "hf://"), cache, columns)
     if path.is_dir():
         return _open_folder(path, cache, language, columns, data_root)
     if path.is_file():

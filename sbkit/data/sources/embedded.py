@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 
 from sbkit.console import atomic_write, progress
 from sbkit.data.audio import AudioError, audio_info
+from sbkit.data.lock import locked
 from sbkit.data.manifest import Column
 from sbkit.data.sources.base import Rows, blank, unique_ids
 
@@ -40,33 +41,38 @@ def store_rows(tables: Tables, folder: Path, name: str, origin: str, *, total: i
     after the last shard, and a finished split is read from its tables alone. Rows without bytes keep their
     path.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    if not is_stored(folder, name):
-        done = _read_tables(folder, name)
-        rows = sum(map(len, done))
-        shards = len(done)
-        with progress(what=f"storing {name}", total=total, unit="row", show=show_progress) as bar:
-            bar.update(rows)
-            shard = _Shard(folder, name, shards)
-            try:
-                for table in tables(rows):
-                    for row in table.to_pylist():
-                        shard.add(row, rows)
-                        rows += 1
-                    bar.update(len(table))
-                    if shard.full:
-                        shard.finish()
-                        shards += 1
-                        shard = _Shard(folder, name, shards)
-                if shard.rows:
+    with locked(folder / f".{name}.lock"):
+        if not is_stored(folder, name):
+            for left in folder.glob(f".{name}-*.tar.*"):  # by a process that was killed
+                left.unlink()
+            _store(tables, folder, name, total, show_progress)
+    return _rows(_read_tables(folder, name), origin)
+
+
+def _store(tables: Tables, folder: Path, name: str, total: int | None, show_progress: bool) -> None:
+    done = _read_tables(folder, name)
+    shards, rows = len(done), sum(map(len, done))
+    shard = _Shard(folder, name, shards)
+    with progress(what=f"storing {name}", total=total, unit="row", show=show_progress) as bar:
+        bar.update(rows)
+        try:
+            for table in tables(rows):
+                for row in table.to_pylist():
+                    shard.add(row, rows)
+                    rows += 1
+                bar.update(len(table))
+                if shard.full:
                     shard.finish()
                     shards += 1
-            finally:
-                shard.discard()
-        tars = [path.name for i in range(shards) if (path := _shard_path(folder, name, i)).exists()]
-        with atomic_write(folder / f"{name}.json") as file:
-            json.dump({"rows": rows, "shards": shards, "tars": tars}, file)
-    return _rows(_read_tables(folder, name), origin)
+                    shard = _Shard(folder, name, shards)
+            if shard.rows:
+                shard.finish()
+                shards += 1
+        finally:
+            shard.discard()
+    tars = [path.name for i in range(shards) if (path := _shard_path(folder, name, i)).exists()]
+    with atomic_write(folder / f"{name}.json") as file:
+        json.dump({"rows": rows, "shards": shards, "tars": tars}, file)
 
 
 def is_stored(folder: Path, name: str) -> bool:
