@@ -1,0 +1,419 @@
+"""The Brain on one process: what it takes, what a step does, where it stands, what it writes down."""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import partial
+
+import pytest
+import torch
+import yaml
+from host_syncs import HostSyncs
+from speechbrain.core import Stage
+from speechbrain.utils.epoch_loop import EpochCounter
+from speechbrain.utils.run_opts import RunOptions
+from toys import ToyBrain, ToyEvalLoader, ToyTrainLoader, batch_of, brain, furthest, layers, state
+
+import sbkit
+from sbkit.errors import SbkitError
+from sbkit.train.averaging import EMA
+from sbkit.train.between import NotFinite
+from sbkit.train.checkpoint import Checkpointer
+from sbkit.train.step import Loss
+
+ADAMW = partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1)
+
+
+# ------------------------------------------------------------------ what it takes
+
+
+@pytest.mark.parametrize("modules, says", [
+    ({"lin": torch.nn.Linear(1, 1), "dims": 80}, "'dims' is an int, not a module"),
+    ({"stack": [torch.nn.Linear(1, 1)]}, "'stack' is a list.*ModuleList"),
+    ({"lin": torch.nn.Linear}, "'lin' is a type.*!new:"),
+    ({"lin": partial(torch.nn.Linear, 1, 1)}, "'lin' is a partial.*!new:"),
+    ({"keys": torch.nn.Linear(1, 1)}, "'keys' can't be the name"),
+    ({"a.b": torch.nn.Linear(1, 1)}, "'a.b' can't be the name"),
+    ({"nothing": None}, "'nothing' is a NoneType"),
+])
+def test_something_under_modules_that_is_no_module_is_named(modules, says):
+    with pytest.raises(SbkitError, match=says):
+        sbkit.Brain(modules, run_opts={"device": "cpu"})
+
+
+def test_limits_given_as_flags_are_numbers():
+    _, run_opts, _ = RunOptions.from_command_line_args(
+        ["r.yaml", "--device", "cpu", "--optimizer_step_limit", "3", "--max_grad_norm", "-1", "--noprogressbar"])
+    toy = ToyBrain({"model": (model := layers())}, ADAMW, {"model": model}, run_opts)
+    assert toy.optimizer_step_limit == 3 and toy.max_grad_norm == -1.0
+    toy.fit(range(1, 10), ToyTrainLoader())
+    assert toy.optimizer_step == 3
+
+
+@pytest.mark.parametrize("run_opts, hparams, says", [
+    ({"optimizer_step_limit": "many"}, {}, "optimizer_step_limit is 'many'"),
+    ({}, {"max_grad_norm": "big"}, "max_grad_norm is 'big'"),
+    ({}, {"grad_accumulation_factor": [2]}, "grad_accumulation_factor"),
+    ({"precision": "fp8"}, {}, "precision is 'fp8'.*bf16"),
+    ({"nonsense": 1}, {}, "unknown keys: nonsense"),
+    ({"device": "gpu"}, {}, "device 'gpu'"),
+])
+def test_options_that_make_no_sense_are_one_clear_error(run_opts, hparams, says):
+    with pytest.raises(SbkitError, match=says):
+        ToyBrain({"model": layers()}, ADAMW, hparams, {"device": "cpu", **run_opts})
+
+
+def test_precedence_is_default_then_hparams_then_run_opts():
+    make = partial(ToyBrain, {"model": layers()}, ADAMW)
+    assert make({}, {"device": "cpu"}).max_grad_norm == 5.0
+    assert make({"max_grad_norm": "2"}, {"device": "cpu"}).max_grad_norm == 2.0
+    assert make({"max_grad_norm": 2}, {"device": "cpu", "max_grad_norm": 3.0}).max_grad_norm == 3.0
+    assert make({"device": torch.device("cpu")}, {}).device == "cpu"
+    assert make({"precision": "bf16"}, {"device": "cpu", "eval_precision": "fp16"}).eval_precision == "fp16"
+
+
+# ------------------------------------------------------------------ a step
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_losses_are_fp32_in_every_precision_and_layers_are_not(precision):
+    seen = {}
+
+    class Seeing(ToyBrain):
+        def compute_forward(self, batch, stage):
+            hidden = self.modules.model[0](batch.x)
+            seen[stage, "forward"] = hidden.dtype
+            return {"hidden": hidden, "all": [hidden, (hidden,)]}
+
+        def compute_objectives(self, predictions, batch, stage):
+            parts = [predictions["hidden"], predictions["all"][0], predictions["all"][1][0]]
+            late = self.modules.model[2](torch.tanh(predictions["hidden"]))
+            seen[stage, "given"], seen[stage, "late"] = {p.dtype for p in parts}, late.dtype
+            return late.square().mean()
+
+    half = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    toy = brain(Seeing, precision=precision, eval_precision=precision)
+    toy.fit(range(1, 2), ToyTrainLoader(2), ToyEvalLoader(4))
+    for stage in (Stage.TRAIN, Stage.VALID):
+        assert seen[stage, "forward"] == seen[stage, "late"] == half
+        assert seen[stage, "given"] == {torch.float32}
+    assert toy._found.loss.total.dtype == torch.float32
+
+
+@pytest.mark.parametrize("precision, tolerance", [("bf16", 0.05), ("fp16", 0.05)])
+def test_half_precision_trains_like_fp32(precision, tolerance):
+    exact, half = brain(), brain(precision=precision)
+    for toy in (exact, half):
+        toy.scaler = type(toy.scaler)("cpu", init_scale=64.0, enabled=toy.precision == "fp16")
+        toy.fit(range(1, 3), ToyTrainLoader())
+    assert half.ends[-1][1] == pytest.approx(exact.ends[-1][1], rel=tolerance)
+
+
+def test_the_scaler_is_saved_and_goes_on(tmp_path):
+    toy = brain(precision="fp16", checkpointer=Checkpointer(tmp_path))
+    toy.fit(range(1, 2), ToyTrainLoader())
+    toy.checkpointer.save_checkpoint()
+    toy.checkpointer.wait()
+    scale = toy.scaler.get_scale()
+    assert scale != 65536.0  # sums are large: the first scale overflows
+    again = brain(precision="fp16", checkpointer=Checkpointer(tmp_path))
+    again.on_fit_start()
+    again.scaler.scale(torch.ones(()))
+    assert again.scaler.get_scale() == scale
+
+
+@pytest.mark.parametrize("micros", [1, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_training_step_never_waits_for_the_device(micros, precision):
+    toy = brain(precision=precision)
+    loader = ToyTrainLoader(4, 6, micros=micros)
+    toy.fit(range(1, 2), loader)  # the first step names unreached parameters and so on
+    toy._plan_driven, toy._last_batch = True, None
+    batches = list(loader.at(2))
+    with HostSyncs() as syncs:
+        for batch in batches:
+            toy.step += 1
+            toy.fit_batch(batch)
+    assert syncs.found == []
+
+
+def test_what_counts_host_syncs_finds_them():
+    class Item(ToyBrain):
+        def on_fit_batch_end(self, batch, outputs, loss, should_step):
+            loss.total.item()
+            outputs[outputs > 0].sum()
+            float(outputs.sum())
+
+    toy = brain(Item, opt_class=partial(torch.optim.RMSprop, lr=0.1))
+    with HostSyncs() as syncs:
+        toy.on_fit_start()
+        toy.fit_batch(next(ToyTrainLoader().at(1)))
+    text = "\n".join(syncs.found)
+    assert "Tensor.item" in text and "aten.index" in text and "__float__" in text
+    assert "optim.py" in text  # an optimizer that can't skip by itself is the one wait there is
+
+
+def test_an_epoch_s_last_accumulation_is_stepped_and_weighs_what_it_holds():
+    class Mean(ToyBrain):
+        def compute_forward(self, batch, stage):
+            return self.modules.model[0](batch).sum(-1)
+
+        def compute_objectives(self, predictions, batch, stage):
+            return predictions.mean()
+
+    rows = [torch.full((6,), float(i)) for i in range(5)]
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    toy = brain(Mean, opt_class=sgd, grad_accumulation_factor=2, max_grad_norm=-1)
+    before = layers()[0].bias.detach()
+    toy.fit(range(1, 2), rows, train_loader_kwargs={"batch_size": 1})
+    assert toy.optimizer_step == 3
+    torch.testing.assert_close(toy.modules.model[0].bias, before - 3 * 0.1)  # each step's mean gradient is 1
+
+    class Endless(torch.utils.data.IterableDataset):  # nobody knows where it ends
+        def __iter__(self):
+            return iter(rows)
+
+    toy = brain(Mean, opt_class=sgd, grad_accumulation_factor=2, max_grad_norm=-1)
+    toy.fit(range(1, 2), Endless(), train_loader_kwargs={"batch_size": 1})
+    assert toy.optimizer_step == 3
+    torch.testing.assert_close(toy.modules.model[0].bias, before - 3 * 0.1)
+
+
+def test_a_recipe_s_own_optimizers_step_gets_mean_gradients():
+    norms = []
+
+    class Own(ToyBrain):
+        def optimizers_step(self):
+            norms.append(self.modules.model[0].weight.grad.norm().item())
+            super().optimizers_step()
+
+    expected = brain(max_grad_norm=0)
+    expected.fit(range(1, 2), ToyTrainLoader(3))
+    own = brain(Own, max_grad_norm=0)
+    own.fit(range(1, 2), ToyTrainLoader(3, micros=3))
+    assert furthest(state(expected), state(own)) < 1e-6
+    x, tokens = zip(*[(b.x, b.tokens) for b in ToyTrainLoader(3).at(1)], strict=True)
+    reference = brain()
+    batch = batch_of([0])
+    batch.x, batch.tokens = x[0], tokens[0]
+    loss = reference.compute_objectives(reference.compute_forward(batch, None), batch, None)
+    (loss.total / loss.count).backward()
+    assert norms[0] == pytest.approx(reference.modules.model[0].weight.grad.norm().item(), rel=1e-5)
+
+
+def test_frozen_optimizers_stay_frozen():
+    class Two(ToyBrain):
+        def init_optimizers(self):
+            model = self.modules.model
+            self.optimizers_dict = {"a": ADAMW(model[0].parameters()), "b": ADAMW(model[2].parameters())}
+
+        def freeze_optimizers(self, optimizers):
+            return {"b": optimizers["b"]} if self.optimizer_step < 2 else optimizers
+
+    toy = brain(Two, optimizer_step_limit=2)
+    toy.fit(range(1, 2), ToyTrainLoader())
+    assert torch.equal(toy.modules.model[0].weight, layers()[0].weight)
+    assert not torch.equal(toy.modules.model[2].weight, layers()[2].weight)
+
+
+def test_without_an_optimizer_gradients_can_be_looked_at():
+    model = layers()
+    toy = ToyBrain({"model": model}, None, {"model": model}, {"device": "cpu", "noprogressbar": True})
+    toy.on_fit_start()
+    toy.step = 1
+    toy.fit_batch(batch_of([1, 2]))
+    assert model[0].weight.grad is not None
+
+
+def test_parameters_the_loss_never_reaches_are_named_once(caplog):
+    toy = brain()
+    toy.fit(range(1, 3), ToyTrainLoader(2))
+    said = [record.message for record in caplog.records if "does not reach" in record.message]
+    assert len(said) == 1 and said[0].endswith(": model.3")
+    assert torch.equal(toy.modules.model[3].weight, layers()[3].weight)
+
+
+def spoiled(bad_steps, **kwargs):
+    def touch(batch):
+        if batch.step in bad_steps:
+            batch.x[0, 0] = math.nan
+
+    return ToyTrainLoader(6, 6, touch=touch, **kwargs)
+
+
+def test_a_bad_step_is_skipped_and_its_loss_is_in_no_mean(tmp_path, caplog):
+    toy = brain(hparams={"output_folder": str(tmp_path)})
+    toy.fit(range(1, 2), spoiled({2}, micros=2))
+    assert all(torch.isfinite(value).all() for value in state(toy).values())
+    assert math.isfinite(toy.ends[0][1])
+    assert any("Step 3 was skipped" in record.message for record in caplog.records)
+    assert [path.name for path in (tmp_path / "culprits").iterdir()]
+
+
+def test_patience_counts_the_bad_steps_of_an_epoch(tmp_path):
+    hparams = {"output_folder": str(tmp_path)}
+    toy = brain(hparams=hparams, nonfinite_patience=2)
+    toy.fit(range(1, 3), spoiled({1, 3}))  # two in each epoch
+    with pytest.raises(NotFinite, match="3 steps of this epoch"):
+        brain(hparams=hparams, nonfinite_patience=2).fit(range(1, 3), spoiled({1, 3, 4}))
+    assert NotFinite("x").exit_code == 1 and issubclass(NotFinite, ValueError)
+
+
+# ------------------------------------------------------------------ means
+
+
+def test_the_training_loss_is_the_exact_mean_and_can_be_read_at_any_time():
+    reads = []
+
+    class Reading(ToyBrain):
+        def on_fit_batch_end(self, batch, outputs, loss, should_step):
+            reads.append(self.avg_train_loss)
+
+    toy = brain(Reading, opt_class=partial(torch.optim.SGD, lr=0.0))
+    toy.fit(range(1, 2), ToyTrainLoader(3, 5))
+    batch = batch_of([i for b in ToyTrainLoader(3, 5).at(1) for i in b.ids])
+    exact = toy.compute_objectives(toy.compute_forward(batch, None), batch, None).mean.item()
+    assert toy.ends == [("TRAIN", pytest.approx(exact, rel=1e-5))] and isinstance(toy.ends[0][1], float)
+    assert reads[-1] == pytest.approx(exact, rel=1e-5)
+    assert toy.avg_train_loss == 0.0
+
+
+def test_an_average_of_a_recipe_s_own_is_used():
+    class Own(ToyBrain):
+        def update_average(self, loss, avg_loss):
+            return max(avg_loss, float(loss))
+
+    toy = brain(Own, opt_class=partial(torch.optim.SGD, lr=0.0))
+    toy.fit(range(1, 2), ToyTrainLoader(3, 1), ToyEvalLoader(6))
+    batches = [batch_of([i]) for b in ToyTrainLoader(3, 1).at(1) for i in b.ids]
+    losses = [toy.compute_objectives(toy.compute_forward(b, None), b, None).mean.item() for b in batches]
+    assert toy.ends[0][1] == pytest.approx(max(losses))
+
+
+def test_evaluation_weighs_by_count_and_leaves_out_what_is_not_finite():
+    class Nan(ToyBrain):
+        def compute_objectives(self, predictions, batch, stage):
+            loss = super().compute_objectives(predictions, batch, stage)
+            return Loss(loss.total * math.nan, loss.count) if 0 in batch.ids else loss
+
+    toy = brain(Nan)
+    batch = batch_of(range(2, 11))
+    exact = ToyBrain.compute_objectives(toy, toy.compute_forward(batch, None), batch, None).mean.item()
+    assert toy.evaluate(ToyEvalLoader(11)) == pytest.approx(exact, rel=1e-5)
+
+
+def test_moving_averages_are_used_in_evaluation_only():
+    model = layers()
+    toy = brain(modules=model, hparams={"ema": EMA(model, decay=0.5)})
+    seen = []
+    compute = toy.compute_forward
+    toy.compute_forward = lambda batch, stage: (seen.append(model[0].weight.detach().clone()), compute(batch, stage))[1]
+    toy.fit(range(1, 2), ToyTrainLoader(3), ToyEvalLoader(2))
+    trained, evaluated = model[0].weight.detach(), seen[-1]
+    assert toy._ema.updates == 3 and not torch.equal(trained, evaluated)
+    torch.testing.assert_close(evaluated, toy._ema._averages["0.weight"])
+
+
+# ------------------------------------------------------------------ where it stands
+
+
+class Stop(Exception):
+    pass
+
+
+class Stopping(ToyBrain):
+    """Dies in the middle of a step, after some updates."""
+
+    def on_fit_batch_start(self, batch, should_step):
+        if self.optimizer_step == self.hparams.die_at and batch.micro == 1:
+            raise Stop
+
+
+def run(folder, die_at=None, **run_opts):
+    counter = EpochCounter(3)
+    toy = brain(Stopping, checkpointer=Checkpointer(folder, {"counter": counter}), hparams={"die_at": die_at},
+                ckpt_interval_steps=4, **run_opts)
+    toy.checkpointer.add_recoverable("model", toy.hparams.model)
+    try:
+        toy.fit(counter, ToyTrainLoader(5, 6, micros=2), ToyEvalLoader(5))
+    finally:
+        toy.checkpointer.wait()  # a process that ends waits too
+    return toy
+
+
+@pytest.mark.parametrize("die_at", [3, 5, 7, 12])
+def test_a_run_that_died_within_a_step_goes_on_as_if_it_had_not(tmp_path, die_at):
+    whole = run(tmp_path / "whole")
+    with pytest.raises(Stop):
+        run(tmp_path / "cut", die_at)
+    again = run(tmp_path / "cut")
+    assert all(torch.equal(value, state(again)[name]) for name, value in state(whole).items())
+    assert again.ends == whole.ends[-len(again.ends):]
+    assert again.optimizer_step == whole.optimizer_step == 15
+
+
+def test_positions_are_saved_between_steps_only(tmp_path):
+    with pytest.raises(Stop):
+        run(tmp_path, die_at=4)
+    (found,) = Checkpointer(tmp_path).list_checkpoints()
+    saved = yaml.safe_load((found.path / "brain.ckpt").read_text())
+    # every 4 micro-batches are due, steps have 2, and the run died in the fifth step
+    assert (saved["step"], saved["epoch_step"], saved["optimizer_step"]) == (8, 4, 4)
+    assert saved["avg_train_loss"] == pytest.approx(saved["loss_sums"][0] / saved["loss_sums"][1])
+
+
+def test_an_epoch_s_checkpoint_taken_at_the_end_of_training_starts_the_next_epoch_at_its_beginning(tmp_path):
+    """SpeechBrain would go on counting where the epoch ended."""
+
+    class Saves(ToyBrain):
+        def on_stage_end(self, stage, stage_loss, epoch):
+            self.checkpointer.save_checkpoint()
+
+    toy = brain(Saves, checkpointer=Checkpointer(tmp_path))
+    toy.fit(range(1, 2), ToyTrainLoader(3))
+    again = brain(Saves, checkpointer=Checkpointer(tmp_path))
+    again.on_fit_start()
+    assert (again.step, again._epoch_step, again.optimizer_step, again.avg_train_loss) == (0, 0, 3, 0.0)
+
+
+def test_debug_mode_runs_a_few_batches_of_a_few_epochs():
+    toy = brain(debug=True, debug_batches=3, debug_epochs=2)
+    toy.fit(range(1, 10), ToyTrainLoader(6, micros=2), ToyEvalLoader(9))
+    assert [stage for stage, _ in toy.ends] == ["TRAIN", "VALID"] * 2
+    assert toy.optimizer_step == 4  # 2 + 1 micro-batches are two steps, twice
+
+
+def test_only_testing_trains_nothing():
+    toy = brain(test_only=True)
+    toy.fit(range(1, 3), ToyTrainLoader())
+    assert toy.optimizer_step == 0 and not hasattr(toy, "ends")
+
+
+def test_a_metric_that_no_checkpoint_has_is_an_error_that_names_those_there_are(tmp_path):
+    toy = brain(checkpointer=Checkpointer(tmp_path))
+    toy.checkpointer.save_checkpoint(meta={"WER": 3.0})
+    with pytest.raises(SbkitError, match=r"(?s)CER.*WER"):
+        toy.evaluate(ToyEvalLoader(2), min_key="CER")
+
+
+# ------------------------------------------------------------------ what it writes down
+
+
+def test_metrics_are_written_for_programs(tmp_path):
+    class Parts(ToyBrain):
+        def compute_objectives(self, predictions, batch, stage):
+            loss = super().compute_objectives(predictions, batch, stage)
+            return loss._replace(extras={"ctc": (loss.total * 2, loss.count)})
+
+    toy = brain(Parts, hparams={"output_folder": str(tmp_path), "log_interval": 0.0})
+    toy.fit(range(1, 3), ToyTrainLoader(4))
+    toy.metrics_log.flush()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if line["kind"] == "step"]
+    assert [line["step"] for line in steps] == list(range(1, 9))
+    assert steps[0]["ctc"] == pytest.approx(2 * steps[0]["loss"])
+    assert {"lr", "grad_norm", "audio_s_per_s", "data_wait_share", "padding_share", "skipped_steps"} <= set(steps[0])
+    epochs = [line for line in lines if line["kind"] == "epoch"]
+    assert [line["train_loss"] for line in epochs] == pytest.approx([loss for _, loss in toy.ends])
+    assert sum(epochs[0]["time_shares"].values()) == pytest.approx(1, abs=0.02)
