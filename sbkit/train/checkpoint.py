@@ -129,7 +129,10 @@ class Checkpointer(stock.Checkpointer):
         self._save(meta, end_of_epoch, name, verbosity, tidy, (*min_keys, *max_keys))
 
     def wait(self) -> Checkpoint | None:
-        """Wait until nothing is being written; raises what went wrong, gives the last one that was saved."""
+        """Wait until nothing is being written; gives what the last save left, None if a full disk refused it.
+
+        Raises what went wrong in the background.
+        """
         return ranks.run_on_main(self._settle)
 
     def _save(
@@ -234,6 +237,7 @@ class Checkpointer(stock.Checkpointer):
 
     def _failed(self, pending: PendingCheckpoint, error: Exception) -> None:
         """Warn and let training go on, or raise."""
+        self._saved = None
         needed = pending.needed()
         pending.discard()
         disk = files.disk_error(error)

@@ -50,7 +50,7 @@ class Stopped(SbkitError, SystemExit):
     @classmethod
     def by(cls, signum: int, step: int, checkpoint: Path | None) -> Stopped:
         """For signal ``signum`` after optimizer step ``step`` and the checkpoint saved there, if it was."""
-        saved = f"checkpoint saved at {checkpoint}" if checkpoint else "no checkpoint could be saved"
+        saved = f"checkpoint saved at {checkpoint}" if checkpoint else "no checkpoint could be saved then"
         return cls(f"stopped by {signal.Signals(signum).name} after step {step}, {saved}",
                    hint="run the same command to resume", exit_code=128 + signum)
 
