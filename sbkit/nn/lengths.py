@@ -26,6 +26,7 @@ class LengthRule:
         self.factor = self._period(outputs)
         for t in reversed(range(1, len(outputs) - self.factor)):  # too short for a reflected padding: read backwards
             outputs[t] = outputs[t] or max(outputs[t + self.factor] - 1, 0)
+        self.outputs = outputs  # for plain integers, which must not depend on tensors: shapes are checked without any
         self.table = torch.tensor(outputs)
 
     @staticmethod
@@ -57,8 +58,8 @@ class LengthRule:
         n, f = len(self.table), self.factor
         if isinstance(frames, int):
             if frames < n:
-                return int(self.table[frames])
-            return int(self.table[n - f + (frames - n) % f]) + (frames - n) // f + 1
+                return self.outputs[frames]
+            return self.outputs[n - f + (frames - n) % f] + (frames - n) // f + 1
         if self.table.device != frames.device:
             self.table = self.table.to(frames.device)
         beyond = (frames - n).clamp(min=0)
@@ -69,5 +70,3 @@ class LengthRule:
 def lengths_to_mask(lengths: torch.Tensor, size: int) -> torch.Tensor:
     """True for the frames that exist: [B] -> [B, size]."""
     return torch.arange(size, device=lengths.device)[None, :] < lengths[:, None]
-
-
