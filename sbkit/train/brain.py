@@ -391,6 +391,7 @@ class Brain(sb.core.Brain):
         self.on_stage_start(Stage.VALID, epoch)
         with torch.no_grad():
             loss = evaluate(self, valid_set, Stage.VALID, f"valid {epoch}", enable)
+            self.step = 0
             ranks.meet("validated")
             if ranks.any_of(self._between.flags())["stop"]:  # saved as at the end of training
                 self.step, self._epoch_step, self._average, self.nonfinite_count = self._trained
@@ -411,6 +412,7 @@ class Brain(sb.core.Brain):
             with torch.no_grad():
                 loss = evaluate(self, test_set, Stage.TEST, "test", enable)
                 self.on_stage_end(Stage.TEST, loss, None)
+            self.step = 0
             return loss
 
     def gather(self, rows: Iterable) -> list:

@@ -36,7 +36,6 @@ def evaluate(brain: Any, loader: Any, stage: Stage, name: str, show: bool) -> fl
             display.update(seconds=getattr(batch, "seconds", 0.0))
             if brain.debug and brain.step == brain.debug_batches:
                 break
-    brain.step = 0
     over_ranks = share or brain._shares_validation
     if over_ranks:
         ranks.meet(name)
