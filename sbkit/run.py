@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 from typing import Any
 
 from sbkit.environment import check_torch_pair
 from sbkit.errors import SbkitError
+
+logger = logging.getLogger(__name__)
 
 LOG_CONFIG = Path(__file__).with_name("log-config.yaml")
 #: What a recipe must define for the stages below.
@@ -20,17 +23,20 @@ def train(argv: list[str]) -> int:
     from sbkit.recipe import arguments, load
     from sbkit.train import device as devices
     from sbkit.train import ranks
+    from sbkit.train.memory import keep_freed_memory
 
     request = arguments.parse(argv)
     device = devices.resolve(request.run_opts.device)
+    if device.type == "cpu":
+        keep_freed_memory()
     ranks.init(device, request.run_opts.distributed_backend)
     try:
         with ranks.failing_together():
             hparams = load.load(request.path, request.overrides)
             load.require(hparams, request.path, *NEEDED)
             ranks.run_on_main(_open_folder, hparams, request)
-            manifests = ranks.run_on_main(_prepare, hparams)
-            brain = _fit_and_test(hparams, request, device, manifests)
+            ranks.run_on_main(_prepare, hparams)
+            brain = _fit_and_test(hparams, request, device, hparams["corpus"].load())
             ranks.run_on_main(_show, brain, Path(hparams["output_folder"]))
     finally:
         ranks.shutdown()
@@ -55,13 +61,21 @@ def _open_folder(hparams: dict[str, Any], request: Any) -> None:
                          hint="choose another place with --output_folder") from error
 
 
-def _prepare(hparams: dict[str, Any]) -> dict[str, Any]:
-    """Manifests and the tokenizer, once."""
-    corpus = hparams["corpus"]
+def _prepare(hparams: dict[str, Any]) -> None:
+    """Manifests and the tokenizer, once, by one rank; the others read what it wrote."""
+    corpus, tokenizer = hparams["corpus"], hparams["tokenizer"]
     manifests = corpus.prepare()
-    print(corpus.summary())
-    hparams["tokenizer"].prepare(manifests["train"].texts)
-    return manifests
+    print(corpus.summary(), file=sys.stderr)
+    missing = [split for split in ("train", "dev", "test") if split not in manifests]
+    if missing:
+        raise SbkitError(f"{corpus.source} has no {' and no '.join(missing)} split",
+                         hint="name it in the recipe: corpus: splits: {dev: ...}")
+    tokenizer.prepare(manifests["train"].texts)
+    for split in ("dev", "test"):
+        alien = tokenizer.coverage(manifests[split].texts)
+        if alien:
+            listed = ", ".join(f"{char!r} x {times}" for char, times in alien.most_common(10))
+            logger.warning("The tokenizer cannot express %d characters of %s: %s", alien.total(), split, listed)
 
 
 def _fit_and_test(hparams: dict[str, Any], request: Any, device: Any, manifests: dict[str, Any]) -> Any:
@@ -110,4 +124,4 @@ def _show(brain: Any, folder: Path) -> None:
     print(f"\n{example.id}\n  reference   {' '.join(example.reference)}\n  hypothesis  {' '.join(example.hypothesis)}")
     print(f"\ntest WER {words.rate:.2f} % (95 % interval {low:.2f} to {high:.2f}), CER {characters.rate:.2f} %, "
           f"{len(words)} utterances")
-    print(f"every alignment: {folder / 'wer_test.txt'}", file=sys.stdout, flush=True)
+    print(f"every alignment: {folder / 'wer_test.txt'}", flush=True)
