@@ -96,8 +96,9 @@ class StopSignals:
             signal.signal(signum, handler if handler is not None else signal.SIG_DFL)
         self._before = {}
         _wakeups.discard(self._writing)
-        os.close(self._writing)  # ends the watcher
+        os.write(self._writing, b"\0")  # closing would not end the watcher while a forked process lives
         self._watcher.join()
+        os.close(self._writing)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         del frame
@@ -107,8 +108,8 @@ class StopSignals:
     def _watch(self, reading: int) -> None:
         echo = LAUNCHER_ECHO_SECONDS if "TORCHELASTIC_RUN_ID" in os.environ else ECHO_SECONDS
         first: float | None = None
-        while received := os.read(reading, 1):
-            signum, now = received[0], time.monotonic()
+        while signum := os.read(reading, 1)[0]:
+            now = time.monotonic()
             if signum not in self.signals:
                 continue
             if first is None:

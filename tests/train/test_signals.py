@@ -50,6 +50,31 @@ def test_it_can_be_entered_again_and_leaves_no_thread():
     assert not [thread for thread in threading.enumerate() if thread.name == "stop-signals"]
 
 
+def test_it_can_be_left_while_a_forked_worker_lives():
+    with StopSignals():
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(60)
+            os._exit(0)
+    try:
+        assert not [thread for thread in threading.enumerate() if thread.name == "stop-signals"]
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def test_a_signal_to_a_forked_process_is_none_to_its_parent(capfd):
+    with StopSignals() as stop:
+        pid = os.fork()
+        if pid == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)
+            os._exit(0)
+        os.waitpid(pid, 0)
+        time.sleep(0.05)
+        assert stop.signum is None and capfd.readouterr().err == ""
+
+
 def test_in_a_thread_it_is_said_that_signals_are_not_caught(caplog):
     def run():
         with StopSignals() as stop:
