@@ -10,6 +10,7 @@ from typing import Any
 
 from sbkit.errors import SbkitError
 from sbkit.train import culprit, ranks
+from sbkit.train.sharding import is_sharded
 from sbkit.train.signals import Stopped, StopSignals
 from sbkit.train.step import Facts
 
@@ -79,11 +80,13 @@ class Between:
         brain = self.brain
         brain.nonfinite_count += 1
         what = "gradient" if math.isfinite(fact.total) else "loss"
-        with brain._budget.pause():
-            told = culprit.report(
-                brain, Path(getattr(brain.hparams, "output_folder", ".")), fact.batches, step=fact.number,
-                epoch=brain._epoch, what=what, scale=fact.scale, lr=brain._learning_rate,
-            )
+        told = f"its {what} is not finite (fsdp: no rank can look for the culprit on its own)"
+        if not any(map(is_sharded, brain.modules.values())):
+            with brain._budget.pause():
+                told = culprit.report(
+                    brain, Path(getattr(brain.hparams, "output_folder", ".")), fact.batches, step=fact.number,
+                    epoch=brain._epoch, what=what, scale=fact.scale, lr=brain._learning_rate,
+                )
         if ranks.is_main():
             logger.warning("Step %d was skipped (%d of the %d that nonfinite_patience puts up with):\n%s",
                            fact.number, brain.nonfinite_count, brain.nonfinite_patience, told)

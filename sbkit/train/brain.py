@@ -17,7 +17,7 @@ from speechbrain.utils.checkpoints import mark_as_loader, mark_as_saver, registe
 from speechbrain.utils.run_opts import RunOptions
 
 from sbkit.nn.accelerate import accelerate
-from sbkit.train import loaders, options, parallel, precision, ranks, rng
+from sbkit.train import loaders, options, parallel, precision, ranks, rng, sharding
 from sbkit.train.between import FLAGS, Between
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.culprit import Suspect
@@ -59,6 +59,7 @@ class Brain(sb.core.Brain):
     log_interval : seconds between lines of ``metrics.jsonl`` (10)
     tensorboard : write the same numbers for TensorBoard (False)
     ema : a ``sbkit.train.averaging.EMA``: updated after each step, used in validation and test
+    fsdp, activation_checkpointing : for models that do not fit on a device, see ``sbkit.train.sharding``
     share_validation : True shares ordinary datasets out over ranks in validation and test. Else every rank
         evaluates all of them, as in SpeechBrain, because recipes compute their metrics on each rank.
     """
@@ -124,16 +125,13 @@ class Brain(sb.core.Brain):
     # ------------------------------------------------------------ setting up
 
     def _wrap_distributed(self) -> None:
-        """Wrap all modules at once (see ``parallel``)."""
-        device = torch.device(self.device)
+        """Wrap all modules at once (see ``parallel`` and ``sharding``)."""
         if self.data_parallel_backend:
             super()._wrap_distributed()
-        parallel.convert_batch_norm(self.modules, device)
-        self._parallel = parallel.wrap(
-            parallel.Shell(self.modules, self._forward), hooked=self._own_fit_batch,
-            find_unused_parameters=self._find_unused,
-        )
-        self._steps = Step(device, self._parallel.world, self.scaler, FLAGS)
+        if self._parallel is not None:  # of an earlier fit
+            self._parallel.close()
+        self._parallel = sharding.wrap(self, self._forward)
+        self._steps = Step(torch.device(self.device), self._parallel.world, self.scaler, FLAGS)
 
     @property
     def _own_fit_batch(self) -> bool:
@@ -150,6 +148,7 @@ class Brain(sb.core.Brain):
             super().init_optimizers()
         finally:
             self.opt_class = plain
+        sharding.save_as_if_whole(self.checkpointer)
 
     def _active_optimizers(self) -> list[torch.optim.Optimizer]:
         if self.optimizers_dict is not None:

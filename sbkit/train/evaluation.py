@@ -23,7 +23,8 @@ def evaluate(brain: Any, loader: Any, stage: Stage, name: str, show: bool) -> fl
     mean, share = DeviceMean(brain.device), loaders.is_share(loader)
     weights = contextlib.nullcontext() if brain._ema is None else brain._ema.swapped()
     colour = brain.tqdm_barcolor[stage.name.lower()] or None
-    with weights, StageDisplay(name, loaders.length(loader), show=show, colour=colour) as display:
+    gathered = contextlib.nullcontext() if brain._parallel is None else brain._parallel.gathered()
+    with gathered, weights, StageDisplay(name, loaders.length(loader), show=show, colour=colour) as display:
         for batch in loader:
             if brain._between.asked_to_stop:
                 break

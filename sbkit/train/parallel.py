@@ -64,6 +64,13 @@ class Alone:
     def finish(self) -> None:
         """Average what was accumulated under ``no_sync`` and never followed by a backward outside it."""
 
+    def gathered(self) -> contextlib.AbstractContextManager:
+        """Within it each rank can evaluate on its own."""
+        return contextlib.nullcontext()
+
+    def close(self) -> None:
+        """Take the wrap off; a new ``fit`` makes a new one."""
+
 
 class Wrapped(Alone):
     """DDP around the shell."""
@@ -97,11 +104,15 @@ class Hooked(Alone):
         self._parameters = [p for p in shell.parameters() if p.requires_grad]
         self._reached: set[int] = set()
         self._sync, self._queued = True, False
-        for i, parameter in enumerate(self._parameters):
-            parameter.register_post_accumulate_grad_hook(functools.partial(self._note, i))
+        self._handles = [parameter.register_post_accumulate_grad_hook(functools.partial(self._note, i))
+                         for i, parameter in enumerate(self._parameters)]
         with torch.no_grad():
             for tensor in [*shell.parameters(), *shell.buffers()]:
                 dist.broadcast(tensor.detach(), src=0)
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
 
     def _note(self, i: int, parameter: torch.Tensor) -> None:
         self._reached.add(i)
@@ -154,13 +165,6 @@ def _average(grads: list[torch.Tensor]) -> None:
     pieces = flat.split([g.numel() for g in grads])
     torch._foreach_copy_([g.detach() for g in grads],
                          [piece.view_as(g) for piece, g in zip(pieces, grads, strict=True)])
-
-
-def wrap(shell: Shell, hooked: bool = False, find_unused_parameters: bool = True) -> Alone:
-    """What this run needs; ``hooked``: the recipe calls layers and ``backward`` itself."""
-    if ranks.world_size() == 1 or not any(p.requires_grad for p in shell.parameters()):
-        return Alone(shell)
-    return Hooked(shell) if hooked else Wrapped(shell, find_unused_parameters)
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from speechbrain.utils.run_opts import RunOptions
 
 import sbkit
 
+
 def dataset(count=8):
     data = {f"u{i}": {"x": torch.randn(5, generator=torch.Generator().manual_seed(i))} for i in range(count)}
     return DynamicItemDataset(data, output_keys=["id", "x"])
