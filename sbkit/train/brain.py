@@ -124,6 +124,15 @@ class Brain(sb.core.Brain):
 
     # ------------------------------------------------------------ setting up
 
+    def on_fit_start(self) -> None:
+        """Compile, wrap, make optimizers, go on from the newest checkpoint; as SpeechBrain does."""
+        self._compile()
+        self._wrap_distributed()
+        self.init_optimizers()
+        sharding.save_as_if_whole(self.checkpointer)
+        if self.checkpointer is not None:
+            self.checkpointer.recover_if_possible()
+
     def _wrap_distributed(self) -> None:
         """Wrap all modules at once (see ``parallel`` and ``sharding``)."""
         if self.data_parallel_backend:
@@ -148,7 +157,6 @@ class Brain(sb.core.Brain):
             super().init_optimizers()
         finally:
             self.opt_class = plain
-        sharding.save_as_if_whole(self.checkpointer)
 
     def _active_optimizers(self) -> list[torch.optim.Optimizer]:
         if self.optimizers_dict is not None:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -84,15 +86,41 @@ class Wrapped(Alone):
             shell, find_unused_parameters=find_unused_parameters, broadcast_buffers=False,
             gradient_as_bucket_view=True,
         )
+        self._advised = not find_unused_parameters
 
     def __call__(self, batch: Any) -> torch.Tensor:
-        return self.ddp(batch)
+        if self._advised:
+            return self.ddp(batch)
+        self._advised = True
+        with _without_advice():
+            return self.ddp(batch)
 
     def no_sync(self) -> contextlib.AbstractContextManager:
         return self.ddp.no_sync()
 
     def finish(self) -> None:
         average_gradients([p for p in self.shell.parameters() if p.requires_grad])
+
+
+@contextlib.contextmanager
+def _without_advice() -> Iterator[None]:
+    """When all parameters are reached, DDP advises to switch off the search for those that are not.
+
+    It does so once, from C++, on every rank; a recipe that drops layers now and then would hang by it.
+    Whatever else is written to stderr meanwhile is passed on.
+    """
+    with tempfile.TemporaryFile() as held:
+        stderr = os.dup(2)
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(stderr, 2)
+            held.seek(0)
+            for line in held.read().splitlines(keepends=True):
+                if b"find_unused_parameters=True was specified" not in line:
+                    os.write(2, line)
+            os.close(stderr)
 
 
 class Hooked(Alone):

@@ -60,7 +60,7 @@ class Progress:
     def _write(self, fact: Facts, lr: Any, now: float) -> None:
         speed = self._seconds * ranks.world_size() / (now - self._last)
         self.metrics.write(
-            "step", epoch=self.epoch, step=fact.number, loss=self._loss.value(),
+            "step", epoch=self.epoch, step=fact.number, loss=self._loss.value() if self._loss.count else None,
             **{name: mean.value() for name, mean in self._extras.items()}, lr=lr, grad_norm=self._norm,
             audio_s_per_s=speed or None, data_wait_share=self.budget.share("data"),
             padding_share=1 - self._seconds / self._padded if self._padded else None,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from functools import partial
 
 import pytest
@@ -193,3 +195,27 @@ def test_plain_datasets_are_trained_in_shares_and_their_last_accumulation_is_a_s
     (_, shared_ends, _, seen), (_, _, _, other_seen) = results(legacy, 2, True)
     assert sorted([*seen[:3], *other_seen[:2]]) == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.4])
     assert shared_ends[1][1] == pytest.approx(ends[1][1], rel=1e-5)
+
+
+def stderr_of_training():
+    with tempfile.TemporaryFile() as file:
+        stderr = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            toy = brain(AllReached, modules=layers()[:3])
+            toy.fit(range(1, 2), ToyTrainLoader(2, 4, ranks.rank(), ranks.world_size()))
+        finally:
+            os.dup2(stderr, 2)
+        file.seek(0)
+        return file.read().decode()
+
+
+class AllReached(ToyBrain):
+    def compute_forward(self, batch, stage):
+        os.write(2, b"from the recipe\n")
+        return super().compute_forward(batch, stage)
+
+
+def test_nobody_is_advised_to_switch_off_what_keeps_dropped_layers_from_hanging():
+    for text in results(stderr_of_training):
+        assert "find_unused_parameters" not in text and "from the recipe" in text
