@@ -84,7 +84,8 @@ class Recognizer:
         feats = self.compute_features(signals)
         frames = samples // self.hop_samples + 1
         if self.normalize is not None:
-            feats = self.normalize(feats, frames / feats.shape[1])
+            # Half a frame less: a relative length times T, in fp32, may otherwise come out one frame too many.
+            feats = self.normalize(feats, (frames - 0.5) / feats.shape[1])
         if training and self.augment is not None:
             feats = self.augment(feats, frames)
         keep = lengths_to_mask(frames, feats.shape[1])

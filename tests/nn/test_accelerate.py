@@ -1,0 +1,177 @@
+"""Every faster layer gives what SpeechBrain's gives: outputs and gradients, fp32 and bf16, same checkpoint keys."""
+
+import copy
+
+import pytest
+import torch
+from speechbrain.lobes.models.convolution import ConvolutionFrontEnd
+from speechbrain.lobes.models.transformer.Conformer import ConvolutionModule
+from speechbrain.lobes.models.transformer.TransformerASR import TransformerASR
+from speechbrain.nnet.attention import MultiheadAttention
+from speechbrain.nnet.CNN import Conv2d
+
+from sbkit.nn.accelerate import FASTER, accelerate, restore
+from sbkit.nn.fast.attention import relative_shift
+from sbkit.nn.fast.dropout import dropout
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 6e-2}
+
+
+def transformer(attention, encoder="conformer", decoder=0):
+    torch.manual_seed(0)
+    return TransformerASR(
+        input_size=20, tgt_vocab=30, d_model=32, nhead=4, num_encoder_layers=2, num_decoder_layers=decoder, d_ffn=48,
+        dropout=0.0, activation=torch.nn.GELU, encoder_module=encoder, attention_type=attention, kernel_size=7,
+        normalize_before=True, causal=False,
+    )
+
+
+def front_end():
+    torch.manual_seed(0)
+    return ConvolutionFrontEnd(
+        input_shape=(8, 10, 20), num_blocks=2, num_layers_per_block=2, out_channels=(6, 4), kernel_sizes=(3, 5),
+        strides=(2, 1), residuals=(True, False), dropout=0.0,
+    )
+
+
+def outcome(module, run, precision):
+    """Output and gradient by parameter of ``run(module)``."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == torch.bfloat16):
+        out = run(module)
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    (out.float() * weights).mean().backward()  # a plain square would be constant behind a LayerNorm
+    return out.detach().float(), {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+
+
+def assert_same(module, run, precision=torch.float32):
+    original = copy.deepcopy(module)
+    keys = list(module.state_dict())
+    assert accelerate(module), "nothing was swapped"
+    assert list(module.state_dict()) == keys
+    slow, slow_grads = outcome(original, run, precision)
+    fast, fast_grads = outcome(module, run, precision)
+    tolerance = TOLERANCE[precision]
+    torch.testing.assert_close(fast, slow, atol=tolerance * slow.abs().max().item(), rtol=tolerance)
+    assert fast_grads.keys() == slow_grads.keys()
+    for name, grad in slow_grads.items():
+        difference = (fast_grads[name] - grad).norm() / grad.norm().clamp_min(1e-8)
+        assert difference < 10 * tolerance, (name, difference.item())
+
+
+@pytest.mark.parametrize("precision", TOLERANCE, ids=str)
+@pytest.mark.parametrize("attention", ["RelPosMHAXL", "RoPEMHA", "regularMHA"])
+@pytest.mark.parametrize("encoder", ["conformer", "transformer", "branchformer"])
+def test_encoders_equal_the_originals(encoder, attention, precision):
+    if encoder == "branchformer" and attention == "RoPEMHA":
+        pytest.skip("SpeechBrain's Branchformer has no RoPEMHA")
+    x = torch.randn(2, 23, 20)
+    assert_same(transformer(attention, encoder), lambda m: m.encode(x, torch.ones(2)), precision)
+
+
+@pytest.mark.parametrize("attention", ["RelPosMHAXL", "RoPEMHA", "regularMHA"])
+def test_decoder_equals_the_original(attention):
+    x, tokens = torch.randn(2, 23, 20), torch.tensor([[1, 4, 5, 6], [1, 7, 8, 0]])
+    assert_same(transformer(attention, decoder=2), lambda m: m(x, tokens, torch.ones(2), pad_idx=0)[1])
+
+
+@pytest.mark.parametrize("attention", ["RelPosMHAXL", "RoPEMHA", "regularMHA"])
+def test_in_a_batch_each_utterance_comes_out_as_the_original_gives_it_alone(attention):
+    slow = transformer(attention).eval()
+    fast = copy.deepcopy(slow)
+    accelerate(fast)
+    lengths = [23, 9, 16]
+    x = torch.randn(3, 23, 20)
+    with torch.no_grad():
+        batch = fast.encode(x, torch.tensor(lengths) / 23)
+        for row, n in enumerate(lengths):
+            alone = slow.encode(x[row : row + 1, :n], torch.ones(1))
+            torch.testing.assert_close(batch[row : row + 1, :n], alone, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("precision", TOLERANCE, ids=str)
+@pytest.mark.parametrize("frames", [7, 12, 33])
+def test_front_end_equals_the_original(frames, precision):
+    x = torch.randn(2, frames, 20)
+    assert_same(front_end(), lambda m: m(x), precision)
+
+
+@pytest.mark.parametrize("options", [
+    {"padding": "valid"}, {"stride": (2, 1)}, {"kernel_size": (5, 3)}, {"kernel_size": (3, 1)}, {"dilation": (2, 1)},
+    {"groups": 2}, {"bias": False}, {"swap": True}, {"padding_mode": "constant"}, {"weight_norm": True},
+    {"padding": "causal"}, {"max_norm": 0.5},
+])
+def test_conv2d_equals_the_original_with_every_option(options):
+    torch.manual_seed(0)
+    module = Conv2d(**{"out_channels": 6, "kernel_size": (3, 3), "in_channels": 4, **options})
+    x = torch.randn(2, 14, 9, 4)
+    assert_same(module, lambda m: m(x))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_convolution_module_equals_the_original(causal):
+    torch.manual_seed(0)
+    x = torch.randn(2, 19, 16)
+    assert_same(ConvolutionModule(16, 5, causal=causal), lambda m: m(x.clone()))
+
+
+@pytest.mark.parametrize("mask", [
+    None, torch.tensor([[False, True, False], [True, False, False], [False, False, False]]),
+    torch.tensor([[0.0, -1.0, 0.5], [0.0, 0.0, 0.0], [2.0, 0.0, 0.0]]),
+])
+@pytest.mark.parametrize("padded", [False, True])
+def test_multihead_attention_takes_speechbrains_masks(mask, padded):
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 8)
+    keys = torch.tensor([[False, False, False], [False, False, True]]) if padded else None
+    if padded and mask is not None and mask.is_floating_point():
+        keys = torch.zeros(2, 3).masked_fill(keys, float("-inf"))  # torch wants both masks of one type
+        pytest.skip("SpeechBrain passes boolean key masks only")
+    assert_same(MultiheadAttention(2, 8), lambda m: m(x, x, x, attn_mask=mask, key_padding_mask=keys)[0])
+
+
+@pytest.mark.parametrize("t", [1, 2, 3, 8])
+def test_relative_shift_picks_the_distance_of_each_pair(t):
+    scores = torch.arange(2 * t * (2 * t - 1), dtype=torch.float32).view(1, 2, t, 2 * t - 1)
+    shifted = relative_shift(scores)
+    for i in range(t):
+        for j in range(t):
+            assert torch.equal(shifted[..., i, j], scores[..., i, t - 1 - i + j])
+
+
+def test_restore_gives_the_original_classes_back():
+    module = transformer("RoPEMHA", decoder=1)
+    before = [type(layer) for layer in module.modules()]
+    accelerate(module)
+    assert any(type(layer) in FASTER.values() for layer in module.modules())
+    restore(module)
+    assert [type(layer) for layer in module.modules()] == before
+
+
+def test_a_users_subclass_is_left_alone():
+    class Mine(torch.nn.Dropout):
+        pass
+
+    module = torch.nn.Sequential(Mine(0.1), torch.nn.Dropout(0.1))
+    accelerate(module)
+    assert type(module[0]) is Mine and type(module[1]) is FASTER[torch.nn.Dropout]
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 1.0])
+def test_dropout_drops_the_share_it_is_told_and_keeps_the_mean(p):
+    torch.manual_seed(0)
+    x = torch.ones(400, 500, requires_grad=True)
+    out = dropout(x, p, training=True)
+    assert (out == 0).float().mean().item() == pytest.approx(p, abs=0.005)
+    if p < 1:
+        assert out.mean().item() == pytest.approx(1.0, abs=0.01)
+    out.sum().backward()
+    assert torch.equal(x.grad, out.detach()), "the gradient passes where the value passed, with the same scale"
+
+
+def test_dropout_repeats_with_the_seed_and_differs_without():
+    x = torch.ones(33, 7)
+    torch.manual_seed(3)
+    first, second = dropout(x, 0.3, True), dropout(x, 0.3, True)
+    torch.manual_seed(3)
+    assert torch.equal(dropout(x, 0.3, True), first) and not torch.equal(first, second)
+    assert torch.equal(dropout(x, 0.3, False), x)

@@ -1,0 +1,55 @@
+"""The path from waveforms to scores gives each utterance the same, alone and in a batch."""
+
+import pytest
+import torch
+from speechbrain.lobes.features import Fbank
+from speechbrain.lobes.models.convolution import ConvolutionFrontEnd
+from speechbrain.lobes.models.transformer.TransformerASR import TransformerASR
+from speechbrain.processing.features import InputNormalization
+
+from sbkit.nn.accelerate import accelerate
+from sbkit.nn.recognizer import Recognizer
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    frontend = ConvolutionFrontEnd(
+        input_shape=(8, 10, 80), num_blocks=2, num_layers_per_block=1, out_channels=(8, 4), kernel_sizes=(3, 3),
+        strides=(2, 2), residuals=(False, False),
+    )
+    encoder = TransformerASR(
+        input_size=80, tgt_vocab=12, d_model=32, nhead=4, num_encoder_layers=2, num_decoder_layers=0, d_ffn=32,
+        activation=torch.nn.GELU, encoder_module="conformer", attention_type="RoPEMHA", kernel_size=7,
+        normalize_before=True, causal=False,
+    )
+    head = torch.nn.Linear(32, 12)
+    layers = torch.nn.ModuleList([frontend, encoder, head]).eval()
+    accelerate(layers)
+    return Recognizer(Fbank(n_mels=80), encoder, head, frontend, InputNormalization(norm_type="sentence"))
+
+
+@torch.no_grad()
+def test_an_utterance_scores_the_same_alone_and_in_any_batch(model):
+    samples = [48000, 16007, 31111, 8000]
+    signals = torch.zeros(4, 48000)
+    for row, n in enumerate(samples):
+        signals[row, :n] = 0.1 * torch.randn(n)
+    together, frames = model.log_probs(signals, torch.tensor(samples))
+    for row, n in enumerate(samples):
+        alone, [count] = model.log_probs(signals[row : row + 1, :n], torch.tensor([n]))
+        assert count == frames[row] == alone.shape[1]
+        torch.testing.assert_close(together[row, :count], alone[0], atol=1e-4, rtol=1e-4)
+
+
+def test_frames_of_a_number_of_samples(model):
+    assert model.subsampling == 4
+    assert model.frames(16000) == 26
+    assert model.frames(torch.tensor([16000, 160])).tolist() == [26, 1]
+
+
+@torch.no_grad()
+def test_log_probs_are_normalised_fp32(model):
+    scores, _ = model.log_probs(torch.randn(1, 8000), torch.tensor([8000]))
+    assert scores.dtype == torch.float32
+    torch.testing.assert_close(scores.exp().sum(-1), torch.ones(scores.shape[:2]))
