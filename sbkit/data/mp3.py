@@ -14,9 +14,9 @@ from typing import NamedTuple
 _RATES_1 = (0, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320)
 _RATES_2 = (0, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160)
 _HERTZ = (44_100, 48_000, 32_000)
-_HEAD = 10  # an ID3v2 header; more than a frame header
 #: Damaged frames to skip before what follows is taken for something other than audio.
 _RESYNC_BYTES = 4096
+_MANY_BYTES = 1 << 26
 
 
 class Frame(NamedTuple):
@@ -39,13 +39,16 @@ class Mp3(NamedTuple):
     """Where the first frame begins."""
 
 
-def inspect(read: Callable[[int, int], bytes], size: int) -> Mp3 | None:
-    """Look at an MP3 of ``size`` bytes through ``read(count, offset)``; None where no frame is found.
+def inspect(read: Callable[[int, int], bytes]) -> Mp3 | None:
+    """Look at an MP3 through ``read(count, offset)``; None where no frame is found.
 
-    With a tag that counts the frames, two short reads; without one, all headers are walked through.
+    With a tag that counts the frames one short read (two behind an ID3 tag) tells all; without one, all
+    headers are walked through.
     """
-    start = _after_id3(read(_HEAD, 0))
-    head = read(_RESYNC_BYTES, start)
+    head = read(_RESYNC_BYTES, 0)
+    start = _after_id3(head)
+    if start:
+        head = read(_RESYNC_BYTES, start)
     at = _next_frame(head, 0)
     if at is None:
         return None
@@ -56,7 +59,16 @@ def inspect(read: Callable[[int, int], bytes], size: int) -> Mp3 | None:
     if head[at + 36 : at + 40] == b"VBRI":
         count = int.from_bytes(head[at + 50 : at + 54], "big")
         return Mp3(count, count * frame.samples, False, True, start + at)
-    return _walk(read(size - start, start), at, start)
+    return _walk(read_all(read, start), at, start)
+
+
+def read_all(read: Callable[[int, int], bytes], start: int = 0) -> bytes:
+    """Everything from ``start`` on; one ``read`` may give less than asked for."""
+    parts = []
+    while part := read(_MANY_BYTES, start):
+        parts.append(part)
+        start += len(part)
+    return b"".join(parts)
 
 
 def with_tag(data: bytes, mp3: Mp3) -> bytes:
@@ -73,12 +85,12 @@ def with_tag(data: bytes, mp3: Mp3) -> bytes:
 
 
 def _after_id3(head: bytes) -> int:
-    if head[:3] != b"ID3" or len(head) < _HEAD:
+    if head[:3] != b"ID3" or len(head) < 10:
         return 0
     size = 0
     for byte in head[6:10]:  # seven bits each
         size = size << 7 | byte & 0x7F
-    return _HEAD + size + (_HEAD if head[5] & 0x10 else 0)
+    return 10 + size + (10 if head[5] & 0x10 else 0)
 
 
 def _walk(data: bytes, at: int, start: int) -> Mp3:

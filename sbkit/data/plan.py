@@ -16,9 +16,12 @@ import numpy as np
 
 from sbkit.errors import SbkitError
 
-#: Steps that a bucket should hold, so that its leftovers and its padding stay small together.
-STEPS_PER_BUCKET = 8
-MAX_BUCKETS = 100
+#: More buckets mean less padding, and more steps that are not full: each bucket ends in about half of one.
+#: What a step costs besides its audio, as a share of a full step, weighs one against the other.
+STEP_COST = 0.05
+MAX_BUCKETS = 200
+#: A bucket of fewer steps would hardly mix its utterances.
+MIN_STEPS_PER_BUCKET = 2
 #: Places where an edge between buckets may be put; more would not save padding worth the time.
 EDGE_CANDIDATES = 600
 
@@ -32,7 +35,8 @@ class Batching:
     max_batch_seconds: what one device holds at once (a micro-batch), in seconds, padding counted.
     step_seconds: what one optimizer update sees over all devices and micro-batches, in seconds,
         padding counted; ``null``: as much as ``max_batch_seconds``.
-    buckets: groups of similar duration, from which steps are drawn; ``null``: chosen from the corpus.
+    buckets: groups of similar duration, from which steps are drawn, at most 200; ``null``: as many as
+        cost least, padding and incomplete steps weighed against each other.
     max_batch_utterances: a second limit on a micro-batch; ``null``: none.
     seed: of the order of utterances and steps.
     sort: ``ascending`` or ``descending`` takes the first epoch (epoch 1) in order of duration; every
@@ -218,30 +222,35 @@ def _edges(durations: np.ndarray, batching: Batching) -> np.ndarray:
     """
     ordered = np.sort(durations)
     total = float(ordered.sum(dtype=np.float64))
-    if batching.buckets is not None:
-        buckets = min(int(batching.buckets), 256)
-    else:
-        buckets = min(max(1, int(total / batching.step_seconds / STEPS_PER_BUCKET)), MAX_BUCKETS)
+    most = batching.buckets
+    if most is None:
+        most = max(1, int(total / batching.step_seconds / MIN_STEPS_PER_BUCKET))
+    most = min(most, MAX_BUCKETS)
     # Candidates: equal shares of the utterances, and equal steps of duration for the tails.
     places = np.linspace(0, len(ordered) - 1, EDGE_CANDIDATES // 2).astype(np.int64)
     levels = np.linspace(ordered[0], ordered[-1], EDGE_CANDIDATES // 2, dtype=np.float32)
     at_levels = np.searchsorted(ordered, levels, side="right") - 1
     candidates = np.unique(ordered[np.concatenate([places, at_levels[at_levels >= 0], [len(ordered) - 1]])])
-    if len(candidates) <= buckets:
-        return candidates
+    most = min(most, len(candidates))
     below = np.searchsorted(ordered, candidates, side="right").astype(np.float64)
     # cost[k][j]: candidates 0..j in k+1 buckets, the last of which ends at j.
     cost = below * candidates
-    back = []
+    back, totals = [], [cost[-1]]
     # step[i, j]: one bucket from behind candidate i up to candidate j.
     step = (below[None, :] - below[:, None]) * candidates[None, :]
     step[np.tril_indices(len(candidates))] = math.inf
-    for _ in range(buckets - 1):
-        options = cost[:, None] + step
+    options = np.empty_like(step)
+    for _ in range(most - 1):
+        np.add(cost[:, None], step, out=options)
         came = np.argmin(options, axis=0)
         better = options[came, np.arange(len(candidates))]
         back.append(np.where(better < cost, came, -1))
         cost = np.minimum(cost, better)
+        totals.append(cost[-1])
+    if batching.buckets is None:
+        halves = np.arange(1, most + 1) / 2
+        best = int(np.argmin(np.array(totals) * (1 + STEP_COST) + STEP_COST * batching.step_seconds * halves))
+        back = back[:best]
     chosen, j = [len(candidates) - 1], len(candidates) - 1
     for came in reversed(back):
         if came[j] >= 0:

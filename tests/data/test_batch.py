@@ -1,0 +1,85 @@
+"""Batches: lengths known without asking the device, moves that lose nothing, stand-ins that do no harm."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+
+from sbkit.data.batch import STAND_IN, Batch, DevicePrefetcher, stand_in
+
+
+def batch(rows: int = 3, step: int = 7) -> Batch:
+    lengths = torch.tensor([16000 - 1000 * i for i in range(rows)])
+    return Batch(
+        ids=[f"u{i}" for i in range(rows)], signals=torch.randn(rows, 16000), signal_lengths=lengths,
+        tokens=torch.ones(rows, 4, dtype=torch.long), token_lengths=torch.tensor([4] * rows),
+        texts=["hello"] * rows, step=step, micro=1, micros=2, samples=int(lengths.sum()),
+    )
+
+
+def test_seconds_come_from_python_numbers():
+    it = batch()
+    meta = it.to("meta")  # a device that cannot be asked for a value
+    assert len(meta) == 3 and meta.seconds == it.seconds == (16000 + 15000 + 14000) / 16000
+    assert meta.padded_seconds == 3.0
+    assert isinstance(meta.seconds, float) and isinstance(meta.padded_seconds, float)
+
+
+def test_last_is_the_one_after_which_the_optimizer_steps():
+    it = batch()
+    assert it.last
+    it.micro = 0
+    assert not it.last
+
+
+def test_moves_every_tensor_and_keeps_the_rest():
+    it = batch()
+    it.damaged = [("x", "gone")]
+    moved = it.to("meta")
+    assert {tensor.device.type for tensor in moved.tensors()} == {"meta"}
+    assert all(tensor.device.type == "cpu" for tensor in it.tensors())
+    for name in ("ids", "texts", "step", "micro", "micros", "weight", "damaged", "samples"):
+        assert getattr(moved, name) == getattr(it, name)
+
+
+def test_is_speechbrains_padded_data_when_asked():
+    it = batch()
+    data, lengths = it.sig
+    assert data is it.signals and torch.allclose(lengths, torch.tensor([1.0, 15 / 16, 14 / 16]))
+
+
+def test_survives_pickling():
+    it = batch()
+    again = pickle.loads(pickle.dumps(it))
+    assert torch.equal(again.signals, it.signals) and again.ids == it.ids
+
+
+def test_a_stand_in_gives_finite_losses_and_counts_for_nothing():
+    it = stand_in(step=3, micro=0, micros=2)
+    assert (it.weight, it.seconds, it.ids, it.step, it.micros) == (0.0, 0.0, [STAND_IN], 3, 2)
+    assert it.signals.std() > 0 and it.tokens.tolist() == [[1]] and it.token_lengths.tolist() == [1]
+    assert torch.equal(it.signals, stand_in().signals)
+    scores = torch.randn(40, 1, 8).log_softmax(-1)
+    loss = torch.nn.functional.ctc_loss(scores, it.tokens, torch.tensor([40]), it.token_lengths)
+    assert torch.isfinite(loss)
+    assert stand_in(tokens=False).tokens.shape == (1, 0)
+
+
+def test_the_prefetcher_hands_on_every_batch_in_order_on_a_cpu():
+    batches = [batch(step=i) for i in range(5)]
+    moved = list(DevicePrefetcher(batches, "cpu"))
+    assert [it.step for it in moved] == [0, 1, 2, 3, 4]
+    assert all(torch.equal(a.signals, b.signals) for a, b in zip(batches, moved, strict=True))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_prefetcher_hands_on_every_batch_in_order_on_a_gpu():
+    batches = [batch(step=i).pin_memory() for i in range(5)]
+    moved = []
+    for it in DevicePrefetcher(batches, "cuda"):
+        moved.append(it.signals.sum())
+        del it
+    expected = torch.stack([it.signals.sum() for it in batches])
+    assert torch.allclose(torch.stack(moved).cpu(), expected, atol=1e-2)
