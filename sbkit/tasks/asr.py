@@ -20,6 +20,7 @@ class Row(NamedTuple):
     id: str
     reference: str
     hypothesis: str
+    confidence: float | None = None  # 0 to 1; None where nothing was heard, or the task does not say
 
 
 class ASR(Brain):
@@ -61,20 +62,33 @@ class ASR(Brain):
         if stage == Stage.TRAIN:
             self.train_stats = {"loss": stage_loss}
             return
-        words, characters = score(sorted(self.gather(self.rows)))
+        rows = self.all_rows()
+        words, characters = score(rows)
         stats = {"loss": stage_loss, "WER": words.rate, "CER": characters.rate}
         if stage == Stage.VALID:
             self._end_epoch(epoch, stats)
         else:
             epoch = self.hparams.epoch_counter.current
             self.hparams.train_logger.log_stats({"Epoch loaded": epoch}, test_stats=stats)
-            self.test_words, self.test_characters = words, characters
+            self._measured("test", epoch, stats)
+            self.test_words, self.test_characters, self.test_rows = words, characters, rows
+
+    def all_rows(self) -> list[Row]:
+        """The rows of all ranks by id, on every rank."""
+        return sorted(self.gather(self.rows), key=lambda row: row.id)
+
+    def _measured(self, kind: str, epoch: int | None, stats: dict[str, float]) -> None:
+        if self.metrics_log is not None:
+            prefix = "valid" if kind == "epoch" else "test"
+            self.metrics_log.write(kind, epoch=epoch, step=self.optimizer_step,
+                                   **{f"{prefix}_{name}": value for name, value in stats.items()})
 
     def _end_epoch(self, epoch: int | None, stats: dict[str, float]) -> None:
         meta = {"epoch": epoch, "steps": self.optimizer_step}
         if self.opt_class is not None:
             meta["lr"] = self.optimizer.param_groups[0]["lr"]
         self.hparams.train_logger.log_stats(meta, train_stats=self.train_stats, valid_stats=stats)
+        self._measured("epoch", epoch, stats)
         if self.checkpointer is not None:
             self.checkpointer.save_and_keep_only(
                 meta={"WER": stats["WER"], "loss": stats["loss"], "epoch": epoch}, min_keys=["WER"],
@@ -87,7 +101,7 @@ def score(rows: list[Row]) -> tuple[ErrorRates, ErrorRates]:
     empty = [row.id for row in rows if not row.reference.split()]
     if empty:
         logger.warning("%d utterances have no reference and are not scored: %s", len(empty), ", ".join(empty[:5]))
-    scored = [row for row in rows if row.reference.split()]
+    scored = [(row.id, row.reference, row.hypothesis) for row in rows if row.reference.split()]
     words, characters = ErrorRates("word"), ErrorRates("character")
     if scored:
         words.add(*zip(*scored, strict=True))

@@ -96,4 +96,5 @@ class CTC(ASR):
         log_probs = scores.ctc.float().log_softmax(-1)
         found = greedy(log_probs, scores.frames, blank_id=self.hparams.blank_index)
         heard = map(self.hparams.tokenizer.decode, found.ids)
-        self.rows += map(Row, batch.ids, batch.texts, heard)
+        sure = (float(spans.confidence.mean()) if len(spans) else None for spans in found)
+        self.rows += map(Row, batch.ids, batch.texts, heard, sure)
