@@ -52,6 +52,7 @@ class Corpus:
     text : rules of normalisation, a ``TextRules`` or a mapping of what differs from the language's rules
     min_duration, max_duration : seconds; what is outside is left out of ``limit_splits``
     limit_splits : where the duration limits and the alphabet leave utterances out; everywhere else they stay
+    only : our splits that are wanted; a source that has none of the others will do
     skip_short_texts : splits without texts of fewer than ``short_text`` words (SpeechBrain: all three)
     check_audio : "sample" compares some listed durations with the audio, "all" opens every recording
     columns : a source's column names by role, ``{audio: speech, text: raw_transcription}``
@@ -65,6 +66,7 @@ class Corpus:
                  folder: str | Path = "manifests", *, splits: Mapping[str, str | Sequence[str]] | None = None,
                  text: TextRules | Mapping[str, Any] | None = None, min_duration: float | None = None,
                  max_duration: float | None = None, limit_splits: Sequence[str] = ("train",),
+                 only: Sequence[str] = SPLITS,
                  skip_short_texts: Sequence[str] = (), short_text: int = 3, check_audio: str = "sample",
                  columns: Mapping[str, str] | None = None, data_root: str | Path | None = None,
                  cache_folder: str | Path | None = None, workers: int | None = None,
@@ -77,7 +79,7 @@ class Corpus:
         self.text = text if isinstance(text, TextRules) else TextRules.for_language(language, **(text or {}))
         self.min_duration, self.max_duration = min_duration, max_duration
         self.limit_splits, self.skip_short_texts = tuple(limit_splits), tuple(skip_short_texts)
-        self.short_text = short_text
+        self.only, self.short_text = tuple(only), short_text
         self.check_audio = check_audio
         self.columns = check_columns(columns)
         self.data_root = data_root
@@ -85,7 +87,7 @@ class Corpus:
         self.workers = workers
         self.demo_hours, self.demo_seed = demo_hours, demo_seed
         self.report: dict[str, Any] | None = None
-        for option in ("splits", "limit_splits", "skip_short_texts"):
+        for option in ("splits", "limit_splits", "skip_short_texts", "only"):
             alien = [name for name in getattr(self, option) if name not in SPLITS]
             if alien:
                 raise SbkitError(f"corpus: {option} names {alien[0]!r}",
@@ -135,6 +137,10 @@ class Corpus:
                              hint="remove it and prepare the corpus again") from None
         return {split: Manifest.read(self.manifest_path(split)) for split in names}
 
+    def names(self) -> list[str]:
+        """What the source calls its splits."""
+        return self._open(show_progress=False).names()
+
     def summary(self) -> str:
         """A table of what was read, kept and left out, and notes on what deserves a look."""
         if self.report is None:
@@ -163,7 +169,7 @@ class Corpus:
         """Our splits -> the source's names."""
         there = source.names()
         chosen = {}
-        for split in SPLITS:
+        for split in self.only:
             if split in self.splits:
                 chosen[split] = self.splits[split]
                 for name in chosen[split]:
@@ -176,8 +182,9 @@ class Corpus:
                 if found is not None:
                     chosen[split] = [found]
         if not chosen:
+            wanted = " or ".join(filter(None, (", ".join(self.only[:-1]), self.only[-1])))
             raise SbkitError(
-                f"{source.where} ({source.kind}) has no split train, dev or test (it has "
+                f"{source.where} ({source.kind}) has no split {wanted} (it has "
                 f"{', '.join(there) or 'none'})", hint="name them in the corpus's splits, e.g. {train: NAME}")
         return chosen
 
@@ -189,6 +196,7 @@ class Corpus:
             "skip_short_texts": self.skip_short_texts, "short_text": self.short_text,
             "check_audio": self.check_audio, "columns": self.columns,
             "data_root": None if self.data_root is None else str(self.data_root),
+            **({} if self.only == SPLITS else {"only": self.only}),
         }
 
     def _fingerprint(self, source: Source) -> str:
