@@ -7,8 +7,24 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
 
 from sbkit.errors import SbkitError
+
+RECIPE_HELP = """usage: sbkit {command} RECIPE.yaml [--key value ...]
+{what}
+
+Any key of the YAML can be overridden: --d_model 256 --number_of_epochs 3 --data_folder /data/cv/fr
+Beside them SpeechBrain's run options work: --device --precision --debug --test_only --noprogressbar
+--ckpt_interval_minutes --grad_accumulation_factor --max_grad_norm --compile --profile_training ...
+--no-check starts a run without the check of its recipe."""
+
+#: Commands that take a recipe and overrides, as SpeechBrain's scripts do. argparse below never sees these words.
+RECIPE_COMMANDS = {
+    "train": "Train, test and report. On several devices: torchrun --nproc_per_node=8 train.py RECIPE.yaml ...",
+    "prepare": "Only prepare the corpus and the tokenizer, and say what was left out and why.",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,41 +35,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SbkitError as error:
         if "--debug" in argv:
             traceback.print_exc()
-        # Every rank meets the same mistake; one of them says it.
-        if os.environ.get("RANK", "0") == "0" or not getattr(error, "everywhere", True):
+        if os.environ.get("RANK", "0") == "0":  # every rank meets the same mistake; one of them says it
             print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    except BrokenPipeError:  # `sbkit … | head`
+    except BrokenPipeError:  # `sbkit ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 
 def _dispatch(argv: list[str]) -> int:
-    if argv[:1] == ["train"]:  # its flags are SpeechBrain's and the recipe's: argparse below never sees them
-        if argv[1:2] in (["-h"], ["--help"]):
-            print(_TRAIN_HELP)
-            return 0
-        from sbkit import run
+    command, words = (argv or [""])[0], argv[1:]
+    if command not in RECIPE_COMMANDS:
+        args = _parser().parse_args(argv)
+        return args.call(args)
+    if "-h" in words or "--help" in words:
+        print(RECIPE_HELP.format(command=command, what=RECIPE_COMMANDS[command]))
+        return 0
+    from sbkit import run
 
-        return run.train(argv[1:])
-    args = _parser().parse_args(argv)
-    return args.call(args)
+    return getattr(run, command)(words)
 
 
-_TRAIN_HELP = """usage: torchrun train.py RECIPE.yaml [--key value ...]     (also: sbkit train RECIPE.yaml ...)
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
 
-Any key of the YAML can be overridden: --d_model 256 --number_of_epochs 3 --data_folder /data/cv/fr
-Beside them SpeechBrain's run options work: --device --precision --debug --test_only --noprogressbar
---ckpt_interval_minutes --grad_accumulation_factor --max_grad_norm --compile --profile_training ...
---no-check skips the check of the recipe before the run."""
+    def error(self, message: str) -> NoReturn:
+        raise SbkitError(message, hint=f"see {self.prog} --help")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="sbkit", description=__doc__.splitlines()[0])
+    parser = _Parser(prog="sbkit", description="Train speech models from recipes and ship them.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    parser.error = lambda message: _usage(parser, message)
-
-    commands.add_parser("train", help="train a model from a recipe (sbkit train --help)", add_help=False)
+    for name, what in RECIPE_COMMANDS.items():
+        commands.add_parser(name, help=what.split(".")[0], add_help=False)
 
     demo = commands.add_parser("demo-data", help="synthesise a small corpus in Common Voice's layout")
     demo.add_argument("out", metavar="OUT")
@@ -63,24 +77,40 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--workers", type=int, help="processes (default: one a core)")
     demo.set_defaults(call=_demo_data)
 
+    shard = commands.add_parser("shard", help="pack a manifest's recordings into tar shards that train directly")
+    shard.add_argument("manifest", metavar="MANIFEST.csv")
+    shard.add_argument("out", metavar="OUT")
+    shard.add_argument("--encode", choices=["flac", "wav16k"], help="decode once, to 16 kHz mono (default: as is)")
+    shard.add_argument("--shard-size-mb", type=float, default=512)
+    shard.add_argument("--data-root", help="what $data_root in the manifest stands for")
+    shard.add_argument("--workers", type=int, default=2)
+    shard.set_defaults(call=_shard)
+
     for command in commands.choices.values():
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
 
 
-def _usage(parser: argparse.ArgumentParser, message: str) -> None:
-    raise SbkitError(message, hint=f"{parser.prog} --help lists the commands")
-
-
 def _demo_data(args: argparse.Namespace) -> int:
-    from pathlib import Path
-
     from sbkit.data.demo import make_demo_corpus
 
     folder = make_demo_corpus(
         Path(args.out), hours=args.hours, language=args.language, seed=args.seed, workers=args.workers
     )
     print(f"{folder}  (train on it: torchrun train.py hparams/ctc.yaml --data_folder {folder})")
+    return 0
+
+
+def _shard(args: argparse.Namespace) -> int:
+    from sbkit.data.manifest import Manifest
+    from sbkit.data.shards import write_shards
+
+    source, out = Path(args.manifest), Path(args.out)
+    manifest = write_shards(
+        Manifest.read(source, args.data_root), out, name=source.stem, shard_size_mb=args.shard_size_mb,
+        encode=args.encode, workers=args.workers,
+    )
+    print(f"{len(manifest)} utterances, {manifest.hours:.2f} hours: {out / source.name}")
     return 0
 
 

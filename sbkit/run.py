@@ -43,6 +43,18 @@ def train(argv: list[str]) -> int:
     return 0
 
 
+def prepare(argv: list[str]) -> int:
+    """``sbkit prepare RECIPE.yaml [--key value ...]``: manifests and tokenizer, and the table of what was left out."""
+    check_torch_pair()
+    from sbkit.recipe import arguments, load
+
+    request = arguments.parse(argv)
+    hparams = load.load(request.path, request.overrides)
+    load.require(hparams, request.path, "corpus", "tokenizer")
+    _prepare(hparams)
+    return 0
+
+
 def _open_folder(hparams: dict[str, Any], request: Any) -> None:
     """The run's folder with the resolved recipe, the log and what it runs on."""
     from speechbrain.core import create_experiment_directory

@@ -77,6 +77,9 @@ def load(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
             hparams = load_hyperpyyaml(stream, place(overrides, files))
     except SbkitError:
         raise
+    except OSError as error:
+        raise SbkitError(f"cannot use {error.filename or path}: {error.strerror}",
+                         hint="choose another place with --output_folder") from error
     except Exception as error:
         cause = str(error).strip().splitlines()
         raise SbkitError(f"{path} cannot be loaded: {type(error).__name__}: {cause[0] if cause else ''}") from error
