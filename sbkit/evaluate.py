@@ -1,0 +1,270 @@
+"""Scores any checkpoint of a run on any corpus: the stage behind ``sbkit evaluate``."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sbkit.console import atomic_write, table
+from sbkit.errors import SbkitError
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "evaluations"  # in the run's folder
+OVER_LIMIT = 1  # exit code
+_TEST = ("test", "testing")  # what a corpus may call the split that is scored unless another is named
+_ONE_FILE = (".csv", ".json", ".jsonl", ".parquet")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be scored.
+
+    run : the output folder of a training
+    on : a corpus of any kind; None for the run's own
+    split : one of the corpus's; None for its test split, or the only one it has
+    checkpoints : ``best``, ``last``, names of checkpoints
+    average : score the mean of this many instead
+    max_wer : per cent; more than this makes the exit code 1
+    name : of the results, which the checkpoint's follows; by default the corpus's
+    out : the folder that results go to, by default ``RUN/evaluations``
+    """
+
+    run: Path
+    on: str | None = None
+    split: str | None = None
+    checkpoints: Sequence[str] = ("best",)
+    average: int = 1
+    max_wer: float | None = None
+    name: str | None = None
+    out: Path | None = None
+    device: str | None = None
+    precision: str | None = None
+    max_batch_seconds: float | None = None
+    workers: int | None = None
+
+    @property
+    def folder(self) -> Path:
+        return self.out or self.run / FOLDER
+
+
+class Scored(NamedTuple):
+    """What came out for one checkpoint; ``facts`` is what result.json says."""
+
+    rows: list[Any]
+    words: Any
+    characters: Any
+    facts: dict[str, Any]
+
+
+def evaluate(request: Request) -> int:
+    """Score, write the files, print a table; the exit code says whether ``max_wer`` was kept."""
+    from sbkit.environment import check_torch_pair
+
+    check_torch_pair()
+    from sbkit.tasks import restore
+    from sbkit.train import device as devices
+    from sbkit.train import ranks
+
+    ranks.init(devices.resolve(request.device))
+    try:
+        with ranks.failing_together():
+            hparams = restore.read_run(request.run)
+            name, path = ranks.run_on_main(_corpus, request, hparams)
+            brain = restore.build(hparams, request.device, eval_precision=request.precision)
+            results = list(_results(request, hparams, brain, name, path))
+            return _tell(results, request.max_wer) if ranks.is_main() else 0
+    finally:
+        ranks.shutdown()
+
+
+# ---------------------------------------------------------------- the corpus
+
+
+def _corpus(request: Request, hparams: dict[str, Any]) -> tuple[str, Path]:
+    """What the results are called, and the manifest to score."""
+    own = hparams.get("corpus")
+    if own is None or "tokenizer" not in hparams:
+        raise SbkitError(f"the recipe of {request.run} names no corpus or no tokenizer",
+                         hint="sbkit evaluate is for runs of sbkit train")
+    prepared = own.manifest_path(request.split or "test")
+    if request.on is None and prepared.is_file():
+        name, path = request.name or prepared.stem, prepared
+    else:
+        name, path = _prepare(request, own, own.source if request.on is None else request.on)
+    _tell_of_strange_characters(hparams["tokenizer"], path)
+    return name, path
+
+
+def _prepare(request: Request, own: Any, source: Any) -> tuple[str, Path]:
+    """The split's manifest, its texts by the rules of the run's own."""
+    from sbkit.data.corpus import Corpus
+
+    title = request.name or (Path(str(source).split("?")[0]).name.split(".")[0] if source else "demo")
+    if isinstance(source, str) and source.endswith(_ONE_FILE):
+        source = {"test": source}
+    settings = {"language": own.language, "text": own.text, "only": ("test",)}
+    if request.on is None:
+        settings |= {"columns": own.columns, "data_root": own.data_root}
+    corpora = request.folder / "corpora"
+    split = request.split
+    if split is None:
+        names = Corpus(source, folder=corpora / title, **settings).names()
+        split = next((name for name in names if name.lower() in _TEST), names[0] if len(names) == 1 else None)
+        if split is None:
+            raise SbkitError(f"{source} has no test split (it has {', '.join(names) or 'none'})",
+                             hint="choose one with --split")
+    if split.lower() not in _TEST and request.name is None:
+        title += f"-{split}"
+    corpus = Corpus(source, folder=corpora / title, splits={"test": split}, **settings)
+    with _writing(corpora):
+        corpus.prepare()
+    print(corpus.summary(), file=sys.stderr)
+    return title, corpus.manifest_path("test")
+
+
+def _tell_of_strange_characters(tokenizer: Any, path: Path) -> None:
+    from sbkit.data.manifest import Manifest
+
+    strange = tokenizer.coverage(Manifest.read(path).texts)
+    if strange:
+        listed = ", ".join(f"{char!r} x {times}" for char, times in strange.most_common(10))
+        logger.warning("The model cannot write %d characters of these texts, so each is an error: %s",
+                       strange.total(), listed)
+
+
+# ---------------------------------------------------------------- scoring
+
+
+def _results(request: Request, hparams: dict[str, Any], brain: Any, name: str, path: Path) -> Iterator[Scored]:
+    from sbkit.data.manifest import Manifest
+    from sbkit.tasks import restore
+    from sbkit.train import ranks
+
+    manifest = Manifest.read(path)
+    for choice in request.checkpoints:
+        used = [Path(ckpt.path).name for ckpt in restore.take_weights(brain, choice, request.average)]
+        label = choice if choice in (restore.BEST, restore.LAST) else used[0]
+        if request.average > 1:
+            label += f"-mean-of-{len(used)}"
+        scored = _score(request, hparams, brain, manifest, label)
+        scored.facts.update(
+            run=str(request.run.resolve()), corpus=request.on, manifest=str(path.resolve()), checkpoint=label,
+            checkpoints=used, folder=str(request.folder / f"{name}-{label}"))
+        ranks.run_on_main(_write, scored, manifest)
+        yield scored
+
+
+def _score(request: Request, hparams: dict[str, Any], brain: Any, manifest: Any, label: str) -> Scored:
+    """Transcribe the manifest on all ranks; every rank gets all of it."""
+    from sbkit.score.significance import interval
+    from sbkit.tasks.asr import score
+    from sbkit.train import ranks
+
+    rows, damaged, took = _transcribe(request, hparams, brain, manifest, label)
+    words, characters = score(rows)
+    if not len(words):
+        raise SbkitError(f"none of the {len(manifest)} utterances has a reference, so there is nothing to score",
+                         hint="a corpus to score on needs transcripts")
+    seconds = float(manifest.durations.sum(dtype="float64")) - sum(
+        float(manifest.durations[i]) for i, name in enumerate(manifest.ids) if name in damaged)
+    facts = {
+        "utterances": len(words), "hours": seconds / 3600, "WER": words.rate, "WER_interval": interval(words),
+        "CER": characters.rate, "CER_interval": interval(characters), **_counts(words), "seconds": took,
+        "real_time_factor": took / seconds, "devices": ranks.world_size(), "device": str(brain.device),
+        "precision": brain.eval_precision, "damaged": damaged,
+        "without_reference": [row.id for row in rows if not row.reference.split()],
+    }
+    return Scored(rows, words, characters, facts)
+
+
+def _counts(words: Any) -> dict[str, Any]:
+    summary = words.summary()
+    return {name: summary[name] for name in ("SER", "insertions", "deletions", "substitutions", "num_scored_tokens")}
+
+
+def _transcribe(request: Request, hparams: dict[str, Any], brain: Any, manifest: Any, label: str,
+                ) -> tuple[list[Any], dict[str, str], float]:
+    """All ranks' rows, what could not be read, and the seconds that the slowest rank took, reading included."""
+    import torch
+    from speechbrain.core import Stage
+
+    from sbkit.data.loader import EvalLoader
+    from sbkit.train import ranks
+    from sbkit.train.evaluation import evaluate
+
+    loader = EvalLoader(
+        manifest, hparams["tokenizer"], max_batch_seconds=request.max_batch_seconds or _batch_seconds(hparams),
+        rank=ranks.rank(), world=ranks.world_size(), pin_memory=torch.device(brain.device).type == "cuda",
+        workers=hparams.get("num_workers", 2) if request.workers is None else request.workers,
+    )
+    ranks.meet("ready")
+    began = time.monotonic()
+    with loader, torch.no_grad():
+        brain.on_stage_start(Stage.TEST)
+        evaluate(brain, loader, Stage.TEST, label, show=ranks.is_main())
+    took = max(ranks.gather_objects(time.monotonic() - began))
+    damaged = {name: reason for part in ranks.gather_objects(loader.damaged) for name, reason in part.items()}
+    return brain.all_rows(), damaged, took
+
+
+def _batch_seconds(hparams: dict[str, Any]) -> float:
+    batching = hparams.get("batching")
+    if batching is None:
+        raise SbkitError("the recipe has no batching", hint="say what a device holds at once: --max-batch-seconds 120")
+    return batching.max_batch_seconds
+
+
+# ---------------------------------------------------------------- results
+
+
+def _write(scored: Scored, manifest: Any) -> None:
+    from sbkit.environment import describe
+    from sbkit.score import utterances
+
+    folder = Path(scored.facts["folder"])
+    with _writing(folder):
+        scored.words.write(folder / "wer.txt")
+        scored.characters.write(folder / "cer.txt")
+        utterances.write(folder / "utterances.jsonl", utterances.join(scored.rows, manifest))
+        with atomic_write(folder / "result.json") as out:
+            json.dump({**scored.facts, "environment": describe()}, out, indent=1, ensure_ascii=False)
+
+
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise SbkitError(f"cannot write into {folder}: {error.strerror}",
+                         hint="choose another place with --out") from error
+
+
+def _tell(results: Sequence[Scored], max_wer: float | None) -> int:
+    print(table(
+        ["checkpoint", "utterances", "hours", "WER %", "95 % interval", "CER %", "95 % interval", "real-time factor"],
+        [[facts["checkpoint"], facts["utterances"], facts["hours"], facts["WER"], _range(facts["WER_interval"]),
+          facts["CER"], _range(facts["CER_interval"]), f"{facts['real_time_factor']:.4f}"]
+         for facts in (scored.facts for scored in results)]))
+    for scored in results:
+        print(scored.facts["folder"])
+        for what, ids in (("could not be read", list(scored.facts["damaged"])),
+                          ("have no reference", scored.facts["without_reference"])):
+            if ids:
+                print(f"  not scored: {len(ids)} utterances that {what}: {', '.join(ids[:5])}")
+    over = [scored.facts for scored in results if max_wer is not None and scored.facts["WER"] > max_wer]
+    for facts in over:
+        print(f"{facts['checkpoint']}: a WER of {facts['WER']:.2f} % is more than --max-wer {max_wer:g}",
+              file=sys.stderr)
+    return OVER_LIMIT if over else 0
+
+
+def _range(bounds: Sequence[float]) -> str:
+    return f"{bounds[0]:.2f} to {bounds[1]:.2f}"
