@@ -32,7 +32,8 @@ class ToyBatch:
         return self.micro == self.micros - 1
 
     def to(self, device, non_blocking=True):
-        return self
+        moved = {name: getattr(self, name).to(device, non_blocking=non_blocking) for name in ("x", "tokens")}
+        return dataclasses.replace(self, **moved)
 
 
 def rows(ids) -> tuple[torch.Tensor, torch.Tensor]:

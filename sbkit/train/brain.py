@@ -103,7 +103,7 @@ class Brain(sb.core.Brain):
         self._progress: Progress | None = None
         self._between = Between(self)
         self._ema = getattr(self.hparams, "ema", None)
-        self._rng = rng.RngState(getattr(self.hparams, "seed", 0) or 0, lambda: self.optimizer_step, device)
+        self._rng = rng.RngState(int(getattr(self.hparams, "seed", 0) or 0), lambda: self.optimizer_step, device)
         self.metrics_log = self._open_metrics()
         self._add_recoverables()
 
@@ -335,8 +335,7 @@ class Brain(sb.core.Brain):
         self._last_batch = self.debug_batches if self.debug else None
         if self._plan_driven:
             batches = train_set.at(epoch, self._epoch_step)
-            to_device = getattr(train_set, "to_device", None)
-            return to_device(batches, self.device) if to_device else batches, train_set.steps(epoch)
+            return loaders.on_device(batches, train_set, self.device), train_set.steps(epoch)
         loaders.set_epoch(epoch, self.train_sampler, train_set)
         length = loaders.length(train_set)
         if length is not None:

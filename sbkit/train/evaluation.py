@@ -25,11 +25,11 @@ def evaluate(brain: Any, loader: Any, stage: Stage, name: str, show: bool) -> fl
     colour = brain.tqdm_barcolor[stage.name.lower()] or None
     gathered = contextlib.nullcontext() if brain._parallel is None else brain._parallel.gathered()
     with gathered, weights, StageDisplay(name, loaders.length(loader), show=show, colour=colour) as display:
-        for batch in loader:
+        for batch in loaders.on_device(loader, loader, brain.device) if share else loader:
             if brain._between.asked_to_stop:
                 break
             brain.step += 1
-            loss = brain.evaluate_batch(batch.to(brain.device) if share else batch, stage=stage)
+            loss = brain.evaluate_batch(batch, stage=stage)
             if brain._averages_itself:
                 average = brain.update_average(one_number(loss), average)
             else:

@@ -49,6 +49,13 @@ def length(loader: Any) -> int | None:
         return None
 
 
+def on_device(batches: Iterable, loader: Any, device: str) -> Iterable:
+    """The batches of a loader of ours where they are needed, copied one ahead if the loader knows how."""
+    if hasattr(loader, "to_device"):
+        return loader.to_device(batches, device)
+    return (batch.to(device) if hasattr(batch, "to") else batch for batch in batches)
+
+
 class ShareSampler(Sampler):
     """Every ``world``-th element of another sampler: none twice, none repeated to even out the ranks."""
 

@@ -78,7 +78,7 @@ def check_modules(modules: Mapping[str, Any] | None) -> dict[str, torch.nn.Modul
             hint = "it was never built: write !new: instead of !name:"
         raise SbkitError(f"modules: '{key}' is {_article(type(module).__name__)}, not a module", hint=hint)
     for key in checked:
-        if not isinstance(key, str) or not key or "." in key or hasattr(torch.nn.ModuleDict, key):
+        if not isinstance(key, str) or not key or "." in key or hasattr(torch.nn.ModuleDict(), key):
             raise SbkitError(f"modules: '{key}' can't be the name of a module",
                              hint="choose a word without dots that is no method of torch.nn.ModuleDict")
     return checked

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 from functools import partial
 
 import pytest
@@ -20,8 +22,10 @@ from sbkit.errors import SbkitError
 from sbkit.train.averaging import EMA
 from sbkit.train.between import NotFinite
 from sbkit.train.checkpoint import Checkpointer
+from sbkit.train.signals import Stopped
 from sbkit.train.step import Loss
 
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 ADAMW = partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1)
 
 
@@ -123,14 +127,15 @@ def test_the_scaler_is_saved_and_goes_on(tmp_path):
     assert again.scaler.get_scale() == scale
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
 @pytest.mark.parametrize("micros", [1, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_a_training_step_never_waits_for_the_device(micros, precision):
-    toy = brain(precision=precision)
+def test_a_training_step_never_waits_for_the_device(device, micros, precision):
+    toy = brain(precision=precision, device=device)
     loader = ToyTrainLoader(4, 6, micros=micros)
     toy.fit(range(1, 2), loader)  # the first step names unreached parameters and so on
     toy._plan_driven, toy._last_batch = True, None
-    batches = list(loader.at(2))
+    batches = [batch.to(toy.device) for batch in loader.at(2)]
     with HostSyncs() as syncs:
         for batch in batches:
             toy.step += 1
@@ -351,6 +356,46 @@ def test_a_run_that_died_within_a_step_goes_on_as_if_it_had_not(tmp_path, die_at
     assert all(torch.equal(value, state(again)[name]) for name, value in state(whole).items())
     assert again.ends == whole.ends[-len(again.ends):]
     assert again.optimizer_step == whole.optimizer_step == 15
+
+
+def stopped_in_validation(folder, stop):
+    class Stops(ToyBrain):
+        def on_stage_start(self, stage, epoch=None):
+            if stop and stage == Stage.VALID and epoch == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        def evaluate_batch(self, batch, stage):
+            self.evaluated = getattr(self, "evaluated", 0) + 1
+            return super().evaluate_batch(batch, stage)
+
+    counter = EpochCounter(3)
+    toy = brain(Stops, checkpointer=Checkpointer(folder, {"counter": counter}))
+    toy.checkpointer.add_recoverable("model", toy.hparams.model)
+    try:
+        toy.fit(counter, ToyTrainLoader(3, 6), ToyEvalLoader(9))
+    except Stopped as end:
+        return toy, end
+    return toy, None
+
+
+def test_a_signal_in_validation_stops_it_and_the_run_goes_on_with_that_validation(tmp_path):
+    whole, _ = stopped_in_validation(tmp_path / "whole", stop=False)
+    cut, end = stopped_in_validation(tmp_path / "cut", stop=True)
+    assert end.exit_code == 143 and "after step 6" in str(end) and str(tmp_path / "cut") in str(end)
+    assert cut.evaluated == 5 and [stage for stage, _ in cut.ends] == ["TRAIN", "VALID", "TRAIN"]
+    again, _ = stopped_in_validation(tmp_path / "cut", stop=False)
+    assert again.ends == whole.ends[2:]
+    assert all(torch.equal(value, state(again)[name]) for name, value in state(whole).items())
+
+
+def test_a_checkpoint_is_saved_every_so_many_minutes(tmp_path, monkeypatch):
+    now, saves = [0.0], []
+    monkeypatch.setattr("sbkit.train.between.time.monotonic", lambda: now[0])
+    toy = brain(checkpointer=Checkpointer(tmp_path), ckpt_interval_minutes=1)
+    toy.on_fit_batch_start = lambda batch, should_step: now.append(now.pop() + 25.0)  # a step takes 25 s
+    toy._save_intra_epoch_ckpt = lambda: saves.append(toy.optimizer_step)
+    toy.fit(range(1, 2), ToyTrainLoader(9))
+    assert saves == [3, 6, 9]
 
 
 def test_positions_are_saved_between_steps_only(tmp_path):

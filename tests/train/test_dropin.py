@@ -124,6 +124,41 @@ def test_each_goes_on_from_the_other_s_checkpoint(tmp_path, first, second):
     torch.testing.assert_close(weight, whole, rtol=1e-4, atol=1e-5)
 
 
+class Killed(Exception):
+    pass
+
+
+def mid_epoch(folder, die_at=None, workers=0):
+    class Dies(recipe(sbkit.Brain, [])):
+        def on_fit_batch_start(self, batch, should_step):
+            if self.optimizer_step == die_at:
+                raise Killed
+
+        def compute_forward(self, batch, stage):
+            return torch.nn.functional.dropout(super().compute_forward(batch, stage), 0.5)
+
+    torch.manual_seed(0)
+    lin, counter = torch.nn.Linear(5, 5), EpochCounter(2)
+    checkpointer = StockCheckpointer(folder, {"lin": lin, "counter": counter})
+    brain = Dies({"lin": lin}, partial(torch.optim.AdamW, lr=0.1), {"seed": 7},
+                 {"device": "cpu", "noprogressbar": True, "ckpt_interval_steps": 2}, checkpointer)
+    try:
+        brain.fit(counter, dataset(14), train_loader_kwargs={"batch_size": 2, "shuffle": True, "num_workers": workers})
+    finally:
+        checkpointer.wait()
+    return brain, lin.weight
+
+
+@pytest.mark.parametrize("die_at, workers", [(3, 0), (5, 2), (11, 0)])
+def test_speechbrain_s_loaders_go_on_where_the_run_died_in_the_middle_of_an_epoch(tmp_path, die_at, workers):
+    whole, weight = mid_epoch(tmp_path / "whole")
+    with pytest.raises(Killed):
+        mid_epoch(tmp_path / "cut", die_at, workers)
+    again, resumed = mid_epoch(tmp_path / "cut", workers=workers)
+    assert again.optimizer_step == whole.optimizer_step == 14
+    assert torch.equal(weight, resumed)
+
+
 def own_fit_batch(base):
     class Own(recipe(base, [])):
         def fit_batch(self, batch):
