@@ -82,7 +82,7 @@ class Between:
         what = "gradient" if math.isfinite(fact.total) else "loss"
         told = f"its {what} is not finite (fsdp: no rank can look for the culprit on its own)"
         if not any(map(is_sharded, brain.modules.values())):
-            with brain._budget.pause():
+            with brain._budget.pause(), brain.no_sync():
                 told = culprit.report(
                     brain, Path(getattr(brain.hparams, "output_folder", ".")), fact.batches, step=fact.number,
                     epoch=brain._epoch, what=what, scale=fact.scale, lr=brain._learning_rate,

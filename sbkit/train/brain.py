@@ -150,6 +150,11 @@ class Brain(sb.core.Brain):
     def _averages_itself(self) -> bool:
         return type(self).update_average is not sb.core.Brain.update_average
 
+    @property
+    def _averages_batches(self) -> bool:
+        """The training loss is made of what ``fit_batch`` returns, as in SpeechBrain, not of exact sums."""
+        return self._own_fit_batch or self._averages_itself
+
     def init_optimizers(self) -> None:
         """As SpeechBrain's, with the fused form of ``opt_class`` where torch has one."""
         plain, self.opt_class = self.opt_class, self.opt_class and fused(self.opt_class)
@@ -302,7 +307,7 @@ class Brain(sb.core.Brain):
                 self._between.batch()
                 before = self.optimizer_step
                 loss = self.fit_batch(batch)
-                if self._own_fit_batch or self._averages_itself:
+                if self._averages_batches:
                     self.avg_train_loss = self.update_average(one_number(loss), self.avg_train_loss)
                 stepped = self.optimizer_step > before
                 self._progress.batch(batch, int(stepped) if self._plan_driven else 1,
@@ -386,7 +391,8 @@ class Brain(sb.core.Brain):
 
     def _count_in(self, fact: Facts) -> None:
         """A step's values have come from the device."""
-        self._average.add(fact.total, fact.count)
+        if not self._averages_batches:
+            self._average.add(fact.total, fact.count)
         self._progress.step(fact, self._learning_rate)
 
     # ------------------------------------------------------------ validation and test
@@ -410,7 +416,7 @@ class Brain(sb.core.Brain):
     ) -> float:
         """Load the best checkpoint and go through ``test_set`` once; gives the average loss."""
         with ranks.failing_together():
-            self._between.signals = None
+            signals, self._between.signals = self._between.signals, None  # only fit catches them
             test_set = self._loader(test_set, Stage.TEST, {**(test_loader_kwargs or {}), "ckpt_prefix": None})
             self.on_evaluate_start(max_key=max_key, min_key=min_key)
             self.on_stage_start(Stage.TEST, epoch=None)
@@ -418,7 +424,7 @@ class Brain(sb.core.Brain):
             with torch.no_grad():
                 loss = evaluate(self, test_set, Stage.TEST, "test", enable)
                 self.on_stage_end(Stage.TEST, loss, None)
-            self.step = 0
+            self.step, self._between.signals = 0, signals
             return loss
 
     def gather(self, rows: Iterable) -> list:
@@ -430,7 +436,7 @@ class Brain(sb.core.Brain):
     @property
     def avg_train_loss(self) -> float:
         """Mean training loss of the epoch so far, over all ranks; reading it waits for the device."""
-        pending = self._steps.peek() if hasattr(self, "_steps") else []
+        pending = self._steps.peek() if hasattr(self, "_steps") and not self._averages_batches else []
         return self._average.value((fact.total, fact.count) for fact in pending)
 
     @avg_train_loss.setter

@@ -305,7 +305,7 @@ def tell_unreached(modules: nn.Module) -> None:
     names = unreached(modules)
     if names and ranks.is_main():
         logger.warning("The loss does not reach these parameters, so they are not trained: %s",
-                       ", ".join(names))
+                       ", ".join(names).replace("_orig_mod.", ""))
 
 
 def convert_batch_norm(modules: nn.ModuleDict, device: torch.device) -> None:

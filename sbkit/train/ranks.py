@@ -86,6 +86,8 @@ def init(device: torch.device, backend: str | None = None) -> None:
     if missing:
         raise SbkitError(f"RANK and LOCAL_RANK are set, but not {', '.join(missing)}",
                          hint="start with torchrun, or set what it sets")
+    if backend not in (None, "nccl", "gloo", "mpi"):
+        raise SbkitError(f"distributed_backend is {backend!r}", hint="choose nccl, gloo or mpi")
     if device.type == "cpu":
         backend = "gloo" if backend in (None, "nccl") else backend
     elif device.type == "cuda" and backend in (None, "nccl"):

@@ -296,6 +296,19 @@ def test_an_average_of_a_recipe_s_own_is_used():
     assert toy.ends[0][1] == pytest.approx(max(losses))
 
 
+def test_a_fit_batch_that_calls_ours_averages_what_it_returns():
+    class Around(ToyBrain):
+        def fit_batch(self, batch):
+            self.returned = [*getattr(self, "returned", []), float(super().fit_batch(batch))]
+            return torch.tensor(self.returned[-1])
+
+    around, plain = brain(Around), brain()
+    for toy in (around, plain):
+        toy.fit(range(1, 2), ToyTrainLoader(4))
+    assert around.ends == [("TRAIN", pytest.approx(sum(around.returned) / 4))]
+    assert all(torch.equal(value, state(plain)[name]) for name, value in state(around).items())
+
+
 def test_evaluation_weighs_by_count_and_leaves_out_what_is_not_finite():
     class Nan(ToyBrain):
         def compute_objectives(self, predictions, batch, stage):
