@@ -1,0 +1,170 @@
+"""Builds a recipe's objects as HyperPyYAML does, remembering which line each comes from, and leaving no trace.
+
+The check looks at objects, so they must be built. But a check may run while a training writes into the same
+folder, so a checkpointer gets a folder of its own that goes when the check is over; weights are left as memory
+holds them, which takes no time; keys that HyperPyYAML drops (``__set_seed``) aren't called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from speechbrain.utils.checkpoints import Checkpointer
+from torch.overrides import TorchFunctionMode
+
+from sbkit.errors import SbkitError
+from sbkit.recipe.signatures import arguments, locate
+from sbkit.recipe.source import Findings, Node
+from sbkit.recipe.values import static
+
+_FILLING = frozenset((
+    "uniform_", "normal_", "trunc_normal_", "exponential_", "xavier_uniform_", "xavier_normal_", "kaiming_uniform_",
+    "kaiming_normal_", "orthogonal_", "sparse_"))
+
+
+class _Unfilled(TorchFunctionMode):
+    """Within it, weights aren't drawn: a check looks at shapes and places only."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if getattr(func, "__name__", "") in _FILLING:
+            return args[0] if args else (kwargs or {}).get("tensor")
+        return func(*args, **(kwargs or {}))
+
+
+class _NotBuilt(Exception):
+    """Something that an object needs was not built; why is told already."""
+
+
+class Built:
+    """A recipe's objects by key, and where each comes from."""
+
+    def __init__(self) -> None:
+        self.hparams: dict[str, Any] = {}
+        self.nodes: dict[str, Node] = {}
+        """By top-level key."""
+        self.missing: set[str] = set()
+        """Keys that could not be built."""
+        self._origins: dict[int, tuple[Any, Node]] = {}
+
+    def origin(self, obj: Any) -> Node | None:
+        """The Node that an object was built from."""
+        found = self._origins.get(id(obj))
+        return found[1] if found is not None and found[0] is obj else None
+
+    def remember(self, obj: Any, node: Node) -> None:
+        """The first Node wins: where several refer to one object, that's where it's defined."""
+        self._origins.setdefault(id(obj), (obj, node))
+
+
+@contextlib.contextmanager
+def build(root: Node, findings: Findings) -> Iterator[Built]:
+    """Build everything that no mistake stands in the way of; what fails is told with its line."""
+    built = Built()
+    with tempfile.TemporaryDirectory(prefix="sbkit-check-") as folder, _untouched_generators():
+        builder = _Builder(built, findings, folder)
+        with _Unfilled():
+            for key, node in root.value.items():
+                if not isinstance(key, str) or key.startswith("__"):
+                    continue
+                built.nodes[key] = node
+                try:
+                    built.hparams[key] = builder.make(node)
+                except _NotBuilt:
+                    built.missing.add(key)
+        yield built
+
+
+@contextlib.contextmanager
+def _untouched_generators() -> Iterator[None]:
+    """Random numbers go on afterwards as if nothing had been drawn."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+class _Builder:
+    def __init__(self, built: Built, findings: Findings, folder: str):
+        self.built, self.findings, self.folder = built, findings, folder
+        self.made: dict[int, Any] = {}
+        self.failed: set[int] = set()
+
+    def make(self, node: Node) -> Any:
+        """The object of a node, made once."""
+        if id(node) in self.made:
+            return self.made[id(node)]
+        if id(node) in self.failed or node.spoilt:
+            self.failed.add(id(node))
+            raise _NotBuilt
+        try:
+            made = self._make(node)
+        except _NotBuilt:
+            self.failed.add(id(node))
+            raise
+        self.made[id(node)] = made
+        if not node.scalar or node.tag:
+            self.built.remember(made, node)
+        return made
+
+    def _make(self, node: Node) -> Any:
+        kind, _, name = node.tag.partition(":")
+        if kind in ("!new", "!apply", "!applyref"):
+            return self._call(node, locate(name))
+        if kind in ("!name", "!module"):
+            target = locate(name)
+            args, kwargs = self._arguments(node)
+            return functools.partial(target, *args, **kwargs) if args or kwargs else target
+        if node.tag.startswith("!!python/"):
+            raise _NotBuilt  # YAML's own way to call Python; the check leaves it alone
+        if isinstance(node.value, dict):
+            return {key: self.make(child) for key, child in node.value.items()}
+        if isinstance(node.value, list):
+            return [self.make(child) for child in node.value]
+        return static(node)
+
+    def _arguments(self, node: Node) -> tuple[list, dict]:
+        args, kwargs = arguments(node)
+        return [self.make(arg) for arg in args], {key: self.make(arg) for key, arg in kwargs.items()}
+
+    def _call(self, node: Node, target: Any) -> Any:
+        args, kwargs = self._arguments(node)
+        if isinstance(target, type) and issubclass(target, Checkpointer):
+            kwargs["checkpoints_dir"], args = self.folder, args[1:]
+        try:
+            return target(*args, **kwargs)
+        except SbkitError as error:
+            self._tell(node, error.message, error.hint or "")
+        except OSError as error:  # a file that is not there yet, or a network that is not there now
+            self.findings.warning("not-built", node.place, node.key,
+                                  f"{_name(target)} can't be built here: {_first(error)}",
+                                  "what rests on it was not looked at")
+        except Exception as error:  # whatever a constructor says to its arguments
+            self._tell(node, f"{_name(target)} refuses its arguments: {_first(error)}", "")
+        raise _NotBuilt
+
+    def _tell(self, node: Node, message: str, hint: str) -> None:
+        """At the argument that the message speaks of, where it speaks of one."""
+        words = set(message.replace("'", " ").replace("`", " ").replace(":", " ").split())
+        named = [key for key in node.value if key in words] if isinstance(node.value, dict) else []
+        key = named[0] if len(named) == 1 else None
+        place, name = (node.place_of(key), node.key_of(key)) if key else (node.place, node.key)
+        self.findings.error("not-built", place, name, message, hint)
+
+
+def _name(target: Any) -> str:
+    return getattr(target, "__name__", str(target))
+
+
+def _first(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

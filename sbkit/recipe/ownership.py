@@ -1,0 +1,249 @@
+"""Whose are the tensors: everything reachable from a recipe is under ``modules``, or is told with its line.
+
+A Brain moves, trains, synchronises and saves what is under ``modules`` and nothing else. A layer that is
+reached only through a searcher, a list or a partial stays on the CPU as it was drawn.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from speechbrain.utils.checkpoints import DEFAULT_SAVE_HOOKS, Checkpointer, get_default_hook
+from torch import nn
+
+from sbkit.recipe.build import Built
+from sbkit.recipe.report import listed
+from sbkit.recipe.source import Findings, Node, Place
+
+_LEAVES = (str, bytes, int, float, complex, type(None), type, types.ModuleType, types.BuiltinFunctionType,
+           torch.dtype, torch.device, torch.Size, torch.Generator)
+#: What sbkit's Brain adds to the checkpoints by itself.
+_SAVED_BY_BRAIN = ("ema",)
+#: More objects than any recipe has: a data set that was loaded into a list isn't walked through to its end.
+_MOST = 500_000
+
+
+@dataclass(frozen=True, eq=False)
+class Tensor:
+    """A tensor and how it was come by."""
+
+    value: torch.Tensor
+    path: str
+    """As Python would reach it: ``searcher.modules[0].w.weight``."""
+    module: nn.Module | None
+    """The innermost module around it."""
+    registered: bool
+    """Whether that module knows it as a parameter or buffer, so that ``.to`` moves it."""
+    key: str
+    """The key of the recipe that it belongs to: what the YAML builds, nearest to it."""
+    node: Node | None
+
+
+def tensors(built: Built) -> Iterator[Tensor]:
+    """Every tensor reachable from a recipe's objects, each once for each module that holds it."""
+    seen: set[int] = set()
+    keep: list[Any] = []  # ids are those of living objects only
+    todo: deque[tuple[Any, str, nn.Module | None, bool, str, Node | None]] = deque()
+    for key, value in built.hparams.items():
+        todo.append((value, key, None, False, key, built.nodes.get(key)))
+    while todo and len(seen) < _MOST:
+        obj, path, module, registered, key, node = todo.popleft()
+        if isinstance(obj, torch.Tensor):
+            yield Tensor(obj, path, module, registered, key, node)
+            continue
+        if isinstance(obj, _LEAVES) or id(obj) in seen:
+            continue
+        seen.add(id(obj))
+        keep.append(obj)
+        origin = built.origin(obj)
+        if origin is not None and (node is None or origin is not node):
+            key, node = origin.key, origin
+        if isinstance(obj, nn.Module):
+            module = obj
+        for name, inner, known in _inside(obj):
+            todo.append((inner, f"{path}{name}", module, known, key, node))
+
+
+def _inside(obj: Any) -> Iterator[tuple[str, Any, bool]]:
+    """What an object holds: (how it's reached, the thing, whether a module has it registered)."""
+    if isinstance(obj, Mapping):
+        yield from ((f"[{name}]", value, False) for name, value in list(obj.items()))
+    elif isinstance(obj, (list, tuple, set, frozenset, deque)):
+        yield from ((f"[{i}]", value, False) for i, value in enumerate(obj))
+    elif isinstance(obj, functools.partial):
+        yield from ((f".args[{i}]", value, False) for i, value in enumerate(obj.args))
+        yield from ((f".{name}", value, False) for name, value in obj.keywords.items())
+        yield "", obj.func, False
+    elif isinstance(obj, types.MethodType):
+        yield "", obj.__self__, False
+    elif isinstance(obj, types.FunctionType):
+        for name, cell in zip(obj.__code__.co_freevars, obj.__closure__ or (), strict=True):
+            try:
+                yield f".{name}", cell.cell_contents, False
+            except ValueError:  # not filled yet
+                continue
+    elif isinstance(obj, nn.Module):
+        for name, value in vars(obj).items():
+            if name == "_modules":
+                yield from ((f".{inner}", module, False) for inner, module in value.items() if module is not None)
+            elif name in ("_parameters", "_buffers"):
+                yield from ((f".{inner}", tensor, True) for inner, tensor in value.items() if tensor is not None)
+            else:
+                yield f".{name}", value, False
+    else:
+        fields = vars(obj) if hasattr(obj, "__dict__") else {
+            name: getattr(obj, name) for name in getattr(type(obj), "__slots__", ()) if hasattr(obj, name)}
+        yield from ((f".{name}", value, False) for name, value in fields.items())
+
+
+# ---------------------------------------------------------------------------------------------- modules
+
+
+class Owned:
+    """What a Brain takes care of: the modules under ``modules``, their parameters and buffers."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]):
+        self.roots = dict(modules)
+        self.modules = {id(m): m for root in self.roots.values() for m in root.modules()}
+        self.parameters = {id(p): p for root in self.roots.values() for p in root.parameters()}
+        self.buffers = {id(b): b for root in self.roots.values() for b in root.buffers()}
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) in self.parameters or id(tensor) in self.buffers
+
+
+def check_modules(built: Built, findings: Findings) -> dict[str, nn.Module] | None:
+    """The modules of a recipe where all of them are modules; None where there are none to look at."""
+    node = built.nodes.get("modules")
+    modules = built.hparams.get("modules")
+    if node is None or not isinstance(modules, Mapping):
+        return None
+    for name, module in modules.items():
+        if not isinstance(module, nn.Module):
+            hint = "only torch.nn.Module objects can be trained and saved"
+            if isinstance(module, (list, tuple)):
+                hint = "write a list of layers as !new:torch.nn.ModuleList"
+            elif isinstance(module, (type, functools.partial)):
+                hint = "it was never built: write !new: instead of !name:"
+            findings.error("no-module", node.place_of(name), node.key_of(name),
+                           f"this is {type(module).__name__}, not a module", hint)
+    return {name: module for name, module in modules.items() if isinstance(module, nn.Module)}
+
+
+def check_ownership(built: Built, owned: Owned, findings: Findings) -> None:
+    """Tell of every parameter that is not under ``modules``, by the key that made it."""
+    strangers: dict[str, list[Tensor]] = {}
+    for tensor in tensors(built):
+        if tensor.registered and tensor.value not in owned:
+            strangers.setdefault(tensor.key, []).append(tensor)
+    for key, found in strangers.items():
+        parameters = {id(t.value): t for t in found if isinstance(t.value, nn.Parameter)}.values()
+        if not parameters:
+            continue  # constants: told of with the attributes that stay behind, unless the forward copes with them
+        first, node = next(iter(parameters)), found[0].node
+        trained = any(t.value.requires_grad for t in parameters)
+        kind = type(first.module).__name__ if len({id(t.module) for t in parameters}) == 1 else _kind(built, key)
+        via = "" if first.path.startswith(key.split(".")[0]) else f" (it's reached through {first.path})"
+        findings.error(
+            "not-owned", node.place if node else Place(), key,
+            f"{kind} with {sum(t.value.numel() for t in parameters):,} parameters is not under modules{via}: it would "
+            f"stay on the CPU, {'never be trained and never be saved' if trained else 'and not be saved'}",
+            _mends(key, owned))
+
+
+def _kind(built: Built, key: str) -> str:
+    obj = built.hparams.get(key)
+    return type(obj).__name__ if isinstance(obj, nn.Module) else "a layer"
+
+
+def _mends(key: str, owned: Owned) -> str:
+    name = key.split(".")[-1].split("[")[0]
+    reference = key if "." not in key else key.replace(".", "[", 1).replace(".", "][") + "]"
+    mend = f"write `{name}: !ref <{reference}>` under modules"
+    lists = [n for n, module in owned.roots.items() if isinstance(module, nn.ModuleList)]
+    return mend + (f", or put `!ref <{reference}>` into the ModuleList {lists[0]}" if lists else "")
+
+
+def left_behind(built: Built, before: Owned) -> list[Tensor]:
+    """Constants on the CPU after ``modules`` were moved; parameters are ``check_ownership``'s.
+
+    before: what was owned before the move; parameters are moved in place, wherever else they're held
+    """
+    return [t for t in tensors(built)
+            if t.value.device.type == "cpu" and t.value.dim() and t.value.numel()  # a lone number mixes with any device
+            and not isinstance(t.value, nn.Parameter) and id(t.value) not in before.parameters]
+
+
+def tell_left_behind(left: list[Tensor], owned: Owned, findings: Findings) -> None:
+    """Buffers outside ``modules``, and attributes that are no buffers: a move of the modules passes them by."""
+    groups: dict[str, list[Tensor]] = {}
+    for tensor in left:
+        groups.setdefault(tensor.key, []).append(tensor)
+    for key, found in groups.items():
+        node = found[0].node
+        paths = listed(dict.fromkeys(t.path for t in found), most=3)
+        if all(t.registered for t in found):
+            hint = _mends(key, owned)
+        elif found[0].module is None:
+            hint = "hold it as a buffer of a module that is under modules"
+        else:
+            hint = f"hold it as a buffer of {type(found[0].module).__name__} (register_buffer), or move it in forward"
+        findings.warning("left-behind", node.place if node else Place(), key,
+                         f"{paths} would stay on the CPU when the modules move to a device", hint)
+
+
+# ---------------------------------------------------------------------------------------------- checkpoints
+
+
+def recoverables(built: Built) -> dict[str, Any] | None:
+    """What the checkpointer saves, by name; None without a checkpointer."""
+    checkpointer = built.hparams.get("checkpointer")
+    return dict(checkpointer.recoverables) if isinstance(checkpointer, Checkpointer) else None
+
+
+def saved_by(recoverable: Any) -> dict[int, torch.Tensor]:
+    """Parameters and buffers that a recoverable's file holds."""
+    if not isinstance(recoverable, nn.Module):
+        return {}
+    kept = recoverable.state_dict(keep_vars=True).values()
+    return {id(t): t for t in kept if isinstance(t, torch.Tensor)}
+
+
+def check_saved(built: Built, owned: Owned, findings: Findings) -> None:
+    """Each parameter is in exactly one recoverable, and everything else with a state to save is in one."""
+    saved = recoverables(built)
+    node = built.nodes.get("checkpointer")
+    if saved is None or node is None:
+        return
+    holders = {name: saved_by(obj) for name, obj in saved.items()}
+    for root_name, root in owned.roots.items():
+        by_holders: dict[tuple[str, ...], list[str]] = {}
+        for name, parameter in root.named_parameters():
+            by_holders.setdefault(tuple(h for h, held in holders.items() if id(parameter) in held), []).append(name)
+        for held_by, names in by_holders.items():
+            if not held_by:
+                findings.error("not-saved", node.place, "checkpointer.recoverables",
+                               f"{len(names)} parameters of {root_name} are in no checkpoint, such as {names[0]}",
+                               f"add `{root_name}: !ref <{root_name}>` to the recoverables")
+            elif len(held_by) > 1:
+                findings.warning("saved-twice", node.place, "checkpointer.recoverables",
+                                 f"{len(names)} parameters of {root_name} are saved by {' and by '.join(held_by)}",
+                                 f"keep one of {listed(held_by)}: loading the last overwrites the others")
+    kept = {id(obj) for obj in saved.values()}
+    for key, obj in built.hparams.items():
+        if id(obj) in kept or key in _SAVED_BY_BRAIN or isinstance(obj, (Checkpointer, type)):
+            continue
+        if isinstance(obj, nn.Module):
+            loses = getattr(obj, "norm_type", None) == "global"  # InputNormalization's statistics are no buffers
+        else:
+            loses = get_default_hook(obj, DEFAULT_SAVE_HOOKS) is not None
+        if loses:
+            findings.warning("not-saved", built.nodes[key].place, key,
+                             f"{type(obj).__name__} has a state that no checkpoint holds, so a resumed run loses it",
+                             f"add `{key}: !ref <{key}>` to the checkpointer's recoverables")

@@ -1,0 +1,161 @@
+"""Every mistake that can be seen without building anything: names, arguments, references, values."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from speechbrain.utils.run_opts import RunOptions
+
+from sbkit.recipe.report import did_you_mean, listed
+from sbkit.recipe.resolve import flatten, resolve
+from sbkit.recipe.signatures import bind, locate
+from sbkit.recipe.source import UNKNOWN, Findings, Node, Place
+from sbkit.recipe.values import check_text
+
+_TAGS = ("!new:", "!name:", "!apply:", "!applyref:", "!module:")
+_ALL_TAGS = (*_TAGS, "!ref", "!copy", "!include:", "!PLACEHOLDER", "!tuple")
+#: Keys that a Brain reads where they are there: adding one is no typo.
+RUN_OPTIONS = tuple(name for name in RunOptions.__dataclass_fields__ if name != "overridden_args")
+
+
+def read(path: Path, overrides: Mapping[str, Any], findings: Findings, needed: Iterable[str] = ()) -> Node | None:
+    """The recipe as one tree of resolved values; what is wrong with it goes into ``findings``.
+
+    needed: keys without which the recipe can't be run
+    """
+    root = resolve(Path(path), overrides, findings, flags=RUN_OPTIONS)
+    if root is None:
+        return None
+    root = flatten(root)
+    nodes = list(root.walk())
+    for node in nodes:  # texts first: an argument that refers to one isn't told a second time
+        for child in node.children():
+            if child.scalar and child.value is not UNKNOWN:
+                check_text(child, findings, in_list=isinstance(node.value, list))
+    for node in nodes:
+        _check_tag(node, findings)
+    _check_needed(root, needed, findings, Path(path))
+    _check_brain(root, findings)
+    return root
+
+
+def _check_tag(node: Node, findings: Findings) -> None:
+    if node.value is UNKNOWN:
+        return
+    if node.tag.startswith(_TAGS):
+        _check_tagged(node, findings)
+    elif node.tag and not node.tag.startswith(("!!python/", "!ref", "!copy", "!include:", "!PLACEHOLDER")):
+        near = did_you_mean(node.tag.partition(":")[0], [tag.rstrip(":") for tag in _ALL_TAGS])
+        name = node.tag.partition(":")[2]
+        colon = ":" if near and f"{near}:" in _ALL_TAGS else ""
+        _wrong(node, findings, "unknown-tag", f"there is no tag {node.tag}",
+               f"did you mean {near}{colon}{name or ('NAME' if colon else '')}?" if near else
+               f"tags are {listed(_ALL_TAGS)}")
+
+
+def _check_tagged(node: Node, findings: Findings) -> None:
+    kind, _, name = node.tag.partition(":")
+    if not name:
+        rest = str(node.value).strip() if node.scalar else "NAME"
+        _wrong(node, findings, "bad-name", f"{kind}: has no name behind the colon",
+               f"write {kind}:{rest} without a space")
+        return
+    if node.scalar and node.value not in ("", None):
+        _wrong(node, findings, "lost-argument", f"{node.value!r} behind {node.tag} is not passed to it",
+               "write its arguments as a mapping, one key: value a line, or as a list")
+        return
+    try:
+        target = locate(name)
+    except LookupError as error:
+        message, hint = error.args
+        _wrong(node, findings, "no-such-name", f"{node.tag} can't be found: {message}", hint)
+        return
+    wanted = _kind_wanted(kind, target)
+    if wanted:
+        _wrong(node, findings, "wrong-kind", f"{node.tag} is {_kind_of(target)}", wanted)
+        return
+    if kind == "!module" or not callable(target):
+        if not node.scalar and node.value:
+            _wrong(node, findings, "too-many-arguments", f"{node.tag} is {_kind_of(target)} and takes no arguments",
+                   "remove them")
+        return
+    bind(target, node, findings, partial=kind == "!name")
+
+
+def _kind_wanted(kind: str, target: Any) -> str:
+    """What to write instead, where a tag is of another kind than what it names."""
+    if kind == "!new" and not inspect.isclass(target):
+        return "write !apply: to call it, or !name: to pass it on" if callable(target) else "!new: takes a class"
+    if kind in ("!apply", "!applyref") and not inspect.isroutine(target):
+        return "write !new: to build one" if inspect.isclass(target) else f"{kind}: takes a function"
+    if kind == "!module" and not inspect.ismodule(target):
+        return "write !name: to pass it on"
+    return ""
+
+
+def _kind_of(target: Any) -> str:
+    if inspect.isclass(target):
+        return "a class"
+    if inspect.ismodule(target):
+        return "a module"
+    return "a function" if inspect.isroutine(target) else f"a {type(target).__name__}"
+
+
+def _wrong(node: Node, findings: Findings, code: str, message: str, suggestion: str) -> None:
+    findings.error(code, node.place, node.key, message, suggestion)
+    node.wrong = True
+
+
+# ---------------------------------------------------------------------------------------------- what a run needs
+
+
+def _check_needed(root: Node, needed: Iterable[str], findings: Findings, path: Path) -> None:
+    for key in needed:
+        if key not in root.value:
+            near = did_you_mean(key, map(str, root.value), cutoff=0.8)
+            findings.error("missing-key", Place(str(path)), key, "the recipe lacks this key",
+                           f"is it {near}, spelt otherwise?" if near else "hparams/ctc.yaml shows a complete recipe")
+    modules = root.value.get("modules")
+    if modules is not None and not modules.wrong and not isinstance(modules.value, dict):
+        _wrong(modules, findings, "wrong-type", "modules is a mapping of names to modules",
+               "write `model: !ref <model>` under it")
+
+
+def _check_brain(root: Node, findings: Findings) -> None:
+    """Names that the task reads as ``self.hparams.NAME`` and the recipe lacks."""
+    brain = root.value.get("brain")
+    if brain is None or brain.wrong or not brain.tag.startswith("!name:"):
+        return
+    cls = locate(brain.tag[len("!name:"):])
+    if not inspect.isclass(cls):
+        return
+    lacking = sorted(name for name in hparams_read(cls) if name not in root.value and name not in RUN_OPTIONS)
+    for name in lacking:
+        near = did_you_mean(name, map(str, root.value), cutoff=0.8)
+        findings.warning("missing-key", brain.place, "brain",
+                         f"{cls.__name__} reads the key {name}, which the recipe lacks",
+                         f"is it {near}, spelt otherwise?" if near else f"add {name}: VALUE")
+
+
+def hparams_read(cls: type) -> set[str]:
+    """Attributes of ``self.hparams`` that a Brain's own code reads without asking whether they're there."""
+    found: set[str] = set()
+    for base in cls.__mro__:
+        if base.__module__.partition(".")[0] in ("speechbrain", "builtins") or base.__name__ == "Brain":
+            continue  # SpeechBrain sets its defaults itself
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
+        except (OSError, TypeError, SyntaxError):
+            continue
+        asked = {a.value for call in ast.walk(tree) if isinstance(call, ast.Call)
+                 and getattr(call.func, "id", "") in ("getattr", "hasattr") for a in call.args
+                 if isinstance(a, ast.Constant) and isinstance(a.value, str)}
+        found |= {node.attr for node in ast.walk(tree)
+                  if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+                  and isinstance(node.value, ast.Attribute) and node.value.attr == "hparams"} - asked
+    return found

@@ -1,0 +1,146 @@
+"""What a check found: mistakes with their place and what to do about them, for people and for programs."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from sbkit.console import table
+
+ERROR, WARNING = "error", "warning"
+#: Raise when a field of the JSON is renamed or removed.
+JSON_FORMAT = 1
+COMMAND_LINE = "command line"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One mistake: what is wrong, where, what to do."""
+
+    severity: str
+    code: str
+    """A stable name of the kind of mistake, for programs."""
+    file: str
+    """The YAML, or ``command line``."""
+    line: int
+    """From 1; 0 where there is none."""
+    key: str
+    message: str
+    suggestion: str = ""
+    column: int = 0
+
+    @property
+    def where(self) -> str:
+        """``file:line``, as editors and terminals make a link of it."""
+        return f"{self.file}:{self.line}" if self.line else self.file
+
+    def __str__(self) -> str:
+        key = f"{self.key}: " if self.key else ""
+        hint = f"; {self.suggestion}" if self.suggestion else ""
+        return f"{self.where}: {self.severity}: {key}{self.message}{hint}"
+
+
+@dataclass
+class Section:
+    """Facts worth a table: a title, columns, rows, and remarks on them."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[Any]]
+    remarks: list[str] = field(default_factory=list)
+
+    def text(self) -> str:
+        lines = [self.title]
+        if self.rows:
+            lines.append(table(self.columns, self.rows, indent="  "))
+        return "\n".join([*lines, *(f"  {remark}" for remark in self.remarks)])
+
+
+@dataclass
+class Report:
+    """All that a check of one recipe found."""
+
+    recipe: str
+    findings: list[Finding] = field(default_factory=list)
+    sections: dict[str, Section] = field(default_factory=dict)
+    """Tables by a stable name: devices, shapes, tokens, bill."""
+    notes: list[str] = field(default_factory=list)
+    """What was not looked at, and why."""
+    seconds: float = 0.0
+
+    def add(self, found: Iterable[Finding]) -> None:
+        """Take in findings, each once."""
+        known = set(self.findings)
+        for finding in found:
+            if finding not in known:
+                known.add(finding)
+                self.findings.append(finding)
+
+    def _of(self, severity: str) -> list[Finding]:
+        return sorted((f for f in self.findings if f.severity == severity), key=lambda f: (f.file, f.line, f.column))
+
+    @property
+    def errors(self) -> list[Finding]:
+        """What would end or spoil a run, in the order of the files' lines."""
+        return self._of(ERROR)
+
+    @property
+    def warnings(self) -> list[Finding]:
+        """What deserves a look."""
+        return self._of(WARNING)
+
+    def problems(self) -> str:
+        """Errors and warnings, one a line."""
+        return "\n".join(map(str, [*self.errors, *self.warnings]))
+
+    def facts(self) -> str:
+        """The tables and what was not looked at."""
+        tables = [section.text() for section in self.sections.values()]
+        notes = "\n".join(f"not looked at: {note}" for note in self.notes)
+        return "\n\n".join(filter(None, [*tables, notes]))
+
+    def verdict(self) -> str:
+        """One line that sums it up."""
+        if not self.errors and not self.warnings:
+            return f"{self.recipe}: nothing wrong ({self.seconds:.1f} s)"
+        counts = [_count(len(self.errors), "error"), _count(len(self.warnings), "warning")]
+        return f"{self.recipe}: {' and '.join(filter(None, counts))} ({self.seconds:.1f} s)"
+
+    def text(self) -> str:
+        """Everything, for a terminal."""
+        return "\n\n".join(filter(None, [self.problems(), self.facts(), self.verdict()]))
+
+    def json(self) -> str:
+        """Everything, for editors and CI; keys are only ever added."""
+        return json.dumps({
+            "format": JSON_FORMAT, "recipe": self.recipe, "ok": not self.errors,
+            "errors": [asdict(f) for f in self.errors], "warnings": [asdict(f) for f in self.warnings],
+            "sections": {name: asdict(section) for name, section in self.sections.items()},
+            "not_looked_at": self.notes, "seconds": round(self.seconds, 3),
+        }, indent=1, ensure_ascii=False, default=str)
+
+
+def _count(n: int, what: str) -> str:
+    return "" if not n else f"{n} {what}" + ("s" if n > 1 else "")
+
+
+def did_you_mean(word: str, options: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The option nearest to a misspelt word."""
+    options = list(options)
+    near = difflib.get_close_matches(word, options, n=1, cutoff=cutoff)
+    if near:
+        return near[0]
+    # num_blocks for n_blocks, AdamW for adamw: the ratio alone overlooks case
+    lowered = {option.lower(): option for option in options}
+    near = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=cutoff)
+    return lowered[near[0]] if near else None
+
+
+def listed(names: Iterable[str], most: int = 12) -> str:
+    """Names in a sentence, the first ones where they are many."""
+    names = list(names)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -1,0 +1,311 @@
+"""References, copies and includes of a recipe, followed as HyperPyYAML does, with every mistake told."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hyperpyyaml.core import parse_arithmetic
+
+from sbkit.recipe.load import place as reach
+from sbkit.recipe.report import did_you_mean, listed
+from sbkit.recipe.source import BASE, INCLUDE, UNKNOWN, Findings, Node, Place, override, read_file
+
+_REFERENCE = re.compile(r"<[^>]*>")
+PLACEHOLDER = "!PLACEHOLDER"
+
+
+def resolve(path: Path, overrides: Mapping[str, Any], findings: Findings, flags: Iterable[str] = ()) -> Node | None:
+    """The recipe as one tree: includes read, overrides applied, references replaced by what they name.
+
+    What several places refer to is one Node. ``flags`` are options that may be meant by a misspelt override.
+    """
+    files = _chain(path, findings)
+    if not files:
+        return None
+    known = [key for _, root in files for key in root.value if isinstance(key, str)]
+    unknown = [key for key in overrides if key not in known]
+    for key in unknown:
+        near = did_you_mean(key, [*known, *flags])
+        findings.error("unknown-override", Place(), f"--{key}", f"{path} has no key {key}",
+                       f"did you mean --{near}?" if near else "a new key is written into the YAML")
+    root = files[0][1]
+    placed = reach({k: v for k, v in overrides.items() if k not in unknown}, [(p, r.value) for p, r in files])
+    override(root, placed, findings)
+    _tell_shadowed(files, findings)
+    _Resolver(root, path, findings, (path.resolve(),)).run()
+    _tell_cycles(root, findings)
+    return root
+
+
+def flatten(root: Node) -> Node:
+    """The keys of the recipes it rests on and its own, the latter winning."""
+    base = root.value.get(BASE)
+    if base is None or not isinstance(base.value, dict):
+        return root
+    below = flatten(base)
+    own = {key: node for key, node in root.value.items() if key != BASE}
+    return Node({**below.value, **own}, root.place, root.key, root.tag,
+                key_places={**below.key_places, **root.key_places}, wrong=root.wrong)
+
+
+def _chain(path: Path, findings: Findings) -> list[tuple[Path, Node]]:
+    """The recipe and those it rests on, each as it's written; problems of the latter are told when they're included."""
+    found: list[tuple[Path, Node]] = []
+    seen: set[Path] = set()
+    told = findings
+    while path is not None and path.resolve() not in seen:
+        seen.add(path.resolve())
+        root = read_file(path, told)
+        if root is None:
+            break
+        found.append((path, root))
+        told = Findings()
+        base = root.value.get(BASE)
+        path = _included(base.tag, path) if base is not None and base.tag.startswith(INCLUDE) else None
+    return found
+
+
+def _included(tag: str, path: Path) -> Path:
+    return Path(os.path.normpath(path.parent / tag[len(INCLUDE):]))
+
+
+def _tell_shadowed(files: list[tuple[Path, Node]], findings: Findings) -> None:
+    """A key beside ``recipe`` that the included file has too: its own references never see it."""
+    for (_, root), *below in (files[i:] for i in range(len(files))):
+        for key in root.value:
+            if key != BASE and any(key in other.value for _, other in below):
+                findings.error(
+                    "shadowed", root.place_of(key), str(key),
+                    f"it stands beside `{BASE}`, so the references of {below[0][0].name} don't see it",
+                    f"indent it, as one of the keys under `{BASE}`")
+
+
+class _Resolver:
+    """One file: HyperPyYAML goes through it from top to bottom and replaces as it goes, and so does this."""
+
+    def __init__(self, root: Node, path: Path, findings: Findings, inside: tuple[Path, ...]):
+        self.root, self.path, self.findings, self.inside = root, path, findings, inside
+        self.seen: dict[int, Node] = {}
+
+    def run(self) -> None:
+        """Resolve the tree in place."""
+        self._walk(self.root)
+
+    def _walk(self, node: Node) -> Node:
+        """Replace what is inside, then the node itself."""
+        if id(node) in self.seen:  # shared, or inside itself
+            return self.seen[id(node)]
+        self.seen[id(node)] = node
+        items = node.value.items() if isinstance(node.value, dict) else enumerate(node.value) if not node.scalar else ()
+        for key, child in list(items):
+            node.value[key] = self._walk(child)
+        found = self._replace(node)
+        self.seen[id(node)] = found
+        return found
+
+    def _replace(self, node: Node) -> Node:
+        if node.tag in ("!ref", "!copy"):
+            if not node.scalar:
+                self._error("bad-ref", node, f"{node.tag} takes a text such as <key>, not a list or mapping")
+                return self._unknown(node)
+            return self._follow(str(node.value), node, ())
+        if node.tag == PLACEHOLDER:
+            self._error("placeholder", node, "this value is left to you (!PLACEHOLDER)",
+                        "write it into the YAML" if "[" in node.key else f"give it: --{node.key} VALUE")
+            return self._unknown(node)
+        if node.tag.startswith(INCLUDE):
+            return self._include(node)
+        return node
+
+    # ------------------------------------------------------------ references
+
+    def _follow(self, text: str, node: Node, seen: tuple[str, ...]) -> Node:
+        """What a reference names, as a Node that others may share, or a scalar of its own."""
+        if not _REFERENCE.search(text):
+            if not seen:
+                self._tell_literal(text, node)
+            return self._scalar(node, text)
+        if text in seen or len(seen) > 50:
+            chain = " -> ".join([*dict.fromkeys(seen), text])
+            self._error("circular-ref", node, f"this reference comes back to itself: {chain}")
+            return self._unknown(node)
+        seen = (*seen, text)
+        if _REFERENCE.fullmatch(text):
+            target = self._find(text.strip("<>"), node)
+            return self._unknown(node) if target is None else self._take(target, node, seen)
+        pieces: list[str] = []
+        end = 0
+        for match in _REFERENCE.finditer(text):
+            value = self._as_text(match[0], node)
+            if value is None:
+                return self._unknown(node)
+            pieces += [text[end : match.start()], value]
+            end = match.end()
+        inner = self._follow("".join([*pieces, text[end:]]), node, seen)
+        if isinstance(inner.value, str) and not inner.tag:
+            inner = self._scalar(node, parse_arithmetic(inner.value))
+        inner.computed = True
+        return inner
+
+    def _take(self, target: Node, node: Node, seen: tuple[str, ...]) -> Node:
+        if target.tag in ("!ref", "!copy") or target.tag.startswith(INCLUDE):  # not replaced yet: it stands below
+            self._tell_later(target, node)
+            return self._unknown(node)
+        if target.tag == PLACEHOLDER or target.value is UNKNOWN:
+            return self._unknown(node)
+        if isinstance(target.value, str) and not target.tag and _REFERENCE.search(target.value):
+            return self._follow(target.value, node, seen)
+        if node.tag == "!copy":
+            for inner in target.walk():
+                if inner.tag in ("!ref", "!copy"):
+                    self._error("later-ref", node, f"{target.key} has references of its own and stands below",
+                                "move it above the copy")
+                    return self._unknown(node)
+            return copy.deepcopy(target)
+        if target.scalar and not target.tag:
+            return Node(target.value, node.place, node.key, quoted=target.quoted, computed=target.computed,
+                        source=target)
+        return target
+
+    def _find(self, reference: str, node: Node) -> Node | None:
+        """HyperPyYAML's ``deref``: ``key[part].attribute`` in this file."""
+        reference, _, attribute = reference.partition(".")
+        branch = self.root
+        for i, part in enumerate(reference.split("[")):
+            part = part.strip("]")
+            if not isinstance(branch.value, dict) or part not in branch.value:
+                self._tell_dangling(reference, part, branch if i else self.root, node)
+                return None
+            branch = branch.value[part]
+        if attribute and node.tag != "!copy":
+            name = Node(attribute, node.place, f"{node.key}[1]")
+            return Node([branch, name], node.place, node.key, "!apply:getattr")
+        return branch
+
+    def _as_text(self, match: str, node: Node) -> str | None:
+        target = self._find(match.strip("<>"), node)
+        if target is None or target.tag == PLACEHOLDER or target.value is UNKNOWN:
+            return None
+        if target.tag in ("!ref", "!copy"):
+            return str(target.value)
+        if target.tag.startswith("!applyref:"):
+            return None  # known when the recipe is built
+        if target.tag or not target.scalar:
+            kind = "a list" if isinstance(target.value, list) else "a mapping"
+            self._error("bad-ref", node, f"{match} is {target.tag or kind}, which can't be part of a text",
+                        f"refer to one of its values, or write !ref {match} alone")
+            return None
+        if target.value is None:
+            self.findings.warning("null-in-text", node.place, node.key, f"{match} is null, so this becomes "
+                                  f"{str(node.value).replace(match, 'None')!r}", f"give {match.strip('<>')} a value")
+        return str(target.value)
+
+    # ------------------------------------------------------------ what goes wrong
+
+    def _tell_dangling(self, reference: str, part: str, branch: Node, node: Node) -> None:
+        name = reference or "<>"
+        if isinstance(branch.value, list):
+            self._error("dangling-ref", node, f"there is no <{name}>: {branch.key} is a list, and a reference takes no "
+                        "index", "give the item a key of its own and refer to that")
+            return
+        options = [str(key) for key in branch.value] if isinstance(branch.value, dict) else []
+        near = did_you_mean(part, options)
+        base = self.root.value.get(BASE)
+        if base is not None and base is not branch and isinstance(base.value, dict) and part in base.value:
+            suggestion = f"it stands under `{BASE}`: write <{BASE}[{part}]>"
+        elif base is not None and base.tag.startswith(INCLUDE):
+            suggestion = (f"did you mean <{reference.replace(part, near)}>?" if near else
+                          f"a reference sees its own file only, not {base.tag[len(INCLUDE):]}")
+        elif near:
+            suggestion = f"did you mean <{reference.replace(part, near)}>?"
+        else:
+            suggestion = f"{branch.key} has {listed(options)}" if branch.key and options else "define that key"
+        self._error("dangling-ref", node, f"there is no <{name}>", suggestion)
+
+    def _tell_later(self, target: Node, node: Node) -> None:
+        """A chain of references runs upwards, or in a circle."""
+        chain, current = [node.key], target
+        while current is not None and current.tag in ("!ref", "!copy"):
+            if current is node or current.key in chain:
+                circle = " -> ".join([*chain, current.key])
+                self._error("circular-ref", node, f"this reference comes back to itself: {circle}",
+                            f"give {current.key} a value")
+                return
+            chain.append(current.key)
+            text = str(current.value)
+            current = self._quietly(text) if _REFERENCE.fullmatch(text) else None
+        self._error("later-ref", node, f"{target.key} is itself a reference, and it stands below ({target.place})",
+                    f"move {target.key} above {node.key}: a recipe is read from top to bottom")
+
+    def _quietly(self, text: str) -> Node | None:
+        told, self.findings = self.findings, Findings()
+        try:
+            return self._find(text.strip("<>"), Node(text, Place(), ""))
+        finally:
+            self.findings = told
+
+    def _tell_literal(self, text: str, node: Node) -> None:
+        if "<" in text:
+            self._error("bad-ref", node, f"the bracket of {text!r} is not closed", "write <key>")
+        elif text in self.root.value:
+            self._error("bad-ref", node, f"this refers to nothing, it is the text {text!r}", f"write !ref <{text}>")
+
+    def _error(self, code: str, node: Node, message: str, suggestion: str = "") -> None:
+        self.findings.error(code, node.place, node.key, message, suggestion)
+
+    def _unknown(self, node: Node) -> Node:
+        return Node(UNKNOWN, node.place, node.key, wrong=True)
+
+    def _scalar(self, node: Node, value: Any) -> Node:
+        return Node(value, node.place, node.key)
+
+    # ------------------------------------------------------------ includes
+
+    def _include(self, node: Node) -> Node:
+        path = _included(node.tag, self.path)
+        if path.resolve() in self.inside:
+            self._error("circular-include", node, f"{path} includes itself",
+                        " -> ".join(p.name for p in (*self.inside, path)))
+            return self._unknown(node)
+        if not path.is_file():
+            near = did_you_mean(path.name, [p.name for p in path.parent.glob("*.y*ml")])
+            self._error("no-file", node, f"there is no file {path}", f"did you mean {near}?" if near else
+                        f"the path starts from {self.path.parent or '.'}")
+            return self._unknown(node)
+        before = len(self.findings)
+        root = read_file(path, self.findings, prefix="" if node.key == BASE else node.key)
+        if root is None:
+            return self._unknown(node)
+        if isinstance(node.value, dict):
+            override(root, node, self.findings)
+        _Resolver(root, path, self.findings, (*self.inside, path.resolve())).run()
+        root.wrong = any(f.code == "syntax" for f in self.findings[before:])
+        return copy.deepcopy(root)  # HyperPyYAML reads it anew: it shares nothing with the file around it
+
+
+def _tell_cycles(root: Node, findings: Findings) -> None:
+    """A mapping or list that contains itself can't be built."""
+    done: set[int] = set()
+    path: list[Node] = []
+
+    def visit(node: Node) -> None:
+        if any(node is above for above in path):
+            if not node.wrong:
+                findings.error("circular-ref", node.place, node.key, "it contains a reference to itself",
+                               " -> ".join(n.key for n in [*path, node] if n.key))
+            node.wrong = True
+            return
+        if id(node) in done or node.scalar:
+            return
+        path.append(node)
+        for child in node.children():
+            visit(child)
+        path.pop()
+        done.add(id(node))
+
+    visit(root)

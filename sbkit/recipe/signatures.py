@@ -1,0 +1,312 @@
+"""Names and arguments in a recipe against the Python they mean: imported and compared, never called."""
+
+from __future__ import annotations
+
+import builtins
+import collections.abc
+import contextlib
+import importlib
+import inspect
+import os
+import pathlib
+import sys
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from sbkit.recipe.report import did_you_mean, listed
+from sbkit.recipe.source import UNKNOWN, Findings, Node
+from sbkit.recipe.values import is_tuple, looks_like_number, static
+
+_COMMON = ("torch", "torchaudio", "speechbrain", "sbkit", "transformers", "numpy")
+_TRUTHS = {"yes": "true", "on": "true", "no": "false", "off": "false"}
+
+
+# ---------------------------------------------------------------------------------------------- names
+
+
+def locate(name: str) -> Any:
+    """The object that a dotted name means; LookupError says what is wrong with it.
+
+    >>> locate("collections.OrderedDict")
+    <class 'collections.OrderedDict'>
+    >>> locate("collections.OrderdDict")
+    Traceback (most recent call last):
+    LookupError: ('collections has no OrderdDict', 'did you mean collections.OrderedDict?')
+    """
+    parts = name.split(".")
+    if not all(part.isidentifier() for part in parts):
+        raise LookupError(f"{name!r} is no name of a class or function", "write it as module.Class")
+    found, used = None, 0
+    for i in range(1, len(parts) + 1):
+        module = ".".join(parts[:i])
+        try:
+            found, used = importlib.import_module(module), i
+        except ModuleNotFoundError as error:
+            if error.name is not None and (module == error.name or module.startswith(f"{error.name}.")):
+                break
+            raise LookupError(f"importing {module} fails: {error}", f"install {error.name}") from error
+        except Exception as error:  # whatever a module does when it's imported
+            raise LookupError(f"importing {module} fails: {type(error).__name__}: {error}", "") from error
+    if found is None:
+        if hasattr(builtins, parts[0]):
+            found = builtins
+        else:
+            near = did_you_mean(parts[0], [*sys.stdlib_module_names, *_COMMON], 0.8)
+            raise LookupError(f"there is no module {parts[0]}", f"did you mean {near}?" if near else "is it installed?")
+    for i in range(used, len(parts)):
+        try:
+            found = getattr(found, parts[i])
+        except AttributeError:
+            owner = ".".join(parts[:i]) or "Python"
+            near = did_you_mean(parts[i], _offers(found))
+            hint = f"did you mean {owner}.{near}?" if near else ""
+            raise LookupError(f"{owner} has no {parts[i]}", hint) from None
+        except Exception as error:  # lazily imported by SpeechBrain, and its import fails
+            raise LookupError(f"importing {'.'.join(parts[: i + 1])} fails: {error}", "") from error
+    return found
+
+
+def _offers(owner: Any) -> list[str]:
+    names = [name for name in dir(owner) if not name.startswith("_")]
+    if inspect.ismodule(owner) and getattr(owner, "__path__", None):
+        for folder in owner.__path__:
+            names += [p.stem for p in pathlib.Path(folder).glob("*") if p.is_dir() or p.suffix == ".py"]
+    return [name for name in names if name.isidentifier() and not name.startswith("_")]
+
+
+# ---------------------------------------------------------------------------------------------- arguments
+
+
+def bind(target: Any, node: Node, findings: Findings, partial: bool = False) -> None:
+    """Compare the arguments that a node gives with the signature of what it calls.
+
+    partial: more arguments come later, so none is missing (``!name:``)
+    """
+    try:
+        signature = inspect.signature(target)
+    except (ValueError, TypeError):  # C functions may have none
+        return
+    name = getattr(target, "__name__", str(target))
+    positional, named = arguments(node)
+    parameters = signature.parameters
+    kinds = inspect.Parameter
+    by_place = [p for p in parameters.values() if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
+    rest = next((p for p in parameters.values() if p.kind is kinds.VAR_POSITIONAL), None)
+    by_name = {p.name: p for p in parameters.values() if p.kind in (kinds.KEYWORD_ONLY, kinds.POSITIONAL_OR_KEYWORD)}
+    takes_any = any(p.kind is kinds.VAR_KEYWORD for p in parameters.values())
+    hints = _hints(target)
+
+    if len(positional) > len(by_place) and rest is None:
+        findings.error("too-many-arguments", node.place, node.key,
+                       f"{name} takes {_plural(len(by_place), 'argument')} at most, this gives {len(positional)}",
+                       f"its arguments are {listed(p.name for p in by_place)}" if by_place else "")
+        node.wrong = True
+    filled = set()
+    for i, value in enumerate(positional):
+        parameter = by_place[i] if i < len(by_place) else rest
+        if parameter is not None:
+            filled.add(parameter.name)
+            _compare(name, parameter, hints, value, node, i, findings)
+    for key, value in named.items():
+        if key in filled and key in by_name:
+            findings.error("argument-twice", node.place_of(key), node.key_of(key), f"{name} gets {key} twice")
+            node.wrong = True
+        elif key in by_name:
+            filled.add(key)
+            _compare(name, by_name[key], hints, value, node, key, findings)
+        elif not takes_any:
+            near = did_you_mean(str(key), [n for n in by_name if n not in named]) or did_you_mean(str(key), by_name)
+            findings.error("unknown-argument", node.place_of(key), node.key_of(key),
+                           f"{name} has no argument {key}",
+                           f"did you mean {near}?" if near else f"it takes {listed(by_name)}" if by_name else
+                           "it takes none")
+            node.wrong = True
+        else:
+            near = did_you_mean(str(key), [n for n in by_name if n not in named], cutoff=0.85)
+            if near:
+                findings.warning("unknown-argument", node.place_of(key), node.key_of(key),
+                                 f"{name} has no argument {key} of its own and passes it on", f"did you mean {near}?")
+    missing = [p.name for p in (*by_place, *by_name.values()) if p.default is kinds.empty and p.name not in filled]
+    missing = list(dict.fromkeys(missing))
+    if missing and not partial:
+        findings.error("missing-argument", node.place, node.key,
+                       f"{name} lacks {_plural(len(missing), 'argument', count=False)} {', '.join(missing)}",
+                       f"add {missing[0]}: VALUE")
+        node.wrong = True
+
+
+def arguments(node: Node) -> tuple[list[Node], dict[Any, Node]]:
+    """Positional and named arguments, as HyperPyYAML takes them from a list or a mapping."""
+    if isinstance(node.value, list):
+        return node.value, {}
+    if isinstance(node.value, dict):
+        if node.tag.startswith("!applyref:") and set(node.value) == {"_args", "_kwargs"}:
+            args, kwargs = node.value["_args"].value, node.value["_kwargs"].value
+            return (args if isinstance(args, list) else []), (kwargs if isinstance(kwargs, dict) else {})
+        return [], node.value
+    return [], {}
+
+
+def _plural(n: int, what: str, count: bool = True) -> str:
+    word = what + ("" if n == 1 else "s")
+    return f"{n or 'no'} {word}" if count else f"the {word}"
+
+
+def _compare(name: str, parameter: inspect.Parameter, hints: Mapping[str, Any], value: Node, node: Node, key: Any,
+             findings: Findings) -> None:
+    """One argument with its annotation, or with the type of its default."""
+    given = static(value)
+    if given is UNKNOWN or value.spoilt or (given == parameter.default and not isinstance(given, Node)):
+        return
+    hint = hints.get(parameter.name)
+    wanted = None
+    if hint is not None:
+        if not fits(hint, value):
+            wanted = describe(hint)
+    elif isinstance(given, str) and isinstance(parameter.default, (bool, int, float)):
+        if (not value.quoted and given in _TRUTHS) or looks_like_number(given):
+            wanted = f"a {type(parameter.default).__name__} (by default {parameter.default})"
+    elif given == "None" and parameter.default is None and not value.quoted:
+        wanted = "null or a value"
+    if wanted is None:
+        return
+    place = node.place_of(key) if isinstance(key, str) else value.place
+    message = f"{name} wants {parameter.name} to be {wanted}, this is {_shown(given)}"
+    if isinstance(given, (int, float)) and fits(hint, Node(str(given), value.place, value.key, quoted=True)):
+        findings.warning("wrong-type", place, node.key_of(key), message, f'write "{given}"')
+        return
+    findings.error("wrong-type", place, node.key_of(key), message, _mend(given, hint, value))
+    node.wrong = True
+
+
+def _shown(given: Any) -> str:
+    if isinstance(given, Node):
+        return f"{given.tag}" if given.tag else "a list" if isinstance(given.value, list) else "a mapping"
+    if isinstance(given, str):
+        return f"the text {given!r}"
+    return f"{given!r} (a {type(given).__name__})" if given is not None else "null"
+
+
+def _mend(given: Any, hint: Any, value: Node) -> str:
+    if isinstance(given, Node) and given.tag.startswith("!name:") and isinstance(hint, type):
+        return f"write !new:{given.tag[len('!name:'):]} to build one"
+    if isinstance(given, str):
+        if given in _TRUTHS and not value.quoted:
+            return f"write {_TRUTHS[given]}"
+        if given in ("None", "none"):
+            return "write null"
+        number = looks_like_number(given)
+        if number:
+            return f"write {number}" + (" without quotes" if number == given else "")
+        if is_tuple(given):
+            return f"write [{given[1:-1]}]"
+        if given.startswith("(") or given.endswith(")"):
+            return "write a list: [a, b]"
+    if isinstance(given, float) and given.is_integer():
+        return f"write {int(given)}; in a !ref, // divides to a whole number"
+    return ""
+
+
+# ---------------------------------------------------------------------------------------------- types
+
+
+def _hints(target: Any) -> dict[str, Any]:
+    """Annotations as types, those that can be told."""
+    function = target.__init__ if inspect.isclass(target) else target
+    if not hasattr(function, "__annotations__"):
+        return {}
+    try:
+        return typing.get_type_hints(function)
+    except Exception:  # an annotation that's only there for type checkers: the others can still be used
+        scope = getattr(sys.modules.get(getattr(function, "__module__", "")), "__dict__", {})
+        hints: dict[str, Any] = {}
+        for name, raw in function.__annotations__.items():
+            with contextlib.suppress(Exception):
+                hints |= typing.get_type_hints(types.SimpleNamespace(__annotations__={name: raw}), scope)
+        return hints
+
+
+def fits(hint: Any, node: Node) -> bool:
+    """Whether a value may be passed where ``hint`` is asked for; True where that can't be told."""
+    given = static(node)
+    if given is UNKNOWN:
+        return True
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(fits(one, node) for one in inner)
+    if origin is typing.Literal:
+        return given in inner
+    if origin is typing.Annotated:
+        return fits(inner[0], node)
+    kind = origin or hint
+    if kind is type(None):
+        return given is None
+    if not isinstance(kind, type):
+        return True
+    if given is None:
+        return kind is object
+    if isinstance(given, Node):
+        return _built_fits(kind, inner, given)
+    return _plain_fits(kind, inner, given)
+
+
+def _plain_fits(kind: type, inner: tuple, given: Any) -> bool:
+    if kind is bool:
+        return isinstance(given, bool) or given in (0, 1)
+    if kind is float:
+        return isinstance(given, (int, float))
+    if kind is complex:
+        return isinstance(given, (int, float, complex))
+    if kind in (str, os.PathLike, pathlib.Path) or issubclass(kind, pathlib.PurePath):
+        return isinstance(given, str)
+    if isinstance(given, tuple):
+        return kind is object or issubclass(tuple, kind) or kind in (list, collections.abc.MutableSequence)
+    if isinstance(given, str) and kind in (collections.abc.Sequence, collections.abc.Iterable, list, tuple):
+        return not inner and kind not in (list, tuple)  # a Sequence[str] would take it letter by letter
+    if kind.__module__.split(".")[0] == "torch" and kind.__name__ in ("dtype", "device"):
+        return isinstance(given, (str, int))
+    return isinstance(given, kind)
+
+
+def _built_fits(kind: type, inner: tuple, node: Node) -> bool:
+    """Lists, mappings and objects that the recipe builds."""
+    if isinstance(node.value, list) and not node.tag:
+        if kind in (list, tuple, set, frozenset) or issubclass(list, kind):
+            of_one_kind = inner[:1] if len(inner) == 1 or (len(inner) == 2 and inner[1] is Ellipsis) else ()
+            return all(fits(of_one_kind[0], item) for item in node.value) if of_one_kind else True
+        return False
+    if isinstance(node.value, dict) and not node.tag:
+        return issubclass(dict, kind) or kind in (dict, collections.abc.MutableMapping) or kind.__module__ == "typing"
+    if node.tag.startswith("!new:"):
+        try:
+            built = locate(node.tag[len("!new:"):])
+        except LookupError:
+            return True
+        return not isinstance(built, type) or issubclass(built, kind) or kind in (float, complex) or _duck(kind)
+    if node.tag.startswith("!name:"):
+        return kind in (type, object) or kind.__name__ == "Callable" or _duck(kind) or kind.__module__ == "typing"
+    return True
+
+
+def _duck(kind: type) -> bool:
+    """Types that an object may satisfy without inheriting from them."""
+    return getattr(kind, "_is_protocol", False) or kind.__module__ in ("collections.abc", "typing")
+
+
+def describe(hint: Any) -> str:
+    """A type in words."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(dict.fromkeys(describe(one) for one in inner))
+    if origin is typing.Literal:
+        return "one of " + ", ".join(map(str, inner))
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null",
+             list: "a list", tuple: "a list", dict: "a mapping", pathlib.Path: "a path", os.PathLike: "a path"}
+    kind = origin or hint
+    if kind in names:
+        return names[kind]
+    name = getattr(kind, "__name__", str(kind))
+    return {"Sequence": "a list", "Iterable": "a list", "Mapping": "a mapping", "Callable": "a function or class",
+            }.get(name, f"{'an' if name[:1].lower() in 'aeio' else 'a'} {name}")

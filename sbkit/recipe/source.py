@@ -1,0 +1,269 @@
+"""A recipe's files as trees in which every key and value knows its file, line and column."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml import nodes as yaml_nodes
+from ruamel.yaml.error import MarkedYAMLError, YAMLError, YAMLStreamError
+from ruamel.yaml.reader import ReaderError
+
+from sbkit.recipe.report import COMMAND_LINE, ERROR, WARNING, Finding, did_you_mean
+
+BASE = "recipe"
+INCLUDE = "!include:"
+_YAML_TAG = "tag:yaml.org,2002:"
+_MERGE = _YAML_TAG + "merge"
+_PLAIN_TAGS = frozenset(_YAML_TAG + kind for kind in (
+    "null", "bool", "int", "float", "str", "seq", "map", "timestamp", "binary", "omap", "set"))
+
+
+class _Unknown:
+    """A value that isn't known before the recipe is built."""
+
+    def __repr__(self) -> str:
+        return "a value known later"
+
+
+UNKNOWN = _Unknown()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where something is written."""
+
+    file: str = COMMAND_LINE
+    line: int = 0
+    column: int = 0
+
+    def __str__(self) -> str:
+        return f"{Path(self.file).name}:{self.line}" if self.line else self.file
+
+
+@dataclass(eq=False)
+class Node:
+    """A scalar, list or mapping of a YAML."""
+
+    value: Any
+    """A Python value, a list of Nodes or a dict of Nodes; ``UNKNOWN`` where a mistake hides it."""
+    place: Place
+    key: str
+    """How a reader finds it: ``CNN.strides[0]``."""
+    tag: str = ""
+    """``!new:torch.nn.Linear``, ``!ref``, ...; empty for plain data."""
+    quoted: bool = False
+    computed: bool = False
+    """Put together from references, or given on the command line."""
+    key_places: dict[Any, Place] = field(default_factory=dict)
+    wrong: bool = False
+    """A mistake in it is reported already."""
+    source: Node | None = None
+    """The scalar that it's a reference to."""
+
+    def __post_init__(self):
+        while self.key.startswith(f"{BASE}."):  # what's indented under it are the recipe's own keys
+            self.key = self.key.removeprefix(f"{BASE}.")
+
+    def place_of(self, key: Any) -> Place:
+        """Where one of its keys or items is written."""
+        return self.key_places.get(key, self.place)
+
+    def key_of(self, key: Any) -> str:
+        """The name of one of its keys or items."""
+        if isinstance(self.value, list):
+            return f"{self.key}[{key}]"
+        return f"{self.key}.{key}" if self.key else str(key)
+
+    @property
+    def spoilt(self) -> bool:
+        """Whether a mistake is reported already, here or where its value comes from: it can't be built."""
+        return self.wrong or self.value is UNKNOWN or (self.source is not None and self.source.spoilt)
+
+    @property
+    def scalar(self) -> bool:
+        return not isinstance(self.value, (dict, list))
+
+    def children(self) -> Iterator[Node]:
+        """What is directly inside."""
+        yield from self.value.values() if isinstance(self.value, dict) else self.value if not self.scalar else ()
+
+    def walk(self) -> Iterator[Node]:
+        """Itself and everything inside, each node once."""
+        seen, stack = set(), [self]
+        while stack:
+            node = stack.pop()
+            if id(node) in seen:
+                continue
+            seen.add(id(node))
+            yield node
+            stack.extend(reversed(list(node.children())))
+
+
+class Findings(list):
+    """Findings, collected with few words."""
+
+    def error(self, code: str, place: Place, key: str, message: str, suggestion: str = "") -> None:
+        """Something that would end or spoil a run."""
+        self.append(Finding(ERROR, code, place.file, place.line, key, message, suggestion, place.column))
+
+    def warning(self, code: str, place: Place, key: str, message: str, suggestion: str = "") -> None:
+        """Something that deserves a look."""
+        self.append(Finding(WARNING, code, place.file, place.line, key, message, suggestion, place.column))
+
+
+# -------------------------------------------------------------------------------------------------- files
+
+
+def read_file(path: Path, findings: Findings, prefix: str = "") -> Node | None:
+    """A YAML as a tree of Nodes, nothing imported or resolved; None where it can't be read at all."""
+    name = str(path)
+    try:
+        tree = YAML(pure=True).compose(path.read_text(encoding="utf-8"))
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = Place(name, mark.line + 1, mark.column + 1) if mark else Place(name)
+        problem = (error.problem or error.context or str(error)).strip()
+        findings.error("syntax", place, "", f"this is no YAML: {problem}", _advice(problem))
+        return None
+    except (UnicodeDecodeError, ReaderError) as error:
+        findings.error("syntax", Place(name), "", f"this is no UTF-8 text: {error}", "save the file as UTF-8")
+        return None
+    except OSError as error:
+        findings.error("no-file", Place(name), "", f"cannot be read: {error.strerror}")
+        return None
+    except (YAMLError, YAMLStreamError) as error:
+        findings.error("syntax", Place(name), "", f"this is no YAML: {error}")
+        return None
+    if not isinstance(tree, yaml_nodes.MappingNode):
+        findings.error("syntax", Place(name, 1, 1), "", "a recipe is made of lines `key: value`, this file isn't")
+        return None
+    root = _Converter(name, findings).node(tree, prefix)
+    for key in root.value:
+        if not isinstance(key, str):
+            findings.error("syntax", root.place_of(key), str(key), f"the key {key!r} is not text", f'write "{key}":')
+    return root
+
+
+def _advice(problem: str) -> str:
+    if "\\t" in problem or "tab" in problem:
+        return "indent with spaces, YAML takes no tabs"
+    if "mapping values are not allowed" in problem:
+        return "a value with a colon needs quotes; or is the line above indented differently?"
+    if "expected <block end>" in problem or "could not find expected ':'" in problem:
+        return "compare its indentation with the lines above"
+    if "',' or ']'" in problem or "',' or '}'" in problem:
+        return "a bracket is not closed"
+    return ""
+
+
+class _Converter:
+    """ruamel's nodes to ours."""
+
+    def __init__(self, file: str, findings: Findings):
+        self.file, self.findings = file, findings
+        self.known: dict[int, Node] = {}  # an alias is the same node as its anchor
+        self.constructor = YAML(typ="safe", pure=True).constructor
+
+    def place(self, mark: Any) -> Place:
+        return Place(self.file, mark.line + 1, mark.column + 1)
+
+    def node(self, raw: Any, key: str) -> Node:
+        if id(raw) in self.known:
+            return self.known[id(raw)]
+        tag = str(raw.tag or "").replace("!tuple", "")  # known to ruamel once HyperPyYAML has loaded something
+        node = Node(None, self.place(raw.start_mark), key, "" if tag in _PLAIN_TAGS else tag.replace(_YAML_TAG, "!!"))
+        self.known[id(raw)] = node
+        if isinstance(raw, yaml_nodes.MappingNode):
+            node.value = self.mapping(raw, node)
+        elif isinstance(raw, yaml_nodes.SequenceNode):
+            node.value = [self.node(item, f"{key}[{i}]") for i, item in enumerate(raw.value)]
+        else:
+            node.quoted = raw.style is not None
+            node.value = raw.value if node.tag or not raw.tag.startswith(_YAML_TAG) else self.scalar(raw)
+        return node
+
+    def scalar(self, raw: Any) -> Any:
+        try:
+            return self.constructor.construct_object(raw)
+        except (ValueError, YAMLError):  # 2020-13-45 looks like a date
+            return raw.value
+
+    def mapping(self, raw: Any, node: Node) -> dict[Any, Node]:
+        own: dict[Any, Node] = {}
+        merged: dict[Any, Node] = {}
+        for raw_key, raw_value in raw.value:
+            place = self.place(raw_key.start_mark)
+            if raw_key.tag == _MERGE:
+                for part in raw_value.value if isinstance(raw_value, yaml_nodes.SequenceNode) else [raw_value]:
+                    if isinstance(part, yaml_nodes.MappingNode):
+                        merged = {**self.node(part, node.key).value, **merged}
+                continue
+            scalar = isinstance(raw_key, yaml_nodes.ScalarNode)
+            key = self.scalar(raw_key) if scalar else str(raw_key.value)
+            if key in own:
+                first = node.place_of(key).line
+                self.findings.error("duplicate-key", place, node.key_of(key),
+                                    f"this key stands in line {first} already", "remove one of the two")
+                continue
+            node.key_places[key] = place
+            own[key] = self.node(raw_value, f"{node.key}.{key}" if node.key else str(key))
+        return {**merged, **own}
+
+
+# ---------------------------------------------------------------------------------------------- overrides
+
+
+def from_python(value: Any, key: str, place: Place = Place()) -> Node:
+    """A value from the command line, or from a program, as a Node."""
+    tag = getattr(getattr(value, "tag", None), "value", None) or ""
+    if isinstance(value, Mapping):
+        node = Node({}, place, key, tag)
+        node.value = {k: from_python(v, f"{key}.{k}", place) for k, v in value.items()}
+        return node
+    if isinstance(value, (list, tuple)):
+        return Node([from_python(v, f"{key}[{i}]", place) for i, v in enumerate(value)], place, key, tag)
+    if tag:
+        return Node(value.value, place, key, tag)
+    return Node(_plain(value), place, key, computed=True)
+
+
+def _plain(value: Any) -> Any:
+    """Without ruamel's memory of how it was written."""
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return value if kind is bool else kind(value)
+    return value if value is None else str(value) if not isinstance(value, (bytes,)) else value
+
+
+def override(root: Node, given: Mapping[str, Any] | Node, findings: Findings) -> None:
+    """Put values into a tree by HyperPyYAML's rules: mappings are merged, everything else is replaced."""
+    written = given if isinstance(given, Node) else Node({}, Place(), "")
+    for key, value in (given.value if isinstance(given, Node) else given).items():
+        new = value if isinstance(value, Node) else from_python(value, root.key_of(key))
+        target = root.value.get(key)
+        if not isinstance(new.value, dict) or target is None:
+            _tell_typo(root, key, new, findings)
+            root.value[key] = new
+            root.key_places[key] = written.place_of(key)
+        elif not isinstance(target.value, dict):
+            hint = (f"write `{key}: {target.tag} {{}}` in {target.place}" if target.tag.startswith(INCLUDE)
+                    else f"give {target.key} one value")
+            findings.error("override-structure", new.place, target.key,
+                           f"{target.key} has no parts that could be set one by one ({target.place})", hint)
+        else:
+            override(target, new, findings)
+
+
+def _tell_typo(root: Node, key: Any, new: Node, findings: Findings) -> None:
+    """A key that is added to a mapping and nearly is one that's there."""
+    if key in root.value or not isinstance(key, str) or root.tag.startswith(("!new:", "!name:", "!apply")):
+        return  # arguments are compared with the signature
+    near = did_you_mean(key, [k for k in root.value if isinstance(k, str)], cutoff=0.85)
+    if near and not re.search(r"\d", key):  # layer1 beside layer2 is no typo
+        findings.error("unknown-override", new.place, root.key_of(key),
+                       f"{root.key or 'the recipe'} has no key {key} to override", f"did you mean {near}?")

@@ -1,0 +1,132 @@
+"""What a scalar of a recipe is to Python, and what it only looks like: numbers, tuples and truth as text."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+from sbkit.recipe.source import UNKNOWN, Findings, Node
+
+TUPLE = re.compile(r"\(.*\)")
+_NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][-+]?\d[\d_]*)?")
+_GROUPED = re.compile(r"[-+]?\d{1,3}([, ]\d{3})+(\.\d+)?")
+_COMMA = re.compile(r"([-+]?\d+),(\d+)")
+_CUT = re.compile(r"([-+]?\d+\.?\d*)[eE][-+]?")
+_EXPRESSION = re.compile(r"[\d.\s()eE_]+((\*\*|//|[*/+])[-\d.\s()eE_]+)+")
+_SPECIAL = {"inf": ".inf", "+inf": ".inf", "-inf": "-.inf", "infinity": ".inf", "nan": ".nan"}
+_TRUTHS = {"yes": "true", "no": "false", "on": "true", "off": "false"}
+
+
+def static(node: Node) -> Any:
+    """A scalar's Python value; the node itself for what is a list, a mapping or is built; or UNKNOWN."""
+    if node.value is UNKNOWN or node.tag in ("!ref", "!copy"):
+        return UNKNOWN
+    if _reads_as_tuple(node):
+        return as_tuple(node.value)
+    if node.tag.startswith(("!apply", "!module:", "!!")):
+        return UNKNOWN
+    return node.value if node.scalar and not node.tag else node
+
+
+def _reads_as_tuple(node: Node) -> bool:
+    """As HyperPyYAML does; what was put together from references is a tuple in some processes and a text in others."""
+    return not (node.tag or node.quoted or node.computed) and is_tuple(node.value)
+
+
+def is_tuple(value: Any) -> bool:
+    """Whether a text is written as a tuple."""
+    return isinstance(value, str) and TUPLE.fullmatch(value) is not None
+
+
+def as_tuple(text: str) -> Any:
+    """What HyperPyYAML makes of ``(3, 3)``: PyYAML reads the inside, so ``1e-3`` stays a text."""
+    try:
+        return tuple(yaml.safe_load(f"[{text[1:-1]}]"))
+    except yaml.YAMLError:
+        return UNKNOWN
+
+
+def looks_like_number(text: str) -> str | None:
+    """How the number that a text was meant as is written; None where it's none.
+
+    >>> looks_like_number("1,000"), looks_like_number("0,5"), looks_like_number("1e-3"), looks_like_number("fr")
+    ('1000', '0.5', '1e-3', None)
+    """
+    text = text.strip()
+    if text.lower() in _SPECIAL:
+        return _SPECIAL[text.lower()]
+    if _NUMBER.fullmatch(text):
+        return text.replace("_", "")
+    if _GROUPED.fullmatch(text):
+        return re.sub("[, ]", "", text)
+    if match := _COMMA.fullmatch(text):
+        return f"{match[1]}.{match[2]}"
+    if match := _CUT.fullmatch(text):
+        return match[1]
+    return None
+
+
+def expression(text: str) -> bool:
+    """Whether a text is arithmetic that nobody computes: ``1/3``, ``2 * 80``."""
+    return bool(_EXPRESSION.fullmatch(text.strip())) and any(char.isdigit() for char in text)
+
+
+def check_text(node: Node, findings: Findings, in_list: bool = False) -> None:
+    """Tell of a plain scalar that is text, though a number, a tuple or nothing was meant."""
+    text = node.value
+    if node.source is not None:
+        return  # told where it's written
+    if _reads_as_tuple(node):
+        _check_tuple(node, findings)
+        return
+    if node.tag or not isinstance(text, str):
+        return
+    if (node.quoted or node.computed) and is_tuple(text):
+        if all(looks_like_number(part) for part in text[1:-1].split(",") if part.strip()):
+            _tell(node, findings, "tuple-as-text", "is a text, not a tuple", f"write a list: [{text[1:-1]}]")
+        return
+    if node.quoted:
+        return
+    if in_list and (re.fullmatch(r"\(\s*[-+.\d]+", text) or re.fullmatch(r"[-+.\d]+\s*\)", text)):
+        _tell(node, findings, "tuple-as-text", "is half a tuple: inside [ ] its comma separates items",
+              "write a list inside the list: [[3, 3], [2, 2]]")
+    elif re.fullmatch(r"\(\s*[-+.\d].*", text):
+        _tell(node, findings, "tuple-as-text", "is a text: the bracket is not closed", f"write [{text[1:]}]")
+    elif text.lower() not in _SPECIAL and (number := looks_like_number(text)):  # nan is a language, too
+        hint = f"write {number}" if number != text else "write the number itself, without !ref or quotes"
+        if _COMMA.fullmatch(text):
+            hint += f", or [{text.replace(',', ', ')}] for two numbers"
+        _tell(node, findings, "number-as-text", "is a text, not a number", hint)
+    elif expression(text):
+        findings.warning("number-as-text", node.place, node.key, f"{text!r} is a text: nothing computes it",
+                         "write the number; arithmetic works behind !ref with a <key> in it")
+    elif text in ("None", "none"):
+        findings.warning("null-as-text", node.place, node.key, f"{text!r} is a text, not nothing", "write null")
+    elif text in _TRUTHS and node.key.rpartition(".")[2] != "language":
+        findings.warning("truth-as-text", node.place, node.key, f"{text!r} is a text, not true or false",
+                         f"write {_TRUTHS[text]}, or quote it if the word is meant")
+
+
+def _check_tuple(node: Node, findings: Findings) -> None:
+    text = node.value
+    parts = as_tuple(text)
+    written = f"[{text[1:-1]}]"
+    if "(" in text[1:-1]:
+        _tell(node, findings, "tuple-as-text", "can't be read: a tuple holds no tuples",
+              "write lists: [[3, 3], [2, 2]]")
+    elif parts is UNKNOWN or "!ref" in text or "<" in text:
+        _tell(node, findings, "tuple-as-text", "can't be read: a tuple holds no references", f"write {written}")
+    else:
+        for part in parts:
+            if isinstance(part, str) and (number := looks_like_number(part)):
+                mantissa, _, power = number.partition("e")
+                hint = f"write {mantissa}.0e{power}" if power and "." not in mantissa else f"write {number}"
+                _tell(node, findings, "number-as-text", f"holds {part!r}, which inside a tuple is a text",
+                      f"{hint}, or a list: {written}")
+
+
+def _tell(node: Node, findings: Findings, code: str, what: str, hint: str) -> None:
+    findings.error(code, node.place, node.key, f"{node.value!r} {what}", hint)
+    node.wrong = True
