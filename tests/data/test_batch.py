@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from speechbrain.dataio.batch import PaddedData
 
 from sbkit.data.batch import STAND_IN, Batch, DevicePrefetcher, stand_in
 
@@ -47,6 +48,7 @@ def test_moves_every_tensor_and_keeps_the_rest():
 def test_is_speechbrains_padded_data_when_asked():
     it = batch()
     data, lengths = it.sig
+    assert isinstance(it.sig, PaddedData)
     assert data is it.signals and torch.allclose(lengths, torch.tensor([1.0, 15 / 16, 14 / 16]))
 
 
