@@ -278,6 +278,9 @@ def _plain_errors() -> Iterator[None]:
                 "the data workers ran out of shared memory (/dev/shm)",
                 hint="give the container more (docker run --shm-size=8g), or use fewer workers",
             ) from error
+        if "ancdata" in text or "Too many open files" in text:
+            raise SbkitError("too many files are open to take over a batch from a data worker",
+                             hint="raise the limit (ulimit -n 65536), or keep fewer batches") from error
         if "DataLoader worker" in text:
             raise SbkitError(f"a data worker died: {text.splitlines()[0]}",
                              hint="out of memory? Try fewer workers") from error
