@@ -86,6 +86,27 @@ def _parser() -> argparse.ArgumentParser:
     shard.add_argument("--workers", type=int, default=2)
     shard.set_defaults(call=_shard)
 
+    evaluate = commands.add_parser("evaluate", help="score any checkpoint of a run on any corpus")
+    evaluate.add_argument("run", metavar="RUN", type=Path, help="the output folder of a training")
+    evaluate.add_argument("--on", metavar="CORPUS", help="a corpus of any kind (default: the run's own)")
+    evaluate.add_argument("--split", help="of the corpus (default: its test split)")
+    evaluate.add_argument("--checkpoint", nargs="+", default=["best"], metavar="CKPT", dest="checkpoints",
+                          help="best, last, or names of checkpoints: a row of the table each")
+    evaluate.add_argument("--average", type=int, default=1, metavar="N", help="the mean of the N best (or last)")
+    evaluate.add_argument("--max-wer", type=float, metavar="PERCENT", help="exit with 1 when a WER is higher")
+    evaluate.add_argument("--name", help="of the folder of results (default: the corpus's)")
+    evaluate.add_argument("--out", type=Path, metavar="FOLDER", help="for results (default: RUN/evaluations)")
+    evaluate.add_argument("--device")
+    evaluate.add_argument("--precision", choices=["fp32", "bf16", "fp16"])
+    evaluate.add_argument("--max-batch-seconds", type=float, metavar="S", help="audio that a device holds at once")
+    evaluate.add_argument("--workers", type=int, help="processes that read audio")
+    evaluate.set_defaults(call=_evaluate)
+
+    replay = commands.add_parser("replay", help="run a step that was not finite again, layer by layer")
+    replay.add_argument("folder", metavar="FOLDER", type=Path, help="RUN/culprits/step-N-rank-R, or RUN for the newest")
+    replay.add_argument("--device")
+    replay.set_defaults(call=_replay)
+
     for command in commands.choices.values():
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
@@ -111,6 +132,20 @@ def _shard(args: argparse.Namespace) -> int:
         encode=args.encode, workers=args.workers,
     )
     print(f"{len(manifest)} utterances, {manifest.hours:.2f} hours: {out / source.name}")
+    return 0
+
+
+def _evaluate(args: argparse.Namespace) -> int:
+    from sbkit.evaluate import Request, evaluate
+
+    wanted = vars(args)
+    return evaluate(Request(**{name: wanted[name] for name in Request.__dataclass_fields__}))
+
+
+def _replay(args: argparse.Namespace) -> int:
+    from sbkit.evaluate import replay
+
+    print(replay(args.folder, args.device))
     return 0
 
 

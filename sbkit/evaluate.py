@@ -1,4 +1,4 @@
-"""Scores any checkpoint of a run on any corpus: the stage behind ``sbkit evaluate``."""
+"""What is done with a run's checkpoints afterwards: score any on any corpus, replay a step that went wrong."""
 
 from __future__ import annotations
 
@@ -83,6 +83,20 @@ def evaluate(request: Request) -> int:
             return _tell(results, request.max_wer) if ranks.is_main() else 0
     finally:
         ranks.shutdown()
+
+
+def replay(folder: Path, device: str | None = None) -> str:
+    """Run the step that ``folder`` (a culprit's, or a run's) tells of once more; what each layer gave, as text."""
+    from sbkit.tasks import restore
+    from sbkit.train import replay as culprits
+
+    culprit = culprits.find(folder)
+    saved = culprits.read(culprit)
+    hparams = restore.read_run(culprit.parent.parent)
+    brain = restore.build(hparams, device, precision=saved["precision"])
+    if brain.checkpointer.list_checkpoints():  # the culprit's own weights, where they were kept, come over these
+        restore.take_weights(brain, restore.LAST)
+    return culprits.replay(brain, culprit)
 
 
 # ---------------------------------------------------------------- the corpus
