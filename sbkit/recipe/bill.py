@@ -1,0 +1,283 @@
+"""What a recipe costs: parameters, memory, the largest batch that fits, hours per epoch, before anything is paid.
+
+The memory of a step is counted while forward and backward run on stand-ins: every tensor that would be alive at
+once. The time is an estimate from the operations, unless a measurement is given.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from sbkit.nn.accelerate import accelerate, restore
+from sbkit.nn.recognizer import Recognizer
+from sbkit.recipe.build import Built
+from sbkit.recipe.ownership import Owned
+from sbkit.recipe.report import Section
+from sbkit.recipe.shapes import Trace, stand_ins
+from sbkit.recipe.source import Findings, Node, Place
+
+GIB = 2**30
+#: Memory of common GPUs, for who plans without one at hand.
+SIZES = (16, 24, 40, 80, 141)
+#: Share of a device's memory that a plan may use: the rest is the context's, the allocator's and the kernels'.
+USABLE = 0.85
+#: Share of the fastest matrix product that training reaches on the whole.
+EFFICIENCY = 0.35
+#: Seconds of the longest utterance where nobody says.
+LONGEST = 20.0
+TOKENS_PER_SECOND = 6
+_STATES = {"SGD": 0, "Adagrad": 1, "RMSprop": 1, "Lion": 1, "Adafactor": 0}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One micro-batch of a recipe, forward and backward."""
+
+    utterances: int
+    seconds: float
+    """Of each of them."""
+    memory: int
+    """Bytes alive at once beside weights, gradients and optimizer states."""
+    operations: float
+    """Floating point operations."""
+
+    @property
+    def batch_seconds(self) -> float:
+        return self.utterances * self.seconds
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A few real steps on a device."""
+
+    device: str
+    batch_seconds: float
+    step_seconds: float
+    peak_bytes: int | None = None
+
+
+class _Alive(TorchDispatchMode):
+    """Counts the bytes of the tensors that live at once."""
+
+    def __init__(self, known: set[int]):
+        super().__init__()
+        self.known, self.alive, self.now, self.peak = known, {}, 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Mapping | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self._add(tensor.untyped_storage())
+        return out
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self.alive or key in self.known:
+            return
+        size = storage.nbytes()
+        self.alive[key] = weakref.finalize(storage, self._free, key, size)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+    def _free(self, key: int, size: int) -> None:
+        del self.alive[key]
+        self.now -= size
+
+
+def count(built: Built, owned: Owned, recognizer: Recognizer, precision: str, batch_seconds: float) -> Cost:
+    """Run one micro-batch of the longest utterances on stand-ins and count."""
+    hparams = SimpleNamespace(**built.hparams)
+    longest = min(longest_utterance(built.hparams), batch_seconds)
+    utterances = max(1, int(batch_seconds / longest))
+    modules = nn.ModuleDict(owned.roots)
+    half = {"bf16": torch.bfloat16, "fp16": torch.bfloat16}.get(precision)
+    swapped = bool(getattr(hparams, "accelerate", True)) and bool(accelerate(modules))
+    try:
+        with stand_ins() as mode, torch.enable_grad():
+            # weights are counted apart: what shares their memory is no new tensor
+            weights = [mode.from_tensor(t) for t in [*modules.parameters(), *modules.buffers()]]
+            alive = _Alive({t.untyped_storage()._cdata for t in weights})
+            with FlopCounterMode(display=False) as operations, alive:
+                with torch.autocast("cpu", half or torch.bfloat16, enabled=half is not None):
+                    loss = _forward(hparams, recognizer, utterances, longest)
+                loss.backward()
+    finally:
+        modules.zero_grad(set_to_none=True)
+        if swapped:
+            restore(modules)
+    return Cost(utterances, longest, alive.peak, float(operations.get_total_flops()))
+
+
+def _forward(hparams: Any, model: Recognizer, utterances: int, seconds: float) -> torch.Tensor:
+    """Something like the loss, with the tensors that the loss holds."""
+    rate = getattr(hparams, "sample_rate", 16000)
+    samples = torch.full((utterances,), round(seconds * rate))
+    signals = torch.empty(utterances, round(seconds * rate))
+    tokens = torch.ones(utterances, max(1, round(TOKENS_PER_SECOND * seconds)), dtype=torch.long)
+    feats, frames = model.features(signals, samples)
+    loss = torch.zeros(())
+    if getattr(hparams, "ctc_weight", 1.0) < 1.0 and getattr(hparams, "seq_lin", None) is not None:
+        encoded, _, decoded = model.encode_and_decode(feats, frames, tokens)
+        scores = hparams.seq_lin(decoded).float().flatten(0, 1)
+        loss = functional.cross_entropy(scores, tokens.flatten(), label_smoothing=0.1)
+    else:
+        encoded, _ = model.encode(feats, frames)
+    log_probs = model.ctc_lin(encoded).float().log_softmax(-1)
+    lattice = torch.empty(*log_probs.shape[:2], 2 * tokens.shape[1] + 1)  # what CTC keeps for its backward
+    return loss + log_probs.sum() + lattice.sum()
+
+
+def longest_utterance(hparams: Mapping[str, Any]) -> float:
+    """Seconds: attention's memory grows with the square of it, so a bill is for the longest."""
+    longest = getattr(hparams.get("corpus"), "max_duration", None)
+    return float(longest) if longest else LONGEST
+
+
+def states_per_parameter(opt_class: Any) -> int:
+    """Numbers that the optimizer keeps for each parameter."""
+    given: dict[str, Any] = {}
+    while isinstance(opt_class, functools.partial):
+        given = {**opt_class.keywords, **given}
+        opt_class = opt_class.func
+    name = getattr(opt_class, "__name__", "")
+    return 1 if name == "SGD" and given.get("momentum") else _STATES.get(name, 2)
+
+
+@dataclass(frozen=True)
+class Bill:
+    """What a run needs, in bytes and hours."""
+
+    parameters: int
+    weights: int
+    """Bytes that are there whatever the batch: weights, gradients, optimizer states."""
+    cost: Cost
+    hours_per_100: float | None
+    """Hours of computing for 100 hours of audio; None where nobody knows the device's speed."""
+    device: str
+    measured: Measured | None = None
+
+    @property
+    def step_memory(self) -> int:
+        """Bytes that the planned micro-batch needs in all."""
+        return self.weights + self.cost.memory
+
+    def largest(self, memory: float) -> float:
+        """Seconds of audio, padding counted, that fit into ``memory`` bytes."""
+        return max(0.0, (USABLE * memory - self.weights) / (self.cost.memory / self.cost.batch_seconds))
+
+    def largest_shown(self, memory: float) -> str:
+        """The same in words; two digits say enough about an estimate."""
+        value = int(self.largest(memory))
+        step = 10 ** max(len(str(value)) - 2, 0)
+        return f"{value // step * step} s"
+
+    def check_fits(self, findings: Findings, node: Node | None) -> None:
+        """Tell if the planned micro-batch is too large for the GPU at hand."""
+        memory = memory_of(self.device)
+        if memory is None or self.step_memory <= USABLE * memory:
+            return
+        findings.warning(
+            "too-large", node.place if node else Place(), node.key if node else "max_batch_seconds",
+            f"a micro-batch of {self.cost.batch_seconds:g} s needs about {_gib(self.step_memory)}, {self.device} has "
+            f"{_gib(memory)}", f"set max_batch_seconds to {self.largest_shown(memory)} or less: the optimizer's steps "
+            "stay as they are, they're computed in more micro-batches")
+
+
+def make(built: Built, owned: Owned, traced: Trace, device: torch.device, precision: str,
+         measured: Measured | None = None) -> Bill | None:
+    """The bill of a recipe whose forward was traced; None where it can't be made."""
+    batch_seconds = built.hparams.get("max_batch_seconds")
+    batch_seconds = getattr(built.hparams.get("batching"), "max_batch_seconds", batch_seconds)
+    if traced.recognizer is None or not traced.complete or not isinstance(batch_seconds, (int, float)):
+        return None
+    parameters = {id(p): p for root in owned.roots.values() for p in root.parameters()}.values()
+    trained = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
+    held = sum(t.numel() * t.element_size() for root in owned.roots.values() for t in root.state_dict().values())
+    weights = held + trained * (1 + states_per_parameter(built.hparams.get("opt_class")))
+    cost = count(built, owned, traced.recognizer, precision, float(batch_seconds))
+    if measured is not None:
+        hours = measured.step_seconds / measured.batch_seconds * 100
+    else:
+        speed = speed_of(device, precision)
+        hours = None if speed is None else cost.operations / cost.batch_seconds * 100 / (speed * EFFICIENCY)
+    return Bill(sum(p.numel() for p in parameters), weights, cost, hours, str(device), measured)
+
+
+def speed_of(device: torch.device, precision: str) -> float | None:
+    """Operations a second of a large matrix product on a device that is at hand; None for one that isn't."""
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return None
+    if device.type not in ("cuda", "cpu"):
+        return None
+    half = precision in ("bf16", "fp16") and device.type == "cuda"
+    size = 4096 if device.type == "cuda" else 512
+    left, right = torch.ones(2, size, size, device=device, dtype=torch.bfloat16 if half else torch.float32)
+    wait = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
+    fastest = float("inf")
+    for _ in range(5):
+        wait()
+        started = time.perf_counter()
+        _ = left @ right
+        wait()
+        fastest = min(fastest, time.perf_counter() - started)
+    return 2 * size**3 / fastest
+
+
+def section(bill: Bill, hours: float | None, planned: float) -> Section:
+    """The bill as a table; ``hours``: of audio in an epoch, where they're known."""
+    cost = bill.cost
+    rows = [
+        ["parameters", f"{bill.parameters:,}"],
+        ["weights, gradients, optimizer", _gib(bill.weights)],
+        [f"a micro-batch of {planned:g} s ({cost.utterances} x {cost.seconds:g} s)", _gib(cost.memory)],
+        ["together", _gib(bill.step_memory)],
+    ]
+    total = memory_of(bill.device)
+    if total is not None:
+        rows.append([f"largest max_batch_seconds on {bill.device}, {total / GIB:.0f} GiB", bill.largest_shown(total)])
+    else:
+        enough = [size for size in SIZES if bill.largest(size * 1e9) >= bill.cost.seconds]
+        by_size = ", ".join(f"{size} GB: {bill.largest_shown(size * 1e9)}" for size in enough)
+        rows.append(["largest max_batch_seconds by GPU", by_size or "none"])
+    if bill.hours_per_100 is not None:
+        amount = hours if hours is not None else 100.0
+        what = f"hours per epoch, {hours:.1f} h of audio" if hours is not None else "hours per 100 hours of audio"
+        rows.append([f"{what}, one {torch.device(bill.device).type}", f"{bill.hours_per_100 * amount / 100:.2f}"])
+    return Section("The bill", ["what", "how much"], rows, _remarks(bill))
+
+
+def _remarks(bill: Bill) -> list[str]:
+    measured = bill.measured
+    if measured is None:
+        amount = bill.cost.operations / bill.cost.batch_seconds / 1e9
+        return [f"memory is counted on stand-ins; the time is an estimate from {amount:.2g} GFLOP a second of audio "
+                "(--measure runs a few steps)"]
+    remarks = [f"measured: a step of {measured.batch_seconds:g} s of audio takes {measured.step_seconds:.2f} s on "
+               f"{measured.device}"]
+    if measured.peak_bytes:
+        remarks.append(f"measured: {_gib(measured.peak_bytes)} at once")
+    return remarks
+
+
+def memory_of(device: str) -> int | None:
+    """Bytes of a GPU that is at hand."""
+    if not device.startswith("cuda") or not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_properties(torch.device(device)).total_memory
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.2f} GiB"

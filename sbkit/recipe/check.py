@@ -1,0 +1,133 @@
+"""Checks a whole recipe: reads it, builds it without a trace, and looks at all that would cost hours later."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from sbkit.errors import SbkitError
+from sbkit.recipe import bill, devices, ownership, shapes, tokens_check
+from sbkit.recipe.build import Built, build
+from sbkit.recipe.reading import read
+from sbkit.recipe.report import Report
+from sbkit.recipe.source import Findings, Node
+
+logger = logging.getLogger(__name__)
+
+
+def check(
+    path: str | Path, overrides: Mapping[str, Any] | None = None, *, run_opts: Any = None, deep: bool = True,
+    needed: Iterable[str] = (), measure: Callable[[], bill.Measured] | None = None,
+) -> Report:
+    """Everything that is wrong with a recipe, all at once.
+
+    Arguments
+    ---------
+    path, overrides : the YAML and values that differ from it
+    run_opts : SpeechBrain's run options: device and precision of the bill
+    deep : also build the objects and look at ownership, devices, shapes, vocabulary and cost
+    needed : keys that a run needs
+    measure : runs a few steps for the bill
+    """
+    started = time.perf_counter()
+    report, findings = Report(str(path)), Findings()
+    root = read(Path(path), overrides or {}, findings, needed)
+    if root is not None and deep:
+        _look_deeper(root, findings, report, run_opts, measure)
+    report.add(findings)
+    report.seconds = time.perf_counter() - started
+    return report
+
+
+def _look_deeper(root: Node, findings: Findings, report: Report, run_opts: Any,
+                 measure: Callable[[], bill.Measured] | None) -> None:
+    with _quiet(), build(root, findings) as built:
+        modules = ownership.check_modules(built, findings)
+        if modules is None:
+            if "modules" in root.value:
+                report.notes.append("modules, devices, shapes and cost: the modules could not be built")
+            return
+        owned = ownership.Owned(modules)
+        ownership.check_ownership(built, owned, findings)
+        ownership.check_saved(built, owned, findings)
+        report.sections["devices"] = table = devices.section(built, owned)
+        traced = shapes.trace(built, findings)
+        if traced.note:
+            report.notes.append(traced.note)
+        tokens_check.check_sizes(built, traced, findings)
+        labels, note = tokens_check.check_prepared(built, traced.recognizer, findings)
+        bill_section = _bill(built, owned, traced, findings, report, run_opts, measure)
+        devices.prove(built, owned, table, traced, findings)
+        sections = {"shapes": shapes.section(traced, built.hparams), "labels": labels, "bill": bill_section}
+        report.sections |= {name: section for name, section in sections.items() if section is not None}
+        if note:
+            report.notes.append(note)
+
+
+def _bill(built: Built, owned: ownership.Owned, traced: shapes.Trace, findings: Findings, report: Report,
+          run_opts: Any, measure: Callable[[], bill.Measured] | None) -> Any:
+    if not traced.complete:
+        return None
+    device = _device(run_opts)
+    precision = getattr(run_opts, "precision", None) if _chosen(run_opts, "precision") else None
+    precision = precision or built.hparams.get("precision", "fp32")
+    measured = measure() if measure is not None and not any(f.severity == "error" for f in findings) else None
+    try:
+        made = bill.make(built, owned, traced, device, precision, measured)
+    except Exception as error:  # an operation that stand-ins don't know: the run itself may well work
+        logger.debug("no bill", exc_info=True)
+        report.notes.append(f"the bill: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+        return None
+    if made is None:
+        report.notes.append("the bill: the recipe has no max_batch_seconds")
+        return None
+    made.check_fits(findings, built.nodes.get("max_batch_seconds"))
+    return bill.section(made, _hours(built), made.cost.batch_seconds)
+
+
+def _hours(built: Built) -> float | None:
+    """Hours of training audio, where an earlier run prepared it."""
+    corpus = built.hparams.get("corpus")
+    if not hasattr(corpus, "manifest_path") or not corpus.manifest_path("train").exists():
+        return None
+    try:
+        return tokens_check.Manifest.read(corpus.manifest_path("train")).hours
+    except SbkitError:
+        return None
+
+
+def _device(run_opts: Any) -> torch.device:
+    name = getattr(run_opts, "device", None) if _chosen(run_opts, "device") else None
+    return torch.device(name or ("cuda:0" if torch.cuda.is_available() else "cpu"))
+
+
+def _chosen(run_opts: Any, name: str) -> bool:
+    return name in getattr(run_opts, "overridden_args", ())
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Constructors' news would be told twice: once by the check, once by the run."""
+    before = logging.root.manager.disable
+    logging.disable(logging.INFO)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def check_labels(hparams: Mapping[str, Any], manifests: Mapping[str, Any]) -> Findings:
+    """The labels of a corpus that was prepared just now; ``hparams`` holds the recipe's objects."""
+    findings = Findings()
+    if isinstance(hparams.get("ctc_lin"), nn.Module) and isinstance(hparams.get("output_neurons"), int):
+        recognizer = shapes.Recognizer.from_hparams(SimpleNamespace(**hparams))
+        tokens_check.check_labels(hparams, manifests, recognizer, findings)
+    return findings
