@@ -106,10 +106,12 @@ def _fit_and_test(hparams: dict[str, Any], request: Any, device: Any, manifests:
         "rank": ranks.rank(), "world": ranks.world_size(), "workers": hparams.get("num_workers", 2),
         "pin_memory": device.type == "cuda",
     }
-    plan = Plan(manifests["train"].durations, batching, ids=manifests["train"].ids)
+    augment = hparams.get("augment")
+    longest = augment.stretch if augment is not None else 1.0  # speed perturbation makes some utterances longer
+    plan = Plan(manifests["train"].durations * longest, batching, ids=manifests["train"].ids)
     train_set = TrainLoader(
         manifests["train"], tokenizer, plan, min_micros=brain.grad_accumulation_factor,
-        augment=hparams.get("augment"), **reading,
+        augment=augment, **reading,
     )
     valid_set, test_set = (
         EvalLoader(manifests[split], tokenizer, max_batch_seconds=batching.max_batch_seconds, **reading)

@@ -38,6 +38,8 @@ def parse(argv: list[str]) -> Request:
         action.default = argparse.SUPPRESS  # what is absent was not given: hparams decide
         if action.dest == "optimizer_step_limit":
             action.type = int
+        if "precision" in action.dest:
+            action.choices = ["auto", *action.choices]
     given, rest = parser.parse_known_args(argv)
     given = vars(given)
     path = locate(given.pop("param_file"))

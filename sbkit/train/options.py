@@ -38,11 +38,17 @@ def clean(run_opts: RunOptions | Mapping[str, Any] | None, hparams: Mapping[str,
     hparams = dict(hparams) if hparams is not None else None
     if hparams is not None:
         hparams.update({name: _number(name, hparams[name]) for name in _NUMBERS if name in hparams})
+    device = str(devices.resolve(pick(run_opts, hparams, "device")))
     for name in ("precision", "eval_precision"):
         value = pick(run_opts, hparams, name)
+        if value == "auto":
+            value = devices.native_precision(torch.device(device))
+            if name in run_opts.overridden_args or hparams is None:
+                changed[name] = value
+            else:
+                hparams[name] = value
         if value not in _PRECISIONS:
-            raise SbkitError(f"{name} is {value!r}", hint=f"choose one of {', '.join(_PRECISIONS)}")
-    device = str(devices.resolve(pick(run_opts, hparams, "device")))
+            raise SbkitError(f"{name} is {value!r}", hint=f"choose one of auto, {', '.join(_PRECISIONS)}")
     chosen = set(run_opts.overridden_args)
     if hparams is not None and "device" in hparams:
         hparams["device"] = device
