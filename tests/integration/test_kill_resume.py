@@ -1,10 +1,12 @@
-"""Killed with -9 at any moment: the next start finds a whole checkpoint."""
+"""Killed at any moment: the next start finds a whole checkpoint, and ends as if it had never been stopped."""
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -38,3 +40,114 @@ def test_killed_at_every_operation_on_the_disk(quick_disk):
     for again in report["again"]:
         assert len(again["found"]) > 1 and len(set(again["found"])) == 1, again
     assert len(report["random"]["found"]) == 30
+
+
+# ------------------------------------------------------------------ exact resume
+
+
+def train(folder, place="", processes=1, **environment):
+    """Train to the end or to the place where it is killed; (exit code, what it printed, its log)."""
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    script = str(Path(__file__).with_name("resume_run.py"))
+    done = subprocess.run(
+        [sys.executable, *(launch if processes > 1 else []), script, str(folder), *([place] if place else [])],
+        capture_output=True, text=True, timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
+    )
+    return done.returncode, json.loads(done.stdout) if done.returncode == 0 else None, done.stderr
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A folder for runs over one corpus."""
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def never_stopped(runs):
+    code, result, log = train(runs / "never")
+    assert code == 0, log
+    return result
+
+
+def differences(one, other):
+    return [key for key in one if one[key] != other[key]]
+
+
+def steps(folder):
+    """[epoch, step, ids] of each micro-batch of training, in the order they were run in."""
+    return [json.loads(line) for line in (folder / "seen.jsonl").read_text().splitlines()]
+
+
+PLACES = {
+    "before the first checkpoint": ["train:1:2:1"],
+    "between steps": ["train:2:4:0"],
+    "in mid-accumulation": ["train:2:4:1"],
+    "right after a checkpoint, which is still being written": ["train:1:6:0"],
+    "in the last micro-batch of an epoch": ["train:1:8:2"],
+    "in validation": ["valid:2:0:0"],
+    "between the log's line and the checkpoint": ["logged:2:0:0"],
+    "while an epoch's checkpoint is written": ["saving:2:0:0"],
+    "again and again": ["train:1:7:2", "train:1:8:1", "train:2:5:1", "logged:2:0:0", "train:3:8:2", "saving:3:0:0"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("places", PLACES.values(), ids=PLACES)
+def test_a_killed_run_ends_as_the_one_never_stopped(runs, never_stopped, places, request):
+    """Weights, averages, optimizer, schedule, normaliser, random numbers, logs: equal in every bit."""
+    folder = runs / request.node.name.replace(" ", "-")
+    for place in places:
+        assert train(folder, place)[0] == -signal.SIGKILL
+    code, result, log = train(folder)
+    assert code == 0, log
+    if places == PLACES["before the first checkpoint"]:
+        result["metrics"] = never_stopped["metrics"]  # it is another run, after the lines of the first
+    else:
+        assert len([line for line in steps(folder) if line[:2] == [1, 0]]) <= 4, "it began from scratch"
+    assert differences(result, never_stopped) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place, name, code", [
+    ("train:2:4:1", "SIGTERM", 143), ("train:1:0:0", "SIGINT", 130), ("train:2:8:2", "SIGUSR1", 138),
+    ("valid:2:0:0", "SIGTERM", 143)])
+def test_a_signal_ends_it_with_a_checkpoint_a_line_and_a_code(runs, never_stopped, place, name, code, request):
+    folder = runs / request.node.name.replace(":", "-")
+    returned, _, log = train(folder, place, SIGNAL=name, EVERY="0")
+    assert returned == code, log
+    last = log.strip().splitlines()[-1]
+    assert last.startswith(f"stopped by {name} after step ") and "checkpoint saved at" in last
+    assert last.endswith("run the same command to resume") and "Traceback" not in log
+    code, result, log = train(folder)
+    assert code == 0, log
+    assert differences(result, never_stopped) == []
+
+
+@pytest.mark.slow
+def test_two_processes_one_of_them_killed(runs):
+    code, expected, log = train(runs / "two", processes=2)
+    assert code == 0, log
+    assert train(runs / "two-killed", "train:2:4:1", processes=2)[0] not in (0, None)
+    code, result, log = train(runs / "two-killed", processes=2)
+    assert code == 0, log
+    assert differences(result, expected) == []
+
+
+def seen(folder):
+    """The utterances of each step, over ranks and micro-batches; the same however often it was run."""
+    rows = defaultdict(set)
+    for epoch, step, ids in steps(folder):
+        rows[epoch, step] |= {name for name in ids if name.isdigit()}  # stand-ins have names of their own
+    return rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("before, after", [(2, 1), (1, 2)])
+def test_on_another_number_of_processes_the_order_of_steps_goes_on(runs, never_stopped, before, after, request):
+    folder = runs / request.node.name
+    assert train(folder, "train:2:4:1", processes=before)[0] != 0
+    code, result, log = train(folder, processes=after)
+    assert code == 0, log
+    assert result["steps"] == never_stopped["steps"] and seen(folder) == seen(runs / "never")
+    assert f"is of {before} processes, now there are {after}" in log
