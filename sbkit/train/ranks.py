@@ -197,14 +197,27 @@ def announce_failure(error: BaseException) -> None:
         return
     _failed_here = True
     code = error.code if isinstance(error, SystemExit) else getattr(error, "exit_code", 1)
+    farewell = pickle.dumps((rank(), code if isinstance(code, int) else 1))
     try:
-        _store().set(_FAILED_KEY, pickle.dumps((rank(), code if isinstance(code, int) else 1)))
+        _store().set(f"{_FAILED_KEY}/{rank()}", b"1")
+        _store().set(_FAILED_KEY, farewell)
         until = time.monotonic() + _FAREWELL_SECONDS
+        if not is_main():
+            _say_unless_main_does(error, until)
         while is_main() and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ and time.monotonic() < until \
                 and _store().add(_HEARD_KEY, 0) < world_size() - 1:
             time.sleep(_POLL_SECONDS)
     except (RuntimeError, OSError) as problem:  # the store went first: the launcher ends the others
         logger.debug("could not tell the other ranks: %s", problem)
+
+
+def _say_unless_main_does(error: BaseException, until: float) -> None:
+    """A command prints a mistake on rank 0 only; what only this rank has met, this rank says."""
+    while isinstance(error, SbkitError) and not _store().check([f"{_FAILED_KEY}/0"]):
+        if time.monotonic() > until:
+            logger.error("Rank %d failed: %s", rank(), error)
+            return
+        time.sleep(_POLL_SECONDS)
 
 
 def raise_on_main(error: SbkitError) -> None:

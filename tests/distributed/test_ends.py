@@ -67,6 +67,26 @@ def test_a_rank_that_fails_in_validation_ends_the_ones_that_wait_for_it():
     assert isinstance(first.error, PeerFailed) and first.seconds < 20
 
 
+def mistake(on):
+    """What each rank's log says when some ranks meet a mistake."""
+    ranks.init(torch.device("cpu"))
+    said = []
+    ranks.logger.error = lambda text, *values: said.append(text % values)
+    try:
+        with ranks.failing_together():
+            if ranks.rank() in on:
+                raise SbkitError("clip 7 is damaged")
+            ranks.meet()
+    except (SbkitError, PeerFailed) as error:
+        return type(error).__name__, said
+
+
+def test_a_mistake_is_said_once_whichever_ranks_meet_it():
+    said = "Rank 1 failed: clip 7 is damaged"
+    assert results(mistake, [1]) == [("PeerFailed", []), ("SbkitError", [said])]
+    assert results(mistake, [0, 1]) == [("SbkitError", []), ("SbkitError", [])]  # the command says rank 0's
+
+
 def spoil(bad, patience, folder):
     """Rows that are NaN at the given steps of an epoch, on rank 1 only."""
 
