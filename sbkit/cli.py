@@ -107,6 +107,19 @@ def _parser() -> argparse.ArgumentParser:
     replay.add_argument("--device")
     replay.set_defaults(call=_replay)
 
+    export = commands.add_parser("export", help="make a bundle of a run that others can use")
+    export.add_argument("run", metavar="RUN", type=Path, help="the output folder of a training")
+    export.add_argument("--to", metavar="BUNDLE", type=Path, required=True, help="the folder to make")
+    export.add_argument("--checkpoint", default="best", help="best, last, or the name of one (default: best)")
+    export.add_argument("--average", type=int, default=1, metavar="N", help="the mean of the N best (or last)")
+    export.add_argument("--formats", type=lambda text: text.split(","), metavar="A,B",
+                        help="of onnx,int8,torch,speechbrain (default: all)")
+    export.add_argument("--target", choices=["sherpa"], help="also a model for sherpa-onnx")
+    export.add_argument("--clips", type=int, default=40, help="test utterances to compare the formats on")
+    export.add_argument("--tolerance", type=float, metavar="D", help="largest difference of a log-probability (0.001)")
+    export.add_argument("--force", action="store_true", help="replace the bundle that is there")
+    export.set_defaults(call=_export)
+
     for command in commands.choices.values():
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
@@ -133,6 +146,16 @@ def _shard(args: argparse.Namespace) -> int:
     )
     print(f"{len(manifest)} utterances, {manifest.hours:.2f} hours: {out / source.name}")
     return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    from sbkit.environment import check_torch_pair
+
+    check_torch_pair()
+    from sbkit.export.bundle import Request, export
+
+    wanted = {name: getattr(args, name) for name in Request.__dataclass_fields__}
+    return export(Request(**{name: value for name, value in wanted.items() if value is not None}))
 
 
 def _evaluate(args: argparse.Namespace) -> int:

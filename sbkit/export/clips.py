@@ -1,0 +1,96 @@
+"""What an export is tried on: the run's test utterances from the shortest to the longest, and longer than any."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sbkit.data.audio import AudioError, read_utterance
+from sbkit.data.manifest import Manifest
+
+_BEYOND = 1.25  # the long clip against the longest utterance
+_SYNTHETIC_SECONDS = (0.05, 0.3, 1.0, 2.2, 4.7, 9.5)
+
+
+@dataclass(eq=False)
+class Clip:
+    """A signal [S] and what is said in it, where that is known."""
+
+    signal: np.ndarray
+    text: str | None
+    name: str
+
+
+@dataclass
+class Clips:
+    """The clips, and the longest seconds that the model was trained on."""
+
+    alone: list[Clip]
+    origin: str
+    longest: float
+
+    @property
+    def uneven(self) -> list[Clip]:
+        """A batch of lengths as different as there are."""
+        order = sorted(self.alone, key=lambda clip: len(clip.signal))
+        return [order[i] for i in dict.fromkeys((0, len(order) // 3, 2 * len(order) // 3, len(order) - 1))]
+
+
+def choose(corpus: Any, sample_rate: int, count: int) -> Clips:
+    """``count`` utterances of the run's test split where its audio is at hand, else noise of several lengths."""
+    manifests = {split: Path(corpus.manifest_path(split)) for split in ("train", "test")} if corpus else {}
+    longest = 0.0
+    if manifests and manifests["train"].is_file():
+        durations = Manifest.read(manifests["train"]).durations
+        longest = float(durations.max()) if len(durations) else 0.0
+    found: list[Clip] = []
+    if manifests and manifests["test"].is_file():
+        found = _utterances(Manifest.read(manifests["test"]), sample_rate, count)
+    origin = f"{len(found)} utterances of the run's test split" if found else "noise: the run's audio is not at hand"
+    if not found:
+        found = [Clip(_noise(seconds, sample_rate), None, f"{seconds:g} s of noise") for seconds in _SYNTHETIC_SECONDS]
+    longest = longest or max(len(clip.signal) for clip in found) / sample_rate
+    found.append(_long(found, longest * _BEYOND, sample_rate))
+    found.insert(0, Clip(found[0].signal[: sample_rate // 20].copy(), None, "the first 50 ms of another"))
+    return Clips(found, origin, longest)
+
+
+def _utterances(manifest: Manifest, sample_rate: int, count: int) -> list[Clip]:
+    order = np.argsort(manifest.durations, kind="stable")
+    places = np.unique(np.linspace(0, len(order) - 1, min(count, len(order))).round().astype(int))
+    clips = []
+    for i in order[places]:
+        row = manifest.row(int(i))
+        try:
+            signal = read_utterance(row.wav, row.start, row.duration, sample_rate=sample_rate)
+        except AudioError:  # moved or damaged since: the others will do
+            continue
+        clips.append(Clip(signal, row.text, row.id))
+    return clips
+
+
+def _long(clips: list[Clip], seconds: float, sample_rate: int) -> Clip:
+    """Clips one after another until they are longer than ``seconds``."""
+    parts: list[np.ndarray] = []
+    texts: list[str | None] = []
+    i = 0
+    while sum(map(len, parts)) <= seconds * sample_rate:
+        clip = clips[-1 - i % len(clips)]
+        parts.append(clip.signal)
+        texts.append(clip.text)
+        i += 1
+    text = None if any(each is None for each in texts) else " ".join(texts)
+    return Clip(np.concatenate(parts), text, f"{i} joined")
+
+
+def _noise(seconds: float, sample_rate: int) -> np.ndarray:
+    """Noise whose loudness and colour change, so that frames differ."""
+    draw = np.random.default_rng(round(seconds * 1000))
+    size = round(seconds * sample_rate)
+    time = np.arange(size) / sample_rate
+    loudness = 0.05 * (1.1 + np.sin(2 * np.pi * 3 * time))
+    tone = np.sin(2 * np.pi * (200 + 800 * np.abs(np.sin(time))) * time)
+    return (loudness * (draw.standard_normal(size) * 0.3 + tone)).astype(np.float32)

@@ -1,0 +1,201 @@
+"""Feature front ends as matrix products, so that the graph takes waveforms and any runtime runs it fast.
+
+A Fourier transform over frames of fixed size is a product with a fixed matrix: a convolution whose
+kernels are windowed cosines and sines. ``torch.stft`` in a graph becomes an operator that ONNX
+Runtime has no fast kernel for, and none at all on a GPU.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+from speechbrain.lobes import features as lobes
+from speechbrain.processing.features import STFT, Filterbank, InputNormalization
+from torch import Tensor, nn
+from torch.nn import functional
+
+from sbkit.errors import SbkitError
+from sbkit.nn.lengths import lengths_to_mask
+
+_SILENCE = -1e4  # dB: below any frame, so that padding never is the loudest
+
+
+class Features(nn.Module):
+    """Waveforms [B, S] and sample counts [B] to features [B, T, F] and frame counts [B].
+
+    Each utterance comes out as it does alone, whatever its neighbours are.
+
+    Arguments
+    ---------
+    features : ``speechbrain.lobes.features.Fbank`` or ``MFCC``
+    hop_samples : samples between two frames
+    """
+
+    def __init__(self, features: nn.Module, hop_samples: int):
+        super().__init__()
+        stft, bank = features.compute_STFT, features.compute_fbanks
+        _check(features, stft, bank, hop_samples)
+        self.hop, self.size = stft.hop_length, stft.n_fft
+        self.register_buffer("fourier", _fourier(stft))
+        self.register_buffer("mel", _mel(bank))
+        self.amin, self.multiplier, self.top_db = bank.amin, bank.multiplier, bank.top_db
+        self.offset = bank.multiplier * bank.db_multiplier
+        cosine = getattr(features, "compute_dct", None)
+        self.register_buffer("cosine", None if cosine is None else cosine.dct_mat.t().contiguous()[..., None])
+        self.deltas = copy.deepcopy(features.compute_deltas) if features.deltas else None
+        self.context = None
+        if features.context:
+            self.context = copy.deepcopy(features.context_window)
+            width = bank.n_mels if cosine is None else cosine.dct_mat.shape[1]
+            self.context(torch.zeros(1, 1, width * (3 if features.deltas else 1)))  # it sizes its kernel by the first
+
+    def forward(self, signals: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, S], [B] -> [B, T, F], [B]; frames beyond an utterance's end hold anything."""
+        signals = signals.masked_fill(~lengths_to_mask(samples, signals.shape[1]), 0.0)
+        waves = functional.conv1d(signals[:, None], self.fourier, stride=self.hop, padding=self.size // 2)
+        real, imaginary = waves.chunk(2, dim=1)
+        bands = functional.conv1d(real.square() + imaginary.square(), self.mel)  # [B, F, T]
+        frames = samples // self.hop + 1
+        level = self.multiplier * torch.log10(bands.clamp(min=self.amin)) - self.offset
+        inside = lengths_to_mask(frames, bands.shape[2])[:, None]
+        loudest = level.masked_fill(~inside, _SILENCE).amax(dim=(1, 2), keepdim=True)
+        level = torch.maximum(level, loudest - self.top_db)
+        if self.cosine is not None:
+            level = functional.conv1d(level, self.cosine)
+        return self._surroundings(level.transpose(1, 2), frames), frames
+
+    def _surroundings(self, feats: Tensor, frames: Tensor) -> Tensor:
+        """Deltas and context, at an utterance's end as they are where nothing follows it."""
+        if self.deltas is not None:
+            first = self.deltas(_held(feats, frames))
+            second = self.deltas(_held(first, frames))
+            feats = torch.cat([feats, first, second], dim=2)
+        if self.context is not None:
+            feats = self.context(feats.masked_fill(~lengths_to_mask(frames, feats.shape[1])[..., None], 0.0))
+        return feats
+
+
+class Traced(nn.Module):
+    """Any other front end [B, S] -> [B, T, F], to be traced as it is; :func:`refuse_transforms` looks at the result."""
+
+    def __init__(self, features: nn.Module, hop_samples: int):
+        super().__init__()
+        self.inner, self.hop = features, hop_samples
+
+    def forward(self, signals: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, S], [B] -> [B, T, F], [B]."""
+        return self.inner(signals), samples // self.hop + 1
+
+
+def express(features: nn.Module, hop_samples: int) -> nn.Module:
+    """The front end as a module that exports; a ``SbkitError`` says why it can't be one."""
+    known = type(features) in (lobes.Fbank, lobes.MFCC)
+    return (Features if known else Traced)(features, hop_samples).eval()
+
+
+def refuse_transforms(program: torch.export.ExportedProgram, name: str) -> None:
+    """Refuse a traced graph that has Fourier transforms or complex numbers in it."""
+    for node in program.graph.nodes:
+        target = str(node.target)
+        value = node.meta.get("val")
+        if "stft" in target or "fft" in target or (isinstance(value, Tensor) and value.is_complex()):
+            raise SbkitError(
+                f"the feature front end {name} can't be put into the graph: it uses {target.split('.')[1]}, "
+                "which runtimes have no fast kernel for",
+                hint="Fbank and MFCC of speechbrain.lobes.features become matrix products; others need to be real "
+                     "convolutions and products themselves")
+
+
+def _check(features: nn.Module, stft: STFT, bank: Filterbank, hop_samples: int) -> None:
+    """Settings with another meaning than the one built here are refused, never approximated."""
+    name = type(features).__name__
+    for value, expected, what in (
+        (stft.center, True, "center"), (stft.pad_mode, "constant", "pad_mode"), (stft.onesided, True, "onesided"),
+        (bank.log_mel, True, "log_mel"),
+    ):
+        if value != expected:
+            raise SbkitError(f"the feature front end {name} can't be put into the graph: {what} is {value!r}, and only "
+                             f"{expected!r} gives each utterance the same frames alone and in a batch")
+    if stft.hop_length != hop_samples:
+        raise SbkitError(f"the recipe's hop_length is {hop_samples} samples and that of {name} is {stft.hop_length}")
+
+
+def _fourier(stft: STFT) -> Tensor:
+    """Windowed cosines, then sines, as convolution kernels [2 * bins, 1, n_fft]."""
+    size, length = stft.n_fft, stft.win_length
+    window = torch.zeros(size, dtype=torch.float64)
+    left = (size - length) // 2  # torch centres a short window
+    window[left : left + length] = stft.window.double()
+    if stft.normalized_stft:
+        window /= math.sqrt(size)
+    bins, time = torch.arange(size // 2 + 1), torch.arange(size)
+    # The product as whole numbers modulo the period keeps the angles exact.
+    angles = (torch.outer(bins, time) % size).double() * (2 * math.pi / size)
+    return (torch.cat([angles.cos(), -angles.sin()]) * window).float()[:, None]
+
+
+def _mel(bank: Filterbank) -> Tensor:
+    """The filters [F, bins, 1]: what the bank makes of each bin alone."""
+    bank = copy.deepcopy(bank).eval()
+    bank.log_mel = False
+    with torch.no_grad():
+        return bank(torch.eye(bank.n_stft)[None])[0].t().contiguous()[..., None]
+
+
+def _held(feats: Tensor, frames: Tensor) -> Tensor:
+    """The last frame of each utterance repeated until the end of the batch: [B, T, F]."""
+    time = torch.arange(feats.shape[1], device=feats.device)
+    index = torch.minimum(time[None], frames[:, None] - 1)
+    return feats.gather(1, index[..., None].expand(-1, -1, feats.shape[2]))
+
+
+class Normalization(nn.Module):
+    """SpeechBrain's ``InputNormalization`` by frame counts: exact, and the same alone and in a batch."""
+
+    def __init__(self, norm: InputNormalization):
+        super().__init__()
+        self.sentence, self.deviation, self.epsilon = norm.norm_type == "sentence", norm.std_norm, norm.epsilon
+        if norm.norm_type == "batch":
+            raise SbkitError("normalize: norm_type 'batch' makes an utterance depend on its neighbours, so there is no "
+                             "function of one waveform to export", hint="train with norm_type: sentence or global")
+        if not self.sentence:
+            if not int(norm.count):
+                raise SbkitError("normalize: norm_type is 'global' and no statistics were saved",
+                                 hint="put normalize among the checkpointer's recoverables")
+            self.register_buffer("mean", norm.glob_mean.detach().clone().float())
+            spread = norm.glob_std if norm.std_norm else torch.ones_like(norm.glob_std)
+            self.register_buffer("spread", spread.detach().clone().float().clamp(min=norm.epsilon))
+
+    def forward(self, feats: Tensor, frames: Tensor) -> Tensor:
+        """[B, T, F], [B] -> [B, T, F]."""
+        if not self.sentence:
+            return (feats - self.mean) / self.spread
+        inside = lengths_to_mask(frames, feats.shape[1])[..., None]
+        count = frames[:, None, None].to(feats.dtype)
+        centred = feats - feats.masked_fill(~inside, 0.0).sum(1, keepdim=True) / count
+        if not self.deviation:
+            return centred
+        variance = centred.masked_fill(~inside, 0.0).square().sum(1, keepdim=True) / count
+        return centred / variance.sqrt().clamp(min=self.epsilon)
+
+
+class OtherNormalization(nn.Module):
+    """Any other module that takes features and relative lengths."""
+
+    def __init__(self, norm: nn.Module):
+        super().__init__()
+        self.inner = norm
+
+    def forward(self, feats: Tensor, frames: Tensor) -> Tensor:
+        """[B, T, F], [B] -> [B, T, F]."""
+        return self.inner(feats, frames / feats.shape[1])
+
+
+def normalization(norm: Any) -> nn.Module | None:
+    """The recipe's ``normalize`` as a module that exports."""
+    if norm is None:
+        return None
+    return (Normalization if type(norm) is InputNormalization else OtherNormalization)(norm).eval()

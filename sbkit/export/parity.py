@@ -1,0 +1,182 @@
+"""The gate of an export: every format transcribes as the checkpoint does, or nothing is published."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from sbkit.console import table
+from sbkit.decode.best_path import best_path
+from sbkit.decode.spans import Spans, collapse
+from sbkit.errors import SbkitError
+from sbkit.export import layout
+from sbkit.export.clips import Clip, Clips
+from sbkit.export.runners import Runner
+from sbkit.export.vocabulary import Vocabulary
+from sbkit.score.rates import ErrorRates
+
+CHECKPOINT = "checkpoint"
+_TIE = 1e-4  # labels whose log-probabilities are no further apart than this
+TOLERANCE = 1e-3  # largest difference of a log-probability, of formats that compute in fp32
+#: What 8-bit weights may cost: points of WER, or a share of the WER where that is more.
+INT8_POINTS, INT8_SHARE = 1.0, 0.1
+
+
+@dataclass
+class Result:
+    """How one format did."""
+
+    format: str
+    bytes: int | None
+    """Of its files; None for the checkpoint."""
+    difference: float
+    """Largest absolute difference of a log-probability from the checkpoint's."""
+    batch_difference: float | None
+    """The same in a batch of uneven lengths; None where a format takes one utterance at a time."""
+    words_changed: int
+    """Clips whose words are not the checkpoint's, but for ties that rounding decides."""
+    wer: float | None
+    """Against the references; None where there are none."""
+    wer_of_checkpoint: float
+    """Against the checkpoint's own words, per cent."""
+    rtf: float
+    """Seconds of computing to a second of audio."""
+
+
+class Comparison:
+    """Runs the formats over the clips and keeps what came out.
+
+    Arguments
+    ---------
+    reference : waveform [S] to log-probabilities [T, V]: the checkpoint, one utterance at a time
+    decode : token ids to text, as the checkpoint's own tokenizer does
+    """
+
+    def __init__(self, clips: Clips, vocabulary: Vocabulary, reference: Callable[[np.ndarray], np.ndarray],
+                 decode: Callable[[list[int]], str], sample_rate: int):
+        self.clips, self.vocabulary, self.sample_rate = clips, vocabulary, sample_rate
+        self.expected, seconds = _timed(lambda clip: reference(clip.signal), clips.alone)
+        blank = vocabulary.config.blank_id
+        self.texts = [decode(_spans(each, blank).ids.tolist()) for each in self.expected]
+        self.results = [Result(CHECKPOINT, None, 0.0, None, 0, self._wer(self.texts), 0.0, self._rtf(seconds))]
+
+    def add(self, name: str, run: Runner, size: int, batches: bool = True) -> Result:
+        """Try a format; nothing is judged yet."""
+        found, seconds = _timed(lambda clip: run([clip.signal])[0], self.clips.alone)
+        texts = [self._text(each) for each in found]
+        together = None
+        if batches:
+            uneven = self.clips.uneven
+            expected = [self.expected[self.clips.alone.index(clip)] for clip in uneven]
+            together = _difference(expected, run([clip.signal for clip in uneven]))
+        own = ErrorRates("word")
+        pairs = [(mine, theirs) for mine, theirs in zip(self.texts, texts, strict=True) if mine.split()]
+        if pairs:
+            own.add([str(i) for i in range(len(pairs))], *zip(*pairs, strict=True))
+        result = Result(
+            name, size, _difference(self.expected, found), together,
+            sum(mine != theirs and not _tied(*scores) for mine, theirs, *scores
+                in zip(self.texts, texts, self.expected, found, strict=True)), self._wer(texts),
+            own.rate if pairs else 0.0, self._rtf(seconds),
+        )
+        self.results.append(result)
+        return result
+
+    def failures(self, tolerance: float = TOLERANCE, batching: bool = True) -> list[str]:
+        """What keeps each format from being published."""
+        wrong = []
+        reference = self.results[0]
+        for result in self.results[1:]:
+            if result.format == layout.INT8:
+                mine, theirs = reference.wer, result.wer
+                if mine is None:
+                    mine, theirs = 0.0, result.wer_of_checkpoint
+                if not theirs - mine <= max(INT8_POINTS, INT8_SHARE * mine):
+                    wrong.append(f"{result.format}: WER {theirs:.2f} % where the checkpoint has {mine:.2f} %")
+                continue
+            worst = max(result.difference, result.batch_difference or 0.0) if batching else result.difference
+            if not worst <= tolerance:  # also where it is not a number
+                wrong.append(f"{result.format}: log-probabilities differ by {worst:.2g}, and {tolerance:g} is allowed")
+            if result.words_changed:
+                wrong.append(f"{result.format}: {result.words_changed} of {len(self.texts)} clips have other words")
+        return wrong
+
+    def refuse(self, failures: list[str]) -> None:
+        """Raise what ``failures`` found, with the table."""
+        if failures:
+            raise SbkitError("the export does not do what the checkpoint does, so nothing was published:\n  "
+                             + "\n  ".join(failures) + "\n" + self.table())
+
+    def facts(self) -> dict[str, Any]:
+        """For parity.json."""
+        lengths = sorted(len(clip.signal) / self.sample_rate for clip in self.clips.alone)
+        return {
+            "clips": {"origin": self.clips.origin, "count": len(lengths), "seconds": round(sum(lengths), 2),
+                      "shortest": round(lengths[0], 3), "longest": round(lengths[-1], 2),
+                      "longest_in_training": round(self.clips.longest, 2)},
+            "formats": {result.format: {key: value for key, value in asdict(result).items() if key != "format"}
+                        for result in self.results},
+        }
+
+    def table(self) -> str:
+        """For the screen."""
+        rows = []
+        for each in self.results:
+            worst = max(each.difference, each.batch_difference or 0.0)
+            rows.append([
+                each.format, None if each.bytes is None else f"{each.bytes / 1e6:.1f}", f"{worst:.1e}",
+                each.words_changed, each.wer, f"{each.rtf:.4f}",
+            ])
+        return table(["format", "MB", "max difference", "clips changed", "WER %", "real-time factor"], rows)
+
+    def _text(self, log_probs: np.ndarray) -> str:
+        spans = _spans(log_probs, self.vocabulary.config.blank_id)
+        self.vocabulary.check(spans.ids)
+        return self.vocabulary.text(self.vocabulary.words(spans))
+
+    def _wer(self, texts: list[str]) -> float | None:
+        rows = [(clip.name, clip.text, text) for clip, text in zip(self.clips.alone, texts, strict=True)
+                if clip.text and clip.text.split()]
+        if not rows:
+            return None
+        rates = ErrorRates("word")
+        rates.add(*zip(*rows, strict=True))
+        return rates.rate
+
+    def _rtf(self, seconds: float) -> float:
+        return seconds / (sum(len(clip.signal) for clip in self.clips.alone) / self.sample_rate)
+
+
+def _timed(run: Callable[[Clip], np.ndarray], clips: list[Clip]) -> tuple[list[np.ndarray], float]:
+    """What comes out for each clip, and the seconds it took after a first run that isn't counted."""
+    run(clips[-1])
+    start = time.perf_counter()
+    return [run(clip) for clip in clips], time.perf_counter() - start
+
+
+def _difference(expected: list[np.ndarray], found: list[np.ndarray]) -> float:
+    """The largest; infinite where lengths differ or something is not a number."""
+    worst = 0.0
+    for mine, theirs in zip(expected, found, strict=True):
+        if mine.shape != theirs.shape or not np.isfinite(theirs).all():
+            return float("inf")
+        if mine.size:
+            worst = max(worst, float(np.abs(mine - theirs).max()))
+    return worst
+
+
+def _tied(expected: np.ndarray, found: np.ndarray) -> bool:
+    """Whether the best labels [T] differ only where the checkpoint itself can hardly tell them apart."""
+    if expected.shape != found.shape:
+        return False
+    mine, theirs = (np.take_along_axis(expected, each.argmax(-1)[:, None], 1) for each in (expected, found))
+    return bool((mine - theirs <= _TIE).all())
+
+
+def _spans(log_probs: np.ndarray, blank_id: int) -> Spans:
+    labels, confidence = best_path(log_probs[None], np.array([len(log_probs)]), blank_id)
+    return collapse(labels, confidence, blank_id=blank_id)[0]

@@ -1,0 +1,210 @@
+"""The part of a bundle that stock SpeechBrain reads: ``EncoderASR.from_hparams(source=BUNDLE)``.
+
+SpeechBrain's ``Pretrainer`` looks for ``<name>.ckpt`` beside hyperparams.yaml and hands each file to a
+hook. The hook named here is ``safetensors.torch.load_model``, whose arguments are the very ones that the
+``Pretrainer`` gives (module, path), so ``model.ckpt`` is the safetensors file under the name that
+SpeechBrain asks for: a hard link to model.safetensors, no second copy and no pickle. ``tokenizer.ckpt`` is
+tokenizer.model in the same way, read by SpeechBrain's own hook for SentencePiece.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from hyperpyyaml import load_hyperpyyaml
+from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap, CommentedSeq
+from safetensors.torch import save_model
+from speechbrain.lobes.models.transformer.TransformerASR import TransformerASR
+from speechbrain.processing.features import InputNormalization
+from torch import nn
+
+from sbkit.errors import SbkitError
+from sbkit.export import layout
+from sbkit.nn.recognizer import GUARD_FRAMES, Recognizer
+from sbkit.recipe import load
+
+_HEAD = """# For stock SpeechBrain; the weights are in model.ckpt, which is a safetensors file (never a pickle).
+#
+#   from speechbrain.inference.ASR import EncoderASR
+#   asr = EncoderASR.from_hparams(source="{name}", savedir="/tmp/{name}")
+#   print(asr.transcribe_file("clip.wav"))
+
+sample_rate: {sample_rate}
+"""
+
+_TAIL = """
+tokenizer: !new:sentencepiece.SentencePieceProcessor
+audio_normalizer: !new:speechbrain.dataio.preprocess.AudioNormalizer
+    sample_rate: !ref <sample_rate>
+
+decoding_function: !name:speechbrain.decoders.ctc_greedy_decode
+    blank_id: {blank}
+
+modules:
+    encoder: !ref <encoder>
+
+pretrainer: !new:speechbrain.utils.parameter_transfer.Pretrainer
+    loadables:
+        model: !ref <model>
+        tokenizer: !ref <tokenizer>
+    custom_hooks:
+        model: !name:safetensors.torch.load_model
+"""
+
+
+class Part(NamedTuple):
+    """A module on the way from waveforms to scores, and how the recipe defines it."""
+
+    key: str
+    module: nn.Module
+    node: Any
+
+    @property
+    def fixed(self) -> bool:
+        """Whether it is a normalisation with statistics of the training set."""
+        return type(self.module) is InputNormalization and self.module.norm_type == "global"
+
+    @property
+    def learned(self) -> bool:
+        """Whether it has anything to save."""
+        return self.fixed or any(True for _ in self.module.parameters())
+
+
+def write(folder: Path, run: Path, recognizer: Recognizer, tokenizer: Any, sample_rate: int, blank_id: int,
+          name: str) -> None:
+    """Write hyperparams.yaml, the weights and the tokenizer into ``folder``."""
+    nodes = load.flatten(load.read_plain(run / layout.RECIPE))
+    parts = _parts(recognizer, nodes)
+    text = _recipe(parts, recognizer, sample_rate, blank_id, name)
+    (folder / layout.RECIPE).write_text(text, encoding="utf-8")
+    try:
+        built = load_hyperpyyaml(text)
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [""])[0]
+        raise SbkitError(f"SpeechBrain can't build what the recipe describes: {type(error).__name__}: {first}") \
+            from error
+    for module, part in zip(built["model"], filter(lambda part: part.learned, parts), strict=True):
+        _fill(module, part)
+    save_model(built["model"], str(folder / layout.WEIGHTS), metadata={"format": "pt"})
+    (folder / layout.TOKENIZER).write_bytes(tokenizer.processor.serialized_model_proto())
+    _also_as(folder / layout.WEIGHTS, folder / "model.ckpt")
+    _also_as(folder / layout.TOKENIZER, folder / "tokenizer.ckpt")
+
+
+def _parts(recognizer: Recognizer, nodes: dict[str, Any]) -> list[Part]:
+    encoder = "Transformer" if "Transformer" in nodes else "encoder"
+    wanted = [("compute_features", recognizer.compute_features), ("normalize", recognizer.normalize),
+              ("CNN", recognizer.frontend), (encoder, recognizer.encoder), ("ctc_lin", recognizer.ctc_lin)]
+    parts = [Part(key, module, nodes[key]) for key, module in wanted if module is not None]
+    for part in parts:
+        _drop_comments(part.node)
+        if isinstance(part.module, TransformerASR) and isinstance(part.node, dict):
+            part.node["num_decoder_layers"] = 0  # CTC does without the decoder
+    return parts
+
+
+def _recipe(parts: list[Part], recognizer: Recognizer, sample_rate: int, blank_id: int, name: str) -> str:
+    """hyperparams.yaml: the recipe's own definitions of its layers, put in a row."""
+    own, made, row, learned = CommentedMap(), "", [], []
+    for part in parts:
+        # `encoder` is what SpeechBrain calls the whole row.
+        key = "layers" if part.key == "encoder" else part.key
+        if part.fixed:
+            made += _FIXED_NORM.format(size=len(part.module.glob_mean))
+        else:
+            own[key] = part.node
+        if part.learned:
+            learned.append(key)
+        if part.module is recognizer.frontend:
+            made += _GUARD.format(frames=GUARD_FRAMES, behind=GUARD_FRAMES // recognizer.subsampling)
+            row += ["guard", key, "flatten", "crop"]
+        elif hasattr(part.module, "encode"):
+            made += _WRAPPED.format(key=key)
+            row.append("wrapped")
+        else:
+            row.append(key)
+    out = io.StringIO()
+    YAML().dump(own, out)
+    return "".join([
+        _HEAD.format(name=name, sample_rate=sample_rate), out.getvalue(), made, _MODEL,
+        *(f"{'      -' if i else '    - -'} !ref <{key}>\n" for i, key in enumerate(learned)), _ROW,
+        *(f"    {key}: !ref <{key}>\n" for key in [*row, "log_softmax"]), _TAIL.format(blank=blank_id),
+    ])
+
+
+_FIXED_NORM = """
+# The global mean and deviation of training, fixed.
+normalize: !new:speechbrain.nnet.normalization.BatchNorm1d
+    input_size: {size}
+    affine: false
+    eps: 1.0e-20
+"""
+
+_GUARD = """
+# Silence behind each utterance while the convolutions look at it, as in training.
+guard: !new:torch.nn.ConstantPad2d
+    padding: [0, 0, 0, {frames}]
+    value: 0.0
+flatten: !new:torch.nn.Flatten
+    start_dim: 2
+crop: !new:torch.nn.ConstantPad2d
+    padding: [0, 0, 0, -{behind}]
+    value: 0.0
+"""
+
+_WRAPPED = """
+wrapped: !new:speechbrain.lobes.models.transformer.TransformerASR.EncoderWrapper
+    transformer: !ref <{key}>
+"""
+
+
+_MODEL = """
+log_softmax: !new:speechbrain.nnet.activations.Softmax
+    apply_log: true
+
+model: !new:torch.nn.ModuleList
+"""
+
+_ROW = """
+encoder: !new:speechbrain.nnet.containers.LengthsCapableSequential
+"""
+
+
+def _fill(module: nn.Module, part: Part) -> None:
+    """Give a stock module the trained weights; what it has and the trained one lacks is an error."""
+    if part.fixed:
+        norm = part.module
+        spread = (norm.glob_std if norm.std_norm else torch.ones_like(norm.glob_std)).clamp(min=norm.epsilon)
+        state = {"norm.running_mean": norm.glob_mean, "norm.running_var": spread.square(),
+                 "norm.num_batches_tracked": torch.tensor(0)}
+    else:
+        state = part.module.state_dict()
+    own = module.state_dict()
+    absent = sorted(set(own) - set(state))
+    if absent:
+        raise SbkitError(f"{part.key}: the trained weights lack {absent[0]} (and {len(absent) - 1} more) that the "
+                         "recipe describes", hint="does the recipe that the run wrote down still describe the model?")
+    module.load_state_dict({key: state[key] for key in own})
+
+
+def _drop_comments(node: Any) -> None:
+    """Those of the recipe spoke of their neighbours there."""
+    if isinstance(node, (CommentedMap, CommentedSeq)):
+        node.ca.comment, node.ca.end = None, []
+        node.ca.items.clear()
+        for inner in node.values() if isinstance(node, CommentedMap) else node:
+            _drop_comments(inner)
+
+
+def _also_as(path: Path, name: Path) -> None:
+    """The same file under a second name; a copy where the disk knows no hard links."""
+    try:
+        os.link(path, name)
+    except OSError:
+        shutil.copyfile(path, name)
