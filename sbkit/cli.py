@@ -23,6 +23,8 @@ Beside them SpeechBrain's run options work: --device --precision --debug --test_
 #: Commands that take a recipe and overrides, as SpeechBrain's scripts do. argparse below never sees these words.
 RECIPE_COMMANDS = {
     "train": "Train, test and report. On several devices: torchrun --nproc_per_node=8 train.py RECIPE.yaml ...",
+    "check": "Say all that is wrong with a recipe, what it costs and what fits. --json for programs, --measure to run "
+             "a few steps.",
     "prepare": "Only prepare the corpus and the tokenizer, and say what was left out and why.",
 }
 

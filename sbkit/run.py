@@ -20,6 +20,7 @@ NEEDED = ("brain", "modules", "output_folder", "corpus", "tokenizer", "output_ne
 def train(argv: list[str]) -> int:
     """``sbkit train RECIPE.yaml [--key value ...]``; returns the exit code."""
     check_torch_pair()
+    from sbkit import preflight
     from sbkit.recipe import arguments, load
     from sbkit.train import device as devices
     from sbkit.train import ranks
@@ -32,15 +33,27 @@ def train(argv: list[str]) -> int:
     ranks.init(device, request.run_opts.distributed_backend)
     try:
         with ranks.failing_together():
+            if request.check:
+                ranks.run_on_main(preflight.before_run, request, NEEDED)
             hparams = load.load(request.path, request.overrides)
             load.require(hparams, request.path, *NEEDED)
             ranks.run_on_main(_open_folder, hparams, request)
             ranks.run_on_main(_prepare, hparams)
+            if request.check:
+                ranks.run_on_main(preflight.before_training, hparams)
             brain = _fit_and_test(hparams, request, device, hparams["corpus"].load())
             ranks.run_on_main(_show, brain, Path(hparams["output_folder"]))
     finally:
         ranks.shutdown()
     return 0
+
+
+def check(argv: list[str]) -> int:
+    """``sbkit check RECIPE.yaml [--key value ...]``: all that is wrong with a recipe; returns 1 if anything is."""
+    check_torch_pair()
+    from sbkit import preflight
+
+    return preflight.check(argv, NEEDED)
 
 
 def prepare(argv: list[str]) -> int:

@@ -256,7 +256,13 @@ def section(bill: Bill, hours: float | None, planned: float) -> Section:
         amount = hours if hours is not None else 100.0
         what = f"hours per epoch, {hours:.1f} h of audio" if hours is not None else "hours per 100 hours of audio"
         rows.append([f"{what}, one {torch.device(bill.device).type}", f"{bill.hours_per_100 * amount / 100:.2f}"])
-    return Section("The bill", ["what", "how much"], rows, _remarks(bill))
+    values = {
+        "parameters": bill.parameters, "weights_bytes": bill.weights, "batch_bytes": cost.memory,
+        "batch_seconds": cost.batch_seconds, "operations_per_second_of_audio": cost.operations / cost.batch_seconds,
+        "largest_max_batch_seconds": {f"{size} GB": int(bill.largest(size * 1e9)) for size in SIZES},
+        "hours_per_100_hours": bill.hours_per_100, "measured": bill.measured is not None, "device": bill.device,
+    }
+    return Section("The bill", ["what", "how much"], rows, _remarks(bill), values)
 
 
 def _remarks(bill: Bill) -> list[str]:

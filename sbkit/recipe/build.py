@@ -20,6 +20,7 @@ from speechbrain.utils.checkpoints import Checkpointer
 from torch.overrides import TorchFunctionMode
 
 from sbkit.errors import SbkitError
+from sbkit.recipe.report import listed
 from sbkit.recipe.signatures import arguments, locate
 from sbkit.recipe.source import Findings, Node
 from sbkit.recipe.values import static
@@ -149,7 +150,7 @@ class _Builder:
                                   f"{_name(target)} can't be built here: {_first(error)}",
                                   "what rests on it was not looked at")
         except Exception as error:  # whatever a constructor says to its arguments
-            self._tell(node, f"{_name(target)} refuses its arguments: {_first(error)}", "")
+            self._tell(node, f"{_name(target)} refuses its arguments: {_first(error)}", _given(kwargs))
         raise _NotBuilt
 
     def _tell(self, node: Node, message: str, hint: str) -> None:
@@ -159,6 +160,12 @@ class _Builder:
         key = named[0] if len(named) == 1 else None
         place, name = (node.place_of(key), node.key_of(key)) if key else (node.place, node.key)
         self.findings.error("not-built", place, name, message, hint)
+
+
+def _given(kwargs: dict) -> str:
+    """The numbers and texts among arguments: what doesn't fit together is often there."""
+    shown = [f"{key} {value!r}" for key, value in kwargs.items() if isinstance(value, (bool, int, float, str))]
+    return f"it gets {listed(shown)}" if shown else ""
 
 
 def _name(target: Any) -> str:

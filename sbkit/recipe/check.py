@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 def check(
     path: str | Path, overrides: Mapping[str, Any] | None = None, *, run_opts: Any = None, deep: bool = True,
-    needed: Iterable[str] = (), measure: Callable[[], bill.Measured] | None = None,
+    needed: Iterable[str] = (), prepared: bool = True, measure: Callable[[], bill.Measured] | None = None,
 ) -> Report:
     """Everything that is wrong with a recipe, all at once.
 
@@ -34,20 +34,21 @@ def check(
     path, overrides : the YAML and values that differ from it
     run_opts : SpeechBrain's run options: device and precision of the bill
     deep : also build the objects and look at ownership, devices, shapes, vocabulary and cost
-    needed : keys that a run needs
+    needed : keys that a run needs, where the recipe names a brain
+    prepared : look at the labels of what an earlier run prepared
     measure : runs a few steps for the bill
     """
     started = time.perf_counter()
     report, findings = Report(str(path)), Findings()
     root = read(Path(path), overrides or {}, findings, needed)
     if root is not None and deep:
-        _look_deeper(root, findings, report, run_opts, measure)
+        _look_deeper(root, findings, report, run_opts, prepared, measure)
     report.add(findings)
     report.seconds = time.perf_counter() - started
     return report
 
 
-def _look_deeper(root: Node, findings: Findings, report: Report, run_opts: Any,
+def _look_deeper(root: Node, findings: Findings, report: Report, run_opts: Any, prepared: bool,
                  measure: Callable[[], bill.Measured] | None) -> None:
     with _quiet(), build(root, findings) as built:
         modules = ownership.check_modules(built, findings)
@@ -56,14 +57,15 @@ def _look_deeper(root: Node, findings: Findings, report: Report, run_opts: Any,
                 report.notes.append("modules, devices, shapes and cost: the modules could not be built")
             return
         owned = ownership.Owned(modules)
-        ownership.check_ownership(built, owned, findings)
-        ownership.check_saved(built, owned, findings)
+        if len(modules) == len(built.hparams["modules"]):
+            ownership.check_ownership(built, owned, findings)
+            ownership.check_saved(built, owned, findings)
         report.sections["devices"] = table = devices.section(built, owned)
         traced = shapes.trace(built, findings)
         if traced.note:
             report.notes.append(traced.note)
         tokens_check.check_sizes(built, traced, findings)
-        labels, note = tokens_check.check_prepared(built, traced.recognizer, findings)
+        labels, note = tokens_check.check_prepared(built, traced.recognizer, findings) if prepared else (None, "")
         bill_section = _bill(built, owned, traced, findings, report, run_opts, measure)
         devices.prove(built, owned, table, traced, findings)
         sections = {"shapes": shapes.section(traced, built.hparams), "labels": labels, "bill": bill_section}
@@ -79,6 +81,8 @@ def _bill(built: Built, owned: ownership.Owned, traced: shapes.Trace, findings: 
     device = _device(run_opts)
     precision = getattr(run_opts, "precision", None) if _chosen(run_opts, "precision") else None
     precision = precision or built.hparams.get("precision", "fp32")
+    if precision == "auto":
+        precision = "bf16" if device.type == "cuda" else "fp32"
     measured = measure() if measure is not None and not any(f.severity == "error" for f in findings) else None
     try:
         made = bill.make(built, owned, traced, device, precision, measured)
@@ -106,7 +110,10 @@ def _hours(built: Built) -> float | None:
 
 def _device(run_opts: Any) -> torch.device:
     name = getattr(run_opts, "device", None) if _chosen(run_opts, "device") else None
-    return torch.device(name or ("cuda:0" if torch.cuda.is_available() else "cpu"))
+    try:
+        return torch.device(name or ("cuda:0" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise SbkitError(f"--device {name!r} is no device", hint="write cpu, cuda or cuda:1") from error
 
 
 def _chosen(run_opts: Any, name: str) -> bool:

@@ -7,7 +7,7 @@ from torch import nn
 from sbkit.recipe.build import Built
 from sbkit.recipe.ownership import Owned, Tensor, left_behind, recoverables, saved_by, tell_left_behind
 from sbkit.recipe.report import Section
-from sbkit.recipe.shapes import Trace, trace_moved
+from sbkit.recipe.shapes import PATH, Trace, trace_moved
 from sbkit.recipe.source import Findings
 
 
@@ -66,10 +66,10 @@ def prove(built: Built, owned: Owned, table: Section, traced: Trace, findings: F
     for row, (_, module) in zip(table.rows, listed, strict=True):
         row[4] = _place(module, left)
     if traced.complete:
-        moved = trace_moved(built, traced, modules, findings)
-        if moved.complete:
-            proved = _on_the_path(traced)
-            left = [t for t in left if t.path.split(".")[0].split("[")[0] not in proved]
+        trace_moved(built, traced, modules, findings)
+    if traced.tried:
+        # the forward copes with what it uses, or it broke and says so
+        left = [t for t in left if t.path.split(".")[0].split("[")[0] not in PATH]
     tell_left_behind(left, owned, findings)
 
 
@@ -82,8 +82,3 @@ def _place(module: nn.Module, left: list[Tensor]) -> str:
     if not devices:
         return "holds nothing"
     return "moved" if devices == {"meta"} else "stays on cpu"
-
-
-def _on_the_path(traced: Trace) -> set[str]:
-    """Keys whose code the forward ran."""
-    return {key for _, key, _ in traced.stages if key} | {"normalize"}

@@ -163,7 +163,9 @@ def _kind(built: Built, key: str) -> str:
 
 
 def _mends(key: str, owned: Owned) -> str:
-    name = key.split(".")[-1].split("[")[0]
+    if "[" in key:
+        return "give it a key of its own, and refer to that under modules"
+    name = key.split(".")[-1]
     reference = key if "." not in key else key.replace(".", "[", 1).replace(".", "][") + "]"
     mend = f"write `{name}: !ref <{reference}>` under modules"
     lists = [n for n, module in owned.roots.items() if isinstance(module, nn.ModuleList)]

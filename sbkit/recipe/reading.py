@@ -26,8 +26,9 @@ RUN_OPTIONS = tuple(name for name in RunOptions.__dataclass_fields__ if name != 
 def read(path: Path, overrides: Mapping[str, Any], findings: Findings, needed: Iterable[str] = ()) -> Node | None:
     """The recipe as one tree of resolved values; what is wrong with it goes into ``findings``.
 
-    needed: keys without which the recipe can't be run
+    needed: keys without which a recipe that names a brain can't be run
     """
+    needed = tuple(needed)
     root = resolve(Path(path), overrides, findings, flags=RUN_OPTIONS)
     if root is None:
         return None
@@ -39,8 +40,11 @@ def read(path: Path, overrides: Mapping[str, Any], findings: Findings, needed: I
                 check_text(child, findings, in_list=isinstance(node.value, list))
     for node in nodes:
         _check_tag(node, findings)
+    mistaken = {(f.file, f.line, f.key) for f in findings if f.code == "wrong-type" and f.severity == "error"}
+    findings[:] = [f for f in findings if not f.code.endswith("-as-text") or f.severity == "error"
+                   or (f.file, f.line, f.key) not in mistaken]
     _check_needed(root, needed, findings, Path(path))
-    _check_brain(root, findings)
+    _check_brain(root, findings, set(needed))
     return root
 
 
@@ -115,7 +119,7 @@ def _wrong(node: Node, findings: Findings, code: str, message: str, suggestion: 
 
 
 def _check_needed(root: Node, needed: Iterable[str], findings: Findings, path: Path) -> None:
-    for key in needed:
+    for key in needed if "brain" in root.value else ():  # a script of one's own needs what it needs
         if key not in root.value:
             near = did_you_mean(key, map(str, root.value), cutoff=0.8)
             findings.error("missing-key", Place(str(path)), key, "the recipe lacks this key",
@@ -126,7 +130,7 @@ def _check_needed(root: Node, needed: Iterable[str], findings: Findings, path: P
                "write `model: !ref <model>` under it")
 
 
-def _check_brain(root: Node, findings: Findings) -> None:
+def _check_brain(root: Node, findings: Findings, told: set[str]) -> None:
     """Names that the task reads as ``self.hparams.NAME`` and the recipe lacks."""
     brain = root.value.get("brain")
     if brain is None or brain.wrong or not brain.tag.startswith("!name:"):
@@ -134,8 +138,7 @@ def _check_brain(root: Node, findings: Findings) -> None:
     cls = locate(brain.tag[len("!name:"):])
     if not inspect.isclass(cls):
         return
-    lacking = sorted(name for name in hparams_read(cls) if name not in root.value and name not in RUN_OPTIONS)
-    for name in lacking:
+    for name in sorted(hparams_read(cls) - set(root.value) - set(RUN_OPTIONS) - told):
         near = did_you_mean(name, map(str, root.value), cutoff=0.8)
         findings.warning("missing-key", brain.place, "brain",
                          f"{cls.__name__} reads the key {name}, which the recipe lacks",

@@ -51,6 +51,8 @@ class Section:
     columns: list[str]
     rows: list[list[Any]]
     remarks: list[str] = field(default_factory=list)
+    values: dict[str, Any] = field(default_factory=dict)
+    """The same as plain numbers, for programs."""
 
     def text(self) -> str:
         lines = [self.title]

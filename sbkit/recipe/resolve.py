@@ -32,7 +32,7 @@ def resolve(path: Path, overrides: Mapping[str, Any], findings: Findings, flags:
     for key in unknown:
         near = did_you_mean(key, [*known, *flags])
         findings.error("unknown-override", Place(), f"--{key}", f"{path} has no key {key}",
-                       f"did you mean --{near}?" if near else "a new key is written into the YAML")
+                       f"did you mean --{near}?" if near else "define that key in the YAML first")
     root = files[0][1]
     placed = reach({k: v for k, v in overrides.items() if k not in unknown}, [(p, r.value) for p, r in files])
     override(root, placed, findings)
@@ -109,6 +109,8 @@ class _Resolver:
         return found
 
     def _replace(self, node: Node) -> Node:
+        if node.wrong:
+            return self._unknown(node)
         if node.tag in ("!ref", "!copy"):
             if not node.scalar:
                 self._error("bad-ref", node, f"{node.tag} takes a text such as <key>, not a list or mapping")
@@ -127,12 +129,10 @@ class _Resolver:
     def _follow(self, text: str, node: Node, seen: tuple[str, ...]) -> Node:
         """What a reference names, as a Node that others may share, or a scalar of its own."""
         if not _REFERENCE.search(text):
-            if not seen:
-                self._tell_literal(text, node)
-            return self._scalar(node, text)
-        if text in seen or len(seen) > 50:
-            chain = " -> ".join([*dict.fromkeys(seen), text])
-            self._error("circular-ref", node, f"this reference comes back to itself: {chain}")
+            found = self._scalar(node, text)
+            found.wrong = not seen and self._tell_literal(text, node)
+            return found
+        if len(seen) > 50:  # a circle that's told of where it is
             return self._unknown(node)
         seen = (*seen, text)
         if _REFERENCE.fullmatch(text):
@@ -192,7 +192,7 @@ class _Resolver:
         if target is None or target.tag == PLACEHOLDER or target.value is UNKNOWN:
             return None
         if target.tag in ("!ref", "!copy"):
-            return str(target.value)
+            return None if self._tell_circle(target, node) else str(target.value)
         if target.tag.startswith("!applyref:"):
             return None  # known when the recipe is built
         if target.tag or not target.scalar:
@@ -229,18 +229,27 @@ class _Resolver:
 
     def _tell_later(self, target: Node, node: Node) -> None:
         """A chain of references runs upwards, or in a circle."""
-        chain, current = [node.key], target
-        while current is not None and current.tag in ("!ref", "!copy"):
-            if current is node or current.key in chain:
-                circle = " -> ".join([*chain, current.key])
-                self._error("circular-ref", node, f"this reference comes back to itself: {circle}",
-                            f"give {current.key} a value")
-                return
-            chain.append(current.key)
-            text = str(current.value)
-            current = self._quietly(text) if _REFERENCE.fullmatch(text) else None
-        self._error("later-ref", node, f"{target.key} is itself a reference, and it stands below ({target.place})",
-                    f"move {target.key} above {node.key}: a recipe is read from top to bottom")
+        if not self._tell_circle(target, node):
+            self._error("later-ref", node, f"{target.key} is itself a reference, and it stands below ({target.place})",
+                        f"move {target.key} above {node.key}: a recipe is read from top to bottom")
+
+    def _tell_circle(self, target: Node, node: Node) -> bool:
+        """Whether references that aren't replaced yet lead from ``target`` back to where it began."""
+        ways = [[target]]
+        while ways:
+            way = ways.pop()
+            if way[-1] is node or way[-1] in way[:-1]:
+                circle = [node, *way] if way[-1] is node else []
+                if circle and not node.wrong:
+                    self._error("circular-ref", node,
+                                f"this reference comes back to itself: {' -> '.join(n.key for n in circle)}",
+                                f"give {node.key} a value")
+                for each in way:
+                    each.wrong = True
+                return True
+            names = _REFERENCE.findall(str(way[-1].value)) if way[-1].tag in ("!ref", "!copy") else []
+            ways += [[*way, found] for found in map(self._quietly, names) if found is not None]
+        return False
 
     def _quietly(self, text: str) -> Node | None:
         told, self.findings = self.findings, Findings()
@@ -249,11 +258,14 @@ class _Resolver:
         finally:
             self.findings = told
 
-    def _tell_literal(self, text: str, node: Node) -> None:
+    def _tell_literal(self, text: str, node: Node) -> bool:
         if "<" in text:
             self._error("bad-ref", node, f"the bracket of {text!r} is not closed", "write <key>")
         elif text in self.root.value:
             self._error("bad-ref", node, f"this refers to nothing, it is the text {text!r}", f"write !ref <{text}>")
+        else:
+            return False
+        return True
 
     def _error(self, code: str, node: Node, message: str, suggestion: str = "") -> None:
         self.findings.error(code, node.place, node.key, message, suggestion)

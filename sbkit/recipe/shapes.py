@@ -7,6 +7,7 @@ needed, and a model of any size takes no room.
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 import traceback
 import warnings
@@ -29,6 +30,8 @@ from sbkit.recipe.values import static
 LENGTHS = (3.0, 1.7)
 _TOKENS = 9
 _NEEDED = ("compute_features", "ctc_lin")
+#: Keys whose code the forward runs.
+PATH = frozenset(("compute_features", "normalize", "CNN", "Transformer", "encoder", "ctc_lin", "seq_lin"))
 # (what came, what was wanted) in torch's words.
 _MISMATCHES = (
     re.compile(r"got \[\d+, (?P<got>\d+)\] X \[(?P<wanted>\d+), \d+\]"),
@@ -46,6 +49,7 @@ class Trace:
         self.stages: list[tuple[str, str, tuple[int, ...]]] = []
         """(what, key, shape)"""
         self.recognizer: Recognizer | None = None
+        self.tried = False
         self.complete = False
         self.note = ""
         """Why the forward ended early, where that is no mistake."""
@@ -58,9 +62,14 @@ class Trace:
 @contextlib.contextmanager
 def stand_ins() -> Iterator[FakeTensorMode]:
     """Within it, tensors have shapes and no memory; real weights count as if they had none."""
-    with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        warnings.simplefilter("ignore")
-        yield mode
+    told = logging.root.manager.disable
+    logging.disable(logging.ERROR)  # torch logs a traceback for each mismatch, which is told better below
+    try:
+        with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            warnings.simplefilter("ignore")
+            yield mode
+    finally:
+        logging.disable(told)
 
 
 def encoder_key(built: Built) -> str | None:
@@ -81,9 +90,11 @@ def trace(built: Built, findings: Findings) -> Trace:
     found = Trace()
     found.note = lacking(built)
     if not found.note:
+        found.tried = True
         with _telling(found, built, findings), torch.no_grad():
             hparams = SimpleNamespace(**built.hparams)
-            _check_front_end(hparams)
+            if not _front_end_fits(built, hparams, findings):
+                return found
             found.recognizer = Recognizer.from_hparams(hparams)
             with stand_ins():
                 _run(found, hparams, encoder_key(built), "cpu")
@@ -123,13 +134,23 @@ def _run(found: Trace, hparams: Any, encoder: str, device: str) -> None:
     found.complete = True
 
 
-def _check_front_end(hparams: Any) -> None:
-    """Where it can't take the features, say so before the Recognizer looks for its subsampling."""
-    frontend = getattr(hparams, "CNN", None)
-    if frontend is None:
-        return
+def _front_end_fits(built: Built, hparams: Any, findings: Findings) -> bool:
+    """Whether it takes the features; the Recognizer then finds its subsampling by trying it."""
+    frontend, node = getattr(hparams, "CNN", None), built.nodes.get("CNN")
+    if frontend is None or node is None:
+        return True
     with stand_ins():
-        frontend(hparams.compute_features(torch.empty(1, round(max(LENGTHS) * getattr(hparams, "sample_rate", 16000)))))
+        samples = round(max(LENGTHS) * getattr(hparams, "sample_rate", 16000))
+        feats = hparams.compute_features(torch.empty(1, samples))
+        shape = node.value.get("input_shape") if isinstance(node.value, dict) else None
+        width = static(shape.value[-1]) if shape is not None and isinstance(shape.value, list) and shape.value else None
+        if isinstance(width, int) and width != feats.shape[-1]:
+            findings.error("shape-mismatch", node.place_of("input_shape"), node.key_of("input_shape"),
+                           f"it expects {width} features, compute_features makes {feats.shape[-1]}",
+                           "write `input_shape: [8, 10, !ref <n_mels>]`")
+            return False
+        frontend(feats)
+    return True
 
 
 def _stages(model: Recognizer, hparams: Any, encoder: str, device: str) -> Iterator[tuple[str, str, torch.Size]]:
@@ -213,17 +234,15 @@ def section(found: Trace, hparams: dict[str, Any]) -> Section | None:
     """Stages and shapes, and how much time a frame is."""
     if not found.stages:
         return None
-    rows = [[what, key, _shown(what, shape)] for what, key, shape in found.stages]
-    remarks = []
+    rows = [[what, key, f"[{', '.join(['B', *map(str, shape[1:])])}]"] for what, key, shape in found.stages]
+    remarks: list[str] = []
+    values: dict[str, Any] = {what: list(shape) for what, _, shape in found.stages}
     model = found.recognizer
     if model is not None and found.shape("encoder") is not None:
         rate = hparams.get("sample_rate", 16000)
         hop = 1000 * model.hop_samples / rate
+        values |= {"subsampling": model.subsampling, "frames_per_second": 1000 / (hop * model.subsampling)}
         remarks.append(f"features every {hop:g} ms, subsampled by {model.subsampling}: an encoder frame every "
                        f"{hop * model.subsampling:g} ms, {1000 / (hop * model.subsampling):g} a second")
     remarks.append("T is of an utterance of 3 seconds")
-    return Section("Shapes", ["stage", "key", "output"], rows, remarks)
-
-
-def _shown(what: str, shape: tuple[int, ...]) -> str:
-    return "[" + ", ".join(["B", *map(str, shape[1:])]) + "]"
+    return Section("Shapes", ["stage", "key", "output"], rows, remarks, values)

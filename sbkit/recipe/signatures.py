@@ -101,7 +101,7 @@ def bind(target: Any, node: Node, findings: Findings, partial: bool = False) -> 
     if len(positional) > len(by_place) and rest is None:
         findings.error("too-many-arguments", node.place, node.key,
                        f"{name} takes {_plural(len(by_place), 'argument')} at most, this gives {len(positional)}",
-                       f"its arguments are {listed(p.name for p in by_place)}" if by_place else "")
+                       f"it takes {listed(p.name for p in by_place)}" if by_place else "")
         node.wrong = True
     filled = set()
     for i, value in enumerate(positional):
@@ -199,7 +199,8 @@ def _mend(given: Any, hint: Any, value: Node) -> str:
             return "write null"
         number = looks_like_number(given)
         if number:
-            return f"write {number}" + (" without quotes" if number == given else "")
+            at = f" in {value.source.key}" if value.source is not None else ""
+            return f"write {number}" + (" without quotes" if number == given else "") + at
         if is_tuple(given):
             return f"write [{given[1:-1]}]"
         if given.startswith("(") or given.endswith(")"):

@@ -156,6 +156,8 @@ def _advice(problem: str) -> str:
         return "a value with a colon needs quotes; or is the line above indented differently?"
     if "expected <block end>" in problem or "could not find expected ':'" in problem:
         return "compare its indentation with the lines above"
+    if "character '>'" in problem or "character '<'" in problem:
+        return "a reference with brackets of its own needs a line of its own: - !ref <key[part]>"
     if "',' or ']'" in problem or "',' or '}'" in problem:
         return "a bracket is not closed"
     return ""

@@ -59,8 +59,7 @@ def _check_special(built: Built, size: int, findings: Findings) -> None:
                            f"use 0 to {size - 1}")
         elif index in seen:
             findings.error("vocabulary", node.place, name, f"{seen[index]} is {index} as well", "they must differ")
-        theirs = getattr(tokenizer, name.replace("_index", "_id"), None)
-        if isinstance(theirs, int) and theirs != index:
+        elif isinstance(theirs := getattr(tokenizer, name.replace("_index", "_id"), None), int) and theirs != index:
             findings.error("vocabulary", node.place, name, f"it is {index}, but the tokenizer's is {theirs}",
                            f"set {name} to {theirs}")
         seen.setdefault(index, name)

@@ -11,7 +11,7 @@ from sbkit.recipe.source import UNKNOWN, Findings, Node
 
 TUPLE = re.compile(r"\(.*\)")
 _NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][-+]?\d[\d_]*)?")
-_GROUPED = re.compile(r"[-+]?\d{1,3}([, ]\d{3})+(\.\d+)?")
+_GROUPED = re.compile(r"[-+]?[1-9]\d{0,2}([, ]\d{3})+(\.\d+)?")
 _COMMA = re.compile(r"([-+]?\d+),(\d+)")
 _CUT = re.compile(r"([-+]?\d+\.?\d*)[eE][-+]?")
 _EXPRESSION = re.compile(r"[\d.\s()eE_]+((\*\*|//|[*/+])[-\d.\s()eE_]+)+")
@@ -89,14 +89,14 @@ def check_text(node: Node, findings: Findings, in_list: bool = False) -> None:
         return
     if node.quoted:
         return
-    if in_list and (re.fullmatch(r"\(\s*[-+.\d]+", text) or re.fullmatch(r"[-+.\d]+\s*\)", text)):
+    if in_list and re.fullmatch(r"\(\s*[-+.\d]+", text):
         _tell(node, findings, "tuple-as-text", "is half a tuple: inside [ ] its comma separates items",
               "write a list inside the list: [[3, 3], [2, 2]]")
     elif re.fullmatch(r"\(\s*[-+.\d].*", text):
         _tell(node, findings, "tuple-as-text", "is a text: the bracket is not closed", f"write [{text[1:]}]")
     elif text.lower() not in _SPECIAL and (number := looks_like_number(text)):  # nan is a language, too
         hint = f"write {number}" if number != text else "write the number itself, without !ref or quotes"
-        if _COMMA.fullmatch(text):
+        if _COMMA.fullmatch(text) and not _GROUPED.fullmatch(text):
             hint += f", or [{text.replace(',', ', ')}] for two numbers"
         _tell(node, findings, "number-as-text", "is a text, not a number", hint)
     elif expression(text):
