@@ -109,6 +109,18 @@ def test_a_killed_run_ends_as_the_one_never_stopped(runs, never_stopped, places,
 
 
 @pytest.mark.slow
+def test_with_speechbrains_loader_too(runs):
+    """Its sampler and position, workers, and accumulation over batches; 24 batches are 8 steps."""
+    code, expected, log = train(runs / "speechbrain", LOADER="speechbrain")
+    assert code == 0 and expected["steps"] == 24, log
+    for place in ("train:1:17:0", "train:2:11:0", "saving:2:0:0"):
+        assert train(runs / "speechbrain-killed", place, LOADER="speechbrain")[0] == -signal.SIGKILL
+    code, result, log = train(runs / "speechbrain-killed", LOADER="speechbrain")
+    assert code == 0, log
+    assert differences(result, expected) == []
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("place, name, code", [
     ("train:2:4:1", "SIGTERM", 143), ("train:1:0:0", "SIGINT", 130), ("train:2:8:2", "SIGUSR1", 138),
     ("valid:2:0:0", "SIGTERM", 143)])
