@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import yaml
 from speechbrain.utils.checkpoints import CKPT_PREFIX, METAFNAME, PARAMFILE_EXT
+from speechbrain.utils.distributed import get_rank
 
 from sbkit.errors import SbkitError
 
@@ -214,7 +215,7 @@ def wait_for(path: Path, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while not path.exists():
         if time.monotonic() >= deadline:
-            raise CheckpointError(f"this process does not see the checkpoint {path}",
+            raise CheckpointError(f"rank {get_rank() or 0} does not see the checkpoint {path}",
                                   hint="the output folder must be on a disk that all machines share")
         time.sleep(0.5)
 
