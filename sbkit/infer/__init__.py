@@ -1,0 +1,10 @@
+"""Using a bundle, without torch or speechbrain: ``sbkit.infer.load("bundle").transcribe("clip.mp3").text``."""
+
+from __future__ import annotations
+
+from sbkit.infer.model import Model, load
+from sbkit.infer.pipeline import Options
+from sbkit.infer.recordings import Recording
+from sbkit.infer.transcript import Segment, Transcript
+
+__all__ = ["Model", "Options", "Recording", "Segment", "Transcript", "load"]

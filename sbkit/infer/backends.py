@@ -1,0 +1,141 @@
+"""The two ways of running a bundle's model: ONNX Runtime, and torch.export with or without a compiler."""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from sbkit.errors import SbkitError
+from sbkit.export import layout
+from sbkit.infer import device as devices
+from sbkit.infer.device import Running, Wanted
+from sbkit.infer.worker import Worker
+
+#: How torch may compile; with CUDA graphs in it, only within the thread that runs the result.
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+_WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+_SHAPES = 64  # that a module may be compiled for before torch gives up on it
+
+
+class Backend(Protocol):
+    """Runs batches; made and called within the worker."""
+
+    running: Running
+    width: int | None
+    """Of the output, where the file says it."""
+
+    def __call__(self, signals: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """[B, S] float32 and [B] int64 to log-probabilities [B, T, V] and frame counts [B]."""
+
+
+class Onnx:
+    """ONNX Runtime; imports neither torch nor speechbrain."""
+
+    def __init__(self, path: Path, model: str, wanted: Wanted, threads: int | None):
+        self._session, device, note = devices.open_session(str(path), wanted, threads)
+        names = [each.name for each in self._session.get_inputs()], [each.name for each in self._session.get_outputs()]
+        if names != (list(layout.INPUTS), list(layout.OUTPUTS)):
+            raise SbkitError(f"{path} takes {names[0]} and gives {names[1]}; a bundle's model takes "
+                             f"{list(layout.INPUTS)} and gives {list(layout.OUTPUTS)}")
+        width = self._session.get_outputs()[0].shape[2]
+        self.width = width if isinstance(width, int) else None
+        self.running = Running(
+            wanted.text, device, self._session.get_providers()[0], model, path.name, threads or os.cpu_count() or 1,
+            {"onnxruntime": devices.runtime_version()}, note)
+
+    def __call__(self, signals: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        log_probs, frames = self._session.run(None, dict(zip(layout.INPUTS, (signals, lengths), strict=True)))
+        return log_probs, frames
+
+
+class Torch:
+    """A ``torch.export`` program, as it is or compiled.
+
+    A program is code: load only bundles that you trust. What could hold a pickle is refused unread.
+    """
+
+    width = None
+
+    def __init__(self, path: Path, model: str, wanted: Wanted, threads: int | None, worker: Worker,
+                 compile_mode: str | None):
+        refuse_pickles(path)
+        import torch
+
+        device, note = _torch_device(wanted, torch)
+        if threads:
+            torch.set_num_threads(threads)
+        module = torch.export.load(path).module()
+        self._torch, self._device = torch, device
+        self._module = compiled(module.to(device), compile_mode, worker) if compile_mode else module.to(device)
+        self.running = Running(
+            wanted.text, str(device), f"torch.compile {compile_mode}" if compile_mode else "torch.export", model,
+            path.name, torch.get_num_threads(), {"torch": str(torch.__version__)}, note)
+
+    def __call__(self, signals: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        torch = self._torch
+        with torch.inference_mode():
+            found = self._module(torch.from_numpy(signals).to(self._device), torch.from_numpy(lengths).to(self._device))
+            # Copied out here: with CUDA graphs the next run overwrites what this one returned.
+            log_probs, frames = (each.detach().to("cpu", copy=True).numpy() for each in found)
+        return log_probs, frames
+
+
+def compiled(module: Any, mode: str, worker: Worker) -> Any:
+    """``torch.compile`` a module, within the worker alone."""
+    if mode not in COMPILE_MODES:
+        raise SbkitError(f"there is no way to compile {mode!r}", hint=f"use {', '.join(COMPILE_MODES)}")
+    if not worker.inside():
+        raise SbkitError(f"compiling with {mode} outside of the thread that runs the model was refused: "
+                         "CUDA graphs recorded in one thread can't be replayed in another",
+                         hint="let the engine do it: sbkit.infer.load(bundle, model='torch', compile=...)")
+    import torch
+    from torch._inductor import cudagraph_trees  # what it keeps per thread, it keeps for the one that imports it first
+
+    if mode in _WITH_CUDA_GRAPHS:
+        try:
+            cudagraph_trees.get_container(0)
+        except (AssertionError, AttributeError):
+            raise SbkitError(f"compiling with {mode} was refused: another thread has used torch's compiler before",
+                             hint="load the bundle before anything else compiles, or in a process of its own") from None
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _SHAPES)
+    return torch.compile(module, mode=mode, dynamic=False)
+
+
+def _torch_device(wanted: Wanted, torch: Any) -> tuple[Any, str]:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted.explicit_gpu and wanted.index >= count:
+        raise SbkitError(f"{wanted.text} was asked for, and torch {torch.__version__} sees {count} CUDA devices",
+                         hint="nvidia-smi lists them; --device cpu needs none")
+    if wanted.kind == "cpu" or not count:
+        return torch.device("cpu"), "" if wanted.kind == "cpu" else "torch sees no CUDA device"
+    return torch.device("cuda", wanted.index), ""
+
+
+def refuse_pickles(path: Path) -> None:
+    """Refuse a .pt2 file with anything in it that loading would unpickle."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for entry in archive.infolist():
+                name = entry.filename.partition("/")[2]
+                if name.endswith("_config.json"):
+                    payload = json.loads(archive.read(entry))
+                    if any(each.get("use_pickle", True) for each in payload["config"].values()):
+                        raise SbkitError(f"{path}: {name} names pickles", hint="export the run again")
+                elif not _harmless(name, entry.file_size):
+                    raise SbkitError(f"{path} holds {name}, which may be a pickle", hint="export the run again")
+    except (OSError, ValueError, KeyError, AttributeError, zipfile.BadZipFile) as error:
+        raise SbkitError(f"{path} can't be read: {error}", hint="is the file whole? export the run again") from None
+
+
+def _harmless(name: str, size: int) -> bool:
+    if name.startswith("data/sample_inputs/"):
+        return size == 0
+    parent, _, base = name.rpartition("/")
+    if parent in ("data/weights", "data/constants"):
+        return base.startswith(("weight_", "tensor_"))
+    return parent in ("models", ".data") or name in ("archive_format", "archive_version", "byteorder", "version")

@@ -1,0 +1,83 @@
+"""Audio of any length as chunks that a model takes, cut in pauses; holds one chunk in memory at a time.
+
+Where nobody pauses for a whole chunk, the cut goes through speech: then both chunks hear some seconds
+beyond it, and each answers for the frames on its own side alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+#: Loudness is looked at in stretches of so many seconds, each the mean over a pause's least length.
+_STEP, _PAUSE = 0.01, 0.2
+#: A pause lies this much below the loud parts of its chunk (dB) ...
+_BELOW = 25.0
+#: ... and is looked for in the second half of a chunk.
+_FROM = 0.5
+#: What is heard beyond a cut through speech.
+CONTEXT_SECONDS = 1.5
+
+
+@dataclass
+class Chunk:
+    """A signal [S] and the frames of its output that count: ``skip`` are left out, then ``keep`` taken (None: all)."""
+
+    signal: np.ndarray
+    skip: int
+    keep: int | None
+
+
+def cut(blocks: Iterable[np.ndarray], rate: int, frame_samples: int, chunk_seconds: float) -> Iterator[Chunk]:
+    """Chunks of at most ``chunk_seconds`` from blocks [S] of one recording.
+
+    Cuts lie on the grid of the model's frames, so that the kept frames of all chunks, one after
+    another, are the frames of the recording.
+    """
+    size = max(int(chunk_seconds * rate) // frame_samples, 4) * frame_samples
+    context = min(-(-int(CONTEXT_SECONDS * rate) // frame_samples), size // frame_samples // 4) * frame_samples
+    waiting: list[np.ndarray] = []
+    held = heard = 0  # samples that wait, and those at their start whose frames were given already
+    for block in blocks:
+        waiting.append(block)
+        held += len(block)
+        while held > size:
+            signal = np.concatenate(waiting)
+            length, beyond = _best_cut(signal[heard:size], rate, frame_samples, context)
+            end = heard + length
+            yield Chunk(signal[: end + beyond], heard // frame_samples, length // frame_samples)
+            first = max(end - beyond, 0)
+            waiting, held, heard = [signal[first:]], len(signal) - first, end - first
+    if held > heard:
+        yield Chunk(np.concatenate(waiting), heard // frame_samples, None)
+
+
+def _best_cut(signal: np.ndarray, rate: int, frame_samples: int, context: int) -> tuple[int, int]:
+    """Samples before the cut, a multiple of a frame, and how many beyond it are to be heard."""
+    length, pause = _quietest(signal, rate, frame_samples)
+    if pause:
+        return length, 0
+    return _quietest(signal[: len(signal) - context], rate, frame_samples)[0], context
+
+
+def _quietest(signal: np.ndarray, rate: int, frame_samples: int) -> tuple[int, bool]:
+    """Samples before the quietest place of the second half, a multiple of a frame, and whether it is a pause."""
+    step = round(_STEP * rate)
+    count = len(signal) // step
+    power = np.square(signal[: count * step].reshape(count, step)).mean(axis=1)
+    width = round(_PAUSE / _STEP)
+    if count <= width:
+        return max(len(signal) // frame_samples, 1) * frame_samples, False
+    total = np.concatenate([[0.0], np.cumsum(power, dtype=np.float64)])
+    smooth = (total[width:] - total[:-width]) / width  # of the steps i to i + width
+    first = int(len(smooth) * _FROM)
+    # Of places that are equally quiet (digital silence), the last makes the longest chunk.
+    late = smooth[first:]
+    place = first + len(late) - 1 - int(np.argmin(late[::-1]))
+    loud = np.quantile(smooth, 0.95)
+    pause = bool(smooth[place] <= loud * 10 ** (-_BELOW / 10))
+    middle = (place + width / 2) * step
+    frames = min(max(round(middle / frame_samples), 1), len(signal) // frame_samples)
+    return frames * frame_samples, pause

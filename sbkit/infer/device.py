@@ -1,0 +1,130 @@
+"""Where a model is asked to run, and what keeps that from being met: no silent fall back to the CPU."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Any
+
+from sbkit.errors import SbkitError
+
+CUDA, CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A request: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``."""
+
+    text: str
+    kind: str
+    index: int = 0
+
+    @classmethod
+    def parse(cls, device: str) -> Wanted:
+        """Read what a user wrote."""
+        match = re.fullmatch(r"(auto|cpu|cuda)(?::(\d+))?", device)
+        if match is None or (match[2] and match[1] != "cuda"):
+            raise SbkitError(f"there is no device {device!r}", hint="use auto, cpu, cuda or cuda:N")
+        return cls(device, match[1], int(match[2] or 0))
+
+    @property
+    def explicit_gpu(self) -> bool:
+        return self.kind == "cuda"
+
+
+@dataclass
+class Running:
+    """What was asked for and what runs: two facts."""
+
+    asked: str
+    device: str
+    provider: str
+    model: str
+    """``onnx``, ``int8`` or ``torch``."""
+    file: str
+    threads: int
+    versions: dict[str, str] = field(default_factory=dict)
+    note: str = ""
+    """Why ``auto`` chose the CPU, where it did."""
+
+    def __str__(self) -> str:
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        asked = "" if self.asked == self.device else f", asked for {self.asked}"
+        return (f"{self.file} on {self.device} ({self.provider}, {self.threads} threads, {versions}{asked}"
+                f"{f'; {self.note}' if self.note else ''})")
+
+
+def refuse_double_install() -> None:
+    """Both builds of ONNX Runtime are one Python package; the second overwrites parts of the first."""
+    if _version("onnxruntime") and _version("onnxruntime-gpu"):
+        raise SbkitError(
+            "onnxruntime and onnxruntime-gpu are both installed, and each overwrote files of the other",
+            hint="pip uninstall -y onnxruntime onnxruntime-gpu, then install the one that you want")
+
+
+def runtime_version() -> str:
+    """Of the ONNX Runtime that is installed."""
+    return _version("onnxruntime-gpu") or _version("onnxruntime") or "of an unknown version"
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def open_session(path: str, wanted: Wanted, threads: int | None) -> tuple[Any, str, str]:
+    """An ONNX Runtime session on the device that was wanted, the device it is on, and a note.
+
+    What the session says it uses is compared with what was asked for: a provider whose libraries are
+    missing is on the list of available ones, and a session made with it runs on the CPU without an error.
+    """
+    refuse_double_install()
+    import onnxruntime
+
+    there = CUDA in onnxruntime.get_available_providers()
+    note = ""
+    if wanted.explicit_gpu and not there:
+        raise SbkitError(f"{wanted.text} was asked for, and this onnxruntime ({runtime_version()}) has no CUDA",
+                         hint="pip uninstall -y onnxruntime; pip install onnxruntime-gpu; or take --device cpu")
+    providers: list[Any] = [CPU]
+    if there and wanted.kind != "cpu":
+        if hasattr(onnxruntime, "preload_dlls"):
+            onnxruntime.preload_dlls()  # of CUDA and cuDNN as pip installs them, which the loader doesn't look for
+        options = {"device_id": str(wanted.index), "cudnn_conv_algo_search": "HEURISTIC"}
+        providers.insert(0, (CUDA, options))
+    elif wanted.kind == "auto":
+        note = "this onnxruntime has no CUDA"
+    settings = onnxruntime.SessionOptions()
+    settings.log_severity_level = 3
+    if threads:
+        settings.intra_op_num_threads = threads
+    try:
+        session = onnxruntime.InferenceSession(path, settings, providers=providers, enable_fallback=0)
+    except Exception as error:
+        if len(providers) == 1 or wanted.explicit_gpu:
+            raise _unusable(path, wanted, error) from error
+        note = f"CUDA could not be used: {_first_line(error)}"
+        session = onnxruntime.InferenceSession(path, settings, providers=[CPU], enable_fallback=0)
+    actual = session.get_providers()[0]
+    if wanted.explicit_gpu and actual != CUDA:
+        raise SbkitError(f"{wanted.text} was asked for, and onnxruntime fell back to {actual}",
+                         hint="are the CUDA and cuDNN libraries of this onnxruntime-gpu installed? "
+                              "pip install 'onnxruntime-gpu[cuda,cudnn]' brings them")
+    if actual == CUDA:
+        return session, f"cuda:{wanted.index}", note
+    if there and wanted.kind == "auto" and not note:
+        note = f"onnxruntime fell back to {actual}"
+    return session, "cpu", note
+
+
+def _unusable(path: str, wanted: Wanted, error: Exception) -> SbkitError:
+    if wanted.explicit_gpu:
+        return SbkitError(f"{wanted.text} can't be used: {_first_line(error)}")
+    return SbkitError(f"{path} can't be loaded: {_first_line(error)}", hint="is the file whole? export it again")
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,97 @@
+"""A bundle in three lines of Python: load it, give it audio, read what was said."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, overload
+
+import numpy as np
+
+from sbkit.infer.engine import AUTO, Engine
+from sbkit.infer.pipeline import Options, Pipeline
+from sbkit.infer.recordings import Recording
+from sbkit.infer.transcript import Transcript
+
+Source = str | os.PathLike | bytes | BinaryIO | np.ndarray | Recording
+
+
+class Model:
+    """A recogniser that is ready to use; any number of threads may call it.
+
+    Arguments
+    ---------
+    engine : which runs it
+    options : how long recordings are cut up and batched
+    """
+
+    def __init__(self, engine: Engine, options: Options | None = None):
+        self.engine = engine
+        self._pipeline = Pipeline(engine, options)
+
+    @property
+    def running(self) -> Any:
+        """The device that was asked for, and the one it runs on."""
+        return self.engine.running
+
+    @overload
+    def transcribe(self, audio: list[Source]) -> list[Transcript]: ...
+    @overload
+    def transcribe(self, audio: Source) -> Transcript: ...
+    def transcribe(self, audio: Source | list[Source]) -> Transcript | list[Transcript]:
+        """Transcribe recordings of any format and length.
+
+        Arguments
+        ---------
+        audio : a path, the bytes of a file, a binary file, or float samples [S] at the model's rate; or a list
+            of such, which come back in the same order
+
+        Raises ``sbkit.data.audio.AudioError`` for the first that can't be read.
+        """
+        several = isinstance(audio, list)
+        recordings = [_recording(each) for each in (audio if several else [audio])]
+        found: list[Transcript | None] = [None] * len(recordings)
+        for done in self._pipeline.run(recordings):
+            if done.error is not None:
+                raise done.error
+            found[done.index] = done.transcript
+        return found if several else found[0]
+
+    def close(self) -> None:
+        """Release the model."""
+        self.engine.close()
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _recording(source: Source) -> Recording:
+    if isinstance(source, Recording):
+        return source
+    name = Path(source).stem if isinstance(source, (str, os.PathLike)) else ""
+    return Recording(source, name)
+
+
+def load(bundle: str | Path, device: str = AUTO, model: str = AUTO, threads: int | None = None,
+         compile: str | None = None, options: Options | None = None, buckets: Sequence[tuple[int, float]] | None = None
+         ) -> Model:
+    """Load a bundle.
+
+    >>> model = load("bundle")                            # doctest: +SKIP
+    >>> print(model.transcribe("clip.mp3").text)          # doctest: +SKIP
+
+    Arguments
+    ---------
+    bundle : the folder that ``sbkit export`` made
+    device : ``auto``, ``cpu``, ``cuda`` or ``cuda:N``; what can't be met is an error, never a silent CPU
+    model : ``onnx``, ``int8`` or ``torch``; ``auto`` takes the first that is there
+    threads : of one run on the CPU
+    compile : for ``model="torch"``: a mode of ``torch.compile``
+    options : how recordings are cut up and batched
+    buckets : shapes (utterances, seconds) that a compiled model is made for
+    """
+    return Model(Engine(bundle, model, device, threads, compile, buckets), options)

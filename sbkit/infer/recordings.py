@@ -1,0 +1,101 @@
+"""Recordings as blocks of samples at the model's rate, so that hours of audio need no memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import BinaryIO
+
+import numpy as np
+import soxr
+
+from sbkit.data import audio
+from sbkit.data.audio import AudioError
+
+_BLOCK_SECONDS = 10.0
+_LOST_SECONDS = 1.0  # a recording may end this much before its header says so without a word about it
+
+
+@dataclass
+class Recording:
+    """What is to be transcribed.
+
+    audio : a path, a member of a tar shard, the bytes of a file, a binary file, or samples [S] at the model's rate
+    start, duration : the stretch of it, in seconds; without ``duration`` all that follows
+    """
+
+    audio: str | os.PathLike | bytes | BinaryIO | np.ndarray
+    id: str = ""
+    start: float = 0.0
+    duration: float | None = None
+    reference: str | None = None
+
+    @property
+    def name(self) -> str:
+        """How messages call it."""
+        if isinstance(self.audio, np.ndarray):
+            return self.id or f"<{len(self.audio)} samples>"
+        return audio.describe(self.audio)
+
+    def seconds(self, rate: int) -> float:
+        """Its length by its header."""
+        if self.duration is not None:
+            return self.duration
+        if isinstance(self.audio, np.ndarray):
+            return len(self.audio) / rate
+        return max(audio.audio_info(self.audio)[0] - self.start, 0.0)
+
+    def blocks(self, rate: int) -> Iterator[np.ndarray]:
+        """Mono float32 blocks at ``rate``; ``AudioError`` for what can't be read."""
+        if isinstance(self.audio, np.ndarray):
+            yield from _samples(self.audio, self.name)
+        else:
+            yield from _decoded(self.audio, self.name, rate, self.start, self.duration)
+
+
+def _samples(signal: np.ndarray, name: str) -> Iterator[np.ndarray]:
+    if signal.ndim != 1 or not len(signal) or not np.issubdtype(signal.dtype, np.floating):
+        raise AudioError(name, f"samples are floats [S], not {signal.dtype} {list(signal.shape)}")
+    signal = np.ascontiguousarray(signal, dtype=np.float32)
+    if not np.isfinite(signal.sum()):
+        raise AudioError(name, "holds values that are not finite (NaN or infinite)")
+    yield signal
+
+
+def _decoded(source: str | os.PathLike | bytes | BinaryIO, name: str, rate: int, start: float,
+             duration: float | None) -> Iterator[np.ndarray]:
+    with audio._opened(source, name) as (file, exact):
+        own = file.samplerate
+        first = round(start * own)
+        if first >= file.frames:
+            raise AudioError(name, f"has {file.frames / own:.2f} s, so none from {start:.2f} s on")
+        wanted = file.frames - first if duration is None else min(round(duration * own), file.frames - first)
+        at = min(first, exact)
+        if at:
+            file.seek(at)
+        file.seekable = lambda: False  # else soundfile seeks after each read, which is slow and for MP3s inexact
+        size = round(_BLOCK_SECONDS * own)
+        while at < first:  # where seeking isn't exact, what lies before is decoded too
+            at += len(file.read(min(size, first - at)))
+        resampler = soxr.ResampleStream(own, rate, 1, dtype="float32", quality="MQ") if own != rate else None
+        read = 0
+        while read < wanted:
+            block = file.read(min(size, wanted - read), dtype="float32", always_2d=True)
+            if not len(block):
+                break
+            read += len(block)
+            signal = audio._mono(block) if block.shape[1] > 1 else block[:, 0]
+            if not np.isfinite(signal.sum()):
+                raise AudioError(name, "holds values that are not finite (NaN or infinite)")
+            if resampler is not None:
+                signal = resampler.resample_chunk(signal, last=read >= wanted)
+            if len(signal):
+                yield np.ascontiguousarray(signal)
+        if resampler is not None and read < wanted and len(rest := resampler.resample_chunk(
+                np.zeros(0, dtype=np.float32), last=True)):
+            yield rest
+        if not read:
+            raise AudioError(name, "holds no audio")
+        if (wanted - read) / own > max(_LOST_SECONDS, 0.1 * wanted / own):
+            raise AudioError(name, f"cut off: {read / own:.2f} of {wanted / own:.2f} s can be read")

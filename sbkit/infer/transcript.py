@@ -1,0 +1,138 @@
+"""What was heard: text, words and segments with times and confidence, in the formats that others read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sbkit.decode.spans import Word
+
+#: A segment ends at a pause of so many seconds, ...
+PAUSE_SECONDS = 0.7
+#: ... and where it would become longer than this, or than two lines on a screen.
+SEGMENT_SECONDS, SEGMENT_CHARACTERS = 7.0, 84
+
+
+@dataclass
+class Segment:
+    """Words that are said in one go."""
+
+    words: list[Word]
+    text: str
+
+    @property
+    def start(self) -> float:
+        return self.words[0].start
+
+    @property
+    def end(self) -> float:
+        return self.words[-1].end
+
+
+@dataclass
+class Transcript:
+    """The transcript of one recording; times in seconds, confidences from 0 to 1."""
+
+    id: str
+    text: str
+    words: list[Word] = field(default_factory=list)
+    duration: float = 0.0
+    language: str | None = None
+    spaced: bool = True
+    """Whether words are written with spaces between them."""
+
+    @property
+    def confidence(self) -> float | None:
+        """The mean over the words; None where there are none."""
+        return sum(word.confidence for word in self.words) / len(self.words) if self.words else None
+
+    @property
+    def segments(self) -> list[Segment]:
+        """The words in lines for subtitles."""
+        space = " " if self.spaced else ""
+        lines: list[list[Word]] = []
+        width = 0
+        for word in self.words:
+            width += len(space) + len(word.text)
+            line = lines[-1] if lines else None
+            if (line is None or word.start - line[-1].end >= PAUSE_SECONDS or width > SEGMENT_CHARACTERS
+                    or word.end - line[0].start > SEGMENT_SECONDS):
+                lines.append([word])
+                width = len(word.text)
+            else:
+                line.append(word)
+        return [Segment(line, space.join(word.text for word in line)) for line in lines]
+
+    def facts(self) -> dict[str, Any]:
+        """For JSON."""
+        confidence = self.confidence
+        return {
+            "id": self.id, "text": self.text, "duration": round(self.duration, 3), "language": self.language,
+            "confidence": None if confidence is None else round(confidence, 4),
+            "words": [_word(word) for word in self.words],
+            "segments": [{"start": round(each.start, 3), "end": round(each.end, 3), "text": each.text}
+                         for each in self.segments],
+        }
+
+
+def _word(word: Word) -> dict[str, Any]:
+    return {"text": word.text, "start": round(word.start, 3), "end": round(word.end, 3),
+            "confidence": round(word.confidence, 4)}
+
+
+def as_txt(transcript: Transcript) -> str:
+    """The text, one line."""
+    return transcript.text + "\n"
+
+
+def as_json(transcript: Transcript) -> str:
+    """All that is known, as one JSON object."""
+    return json.dumps(transcript.facts(), ensure_ascii=False, indent=1) + "\n"
+
+
+def as_srt(transcript: Transcript) -> str:
+    """SubRip subtitles."""
+    return "\n".join(
+        f"{number}\n{clock(each.start, ',')} --> {clock(each.end, ',')}\n{each.text}\n"
+        for number, each in enumerate(transcript.segments, 1))
+
+
+def as_vtt(transcript: Transcript) -> str:
+    """WebVTT subtitles."""
+    lines = (f"\n{clock(each.start, '.')} --> {clock(each.end, '.')}\n{_escaped(each.text)}\n"
+             for each in transcript.segments)
+    return "WEBVTT\n" + "".join(lines)
+
+
+def as_ctm(transcript: Transcript) -> str:
+    """NIST's time-marked conversation: ``id channel start duration word confidence``."""
+    name = "_".join(transcript.id.split()) or "-"  # columns are what spaces separate
+    return "".join(f"{name} 1 {word.start:.2f} {word.end - word.start:.2f} {word.text} {word.confidence:.3f}\n"
+                   for word in transcript.words)
+
+
+FORMATS: dict[str, Callable[[Transcript], str]] = {
+    "txt": as_txt, "json": as_json, "srt": as_srt, "vtt": as_vtt, "ctm": as_ctm,
+}
+
+
+def clock(seconds: float, point: str) -> str:
+    """``HH:MM:SS.mmm``."""
+    whole, milliseconds = divmod(round(seconds * 1000), 1000)
+    return f"{whole // 3600:02d}:{whole // 60 % 60:02d}:{whole % 60:02d}{point}{milliseconds:03d}"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def check_formats(names: Sequence[str]) -> list[str]:
+    """The names of formats that were asked for, each once."""
+    from sbkit.errors import SbkitError
+
+    unknown = [name for name in names if name not in FORMATS]
+    if unknown or not names:
+        raise SbkitError(f"there is no format {', '.join(unknown) or 'asked for'}", hint=f"use {', '.join(FORMATS)}")
+    return list(dict.fromkeys(names))

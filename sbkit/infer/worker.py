@@ -1,0 +1,58 @@
+"""The one thread that owns a model: what is imported, compiled and warmed up there also runs there.
+
+torch 2.11 keeps the state of CUDA graphs in the thread that first imports
+``torch._inductor.cudagraph_trees``; a model compiled in one thread and run in another finds none. With
+one thread for everything the question does not arise, for whatever a library keeps per thread.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+
+class Worker:
+    """Runs calls one after another in a thread of its own; any thread may submit them."""
+
+    def __init__(self, name: str = "sbkit-model"):
+        self._jobs: queue.SimpleQueue[tuple[Future, Callable, tuple] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=_work, args=(self._jobs,), name=name, daemon=True)
+        self._thread.start()
+        self._stop = weakref.finalize(self, self._jobs.put, None)  # also where nobody called close()
+
+    def submit(self, call: Callable[..., Any], *args: Any) -> Future:
+        """Queue a call. A future that is cancelled before its turn is passed over."""
+        if not self._stop.alive:
+            raise RuntimeError("the model was closed")
+        future: Future = Future()
+        self._jobs.put((future, call, args))
+        return future
+
+    def inside(self) -> bool:
+        """Whether the calling thread is the one that owns the model."""
+        return threading.current_thread() is self._thread
+
+    def close(self) -> None:
+        """End the thread after what is queued; further calls are refused."""
+        self._stop()
+        if not self.inside():
+            self._thread.join()
+
+
+def _work(jobs: queue.SimpleQueue) -> None:
+    while (job := jobs.get()) is not None:
+        future, call, args = job
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(call(*args))
+            except BaseException as error:
+                future.set_exception(error)
+        del job, future, call, args  # the last of them must not stay in memory until the next comes
+    while not jobs.empty():
+        late = jobs.get()
+        if late is not None:
+            late[0].cancel()
