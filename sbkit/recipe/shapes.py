@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from speechbrain.nnet import attention
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
@@ -64,11 +65,15 @@ def stand_ins() -> Iterator[FakeTensorMode]:
     """Within it, tensors have shapes and no memory; real weights count as if they had none."""
     told = logging.root.manager.disable
     logging.disable(logging.ERROR)  # torch logs a traceback for each mismatch, which is told better below
+    # SpeechBrain keeps rotary tables for the process: a stand-in left there would reach the run that follows.
+    tables = attention._get_precomputed_values.memo
+    attention._get_precomputed_values.memo = {}
     try:
         with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
             warnings.simplefilter("ignore")
             yield mode
     finally:
+        attention._get_precomputed_values.memo = tables
         logging.disable(told)
 
 

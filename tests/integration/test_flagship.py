@@ -1,0 +1,117 @@
+"""The flagship as a user starts it: one process, two processes, joint training, and every wrong command."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = (
+    "--corpus.demo_hours 0.06 --number_of_epochs 1 --d_model 16 --nhead 2 --num_encoder_layers 1 --d_ffn 16 "
+    "--cnn_first_channels 4 --cnn_channels 4 --num_workers 1 --precision fp32 --noprogressbar"
+).split()
+STILL = "--dropout 0 --CNN.dropout 0 --spec_augment null".split()
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    pytest.importorskip("espeakng_loader", reason="the demo corpus needs the extra 'demo'")
+    return tmp_path_factory.mktemp("cache")
+
+
+def start(words, cwd, cache=None, code=0):
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "SBKIT_CACHE": str(cache or cwd), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(list(map(str, words)), cwd=cwd, env=env, capture_output=True, text=True, timeout=400)
+    assert done.returncode == code, done.stdout[-2000:] + done.stderr[-4000:]
+    return done
+
+
+def train(out, cache, *more, processes=0, cwd=ROOT):
+    launch = [sys.executable]
+    if processes:
+        launch += ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone"]
+    return start([*launch, ROOT / "train.py", "hparams/ctc.yaml", *TINY, "--output_folder", out, *more], cwd, cache)
+
+
+def weights(out):
+    [folder] = sorted((out / "save").glob("CKPT+*"))[-1:]
+    return torch.load(folder / "model.ckpt", weights_only=True)
+
+
+@pytest.fixture(scope="module")
+def alone(cache, tmp_path_factory):
+    """A run of one process, started in another working directory, without dropout and augmentation."""
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    done = train("out", cache, *STILL, cwd=elsewhere)
+    return elsewhere / "out", done
+
+
+@pytest.mark.slow
+def test_one_command_leaves_everything_that_the_readme_lists(alone):
+    out, done = alone
+    assert "test WER" in done.stdout and "reference" in done.stdout and "hypothesis" in done.stdout
+    assert (out / "wer_test.txt").read_text().startswith("%WER ")
+    assert "epoch: 1, steps: " in (out / "train_log.txt").read_text()
+    assert {json.loads(line)["kind"] for line in (out / "metrics.jsonl").read_text().splitlines()} >= {"epoch", "test"}
+    for name in ("hyperparams.yaml", "log.txt", "env.log", "manifests/train.csv", "manifests/prepare_report.json",
+                 "save/28_char.model", "cer_test.txt"):
+        assert (out / name).stat().st_size > 0, name
+
+
+@pytest.mark.slow
+def test_layers_that_the_loss_never_reaches_are_named_and_not_trained(alone):
+    from hyperpyyaml import load_hyperpyyaml
+
+    out, done = alone
+    assert "The loss does not reach these parameters" in done.stderr and "model.2" in done.stderr
+    with open(out / "hyperparams.yaml") as recipe:
+        fresh = load_hyperpyyaml(recipe)["model"].state_dict()
+    trained = weights(out)
+    decoder = [key for key in trained if key.startswith(("1.decoder", "1.custom_tgt_module", "2."))]
+    assert decoder and all(torch.equal(trained[key], fresh[key]) for key in decoder)
+    assert not torch.equal(trained["3.w.weight"], fresh["3.w.weight"]), "ctc_lin is trained"
+
+
+@pytest.mark.slow
+def test_two_processes_learn_what_one_learns(alone, cache, tmp_path):
+    train(tmp_path / "two", cache, *STILL, processes=2)
+    one, two = weights(alone[0]), weights(tmp_path / "two")
+    for key, value in one.items():
+        torch.testing.assert_close(two[key], value, atol=1e-4, rtol=1e-3, msg=lambda m, key=key: f"{key}: {m}")
+
+
+@pytest.mark.slow
+def test_below_one_the_decoder_trains_too(alone, cache, tmp_path):
+    done = train(tmp_path / "joint", cache, *STILL, "--ctc_weight", "0.3", processes=2)
+    assert "does not reach" not in done.stderr
+    one, joint = weights(alone[0]), weights(tmp_path / "joint")
+    assert not torch.equal(joint["2.w.weight"], one["2.w.weight"])
+
+
+@pytest.mark.parametrize(("words", "says"), [
+    ("train hparams/nope.yaml", "there is no recipe hparams/nope.yaml"),
+    ("train hparams/ctc.yml", "did you mean hparams/ctc.yaml?"),
+    ("train hparams/ctc.yaml --d_modle 3", "--d_modle (did you mean --d_model?)"),
+    ("train hparams/ctc.yaml --device cuda:99", "cuda:99"),
+    ("train hparams/ctc.yaml --device gpu", "gpu"),
+    ("train hparams/ctc.yaml --precision fp8", "fp8"),
+    ("train hparams/ctc.yaml --output_folder /proc/nowhere", "/proc/nowhere"),
+    ("train", "no recipe given"),
+    ("trian hparams/ctc.yaml", "invalid choice: 'trian'"),
+    ("prepare hparams/ctc.yaml --output_folder {tmp}/o --data_folder {tmp}", "is no corpus that sbkit knows"),
+])
+def test_a_wrong_command_is_one_line_and_exit_code_2(words, says, tmp_path):
+    command = [sys.executable, "-m", "sbkit.cli", *words.format(tmp=tmp_path).split()]
+    done = start(command, ROOT, tmp_path, code=2)
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and says in errors[0], done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_debug_shows_the_traceback_too(tmp_path):
+    command = [sys.executable, "-m", "sbkit.cli", "train", "hparams/nope.yaml", "--debug"]
+    assert "Traceback" in start(command, ROOT, tmp_path, code=2).stderr
