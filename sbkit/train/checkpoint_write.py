@@ -85,8 +85,13 @@ class Writer:
     def start(self, job: Callable[[], Any]) -> None:
         """Run ``job`` in the background."""
         self.settle()
-        self._thread = threading.Thread(target=self._run, args=(job,), name="checkpoint-writer", daemon=False)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, args=(job,), name="checkpoint-writer", daemon=False)
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter is shutting down
+            job()
+        else:
+            self._thread = thread
 
     def settle(self) -> None:
         """Wait for the job; raise what it raised."""

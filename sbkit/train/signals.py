@@ -25,6 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from sbkit.data.reader import quiet_worker
 from sbkit.errors import SbkitError
 
 logger = logging.getLogger(__name__)
@@ -134,18 +135,10 @@ os.register_at_fork(after_in_child=_forget_wakeup)
 
 
 def worker_ignore_signals(worker_id: int = 0) -> None:
-    """For a data loader's ``worker_init_fn``: stop signals are the business of the process that trains.
+    """For any data loader's ``worker_init_fn``: stop signals are the business of the process that trains.
 
     Ctrl-C, SLURM and others send them to every process of a job; a worker that ended by them would take
-    the training with it before its checkpoint. A second SIGTERM does end a worker: the first may have
-    been the job's, but a parent that wants to be rid of a stuck worker asks twice.
+    the training with it before its checkpoint.
     """
-    del worker_id
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    quiet_worker(worker_id)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _ignore_once)
-
-
-def _ignore_once(signum: int, frame: FrameType | None) -> None:
-    del frame
-    signal.signal(signum, signal.SIG_DFL)
