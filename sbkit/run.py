@@ -27,6 +27,7 @@ def train(argv: list[str]) -> int:
     from sbkit.train.memory import keep_freed_memory
 
     request = arguments.parse(argv)
+    load.check_overrides(request.path, request.overrides)
     device = devices.resolve(request.run_opts.device)
     if device.type == "cpu":
         keep_freed_memory()

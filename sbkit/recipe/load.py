@@ -68,10 +68,16 @@ def place(overrides: Mapping[str, Any], files: list[tuple[Path, dict[str, Any]]]
     return placed
 
 
-def load(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Build the recipe's objects; whatever goes wrong is told with the file's name."""
+def check_overrides(path: Path, overrides: Mapping[str, Any]) -> list[tuple[Path, dict[str, Any]]]:
+    """Refuse an override of a key that no file of the chain has; gives the chain."""
     files = chain(path)
     check_known(dict(overrides), [key for _, tree in files for key in tree], path)
+    return files
+
+
+def load(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Build the recipe's objects; whatever goes wrong is told with the file's name."""
+    files = check_overrides(path, overrides)
     try:
         with open(path, encoding="utf-8") as stream:
             hparams = load_hyperpyyaml(stream, place(overrides, files))
