@@ -122,6 +122,23 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--force", action="store_true", help="replace the bundle that is there")
     export.set_defaults(call=_export)
 
+    transcribe = commands.add_parser("transcribe", help="what is said in recordings, by an exported bundle")
+    transcribe.add_argument("bundle", metavar="BUNDLE", type=Path, help="the folder that sbkit export made")
+    transcribe.add_argument("files", metavar="FILES", nargs="+", help="files, folders, a manifest.csv, - for stdin")
+    transcribe.add_argument("--output", metavar="FOLDER", type=Path,
+                            help="write a file for each recording, and skip what is there already")
+    transcribe.add_argument("--format", dest="formats", default=["txt"], type=lambda text: text.split(","),
+                            metavar="A,B", help="of txt,json,srt,vtt,ctm (default: txt)")
+    transcribe.add_argument("--model", default="auto", help="onnx, int8 or torch (default: the first that is there)")
+    transcribe.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    transcribe.add_argument("--threads", type=int, help="of the model on the CPU (default: all)")
+    transcribe.add_argument("--readers", type=int, default=2, help="threads that decode audio (2)")
+    transcribe.add_argument("--batch-seconds", type=float, metavar="S", help="audio in one batch, padding counted")
+    transcribe.add_argument("--chunk-seconds", type=float, metavar="S", help="longest that the model hears at once")
+    transcribe.add_argument("--references", metavar="FILE", help="manifest.csv or lines name<TAB>text: show the WER")
+    transcribe.add_argument("--overwrite", action="store_true", help="do again what is in the folder")
+    transcribe.set_defaults(call=_transcribe)
+
     for command in commands.choices.values():
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
@@ -158,6 +175,12 @@ def _export(args: argparse.Namespace) -> int:
 
     wanted = {name: getattr(args, name) for name in Request.__dataclass_fields__}
     return export(Request(**{name: value for name, value in wanted.items() if value is not None}))
+
+
+def _transcribe(args: argparse.Namespace) -> int:
+    from sbkit.infer.command import Request, transcribe
+
+    return transcribe(Request(**{name: getattr(args, name) for name in Request.__dataclass_fields__}))
 
 
 def _evaluate(args: argparse.Namespace) -> int:

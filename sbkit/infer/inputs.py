@@ -1,0 +1,128 @@
+"""What is named on the command line as recordings: files, folders, manifests, standard input; and references."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from sbkit.errors import SbkitError
+from sbkit.infer.recordings import Recording
+
+STDIN = "-"
+SUFFIXES = (".aif", ".aifc", ".aiff", ".au", ".caf", ".flac", ".mp3", ".oga", ".ogg", ".opus", ".rf64", ".snd", ".w64",
+            ".wav", ".wave")
+
+
+def collect(names: Sequence[str], references: str | None = None) -> list[Recording]:
+    """The recordings behind the names, each with an id that is no other's."""
+    if not names:
+        raise SbkitError("no recordings were named", hint="give files, folders, a manifest.csv, or - for stdin")
+    found: list[Recording] = []
+    for name in names:
+        found += _behind(name)
+    if not found:
+        raise SbkitError(f"there is no audio in {', '.join(names)}", hint=f"looked for {', '.join(SUFFIXES)}")
+    _make_unique(found)
+    if references is not None:
+        _add_references(found, Path(references))
+    return found
+
+
+def _behind(name: str) -> Iterator[Recording]:
+    if name == STDIN:
+        yield Recording(_from_stdin(), "stdin")
+        return
+    path = Path(name)
+    if path.is_dir():
+        for file in sorted(each for each in path.rglob("*") if each.suffix.lower() in SUFFIXES and each.is_file()):
+            yield Recording(str(file), str(file.relative_to(path).with_suffix("")))
+    elif path.suffix.lower() in (".csv", ".tsv") and path.is_file():
+        yield from _rows(path)
+    elif not path.exists() and "?offset=" not in name and "://" not in name:
+        raise SbkitError(f"{name}: no such file")
+    else:
+        yield Recording(name, path.stem)
+
+
+def _rows(path: Path) -> Iterator[Recording]:
+    from sbkit.data.manifest import Manifest
+
+    for row in Manifest.read(path):
+        yield Recording(row.wav, row.id, row.start, row.duration, row.text or None)
+
+
+def _from_stdin() -> str:
+    """Standard input in a file: decoders must seek, and it may be larger than the memory."""
+    if sys.stdin.isatty():
+        raise SbkitError("- reads audio from standard input, and that is a terminal", hint="cat clip.mp3 | sbkit ... -")
+    handle, name = tempfile.mkstemp(prefix="sbkit-stdin-")
+    import atexit
+
+    atexit.register(_remove, name)
+    with open(handle, "wb") as file:
+        shutil.copyfileobj(sys.stdin.buffer, file, 1 << 20)
+    return name
+
+
+def _remove(name: str) -> None:
+    Path(name).unlink(missing_ok=True)
+
+
+def _make_unique(recordings: list[Recording]) -> None:
+    """Two clips of one name get their suffix, or else a number: files that are written must not meet."""
+    def clashing() -> set[str]:
+        seen: set[str] = set()
+        return {each.id for each in recordings if each.id in seen or seen.add(each.id)}
+
+    twice = clashing()
+    for each in recordings:
+        if each.id in twice and isinstance(each.audio, str):
+            each.id += os.path.splitext(each.audio)[1]
+    twice = clashing()
+    count: dict[str, int] = {}
+    for each in recordings:
+        if each.id in twice:
+            count[each.id] = count.get(each.id, 0) + 1
+            each.id += f"-{count[each.id]}"
+
+
+def _add_references(recordings: list[Recording], path: Path) -> None:
+    """Transcripts from a manifest, or from lines ``name<TAB>text``; by id, or by the file's name."""
+    texts = _texts(path)
+    for each in recordings:
+        names = [each.id, Path(each.id).name]
+        if isinstance(each.audio, str):
+            names += [Path(each.audio).name, Path(each.audio).stem, each.audio]
+        each.reference = next((texts[name] for name in names if name in texts), each.reference)
+    if not any(each.reference for each in recordings):
+        raise SbkitError(f"{path} names none of the recordings", hint="its first column is their ids or file names")
+
+
+def _texts(path: Path) -> dict[str, str]:
+    if path.suffix.lower() == ".csv":
+        from sbkit.data.manifest import Manifest
+
+        manifest = Manifest.read(path)
+        rows = [(name, text) for ids in (manifest.ids, map(_name, manifest.wavs))
+                for name, text in zip(ids, manifest.texts, strict=True)]
+        return dict(rows)
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SbkitError(f"{path} cannot be read: {error}") from error
+    texts = {}
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            name, tab, text = line.partition("\t")
+            if not tab:
+                raise SbkitError(f"{path}:{number}: expected a name, a tab and a text")
+            texts[name.strip()] = text.strip()
+    return texts
+
+
+def _name(wav: str) -> str:
+    return Path(wav).name
