@@ -19,10 +19,14 @@ def interval(rates: ErrorRates, confidence: float = 0.95, resamples: int = 2000,
 
     Words of one utterance stand or fall together, so utterances are drawn, not words.
     """
+    return interval_of(rates.edits, rates.lengths, confidence, resamples, seed)
+
+
+def interval_of(edits: np.ndarray, lengths: np.ndarray, confidence: float = 0.95, resamples: int = 2000, seed: int = 0,
+                ) -> tuple[float, float]:
+    """The same for a part of a test set: edits and tokens of its utterances, both [N]."""
     drawn = np.concatenate([
-        edits / lengths
-        for edits, lengths in _resampled(np.stack([rates.edits, rates.lengths]), resamples, seed)
-    ])
+        edits / lengths for edits, lengths in _resampled(np.stack([edits, lengths]), resamples, seed)])
     return _bounds(100 * drawn, confidence)
 
 
