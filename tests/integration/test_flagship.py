@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from sbkit.cli import main
+
 ROOT = Path(__file__).resolve().parents[2]
 TINY = (
     "--corpus.demo_hours 0.06 --number_of_epochs 1 --d_model 16 --nhead 2 --num_encoder_layers 1 --d_ffn 16 "
@@ -104,14 +106,16 @@ def test_below_one_the_decoder_trains_too(alone, cache, tmp_path):
     ("trian hparams/ctc.yaml", "invalid choice: 'trian'"),
     ("prepare hparams/ctc.yaml --output_folder {tmp}/o --data_folder {tmp}", "is no corpus that sbkit knows"),
 ])
-def test_a_wrong_command_is_one_line_and_exit_code_2(words, says, tmp_path):
-    command = [sys.executable, "-m", "sbkit.cli", *words.format(tmp=tmp_path).split()]
-    done = start(command, ROOT, tmp_path, code=2)
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and says in errors[0], done.stderr
-    assert "Traceback" not in done.stderr
+def test_a_wrong_command_is_one_line_and_exit_code_2(words, says, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert main(words.format(tmp=tmp_path).split()) == 2
+    err = capsys.readouterr().err
+    errors = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and says in errors[0], err
+    assert "Traceback" not in err
 
 
-def test_debug_shows_the_traceback_too(tmp_path):
-    command = [sys.executable, "-m", "sbkit.cli", "train", "hparams/nope.yaml", "--debug"]
-    assert "Traceback" in start(command, ROOT, tmp_path, code=2).stderr
+def test_the_process_ends_with_that_code_and_debug_shows_the_traceback_too(tmp_path):
+    wrong = [sys.executable, "-m", "sbkit.cli", "train", "hparams/nope.yaml"]
+    assert "Traceback" not in start(wrong, ROOT, tmp_path, code=2).stderr
+    assert "Traceback" in start([*wrong, "--debug"], ROOT, tmp_path, code=2).stderr

@@ -1,0 +1,34 @@
+"""The command line says what it can do, and finds each command."""
+
+import pytest
+
+from sbkit.cli import RECIPE_COMMANDS, main
+
+
+def test_help_lists_every_command(capsys):
+    with pytest.raises(SystemExit) as done:
+        main(["--help"])
+    assert done.value.code == 0
+    out = capsys.readouterr().out
+    for command in [*RECIPE_COMMANDS, "demo-data", "shard", "evaluate", "report", "export", "transcribe"]:
+        assert command in out
+
+
+@pytest.mark.parametrize("command", RECIPE_COMMANDS)
+def test_commands_of_a_recipe_explain_themselves(command, capsys):
+    assert main([command, "--help"]) == 0
+    assert f"usage: sbkit {command} RECIPE.yaml" in capsys.readouterr().out
+
+
+def test_shard_packs_a_manifest(tmp_path, capsys):
+    import numpy as np
+    import soundfile
+
+    from sbkit.data.manifest import Manifest
+
+    soundfile.write(tmp_path / "a.wav", 0.1 * np.random.randn(16000), 16000)
+    (tmp_path / "train.csv").write_text(f"ID,duration,wav,spk_id,wrd\na,1.0,{tmp_path}/a.wav,s,hello\n")
+    assert main(["shard", str(tmp_path / "train.csv"), str(tmp_path / "out"), "--encode", "wav16k"]) == 0
+    assert "1 utterances" in capsys.readouterr().out
+    packed = Manifest.read(tmp_path / "out" / "train.csv")
+    assert ".tar?offset=" in packed.wavs[0] and packed.texts[0] == "hello"

@@ -1,0 +1,27 @@
+"""A torch and a torchaudio that do not load together are told apart before they are imported."""
+
+import pytest
+
+from sbkit.environment import check_torch_pair, describe
+from sbkit.errors import SbkitError
+
+
+def test_the_installed_pair_is_accepted():
+    check_torch_pair()
+
+
+def test_other_builds_of_one_release_are_a_pair():
+    check_torch_pair("2.11.0+cu130", "2.11.1+cpu")
+
+
+def test_two_releases_are_told_in_one_line_with_what_to_install():
+    with pytest.raises(SbkitError) as caught:
+        check_torch_pair("2.13.0+cpu", "2.11.0")
+    message = str(caught.value)
+    assert "torch 2.13.0+cpu and torchaudio 2.11.0" in message and "pip install 'torchaudio==2.13.*'" in message
+    assert "\n" not in message
+
+
+def test_versions_and_hardware():
+    facts = describe()
+    assert facts["torch"].startswith("2.") and "cores" in facts["cpu"]
