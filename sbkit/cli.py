@@ -104,6 +104,14 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--workers", type=int, help="processes that read audio")
     evaluate.set_defaults(call=_evaluate)
 
+    report = commands.add_parser("report", help="one page about a run: its curves, its errors, what to fix next")
+    report.add_argument("run", metavar="RUN", type=Path, help="the output folder of a training, finished or not")
+    report.add_argument("--against", metavar="OTHER", type=Path, help="another run on the same test set")
+    report.add_argument("--out", metavar="FILE", type=Path, help="where the page goes (default: RUN/report.html)")
+    report.add_argument("--utterances", type=int, default=24, metavar="N", help="to show of each kind")
+    report.add_argument("--audio-mb", type=float, default=8.0, metavar="MB", help="that recordings may add to the page")
+    report.set_defaults(call=_report)
+
     replay = commands.add_parser("replay", help="run a step that was not finite again, layer by layer")
     replay.add_argument("folder", metavar="FOLDER", type=Path, help="RUN/culprits/step-N-rank-R, or RUN for the newest")
     replay.add_argument("--device")
@@ -188,6 +196,14 @@ def _evaluate(args: argparse.Namespace) -> int:
 
     wanted = vars(args)
     return evaluate(Request(**{name: wanted[name] for name in Request.__dataclass_fields__}))
+
+
+def _report(args: argparse.Namespace) -> int:
+    from sbkit.score.report import write_report
+
+    print(write_report(args.run, against=args.against, out=args.out, utterances=args.utterances,
+                       audio_megabytes=args.audio_mb))
+    return 0
 
 
 def _replay(args: argparse.Namespace) -> int:

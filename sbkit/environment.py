@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
+import sys
 from importlib import metadata
 
 from sbkit.errors import SbkitError
@@ -51,6 +53,21 @@ def describe() -> dict[str, str]:
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         facts["gpu"] = ", ".join(f"{names.count(n)} x {n}" for n in dict.fromkeys(names))
     return facts
+
+
+def command() -> str:
+    """How this process was started, to be typed again in the same folder; torchrun's part is put together anew."""
+    words = [word for word in sys.orig_argv[1:] if word != "-u"]
+    if words and os.path.basename(words[0]) == "sbkit":
+        words[0] = "sbkit"
+    launcher = [] if words[:1] == ["sbkit"] else ["python"]
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        nodes = os.environ.get("GROUP_WORLD_SIZE", "1")
+        launcher = ["torchrun", *(["--nnodes", nodes] if nodes != "1" else []),
+                    "--nproc_per_node", os.environ.get("LOCAL_WORLD_SIZE", "1")]
+        if words[:1] == ["sbkit"]:
+            launcher += ["-m"]
+    return shlex.join([*launcher, *words])
 
 
 def _cpu_name() -> str:

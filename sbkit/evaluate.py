@@ -240,8 +240,9 @@ def _batch_seconds(hparams: dict[str, Any]) -> float:
 
 
 def _write(scored: Scored, manifest: Any) -> None:
-    from sbkit.environment import describe
+    from sbkit.environment import command, describe
     from sbkit.score import utterances
+    from sbkit.score.report import write_report
 
     folder = Path(scored.facts["folder"])
     with _writing(folder):
@@ -249,7 +250,10 @@ def _write(scored: Scored, manifest: Any) -> None:
         scored.characters.write(folder / "cer.txt")
         utterances.write(folder / "utterances.jsonl", utterances.join(scored.rows, manifest))
         with atomic_write(folder / "result.json") as out:
-            json.dump({**scored.facts, "environment": describe()}, out, indent=1, ensure_ascii=False)
+            json.dump({**scored.facts, "command": command(), "environment": describe()}, out, indent=1,
+                      ensure_ascii=False)
+        write_report(scored.facts["run"], heard=folder / "utterances.jsonl", out=folder / "report.html",
+                     title=f"{Path(scored.facts['run']).name} on {folder.name}")
 
 
 @contextlib.contextmanager

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
-from sbkit.environment import check_torch_pair
+from sbkit.environment import check_torch_pair, command, describe
 from sbkit.errors import SbkitError
 
 logger = logging.getLogger(__name__)
@@ -42,8 +43,9 @@ def train(argv: list[str]) -> int:
             ranks.run_on_main(_prepare, hparams)
             if request.check:
                 ranks.run_on_main(preflight.before_training, hparams)
-            brain = _fit_and_test(hparams, request, device, hparams["corpus"].load())
-            ranks.run_on_main(_show, brain, Path(hparams["output_folder"]))
+            manifests = hparams["corpus"].load()
+            brain = _fit_and_test(hparams, request, device, manifests)
+            ranks.run_on_main(_show, brain, Path(hparams["output_folder"]), manifests["test"])
     finally:
         ranks.shutdown()
     return 0
@@ -115,6 +117,7 @@ def _fit_and_test(hparams: dict[str, Any], request: Any, device: Any, manifests:
         modules=hparams["modules"], opt_class=hparams.get("opt_class"), hparams=hparams,
         run_opts=request.run_opts, checkpointer=hparams.get("checkpointer"),
     )
+    _write_down(brain, device)
     batching = hparams["batching"]
     reading = {
         "rank": ranks.rank(), "world": ranks.world_size(), "workers": hparams.get("num_workers", 2),
@@ -140,16 +143,44 @@ def _fit_and_test(hparams: dict[str, Any], request: Any, device: Any, manifests:
     return brain
 
 
-def _show(brain: Any, folder: Path) -> None:
+def _write_down(brain: Any, device: Any) -> None:
+    """How the run was started and on what, for its report."""
+    from sbkit.train import ranks
+
+    if brain.metrics_log is not None:
+        parameters = sum(parameter.numel() for parameter in brain.modules.parameters())
+        brain.metrics_log.write(
+            "run", command=command(), folder=os.getcwd(), devices=ranks.world_size(), device=str(device),
+            precision=brain.precision, parameters=parameters, environment=describe(),
+        )
+
+
+def _show(brain: Any, folder: Path, manifest: Any) -> None:
     """What came out: the rates with their interval, one utterance to look at, and where the rest is."""
+    from sbkit.score import utterances
+    from sbkit.score.report_data import HEARD
     from sbkit.score.significance import interval
 
     words, characters = brain.test_words, brain.test_characters
     words.write(folder / "wer_test.txt")
     characters.write(folder / "cer_test.txt")
+    utterances.write(folder / HEARD, utterances.join(brain.test_rows, manifest))
     low, high = interval(words)
     example = next(iter(words))
     print(f"\n{example.id}\n  reference   {' '.join(example.reference)}\n  hypothesis  {' '.join(example.hypothesis)}")
     print(f"\ntest WER {words.rate:.2f} % (95 % interval {low:.2f} to {high:.2f}), CER {characters.rate:.2f} %, "
           f"{len(words)} utterances")
-    print(f"every alignment: {folder / 'wer_test.txt'}", flush=True)
+    print(f"every alignment: {folder / 'wer_test.txt'}")
+    _report(brain, folder)
+
+
+def _report(brain: Any, folder: Path) -> None:
+    """The page about the run. What it is made from is safe by now, so that it cannot fail the run."""
+    from sbkit.score.report import write_report
+
+    if brain.metrics_log is not None:
+        brain.metrics_log.flush()
+    try:
+        print(f"what it gets wrong, to look at and to hear: {write_report(folder)}", flush=True)
+    except (SbkitError, OSError) as error:
+        logger.warning("The report could not be made: %s", error)

@@ -23,7 +23,8 @@ EXAMPLES_SHOWN = 10
 #: Colours of the parts of a step; the same part has the same colour in every run.
 PARTS = {"data": 2, "copy": 9, "features": 3, "forward": 1, "loss": 5, "backward": 4, "all-reduce": 6, "optimizer": 7,
          "other": 8}
-
+#: What a line about an epoch calls what lines within it call otherwise.
+_OF_EPOCHS = {"loss": "train_loss"}
 #: What a reason of the preparation means.
 REASONS = {
     "malformed row": "the row cannot be read", "repeated id": "an earlier row has the same id",
@@ -104,13 +105,16 @@ def training(run: RunData, other: RunData | None) -> Markup | None:
 
 
 def _curve(run: RunData, key: str, name: str, colour: int, other: bool = False) -> list[Series]:
-    """What the epochs or else the lines within them say of ``key``, over the steps."""
-    epochs = [line for line in run.epochs if line.get(key) is not None]
-    lines = epochs if key.startswith("valid") else [line for line in run.steps if line.get(key) is not None]
+    """What the lines within epochs or, where a run was too short for those, the epochs say of ``key``."""
+    lines = [line for line in run.steps if line.get(key) is not None]
+    whole = not lines
+    if whole:
+        key = _OF_EPOCHS.get(key, key)
+        lines = [line for line in run.epochs if line.get(key) is not None]
     if not lines:
         return []
     return [Series(f"{name}, the other run" if other else name, [line["step"] for line in lines],
-                   [line[key] for line in lines], colour, other, dots=lines is epochs)]
+                   [line[key] for line in lines], colour, other, dots=whole)]
 
 
 def _epoch_ticks(run: RunData, other: RunData | None) -> list[tuple[float, str]]:
