@@ -1,0 +1,127 @@
+"""The flagship, stopped in every way: the same command goes on, and ends as the run that was never stopped."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = [
+    "--corpus.demo_hours", "0.06", "--number_of_epochs", "2", "--d_model", "16", "--nhead", "2", "--d_ffn", "16",
+    "--num_encoder_layers", "1", "--cnn_first_channels", "4", "--cnn_channels", "4", "--num_workers", "1",
+    "--precision", "fp32", "--noprogressbar", "--ckpt_interval_minutes", "0", "--ckpt_interval_steps", "2",
+    "--max_batch_seconds", "16", "--step_seconds", "16",
+]
+MEASURED = ("kind", "epoch", "step", "train_loss", "valid_loss", "valid_WER", "test_loss", "test_WER")
+
+
+def begin(out, cache, processes=0):
+    """Start training as a user does."""
+    launch = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone"] if processes else []
+    command = [sys.executable, *launch, str(ROOT / "train.py"), "hparams/ctc.yaml", *TINY, "--output_folder", str(out)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "SBKIT_CACHE": str(cache), "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                            start_new_session=True)
+
+
+def end(process, timeout=400):
+    out, err = process.communicate(timeout=timeout)
+    return process.returncode, out, err
+
+
+def saved_at(out):
+    """The optimizer step of the latest checkpoint."""
+    found = [0]
+    for path in out.glob("save/CKPT+*/brain.ckpt"):
+        with contextlib.suppress(FileNotFoundError):  # it has just been deleted
+            found.append(yaml.safe_load(path.read_text())["optimizer_step"])
+    return max(found)
+
+
+def stop_after(process, out, step, signum, to_all=False):
+    """Send a signal some time after the checkpoint of a step, or of a later one."""
+    deadline = time.monotonic() + 300
+    while saved_at(out) < step:
+        assert process.poll() is None and time.monotonic() < deadline, end(process)
+        time.sleep(0.02)
+    (os.killpg if to_all else os.kill)(process.pid, signum)
+    return end(process)
+
+
+def outcome(out):
+    """Everything that training left, but for times."""
+    [folder] = sorted((out / "save").glob("CKPT+*"))[-1:]
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "model": torch.load(folder / "model.ckpt", weights_only=True),
+        "optimizer": torch.load(folder / "optimizer.ckpt", weights_only=True)["state"],
+        "steps": yaml.safe_load((folder / "brain.ckpt").read_text())["optimizer_step"],
+        "metrics": [[line.get(key) for key in MEASURED] for line in lines if line["kind"] != "run"],
+        "log": (out / "train_log.txt").read_text(), "wer": (out / "wer_test.txt").read_text(),
+    }
+
+
+def same(one, other):
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    pytest.importorskip("espeakng_loader", reason="the demo corpus needs the extra 'demo'")
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def never_stopped(cache, tmp_path_factory):
+    out = tmp_path_factory.mktemp("never") / "out"
+    code, _, err = end(begin(out, cache))
+    assert code == 0, err[-3000:]
+    return outcome(out)
+
+
+def finished(out, cache, processes=0):
+    code, _, err = end(begin(out, cache, processes))
+    assert code == 0, err[-3000:]
+    assert "Loading a checkpoint from" in (out / "log.txt").read_text() + err
+    return outcome(out)
+
+
+@pytest.mark.slow
+def test_killed_twice(never_stopped, cache, tmp_path):
+    for share in (1 / 4, 2 / 3):
+        step = int(never_stopped["steps"] * share)
+        assert stop_after(begin(tmp_path / "out", cache), tmp_path / "out", step, signal.SIGKILL)[0] == -9
+    found = finished(tmp_path / "out", cache)
+    assert [key for key in found if not same(found[key], never_stopped[key])] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum, code, to_all", [
+    (signal.SIGTERM, 143, False), (signal.SIGINT, 130, True), (signal.SIGUSR1, 138, True)])
+def test_stopped_by_a_signal(never_stopped, cache, tmp_path, signum, code, to_all):
+    """``to_all``: to the workers too, as Ctrl-C in a terminal and SLURM do."""
+    out = tmp_path / "out"
+    returned, _, err = stop_after(begin(out, cache), out, never_stopped["steps"] // 3, signum, to_all)
+    last = err.strip().splitlines()[-1]
+    assert returned == code and f"stopped by {signum.name} after step " in last, err[-3000:]
+    assert "run the same command to resume" in last and "Traceback" not in err
+    found = finished(out, cache)
+    assert [key for key in found if not same(found[key], never_stopped[key])] == []
+
+
+@pytest.mark.slow
+def test_two_processes_stopped_through_torchrun(cache, tmp_path):
+    out = tmp_path / "two"
+    returned, _, err = stop_after(begin(out, cache, 2), out, 4, signal.SIGTERM)
+    assert returned != 0 and err.count("stopped by SIGTERM after step ") == 1, err[-3000:]
+    assert finished(out, cache, 2)["wer"].startswith("%WER")
