@@ -25,7 +25,14 @@ $(STAMP): setup.cfg pyproject.toml
 	@touch $@
 
 demo: $(STAMP)
-	$(BIN)/torchrun --nproc_per_node=1 train.py hparams/ctc.yaml --output_folder $(OUT)
+	$(BIN)/torchrun --standalone --nproc_per_node=1 train.py hparams/ctc.yaml --output_folder $(OUT)
+	$(BIN)/sbkit export $(OUT) --to $(OUT)/bundle --force
+	@clip=$$(sed -n 2p $(OUT)/manifests/test.csv | cut -d, -f3) && \
+	  printf '\nreference   %s\nhypothesis  ' "$$(sed -n 2p $(OUT)/manifests/test.csv | cut -d, -f5)" && \
+	  $(BIN)/sbkit transcribe $(OUT)/bundle "$$clip"
+	@printf '\n%s\n%s\n%s\n' "What it gets wrong, curves and players: $(OUT)/report.html" \
+	  "The model, for other runtimes too:     $(OUT)/bundle" \
+	  "Real data: torchrun --nproc_per_node=8 train.py recipes/CommonVoice/ASR/CTC/hparams/fr.yaml --data_folder CV_FOLDER/fr"
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
@@ -40,6 +47,7 @@ format: $(STAMP)
 	$(BIN)/python -m ruff check --fix .
 
 bench: $(STAMP)
+	$(BIN)/python tools/bench_data.py
 	$(BIN)/python tools/bench_train.py
 
 clean:
