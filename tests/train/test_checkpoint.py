@@ -407,3 +407,41 @@ def test_saving_under_a_name_replaces_what_had_it(tmp_path):
     run.checkpointer.save_checkpoint(name="best", meta={"n": 2})
     assert [path.name for path in tmp_path.iterdir()] == ["CKPT+best"]
     assert Run(tmp_path).recovered().meta["n"] == 2 and not same(weights, Run(tmp_path).weights())
+
+
+TORCH_SCHEDULERS = {
+    "lambda": lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 0.9**step),
+    "multi-step": lambda opt: torch.optim.lr_scheduler.MultiStepLR(opt, [1, 5]),
+    "one cycle": lambda opt: torch.optim.lr_scheduler.OneCycleLR(opt, 0.1, total_steps=20),
+    "restarts": lambda opt: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(opt, 3),
+    "cyclic": lambda opt: torch.optim.lr_scheduler.CyclicLR(opt, 0.1, 0.5, step_size_up=3),
+    "sequence": lambda opt: torch.optim.lr_scheduler.SequentialLR(
+        opt, [torch.optim.lr_scheduler.ConstantLR(opt), torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)], [2]),
+    "plateau": lambda opt: torch.optim.lr_scheduler.ReduceLROnPlateau(opt, patience=1),
+}
+
+
+@pytest.mark.parametrize("make", TORCH_SCHEDULERS.values(), ids=TORCH_SCHEDULERS)
+def test_torchs_schedulers_go_on_where_they_were(tmp_path, make, asynchronous):
+    def begin():
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0, momentum=0.9)
+        schedule = make(optimizer)
+        ckpt = Checkpointer(tmp_path, {"optimizer": optimizer, "schedule": schedule}, asynchronous=asynchronous)
+        return ckpt, optimizer, schedule
+
+    def rates(optimizer, schedule, steps):
+        found = []
+        for _ in range(steps):
+            optimizer.step()
+            schedule.step(*([1.0] if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau) else []))
+            found.append(optimizer.param_groups[0]["lr"])
+        return found
+
+    ckpt, *first = begin()
+    rates(*first, 3)
+    ckpt.save_checkpoint()
+    ckpt.wait()
+    expected = rates(*first, 6)
+    ckpt, *second = begin()
+    ckpt.recover_if_possible()
+    assert rates(*second, 6) == expected and len(set(expected)) > 1
