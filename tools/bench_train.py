@@ -1,0 +1,308 @@
+#!/usr/bin/env python3
+"""Training speed against stock SpeechBrain: the flagship's YAML, both sides in turn, in one run.
+
+    python tools/bench_train.py [--rounds 5] [--device cpu] [--data FOLDER] [--json FILE] [--key value ...]
+
+Each side lives in a process of its own and does one piece of work when it is its turn, so that both see the same
+machine and neither's allocator touches the other's. Stock is SpeechBrain's own Brain, data pipeline
+(DynamicItemDataset, read_audio, DynamicBatchSampler, PaddedBatch), modules, CTC loss, greedy decoder and
+ErrorRateStats. The model, the corpus, the audio seconds of a batch and the optimizer are the same. The first piece of
+each kind is not counted. Ratios are of medians; above 1, sbkit is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+RECIPE = ROOT / "hparams" / "ctc.yaml"
+PIECES = ("step", "validation", "epoch")
+STEP_BATCHES = 8  # the same ones again and again, so that a step's figure has no audio reading in it
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--data", help="a corpus (default: the demo corpus)")
+    parser.add_argument("--pieces", default=",".join(PIECES))
+    parser.add_argument("--precisions", default="fp32,bf16")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--side", help=argparse.SUPPRESS)
+    args, rest = parser.parse_known_args()
+    if args.side:
+        work(args, rest)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        results = compare(args, rest, Path(folder))
+    print(show(results))
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+# ------------------------------------------------------------------ the referee
+
+
+def compare(args: argparse.Namespace, rest: list[str], folder: Path) -> dict:
+    """Let every side do every piece in turn; times by (piece, side)."""
+    from sbkit import environment
+
+    overrides = [*rest, "--output_folder", str(folder / "run")] + (["--data_folder", args.data] if args.data else [])
+    prepare(overrides)
+    sides = {}
+    for precision in args.precisions.split(","):
+        for side in ("stock", "sbkit"):
+            command = [sys.executable, __file__, "--side", side, "--device", args.device, *overrides,
+                       "--precision", precision]
+            sides[f"{side} {precision}"] = Side(command)
+    times: dict[str, dict[str, list[float]]] = {}
+    try:
+        for piece in args.pieces.split(","):
+            for turn in range(args.rounds + 1):
+                for name, side in sides.items():
+                    found = side.do(piece)
+                    print(f"{piece} {turn}/{args.rounds} {name}: {found['seconds']:.3f} s", file=sys.stderr)
+                    if turn:
+                        times.setdefault(piece, {}).setdefault(name, []).append(found["audio"] / found["seconds"])
+        memory = {name: side.do("memory")["mib"] for name, side in sides.items()}
+    finally:
+        for side in sides.values():
+            side.end()
+    return {"audio_s_per_s": times, "peak_mib": memory, "environment": environment.describe(), "arguments": rest}
+
+
+def prepare(overrides: list[str]) -> None:
+    from sbkit import run
+
+    run.prepare([str(RECIPE), *overrides])
+
+
+class Side:
+    """A worker process that does a piece of work at each line it is sent."""
+
+    def __init__(self, command: list[str]):
+        env = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}  # whoever waits must not keep a core from the other
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+
+    def do(self, piece: str) -> dict:
+        self.process.stdin.write(piece + "\n")
+        self.process.stdin.flush()
+        for line in self.process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+        raise SystemExit(f"a side ended with code {self.process.wait()}; its messages are above")
+
+    def end(self) -> None:
+        self.process.stdin.close()
+        self.process.wait(60)
+
+
+def show(results: dict) -> str:
+    """The table: medians with their spread, and ratios to stock in the same precision and to its best."""
+    from sbkit.console import table
+
+    rows = []
+    for piece, sides in results["audio_s_per_s"].items():
+        medians = {name: statistics.median(values) for name, values in sides.items()}
+        best = max(value for name, value in medians.items() if name.startswith("stock"))
+        for name, values in sides.items():
+            same = medians.get(name.replace("sbkit", "stock"))
+            rows.append([piece, name, f"{medians[name]:.0f}", f"{min(values):.0f} to {max(values):.0f}",
+                         f"{medians[name] / same:.2f}x" if same else "", f"{medians[name] / best:.2f}x"])
+    for name, mib in results["peak_mib"].items():
+        rows.append(["peak memory", name, f"{mib:.0f} MiB", "", "", ""])
+    facts = results["environment"]
+    head = f"{facts.get('gpu', facts['cpu'])}; torch {facts['torch']}, speechbrain {facts['speechbrain']}"
+    return head + "\n" + table(["piece", "side", "audio s/s", "spread", "to stock", "to stock's best"], rows)
+
+
+# ------------------------------------------------------------------ one side
+
+
+def work(args: argparse.Namespace, rest: list[str]) -> None:
+    """Do what each line of stdin says, and answer with a line of JSON."""
+    answer, sys.stdout = sys.stdout, sys.stderr  # whatever a library prints is no answer
+    from sbkit.recipe import arguments, load
+
+    request = arguments.parse([str(RECIPE), "--device", args.device, *rest])
+    if args.side == "sbkit" and args.device == "cpu":
+        from sbkit.train.memory import keep_freed_memory
+
+        keep_freed_memory()
+    hparams = load.load(request.path, request.overrides | {"spec_augment": None, "ckpt_interval_minutes": 0})
+    hparams["checkpointer"] = None
+    side = {"stock": stock, "sbkit": ours}[args.side](hparams, request)
+    for line in sys.stdin:
+        piece = line.strip()
+        if piece == "memory":
+            found = {"mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+        else:
+            started = time.perf_counter()
+            audio = getattr(side, piece)()
+            finish(args.device)
+            found = {"seconds": time.perf_counter() - started, "audio": audio}
+        print(json.dumps(found), file=answer, flush=True)
+
+
+def finish(device: str) -> None:
+    import torch
+
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+
+
+def seconds_of(batches: list) -> float:
+    return sum(float(batch.signal_lengths.sum()) / 16000 for batch in batches)
+
+
+def ours(hparams: dict, request: SimpleNamespace) -> SimpleNamespace:
+    """sbkit's Brain, plan and loaders."""
+    import itertools
+
+    from sbkit.data.loader import EvalLoader, TrainLoader
+    from sbkit.data.plan import Plan
+
+    manifests, tokenizer = hparams["corpus"].load(), hparams["tokenizer"].load()
+    brain = hparams["brain"](modules=hparams["modules"], opt_class=hparams["opt_class"], hparams=hparams,
+                             run_opts=request.run_opts)
+    plan = Plan(manifests["train"].durations, hparams["batching"])
+    train = TrainLoader(manifests["train"], tokenizer, plan, workers=hparams["num_workers"])
+    valid = EvalLoader(manifests["dev"], tokenizer, max_batch_seconds=hparams["max_batch_seconds"],
+                       workers=hparams["num_workers"])
+    hparams["schedule"].total_steps = 10**6
+    brain.hparams.train_logger.log_stats = lambda *_, **__: None
+    brain._plan_driven = True
+    brain.on_fit_start()
+    kept = [batch.to(brain.device) for batch in itertools.islice(train.at(1), STEP_BATCHES)]
+    epochs = itertools.count(1)
+
+    def step() -> float:
+        brain.modules.train()
+        for batch in kept:
+            brain.step += 1
+            brain.fit_batch(batch)
+        brain._steps.facts(wait=True)
+        return seconds_of(kept)
+
+    def epoch() -> float:
+        brain.step = brain._epoch_step = 0
+        brain.noprogressbar = True
+        brain._fit_train(train, next(epochs), enable=False)
+        return manifests["train"].hours * 3600
+
+    def validation() -> float:
+        brain.train_stats = {}
+        brain._fit_valid(valid, 1, enable=False)
+        return manifests["dev"].hours * 3600
+
+    return SimpleNamespace(step=step, epoch=epoch, validation=validation)
+
+
+def stock(hparams: dict, request: SimpleNamespace) -> SimpleNamespace:
+    """SpeechBrain's Brain and data pipeline, put together as its CTC recipes do."""
+    import itertools
+
+    import speechbrain as sb
+    import torch
+    from speechbrain.dataio.dataloader import SaveableDataLoader
+    from speechbrain.dataio.dataset import DynamicItemDataset
+    from speechbrain.dataio.sampler import DynamicBatchSampler
+    from speechbrain.utils.metric_stats import ErrorRateStats
+
+    tokenizer = hparams["tokenizer"].load()
+
+    class Stock(sb.core.Brain):
+        def compute_forward(self, batch, stage):
+            batch = batch.to(self.device)
+            signals, lengths = batch.sig
+            feats = hparams["compute_features"](signals)
+            feats = hparams["normalize"](feats, lengths)
+            encoded = hparams["Transformer"].encode(hparams["CNN"](feats), lengths)
+            return hparams["ctc_lin"](encoded).log_softmax(-1), lengths
+
+        def compute_objectives(self, predictions, batch, stage):
+            log_probs, lengths = predictions
+            tokens, token_lengths = batch.tokens
+            loss = sb.nnet.losses.ctc_loss(log_probs.float(), tokens, lengths, token_lengths, blank_index=0)
+            if stage != sb.Stage.TRAIN:
+                ids = sb.decoders.ctc_greedy_decode(log_probs, lengths, blank_id=0)
+                heard = [tokenizer.decode(line).split() for line in ids]
+                said = [text.split() for text in batch.wrd]
+                self.words.append(batch.id, heard, said)
+                self.characters.append(batch.id, heard, said)
+            return loss
+
+        def on_stage_start(self, stage, epoch=None):
+            self.words, self.characters = ErrorRateStats(), ErrorRateStats(split_tokens=True)
+
+        def on_stage_end(self, stage, stage_loss, epoch=None):
+            if stage == sb.Stage.VALID:
+                self.words.summarize("error_rate"), self.characters.summarize("error_rate")
+
+    @sb.utils.data_pipeline.takes("wav")
+    @sb.utils.data_pipeline.provides("sig")
+    def audio(wav):
+        return sb.dataio.dataio.read_audio(wav)
+
+    @sb.utils.data_pipeline.takes("wrd")
+    @sb.utils.data_pipeline.provides("wrd", "tokens")
+    def text(wrd):
+        yield wrd
+        yield torch.LongTensor(tokenizer.encode(wrd))
+
+    def dataset(split):
+        return DynamicItemDataset.from_csv(
+            hparams["corpus"].manifest_path(split), dynamic_items=[audio, text],
+            output_keys=["id", "sig", "wrd", "tokens", "duration"],
+        )
+
+    train_set, valid_set = dataset("train"), dataset("dev").filtered_sorted(sort_key="duration", reverse=True)
+    sampler = DynamicBatchSampler(
+        train_set, max_batch_length=hparams["step_seconds"], num_buckets=60, length_func=lambda row: row["duration"],
+        shuffle=True, batch_ordering="random",
+    )
+    workers = {"num_workers": hparams["num_workers"], "collate_fn": sb.dataio.batch.PaddedBatch}
+    train = SaveableDataLoader(train_set, batch_sampler=sampler, **workers)
+    valid_sampler = DynamicBatchSampler(valid_set, max_batch_length=hparams["max_batch_seconds"], num_buckets=60,
+                                        length_func=lambda row: row["duration"], shuffle=False)
+    valid = SaveableDataLoader(valid_set, batch_sampler=valid_sampler, **workers)
+    options = {"device": request.run_opts.device, "precision": request.run_opts.precision}
+    brain = Stock(hparams["modules"], hparams["opt_class"], hparams, options)
+    brain.on_fit_start()
+    kept = list(itertools.islice(iter(train), STEP_BATCHES))
+    hours = {split: float(sum(row["duration"] for row in data.data.values())) for split, data in
+             (("train", train_set), ("dev", valid_set))}
+
+    def step() -> float:
+        brain.modules.train()
+        for batch in kept:
+            brain.step += 1
+            brain.fit_batch(batch)
+        return sum(float(batch.duration.sum()) if torch.is_tensor(batch.duration) else sum(batch.duration)
+                   for batch in kept)
+
+    def epoch() -> float:
+        brain._fit_train(train, 1, enable=False)
+        return hours["train"]
+
+    def validation() -> float:
+        brain._fit_valid(valid, 1, enable=False)
+        return hours["dev"]
+
+    return SimpleNamespace(step=step, epoch=epoch, validation=validation)
+
+
+if __name__ == "__main__":
+    main()
