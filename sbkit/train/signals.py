@@ -27,6 +27,7 @@ from typing import Any
 
 from sbkit.data.reader import quiet_worker
 from sbkit.errors import SbkitError
+from sbkit.train import ranks
 
 logger = logging.getLogger(__name__)
 
@@ -59,11 +60,14 @@ class Stopped(SbkitError, SystemExit):
 class StopSignals:
     """Catches stop signals while it is entered; ``signum`` is the first one that came, else None.
 
-    >>> with StopSignals() as stop:
-    ...     os.kill(os.getpid(), signal.SIGTERM)
-    ...     signal.Signals(stop.signum).name
-    'SIGTERM'
+        with StopSignals() as stop:
+            for batch in batches:
+                ...
+                if stop.signum:
+                    save()
+                    raise Stopped.by(stop.signum, step, path)
 
+    A signal that came too late to be acted on is raised as ``Stopped`` when this is left, and so never lost.
     A thread, woken by the C part of the signal handler, writes the line to stderr and leaves at the
     second Ctrl-C: that works while the main thread waits inside a collective or a kernel.
     """
@@ -89,7 +93,7 @@ class StopSignals:
         self._watcher.start()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if not self._before:
             return
         signal.set_wakeup_fd(self._wakeup_before)
@@ -100,6 +104,11 @@ class StopSignals:
         os.write(self._writing, b"\0")  # closing would not end the watcher while a forked process lives
         self._watcher.join()
         os.close(self._writing)
+        if kind is None and self.signum is not None:
+            ranks.raise_on_main(Stopped(
+                f"stopped by {signal.Signals(self.signum).name} when training had ended",
+                hint="run the same command to go on from there", exit_code=128 + self.signum,
+            ))
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         del frame

@@ -17,10 +17,14 @@ from sbkit.train import signals
 from sbkit.train.signals import Stopped, StopSignals
 
 
+class Acted(Exception):
+    """What a run raises once it has seen to the signal."""
+
+
 @pytest.mark.parametrize("signum", signals.STOP_SIGNALS, ids=lambda s: s.name)
 def test_a_signal_is_noted_and_nothing_else_happens(signum, capfd):
     before = signal.getsignal(signum)
-    with StopSignals() as stop:
+    with pytest.raises(Acted), StopSignals() as stop:
         assert stop.signum is None
         os.kill(os.getpid(), signum)
         time.sleep(0.05)
@@ -28,6 +32,7 @@ def test_a_signal_is_noted_and_nothing_else_happens(signum, capfd):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.05)
         assert stop.signum == signum  # the first one counts
+        raise Acted
     assert signal.getsignal(signum) == before
     lines = capfd.readouterr().err.strip().splitlines()
     assert len(lines) == 1 and lines[0].startswith(f"{signum.name}: saving a checkpoint")
@@ -41,9 +46,19 @@ def test_outside_a_run_signals_do_what_they_did():
         time.sleep(1)
 
 
+def test_a_signal_that_nobody_acted_on_is_not_lost():
+    """It came when the last epoch was over: what follows must not run on as if there had been none."""
+    before = signal.getsignal(signal.SIGUSR1)
+    with pytest.raises(Stopped, match="stopped by SIGUSR1 when training had ended; run the same") as stopped:
+        with StopSignals():
+            os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(0.02)
+    assert stopped.value.code == 138 and signal.getsignal(signal.SIGUSR1) == before
+
+
 def test_it_can_be_entered_again_and_leaves_no_thread():
     for _ in range(3):
-        with StopSignals() as stop:
+        with pytest.raises(Stopped), StopSignals() as stop:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.02)
             assert stop.signum == signal.SIGTERM
