@@ -17,7 +17,7 @@ import torch
 import sbkit
 from sbkit.console import progress
 from sbkit.errors import SbkitError
-from sbkit.export import clips, graph, layout, parity, readme, source, speechbrain
+from sbkit.export import clips, graph, layout, parity, readme, sherpa, source, speechbrain
 from sbkit.export.layout import Config
 from sbkit.export.runners import RUNNERS
 from sbkit.export.source import Trained
@@ -99,7 +99,7 @@ def _installed(name: str) -> bool:
 def _fill(folder: Path, trained: Trained, request: Request) -> parity.Comparison:
     """All files of the bundle, and the proof that they are right."""
     tried = [name for name in FORMATS if name in request.formats]
-    with progress(what="exporting", total=3 + 2 * len(tried), unit="step") as bar:
+    with progress(what="exporting", total=3 + 2 * len(tried) + 2 * (request.target is not None), unit="step") as bar:
         def step(what: str) -> None:
             bar.set_postfix_str(what)
             bar.update()
@@ -107,13 +107,18 @@ def _fill(folder: Path, trained: Trained, request: Request) -> parity.Comparison
         step("reading test clips")
         chosen = clips.choose(trained.get("corpus"), trained.sample_rate, request.clips)
         step("tracing")
-        program = graph.trace(graph.Graph(trained.recognizer))
+        function = graph.Graph(trained.recognizer)
+        program = graph.trace(function)
         config = _config(trained, program, chosen)
-        write_tokens(folder / "tokens.txt", trained.tokenizer.pieces(), config.blank_id)
+        write_tokens(folder / layout.TOKENS, trained.tokenizer.pieces(), config.blank_id)
         for name in tried:
             step(f"writing {name}")
             _write(name, folder, trained, program, config, request.to.name)
             config.models[name] = layout.MODELS[name]
+        if request.target == layout.SHERPA:
+            step("writing sherpa")
+            sherpa.write(function, config, folder / layout.MODELS[layout.SHERPA])
+            config.models[layout.SHERPA] = layout.MODELS[layout.SHERPA]
         step("running the checkpoint")
         vocabulary = Vocabulary.read(folder, config)
         comparison = parity.Comparison(chosen, vocabulary, source.reference(trained.recognizer),
@@ -123,6 +128,11 @@ def _fill(folder: Path, trained: Trained, request: Request) -> parity.Comparison
             path = folder if name == layout.SPEECHBRAIN else folder / layout.MODELS[name]
             comparison.add(name, RUNNERS[name](path, config.min_samples), _size(folder, name),
                            batches=name != layout.SPEECHBRAIN)
+        if layout.SHERPA in config.models:
+            step("comparing sherpa")
+            client = sherpa.client(folder / layout.MODELS[layout.SHERPA], folder / layout.TOKENS)
+            comparison.add_words(layout.SHERPA, lambda signal: sherpa.transcribe(client, signal, trained.sample_rate),
+                                 _size(folder, layout.SHERPA))
     failures = comparison.failures(request.tolerance, config.batching)
     comparison.refuse(failures)
     _describe(folder, config, comparison, request)

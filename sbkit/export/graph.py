@@ -7,7 +7,7 @@ import copy
 import io
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,18 +88,23 @@ def trace(graph: Graph) -> torch.export.ExportedProgram:
     """The graph with batch and time left open."""
     batch, samples = _EXAMPLE
     example = (torch.randn(batch, samples) * 0.1, torch.tensor([samples, samples * 2 // 3]))
-    open_ = torch.export.Dim.DYNAMIC
+    program = trace_module(graph, example, {"signals": (0, 1), "lengths": (0,)})
+    if isinstance(graph.features, features.Traced):
+        features.refuse_transforms(program, graph.front_name)
+    return program
+
+
+def trace_module(module: nn.Module, example: tuple[Tensor, ...],
+                 open_: dict[str, tuple[int, ...]]) -> torch.export.ExportedProgram:
+    """Trace any module, with the dimensions of each input that are named left open."""
+    shapes = {name: dict.fromkeys(dims, torch.export.Dim.DYNAMIC) for name, dims in open_.items()}
     try:
         with torch.no_grad(), _quiet():
-            program = torch.export.export(
-                graph, example, dynamic_shapes={"signals": {0: open_, 1: open_}, "lengths": {0: open_}}, strict=False)
+            return torch.export.export(module, example, dynamic_shapes=shapes, strict=False)
     except Exception as error:
         raise SbkitError(f"the model can't be traced: {_first_line(error)}",
                          hint="branches on values, sizes turned into numbers and loops over frames can't be exported") \
             from error
-    if isinstance(graph.features, features.Traced):
-        features.refuse_transforms(program, graph.front_name)
-    return program
 
 
 def least_samples(program: torch.export.ExportedProgram) -> int:
@@ -121,23 +126,33 @@ def write_torch(program: torch.export.ExportedProgram, path: Path) -> None:
 
 def write_onnx(program: torch.export.ExportedProgram, path: Path, metadata: dict[str, str]) -> None:
     """Write ``model.onnx``."""
-    import onnx
+    model = to_onnx(program, layout.INPUTS, layout.OUTPUTS)
+    save(model, path, metadata, {"signals": ("batch", "samples"), "lengths": ("batch",),
+                                 "log_probs": ("batch", "frames"), "frames": ("batch",)})
 
+
+def to_onnx(program: torch.export.ExportedProgram, inputs: Sequence[str], outputs: Sequence[str]) -> Any:
+    """A traced module as an ONNX model."""
     try:
         with _quiet():
-            converted = torch.onnx.export(
-                program, dynamo=True, opset_version=OPSET, input_names=list(layout.INPUTS),
-                output_names=list(layout.OUTPUTS), verbose=False)
+            return torch.onnx.export(program, dynamo=True, opset_version=OPSET, input_names=list(inputs),
+                                     output_names=list(outputs), verbose=False).model_proto
     except Exception as error:
         raise SbkitError(f"the model can't be written as ONNX: {_first_line(error)}") from error
-    model = converted.model_proto
-    _name_dimensions(model)
+
+
+def save(model: Any, path: Path, metadata: dict[str, str], dimensions: dict[str, tuple[str, ...]]) -> None:
+    """Write an ONNX model with names for its open dimensions."""
+    import onnx
+
+    for value in (*model.graph.input, *model.graph.output):
+        for dimension, name in zip(value.type.tensor_type.shape.dim, dimensions[value.name], strict=False):
+            dimension.dim_param = name
+    del model.graph.value_info[:]  # they speak of the tracer's symbols
     onnx.helper.set_model_props(model, metadata)
     model.doc_string = "waveforms to log-probabilities of CTC; made by sbkit"
-    if model.ByteSize() > _SPLIT_OFF:
-        onnx.save_model(model, path, save_as_external_data=True, location=f"{path.name}.data")
-    else:
-        onnx.save_model(model, path)
+    beside = model.ByteSize() > _SPLIT_OFF
+    onnx.save_model(model, path, save_as_external_data=beside, location=f"{path.name}.data" if beside else None)
 
 
 def quantize(path: Path, to: Path) -> None:
@@ -147,15 +162,6 @@ def quantize(path: Path, to: Path) -> None:
     with _quiet():
         quantize_dynamic(path, to, op_types_to_quantize=["MatMul"], weight_type=QuantType.QInt8, per_channel=True,
                          use_external_data_format=path.with_name(f"{path.name}.data").exists())
-
-
-def _name_dimensions(model: Any) -> None:
-    names = {"signals": ("batch", "samples"), "lengths": ("batch",), "log_probs": ("batch", "frames"),
-             "frames": ("batch",)}
-    for value in (*model.graph.input, *model.graph.output):
-        for dimension, name in zip(value.type.tensor_type.shape.dim, names[value.name], strict=False):
-            dimension.dim_param = name
-    del model.graph.value_info[:]  # they speak of the tracer's symbols
 
 
 def _first_line(error: Exception) -> str:

@@ -18,9 +18,10 @@ RECIPE = "hyperparams.yaml"
 PARITY = "parity.json"
 README = "README.md"
 
-ONNX, INT8, TORCH, SPEECHBRAIN = "onnx", "int8", "torch", "speechbrain"
+ONNX, INT8, TORCH, SPEECHBRAIN, SHERPA = "onnx", "int8", "torch", "speechbrain", "sherpa"
 #: The file that each way of running a bundle reads.
-MODELS = {ONNX: "model.onnx", INT8: "model.int8.onnx", TORCH: "model.pt2", SPEECHBRAIN: RECIPE}
+MODELS = {ONNX: "model.onnx", INT8: "model.int8.onnx", TORCH: "model.pt2", SPEECHBRAIN: RECIPE,
+          SHERPA: "model.sherpa.onnx"}
 #: Names of the graph's inputs and outputs.
 INPUTS = ("signals", "lengths")  # [B, S] float32, [B] int64
 OUTPUTS = ("log_probs", "frames")  # [B, T, V] float32, [B] int64

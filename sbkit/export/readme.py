@@ -38,6 +38,19 @@ print(asr.transcribe_file("clip.wav"))
 `model.ckpt` and `tokenizer.ckpt` are `model.safetensors` and `tokenizer.model` under the names that SpeechBrain looks
 for (hard links where the disk has them). No file here is a pickle.
 """,
+    layout.SHERPA: """### sherpa-onnx
+
+```python
+import sherpa_onnx
+asr = sherpa_onnx.OfflineRecognizer.from_omnilingual_asr_ctc(model="model.sherpa.onnx", tokens="tokens.txt")
+stream = asr.create_stream()
+stream.accept_waveform({rate}, signal)
+asr.decode_stream(stream)
+print(stream.result.text)
+```
+
+`omnilingual` is the kind of model that sherpa-onnx gives the waveform itself.
+""",
 }
 
 
