@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,8 @@ from sbkit.errors import SbkitError
 
 # A row never straddles two blocks unless it is longer than this.
 _BLOCK_BYTES = 16 << 20
+# How Arrow says that a row has too many or too few fields.
+_WRONG_COUNT = re.compile(r"Expected \d+ columns, got \d+")
 
 
 @dataclass
@@ -93,34 +96,40 @@ def _header(path: Path, line: str, delimiter: str, quoted: bool) -> list[str]:
 
 def _read_arrow(path: Path, names: Sequence[str], wanted: Sequence[str], skip: int, delimiter: str,
                 quoted: bool) -> Delimited:
-    malformed = 0
-
-    def on_bad_row(_: pacsv.InvalidRow) -> str:
-        nonlocal malformed
-        malformed += 1
-        return "skip"
-
+    malformed = False
     try:
-        table = pacsv.read_csv(
-            path,
-            read_options=pacsv.ReadOptions(block_size=_BLOCK_BYTES, column_names=[*names], skip_rows=skip),
-            parse_options=pacsv.ParseOptions(
-                delimiter=delimiter, quote_char='"' if quoted else False, newlines_in_values=quoted,
-                invalid_row_handler=on_bad_row,
-            ),
-            convert_options=pacsv.ConvertOptions(
-                column_types=dict.fromkeys(names, pa.large_string()), strings_can_be_null=False,
-                include_columns=[*wanted],
-            ),
-        )
+        table = _table(path, names, wanted, skip, delimiter, quoted)
     except pa.ArrowInvalid as error:
-        if "Empty CSV" not in str(error):
+        malformed = _WRONG_COUNT.search(str(error)) is not None
+        if malformed:
+            table = _table(path, names, wanted, skip, delimiter, quoted, without_malformed=True)
+        elif "Empty CSV" in str(error):
+            table = pa.table({name: pa.array([], pa.large_string()) for name in wanted})
+        else:
             raise SbkitError(f"{path}{_where_not_utf8(path)}: {error}") from None
-        table = pa.table({name: pa.array([], pa.large_string()) for name in wanted})
     # Arrow's threads don't know line numbers, so the rare file with such rows is read once more.
     bad = list(_malformed_lines(path, len(names), skip, delimiter, quoted)) if malformed else []
     columns = {name: table.column(name) for name in wanted}
     return Delimited(path, columns, bad, names)
+
+
+def _table(path: Path, names: Sequence[str], wanted: Sequence[str], skip: int, delimiter: str, quoted: bool,
+           without_malformed: bool = False) -> pa.Table:
+    # A thread of Arrow's that lets go of a Python function while the process ends aborts it: hence either
+    # threads or a function, and the function only where there are malformed rows.
+    return pacsv.read_csv(
+        path,
+        read_options=pacsv.ReadOptions(block_size=_BLOCK_BYTES, column_names=[*names], skip_rows=skip,
+                                       use_threads=not without_malformed),
+        parse_options=pacsv.ParseOptions(
+            delimiter=delimiter, quote_char='"' if quoted else False, newlines_in_values=quoted,
+            invalid_row_handler=(lambda row: "skip") if without_malformed else None,
+        ),
+        convert_options=pacsv.ConvertOptions(
+            column_types=dict.fromkeys(names, pa.large_string()), strings_can_be_null=False,
+            include_columns=[*wanted],
+        ),
+    )
 
 
 def _malformed_lines(path: Path, expected: int, skip: int, delimiter: str,
