@@ -35,10 +35,10 @@ demo: $(STAMP)
 	  "Real data: torchrun --nproc_per_node=8 train.py recipes/CommonVoice/ASR/CTC/hparams/fr.yaml --data_folder CV_FOLDER/fr"
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
 test-fast: $(STAMP)
-	$(BIN)/python -m pytest -m 'not slow'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile -m 'not slow'
 
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .
