@@ -96,7 +96,7 @@ def take_weights(brain: Brain, checkpoint: str = BEST, mean_of: int = 1) -> list
     if key and not any(key in ckpt.meta for ckpt in shelf.list_checkpoints()):
         raise SbkitError(f"no checkpoint in {shelf.checkpoints_dir} was validated, so none is the best by {key}",
                          hint=f"take the newest (--checkpoint {LAST})")
-    if mean_of > 1:
+    if mean_of != 1:
         if checkpoint not in (BEST, LAST):
             raise SbkitError(f"an average is of the best or the last checkpoints, not of {checkpoint}")
         return _take_mean(shelf, mean_of, key)

@@ -1,0 +1,185 @@
+"""sbkit evaluate and sbkit replay: any checkpoint, any corpus, any number of devices, and every wrong command."""
+
+import json
+import shutil
+
+import pytest
+import runs
+from processes import results
+
+from sbkit.cli import main
+from sbkit.score import utterances
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    home = tmp_path_factory.mktemp("evaluate")
+    runs.run_with_model(home / "run", runs.corpus(home / "data", train=24, dev=5, test=9))
+    return home
+
+
+@pytest.fixture(scope="module")
+def run(home):
+    return home / "run"
+
+
+def evaluate(run, *words):
+    return main(["evaluate", str(run), "--device", "cpu", "--workers", "0", *map(str, words)])
+
+
+def result(run, name):
+    return json.loads((run / "evaluations" / name / "result.json").read_text())
+
+
+def test_each_checkpoint_is_a_row_and_a_folder(run, capsys):
+    assert evaluate(run, "--checkpoint", "best", "last", "epoch1") == 0
+    table = capsys.readouterr().out
+    assert [line.split()[0] for line in table.splitlines()[2:5]] == ["best", "last", "CKPT+epoch1"]
+    for name, used in (("test-best", "CKPT+epoch2"), ("test-last", "CKPT+within"), ("test-CKPT+epoch1", "CKPT+epoch1")):
+        facts = result(run, name)
+        assert facts["checkpoints"] == [used] and facts["utterances"] == 9 and facts["real_time_factor"] > 0
+        assert facts["WER_interval"][0] <= facts["WER"] <= facts["WER_interval"][1]
+        assert f"{facts['WER']:.2f}" in table and str(run / "evaluations" / name) in table
+        folder = run / "evaluations" / name
+        assert (folder / "wer.txt").read_text().startswith(f"%WER {facts['WER']:.2f} [")
+        assert (folder / "cer.txt").is_file() and "<html" in (folder / "report.html").read_text()
+        heard = utterances.read(folder / "utterances.jsonl")
+        assert [one.id for one in heard] == sorted(f"test{i}" for i in range(9))
+        assert all(one.meta["accent"] in runs.ACCENTS and one.wav.endswith(".wav") for one in heard)
+
+
+def test_the_rate_is_that_of_the_transcripts_it_wrote(run):
+    from speechbrain.utils.metric_stats import ErrorRateStats
+
+    assert evaluate(run) == 0
+    heard = utterances.read(run / "evaluations" / "test-best" / "utterances.jsonl")
+    stock = ErrorRateStats()
+    stock.append([one.id for one in heard], [one.hypothesis.split() for one in heard],
+                 [one.reference.split() for one in heard])
+    assert result(run, "test-best")["WER"] == pytest.approx(stock.summarize("WER"))
+
+
+def test_an_average_says_so(run, capsys):
+    assert evaluate(run, "--average", 2) == 0
+    assert result(run, "test-best-mean-of-2")["checkpoints"] == ["CKPT+epoch2", "CKPT+epoch3"]
+
+
+def test_any_corpus_by_the_rules_of_the_run(run, home, capsys):
+    other = runs.corpus(home / "other", test=4, validated=6)
+    lines = (other / "test.csv").read_text().splitlines()
+    shouted = [lines[0], *(line[:line.index("speaker")] + line[line.index("speaker"):].upper() for line in lines[1:])]
+    (other / "test.csv").write_text("\n".join(shouted) + "\n")
+    assert evaluate(run, "--on", other) == 0
+    assert result(run, "other-best")["utterances"] == 4
+    heard = utterances.read(run / "evaluations" / "other-best" / "utterances.jsonl")
+    assert all(one.reference and one.reference == one.reference.lower() for one in heard)
+    assert evaluate(run, "--on", other, "--split", "validated", "--name", "mine") == 0
+    assert result(run, "mine-best")["utterances"] == 6
+    assert evaluate(run, "--on", other / "validated.csv") == 0
+    assert result(run, "validated-best")["WER"] == result(run, "mine-best")["WER"]
+    assert evaluate(run, "--split", "dev") == 0
+    assert result(run, "dev-best")["utterances"] == 5
+
+
+def test_results_can_go_elsewhere(run, tmp_path):
+    assert evaluate(run, "--out", tmp_path / "here") == 0
+    assert (tmp_path / "here" / "test-best" / "result.json").is_file()
+
+
+def test_too_many_errors_are_an_exit_code(run, capsys):
+    wer = (evaluate(run), result(run, "test-best")["WER"])[1]
+    assert evaluate(run, "--max-wer", wer + 0.01) == 0
+    assert evaluate(run, "--max-wer", wer - 0.01) == 1
+    assert "is more than --max-wer" in capsys.readouterr().err
+
+
+def test_a_recording_that_cannot_be_read_is_named_and_not_scored(run, home, capsys):
+    recording = home / "data" / "wavs" / "test2.wav"
+    whole = recording.read_bytes()
+    recording.write_bytes(b"RIFF nothing")
+    try:
+        assert evaluate(run) == 0
+    finally:
+        recording.write_bytes(whole)
+    facts = result(run, "test-best")
+    assert facts["utterances"] == 8 and list(facts["damaged"]) == ["test2"]
+    assert "not scored: 1 utterances that could not be read: test2" in capsys.readouterr().out
+
+
+def test_characters_that_the_model_cannot_write_are_counted(run, home, caplog):
+    other = runs.corpus(home / "strange", test=3)
+    text = (other / "test.csv").read_text().splitlines()
+    text[1] = text[1].rsplit(",", 2)[0] + ",ñandú,Scottish English"
+    (other / "test.csv").write_text("\n".join(text) + "\n")
+    assert evaluate(run, "--on", other) == 0
+    assert "cannot write 2 characters" in caplog.text and "'ñ' x 1" in caplog.text
+
+
+@pytest.mark.parametrize("words, message", [
+    (["--on", "{home}/nowhere"], "no such file or folder"),
+    (["--on", "{home}/data/wavs"], "is no corpus that sbkit knows"),
+    (["--on", "{home}/two"], "has no test split (it has a, b); choose one with --split"),
+    (["--on", "{home}/silent"], "3 no text"),
+    (["--on", "{home}/textless"], "has no column for the text"),
+    (["--checkpoint", "nosuch"], "there is no checkpoint 'nosuch'"),
+    (["--split", "other"], "has no split 'other'"),
+    (["--average", "0"], "makes no sense"),
+    (["--max-wer", "low"], "invalid float value"),
+])
+def test_every_wrong_command_is_one_line(run, home, capsys, words, message):
+    for name, columns in (("silent", "ID,duration,wav,spk_id,wrd"), ("textless", "ID,duration,wav,spk_id")):
+        (home / name).mkdir(exist_ok=True)
+        wav = runs.sound(home / name / "a.wav")
+        blank = "," if name == "silent" else ""
+        rows = [f"a{i},0.8,{wav if i == 0 else runs.sound(home / name / f'{i}.wav')},s{blank}" for i in range(3)]
+        (home / name / "test.csv").write_text("\n".join([columns, *rows]) + "\n")
+    two = home / "two"
+    two.mkdir(exist_ok=True)
+    for name in "ab":
+        shutil.copy(home / "data" / "test.csv", two / f"{name}.csv")
+    assert evaluate(run, *(word.format(home=home) for word in words)) == 2
+    told = capsys.readouterr()
+    assert message in told.err and "Traceback" not in told.err and not told.out
+
+
+def test_a_folder_that_is_no_run_is_told_so(home, capsys):
+    assert evaluate(home / "data") == 2
+    assert "is no run: it has no hyperparams.yaml" in capsys.readouterr().err
+
+
+def score_on_a_rank(run, name):
+    return main(["evaluate", str(run), "--device", "cpu", "--workers", "0", "--name", name])
+
+
+@pytest.mark.slow
+def test_two_devices_score_the_same_as_one(run):
+    assert evaluate(run, "--name", "one") == 0
+    assert results(score_on_a_rank, run, "two") == [0, 0]
+    one, two = result(run, "one-best"), result(run, "two-best")
+    assert two["devices"] == 2 and one["devices"] == 1
+    assert {key: one[key] for key in ("WER", "CER", "utterances", "hours")} == {
+        key: two[key] for key in ("WER", "CER", "utterances", "hours")}
+    lines = [(run / "evaluations" / name / "utterances.jsonl").read_text() for name in ("one-best", "two-best")]
+    assert [json.loads(line)["hypothesis"] for line in lines[0].splitlines()] == [
+        json.loads(line)["hypothesis"] for line in lines[1].splitlines()]
+
+
+def test_a_step_that_was_not_finite_is_replayed_from_the_run_alone(run, capsys):
+    from sbkit.data.loader import TrainLoader
+    from sbkit.data.plan import Plan
+    from sbkit.tasks.restore import load_run
+    from sbkit.train import culprit
+
+    hparams, brain = load_run(run, "cpu", precision="fp32")
+    manifest = hparams["corpus"].load()["train"]
+    plan = Plan(manifest.durations, hparams["batching"])
+    with TrainLoader(manifest, hparams["tokenizer"], plan, workers=0) as loader:
+        batch = next(loader.at(1))
+    batch.signals[1] = float("nan")
+    brain.modules.train()
+    culprit.report(brain, run, [batch], step=7)
+    assert main(["replay", str(run), "--device", "cpu"]) == 0
+    told = capsys.readouterr().out
+    assert batch.ids[1] in told and "Step 7 of rank 0" in told and "those of that step" in told
+    assert main(["replay", str(run / "manifests")]) == 2
+    assert "holds no culprit" in capsys.readouterr().err
