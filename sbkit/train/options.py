@@ -49,12 +49,25 @@ def clean(run_opts: RunOptions | Mapping[str, Any] | None, hparams: Mapping[str,
                 hparams[name] = value
         if value not in _PRECISIONS:
             raise SbkitError(f"{name} is {value!r}", hint=f"choose one of auto, {', '.join(_PRECISIONS)}")
+    hparams = _one_interval(run_opts, hparams)
     chosen = set(run_opts.overridden_args)
     if hparams is not None and "device" in hparams:
         hparams["device"] = device
     else:
         chosen.add("device")  # or SpeechBrain would guess once more
     return dataclasses.replace(run_opts, device=device, overridden_args=chosen, **changed), hparams
+
+
+def _one_interval(run_opts: RunOptions, hparams: dict[str, Any] | None) -> dict[str, Any] | None:
+    """SpeechBrain takes one interval between checkpoints; the one on the command line beats the recipe's other."""
+    minutes, steps = "ckpt_interval_minutes", "ckpt_interval_steps"
+    if hparams is not None:
+        for asked, other in ((minutes, steps), (steps, minutes)):
+            if asked in run_opts.overridden_args and other not in run_opts.overridden_args and other in hparams:
+                hparams = hparams | {other: 0}
+    if float(pick(run_opts, hparams, minutes)) > 0 and int(pick(run_opts, hparams, steps)) > 0:
+        raise SbkitError(f"{minutes} and {steps} are both set", hint="a run saves after one of them: set one to 0")
+    return hparams
 
 
 def given(run_opts: RunOptions, hparams: Mapping[str, Any] | None, name: str) -> bool:
