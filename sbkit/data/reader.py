@@ -132,6 +132,7 @@ def quiet_worker(worker: int) -> None:
     A worker whose run is gone notices within seconds and ends.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # SLURM's warning, meant for the run
     # Exit code 0: torch raises an error in the run, wherever it is, when a worker is killed.
     signal.signal(signal.SIGALRM, lambda *_: os._exit(0))
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(SECONDS_AFTER_SIGTERM))

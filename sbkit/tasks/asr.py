@@ -31,6 +31,7 @@ class ASR(Brain):
     tokenizer, train_logger, epoch_counter : as SpeechBrain's recipes have them
     schedule : a ``sbkit.train.schedule.Schedule`` of the learning rate, or nothing
     keep_checkpoints : how many of the best by WER stay beside the last (1)
+    keep_every : also keep the checkpoint of every so many epochs for good
     average_checkpoints : test the mean of this many of the best, where that is more than 1
     """
 
@@ -93,6 +94,7 @@ class ASR(Brain):
             self.checkpointer.save_and_keep_only(
                 meta={"WER": stats["WER"], "loss": stats["loss"], "epoch": epoch}, min_keys=["WER"],
                 num_to_keep=getattr(self.hparams, "keep_checkpoints", 1),
+                keep_every=getattr(self.hparams, "keep_every", None) or None,
             )
 
 
