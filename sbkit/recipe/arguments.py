@@ -96,12 +96,16 @@ def parse_overrides(words: list[str]) -> dict[str, Any]:
 
 
 def read_value(text: str) -> Any:
-    """One value as YAML reads it, tags and references included; 1e-3 is a number."""
+    """One value as YAML reads it, tags and references included; 1e-3 is a number and (2, 2) a tuple."""
     from ruamel.yaml import YAML
+    from ruamel.yaml.comments import TaggedScalar
     from ruamel.yaml.error import YAMLError
+    from ruamel.yaml.tag import Tag
 
     if _FLOAT.fullmatch(text):
         return float(text)
+    if text.startswith("(") and text.endswith(")"):  # without the tag, HyperPyYAML's second load makes it a text
+        return TaggedScalar(text, tag=Tag(suffix="!tuple"))
     try:
         return YAML().load(f"value: {text}\n")["value"]
     except YAMLError:

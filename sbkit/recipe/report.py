@@ -131,14 +131,9 @@ def _count(n: int, what: str) -> str:
 
 def did_you_mean(word: str, options: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The option nearest to a misspelt word."""
-    options = list(options)
-    near = difflib.get_close_matches(word, options, n=1, cutoff=cutoff)
-    if near:
-        return near[0]
-    # num_blocks for n_blocks, AdamW for adamw: the ratio alone overlooks case
-    lowered = {option.lower(): option for option in options}
-    near = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=cutoff)
-    return lowered[near[0]] if near else None
+    by_lower = {option.lower(): option for option in reversed(list(options))}  # AdamW for adamw
+    near = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
+    return by_lower[near[0]] if near else None
 
 
 def listed(names: Iterable[str], most: int = 12) -> str:

@@ -148,7 +148,11 @@ class _Resolver:
             end = match.end()
         inner = self._follow("".join([*pieces, text[end:]]), node, seen)
         if isinstance(inner.value, str) and not inner.tag:
-            inner = self._scalar(node, parse_arithmetic(inner.value))
+            try:
+                inner = self._scalar(node, parse_arithmetic(inner.value))
+            except (ArithmeticError, ValueError) as error:
+                self._error("bad-ref", node, f"{inner.value} can't be computed: {error}")
+                return self._unknown(node)
         inner.computed = True
         return inner
 
@@ -234,16 +238,16 @@ class _Resolver:
                         f"move {target.key} above {node.key}: a recipe is read from top to bottom")
 
     def _tell_circle(self, target: Node, node: Node) -> bool:
-        """Whether references that aren't replaced yet lead from ``target`` back to where it began."""
-        ways = [[target]]
+        """Whether references that aren't replaced yet lead from ``target`` in a circle."""
+        ways = [[node, target]]
         while ways:
             way = ways.pop()
-            if way[-1] is node or way[-1] in way[:-1]:
-                circle = [node, *way] if way[-1] is node else []
-                if circle and not node.wrong:
-                    self._error("circular-ref", node,
+            if way[-1] in way[:-1]:
+                circle = way[way.index(way[-1]):]
+                if not circle[0].wrong:
+                    self._error("circular-ref", circle[0],
                                 f"this reference comes back to itself: {' -> '.join(n.key for n in circle)}",
-                                f"give {node.key} a value")
+                                f"give {circle[0].key} a value")
                 for each in way:
                     each.wrong = True
                 return True

@@ -123,6 +123,7 @@ def bind(target: Any, node: Node, findings: Findings, partial: bool = False) -> 
                            f"did you mean {near}?" if near else f"it takes {listed(by_name)}" if by_name else
                            "it takes none")
             node.wrong = True
+            filled.add(near)  # it's not missing, it's misspelt
         else:
             near = did_you_mean(str(key), [n for n in by_name if n not in named], cutoff=0.85)
             if near:

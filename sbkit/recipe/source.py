@@ -230,7 +230,7 @@ def from_python(value: Any, key: str, place: Place = Place()) -> Node:
     if isinstance(value, (list, tuple)):
         return Node([from_python(v, f"{key}[{i}]", place) for i, v in enumerate(value)], place, key, tag)
     if tag:
-        return Node(value.value, place, key, tag)
+        return Node(value.value, place, key, tag.replace("!tuple", ""))
     return Node(_plain(value), place, key, computed=True)
 
 

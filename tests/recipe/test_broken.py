@@ -1,0 +1,50 @@
+"""A folder of broken recipes, one mistake each: every one gets the message in its first lines, and no other."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from sbkit.recipe.arguments import parse_overrides
+from sbkit.recipe.check import check
+
+FOLDER = Path(__file__).parent / "broken"
+FILES = sorted(path.name for path in FOLDER.glob("*.yaml"))
+
+
+def head(name: str, what: str) -> list[str]:
+    """The lines ``# what: ...`` of a recipe."""
+    return re.findall(rf"^# {what}: (.*)$", (FOLDER / name).read_text(encoding="utf-8"), re.M)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_broken_recipe_gets_its_messages(name, monkeypatch):
+    monkeypatch.chdir(FOLDER)
+    given = parse_overrides(shlex.split(" ".join(head(name, "given"))))
+    report = check(name, given, needed=("brain", "modules", "corpus"))
+    found = [str(finding).replace(name, "here") for finding in [*report.errors, *report.warnings]]
+    assert found == head(name, "expect")
+
+
+def test_every_broken_recipe_says_what_it_expects():
+    assert [name for name in FILES if not head(name, "expect")] == []
+
+
+def test_a_dozen_mistakes_in_one_file_give_a_dozen_messages(monkeypatch):
+    monkeypatch.chdir(FOLDER)
+    report = check("a_dozen.yaml", {"number_of_epoch": 3})
+    assert len(report.errors) >= 12
+    assert len({(f.line, f.key) for f in report.errors}) == len(report.errors)
+
+
+def test_a_recipe_that_is_not_there_is_an_error():
+    (error,) = check("nowhere.yaml").errors
+    assert str(error) == "nowhere.yaml: error: cannot be read: No such file or directory"
+
+
+def test_text_that_is_not_utf8_is_an_error(tmp_path):
+    path = tmp_path / "latin.yaml"
+    path.write_bytes("language: français\n".encode("latin-1"))
+    (error,) = check(path).errors
+    assert "no UTF-8 text" in error.message

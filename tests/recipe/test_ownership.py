@@ -1,0 +1,187 @@
+"""Tensors are found wherever a recipe holds them, and each is told with the key that made it."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from sbkit.recipe.build import build
+from sbkit.recipe.ownership import Owned, check_modules, check_ownership, check_saved, left_behind, tensors
+from sbkit.recipe.resolve import resolve
+from sbkit.recipe.source import Findings
+
+
+class Holder:
+    """Something of a user's that isn't a module."""
+
+    def __init__(self, held):
+        self.inner = {"list": [held]}
+
+
+class Slotted:
+    __slots__ = ("held",)
+
+    def __init__(self, held):
+        self.held = held
+
+
+def closure(held):
+    return lambda x: held(x)
+
+
+class Method:
+    def __init__(self, held):
+        self.held = held
+
+    def call(self, x):
+        return self.held(x)
+
+
+def method(held):
+    return Method(held).call
+
+
+class Stays(nn.Module):
+    """Its table is an attribute, no buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.zeros(3)
+        self.number = torch.zeros(())
+
+
+class Moves(Stays):
+    """Moves its table itself."""
+
+    def _apply(self, fn, recurse=True):
+        self.table = fn(self.table)
+        return super()._apply(fn, recurse)
+
+
+class Tied(nn.Module):
+    """Holds another layer's weight under a name of its own."""
+
+    def __init__(self, other):
+        super().__init__()
+        self.weight = other.weight
+
+
+HERE = "test_ownership"
+HEAD = "layer: !new:torch.nn.Linear [8, 20]\nowned: !new:torch.nn.Linear [3, 5]\n"
+TAIL = "modules:\n    owned: !ref <owned>\n"
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch, request):
+    monkeypatch.syspath_prepend(request.path.parent)
+
+
+def look(tmp_path, text, what=check_ownership):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    findings = Findings()
+    root = resolve(path, {}, findings)
+    with build(root, findings) as built:
+        owned = Owned(check_modules(built, findings))
+        what(built, owned, findings)
+        left = []
+        if what is check_ownership:
+            nn.ModuleDict(owned.roots).to("meta")
+            left = [t.path for t in left_behind(built, owned)]
+    return findings, left
+
+
+@pytest.mark.parametrize("holder", [
+    f"!new:{HERE}.Holder\n    held: !ref <layer>", f"!new:{HERE}.Slotted [!ref <layer>]",
+    f"!apply:{HERE}.closure [!ref <layer>]", f"!apply:{HERE}.method [!ref <layer>]",
+    "!name:builtins.max\n    key: !ref <layer>", "{a: [!ref <layer>]}",
+    "!new:collections.OrderedDict {a: !ref <layer>}"])
+def test_a_layer_is_found_however_it_is_held(tmp_path, holder):
+    findings, _ = look(tmp_path, HEAD + f"search: {holder}\n" + TAIL)
+    assert [(f.key, f.line, f.severity) for f in findings] == [("layer", 1, "error")]
+    assert "Linear with 180 parameters" in findings[0].message
+    assert findings[0].suggestion == "write `layer: !ref <layer>` under modules"
+
+
+def test_a_layer_without_a_key_of_its_own_is_told_where_it_is_built(tmp_path):
+    text = f"search: !new:{HERE}.Holder\n    held: !new:torch.nn.Linear [8, 20]\n" + HEAD.splitlines()[1] + "\n" + TAIL
+    findings, _ = look(tmp_path, text)
+    assert [(f.key, f.line) for f in findings] == [("search.held", 2)]
+
+
+def test_both_mends_are_named_where_there_is_a_module_list(tmp_path):
+    text = HEAD + "model: !new:torch.nn.ModuleList\n    - - !ref <owned>\nmodules:\n    model: !ref <model>\n"
+    findings, _ = look(tmp_path, text)
+    assert findings[0].suggestion.endswith("under modules, or put `!ref <layer>` into the ModuleList model")
+
+
+def test_what_is_owned_may_be_held_anywhere(tmp_path):
+    text = f"search: !new:{HERE}.Holder [!ref <owned>]\ntied: !new:{HERE}.Tied [!ref <owned>]\n"
+    findings, left = look(tmp_path, HEAD.splitlines()[1] + "\n" + text + TAIL)
+    assert findings == [] and left == []
+
+
+def test_modules_without_tensors_need_no_owner(tmp_path):
+    findings, left = look(tmp_path, HEAD.splitlines()[1] + "\nact: !new:torch.nn.GELU\n" + TAIL)
+    assert findings == [] and left == []
+
+
+def test_attributes_that_are_no_buffers_stay_behind(tmp_path):
+    text = (HEAD.splitlines()[1] + f"\nstays: !new:{HERE}.Stays\nmoves: !new:{HERE}.Moves\n"
+            "norm: !new:torch.nn.BatchNorm1d [4]\n" + TAIL + "    stays: !ref <stays>\n    moves: !ref <moves>\n"
+            "    norm: !ref <norm>\n")
+    findings, left = look(tmp_path, text)
+    assert findings == [] and left == ["stays.table"]
+
+
+def test_buffers_outside_modules_stay_behind(tmp_path):
+    text = HEAD.splitlines()[1] + "\nnorm: !new:torch.nn.BatchNorm1d\n    num_features: 4\n    affine: false\n" + TAIL
+    findings, left = look(tmp_path, text)
+    assert findings == [] and left == ["norm.running_mean", "norm.running_var"]
+
+
+def test_each_parameter_is_in_one_checkpoint_file(tmp_path):
+    saved = ("checkpointer: !new:speechbrain.utils.checkpoints.Checkpointer\n    checkpoints_dir: never\n"
+             "    recoverables:\n")
+    one = "        owned: !ref <owned>\n"
+    head = HEAD.splitlines()[1] + "\n" + TAIL + "counter: !new:speechbrain.utils.epoch_loop.EpochCounter [3]\n"
+    codes = {
+        saved + one + "        counter: !ref <counter>\n": [],
+        saved + one: [("not-saved", "counter", "warning")],
+        saved + "        counter: !ref <counter>\n": [("not-saved", "checkpointer.recoverables", "error")],
+        saved + one + "        again: !ref <owned>\n        counter: !ref <counter>\n": [
+            ("saved-twice", "checkpointer.recoverables", "warning")],
+    }
+    for text, expected in codes.items():
+        findings, _ = look(tmp_path, head + text, check_saved)
+        assert [(f.code, f.key, f.severity) for f in findings] == expected
+    assert not (tmp_path / "never").exists()
+
+
+def test_what_is_no_module_is_told(tmp_path):
+    text = "a: !name:torch.nn.Linear\nb: !new:torch.nn.Linear [3, 5]\nmodules: {a: !ref <a>, b: !ref <b>, c: 5}\n"
+    findings, _ = look(tmp_path, text)
+    assert [f.key for f in findings if f.code == "no-module"] == ["modules.a", "modules.c"]
+
+
+def test_a_walk_ends_in_circles_and_long_lists(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("x: !new:builtins.dict\n")
+    findings = Findings()
+    with build(resolve(tmp_path / "recipe.yaml", {}, findings), findings) as built:
+        loop: dict = {"numbers": list(range(200_000)), "part": functools.partial(print, end=torch.ones(2))}
+        loop["self"] = loop
+        built.hparams["x"] = loop
+        assert [t.path for t in tensors(built)] == ["x[part].end"]
+
+
+def test_a_build_draws_no_numbers_and_fills_no_weights(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("__seed: !apply:torch.manual_seed [7]\nlayer: !new:torch.nn.Linear [500, 500]\n")
+    torch.manual_seed(3)
+    expected = torch.rand(3)
+    torch.manual_seed(3)
+    findings = Findings()
+    with build(resolve(path, {}, findings), findings) as built:
+        assert "__seed" not in built.hparams
+    assert torch.equal(torch.rand(3), expected)

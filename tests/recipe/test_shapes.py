@@ -1,0 +1,157 @@
+"""The forward on stand-ins gives the shapes of the real one, and finds what a GPU would stumble over."""
+
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from sbkit.nn.accelerate import accelerate
+from sbkit.nn.recognizer import Recognizer
+from sbkit.recipe import shapes
+from sbkit.recipe.bill import USABLE, Bill, Cost, states_per_parameter
+from sbkit.recipe.check import check
+from sbkit.recipe.load import load
+
+SMALL = Path(__file__).with_name("small.yaml")
+
+
+class Uneasy(nn.Linear):
+    """A head that fails on a GPU only: its scale is an attribute."""
+
+    def __init__(self, input_size, n_neurons):
+        super().__init__(input_size, n_neurons)
+        self.scale = torch.ones(n_neurons)
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+class Reading(nn.Linear):
+    """A head that reads a value on the host."""
+
+    def __init__(self, input_size, n_neurons):
+        super().__init__(input_size, n_neurons)
+
+    def forward(self, x):
+        return super().forward(x) if x.abs().max().item() > -1 else x
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch, request):
+    monkeypatch.syspath_prepend(request.path.parent)
+
+
+def recipe(tmp_path, text=""):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"recipe: !include:{SMALL}\n" + text if text else f"recipe: !include:{SMALL} {{}}\n")
+    return path
+
+
+def head(tmp_path, name):
+    """The small recipe with another CTC head."""
+    path = tmp_path / "recipe.yaml"
+    text = SMALL.read_text()
+    path.write_text(text.replace("ctc_lin: !new:speechbrain.nnet.linear.Linear", f"ctc_lin: !new:test_shapes.{name}"))
+    return path
+
+
+def test_shapes_are_those_of_a_real_batch(tmp_path):
+    found = check(SMALL, {"output_folder": str(tmp_path)}).sections["shapes"].values
+    hparams = load(SMALL, {"output_folder": str(tmp_path)})
+    model = Recognizer.from_hparams(SimpleNamespace(**hparams))
+    samples = torch.tensor([round(s * 16000) for s in shapes.LENGTHS])
+    feats, frames = model.features(torch.zeros(2, 48000), samples)
+    tokens = torch.ones(2, 9, dtype=torch.long)
+    encoded, frames, decoded = model.encode_and_decode(feats, frames, tokens)
+    assert found["features"] == list(feats.shape) and found["encoder"] == list(encoded.shape)
+    assert found["decoder"] == list(decoded.shape) and found["CTC head"] == [*encoded.shape[:2], 20]
+    assert found["subsampling"] == 2 and found["frames_per_second"] == 50
+
+
+def test_a_constant_that_stays_on_the_cpu_is_an_error_where_the_forward_meets_it(tmp_path):
+    report = check(head(tmp_path, "Uneasy"))
+    assert [(f.code, f.key) for f in report.errors] == [("device-mismatch", "ctc_lin")]
+    assert next(row for row in report.sections["devices"].rows if row[0] == "ctc_lin")[4] == "1 tensors stay on cpu"
+
+
+def test_a_forward_that_reads_values_is_no_mistake(tmp_path):
+    report = check(head(tmp_path, "Reading"))
+    assert report.errors == []
+    assert any(note.startswith("the forward behind ctc_lin, which reads values") for note in report.notes)
+
+
+def test_features_that_cope_with_any_device_are_not_told(tmp_path):
+    report = check(SMALL)
+    assert report.errors == [] and report.warnings == []
+
+
+def test_a_recipe_without_a_recognizer_is_checked_as_far_as_it_goes(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("layer: !new:torch.nn.Linear [3, 5]\nmodules: {layer: !ref <layer>}\n")
+    report = check(path)
+    assert report.errors == [] and "shapes" not in report.sections
+    assert report.notes == ["the forward: compute_features, ctc_lin, Transformer are missing or not built"]
+
+
+def test_stand_ins_take_no_memory_and_end():
+    with shapes.stand_ins():
+        assert torch.empty(1 << 50).numel() == 1 << 50
+    assert type(torch.empty(1)) is torch.Tensor
+
+
+# ------------------------------------------------------------------------------------------------ the bill
+
+
+def test_the_bill_counts_what_a_step_holds(tmp_path):
+    values = check(SMALL).sections["bill"].values
+    model = load(SMALL, {"output_folder": str(tmp_path)})["model"]
+    parameters = sum(p.numel() for p in model.parameters())
+    assert values["parameters"] == parameters
+    buffers = sum(b.numel() * b.element_size() for b in model.state_dict().values()) - 4 * parameters
+    # weights, gradients and two states of AdamW, 4 bytes each
+    assert values["weights_bytes"] == 16 * parameters + buffers
+    assert values["batch_seconds"] == 40 and not values["measured"]
+
+
+def test_memory_and_operations_grow_with_the_batch():
+    small, large = (check(SMALL, {"batching": {"max_batch_seconds": n}}).sections["bill"].values for n in (20, 80))
+    assert 3.5 < large["batch_bytes"] / small["batch_bytes"] < 4.5
+    assert large["operations_per_second_of_audio"] == pytest.approx(small["operations_per_second_of_audio"], rel=0.05)
+
+
+def test_the_counted_memory_is_what_a_step_allocates(tmp_path):
+    """Against the bytes that torch really keeps for backward in the same forward."""
+    values = check(SMALL).sections["bill"].values
+    hparams = load(SMALL, {"output_folder": str(tmp_path)})
+    accelerate(nn.ModuleDict(hparams["modules"]))
+    model = Recognizer.from_hparams(SimpleNamespace(**hparams))
+    kept: dict[int, int] = {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    samples = torch.tensor([320_000] * 2)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        feats, frames = model.features(torch.zeros(2, 320_000), samples)
+        encoded, _, decoded = model.encode_and_decode(feats, frames, torch.ones(2, 120, dtype=torch.long))
+        _ = model.ctc_lin(encoded).log_softmax(-1).sum() + hparams["seq_lin"](decoded).sum()
+    for parameter in nn.ModuleDict(hparams["modules"]).parameters():
+        kept.pop(parameter.untyped_storage().data_ptr(), None)
+    assert sum(kept.values()) < values["batch_bytes"] < 2.5 * sum(kept.values())
+
+
+def test_the_largest_batch_fits_and_no_larger_one():
+    bill = Bill(1000, weights=10**9, cost=Cost(4, 10.0, 2 * 10**9, 1e12), hours_per_100=None, device="cpu")
+    largest = bill.largest(20e9)
+    assert bill.weights + largest * 2e9 / 40 == pytest.approx(USABLE * 20e9)
+    assert bill.largest(1e9) == 0 and bill.largest_shown(20e9) == "320 s"
+
+
+def test_optimizers_differ_in_what_they_keep():
+    assert states_per_parameter(partial(torch.optim.AdamW, lr=1)) == 2
+    assert states_per_parameter(partial(partial(torch.optim.SGD, momentum=0.9), lr=1)) == 1
+    assert states_per_parameter(torch.optim.SGD) == 0

@@ -1,0 +1,67 @@
+"""Every YAML that is shipped passes the check, and plain HyperPyYAML loads and builds it too."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hyperpyyaml import load_hyperpyyaml
+
+from sbkit.recipe import load
+from sbkit.recipe.build import build
+from sbkit.recipe.check import check
+from sbkit.recipe.reading import read
+from sbkit.recipe.source import Findings
+from sbkit.run import NEEDED
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = sorted(str(p.relative_to(ROOT)) for folder in ("hparams", "recipes") for p in (ROOT / folder).rglob("*.yaml"))
+
+
+def stand_ins(name: str, folder: Path) -> dict:
+    """What a user of the recipe must give."""
+    given = {"output_folder": str(folder / "run")}
+    if any("data_folder: !PLACEHOLDER" in tree.read_text() for tree, _ in load.chain(ROOT / name)):
+        given["data_folder"] = str(folder)
+    return given
+
+
+def test_there_are_recipes_to_check():
+    assert "hparams/ctc.yaml" in SHIPPED and len(SHIPPED) > 5
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_recipe_passes_the_check(name, tmp_path):
+    report = check(ROOT / name, stand_ins(name, tmp_path), needed=NEEDED)
+    assert [str(error) for error in report.errors] == []
+    assert report.sections["shapes"].values["attention head" if "recipes" in name else "CTC head"]
+    assert {row[4] for row in report.sections["devices"].rows} <= {"moved", "holds nothing"}
+    assert report.sections["bill"].values["parameters"] > 1e6
+    assert not (tmp_path / "run").exists(), "a check leaves no trace"
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_plain_hyperpyyaml_loads_and_builds_a_shipped_recipe(name, tmp_path):
+    given = load.place(stand_ins(name, tmp_path), load.chain(ROOT / name))
+    with open(ROOT / name, encoding="utf-8") as stream, torch.device("meta"):  # weights without memory
+        hparams = load.flatten(load_hyperpyyaml(stream, given))
+    assert all(isinstance(module, torch.nn.Module) for module in hparams["modules"].values())
+    assert sum(p.numel() for p in hparams["model"].parameters()) > 1e6
+
+
+@pytest.mark.parametrize("name", ["hparams/ctc.yaml", "recipes/CommonVoice/ASR/CTC/hparams/fr.yaml"])
+def test_the_check_builds_what_hyperpyyaml_builds(name, tmp_path):
+    given, findings = stand_ins(name, tmp_path), Findings()
+    hparams = load.load(ROOT / name, given)
+    root = read(ROOT / name, given, findings)
+    with build(root, findings) as built:
+        assert built.missing == set()
+        hparams = {key: value for key, value in hparams.items() if not key.startswith("__")}
+        assert list(built.hparams) == list(hparams)
+        for key, value in hparams.items():
+            ours = built.hparams[key]
+            assert type(ours) is type(value), key
+            if isinstance(value, (int, float, str, list, tuple, type(None))):
+                assert ours == value, key
+        shapes = {name: p.shape for name, p in hparams["model"].named_parameters()}
+        assert {name: p.shape for name, p in built.hparams["model"].named_parameters()} == shapes
+        assert built.hparams["modules"]["model"] is built.hparams["model"]

@@ -1,0 +1,115 @@
+"""Labels fit the vocabulary and the audio is long enough for them, utterance by utterance."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sbkit.data.manifest import Manifest
+from sbkit.data.tokens import Tokenizer
+from sbkit.nn.ctc import ctc_frames_needed
+from sbkit.recipe import tokens_check
+from sbkit.recipe.check import check, check_labels
+from sbkit.recipe.load import load
+
+SMALL = Path(__file__).with_name("small.yaml")
+TEXTS = ["aa b", "abc abc", "cab", "bac", "ab"] * 4
+
+
+class Spelling:
+    """A tokenizer of which each letter is an id: a is 1, and ! is the blank."""
+
+    def encode(self, text):
+        return ["!abcdefgh".index(char) for char in text]
+
+
+class Even:
+    """One frame for each 160 samples."""
+
+    def frames(self, samples):
+        return samples // 160
+
+
+def manifest(texts, seconds):
+    n = len(texts)
+    return Manifest(ids=[f"u{i}" for i in range(n)], durations=np.full(n, seconds), wavs=["x.wav"] * n, texts=texts)
+
+
+def test_utterances_are_named_by_what_is_wrong_with_them():
+    found = tokens_check.look(manifest(["ab", "", "aab", "a!", "ah", "abc"], 0.03), Spelling(), Even(), size=8)
+    assert found.looked_at == 6
+    assert found.short == ["u2"]  # three letters and a repeat need four frames, there are three
+    assert found.empty == ["u1"]
+    assert found.outside == ["u3", "u4"]  # a blank, and an id beyond 7
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.text("abc", min_size=0, max_size=9), min_size=1, max_size=8), st.integers(1, 12))
+def test_frames_are_counted_as_the_loss_counts_them(texts, frames):
+    found = tokens_check.look(manifest(texts, frames * 0.01), Spelling(), Even(), size=8)
+    width = max(1, *map(len, texts))
+    targets = torch.zeros(len(texts), width, dtype=torch.long)
+    for i, text in enumerate(texts):
+        targets[i, : len(text)] = torch.tensor(Spelling().encode(text), dtype=torch.long)
+    needed = ctc_frames_needed(targets, torch.tensor([len(text) for text in texts]))
+    assert found.short == [f"u{i}" for i in (needed > frames).nonzero().flatten().tolist()]
+
+
+def test_of_a_large_split_the_densest_are_looked_at(monkeypatch):
+    monkeypatch.setattr(tokens_check, "MOST", 3)
+    found = tokens_check.look(manifest(["a", "abcabc", "ab", "abcab", "abcabca"], 0.05), Spelling(), Even(), size=8)
+    assert (found.looked_at, found.short) == (3, ["u1", "u4"])
+
+
+@pytest.fixture
+def prepared(tmp_path):
+    """The small recipe after a run has prepared its corpus."""
+    def make(texts=TEXTS, seconds=1.0, **overrides):
+        given = {"output_folder": str(tmp_path), **overrides}
+        hparams = load(SMALL, given)
+        (tmp_path / "manifests").mkdir(exist_ok=True)
+        for split in ("train", "dev"):
+            manifest(texts, seconds).write(hparams["corpus"].manifest_path(split))
+        Tokenizer(tmp_path / "save", 10, "unigram").prepare(TEXTS)
+        return given | {"output_neurons": overrides.get("output_neurons", 10)}
+    return make
+
+
+def test_a_prepared_corpus_is_compared_with_the_model(prepared):
+    report = check(SMALL, prepared())
+    assert report.errors == []
+    assert [row[:3] for row in report.sections["labels"].rows] == [["train", 20, 20], ["dev", 20, 20]]
+    assert "hours per epoch, 0.0 h of audio, one cpu" in [row[0] for row in report.sections["bill"].rows]
+
+
+def test_utterances_too_short_are_warned_of_and_too_many_are_an_error(prepared):
+    given = prepared(seconds=0.12)  # 13 frames, 7 after subsampling
+    long = ["abcabcabcabcabcabcabc"]
+    report = check(SMALL, prepared(TEXTS + long, seconds=0.12))
+    assert [(f.code, f.severity) for f in report.findings] == [("too-short", "warning")] * 2
+    assert "1 of 21 utterances have fewer encoder frames" in report.warnings[0].message
+    assert report.warnings[0].message.endswith("u20")
+    prepared(long * 3, seconds=0.12)
+    assert [(f.code, f.severity) for f in check(SMALL, given).errors] == [("too-short", "error")] * 2
+
+
+def test_the_tokenizer_on_disk_decides_the_size(prepared):
+    given = prepared()
+    model = Path(given["output_folder"]) / "save" / "10_unigram.model"
+    (error,) = check(SMALL, given | {"output_neurons": 12, "tokenizer": {"model": str(model)}}).errors
+    assert error.key == "output_neurons" and "has 10 entries" in error.message
+    assert error.suggestion == "set vocab_size (and output_neurons) to 10"
+
+
+def test_labels_can_be_looked_at_after_preparing(prepared):
+    given = prepared()
+    hparams = load(SMALL, given)
+    hparams["tokenizer"].load()
+    assert check_labels(hparams, {"train": manifest(TEXTS, 1.0)}) == []
+    found = check_labels(hparams, {"train": manifest(["abc" * 30], 0.1)})
+    assert [f.code for f in found] == ["too-short"]
+    assert check_labels({"corpus": SimpleNamespace()}, {}) == []
