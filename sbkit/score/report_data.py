@@ -20,7 +20,7 @@ RECIPE, METRICS, HEARD = "hyperparams.yaml", "metrics.jsonl", "test_utterances.j
 PREPARED = "manifests/prepare_report.json"
 
 
-@dataclass
+@dataclass(eq=False)
 class Results:
     """Scored utterances, and their error rates in the same order. Those without a reference are not among them."""
 
@@ -51,6 +51,11 @@ class Results:
     def lengths(self) -> np.ndarray:
         """Words of each reference, [N] int64."""
         return self.words.lengths
+
+    @cached_property
+    def totals(self) -> tuple[int, int]:
+        """Wrong words and words of all utterances together."""
+        return int(self.edits.sum()), int(self.lengths.sum())
 
     @cached_property
     def ways(self) -> list[str]:

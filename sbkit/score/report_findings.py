@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sbkit.score import report_groups
 from sbkit.score.report_data import Results, RunData, percent, rate
-from sbkit.score.report_groups import Group
+from sbkit.score.report_groups import Group, breakdown
 
 MOST = 7
 _WORSE = 1.15  # times the rate of all others, from which a group is worth a sentence
@@ -46,21 +45,19 @@ def _labels(results: Results, suspects: Sequence[object]) -> Iterator[Finding]:
 
 
 def _groups(results: Results) -> Iterator[Finding]:
-    kinds = {"duration": report_groups.by_duration(results)}
-    kinds |= {name: report_groups.by_value(results, values, name)
-              for name, values in report_groups.columns(results).items()}
-    total = int(results.edits.sum())
-    for kind, groups in kinds.items():
+    found = breakdown(results)
+    total = results.totals[0]
+    for kind, groups in {"duration": found.durations, **found.values}.items():
         worst = max((group for group in groups if _stands_out(group, total)), key=lambda g: _excess(g), default=None)
         if worst is not None:
-            share, words = worst.edits / total, worst.words / int(results.lengths.sum())
+            share, words = worst.edits / total, worst.words / results.totals[1]
             label = worst.label if kind == "duration" else f"{kind} “{worst.label}”"
             yield Finding(
                 _excess(worst) / total,
                 f"{label[0].upper()}{label[1:]}: {rate(worst.rate, 1)} of the words are wrong",
                 f"Elsewhere {rate(worst.rest, 1)}. These are {percent(words)} of the words and {percent(share)} of the "
                 "errors.", "where")
-    yield from _speakers(results, total)
+    yield from _speakers(found.speakers, results.totals)
 
 
 def _stands_out(group: Group, total: int) -> bool:
@@ -73,13 +70,12 @@ def _excess(group: Group) -> float:
     return group.edits - (group.rest or 0) / 100 * group.words
 
 
-def _speakers(results: Results, total: int) -> Iterator[Finding]:
-    speakers = report_groups.by_speaker(results)
+def _speakers(speakers: Sequence[Group], totals: tuple[int, int]) -> Iterator[Finding]:
     if len(speakers) < 20:
         return
     worst = speakers[:max(1, len(speakers) // 10)]
-    errors = sum(group.edits for group in worst) / total
-    words = sum(group.words for group in worst) / int(results.lengths.sum())
+    errors = sum(group.edits for group in worst) / totals[0]
+    words = sum(group.words for group in worst) / totals[1]
     if errors > 1.5 * words and errors - words > _WORTH:
         yield Finding(
             errors - words, f"A tenth of the speakers make {percent(errors)} of the errors",

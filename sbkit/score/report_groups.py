@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,6 +38,21 @@ class Group:
     @property
     def rate(self) -> float:
         return 100 * self.edits / self.words
+
+
+class Breakdown(NamedTuple):
+    """All groups of a test set."""
+
+    durations: list[Group]
+    values: dict[str, list[Group]]  # by the name of the corpus's column
+    speakers: list[Group]  # the hardest first
+
+
+@lru_cache(maxsize=4)
+def breakdown(results: Results) -> Breakdown:
+    """The groups, made once for all parts of the page that speak of them."""
+    values = {name: by_value(results, column, name) for name, column in columns(results).items()}
+    return Breakdown(by_duration(results), values, by_speaker(results))
 
 
 def by_duration(results: Results) -> list[Group]:
@@ -92,6 +109,7 @@ def by_speaker(results: Results) -> list[Group]:
 def _group(label: str, results: Results, which: np.ndarray, bounds: bool = True) -> Group:
     inside, words = results.edits[which], results.lengths[which]
     low, high = interval_of(inside, words) if bounds and len(inside) >= LEAST else (None, None)
-    others = int(results.lengths.sum() - words.sum())
-    rest = 100 * int(results.edits.sum() - inside.sum()) / others if others else None
-    return Group(label, len(inside), int(words.sum()), int(inside.sum()), low, high, rest)
+    wrong, said = int(inside.sum()), int(words.sum())
+    all_wrong, all_said = results.totals
+    rest = 100 * (all_wrong - wrong) / (all_said - said) if all_said > said else None
+    return Group(label, len(inside), said, wrong, low, high, rest)

@@ -136,17 +136,16 @@ def _step_time(run: RunData) -> Markup | None:
 
 def where(results: Results, other: Results | None) -> Markup:
     """WER by duration, by whatever the corpus says of speakers, and by speaker."""
-    blocks = [charts.bars("By duration", groups.by_duration(results), mean=results.words.rate,
+    durations, values, speakers = groups.breakdown(results)
+    before = None if other is None else groups.breakdown(other)
+    blocks = [charts.bars("By duration", durations, mean=results.words.rate,
                           note="Line: the whole test set. Whiskers: 95 % interval.")]
-    theirs = groups.columns(other) if other is not None else {}
-    for name, values in groups.columns(results).items():
-        before = groups.by_value(other, theirs[name], name) if name in theirs else []
-        blocks.append(_table(f"By {name}", groups.by_value(results, values, name), before))
-    speakers = groups.by_speaker(results)
+    for name, found in values.items():
+        blocks.append(_table(f"By {name}", found, before.values.get(name, []) if before else []))
     if speakers:
         few = len(speakers) <= groups.SPEAKERS_SHOWN
         title = "By speaker" if few else f"The {groups.SPEAKERS_SHOWN} hardest of {len(speakers)} speakers"
-        blocks.append(_table(title, speakers[:groups.SPEAKERS_SHOWN], groups.by_speaker(other) if other else []))
+        blocks.append(_table(title, speakers[:groups.SPEAKERS_SHOWN], before.speakers if before else []))
         if not few:
             blocks.append(charts.histogram("WER of the speakers", [group.rate for group in speakers], "WER %",
                                            note="How many speakers have which WER."))

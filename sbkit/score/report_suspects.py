@@ -39,8 +39,9 @@ def suspects(results: Results) -> list[Suspect]:
         return []
     order = known[np.argsort(sure[known], kind="stable")]
     usual = _running_median(errors[order], min(_NEIGHBOURS, max(_LEAST, len(order) // 4)))
+    least = np.quantile(sure[known], _SURE)
     found = [Suspect(int(i), float(errors[i]), float(median)) for i, median in zip(order, usual, strict=True)
-             if sure[i] >= np.quantile(sure[known], _SURE) and errors[i] - median >= _EXCESS]
+             if sure[i] >= least and errors[i] - median >= _EXCESS]
     silent = [Suspect(i, 1.0, 0.0) for i, one in enumerate(results.heard) if not one.hypothesis.split()]
     if len(silent) <= _RARELY_SILENT * len(results):
         found += silent

@@ -84,3 +84,16 @@ def test_runs_on_other_corpora_are_refused():
         compare(run([1, 2]), run([1, 2], words=9))
     with pytest.raises(SbkitError, match="by word can't be compared with one by character"):
         compare(run([1]), ErrorRates("character"))
+
+
+def test_many_utterances_have_the_interval_that_drawing_them_would_give(monkeypatch):
+    from sbkit.score import significance
+
+    drawn = np.random.default_rng(0)
+    lengths = drawn.integers(3, 15, 12_000)
+    edits = drawn.binomial(lengths, drawn.beta(1, 8, 12_000))
+    quick = significance.interval_of(edits, lengths)
+    monkeypatch.setattr(significance, "NORMAL_FROM", 1 << 30)
+    slow = significance.interval_of(edits, lengths)
+    width = slow[1] - slow[0]
+    assert np.abs(np.subtract(quick, slow)).max() < 0.06 * width
