@@ -25,13 +25,25 @@ from sbkit.recipe.signatures import arguments, locate
 from sbkit.recipe.source import Findings, Node
 from sbkit.recipe.values import static
 
-_FILLING = frozenset((
-    "uniform_", "normal_", "trunc_normal_", "exponential_", "xavier_uniform_", "xavier_normal_", "kaiming_uniform_",
-    "kaiming_normal_", "orthogonal_", "sparse_"))
+_FILLING = frozenset(("uniform_", "normal_", "exponential_", "xavier_uniform_", "xavier_normal_", "kaiming_uniform_",
+                      "kaiming_normal_"))
+#: torch.nn.init's that compute before they fill.
+_COMPUTING = ("orthogonal_", "trunc_normal_", "sparse_")
 
 
 class _Unfilled(TorchFunctionMode):
     """Within it, weights aren't drawn: a check looks at shapes and places only."""
+
+    def __enter__(self) -> _Unfilled:
+        self.kept = {name: getattr(torch.nn.init, name) for name in _COMPUTING}
+        for name in _COMPUTING:
+            setattr(torch.nn.init, name, lambda tensor, *args, **kwargs: tensor)
+        return super().__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        for name, function in self.kept.items():
+            setattr(torch.nn.init, name, function)
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if getattr(func, "__name__", "") in _FILLING:

@@ -142,6 +142,11 @@ def check_ownership(built: Built, owned: Owned, findings: Findings) -> None:
     for tensor in tensors(built):
         if tensor.registered and tensor.value not in owned:
             strangers.setdefault(tensor.key, []).append(tensor)
+    for key, obj in built.hparams.items():
+        if _keeps_statistics(obj) and id(obj) not in owned.modules:
+            findings.warning("not-owned", built.nodes[key].place, key,
+                             f"{type(obj).__name__} keeps running statistics and is not under modules: it never leaves "
+                             "training mode, so validation changes them", _mends(key, owned))
     for key, found in strangers.items():
         parameters = {id(t.value): t for t in found if isinstance(t.value, nn.Parameter)}.values()
         if not parameters:
@@ -160,6 +165,11 @@ def check_ownership(built: Built, owned: Owned, findings: Findings) -> None:
 def _kind(built: Built, key: str) -> str:
     obj = built.hparams.get(key)
     return type(obj).__name__ if isinstance(obj, nn.Module) else "a layer"
+
+
+def _keeps_statistics(obj: Any) -> bool:
+    """SpeechBrain's InputNormalization, whose statistics are neither buffers nor in its state dict."""
+    return isinstance(obj, nn.Module) and getattr(obj, "norm_type", None) == "global"
 
 
 def _mends(key: str, owned: Owned) -> str:
@@ -224,9 +234,13 @@ def check_saved(built: Built, owned: Owned, findings: Findings) -> None:
     if saved is None or node is None:
         return
     holders = {name: saved_by(obj) for name, obj in saved.items()}
+    collected = getattr(built.hparams.get("pretrainer"), "loadables", {})  # SpeechBrain's: loaded anew by each run
+    fetched = {id(p) for module in collected.values() if isinstance(module, nn.Module) for p in module.parameters()}
     for root_name, root in owned.roots.items():
         by_holders: dict[tuple[str, ...], list[str]] = {}
         for name, parameter in root.named_parameters():
+            if id(parameter) in fetched:
+                continue
             by_holders.setdefault(tuple(h for h, held in holders.items() if id(parameter) in held), []).append(name)
         for held_by, names in by_holders.items():
             if not held_by:
@@ -241,11 +255,8 @@ def check_saved(built: Built, owned: Owned, findings: Findings) -> None:
     for key, obj in built.hparams.items():
         if id(obj) in kept or key in _SAVED_BY_BRAIN or isinstance(obj, (Checkpointer, type)):
             continue
-        if isinstance(obj, nn.Module):
-            loses = getattr(obj, "norm_type", None) == "global"  # InputNormalization's statistics are no buffers
-        else:
-            loses = get_default_hook(obj, DEFAULT_SAVE_HOOKS) is not None
-        if loses:
+        saves = not isinstance(obj, nn.Module) and get_default_hook(obj, DEFAULT_SAVE_HOOKS) is not None
+        if saves or _keeps_statistics(obj):
             findings.warning("not-saved", built.nodes[key].place, key,
                              f"{type(obj).__name__} has a state that no checkpoint holds, so a resumed run loses it",
                              f"add `{key}: !ref <{key}>` to the checkpointer's recoverables")

@@ -20,6 +20,8 @@ from sbkit.recipe.source import UNKNOWN, Findings, Node
 from sbkit.recipe.values import is_tuple, looks_like_number, static
 
 _COMMON = ("torch", "torchaudio", "speechbrain", "sbkit", "transformers", "numpy")
+#: Ends of names of arguments that take a class, though it's often annotated as what the class makes.
+_FACTORIES = ("class", "cls", "type", "factory", "fn", "module")
 _TRUTHS = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 
 
@@ -46,9 +48,9 @@ def locate(name: str) -> Any:
         except ModuleNotFoundError as error:
             if error.name is not None and (module == error.name or module.startswith(f"{error.name}.")):
                 break
-            raise LookupError(f"importing {module} fails: {error}", f"install {error.name}") from error
+            raise LookupError(f"importing {module} fails: {_first(error)}", f"install {error.name}") from error
         except Exception as error:  # whatever a module does when it's imported
-            raise LookupError(f"importing {module} fails: {type(error).__name__}: {error}", "") from error
+            raise LookupError(f"importing {module} fails: {type(error).__name__}: {_first(error)}", "") from error
     if found is None:
         if hasattr(builtins, parts[0]):
             found = builtins
@@ -64,8 +66,12 @@ def locate(name: str) -> Any:
             hint = f"did you mean {owner}.{near}?" if near else ""
             raise LookupError(f"{owner} has no {parts[i]}", hint) from None
         except Exception as error:  # lazily imported by SpeechBrain, and its import fails
-            raise LookupError(f"importing {'.'.join(parts[: i + 1])} fails: {error}", "") from error
+            raise LookupError(f"importing {'.'.join(parts[: i + 1])} fails: {_first(error)}", "") from error
     return found
+
+
+def _first(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _offers(owner: Any) -> list[str]:
@@ -164,7 +170,7 @@ def _compare(name: str, parameter: inspect.Parameter, hints: Mapping[str, Any], 
     hint = hints.get(parameter.name)
     wanted = None
     if hint is not None:
-        if not fits(hint, value):
+        if not fits(hint, value) and not (_is_factory(value) and parameter.name.endswith(_FACTORIES)):
             wanted = describe(hint)
     elif isinstance(given, str) and isinstance(parameter.default, (bool, int, float)):
         if (not value.quoted and given in _TRUTHS) or looks_like_number(given):
@@ -180,6 +186,10 @@ def _compare(name: str, parameter: inspect.Parameter, hints: Mapping[str, Any], 
         return
     findings.error("wrong-type", place, node.key_of(key), message, _mend(given, hint, value))
     node.wrong = True
+
+
+def _is_factory(value: Node) -> bool:
+    return value.tag.startswith("!name:")
 
 
 def _shown(given: Any) -> str:

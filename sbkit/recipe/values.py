@@ -31,8 +31,7 @@ def static(node: Node) -> Any:
 
 
 def _reads_as_tuple(node: Node) -> bool:
-    """As HyperPyYAML does; what was put together from references is a tuple in some processes and a text in others."""
-    return not (node.tag or node.quoted or node.computed) and is_tuple(node.value)
+    return not (node.tag or node.quoted) and is_tuple(node.value)
 
 
 def is_tuple(value: Any) -> bool:
@@ -80,10 +79,14 @@ def check_text(node: Node, findings: Findings, in_list: bool = False) -> None:
         return  # told where it's written
     if _reads_as_tuple(node):
         _check_tuple(node, findings)
+        if node.computed and not node.wrong:  # HyperPyYAML writes it out and reads it again
+            findings.warning("tuple-as-text", node.place, node.key,
+                             f"{text!r} is a tuple in the first recipe that a program loads, and a text in the next",
+                             f"write a list: [{text[1:-1]}]")
         return
     if node.tag or not isinstance(text, str):
         return
-    if (node.quoted or node.computed) and is_tuple(text):
+    if node.quoted and is_tuple(text):
         if all(looks_like_number(part) for part in text[1:-1].split(",") if part.strip()):
             _tell(node, findings, "tuple-as-text", "is a text, not a tuple", f"write a list: [{text[1:-1]}]")
         return
@@ -102,7 +105,7 @@ def check_text(node: Node, findings: Findings, in_list: bool = False) -> None:
     elif expression(text):
         findings.warning("number-as-text", node.place, node.key, f"{text!r} is a text: nothing computes it",
                          "write the number; arithmetic works behind !ref with a <key> in it")
-    elif text in ("None", "none"):
+    elif text == "None":
         findings.warning("null-as-text", node.place, node.key, f"{text!r} is a text, not nothing", "write null")
     elif text in _TRUTHS and node.key.rpartition(".")[2] != "language":
         findings.warning("truth-as-text", node.place, node.key, f"{text!r} is a text, not true or false",

@@ -178,10 +178,12 @@ def test_a_walk_ends_in_circles_and_long_lists(tmp_path):
 def test_a_build_draws_no_numbers_and_fills_no_weights(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("__seed: !apply:torch.manual_seed [7]\nlayer: !new:torch.nn.Linear [500, 500]\n")
+    functions = nn.init.orthogonal_, nn.init.uniform_
     torch.manual_seed(3)
     expected = torch.rand(3)
     torch.manual_seed(3)
     findings = Findings()
     with build(resolve(path, {}, findings), findings) as built:
         assert "__seed" not in built.hparams
+    assert (nn.init.orthogonal_, nn.init.uniform_) == functions
     assert torch.equal(torch.rand(3), expected)
