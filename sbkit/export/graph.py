@@ -134,7 +134,7 @@ def write_onnx(program: torch.export.ExportedProgram, path: Path, metadata: dict
 def to_onnx(program: torch.export.ExportedProgram, inputs: Sequence[str], outputs: Sequence[str]) -> Any:
     """A traced module as an ONNX model."""
     try:
-        with _quiet():
+        with torch.no_grad(), _quiet():
             return torch.onnx.export(program, dynamo=True, opset_version=OPSET, input_names=list(inputs),
                                      output_names=list(outputs), verbose=False).model_proto
     except Exception as error:
@@ -164,7 +164,10 @@ def quantize(path: Path, to: Path) -> None:
                          use_external_data_format=path.with_name(f"{path.name}.data").exists())
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
+    """Of the cause: exporters wrap it in advice of their own."""
+    while error.__cause__ is not None:
+        error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
 

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from speechbrain.lobes.models.transformer import Transformer
 from speechbrain.lobes.models.transformer.TransformerASR import TransformerASR
-from speechbrain.nnet import RNN, attention
+from speechbrain.nnet import attention
 from torch import Tensor, nn
 from torch.nn import functional
 
+from sbkit.export import recurrent
 from sbkit.nn.accelerate import FASTER, accelerate
 from sbkit.nn.fast.attention import MultiheadAttention as FastMultiheadAttention
 from sbkit.nn.lengths import lengths_to_mask
@@ -170,38 +171,6 @@ class ExportedMultiheadAttention(FastMultiheadAttention):
         return (out, None) if return_attn_weights else out
 
 
-class _Recurrent:
-    """The loop over frames of SpeechBrain's light GRUs as one scan."""
-
-    def _ligru_cell(self, w: Tensor, ht: Tensor) -> Tensor:
-        return self._scan(w, ht, lambda before: self.u(before))
-
-    def _sligru_cell(self, w: Tensor, ht: Tensor) -> Tensor:
-        return self._scan(w, ht, lambda before: self.layer_norm(self.u(before)))
-
-    def _scan(self, w: Tensor, ht: Tensor, recurrent: Any) -> Tensor:
-        def step(before: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
-            candidate, gate = (given + recurrent(before)).chunk(2, 1)
-            gate = torch.sigmoid(gate)
-            now = gate * before + (1 - gate) * self.act(candidate)
-            return now, now.clone()
-
-        from torch._higher_order_ops.scan import scan
-
-        return scan(step, ht, w.transpose(0, 1))[1].transpose(0, 1)
-
-    def _change_batch_size(self, x: Tensor) -> None:
-        """The original remembers the batch size, for dropout masks that only training draws."""
-
-
-class ExportedLiGRULayer(_Recurrent, RNN.LiGRU_Layer):
-    """``LiGRU_Layer``: [B, T, D] -> [B, T, H]."""
-
-
-class ExportedSLiGRULayer(_Recurrent, RNN.SLiGRU_Layer):
-    """``SLiGRU_Layer``: [B, T, D] -> [B, T, H]."""
-
-
 _BY_ORIGINAL: dict[type, type] = {
     TransformerASR: ExportedTransformerASR,
     Transformer.PositionalEncoding: ExportedPositionalEncoding,
@@ -209,8 +178,7 @@ _BY_ORIGINAL: dict[type, type] = {
     attention.RelPosMHAXL: ExportedRelPosMHAXL,
     attention.RoPEMHA: ExportedRoPEMHA,
     attention.MultiheadAttention: ExportedMultiheadAttention,
-    RNN.LiGRU_Layer: ExportedLiGRULayer,
-    RNN.SLiGRU_Layer: ExportedSLiGRULayer,
+    **recurrent.EQUIVALENTS,
 }
 #: Also from what ``accelerate`` made of them.
 EQUIVALENTS = {FASTER.get(original, original): swapped for original, swapped in _BY_ORIGINAL.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any, Protocol
@@ -69,7 +70,9 @@ class Torch:
         device, note = _torch_device(wanted, torch)
         if threads:
             torch.set_num_threads(threads)
-        module = torch.export.load(path).module()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of read-only buffers, which nobody writes to
+            module = torch.export.load(path).module()
         self._torch, self._device = torch, device
         self._module = compiled(module.to(device), compile_mode, worker) if compile_mode else module.to(device)
         self.running = Running(
@@ -128,7 +131,7 @@ def refuse_pickles(path: Path) -> None:
                         raise SbkitError(f"{path}: {name} names pickles", hint="export the run again")
                 elif not _harmless(name, entry.file_size):
                     raise SbkitError(f"{path} holds {name}, which may be a pickle", hint="export the run again")
-    except (OSError, ValueError, KeyError, AttributeError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, zipfile.BadZipFile) as error:
         raise SbkitError(f"{path} can't be read: {error}", hint="is the file whole? export the run again") from None
 
 

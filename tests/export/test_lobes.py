@@ -1,0 +1,135 @@
+"""SpeechBrain's encoders through ONNX Runtime give what they give in torch, at lengths and batches not traced with."""
+
+import copy
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from speechbrain.lobes.models.CRDNN import CRDNN
+from speechbrain.lobes.models.transformer.TransformerASR import TransformerASR
+from speechbrain.nnet import RNN
+from torch import nn
+
+from sbkit.export import graph
+from sbkit.export.lobes import exportable
+from sbkit.nn.accelerate import accelerate
+
+FEATURES = 12
+#: (batch, frames): others than the example's, shorter and longer.
+SHAPES = [(2, 37), (1, 24), (3, 61), (1, 140), (5, 33)]
+
+
+def _transformer(**changes):
+    options = {
+        "tgt_vocab": 7, "input_size": FEATURES, "d_model": 16, "nhead": 2, "num_encoder_layers": 2,
+        "num_decoder_layers": 0, "d_ffn": 20, "dropout": 0.0, "encoder_module": "conformer", "kernel_size": 5,
+        "normalize_before": True, "causal": False, "attention_type": "RoPEMHA", "csgu_linear_units": 24,
+    }
+    return TransformerASR(**(options | changes))
+
+
+class Encode(nn.Module):
+    """A transformer's encoder, or a plain one, with absolute lengths."""
+
+    def __init__(self, encoder):
+        super().__init__()
+        self.encoder = encoder
+
+    def forward(self, feats, frames):
+        if hasattr(self.encoder, "encode"):
+            return self.encoder.encode(feats, frames / feats.shape[1])
+        out = self.encoder(feats)
+        return out[0] if isinstance(out, tuple) else out
+
+
+def _session(module, tmp_path, examples):
+    program = graph.trace_module(module, examples, {"feats": (0, 1), "frames": (0,)})
+    model = graph.to_onnx(program, ["feats", "frames"], ["out"])
+    graph.save(model, tmp_path / "m.onnx", {}, {"feats": ("b", "t"), "frames": ("b",), "out": ("b", "u")})
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    return onnxruntime.InferenceSession(str(tmp_path / "m.onnx"), options)
+
+
+def _compare(encoder, tmp_path, masked=True, tolerance=2e-5):
+    torch.manual_seed(0)
+    for parameter in encoder.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.2)
+    reference = Encode(encoder).eval()
+    exported = copy.deepcopy(reference)
+    found = exportable(exported)
+    exported.requires_grad_(False)
+    session = _session(exported, tmp_path, (torch.randn(2, 40, FEATURES), torch.tensor([40, 29])))
+    for batch, frames in SHAPES:
+        feats = torch.randn(batch, frames, FEATURES)
+        lengths = torch.linspace(frames, frames // 2 + 1, batch).long() if masked else torch.full((batch,), frames)
+        with torch.no_grad():
+            expected = reference(feats, lengths).numpy()
+        actual = session.run(None, {"feats": feats.numpy(), **({} if len(session.get_inputs()) < 2 else
+                                                                {"frames": lengths.numpy()})})[0]
+        assert actual.shape == expected.shape
+        for row, length in enumerate((lengths * expected.shape[1] // frames).tolist()):
+            np.testing.assert_allclose(actual[row, :length], expected[row, :length], atol=tolerance, rtol=1e-4)
+    return found
+
+
+KINDS = [(kind, attention) for kind in ("transformer", "conformer", "branchformer")
+         for attention in ("RelPosMHAXL", "RoPEMHA", "regularMHA")
+         if (kind, attention) != ("branchformer", "RoPEMHA")]  # which SpeechBrain does not have
+QUICK = [("conformer", "RoPEMHA"), ("transformer", "RelPosMHAXL")]  # the others, at 5 s each, are slow
+
+
+@pytest.mark.parametrize("kind, attention", [
+    pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow) for each in KINDS])
+def test_transformers(kind, attention, tmp_path):
+    encoder = _transformer(encoder_module=kind, attention_type=attention)
+    # SpeechBrain's Conformer lets padding leak into its convolutions; sbkit's own, which training runs, does not.
+    accelerate(encoder)
+    # A Branchformer's convolutions see the padding, in torch as in the graph.
+    found = _compare(encoder, tmp_path)
+    assert any(attention.lower().replace("regularmha", "multiheadattention") in name.lower() for name in found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["RelPosMHAXL", "RoPEMHA", "regularMHA"])
+def test_causal_conformers(attention, tmp_path):
+    _compare(accelerated(_transformer(attention_type=attention, causal=True)), tmp_path)
+
+
+@pytest.mark.slow
+def test_stock_layers_export_without_acceleration(tmp_path):
+    _compare(_transformer(encoder_module="transformer", attention_type="RelPosMHAXL"), tmp_path)
+
+
+def test_longer_than_the_table_of_positions(tmp_path):
+    """A table of 50 positions ends the original at 50 frames; the graph goes on with the same sinusoids."""
+    short = _transformer(encoder_module="transformer", attention_type="regularMHA", max_length=50)
+    long = _transformer(encoder_module="transformer", attention_type="regularMHA", max_length=500)
+    long.load_state_dict({**short.state_dict(), **{k: v for k, v in long.state_dict().items() if k.endswith(".pe")}})
+    exported = Encode(copy.deepcopy(short)).eval()
+    exportable(exported)
+    feats, frames = torch.randn(1, 120, FEATURES), torch.tensor([120])
+    with torch.no_grad():
+        torch.testing.assert_close(exported(feats, frames), Encode(long).eval()(feats, frames), atol=2e-5, rtol=1e-4)
+
+
+RNNS = {"LSTM": RNN.LSTM, "GRU": RNN.GRU, "LiGRU": RNN.LiGRU, "SLiGRU": RNN.SLiGRU}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RNNS)
+def test_crdnn(name, tmp_path):
+    """Convolutions, pooling, recurrence in both directions, and layers behind it; also with time pooling."""
+    encoder = CRDNN(
+        input_shape=[4, 40, FEATURES], rnn_class=RNNS[name], rnn_layers=2, rnn_neurons=10, cnn_blocks=1,
+        cnn_channels=[6], inter_layer_pooling_size=[2], dnn_blocks=1, dnn_neurons=9, dropout=0.0,
+        time_pooling=name == "LiGRU", time_pooling_size=2,
+    )
+    _compare(encoder, tmp_path, masked=False)
+
+
+def accelerated(module):
+    accelerate(module)
+    return module

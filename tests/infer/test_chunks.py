@@ -1,0 +1,89 @@
+"""Cutting: every sample is answered for exactly once, chunks stay within their size, cuts lie in pauses."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sbkit.infer.chunks import CONTEXT_SECONDS, cut
+
+RATE, FRAME = 1000, 40
+
+
+def pieces(signal, sizes):
+    at, i = 0, 0
+    while at < len(signal):
+        size = sizes[i % len(sizes)]
+        yield signal[at : at + size]
+        at, i = at + size, i + 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seconds=st.floats(0.01, 60), chunk=st.floats(0.5, 15), sizes=st.lists(st.integers(1, 7000), min_size=1, max_size=4),
+    seed=st.integers(0, 1000), loud=st.booleans(),
+)
+def test_the_kept_frames_of_all_chunks_are_the_frames_of_the_recording(seconds, chunk, sizes, seed, loud):
+    size = max(1, int(seconds * RATE))
+    rng = np.random.default_rng(seed)
+    envelope = np.ones(size) if loud else np.repeat(rng.uniform(0, 1, size // 300 + 1) ** 8, 300)[:size]
+    signal = (envelope * rng.choice([-1.0, 1.0], size)).astype(np.float32)
+    order = []
+    at = 0
+    for number, each in enumerate(list(cut(pieces(signal, sizes), RATE, FRAME, chunk))):
+        assert len(each.signal) <= max(int(chunk * RATE), 4 * FRAME)
+        first = at * FRAME - each.skip * FRAME
+        assert first >= 0 and first % FRAME == 0
+        np.testing.assert_array_equal(each.signal, signal[first : first + len(each.signal)])
+        assert each.skip <= -(-CONTEXT_SECONDS * RATE // FRAME)
+        if each.keep is None:
+            assert first + len(each.signal) == size, f"chunk {number} is the last, and ends where the recording does"
+            order.append(range(at, size // FRAME + 1))
+        else:
+            assert each.keep > 0 and (each.skip + each.keep) * FRAME <= len(each.signal)
+            order.append(range(at, at + each.keep))
+            at += each.keep
+    assert [frame for part in order for frame in part] == list(range(size // FRAME + 1))
+
+
+def test_cuts_go_through_pauses_and_nothing_is_heard_twice_there():
+    rng = np.random.default_rng(0)
+    pauses = [7.0, 15.0, 22.5]
+    signal = rng.standard_normal(30 * RATE).astype(np.float32)
+    for pause in pauses:
+        signal[int(pause * RATE) : int((pause + 0.4) * RATE)] *= 0.001
+    chunks = list(cut(iter([signal]), RATE, FRAME, 10.0))
+    ends = np.cumsum([each.keep for each in chunks[:-1]]) * FRAME / RATE
+    assert [any(pause <= end <= pause + 0.4 for pause in pauses) for end in ends] == [True] * len(ends)
+    assert all(each.skip == 0 for each in chunks)
+    assert len(chunks) == 4
+
+
+def test_speech_without_a_pause_is_cut_with_context_on_both_sides():
+    signal = np.random.default_rng(0).standard_normal(40 * RATE).astype(np.float32)
+    chunks = list(cut(iter([signal]), RATE, FRAME, 10.0))
+    for before, after in pairwise(chunks):
+        beyond = len(before.signal) / FRAME - before.skip - before.keep
+        assert beyond * FRAME / RATE >= CONTEXT_SECONDS and after.skip * FRAME / RATE >= CONTEXT_SECONDS
+
+
+def test_one_chunk_is_held_in_memory_however_long_the_recording():
+    held = []
+
+    def endless():
+        for _ in range(200):
+            block = np.ones(10 * RATE, dtype=np.float32)
+            held.append(block)
+            yield block
+
+    longest = max(len(each.signal) for each in cut(endless(), RATE, FRAME, 20.0))
+    assert longest <= 20 * RATE
+
+
+@pytest.mark.parametrize("size", [1, FRAME - 1, FRAME, 3 * FRAME])
+def test_the_shortest_recordings_are_one_chunk(size):
+    chunks = list(cut(iter([np.ones(size, np.float32)]), RATE, FRAME, 10.0))
+    assert [(len(each.signal), each.skip, each.keep) for each in chunks] == [(size, 0, None)]
+    assert list(cut(iter([]), RATE, FRAME, 10.0)) == []

@@ -1,0 +1,179 @@
+"""Recordings to transcripts: any source, any length, batches, times, confidence."""
+
+import io
+
+import bundles
+import numpy as np
+import pytest
+import soundfile
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import sbkit.infer
+from sbkit.data.audio import AudioError
+from sbkit.infer import Options, Recording
+from sbkit.infer.transcript import FORMATS, Transcript
+
+WORDS = st.text(st.sampled_from("abcdefghijklm"), min_size=1, max_size=5)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    with sbkit.infer.load(bundles.make(tmp_path_factory.mktemp("m") / "b", chunk_seconds=4.0), device="cpu") as loaded:
+        yield loaded
+
+
+def write(path, signal, rate=bundles.RATE, **options):
+    soundfile.write(path, signal, rate, **options)
+    return str(path)
+
+
+def test_a_clip_in_each_way_of_giving_it(model, tmp_path):
+    signal = bundles.say("she sells sea shells")
+    path = write(tmp_path / "clip.wav", signal, subtype="FLOAT")
+    data = (tmp_path / "clip.wav").read_bytes()
+    for source in (path, tmp_path / "clip.wav", data, io.BytesIO(data), signal, Recording(path)):
+        assert model.transcribe(source).text == "she sells sea shells"
+    both = model.transcribe([path, bundles.say("more")])
+    assert [each.text for each in both] == ["she sells sea shells", "more"]
+    assert model.transcribe(path).id == "clip"
+
+
+def test_words_have_their_times_and_confidence(model):
+    found = model.transcribe(bundles.say("ab cd", hold=3))
+    assert [word.text for word in found.words] == ["ab", "cd"]
+    # A character takes 3 frames and a blank, of 40 ms; the space before a word is a token of its own.
+    spans = [(word.start, word.end) for word in found.words]
+    assert spans == [pytest.approx((4 * 0.04, 11 * 0.04)), pytest.approx((16 * 0.04, 23 * 0.04))]
+    assert all(word.confidence > 0.99 for word in found.words) and found.confidence > 0.99
+    assert found.duration == pytest.approx(24 * 0.04) and found.language == "en"
+
+
+def test_silence_says_nothing(model):
+    found = model.transcribe(np.zeros(30_000, np.float32))
+    assert (found.text, found.words, found.confidence, found.segments) == ("", [], None, [])
+
+
+@settings(max_examples=15, deadline=None)
+@given(said=st.lists(WORDS, min_size=1, max_size=60), hold=st.integers(1, 4), pauses=st.lists(st.integers(0, 30)))
+def test_long_recordings_say_what_short_ones_say_wherever_they_are_cut(model, said, hold, pauses):
+    """Words cut through are put together again: the frames of both sides meet at the cut."""
+    ids, frames = [], {}
+    for i, word in enumerate(said):
+        frames[i] = len(ids) + hold + 1  # behind the space
+        ids += bundles.spell(word, hold) + [0] * (pauses[i % len(pauses)] if pauses else 0)
+    found = model.transcribe(bundles.voiced(ids))
+    assert found.text == " ".join(said)
+    assert [word.start for word in found.words] == pytest.approx([frames[i] * 0.04 for i in range(len(said))])
+    assert found.duration == pytest.approx(len(ids) * 0.04)
+
+
+def test_an_hour_is_heard_as_it_is_said(model, tmp_path):
+    """And in little memory: the file is a gigabyte of samples at its own rate, and is read in blocks."""
+    said = "the brave teacher finds an old ladder near green river after dinner"
+    minute = np.concatenate([bundles.say(said), np.zeros(60 * bundles.RATE, np.float32)])[: 60 * bundles.RATE]
+    path = tmp_path / "hour.wav"
+    with soundfile.SoundFile(path, "w", bundles.RATE, 1, subtype="PCM_16") as file:
+        for _ in range(60):
+            file.write(minute)
+    found = model.transcribe(path)
+    assert found.text == " ".join([said] * 60)
+    assert found.words[-1].end == pytest.approx(59 * 60 + len(bundles.say(said)) / bundles.RATE, abs=0.05)
+
+
+def test_another_rate_stereo_and_other_formats(model, tmp_path):
+    signal = np.repeat(bundles.say("abc abc", hold=6), 3)  # 48 kHz
+    signal = np.concatenate([np.zeros(960, np.float32), signal])  # a filter rings where levels change: not at a frame
+    for name, options in (("a.wav", {}), ("a.flac", {}), ("a.ogg", {"format": "OGG", "subtype": "VORBIS"})):
+        path = write(tmp_path / name, np.stack([signal, signal], 1), 48_000, **options)
+        found = model.transcribe(path)
+        assert found.duration == pytest.approx(len(signal) / 48_000, abs=0.05)
+        if name != "a.ogg":  # a level is no sound: Vorbis keeps none
+            assert found.text == "abc abc"
+
+
+def test_a_stretch_of_a_file(model, tmp_path):
+    signal = np.concatenate([bundles.say("one"), bundles.say("two")])
+    path = write(tmp_path / "clip.wav", signal, subtype="FLOAT")
+    half = len(bundles.say("one")) / bundles.RATE
+    assert model.transcribe(Recording(path, start=half)).text == "two"
+    assert model.transcribe(Recording(path, duration=half - 0.02)).text == "one"
+
+
+def test_what_can_not_be_read_is_an_error_that_names_it(model, tmp_path):
+    (tmp_path / "noise.wav").write_bytes(b"not audio at all")
+    for source, reason in ((str(tmp_path / "noise.wav"), "noise.wav.*cannot be decoded"),
+                           (str(tmp_path / "none.wav"), "none.wav: no such file"),
+                           (np.full(1000, np.nan, np.float32), "not finite"), (np.zeros(0, np.float32), "floats"),
+                           (np.zeros((2, 5), np.float32), "floats")):
+        with pytest.raises(AudioError, match=reason):
+            model.transcribe(source)
+    assert model.transcribe(bundles.say("fine")).text == "fine", "the model goes on"
+
+
+def test_many_of_all_lengths_come_back_in_order_whatever_the_batches(model):
+    rng = np.random.default_rng(0)
+    said = [" ".join(rng.choice(["ab", "cde", "f", "ghij"], rng.integers(1, 40))) for _ in range(60)]
+    signals = [bundles.say(text) for text in said]
+    for options in (Options(), Options(batch_seconds=1.0, readers=1), Options(batch_seconds=500.0, readers=5),
+                    Options(chunk_seconds=2.0)):
+        found = sbkit.infer.Model(model.engine, options).transcribe(signals)
+        assert [each.text for each in found] == said
+
+
+def test_a_model_that_must_run_alone_is_never_batched(tmp_path):
+    with sbkit.infer.load(bundles.make(tmp_path / "b", batching=False), device="cpu") as model:
+        sizes = []
+        call = model.engine._backend
+        model.engine._backend = lambda signals, lengths: (sizes.append(len(signals)), call(signals, lengths))[1]
+        assert [each.text for each in model.transcribe([bundles.say(text) for text in ("a", "b", "c")])] == list("abc")
+        assert set(sizes) == {1}
+
+
+def test_readers_end_when_nobody_wants_the_rest(model, tmp_path):
+    import threading
+
+    before = threading.active_count()
+    path = write(tmp_path / "long.wav", np.tile(bundles.say("abc"), 400), subtype="FLOAT")
+    results = model._pipeline.run([Recording(path) for _ in range(20)])
+    next(results)
+    results.close()
+    assert threading.active_count() == before
+
+
+def test_segments_end_at_pauses_and_stay_on_a_screen(model):
+    signal = np.concatenate([bundles.say("ab cd"), np.zeros(16_000, np.float32), bundles.say("ef " * 40)])
+    segments = model.transcribe(signal).segments
+    assert segments[0].text == "ab cd"
+    assert all(each.end - each.start <= 7.0 and len(each.text) <= 84 for each in segments)
+    assert " ".join(each.text for each in segments) == "ab cd " + " ".join(["ef"] * 40)
+
+
+def test_each_format_says_what_it_should(model):
+    found = model.transcribe(np.concatenate([bundles.say("a"), np.zeros(16_000, np.float32), bundles.say("cd")]))
+    found.id = "my clip"
+    texts = {name: write(found) for name, write in FORMATS.items()}
+    assert texts["txt"] == "a cd\n"
+    assert texts["srt"].startswith("1\n00:00:00,120 --> 00:00:00,200\na\n\n2\n00:00:01,360 --> ")
+    assert texts["vtt"].startswith("WEBVTT\n\n00:00:00.120 --> 00:00:00.200\na\n\n00:00:01.360 --> ")
+    assert texts["ctm"].splitlines()[0] == "my_clip 1 0.12 0.08 a 1.000"
+    import json
+
+    facts = json.loads(texts["json"])
+    assert [word["text"] for word in facts["words"]] == ["a", "cd"] and facts["segments"][1]["text"] == "cd"
+
+
+@given(st.floats(0, 400_000))
+def test_clocks_never_carry_wrongly(seconds):
+    from sbkit.infer.transcript import clock
+
+    hours, minutes, rest = clock(seconds, ".").split(":")
+    assert int(minutes) < 60 and float(rest) < 60
+    assert int(hours) * 3600 + int(minutes) * 60 + float(rest) == pytest.approx(seconds, abs=0.00051)
+
+
+def test_a_transcript_without_spaces_is_joined_without_them():
+    from sbkit.decode.spans import Word
+
+    words = [Word("東", 0.0, 0.1, 1.0), Word("京", 0.1, 0.2, 1.0)]
+    assert Transcript("x", "東京", words, spaced=False).segments[0].text == "東京"
