@@ -30,8 +30,7 @@ class Cards:
             here = text(tag("p", other[2], class_="side"), diff(reference, other[0], other[1]),
                         tag("p", "this run", class_="side"), here)
         edits, length = int(results.edits[index]), int(results.lengths[index])
-        facts = [f"{edits} of {length} words wrong" if edits <= length else f"{edits} errors in {length} words",
-                 f"{one.duration:.1f} s"]
+        facts = [f"{edits} error{'' if edits == 1 else 's'} in {length} words", f"{one.duration:.1f} s"]
         if one.confidence is not None:
             facts.append(f"confidence {percent(one.confidence)}")
         facts += [value.replace("_", " ") for name, value in one.meta.items() if name in ("accent", "age", "gender")]

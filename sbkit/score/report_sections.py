@@ -149,7 +149,8 @@ def where(results: Results, other: Results | None) -> Markup:
         if not few:
             blocks.append(charts.histogram("WER of the speakers", [group.rate for group in speakers], "WER %",
                                            note="How many speakers have which WER."))
-    return section("where", "Where the errors are", tag("div", blocks, class_="columns"))
+    lead = None if other is None else "Orange marks: the run compared with."
+    return section("where", "Where the errors are", tag("div", blocks, class_="columns"), lead=lead)
 
 
 def _table(title: str, rows: Sequence[Group], before: Sequence[Group] = ()) -> Markup:
