@@ -1,0 +1,175 @@
+"""Reads and writes ARPA, the text format of n-gram language models."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from sbkit.console import atomic_write
+from sbkit.decode.ngram import Level, NGram
+from sbkit.errors import SbkitError
+
+_AT_ONCE = 500_000  # lines
+_COUNT = re.compile(rb"[ \t]*ngram[ \t]+(\d+)[ \t]*=[ \t]*(\d+)[ \t\r]*", re.MULTILINE)
+
+
+def write(model: NGram, path: str | Path) -> None:
+    """Write a model; a name that ends in ``.gz`` is compressed. The file is whole, or what it was before."""
+    path = Path(path)
+    with atomic_write(path, "wb") as file:
+        packed = gzip.GzipFile(filename="", fileobj=file, mode="wb", mtime=0) if path.suffix == ".gz" else file
+        text = io.TextIOWrapper(packed, encoding="utf-8", newline="")
+        text.writelines(_lines(model))
+        text.flush()
+        text.detach()
+        if packed is not file:
+            packed.close()
+
+
+def _lines(model: NGram) -> Iterator[str]:
+    yield "\\data\\\n"
+    yield from (f"ngram {order}={count}\n" for order, count in enumerate(model.counts, start=1))
+    texts: list[str] = []
+    for order, level in enumerate(model.levels, start=1):
+        words = map(model.words.__getitem__, level.word.tolist())
+        if order > 1:
+            words = (f"{texts[context]} {word}" for context, word in zip(level.context.tolist(), words, strict=True))
+        texts, probabilities = list(words), level.log10.tolist()
+        yield f"\n\\{order}-grams:\n"
+        if order == model.order:
+            yield from (f"{p:.7g}\t{text}\n" for p, text in zip(probabilities, texts, strict=True))
+        else:
+            columns = zip(probabilities, texts, level.backoff.tolist(), strict=True)
+            yield from (f"{p:.7g}\t{text}\t{backoff:.7g}\n" for p, text, backoff in columns)
+    yield "\n\\end\\\n"
+
+
+def read(path: str | Path) -> NGram:
+    """Read a model, ``.gz`` or plain; say what is wrong with a file that is damaged."""
+    path = Path(path)
+    data = _bytes(path)
+    begin = data.find(b"\\data\\")
+    if begin < 0:
+        raise SbkitError(f"{path} is no ARPA language model", hint="such a file has a section \\data\\")
+    first = _section(data, 1, begin)
+    header = data[begin:first if first >= 0 else len(data)]
+    counts = [(int(order), int(count)) for order, count in _COUNT.findall(header)]
+    if not counts or [order for order, _ in counts] != list(range(1, len(counts) + 1)):
+        raise SbkitError(f"{path}: its \\data\\ section doesn't say how many n-grams of each order there are",
+                         hint="is the file whole?")
+    levels: list[Level] = []
+    words: dict[bytes, int] = {}
+    at = begin
+    for order, count in counts:
+        start = _section(data, order, at)
+        if start < 0:
+            raise SbkitError(f"{path} is truncated: its section \\{order}-grams: is missing, and \\data\\ says that "
+                             f"there are {count} {order}-grams", hint="get or write the file again")
+        at = data.index(b":", start) + 1
+        end = data.find(b"\n\\", at)
+        body = data[at:end if end >= 0 else len(data)]
+        lines = list(filter(bytes.strip, body.splitlines()))
+        if len(lines) != count or end < 0:
+            what = "is truncated" if end < 0 or len(lines) < count else "contradicts itself"
+            raise SbkitError(
+                f"{path} {what}: its section \\{order}-grams: has {len(lines)} n-grams"
+                + ("" if len(lines) == count else f", and \\data\\ says {count}")
+                + ("" if end >= 0 else ", and the file ends there without \\end\\"), hint="get or write the file again")
+        levels.append(_level(path, order, lines, words, levels))
+    if not data.startswith(b"\n\\end\\", end):
+        raise SbkitError(f"{path} is truncated: it has no \\end\\", hint="get or write the file again")
+    return NGram([word.decode("utf-8", "replace") for word in words], levels)
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        data = path.read_bytes()
+        return gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
+    except FileNotFoundError:
+        raise SbkitError(f"{path}: there is no such language model",
+                         hint="sbkit lm estimates one from text") from None
+    except EOFError:
+        raise SbkitError(f"{path} is truncated: its compressed data end too early",
+                         hint="get or write the file again") from None
+    except OSError as error:
+        raise SbkitError(f"{path}: cannot be read ({error.strerror or error})") from None
+
+
+def _section(data: bytes, order: int, start: int) -> int:
+    """Where the section of an order begins, -1 without one."""
+    at = data.find(b"\n\\%d-grams:" % order, start)
+    return at if at < 0 else at + 1
+
+
+def _level(path: Path, order: int, lines: list[bytes], words: dict[bytes, int], below: list[Level]) -> Level:
+    """The n-grams of an order, sorted; the first order fills the vocabulary."""
+    columns = [_columns(path, order, lines[i:i + _AT_ONCE], words) for i in range(0, len(lines), _AT_ONCE)]
+    log10, backoff, ids = (np.concatenate([column[part] for column in columns]) for part in range(3))
+    if order == 1:
+        return Level(np.zeros(len(ids), np.int32), np.arange(len(ids), dtype=np.int32), log10, backoff)
+    size, row = np.int64(len(words)), ids[:, 0]
+    for level, word in zip(below[1:], ids[:, 1:-1].T, strict=True):
+        row = _rows(level, row, word, size)
+        if (row < 0).any():
+            line = lines[int(np.flatnonzero(row < 0)[0])].decode("utf-8", "replace")
+            raise SbkitError(f"{path}: the {order}-gram {line!r} is there, but not the {order - 1}-gram it begins with")
+    keys = row * size + ids[:, -1]
+    order_of = np.argsort(keys, kind="stable")
+    keys = keys[order_of]
+    twice = np.flatnonzero(keys[1:] == keys[:-1])
+    if len(twice):
+        line = lines[int(order_of[twice[0] + 1])].decode("utf-8", "replace")
+        raise SbkitError(f"{path}: the {order}-gram {line!r} is there twice")
+    return Level(row[order_of].astype(np.int32), ids[order_of, -1].astype(np.int32), log10[order_of],
+                 backoff[order_of])
+
+
+def _rows(level: Level, context: np.ndarray, word: np.ndarray, size: np.int64) -> np.ndarray:
+    """Rows of n-grams in their level, -1 for those it lacks."""
+    if not len(level.word):
+        return np.full(len(word), -1, dtype=np.int64)
+    keys, wanted = level.context * size + level.word, context * size + word
+    at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+    return np.where(keys[at] == wanted, at, -1)
+
+
+def _columns(path: Path, order: int, lines: list[bytes], words: dict[bytes, int]) -> tuple[np.ndarray, ...]:
+    """Probabilities [N], backoffs [N] and word ids [N] or [N, order] of some lines."""
+    fields = b" ".join(lines).split()
+    width, odd = divmod(len(fields), len(lines)) if lines else (order + 1, 0)
+    if odd or width not in (order + 1, order + 2):
+        # Some tools leave a backoff of zero out.
+        rows = [line.split() for line in lines]
+        for row in rows:
+            if len(row) == order + 1:
+                row.append(b"0")
+            elif len(row) != order + 2:
+                raise SbkitError(f"{path}: the line {b' '.join(row).decode('utf-8', 'replace')!r} is no {order}-gram "
+                                 "with its probability")
+        fields, width = [field for row in rows for field in row], order + 2
+    try:
+        log10 = np.array(fields[::width], dtype=np.float32)
+        backoff = np.array(fields[width - 1::width], dtype=np.float32) if width == order + 2 \
+            else np.zeros(len(lines), np.float32)
+    except ValueError:
+        if width == order + 1 and not odd:
+            raise SbkitError(f"{path}: a {order}-gram's probability is no number") from None
+        raise SbkitError(f"{path}: a {order}-gram's probability or back-off is no number") from None
+    if order == 1:
+        before = len(words)
+        for word in fields[1::width]:
+            words.setdefault(word, len(words))
+        if len(words) - before != len(lines):
+            raise SbkitError(f"{path}: a word is there twice among the 1-grams")
+        return log10, backoff, np.arange(before, len(words))
+    try:
+        ids = [list(map(words.__getitem__, fields[i::width])) for i in range(1, order + 1)]
+    except KeyError as error:
+        raise SbkitError(f"{path}: the word {error.args[0].decode('utf-8', 'replace')!r} is in a {order}-gram, but not "
+                         "among the 1-grams") from None
+    return log10, backoff, np.array(ids, dtype=np.int64).T.reshape(-1, order)

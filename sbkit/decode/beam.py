@@ -1,0 +1,245 @@
+"""Beam search over CTC log-probabilities with a language model, a lexicon and hot words, for a YAML to name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sbkit.decode import lm as language_models
+from sbkit.decode.fusion import Fusion, Weights
+from sbkit.decode.hotwords import HotWords
+from sbkit.decode.pieces import Pieces
+from sbkit.decode.posteriors import Events, events, spans_of
+from sbkit.decode.prefix_search import AT_ONCE, Search
+from sbkit.decode.spans import WORD_START, Spans, Word, words
+from sbkit.errors import SbkitError
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """One transcript. Scores are natural logarithms; the first of an utterance's list is the best."""
+
+    text: str
+    score: float  # what the search sorts by: acoustic, language model, words, hot words
+    acoustic: float  # CTC's log-probability of the tokens
+    spans: Spans  # the tokens with their frames and confidences, as greedy decoding gives them
+
+
+class BeamSearch:
+    """The best transcripts of a batch. The constructor touches no file; what it names is loaded on first use.
+
+    It searches all utterances of a batch at once with array operations, in one process or over several
+    (``workers``); its speed depends on how many tokens are likely per frame, hardly on how many there are.
+
+    Arguments
+    ---------
+    tokenizer : the model's: a ``sbkit.data.tokens.Tokenizer``, or its pieces in order of their ids; can be
+        set later
+    lm : a language model over words or over the tokenizer's pieces: ARPA (``.gz`` too) or KenLM's binary
+    lexicon : a file whose lines begin with a word, or the words: nothing else is ever transcribed
+    beam : hypotheses followed per utterance
+    token_beam : tokens followed per frame
+    token_threshold : log-probability below which a token isn't followed
+    width : how much worse than the best a hypothesis may be (natural logarithm)
+    lm_weight, word_score, unknown_score : what the language model's natural logarithms are multiplied by, what
+        every word adds, and what a word adds that the language model doesn't know; ``sbkit evaluate
+        --tune-lm`` finds the first two
+    hot_words : words or phrases to expect, with a boost each or all with ``hot_boost`` (natural logarithm)
+    nbest : transcripts per utterance
+    unit : ``word`` or ``piece`` if the language model has to be over those; None finds out
+    workers : processes to search in beside this one; 0 searches here
+    """
+
+    def __init__(self, tokenizer: Any = None, lm: str | Path | None = None,
+                 lexicon: str | Path | Sequence[str] | None = None, beam: int = 64, token_beam: int = 20,
+                 token_threshold: float = -9.0, width: float = 12.0, lm_weight: float = 0.5, word_score: float = 1.5,
+                 unknown_score: float = -10.0, hot_words: Mapping[str, float] | Sequence[str] = (),
+                 hot_boost: float = 5.0, nbest: int = 1, unit: str | None = None, blank_id: int = 0,
+                 separator: str | None = WORD_START, workers: int = 0):
+        for name, value, low in (("beam", beam, 1), ("token_beam", token_beam, 1), ("nbest", nbest, 1),
+                                 ("workers", workers, 0)):
+            if not isinstance(value, int) or value < low:
+                raise SbkitError(f"beam search: {name} is {value!r}", hint=f"use a whole number from {low} on")
+        if not width > 0 or not token_threshold < 0:
+            raise SbkitError(f"beam search: width is {width} and token_threshold {token_threshold}",
+                             hint="the first is above 0 and the second below, such as 12 and -9")
+        self.lm, self.lexicon = lm or None, lexicon or None
+        self.beam, self.token_beam, self.token_threshold = beam, token_beam, float(token_threshold)
+        self.width, self.nbest = float(width), nbest
+        self.weights = Weights(float(lm_weight), float(word_score), float(unknown_score))
+        boosts = hot_words if isinstance(hot_words, Mapping) else dict.fromkeys(hot_words, hot_boost)
+        self.hot_words = HotWords(boosts)
+        self.unit, self.blank_id, self.separator, self.workers = unit, blank_id, separator, workers
+        self._tokenizer = tokenizer
+        self._pool: ProcessPoolExecutor | None = None
+
+    # ------------------------------------------------------------------ use
+
+    def decode(self, log_probs: Any, lengths: Any) -> list[list[Hypothesis]]:
+        """The ``nbest`` transcripts of each utterance.
+
+        Arguments
+        ---------
+        log_probs : [B, T, V] log-probabilities, a tensor on any device or an array
+        lengths : [B] frames of each utterance, integers
+        """
+        return self.search(self.events(log_probs, lengths))
+
+    def events(self, log_probs: Any, lengths: Any) -> Events:
+        """The first half of :meth:`decode`: what is likely in a batch, small enough to keep for a whole test set."""
+        return events(log_probs, lengths, self.blank_id, self.token_threshold, self.token_beam)
+
+    def search(self, batch: Events, weights: Weights | None = None) -> list[list[Hypothesis]]:
+        """The second half: transcripts of what :meth:`events` gave, with weights other than the search's if given."""
+        weights = weights or self.weights
+        if len(batch) and batch.labels != len(self.pieces):
+            raise SbkitError(f"the model has {batch.labels} outputs, and the tokenizer of the search "
+                             f"{len(self.pieces)} tokens", hint="is it the one that the model was trained with?")
+        parts = self.workers + 1 if self.workers else -(-len(batch) // AT_ONCE)
+        cuts = np.linspace(0, len(batch), min(len(batch), parts) + 1).astype(int).tolist()
+        pieces = [batch.part(start, stop) for start, stop in pairwise(cuts)]
+        if self.workers and len(pieces) > 1:
+            found = self._in_processes(pieces, weights)
+        else:
+            found = [self._search(piece, weights) for piece in pieces]
+        return [hypotheses for part in found for hypotheses in part]
+
+    def words(self, spans: Spans, frame_seconds: float, start: float = 0.0) -> list[Word]:
+        """Words with their times in seconds and confidences; the first frame lies at ``start``."""
+        return words(spans, self.pieces.texts.__getitem__, frame_seconds, start=start, skip=self._silent,
+                     separator=self.separator)
+
+    @property
+    def tokenizer(self) -> Any:
+        """What the tokens come from."""
+        return self._tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Any) -> None:
+        self.close()
+        self._tokenizer = tokenizer
+        for name in ("pieces", "fusion", "_silent"):
+            self.__dict__.pop(name, None)
+
+    # ---------------------------------------------------------------- loaded
+
+    def load(self) -> BeamSearch:
+        """Load and check everything now rather than with the first batch."""
+        _ = self.fusion
+        return self
+
+    @cached_property
+    def pieces(self) -> Pieces:
+        """The tokens."""
+        if self._tokenizer is None:
+            raise SbkitError("beam search: it has no tokenizer", hint="give it one: tokenizer: !ref <tokenizer>")
+        listed = getattr(self._tokenizer, "pieces", None)
+        return Pieces(listed() if callable(listed) else self._tokenizer, self.separator)
+
+    @cached_property
+    def _silent(self) -> frozenset[int]:
+        return frozenset(i for i, text in enumerate(self.pieces.texts) if text not in self.pieces.said)
+
+    @cached_property
+    def fusion(self) -> Fusion:
+        """Language model, lexicon and hot words, checked against the tokens."""
+        pieces, model, per_piece = self.pieces, None, False
+        if self.lm is not None:
+            model = language_models.load(self.lm)
+            per_piece = language_models.unit_of(model, pieces, self.unit, str(self.lm)) == "piece"
+        for word in self.hot_words.words:
+            if not pieces.spells(word):
+                raise SbkitError(f"the hot word {word!r} can't be spelled with this model's tokens",
+                                 hint="write it as the transcripts are written")
+        return Fusion(pieces, model, self._allowed(), self.hot_words, per_piece)
+
+    def _allowed(self) -> list[str] | None:
+        if self.lexicon is None:
+            return None
+        if isinstance(self.lexicon, (str, Path)):
+            name = str(self.lexicon)
+            allowed = [line.split()[0] for line in language_models.read_texts([self.lexicon]) if line]
+        else:
+            name, allowed = "the lexicon", list(self.lexicon)
+        allowed = list(dict.fromkeys(allowed))
+        spelled = sum(map(self.pieces.spells, allowed))
+        if spelled * 2 <= len(allowed):
+            raise SbkitError(f"{name}: {len(allowed) - spelled} of its {len(allowed)} words can't be spelled with this "
+                             "model's tokens", hint="write them as the transcripts are written, one per line")
+        return allowed
+
+    # ---------------------------------------------------------------- search
+
+    def _search(self, batch: Events, weights: Weights) -> list[list[Hypothesis]]:
+        search = Search(self.fusion, weights, max(self.beam, self.nbest), self.width)
+        # Over pieces a transcript can be found in several spellings; the best of them stands for it.
+        found = search.run(batch, self.nbest if not self.fusion.per_piece else 2 * self.nbest)
+        flat = [one for several in found for one in several]
+        spans = iter(spans_of(batch, [one.tokens for one in flat], [one.events for one in flat]))
+        result = []
+        for several in found:
+            unique: dict[str, Hypothesis] = {}
+            for one, span in zip(several, spans, strict=False):
+                text = self._text(span)
+                unique.setdefault(text, Hypothesis(text, one.score, one.acoustic, span))
+            result.append(list(unique.values())[:self.nbest])
+        return result
+
+    def _text(self, spans: Spans) -> str:
+        if self.pieces.any_letter:  # letters may be spread over several pieces
+            parts = [word.text for word in self.words(spans, 1.0)]
+            return ("" if self.separator is None else " ").join(parts)
+        texts, silent = self.pieces.texts, self._silent
+        text = "".join(texts[i] for i in spans.ids.tolist() if i not in silent)
+        if self.separator is None:
+            return text.replace(WORD_START, "")
+        return " ".join(text.replace(self.separator, " ").split())
+
+    # -------------------------------------------------------------- processes
+
+    def _in_processes(self, parts: list[Events], weights: Weights) -> list[list[list[Hypothesis]]]:
+        """The first part here, the others elsewhere."""
+        if self._pool is None:
+            self.load()  # what is wrong is said once, and here
+            # A fresh process: a fork of one with threads and a device may hang.
+            self._pool = ProcessPoolExecutor(self.workers, get_context("spawn"), _begin, (self,))
+        try:
+            waiting = [self._pool.submit(_go_on, part, weights) for part in parts[1:]]
+            return [self._search(parts[0], weights), *(future.result() for future in waiting)]
+        except BrokenProcessPool as error:
+            self.close()
+            raise SbkitError("a process of the beam search ended", hint="is there enough memory? use fewer workers") \
+                from error
+
+    def close(self) -> None:
+        """End the processes; the next search starts new ones."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+            self._pool = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        loaded = ("fusion", "pieces", "_silent")  # a process loads what it needs itself
+        return {name: value for name, value in self.__dict__.items() if name not in loaded} | {"_pool": None}
+
+
+_here: BeamSearch | None = None  # the search of a worker process
+
+
+def _begin(search: BeamSearch) -> None:
+    global _here
+    os.environ["OMP_NUM_THREADS"] = "1"
+    _here = search
+
+
+def _go_on(part: Events, weights: Weights) -> list[list[Hypothesis]]:
+    return _here._search(part, weights)

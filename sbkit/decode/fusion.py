@@ -1,0 +1,124 @@
+"""What a search adds to the acoustic scores: a language model over words or pieces, a lexicon, hot words."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from sbkit.decode import hashing
+from sbkit.decode.hotwords import HotWords
+from sbkit.decode.ngram import BEGIN, END, UNKNOWN
+from sbkit.decode.pieces import Pieces
+
+SPECIAL = (UNKNOWN, BEGIN, END)
+# What a word outside the lexicon costs: more than any path can make good, but where there is no other
+# path a search still has an answer.
+FORBIDDEN = -1e4
+
+
+class Model(Protocol):
+    """A back-off language model: ``sbkit.decode.ngram.NGram`` or ``sbkit.decode.kenlm_binary.KenLM``."""
+
+    words: list[str]
+    ids: dict[str, int]
+    unknown: int
+    start: int
+    end: int
+
+    def score(self, states: np.ndarray, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Natural log-probabilities of words after states, and the states after. State 0 is no history."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """How much each part counts beside the acoustic score; natural logarithms."""
+
+    lm: float = 0.5
+    word: float = 1.5  # for every word
+    unknown: float = -10.0  # for a word that neither the language model nor the hot words know
+
+
+class Fusion:
+    """Scores words when they are complete, words that have begun by the best they can become, and pieces.
+
+    Arguments
+    ---------
+    model : over words or over pieces, or None
+    lexicon : the words that may be said at all, or None for any
+    per_piece : the model is over pieces
+    """
+
+    def __init__(self, pieces: Pieces, model: Model | None, lexicon: Collection[str] | None, hot: HotWords,
+                 per_piece: bool = False):
+        self.pieces, self.model, self.hot, self.per_piece = pieces, model, hot, per_piece
+        self.closed = lexicon is not None
+        self.start = 0 if model is None else model.start
+        self._word_model = None if per_piece else model
+        if per_piece:
+            self.piece_ids = np.array([model.ids.get(text, model.unknown) for text in pieces.texts], np.int64)
+        if lexicon is not None:
+            words = list(lexicon)
+        else:
+            words = [word for word in self._word_model.words if word not in SPECIAL] if self._word_model else []
+        known = set(words)
+        words += [word for word in hot.words if word not in known]
+        raw = [word.encode("utf-8", "surrogatepass") for word in words]
+        ids, alone, self._unknown_alone = np.zeros(len(words), np.int64), np.zeros(len(words), np.float32), 0.0
+        if self._word_model:
+            ids = np.array([model.ids.get(word, model.unknown) for word in words], np.int64)
+            alone = model.score(np.zeros(len(ids), np.int64), ids)[0]
+            self._unknown_alone = float(model.score(np.zeros(1, np.int64), np.array([model.unknown]))[0][0])
+        self._vocabulary = hashing.Table(hashing.hash_all(raw), ids)
+        self._begun = _beginnings(raw, alone)
+        self.strict = self.closed or self._word_model is not None  # are there words that it doesn't know
+
+    def complete(self, states: np.ndarray, words: np.ndarray, weights: Weights) -> tuple[np.ndarray, np.ndarray]:
+        """What words [N], given by their hashes, add after states [N], and the states after."""
+        gain = np.full(len(words), weights.word)
+        if not self.strict:
+            return gain, states
+        ids = self._vocabulary.get(words, -1)
+        strange = ids < 0
+        gain[strange] += FORBIDDEN if self.closed else weights.unknown
+        if self._word_model is None:
+            return gain, states
+        ids[strange] = self.model.unknown
+        scores, after = self.model.score(states, ids)
+        return gain + weights.lm * scores, after
+
+    def expect(self, words: np.ndarray, weights: Weights) -> np.ndarray:
+        """What the words that have begun so [N] can add at best; 0 where none has begun."""
+        if not self.strict:
+            return np.zeros(len(words))
+        best = self._begun.get(words, -np.inf)
+        strange = np.isneginf(best)
+        best = weights.lm * np.where(strange, self._unknown_alone, best) + weights.word
+        best[strange] += FORBIDDEN if self.closed else weights.unknown
+        best[words == 0] = 0.0
+        return best
+
+    def extend(self, states: np.ndarray, tokens: np.ndarray, weights: Weights) -> tuple[np.ndarray, np.ndarray]:
+        """What tokens [N] add after states [N] where the model is over pieces, and the states after."""
+        scores, after = self.model.score(states, self.piece_ids[tokens])
+        return weights.lm * scores.astype(np.float64), after
+
+    def finish(self, states: np.ndarray, weights: Weights) -> np.ndarray:
+        """What the end of the sentence adds."""
+        if self.model is None:
+            return np.zeros(len(states))
+        return weights.lm * self.model.score(states, np.full(len(states), self.model.end))[0].astype(np.float64)
+
+
+def _beginnings(words: list[bytes], scores: np.ndarray) -> hashing.Table:
+    """All beginnings of all words, each with the best score of the words that it can become."""
+    hashes, begins = hashing.prefixes(words)
+    best = np.repeat(scores, np.diff(begins))
+    if not len(hashes):
+        return hashing.Table(hashes, best)
+    order = np.argsort(hashes, kind="stable")
+    hashes, best = hashes[order], best[order]
+    firsts = np.flatnonzero(np.concatenate([[True], hashes[1:] != hashes[:-1]]))
+    return hashing.Table(hashes[firsts], np.maximum.reduceat(best, firsts))

@@ -1,0 +1,81 @@
+"""Words and phrases that a search is told to expect: each letter of one earns its share of the boost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from sbkit.decode import hashing
+from sbkit.errors import SbkitError
+
+_STATE = np.uint64(0xA24BAED4963EE407)
+
+
+class HotWords:
+    """Boosts while a phrase is being said; what was earned is lost again when it turns out to be another.
+
+    A state says which words of a phrase have been said; 0: none.
+
+    Arguments
+    ---------
+    boosts : what each phrase is worth, a natural logarithm: 5 makes it 150 times as likely
+    """
+
+    def __init__(self, boosts: Mapping[str, float]):
+        self.boosts = {" ".join(phrase.split()): float(boost) for phrase, boost in boosts.items()}
+        for phrase, boost in self.boosts.items():
+            if not phrase or not boost > 0:
+                raise SbkitError(f"the hot word {phrase!r} has the boost {boost:g}",
+                                 hint="give words a positive boost, such as 5")
+        self.words = list(dict.fromkeys(word for phrase in self.boosts for word in phrase.split()))
+        self.most = max([0.0, *self.boosts.values()])
+        states: dict[tuple[str, ...], int] = {(): 0}
+        held = [0.0]  # what has been earned in each state
+        begun: dict[int, float] = {}  # (state, beginning of a word) -> earned
+        ended: dict[int, tuple[int, float]] = {}  # (state, word) -> state after, gained for good
+        for phrase, boost in self.boosts.items():
+            words = phrase.split()
+            size, said = sum(len(word.encode()) for word in words), 0
+            for number, word in enumerate(words):
+                before, after = states[tuple(words[:number])], tuple(words[:number + 1])
+                hashes = hashing.prefixes([word.encode()])[0]
+                keys = self._keys(np.full(len(hashes), before), hashes).tolist()
+                for letters, key in enumerate(keys, start=said + 1):
+                    begun[key] = max(begun.get(key, 0.0), boost * letters / size)
+                said += len(keys)
+                last = number + 1 == len(words)
+                if not last and after not in states:
+                    states[after] = len(held)
+                    held.append(0.0)
+                if not last:
+                    held[states[after]] = max(held[states[after]], boost * said / size)
+                to, gain = ended.get(keys[-1], (0, 0.0))
+                ended[keys[-1]] = (to, max(gain, boost)) if last else (states[after], gain)
+        self._held = np.array(held)
+        self._begun = _table(begun, np.float64)
+        self._to = _table({key: to for key, (to, _) in ended.items()}, np.int64)
+        self._gain = _table({key: gain for key, (_, gain) in ended.items()}, np.float64)
+
+    def __bool__(self) -> bool:
+        return bool(self.boosts)
+
+    @staticmethod
+    def _keys(states: np.ndarray, words: np.ndarray) -> np.ndarray:
+        return words + states.astype(np.uint64) * _STATE
+
+    def expect(self, states: np.ndarray, words: np.ndarray) -> np.ndarray:
+        """What the words that have begun so [N] have earned after states [N]; 0 stands for no word."""
+        earned = np.maximum(self._begun.get(self._keys(states, words), 0.0), self._begun.get(words, 0.0))
+        return np.where(words == 0, self._held[states], earned)
+
+    def complete(self, states: np.ndarray, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """What words [N] gain for good after states [N], and the states after."""
+        keys = self._keys(states, words)
+        gain = np.maximum(self._gain.get(keys, 0.0), self._gain.get(words, 0.0))
+        further = self._to.get(keys, 0)
+        return gain, np.where(further > 0, further, self._to.get(words, 0))
+
+
+def _table(values: dict[int, float], kind: type) -> hashing.Table:
+    return hashing.Table(np.array(list(values), np.uint64), np.array(list(values.values()), kind))

@@ -1,0 +1,260 @@
+"""KenLM's binary language models, read straight from the file as it lies on disk and written without KenLM.
+
+Only the layout that ``build_binary`` makes when it isn't told otherwise ("probing"): hash tables that are
+searched where they are, mapped into memory, so that a model of gigabytes is there at once and is shared
+by all processes of a machine.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from sbkit.console import atomic_write
+from sbkit.decode.ngram import BEGIN, END, LN10, UNKNOWN, NGram
+from sbkit.errors import SbkitError
+
+_MAGIC = b"mmap lm http://kheafield.com/code format version 5\n\0"
+_SANITY = np.dtype([("magic", "S56"), ("floats", "<f4", 3), ("words", "<u4", 3), ("one", "<u8")])
+_FIXED = np.dtype({"names": ["order", "multiplier", "kind", "has_words", "version"],
+                   "formats": ["u1", "<f4", "<u4", "u1", "<u4"], "offsets": [0, 4, 8, 12, 16], "itemsize": 20})
+_WORD = np.dtype([("key", "<u8"), ("id", "<u4")])
+_UNIGRAM = np.dtype([("log10", "<f4"), ("backoff", "<f4")])
+_MIDDLE = np.dtype([("key", "<u8"), ("log10", "<f4"), ("backoff", "<f4")])
+_LONGEST = np.dtype([("key", "<u8"), ("log10", "<f4")])
+_KINDS = ("probing", "rest probing", "trie", "quantized trie", "array trie", "quantized array trie")
+
+
+def recognise(path: str | Path) -> bool:
+    """Whether a file is one of KenLM's."""
+    with open(path, "rb") as file:
+        return file.read(8) == _MAGIC[:8]
+
+
+def _buckets(entries: int, multiplier: float) -> int:
+    return max(entries + 1, int(np.float32(multiplier) * np.float32(entries)))
+
+
+def combine(key: np.ndarray, word: np.ndarray) -> np.ndarray:
+    """The key of an n-gram with one more word before it; that of a word alone is its number."""
+    one_more = (word.astype(np.uint64) + np.uint64(1)) * np.uint64(17894857484156487943)
+    return key * np.uint64(8978948897894561157) ^ one_more
+
+
+class KenLM:
+    """A model in KenLM's format, with the interface of :class:`sbkit.decode.ngram.NGram`.
+
+    A state numbers a history of words; histories get their number when they are first met.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        data = np.memmap(self.path, dtype=np.uint8, mode="r")
+        if len(data) < _SANITY.itemsize + _FIXED.itemsize:
+            raise self._truncated()
+        sanity = data[:_SANITY.itemsize].view(_SANITY)[0]
+        if sanity["magic"] != _MAGIC.rstrip(b"\0") or sanity["one"] != 1 or sanity["floats"].tolist() != [0, 1, -0.5]:
+            raise SbkitError(f"{self.path}: KenLM wrote it in another version of its format, or on another machine",
+                             hint="build it again from the ARPA file, or give that")
+        at = _SANITY.itemsize + _FIXED.itemsize
+        fixed = data[_SANITY.itemsize:at].view(_FIXED)[0]
+        kind, order = int(fixed["kind"]), int(fixed["order"])
+        if kind:
+            raise SbkitError(f"{self.path} is a KenLM {_KINDS[min(kind, 5)]} model, and only probing ones are read",
+                             hint="run build_binary without 'trie', or give the ARPA file")
+        if not fixed["has_words"]:
+            raise SbkitError(f"{self.path}: its words aren't in the file",
+                             hint="build it again with them, or give the ARPA file")
+        self.counts = data[at:at + 8 * order].view("<u8").astype(np.int64).tolist()
+        multiplier = float(fixed["multiplier"])
+        at = -(-(at + 8 * order) // 8) * 8 + 8 + _buckets(self.counts[0], multiplier) * _WORD.itemsize
+        tables = []
+        sizes = [self.counts[0] + 1, *(_buckets(count, multiplier) for count in self.counts[1:])]
+        kinds = [_UNIGRAM, *[_MIDDLE] * (order - 2), _LONGEST]
+        for size, kind in zip(sizes, kinds, strict=True):
+            end = at + size * kind.itemsize
+            if end > len(data):
+                raise self._truncated()
+            tables.append(data[at:end].view(kind))
+            at = end
+        self._unigrams, self._tables = tables[0], tables[1:]
+        words = data[at:].tobytes().split(b"\0")[:-1]
+        if not words or words[0] != UNKNOWN.encode() or len(words) not in (self.counts[0], self.counts[0] + 1):
+            raise self._truncated()
+        self.words = [word.decode("utf-8", "replace") for word in words]
+        self.ids = {word: i for i, word in enumerate(self.words)}
+        self.unknown, self.end = 0, self.ids.get(END, 0)
+        self._contexts = np.zeros((1, order - 1), np.int64)  # words of each history, the last one first
+        self._lengths = np.zeros(1, np.int64)
+        self._backoffs = np.zeros((1, order - 1), np.float32)
+        self._numbers = {0: 0}
+        begin = self.ids.get(BEGIN)
+        self.start = 0 if begin is None else int(self._number(
+            np.array([[begin] + [0] * (order - 2)]), np.ones(1, np.int64),
+            np.array([[self._unigrams["backoff"][begin]] + [0.0] * (order - 2)], np.float32))[0])
+
+    def _truncated(self) -> SbkitError:
+        return SbkitError(f"{self.path} is truncated: KenLM's header promises more than its {self.path.stat().st_size} "
+                          "bytes", hint="get or build the file again")
+
+    @property
+    def order(self) -> int:
+        """Words in the longest n-gram."""
+        return len(self.counts)
+
+    def score(self, states: np.ndarray, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Natural logarithms of the probabilities [N] of words [N] after states [N], and the states after."""
+        contexts, lengths, before = self._contexts[states], self._lengths[states], self._backoffs[states]
+        unigram = self._unigrams[words]
+        log10 = -np.abs(unigram["log10"])  # the sign says something else in this format
+        backoffs = np.zeros((len(words), self.order), np.float32)
+        backoffs[:, 0] = unigram["backoff"]
+        matched = np.ones(len(words), np.int64)
+        usable = _goes_on(unigram["backoff"]).astype(np.int64)  # words that tell the next history from a shorter one
+        key, alive = words.astype(np.uint64), np.arange(len(words))
+        for k in range(self.order - 1):
+            alive = alive[lengths[alive] > k]
+            if not len(alive):
+                break
+            key_here = combine(key[alive], contexts[alive, k])
+            table = self._tables[k]
+            found = _probe(table["key"], key_here)
+            hit = found >= 0
+            alive, found, key_here = alive[hit], found[hit], key_here[hit]
+            key[alive] = key_here
+            log10[alive] = -np.abs(table["log10"][found])
+            matched[alive] = k + 2
+            if k + 2 < self.order:
+                backoff = table["backoff"][found]
+                backoffs[alive, k + 1] = backoff
+                usable[alive[_goes_on(backoff)]] = k + 2
+        for k in range(self.order - 1):
+            charged = (k >= matched - 1) & (k < lengths)
+            log10 = log10 + np.where(charged, before[:, k], np.float32(0))
+        after = np.concatenate([words.astype(np.int64)[:, None], contexts], axis=1)[:, :self.order - 1]
+        return log10 * np.float32(LN10), self._number(after, np.minimum(usable, self.order - 1), backoffs[:, :-1])
+
+    def _number(self, contexts: np.ndarray, lengths: np.ndarray, backoffs: np.ndarray) -> np.ndarray:
+        """The state of each history, a new one where it wasn't met before."""
+        hashes = np.zeros(len(contexts), np.uint64)
+        for k in range(self.order - 1):
+            hashes = np.where(lengths > k, combine(hashes, contexts[:, k]), hashes)
+        unique, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
+        numbers, known = self._numbers, len(self._lengths)
+        states = np.fromiter((numbers.setdefault(value, len(numbers)) for value in unique.tolist()), np.int32)
+        rows = first[states >= known]  # new numbers were given in the order of these rows
+        if len(rows):
+            inside = np.arange(self.order - 1) < lengths[rows, None]
+            self._contexts = np.concatenate([self._contexts, np.where(inside, contexts[rows], 0)])
+            self._backoffs = np.concatenate([self._backoffs, np.where(inside, backoffs[rows], 0)])
+            self._lengths = np.concatenate([self._lengths, lengths[rows]])
+        return states[inverse]
+
+
+def _goes_on(backoff: np.ndarray) -> np.ndarray:
+    """Minus zero says that nothing longer begins with this n-gram."""
+    return ~((backoff == 0) & np.signbit(backoff))
+
+
+def _probe(keys: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Rows of keys in a table with linear probing, -1 for those that aren't there."""
+    size = np.uint64(len(keys))
+    at = (wanted % size).astype(np.int64)
+    rows = np.full(len(wanted), -1, np.int64)
+    todo = np.arange(len(wanted))
+    while len(todo):
+        there = keys[at[todo]]
+        hit = there == wanted[todo]
+        rows[todo[hit]] = at[todo[hit]]
+        todo = todo[~hit & (there != 0)]
+        at[todo] = (at[todo] + 1) % len(keys)
+    return rows
+
+
+def write(model: NGram, path: str | Path, multiplier: float = 1.5) -> None:
+    """Write a model so that KenLM, and whatever stands on it, can read it; the file is whole or what it was before.
+
+    ``multiplier`` is the size of the hash tables for each n-gram in them.
+    """
+    if model.order < 2:
+        raise SbkitError("KenLM's format needs an order of 2 at least")
+    # The unknown word has number 0 there.
+    order = np.array([model.unknown, *(i for i in range(len(model.words)) if i != model.unknown)])
+    number = np.empty(len(order), np.uint64)
+    number[order] = np.arange(len(order), dtype=np.uint64)
+    words = [model.words[i].encode() for i in order]
+    tables, spelled = [], number[:, None]  # the words of each n-gram of a level
+    for k, level in enumerate(model.levels):
+        longer = model.levels[k + 1] if k + 1 < model.order else None
+        values = np.zeros(len(level.word), _MIDDLE if longer is not None else _LONGEST)
+        values["log10"] = -np.abs(level.log10)
+        if longer is not None:
+            # The signs of zero and of probabilities say whether longer n-grams begin or end with this one.
+            opens = np.zeros(len(level.word), bool)
+            opens[longer.context] = True
+            values["backoff"] = np.where(level.backoff != 0, level.backoff, np.where(opens, 0.0, -0.0))
+            ended = model.suffixes(k + 1)
+            if (ended < 0).any():
+                raise SbkitError("the model has n-grams without the shorter ones they end with, as some tools prune "
+                                 "them", hint="KenLM's own build_binary can write it")
+            values["log10"][ended] = np.abs(values["log10"][ended])
+        if k:
+            spelled = np.concatenate([spelled[level.context], number[level.word][:, None]], axis=1)
+            key = spelled[:, -1]
+            for before in range(k - 1, -1, -1):
+                key = combine(key, spelled[:, before])
+            values["key"] = key
+            tables.append(_table(values, multiplier))
+        else:
+            unigrams = np.zeros(len(words) + 1, _UNIGRAM)
+            for name in ("log10", "backoff"):
+                unigrams[name][:-1] = values[name][order]
+            tables.append(unigrams)
+    vocabulary = np.zeros(len(words) - 1, _WORD)
+    vocabulary["key"], vocabulary["id"] = _murmur(words[1:]), np.arange(1, len(words))
+    sanity = np.zeros(1, _SANITY)
+    sanity["magic"], sanity["floats"], sanity["one"] = _MAGIC, (0, 1, -0.5), 1
+    sanity["words"] = (1, 0xFFFFFFFF, 0)
+    fixed = np.zeros(1, _FIXED)
+    fixed["order"], fixed["multiplier"], fixed["has_words"] = model.order, multiplier, 1
+    header = sanity.tobytes() + fixed.tobytes() + np.array(model.counts, "<u8").tobytes()
+    with atomic_write(path, "wb") as file:
+        file.write(header + bytes(-len(header) % 8))
+        file.write(np.array([0, len(words)], "<u4").tobytes())
+        file.write(_table(vocabulary, multiplier, len(words)).tobytes())
+        for table in tables:
+            file.write(table.tobytes())
+        file.write(b"".join(word + b"\0" for word in words))
+
+
+def _table(entries: np.ndarray, multiplier: float, promised: int | None = None) -> np.ndarray:
+    """A hash table with linear probing: an entry lies in the first free place from key modulo size on."""
+    size = _buckets(len(entries) if promised is None else promised, multiplier)
+    table = np.zeros(size, entries.dtype)
+    ideal = (entries["key"] % np.uint64(size)).astype(np.int64)
+    order = np.argsort(ideal, kind="stable")
+    steps = np.arange(len(order))
+    place = np.maximum.accumulate(ideal[order] - steps) + steps
+    over = int((place >= size).sum())  # go on at the beginning
+    table[place[:len(place) - over]] = entries[order[:len(order) - over]]
+    if over:
+        table[np.flatnonzero(table["key"] == 0)[:over]] = entries[order[len(order) - over:]]
+    return table
+
+
+def _murmur(words: list[bytes]) -> np.ndarray:
+    """MurmurHash64A of each word, by which KenLM finds its number."""
+    prime = np.uint64(0xC6A4A7935BD1E995)
+    lengths = np.array([len(word) for word in words], np.int64)
+    width = int(lengths.max(initial=0)) // 8 + 1
+    blocks = np.array(words, dtype=f"S{8 * width}").view("<u8").reshape(len(words), width)
+    hashes = lengths.astype(np.uint64) * prime
+    for i in range(width):
+        block = blocks[:, i] * prime
+        block = (block ^ (block >> np.uint64(47))) * prime
+        hashes = np.where(lengths >= 8 * (i + 1), (hashes ^ block) * prime, hashes)
+    rest = np.take_along_axis(blocks, (lengths // 8)[:, None], axis=1)[:, 0]
+    hashes = np.where(lengths % 8 > 0, (hashes ^ rest) * prime, hashes)
+    hashes = (hashes ^ (hashes >> np.uint64(47))) * prime
+    return hashes ^ (hashes >> np.uint64(47))

@@ -1,0 +1,184 @@
+"""Estimates an n-gram model from text: interpolated Kneser-Ney smoothing with three discounts per order.
+
+Counting sorts integers instead of filling dictionaries: an n-gram is the pair of the row of its first
+words and its last word, one 64-bit number, and ``np.unique`` over all positions of the text gives rows,
+counts and suffixes at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+
+from sbkit.decode.ngram import BEGIN, END, NEVER, UNKNOWN, Level, NGram
+from sbkit.errors import SbkitError
+
+SPECIAL = (UNKNOWN, BEGIN, END)
+# Where a text is too small to say how much n-grams seen once, twice or more often are seen too often.
+FALLBACK = (0.5, 1.0, 1.5)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Text as integers: each sentence is its beginning, its words and its end, one after another."""
+
+    words: list[str]
+    ids: np.ndarray  # [P] int32
+    sentences: int
+
+    @property
+    def tokens(self) -> int:
+        """Words in it, beginnings and ends not counted."""
+        return len(self.ids) - 2 * self.sentences
+
+    def texts(self) -> Iterator[str]:
+        """The sentences, with the unknown word for what isn't in the vocabulary."""
+        begin = SPECIAL.index(BEGIN)
+        for sentence in np.split(self.ids, np.flatnonzero(self.ids == begin)[1:]):
+            yield " ".join(map(self.words.__getitem__, sentence[1:-1].tolist()))
+
+
+@dataclass
+class Counts:
+    """The n-grams of one order, sorted by (context, word); arrays of equal length [N]."""
+
+    context: np.ndarray  # row of the first words in the order below
+    word: np.ndarray
+    suffix: np.ndarray  # row of the last words in the order below
+    raw: np.ndarray  # how often it occurs
+    adjusted: np.ndarray  # what Kneser-Ney counts: different words before it, where it isn't the highest order
+
+
+@dataclass(frozen=True)
+class Discounts:
+    """What is taken off the counts 1, 2, and 3 or more of an order, and whether the text itself said so."""
+
+    values: tuple[float, float, float]
+    fallback: bool
+
+
+class Estimate(NamedTuple):
+    """A model and how it came about."""
+
+    model: NGram
+    discounts: list[Discounts]  # of each order
+    counted: list[int]  # n-grams of each order in the text, before any is left out
+
+
+def read(texts: Iterable[str], min_count: int = 1) -> Corpus:
+    """Words that occur less than ``min_count`` times become the unknown word."""
+    sentences = [words for words in map(str.split, texts) if words]
+    if not sentences:
+        raise SbkitError("there is no text to estimate a language model from")
+    counts = Counter(chain.from_iterable(sentences))
+    reserved = [word for word in (BEGIN, END) if word in counts]
+    if reserved:
+        raise SbkitError(f"the text contains the word {reserved[0]}, which marks where sentences begin and end",
+                         hint="take it out of the text")
+    vocabulary = {word: i for i, word in enumerate(SPECIAL)}
+    for word, count in counts.items():
+        if count >= min_count:
+            vocabulary.setdefault(word, len(vocabulary))
+    get = vocabulary.get
+    begin, end = vocabulary[BEGIN], vocabulary[END]
+    size = sum(map(len, sentences)) + 2 * len(sentences)
+    flat = chain.from_iterable((begin, *(get(word, 0) for word in words), end) for words in sentences)
+    return Corpus(list(vocabulary), np.fromiter(flat, dtype=np.int32, count=size), len(sentences))
+
+
+def count(corpus: Corpus, order: int) -> list[Counts]:
+    """All n-grams up to ``order``, with a row for every word of the vocabulary, seen or not."""
+    ids, size = corpus.ids, len(corpus.words)
+    begin = corpus.words.index(BEGIN)
+    starts = np.flatnonzero(ids == begin)
+    depth = np.arange(len(ids)) - np.repeat(starts, np.diff(np.append(starts, len(ids))))
+    raw = np.bincount(ids, minlength=size)
+    everything = np.arange(size, dtype=np.int32)
+    levels = [Counts(np.zeros(size, np.int32), everything, np.zeros(size, np.int32), raw, raw.copy())]
+    rows = ids  # of the n-gram that ends at each position, in the level at hand
+    for k in range(2, order + 1):
+        at = np.flatnonzero(depth >= k - 1)
+        keys = rows[at - 1] * np.int64(size) + ids[at]
+        keys, first, inverse, raw = np.unique(keys, return_index=True, return_inverse=True, return_counts=True)
+        below = levels[-1]
+        suffix = rows[at[first]].astype(np.int32)
+        # Only what begins a sentence has nothing before it; it keeps its plain count.
+        before = np.bincount(suffix, minlength=len(below.word))
+        below.adjusted = np.where(before > 0, before, below.raw)
+        levels.append(Counts((keys // size).astype(np.int32), (keys % size).astype(np.int32), suffix, raw, raw.copy()))
+        rows = np.zeros(len(ids), dtype=np.int64)
+        rows[at] = inverse
+    return levels
+
+
+def discounts(adjusted: np.ndarray) -> Discounts:
+    """From how many n-grams were counted once, twice, three and four times (Chen and Goodman 1998).
+
+    Falls back to ``FALLBACK`` where one of them is missing or a discount comes out as nonsense, as in
+    texts of a few sentences and for the single characters of any text.
+    """
+    once, twice, thrice, four = (int((adjusted == times).sum()) for times in (1, 2, 3, 4))
+    if not (once and twice and thrice):
+        return Discounts(FALLBACK, True)
+    share = once / (once + 2 * twice)
+    values = (1 - 2 * share * twice / once, 2 - 3 * share * thrice / twice, 3 - 4 * share * four / thrice)
+    if not (four and all(0 < value < times for times, value in enumerate(values, start=1))):
+        return Discounts(FALLBACK, True)
+    return Discounts(values, False)
+
+
+def estimate(corpus: Corpus, order: int, cutoffs: Sequence[int] = ()) -> Estimate:
+    """A model up to an order.
+
+    Arguments
+    ---------
+    cutoffs : n-grams that occur this often or less are left out, one number per order; the last holds for
+        the orders above, and words are never left out. What they had goes to shorter n-grams.
+    """
+    levels = count(corpus, order)
+    taken = [discounts(_countable(level, corpus)) for level in levels]
+    cutoffs = [0, *(cutoffs[min(k, len(cutoffs) - 1)] if cutoffs else 0 for k in range(1, order))]
+    built: list[Level] = []
+    probability = np.full(1, 1 / (len(corpus.words) - 1))  # every word but the beginning, before anything is known
+    rows = np.zeros(1, dtype=np.int32)  # where the n-grams of the level below are now
+    for number, level in enumerate(levels):
+        contexts = len(probability)
+        adjusted = level.adjusted.astype(np.float64)
+        if not number:
+            adjusted[corpus.words.index(BEGIN)] = 0
+        total = np.bincount(level.context, weights=adjusted, minlength=contexts)
+        off = np.minimum(np.take((0, *taken[number].values), np.minimum(level.adjusted, 3)), adjusted)
+        keep = _kept(level, cutoffs[number], rows)
+        given = np.where(keep, off, adjusted)  # to the shorter n-grams: the discount, or everything
+        # A context without any n-gram leaves everything to the shorter ones.
+        share = np.ones(contexts)
+        np.divide(np.bincount(level.context, weights=given, minlength=contexts), total, out=share, where=total > 0)
+        with np.errstate(invalid="ignore"):
+            own = np.where(keep, adjusted - off, 0) / total[level.context]
+        probability = own + share[level.context] * probability[level.suffix]
+        if built:
+            backoff = np.log10(share[rows >= 0]).astype(np.float32)
+            built[-1] = built[-1]._replace(backoff=backoff)
+        log10 = np.log10(np.maximum(probability[keep], 1e-99)).astype(np.float32)
+        if not number:
+            log10[corpus.words.index(BEGIN)] = NEVER
+        built.append(Level(rows[level.context[keep]], level.word[keep], log10, np.zeros(len(log10), np.float32)))
+        rows = np.where(keep, np.cumsum(keep) - 1, -1).astype(np.int32)
+    return Estimate(NGram(corpus.words, built), taken, [len(level.word) for level in levels])
+
+
+def _kept(level: Counts, cutoff: int, rows: np.ndarray) -> np.ndarray:
+    """What occurs more often than ``cutoff`` and whose first words are kept."""
+    if not cutoff:
+        return np.ones(len(level.word), dtype=bool) & (rows[level.context] >= 0)
+    return (level.raw > cutoff) & (rows[level.context] >= 0)
+
+
+def _countable(level: Counts, corpus: Corpus) -> np.ndarray:
+    """The counts that say how much to discount: of what is predicted, not of what begins a sentence."""
+    return level.adjusted[level.word != corpus.words.index(BEGIN)]

@@ -1,0 +1,209 @@
+"""Language models for the search: estimated from text, loaded from ARPA or KenLM's binary, and checked to fit."""
+
+from __future__ import annotations
+
+import gzip
+import logging
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sbkit.console import table
+from sbkit.decode import arpa, kenlm_binary, kneser_ney
+from sbkit.decode.fusion import SPECIAL, Model
+from sbkit.decode.ngram import NGram, Quality
+from sbkit.decode.pieces import Pieces
+from sbkit.decode.pruning import prune as prune_by_entropy
+from sbkit.decode.spans import WORD_START
+from sbkit.errors import SbkitError
+
+logger = logging.getLogger(__name__)
+
+UNITS = ("word", "piece")
+_LOOK = 10_000  # words that are looked at to see whether a model fits
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was estimated, and how well it expects a text."""
+
+    files: list[Path]
+    unit: str
+    counts: list[int]  # n-grams of each order
+    counted: list[int]  # before pruning
+    discounts: list[kneser_ney.Discounts]
+    sentences: int
+    tokens: int
+    vocabulary: int
+    quality: Quality
+    held_out: bool  # the quality is of text that the model wasn't estimated from
+    seconds: float
+
+    def __str__(self) -> str:
+        def shown(discounts: kneser_ney.Discounts) -> str:
+            return " ".join(f"{value:.3f}" for value in discounts.values) + (" (set)" if discounts.fallback else "")
+
+        rows = [[order, count, full, shown(discounts)] for order, (count, full, discounts) in
+                enumerate(zip(self.counts, self.counted, self.discounts, strict=True), start=1)]
+        of = "the text given for it" if self.held_out else "the text it was estimated from"
+        quality = self.quality
+        return "\n".join([
+            f"{self.tokens} {self.unit}s in {self.sentences} sentences, {self.vocabulary} different",
+            table(["order", "n-grams", "before pruning", "discounts"], rows),
+            f"perplexity {quality.perplexity:.2f} on {of} ({quality.perplexity_with_unknown:.2f} with unknown "
+            f"{self.unit}s), {quality.unknown} of {quality.words} {self.unit}s unknown ({quality.unknown_share:.2f} %)",
+            f"written in {self.seconds:.1f} s: {', '.join(map(str, self.files))}",
+        ])
+
+
+def build(texts: Iterable[str], out: str | Path, order: int = 3, prune: Sequence[int] | float | None = None,
+          unit: str = "word", tokenizer: Any = None, min_count: int = 1, evaluate: Iterable[str] | None = None,
+          binary: bool = False) -> Report:
+    """Estimate a Kneser-Ney language model from text and write it.
+
+    Arguments
+    ---------
+    texts : sentences, words parted by blanks
+    out : an ARPA file, compressed where it ends in ``.gz``; or KenLM's binary where it ends in ``.bin``
+    order : words in the longest n-gram
+    prune : a list leaves out n-grams that occur so often or less, a number per order, such as [0, 0, 1] (the
+        last holds for all orders above); a number such as 1e-7 leaves out what raises the perplexity by less
+        than this share
+    unit : ``word``, or ``piece`` for a model over the tokenizer's pieces
+    tokenizer : a ``sbkit.data.tokens.Tokenizer``, for pieces
+    min_count : words that occur less often become the unknown word
+    evaluate : text to report perplexity and unknown words on; without it they are those of ``texts``
+    binary : write KenLM's binary beside the ARPA file as well
+    """
+    began = time.perf_counter()
+    out = Path(out)
+    cutoffs = _check(order, prune, unit, tokenizer, min_count)
+    spell = _speller(tokenizer) if unit == "piece" else (lambda text: text)
+    corpus = kneser_ney.read(map(spell, texts), min_count)
+    model, discounts, counted = kneser_ney.estimate(corpus, order, cutoffs)
+    if isinstance(prune, float):
+        model = prune_by_entropy(model, prune)
+    set_by_hand = [str(order) for order, each in enumerate(discounts, start=1) if each.fallback]
+    if set_by_hand:
+        logger.info("The text is too small to tell the discounts of order %s; they are %s.", ", ".join(set_by_hand),
+                    kneser_ney.FALLBACK)
+    texts_of = corpus.texts() if evaluate is None else map(spell, evaluate)
+    quality = model.quality(texts_of)
+    files = [out]
+    if out.suffix == ".bin":
+        kenlm_binary.write(model, out)
+    else:
+        arpa.write(model, out)
+        if binary:
+            name = out.name.removesuffix(".gz").removesuffix(".arpa")
+            files.append(out.with_name(f"{name}.bin"))
+            kenlm_binary.write(model, files[-1])
+    return Report(files, unit, model.counts, counted, discounts, corpus.sentences, corpus.tokens,
+                  len(corpus.words) - len(SPECIAL), quality, evaluate is not None, time.perf_counter() - began)
+
+
+def _check(order: int, prune: Sequence[int] | float | None, unit: str, tokenizer: Any,
+           min_count: int) -> Sequence[int]:
+    """The cutoffs, once everything that can be asked for wrongly is checked."""
+    if not 1 <= order <= 10:
+        raise SbkitError(f"a language model of order {order}", hint="use 2 to 6")
+    if unit not in UNITS:
+        raise SbkitError(f"a language model over {unit!r}", hint="use word or piece")
+    if unit == "piece" and tokenizer is None:
+        raise SbkitError("a language model over pieces needs the tokenizer they are of")
+    if min_count < 1:
+        raise SbkitError(f"min_count is {min_count}", hint="1 keeps every word")
+    if prune is None:
+        return ()
+    if isinstance(prune, float):
+        if not 0 < prune < 1:
+            raise SbkitError(f"prune is {prune}", hint="use a share such as 1e-7, or counts such as [0, 0, 1]")
+        return ()
+    cutoffs = [prune] if isinstance(prune, int) else list(prune)
+    if any(not isinstance(cutoff, int) or cutoff < 0 for cutoff in cutoffs) or sorted(cutoffs) != cutoffs:
+        raise SbkitError(f"prune is {prune}", hint="use counts that don't fall, one per order, such as [0, 0, 1]")
+    if cutoffs and cutoffs[0]:
+        raise SbkitError(f"prune is {prune}, and words are never pruned",
+                         hint="begin with 0; min_count makes rare words unknown")
+    return cutoffs
+
+
+def _speller(tokenizer: Any) -> Any:
+    def spell(text: str) -> str:
+        return " ".join(map(tokenizer.piece, tokenizer.encode(text)))
+
+    return spell
+
+
+def read_texts(paths: Iterable[str | Path]) -> Iterator[str]:
+    """The lines of text files, ``.gz`` or plain."""
+    for path in map(Path, paths):
+        try:
+            with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
+                yield from (line.strip() for line in lines)
+        except UnicodeDecodeError:
+            raise SbkitError(f"{path} is no text in UTF-8") from None
+        except (OSError, EOFError) as error:
+            raise SbkitError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+
+
+def load(path: str | Path) -> Model:
+    """A model from an ARPA file, or from KenLM's binary, which stays on the disk and is read where it lies."""
+    path = Path(path)
+    try:
+        binary = kenlm_binary.recognise(path)
+    except FileNotFoundError:
+        raise SbkitError(f"{path}: there is no such language model", hint="sbkit lm estimates one from text") from None
+    except OSError as error:
+        raise SbkitError(f"{path}: cannot be read ({error.strerror or error})") from None
+    return kenlm_binary.KenLM(path) if binary else arpa.read(path)
+
+
+def unit_of(model: NGram | Model, pieces: Pieces, unit: str | None = None, name: str = "the language model") -> str:
+    """Whether a model is over words or over these pieces; an error where it fits neither.
+
+    ``unit`` says what it has to be; None finds out.
+    """
+    if unit not in (None, *UNITS):
+        raise SbkitError(f"a language model over {unit!r}", hint="use word or piece")
+    words = [word for word in model.words if word not in SPECIAL]
+    if not words:
+        raise SbkitError(f"{name} has no words")
+    words = words[:: -(-len(words) // _LOOK)]
+    alien = [word for word in words if word not in pieces.said]
+    marked = any(WORD_START in word for word in words)
+    if unit is None:
+        per_piece = marked or pieces.separator is None
+        unit = "piece" if per_piece and len(alien) < len(words) / 2 else "word"
+    if unit == "piece":
+        if len(alien) > len(words) / 2:
+            raise SbkitError(f"{name} is not over this model's {len(pieces)} pieces: it knows {alien[0]!r}, which is "
+                             "none of them", hint="estimate it with this tokenizer: sbkit lm --unit piece")
+        return unit
+    if marked:
+        raise SbkitError(f"{name} is over pieces of another tokenizer, not over words: it knows "
+                         f"{next(word for word in words if WORD_START in word)!r}",
+                         hint="estimate it over words, or over the pieces of this model's tokenizer")
+    if pieces.across:
+        raise SbkitError(f"this model's pieces span words, such as {pieces.across[0]!r}, so that words can't be scored",
+                         hint="estimate the language model over its pieces: sbkit lm --unit piece")
+    if not pieces.opens.any():
+        raise SbkitError(f"none of this model's {len(pieces)} tokens begins a word, so that words can't be scored",
+                         hint=f"is {pieces.separator!r} what parts words? null makes a word of every token")
+    _refuse_unspellable(words, pieces, name)
+    return unit
+
+
+def _refuse_unspellable(words: list[str], pieces: Pieces, name: str) -> None:
+    strange = [word for word in words if not pieces.spells(word)]
+    if len(strange) * 2 <= len(words):
+        return
+    hint = "estimate it from text that is written like the transcripts, such as theirs: sbkit lm"
+    for change, case in ((str.lower, "lower"), (str.upper, "upper")):
+        if sum(pieces.spells(change(word)) for word in words) * 2 > len(words):
+            hint = f"the tokens are in {case} case and the language model isn't: " + hint
+            break
+    raise SbkitError(f"{name} doesn't fit this model's tokens: {100 * len(strange) / len(words):.0f} % of its words "
+                     f"can't be spelled with them, such as {strange[0]!r}", hint=hint)

@@ -1,0 +1,203 @@
+"""An n-gram language model as sorted integer arrays: scores many (history, word) pairs in one call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+UNKNOWN, BEGIN, END = "<unk>", "<s>", "</s>"
+LN10 = math.log(10)
+NEVER = -99.0  # how ARPA writes the log10 of a probability that is zero
+
+
+class Level(NamedTuple):
+    """All n-grams of one order, sorted by (context, word); arrays of equal length [N].
+
+    ``context`` is the row of the first words in the level below (0 for single words), ``word`` the last
+    word's id. ``log10`` and ``backoff`` are what an ARPA file says.
+    """
+
+    context: np.ndarray
+    word: np.ndarray
+    log10: np.ndarray
+    backoff: np.ndarray
+
+
+class Quality(NamedTuple):
+    """How well a model expects a text. The ends of sentences count as words, as in other tools."""
+
+    perplexity: float  # over the words that the model knows
+    perplexity_with_unknown: float
+    words: int  # without the ends of sentences
+    unknown: int
+    sentences: int
+
+    @property
+    def unknown_share(self) -> float:
+        """Per cent of the words."""
+        return 100 * self.unknown / max(1, self.words)
+
+
+class NGram:
+    """A back-off model. A state is a history that the model can tell from others; 0 is the empty one.
+
+    Arguments
+    ---------
+    words : the vocabulary; row i of the first level is word i
+    levels : one per order
+    """
+
+    def __init__(self, words: Sequence[str], levels: Sequence[Level]):
+        self.words, self.levels = list(words), list(levels)
+        self.ids = {word: i for i, word in enumerate(self.words)}
+        if UNKNOWN not in self.ids:  # a model of a closed vocabulary
+            self._add_unknown()
+        self.unknown = self.ids[UNKNOWN]
+        self._build()
+
+    @property
+    def order(self) -> int:
+        """Words in the longest n-gram."""
+        return len(self.levels)
+
+    @property
+    def counts(self) -> list[int]:
+        """N-grams of each order."""
+        return [len(level.word) for level in self.levels]
+
+    def _add_unknown(self) -> None:
+        first = self.levels[0]
+        new = len(self.words)
+        self.ids[UNKNOWN] = new
+        self.words.append(UNKNOWN)
+        self.levels[0] = Level(*(np.append(column, np.asarray(value, column.dtype))
+                                 for column, value in zip(first, (0, new, NEVER, 0.0), strict=True)))
+
+    # ------------------------------------------------------------- scoring
+
+    def _build(self) -> None:
+        """Arcs in one table: n-gram i leads from the state of its context to state ``_next[i]``.
+
+        The state of n-gram i is i + 1, so that contexts and keys are numbered through all orders.
+        """
+        size = self._size = len(self.words)
+        offsets = np.cumsum([0, *self.counts])
+        keys, below = [], 0
+        for level, context in enumerate(level.context for level in self.levels):
+            state = context.astype(np.int64) + (1 + below if level else 0)
+            keys.append(state * size + self.levels[level].word)
+            below = offsets[level]
+        self._keys = np.concatenate(keys)
+        self._ln = np.concatenate([level.log10 for level in self.levels]).astype(np.float32) * np.float32(LN10)
+        backoff = np.concatenate([[0], *(level.backoff for level in self.levels)])
+        self._backoff = backoff.astype(np.float32) * np.float32(LN10)
+        states = len(self._keys) + 1
+        self._parent = np.zeros(states, dtype=np.int32)
+        self._next = np.zeros(states - 1, dtype=np.int32)
+        tells = self._backoff != 0  # a history that says nothing of its own is no state
+        tells[self._keys // size] = True
+        for number, level in enumerate(self.levels):
+            rows = np.arange(offsets[number], offsets[number + 1])
+            if number:
+                histories = self._parent[self._keys[rows] // size]
+                self._parent[rows + 1] = self._suffix(histories, level.word)
+            own = tells[rows + 1] if number + 1 < self.order else np.zeros(len(rows), dtype=bool)
+            parent = self._parent[rows + 1]
+            shorter = np.where(parent > 0, self._next[parent - 1], 0)
+            self._next[rows] = np.where(own, rows + 1, shorter)
+
+    def suffixes(self, number: int) -> np.ndarray:
+        """Of the n-grams of a level, the rows in the level below of all their words but the first; -1 without."""
+        offset = sum(self.counts[:number])
+        parent = self._parent[offset + 1:offset + 1 + self.counts[number]]
+        below = offset - self.counts[number - 1]
+        return np.where(parent > below, parent - 1 - below, -1)
+
+    def after_shorter(self, number: int) -> np.ndarray:
+        """Natural log-probabilities of the last words of a level's n-grams after histories one word shorter."""
+        words = self.levels[number].word
+        offset = sum(self.counts[:number])
+        histories = self._keys[offset:offset + len(words)] // self._size
+        return self.score(self._parent[histories], words)[0]
+
+    def _suffix(self, histories: np.ndarray, words: np.ndarray) -> np.ndarray:
+        """The state of the longest known n-gram that ends a history and a word."""
+        found = np.zeros(len(words), dtype=np.int32)
+        todo, states = np.arange(len(words)), histories.copy()
+        while todo.size:
+            arc, hit = self._find(states, words[todo])
+            found[todo[hit]] = arc[hit] + 1
+            states, todo = self._parent[states[~hit]], todo[~hit]
+        return found
+
+    def _find(self, states: np.ndarray, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Which n-gram (state, word) is, and whether it is one. The empty history knows every word."""
+        wanted = states * np.int64(self._size) + words
+        arc = np.minimum(np.searchsorted(self._keys, wanted), len(self._keys) - 1)
+        return arc, self._keys[arc] == wanted
+
+    @property
+    def start(self) -> int:
+        """The state at the beginning of a sentence."""
+        return self.ids[BEGIN] + 1 if BEGIN in self.ids else 0
+
+    def score(self, states: np.ndarray, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Natural logarithms of the probabilities [N] of words [N] after states [N], and the states after."""
+        scores = np.zeros(len(words), dtype=np.float32)
+        after = np.zeros(len(words), dtype=np.int32)
+        todo = np.arange(len(words))
+        while todo.size:
+            arc, hit = self._find(states, words)
+            scores[todo[hit]] += self._ln[arc[hit]]
+            after[todo[hit]] = self._next[arc[hit]]
+            miss = ~hit
+            todo, words, states = todo[miss], words[miss], states[miss]
+            scores[todo] += self._backoff[states]
+            states = self._parent[states]
+        return scores, after
+
+    @cached_property
+    def end(self) -> int:
+        """The id of the end of a sentence; the unknown word where the model has none."""
+        return self.ids.get(END, self.unknown)
+
+    def lookup(self, words: Iterable[str]) -> np.ndarray:
+        """Ids of words, that of the unknown word for those outside the vocabulary."""
+        get, unknown = self.ids.get, self.unknown
+        return np.fromiter((get(word, unknown) for word in words), dtype=np.int64)
+
+    def sentence(self, text: str) -> float:
+        """The natural logarithm of a sentence's probability, its end included."""
+        state, total = np.array([self.start]), 0.0
+        for word in [*self.lookup(text.split()), self.end]:
+            score, state = self.score(state, np.array([word]))
+            total += float(score[0])
+        return total
+
+    def quality(self, texts: Iterable[str]) -> Quality:
+        """Perplexity of a text, and how many of its words the model doesn't know."""
+        sentences = sorted((self.lookup(text.split()) for text in texts), key=len, reverse=True)
+        lengths = np.array([len(sentence) for sentence in sentences], dtype=np.int64)
+        flat = np.concatenate([np.append(sentence, self.end) for sentence in sentences] or [np.zeros(0, np.int64)])
+        begins = np.cumsum(lengths + 1) - lengths - 1
+        state = np.full(len(sentences), self.start, dtype=np.int64)
+        known, unknown, missing = 0.0, 0.0, 0
+        for step in range(int(lengths.max(initial=-1)) + 1):
+            active = int(np.searchsorted(-lengths, -step, side="right"))
+            words = flat[begins[:active] + step]
+            scores, after = self.score(state[:active], words)
+            state = after.astype(np.int64)
+            out = words == self.unknown
+            missing += int(out.sum())
+            known += float(scores[~out].sum(dtype=np.float64))
+            unknown += float(scores[out].sum(dtype=np.float64))
+        total = len(flat)
+        return Quality(
+            perplexity=math.exp(-known / max(1, total - missing)),
+            perplexity_with_unknown=math.exp(min(700.0, -(known + unknown) / max(1, total))),
+            words=total - len(sentences), unknown=missing, sentences=len(sentences),
+        )

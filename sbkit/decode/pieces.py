@@ -1,0 +1,60 @@
+"""The tokens of a model as a search sees them: which begin a word, and the hash of what they add to one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from sbkit.decode import hashing
+from sbkit.decode.spans import WORD_START
+
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+_SILENT = ("<unk>", "<s>", "</s>", "<pad>", "<blank>", "<blk>")
+
+
+class Pieces:
+    """Columns over the vocabulary [V].
+
+    ``opens``: the token ends the word before it. ``hash`` and ``power``: of the letters it adds, so that
+    hash(word + letters) = hash(word) * power + hash.
+
+    Arguments
+    ---------
+    texts : the pieces in order of their ids, as SentencePiece writes them (a blank as ``▁``)
+    separator : what begins a word within a piece; None makes a word of every piece
+    """
+
+    def __init__(self, texts: Sequence[str], separator: str | None = WORD_START):
+        self.texts = list(texts)
+        self.separator = separator
+        silent = [text in _SILENT for text in self.texts]
+        if separator is None:
+            opens = [True] * len(self.texts)
+            letters = [text.replace(WORD_START, "") for text in self.texts]
+        else:
+            opens = [text.startswith(separator) for text in self.texts]
+            letters = [text[len(separator):] if begins else text
+                       for text, begins in zip(self.texts, opens, strict=True)]
+        self.opens = np.array(opens, dtype=bool) & ~np.array(silent, dtype=bool)
+        self.across = [text for text in letters if separator is not None and separator in text]
+        raw = [b"" if quiet else _bytes(text) for text, quiet in zip(letters, silent, strict=True)]
+        self.said = frozenset(text for text, quiet in zip(self.texts, silent, strict=True) if not quiet)
+        self.letters = frozenset("".join(letter for letter, quiet in zip(letters, silent, strict=True) if not quiet))
+        self.any_letter = any(map(_BYTE.fullmatch, self.texts))
+        self.hash = hashing.hash_all(raw)
+        self.power = hashing.powers(np.array([len(text) for text in raw], dtype=np.int64))
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def spells(self, word: str) -> bool:
+        """Whether the tokens have every letter of a word."""
+        return self.any_letter or self.letters.issuperset(word)
+
+
+def _bytes(text: str) -> bytes:
+    """A piece in UTF-8; one such as <0xE4> is that byte."""
+    byte = _BYTE.fullmatch(text)
+    return bytes([int(byte[1], 16)]) if byte else text.encode("utf-8", "surrogatepass")

@@ -1,0 +1,223 @@
+"""What a search needs of a batch of CTC log-probabilities: the few frames where something is said, sparse."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from sbkit.decode.spans import Spans
+from sbkit.errors import SbkitError
+
+_NO_BLANK = -15.0  # log-probability of a blank that can't part a token in two
+
+
+@dataclass(frozen=True)
+class Events:
+    """Frames of a batch that can change a transcript, one utterance after another.
+
+    Runs of frames where only the blank is likely say nothing but "the token before has ended", and
+    runs where only one token is likely say the same as their first frame; both are folded, which
+    leaves the result of a search as it was. What they add to every hypothesis alike is in ``offset``.
+
+    Arrays: [B] utterances, [E] events, [N] likely tokens of all events.
+    """
+
+    first: np.ndarray  # [B + 1] where each utterance's events begin
+    offset: np.ndarray  # [B] log-probability of what was folded
+    frame: np.ndarray  # [E] frame of the event
+    run: np.ndarray  # [E] frames that it stands for
+    pause: np.ndarray  # [E] bool: there was a blank between it and the event before
+    blank: np.ndarray  # [E] probability of the blank, 0 where it is unlikely
+    begin: np.ndarray  # [E + 1] where each event's tokens begin
+    token: np.ndarray  # [N] int32
+    prob: np.ndarray  # [N] probability
+    labels: int = 0  # V: so that a search can tell that its pieces are others
+
+    def __len__(self) -> int:
+        return len(self.offset)
+
+    def part(self, start: int, stop: int) -> Events:
+        """Some of the utterances."""
+        events = slice(*self.first[[start, stop]].tolist())
+        tokens = slice(*self.begin[[events.start, events.stop]].tolist())
+        return Events(
+            first=self.first[start:stop + 1] - events.start, offset=self.offset[start:stop],
+            frame=self.frame[events], run=self.run[events], pause=self.pause[events], blank=self.blank[events],
+            begin=self.begin[events.start:events.stop + 1] - tokens.start, token=self.token[tokens],
+            prob=self.prob[tokens], labels=self.labels,
+        )
+
+    @staticmethod
+    def join(parts: list[Events]) -> Events:
+        """Batches, one after another."""
+        if not parts:
+            none = np.zeros(0)
+            one = np.zeros(1, np.int64)
+            return Events(one, none, none, none, none, none, one, none, none)
+        columns: dict[str, Any] = {
+            field.name: np.concatenate([getattr(part, field.name) for part in parts])
+            for field in fields(Events) if field.name not in ("first", "begin", "labels")
+        }
+        for name, others in (("first", "frame"), ("begin", "token")):
+            shifts = np.cumsum([0, *(len(getattr(part, others)) for part in parts[:-1])])
+            columns[name] = np.append(
+                np.concatenate([getattr(part, name)[:-1] + shift for part, shift in zip(parts, shifts, strict=True)]),
+                len(columns[others]))
+        return Events(labels=parts[0].labels, **columns)
+
+
+def events(log_probs: Any, lengths: Any, blank_id: int = 0, threshold: float = -5.0, most: int = 20) -> Events:
+    """Keep of each frame the tokens that are likely.
+
+    Arguments
+    ---------
+    log_probs : [B, T, V] log-probabilities, a tensor on any device (it stays there, only what is likely is
+        copied) or an array
+    lengths : [B] frames of each utterance, integers
+    threshold : log-probability below which a token isn't followed; the best token of a frame always is
+    most : tokens followed per frame
+    """
+    if len(log_probs.shape) != 3 or tuple(lengths.shape) != tuple(log_probs.shape[:1]):
+        shapes = f"{[*log_probs.shape]} and {[*lengths.shape]}"
+        raise ValueError(f"log_probs [B, T, V] and lengths [B] have the shapes {shapes}")
+    sizes = np.asarray(lengths.tolist())
+    if sizes.size and sizes.dtype.kind == "f":
+        raise ValueError("lengths are numbers of frames (integers), not shares of the longest")
+    batch, frames, labels = log_probs.shape
+    inside = np.arange(frames) < sizes.reshape(-1, 1)
+    utterance, time = np.nonzero(inside)
+    top, blank, row, token, value = _likely(log_probs, inside.ravel(), blank_id, threshold)
+    if np.isnan(top).any():
+        rows = np.unique(utterance[np.isnan(top)]).tolist()
+        raise SbkitError(f"the model's output for utterances {rows} of the batch is not a number",
+                         hint="its weights may be damaged, or the precision too low")
+    if top.size and top.max() > 1e-3:
+        raise SbkitError(f"the search wants log-probabilities and got scores of up to {top.max():.3g}",
+                         hint="apply log_softmax to the model's output")
+    row, token, value = _strongest(row, token, value, most)
+    said = np.bincount(row, minlength=len(top))  # likely tokens per frame
+    begin = np.concatenate([[0], np.cumsum(said)])
+    blank = blank.astype(np.float64)
+
+    same = np.zeros(len(top), dtype=bool)  # as the frame before, in the same utterance
+    same[1:] = utterance[1:] == utterance[:-1]
+    single = (said == 1) & (blank < _NO_BLANK)
+    only = np.full(len(top), -1)
+    only[single] = token[begin[:-1][single]]
+    repeats = np.zeros(len(top), dtype=bool)
+    repeats[1:] = same[1:] & single[1:] & (only[1:] == only[:-1])
+    event = (said > 0) & ~repeats
+    pause = np.zeros(len(top), dtype=bool)
+    pause[1:] = same[1:] & (said[:-1] == 0)
+
+    folded = np.where(said == 0, blank, 0.0)
+    folded[repeats] = value[begin[:-1][repeats]]
+    numbers = np.cumsum(event) - 1
+    kept = np.repeat(event, said)
+    return Events(
+        first=np.concatenate([[0], np.cumsum(np.bincount(utterance[event], minlength=batch))]),
+        offset=np.bincount(utterance, weights=folded, minlength=batch),
+        frame=time[event].astype(np.int32),
+        run=np.bincount(numbers[event | repeats], minlength=int(event.sum())).astype(np.int32),
+        pause=pause[event], blank=np.exp(blank[event]),
+        begin=np.concatenate([[0], np.cumsum(said[event])]), token=token[kept], prob=np.exp(value[kept]),
+        labels=labels,
+    )
+
+
+def _likely(log_probs: Any, inside: np.ndarray, blank_id: int, threshold: float) -> tuple[np.ndarray, ...]:
+    """The likely tokens but for the blank as (frame, token, log-probability), frames counted among those inside.
+
+    Before them, of each frame inside [F]: the highest log-probability and the blank's. A frame whose
+    tokens all lie under the threshold keeps its best.
+
+    What is left beside a sure blank can't reach the threshold, so that most frames cost a look at one
+    number instead of V.
+    """
+    sure = math.log1p(-math.exp(threshold)) if threshold < 0 else math.inf
+    flat = log_probs.reshape(-1, log_probs.shape[-1])
+    if isinstance(flat, np.ndarray):
+        numpy, indices = np.asarray, np.asarray
+        nonzero, highest = np.flatnonzero, lambda rows: rows.max(-1, initial=-np.inf)
+    else:
+        import torch
+
+        flat = flat.detach()
+        numpy = lambda column: column.float().cpu().numpy()  # noqa: E731
+        indices = lambda rows: torch.from_numpy(rows).to(flat.device)  # noqa: E731
+        nonzero, highest = lambda mask: mask.reshape(-1).nonzero()[:, 0].cpu().numpy(), lambda rows: rows.amax(-1)
+    there = np.flatnonzero(inside)
+    blank = numpy(flat[:, blank_id][indices(there)])
+    unsure = np.flatnonzero(~(blank >= sure))  # what is not a number counts as unsure
+    top = blank.copy()
+    if not len(unsure):
+        none = np.zeros(0, np.int64)
+        return top, blank, none, none, np.zeros(0, np.float32)
+    some = flat[indices(there[unsure])]
+    above = highest(some)
+    top[unsure] = numpy(above)
+    places = nonzero(some > threshold)
+    flat_rows = np.flatnonzero(top[unsure] <= threshold)
+    if len(flat_rows):
+        best = some[indices(flat_rows)].argmax(-1)
+        places = np.concatenate([places, flat_rows * some.shape[1] + np.asarray(best.tolist())])
+    row, token = np.divmod(places, some.shape[1])
+    value = numpy(some.reshape(-1)[indices(places)])
+    other = token != blank_id
+    return top, blank, unsure[row[other]], token[other], value[other]
+
+
+def _strongest(row: np.ndarray, token: np.ndarray, value: np.ndarray, most: int) -> tuple[np.ndarray, ...]:
+    """In the order of frames, at most so many tokens of each, the likeliest first."""
+    order = np.lexsort((-value, row))
+    counts = np.bincount(row)
+    rank = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+    order = order[rank < most]
+    return row[order], token[order].astype(np.int32), value[order].astype(np.float64)
+
+
+def spans_of(batch: Events, tokens: Sequence[np.ndarray], events: Sequence[np.ndarray]) -> list[Spans]:
+    """Where the tokens of each transcript [U] lie that begin at events [U], and how likely they are there.
+
+    A token begins at the event where the best path takes it up, and goes on while the following frames
+    hold it at least as likely as the blank.
+    """
+    if not len(tokens):
+        return []
+    sizes = np.array([len(each) for each in tokens])
+    token, event = np.concatenate(tokens).astype(np.int64), np.concatenate(events).astype(np.int64)
+    # Up to where a token can go on: the next token, or the end of the utterance.
+    limit = np.append(event[1:], 0)
+    last = np.cumsum(sizes)[sizes > 0] - 1
+    limit[last] = batch.first[np.searchsorted(batch.first, event[last], side="right")]
+    keys = np.repeat(np.arange(len(batch.frame)), np.diff(batch.begin)) * np.int64(batch.labels) + batch.token
+    order = np.argsort(keys)
+    keys, probs = keys[order], batch.prob[order]
+
+    def prob(event: np.ndarray, token: np.ndarray) -> np.ndarray:
+        wanted = event * batch.labels + token
+        at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+        return np.where(keys[at] == wanted, probs[at], 0.0)
+
+    mass, run = np.zeros(len(token)), np.zeros(len(token), np.int64)
+    here, alive = event.copy(), np.arange(len(token))
+    while len(alive):
+        now = here[alive]
+        run[alive] += batch.run[now]
+        mass[alive] += prob(now, token[alive]) * batch.run[now]
+        following = now + 1
+        inside = following < limit[alive]
+        alive, now, following = alive[inside], now[inside], following[inside]
+        close = batch.frame[following] == batch.frame[now] + batch.run[now]
+        held = prob(following, token[alive])
+        goes_on = close & (held > 0) & (held >= batch.blank[following])
+        alive = alive[goes_on]
+        here[alive] += 1
+    starts = batch.frame[event].astype(np.int64)
+    columns = (token, starts, starts + run, (mass / run).astype(np.float32))
+    cuts = np.cumsum(sizes)[:-1]
+    return [Spans(*parts) for parts in zip(*(np.split(column, cuts) for column in columns), strict=True)]
