@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from speechbrain.core import Stage
 
+from sbkit.errors import SbkitError
 from sbkit.score.rates import ErrorRates
 from sbkit.train.averaging import average
 from sbkit.train.brain import Brain
@@ -34,6 +35,11 @@ class ASR(Brain):
     keep_every : also keep the checkpoint of every so many epochs for good
     average_checkpoints : test the mean of this many of the best, where that is more than 1
     """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        if self._ema is not None and getattr(self.hparams, "average_checkpoints", 1) > 1:
+            raise SbkitError("ema and average_checkpoints both average weights", hint="use one of them")
 
     def on_fit_start(self) -> None:
         super().on_fit_start()

@@ -45,15 +45,11 @@ class CTC(ASR):
     def compute_forward(self, batch: Batch, stage: Stage) -> Scores:
         """Waveforms [B, S] to scores [B, T, V]."""
         model = self.recognizer
-        guard_indices(  # before an embedding looks them up
-            batch.tokens, self.hparams.output_neurons, name="tokens", ids=batch.ids, lengths=batch.token_lengths,
-            forbidden=(self.hparams.blank_index,),
-        )
         feats, frames = model.features(batch.signals, batch.signal_lengths, training=stage == Stage.TRAIN)
         if not (self.joint and stage == Stage.TRAIN):
             encoded, frames = model.encode(feats, frames)
             return Scores(model.ctc_lin(encoded), frames, None)
-        tokens = functional.pad(batch.tokens, (1, 0), value=self.hparams.bos_index)
+        tokens = functional.pad(self._labels(batch), (1, 0), value=self.hparams.bos_index)
         encoded, frames, decoded = model.encode_and_decode(feats, frames, tokens)
         return Scores(model.ctc_lin(encoded), frames, self.hparams.seq_lin(decoded))
 
@@ -64,7 +60,7 @@ class CTC(ASR):
         total = ctc.total
         if scores.attention is not None:
             weight = self.hparams.ctc_weight
-            total = weight * total + (1 - weight) * self._cross_entropy(scores.attention, batch)
+            total = weight * total + (1 - weight) * self._cross_entropy(scores.attention, batch, ctc.feasible)
         if stage != Stage.TRAIN:
             self._transcribe(scores, batch)
         return Loss(total, tokens)
@@ -79,11 +75,22 @@ class CTC(ASR):
         """CTC loss of each utterance [B], for reports on steps that went wrong."""
         return self._ctc(scores, batch).losses
 
-    def _cross_entropy(self, scores: Tensor, batch: Batch) -> Tensor:
-        """Label-smoothed cross-entropy of the tokens and the end, summed: [B, U + 1, V] -> scalar."""
-        target = functional.pad(batch.tokens, (0, 1))
+    def _labels(self, batch: Batch) -> Tensor:
+        """The tokens [B, U], safe for an embedding to look up; one outside the vocabulary is told."""
+        return guard_indices(
+            batch.tokens, self.hparams.output_neurons, name="tokens", ids=batch.ids, lengths=batch.token_lengths,
+            forbidden=(self.hparams.blank_index,),
+        )
+
+    def _cross_entropy(self, scores: Tensor, batch: Batch, counted: Tensor) -> Tensor:
+        """Label-smoothed cross-entropy of the tokens and the end, summed: [B, U + 1, V] -> scalar.
+
+        ``counted`` [B]: the utterances that the step's mean is over.
+        """
+        target = functional.pad(self._labels(batch), (0, 1))
         target = target.scatter(1, batch.token_lengths[:, None], self.hparams.eos_index)
         beyond = torch.arange(target.shape[1], device=target.device) > batch.token_lengths[:, None]
+        beyond = beyond | ~counted[:, None]
         return functional.cross_entropy(
             scores.float().flatten(0, 1), target.masked_fill(beyond, -100).flatten(), ignore_index=-100,
             reduction="sum", label_smoothing=getattr(self.hparams, "label_smoothing", 0.0),

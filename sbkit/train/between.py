@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sbkit.errors import SbkitError
+from sbkit.nn import guard
 from sbkit.train import culprit, ranks
 from sbkit.train.sharding import is_sharded
 from sbkit.train.signals import Stopped, StopSignals
@@ -58,6 +59,7 @@ class Between:
         flags: raised on any rank; None: they came with the facts
         """
         raised = self.act_on(facts) if flags is None else {**self.act_on(facts), **flags}
+        guard.poll()
         if raised["stop"]:
             self.leave()
         due = 0 < self.brain.ckpt_interval_steps <= self._batches
@@ -99,6 +101,7 @@ class Between:
         """An intra-epoch checkpoint, with everything that has been computed so far counted in."""
         with self.brain._budget.pause():
             self.act_on(self.brain._steps.facts(wait=True))
+            guard.poll(wait=True)  # nothing learnt from a label outside its table is saved
             self.brain._save_intra_epoch_ckpt()
         self.start_epoch()
 

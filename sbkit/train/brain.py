@@ -213,6 +213,9 @@ class Brain(sb.core.Brain):
             if type(self).optimizers_step is not Brain.optimizers_step:
                 self._steps.normalise(self._active_optimizers())
             self.optimizers_step()
+        if self._steps.started:  # the recipe's own optimizers_step, all by itself
+            self._steps.passed()
+            self._epoch_step += 1
 
     def optimizers_step(self) -> None:
         """Divide and clip all gradients together and update, unless something is not finite."""
@@ -262,6 +265,7 @@ class Brain(sb.core.Brain):
             valid_set = self._loader(valid_set, Stage.VALID, valid_loader_kwargs)
             self.on_fit_start()
             self._buffers = parallel.Buffers(self.modules)
+            self._first_step_checked = False
             enable = (not self.noprogressbar if progressbar is None else progressbar) and ranks.is_main()
             for epoch in epoch_counter:
                 self._fit_train(train_set=train_set, epoch=epoch, enable=enable)

@@ -214,6 +214,11 @@ class Step:
         if scale is not None:
             self.scaler.adjust(found_inf)
 
+    def passed(self) -> None:
+        """A recipe updated its parameters by itself: keep what is known of the step, and begin the next."""
+        unknown = torch.zeros((), device=self.device)
+        self._keep_facts(unknown, unknown, None)
+
     def _keep_facts(self, norm: torch.Tensor, found_inf: torch.Tensor, scale: torch.Tensor | None) -> None:
         self.number += 1
         ones = torch.ones((), device=self.device)
