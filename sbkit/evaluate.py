@@ -35,6 +35,9 @@ class Request:
     max_wer : per cent; more than this makes the exit code 1
     name : of the results, which the checkpoint's follows; by default the corpus's
     out : the folder that results go to, by default ``RUN/evaluations``
+    lm : a language model (ARPA or KenLM's binary) to search with; None transcribes each frame's best
+    tune_lm : find the two weights below on the run's dev split first
+    lm_weight, word_score, beam : see ``sbkit.decode.beam.BeamSearch``
     """
 
     run: Path
@@ -45,6 +48,11 @@ class Request:
     max_wer: float | None = None
     name: str | None = None
     out: Path | None = None
+    lm: str | None = None
+    tune_lm: bool = False
+    lm_weight: float | None = None
+    word_score: float | None = None
+    beam: int | None = None
     device: str | None = None
     precision: str | None = None
     max_batch_seconds: float | None = None
@@ -79,6 +87,7 @@ def evaluate(request: Request) -> int:
             hparams = restore.read_run(request.run)
             name, path = ranks.run_on_main(_corpus, request, hparams)
             brain = restore.build(hparams, request.device, eval_precision=request.precision)
+            brain.decoder = _search(request, hparams)
             results = list(_results(request, hparams, brain, name, path))
             return _tell(results, request.max_wer) if ranks.is_main() else 0
     finally:
@@ -168,7 +177,14 @@ def _results(request: Request, hparams: dict[str, Any], brain: Any, name: str, p
         label = choice if choice in (restore.BEST, restore.LAST) else used[0]
         if request.average > 1:
             label += f"-mean-of-{len(used)}"
+        tuned = _tune(request, hparams, brain) if request.tune_lm else {}
+        if request.lm:
+            label += f"-{Path(request.lm).name.split('.')[0]}"
         scored = _score(request, hparams, brain, manifest, label)
+        if request.lm:
+            weights = brain.decoder.weights
+            scored.facts["decoder"] = {"lm": request.lm, "lm_weight": weights.lm, "word_score": weights.word,
+                                       "beam": brain.decoder.beam, **tuned}
         scored.facts.update(
             run=str(request.run.resolve()), corpus=request.on, manifest=str(path.resolve()), checkpoint=label,
             checkpoints=used, folder=str(request.folder / f"{name}-{label}"))
@@ -234,6 +250,41 @@ def _batch_seconds(hparams: dict[str, Any]) -> float:
     if batching is None:
         raise SbkitError("the recipe has no batching", hint="say what a device holds at once: --max-batch-seconds 120")
     return batching.max_batch_seconds
+
+
+# ---------------------------------------------------------------- language model
+
+
+def _search(request: Request, hparams: dict[str, Any]) -> Any:
+    """The search that was asked for, or else the recipe's own."""
+    asked = {name: getattr(request, name) for name in ("lm_weight", "word_score", "beam")}
+    asked = {name: value for name, value in asked.items() if value is not None}
+    if not request.lm:
+        if asked or request.tune_lm:
+            raise SbkitError("there is no language model to weigh", hint="name one: --lm FILE.arpa (see sbkit lm)")
+        return hparams.get("decoder")
+    from sbkit.decode.beam import BeamSearch
+
+    return BeamSearch(hparams["tokenizer"], lm=request.lm, blank_id=hparams.get("blank_index", 0), **asked).load()
+
+
+def _tune(request: Request, hparams: dict[str, Any], brain: Any) -> dict[str, Any]:
+    """Give the search the weights that make the fewest errors on dev; what is to be said of it."""
+    from sbkit.data.manifest import Manifest
+    from sbkit.tasks import tuning
+    from sbkit.train import ranks
+
+    search = brain.decoder
+    manifest = tuning.some_of(Manifest.read(hparams["corpus"].manifest_path("dev")))
+    brain.decoder = recorder = tuning.Recorder(search)
+    _transcribe(request, hparams, brain, manifest, "dev")
+    tuned = tuning.tune(recorder, brain.rows)
+    search.weights = tuned.weights
+    brain.decoder = search
+    if ranks.is_main():
+        print(f"tuned on {len(manifest)} utterances of dev: --lm-weight {tuned.weights.lm:g} --word-score "
+              f"{tuned.weights.word:g} (WER {tuned.rate:.2f} %, greedily {tuned.greedy:.2f} %)")
+    return {"tuned_on": len(manifest), "dev_WER": tuned.rate, "dev_WER_greedy": tuned.greedy}
 
 
 # ---------------------------------------------------------------- results

@@ -29,6 +29,9 @@ class Scores(NamedTuple):
 class CTC(ASR):
     """The flagship's Brain.
 
+    ``decoder: !new:sbkit.decode.beam.BeamSearch`` makes the test's transcripts; without it, and in validation,
+    they are each frame's best.
+
     ``ctc_weight: 1.0`` trains CTC alone. Below 1 the rest of the loss is the attention decoder's
     label-smoothed cross-entropy. Both are means per token over the whole optimizer step.
     """
@@ -37,6 +40,7 @@ class CTC(ASR):
         super().__init__(*args, **kwargs)
         # Now, and not in the first forward: it tries the layers out, which a culprit's examination would see.
         self.recognizer = Recognizer.from_hparams(self.hparams)
+        self.decoder = getattr(self.hparams, "decoder", None)
 
     @property
     def joint(self) -> bool:
@@ -62,7 +66,7 @@ class CTC(ASR):
             weight = self.hparams.ctc_weight
             total = weight * total + (1 - weight) * self._cross_entropy(scores.attention, batch, ctc.feasible)
         if stage != Stage.TRAIN:
-            self._transcribe(scores, batch)
+            self._transcribe(scores, batch, stage)
         return Loss(total, tokens)
 
     def _ctc(self, scores: Scores, batch: Batch) -> CTCLoss:
@@ -96,11 +100,17 @@ class CTC(ASR):
             reduction="sum", label_smoothing=getattr(self.hparams, "label_smoothing", 0.0),
         )
 
-    def _transcribe(self, scores: Scores, batch: Any) -> None:
+    def _transcribe(self, scores: Scores, batch: Any, stage: Stage) -> None:
         if not batch.weight:  # a stand-in
             return
         log_probs = scores.ctc.float().log_softmax(-1)
-        found = greedy(log_probs, scores.frames, blank_id=self.hparams.blank_index)
-        heard = map(self.hparams.tokenizer.decode, found.ids)
+        if self.decoder is not None and stage == Stage.TEST:
+            if self.decoder.tokenizer is None:
+                self.decoder.tokenizer = self.hparams.tokenizer
+            best = [several[0] for several in self.decoder.decode(log_probs, scores.frames)]
+            heard, found = [one.text for one in best], [one.spans for one in best]
+        else:
+            found = greedy(log_probs, scores.frames, blank_id=self.hparams.blank_index)
+            heard = map(self.hparams.tokenizer.decode, found.ids)
         sure = (float(spans.confidence.mean()) if len(spans) else None for spans in found)
         self.rows += map(Row, batch.ids, batch.texts, heard, sure)

@@ -125,6 +125,8 @@ def test_characters_that_the_model_cannot_write_are_counted(run, home, caplog):
     (["--split", "other"], "has no split 'other'"),
     (["--average", "0"], "makes no sense"),
     (["--max-wer", "low"], "invalid float value"),
+    (["--tune-lm"], "there is no language model to weigh; name one: --lm FILE.arpa"),
+    (["--lm", "{home}/nowhere.arpa"], "nowhere.arpa"),
 ])
 def test_every_wrong_command_is_one_line(run, home, capsys, words, message):
     for name, columns in (("silent", "ID,duration,wav,spk_id,wrd"), ("textless", "ID,duration,wav,spk_id")):
@@ -145,6 +147,22 @@ def test_every_wrong_command_is_one_line(run, home, capsys, words, message):
 def test_a_folder_that_is_no_run_is_told_so(home, capsys):
     assert evaluate(home / "data") == 2
     assert "is no run: it has no hyperparams.yaml" in capsys.readouterr().err
+
+
+def test_a_language_model_is_weighed_on_dev_and_used_on_test(run, tmp_path, capsys):
+    from sbkit.data.manifest import Manifest
+    from sbkit.decode import lm
+
+    model = tmp_path / "three.arpa"
+    lm.build(Manifest.read(run / "manifests" / "train.csv").texts, model, order=2)
+    assert evaluate(run, "--lm", model, "--tune-lm", "--beam", 8) == 0
+    assert "tuned on 5 utterances of dev: --lm-weight" in capsys.readouterr().out
+    facts = result(run, "test-best-three")
+    weights = facts["decoder"]
+    assert weights["dev_WER"] <= 100 and weights["beam"] == 8 and facts["utterances"] == 9
+    again = ["--lm-weight", weights["lm_weight"], "--word-score", weights["word_score"], "--beam", 8, "--name", "again"]
+    assert evaluate(run, "--lm", model, *again) == 0
+    assert result(run, "again-best-three")["WER"] == facts["WER"]
 
 
 def score_on_a_rank(run, name):
