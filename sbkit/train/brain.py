@@ -24,6 +24,7 @@ from sbkit.train.culprit import Suspect
 from sbkit.train.display import StageDisplay
 from sbkit.train.evaluation import evaluate
 from sbkit.train.metrics import MetricsLog
+from sbkit.train.oom import Parts
 from sbkit.train.optim import fused
 from sbkit.train.progress import Progress
 from sbkit.train.signals import StopSignals
@@ -102,6 +103,7 @@ class Brain(sb.core.Brain):
         self._budget = StepBudget(device)
         self._progress: Progress | None = None
         self._between = Between(self)
+        self._parts = Parts(self)
         self._ema = getattr(self.hparams, "ema", None)
         self._rng = rng.RngState(int(getattr(self.hparams, "seed", 0) or 0), lambda: self.optimizer_step, device)
         self.metrics_log = self._open_metrics()
@@ -174,22 +176,30 @@ class Brain(sb.core.Brain):
         """One micro-batch; the last of its step also updates. Gives the detached loss, on the device."""
         last = self._closes_step(batch)
         self.on_fit_batch_start(batch, last)
+        loss = self._parts.run(batch, last)
+        found = self._found  # of a micro-batch in parts: of the last part
+        if last:
+            self._update()
+        self.on_fit_batch_end(batch, found.outputs, found.raw, last)
+        return loss.detach().mean
+
+    def _backward(self, batch: Any, last: bool, share: float = 1.0, generators: Any = None) -> Loss:
+        """Forward, loss and gradients of a micro-batch, or of a share of one."""
         with self.no_sync(not last):
-            generators = rng.capture(self.device)  # so that a culprit can be looked at again
+            # so that a culprit can be looked at again
+            generators = rng.capture(self.device) if generators is None else generators
             total = self._forward(batch) if self._parallel is None else self._parallel(batch)
-            found = self._found
-            loss = found.loss._replace(total=total)
+            loss = self._found.loss._replace(total=total)
+            if share != 1.0 and not isinstance(self._found.raw, Loss):  # a mean over the batch
+                loss = loss._replace(total=total * share, count=loss.count * share)
             self._steps.add(loss, Suspect(batch, generators))
             if last:
                 self._steps.announce(self._between.flags())
             with self._budget("backward"), parallel.zeroed_if(loss.weightless, self.modules):
                 if last:
-                    self._budget.exposed_all_reduce(total)
+                    self._budget.exposed_all_reduce(loss.total)
                 self._steps.scaled(loss).backward()
-        if last:
-            self._update()
-        self.on_fit_batch_end(batch, found.outputs, found.raw, last)
-        return loss.detach().mean
+        return loss
 
     def _forward(self, batch: Any) -> torch.Tensor:
         """Forward and loss of a training batch; what else they gave is left in ``self._found``."""
@@ -334,6 +344,7 @@ class Brain(sb.core.Brain):
         self._buffers.sync()
         parallel.assert_ranks_equal(self.modules, f"after epoch {epoch}")
         self._progress.close(self.avg_train_loss, self.optimizer_step)
+        self._parts.tell()
         self.on_stage_end(Stage.TRAIN, self.avg_train_loss, epoch)
         self._trained = (self.step, self._epoch_step, self._average, self.nonfinite_count)
         self._average = Mean()

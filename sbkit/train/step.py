@@ -129,6 +129,11 @@ class Step:
         """True while micro-batches wait for their update."""
         return self._sums is not None
 
+    @property
+    def announced(self) -> bool:
+        """True once the last micro-batch's sums are on their way to the other ranks."""
+        return self._announced
+
     def reset(self) -> None:
         """Forget the micro-batches counted so far."""
         self._sums, self._work, self._announced, self._normalised, self.batches = None, None, False, False, []

@@ -1,0 +1,206 @@
+"""A micro-batch that does not fit into the device's memory is computed in parts, and the run goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import itertools
+import logging
+from typing import Any
+
+import torch
+
+from sbkit.errors import SbkitError
+from sbkit.train import ranks, rng
+from sbkit.train.saved_batch import utterance_ids
+from sbkit.train.sharding import Sharded
+from sbkit.train.step import Loss
+
+logger = logging.getLogger(__name__)
+
+_WORDS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device, or the CPU, had no memory left; libraries say it in different ways."""
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS))
+
+
+class Parts:
+    """Runs the micro-batches of a ``Brain``, each whole where that fits and in parts where it does not.
+
+    Losses are sums and gradients add up, so a step in parts is the step it would have been (but for dropout,
+    which draws other numbers, and for layers that look at a whole batch). A loss that is a plain scalar counts
+    by the share of utterances in a part.
+
+    Gradients that a failed backward has half written are of no use. The step then starts again from its first
+    micro-batch, with the random numbers it had. What failed once isn't tried again: later micro-batches of that
+    size are cut before.
+    """
+
+    def __init__(self, brain: Any):
+        self.brain = brain
+        self.limit = float("inf")
+        """The least size that failed, in numbers of the batch's largest tensor."""
+        self.cut = 0
+        """Micro-batches that were computed in parts, since ``tell`` was last called."""
+        # Of this step: micro-batch, parts it was computed in, generators before it.
+        self._done: list[tuple[Any, int, dict[str, torch.Tensor]]] = []
+
+    def run(self, batch: Any, last: bool) -> Loss:
+        """Forward and backward of a micro-batch, the last of its step or not; gives its whole loss."""
+        if not self.brain._steps.started:
+            self._done = []
+        generators = rng.capture(self.brain.device)
+        while True:
+            count = self._count(batch)
+            try:
+                loss = self._in_parts(batch, last, count, generators)
+                break
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                self._give_up_unless_possible(batch, last, count, error)
+            # Here the error is gone, and with it the frames that held the step's tensors.
+            self._remember(batch, count)
+            self._start_again(generators)
+        self.cut += count > 1
+        self._done = [] if last else [*self._done, (batch, count, generators)]
+        return loss
+
+    def tell(self) -> None:
+        """One line for an epoch in which micro-batches were cut."""
+        if self.cut:
+            logger.warning("%d micro-batches of this epoch did not fit into memory and were computed in parts: "
+                           "a lower max_batch_seconds is faster", self.cut)
+        self.cut = 0
+
+    def _count(self, batch: Any) -> int:
+        """Parts of a micro-batch, so that none is as large as what failed."""
+        count = 1
+        if self.limit < float("inf"):
+            size, most = largest(batch), length(batch)
+            while size / count >= self.limit and count < most:
+                count = min(2 * count, most)
+        return count
+
+    def _in_parts(self, batch: Any, last: bool, count: int, generators: dict[str, torch.Tensor] | None = None) -> Loss:
+        if count == 1:
+            return self.brain._backward(batch, last, generators=generators)
+        size = length(batch)
+        edges = [i * size // count for i in range(count + 1)]
+        losses = []
+        for start, stop in itertools.pairwise(edges):
+            part = rows(batch, start, stop)
+            losses.append(self.brain._backward(part, last and stop == size, share=(stop - start) / size).detach())
+        return Loss(sum(loss.total for loss in losses), sum(loss.count for loss in losses))
+
+    # ------------------------------------------------------------ after a failure
+
+    def _give_up_unless_possible(self, batch: Any, last: bool, count: int, error: Exception) -> None:
+        brain, size = self.brain, length(batch)
+        names = utterance_ids(batch)
+        hint = "lower max_batch_seconds, or try activation_checkpointing"
+        if count >= size:
+            name = f" ({names[0]})" if size == 1 and names else ""
+            raise SbkitError(f"out of memory on {brain.device} with a single utterance{name}", exit_code=1, hint=(
+                "leave such long ones out (max_duration), or try activation_checkpointing")) from error
+        if isinstance(brain._parallel, Sharded):
+            raise SbkitError(f"out of memory on {brain.device} with {size} utterances; with fsdp no rank can repeat a "
+                             "step alone", hint=hint, exit_code=1) from error
+        if last and brain._steps.announced and ranks.world_size() > 1:
+            raise SbkitError(f"out of memory on {brain.device} with {size} utterances, while gradients were on their "
+                             "way to the other ranks", hint=hint, exit_code=1) from error
+
+    def _remember(self, batch: Any, count: int) -> None:
+        self.limit = largest(batch) / count
+        seconds = getattr(batch, "padded_seconds", None)
+        amount = f" of {seconds:.0f} s with padding" if seconds else ""
+        advice = f"; a max_batch_seconds below {seconds / count:.0f} spares the attempt" if seconds else ""
+        logger.warning("Step %d: no memory left on %s for a micro-batch of %d utterances%s%s. It is computed in %d "
+                       "parts, and so are others of that size%s", self.brain.optimizer_step + 1, self.brain.device,
+                       length(batch), amount, f" in {count} parts" if count > 1 else "", self._count(batch), advice)
+
+    def _start_again(self, generators: dict[str, torch.Tensor]) -> None:
+        """Undo what the failed attempt left behind, and compute the step's earlier micro-batches anew."""
+        place = 0
+        while True:
+            self._clear()
+            try:
+                for place, (batch, count, before) in enumerate(self._done):  # noqa: B007 (needed below)
+                    rng.restore(before, self.brain.device)
+                    self._in_parts(batch, False, count, before)
+                break
+            except Exception as error:
+                batch, count, before = self._done[place]
+                if not is_out_of_memory(error) or count >= length(batch):
+                    raise
+                self._done[place] = batch, min(2 * count, length(batch)), before
+        rng.restore(generators, self.brain.device)
+
+    def _clear(self) -> None:
+        """Gradients, sums and whatever memory is held for nothing."""
+        brain, device = self.brain, torch.device(self.brain.device)
+        brain.zero_grad(set_to_none=True)
+        brain._steps.reset()
+        brain._found.outputs = brain._found.raw = brain._found.loss = None
+        gc.collect()
+        if device.type != "cpu":
+            torch.get_device_module(device).empty_cache()
+
+
+# ---------------------------------------------------------------------------------------------- batches
+
+
+def length(batch: Any) -> int:
+    """Utterances (or other examples) in a batch; 1 where nobody can tell."""
+    names = utterance_ids(batch)
+    if names:
+        return len(names)
+    found = [len(t) for t in _tensors(batch)]
+    return found[0] if found and all(n == found[0] for n in found) else 1
+
+
+def largest(batch: Any) -> int:
+    """Numbers in a batch's largest tensor: what memory grows with."""
+    return max((t.numel() for t in _tensors(batch)), default=0)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value] if value.dim() else []
+    if isinstance(value, dict):
+        return [t for inner in value.values() for t in _tensors(inner)]
+    if isinstance(value, (list, tuple)):
+        return [t for inner in value for t in _tensors(inner)]
+    return [t for inner in vars(value).values() for t in _tensors(inner)] if hasattr(value, "__dict__") else []
+
+
+def rows(batch: Any, start: int, stop: int) -> Any:
+    """Utterances ``start`` to ``stop`` of a batch, padded as they are in it."""
+    size = length(batch)
+    if isinstance(batch, dict):
+        return {key: _cut(value, start, stop, size) for key, value in batch.items()}
+    if isinstance(batch, (list, tuple)) and not hasattr(batch, "_fields"):
+        return type(batch)(_cut(value, start, stop, size) for value in batch)
+    if isinstance(batch, torch.Tensor) or hasattr(batch, "_fields"):
+        return _cut(batch, start, stop, size)
+    # "damaged" and a PaddedBatch's lists of keys have lengths of their own
+    fields = {key: value if "keys" in key or key == "damaged" else _cut(value, start, stop, size)
+              for key, value in vars(batch).items()}
+    if dataclasses.is_dataclass(batch):
+        return dataclasses.replace(batch, **{f.name: fields[f.name] for f in dataclasses.fields(batch) if f.init})
+    part = object.__new__(type(batch))
+    part.__dict__.update(fields)
+    return part
+
+
+def _cut(value: Any, start: int, stop: int, size: int) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value[start:stop] if value.dim() and len(value) == size else value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # SpeechBrain's PaddedData
+        return type(value)(*(_cut(inner, start, stop, size) for inner in value))
+    if isinstance(value, (list, tuple)):
+        return value[start:stop] if len(value) == size else value
+    return value

@@ -1,0 +1,207 @@
+"""A step that runs out of memory is computed in parts, and is the step it would have been."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from processes import outcomes, results
+from speechbrain.dataio.batch import PaddedBatch
+from toys import ToyBrain, ToyEvalLoader, ToyTrainLoader, batch_of, brain, furthest, state
+
+from sbkit.data.batch import Batch
+from sbkit.errors import SbkitError
+from sbkit.train import oom, ranks
+from sbkit.train.step import Loss
+
+
+class Narrow(ToyBrain):
+    """A device on which no more than ``fits`` rows have room, in forward or in backward."""
+
+    fits, where, attempts = 3, "forward", 0
+
+    def compute_forward(self, batch, stage):
+        too_many = stage.name == "TRAIN" and len(batch.x) > self.fits
+        self.attempts += too_many
+        if too_many and self.where == "forward":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        predictions = super().compute_forward(batch, stage)
+        if too_many and self.where == "backward":
+            # the last layer's gradients are written by then, the first layer's are not
+            self.hparams.model[1].weight.register_hook(self._fail_once())
+        return predictions
+
+    @staticmethod
+    def _fail_once():
+        failed = []
+
+        def fail(grad):
+            if not failed:
+                failed.append(True)
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return grad
+        return fail
+
+
+class InBackward(Narrow):
+    where = "backward"
+
+
+class Scalar(Narrow):
+    """A loss as SpeechBrain's recipes have it: the mean over a batch."""
+
+    def compute_objectives(self, predictions, batch, stage):
+        return ((predictions - batch.x.sum(-1)) ** 2).mean()
+
+
+class Wide(Scalar):
+    fits = 1000
+
+
+def train(cls, micros=1, world=(0, 1), **kwargs):
+    toy = brain(cls, **kwargs)
+    toy.fit(range(1, 3), ToyTrainLoader(5, 8, *world, micros), ToyEvalLoader(4))
+    return toy
+
+
+@pytest.mark.parametrize("cls, micros", [(Narrow, 1), (InBackward, 1), (Narrow, 2), (InBackward, 2)])
+def test_a_step_in_parts_is_the_step_it_would_have_been(cls, micros, caplog):
+    whole = train(ToyBrain, micros)
+    with caplog.at_level(logging.WARNING):
+        parts = train(cls, micros)
+    assert furthest(state(whole), state(parts)) < 1e-6
+    assert parts.optimizer_step == whole.optimizer_step == 10
+    assert [loss for _, loss in parts.ends] == pytest.approx([loss for _, loss in whole.ends], rel=1e-5)
+    told = [r.message for r in caplog.records if r.name == oom.__name__]
+    assert told[0].startswith(f"Step 1: no memory left on cpu for a micro-batch of {8 // micros} utterances of 1 s")
+    assert "It is computed in 2 parts" in told[0]
+
+
+def test_what_failed_once_is_not_tried_again(caplog):
+    toy = train(Narrow)
+    assert toy.attempts == 2  # eight rows, then four
+    told = [r.message for r in caplog.records if r.name == oom.__name__]
+    assert len(told) == 4 and "micro-batch of 8 utterances of 1 s with padding in 2 parts" in told[1]
+    assert told[2].startswith("5 micro-batches of this epoch did not fit into memory")
+
+
+def test_a_scalar_loss_counts_by_its_share_of_utterances():
+    whole, parts = train(Wide), train(Scalar)
+    assert parts.attempts == 2 and whole.attempts == 0
+    assert furthest(state(whole), state(parts)) < 1e-6
+
+
+def test_earlier_micro_batches_are_repeated_with_the_numbers_they_had():
+    drawn = []
+
+    class Drawing(Narrow):
+        """Fails in the second micro-batch, once, after the first drew its numbers."""
+
+        def compute_forward(self, batch, stage):
+            if stage.name == "TRAIN":
+                drawn.append((batch.ids[0], torch.rand(1).item()))
+                if len(drawn) == 2:
+                    raise torch.OutOfMemoryError("out of memory")
+            return ToyBrain.compute_forward(self, batch, stage)
+
+    toy = brain(Drawing)
+    torch.manual_seed(5)
+    toy.fit([1], ToyTrainLoader(1, 8, micros=2))
+    first, second, again, *parts = drawn
+    assert again == first
+    assert parts[0] == second and len(parts) == 2  # the one that failed begins where it began
+
+
+def test_a_single_utterance_that_does_not_fit_ends_the_run():
+    class Full(Narrow):
+        fits = 0
+
+    with pytest.raises(SbkitError, match=r"out of memory on cpu with a single utterance.*max_duration") as error:
+        train(Full)
+    assert error.value.exit_code == 1
+
+
+def test_other_errors_stay_what_they_are():
+    class Wrong(ToyBrain):
+        def compute_forward(self, batch, stage):
+            raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        train(Wrong)
+
+
+@pytest.mark.parametrize("error, is_one", [
+    (torch.OutOfMemoryError("x"), True), (RuntimeError("CUDA error: out of memory"), True),
+    (RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory: ..."), True),
+    (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
+    (RuntimeError("shape mismatch"), False), (ValueError("out of memory"), False)])
+def test_libraries_say_it_in_different_ways(error, is_one):
+    assert oom.is_out_of_memory(error) is is_one
+
+
+# ------------------------------------------------------------------------------------------------ batches
+
+
+def test_rows_of_any_batch():
+    ours = Batch(
+        ids=list("abcd"), texts=list("wxyz"), damaged=[("e", "cut"), ("f", "cut"), ("g", "cut"), ("h", "cut")],
+        signals=torch.arange(8.0).reshape(4, 2), signal_lengths=torch.tensor([2, 2, 1, 1]),
+        tokens=torch.ones(4, 3, dtype=torch.long), token_lengths=torch.tensor([3, 2, 1, 1]))
+    part = oom.rows(ours, 1, 3)
+    assert part.ids == ["b", "c"] and part.texts == ["x", "y"] and part.signals.tolist() == [[2, 3], [4, 5]]
+    assert part.signal_lengths.tolist() == [2, 1] and len(part.damaged) == 4
+    assert (oom.length(ours), oom.largest(ours), oom.length(part)) == (4, 12, 2)
+
+    theirs = PaddedBatch([{"id": name, "sig": torch.ones(n), "n": n} for name, n in zip("abc", (3, 1, 2), strict=True)])
+    part = oom.rows(theirs, 0, 2)
+    assert part.id == ["a", "b"] and part.sig.data.shape == (2, 3)
+    assert part.sig.lengths.tolist() == pytest.approx([1, 1 / 3])
+    assert oom.length(theirs) == 3 and oom.length(part) == 2
+
+    x, y = torch.arange(4), torch.arange(8).reshape(4, 2)
+    assert [t.tolist() for t in oom.rows((x, y), 2, 4)] == [[2, 3], [[4, 5], [6, 7]]]
+    assert oom.rows({"x": x, "rate": 16000}, 0, 1)["x"].tolist() == [0] and oom.length([x, y]) == 4
+    assert oom.length(object()) == 1 and oom.largest(object()) == 0
+
+
+def test_the_toys_are_batches_too():
+    part = oom.rows(batch_of([1, 2, 3], micro=1, micros=2), 1, 3)
+    assert part.ids == [2, 3] and part.last and isinstance(Loss(part.x.sum(), 2).mean, torch.Tensor)
+
+
+# ------------------------------------------------------------------------------------------------ ranks
+
+
+class NarrowSecond(Narrow):
+    """Only rank 1 has little memory."""
+
+    def compute_forward(self, batch, stage):
+        self.fits = 1 if ranks.rank() == 1 else 1000
+        return super().compute_forward(batch, stage)
+
+
+class InBackwardSecond(NarrowSecond):
+    where = "backward"
+
+
+def train_as_rank(cls, micros):
+    toy = train(cls, micros, (ranks.rank(), ranks.world_size()))
+    return state(toy), toy.attempts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("micros", [1, 2])
+def test_one_rank_of_two_may_run_out_of_memory(micros):
+    whole = state(train(ToyBrain))
+    (first, plenty), (second, failed) = results(train_as_rank, NarrowSecond, micros)
+    assert plenty == 0 and failed >= 1
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert furthest(whole, first) < 1e-5
+
+
+@pytest.mark.slow
+def test_two_ranks_end_together_where_gradients_are_on_their_way():
+    found = outcomes(train_as_rank, InBackwardSecond, 1)
+    assert "while gradients were on their way to the other ranks" in str(found[1].error)
+    assert found[0].error is not None and max(outcome.seconds for outcome in found) < 60
