@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV   := $(if $(VIRTUAL_ENV),$(VIRTUAL_ENV),.venv)
 BIN    := $(VENV)/bin
-STAMP  := $(VENV)/.sbkit-installed
+STAMP  := $(VENV)/.sbkit-installed$(subst /,_,$(CURDIR))
 OUT    ?= results/demo
 
 .PHONY: help install demo test test-fast lint format bench clean
@@ -18,7 +18,7 @@ install: $(STAMP)
 
 $(STAMP): setup.cfg pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
-	  { echo "python3 cannot make a virtual environment; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	  { rm -rf .venv; echo "python3 cannot make a virtual environment; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 	@$(BIN)/python -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || \
 	  { echo "sbkit needs Python 3.10 to 3.13; choose one with: make PYTHON=python3.12 ..." >&2; exit 1; }
 	$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[dev]'

@@ -99,7 +99,7 @@ def _prepare(hparams: dict[str, Any]) -> None:
         raise SbkitError(f"{corpus.source} has no {' and no '.join(missing)} split",
                          hint="name it in the recipe: corpus: splits: {dev: ...}")
     tokenizer.prepare(manifests["train"].texts)
-    for split in ("dev", "test"):
+    for split in ("train", "dev", "test"):
         alien = tokenizer.coverage(manifests[split].texts)
         if alien:
             listed = ", ".join(f"{char!r} x {times}" for char, times in alien.most_common(10))

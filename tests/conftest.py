@@ -1,8 +1,13 @@
-"""What all tests need: SpeechBrain's lazy modules must not be imported by tools that only look around."""
+"""What all tests need: Ctrl-C as in a terminal, and no imports by tools that only look around."""
 
+import signal
 import sys
 
 import pytest
+
+# A shell that starts us in the background has us, and what we start, ignore Ctrl-C. Tests of it need it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True, hookwrapper=True)

@@ -58,7 +58,7 @@ def stop_after(process, out, step, signum, to_all=False):
 
 def outcome(out):
     """Everything that training left, but for times."""
-    [folder] = sorted((out / "save").glob("CKPT+*"))[-1:]
+    folder = max((out / "save").glob("CKPT+*"), key=lambda f: yaml.safe_load((f / "CKPT.yaml").read_text())["unixtime"])
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return {
         "model": torch.load(folder / "model.ckpt", weights_only=True),

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # Rows in memory at once: some 100 MB of long recordings.
 _BATCH = 256
-_PARQUET_SPLIT = re.compile(r"^(?P<name>.*?)(-\d+-of-\d+|[-_.]?\d+)?$")
+_PARQUET_SPLIT = re.compile(r"^(?P<name>.*?)(-\d+-of-\d+(-[0-9a-f]+)?|[-_.]?\d+)?$")
 _HUB_OPTIONS = ("config", "revision", "streaming")
 
 

@@ -40,6 +40,9 @@ class SpeechBrainCsv(FileSource):
         starts = np.zeros(len(csv))
         if "start" in column:
             starts = _starts(path, csv, roles["start"], durations)
+            if "stop" in csv.columns:  # a row without a duration has one all the same
+                stops = to_seconds(path, "stop", csv.columns["stop"], unknown=np.nan)
+                durations = np.where(np.isnan(durations), stops - starts, durations)
         used = {*roles.values(), "stop"}
         return Rows(
             origin=str(path),
