@@ -475,3 +475,26 @@ def test_metrics_are_written_for_programs(tmp_path):
     epochs = [line for line in lines if line["kind"] == "epoch"]
     assert [line["train_loss"] for line in epochs] == pytest.approx([loss for _, loss in toy.ends])
     assert sum(epochs[0]["time_shares"].values()) == pytest.approx(1, abs=0.02)
+
+
+def test_a_recipe_that_updates_all_by_itself_counts_its_steps():
+    """SpeechBrain's recipes may replace ``optimizers_step`` and never call the original."""
+
+    class Own(sbkit.Brain):
+        def compute_forward(self, batch, stage):
+            return self.modules.model(batch)
+
+        def compute_objectives(self, predictions, batch, stage):
+            return predictions.square().mean()
+
+        def optimizers_step(self):
+            for optimizer in self.optimizers_dict.values():
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            self.optimizer_step += 1
+
+    own = Own({"model": torch.nn.Linear(2, 1)}, partial(torch.optim.SGD, lr=0.1), run_opts={"device": "cpu"})
+    before = own.modules.model.weight.detach().clone()
+    batches = torch.utils.data.DataLoader(torch.ones(8, 2), batch_size=2)
+    own.fit(range(1, 3), batches)
+    assert own.optimizer_step == 8 and not torch.equal(own.modules.model.weight, before)
