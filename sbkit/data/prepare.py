@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from collections import Counter
@@ -18,7 +19,7 @@ from sbkit.console import progress, table
 from sbkit.data.audio import split_member
 from sbkit.data.manifest import Column, Manifest, join
 from sbkit.data.measure import measure
-from sbkit.data.sources.base import Rows
+from sbkit.data.sources.base import Rows, unique_ids
 from sbkit.data.text import TextRules, count_words
 
 logger = logging.getLogger(__name__)
@@ -88,7 +89,11 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: Limits, *, t
     def leave_out(reason: str, mask: np.ndarray) -> None:
         why[(why == 0) & mask] = _CODE[reason]
 
-    leave_out("repeated id", ~_first_of_each(rows.ids.arrow))
+    if not _first_of_each(rows.ids.arrow).all():
+        # The same recording twice is one too many. Several of one id (of a sentence, say) are not: they are numbered.
+        same = join(rows.ids.arrow, recording_keys(rows.wavs, rows.starts), separator="@")
+        leave_out("repeated id", ~_first_of_each(same))
+        rows = dataclasses.replace(rows, ids=Column(unique_ids(list(rows.ids))))
     for keys in taken:
         leave_out("also in dev or test", _np(pc.is_in(recording_keys(rows.wavs, rows.starts), keys)))
     leave_out("missing clip", ~existing(rows.wavs, listings))

@@ -12,7 +12,7 @@ from sounds import encoded, speechlike
 
 from sbkit.data.manifest import Column
 from sbkit.data.prepare import REASONS, Limits, existing, prepare_split, recording_keys
-from sbkit.data.sources.base import Rows, blank, join_rows
+from sbkit.data.sources.base import Rows, blank, join_rows, unique_ids
 from sbkit.data.text import TextRules
 
 RULES = TextRules(alphabet="abcdefghijklmnopqrstuvwxyz'")
@@ -83,6 +83,21 @@ def test_without_limits_nothing_usable_is_left_out(clips):
     manifest, report = prepare(source)
     assert len(manifest) == 2 and report.left_out == {}
     assert report.outside_alphabet == {"ü": 1, "ï": 1}  # named nevertheless
+
+
+def test_recordings_that_share_an_id_are_numbered_and_kept(clips):
+    source = rows(clips, ("good.wav", "a"), ("long.wav", "b"), ("good.wav", "c"))
+    source.ids = Column(["same", "same", "same"])
+    manifest, report = prepare(source)
+    assert list(manifest.ids) == ["same", "same-2"] and list(manifest.texts) == ["a", "b"]
+    assert counts(report) == {"repeated id": 1}
+
+
+@given(st.lists(st.sampled_from(["a", "a-2", "a-3", "a-2-2", "b"]), max_size=12))
+def test_numbered_ids_are_unique_and_the_first_keeps_its_name(ids):
+    numbered = unique_ids(ids)
+    assert len(set(numbered)) == len(ids)
+    assert all(numbered[ids.index(i)] == i for i in ids)
 
 
 def test_an_id_that_repeats_is_kept_once(clips):

@@ -140,10 +140,14 @@ def no_column(where: object, role: str, available: Iterable[str], columns: Mappi
 
 
 def unique_ids(ids: Iterable[str]) -> list[str]:
-    """Number repeated ids (a, a-2, a-3): for sources without ids of their own."""
-    seen: dict[str, int] = {}
+    """Number repeated ids (a, a-2, a-3), past numbers that are ids themselves."""
+    ids = list(ids)
+    known, seen = set(ids), dict.fromkeys(ids, 0)
     result = []
     for id_ in ids:
-        count = seen[id_] = seen.get(id_, 0) + 1
-        result.append(id_ if count == 1 else f"{id_}-{count}")
+        seen[id_] += 1
+        if seen[id_] > 1:
+            while f"{id_}-{seen[id_]}" in known:
+                seen[id_] += 1
+        result.append(id_ if seen[id_] == 1 else f"{id_}-{seen[id_]}")
     return result
