@@ -25,6 +25,7 @@ RECIPE_COMMANDS = {
     "train": "Train, test and report. On several devices: torchrun --nproc_per_node=8 train.py RECIPE.yaml ...",
     "check": "Say all that is wrong with a recipe, what it costs and what fits. --json for programs, --measure to run "
              "a few steps.",
+    "tune": "Find the largest batch that fits a GPU, by trying; remembered per model, device and precision (--fresh).",
     "prepare": "Only prepare the corpus and the tokenizer, and say what was left out and why.",
 }
 
@@ -110,8 +111,8 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.set_defaults(call=_evaluate)
 
     report = commands.add_parser("report", help="one page about a run: its curves, its errors, what to fix next")
-    report.add_argument("run", metavar="RUN", type=Path, help="the output folder of a training, finished or not")
-    report.add_argument("--against", metavar="OTHER", type=Path, help="another run on the same test set")
+    report.add_argument("run", metavar="RUN", type=Path, help="the output folder of a training, or RUN/evaluations/...")
+    report.add_argument("--against", metavar="OTHER", type=Path, help="another one on the same test set")
     report.add_argument("--out", metavar="FILE", type=Path, help="where the page goes (default: RUN/report.html)")
     report.add_argument("--utterances", type=int, default=24, metavar="N", help="to show of each kind")
     report.add_argument("--audio-mb", type=float, default=8.0, metavar="MB", help="that recordings may add to the page")

@@ -294,17 +294,17 @@ def _write(scored: Scored, manifest: Any) -> None:
     from sbkit.environment import command, describe
     from sbkit.score import utterances
     from sbkit.score.report import write_report
+    from sbkit.score.report_data import EVALUATED, RESULT
 
     folder = Path(scored.facts["folder"])
     with _writing(folder):
         scored.words.write(folder / "wer.txt")
         scored.characters.write(folder / "cer.txt")
-        utterances.write(folder / "utterances.jsonl", utterances.join(scored.rows, manifest))
-        with atomic_write(folder / "result.json") as out:
+        utterances.write(folder / EVALUATED, utterances.join(scored.rows, manifest))
+        with atomic_write(folder / RESULT) as out:
             json.dump({**scored.facts, "command": command(), "environment": describe()}, out, indent=1,
                       ensure_ascii=False)
-        write_report(scored.facts["run"], heard=folder / "utterances.jsonl", out=folder / "report.html",
-                     title=f"{Path(scored.facts['run']).name} on {folder.name}")
+        write_report(folder, title=f"{Path(scored.facts['run']).name} on {folder.name}")
 
 
 @contextlib.contextmanager

@@ -28,22 +28,20 @@ _TITLES = {"first": "Look first", "against": "Compared", "curves": "Training", "
            "worst": "Worst", "labels": "Labels", "data": "Data", "making": "Making"}
 
 
-def write_report(run: str | Path, *, against: str | Path | None = None, heard: str | Path | None = None,
-                 out: str | Path | None = None, title: str | None = None, utterances: int = 24,
-                 audio_megabytes: float = 8.0) -> Path:
+def write_report(run: str | Path, *, against: str | Path | None = None, out: str | Path | None = None,
+                 title: str | None = None, utterances: int = 24, audio_megabytes: float = 8.0) -> Path:
     """Make the page of a run from what is in its folder; gives its path.
 
     Arguments
     ---------
-    run : the output folder of a training, finished or not
+    run : the output folder of a training, finished or not, or of an evaluation
     against : another run, to compare with on the same test set
-    heard : the utterances that were scored, by default the run's ``test_utterances.jsonl``
     out : where the page goes, by default ``RUN/report.html``
     title : its heading, by default the run's folder
     utterances : how many to show of the worst and of suspected labels (of better and worse ones a quarter)
     audio_megabytes : what recordings may add to the page
     """
-    data = read(run, heard)
+    data = read(run)
     other = None if against is None else read(against)
     if other is not None and (data.results is None or other.results is None):
         missing = data if data.results is None else other

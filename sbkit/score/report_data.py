@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from sbkit.score.utterances import Heard
 
 RECIPE, METRICS, HEARD = "hyperparams.yaml", "metrics.jsonl", "test_utterances.jsonl"
 PREPARED = "manifests/prepare_report.json"
+RESULT, EVALUATED = "result.json", "utterances.jsonl"  # of sbkit evaluate
 
 
 @dataclass(eq=False)
@@ -101,8 +102,13 @@ def rate(value: float, digits: int = 2) -> str:
 
 
 def read(run: str | Path, heard: str | Path | None = None) -> RunData:
-    """Read a run's folder; ``heard`` is where its test utterances are, if not in the usual place."""
+    """Read a run's folder; ``heard`` is where its test utterances are, if not in the usual place.
+
+    The folder of an evaluation will do as well: the run it is of, with what was scored there.
+    """
     folder = Path(run)
+    if (folder / RESULT).is_file():
+        return replace(read(_run_of(folder), folder / EVALUATED), folder=folder)
     if not (folder / METRICS).is_file() and not (folder / RECIPE).is_file():
         raise SbkitError(f"{folder} is no run: it has no {METRICS} and no {RECIPE}",
                          hint="name the output_folder of a training")
@@ -115,6 +121,12 @@ def read(run: str | Path, heard: str | Path | None = None) -> RunData:
         results=Results(rows) if any(row.reference.split() for row in rows) else None,
         prepared=_json(folder / PREPARED), recipe=_text(folder / RECIPE),
     )
+
+
+def _run_of(evaluation: Path) -> Path:
+    """The run that an evaluation is of, which may have been moved with it."""
+    around = evaluation.resolve().parents[1]
+    return around if (around / RECIPE).is_file() else Path((_json(evaluation / RESULT) or {}).get("run", around))
 
 
 def _metrics(path: Path) -> list[dict[str, Any]]:

@@ -64,6 +64,14 @@ def test_an_average_says_so(run, capsys):
     assert result(run, "test-best-mean-of-2")["checkpoints"] == ["CKPT+epoch2", "CKPT+epoch3"]
 
 
+def test_two_evaluations_can_be_compared(run, capsys):
+    assert evaluate(run, "--checkpoint", "epoch1", "last") == 0
+    folders = [str(run / "evaluations" / f"test-{name}") for name in ("CKPT+epoch1", "last")]
+    assert main(["report", folders[0], "--against", folders[1]]) == 0
+    page = (run / "evaluations" / "test-CKPT+epoch1" / "report.html").read_text()
+    assert "points of WER" in page and "evaluations/test-last" in page
+
+
 def test_any_corpus_by_the_rules_of_the_run(run, home, capsys):
     other = runs.corpus(home / "other", test=4, validated=6)
     lines = (other / "test.csv").read_text().splitlines()
