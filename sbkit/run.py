@@ -59,6 +59,14 @@ def check(argv: list[str]) -> int:
     return preflight.check(argv, NEEDED)
 
 
+def tune(argv: list[str]) -> int:
+    """``sbkit tune RECIPE.yaml [--key value ...]``: the largest batch that fits; returns the exit code."""
+    check_torch_pair()
+    from sbkit.tune import tune as find
+
+    return find(argv)
+
+
 def prepare(argv: list[str]) -> int:
     """``sbkit prepare RECIPE.yaml [--key value ...]``: manifests and tokenizer, and the table of what was left out."""
     check_torch_pair()

@@ -183,6 +183,10 @@ class Brain(sb.core.Brain):
         self.on_fit_batch_end(batch, found.outputs, found.raw, last)
         return loss.detach().mean
 
+    def try_batch(self, batch: Any) -> bool:
+        """Take a step on this micro-batch alone; False where memory did not suffice for it in one piece."""
+        return self._parts.fits(batch)
+
     def _backward(self, batch: Any, last: bool, share: float = 1.0, generators: Any = None) -> Loss:
         """Forward, loss and gradients of a micro-batch, or of a share of one."""
         with self.no_sync(not last):

@@ -69,6 +69,18 @@ class Parts:
         self._done = [] if last else [*self._done, (batch, count, generators)]
         return loss
 
+    def fits(self, batch: Any) -> bool:
+        """Take a step on a micro-batch, whole; False where that ran out of memory, and nothing is left of it."""
+        try:
+            self.brain._backward(batch, True)
+            self.brain._update()
+            return True
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        self._clear()
+        return False
+
     def tell(self) -> None:
         """One line for an epoch in which micro-batches were cut."""
         if self.cut:
