@@ -86,6 +86,9 @@ class Wrapped(Alone):
             shell, find_unused_parameters=find_unused_parameters, broadcast_buffers=False,
             gradient_as_bucket_view=True,
         )
+        with torch.no_grad():
+            for buffer in shell.buffers():  # once, as with the parameters: all ranks start from rank 0's
+                dist.broadcast(buffer.detach(), src=0)
         self._advised = not find_unused_parameters
 
     def __call__(self, batch: Any) -> torch.Tensor:
