@@ -57,10 +57,10 @@ def _page(data: RunData, other: RunData | None, title: str, count: int, clips: C
     parts: dict[str, Markup | None] = {}
     results = data.results
     suspected = suspects(results) if results is not None else []
-    parts["first"] = sections.standing_out(findings(data, suspected))
     cards = None if results is None else Cards(results, clips)
     if other is not None:
         parts["against"] = comparison(data, other, cards, count // 4)
+    parts["first"] = sections.standing_out(findings(data, suspected))
     parts["curves"] = sections.training(data, other)
     if results is not None:
         parts["where"] = sections.where(results, None if other is None else other.results)

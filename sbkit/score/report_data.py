@@ -80,6 +80,7 @@ class RunData:
     results: Results | None
     prepared: dict[str, Any] | None
     recipe: str
+    scored: dict[str, Any] = field(default_factory=dict)  # how an evaluation was made
 
     @property
     def name(self) -> str:
@@ -108,7 +109,7 @@ def read(run: str | Path, heard: str | Path | None = None) -> RunData:
     """
     folder = Path(run)
     if (folder / RESULT).is_file():
-        return replace(read(_run_of(folder), folder / EVALUATED), folder=folder)
+        return replace(read(_run_of(folder), folder / EVALUATED), folder=folder, scored=_json(folder / RESULT))
     if not (folder / METRICS).is_file() and not (folder / RECIPE).is_file():
         raise SbkitError(f"{folder} is no run: it has no {METRICS} and no {RECIPE}",
                          hint="name the output_folder of a training")

@@ -40,8 +40,7 @@ def _labels(results: Results, suspects: Sequence[object]) -> Iterator[Finding]:
         errors = sum(int(results.edits[suspect.index]) for suspect in suspects) / int(results.edits.sum())
         yield Finding(
             1 + errors, f"{count} transcript{'s' if count > 1 else ''} may be wrong",
-            f"The model is sure of something else there. They make {percent(errors)} of all errors; listen first.",
-            "labels")
+            f"The model is sure of something else there: {percent(errors)} of all errors. Listen first.", "labels")
 
 
 def _groups(results: Results) -> Iterator[Finding]:

@@ -23,6 +23,7 @@ EXAMPLES_SHOWN = 10
 #: Colours of the parts of a step; the same part has the same colour in every run.
 PARTS = {"data": 2, "copy": 9, "features": 3, "forward": 1, "loss": 5, "backward": 4, "all-reduce": 6, "optimizer": 7,
          "other": 8}
+_OF_EVALUATIONS = ("checkpoints", "manifest", "precision", "device", "devices", "real_time_factor")
 #: What a line about an epoch calls what lines within it call otherwise.
 _OF_EPOCHS = {"loss": "train_loss"}
 #: What a reason of the preparation means.
@@ -270,6 +271,12 @@ def _counted(characters: dict[str, int]) -> str:
 def making(run: RunData) -> Markup:
     """How to make this run again: command, versions, hardware, recipe."""
     parts: list[Any] = []
+    if run.scored:
+        shown = {name: run.scored.get(name) for name in _OF_EVALUATIONS}
+        shown |= run.scored.get("decoder") or {}
+        parts += [tag("h3", "The scores"), tag("pre", run.scored.get("command", ""), class_="command"),
+                  _facts({name: _plain(value) for name, value in shown.items() if value is not None}),
+                  tag("h3", "The training")]
     for start in run.starts[-1:]:
         when = datetime.datetime.fromtimestamp(start["time"]).astimezone().strftime("%Y-%m-%d %H:%M %Z")
         facts = {"started": when, **{name: value for name, value in start.items()
@@ -283,6 +290,12 @@ def making(run: RunData) -> Markup:
     if run.recipe:
         parts.append(tag("details", tag("summary", tag("b", "The recipe")), tag("pre", run.recipe)))
     return section("making", "How it was made", *parts, lead=str(run.folder.resolve()))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return f"{value:.4g}" if isinstance(value, float) else value
 
 
 def _facts(facts: dict[str, Any]) -> Markup:

@@ -9,6 +9,7 @@ from processes import results
 
 from sbkit.cli import main
 from sbkit.score import utterances
+from sbkit.tasks.restore import load_run
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +70,7 @@ def test_two_evaluations_can_be_compared(run, capsys):
     folders = [str(run / "evaluations" / f"test-{name}") for name in ("CKPT+epoch1", "last")]
     assert main(["report", folders[0], "--against", folders[1]]) == 0
     page = (run / "evaluations" / "test-CKPT+epoch1" / "report.html").read_text()
-    assert "points of WER" in page and "evaluations/test-last" in page
+    assert "points of WER" in page and "evaluations/test-last" in page and "CKPT+epoch1</dd>" in page
 
 
 def test_any_corpus_by_the_rules_of_the_run(run, home, capsys):
@@ -193,7 +194,6 @@ def test_two_devices_score_the_same_as_one(run):
 def test_a_step_that_was_not_finite_is_replayed_from_the_run_alone(run, capsys):
     from sbkit.data.loader import TrainLoader
     from sbkit.data.plan import Plan
-    from sbkit.tasks.restore import load_run
     from sbkit.train import culprit
 
     hparams, brain = load_run(run, "cpu", precision="fp32")
