@@ -1,12 +1,14 @@
 """A model for sherpa-onnx, which then runs it on phones, in browsers and in a dozen languages as it is.
 
 sherpa-onnx hands most models Kaldi's features; the kind that it calls *omnilingual* gets the waveform, as a
-bundle's models do. It changes what it was trained on in three ways, and the graph meets each of them:
+bundle's models do. It changes what a model was trained on in three ways, and the graph meets each of them:
 
 - the waveform is divided by its deviation: the model must not mind how loud a recording is;
 - the waveform's mean is taken away. Speech is not symmetric, so that lifts silence off zero, and what was
   nothing becomes a constant that sounds. The graph puts silence back to zero (:func:`_level_of_silence`);
 - a frame counts as 20 ms: longer ones are repeated, which changes nothing for CTC.
+
+Tokens that are no text would be written out; they are made blanks.
 """
 
 from __future__ import annotations
@@ -26,19 +28,26 @@ from sbkit.export.layout import Config
 _FRAME_SECONDS = 0.02  # for sherpa-onnx's times
 _EXAMPLE = (2, 24_000)
 _STRETCH = 320  # samples whose mean and variance are looked at together
+_NEVER = -1e4  # a log-probability
 _QUIET = 1e-6  # variance, where that of the whole recording is 1, below which all stretches count alike
 
 
 class _Wave(nn.Module):
     """Waveforms [B, S] alone, all of one length, to log-probabilities [B, T * repeats, V]."""
 
-    def __init__(self, graph: Graph, repeats: int):
+    def __init__(self, graph: Graph, repeats: int, config: Config):
         super().__init__()
         self.model, self.repeats = graph, repeats
+        ids = torch.arange(config.vocabulary)
+        self.register_buffer("blank", ids == config.blank_id)
+        self.register_buffer("silent", torch.isin(ids, torch.tensor(config.silent_ids, dtype=torch.int64)))
 
     def forward(self, x: Tensor) -> Tensor:
         lengths = torch.ones_like(x[:, 0], dtype=torch.int64) * x.shape[1]
         log_probs = self.model(x - _level_of_silence(x), lengths)[0]
+        # sherpa-onnx would write out the ends of a sentence; for CTC they are as good as blanks.
+        nothing = log_probs.masked_fill(~(self.silent | self.blank), _NEVER).amax(-1, keepdim=True)
+        log_probs = torch.where(self.blank, nothing, log_probs.masked_fill(self.silent, _NEVER))
         return log_probs.repeat_interleave(self.repeats, dim=1) if self.repeats > 1 else log_probs
 
 
@@ -67,8 +76,8 @@ def write(graph: Graph, config: Config, path: Path) -> None:
     check(graph, config)
     repeats = config.frame_seconds / _FRAME_SECONDS
     whole = max(1, round(repeats))
-    program = trace_module(_Wave(graph, whole if abs(repeats - whole) < 1e-6 else 1), (torch.randn(*_EXAMPLE) * 0.1,),
-                           {"x": (0, 1)})
+    wave = _Wave(graph, whole if abs(repeats - whole) < 1e-6 else 1, config)
+    program = trace_module(wave, (torch.randn(*_EXAMPLE) * 0.1,), {"x": (0, 1)})
     model = to_onnx(program, ["x"], ["logits"])
     save(model, path, {"model_type": "omnilingual-asr", "sample_rate": str(config.sample_rate),
                        "comment": "made by sbkit"},

@@ -1,0 +1,298 @@
+"""From a run to a bundle: all formats agree or nothing is published; stock clients run what is."""
+
+import json
+import pickle
+import pickletools
+import shutil
+import zipfile
+
+import numpy as np
+import pytest
+import runs
+import soundfile
+import torch
+
+import sbkit.infer
+from sbkit.cli import main
+from sbkit.data.audio import read_audio
+from sbkit.data.manifest import Manifest
+from sbkit.errors import SbkitError
+from sbkit.export import bundle as bundles
+from sbkit.export import layout, source
+from sbkit.export.bundle import Request, export
+from sbkit.export.layout import Config
+from sbkit.export.runners import RUNNERS
+from sbkit.tasks import restore
+
+pytestmark = pytest.mark.slow  # each export takes some seconds
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    home = tmp_path_factory.mktemp("export")
+    data = runs.corpus(home / "data", train=12, dev=3, test=5)
+    for path in (data / "wavs").iterdir():  # as in speech, there is silence around and between
+        signal, rate = soundfile.read(path)
+        signal[:1500], signal[5000:7000], signal[-1500:] = 0.0, 0.0, 0.0
+        soundfile.write(path, signal, rate)
+    folder = runs.run_with_model(home / "run", data)
+    _sharpen(folder)
+    return folder
+
+
+def _sharpen(folder):
+    """Weights as drawn say nearly the same of every frame; larger ones make words that could go wrong."""
+    for path in folder.glob("save/CKPT+*/model.ckpt"):
+        state = torch.load(path, weights_only=True)
+        torch.manual_seed(0)
+        for name in list(state):
+            if name.startswith("3.") and name.endswith("weight"):  # ctc_lin
+                state[name] = torch.randn_like(state[name]) * 2
+        torch.save(state, path)
+    for path in folder.glob("save/CKPT+*/CKPT.sums.json"):
+        path.unlink()
+
+
+@pytest.fixture(scope="module")
+def made(run, tmp_path_factory):
+    """The bundle of the best checkpoint in all formats."""
+    to = tmp_path_factory.mktemp("made") / "bundle"
+    assert export(Request(run, to, clips=4)) == 0
+    return to
+
+
+@pytest.fixture(scope="module")
+def clips(run):
+    return [read_audio(wav) for wav in Manifest.read(run / "manifests" / "test.csv").wavs]
+
+
+def test_the_bundle_is_whole(made):
+    names = {path.name for path in made.iterdir()}
+    assert names == {
+        "config.json", "model.safetensors", "model.ckpt", "tokenizer.model", "tokenizer.ckpt", "tokens.txt",
+        "model.onnx", "model.int8.onnx", "model.pt2", "hyperparams.yaml", "parity.json", "README.md"}
+    assert not [path for path in made.parent.iterdir() if path != made], "nothing is left beside it"
+    config = Config.read(made)
+    for name, known in config.files.items():
+        assert layout.fingerprint(made / name) == known
+    assert set(config.files) == names - {"config.json"}
+    assert config.trained["checkpoint"] == "CKPT+epoch2" and config.trained["valid"]["WER"] == 40.0
+    assert (config.sample_rate, config.hop_samples, config.subsampling) == (16000, 160, 4)
+    assert str(made.parent) not in (made / "config.json").read_text(), "no path of this machine goes with it"
+
+
+def test_nothing_in_it_is_a_pickle(made):
+    def is_pickle(data):
+        if data[:2] == b"PK":  # torch.save's
+            return True
+        try:
+            return data[:1] == b"\x80" and bool(list(pickletools.genops(data)))
+        except ValueError:
+            return False
+
+    assert is_pickle(pickle.dumps([1])) and is_pickle(pickle.dumps({"a": np.ones(3)}))
+
+    for path in made.iterdir():
+        entries = [path.read_bytes()]
+        if zipfile.is_zipfile(path):
+            assert path.name == "model.pt2"
+            with zipfile.ZipFile(path) as archive:
+                entries = [archive.read(name) for name in archive.namelist()]
+        assert not any(map(is_pickle, entries)), path
+
+
+def test_parity_is_written_down_and_shown(made, run, tmp_path, capsys):
+    facts = json.loads((made / "parity.json").read_text())
+    assert list(facts["formats"]) == ["checkpoint", "onnx", "int8", "torch", "speechbrain"]
+    for name in ("onnx", "torch", "speechbrain"):
+        each = facts["formats"][name]
+        assert each["difference"] <= 1e-3 and each["words_changed"] == 0 and each["rtf"] > 0 and each["bytes"] > 1000
+        assert each["wer"] == facts["formats"]["checkpoint"]["wer"]
+    assert facts["formats"]["onnx"]["batch_difference"] <= 1e-3
+    clips = facts["clips"]
+    assert clips["shortest"] <= 0.05 and clips["longest"] > clips["longest_in_training"]
+    assert export(Request(run, tmp_path / "b", formats=["onnx"], clips=2)) == 0
+    shown = capsys.readouterr().out
+    assert "real-time factor" in shown and "checkpoint" in shown and "onnx" in shown and "sbkit transcribe" in shown
+    assert sorted(path.name for path in (tmp_path / "b").iterdir()) == [
+        "README.md", "config.json", "model.onnx", "parity.json", "tokens.txt"]
+
+
+@pytest.mark.parametrize("model", ["onnx", "torch"])
+def test_the_engine_says_what_the_checkpoint_says(made, run, clips, model):
+    trained = source.open_run(run)
+    reference = source.reference(trained.recognizer)
+    with sbkit.infer.load(made, model=model, device="cpu") as loaded:
+        for signal, found in zip(clips, loaded.engine.run(clips), strict=True):
+            np.testing.assert_allclose(found, reference(signal), atol=1e-3)
+        for signal in clips:
+            log_probs = reference(signal)
+            labels = [k for k, before in zip(log_probs.argmax(-1), [0, *log_probs.argmax(-1)][:-1], strict=True)
+                      if k != before and k != 0]
+            said = trained.tokenizer.decode(labels)
+            assert loaded.transcribe(signal).text.split() == said.split()
+
+
+def test_stock_speechbrain_loads_and_transcribes_it(made, run, clips, tmp_path):
+    from speechbrain.inference.ASR import EncoderASR
+
+    model = EncoderASR.from_hparams(source=str(made), savedir=str(tmp_path / "sb"), run_opts={"device": "cpu"})
+    wav = Manifest.read(run / "manifests" / "test.csv").wavs[0]
+    with sbkit.infer.load(made, device="cpu") as loaded:
+        assert model.transcribe_file(wav).split() == loaded.transcribe(wav).text.split()
+        assert model.transcribe_file(wav), "the model says something, or the comparison is empty"
+
+
+def test_the_weights_are_one_file_under_two_names(made):
+    for one, other in (("model.safetensors", "model.ckpt"), ("tokenizer.model", "tokenizer.ckpt")):
+        assert (made / one).samefile(made / other)
+
+
+# ---------------------------------------------------------------- the gate
+
+
+def _spoil(monkeypatch, spoil):
+    """Make torch.export's model answer otherwise."""
+    make = RUNNERS["torch"]
+
+    def spoiled(*args):
+        right = make(*args)
+        return lambda signals: spoil(right(signals))
+
+    monkeypatch.setitem(RUNNERS, "torch", spoiled)
+
+
+@pytest.mark.parametrize("spoil, reason", [
+    (lambda found: [each + 0.01 for each in found], "log-probabilities differ by 0.01"),
+    (lambda found: [each[:-1] for each in found], "log-probabilities differ by inf"),
+    (lambda found: [np.roll(each, 3, axis=1) for each in found], "(.|\n)*clips have other words"),
+])
+def test_a_format_that_does_something_else_keeps_all_from_being_published(run, tmp_path, monkeypatch, spoil, reason):
+    _spoil(monkeypatch, spoil)
+    with pytest.raises(SbkitError, match=r"nothing was published:\n  torch: " + reason):
+        export(Request(run, tmp_path / "b", formats=["torch"], clips=2))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_format_that_gives_no_numbers_is_not_published_either(run, tmp_path, monkeypatch):
+    _spoil(monkeypatch, lambda found: [each * np.nan for each in found])
+    with pytest.raises(SbkitError, match="is not a number"):
+        export(Request(run, tmp_path / "b", formats=["torch"], clips=2))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_export_leaves_the_old_bundle(made, run, tmp_path, monkeypatch):
+    to = tmp_path / "b"
+    shutil.copytree(made, to)
+    _spoil(monkeypatch, lambda found: [each + 1 for each in found])
+    with pytest.raises(SbkitError):
+        export(Request(run, to, formats=["torch"], clips=2, force=True))
+    assert {path.name for path in tmp_path.iterdir()} == {"b"}
+    assert Config.read(to).models.keys() == Config.read(made).models.keys()
+
+
+# ---------------------------------------------------------------- choices
+
+
+def test_the_last_and_the_mean_of_checkpoints(run, tmp_path):
+    assert export(Request(run, tmp_path / "last", formats=["torch"], checkpoint="last", clips=2)) == 0
+    assert Config.read(tmp_path / "last").trained["checkpoint"] == "CKPT+within"
+    assert export(Request(run, tmp_path / "mean", formats=["torch"], average=2, clips=2)) == 0
+    assert Config.read(tmp_path / "mean").trained["mean_of"] == 2
+    signal = np.random.default_rng(0).standard_normal(16_000).astype(np.float32) * 0.1
+    found = [sbkit.infer.load(tmp_path / name, device="cpu").engine.run([signal])[0] for name in ("last", "mean")]
+    assert np.abs(found[0] - found[1]).max() > 1e-3, "they are different models"
+
+
+def test_what_is_there_is_replaced_only_when_asked(made, run, tmp_path, capsys):
+    assert main(["export", str(run), "--to", str(made), "--formats", "torch"]) == 2
+    assert "exists; --force replaces it" in capsys.readouterr().err
+    to = tmp_path / "b"
+    assert main(["export", str(run), "--to", str(to), "--formats", "torch", "--clips", "2"]) == 0
+    assert main(["export", str(run), "--to", str(to), "--formats", "torch", "--clips", "2", "--checkpoint", "last",
+                 "--force"]) == 0
+    assert Config.read(to).trained["checkpoint"] == "CKPT+within"
+    assert {path.name for path in tmp_path.iterdir()} == {"b"}
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter").write_text("years of work")
+    assert main(["export", str(run), "--to", str(tmp_path / "thesis"), "--force"]) == 2
+    assert (tmp_path / "thesis" / "chapter").exists()
+
+
+@pytest.mark.parametrize("words, expected", [
+    (["--formats", "onnx,tflite"], "no format tflite"),
+    (["--checkpoint", "best-of-all"], "no checkpoint 'best-of-all'"),
+])
+def test_mistakes_are_told_before_anything_is_made(run, tmp_path, capsys, words, expected):
+    assert main(["export", str(run), "--to", str(tmp_path / "b"), *words]) == 2
+    assert expected in capsys.readouterr().err and list(tmp_path.iterdir()) == []
+    assert main(["export", str(tmp_path), "--to", str(tmp_path / "b")]) == 2
+    assert "is no run" in capsys.readouterr().err
+
+
+def test_a_run_that_was_moved_without_its_audio_is_compared_on_noise(run, tmp_path, capsys):
+    moved = tmp_path / "moved"
+    shutil.copytree(run, moved)
+    for path in (moved / "manifests").glob("*.csv"):
+        path.write_text(path.read_text().replace("/wavs/", "/gone/"))
+    assert export(Request(moved, tmp_path / "b", formats=["torch"])) == 0
+    facts = json.loads((tmp_path / "b" / "parity.json").read_text())
+    assert "noise" in facts["clips"]["origin"] and facts["formats"]["torch"]["wer"] is None
+
+
+def test_global_normalisation_goes_into_each_format(run, tmp_path, clips):
+    """Its statistics are no parameters: the graph has them as constants, SpeechBrain's folder as a fixed batch norm."""
+    changed = tmp_path / "run"
+    shutil.copytree(run, changed)
+    recipe = changed / "hyperparams.yaml"
+    recipe.write_text(recipe.read_text().replace("norm_type: sentence", "norm_type: global"))
+    opened = bundles.source.open_run
+
+    def with_statistics(*a):
+        trained = opened(*a)
+        norm = trained.recognizer.normalize
+        torch.manual_seed(1)
+        norm.count, norm.glob_mean, norm.glob_std = 5, torch.randn(80) * 5 - 20, torch.rand(80) * 9 + 5
+        return trained
+
+    bundles.source.open_run, before = with_statistics, opened
+    try:
+        assert export(Request(changed, tmp_path / "b", formats=["onnx", "speechbrain"], clips=3)) == 0
+        with pytest.raises(SbkitError, match="equally loud"):
+            export(Request(changed, tmp_path / "c", formats=["onnx"], target="sherpa", clips=3))
+    finally:
+        bundles.source.open_run = before
+
+
+@pytest.mark.slow
+def test_sherpa_onnx_loads_it_and_hears_the_same_words(run, tmp_path, clips):
+    sherpa_onnx = pytest.importorskip("sherpa_onnx")
+    to = tmp_path / "b"
+    assert export(Request(run, to, formats=["onnx"], target="sherpa", clips=5)) == 0
+    assert json.loads((to / "parity.json").read_text())["formats"]["sherpa"]["words_changed"] <= 1
+    client = sherpa_onnx.OfflineRecognizer.from_omnilingual_asr_ctc(
+        model=str(to / "model.sherpa.onnx"), tokens=str(to / "tokens.txt"))
+    streams = [client.create_stream() for _ in clips]
+    for stream, signal in zip(streams, clips, strict=True):
+        stream.accept_waveform(16_000, signal)
+    client.decode_streams(streams)
+    with sbkit.infer.load(to, device="cpu") as model:
+        found = model.transcribe(list(clips))
+    same = [stream.result.text.split() == each.text.split() for stream, each in zip(streams, found, strict=True)]
+    assert sum(same) >= len(same) - 1 and any(each.text for each in found)
+    timed = next(i for i, each in enumerate(found) if each.words and same[i])
+    result = streams[timed].result
+    first = next(time for token, time in zip(result.tokens, result.timestamps, strict=True) if token.strip())
+    assert first == pytest.approx(found[timed].words[0].start, abs=0.021), "its times are ours"
+
+
+def test_only_ctc_is_exported(run, monkeypatch):
+    class Other:
+        pass
+
+    brain = Other()
+    brain.checkpointer = Other()
+    monkeypatch.setattr(restore, "build", lambda *a: brain)
+    monkeypatch.setattr(restore, "take_weights", lambda *a: [])
+    with pytest.raises(SbkitError, match="Other has no CTC recogniser to export"):
+        source.open_run(run)

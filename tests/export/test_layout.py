@@ -1,0 +1,97 @@
+"""config.json and tokens.txt: what is written is read again, and what is wrong is told."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sbkit.decode.spans import Spans
+from sbkit.errors import SbkitError
+from sbkit.export import layout
+from sbkit.export.layout import Config
+from sbkit.export.vocabulary import Vocabulary, read_tokens, write_tokens
+
+
+def config(**changes):
+    return Config(**({"sample_rate": 16_000, "hop_samples": 160, "subsampling": 4, "vocabulary": 5} | changes))
+
+
+def written(folder, **changes):
+    values = json.loads(config().to_json()) | changes
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in values.items() if v is not ...}))
+    return folder
+
+
+def test_a_configuration_is_read_as_it_was_written(tmp_path):
+    mine = config(language="fr", models={"onnx": "model.onnx"}, files={"model.onnx": {"bytes": 3}}, silent_ids=[1, 2])
+    (tmp_path / "config.json").write_text(mine.to_json())
+    assert Config.read(tmp_path) == mine
+    assert mine.frame_seconds == 0.04
+
+
+@pytest.mark.parametrize("changes, expected", [
+    ({"format": "another"}, "does not describe a bundle"), ({"version": 2}, "is of version 2 and this sbkit reads 1"),
+    ({"sample_rate": 0}, "sample_rate is 0"), ({"vocabulary": "5"}, "vocabulary is '5'"),
+    ({"subsampling": True}, "subsampling is True"), ({"chunk_seconds": -1}, "chunk_seconds is -1"),
+    ({"blank_id": 5}, "blank_id is 5"), ({"colour": "red"}, "unknown keys: colour"),
+    ({"hop_samples": ...}, "lacks keys"),
+    ({"models": {"onnx": "../model.onnx"}}, "outside of the bundle"),
+    ({"files": {"/etc/x": {}}}, "outside of the bundle"),
+])
+def test_what_nothing_can_run_with_is_refused(tmp_path, changes, expected):
+    with pytest.raises(SbkitError, match=expected):
+        Config.read(written(tmp_path, **changes))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "\x00"])
+def test_a_damaged_configuration_is_one_plain_error(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(SbkitError, match="config"):
+        Config.read(tmp_path)
+
+
+PIECES = st.lists(st.text(st.characters(exclude_categories=("Cc", "Cs", "Zl", "Zp")), min_size=1, max_size=6)
+                  .filter(lambda piece: "\n" not in piece), min_size=1, max_size=30)
+
+
+@given(PIECES)
+def test_tokens_are_read_as_they_were_written(tmp_path_factory, pieces):
+    path = tmp_path_factory.mktemp("t") / layout.TOKENS
+    write_tokens(path, pieces, 0)
+    assert read_tokens(path, len(pieces)) == ["<blk>", *pieces[1:]]
+
+
+@pytest.mark.parametrize("text, expected", [
+    ("<blk> 0\na 1\n", "has 2 tokens and the model's output is 3 wide"), ("<blk> 0\na 1\nb x\n", "tokens.txt:3"),
+    ("<blk> 0\na 1\nb 1\n", "has 2 tokens"), ("<blk> 0\na 1\nb 7\n", "3 wide"), ("lonely\n", "tokens.txt:1"),
+])
+def test_a_table_that_is_not_the_models_is_refused(tmp_path, text, expected):
+    (tmp_path / layout.TOKENS).write_text(text)
+    with pytest.raises(SbkitError, match=expected):
+        read_tokens(tmp_path / layout.TOKENS, 3)
+
+
+def spans(ids):
+    ids = np.array(ids)
+    return Spans(ids, np.arange(len(ids)), np.arange(len(ids)) + 1, np.ones(len(ids)))
+
+
+def test_words_and_text_of_scripts_with_and_without_spaces():
+    spaced = Vocabulary(["<blk>", "<s>", "▁go", "▁", "es"], config(silent_ids=[1]))
+    words = spaced.words(spans([1, 2, 4, 3, 4]), start=1.0)
+    assert [(word.text, word.start) for word in words] == [("goes", 1.04), ("es", 1.16)]
+    assert spaced.text(words) == "goes es"
+    bare = Vocabulary(["<blk>", "▁東", "京", "▁", "都"], config(word_separator=None))
+    words = bare.words(spans([1, 2, 4]))
+    assert [word.text for word in words] == ["東", "京", "都"] and bare.text(words) == "東京都"
+
+
+def test_ids_beyond_the_table_are_refused_and_never_looked_up():
+    vocabulary = Vocabulary(["<blk>", "a", "b"], config(vocabulary=3))
+    vocabulary.check(np.array([0, 2, 1]))
+    vocabulary.check(np.array([], dtype=int))
+    for wrong in ([0, 3], [-1, 2], [4159]):
+        with pytest.raises(SbkitError, match=r"the model said the tokens .* and the bundle has 3"):
+            vocabulary.check(np.array(wrong))

@@ -1,0 +1,92 @@
+"""The gate's judgement: what may differ by how much, and what is a change of words."""
+
+import numpy as np
+import pytest
+
+from sbkit.errors import SbkitError
+from sbkit.export import parity
+from sbkit.export.clips import Clip, Clips
+from sbkit.export.layout import Config
+from sbkit.export.vocabulary import Vocabulary
+
+SYMBOLS = ["<blk>", "▁", "a", "b"]
+
+
+def _comparison(texts, wers, formats):
+    comparison = parity.Comparison.__new__(parity.Comparison)
+    comparison.texts = texts
+    comparison.results = [parity.Result(name, 1, 0.0, 0.0, changed, wer, wer_of, 0.1)
+                          for (name, changed, wer_of), wer in zip(formats, wers, strict=True)]
+    return comparison
+
+
+@pytest.mark.parametrize("mine, theirs, passes", [(10.0, 10.9, True), (10.0, 11.2, False), (40.0, 43.9, True),
+                                                  (40.0, 44.1, False), (10.0, 5.0, True), (10.0, float("nan"), False)])
+def test_eight_bits_are_judged_by_what_they_cost_in_wer(mine, theirs, passes):
+    comparison = _comparison(["a"] * 10, [mine, theirs], [("checkpoint", 0, 0.0), ("int8", 3, 2.0)])
+    assert (comparison.failures() == []) == passes
+
+
+def test_without_references_eight_bits_are_judged_by_the_checkpoints_words():
+    for changed, passes in ((0.5, True), (3.0, False)):
+        comparison = _comparison(["a"], [None, None], [("checkpoint", 0, 0.0), ("int8", 1, changed)])
+        assert (comparison.failures() == []) == passes
+
+
+def test_words_that_rounding_decides_are_no_change():
+    expected = np.log(np.array([[0.5, 0.49999, 0.00001]]))
+    assert parity._tied(expected, expected[:, [1, 0, 2]])
+    assert not parity._tied(np.log([[0.6, 0.3, 0.1]]), np.log([[0.3, 0.6, 0.1]]))
+
+
+def test_a_program_that_gives_words_alone_may_miss_one_in_fifty_clips():
+    for changed, passes in ((1, True), (2, True), (3, False)):
+        comparison = _comparison(["a"] * 100, [10.0, 10.0], [("checkpoint", 0, 0.0), ("sherpa", changed, 0.1)])
+        comparison.results[1].difference = None
+        assert (comparison.failures() == []) == passes
+
+
+def _scores(ids):
+    """Log-probabilities [T, 4] of labels."""
+    scores = np.full((len(ids), len(SYMBOLS)), -8.0, dtype=np.float32)
+    scores[np.arange(len(ids)), ids] = -0.01
+    return scores
+
+
+@pytest.fixture
+def comparison():
+    """Clips whose first sample is the number of their scores."""
+    said = {1: _scores([1, 2, 0, 3]), 2: _scores([1, 3, 3, 0, 3, 1, 2])}
+    alone = [Clip(np.full(16_000 * i, i, np.float32), text, str(i)) for i, text in ((1, "ab"), (2, "bb b"))]
+    clips = Clips(alone, "x", 1.0)
+    config = Config(sample_rate=16_000, hop_samples=160, subsampling=4, vocabulary=4)
+    made = parity.Comparison(clips, Vocabulary(SYMBOLS, config), lambda signal: said[int(signal[0])],
+                             lambda ids: "".join(SYMBOLS[i] for i in ids).replace("▁", " ").strip(), 16_000)
+    return made, said
+
+
+def test_what_each_format_did_is_counted(comparison):
+    made, said = comparison
+    assert made.texts == ["ab", "bb a"] and made.results[0].wer == pytest.approx(100 / 3)
+    same = made.add("onnx", lambda signals: [said[int(each[0])] for each in signals], 7)
+    assert (same.difference, same.batch_difference, same.words_changed, same.bytes) == (0.0, 0.0, 0, 7)
+    assert same.wer == made.results[0].wer and same.wer_of_checkpoint == 0.0
+    off = made.add("torch", lambda signals: [said[int(each[0])] + 0.5 * (len(signals) > 1) for each in signals], 7)
+    assert (off.difference, off.batch_difference) == (0.0, 0.5)
+    other = made.add("int8", lambda signals: [_scores([1, 3, 0, 0])[: len(said[int(each[0])])] for each in signals], 7)
+    assert other.words_changed == 2 and other.wer_of_checkpoint == pytest.approx(100.0)
+    words = made.add_words("sherpa", lambda signal: "ab" if signal[0] == 1 else "bb  a", 7)
+    assert words.words_changed == 0 and words.difference is None
+    failures = made.failures()
+    assert len(failures) == 2 and "torch: log-probabilities differ by 0.5" in failures[0] and "int8: WER" in failures[1]
+    assert made.failures(batching=False) == failures[1:], "a model that runs alone is compared alone"
+    with pytest.raises(SbkitError, match="nothing was published"):
+        made.refuse(failures)
+    assert list(made.facts()["formats"]) == ["checkpoint", "onnx", "torch", "int8", "sherpa"]
+    assert made.facts()["clips"]["seconds"] == 3.0
+
+
+def test_the_uneven_batch_holds_the_shortest_and_the_longest():
+    clips = Clips([Clip(np.zeros(size, np.float32), None, "") for size in (5, 900, 70, 30, 400, 2)], "x", 1.0)
+    sizes = [len(clip.signal) for clip in clips.uneven]
+    assert sizes[0] == 2 and sizes[-1] == 900 and len(set(sizes)) == len(sizes) == 4
