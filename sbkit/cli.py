@@ -151,6 +151,12 @@ def _parser() -> argparse.ArgumentParser:
     transcribe.add_argument("--chunk-seconds", type=float, metavar="S", help="longest that the model hears at once")
     transcribe.add_argument("--references", metavar="FILE", help="manifest.csv or lines name<TAB>text: show the WER")
     transcribe.add_argument("--overwrite", action="store_true", help="do again what is in the folder")
+    transcribe.add_argument("--lm", metavar="FILE", help="a language model: ARPA, or KenLM's binary")
+    transcribe.add_argument("--lm-weight", type=float, metavar="W", help="what its scores are multiplied by")
+    transcribe.add_argument("--word-score", type=float, metavar="W", help="what each word adds to a transcript's score")
+    transcribe.add_argument("--beam", type=int, help="transcripts followed at a time")
+    transcribe.add_argument("--hot-word", dest="hot_words", action="append", default=[], metavar="PHRASE[=BOOST]",
+                            help="a phrase to expect (again for more; @FILE has one a line)")
     transcribe.set_defaults(call=_transcribe)
 
     for command in commands.choices.values():

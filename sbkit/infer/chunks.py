@@ -28,6 +28,8 @@ class Chunk:
     signal: np.ndarray
     skip: int
     keep: int | None
+    goes_on: bool = False
+    """Whether it ends amid speech, which the next chunk continues."""
 
 
 def cut(blocks: Iterable[np.ndarray], rate: int, frame_samples: int, chunk_seconds: float) -> Iterator[Chunk]:
@@ -47,7 +49,7 @@ def cut(blocks: Iterable[np.ndarray], rate: int, frame_samples: int, chunk_secon
             signal = np.concatenate(waiting)
             length, beyond = _best_cut(signal[heard:size], rate, frame_samples, context)
             end = heard + length
-            yield Chunk(signal[: end + beyond], heard // frame_samples, length // frame_samples)
+            yield Chunk(signal[: end + beyond], heard // frame_samples, length // frame_samples, beyond > 0)
             first = max(end - beyond, 0)
             waiting, held, heard = [signal[first:]], len(signal) - first, end - first
     if held > heard:

@@ -10,12 +10,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sbkit.console import atomic_write, progress
 from sbkit.errors import SbkitError
 from sbkit.export.layout import CONFIG
 from sbkit.infer.engine import AUTO, Engine
-from sbkit.infer.inputs import collect
+from sbkit.infer.inputs import collect, hot_words
 from sbkit.infer.pipeline import Done, Options, Pipeline
 from sbkit.infer.recordings import Recording
 from sbkit.infer.transcript import FORMATS, Transcript, check_formats
@@ -36,6 +37,8 @@ class Request:
     formats : of ``txt, json, srt, vtt, ctm``
     overwrite : do again what is there
     references : a manifest, or lines ``name<TAB>text``, to score against
+    lm, lm_weight, word_score, beam : of a search with a language model
+    hot_words : phrases to expect, each with ``=BOOST`` behind it or not; ``@FILE`` has one in each line
     """
 
     bundle: Path
@@ -50,6 +53,20 @@ class Request:
     readers: int = 2
     overwrite: bool = False
     references: str | None = None
+    lm: str | None = None
+    lm_weight: float | None = None
+    word_score: float | None = None
+    beam: int | None = None
+    hot_words: Sequence[str] = ()
+
+    @property
+    def search(self) -> dict[str, Any] | None:
+        """Options of the search that is asked for; None where none is."""
+        given = {"lm": self.lm, "lm_weight": self.lm_weight, "word_score": self.word_score, "beam": self.beam}
+        given = {name: value for name, value in given.items() if value is not None}
+        if self.hot_words:
+            given["hot_words"] = hot_words(self.hot_words)
+        return given or None
 
 
 def transcribe(request: Request) -> int:
@@ -77,7 +94,7 @@ def _run(engine: Engine, recordings: list[Recording], request: Request, formats:
     order = sorted(range(len(recordings)), key=lambda i: -lengths[i])
     # What goes to the screen comes in the order it was named in, so it is held back until its turn.
     screen = _Screen(formats[0], len(recordings)) if request.output is None else None
-    options = Options(request.batch_seconds, request.chunk_seconds, request.readers)
+    options = Options(request.batch_seconds, request.chunk_seconds, request.readers, request.search)
     errors: list[Done] = []
     heard: list[tuple[Recording, Transcript]] = []
     passed, start = 0.0, time.perf_counter()
@@ -187,7 +204,7 @@ def _claim(request: Request, model: str) -> None:
     """Note what makes the transcripts of a folder; another model's are not mixed with them unasked."""
     facts = {
         "bundle": hashlib.sha256((request.bundle / CONFIG).read_bytes()).hexdigest(), "model": model,
-        "chunk_seconds": request.chunk_seconds,
+        "chunk_seconds": request.chunk_seconds, "search": request.search,
     }
     path = request.output / MADE_BY
     try:

@@ -124,5 +124,25 @@ def _texts(path: Path) -> dict[str, str]:
     return texts
 
 
+def hot_words(given: Sequence[str], boost: float = 5.0) -> dict[str, float]:
+    """Phrases with their boosts, from ``PHRASE``, ``PHRASE=BOOST`` and ``@FILE`` with such lines."""
+    phrases: dict[str, float] = {}
+    for each in given:
+        lines = [each]
+        if each.startswith("@"):
+            try:
+                lines = Path(each[1:]).read_text(encoding="utf-8").splitlines()
+            except (OSError, UnicodeDecodeError) as error:
+                raise SbkitError(f"{each[1:]} cannot be read: {error}") from error
+        for line in filter(str.strip, lines):
+            phrase, equals, value = line.rpartition("=")
+            try:
+                phrases[(phrase if equals else line).strip()] = float(value) if equals else boost
+            except ValueError:
+                raise SbkitError(f"hot word {line!r}: the boost {value!r} is no number", hint="as in: Ada Lovelace=6") \
+                    from None
+    return phrases
+
+
 def _name(wav: str) -> str:
     return Path(wav).name

@@ -6,22 +6,22 @@ import contextlib
 import queue
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from sbkit.data.audio import AudioError
-from sbkit.decode.best_path import best_path
-from sbkit.decode.spans import collapse
 from sbkit.infer.chunks import Chunk, cut
+from sbkit.infer.decoding import Decoder, decoder
 from sbkit.infer.engine import Engine
 from sbkit.infer.recordings import Recording
 from sbkit.infer.transcript import Transcript
 
 _BATCHES_WAITING = 4  # chunks of so many batches are looked at to find those of like length
+_LONGEST = 8  # chunks without a pause between them that are decoded as one
 _BATCHES_RUNNING = 2  # one that runs, and one that waits for it
 
 
@@ -32,11 +32,13 @@ class Options:
     batch_seconds : audio in one batch, padding counted; None for what suits the device
     chunk_seconds : the longest that the model hears at once; None for what it was trained on
     readers : threads that decode audio
+    search : options of ``sbkit.decode.beam.BeamSearch`` (lm, hot_words, ...); None for the best label of each frame
     """
 
     batch_seconds: float | None = None
     chunk_seconds: float | None = None
     readers: int = 2
+    search: Mapping[str, Any] | None = None
 
 
 class Done(NamedTuple):
@@ -58,16 +60,31 @@ class _Read(NamedTuple):
 
 @dataclass
 class _Heard:
-    """The frames of one recording as they come in."""
+    """What came out for one recording so far."""
 
-    parts: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
-    """By the number of the chunk: labels [T] and their probabilities [T]."""
+    parts: dict[int, tuple[np.ndarray, bool]] = field(default_factory=dict)
+    """By the number of the chunk: log-probabilities [T, V], and whether the next chunk continues them."""
+    stretches: list[Any] = field(default_factory=list)
+    """What the decoder keeps of the parts up to each pause."""
+    begun: int = 0
+    """Number of the first chunk that is in no stretch yet."""
     samples: int = 0
     expected: int | None = None
 
     @property
     def whole(self) -> bool:
-        return self.expected is not None and len(self.parts) == self.expected
+        return self.begun == self.expected
+
+    def close(self, decoder: Decoder) -> None:
+        """Turn what is complete up to a pause into stretches; what goes on and on is parted somewhere."""
+        end = self.begun
+        while end in self.parts:
+            goes_on = self.parts[end][1]
+            end += 1
+            if not goes_on or end - self.begun >= _LONGEST:
+                parts = [self.parts.pop(i)[0] for i in range(self.begun, end)]
+                self.stretches.append(decoder.keep(np.concatenate(parts) if len(parts) > 1 else parts[0]))
+                self.begun = end
 
 
 class Pipeline:
@@ -82,6 +99,7 @@ class Pipeline:
         budget = self.options.batch_seconds or (480.0 if gpu else 20.0)
         self._budget = max(budget, self._chunk_seconds) * config.sample_rate
         self._frame = config.hop_samples * config.subsampling
+        self._decoder = decoder(engine.vocabulary, self.options.search)
 
     def run(self, recordings: Sequence[Recording]) -> Iterator[Done]:
         """Each recording's result, as soon as it is there."""
@@ -132,20 +150,26 @@ class Pipeline:
 
     def _collect(self, recordings: Sequence[Recording], read: queue.Queue, readers: int) -> Iterator[Done]:
         heard: dict[int, _Heard] = {}
+        ready: dict[int, _Heard] = {}
         waiting: list[_Read] = []
         running: deque[tuple[list[_Read], Future]] = deque()
         while readers or waiting or running:
             while readers and (room := _BATCHES_WAITING * self._budget - _samples(waiting)) > 0:
                 # Wait for a reader only where there is nothing else to do and less than a batch to begin with.
                 idle = not running and room > (_BATCHES_WAITING - 1) * self._budget
+                if idle and ready:
+                    yield from self._finish(recordings, ready)
                 with contextlib.suppress(queue.Empty):
                     item = read.get(block=idle)
                     if item is None:
                         readers -= 1
                     elif item.chunk is not None:
                         waiting.append(item)
+                    elif item.error is None:
+                        heard.setdefault(item.index, _Heard()).expected = item.number
+                        _move(item.index, heard, ready)
                     else:
-                        yield from self._ended(item, recordings, heard, waiting)
+                        yield self._failed(item, heard, waiting)
                     continue
                 break
             while waiting and len(running) < _BATCHES_RUNNING:
@@ -155,8 +179,10 @@ class Pipeline:
                 batch, future = running.popleft()
                 for each, log_probs in zip(batch, future.result(), strict=True):
                     self._hear(heard.setdefault(each.index, _Heard()), each, log_probs)
-                for index in dict.fromkeys(each.index for each in batch):
-                    yield from self._finish(index, recordings, heard)
+                    _move(each.index, heard, ready)
+            if len(ready) >= self._decoder.at_once:
+                yield from self._finish(recordings, ready)
+        yield from self._finish(recordings, ready)
 
     def _take(self, waiting: list[_Read]) -> list[_Read]:
         """The longest chunk that waits, and those of like length that fit in a batch with it."""
@@ -171,36 +197,38 @@ class Pipeline:
     def _hear(self, heard: _Heard, read: _Read, log_probs: np.ndarray) -> None:
         chunk = read.chunk
         stop = None if chunk.keep is None else chunk.skip + chunk.keep
-        kept = log_probs[chunk.skip : stop]
-        labels, confidence = best_path(kept[None], np.array([len(kept)]), self.engine.config.blank_id)
-        self.engine.vocabulary.check(labels)
-        heard.parts[read.number] = labels[0].astype(np.int32), confidence[0]
+        # A copy: a view would keep the whole batch in memory.
+        heard.parts[read.number] = log_probs[chunk.skip : stop].copy(), chunk.goes_on
         heard.samples += len(chunk.signal) - chunk.skip * self._frame if stop is None else chunk.keep * self._frame
+        heard.close(self._decoder)
 
-    def _ended(self, item: _Read, recordings: Sequence[Recording], heard: dict[int, _Heard],
-               waiting: list[_Read]) -> Iterator[Done]:
-        if item.error is not None:
-            if not isinstance(item.error, AudioError):
-                raise item.error
-            waiting[:] = [each for each in waiting if each.index != item.index]
-            heard[item.index] = _Heard(expected=-1)  # what still runs of it is dropped
-            yield Done(item.index, None, item.error)
-            return
-        heard.setdefault(item.index, _Heard()).expected = item.number
-        yield from self._finish(item.index, recordings, heard)
+    @staticmethod
+    def _failed(item: _Read, heard: dict[int, _Heard], waiting: list[_Read]) -> Done:
+        if not isinstance(item.error, AudioError):
+            raise item.error
+        waiting[:] = [each for each in waiting if each.index != item.index]
+        heard[item.index] = _Heard(expected=-1)  # what still runs of it is dropped
+        return Done(item.index, None, item.error)
 
-    def _finish(self, index: int, recordings: Sequence[Recording], heard: dict[int, _Heard]) -> Iterator[Done]:
-        if not heard[index].whole:
+    def _finish(self, recordings: Sequence[Recording], ready: dict[int, _Heard]) -> Iterator[Done]:
+        if not ready:
             return
-        done = heard.pop(index)
-        labels, confidence = (np.concatenate([done.parts[i][column] for i in range(done.expected)])
-                              for column in (0, 1))
-        recording, config, vocabulary = recordings[index], self.engine.config, self.engine.vocabulary
-        spans = collapse(labels[None].astype(np.int64), confidence[None], blank_id=config.blank_id)[0]
-        words = vocabulary.words(spans)
-        yield Done(index, Transcript(
-            recording.id, vocabulary.text(words), words, done.samples / config.sample_rate, config.language,
-            config.word_separator is not None), None)
+        config, vocabulary = self.engine.config, self.engine.vocabulary
+        found = self._decoder.tokens([each.stretches for each in ready.values()])
+        done = list(zip(ready.items(), found, strict=True))
+        ready.clear()
+        for (index, heard), parts in done:
+            words = [word for part in parts
+                     for word in vocabulary.words(part.spans, part.frame * config.frame_seconds)]
+            yield Done(index, Transcript(
+                recordings[index].id, vocabulary.text(words), words, heard.samples / config.sample_rate,
+                config.language, config.word_separator is not None), None)
+
+
+def _move(index: int, heard: dict[int, _Heard], ready: dict[int, _Heard]) -> None:
+    """Once all of a recording is there."""
+    if heard[index].whole:
+        ready[index] = heard.pop(index)
 
 
 def _samples(waiting: list[_Read]) -> int:

@@ -172,3 +172,19 @@ def test_json_of_several_is_a_line_each(bundle, clips, capsys):
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["id"] for row in rows] == ["deep/er/three", "deep/two", "one"]
     assert np.isclose(rows[2]["duration"], len(bundles.say("first words")) / bundles.RATE, atol=1e-3)
+
+
+def test_hot_words_and_a_language_model_on_the_command_line(bundle, clips, tmp_path, capsys):
+    (tmp_path / "hot.txt").write_text("first=3\n\nwords\n")
+    assert run(bundle, clips / "one.wav", "--hot-word", "last=4", "--hot-word", f"@{tmp_path}/hot.txt") == 0
+    assert capsys.readouterr().out == "first words\n"
+    assert run(bundle, clips / "one.wav", "--hot-word", "x=much") == 2
+    assert "the boost 'much' is no number" in capsys.readouterr().err
+    assert run(bundle, clips / "one.wav", "--lm", tmp_path / "none.arpa") == 2
+    assert "none.arpa" in capsys.readouterr().err
+    arpa = tmp_path / "lm.arpa"
+    rows = ("<s>", "</s>", "<unk>", "first", "words", "more")
+    arpa.write_text("\\data\\\nngram 1=6\n\n\\1-grams:\n" + "".join(f"-0.8\t{w}\n" for w in rows) + "\n\\end\\\n")
+    assert run(bundle, clips / "one.wav", "--lm", arpa, "--lm-weight", "0.4", "--output", tmp_path / "out") == 0
+    assert (tmp_path / "out" / "one.txt").read_text() == "first words\n"
+    assert run(bundle, clips / "one.wav", "--output", tmp_path / "out") == 2, "searched and greedy ones are not mixed"

@@ -13,6 +13,7 @@ import onnxruntime
 import pytest
 import torch
 
+import sbkit.export.graph  # noqa: F401  with speechbrain's lazy modules: conftest puts them away before hypothesis looks
 from sbkit.errors import SbkitError
 from sbkit.infer import backends, device
 from sbkit.infer.engine import Engine

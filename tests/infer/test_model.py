@@ -146,6 +146,43 @@ def test_readers_end_when_nobody_wants_the_rest(model, tmp_path):
     assert threading.active_count() == before
 
 
+def test_hot_words_turn_what_is_nearly_said(tmp_path):
+    """The level between two letters is either; a hot word decides, in long recordings and short ones."""
+    ids = bundles.spell("ab")
+    unsure = bundles.voiced(ids)
+    between = (bundles.PIECES.index("b") + bundles.PIECES.index("c")) / 2 - 0.04
+    unsure[unsure == np.float32(bundles.PIECES.index("b") / bundles.LEVELS)] = between / bundles.LEVELS
+    bundle = bundles.make(tmp_path / "b", chunk_seconds=3.0)
+    said = np.concatenate([bundles.say("one"), unsure, np.zeros(8_000, np.float32), unsure])
+    long = np.concatenate([said, np.zeros(16_000, np.float32)] * 6)
+    with sbkit.infer.load(bundle, device="cpu") as plain:
+        assert plain.transcribe(said).text == "one ab ab"
+        greedy = plain.transcribe(long)
+        search = sbkit.infer.Model(plain.engine, Options(search={"hot_words": {"ac": 6.0}}))
+        assert search.transcribe(said).text == "one ac ac"
+        found = search.transcribe(long)
+        assert found.text == " ".join(["one ac ac"] * 6)
+        assert [word.start for word in found.words] == pytest.approx([word.start for word in greedy.words], abs=0.041)
+        many = search.transcribe([said] * 70)
+        assert {each.text for each in many} == {"one ac ac"} and len(many) == 70
+
+
+def test_a_search_hears_what_is_clear_as_greedy_does(model):
+    rng = np.random.default_rng(1)
+    signals = [bundles.say(" ".join(rng.choice(["ab", "cde", "f"], rng.integers(1, 40)))) for _ in range(10)]
+    search = sbkit.infer.Model(model.engine, Options(search={"beam": 8}))
+    for mine, theirs in zip(search.transcribe(signals), model.transcribe(signals), strict=True):
+        assert mine.text == theirs.text
+        assert [word.start for word in mine.words] == pytest.approx([word.start for word in theirs.words])
+
+
+def test_options_of_the_search_that_do_not_exist_are_told(model):
+    from sbkit.errors import SbkitError
+
+    with pytest.raises(SbkitError, match="beam search"):
+        sbkit.infer.Model(model.engine, Options(search={"magic": 1}))
+
+
 def test_segments_end_at_pauses_and_stay_on_a_screen(model):
     signal = np.concatenate([bundles.say("ab cd"), np.zeros(16_000, np.float32), bundles.say("ef " * 40)])
     segments = model.transcribe(signal).segments
