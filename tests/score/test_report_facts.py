@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 import runs
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sbkit.score import report_charts as charts
@@ -184,6 +184,7 @@ def test_markup_shows_any_text_as_it_is(value, attribute):
     assert text([made, None, [tag("br")]]) == made + "<br>"
 
 
+@settings(deadline=None, max_examples=50)  # it waits for the disk
 @given(st.lists(st.builds(
     Heard, id=st.uuids().map(str), reference=st.text(), hypothesis=st.text(), wav=st.text(), speaker=st.text(),
     confidence=st.none() | st.floats(0, 1), duration=st.floats(0, 1e5), start=st.floats(0, 1e5),
