@@ -142,8 +142,8 @@ def _forward(hparams: Any, model: Recognizer, utterances: int, seconds: float) -
 
 def longest_utterance(hparams: Mapping[str, Any]) -> float:
     """Seconds: attention's memory grows with the square of it, so a bill is for the longest."""
-    longest = getattr(hparams.get("corpus"), "max_duration", None)
-    return float(longest) if longest else LONGEST
+    longest = getattr(hparams.get("corpus"), "max_duration", None) or LONGEST
+    return float(longest) * getattr(hparams.get("augment"), "stretch", 1.0)  # slower speech is longer
 
 
 def states_per_parameter(opt_class: Any) -> int:
@@ -168,6 +168,8 @@ class Bill:
     """Hours of computing for 100 hours of audio; None where nobody knows the device's speed."""
     device: str
     measured: Measured | None = None
+    recomputes: bool = False
+    """Activations are recomputed in backward, which the count doesn't know."""
 
     @property
     def step_memory(self) -> int:
@@ -213,7 +215,8 @@ def make(built: Built, owned: Owned, traced: Trace, device: torch.device, precis
     else:
         speed = speed_of(device, precision)
         hours = None if speed is None else cost.operations / cost.batch_seconds * 100 / (speed * EFFICIENCY)
-    return Bill(sum(p.numel() for p in parameters), weights, cost, hours, str(device), measured)
+    return Bill(sum(p.numel() for p in parameters), weights, cost, hours, str(device), measured,
+                bool(built.hparams.get("activation_checkpointing")))
 
 
 def speed_of(device: torch.device, precision: str) -> float | None:
@@ -233,6 +236,9 @@ def speed_of(device: torch.device, precision: str) -> float | None:
         _ = left @ right
         wait()
         fastest = min(fastest, time.perf_counter() - started)
+    if device.type == "cuda":
+        del left, right, _
+        torch.cuda.empty_cache()
     return 2 * size**3 / fastest
 
 
@@ -269,8 +275,9 @@ def _remarks(bill: Bill) -> list[str]:
     measured = bill.measured
     if measured is None:
         amount = bill.cost.operations / bill.cost.batch_seconds / 1e9
+        less = ["with activation_checkpointing less memory is needed than is counted here"] if bill.recomputes else []
         return [f"memory is counted on stand-ins; the time is an estimate from {amount:.2g} GFLOP a second of audio "
-                "(--measure runs a few steps)"]
+                "(--measure runs a few steps)", *less]
     remarks = [f"measured: a step of {measured.batch_seconds:g} s of audio takes {measured.step_seconds:.2f} s on "
                f"{measured.device}"]
     if measured.peak_bytes:

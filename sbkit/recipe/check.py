@@ -60,6 +60,7 @@ def _look_deeper(root: Node, findings: Findings, report: Report, run_opts: Any, 
         if len(modules) == len(built.hparams["modules"]):
             ownership.check_ownership(built, owned, findings)
             ownership.check_saved(built, owned, findings)
+        ownership.check_optimizer(built, findings)
         report.sections["devices"] = table = devices.section(built, owned)
         traced = shapes.trace(built, findings)
         if traced.note:

@@ -5,7 +5,15 @@ from __future__ import annotations
 from torch import nn
 
 from sbkit.recipe.build import Built
-from sbkit.recipe.ownership import Owned, Tensor, left_behind, recoverables, saved_by, tell_left_behind
+from sbkit.recipe.ownership import (
+    Owned,
+    Tensor,
+    left_behind,
+    optimized_by,
+    recoverables,
+    saved_by,
+    tell_left_behind,
+)
 from sbkit.recipe.report import Section
 from sbkit.recipe.shapes import PATH, Trace, trace_moved
 from sbkit.recipe.source import Findings
@@ -17,7 +25,8 @@ def section(built: Built, owned: Owned) -> Section:
     The device is filled in by ``prove``.
     """
     saved = {name: saved_by(obj) for name, obj in (recoverables(built) or {}).items()}
-    rows = [_row(key, module, saved) for key, module in _listed(built, owned)]
+    trains = {"opt_class": "yes", "": "no"}.get(by := optimized_by(built), by)
+    rows = [_row(key, module, saved, trains) for key, module in _listed(built, owned)]
     total = [p for root in owned.roots.values() for p in root.parameters()]
     distinct = {id(p): p for p in total}.values()
     count = sum(p.numel() for p in distinct)
@@ -44,13 +53,13 @@ def _members(module: nn.Module) -> list[nn.Module]:
     return [inner for child in module.children() for inner in _members(child)]
 
 
-def _row(key: str, module: nn.Module, saved: dict[str, dict]) -> list:
+def _row(key: str, module: nn.Module, saved: dict[str, dict], trains: str) -> list:
     parameters = list(module.parameters())
     count = sum(p.numel() for p in parameters)
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     holders = [name for name, held in saved.items() if parameters and all(id(p) in held for p in parameters)]
     return [key, type(module).__name__, f"{count:,}", f"{100 * trained / count:.0f}%" if count else "-", "",
-            ("yes" if trained else "no") if count else "-", (", ".join(holders) or "no") if count else "-"]
+            (trains if trained else "no") if count else "-", (", ".join(holders) or "no") if count else "-"]
 
 
 def prove(built: Built, owned: Owned, table: Section, traced: Trace, findings: Findings) -> None:

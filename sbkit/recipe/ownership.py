@@ -260,3 +260,33 @@ def check_saved(built: Built, owned: Owned, findings: Findings) -> None:
             findings.warning("not-saved", built.nodes[key].place, key,
                              f"{type(obj).__name__} has a state that no checkpoint holds, so a resumed run loses it",
                              f"add `{key}: !ref <{key}>` to the checkpointer's recoverables")
+
+
+# ---------------------------------------------------------------------------------------------- optimizers
+
+
+def optimized_by(built: Built) -> str:
+    """What trains the parameters: ``opt_class``, the recipe's own ``init_optimizers``, or nothing that's known."""
+    brain = built.hparams.get("brain")
+    makers = [cls for cls in getattr(brain, "__mro__", ()) if "init_optimizers" in vars(cls)]
+    if makers and makers[0].__name__ != "Brain":
+        return "init_optimizers"
+    if brain is None or "opt_class" in built.hparams or "opt_class" in built.missing:
+        return "opt_class"
+    return ""
+
+
+def check_optimizer(built: Built, findings: Findings) -> None:
+    """A Brain gives all parameters under ``modules`` to ``opt_class``, once; it must be there and take them."""
+    opt_class, node = built.hparams.get("opt_class"), built.nodes.get("opt_class")
+    if not optimized_by(built):
+        findings.error("missing-key", built.nodes["brain"].place, "opt_class",
+                       "the recipe lacks this key, so nothing would be trained",
+                       "write `opt_class: !name:torch.optim.AdamW` and its arguments under it")
+    if node is None or not callable(opt_class):
+        return
+    try:
+        opt_class([nn.Parameter(torch.zeros(1))])
+    except Exception as error:  # whatever an optimizer says to its arguments
+        findings.error("not-built", node.place, "opt_class",
+                       f"{node.tag.partition(':')[2].rpartition('.')[2] or 'it'} refuses its arguments: {error}")

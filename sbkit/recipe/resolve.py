@@ -75,14 +75,19 @@ def _included(tag: str, path: Path) -> Path:
 
 
 def _tell_shadowed(files: list[tuple[Path, Node]], findings: Findings) -> None:
-    """A key beside ``recipe`` that the included file has too: its own references never see it."""
-    for (_, root), *below in (files[i:] for i in range(len(files))):
-        for key in root.value:
-            if key != BASE and any(key in other.value for _, other in below):
-                findings.error(
-                    "shadowed", root.place_of(key), str(key),
-                    f"it stands beside `{BASE}`, so the references of {below[0][0].name} don't see it",
-                    f"indent it, as one of the keys under `{BASE}`")
+    """A key beside ``recipe`` that an included file has too and refers to: those references never see it."""
+    for i, (_, root) in enumerate(files):
+        for key in root.value if i + 1 < len(files) else ():
+            blind = next((path for path, other in files[i + 1:] if key in other.value and _refers(other, key)), None)
+            if key != BASE and blind is not None:
+                findings.error("shadowed", root.place_of(key), str(key),
+                               f"it stands beside `{BASE}`, so the references of {blind.name} don't see it",
+                               f"indent it, as one of the keys under `{BASE}`")
+
+
+def _refers(root: Node, key: Any) -> bool:
+    named = re.compile(rf"<{re.escape(str(key))}[\[.>]")
+    return any(node.tag in ("!ref", "!copy") and node.scalar and named.search(str(node.value)) for node in root.walk())
 
 
 class _Resolver:

@@ -143,3 +143,11 @@ def test_a_tuple_on_the_command_line_is_a_tuple_each_time(tmp_path):
         root, findings = read(tmp_path, "strides: [1, 1]\nsame: !ref <strides>\n", given)
         assert findings == [] and plain(root) == {"strides": (2, 2), "same": (2, 2)}
         assert load(tmp_path / "recipe.yaml", given) == plain(root)
+
+
+def test_a_key_beside_the_included_recipe_may_replace_what_nothing_refers_to(tmp_path):
+    (tmp_path / "base.yaml").write_text("width: 3\nouter: !ref <width> * 2\nbrain: first\n")
+    root, findings = read(tmp_path, "recipe: !include:base.yaml {}\nbrain: second\n")
+    assert findings == [] and plain(flatten(root))["brain"] == "second"
+    _, findings = read(tmp_path, "recipe: !include:base.yaml {}\nwidth: 5\n")
+    assert [f.code for f in findings] == ["shadowed"]
