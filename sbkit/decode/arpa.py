@@ -74,14 +74,12 @@ def read(path: str | Path) -> NGram:
         end = data.find(b"\n\\", at)
         body = data[at:end if end >= 0 else len(data)]
         lines = list(filter(bytes.strip, body.splitlines()))
-        if len(lines) != count or end < 0:
-            what = "is truncated" if end < 0 or len(lines) < count else "contradicts itself"
-            raise SbkitError(
-                f"{path} {what}: its section \\{order}-grams: has {len(lines)} n-grams"
-                + ("" if len(lines) == count else f", and \\data\\ says {count}")
-                + ("" if end >= 0 else ", and the file ends there without \\end\\"), hint="get or write the file again")
+        if len(lines) != count:
+            what = "is truncated" if len(lines) < count else "contradicts itself"
+            raise SbkitError(f"{path} {what}: its section \\{order}-grams: has {len(lines)} n-grams, and \\data\\ says "
+                             f"{count}", hint="get or write the file again")
         levels.append(_level(path, order, lines, words, levels))
-    if not data.startswith(b"\n\\end\\", end):
+    if end < 0 or not data.startswith(b"\n\\end\\", end):
         raise SbkitError(f"{path} is truncated: it has no \\end\\", hint="get or write the file again")
     return NGram([word.decode("utf-8", "replace") for word in words], levels)
 

@@ -62,22 +62,24 @@ class BeamSearch:
 
     def __init__(self, tokenizer: Any = None, lm: str | Path | None = None,
                  lexicon: str | Path | Sequence[str] | None = None, beam: int = 64, token_beam: int = 20,
-                 token_threshold: float = -9.0, width: float = 12.0, lm_weight: float = 0.5, word_score: float = 1.5,
-                 unknown_score: float = -10.0, hot_words: Mapping[str, float] | Sequence[str] = (),
+                 token_threshold: float = -7.0, width: float = 12.0, lm_weight: float = 0.5, word_score: float = 1.5,
+                 unknown_score: float = -14.0, hot_words: Mapping[str, float] | Sequence[str] | None = None,
                  hot_boost: float = 5.0, nbest: int = 1, unit: str | None = None, blank_id: int = 0,
                  separator: str | None = WORD_START, workers: int = 0):
         for name, value, low in (("beam", beam, 1), ("token_beam", token_beam, 1), ("nbest", nbest, 1),
                                  ("workers", workers, 0)):
             if not isinstance(value, int) or value < low:
                 raise SbkitError(f"beam search: {name} is {value!r}", hint=f"use a whole number from {low} on")
+        if not lm_weight >= 0:
+            raise SbkitError(f"beam search: lm_weight is {lm_weight}", hint="use 0 or more, such as 0.5")
         if not width > 0 or not token_threshold < 0:
             raise SbkitError(f"beam search: width is {width} and token_threshold {token_threshold}",
-                             hint="the first is above 0 and the second below, such as 12 and -9")
+                             hint="the first is above 0 and the second below, such as 12 and -7")
         self.lm, self.lexicon = lm or None, lexicon or None
         self.beam, self.token_beam, self.token_threshold = beam, token_beam, float(token_threshold)
         self.width, self.nbest = float(width), nbest
         self.weights = Weights(float(lm_weight), float(word_score), float(unknown_score))
-        boosts = hot_words if isinstance(hot_words, Mapping) else dict.fromkeys(hot_words, hot_boost)
+        boosts = hot_words if isinstance(hot_words, Mapping) else dict.fromkeys(hot_words or (), hot_boost)
         self.hot_words = HotWords(boosts)
         self.unit, self.blank_id, self.separator, self.workers = unit, blank_id, separator, workers
         self._tokenizer = tokenizer
@@ -105,7 +107,7 @@ class BeamSearch:
         if len(batch) and batch.labels != len(self.pieces):
             raise SbkitError(f"the model has {batch.labels} outputs, and the tokenizer of the search "
                              f"{len(self.pieces)} tokens", hint="is it the one that the model was trained with?")
-        parts = self.workers + 1 if self.workers else -(-len(batch) // AT_ONCE)
+        parts = max(self.workers + 1, -(-len(batch) // AT_ONCE))
         cuts = np.linspace(0, len(batch), min(len(batch), parts) + 1).astype(int).tolist()
         pieces = [batch.part(start, stop) for start, stop in pairwise(cuts)]
         if self.workers and len(pieces) > 1:

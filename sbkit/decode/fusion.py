@@ -4,32 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from sbkit.decode import hashing
 from sbkit.decode.hotwords import HotWords
-from sbkit.decode.ngram import BEGIN, END, UNKNOWN
+from sbkit.decode.language_model import SPECIAL, LanguageModel
 from sbkit.decode.pieces import Pieces
 
-SPECIAL = (UNKNOWN, BEGIN, END)
 # What a word outside the lexicon costs: more than any path can make good, but where there is no other
 # path a search still has an answer.
 FORBIDDEN = -1e4
-
-
-class Model(Protocol):
-    """A back-off language model: ``sbkit.decode.ngram.NGram`` or ``sbkit.decode.kenlm_binary.KenLM``."""
-
-    words: list[str]
-    ids: dict[str, int]
-    unknown: int
-    start: int
-    end: int
-
-    def score(self, states: np.ndarray, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Natural log-probabilities of words after states, and the states after. State 0 is no history."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +23,7 @@ class Weights:
 
     lm: float = 0.5
     word: float = 1.5  # for every word
-    unknown: float = -10.0  # for a word that neither the language model nor the hot words know
+    unknown: float = -14.0  # for a word that neither the language model nor the hot words know
 
 
 class Fusion:
@@ -51,7 +36,7 @@ class Fusion:
     per_piece : the model is over pieces
     """
 
-    def __init__(self, pieces: Pieces, model: Model | None, lexicon: Collection[str] | None, hot: HotWords,
+    def __init__(self, pieces: Pieces, model: LanguageModel | None, lexicon: Collection[str] | None, hot: HotWords,
                  per_piece: bool = False):
         self.pieces, self.model, self.hot, self.per_piece = pieces, model, hot, per_piece
         self.closed = lexicon is not None

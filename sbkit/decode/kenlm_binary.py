@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from sbkit.console import atomic_write
-from sbkit.decode.ngram import BEGIN, END, LN10, UNKNOWN, NGram
+from sbkit.decode.language_model import BEGIN, END, LN10, UNKNOWN, LanguageModel
+from sbkit.decode.ngram import NGram
 from sbkit.errors import SbkitError
 
 _MAGIC = b"mmap lm http://kheafield.com/code format version 5\n\0"
@@ -42,10 +43,8 @@ def combine(key: np.ndarray, word: np.ndarray) -> np.ndarray:
     return key * np.uint64(8978948897894561157) ^ one_more
 
 
-class KenLM:
-    """A model in KenLM's format, with the interface of :class:`sbkit.decode.ngram.NGram`.
-
-    A state numbers a history of words; histories get their number when they are first met.
+class KenLM(LanguageModel):
+    """A model in KenLM's format. Histories get their number when they are first met.
     """
 
     def __init__(self, path: str | Path):
@@ -97,11 +96,6 @@ class KenLM:
     def _truncated(self) -> SbkitError:
         return SbkitError(f"{self.path} is truncated: KenLM's header promises more than its {self.path.stat().st_size} "
                           "bytes", hint="get or build the file again")
-
-    @property
-    def order(self) -> int:
-        """Words in the longest n-gram."""
-        return len(self.counts)
 
     def score(self, states: np.ndarray, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Natural logarithms of the probabilities [N] of words [N] after states [N], and the states after."""

@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sbkit.decode.ngram import BEGIN, END, NEVER, UNKNOWN, Level, NGram
+from sbkit.decode.language_model import BEGIN, END, SPECIAL
+from sbkit.decode.ngram import NEVER, Level, NGram
 from sbkit.errors import SbkitError
 
-SPECIAL = (UNKNOWN, BEGIN, END)
 # Where a text is too small to say how much n-grams seen once, twice or more often are seen too often.
 FALLBACK = (0.5, 1.0, 1.5)
 

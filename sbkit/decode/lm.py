@@ -12,8 +12,7 @@ from typing import Any
 
 from sbkit.console import table
 from sbkit.decode import arpa, kenlm_binary, kneser_ney
-from sbkit.decode.fusion import SPECIAL, Model
-from sbkit.decode.ngram import NGram, Quality
+from sbkit.decode.language_model import SPECIAL, LanguageModel, Quality
 from sbkit.decode.pieces import Pieces
 from sbkit.decode.pruning import prune as prune_by_entropy
 from sbkit.decode.spans import WORD_START
@@ -68,9 +67,9 @@ def build(texts: Iterable[str], out: str | Path, order: int = 3, prune: Sequence
     texts : sentences, words parted by blanks
     out : an ARPA file, compressed where it ends in ``.gz``; or KenLM's binary where it ends in ``.bin``
     order : words in the longest n-gram
-    prune : a list leaves out n-grams that occur so often or less, a number per order, such as [0, 0, 1] (the
-        last holds for all orders above); a number such as 1e-7 leaves out what raises the perplexity by less
-        than this share
+    prune : counts leave out n-grams that occur so often or less, one per order, such as [0, 0, 1] (the last
+        holds for all orders above, and one number for all but words); a share such as 1e-7 leaves out what raises
+        the perplexity by less
     unit : ``word``, or ``piece`` for a model over the tokenizer's pieces
     tokenizer : a ``sbkit.data.tokens.Tokenizer``, for pieces
     min_count : words that occur less often become the unknown word
@@ -121,7 +120,7 @@ def _check(order: int, prune: Sequence[int] | float | None, unit: str, tokenizer
         if not 0 < prune < 1:
             raise SbkitError(f"prune is {prune}", hint="use a share such as 1e-7, or counts such as [0, 0, 1]")
         return ()
-    cutoffs = [prune] if isinstance(prune, int) else list(prune)
+    cutoffs = [0, prune] if isinstance(prune, int) else list(prune)
     if any(not isinstance(cutoff, int) or cutoff < 0 for cutoff in cutoffs) or sorted(cutoffs) != cutoffs:
         raise SbkitError(f"prune is {prune}", hint="use counts that don't fall, one per order, such as [0, 0, 1]")
     if cutoffs and cutoffs[0]:
@@ -149,7 +148,7 @@ def read_texts(paths: Iterable[str | Path]) -> Iterator[str]:
             raise SbkitError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
 
 
-def load(path: str | Path) -> Model:
+def load(path: str | Path) -> LanguageModel:
     """A model from an ARPA file, or from KenLM's binary, which stays on the disk and is read where it lies."""
     path = Path(path)
     try:
@@ -161,7 +160,7 @@ def load(path: str | Path) -> Model:
     return kenlm_binary.KenLM(path) if binary else arpa.read(path)
 
 
-def unit_of(model: NGram | Model, pieces: Pieces, unit: str | None = None, name: str = "the language model") -> str:
+def unit_of(model: LanguageModel, pieces: Pieces, unit: str | None = None, name: str = "the language model") -> str:
     """Whether a model is over words or over these pieces; an error where it fits neither.
 
     ``unit`` says what it has to be; None finds out.

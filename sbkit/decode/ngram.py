@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
-from functools import cached_property
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-UNKNOWN, BEGIN, END = "<unk>", "<s>", "</s>"
-LN10 = math.log(10)
+from sbkit.decode.language_model import BEGIN, END, LN10, UNKNOWN, LanguageModel
+
 NEVER = -99.0  # how ARPA writes the log10 of a probability that is zero
 
 
@@ -27,22 +25,7 @@ class Level(NamedTuple):
     backoff: np.ndarray
 
 
-class Quality(NamedTuple):
-    """How well a model expects a text. The ends of sentences count as words, as in other tools."""
-
-    perplexity: float  # over the words that the model knows
-    perplexity_with_unknown: float
-    words: int  # without the ends of sentences
-    unknown: int
-    sentences: int
-
-    @property
-    def unknown_share(self) -> float:
-        """Per cent of the words."""
-        return 100 * self.unknown / max(1, self.words)
-
-
-class NGram:
+class NGram(LanguageModel):
     """A back-off model. A state is a history that the model can tell from others; 0 is the empty one.
 
     Arguments
@@ -57,12 +40,9 @@ class NGram:
         if UNKNOWN not in self.ids:  # a model of a closed vocabulary
             self._add_unknown()
         self.unknown = self.ids[UNKNOWN]
+        self.end = self.ids.get(END, self.unknown)
+        self.start = self.ids[BEGIN] + 1 if BEGIN in self.ids else 0
         self._build()
-
-    @property
-    def order(self) -> int:
-        """Words in the longest n-gram."""
-        return len(self.levels)
 
     @property
     def counts(self) -> list[int]:
@@ -140,11 +120,6 @@ class NGram:
         arc = np.minimum(np.searchsorted(self._keys, wanted), len(self._keys) - 1)
         return arc, self._keys[arc] == wanted
 
-    @property
-    def start(self) -> int:
-        """The state at the beginning of a sentence."""
-        return self.ids[BEGIN] + 1 if BEGIN in self.ids else 0
-
     def score(self, states: np.ndarray, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Natural logarithms of the probabilities [N] of words [N] after states [N], and the states after."""
         scores = np.zeros(len(words), dtype=np.float32)
@@ -159,45 +134,3 @@ class NGram:
             scores[todo] += self._backoff[states]
             states = self._parent[states]
         return scores, after
-
-    @cached_property
-    def end(self) -> int:
-        """The id of the end of a sentence; the unknown word where the model has none."""
-        return self.ids.get(END, self.unknown)
-
-    def lookup(self, words: Iterable[str]) -> np.ndarray:
-        """Ids of words, that of the unknown word for those outside the vocabulary."""
-        get, unknown = self.ids.get, self.unknown
-        return np.fromiter((get(word, unknown) for word in words), dtype=np.int64)
-
-    def sentence(self, text: str) -> float:
-        """The natural logarithm of a sentence's probability, its end included."""
-        state, total = np.array([self.start]), 0.0
-        for word in [*self.lookup(text.split()), self.end]:
-            score, state = self.score(state, np.array([word]))
-            total += float(score[0])
-        return total
-
-    def quality(self, texts: Iterable[str]) -> Quality:
-        """Perplexity of a text, and how many of its words the model doesn't know."""
-        sentences = sorted((self.lookup(text.split()) for text in texts), key=len, reverse=True)
-        lengths = np.array([len(sentence) for sentence in sentences], dtype=np.int64)
-        flat = np.concatenate([np.append(sentence, self.end) for sentence in sentences] or [np.zeros(0, np.int64)])
-        begins = np.cumsum(lengths + 1) - lengths - 1
-        state = np.full(len(sentences), self.start, dtype=np.int64)
-        known, unknown, missing = 0.0, 0.0, 0
-        for step in range(int(lengths.max(initial=-1)) + 1):
-            active = int(np.searchsorted(-lengths, -step, side="right"))
-            words = flat[begins[:active] + step]
-            scores, after = self.score(state[:active], words)
-            state = after.astype(np.int64)
-            out = words == self.unknown
-            missing += int(out.sum())
-            known += float(scores[~out].sum(dtype=np.float64))
-            unknown += float(scores[out].sum(dtype=np.float64))
-        total = len(flat)
-        return Quality(
-            perplexity=math.exp(-known / max(1, total - missing)),
-            perplexity_with_unknown=math.exp(min(700.0, -(known + unknown) / max(1, total))),
-            words=total - len(sentences), unknown=missing, sentences=len(sentences),
-        )

@@ -70,7 +70,7 @@ class Events:
         return Events(labels=parts[0].labels, **columns)
 
 
-def events(log_probs: Any, lengths: Any, blank_id: int = 0, threshold: float = -5.0, most: int = 20) -> Events:
+def events(log_probs: Any, lengths: Any, blank_id: int = 0, threshold: float = -7.0, most: int = 20) -> Events:
     """Keep of each frame the tokens that are likely.
 
     Arguments

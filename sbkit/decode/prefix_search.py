@@ -80,7 +80,7 @@ class Search:
 
     def run(self, events: Events, nbest: int) -> list[list[Found]]:
         """The best transcripts of each utterance, the very best first."""
-        self.events = events
+        self.events, self.token = events, events.token.astype(np.int64)
         counts = np.diff(events.first)
         self.rank = np.argsort(-counts, kind="stable")  # those with most events first, so that the others end
         counts = counts[self.rank]
@@ -95,21 +95,21 @@ class Search:
             if cut < len(beams):
                 ended.append(beams.take(slice(cut, None)))
                 beams = beams.take(slice(cut))
-            beams = self._step(beams, step)
+            beams = self._step(beams, step, active)
         return self._finish([*ended, beams], nbest)
 
     def _start(self, batch: int) -> Beams:
-        utterance = np.arange(batch, dtype=np.int32)
-        none, zero, letters = np.zeros(batch, np.int32), np.zeros(batch), np.zeros(batch, np.uint64)
-        state = np.full(batch, self.fusion.start, np.int32)
+        utterance = np.arange(batch)
+        none, zero, letters = np.zeros(batch, np.int64), np.zeros(batch), np.zeros(batch, np.uint64)
+        state = np.full(batch, self.fusion.start, np.int64)
         return Beams(
             utterance=utterance, key=utterance.astype(np.uint64) << _HASH_BITS, done=letters, word=letters,
             last=none - 1, blank=zero + 1, other=zero, text=zero, soft=zero, state=state, hot=none, node=utterance,
             known=none.astype(bool), gain=zero, after=state, hot_after=none)
 
-    def _step(self, beams: Beams, step: int) -> Beams:
-        event = self.first[beams.utterance] + step
-        stay_blank, stay_other, parent, token, extended = self._extend(beams, event)
+    def _step(self, beams: Beams, step: int, active: int) -> Beams:
+        sizes = np.bincount(beams.utterance, minlength=active)
+        stay_blank, stay_other, parent, token, extended = self._extend(beams, step, sizes)
         # What each token makes of its hypothesis's last word.
         opens, begun = self.pieces.opens[token], beams.word[parent]
         closes = opens & (begun != 0)
@@ -124,49 +124,53 @@ class Search:
 
         # One that stayed and those extended to it are the same: the likeliest speaks for all.
         keys = np.concatenate([beams.key, key])
-        blank = np.concatenate([stay_blank, np.zeros(len(key))])
-        other = np.concatenate([stay_other, extended])
-        order = np.argsort(keys)
-        groups = _firsts(keys[order])
-        chosen = order[_best_of((blank + other)[order], groups)]
+        chosen, blank, other = _merge(keys, np.concatenate([stay_blank, np.zeros(len(key))]),
+                                      np.concatenate([stay_other, extended]))
         fresh = np.flatnonzero(chosen >= len(beams))
         pick = chosen[fresh] - len(beams)
         source = chosen.copy()
         source[fresh] = parent[pick]
         self._complete(beams, parent[pick[closes[pick]]])
-        new = beams.take(source)
-        new.key = keys[order[groups]]
-        new.blank, new.other = np.add.reduceat(blank[order], groups), np.add.reduceat(other[order], groups)
-        closed = fresh[closes[pick]]
-        new.text[closed] += new.gain[closed]
-        new.state[closed], new.hot[closed] = new.after[closed], new.hot_after[closed]
-        new.done[fresh], new.word[fresh], new.last[fresh] = done[pick], word[pick], token[pick]
-        new.known[fresh] = False
-        if self.fusion.per_piece:
-            gain, new.state[fresh] = self.fusion.extend(new.state[fresh], token[pick], self.weights)
-            new.text[fresh] += gain
-        new.soft[fresh] = self._expect(new.hot[fresh], new.word[fresh])
 
-        keep = self._prune(new)
-        is_fresh = np.zeros(len(new), bool)
-        is_fresh[fresh] = True
-        new = new.take(keep)
-        added = np.flatnonzero(is_fresh[keep])
-        self.history.append((new.node[added], new.last[added], self.first[new.utterance[added]] + step))
-        new.node[added] = self.nodes + np.arange(len(added))
-        self.nodes += len(added)
-        firsts, sizes = _runs(new.utterance)
-        most = np.maximum.reduceat(new.blank + new.other, firsts)
-        self.scale[new.utterance[firsts]] += np.log(most)
+        text, soft = beams.text[source], beams.soft[source]
+        above, ends = parent[pick], closes[pick]
+        state = np.where(ends, beams.after[above], beams.state[above])
+        hot = np.where(ends, beams.hot_after[above], beams.hot[above])
+        text[fresh] += np.where(ends, beams.gain[above], 0.0)
+        if self.fusion.per_piece:
+            gain, state = self.fusion.extend(beams.state[above], token[pick], self.weights)
+            text[fresh] += gain
+        soft[fresh] = self._expect(hot, word[pick])
+        utterance = beams.utterance[source]
+        keep = self._prune(utterance, np.log(blank + other) + text + soft, active)
+
+        # Only what is kept is written down.
+        new = beams.take(source[keep])
+        new.key, new.blank, new.other = keys[chosen[keep]], blank[keep], other[keep]
+        new.text, new.soft = text[keep], soft[keep]
+        place = np.full(len(source), -1)
+        place[fresh] = np.arange(len(fresh))
+        place = place[keep]
+        rows = np.flatnonzero(place >= 0)
+        place = place[rows]
+        new.state[rows], new.hot[rows], new.known[rows] = state[place], hot[place], False
+        pick = pick[place]
+        new.done[rows], new.word[rows], new.last[rows] = done[pick], word[pick], token[pick]
+        self.history.append((new.node[rows], token[pick], self.first[new.utterance[rows]] + step))
+        new.node[rows] = self.nodes + np.arange(len(rows))
+        self.nodes += len(rows)
+        sizes = np.bincount(new.utterance, minlength=active)
+        most = np.maximum.reduceat(new.blank + new.other, np.cumsum(sizes) - sizes)
+        self.scale[:active] += np.log(most)
         most = np.repeat(most, sizes)
         new.blank /= most
         new.other /= most
         return new
 
-    def _extend(self, beams: Beams, event: np.ndarray) -> tuple[np.ndarray, ...]:
+    def _extend(self, beams: Beams, step: int, sizes: np.ndarray) -> tuple[np.ndarray, ...]:
         """What stays of each hypothesis [M], as probabilities that end in a blank and in the token; and which are
         extended by which token with which probability [N], but for those that have no chance."""
-        events = self.events
+        events, event = self.events, self.first[beams.utterance] + step
         total = beams.blank + beams.other
         pause = events.pause[event]
         blank, other = np.where(pause, total, beams.blank), np.where(pause, 0.0, beams.other)
@@ -174,36 +178,39 @@ class Search:
         counts = events.begin[event + 1] - begin
         parent = np.repeat(np.arange(len(beams)), counts)
         at = np.arange(len(parent)) + np.repeat(begin - np.cumsum(counts) + counts, counts)
-        token, prob = events.token[at], events.prob[at]
+        token, prob = self.token[at], events.prob[at]
         # A token that follows itself needs a blank between; without one it is the same token still.
-        again = token == beams.last[parent]
-        extended = np.where(again, blank[parent], total[parent]) * prob
+        again = np.flatnonzero(token == beams.last[parent])
+        before = parent[again]
+        extended = total[parent]
+        extended[again] = blank[before]
+        extended *= prob
         stay_blank, stay_other = total * events.blank[event], np.zeros(len(beams))
-        stay_other[parent[again]] = other[parent[again]] * prob[again]
+        stay_other[before] = other[before] * prob[again]
         with np.errstate(divide="ignore"):
             stay = np.log(stay_blank + stay_other) + beams.text + beams.soft
-            hope = np.log(extended) + (beams.text + self.most_gained)[parent]
+            hope = np.log(extended)
+        best = np.maximum(np.maximum.reduceat(stay, np.cumsum(sizes) - sizes), -1e300)
+        hope += (beams.text + self.most_gained)[parent]
         goes_on = (beams.word != 0)[parent] & ~self.pieces.opens[token]
         hope += np.where(goes_on, beams.soft[parent], self.opening[token])
-        firsts, sizes = _runs(beams.utterance)
-        floor = np.repeat(np.maximum.reduceat(stay, firsts) - self.width, sizes)
-        kept = np.flatnonzero(hope > np.maximum(floor, -1e300)[parent])
-        kept = kept[self._promising(beams.utterance[parent[kept]], hope[kept])]
+        kept = np.flatnonzero(hope > np.repeat(best - self.width, sizes)[parent])
+        if len(kept) > CROWD * self.beam:
+            kept = kept[self._promising(beams.utterance[parent[kept]], hope[kept], len(sizes))]
         return stay_blank, stay_other, parent[kept], token[kept], extended[kept]
 
-    def _promising(self, utterance: np.ndarray, hope: np.ndarray) -> np.ndarray:
+    def _promising(self, utterance: np.ndarray, hope: np.ndarray, active: int) -> np.ndarray | slice:
         """Rows [N], sorted by utterance, that may be among the best: not many more than the beam."""
-        enough = CROWD * self.beam
-        if len(hope) <= enough:
-            return np.arange(len(hope))
-        firsts, sizes = _runs(utterance)
+        sizes, enough = np.bincount(utterance, minlength=active), CROWD * self.beam
         if sizes.max() <= enough:
-            return np.arange(len(hope))
-        best = np.repeat(np.maximum.reduceat(hope, firsts), sizes)
-        place = np.minimum((best - hope) * (BINS / self.width), BINS - 1).astype(np.int64)
-        counts = np.bincount(np.repeat(np.arange(len(firsts)) * BINS, sizes) + place, minlength=len(firsts) * BINS)
-        last = (np.cumsum(counts.reshape(-1, BINS), axis=1) < enough).sum(1)  # the bin that makes them enough
-        return np.flatnonzero(place <= np.repeat(last, sizes))
+            return slice(None)
+        some = np.flatnonzero(sizes)
+        best = np.full(active, -np.inf)
+        best[some] = np.maximum.reduceat(hope, (np.cumsum(sizes) - sizes)[some])
+        place = np.minimum((best[utterance] - hope) * (BINS / self.width), BINS - 1).astype(np.int64)
+        counts = np.bincount(utterance * BINS + place, minlength=active * BINS).reshape(active, BINS)
+        last = (np.cumsum(counts, axis=1) < enough).sum(1)  # the bin that makes them enough
+        return place <= last[utterance]
 
     def _complete(self, beams: Beams, rows: np.ndarray) -> None:
         """Fill in what the words that have begun add when they end here."""
@@ -222,17 +229,21 @@ class Search:
         soft = self.fusion.expect(word, self.weights)
         return soft + self.fusion.hot.expect(hot, word) if self.fusion.hot else soft
 
-    def _prune(self, beams: Beams) -> np.ndarray:
+    def _prune(self, utterance: np.ndarray, score: np.ndarray, active: int) -> np.ndarray:
         """Rows to keep, in order."""
-        score = np.log(beams.blank + beams.other) + beams.text + beams.soft
-        firsts, sizes = _runs(beams.utterance)
-        rows = np.flatnonzero(score >= np.repeat(np.maximum.reduceat(score, firsts) - self.width, sizes))
-        firsts, sizes = _runs(beams.utterance[rows])
-        if sizes.max() <= self.beam:
+        sizes = np.bincount(utterance, minlength=active)
+        best = np.maximum.reduceat(score, np.cumsum(sizes) - sizes)
+        rows = np.flatnonzero(score >= np.repeat(best - self.width, sizes))
+        sizes = np.bincount(utterance[rows], minlength=active)
+        full = sizes > self.beam
+        if not full.any():
             return rows
-        order = np.lexsort((-score[rows], beams.utterance[rows]))
-        place = np.arange(len(rows)) - np.repeat(firsts, sizes)
-        return np.sort(rows[order[place < self.beam]])
+        some = np.flatnonzero(full[utterance[rows]])  # only where there are too many they need an order
+        order = some[np.lexsort((-score[rows[some]], utterance[rows[some]]))]
+        sizes = sizes[full]
+        keep = np.ones(len(rows), bool)
+        keep[order[np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes) >= self.beam]] = False
+        return rows[keep]
 
     def _finish(self, parts: list[Beams], nbest: int) -> list[list[Found]]:
         beams = Beams(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(Beams)))
@@ -244,12 +255,9 @@ class Search:
             beams.state[begun] = beams.after[begun]
         text = beams.text + self.fusion.finish(beams.state, self.weights)
         # The same words that end with different tokens are one transcript.
-        mass = beams.blank + beams.other
         key = mix(beams.done) >> _SHIFT | beams.utterance.astype(np.uint64) << _HASH_BITS
-        order = np.argsort(key)
-        groups = _firsts(key[order])
-        rows = order[_best_of(mass[order], groups)]
-        acoustic = np.log(np.add.reduceat(mass[order], groups)) + self.scale[beams.utterance[rows]]
+        rows, blank, other = _merge(key, beams.blank, beams.other)
+        acoustic = np.log(blank + other) + self.scale[beams.utterance[rows]]
         score = acoustic + text[rows]
         order = np.lexsort((-score, beams.utterance[rows]))
         rows, score, acoustic = rows[order], score[order], acoustic[order]
@@ -276,22 +284,25 @@ class Search:
         return [token[row] for row in paths], [event[row] for row in paths]
 
 
-def _firsts(values: np.ndarray) -> np.ndarray:
-    """Where each run of equal neighbours begins."""
-    return np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]])) if len(values) else np.zeros(0, np.int64)
-
-
-def _runs(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where each run of equal neighbours begins, and how long it is."""
-    firsts = _firsts(values)
-    return firsts, np.diff(firsts, append=len(values))
-
-
-def _best_of(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """The place of the largest value of each group of neighbours."""
-    if len(groups) == len(values):
-        return groups
-    sizes = np.diff(groups, append=len(values))
-    largest = np.repeat(np.maximum.reduceat(values, groups), sizes)
-    places = np.flatnonzero(values == largest)
-    return places[_firsts(np.repeat(np.arange(len(groups)), sizes)[places])]
+def _merge(keys: np.ndarray, blank: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of those with equal keys the row of the likeliest, in the order of keys, and the sums of their probabilities."""
+    order = np.argsort(keys)
+    keys = keys[order]
+    changes = np.ones(len(keys), bool)
+    changes[1:] = keys[1:] != keys[:-1]
+    firsts = np.flatnonzero(changes)
+    if len(firsts) == len(keys):
+        return order, blank[order], other[order]
+    sizes = np.diff(firsts, append=len(keys))
+    chosen = order[firsts]
+    blanks, others = blank[chosen], other[chosen]
+    several = np.flatnonzero(sizes > 1)
+    sizes = sizes[several]
+    starts = np.cumsum(sizes) - sizes
+    rows = order[np.repeat(firsts[several] - starts, sizes) + np.arange(sizes.sum())]
+    blanks[several], others[several] = np.add.reduceat(blank[rows], starts), np.add.reduceat(other[rows], starts)
+    mass = blank[rows] + other[rows]
+    group = np.repeat(np.arange(len(several)), sizes)
+    best = np.flatnonzero(mass == np.maximum.reduceat(mass, starts)[group])
+    chosen[several[group[best]]] = rows[best]
+    return chosen, blanks, others

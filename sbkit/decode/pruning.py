@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from sbkit.decode.ngram import BEGIN, END, LN10, Level, NGram
+from sbkit.decode.language_model import BEGIN, END, LN10
+from sbkit.decode.ngram import Level, NGram
 
 
 def prune(model: NGram, threshold: float) -> NGram:

@@ -1,0 +1,89 @@
+"""What every n-gram language model can do, whatever it is stored in."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+UNKNOWN, BEGIN, END = SPECIAL = ("<unk>", "<s>", "</s>")
+LN10 = math.log(10)
+
+
+class Quality(NamedTuple):
+    """How well a model expects a text. The ends of sentences count as words, as in other tools."""
+
+    perplexity: float  # over the words that the model knows
+    perplexity_with_unknown: float
+    words: int  # without the ends of sentences
+    unknown: int
+    sentences: int
+
+    @property
+    def unknown_share(self) -> float:
+        """Per cent of the words."""
+        return 100 * self.unknown / max(1, self.words)
+
+
+class LanguageModel(ABC):
+    """A back-off model. A state numbers a history that it can tell from others; 0 is the empty one.
+
+    ``words`` is the vocabulary and ``ids`` their places in it, ``unknown`` the id of the unknown word, ``end`` that of
+    a sentence's end, ``start`` the state at its beginning, ``counts`` says how many n-grams of each order there are.
+    """
+
+    words: list[str]
+    ids: dict[str, int]
+    unknown: int
+    end: int
+    start: int
+    counts: list[int]
+
+    @abstractmethod
+    def score(self, states: np.ndarray, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Natural logarithms of the probabilities [N] of words [N] after states [N], and the states after."""
+
+    @property
+    def order(self) -> int:
+        """Words in the longest n-gram."""
+        return len(self.counts)
+
+    def lookup(self, words: Iterable[str]) -> np.ndarray:
+        """Ids of words, that of the unknown word for those outside the vocabulary."""
+        get, unknown = self.ids.get, self.unknown
+        return np.fromiter((get(word, unknown) for word in words), dtype=np.int64)
+
+    def sentence(self, text: str) -> float:
+        """The natural logarithm of a sentence's probability, its end included."""
+        state, total = np.array([self.start]), 0.0
+        for word in [*self.lookup(text.split()), self.end]:
+            score, state = self.score(state, np.array([word]))
+            total += float(score[0])
+        return total
+
+    def quality(self, texts: Iterable[str]) -> Quality:
+        """Perplexity of a text, and how many of its words the model doesn't know."""
+        sentences = sorted((self.lookup(text.split()) for text in texts), key=len, reverse=True)
+        lengths = np.array([len(sentence) for sentence in sentences], dtype=np.int64)
+        flat = np.concatenate([np.append(sentence, self.end) for sentence in sentences] or [np.zeros(0, np.int64)])
+        begins = np.cumsum(lengths + 1) - lengths - 1
+        state = np.full(len(sentences), self.start, dtype=np.int64)
+        known, unknown, missing = 0.0, 0.0, 0
+        for step in range(int(lengths.max(initial=-1)) + 1):
+            active = int(np.searchsorted(-lengths, -step, side="right"))
+            words = flat[begins[:active] + step]
+            scores, after = self.score(state[:active], words)
+            state = after.astype(np.int64)
+            out = words == self.unknown
+            missing += int(out.sum())
+            known += float(scores[~out].sum(dtype=np.float64))
+            unknown += float(scores[out].sum(dtype=np.float64))
+        total = len(flat)
+        return Quality(
+            perplexity=math.exp(-known / max(1, total - missing)),
+            perplexity_with_unknown=math.exp(min(700.0, -(known + unknown) / max(1, total))),
+            words=total - len(sentences), unknown=missing, sentences=len(sentences),
+        )

@@ -1,0 +1,46 @@
+"""Every path through a few frames, added up: what a search without any pruning has to find."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import numpy as np
+
+
+@functools.cache
+def _paths(frames, labels):
+    """All paths [P, T], what each collapses to as a row of a list, and that list."""
+    paths = np.array(list(itertools.product(range(labels), repeat=frames)))
+    rows = {}
+    which = [rows.setdefault(tuple(label for label, _ in itertools.groupby(path) if label), len(rows))
+             for path in paths.tolist()]
+    return paths, np.array(which), list(rows)
+
+
+def text_of(tokens, pieces):
+    """What pieces spell."""
+    return " ".join("".join(pieces[i] for i in tokens).replace("▁", " ").split())
+
+
+def token_sequences(log_probs):
+    """The log-probability of every sequence of tokens that frames [T, V] can say."""
+    paths, which, sequences = _paths(*log_probs.shape)
+    masses = np.exp(log_probs.astype(np.float64)[np.arange(len(log_probs)), paths].sum(1))
+    return dict(zip(sequences, np.log(np.bincount(which, weights=masses)), strict=True))
+
+
+def texts(log_probs, pieces):
+    """The log-probability of every text."""
+    found = {}
+    for tokens, score in token_sequences(log_probs).items():
+        text = text_of(tokens, pieces)
+        found[text] = np.logaddexp(found.get(text, -np.inf), score)
+    return found
+
+
+def random_log_probs(rng, frames, labels, sharpness=2.0):
+    """[T, V] log-probabilities, some frames sure and some not."""
+    scores = rng.normal(size=(frames, labels)) * sharpness * rng.choice([0.5, 1.0, 6.0], size=(frames, 1))
+    scores -= scores.max(-1, keepdims=True)
+    return (scores - np.log(np.exp(scores).sum(-1, keepdims=True))).astype(np.float32)

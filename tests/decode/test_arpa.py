@@ -1,0 +1,226 @@
+"""Models survive a file, in ARPA and in KenLM's binary; a damaged file is refused and says where it broke."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sbkit.decode import arpa, kenlm_binary, kneser_ney
+from sbkit.decode.pruning import prune
+from sbkit.errors import SbkitError
+
+TEXT = ["a b c", "a b", "ö b c a", "c c a b a", "b a a", "ö ö"]
+SENTENCES = ["a b c", "c ö a b", "x a", "b x b a c c", "", "ö ö ö ö"]
+
+texts = st.lists(st.lists(st.sampled_from(["a", "bb", "öl", "日本", "d" * 9]), min_size=1, max_size=6).map(" ".join),
+                 min_size=1, max_size=10)
+
+
+def estimate(sentences=TEXT, order=3):
+    return kneser_ney.estimate(kneser_ney.read(sentences), order).model
+
+
+def assert_alike(model, other, tolerance=1e-5):
+    assert other.counts == model.counts
+    assert sorted(other.words) == sorted(model.words)
+    for sentence in SENTENCES:
+        assert other.sentence(sentence) == pytest.approx(model.sentence(sentence), abs=tolerance)
+
+
+# ------------------------------------------------------------ there and back
+
+
+@settings(max_examples=30, deadline=None)
+@given(texts=texts, order=st.integers(1, 5), packed=st.booleans())
+def test_arpa_there_and_back(texts, order, packed, tmp_path_factory):
+    path = tmp_path_factory.mktemp("lm") / ("lm.arpa.gz" if packed else "lm.arpa")
+    model = estimate(texts, order)
+    arpa.write(model, path)
+    assert (path.read_bytes()[:2] == b"\x1f\x8b") == packed
+    assert_alike(model, arpa.read(path))
+
+
+@settings(max_examples=30, deadline=None)
+@given(texts=texts, order=st.integers(2, 5), pruned=st.booleans())
+def test_kenlm_binary_there_and_back(texts, order, pruned, tmp_path_factory):
+    path = tmp_path_factory.mktemp("lm") / "lm.bin"
+    model = estimate(texts, order)
+    if pruned:
+        model = prune(model, 0.01)
+    kenlm_binary.write(model, path)
+    assert_alike(model, kenlm_binary.KenLM(path))
+
+
+def test_kenlm_reads_what_is_written(tmp_path):
+    kenlm = pytest.importorskip("kenlm", reason="the package kenlm isn't installed")
+    model = prune(estimate(order=4), 1e-3)
+    arpa.write(model, tmp_path / "lm.arpa")
+    kenlm_binary.write(model, tmp_path / "lm.bin")
+    for name in ("lm.arpa", "lm.bin"):
+        other = kenlm.Model(str(tmp_path / name))
+        for sentence in SENTENCES:
+            assert other.score(sentence) == pytest.approx(model.sentence(sentence) / math.log(10), abs=1e-4)
+
+
+def test_equal_histories_have_equal_states_in_both_formats(tmp_path):
+    model = estimate(order=3)
+    kenlm_binary.write(model, tmp_path / "lm.bin")
+    other = kenlm_binary.KenLM(tmp_path / "lm.bin")
+    rng = np.random.default_rng(0)
+    for words in rng.choice(["a", "b", "c", "ö", "x"], size=(60, 5)):
+        pair = np.array([model.start]), np.array([other.start])
+        for word in words:
+            pair = tuple(each.score(state, np.array([each.ids.get(word, each.unknown)]))[1]
+                         for each, state in zip((model, other), pair, strict=True))
+        seen = vars(test_equal_histories_have_equal_states_in_both_formats).setdefault("seen", {})
+        assert seen.setdefault(("there", int(pair[0][0])), int(pair[1][0])) == int(pair[1][0])
+        assert seen.setdefault(("back", int(pair[1][0])), int(pair[0][0])) == int(pair[0][0])
+
+
+SRILM = """
+\\data\\
+ngram 1=4
+ngram 2=2
+ngram 3=1
+
+\\1-grams:
+-1.0\t</s>
+-99\t<s>\t-0.5
+-0.5\ta\t-0.2
+-0.7 b
+
+\\2-grams:
+-0.3\t<s> a\t-0.1
+-0.2\ta b
+
+\\3-grams:
+-0.05\t<s> a b
+
+\\end\\
+"""
+
+
+def test_files_of_other_tools_without_some_backoffs_and_an_unknown_word(tmp_path):
+    path = tmp_path / "lm.arpa"
+    path.write_text(SRILM)
+    model = arpa.read(path)
+    assert model.counts == [5, 2, 1]  # with the unknown word
+    assert model.sentence("a b") / math.log(10) == pytest.approx(-0.3 - 0.05 - 1.0)
+    assert model.sentence("b a") / math.log(10) == pytest.approx(-0.5 - 0.7 - 0.5 - 0.2 - 1.0)
+    assert model.sentence("a x") < -200
+
+
+def test_an_ngram_whose_ending_was_pruned_backs_off_as_it_should(tmp_path):
+    path = tmp_path / "lm.arpa"
+    # "<s> a b" is there, "a b" isn't: after it only "b" is known.
+    path.write_text(SRILM.replace("-0.2\ta b\n", "").replace("ngram 2=2", "ngram 2=1").replace("-0.7 b", "-0.7 b -0.4"))
+    model = arpa.read(path)
+    assert model.sentence("a b") / math.log(10) == pytest.approx(-0.3 - 0.05 - 0.4 - 1.0)
+    with pytest.raises(SbkitError, match="without the shorter ones they end with"):
+        kenlm_binary.write(model, tmp_path / "lm.bin")
+    assert not (tmp_path / "lm.bin").exists()
+
+
+# ------------------------------------------------------------- damaged files
+
+
+@pytest.fixture
+def whole(tmp_path):
+    path = tmp_path / "lm.arpa"
+    arpa.write(estimate(), path)
+    return path
+
+
+def test_wherever_an_arpa_file_is_cut_it_is_refused(whole):
+    data = whole.read_bytes()
+    for size in range(0, len(data) - len("\n\\end\\\n") + 1, 7):
+        whole.write_bytes(data[:size])
+        with pytest.raises(SbkitError, match=r"lm\.arpa"):
+            arpa.read(whole)
+
+
+def test_a_truncated_section_is_named_with_what_it_should_hold(whole):
+    lines = whole.read_text().splitlines(keepends=True)
+    second, third = lines.index("\\2-grams:\n"), lines.index("\\3-grams:\n")
+    count = third - second - 2
+    whole.write_text("".join(lines[: second + 4]))
+    with pytest.raises(SbkitError, match=rf"section \\2-grams: has 3 n-grams, and \\data\\ says {count}"):
+        arpa.read(whole)
+    whole.write_text("".join(lines[: second]))
+    with pytest.raises(SbkitError, match=rf"section \\2-grams: is missing, and .* there are {count}"):
+        arpa.read(whole)
+    whole.write_text("".join(lines[: third + 3] + lines[third + 4:]))
+    with pytest.raises(SbkitError, match=r"truncated: its section \\3-grams:"):
+        arpa.read(whole)
+
+
+@pytest.mark.parametrize("old, new, message", [
+    ("\\data\\", "data", r"no ARPA language model"),
+    ("ngram 1=", "n 1=", r"doesn't say how many"),
+    ("<s> a\t", "<s> zzz\t", r"the word 'zzz' is in a 2-gram, but not among the 1-grams"),
+    ("\ta b c\n", "\tc ö b\n", r"the 3-gram '.*c ö b' is there, but not the 2-gram"),
+    ("\t<s> a b\n", "\t<s> b a\n", r"the 3-gram|is there twice"),
+    ("\tb\t", "\ta\t", r"a word is there twice"),
+    ("\t<s> a b\n", "\t<s> a b c d\n", r"is no 3-gram"),
+])
+def test_contradictions_are_named(whole, old, new, message):
+    text = whole.read_text()
+    assert old in text
+    whole.write_text(text.replace(old, new, 1))
+    with pytest.raises(SbkitError, match=message):
+        arpa.read(whole)
+
+
+def test_a_probability_that_is_no_number(whole):
+    text = whole.read_text()
+    line = next(line for line in text.splitlines() if line.endswith("\t<s> a b"))
+    whole.write_text(text.replace(line, "x" + line))
+    with pytest.raises(SbkitError, match="3-gram's probability"):
+        arpa.read(whole)
+
+
+def test_a_compressed_file_cut_short(tmp_path):
+    path = tmp_path / "lm.arpa.gz"
+    arpa.write(estimate(), path)
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(SbkitError, match="truncated"):
+        arpa.read(path)
+
+
+def test_a_binary_cut_short_or_of_another_kind(tmp_path):
+    path = tmp_path / "lm.bin"
+    kenlm_binary.write(estimate(), path)
+    data = path.read_bytes()
+    for size in (20, 100, 200, len(data) // 2, len(data) - 3):
+        path.write_bytes(data[:size])
+        with pytest.raises(SbkitError, match="is truncated"):
+            kenlm_binary.KenLM(path)
+    kind = 88 + 8
+    path.write_bytes(data[:kind] + b"\x02" + data[kind + 1:])
+    with pytest.raises(SbkitError, match="is a KenLM trie model"):
+        kenlm_binary.KenLM(path)
+    path.write_bytes(data.replace(b"version 5", b"version 4"))
+    with pytest.raises(SbkitError, match="another version"):
+        kenlm_binary.KenLM(path)
+
+
+def test_a_failed_write_leaves_what_was_there(whole, monkeypatch):
+    before = whole.read_bytes()
+    model = arpa.read(whole)
+    monkeypatch.setattr(arpa, "_lines", lambda model: iter(["\\data\\\n", 1]))
+    with pytest.raises(TypeError):
+        arpa.write(model, whole)
+    assert whole.read_bytes() == before
+    assert [path.name for path in whole.parent.iterdir()] == [whole.name]
+
+
+def test_the_interfaces_of_both_formats_are_one(tmp_path):
+    kenlm_binary.write(estimate(), tmp_path / "lm.bin")
+    model, other = estimate(), kenlm_binary.KenLM(tmp_path / "lm.bin")
+    for name in ("ids", "unknown", "end", "order", "counts"):
+        assert getattr(other, name) == getattr(model, name), name
+    assert other.quality(SENTENCES).perplexity == pytest.approx(model.quality(SENTENCES).perplexity, rel=1e-5)

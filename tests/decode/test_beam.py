@@ -1,0 +1,300 @@
+"""The beam search finds what adding up all paths finds, with and without what a language model says."""
+
+from __future__ import annotations
+
+import pickle
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sbkit.decode import arpa, kneser_ney
+from sbkit.decode.beam import BeamSearch
+from sbkit.decode.greedy import greedy
+from sbkit.errors import SbkitError
+from tests.decode import exhaustive
+
+PIECES = ["<unk>", "▁a", "b", "▁ab", "▁"]  # "ab" can be spelled in three ways
+SENTENCES = ["a ab a", "ab ab", "a a", "ab a bb", "a b ab"]
+EVERYTHING = {"token_threshold": -1e4, "width": 1e4, "beam": 10_000, "token_beam": 100}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return kneser_ney.estimate(kneser_ney.read(SENTENCES), 3).model
+
+
+@pytest.fixture(scope="module")
+def lm(model, tmp_path_factory):
+    path = tmp_path_factory.mktemp("lm") / "words.arpa"
+    arpa.write(model, path)
+    return path
+
+
+def batch(*utterances):
+    """Padded [B, T, V] with the last frames full of nonsense, and lengths."""
+    lengths = np.array([len(each) for each in utterances])
+    whole = np.full((len(utterances), lengths.max(), utterances[0].shape[1]), -1.0, np.float32)
+    for row, each in zip(whole, utterances, strict=True):
+        row[: len(each)] = each
+    return whole, lengths
+
+
+def decode(search, *utterances):
+    return search.decode(*batch(*utterances))
+
+
+def peaked(tokens, labels=5, sure=0.98):
+    """Log-probabilities [T, V] of one token per frame."""
+    frames = np.full((len(tokens), labels), (1 - sure) / (labels - 1))
+    frames[np.arange(len(tokens)), tokens] = sure
+    return np.log(frames).astype(np.float32)
+
+
+# ------------------------------------------------------------- all paths
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**6), frames=st.integers(1, 4))
+def test_without_a_language_model_it_finds_the_most_likely_texts(seed, frames):
+    log_probs = exhaustive.random_log_probs(np.random.default_rng(seed), frames, len(PIECES))
+    expected = sorted(exhaustive.texts(log_probs, PIECES).items(), key=lambda each: -each[1])
+    found, = decode(BeamSearch(PIECES, word_score=0.0, nbest=5, **EVERYTHING), log_probs)
+    assert [one.acoustic for one in found] == pytest.approx([score for _, score in expected[:5]], abs=1e-4)
+    for one in found:
+        assert one.acoustic == pytest.approx(dict(expected)[one.text], abs=1e-4)
+        assert one.score == pytest.approx(one.acoustic, abs=1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**6), frames=st.integers(1, 4), hot=st.booleans())
+def test_with_a_language_model_over_words_it_finds_the_best_of_all_texts(seed, frames, hot, model, lm):
+    log_probs = exhaustive.random_log_probs(np.random.default_rng(seed), frames, len(PIECES))
+    boosts = {"ab": 1.5, "a b": 2.5} if hot else {}
+
+    def score(text, acoustic):
+        words = text.split()
+        strange = sum(word not in model.ids for word in words)
+        boost = 1.5 * words.count("ab") + 2.5 * sum(pair == ("a", "b") for pair in pairwise(words))
+        return acoustic + 0.7 * model.sentence(text) + 0.4 * len(words) - 3 * strange + boost * hot
+
+    expected = {text: score(text, acoustic) for text, acoustic in exhaustive.texts(log_probs, PIECES).items()}
+    search = BeamSearch(PIECES, lm=lm, lm_weight=0.7, word_score=0.4, unknown_score=-3.0, hot_words=boosts, nbest=4,
+                        **EVERYTHING)
+    found, = decode(search, log_probs)
+    assert [one.score for one in found] == pytest.approx(sorted(expected.values(), reverse=True)[:4], abs=1e-3)
+    for one in found:
+        assert one.score == pytest.approx(expected[one.text], abs=1e-3)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10**6), frames=st.integers(1, 4))
+def test_with_a_language_model_over_pieces_it_finds_the_best_of_all_spellings(seed, frames, piece_lm):
+    model, path = piece_lm
+    log_probs = exhaustive.random_log_probs(np.random.default_rng(seed), frames, len(PIECES))
+    best = {}
+    for tokens, acoustic in exhaustive.token_sequences(log_probs).items():
+        text = exhaustive.text_of(tokens, PIECES)
+        score = acoustic + 0.7 * model.sentence(" ".join(PIECES[i] for i in tokens)) + 0.4 * len(text.split())
+        best[text] = max(best.get(text, -np.inf), score)
+    search = BeamSearch(PIECES, lm=path, lm_weight=0.7, word_score=0.4, nbest=3, **EVERYTHING)
+    found, = decode(search, log_probs)
+    assert found[0].score == pytest.approx(max(best.values()), abs=1e-3)
+    assert found[0].text == max(best, key=best.get)
+    assert len({one.text for one in found}) == len(found)
+
+
+@pytest.fixture(scope="module")
+def piece_lm(tmp_path_factory):
+    spelled = ["▁a ▁ab ▁a", "▁a b ▁ab", "▁a ▁a", "▁ab ▁a ▁ b b", "▁a ▁ b ▁ab"]
+    model = kneser_ney.estimate(kneser_ney.read(spelled), 3).model
+    path = tmp_path_factory.mktemp("lm") / "pieces.arpa"
+    arpa.write(model, path)
+    return model, path
+
+
+# ------------------------------------------------------------ the batch
+
+
+def test_an_utterance_is_transcribed_alike_alone_and_in_any_company(lm):
+    rng = np.random.default_rng(5)
+    utterances = [exhaustive.random_log_probs(rng, frames, len(PIECES)) for frames in (1, 40, 7, 25, 40, 3)]
+    search = BeamSearch(PIECES, lm=lm, nbest=3, beam=8)
+    together = decode(search, *utterances)
+    alone = [decode(search, each)[0] for each in utterances]
+    backwards = decode(search, *utterances[::-1])[::-1]
+    for several in (alone, backwards):
+        assert [[one.text for one in each] for each in several] == [[one.text for one in each] for each in together]
+        for one, other in zip(several, together, strict=True):
+            assert [each.score for each in one] == pytest.approx([each.score for each in other], abs=1e-9)
+
+
+def test_tensors_arrays_a_copy_through_pickle_and_processes_say_the_same(lm):
+    rng = np.random.default_rng(6)
+    log_probs, lengths = batch(*(exhaustive.random_log_probs(rng, frames, len(PIECES)) for frames in (12, 30, 9, 22)))
+    search = BeamSearch(PIECES, lm=lm)
+    expected = [(one.text, one.score) for one, in search.decode(log_probs, lengths)]
+    copy = pickle.loads(pickle.dumps(search))
+    for result in (search.decode(torch.from_numpy(log_probs), torch.from_numpy(lengths)),
+                   copy.decode(log_probs, lengths),
+                   search.decode(torch.from_numpy(log_probs).double(), lengths)):
+        assert [(one.text, pytest.approx(one.score, abs=1e-5)) for one, in result] == expected
+    parallel = BeamSearch(PIECES, lm=lm, workers=1)
+    try:
+        found = [(one.text, pytest.approx(one.score, abs=1e-9)) for one, in parallel.decode(log_probs, lengths)]
+        assert found == expected
+    finally:
+        parallel.close()
+
+
+def test_more_utterances_than_are_searched_at_once_keep_their_order():
+    tokens = [[1, 0, 2], [3, 0, 1], [1, 1, 0], [0, 0, 0]]
+    texts = ["ab", "ab a", "a", ""]
+    found = decode(BeamSearch(PIECES), *(peaked(tokens[i % 4]) for i in range(600)))
+    assert [one.text for one, in found] == [texts[i % 4] for i in range(600)]
+
+
+@pytest.mark.parametrize("shape, lengths", [((0, 4, 5), []), ((2, 0, 5), [0, 0]), ((2, 3, 5), [0, 3])])
+def test_batches_of_nothing(shape, lengths, lm):
+    log_probs = np.log(np.full(shape, 0.2, np.float32))
+    log_probs[..., 1:] -= 20
+    for search in (BeamSearch(PIECES), BeamSearch(PIECES, lm=lm)):
+        assert [one.text for one, in search.decode(log_probs, np.array(lengths, int))] == [""] * shape[0]
+
+
+# -------------------------------------------------------- times and words
+
+
+def test_where_all_is_clear_tokens_lie_where_greedy_decoding_puts_them():
+    log_probs, lengths = batch(peaked([0, 1, 1, 0, 2, 0, 0, 3, 4, 1]), peaked([1, 0, 1, 1, 1]))
+    expected = greedy(torch.from_numpy(log_probs), torch.from_numpy(lengths))
+    search = BeamSearch(PIECES)
+    for (one,), spans in zip(search.decode(log_probs, lengths), expected, strict=True):
+        assert one.spans.ids.tolist() == spans.ids.tolist()
+        assert one.spans.starts.tolist() == spans.starts.tolist()
+        assert one.spans.ends.tolist() == spans.ends.tolist()
+        assert one.spans.confidence == pytest.approx(spans.confidence, abs=1e-5)
+    (one,), _ = search.decode(log_probs, lengths)
+    found = [(word.text, word.start, word.end) for word in search.words(one.spans, 0.04, start=1.0)]
+    assert found == [("ab", pytest.approx(1.04), pytest.approx(1.2)), ("ab", pytest.approx(1.28), pytest.approx(1.32)),
+                     ("a", pytest.approx(1.36), pytest.approx(1.4))]
+
+
+def test_a_token_begins_where_it_is_most_likely_not_where_it_first_could():
+    log_probs = peaked([0, 0, 0, 1, 0])
+    log_probs[0] = np.log([0.97, 0.01, 0.01, 0.005, 0.005])
+    (one,), = decode(BeamSearch(PIECES), log_probs)
+    assert one.spans.starts.tolist() == [3]
+
+
+# -------------------------------------------------- lexicon and hot words
+
+
+def unsure(*choices):
+    """One frame per choice of {token: probability}, a blank between."""
+    frames = []
+    for choice in choices:
+        frame = np.full(len(PIECES), 1e-4)
+        for token, share in choice.items():
+            frame[token] = share
+        frames += [frame, np.eye(len(PIECES))[0] * 0.99 + 0.002]
+    frames = np.array(frames)
+    return np.log(frames / frames.sum(-1, keepdims=True)).astype(np.float32)
+
+
+def test_a_lexicon_allows_its_words_alone_however_they_are_spelled(tmp_path):
+    log_probs = unsure({1: 0.9, 3: 0.05}, {2: 0.4, 4: 0.35, 1: 0.2})
+    assert decode(BeamSearch(PIECES, word_score=0.0), log_probs)[0][0].text == "ab"
+    listed = tmp_path / "lexicon.txt"
+    listed.write_text("a\t▁a\nb ▁ b\n")
+    for lexicon in (listed, ["a", "b"]):
+        assert decode(BeamSearch(PIECES, lexicon=lexicon, word_score=0.0), log_probs)[0][0].text == "a"
+    assert decode(BeamSearch(PIECES, lexicon=["bbbb"]), peaked([1, 0, 1]))[0][0].text == ""
+
+
+def test_hot_words_win_where_the_sound_leaves_a_choice(lm):
+    log_probs = unsure({1: 0.8, 3: 0.15})
+    assert decode(BeamSearch(PIECES), log_probs)[0][0].text == "a"
+    assert decode(BeamSearch(PIECES, hot_words=["ab"]), log_probs)[0][0].text == "ab"
+    assert decode(BeamSearch(PIECES, hot_words={"ab": 0.5}), log_probs)[0][0].text == "a"
+    # One that the language model lacks is no unknown word.
+    frames = unsure({1: 0.6, 3: 0.39}, {2: 0.9})
+    with_model = {"lm": lm, "lexicon": None, "lm_weight": 0.5}
+    assert decode(BeamSearch(PIECES, **with_model), frames)[0][0].text == "ab"
+    assert decode(BeamSearch(PIECES, hot_words={"abb": 6.0}, **with_model), frames)[0][0].text == "abb"
+
+
+def test_what_a_hot_phrase_earned_is_lost_when_it_turns_out_to_be_another():
+    search = BeamSearch(PIECES, hot_words={"ab a": 4.0}, word_score=0.0, nbest=20, **EVERYTHING)
+    plain = BeamSearch(PIECES, word_score=0.0, nbest=20, **EVERYTHING)
+    log_probs = exhaustive.random_log_probs(np.random.default_rng(3), 5, len(PIECES), 0.3)
+    gains = {one.text: one.score - one.acoustic for one in decode(search, log_probs)[0]}
+    assert set(gains) & {one.text for one in decode(plain, log_probs)[0]}
+    for text, gain in gains.items():
+        words = text.split()
+        assert gain == pytest.approx(4.0 * sum(pair == ("ab", "a") for pair in pairwise(words)))
+    assert {0, 4} <= set(np.round(list(gains.values())))
+
+
+def test_scripts_without_spaces_make_a_word_of_every_token():
+    pieces = ["<unk>", "▁你", "好", "世"]
+    search = BeamSearch(pieces, separator=None)
+    (one,), = search.decode(*batch(peaked([1, 0, 2, 3], labels=4)))
+    assert one.text == "你好世"
+    assert [word.text for word in search.words(one.spans, 0.04)] == ["你", "好", "世"]
+
+
+def test_letters_spelled_by_bytes_are_letters():
+    pieces = ["<unk>", "▁gr", "<0xC3>", "<0xB6>", "n"]
+    (one,), = BeamSearch(pieces, lexicon=["grön"]).decode(*batch(peaked([1, 0, 2, 3, 4])))
+    assert one.text == "grön"
+
+
+# ------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"beam": 0}, "beam is 0"), ({"workers": -1}, "workers is -1"), ({"width": 0.0}, "width is 0"),
+    ({"lm_weight": -1.0}, "lm_weight is -1"), ({"hot_words": {"ab": -2}}, "hot word 'ab' has the boost -2"),
+])
+def test_options_out_of_range_are_named(options, message):
+    with pytest.raises(SbkitError, match=message):
+        BeamSearch(PIECES, **options)
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"hot_words": ["Kiew"]}, "hot word 'Kiew' can't be spelled"),
+    ({"lexicon": ["A", "AB"]}, "the lexicon: 2 of its 2 words can't be spelled"),
+    ({"lm": "/none/such.arpa"}, "/none/such.arpa: there is no such language model"),
+    ({"lexicon": "/none/words.txt"}, "/none/words.txt: cannot be read"),
+])
+def test_what_does_not_fit_is_said_when_it_is_loaded(options, message):
+    search = BeamSearch(PIECES, **options)  # the constructor touches no file
+    with pytest.raises(SbkitError, match=message):
+        search.load()
+
+
+def test_scores_that_are_no_log_probabilities_are_refused():
+    search = BeamSearch(PIECES)
+    good = peaked([1, 0, 2])
+    with pytest.raises(SbkitError, match="apply log_softmax"):
+        decode(search, good + 3)
+    with pytest.raises(SbkitError, match=r"utterances \[1\] of the batch is not a number"):
+        decode(search, good, np.where(np.arange(3)[:, None] == 1, np.nan, good))
+    with pytest.raises(SbkitError, match=r"4 outputs, and the tokenizer of the search 5"):
+        decode(search, good[:, :4])
+    with pytest.raises(ValueError, match="integers"):
+        search.decode(good[None], np.array([1.0]))
+    with pytest.raises(ValueError, match="have the shapes"):
+        search.decode(good, np.array([3]))
+    with pytest.raises(SbkitError, match="no tokenizer"):
+        decode(BeamSearch(), good)
+
+
+def test_the_tokenizer_can_come_later(lm):
+    search = BeamSearch(lm=lm)
+    search.tokenizer = PIECES
+    assert decode(search, peaked([1, 0, 3]))[0][0].text == "a ab"

@@ -1,0 +1,150 @@
+"""Models are made from text in one call, and one that doesn't fit the recogniser is refused in one sentence."""
+
+from __future__ import annotations
+
+import gzip
+
+import pytest
+
+from sbkit.decode import kenlm_binary, kneser_ney, lm
+from sbkit.decode.beam import BeamSearch
+from sbkit.decode.ngram import NGram
+from sbkit.decode.pieces import Pieces
+from sbkit.errors import SbkitError
+
+TEXT = ["the cat sat on the mat", "the dog sat on the cat", "a cat and a dog", "the mat"]
+LETTERS = ["<unk>", "<s>", "</s>", "▁", *"abcdefghijklmnopqrstuvwxyz'"]
+WORDS = ["<unk>", "▁the", "▁c", "at", "▁s", "▁on", "▁m", "▁d", "og", "▁a", "nd"]
+
+
+class Tokenizer:
+    """What a tokenizer has to be able to for a model over its pieces."""
+
+    def encode(self, text):
+        return [LETTERS.index(letter) for word in text.split() for letter in f"▁{word}"]
+
+    def piece(self, i):
+        return LETTERS[i]
+
+    def pieces(self):
+        return LETTERS
+
+
+def test_a_model_is_written_and_reported(tmp_path):
+    report = lm.build(iter(TEXT), tmp_path / "lm.arpa", order=3, evaluate=["the cat sat", "the bird"], binary=True)
+    assert report.files == [tmp_path / "lm.arpa", tmp_path / "lm.bin"]
+    assert (report.sentences, report.tokens, report.vocabulary) == (4, 19, 8)
+    assert report.held_out
+    assert (report.quality.words, report.quality.unknown) == (5, 1)
+    text = str(report)
+    assert "19 words in 4 sentences, 8 different" in text
+    assert "1 of 5 words unknown (20.00 %)" in text
+    assert "on the text given for it" in text
+    for path, kind in zip(report.files, (NGram, kenlm_binary.KenLM), strict=True):
+        model = lm.load(path)
+        assert isinstance(model, kind)
+        assert model.counts == report.counts
+        quality = model.quality(["the cat sat", "the bird"])
+        assert quality.perplexity == pytest.approx(report.quality.perplexity, rel=1e-4)
+
+
+def test_without_other_text_the_report_is_of_the_text_itself(tmp_path):
+    report = lm.build(iter(TEXT), tmp_path / "lm.bin", min_count=2)
+    assert report.files == [tmp_path / "lm.bin"]
+    assert not report.held_out
+    assert (report.quality.words, report.quality.unknown) == (19, 1)  # "and"
+    assert "on the text it was estimated from" in str(report)
+
+
+@pytest.mark.parametrize("prune", [[0, 0, 1], 1, 1e-2])
+def test_pruning_by_counts_or_by_entropy(tmp_path, prune):
+    whole = lm.build(TEXT, tmp_path / "whole.arpa")
+    small = lm.build(TEXT, tmp_path / "small.arpa.gz", prune=prune)
+    assert small.counted == whole.counts
+    assert sum(small.counts) < sum(whole.counts)
+    assert small.counts[0] == whole.counts[0]
+
+
+def test_a_model_over_pieces_serves_a_search_over_them(tmp_path):
+    report = lm.build(TEXT, tmp_path / "pieces.arpa", order=5, unit="piece", tokenizer=Tokenizer())
+    assert report.unit == "piece"
+    search = BeamSearch(Tokenizer(), lm=tmp_path / "pieces.arpa")
+    assert search.fusion.per_piece
+    assert lm.unit_of(lm.load(tmp_path / "pieces.arpa"), Pieces(LETTERS)) == "piece"
+    assert not BeamSearch(Tokenizer(), lm=lm.build(TEXT, tmp_path / "words.arpa").files[0]).fusion.per_piece
+
+
+def test_files_are_read_line_by_line(tmp_path):
+    (tmp_path / "a.txt").write_text("one two\n\n three \n")
+    with gzip.open(tmp_path / "b.txt.gz", "wt") as file:
+        file.write("four\n")
+    assert list(lm.read_texts([tmp_path / "a.txt", tmp_path / "b.txt.gz"])) == ["one two", "", "three", "four"]
+    (tmp_path / "c.txt").write_bytes(b"\xff\xfe\xfa")
+    for name, message in (("none.txt", "none.txt: cannot be read"), ("c.txt", "c.txt is no text in UTF-8")):
+        with pytest.raises(SbkitError, match=message):
+            list(lm.read_texts([tmp_path / name]))
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"order": 0}, "of order 0"), ({"order": 99}, "of order 99"), ({"unit": "phone"}, "over 'phone'"),
+    ({"unit": "piece"}, "needs the tokenizer"), ({"min_count": 0}, "min_count is 0"),
+    ({"prune": [1, 1]}, "words are never pruned"), ({"prune": [0, 2, 1]}, r"prune is \[0, 2, 1\]"),
+    ({"prune": 2.0}, "prune is 2.0"), ({"prune": -1}, "prune is -1"),
+])
+def test_options_that_make_no_model(tmp_path, options, message):
+    with pytest.raises(SbkitError, match=message):
+        lm.build(TEXT, tmp_path / "lm.arpa", **options)
+    assert not list(tmp_path.iterdir())
+
+
+# ------------------------------------------------------ models that don't fit
+
+
+def model(*sentences):
+    return kneser_ney.estimate(kneser_ney.read(sentences), 2).model
+
+
+@pytest.mark.parametrize("sentences, pieces, message", [
+    (["THE CAT", "THE DOG"], LETTERS,
+     r"100 % of its words can't be spelled .* such as 'THE'; the tokens are in lower case"),
+    (["the cat", "the dog"], ["<unk>", "▁", *"ACDEGHOT"], r"such as 'the'; the tokens are in upper case"),
+    (["кот спит"], LETTERS, r"such as 'кот'; estimate it from text that is written like the transcripts"),
+    (["▁th e ▁ca t", "▁th e ▁do g"], LETTERS, r"is over pieces of another tokenizer, not over words: it knows '▁th'"),
+    (["the cat"], ["<unk>", *"theca"], r"none of this model's 6 tokens begins a word"),
+    (["the cat"], ["<unk>", "▁the▁c", "at", "▁t", "he"], r"pieces span words, such as 'the▁c'"),
+])
+def test_a_model_of_something_else_is_refused(sentences, pieces, message):
+    with pytest.raises(SbkitError, match=message):
+        lm.unit_of(model(*sentences), Pieces(pieces), name="lm.arpa")
+
+
+def test_what_the_unit_has_to_be_can_be_said():
+    words, pieces = model("the cat sat", "a dog"), model("▁the ▁c at", "▁a ▁d og")
+    assert lm.unit_of(words, Pieces(WORDS)) == lm.unit_of(words, Pieces(WORDS), "word") == "word"
+    assert lm.unit_of(pieces, Pieces(WORDS)) == lm.unit_of(pieces, Pieces(WORDS), "piece") == "piece"
+    with pytest.raises(SbkitError, match=r"is not over this model's 11 pieces: it knows 'the'"):
+        lm.unit_of(words, Pieces(WORDS), "piece")
+    with pytest.raises(SbkitError, match="over pieces of another tokenizer, not over words"):
+        lm.unit_of(pieces, Pieces(WORDS), "word")
+    with pytest.raises(SbkitError, match="over 'phone'"):
+        lm.unit_of(words, Pieces(WORDS), "phone")
+
+
+def test_a_few_strange_words_are_no_reason_to_refuse():
+    assert lm.unit_of(model("the café sat", "a dog and the naïve cat"), Pieces(LETTERS)) == "word"
+
+
+def test_languages_without_spaces_take_a_model_over_their_characters():
+    pieces = Pieces(["<unk>", "你", "好", "世", "界"], separator=None)
+    assert lm.unit_of(model("你 好 世 界", "世 界 好"), pieces) == "piece"
+
+
+def test_a_search_refuses_what_does_not_fit_before_it_begins(tmp_path):
+    lm.build(["THE CAT SAT"], tmp_path / "upper.arpa")
+    with pytest.raises(SbkitError, match=r"upper\.arpa doesn't fit this model's tokens"):
+        BeamSearch(LETTERS, lm=tmp_path / "upper.arpa").load()
+    (tmp_path / "text.arpa").write_text("the cat sat\n")
+    with pytest.raises(SbkitError, match=r"text\.arpa is no ARPA language model"):
+        BeamSearch(LETTERS, lm=tmp_path / "text.arpa").load()
+    with pytest.raises(SbkitError, match="cannot be read"):
+        BeamSearch(LETTERS, lm=tmp_path).load()
