@@ -121,7 +121,7 @@ def _fill(folder: Path, trained: Trained, request: Request) -> parity.Comparison
             config.models[layout.SHERPA] = layout.MODELS[layout.SHERPA]
         step("running the checkpoint")
         vocabulary = Vocabulary.read(folder, config)
-        comparison = parity.Comparison(chosen, vocabulary, source.reference(trained.recognizer),
+        comparison = parity.Comparison(chosen, vocabulary, source.reference(trained.recognizer, config.min_samples),
                                        trained.tokenizer.decode, trained.sample_rate)
         for name in tried:
             step(f"comparing {name}")
@@ -133,8 +133,11 @@ def _fill(folder: Path, trained: Trained, request: Request) -> parity.Comparison
             client = sherpa.client(folder / layout.MODELS[layout.SHERPA], folder / layout.TOKENS)
             comparison.add_words(layout.SHERPA, lambda signal: sherpa.transcribe(client, signal, trained.sample_rate),
                                  _size(folder, layout.SHERPA))
-    failures = comparison.failures(request.tolerance, config.batching)
-    comparison.refuse(failures)
+    config.batching = comparison.batchable(request.tolerance)
+    comparison.refuse(comparison.failures(request.tolerance, config.batching))
+    if not config.batching:
+        logger.warning("In a batch an utterance's neighbours change its transcript, so each will run alone: layers of "
+                       "this model look beyond its end")
     _describe(folder, config, comparison, request)
     return comparison
 

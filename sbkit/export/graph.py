@@ -100,11 +100,15 @@ def trace_module(module: nn.Module, example: tuple[Tensor, ...],
     shapes = {name: dict.fromkeys(dims, torch.export.Dim.DYNAMIC) for name, dims in open_.items()}
     try:
         with torch.no_grad(), _quiet():
-            return torch.export.export(module, example, dynamic_shapes=shapes, strict=False)
+            program = torch.export.export(module, example, dynamic_shapes=shapes, strict=False)
     except Exception as error:
         raise SbkitError(f"the model can't be traced: {_first_line(error)}",
                          hint="branches on values, sizes turned into numbers and loops over frames can't be exported") \
             from error
+    for part in program.graph_module.modules():
+        for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
+            node.meta.pop("stack_trace", None)  # paths and lines of this machine are nobody else's
+    return program
 
 
 def least_samples(program: torch.export.ExportedProgram) -> int:
@@ -149,10 +153,22 @@ def save(model: Any, path: Path, metadata: dict[str, str], dimensions: dict[str,
         for dimension, name in zip(value.type.tensor_type.shape.dim, dimensions[value.name], strict=False):
             dimension.dim_param = name
     del model.graph.value_info[:]  # they speak of the tracer's symbols
+    _forget_origins(model.graph)
     onnx.helper.set_model_props(model, metadata)
     model.doc_string = "waveforms to log-probabilities of CTC; made by sbkit"
     beside = model.ByteSize() > _SPLIT_OFF
     onnx.save_model(model, path, save_as_external_data=beside, location=f"{path.name}.data" if beside else None)
+
+
+def _forget_origins(graph: Any) -> None:
+    """Drop what each node says of the code and the module that it came from, two thirds of a small model's size."""
+    del graph.metadata_props[:]
+    for node in graph.node:
+        del node.metadata_props[:]
+        for attribute in node.attribute:
+            for inner in (attribute.g, *attribute.graphs):
+                if inner.node:
+                    _forget_origins(inner)
 
 
 def quantize(path: Path, to: Path) -> None:

@@ -99,6 +99,11 @@ class Comparison:
         rates.add([str(i) for i in range(len(pairs))], *zip(*pairs, strict=True))
         return rates.rate
 
+    def batchable(self, tolerance: float = TOLERANCE) -> bool:
+        """Whether utterances come out in a batch as they do alone. Some layers see what a batch is padded with."""
+        return all(each.batch_difference is None or each.batch_difference <= tolerance for each in self.results
+                   if each.format != layout.INT8)
+
     def failures(self, tolerance: float = TOLERANCE, batching: bool = True) -> list[str]:
         """What keeps each format from being published."""
         wrong = []
@@ -143,7 +148,9 @@ class Comparison:
         """For the screen."""
         rows = []
         for each in self.results:
-            worst = None if each.difference is None else max(each.difference, each.batch_difference or 0.0)
+            worst = None if each.difference is None else each.difference
+            if worst is not None and self.batchable():
+                worst = max(worst, each.batch_difference or 0.0)
             rows.append([
                 each.format, None if each.bytes is None else f"{each.bytes / 1e6:.1f}",
                 None if worst is None else f"{worst:.1e}", each.words_changed, each.wer, f"{each.rtf:.4f}",

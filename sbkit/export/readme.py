@@ -75,6 +75,8 @@ print(model.transcribe("clip.mp3").text)
 ```
 """]
     parts += [_USE[each].format(**values) for each in _USE if each in config.models]
+    if not config.batching:
+        parts.append("Run one utterance at a time: layers of this model see what a batch is padded with.\n")
     parts.append(f"""## What was compared
 
 On {comparison.clips.origin}, and one clip longer than any in training. The checkpoint is the first row.

@@ -80,12 +80,17 @@ def _facts(hparams: dict[str, Any], used: Sequence[Any], averaged: bool) -> dict
     }
 
 
-def reference(recognizer: Recognizer) -> Callable[[np.ndarray], np.ndarray]:
-    """Waveform [S] to log-probabilities [T, V] as the checkpoint gives them, one utterance at a time."""
+def reference(recognizer: Recognizer, at_least: int = 1) -> Callable[[np.ndarray], np.ndarray]:
+    """Waveform [S] to log-probabilities [T, V] as the checkpoint gives them, one utterance at a time.
+
+    Shorter ones than ``at_least`` get zeros behind them, as every runtime gives them.
+    """
 
     @torch.no_grad()
     def run(signal: np.ndarray) -> np.ndarray:
         signals = torch.from_numpy(signal)[None]
-        return recognizer.log_probs(signals, torch.tensor([signals.shape[1]]))[0][0].numpy()
+        signals = torch.nn.functional.pad(signals, (0, max(0, at_least - len(signal))))
+        log_probs, frames = recognizer.log_probs(signals, torch.tensor([len(signal)]))
+        return log_probs[0, : int(frames[0])].numpy()
 
     return run

@@ -5,6 +5,7 @@ import pickle
 import pickletools
 import shutil
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -99,6 +100,25 @@ def test_nothing_in_it_is_a_pickle(made):
             with zipfile.ZipFile(path) as archive:
                 entries = [archive.read(name) for name in archive.namelist()]
         assert not any(map(is_pickle, entries)), path
+
+
+def test_nothing_in_it_tells_where_it_was_made(made):
+    """Exporters write the file and line of every operation into a graph, and source lines of one's own code."""
+    places = [str(Path(sbkit.__file__).parent).encode(), str(Path(torch.__file__).parent).encode(), b"stack_trace"]
+    for path in made.iterdir():
+        entries = [path.read_bytes()]
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                entries = [archive.read(name) for name in archive.namelist()]
+        assert not any(place in data for place in places for data in entries), path
+
+
+def test_a_model_whose_batches_leak_runs_one_at_a_time(run, tmp_path, monkeypatch, caplog):
+    _spoil(monkeypatch, lambda found: [each + 0.1 * (len(found) > 1) for each in found])
+    assert export(Request(run, tmp_path / "b", formats=["torch"], clips=3)) == 0
+    assert Config.read(tmp_path / "b").batching is False and "one utterance at a time" in (
+        tmp_path / "b" / "README.md").read_text()
+    assert "each will run alone" in caplog.text
 
 
 def test_parity_is_written_down_and_shown(made, run, tmp_path, capsys):

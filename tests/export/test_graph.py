@@ -1,0 +1,158 @@
+"""Whole recognisers, from waveforms to log-probabilities, through ONNX Runtime and torch.export."""
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from speechbrain.lobes.features import MFCC, Fbank
+from speechbrain.lobes.models.convolution import ConvolutionFrontEnd
+from speechbrain.lobes.models.CRDNN import CRDNN
+from speechbrain.lobes.models.transformer.TransformerASR import TransformerASR
+from speechbrain.nnet import RNN
+from speechbrain.nnet.linear import Linear
+from speechbrain.processing.features import InputNormalization
+from torch import nn
+
+from sbkit.errors import SbkitError
+from sbkit.export import graph, runners, source
+from sbkit.nn.accelerate import accelerate
+from sbkit.nn.lengths import LengthRule
+from sbkit.nn.recognizer import Recognizer
+
+MELS, LABELS = 16, 9
+#: Samples: the first is shorter than a window, the last far longer than what is traced.
+LENGTHS = (90, 4_000, 24_001, 100_000)
+
+
+def transformer(size, **changes):
+    options = {
+        "tgt_vocab": LABELS, "input_size": size, "d_model": 16, "nhead": 2, "num_encoder_layers": 2,
+        "num_decoder_layers": 1, "d_ffn": 20, "dropout": 0.1, "encoder_module": "conformer", "kernel_size": 5,
+        "normalize_before": True, "causal": False, "attention_type": "RoPEMHA", "csgu_linear_units": 24,
+    }
+    return TransformerASR(**(options | changes))
+
+
+def front(blocks=2):
+    return ConvolutionFrontEnd(
+        input_shape=[4, 40, MELS], num_blocks=blocks, num_layers_per_block=1, out_channels=[6] * blocks,
+        kernel_sizes=[3] * blocks, strides=[2] * blocks, residuals=[False] * blocks)
+
+
+def recognizer(encoder=None, norm="sentence", features=None, frontend=front, swap=True):
+    torch.manual_seed(0)
+    made = frontend() if frontend else None
+    width = MELS // 4 * 6 if made else MELS
+    encoder = encoder(width) if encoder else transformer(width)
+    outer = getattr(encoder, "out_size", 16)
+    normalize = norm and InputNormalization(norm_type=norm)
+    lin = Linear(input_size=outer, n_neurons=LABELS)
+    features = features or Fbank(n_mels=MELS)
+    for module in (made, encoder, lin):
+        for parameter in module.parameters() if module else ():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.15)
+        if module:
+            module.eval()
+            if swap:
+                accelerate(module)
+    if norm == "global":
+        normalize.train()(torch.randn(3, 50, MELS) * 8 - 30, torch.ones(3))
+    if normalize:
+        normalize.eval()
+    return Recognizer(features, encoder, lin, made, normalize, n_features=MELS)
+
+
+def crdnn(width):
+    encoder = CRDNN(
+        input_size=width, rnn_class=RNN.LSTM, rnn_layers=1, rnn_neurons=8, cnn_blocks=1, cnn_channels=[4],
+        inter_layer_pooling_size=[2], dnn_blocks=1, dnn_neurons=10)
+    encoder.out_size = 10
+    return encoder
+
+
+VARIANTS = {
+    "the flagship": {},
+    "global normalisation": {"norm": "global"},
+    "none": {"norm": None, "frontend": None, "encoder": lambda size: transformer(size, encoder_module="transformer")},
+    "mfcc": {"features": MFCC(n_mfcc=MELS, n_mels=20, deltas=False, context=False)},
+    "relative positions": {"encoder": lambda size: transformer(size, attention_type="RelPosMHAXL")},
+    "branchformer": {"encoder": lambda size: transformer(
+        size, encoder_module="branchformer", attention_type="RelPosMHAXL")},
+    "crdnn": {"encoder": crdnn, "frontend": None},
+    "one block": {"frontend": lambda: front(1), "encoder": lambda size: transformer(2 * size)},
+}
+LEAKING = ("branchformer", "crdnn")  # their layers see what a batch is padded with
+QUICK = ("the flagship",)
+
+
+def sound(size, seed=0):
+    rng = np.random.default_rng(seed)
+    time = np.arange(size) / 16_000
+    loud = 0.1 * (1 + np.sin(5 * time + seed))
+    return (loud * (np.sin(2 * np.pi * 300 * time) + 0.3 * rng.standard_normal(size))).astype(np.float32)
+
+
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in VARIANTS])
+def test_every_runtime_says_what_the_recogniser_says(name, tmp_path):
+    model = recognizer(**VARIANTS[name])
+    program = graph.trace(graph.Graph(model))
+    least = graph.least_samples(program)
+    graph.write_torch(program, tmp_path / "m.pt2")
+    graph.write_onnx(program, tmp_path / "m.onnx", {"a": "b"})
+    expected = [source.reference(model, least)(sound(size, size)) for size in LENGTHS]
+    signals = [sound(size, size) for size in LENGTHS]
+    for run in (runners.onnx(tmp_path / "m.onnx", least), runners.exported(tmp_path / "m.pt2", least)):
+        for mine, signal in zip(expected, signals, strict=True):
+            found = run([signal])[0]
+            assert found.shape == mine.shape
+            np.testing.assert_allclose(found, mine, atol=5e-4)
+        together = run(signals)
+        worst = max(np.abs(mine - theirs).max() for mine, theirs in zip(expected, together, strict=True))
+        assert (worst > 1e-3) == (name in LEAKING), f"{worst:.2g} in a batch"
+    session = onnxruntime.InferenceSession(str(tmp_path / "m.onnx"))
+    assert [each.shape[:2] for each in session.get_inputs()] == [["batch", "samples"], ["batch"]]
+    assert session.get_modelmeta().custom_metadata_map == {"a": "b"}
+
+
+def test_the_recogniser_is_left_as_it_was():
+    model = recognizer()
+    kinds = {name: type(layer) for name, layer in model.encoder.named_modules()}
+    signal = torch.from_numpy(sound(9_000))[None]
+    with torch.no_grad():
+        before = model.log_probs(signal, torch.tensor([9_000]))[0]
+        made = graph.Graph(model)
+        after = model.log_probs(signal, torch.tensor([9_000]))[0]
+    assert torch.equal(before, after)
+    assert kinds == {name: type(layer) for name, layer in model.encoder.named_modules()}
+    assert not any("decoder" in name for name, _ in made.named_parameters()), "the attention decoder stays at home"
+
+
+@pytest.mark.parametrize("outputs, expected", [
+    ([0, *range(1, 64)], (1, 0)), ([0, *((t + 3) // 4 for t in range(1, 64))], (4, 3)),
+    ([0, *((t - 1) // 2 for t in range(1, 64))], (2, -1)),
+])
+def test_lengths_have_a_closed_form(outputs, expected):
+    rule = LengthRule(outputs)
+    factor, shift = graph._closed_form(rule)
+    assert (factor, shift) == expected
+    assert all((t + shift) // factor == rule(t) for t in range(1, 5000))
+
+
+def test_lengths_without_one_are_refused():
+    with pytest.raises(SbkitError, match=r"no \(T \+ a\) // b frames"):
+        graph._closed_form(LengthRule([0, 5, 5, 5, *((t + 1) // 2 for t in range(4, 64))]))
+
+
+def test_eight_bits_are_in_matrix_products_alone_and_features_stay_exact(tmp_path):
+    import onnx
+
+    program = graph.trace(graph.Graph(recognizer()))
+    graph.write_onnx(program, tmp_path / "m.onnx", {})
+    graph.quantize(tmp_path / "m.onnx", tmp_path / "m8.onnx")
+    kinds = [node.op_type for node in onnx.load(tmp_path / "m8.onnx").graph.node]
+    assert "MatMulInteger" in kinds and "Conv" in kinds and "ConvInteger" not in kinds
+    assert not any(node.op_type in ("STFT", "DFT") for node in onnx.load(tmp_path / "m.onnx").graph.node)
+    one, other = (runners.onnx(tmp_path / name)([sound(16_000)])[0] for name in ("m.onnx", "m8.onnx"))
+    assert 0 < np.abs(one - other).max() < 1.0

@@ -1,0 +1,109 @@
+"""Blocks of a recording are what reading it whole gives, in every format; what was cut off or damaged is named."""
+
+import io
+
+import numpy as np
+import pytest
+import soundfile
+
+from sbkit.data.audio import AudioError, read_audio
+from sbkit.infer import recordings
+from sbkit.infer.recordings import Recording
+
+KINDS = {
+    "wav": {"format": "WAV", "subtype": "PCM_16"}, "flac": {"format": "FLAC", "subtype": "PCM_16"},
+    "mp3": {"format": "MP3", "subtype": "MPEG_LAYER_III"}, "ogg": {"format": "OGG", "subtype": "VORBIS"},
+    "opus": {"format": "OGG", "subtype": "OPUS"}, "24 bit": {"format": "WAV", "subtype": "PCM_24"},
+}
+
+
+def speech(seconds, rate, channels=1):
+    rng = np.random.default_rng(0)
+    time = np.arange(int(seconds * rate)) / rate
+    tone = sum(np.sin(2 * np.pi * 120 * k * time + k) / k for k in range(1, 15))
+    signal = (0.05 * tone * (1.1 + np.sin(2 * np.pi * 3 * time)) + 0.003 * rng.standard_normal(len(time)))
+    return np.stack([signal * (1 + 0.2 * i) for i in range(channels)], 1).squeeze().astype(np.float32)
+
+
+def encoded(kind, rate, seconds=7.3, channels=1, **options):
+    file = io.BytesIO()
+    signal = speech(seconds, rate, channels)
+    with soundfile.SoundFile(file, "w", rate, channels, **KINDS[kind], **options) as out:
+        for start in range(0, len(signal), rate):
+            out.write(signal[start : start + rate])
+    return file.getvalue()
+
+
+def joined(recording, rate=16_000):
+    return np.concatenate(list(recording.blocks(rate)))
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(recordings, "_BLOCK_SECONDS", 0.7)
+
+
+@pytest.mark.parametrize("rate, channels", [(16_000, 1), (48_000, 2), (44_100, 1), (8_000, 1)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_are_the_recording(kind, rate, channels, tmp_path):
+    if kind == "opus" and rate == 44_100:
+        pytest.skip("Opus has no such rate")
+    data = encoded(kind, rate, channels=channels)
+    whole = read_audio(data)
+    path = tmp_path / "clip"
+    path.write_bytes(data)
+    for source in (data, str(path)):
+        found = joined(Recording(source))
+        assert abs(len(found) - len(whole)) <= 2, "a resampler in blocks may end a sample earlier"
+        size = min(len(found), len(whole)) - 50
+        np.testing.assert_allclose(found[:size], whole[:size], atol=2e-4)
+
+
+@pytest.mark.parametrize("mode", ["CONSTANT", "VARIABLE", "AVERAGE"])
+def test_mp3s_of_any_bit_rate_are_read_without_gaps(mode):
+    """soundfile seeks after each read, and libsndfile lands elsewhere in MP3s of variable bit rate."""
+    data = encoded("mp3", 48_000, seconds=20.0, bitrate_mode=mode, compression_level=0.5)
+    whole, found = read_audio(data), joined(Recording(data))
+    size = min(len(found), len(whole)) - 50
+    assert size > 19.9 * 16_000
+    np.testing.assert_allclose(found[:size], whole[:size], atol=2e-4)
+
+
+@pytest.mark.parametrize("kind", ["wav", "mp3", "ogg"])
+def test_stretches_are_where_they_are(kind):
+    data = encoded(kind, 48_000, seconds=12.0)
+    expected = read_audio(data, start=3.1, duration=4.0)
+    found = joined(Recording(data, start=3.1, duration=4.0))
+    size = min(len(found), len(expected)) - 200
+    assert size > 3.9 * 16_000
+    # At its edges a stretch lacks what a resampler wants to see on the other side.
+    np.testing.assert_allclose(found[200:size], expected[200:size], atol=2e-3)
+
+
+def test_lengths_by_header():
+    data = encoded("wav", 8_000, seconds=3.0)
+    assert Recording(data).seconds(16_000) == pytest.approx(3.0)
+    assert Recording(data, start=1.0).seconds(16_000) == pytest.approx(2.0)
+    assert Recording(data, start=9.0).seconds(16_000) == 0.0
+    assert Recording(data, duration=0.5).seconds(16_000) == 0.5
+    assert Recording(np.zeros(8_000, np.float32)).seconds(16_000) == 0.5
+
+
+def test_what_was_cut_off_is_named(tmp_path):
+    data = encoded("flac", 16_000, seconds=10.0)
+    with pytest.raises(AudioError, match=r"cut off: 3\.\d+ of 10\.00 s"):
+        joined(Recording(data[: len(data) // 3]))
+    with pytest.raises(AudioError, match=r"so none from 11\.00 s on"):
+        joined(Recording(data, start=11.0))
+    with pytest.raises(AudioError, match="no such file"):
+        joined(Recording(str(tmp_path / "none.wav")))
+    with pytest.raises(AudioError, match="is empty"):
+        joined(Recording(b""))
+
+
+def test_not_a_number_in_a_file_is_refused(tmp_path):
+    signal = speech(2.0, 16_000)
+    signal[9_000] = np.nan
+    soundfile.write(tmp_path / "a.wav", signal, 16_000, subtype="FLOAT")
+    with pytest.raises(AudioError, match="not finite"):
+        joined(Recording(str(tmp_path / "a.wav")))
