@@ -136,8 +136,31 @@ def test_a_file_without_texts_or_paths_says_so_at_once(tmp_path):
     with pytest.raises(SbkitError, match="neither JSON lines nor one JSON text"):
         read(write(tmp_path / "x.json", '{"a": {"wav": '))
     (tmp_path / "y.json").write_bytes(b'{"audio": "\xe9"}')
-    with pytest.raises(SbkitError, match=r"y\.json: not UTF-8"):
+    with pytest.raises(SbkitError, match=r"y\.json: .*not UTF-8.*byte 0xe9"):
         read(tmp_path / "y.json")
+
+
+GOOD = json.dumps({"audio_filepath": "a.wav", "text": "x"}).encode()
+
+
+@pytest.mark.parametrize("broken", [b'{"audio_filepath": "a.wav", "te', b"# made by hand", b"[]", b'"a text"', b"{}",
+                                    b'{"audio_filepath": "\xe9.wav", "text": "x"}', b'{"a": {"b": 1}} rest'])
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_broken_line_costs_itself_only_wherever_it_stands(tmp_path, broken, at):
+    lines = [GOOD, GOOD]
+    lines.insert(at, broken)
+    path = tmp_path / "train.jsonl"
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    rows = read(path)
+    assert len(rows) == 2 and [where for where, _ in rows.malformed] == [f"train.jsonl line {at + 1}"]
+
+
+@pytest.mark.parametrize("content", [b"nothing\nof use\n", b'[\n{"wav": "a.wav", "text": "x"},\n{"wav": "b.wav"}\n',
+                                     b'{"audio": "\xe9"}', b"\x00\x01\x02"])
+def test_a_file_without_one_readable_line_is_refused(tmp_path, content):
+    (tmp_path / "train.jsonl").write_bytes(content)
+    with pytest.raises(SbkitError, match=r"train\.jsonl: neither JSON lines nor one JSON text: .*expected lines such"):
+        read(tmp_path / "train.jsonl")
 
 
 @settings(max_examples=60, deadline=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -37,8 +38,10 @@ class JsonLines(FileSource):
         for line, item in progress(_objects(path), what=f"reading {path.name}", unit="row",
                                    show=show_progress and path.stat().st_size > _WORTH_A_BAR):
             try:
+                if isinstance(item, ValueError):
+                    raise item
                 if not isinstance(item, dict):
-                    raise ValueError(item if isinstance(item, str) else "no JSON object")
+                    raise ValueError("no JSON object")
                 values = {role: _first(item, names[role]) for role in names}
                 keys.update(dict.fromkeys(item))
                 for role in found:
@@ -91,29 +94,52 @@ def _derived_id(utterance: _Utterance) -> str:
 
 
 def _objects(path: Path) -> Iterator[tuple[int, Any]]:
-    """(line, object) of each utterance; a text in place of the object says why there is none."""
+    """(line, object) of each utterance; an error in place of the object says why there is none."""
     try:
-        with open(path, encoding="utf-8-sig") as file:
-            first = next((line for line in file if line.strip()), "")
-            file.seek(0)
-            if not _is_row(first):
-                yield from enumerate(_whole(path, file.read()), 1)
-                return
+        whole = _whole(path)
+        if whole is not None:
+            yield from enumerate(whole, 1)
+            return
+        with open(path, "rb") as file:  # as bytes: a line that is no UTF-8 costs itself only
             for number, line in enumerate(file, 1):
-                line = line.lstrip("\ufeff").strip()
+                line = _stripped(line)
                 if line:
                     try:
                         yield number, json.loads(line)
                     except ValueError as error:
-                        yield number, f"no JSON ({error})"
-    except UnicodeDecodeError as error:
-        raise SbkitError(f"{path}: not UTF-8 ({error.reason} at byte {error.start})",
-                         hint="save it as UTF-8") from None
+                        yield number, ValueError(f"no JSON ({error})")
     except OSError as error:
         raise SbkitError(f"{path}: cannot be read ({error.strerror or error})") from None
 
 
-def _is_row(line: str) -> bool:
+def _whole(path: Path) -> list[Any] | None:
+    """The utterances of a file that is one array or SpeechBrain's object of objects; None of lines.
+
+    A file of lines stays one when its first line is broken: another one is an utterance then.
+    """
+    with open(path, "rb") as file:
+        lines = filter(None, map(_stripped, file))
+        first = next(lines, None)
+        if first is None:
+            return []
+        if _is_row(first):
+            return None
+    try:
+        data = json.loads(_stripped(path.read_bytes()))
+    except ValueError as error:
+        if first != b"[":  # an array that was cut off, one utterance a line
+            with open(path, "rb") as file:
+                if any(map(_is_row, map(_stripped, file))):
+                    return None
+        what = f"not UTF-8 ({error})" if isinstance(error, UnicodeDecodeError) else str(error)
+        raise SbkitError(f"{path}: neither JSON lines nor one JSON text: {what}",
+                         hint='expected lines such as {"audio_filepath": "a.wav", "text": "what is said"}') from None
+    if isinstance(data, dict):
+        return [{"ID": id_, **item} if isinstance(item, dict) else item for id_, item in data.items()]
+    return data if isinstance(data, list) else [data]
+
+
+def _is_row(line: bytes) -> bool:
     """Whether a line is an utterance of its own, and not (the beginning of) an object of objects."""
     try:
         item = json.loads(line)
@@ -122,17 +148,8 @@ def _is_row(line: str) -> bool:
     return isinstance(item, dict) and not all(isinstance(value, dict) for value in item.values())
 
 
-def _whole(path: Path, text: str) -> list[Any]:
-    """SpeechBrain's object of objects, or an array."""
-    if not text.strip():
-        return []
-    try:
-        data = json.loads(text.lstrip("\ufeff"))
-    except ValueError as error:
-        raise SbkitError(f"{path}: neither JSON lines nor one JSON text ({error})") from None
-    if isinstance(data, dict):
-        return [{"ID": id_, **item} if isinstance(item, dict) else item for id_, item in data.items()]
-    return data if isinstance(data, list) else [data]
+def _stripped(text: bytes) -> bytes:
+    return text.removeprefix(codecs.BOM_UTF8).strip()
 
 
 def _first(item: dict[str, Any], names: Any) -> Any:
