@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import traceback
@@ -40,10 +41,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         if os.environ.get("RANK", "0") == "0":  # every rank meets the same mistake; one of them says it
             print(f"error: {error}", file=sys.stderr)
+        _tell_torchrun(error)
         return error.exit_code
     except BrokenPipeError:  # `sbkit ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _tell_torchrun(error: SbkitError) -> None:
+    """torchrun ends with a page of its own about processes that failed; this puts the reason into its last lines."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)
 
 
 def _dispatch(argv: list[str]) -> int:
@@ -109,6 +119,21 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--max-batch-seconds", type=float, metavar="S", help="audio that a device holds at once")
     evaluate.add_argument("--workers", type=int, help="processes that read audio")
     evaluate.set_defaults(call=_evaluate)
+
+    lm = commands.add_parser("lm", help="estimate a language model from text, for a search with --lm")
+    lm.add_argument("sources", metavar="TEXT", nargs="+",
+                    help="text files (.gz too), - for stdin, manifests, and runs: their training transcripts")
+    lm.add_argument("--out", metavar="FILE", type=Path, required=True, help="ARPA (.gz: compressed), or .bin: KenLM's")
+    lm.add_argument("--order", type=int, default=3, metavar="N", help="words in the longest n-gram (3)")
+    lm.add_argument("--prune", type=_prune, metavar="P", help="1e-7: leave out what raises the perplexity by less; "
+                    "0,0,1: n-grams seen so often or less, a number per order")
+    lm.add_argument("--unit", choices=["word", "piece"], default="word", help="piece: of the run's tokenizer")
+    lm.add_argument("--min-count", type=int, default=1, metavar="N", help="rarer words become the unknown word")
+    lm.add_argument("--like", metavar="RUN", help="the run that it is for: texts are written by its rules")
+    lm.add_argument("--evaluate", metavar="TEXT", nargs="+", default=[],
+                    help="text to report perplexity and unknown words on (default: the run's dev transcripts)")
+    lm.add_argument("--binary", action="store_true", help="write KenLM's binary beside the ARPA file")
+    lm.set_defaults(call=_lm)
 
     report = commands.add_parser("report", help="one page about a run: its curves, its errors, what to fix next")
     report.add_argument("run", metavar="RUN", type=Path, help="the output folder of a training, or RUN/evaluations/...")
@@ -208,6 +233,19 @@ def _evaluate(args: argparse.Namespace) -> int:
 
     wanted = vars(args)
     return evaluate(Request(**{name: wanted[name] for name in Request.__dataclass_fields__}))
+
+
+def _prune(text: str) -> list[int] | int | float:
+    for read in (lambda: [int(count) for count in text.split(",")] if "," in text else int(text), lambda: float(text)):
+        with contextlib.suppress(ValueError):
+            return read()
+    raise argparse.ArgumentTypeError(f"{text!r} is neither a share such as 1e-7 nor counts such as 0,0,1")
+
+
+def _lm(args: argparse.Namespace) -> int:
+    from sbkit.lm import Request, estimate
+
+    return estimate(Request(**{name: getattr(args, name) for name in Request.__dataclass_fields__}))
 
 
 def _report(args: argparse.Namespace) -> int:

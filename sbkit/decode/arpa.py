@@ -106,7 +106,7 @@ def _section(data: bytes, order: int, start: int) -> int:
 
 def _level(path: Path, order: int, lines: list[bytes], words: dict[bytes, int], below: list[Level]) -> Level:
     """The n-grams of an order, sorted; the first order fills the vocabulary."""
-    columns = [_columns(path, order, lines[i:i + _AT_ONCE], words) for i in range(0, len(lines), _AT_ONCE)]
+    columns = [_columns(path, order, lines[i:i + _AT_ONCE], words) for i in range(0, max(1, len(lines)), _AT_ONCE)]
     log10, backoff, ids = (np.concatenate([column[part] for column in columns]) for part in range(3))
     if order == 1:
         return Level(np.zeros(len(ids), np.int32), np.arange(len(ids), dtype=np.int32), log10, backoff)

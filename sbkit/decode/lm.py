@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import gzip
 import logging
+import sys
 import time
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from sbkit.console import table
 from sbkit.decode import arpa, kenlm_binary, kneser_ney
 from sbkit.decode.language_model import SPECIAL, LanguageModel, Quality
+from sbkit.decode.ngram import NGram
 from sbkit.decode.pieces import Pieces
 from sbkit.decode.pruning import prune as prune_by_entropy
 from sbkit.decode.spans import WORD_START
@@ -45,7 +49,7 @@ class Report:
             return " ".join(f"{value:.3f}" for value in discounts.values) + (" (set)" if discounts.fallback else "")
 
         rows = [[order, count, full, shown(discounts)] for order, (count, full, discounts) in
-                enumerate(zip(self.counts, self.counted, self.discounts, strict=True), start=1)]
+                enumerate(zip_longest(self.counts, self.counted, self.discounts, fillvalue=0), start=1)]
         of = "the text given for it" if self.held_out else "the text it was estimated from"
         quality = self.quality
         return "\n".join([
@@ -84,6 +88,8 @@ def build(texts: Iterable[str], out: str | Path, order: int = 3, prune: Sequence
     model, discounts, counted = kneser_ney.estimate(corpus, order, cutoffs)
     if isinstance(prune, float):
         model = prune_by_entropy(model, prune)
+    if not model.counts[-1]:  # short sentences, or all of an order pruned: other tools want no empty orders
+        model = NGram(model.words, [level for level in model.levels if len(level.word)])
     set_by_hand = [str(order) for order, each in enumerate(discounts, start=1) if each.fallback]
     if set_by_hand:
         logger.info("The text is too small to tell the discounts of order %s; they are %s.", ", ".join(set_by_hand),
@@ -137,15 +143,21 @@ def _speller(tokenizer: Any) -> Any:
 
 
 def read_texts(paths: Iterable[str | Path]) -> Iterator[str]:
-    """The lines of text files, ``.gz`` or plain."""
+    """The lines of text files, ``.gz`` or plain; ``-`` is stdin."""
     for path in map(Path, paths):
         try:
-            with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
+            with _open(path) as lines:
                 yield from (line.strip() for line in lines)
         except UnicodeDecodeError:
             raise SbkitError(f"{path} is no text in UTF-8") from None
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, zlib.error) as error:
             raise SbkitError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+
+
+def _open(path: Path) -> IO[str]:
+    if str(path) == "-":
+        return open(sys.stdin.fileno(), encoding="utf-8", closefd=False)
+    return (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8")
 
 
 def load(path: str | Path) -> LanguageModel:
