@@ -30,8 +30,9 @@ MAX_SECONDS = 4 * 3600.0
 MIN_RATE, MAX_RATE = 1_000, 768_000
 #: A file that holds less than its header says by more than this was cut off (MP3 padding stays below).
 TRUNCATED_SECONDS, TRUNCATED_SHARE = 0.1, 0.1
-#: A recording may be this much longer than its row says (rounding, an encoder's padding) and is read whole.
-SLACK_SECONDS = 0.05
+#: A recording may be this much longer than its row says (a list that rounds, an encoder's padding): it is read
+#: whole. What goes on for longer is a segment on purpose, and so is every row that has a start.
+LONGER_SECONDS, LONGER_SHARE = 0.2, 0.02
 #: One that is shorter than its row says by more than both of these was cut off.
 MISSING_SECONDS, MISSING_SHARE = 0.5, 0.1
 #: Frames above this mean "unknown" (libsndfile answers 2^63-1).
@@ -58,7 +59,7 @@ class AudioError(SbkitError):
 
 def read_audio(
     wav: str | os.PathLike | bytes | BinaryIO, *, start: float = 0.0, duration: float | None = None,
-    sample_rate: int | None = 16_000, speed: float = 1.0,
+    sample_rate: int | None = 16_000, speed: float = 1.0, slack: float = 0.0,
 ) -> np.ndarray:
     """Decode, mix to mono, resample: one open, one pass.
 
@@ -70,6 +71,7 @@ def read_audio(
         Only this stretch is decoded, except where libsndfile cannot seek exactly: from the beginning in
         MP3s of variable bit rate, and from some seconds before the end in Ogg Vorbis.
     sample_rate: of the result; ``None`` keeps the recording's own.
+    slack: where the recording ends no more than this many seconds after the stretch, it is read to its end.
     speed: plays the recording faster (1.1) or slower (0.9), pitch included, in the same resampling pass.
 
     Returns
@@ -84,7 +86,9 @@ def read_audio(
         first = round(start * rate)
         if first >= frames:
             raise AudioError(name, f"has {frames / rate:.2f} s, so none from {start:.2f} s on")
-        wanted = frames - first if duration is None else min(round(duration * rate), frames - first)
+        wanted = frames - first
+        if duration is not None and wanted > (duration + slack) * rate:
+            wanted = round(duration * rate)
         # Where seeking is not exact, what lies before is decoded too. One read: soundfile seeks after each.
         skipped = max(first - exact, 0)
         if wanted + skipped > MAX_SECONDS * rate:
@@ -111,12 +115,22 @@ def read_audio(
 def read_utterance(wav: str, start: float, duration: float, *, sample_rate: int = 16_000,
                    speed: float = 1.0) -> np.ndarray:
     """What a row of a manifest names, ``[S]``; ``AudioError`` where the recording does not have all of it."""
-    slack = 0.0 if start else SLACK_SECONDS
-    signal = read_audio(wav, start=start, duration=duration + slack, sample_rate=sample_rate, speed=speed)
-    missing = duration - len(signal) * speed / sample_rate
+    slack = 0.0 if start else longer(duration)
+    signal = read_audio(wav, start=start, duration=duration, sample_rate=sample_rate, speed=speed, slack=slack)
+    check_whole(wav, duration, len(signal) * speed / sample_rate)
+    return signal
+
+
+def check_whole(wav: str, duration: float, seconds: float) -> None:
+    """``AudioError`` where a row of ``duration`` has so few ``seconds`` of audio that it was cut off."""
+    missing = duration - seconds
     if missing > MISSING_SECONDS and missing > MISSING_SHARE * duration:
         raise AudioError(wav, f"{missing:.2f} of its {duration:.2f} s are missing")
-    return signal
+
+
+def longer(duration: float) -> float:
+    """Seconds (an array of them, too) by which a recording may be longer than its row says and still be all of it."""
+    return LONGER_SECONDS + LONGER_SHARE * duration
 
 
 def resample(signal: np.ndarray, rate: float, to_rate: float) -> np.ndarray:

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from sbkit.console import progress, table
-from sbkit.data.audio import split_member
+from sbkit.data.audio import longer, split_member
 from sbkit.data.manifest import Column, Manifest, join
 from sbkit.data.measure import measure
 from sbkit.data.sources.base import Rows, unique_ids
@@ -31,8 +31,6 @@ _CODE = {reason: i for i, reason in enumerate(REASONS, 1)}  # 0: kept
 
 _EXAMPLES = 10
 _SAMPLE = 200
-#: A listed duration may differ from the audio by this much (encoders pad), as a share and in seconds.
-_TOLERANCE_SHARE, _TOLERANCE_SECONDS = 0.02, 0.2
 #: Where more of the sample than this disagrees, the list is not believed.
 _DISAGREE_SHARE = 0.05
 # Listing a folder beats asking for each file from about this many rows on.
@@ -229,7 +227,7 @@ def _correct(durations: np.ndarray, rows: Rows, at: np.ndarray, found: np.ndarra
     """
     listed, left = durations[at], found - rows.starts[at]
     excess = listed - left if rows.segments else np.abs(listed - left)
-    wrong = excess > _TOLERANCE_SECONDS + _TOLERANCE_SHARE * listed
+    wrong = excess > longer(listed)
     durations[at] = np.where(wrong | np.isnan(found), left, listed)
     return wrong
 

@@ -20,24 +20,23 @@ import json
 import multiprocessing
 import os
 import shutil
-import tarfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import soundfile
 
 from sbkit.console import atomic_write, progress
-from sbkit.data.audio import AudioError, audio_info, read_bytes, read_utterance, split_member
+from sbkit.data import tar
+from sbkit.data.audio import AudioError, audio_info, check_whole, longer, read_bytes, read_utterance, split_member
 from sbkit.data.batch import SAMPLE_RATE
 from sbkit.data.manifest import Manifest, Utterance
 from sbkit.errors import SbkitError
 
-_BLOCK = 512
 #: Files looked at to guess how large a copied recording is.
 _SAMPLE = 64
 _SHUFFLE_SEED = 0
@@ -151,7 +150,7 @@ def _write(job: _Job) -> dict:
     if finished is not None:
         return finished
     kept, left_out, offset = [], [], 0
-    with atomic_write(job.path, "wb") as tar:
+    with atomic_write(job.path, "wb") as file:
         for i, row in enumerate(job.rows):
             try:
                 data, suffix, seconds = _encoded(row, job.encode)
@@ -161,11 +160,11 @@ def _write(job: _Job) -> dict:
             key = f"{job.first + i:09d}"
             described = {**row.meta, "id": row.id, "text": row.text, "speaker": row.speaker,
                          "duration": seconds}
-            kept.append((i, offset + _BLOCK, len(data), seconds))
-            offset += _add(tar, f"{key}.{suffix}", data)
-            offset += _add(tar, f"{key}.json", json.dumps(described, ensure_ascii=False).encode())
-        tar.write(bytes(2 * _BLOCK))  # the end of a tar
-    index = {"fingerprint": fingerprint, "shard": job.path.name, "size": offset + 2 * _BLOCK,
+            kept.append((i, offset + tar.BLOCK, len(data), seconds))
+            offset += tar.append(file, f"{key}.{suffix}", data)
+            offset += tar.append(file, f"{key}.json", json.dumps(described, ensure_ascii=False).encode())
+        file.write(tar.END)
+    index = {"fingerprint": fingerprint, "shard": job.path.name, "size": offset + len(tar.END),
              "first": job.first, "kept": kept, "left_out": left_out}
     with atomic_write(job.index) as file:
         json.dump(index, file, ensure_ascii=False)
@@ -188,9 +187,10 @@ def _encoded(row: Utterance, encode: str | None) -> tuple[bytes, str, float]:
     if whole:
         data = read_bytes(row.wav)
         seconds = audio_info(data)[0]
-        # A segment that begins its file is copied only where it is nearly all of it.
-        whole = abs(seconds - row.duration) <= 0.5 + 0.1 * row.duration
+        # A segment that begins its file is copied only where it is all of it.
+        whole = seconds <= row.duration + longer(row.duration)
     if whole:
+        check_whole(row.wav, row.duration, seconds)
         path = split_member(row.wav)[0]
         return data, _suffix(data, path), round(seconds, 4)
     kind = ENCODINGS[encode or "flac"]
@@ -205,17 +205,6 @@ def _suffix(data: bytes, path: str) -> str:
         if data.startswith(starts):
             return suffix
     return Path(path).suffix.lstrip(".").lower() or "audio"
-
-
-def _add(tar: Any, name: str, data: bytes) -> int:
-    """Append one member; how many bytes the tar grew by. USTAR headers are one block, always."""
-    member = tarfile.TarInfo(name)
-    member.size = len(data)
-    tar.write(member.tobuf(tarfile.USTAR_FORMAT))
-    tar.write(data)
-    padding = -len(data) % _BLOCK
-    tar.write(bytes(padding))
-    return _BLOCK + len(data) + padding
 
 
 def _bounds(durations: np.ndarray, seconds_per_shard: float) -> np.ndarray:

@@ -284,11 +284,22 @@ def test_a_row_that_promises_more_than_there_is_is_damaged(tmp_path):
     path = tmp_path / "a.wav"
     path.write_bytes(encoded(speechlike(2), 16000))
     assert len(read_utterance(str(path), 0.0, 1.98)) == 32000  # rounded down in the manifest: read whole
-    assert len(read_utterance(str(path), 0.0, 1.5)) == round(1.55 * 16000)  # a segment
     assert len(read_utterance(str(path), 0.5, 1.0)) == 16000
     assert len(read_utterance(str(path), 0.5, 1.0, speed=0.8)) == 20000
     with pytest.raises(AudioError, match=r"2\.00 of its 4\.00 s are missing"):
         read_utterance(str(path), 0.0, 4.0)
+
+
+@pytest.mark.parametrize(("start", "duration", "samples"), [
+    (0.0, 2.0, 32000), (0.0, 1.9, 32000), (0.0, 1.8, 32000),  # a list that rounds: nothing is cut off
+    (0.0, 1.5, 24000), (0.0, 0.5, 8000),  # a segment that begins its file: exactly as long as it says
+    (0.1, 1.8, 28800), (1.0, 0.95, 15200)])  # a start makes a segment, however near its end is to the file's
+def test_only_segments_are_cut(tmp_path, start, duration, samples):
+    path = tmp_path / "a.wav"
+    path.write_bytes(encoded(speechlike(2), 16000))
+    signal = read_utterance(str(path), start, duration)
+    assert len(signal) == samples
+    np.testing.assert_allclose(signal, speechlike(2)[round(start * 16000) :][:samples], atol=1e-4)
 
 
 # ---------------------------------------------------------------- real recordings

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from sounds import encoded, speechlike
 
-from sbkit.data.audio import read_audio
+from sbkit.data.audio import read_audio, read_utterance
 from sbkit.data.corpus import Corpus
 from sbkit.data.sources import embedded, open_source
 from sbkit.data.sources.huggingface import Hub
@@ -133,6 +133,21 @@ def test_damaged_and_missing_audio_is_counted(tmp_path):
     assert len(corpus.prepare(show_progress=False)["train"]) == 1
     left_out = corpus.report["splits"]["train"]["left_out"]
     assert {reason: left_out[reason]["count"] for reason in left_out} == {"missing clip": 1, "undecodable": 1}
+
+
+def test_embedded_segments_end_where_they_say(tmp_path):
+    """One recording of two seconds, cut by its rows; a duration alone is only a list's word."""
+    audio = {"bytes": encoded(speechlike(2.0), 16000, "flac"), "path": "talk.flac"}
+    starts, durations = [0.0, 0.5, 1.0, 1.5, None, 0.25], [0.5, 0.5, None, 3.0, 1.0, None]
+    data = {"audio": [audio] * 6, "text": list("abcdef"), "start": starts, "duration": durations}
+    pq.write_table(pa.Table.from_pydict(data), tmp_path / "train.parquet")
+    train = Corpus(tmp_path, folder=tmp_path / "m").prepare(show_progress=False)["train"]
+    np.testing.assert_allclose(train.starts, [0.0, 0.5, 1.0, 1.5, 0.0, 0.25])
+    np.testing.assert_allclose(train.durations, [0.5, 0.5, 1.0, 0.5, 2.0, 1.75])
+    for row in train:
+        first, size = round(row.start * 16000), round(row.duration * 16000)
+        np.testing.assert_allclose(read_utterance(row.wav, row.start, row.duration),
+                                   speechlike(2.0)[first : first + size], atol=1e-4)
 
 
 def test_columns_are_found_by_name_or_by_kind_or_named(tmp_path):

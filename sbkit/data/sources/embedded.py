@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
-import tarfile
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from sbkit.console import atomic_write, progress
+from sbkit.data import tar
 from sbkit.data.audio import AudioError, audio_info
 from sbkit.data.lock import locked
 from sbkit.data.manifest import Column
@@ -24,7 +25,6 @@ from sbkit.data.sources.base import Rows, blank, unique_ids
 
 _SHARD_BYTES = 1 << 30
 _SHARD_ROWS = 50_000
-_TAR_BLOCK = 512
 _MAGIC = {b"RIFF": "wav", b"fLaC": "flac", b"OggS": "ogg", b"ID3": "mp3", b"\xff\xfb": "mp3",
           b"\xff\xf3": "mp3", b"\xff\xf2": "mp3"}
 
@@ -81,7 +81,7 @@ def is_stored(folder: Path, name: str) -> bool:
         tars = json.loads((folder / f"{name}.json").read_text())["tars"]
     except (OSError, ValueError, KeyError):
         return False
-    return all((folder / tar).is_file() for tar in tars)
+    return all((folder / file).is_file() for file in tars)
 
 
 def _shard_path(folder: Path, name: str, number: int) -> Path:
@@ -98,11 +98,13 @@ class _Shard:
 
     def add(self, row: dict[str, Any], number: int) -> None:
         data, path = row.pop("bytes"), row.pop("path") or ""
+        listed, start = _number(row["duration"]), _number(row["start"])
+        row["wav"], row["duration"], row["start"] = path, listed, 0.0 if math.isnan(start) else start
         if data:
-            row["wav"], row["duration"] = self._append(data, path, number), _seconds(data)
-        else:
-            row["wav"], row["duration"] = path, _number(row["duration"], float("nan"))
-        row["start"] = _number(row["start"], 0.0)
+            row["wav"] = self._append(data, path, number)
+            left = _seconds(data) - row["start"]
+            # Where rows are segments a duration says where one ends; else the audio knows better than a list.
+            row["duration"] = listed if listed < left and not math.isnan(start) else left
         row["name"] = PurePosixPath(path).stem or f"{number:08d}"
         self.rows.append(row)
 
@@ -110,12 +112,8 @@ class _Shard:
         if self.file is None:
             self.file = tempfile.NamedTemporaryFile(  # noqa: SIM115 (open for as long as the shard is)
                 dir=self.path.parent, prefix=f".{self.path.name}.", delete=False)
-        member = tarfile.TarInfo(f"{number:08d}.{_suffix(data, path)}")
-        member.size = len(data)
-        self.file.write(member.tobuf(tarfile.USTAR_FORMAT))
-        offset = self.file.tell()
-        self.file.write(data)
-        self.file.write(b"\0" * (-len(data) % _TAR_BLOCK))
+        offset = self.file.tell() + tar.BLOCK
+        tar.append(self.file, f"{number:08d}.{_suffix(data, path)}", data)
         return f"{os.path.abspath(self.path)}?offset={offset}&size={len(data)}"
 
     @property
@@ -124,7 +122,7 @@ class _Shard:
 
     def finish(self) -> None:
         if self.file is not None:
-            self.file.write(b"\0" * 2 * _TAR_BLOCK)
+            self.file.write(tar.END)
             self.file.flush()
             os.fsync(self.file.fileno())
             self.file.close()
@@ -144,10 +142,10 @@ class _Shard:
 def _read_tables(folder: Path, name: str) -> list[pa.Table]:
     """The tables of finished shards, as far as they go on without a gap."""
     tables = []
-    while (tar := _shard_path(folder, name, len(tables))).with_suffix(".parquet").exists():
-        table = pq.read_table(tar.with_suffix(".parquet"))
-        inside = pc.match_substring(table.column("wav"), f"{tar.name}?offset=")
-        if not tar.exists() and pc.any(inside).as_py():
+    while (shard := _shard_path(folder, name, len(tables))).with_suffix(".parquet").exists():
+        table = pq.read_table(shard.with_suffix(".parquet"))
+        inside = pc.match_substring(table.column("wav"), f"{shard.name}?offset=")
+        if not shard.exists() and pc.any(inside).as_py():
             break  # somebody removed it
         tables.append(table)
     return tables
@@ -177,11 +175,11 @@ def _seconds(data: bytes) -> float:
         return float("nan")
 
 
-def _number(text: str | None, otherwise: float) -> float:
+def _number(text: str | None) -> float:
     try:
-        return float(text or otherwise)
+        return float(text or "nan")
     except ValueError:
-        return otherwise
+        return math.nan
 
 
 def _suffix(data: bytes, path: str) -> str:

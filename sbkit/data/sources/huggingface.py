@@ -22,6 +22,8 @@ from sbkit.errors import SbkitError
 if TYPE_CHECKING:
     import datasets
 
+# Raise when the same dataset must be stored differently from before.
+_FORMAT = 2
 # Rows in memory at once: some 100 MB of long recordings.
 _BATCH = 256
 _PARQUET_SPLIT = re.compile(r"^(?P<name>.*?)(-\d+-of-\d+(-[0-9a-f]+)?|[-_.]?\d+)?$")
@@ -42,7 +44,7 @@ class HuggingFace(Source):
     @property
     def folder(self) -> Path:
         """Where this very dataset is stored: another version gets another folder."""
-        facts = json.dumps([self.fingerprint(), dict(self.columns)], sort_keys=True).encode()
+        facts = json.dumps([_FORMAT, self.fingerprint(), dict(self.columns)], sort_keys=True).encode()
         return self.cache / f"{self._label()}-{hashlib.sha256(facts).hexdigest()[:12]}"
 
     def _label(self) -> str:
