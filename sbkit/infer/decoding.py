@@ -25,6 +25,8 @@ class Decoder(Protocol):
 
     at_once: int
     """Recordings that are best finished together."""
+    joins: bool
+    """Whether a word may go on over the end of a stretch."""
 
     def keep(self, log_probs: np.ndarray) -> Any:
         """What is needed of a stretch [T, V] that ends in a pause."""
@@ -37,6 +39,7 @@ class Greedy:
     """The best label of every frame."""
 
     at_once = 1
+    joins = True
 
     def __init__(self, vocabulary: Vocabulary):
         self._vocabulary, self._blank = vocabulary, vocabulary.config.blank_id
@@ -64,6 +67,7 @@ class Beam:
     """
 
     at_once = 32
+    joins = False
 
     def __init__(self, vocabulary: Vocabulary, options: Mapping[str, Any]):
         from sbkit.decode.beam import BeamSearch, Events

@@ -8,20 +8,18 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from sbkit.data.audio import AudioError
 from sbkit.infer.chunks import Chunk, cut
-from sbkit.infer.decoding import Decoder, decoder
+from sbkit.infer.decoding import decoder
 from sbkit.infer.engine import Engine
+from sbkit.infer.heard import Heard, transcript
 from sbkit.infer.recordings import Recording
 from sbkit.infer.transcript import Transcript
 
 _BATCHES_WAITING = 4  # chunks of so many batches are looked at to find those of like length
-_LONGEST = 8  # chunks without a pause between them that are decoded as one
 _BATCHES_RUNNING = 2  # one that runs, and one that waits for it
 
 
@@ -58,46 +56,15 @@ class _Read(NamedTuple):
     error: BaseException | None = None
 
 
-@dataclass
-class _Heard:
-    """What came out for one recording so far."""
-
-    parts: dict[int, tuple[np.ndarray, bool]] = field(default_factory=dict)
-    """By the number of the chunk: log-probabilities [T, V], and whether the next chunk continues them."""
-    stretches: list[Any] = field(default_factory=list)
-    """What the decoder keeps of the parts up to each pause."""
-    begun: int = 0
-    """Number of the first chunk that is in no stretch yet."""
-    samples: int = 0
-    expected: int | None = None
-
-    @property
-    def whole(self) -> bool:
-        return self.begun == self.expected
-
-    def close(self, decoder: Decoder) -> None:
-        """Turn what is complete up to a pause into stretches; what goes on and on is parted somewhere."""
-        end = self.begun
-        while end in self.parts:
-            goes_on = self.parts[end][1]
-            end += 1
-            if not goes_on or end - self.begun >= _LONGEST:
-                parts = [self.parts.pop(i)[0] for i in range(self.begun, end)]
-                self.stretches.append(decoder.keep(np.concatenate(parts) if len(parts) > 1 else parts[0]))
-                self.begun = end
-
-
 class Pipeline:
     """Transcribes recordings, in any order that is fast; memory does not grow with their length."""
 
     def __init__(self, engine: Engine, options: Options | None = None):
         self.engine, self.options = engine, options or Options()
         config = engine.config
-        gpu = engine.running.device != "cpu"
         self._chunk_seconds = self.options.chunk_seconds or config.chunk_seconds
-        # A CPU is slower on batches that outgrow its caches; a GPU idles on batches that don't fill it.
-        budget = self.options.batch_seconds or (480.0 if gpu else 20.0)
-        self._budget = max(budget, self._chunk_seconds) * config.sample_rate
+        self._budget = max(self.options.batch_seconds or batch_seconds(engine),
+                           self._chunk_seconds) * config.sample_rate
         self._frame = config.hop_samples * config.subsampling
         self._decoder = decoder(engine.vocabulary, self.options.search)
 
@@ -149,8 +116,8 @@ class Pipeline:
     # ------------------------------------------------------------------ batches
 
     def _collect(self, recordings: Sequence[Recording], read: queue.Queue, readers: int) -> Iterator[Done]:
-        heard: dict[int, _Heard] = {}
-        ready: dict[int, _Heard] = {}
+        heard: dict[int, Heard] = {}
+        ready: dict[int, Heard] = {}
         waiting: list[_Read] = []
         running: deque[tuple[list[_Read], Future]] = deque()
         while readers or waiting or running:
@@ -166,7 +133,7 @@ class Pipeline:
                     elif item.chunk is not None:
                         waiting.append(item)
                     elif item.error is None:
-                        heard.setdefault(item.index, _Heard()).expected = item.number
+                        heard.setdefault(item.index, Heard()).expected = item.number
                         _move(item.index, heard, ready)
                     else:
                         yield self._failed(item, heard, waiting)
@@ -178,7 +145,8 @@ class Pipeline:
             if running:
                 batch, future = running.popleft()
                 for each, log_probs in zip(batch, future.result(), strict=True):
-                    self._hear(heard.setdefault(each.index, _Heard()), each, log_probs)
+                    heard.setdefault(each.index, Heard()).add(each.number, each.chunk, log_probs, self._frame,
+                                                              self._decoder)
                     _move(each.index, heard, ready)
             if len(ready) >= self._decoder.at_once:
                 yield from self._finish(recordings, ready)
@@ -194,38 +162,31 @@ class Pipeline:
 
     # ------------------------------------------------------------------ words
 
-    def _hear(self, heard: _Heard, read: _Read, log_probs: np.ndarray) -> None:
-        chunk = read.chunk
-        stop = None if chunk.keep is None else chunk.skip + chunk.keep
-        # A copy: a view would keep the whole batch in memory.
-        heard.parts[read.number] = log_probs[chunk.skip : stop].copy(), chunk.goes_on
-        heard.samples += len(chunk.signal) - chunk.skip * self._frame if stop is None else chunk.keep * self._frame
-        heard.close(self._decoder)
-
     @staticmethod
-    def _failed(item: _Read, heard: dict[int, _Heard], waiting: list[_Read]) -> Done:
+    def _failed(item: _Read, heard: dict[int, Heard], waiting: list[_Read]) -> Done:
         if not isinstance(item.error, AudioError):
             raise item.error
         waiting[:] = [each for each in waiting if each.index != item.index]
-        heard[item.index] = _Heard(expected=-1)  # what still runs of it is dropped
+        heard[item.index] = Heard(expected=-1)  # what still runs of it is dropped
         return Done(item.index, None, item.error)
 
-    def _finish(self, recordings: Sequence[Recording], ready: dict[int, _Heard]) -> Iterator[Done]:
+    def _finish(self, recordings: Sequence[Recording], ready: dict[int, Heard]) -> Iterator[Done]:
         if not ready:
             return
-        config, vocabulary = self.engine.config, self.engine.vocabulary
         found = self._decoder.tokens([each.stretches for each in ready.values()])
         done = list(zip(ready.items(), found, strict=True))
         ready.clear()
         for (index, heard), parts in done:
-            words = [word for part in parts
-                     for word in vocabulary.words(part.spans, part.frame * config.frame_seconds)]
-            yield Done(index, Transcript(
-                recordings[index].id, vocabulary.text(words), words, heard.samples / config.sample_rate,
-                config.language, config.word_separator is not None), None)
+            yield Done(index, transcript(recordings[index].id, heard, parts, self.engine.vocabulary), None)
 
 
-def _move(index: int, heard: dict[int, _Heard], ready: dict[int, _Heard]) -> None:
+def batch_seconds(engine: Engine) -> float:
+    """Audio in one batch, padding counted: a CPU is slower on batches that outgrow its caches, a GPU idles on
+    batches that don't fill it."""
+    return 480.0 if engine.running.device != "cpu" else 20.0
+
+
+def _move(index: int, heard: dict[int, Heard], ready: dict[int, Heard]) -> None:
     """Once all of a recording is there."""
     if heard[index].whole:
         ready[index] = heard.pop(index)
