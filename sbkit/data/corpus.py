@@ -8,8 +8,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,11 @@ import pyarrow as pa
 
 import sbkit
 from sbkit.console import atomic_write
+from sbkit.data import left_out
 from sbkit.data.lock import locked
 from sbkit.data.manifest import Manifest
-from sbkit.data.prepare import Limits, SplitReport, prepare_split, recording_keys, summarize
-from sbkit.data.sources import Source, join_rows, open_source
+from sbkit.data.prepare import MISSING, UNDECODABLE, Limits, SplitReport, prepare_split, recording_keys, summarize
+from sbkit.data.sources import Rows, Source, join_rows, open_source
 from sbkit.data.sources.base import check_columns
 from sbkit.data.text import TextRules
 from sbkit.errors import SbkitError
@@ -47,7 +47,7 @@ class Corpus:
         ``save_to_disk`` folder, parquet files), a folder of SpeechBrain CSVs or of JSON lines, or a mapping
         ``{train: FILE, dev: FILE, test: FILE}``; nothing: the demo corpus
     language : code as the source writes it (``en``, ``zh-CN``): a release's language, and its text rules
-    folder : where manifests and ``prepare_report.json`` go
+    folder : where manifests, ``prepare_report.json`` and ``left_out.csv`` go
     splits : the source's names of our splits, ``{train: [train, other], dev: validation}``
     text : rules of normalisation, a ``TextRules`` or a mapping of what differs from the language's rules
     min_duration, max_duration : seconds; what is outside is left out of ``limit_splits``
@@ -107,10 +107,17 @@ class Corpus:
 
     # ---------------------------------------------------------------- prepare
 
-    def prepare(self, show_progress: bool = True) -> dict[str, Manifest]:
+    def prepare(self, show_progress: bool = True, needed: Sequence[str] = ()) -> dict[str, Manifest]:
         """Manifests by split, made only where the source or an option changed since the last time.
 
+        That is seen by the size and date of lists, tables and archives, and by those of the recordings that were
+        missing or undecodable the last time. All other recordings are not looked at again.
+
         In a run over several processes one of them prepares, and the others :meth:`load` afterwards.
+
+        Arguments
+        ---------
+        needed : our splits that the source must have, told before any audio is read
         """
         with locked(self.folder / ".lock"):
             source = self._open(show_progress)
@@ -118,9 +125,10 @@ class Corpus:
             ready = self._read_ready(source, fingerprint)
             if ready is not None:
                 logger.info("corpus %s: prepared already in %s", source.where, self.folder)
+                self._check_needed(source, needed, ready)
                 return ready
             try:
-                return self._prepare(source, fingerprint, show_progress)
+                return self._prepare(source, fingerprint, show_progress, needed)
             except OSError as error:  # a full disk, a folder that may not be written
                 raise SbkitError(f"{error.filename or self.folder}: {error.strerror or error}") from error
 
@@ -188,6 +196,15 @@ class Corpus:
                 f"{', '.join(there) or 'none'})", hint="name them in the corpus's splits, e.g. {train: NAME}")
         return chosen
 
+    @staticmethod
+    def _check_needed(source: Source, needed: Sequence[str], there: Collection[str]) -> None:
+        missing = [split for split in needed if split not in there]
+        if missing:
+            raise SbkitError(
+                f"{source.where} ({source.kind}) has no {' and no '.join(missing)} split (its splits: "
+                f"{', '.join(source.names())})",
+                hint=f"say what to take for it, in the corpus: splits: {{{missing[0]}: NAME}}")
+
     def _options(self) -> dict[str, Any]:
         return {
             "language": self.language, "splits": self.splits, "text": self.text.options(),
@@ -218,26 +235,30 @@ class Corpus:
                     logger.warning("%s was changed since it was prepared: making it anew",
                                    self.manifest_path(split))
                     return None
-        except (OSError, ValueError, KeyError, TypeError):
+            mended = left_out.mended(self.folder, MISSING, UNDECODABLE)
+            if mended is not None:
+                logger.info("corpus: %s was left out and has come or changed since: preparing %s again",
+                            mended, self.folder)
+                return None
+        except (SbkitError, OSError, ValueError, KeyError, TypeError):
             return None
         self.report = report
         return {split: Manifest.read(self.manifest_path(split)) for split in report["splits"]}
 
-    def _prepare(self, source: Source, fingerprint: str, show: bool) -> dict[str, Manifest]:
+    def _prepare(self, source: Source, fingerprint: str, show: bool,
+                 needed: Sequence[str]) -> dict[str, Manifest]:
         started = time.monotonic()
         chosen = self._choose(source)
+        self._check_needed(source, needed, chosen)
+        rows = {split: self._read(source, split, names, show) for split, names in chosen.items()}
         journal = self.folder / f".durations-{fingerprint[:16]}"
         manifests: dict[str, Manifest] = {}
         reports: dict[str, SplitReport] = {}
         taken: list[pa.Array] = []
         listings: dict[str, pa.Array | None] = {}
         for split in reversed([split for split in SPLITS if split in chosen]):  # train must know the others
-            rows = join_rows([source.read(name, show) for name in chosen[split]])
-            if not len(rows) and not rows.malformed:
-                raise SbkitError(f"{rows.origin}: the {split} split is empty",
-                                 hint="expected a row or more")
             manifests[split], reports[split] = prepare_split(
-                split, rows, self.text, self._limits(split), taken=taken if split == "train" else (),
+                split, rows.pop(split), self.text, self._limits(split), taken=taken if split == "train" else (),
                 listings=listings, check_audio=self.check_audio, journal=journal, workers=self.workers,
                 show_progress=show)
             self._refuse_empty(reports[split])
@@ -252,8 +273,9 @@ class Corpus:
             self.report_path.unlink()  # from here until it is back, the folder counts as unprepared
         for split in ordered:
             manifests[split].write(self.manifest_path(split))
-            entry = {"sha256": _sha256(self.manifest_path(split)), **asdict(reports[split])}
+            entry = {"sha256": _sha256(self.manifest_path(split)), **reports[split].facts()}
             report["splits"][split] = entry
+        left_out.write(self.folder, [table for split in ordered for table in reports[split].tables])
         for split in SPLITS:
             if split not in manifests:
                 self.manifest_path(split).unlink(missing_ok=True)  # of an earlier source
@@ -262,6 +284,13 @@ class Corpus:
         journal.unlink(missing_ok=True)
         self.report = report
         return {split: manifests[split] for split in ordered}
+
+    @staticmethod
+    def _read(source: Source, split: str, names: Sequence[str], show: bool) -> Rows:
+        rows = join_rows([source.read(name, show) for name in names])
+        if not len(rows) and not rows.malformed:
+            raise SbkitError(f"{rows.origin}: the {split} split is empty", hint="expected a row or more")
+        return rows
 
     def _limits(self, split: str) -> Limits:
         limited = split in self.limit_splits

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from sbkit.console import progress, table
-from sbkit.data.audio import longer, split_member
+from sbkit.data import left_out
+from sbkit.data.audio import longer
+from sbkit.data.existing import existing
 from sbkit.data.manifest import Column, Manifest, join
 from sbkit.data.measure import measure
 from sbkit.data.sources.base import Rows, unique_ids
@@ -25,7 +26,8 @@ from sbkit.data.text import TextRules, count_words
 logger = logging.getLogger(__name__)
 
 #: Why a row can be left out; the first that applies is the one counted.
-REASONS = ("malformed row", "repeated id", "also in dev or test", "missing clip", "no text", "undecodable",
+MALFORMED, MISSING, UNDECODABLE = "malformed row", "missing clip", "undecodable"
+REASONS = (MALFORMED, "repeated id", "also in dev or test", MISSING, "no text", UNDECODABLE,
            "too short", "too long", "alphabet", "few words")
 _CODE = {reason: i for i, reason in enumerate(REASONS, 1)}  # 0: kept
 
@@ -33,8 +35,6 @@ _EXAMPLES = 10
 _SAMPLE = 200
 #: Where more of the sample than this disagrees, the list is not believed.
 _DISAGREE_SHARE = 0.05
-# Listing a folder beats asking for each file from about this many rows on.
-_WORTH_LISTING = 20
 # Less takes no time that anyone would watch.
 _WORTH_A_BAR = 1000
 
@@ -61,6 +61,12 @@ class SplitReport:
     left_out: dict[str, dict[str, Any]] = field(default_factory=dict)
     outside_alphabet: dict[str, int] = field(default_factory=dict)
     durations: dict[str, Any] = field(default_factory=dict)
+    tables: list[pa.Table] = field(default_factory=list, repr=False)
+    """Every row left out, for ``left_out.csv``."""
+
+    def facts(self) -> dict[str, Any]:
+        """What goes into ``prepare_report.json``."""
+        return {name: value for name, value in vars(self).items() if name != "tables"}
 
     @property
     def missing(self) -> int:
@@ -94,14 +100,14 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: Limits, *, t
         rows = dataclasses.replace(rows, ids=Column(unique_ids(list(rows.ids))))
     for keys in taken:
         leave_out("also in dev or test", _np(pc.is_in(recording_keys(rows.wavs, rows.starts), keys)))
-    leave_out("missing clip", ~existing(rows.wavs, listings))
+    leave_out(MISSING, ~existing(rows.wavs, listings))
     texts = [rules(text) for text in progress(
         rows.texts, what=f"{split}: text", total=len(rows), unit="row",
         show=show_progress and len(rows) >= _WORTH_A_BAR)]
     leave_out("no text", np.array([not text for text in texts], bool))
 
     durations = _durations(split, rows, why, details, report, check_audio, journal, workers, show_progress)
-    leave_out("undecodable", ~(durations > 0))
+    leave_out(UNDECODABLE, ~(durations > 0))
     if limits.min_duration is not None:
         leave_out("too short", durations < limits.min_duration)
     if limits.max_duration is not None:
@@ -135,60 +141,6 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: Limits, *, t
 def recording_keys(wavs: Column, starts: np.ndarray) -> pa.Array:
     """What makes two rows the same recording: file and start."""
     return join(wavs.arrow, pc.cast(pa.array(starts), pa.large_string()), separator="@")
-
-
-def existing(wavs: Column, listings: dict[str, pa.Array | None] | None = None) -> np.ndarray:
-    """Which recordings are there, [N] booleans; large folders are listed once rather than asked per file."""
-    listings = {} if listings is None else listings
-    result = np.ones(len(wavs), bool)
-    path = wavs.arrow
-    member = _np(pc.match_substring(path, "?offset="))
-    remote = _np(pc.match_substring(path, "://"))
-    names, codes = _folders(path)
-    plain = ~member & ~remote
-    counts = np.bincount(codes[plain], minlength=len(names))
-    there = []
-    for code in np.flatnonzero(counts >= _WORTH_LISTING):
-        folder = names[code]
-        if folder not in listings:
-            listings[folder] = _listing(folder)
-        if listings[folder] is None:
-            counts[code] = 0
-        else:
-            there.append(listings[folder])
-    if there:
-        listed = plain & (counts[codes] >= _WORTH_LISTING)
-        result[listed] = _np(pc.is_in(path, pa.concat_arrays(there)))[listed]
-        plain[listed] = False
-    for i in np.flatnonzero(plain):
-        result[i] = os.path.isfile(wavs[i])
-    sizes: dict[str, int] = {}
-    for i in np.flatnonzero(member & ~remote):
-        shard, offset, size = split_member(wavs[i])
-        if shard not in sizes:
-            sizes[shard] = os.path.getsize(shard) if os.path.isfile(shard) else -1
-        result[i] = offset + size <= sizes[shard]
-    return result
-
-
-def _folders(path: pa.Array) -> tuple[list[str], np.ndarray]:
-    """The folders of N paths and which of them each path is in, [N]."""
-    first = path[0].as_py().rpartition("/") if len(path) else ("", "", "")
-    only = first[0] + first[1]
-    same = pc.and_(pc.starts_with(path, only), pc.equal(pc.count_substring(path, "/"), only.count("/")))
-    if pc.all(same).as_py():  # a release has all clips in one place; a regular expression takes ten times longer
-        return [only], np.zeros(len(path), np.int32)
-    folders = pc.replace_substring_regex(path, r"[^/]*$", "").dictionary_encode()
-    return folders.dictionary.to_pylist(), folders.indices.to_numpy(zero_copy_only=False)
-
-
-def _listing(folder: str) -> pa.Array | None:
-    """The paths in a folder; None where it can't be listed, or holds names that are no text."""
-    try:
-        with os.scandir(folder or ".") as entries:
-            return pa.array([folder + entry.name for entry in entries], pa.large_string())
-    except (OSError, UnicodeEncodeError):
-        return None
 
 
 def _durations(split: str, rows: Rows, why: np.ndarray, details: dict[int, str], report: SplitReport,
@@ -234,18 +186,23 @@ def _correct(durations: np.ndarray, rows: Rows, at: np.ndarray, found: np.ndarra
 
 def _explain(report: SplitReport, rows: Rows, why: np.ndarray, durations: np.ndarray,
              details: dict[int, str]) -> None:
+    if rows.malformed:
+        report.left_out[MALFORMED] = {"count": len(rows.malformed), "hours": 0.0, "examples": [
+            f"{where}: {what}" for where, what in rows.malformed[:_EXAMPLES]]}
+        where, what = zip(*rows.malformed, strict=True)
+        report.tables.append(left_out.rows(report.split, MALFORMED, where, [""] * len(where), what))
     for reason in REASONS:
         at = np.flatnonzero(why == _CODE[reason])
-        examples = [f"{rows.ids[i]}: {details[i]}" if i in details else rows.ids[i]
-                    for i in map(int, at[:_EXAMPLES])]
-        count = len(at)
-        if reason == "malformed row":
-            count = len(rows.malformed)
-            examples = [f"{where}: {what}" for where, what in rows.malformed[:_EXAMPLES]]
-        if count:
-            seconds = durations[at]
-            report.left_out[reason] = {"count": count, "hours": round(float(np.nansum(seconds)) / 3600, 3),
-                                       "examples": examples}
+        if not len(at):
+            continue
+        ids = list(rows.ids.take(at))
+        said = [details.get(i, "") for i in at.tolist()]
+        examples = [f"{id_}: {detail}" if detail else id_
+                    for id_, detail in zip(ids[:_EXAMPLES], said, strict=False)]
+        report.left_out[reason] = {"count": len(at), "hours": round(float(np.nansum(durations[at])) / 3600, 3),
+                                   "examples": examples}
+        report.tables.append(left_out.rows(report.split, reason, ids, list(rows.wavs.take(at)), said,
+                                           seal=reason == UNDECODABLE))
 
 
 def summarize(report: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import signal
@@ -122,6 +123,61 @@ def test_it_is_prepared_again_when_anything_it_depends_on_changed(release, tmp_p
     assert len(spied) == 6
 
 
+@pytest.fixture(params=["csv", "jsonl", "tsv"])
+def half_there(request, tmp_path) -> Path:
+    """A corpus of three clips a split, of which one is missing and one damaged."""
+    clips = tmp_path / "in" / "clips"
+    clips.mkdir(parents=True)
+    for split in ("train", "dev", "test"):
+        names = [f"{split}{i}" for i in range(3)]
+        (clips / f"{names[0]}.mp3").write_bytes(clip())
+        (clips / f"{names[1]}.mp3").write_bytes(b"cut off while it was copied")
+        lines = {"csv": ["ID,wav,wrd", *(f"{name},clips/{name}.mp3,a text" for name in names)],
+                 "jsonl": [json.dumps({"audio": f"clips/{name}.mp3", "text": "a text"}) for name in names],
+                 "tsv": ["path\tsentence", *(f"{name}.mp3\ta text" for name in names)]}[request.param]
+        (tmp_path / "in" / f"{split}.{request.param}").write_text("\n".join(lines) + "\n")
+    return tmp_path / "in"
+
+
+@pytest.mark.parametrize("change", ["a missing one came", "a damaged one was mended", "nothing"])
+def test_clips_that_were_left_out_are_looked_at_again(half_there, tmp_path, spied, change):
+    _, manifests = prepare(half_there, tmp_path / "m")
+    assert [len(m) for m in manifests.values()] == [1, 1, 1]
+    before = (half_there / "clips").stat()
+    if change == "a missing one came":
+        (half_there / "clips" / "train2.mp3").write_bytes(clip())
+    elif change == "a damaged one was mended":
+        (half_there / "clips" / "train1.mp3").write_bytes(clip())
+    os.utime(half_there / "clips", ns=(before.st_atime_ns, before.st_mtime_ns))  # as object stores have it
+    _, manifests = prepare(half_there, tmp_path / "m")
+    assert len(manifests["train"]) == (1 if change == "nothing" else 2)
+    assert len(spied) == (3 if change == "nothing" else 6)
+    prepare(half_there, tmp_path / "m")
+    assert len(spied) == (3 if change == "nothing" else 6)
+
+
+def test_every_row_left_out_is_listed(half_there, tmp_path):
+    corpus, _ = prepare(half_there, tmp_path / "m")
+    with open(tmp_path / "m" / "left_out.csv", newline="") as file:
+        listed = [(row["split"], row["ID"], row["reason"], row["detail"]) for row in csv.DictReader(file)]
+    assert sorted(listed)[:2] == [("dev", "dev1", "undecodable", "cannot be decoded: Format not recognised"),
+                                  ("dev", "dev2", "missing clip", "")]
+    assert len(listed) == sum(entry["rows"] - entry["kept"] for entry in corpus.report["splits"].values())
+
+
+@pytest.mark.parametrize(("gone", "message"), [
+    (["dev"], r"has no dev split \(its splits: test, train\)"), (["dev", "test"], "has no dev and no test split")])
+def test_a_split_that_is_needed_is_told_before_audio_is_read(release, tmp_path, monkeypatch, gone, message):
+    for split in gone:
+        (release / f"{split}.tsv").unlink()
+    with monkeypatch.context() as patch, pytest.raises(SbkitError, match=message):
+        patch.setattr("sbkit.data.corpus.prepare_split", lambda *_, **__: pytest.fail("audio was read"))
+        Corpus(release, folder=tmp_path / "m").prepare(show_progress=False, needed=["train", "dev", "test"])
+    prepare(release, tmp_path / "m")
+    with pytest.raises(SbkitError, match=message):
+        Corpus(release, folder=tmp_path / "m").prepare(show_progress=False, needed=["train", "dev", "test"])
+
+
 def test_splits_can_be_named_and_joined(release, tmp_path):
     (release / "other.tsv").write_text((release / "train.tsv").read_text().replace("train0", "test0"))
     _, manifests = prepare(release, tmp_path / "m", splits={"train": ["train", "other"], "dev": "test"})
@@ -169,10 +225,11 @@ def test_wrong_options_are_named_at_once(options, message):
         Corpus("/nowhere", **options)
 
 
-def test_empty_splits_and_unprepared_folders(release, tmp_path):
+def test_empty_splits_and_unprepared_folders(release, tmp_path, monkeypatch):
     with pytest.raises(SbkitError, match="holds no prepared corpus"):
         Corpus(release, folder=tmp_path / "m").load()
     (release / "dev.tsv").write_text((release / "dev.tsv").read_text().splitlines()[0] + "\n")
+    monkeypatch.setattr("sbkit.data.corpus.prepare_split", lambda *_, **__: pytest.fail("audio was read"))
     with pytest.raises(SbkitError, match=r"dev\.tsv: the dev split is empty"):
         prepare(release, tmp_path / "m")
     assert not list((tmp_path / "m").glob("*.csv"))

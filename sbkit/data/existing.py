@@ -1,0 +1,73 @@
+"""Which recordings are there: one listing of a large folder rather than a question per file."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from sbkit.data.audio import split_member
+from sbkit.data.manifest import Column
+
+# Listing a folder beats asking for each file from about this many rows on.
+_WORTH_LISTING = 20
+
+
+def existing(wavs: Column, listings: dict[str, pa.Array | None] | None = None) -> np.ndarray:
+    """Which recordings are there, [N] booleans; large folders are listed once rather than asked per file."""
+    listings = {} if listings is None else listings
+    result = np.ones(len(wavs), bool)
+    path = wavs.arrow
+    member = _np(pc.match_substring(path, "?offset="))
+    remote = _np(pc.match_substring(path, "://"))
+    names, codes = _folders(path)
+    plain = ~member & ~remote
+    counts = np.bincount(codes[plain], minlength=len(names))
+    there = []
+    for code in np.flatnonzero(counts >= _WORTH_LISTING):
+        folder = names[code]
+        if folder not in listings:
+            listings[folder] = _listing(folder)
+        if listings[folder] is None:
+            counts[code] = 0
+        else:
+            there.append(listings[folder])
+    if there:
+        listed = plain & (counts[codes] >= _WORTH_LISTING)
+        result[listed] = _np(pc.is_in(path, pa.concat_arrays(there)))[listed]
+        plain[listed] = False
+    for i in np.flatnonzero(plain):
+        result[i] = os.path.isfile(wavs[i])
+    sizes: dict[str, int] = {}
+    for i in np.flatnonzero(member & ~remote):
+        shard, offset, size = split_member(wavs[i])
+        if shard not in sizes:
+            sizes[shard] = os.path.getsize(shard) if os.path.isfile(shard) else -1
+        result[i] = offset + size <= sizes[shard]
+    return result
+
+
+def _folders(path: pa.Array) -> tuple[list[str], np.ndarray]:
+    """The folders of N paths and which of them each path is in, [N]."""
+    first = path[0].as_py().rpartition("/") if len(path) else ("", "", "")
+    only = first[0] + first[1]
+    same = pc.and_(pc.starts_with(path, only), pc.equal(pc.count_substring(path, "/"), only.count("/")))
+    if pc.all(same).as_py():  # a release has all clips in one place; a regular expression takes ten times longer
+        return [only], np.zeros(len(path), np.int32)
+    folders = pc.replace_substring_regex(path, r"[^/]*$", "").dictionary_encode()
+    return folders.dictionary.to_pylist(), folders.indices.to_numpy(zero_copy_only=False)
+
+
+def _listing(folder: str) -> pa.Array | None:
+    """The paths in a folder; None where it can't be listed, or holds names that are no text."""
+    try:
+        with os.scandir(folder or ".") as entries:
+            return pa.array([folder + entry.name for entry in entries], pa.large_string())
+    except (OSError, UnicodeEncodeError):
+        return None
+
+
+def _np(mask: pa.Array) -> np.ndarray:
+    return mask.to_numpy(zero_copy_only=False)
