@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
+import huggingface_hub
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -43,9 +45,11 @@ def source(request, tmp_path, monkeypatch):
     # The hub itself can't be reached from tests: what it would send is on disk.
     monkeypatch.setattr(datasets, "get_dataset_split_names", lambda *_, **__: list(splits))
 
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: SimpleNamespace(sha="a" * 40))
+
     def load(address, config, *, split, revision, streaming):
         assert (address, config, revision, streaming) == (
-            "owner/name", "fr", None, request.param == "streaming hub")
+            "owner/name", "fr", "a" * 40, request.param == "streaming hub")
         return splits[split].to_iterable_dataset() if streaming else splits[split]
 
     monkeypatch.setattr(datasets, "load_dataset", load)
@@ -173,12 +177,41 @@ def test_a_hub_that_cannot_be_reached_is_one_error(tmp_path, monkeypatch):
         raise ConnectionError("Couldn't reach 'owner/name' on the Hub\nand a long story")
 
     monkeypatch.setattr(datasets, "get_dataset_split_names", fail)
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", fail)
     with pytest.raises(SbkitError, match=r"hf://owner/name\?config=fr cannot be read: Couldn't reach .*; "):
         Corpus("hf://owner/name?config=fr", folder=tmp_path / "m").prepare(show_progress=False)
 
 
+def test_a_hub_dataset_is_prepared_again_when_its_commit_changed(tmp_path, monkeypatch):
+    commits, loaded = ["a" * 40], []
+
+    def ask(self, address, *, revision, timeout):
+        if not commits:
+            raise ConnectionError("no network")
+        return SimpleNamespace(sha=commits[-1])
+
+    def load(address, config, *, split, revision, streaming):
+        loaded.append((split, revision[0]))
+        return make(2 if revision == "a" * 40 else 3)
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", ask)
+    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda *_, **__: ["train"])
+    monkeypatch.setattr(datasets, "load_dataset", load)
+
+    def prepared(address: str = "hf://owner/name") -> int:
+        return len(Corpus(address, folder=tmp_path / "m").prepare(show_progress=False)["train"])
+
+    assert [prepared(), prepared()] == [2, 2] and loaded == [("train", "a")]
+    commits.append("b" * 40)
+    assert [prepared(), prepared()] == [3, 3] and loaded == [("train", "a"), ("train", "b")]
+    commits.clear()  # without a network what is there will do
+    assert prepared() == 3 and len(loaded) == 2
+    assert prepared("hf://owner/name?revision=" + "a" * 40) == 2  # a commit need not be asked for
+
+
 def test_addresses_on_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: SimpleNamespace(sha="a" * 40))
     hub = open_source("owner/name", cache=tmp_path)
     assert isinstance(hub, Hub) and hub.id == "owner/name" and hub.config is None
     hub = Hub("hf://owner/name?config=fr&revision=v2&streaming=true", tmp_path, {})

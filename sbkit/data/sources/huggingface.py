@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
@@ -15,6 +17,7 @@ from urllib.parse import parse_qs, urlsplit
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from sbkit.console import atomic_write
 from sbkit.data.sources.base import ALIASES, META_ALIASES, Rows, Source, no_column, pick, stamp
 from sbkit.data.sources.embedded import is_stored, store_rows
 from sbkit.errors import SbkitError
@@ -22,11 +25,16 @@ from sbkit.errors import SbkitError
 if TYPE_CHECKING:
     import datasets
 
+logger = logging.getLogger(__name__)
+
 # Raise when the same dataset must be stored differently from before.
 _FORMAT = 2
 # Rows in memory at once: some 100 MB of long recordings.
 _BATCH = 256
 _PARQUET_SPLIT = re.compile(r"^(?P<name>.*?)(-\d+-of-\d+(-[0-9a-f]+)?|[-_.]?\d+)?$")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_NO_NAME = re.compile(r"[^\w.-]+")
+_TIMEOUT = 10.0  # seconds for a question that a run without a network can do without
 _HUB_OPTIONS = ("config", "revision", "streaming")
 
 
@@ -48,7 +56,7 @@ class HuggingFace(Source):
         return self.cache / f"{self._label()}-{hashlib.sha256(facts).hexdigest()[:12]}"
 
     def _label(self) -> str:
-        return re.sub(r"[^\w.-]+", "-", Path(self.where).name).strip("-") or "dataset"
+        return _NO_NAME.sub("-", Path(self.where).name).strip("-") or "dataset"
 
     def read(self, name: str, show_progress: bool = True) -> Rows:
         origin = f"{self.where} [{name}]"
@@ -56,7 +64,7 @@ class HuggingFace(Source):
             dataset = self.load(name)
             layout = _Layout(origin, dataset, self.columns)
             total = len(dataset) if hasattr(dataset, "__len__") else None
-            return store_rows(layout.tables, self.folder, re.sub(r"[^\w.-]+", "-", name), origin, total=total,
+            return store_rows(layout.tables, self.folder, _NO_NAME.sub("-", name), origin, total=total,
                               show_progress=show_progress)
         except SbkitError:
             raise
@@ -71,6 +79,7 @@ class HuggingFace(Source):
 class Hub(HuggingFace):
     """``hf://owner/name?config=fr&revision=main&streaming=true``; without options ``owner/name`` is enough.
 
+    Prepared again when the hub has another commit of the revision than the last time; what is read is that commit.
     With ``streaming=true`` nothing but the shards is written; otherwise `datasets` keeps its own copy too.
     """
 
@@ -92,23 +101,58 @@ class Hub(HuggingFace):
         self.where = f"hf://{self.id}" + (f"?config={self.config}" if self.config else "")
 
     def _label(self) -> str:
-        return re.sub(r"[^\w.-]+", "-", f"{self.id}-{self.config or 'default'}")
+        return _NO_NAME.sub("-", f"{self.id}-{self.config or 'default'}")
+
+    @cached_property
+    def commit(self) -> str | None:
+        """What ``revision`` (by default main) stands for today; the one stored where the hub can't be asked."""
+        if self.revision is not None and _COMMIT.fullmatch(self.revision):
+            return self.revision
+        import huggingface_hub
+
+        try:
+            return huggingface_hub.HfApi().dataset_info(self.id, revision=self.revision, timeout=_TIMEOUT).sha
+        except Exception as error:  # without a network the client raises whatever its own client raises
+            known = self._noted()
+            logger.info("%s: the hub does not say its commit (%s): taking %s", self.where,
+                        str(error).strip().partition("\n")[0] or type(error).__name__,
+                        f"{known}, stored here" if known else self.revision or "main")
+            return known
+
+    @property
+    def _note(self) -> Path:
+        """Which commit was stored last."""
+        return self.cache / f"{self._label()}{'-' + _NO_NAME.sub('-', self.revision) if self.revision else ''}.json"
+
+    def _noted(self) -> str | None:
+        try:
+            return json.loads(self._note.read_text(encoding="utf-8"))["commit"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
 
     def fingerprint(self) -> Any:
-        return [self.kind, self.id, self.config, self.revision]
+        return [self.kind, self.id, self.config, self.revision, self.commit]
+
+    def read(self, name: str, show_progress: bool = True) -> Rows:
+        rows = super().read(name, show_progress)
+        if self.commit is not None and self.commit != self._noted():
+            with atomic_write(self._note) as file:
+                json.dump({"commit": self.commit}, file)
+        return rows
 
     def names(self) -> list[str]:
         import datasets
 
         try:
-            return list(datasets.get_dataset_split_names(self.id, self.config, revision=self.revision))
+            return list(datasets.get_dataset_split_names(
+                self.id, self.config, revision=self.commit or self.revision))
         except Exception as error:  # see `read`
             raise unreadable(self.where, error) from error
 
     def load(self, name: str) -> datasets.Dataset | datasets.IterableDataset:
         import datasets
 
-        return datasets.load_dataset(self.id, self.config, split=name, revision=self.revision,
+        return datasets.load_dataset(self.id, self.config, split=name, revision=self.commit or self.revision,
                                      streaming=self.streaming)
 
 
