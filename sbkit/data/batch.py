@@ -72,6 +72,14 @@ class Batch:
         """A copy with its tensors on ``device``."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
+    def repeated(self, times: int) -> Batch:
+        """Its rows so often, one after the other, for a model that sees several views of each."""
+        return dataclasses.replace(
+            self, ids=self.ids * times, texts=self.texts * times, signals=self.signals.repeat(times, 1),
+            signal_lengths=self.signal_lengths.repeat(times), tokens=self.tokens.repeat(times, 1),
+            token_lengths=self.token_lengths.repeat(times),
+        )
+
     def pin_memory(self) -> Batch:
         """A copy in page-locked memory, from where a GPU copies while it computes."""
         return self._map(Tensor.pin_memory)

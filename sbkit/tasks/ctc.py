@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,9 +12,11 @@ from torch.nn import functional
 
 from sbkit.data.batch import Batch
 from sbkit.decode.greedy import greedy
+from sbkit.nn.consistency import consistency
 from sbkit.nn.ctc import CTCLoss, ctc_loss
 from sbkit.nn.guard import guard_indices
 from sbkit.nn.recognizer import Recognizer
+from sbkit.nn.taps import stack, tapped
 from sbkit.tasks.asr import ASR, Row
 from sbkit.train.step import Loss
 
@@ -23,7 +26,8 @@ class Scores(NamedTuple):
 
     ctc: Tensor  # [B, T, V] scores
     frames: Tensor  # [B] int64
-    attention: Tensor | None  # [B, U + 1, V] scores of the decoder, in joint training
+    attention: Tensor | None = None  # [B, U + 1, V] scores of the decoder, in joint training
+    intermediate: Sequence[Tensor] = ()  # [B, T, V] each: scores of layers within the encoder, in training
 
 
 class CTC(ASR):
@@ -34,6 +38,13 @@ class CTC(ASR):
 
     ``ctc_weight: 1.0`` trains CTC alone. Below 1 the rest of the loss is the attention decoder's
     label-smoothed cross-entropy. Both are means per token over the whole optimizer step.
+
+    ``intermediate_ctc: 0.3`` gives that share of the CTC loss to layers within the encoder (``intermediate_layers``;
+    without it the middle one), through the same head.
+
+    ``consistency: 0.2`` is CR-CTC: each utterance is seen twice, augmented in two ways, and that much of what the two
+    disagree in is added to the loss, rising over ``consistency_warmup`` (a share of the run, 0.1). A step then
+    computes, and holds, twice as much as ``max_batch_seconds`` says.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -48,20 +59,34 @@ class CTC(ASR):
 
     def compute_forward(self, batch: Batch, stage: Stage) -> Scores:
         """Waveforms [B, S] to scores [B, T, V]."""
-        model = self.recognizer
-        feats, frames = model.features(batch.signals, batch.signal_lengths, training=stage == Stage.TRAIN)
-        if not (self.joint and stage == Stage.TRAIN):
+        model, training = self.recognizer, stage == Stage.TRAIN
+        views = self.views if training else 1
+        feats, frames = model.features(batch.signals, batch.signal_lengths, training=training, views=views)
+        if not training:
             encoded, frames = model.encode(feats, frames)
-            return Scores(model.ctc_lin(encoded), frames, None)
-        tokens = functional.pad(self._labels(batch), (1, 0), value=self.hparams.bos_index)
-        encoded, frames, decoded = model.encode_and_decode(feats, frames, tokens)
-        return Scores(model.ctc_lin(encoded), frames, self.hparams.seq_lin(decoded))
+            return Scores(model.ctc_lin(encoded), frames)
+        with tapped(model.encoder, self._tapped_layers()) as states:
+            if self.joint:
+                tokens = functional.pad(self._labels(batch), (1, 0), value=self.hparams.bos_index)
+                encoded, frames, decoded = model.encode_and_decode(feats, frames, tokens.repeat(views, 1))
+                attention = self.hparams.seq_lin(decoded)
+            else:
+                (encoded, frames), attention = model.encode(feats, frames), None
+        return Scores(model.ctc_lin(encoded), frames, attention, [model.ctc_lin(state) for state in states])
 
     def compute_objectives(self, scores: Scores, batch: Batch, stage: Stage) -> Loss:
-        """Sum over the batch, and the tokens it is a mean over."""
-        ctc = self._ctc(scores, batch)
+        """Sum over the batch, and the tokens it is a mean over; with two views, over both."""
+        if stage == Stage.TRAIN and self.views > 1:
+            batch = batch.repeated(self.views)
+        ctc = self._ctc(scores.ctc, scores.frames, batch)
         tokens = (batch.token_lengths * ctc.feasible).sum()
         total = ctc.total
+        if scores.intermediate:
+            within = [self._ctc(each, scores.frames, batch).total for each in scores.intermediate]
+            total = torch.lerp(total, torch.stack(within).mean(), self.hparams.intermediate_ctc)
+        if stage == Stage.TRAIN and self.views > 1:
+            log_probs = scores.ctc.log_softmax(-1, dtype=torch.float32)
+            total = total + self._consistency_weight() * consistency(log_probs, scores.frames)
         if scores.attention is not None:
             weight = self.hparams.ctc_weight
             total = weight * total + (1 - weight) * self._cross_entropy(scores.attention, batch, ctc.feasible)
@@ -69,15 +94,30 @@ class CTC(ASR):
             self._transcribe(scores, batch, stage)
         return Loss(total, tokens)
 
-    def _ctc(self, scores: Scores, batch: Batch) -> CTCLoss:
+    @property
+    def views(self) -> int:
+        """How often a training step sees each utterance."""
+        return 2 if getattr(self.hparams, "consistency", 0.0) else 1
+
+    def _consistency_weight(self) -> float:
+        schedule = getattr(self.hparams, "schedule", None)
+        steps = getattr(self.hparams, "consistency_warmup", 0.1) * (schedule.total_steps if schedule else 0)
+        return self.hparams.consistency * min(1.0, (self.optimizer_step + 1) / max(1.0, steps))
+
+    def _tapped_layers(self) -> list[int]:
+        if not getattr(self.hparams, "intermediate_ctc", 0.0):
+            return []
+        return getattr(self.hparams, "intermediate_layers", None) or [len(stack(self.recognizer.encoder).layers) // 2]
+
+    def _ctc(self, scores: Tensor, frames: Tensor, batch: Batch) -> CTCLoss:
         return ctc_loss(
-            scores.ctc, batch.tokens, scores.frames, batch.token_lengths, blank=self.hparams.blank_index,
-            ids=batch.ids,
+            scores, batch.tokens, frames, batch.token_lengths, blank=self.hparams.blank_index, ids=batch.ids
         )
 
     def utterance_losses(self, scores: Scores, batch: Batch) -> Tensor:
         """CTC loss of each utterance [B], for reports on steps that went wrong."""
-        return self._ctc(scores, batch).losses
+        views = len(scores.ctc) // len(batch)
+        return self._ctc(scores.ctc, scores.frames, batch.repeated(views)).losses.view(views, -1).mean(0)
 
     def _labels(self, batch: Batch) -> Tensor:
         """The tokens [B, U], safe for an embedding to look up; one outside the vocabulary is told."""

@@ -1,0 +1,47 @@
+"""What layers within an encoder give, for losses on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from sbkit.errors import SbkitError
+
+
+def stack(encoder: nn.Module) -> nn.Module:
+    """The part of a SpeechBrain transformer (or of an encoder like it) that has the list ``layers``."""
+    for part in (encoder, getattr(encoder, "encoder", None)):
+        if isinstance(getattr(part, "layers", None), nn.ModuleList):
+            return part
+    raise SbkitError(f"{type(encoder).__name__} has no list of layers to look between",
+                     hint="intermediate_ctc needs encoder.layers or layers")
+
+
+@contextmanager
+def tapped(encoder: nn.Module, layers: Sequence[int]) -> Iterator[list[Tensor]]:
+    """Within, a forward of ``encoder`` fills the list with what ``layers`` (counted from 1) give, [B, T, D] each.
+
+    The states are normalised as the encoder normalises what its last layer gives.
+    """
+    states: list[Tensor] = []
+    if not layers:
+        yield states
+        return
+    inside = stack(encoder)
+    count = len(inside.layers)
+    if not all(1 <= layer < count for layer in layers):
+        raise SbkitError(f"intermediate_layers {list(layers)}: the encoder has {count} layers",
+                         hint=f"use numbers from 1 to {count - 1}")
+    norm = getattr(inside, "norm", None) or nn.Identity()
+
+    def keep(_module: nn.Module, _inputs: tuple, output: Tensor | tuple) -> None:
+        states.append(norm(output[0] if isinstance(output, tuple) else output))
+
+    hooks = [inside.layers[layer - 1].register_forward_hook(keep) for layer in layers]
+    try:
+        yield states
+    finally:
+        for hook in hooks:
+            hook.remove()
