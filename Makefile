@@ -27,12 +27,7 @@ $(STAMP): setup.cfg pyproject.toml
 demo: $(STAMP)
 	$(BIN)/torchrun --standalone --nproc_per_node=1 train.py hparams/ctc.yaml --output_folder $(OUT)
 	$(BIN)/sbkit export $(OUT) --to $(OUT)/bundle --force
-	@row=$$(sed -n 2p $(OUT)/manifests/test.csv) && clip=$$(echo "$$row" | cut -d, -f3) && \
-	  heard=$$($(BIN)/sbkit transcribe $(OUT)/bundle "$$clip") && \
-	  printf '\nreference   %s\nhypothesis  %s\n' "$$(echo "$$row" | cut -d, -f5)" "$$heard"
-	@printf '\n%s\n%s\n%s\n' "What it gets wrong, curves and players: $(OUT)/report.html" \
-	  "The model, for other runtimes too:     $(OUT)/bundle" \
-	  "Real data: torchrun --nproc_per_node=8 train.py recipes/CommonVoice/ASR/CTC/hparams/fr.yaml --data_folder CV_FOLDER/fr"
+	@$(BIN)/python tools/demo_end.py $(OUT)
 
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile

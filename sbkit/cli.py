@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,10 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _tell_torchrun(error: SbkitError) -> None:
     """torchrun ends with a page of its own about processes that failed; this puts the reason into its last lines."""
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-        get_error_handler().record_exception(error)
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        text = f"error: {error}"
+        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}), encoding="utf-8")
 
 
 def _dispatch(argv: list[str]) -> int:

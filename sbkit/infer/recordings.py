@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 import numpy as np
+import soundfile
 import soxr
 
 from sbkit.data import audio
@@ -81,7 +82,11 @@ def _decoded(source: str | os.PathLike | bytes | BinaryIO, name: str, rate: int,
         resampler = soxr.ResampleStream(own, rate, 1, dtype="float32", quality="MQ") if own != rate else None
         read = 0
         while read < wanted:
-            block = file.read(min(size, wanted - read), dtype="float32", always_2d=True)
+            try:
+                block = file.read(min(size, wanted - read), dtype="float32", always_2d=True)
+            except soundfile.LibsndfileError as error:
+                raise AudioError(name, f"damaged or cut off after {read / own:.2f} of {wanted / own:.2f} s: "
+                                       f"{error.error_string}") from None
             if not len(block):
                 break
             read += len(block)

@@ -119,3 +119,11 @@ def test_the_process_ends_with_that_code_and_debug_shows_the_traceback_too(tmp_p
     wrong = [sys.executable, "-m", "sbkit.cli", "train", "hparams/nope.yaml"]
     assert "Traceback" not in start(wrong, ROOT, tmp_path, code=2).stderr
     assert "Traceback" in start([*wrong, "--debug"], ROOT, tmp_path, code=2).stderr
+
+
+def test_under_torchrun_the_last_lines_say_what_was_wrong(tmp_path):
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py",
+             "hparams/ctc.yaml", "--d_modell", "3"]
+    lines = start(words, ROOT, tmp_path, code=1).stderr.splitlines()
+    assert lines[0] == "error: hparams/ctc.yaml has no key for --d_modell (did you mean --d_model?)"
+    assert any(lines[0] in line for line in lines[-4:]), lines

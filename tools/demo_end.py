@@ -1,0 +1,23 @@
+"""How `make demo` ends: a test clip as it was said and as the bundle hears it, and where to look next."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import sbkit.infer
+from sbkit.data.manifest import Manifest
+
+
+def main(run: Path) -> None:
+    clip = Manifest.read(run / "manifests" / "test.csv").row(0)
+    with sbkit.infer.load(run / "bundle") as model:
+        print(f"\n{clip.wav}\nreference   {clip.text}\nhypothesis  {model.transcribe(clip.wav).text}")
+    print(f"\nWhat it gets wrong, curves and players: {run / 'report.html'}"
+          f"\nThe model, for other runtimes too:     {run / 'bundle'}"
+          "\nReal data: torchrun --nproc_per_node=8 train.py recipes/CommonVoice/ASR/CTC/hparams/fr.yaml "
+          "--data_folder CV_FOLDER/fr")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
