@@ -45,7 +45,8 @@ def train(argv: list[str]) -> int:
                 ranks.run_on_main(preflight.before_training, hparams)
             manifests = hparams["corpus"].load()
             brain = _fit_and_test(hparams, request, device, manifests)
-            ranks.run_on_main(_show, brain, Path(hparams["output_folder"]), manifests["test"])
+            ranks.run_on_main(_show, brain, Path(hparams["output_folder"]), manifests["test"],
+                              hparams["corpus"].left_out("test"))
     finally:
         ranks.shutdown()
     return 0
@@ -159,11 +160,12 @@ def _write_down(brain: Any, device: Any) -> None:
         )
 
 
-def _show(brain: Any, folder: Path, manifest: Any) -> None:
+def _show(brain: Any, folder: Path, manifest: Any, left_out: str | None) -> None:
     """What came out: the rates with their interval, one utterance to look at, and where the rest is."""
     from sbkit.score import utterances
     from sbkit.score.report_data import HEARD
     from sbkit.score.significance import interval
+    from sbkit.tasks.asr import tell_unread
 
     words, characters = brain.test_words, brain.test_characters
     words.write(folder / "wer_test.txt")
@@ -174,6 +176,10 @@ def _show(brain: Any, folder: Path, manifest: Any) -> None:
     print(f"\n{example.id}\n  reference   {' '.join(example.reference)}\n  hypothesis  {' '.join(example.hypothesis)}")
     print(f"\ntest WER {words.rate:.2f} % (95 % interval {low:.2f} to {high:.2f}), CER {characters.rate:.2f} %, "
           f"{len(words)} utterances")
+    if left_out is not None:
+        print(left_out)
+    if brain.test_unread:
+        print(tell_unread("test", brain.test_unread, len(brain.test_rows)))
     print(f"every alignment: {folder / 'wer_test.txt'}")
     _report(brain, folder)
 

@@ -155,6 +155,15 @@ class Corpus:
             self.load()
         return summarize(self.report)
 
+    def left_out(self, split: str) -> str | None:
+        """What a split is without, for whoever reads a rate measured on it; None where it is whole."""
+        if self.report is None:
+            self.load()
+        entry = self.report["splits"][split]
+        reasons = ", ".join(f"{one['count']:,} {reason}" for reason, one in entry["left_out"].items())
+        count = entry["rows"] - entry["kept"]
+        return f"{count:,} of {entry['rows']:,} {split} rows were left out in preparation: {reasons}" if count else None
+
     def _open(self, show_progress: bool) -> Source:
         source = self.source
         if source is None:

@@ -81,6 +81,12 @@ class RunData:
     prepared: dict[str, Any] | None
     recipe: str
     scored: dict[str, Any] = field(default_factory=dict)  # how an evaluation was made
+    tested: dict[str, Any] = field(default_factory=dict)  # the last line about the test set
+
+    @property
+    def unread(self) -> int:
+        """Test utterances that could not be read, so that the results are without them."""
+        return len(self.scored["damaged"]) if "damaged" in self.scored else self.tested.get("test_unread", 0)
 
     @property
     def name(self) -> str:
@@ -121,6 +127,7 @@ def read(run: str | Path, heard: str | Path | None = None) -> RunData:
         starts=[line for line in lines if line["kind"] == "run"],
         results=Results(rows) if any(row.reference.split() for row in rows) else None,
         prepared=_json(folder / PREPARED), recipe=_text(folder / RECIPE),
+        tested=next((line for line in reversed(lines) if line["kind"] == "test"), {}),
     )
 
 

@@ -139,6 +139,11 @@ def _training(run: RunData) -> Iterator[Finding]:
 
 
 def _data(run: RunData) -> Iterator[Finding]:
+    if run.unread:
+        of = f" of {run.unread + len(run.results):,}" if run.results is not None else ""
+        yield Finding(
+            2.0, f"{run.unread:,}{of} test utterances could not be read: no rate here includes them",
+            "The run's log names them. Mend the files and score again before publishing.", "data")
     splits: Mapping[str, Mapping] = (run.prepared or {}).get("splits", {})
     train = splits.get("train")
     if train and train["rows"] and (train["rows"] - train["kept"]) > _LEFT_OUT * train["rows"]:

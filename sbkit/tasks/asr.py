@@ -14,6 +14,9 @@ from sbkit.train.brain import Brain
 
 logger = logging.getLogger(__name__)
 
+NAMED = 5
+"""Recordings named where some could not be read."""
+
 
 class Row(NamedTuple):
     """One utterance of validation or test, as it was heard."""
@@ -64,21 +67,29 @@ class ASR(Brain):
 
     def on_stage_start(self, stage: Stage, epoch: int | None = None) -> None:
         self.rows: list[Row] = []
+        self._unread: dict[str, str] = {}
+
+    def evaluate_batch(self, batch: Any, stage: Stage) -> Any:
+        self._unread.update(getattr(batch, "damaged", ()))
+        return super().evaluate_batch(batch, stage)
 
     def on_stage_end(self, stage: Stage, stage_loss: float, epoch: int | None = None) -> None:
         if stage == Stage.TRAIN:
             self.train_stats = {"loss": stage_loss}
             return
-        rows = self.all_rows()
+        rows, unread = self.all_rows(), dict(self.gather(self._unread.items()))
         words, characters = score(rows)
         stats = {"loss": stage_loss, "WER": words.rate, "CER": characters.rate}
+        if unread:  # a rate without them is never shown alone
+            stats["unread"] = len(unread)
+            logger.warning("%s", tell_unread(stage.name.lower(), unread, len(rows)))
         if stage == Stage.VALID:
             self._end_epoch(epoch, stats)
         else:
             epoch = self.hparams.epoch_counter.current
             self.hparams.train_logger.log_stats({"Epoch loaded": epoch}, test_stats=stats)
             self._measured("test", epoch, stats)
-            self.test_words, self.test_characters, self.test_rows = words, characters, rows
+            self.test_words, self.test_characters, self.test_rows, self.test_unread = words, characters, rows, unread
 
     def all_rows(self) -> list[Row]:
         """The rows of all ranks by id, on every rank."""
@@ -102,6 +113,18 @@ class ASR(Brain):
                 num_to_keep=getattr(self.hparams, "keep_checkpoints", 1),
                 keep_every=getattr(self.hparams, "keep_every", None) or None,
             )
+
+
+def tell_unread(split: str, unread: dict[str, str], read: int) -> str:
+    """What error rates are without: ``unread`` (id -> why) beside the utterances that were ``read``.
+
+    >>> tell_unread("test", {"b": "b.wav: no such file"}, 1999)
+    '1 of 2,000 test utterances could not be read and is not scored: b.wav: no such file'
+    """
+    some = "; ".join(list(unread.values())[:NAMED])
+    more = f" and {len(unread) - NAMED} more" if len(unread) > NAMED else ""
+    return (f"{len(unread):,} of {read + len(unread):,} {split} utterances could not be read and "
+            f"{'is' if len(unread) == 1 else 'are'} not scored: {some}{more}")
 
 
 def score(rows: list[Row]) -> tuple[ErrorRates, ErrorRates]:

@@ -42,6 +42,7 @@ def test_manifests_report_and_table(release, tmp_path):
     assert row.meta == {"accent": "Scottish", "age": "twenties", "gender": "female_feminine",
                         "language": "en"}
     assert Path(row.wav).is_file() and Path(row.wav).is_absolute()
+    assert corpus.left_out("test") is None
     report = json.loads((tmp_path / "m" / "prepare_report.json").read_text())
     assert report["splits"]["train"]["rows"] == 3 == report["splits"]["train"]["kept"]
     assert corpus.summary().splitlines()[3].split() == ["train", "3", "3", "0.00"]
@@ -162,6 +163,8 @@ def test_every_row_left_out_is_listed(half_there, tmp_path):
         listed = [(row["split"], row["ID"], row["reason"], row["detail"]) for row in csv.DictReader(file)]
     assert sorted(listed)[:2] == [("dev", "dev1", "undecodable", "cannot be decoded: Format not recognised"),
                                   ("dev", "dev2", "missing clip", "")]
+    assert corpus.left_out("test") == (
+        "2 of 3 test rows were left out in preparation: 1 missing clip, 1 undecodable")
     assert len(listed) == sum(entry["rows"] - entry["kept"] for entry in corpus.report["splits"].values())
 
 

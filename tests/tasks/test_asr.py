@@ -1,0 +1,82 @@
+"""What every recogniser does around its loss: here, telling what its error rates are without."""
+
+import json
+from types import SimpleNamespace
+
+import torch
+from speechbrain.core import Stage
+
+from sbkit.data.batch import Batch, stand_in
+from sbkit.score.report_data import read
+from sbkit.score.report_findings import findings
+from sbkit.tasks.asr import ASR, Row
+from sbkit.train.metrics import MetricsLog
+from sbkit.train.train_log import TrainLog
+
+
+class Parrot(ASR):
+    """Hears what was said."""
+
+    def compute_forward(self, batch, stage):
+        return batch.signals
+
+    def compute_objectives(self, signals, batch, stage):
+        if batch.weight:
+            self.rows += [Row(name, text, text) for name, text in zip(batch.ids, batch.texts, strict=True)]
+        return signals.sum()
+
+
+def batch(name: str, **more) -> Batch:
+    return Batch(ids=[name], signals=torch.zeros(1, 4), signal_lengths=torch.tensor([4]),
+                 tokens=torch.ones(1, 1, dtype=torch.long), token_lengths=torch.tensor([1]), texts=["yes"],
+                 samples=4, **more)
+
+
+class Share:
+    """This rank's batches of a set, as our loader has them."""
+
+    def __init__(self, *batches: Batch):
+        self.batches = batches
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+def run_test(folder, *batches):
+    hparams = {"train_logger": TrainLog(folder / "train_log.txt"), "epoch_counter": SimpleNamespace(current=3)}
+    brain = Parrot({"layer": torch.nn.Linear(1, 1)}, hparams=hparams, run_opts={"device": "cpu"})
+    brain.metrics_log = MetricsLog(folder)
+    brain.evaluate(Share(*batches), progressbar=False)
+    brain.metrics_log.flush()
+    return brain, (folder / "train_log.txt").read_text(), json.loads((folder / "metrics.jsonl").read_text())
+
+
+def test_test_clips_that_could_not_be_read_are_told_wherever_the_rate_is(tmp_path, caplog):
+    cut_off, gone = ("b", "b.mp3: cut off"), ("c", "c.mp3: no such file")
+    brain, log, line = run_test(tmp_path, batch("a", damaged=[cut_off]), stand_in(damaged=[gone]))
+    assert brain.test_words.rate == 0 and brain.test_unread == dict([cut_off, gone])
+    assert "test unread: 2" in log and line["test_unread"] == 2
+    assert ("2 of 3 test utterances could not be read and are not scored: b.mp3: cut off; c.mp3: no such file"
+            in caplog.text)
+    first = findings(read_run(tmp_path))[0]
+    assert first.headline == "2 test utterances could not be read: no rate here includes them"
+
+
+def test_nothing_is_said_where_all_were_read(tmp_path, caplog):
+    brain, log, line = run_test(tmp_path, batch("a"), batch("b"))
+    assert brain.test_unread == {} and "unread" not in log + str(line) + caplog.text
+    assert not findings(read_run(tmp_path))
+
+
+def read_run(folder):
+    (folder / "hyperparams.yaml").write_text("")
+    return read(folder)
+
+
+def test_validation_tells_too(tmp_path, caplog):
+    brain, *_ = run_test(tmp_path, batch("a"))
+    brain.on_stage_end(Stage.TRAIN, 0.0, 1)
+    brain.on_stage_start(Stage.VALID, 1)
+    brain.evaluate_batch(batch("a", damaged=[("b", "b.mp3: empty")]), Stage.VALID)
+    brain.on_stage_end(Stage.VALID, 0.0, 1)
+    assert "valid unread: 1" in (tmp_path / "train_log.txt").read_text()
