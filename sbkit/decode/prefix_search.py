@@ -142,7 +142,9 @@ class Search:
             text[fresh] += gain
         soft[fresh] = self._expect(hot, word[pick])
         utterance = beams.utterance[source]
-        keep = self._prune(utterance, np.log(blank + other) + text + soft, active)
+        with np.errstate(divide="ignore"):  # one that can't stay as it is has no path left, and is pruned
+            score = np.log(blank + other) + text + soft
+        keep = self._prune(utterance, score, active)
 
         # Only what is kept is written down.
         new = beams.take(source[keep])

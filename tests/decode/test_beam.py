@@ -165,6 +165,15 @@ def test_batches_of_nothing(shape, lengths, lm):
         assert [one.text for one, in search.decode(log_probs, np.array(lengths, int))] == [""] * shape[0]
 
 
+@pytest.mark.filterwarnings("error")
+def test_what_is_impossible_is_no_reason_to_warn(lm):
+    log_probs = peaked([1, 2, 1, 3])
+    log_probs[:, 0] = -np.inf  # no blank anywhere: nothing can stay as it is
+    log_probs[2, 2:] = -1000.0
+    for search in (BeamSearch(PIECES), BeamSearch(PIECES, lm=lm)):
+        assert decode(search, log_probs)[0][0].text == "ab a ab"
+
+
 # -------------------------------------------------------- times and words
 
 

@@ -1,0 +1,259 @@
+#!/usr/bin/env python3
+"""Beam search with a language model: sbkit against SpeechBrain and flashlight, alternating in the same run.
+
+    pip install kenlm pygtrie flashlight-text       what the others need; those that lack theirs are left out
+    python tools/bench_decode.py --json bench.json
+    python tools/bench_decode.py --vocabularies 1000 --utterances 40 --rounds 5
+
+The posteriors are synthetic, and like those of a trained model: most frames are a sure blank, and a token's
+frames hold it among the tokens that sound like it, so that the language model matters and no search is perfect.
+All searches get the same posteriors, the same 3-gram model with the weight 0.5 and 1.5 for each word, and
+the same number of hypotheses (--beam); the rest is what each has by default, but for what its name says.
+`pruned` follows the 20 likeliest tokens of a frame in flashlight, which by itself follows all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import math
+import os
+import platform
+import random
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import sentencepiece
+import torch
+
+from sbkit.console import table
+from sbkit.decode import lm
+from sbkit.decode.beam import BeamSearch
+from sbkit.score.edits import count
+
+FRAME = 0.04  # seconds
+LM_WEIGHT, WORD_SCORE = 0.5, 1.5
+#: How near a frame's sound lies to its token, and how sure the model sounds of it.
+NOISE, SHARPNESS = 0.9, 16.0
+SOUNDS = 48  # dimensions in which sounds differ
+
+Decode = Callable[[], list[str]]
+
+
+# ---------------------------------------------------------------- the task
+
+
+class Task(NamedTuple):
+    """What is to be decoded."""
+
+    pieces: list[str]
+    log_probs: np.ndarray  # [B, T, V]
+    lengths: np.ndarray  # [B]
+    said: list[str]
+    arpa: Path
+    spell: Callable[[str], list[str]]
+
+    @property
+    def seconds(self) -> float:
+        return float(self.lengths.sum()) * FRAME
+
+
+def language(words: int, seed: int) -> Iterator[str]:
+    """Endless sentences of frequent and rare words, in which each word has some that like to follow it."""
+    rng = random.Random(seed)
+    onsets = ["", *"bcdfghjklmnprstvwz", "st", "tr", "pl", "ch", "sh", "br", "gr"]
+    nuclei, codas = ["a", "e", "i", "o", "u", "ea", "ou", "ai"], ["", "", "", *"nrtslmd", "nd", "st", "ng"]
+
+    def syllable() -> str:
+        return rng.choice(onsets) + rng.choice(nuclei) + rng.choice(codas)
+
+    lexicon = list(dict.fromkeys("".join(syllable() for _ in range(rng.choice([1, 1, 2, 2, 3]))) for _ in range(words)))
+    weights = list(itertools.accumulate(1 / (rank + 3) for rank in range(len(lexicon))))
+    favourites = [rng.choices(lexicon, cum_weights=weights, k=12) for _ in lexicon]
+    numbers = {word: i for i, word in enumerate(lexicon)}
+    while True:
+        sentence = rng.choices(lexicon, cum_weights=weights)
+        for _ in range(rng.randint(4, 16)):
+            sentence.append(rng.choice(favourites[numbers[sentence[-1]]]) if rng.random() < 0.75
+                            else rng.choices(lexicon, cum_weights=weights)[0])
+        yield " ".join(sentence)
+
+
+def make_task(size: int, utterances: int, folder: Path, seed: int = 0) -> Task:
+    """A vocabulary of so many pieces (about 32: characters), its language model, and utterances to decode."""
+    sentences = language(8000, seed)
+    train = [next(sentences) for _ in range(30_000)]
+    said = [next(sentences) for _ in range(utterances)]
+    text, arpa = folder / f"{size}.txt", folder / f"{size}.arpa"
+    text.write_text("\n".join(train))
+    kind = {"model_type": "char"} if size < 100 else {"model_type": "bpe", "vocab_size": size}
+    with contextlib.redirect_stderr(None):
+        sentencepiece.SentencePieceTrainer.train(
+            input=str(text), model_prefix=str(folder / str(size)), minloglevel=2, unk_id=0, bos_id=-1, eos_id=-1,
+            character_coverage=1.0, **kind)
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(folder / f"{size}.model"))
+    lm.build(train, arpa, order=3, prune=[0, 0, 1])
+    pieces = [processor.id_to_piece(i) for i in range(processor.vocab_size())]
+    rng = np.random.default_rng(seed)
+    sounds = rng.normal(size=(len(pieces), SOUNDS)) / math.sqrt(SOUNDS)
+    spoken = [posteriors(processor.encode(sentence), sounds, rng) for sentence in said]
+    lengths = np.array([len(each) for each in spoken])
+    log_probs = np.full((len(spoken), lengths.max(), len(pieces)), -30.0, np.float32)
+    for row, each in zip(log_probs, spoken, strict=True):
+        row[:len(each)] = each
+    return Task(pieces, log_probs, lengths, said, arpa, lambda word: processor.encode(word, out_type=str))
+
+
+def posteriors(tokens: Sequence[int], sounds: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Log-probabilities [T, V] of an utterance, as peaked as CTC's."""
+    frames = []
+    for token in tokens:
+        noise = NOISE * rng.lognormal(sigma=0.5)  # some are clear, some are not
+        heard = sounds[token] + noise * rng.normal(size=sounds.shape[1]) / math.sqrt(sounds.shape[1])
+        for number in range(rng.choice([1, 1, 2])):
+            scores = SHARPNESS * (sounds @ heard) + 0.3 * rng.normal(size=len(sounds))
+            scores[0] = scores.max() + rng.normal(-4.0 if number == 0 else 0.5, 1.5)
+            frames.append(scores)
+        longer = len(sounds) > 100  # a piece lasts longer than a character
+        for _ in range(rng.integers(1, 6) if longer else rng.integers(0, 2)):
+            scores = 2.5 * rng.normal(size=len(sounds))
+            scores[0] = scores.max() + rng.choice([4.0, 9.0, 14.0])
+            frames.append(scores)
+    scores = np.array(frames)
+    scores -= scores.max(-1, keepdims=True)
+    return scores - np.log(np.exp(scores).sum(-1, keepdims=True))
+
+
+# ---------------------------------------------------------------- the contenders
+
+
+def ours(task: Task, beam: int, **options: object) -> Decode:
+    search = BeamSearch(task.pieces, lm=task.arpa, beam=beam, lm_weight=LM_WEIGHT, word_score=WORD_SCORE,
+                        **options).load()
+    log_probs, lengths = torch.from_numpy(task.log_probs), torch.from_numpy(task.lengths)
+    return lambda: [several[0].text for several in search.decode(log_probs, lengths)]
+
+
+def speechbrain(task: Task, beam: int, name: str) -> Decode:
+    from speechbrain.decoders import ctc
+
+    search = getattr(ctc, name)(
+        blank_index=0, vocab_list=["", *task.pieces[1:]], kenlm_model_path=str(task.arpa), alpha=LM_WEIGHT,
+        beta=WORD_SCORE, beam_size=beam)
+    log_probs = torch.from_numpy(task.log_probs)
+    shares = torch.from_numpy((task.lengths + 0.5) / task.log_probs.shape[1])
+    return lambda: [several[0].text for several in search(log_probs, shares)]
+
+
+def flashlight(task: Task, beam: int, tokens: int | None) -> Decode:
+    from torchaudio.models.decoder import ctc_decoder
+
+    words = [word for word in lm.load(task.arpa).words if word not in ("<unk>", "<s>", "</s>")]
+    lexicon = task.arpa.with_suffix(".lexicon")
+    lexicon.write_text("".join(f"{word} {' '.join(task.spell(word))}\n" for word in words))
+    search = ctc_decoder(
+        lexicon=str(lexicon), tokens=task.pieces, lm=str(task.arpa), beam_size=beam, beam_size_token=tokens,
+        lm_weight=LM_WEIGHT * math.log(10), word_score=WORD_SCORE, blank_token=task.pieces[0],
+        sil_token=task.pieces[0], unk_word="<unk>", log_add=True)
+    log_probs, lengths = torch.from_numpy(task.log_probs), torch.from_numpy(task.lengths)
+    return lambda: [" ".join(several[0].words) for several in search(log_probs, lengths)]
+
+
+def greedy(task: Task) -> Decode:
+    from sbkit.decode.greedy import greedy
+
+    log_probs, lengths = torch.from_numpy(task.log_probs), torch.from_numpy(task.lengths)
+    return lambda: ["".join(task.pieces[i] for i in spans.ids.tolist()).replace("▁", " ").strip()
+                    for spans in greedy(log_probs, lengths)]
+
+
+def contenders(task: Task, beam: int, workers: int) -> Iterator[tuple[str, Decode]]:
+    """Those whose packages are installed; the others are told."""
+    made: list[tuple[str, Callable[[], Decode]]] = [
+        ("sbkit greedy", lambda: greedy(task)),
+        ("sbkit", lambda: ours(task, beam)),
+        (f"sbkit, {workers + 1} processes", lambda: ours(task, beam, workers=workers)),
+        ("SpeechBrain CTCBeamSearcher", lambda: speechbrain(task, beam, "CTCBeamSearcher")),
+        ("SpeechBrain CTCPrefixBeamSearcher", lambda: speechbrain(task, beam, "CTCPrefixBeamSearcher")),
+        ("flashlight, pruned", lambda: flashlight(task, beam, min(20, len(task.pieces)))),
+        ("flashlight", lambda: flashlight(task, beam, None)),
+    ]
+    for name, make in made:
+        try:
+            yield name, make()
+        except ImportError as error:
+            print(f"{name} is left out: {error}", file=sys.stderr)
+
+
+# ---------------------------------------------------------------- the race
+
+
+def race(task: Task, beam: int, rounds: int, workers: int, patience: float) -> list[dict[str, object]]:
+    """A row for each contender. One that takes longer than ``patience`` seconds runs once only."""
+    runs = dict(contenders(task, beam, workers))
+    took: dict[str, list[float]] = {name: [] for name in runs}
+    wer: dict[str, float] = {}
+    for number in range(rounds):
+        for name, decode in runs.items():
+            if number and took[name][0] > patience:
+                continue
+            if not number and name.startswith("sbkit"):
+                decode()  # processes start, tables are made
+            began = time.perf_counter()
+            heard = decode()
+            took[name].append(time.perf_counter() - began)
+            wer[name] = error_rate(task.said, heard)
+    return [{"vocabulary": len(task.pieces), "search": name, "audio_seconds_per_second": task.seconds
+             / statistics.median(times), "WER": wer[name], "rounds": len(times)} for name, times in took.items()]
+
+
+def error_rate(said: Sequence[str], heard: Sequence[str]) -> float:
+    references = [each.split() for each in said]
+    edits = count(references, [each.split() for each in heard]).edits.sum()
+    return 100 * float(edits) / sum(map(len, references))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vocabularies", type=int, nargs="+", default=[32, 1000, 5000])
+    parser.add_argument("--utterances", type=int, default=48)
+    parser.add_argument("--beam", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="processes beside")
+    parser.add_argument("--patience", type=float, default=15.0, metavar="S", help="what takes longer runs once")
+    parser.add_argument("--json", type=Path, help="write the results here, too")
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    rows = []
+    for size in args.vocabularies:
+        with tempfile.TemporaryDirectory() as folder:
+            task = make_task(size, args.utterances, Path(folder))
+            print(f"{len(task.pieces)} pieces, {task.seconds:.0f} s of audio", file=sys.stderr)
+            rows += race(task, args.beam, args.rounds, args.workers, args.patience)
+    stock = {row["vocabulary"]: row["audio_seconds_per_second"] for row in rows
+             if row["search"] == "SpeechBrain CTCBeamSearcher"}
+    for row in rows:
+        row["times_SpeechBrain"] = row["audio_seconds_per_second"] / stock.get(row["vocabulary"], math.nan)
+    print(table(["vocabulary", "search", "audio-s/s", "x SpeechBrain", "WER %"],
+                [[row["vocabulary"], row["search"], round(row["audio_seconds_per_second"]),
+                  f"{row['times_SpeechBrain']:.1f}", row["WER"]] for row in rows]))
+    if args.json:
+        machine = {"python": platform.python_version(), "torch": torch.__version__, "cores": os.cpu_count(),
+                   "machine": platform.machine(), "beam": args.beam, "rounds": args.rounds}
+        args.json.write_text(json.dumps({"rows": rows, "with": machine}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
