@@ -19,12 +19,14 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable, Sequence
+from numbers import Real
 from pathlib import Path
 
 import numpy as np
 
 from sbkit.data.audio import AudioError, audio_info, read_audio
 from sbkit.data.batch import SAMPLE_RATE
+from sbkit.data.options import check_number
 from sbkit.errors import SbkitError
 
 logger = logging.getLogger(__name__)
@@ -88,9 +90,10 @@ class SpeedPerturb:
     """
 
     def __init__(self, speeds: Sequence[float] = (0.9, 1.0, 1.1), prob: float = 1.0):
-        if not speeds or not all(0.5 <= speed <= 2 for speed in speeds):
-            raise SbkitError(f"SpeedPerturb: speeds are {list(speeds)}",
-                             hint="factors from 0.5 to 2, such as 0.9")
+        if not isinstance(speeds, Sequence) or not speeds or not all(
+                isinstance(speed, Real) and 0.5 <= speed <= 2 for speed in speeds):
+            raise SbkitError(f"SpeedPerturb: speeds are {speeds!r}",
+                             hint="expected a list of factors from 0.5 to 2, such as 0.9")
         self.speeds, self.prob = [float(speed) for speed in speeds], _share(prob, "SpeedPerturb")
 
     @property
@@ -114,8 +117,7 @@ class Gain:
     """
 
     def __init__(self, low_db: float = -10.0, high_db: float = 6.0, prob: float = 1.0):
-        if low_db > high_db:
-            raise SbkitError(f"Gain: low_db ({low_db}) is above high_db ({high_db})")
+        _check_range("Gain", low_db=low_db, high_db=high_db)
         self.low_db, self.high_db, self.prob = low_db, high_db, _share(prob, "Gain")
 
     def __call__(self, signal: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -137,8 +139,7 @@ class AddNoise:
 
     def __init__(self, folder: str, snr_low: float = 0.0, snr_high: float = 20.0, prob: float = 0.5,
                  sample_rate: int = SAMPLE_RATE):
-        if snr_low > snr_high:
-            raise SbkitError(f"AddNoise: snr_low ({snr_low}) is above snr_high ({snr_high})")
+        _check_range("AddNoise", snr_low=snr_low, snr_high=snr_high)
         self.files = AudioFolder(folder, "AddNoise")
         self.snr_low, self.snr_high, self.prob = snr_low, snr_high, _share(prob, "AddNoise")
         self.sample_rate = sample_rate
@@ -238,7 +239,16 @@ def _power(signal: np.ndarray) -> float:
     return float(np.dot(signal, signal)) / max(len(signal), 1)
 
 
+def _check_range(whose: str, **limits: float) -> None:
+    for name, value in limits.items():
+        check_number(f"{whose}: {name}", value)
+    (low, least), (high, most) = limits.items()
+    if least > most:
+        raise SbkitError(f"{whose}: {low} ({least}) is above {high} ({most})")
+
+
 def _share(prob: float, whose: str) -> float:
+    check_number(f"{whose}: prob", prob)
     if not 0 <= prob <= 1:
         raise SbkitError(f"{whose}: prob is {prob}", hint="a probability from 0 to 1")
     return float(prob)

@@ -19,8 +19,9 @@ from sbkit.console import atomic_write
 from sbkit.data import left_out
 from sbkit.data.lock import locked
 from sbkit.data.manifest import Manifest
+from sbkit.data.options import check_number, texts
 from sbkit.data.prepare import MISSING, UNDECODABLE, Limits, SplitReport, prepare_split, recording_keys, summarize
-from sbkit.data.sources import Rows, Source, join_rows, open_source
+from sbkit.data.sources import Named, Rows, Source, join_rows, open_source
 from sbkit.data.sources.base import check_columns
 from sbkit.data.text import TextRules
 from sbkit.errors import SbkitError
@@ -45,7 +46,7 @@ class Corpus:
     ---------
     source : a Common Voice folder or ``.tar.gz``, a Hugging Face dataset (``hf://owner/name?config=fr``, a
         ``save_to_disk`` folder, parquet files), a folder of SpeechBrain CSVs or of JSON lines, or a mapping
-        ``{train: FILE, dev: FILE, test: FILE}``; nothing: the demo corpus
+        ``{train: FILE, dev: FILE, test: FILE}`` where FILE may be a list; nothing: the demo corpus
     language : code as the source writes it (``en``, ``zh-CN``): a release's language, and its text rules
     folder : where manifests, ``prepare_report.json`` and ``left_out.csv`` go
     splits : the source's names of our splits, ``{train: [train, other], dev: validation}``
@@ -62,7 +63,7 @@ class Corpus:
     demo_hours, demo_seed : size and seed of the demo corpus
     """
 
-    def __init__(self, source: str | Path | Mapping[str, str] | None = None, language: str | None = None,
+    def __init__(self, source: Named | None = None, language: str | None = None,
                  folder: str | Path = "manifests", *, splits: Mapping[str, str | Sequence[str]] | None = None,
                  text: TextRules | Mapping[str, Any] | None = None, min_duration: float | None = None,
                  max_duration: float | None = None, limit_splits: Sequence[str] = ("train",),
@@ -71,15 +72,17 @@ class Corpus:
                  columns: Mapping[str, str] | None = None, data_root: str | Path | None = None,
                  cache_folder: str | Path | None = None, workers: int | None = None,
                  demo_hours: float = 1.0, demo_seed: int = 1234):
+        _check_shapes(source=source, splits=splits, columns=columns, text=text)
         self.source = source or None
         self.language = language or None
         self.folder = Path(folder)
-        self.splits = {split: [names] if isinstance(names, str) else list(names)
-                       for split, names in (splits or {}).items()}
+        self.splits = {split: texts(f"corpus: splits: {split}", names) for split, names in (splits or {}).items()}
         self.text = text if isinstance(text, TextRules) else TextRules.for_language(language, **(text or {}))
         self.min_duration, self.max_duration = min_duration, max_duration
-        self.limit_splits, self.skip_short_texts = tuple(limit_splits), tuple(skip_short_texts)
-        self.only, self.short_text = tuple(only), short_text
+        self.limit_splits, self.skip_short_texts, self.only = (
+            tuple(texts(f"corpus: {name}", value)) for name, value in (
+                ("limit_splits", limit_splits), ("skip_short_texts", skip_short_texts), ("only", only)))
+        self.short_text = short_text
         self.check_audio = check_audio
         self.columns = check_columns(columns)
         self.data_root = data_root
@@ -87,13 +90,21 @@ class Corpus:
         self.workers = workers
         self.demo_hours, self.demo_seed = demo_hours, demo_seed
         self.report: dict[str, Any] | None = None
+        self._check()
+
+    def _check(self) -> None:
+        for name in ("min_duration", "max_duration"):
+            check_number(f"corpus: {name}", getattr(self, name), least=0, optional=True)
+        check_number("corpus: short_text", self.short_text, least=0, whole=True)
+        check_number("corpus: workers", self.workers, above=0, whole=True, optional=True)
+        check_number("corpus: demo_hours", self.demo_hours, above=0)
         for option in ("splits", "limit_splits", "skip_short_texts", "only"):
             alien = [name for name in getattr(self, option) if name not in SPLITS]
             if alien:
                 raise SbkitError(f"corpus: {option} names {alien[0]!r}",
                                  hint=f"splits are {', '.join(SPLITS)}")
-        if check_audio not in ("sample", "all"):
-            raise SbkitError(f"corpus: check_audio is {check_audio!r}", hint="use sample or all")
+        if self.check_audio not in ("sample", "all"):
+            raise SbkitError(f"corpus: check_audio is {self.check_audio!r}", hint="use sample or all")
 
     def __repr__(self) -> str:
         return f"Corpus({self.source or 'demo'!r}, language={self.language!r}, folder={str(self.folder)!r})"
@@ -316,6 +327,15 @@ class Corpus:
             raise SbkitError(
                 f"{report.origin}: all {report.rows} rows of the {report.split} split left out: {reasons}",
                 hint=f"for example {example}")
+
+
+def _check_shapes(**options: Any) -> None:
+    for name, value in options.items():
+        fits = (Mapping, type(None), *((str, Path) if name == "source" else (TextRules,) if name == "text" else ()))
+        if not isinstance(value, fits):
+            what = "a path, a hub address, or {train: FILE, dev: FILE, test: FILE}" if name == "source" else \
+                "{name: value, ...}"
+            raise SbkitError(f"corpus: {name} is {value!r}", hint=f"expected {what}")
 
 
 def _sha256(path: Path) -> str:

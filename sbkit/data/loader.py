@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Sampler
 from sbkit.data.augment import Augment
 from sbkit.data.batch import SAMPLE_RATE, Batch, DevicePrefetcher
 from sbkit.data.manifest import Manifest
+from sbkit.data.options import check_number
 from sbkit.data.plan import EpochPlan, Plan
 from sbkit.data.reader import Encoder, Failure, Reader, Request, quiet_worker
 from sbkit.errors import SbkitError
@@ -59,6 +60,8 @@ class _Loader:
     def __init__(self, reader: Reader, max_batch_seconds: float, *, workers: int = 2,
                  pin_memory: bool = False, prefetch: int = 4, timeout: float = 600,
                  max_damaged_share: float = 0.01, damaged_floor: int = 10):
+        check_number("workers (num_workers of a recipe)", workers, least=0, whole=True)
+        check_number("prefetch", prefetch, above=0, whole=True)
         self.reader, self.workers = reader, workers
         self.max_damaged_share, self.damaged_floor = max_damaged_share, damaged_floor
         self.damaged: dict[str, str] = {}

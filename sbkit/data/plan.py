@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sbkit.data.options import check_number
 from sbkit.errors import SbkitError
 
 #: More buckets mean less padding, and more steps that are not full: each bucket ends in about half of one.
@@ -52,11 +53,9 @@ class Batching:
 
     def __post_init__(self):
         for name in ("max_batch_seconds", "step_seconds", "buckets", "max_batch_utterances"):
-            value = getattr(self, name)
-            if value is None and name != "max_batch_seconds":
-                continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-                raise SbkitError(f"batching: {name} is {value!r}", hint="it must be a number above 0")
+            check_number(f"batching: {name}", getattr(self, name), above=0, optional=name != "max_batch_seconds",
+                         whole=name in ("buckets", "max_batch_utterances"))
+        check_number("batching: seed", self.seed, whole=True)
         if self.sort not in (None, "random", "ascending", "descending"):
             raise SbkitError(f"batching: sort is {self.sort!r}",
                              hint="it is one of ascending, descending, random")

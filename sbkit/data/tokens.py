@@ -15,6 +15,7 @@ from typing import Any
 import sentencepiece as spm
 
 from sbkit.console import atomic_write
+from sbkit.data.options import check_number
 from sbkit.errors import SbkitError
 
 logger = logging.getLogger(__name__)
@@ -57,9 +58,13 @@ class Tokenizer:
                  model: str | Path | None = None):
         if model_type not in MODEL_TYPES:
             raise SbkitError(f"tokenizer: model_type is {model_type!r}", hint=f"use {', '.join(MODEL_TYPES)}")
+        check_number("tokenizer: vocab_size", vocab_size, above=0, whole=True, optional=True)
+        check_number("tokenizer: character_coverage", character_coverage, above=0)
+        check_number("tokenizer: max_piece_length", max_piece_length, above=0, whole=True)
+        check_number("tokenizer: max_texts", max_texts, above=0, whole=True, optional=True)
         if vocab_size is None and model_type != "char" and model is None:
             raise SbkitError(f"tokenizer: a {model_type} model needs a vocab_size")
-        if not 0 < character_coverage <= 1:
+        if character_coverage > 1:
             raise SbkitError(f"tokenizer: character_coverage is {character_coverage}", hint="use 0.98 to 1.0")
         self.folder = Path(folder)
         self.vocab_size = vocab_size

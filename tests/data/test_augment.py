@@ -151,6 +151,10 @@ def test_mistakes_are_told_before_the_first_batch(tmp_path):
         Augment([Gain(), SpeedPerturb()])
     with pytest.raises(SbkitError, match=r"speeds are \[90, 110\]"):
         SpeedPerturb([90, 110])
+    with pytest.raises(SbkitError, match="speeds are 0.9; expected a list"):
+        SpeedPerturb(0.9)
+    with pytest.raises(SbkitError, match="Gain: low_db is 'quiet'; it must be a number"):
+        Gain("quiet")
     with pytest.raises(SbkitError, match="prob is 5"):
         Gain(prob=5)
     with pytest.raises(SbkitError, match=r"snr_low \(20\) is above snr_high \(10\)"):

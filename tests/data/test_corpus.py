@@ -222,10 +222,27 @@ def test_what_is_not_there_is_named(release, tmp_path, options, message):
     ({"splits": {"valid": "dev"}}, "splits names 'valid'"),
     ({"limit_splits": ["all"]}, "limit_splits names 'all'"),
     ({"check_audio": "none"}, "use sample or all"), ({"columns": {"sound": "x"}}, "unknown role 'sound'"),
-    ({"text": {"upper": True}}, "no 'upper'")])
+    ({"text": {"upper": True}}, "no 'upper'"), ({"text": "upper"}, "text is 'upper'; expected"),
+    ({"splits": ["train"]}, "splits is "), ({"splits": {"train": 3}}, "splits: train is 3; it must be a text"),
+    ({"only": "tests"}, "only names 'tests'"),
+    ({"max_duration": "20 s"}, "max_duration is '20 s'; it must be a number"),
+    ({"short_text": 2.5}, "short_text is 2.5"), ({"workers": 0}, "workers is 0"), ({"columns": "x"}, "columns is 'x'")])
 def test_wrong_options_are_named_at_once(options, message):
     with pytest.raises(SbkitError, match=message):
         Corpus("/nowhere", **options)
+
+
+@pytest.mark.parametrize(("source", "message"), [
+    (["a.csv"], r"source is \['a.csv'\]; expected a path"), ({"train": 3}, "train is 3; expected a file"),
+    ({"train": []}, r"train is \[\]; expected a file"), ({"train": ["a.csv", None]}, "expected a file, or a list")])
+def test_wrong_sources_are_named(tmp_path, source, message):
+    with pytest.raises(SbkitError, match=message):
+        prepare(source, tmp_path / "m")
+
+
+def test_one_split_may_be_named_without_a_list(release, tmp_path):
+    _, manifests = prepare(release, tmp_path / "m", only="test", limit_splits="test", max_duration=99)
+    assert list(manifests) == ["test"]
 
 
 def test_empty_splits_and_unprepared_folders(release, tmp_path, monkeypatch):

@@ -172,6 +172,11 @@ def test_mistakes_are_named():
         Batching(10, 0)
     with pytest.raises(SbkitError, match="max_batch_seconds is '120 s'"):
         Batching("120 s")
+    for wrong in ({"buckets": 2.0}, {"max_batch_utterances": 1.5}, {"buckets": True}, {"seed": "one"},
+                  {"step_seconds": [30]}):
+        name = next(iter(wrong))
+        with pytest.raises(SbkitError, match=rf"batching: {name} is .*; it must be a (whole )?number"):
+            Batching(10, **wrong)
     with pytest.raises(SbkitError, match="sort is 'length'"):
         Batching(10, sort="length")
 

@@ -186,6 +186,19 @@ def test_a_mapping_names_files_of_any_kind(tmp_path):
     assert list(source.read("test", False).texts) == ["y"]
 
 
+def test_a_split_may_be_several_files_of_any_kind(tmp_path):
+    a = write(tmp_path / "a.csv", "ID,wav,wrd,accent\na,a.wav,x,north\n")
+    b = write(tmp_path / "b.jsonl", '{"audio": "b.wav", "text": "y"}\nbroken\n')
+    source = open_source({"train": [a, str(b)], "test": b}, cache=tmp_path)
+    rows = source.read("train", False)
+    assert source.names() == ["train", "test"]
+    assert list(rows.texts) == ["x", "y"] and list(rows.meta["accent"]) == ["north", ""]
+    assert [where for where, _ in rows.malformed] == ["b.jsonl line 2"]
+    before = source.fingerprint()
+    write(b, '{"audio": "b.wav", "text": "z"}\n')
+    assert source.fingerprint() != before
+
+
 @pytest.mark.parametrize(("source", "message"), [
     ("train.csv", "is one file; say which split it is"), ({"train": "gone.csv"}, r"gone\.csv: no such file"),
     ({"train": "x.docx"}, "cannot tell what it is"), ("gone/too", "no such file or folder"),

@@ -156,7 +156,9 @@ def test_files_that_are_no_fitting_model_are_named(tmp_path):
 
 @pytest.mark.parametrize(("options", "message"), [
     ({"model_type": "word"}, "model_type is 'word'"), ({"vocab_size": None}, "needs a vocab_size"),
-    ({"character_coverage": 98}, "character_coverage is 98")])
+    ({"character_coverage": 98}, "character_coverage is 98"),
+    ({"vocab_size": 30.0}, "vocab_size is 30.0; it must be a whole"),
+    ({"vocab_size": "30"}, "vocab_size is '30'"), ({"character_coverage": "all"}, "coverage is 'all'")])
 def test_wrong_options_are_named_at_once(tmp_path, options, message):
     with pytest.raises(SbkitError, match=message):
         Tokenizer(tmp_path / "nowhere", **{"vocab_size": 30, **options})

@@ -18,6 +18,7 @@ the Hugging Face hub                  ``hf://owner/name?config=fr`` or      the 
                                       ``owner/name``; further options:
                                       ``revision=``, ``streaming=true``
 single files                          a mapping ``{train: FILE, dev: ...}`` the mapping's keys
+                                      or ``{train: [FILE, FILE], ...}``
 ===================================== ===================================== ==============================
 
 ``validation``, ``valid`` and ``val`` count as dev; the corpus's ``splits`` names any others.
@@ -29,6 +30,6 @@ corpus's ``columns`` names those that are called otherwise.
 """
 
 from sbkit.data.sources.base import Rows, Source, join_rows
-from sbkit.data.sources.detect import open_source
+from sbkit.data.sources.detect import Named, open_source
 
-__all__ = ["Rows", "Source", "join_rows", "open_source"]
+__all__ = ["Named", "Rows", "Source", "join_rows", "open_source"]

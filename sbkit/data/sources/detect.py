@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from sbkit.data.sources.archive import SUFFIXES, CommonVoiceArchive
 from sbkit.data.sources.base import Source
@@ -14,6 +15,9 @@ from sbkit.data.sources.json_lines import JsonLines
 from sbkit.data.sources.speechbrain_csv import SpeechBrainCsv
 from sbkit.errors import SbkitError
 
+#: What a corpus may be named as: a path, a hub address, or files by split.
+Named = str | Path | Mapping[str, str | Path | Sequence[str | Path]]
+
 _FILE_KINDS: tuple[type[FileSource], ...] = (SpeechBrainCsv, JsonLines)
 _HUB_PAGE = "https://huggingface.co/datasets/"
 _EXPECTED = (
@@ -22,14 +26,14 @@ _EXPECTED = (
 )
 
 
-def open_source(source: str | Path | Mapping[str, str | Path], *, cache: Path, language: str | None = None,
+def open_source(source: Named, *, cache: Path, language: str | None = None,
                 columns: Mapping[str, str] | None = None, data_root: str | Path | None = None,
                 show_progress: bool = True) -> Source:
     """Open a corpus of any kind.
 
     Arguments
     ---------
-    source : a path, a hub address, or a mapping of split names to files
+    source : a path, a hub address, or a mapping of split names to a file or several
     cache : where audio goes that has to be unpacked
     language : which one to take of a release with several
     columns : names of columns by role, where they can't be guessed
@@ -37,8 +41,8 @@ def open_source(source: str | Path | Mapping[str, str | Path], *, cache: Path, l
     """
     columns = columns or {}
     if isinstance(source, Mapping):
-        return Mixed({split: _open_file(Path(path), cache, columns, data_root)
-                      for split, path in source.items()})
+        return Mixed({split: [_open_file(path, cache, columns, data_root) for path in _paths(split, named)]
+                      for split, named in source.items()})
     path = Path(source)
     if str(source).startswith(("hf://", _HUB_PAGE)):
         return Hub(str(source).replace(_HUB_PAGE, "hf://"), cache, columns)
@@ -68,6 +72,13 @@ def _open_folder(path: Path, cache: Path, language: str | None, columns: Mapping
         raise SbkitError(f"{path} has TSVs but no folder clips/ with the recordings",
                          hint="is the release unpacked completely?")
     raise SbkitError(f"{path} is no corpus that sbkit knows", hint=_EXPECTED)
+
+
+def _paths(split: str, named: Any) -> list[Path]:
+    several = [named] if isinstance(named, (str, Path)) else named
+    if not isinstance(several, Sequence) or not several or not all(isinstance(one, (str, Path)) for one in several):
+        raise SbkitError(f"corpus: {split} is {named!r}", hint="expected a file, or a list of files")
+    return [Path(one) for one in several]
 
 
 def _open_file(path: Path, cache: Path, columns: Mapping[str, str], data_root: str | Path | None) -> Source:

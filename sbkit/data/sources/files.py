@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow.compute as pc
 
 from sbkit.data.manifest import Column, join, replace_data_root
-from sbkit.data.sources.base import Rows, Source, stamp
+from sbkit.data.sources.base import Rows, Source, join_rows, stamp
 
 
 class FileSource(Source):
@@ -63,25 +63,26 @@ class FileSource(Source):
 
 
 class Mixed(Source):
-    """Another source for each split, as a mapping ``{train: ..., dev: ..., test: ...}`` names them."""
+    """Sources of one file each for each split, as a mapping ``{train: [..., ...], dev: ..., test: ...}`` names them."""
 
     kind = "files"
 
-    def __init__(self, parts: Mapping[str, Source]):
+    def __init__(self, parts: Mapping[str, Sequence[Source]]):
         self.parts = dict(parts)
-        kinds = dict.fromkeys(part.kind for part in self.parts.values())
-        self.kind = " + ".join(kinds)
-        self.where = ", ".join(dict.fromkeys(part.where for part in self.parts.values()))
+        self.kind = " + ".join(dict.fromkeys(part.kind for part in self._all()))
+        self.where = ", ".join(dict.fromkeys(part.where for part in self._all()))
+
+    def _all(self) -> Iterator[Source]:
+        return (part for several in self.parts.values() for part in several)
 
     def names(self) -> list[str]:
         return list(self.parts)
 
     def fingerprint(self) -> Any:
-        return [[name, part.fingerprint()] for name, part in self.parts.items()]
+        return [[name, *(part.fingerprint() for part in several)] for name, several in self.parts.items()]
 
     def intact(self) -> bool:
-        return all(part.intact() for part in self.parts.values())
+        return all(part.intact() for part in self._all())
 
     def read(self, name: str, show_progress: bool = True) -> Rows:
-        part = self.parts[name]
-        return part.read(part.names()[0], show_progress)
+        return join_rows([part.read(part.names()[0], show_progress) for part in self.parts[name]])

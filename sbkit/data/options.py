@@ -1,0 +1,39 @@
+"""What an option of a YAML may be: a wrong type is told with the option's name, before anything is done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from numbers import Integral, Real
+from typing import Any
+
+from sbkit.errors import SbkitError
+
+
+def check_number(what: str, value: Any, *, above: float | None = None, least: float | None = None, whole: bool = False,
+                 optional: bool = False) -> None:
+    """Refuse what is no (whole) number, not ``above`` a limit or not at ``least`` as large; ``optional``: null will do.
+
+    >>> check_number("batching: buckets", 2.0, above=0, whole=True, optional=True)
+    Traceback (most recent call last):
+    sbkit.errors.SbkitError: batching: buckets is 2.0; it must be a whole number above 0, or null
+    """
+    if value is None and optional:
+        return
+    fits = isinstance(value, Integral if whole else Real) and not isinstance(value, bool)
+    if fits and (above is None or value > above) and (least is None or value >= least):
+        return
+    limit = f" above {above:g}" if above is not None else f", {least:g} or more" if least is not None else ""
+    raise SbkitError(f"{what} is {value!r}",
+                     hint=f"it must be a {'whole ' if whole else ''}number{limit}{', or null' if optional else ''}")
+
+
+def texts(what: str, value: Any) -> list[str]:
+    """One text or several as a list.
+
+    >>> texts("corpus: only", "test"), texts("corpus: only", ["train", "dev"])
+    (['test'], ['train', 'dev'])
+    """
+    several = [value] if isinstance(value, str) else value
+    if not isinstance(several, Sequence) or not all(isinstance(one, str) for one in several):
+        raise SbkitError(f"{what} is {value!r}", hint="it must be a text, or a list of texts")
+    return list(several)
