@@ -151,7 +151,7 @@ def test_mistakes_are_told_before_the_first_batch(tmp_path):
         Augment([Gain(), SpeedPerturb()])
     with pytest.raises(SbkitError, match=r"speeds are \[90, 110\]"):
         SpeedPerturb([90, 110])
-    with pytest.raises(SbkitError, match="speeds are 0.9; expected a list"):
+    with pytest.raises(SbkitError, match=r"speeds are 0\.9; expected a list"):
         SpeedPerturb(0.9)
     with pytest.raises(SbkitError, match="Gain: low_db is 'quiet'; it must be a number"):
         Gain("quiet")
