@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import sys
 import tempfile
@@ -177,6 +178,7 @@ def _trial(request: Any, device: torch.device) -> Iterator[Trial]:
                              run_opts=request.run_opts, checkpointer=None)
         brain.on_fit_start()
         brain.modules.train()
+        logging.getLogger("sbkit.train.parallel").setLevel(logging.ERROR)  # the run itself names idle layers
         durations = _durations(request, own, Path(folder))
         letters = getattr(own.get("tokenizer"), "model_type", "") == "char"
         yield Trial(brain, own["batching"], durations, _LETTERS_PER_SECOND if letters else TOKENS_PER_SECOND, device)

@@ -127,7 +127,9 @@ def _forward(hparams: Any, model: Recognizer, utterances: int, seconds: float) -
     samples = torch.full((utterances,), round(seconds * rate))
     signals = torch.empty(utterances, round(seconds * rate))
     tokens = torch.ones(utterances, max(1, round(TOKENS_PER_SECOND * seconds)), dtype=torch.long)
-    feats, frames = model.features(signals, samples)
+    views = 2 if getattr(hparams, "consistency", 0.0) else 1
+    feats, frames = model.features(signals, samples, views=views)
+    tokens = tokens.repeat(views, 1)
     loss = torch.zeros(())
     if getattr(hparams, "ctc_weight", 1.0) < 1.0 and getattr(hparams, "seq_lin", None) is not None:
         encoded, _, decoded = model.encode_and_decode(feats, frames, tokens)

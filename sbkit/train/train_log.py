@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -9,9 +10,12 @@ from typing import Any
 from speechbrain.utils.checkpoints import mark_as_loader, mark_as_saver, register_checkpoint_hooks
 from speechbrain.utils.distributed import main_process_only
 from speechbrain.utils.logger import get_logger
-from speechbrain.utils.train_logger import FileTrainLogger
 
-from sbkit.train.resumable import ResumableFile
+# Importing it warns that figures can't be saved without torchvision; a recogniser has none.
+logging.getLogger("speechbrain.utils.train_logger").addFilter(lambda record: "torchvision" not in record.msg)
+from speechbrain.utils.train_logger import FileTrainLogger  # noqa: E402
+
+from sbkit.train.resumable import ResumableFile  # noqa: E402
 
 logger = get_logger(__name__)
 
@@ -53,6 +57,10 @@ class TrainLog(FileTrainLogger):
         self._file.append(line)
         if verbose:
             logger.info(line)
+
+    def start_afresh(self) -> None:
+        """There is no checkpoint: lines that an earlier start of this run left are to be written again."""
+        self._file.start_afresh()
 
     @mark_as_saver
     def _save(self, path: str | os.PathLike) -> None:
