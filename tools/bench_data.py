@@ -49,8 +49,8 @@ from sbkit.data.shards import write_shards
 SAMPLE_RATE = 16_000
 #: Of the CommonVoice recipes' DynamicBatchSampler.
 RECIPE_BUCKETS, RECIPE_SECONDS = 200, 300.0
-#: Below so many utterances batches are too few to compare.
-SMALL = 20_000
+#: Utterances of the corpora whose batches are compared.
+SIZES = (1_000, 3_000, 10_000, 100_000)
 EPOCHS = 4
 
 
@@ -274,9 +274,14 @@ def bench_loading(bench: Bench, manifest: Manifest, packed: Manifest, seconds: f
 
 
 def bench_batches(bench: Bench, durations: np.ndarray) -> None:
-    """Padding and order with the recipes' own size of batches, on a corpus of a size that is trained on."""
-    if len(durations) < SMALL:
-        durations = like_common_voice(100_000)
+    """Padding and order with the recipes' own size of batches, on corpora of the sizes that are trained on."""
+    for utterances in SIZES:
+        compare_batches(bench, like_common_voice(utterances))
+    if len(durations) > SIZES[0]:
+        compare_batches(bench, durations, "this corpus, ")
+
+
+def compare_batches(bench: Bench, durations: np.ndarray, whose: str = "") -> None:
     seconds = RECIPE_SECONDS
 
     def padding(batches: list) -> float:
@@ -287,12 +292,12 @@ def bench_batches(bench: Bench, durations: np.ndarray) -> None:
     ours = [[plan.epoch(e).step(i).tolist() for i in range(len(plan))] for e in range(1, EPOCHS + 1)]
     sampler = stock_sampler(durations, seconds)
     stock = [list(sampler) for _ in range(EPOCHS)]  # as Brain.fit does on one device
-    size = f"{len(durations):,} utterances"
+    size = f"{whose}{len(durations):,} utterances"
     bench.row(f"padding, {size}", "% of computed", [100 * padding(ours[0])], [100 * padding(stock[0])], "stock", 1,
               less_is_better=True)
     bench.row(f"batches, {size}", "an epoch", [len(ours[0])], [len(stock[0])], "stock", less_is_better=True)
     orders = [[len({str(epoch) for epoch in epochs})] for epochs in (ours, stock)]
-    bench.row("different orders", f"in {EPOCHS} epochs", *orders, "stock")
+    bench.row(f"different orders, {size}", f"in {EPOCHS} epochs", *orders, "stock")
 
 
 PLAN = r"""

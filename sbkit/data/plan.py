@@ -23,6 +23,11 @@ STEP_COST = 0.05
 MAX_BUCKETS = 200
 #: A bucket of fewer steps would hardly mix its utterances.
 MIN_STEPS_PER_BUCKET = 2
+#: More padding than this is not worth the mixing: a corpus of few steps gets narrower buckets, in this order of
+#: (steps per bucket, cost of a step), until it pads less. With one step per bucket an epoch has the steps of the one
+#: before in another order.
+MOST_PADDING = 0.02
+NARROWER = ((2, STEP_COST), (1, STEP_COST), (1, 0.02), (1, 0.01))
 #: Places where an edge between buckets may be put; more would not save padding worth the time.
 EDGE_CANDIDATES = 600
 
@@ -37,7 +42,7 @@ class Batching:
     step_seconds: what one optimizer update sees over all devices and micro-batches, in seconds,
         padding counted; ``null``: as much as ``max_batch_seconds``.
     buckets: groups of similar duration, from which steps are drawn, at most 200; ``null``: as many as
-        cost least, padding and incomplete steps weighed against each other.
+        cost least, padding and incomplete steps weighed against each other; more where padding exceeds 2 %.
     max_batch_utterances: a second limit on a micro-batch; ``null``: none.
     seed: of the order of utterances and steps.
     sort: ``ascending`` or ``descending`` takes the first epoch (epoch 1) in order of duration; every
@@ -86,7 +91,7 @@ class Plan:
         _refuse(self.durations, batching, ids)
         edges = _edges(self.durations, batching)
         # The bucket of each utterance; small integers sort in linear time.
-        self._bucket = np.searchsorted(edges, self.durations, side="left").astype(np.uint8)
+        self._bucket = np.searchsorted(edges, self.durations, side="left").astype(np.uint16)
         sizes = np.bincount(self._bucket, minlength=len(edges))
         steps = np.empty(len(edges), dtype=np.int64)
         for k, (size, longest) in enumerate(zip(sizes.tolist(), edges.tolist(), strict=True)):
@@ -215,23 +220,36 @@ def _refuse(durations: np.ndarray, batching: Batching, ids: Sequence[str] | None
 
 
 def _edges(durations: np.ndarray, batching: Batching) -> np.ndarray:
-    """Upper edges of the buckets, ascending, such that padding every utterance to its edge costs least.
-
-    Found exactly (over the candidates) by dynamic programming: cost(bucket) = members x edge.
-    """
+    """Upper edges of the buckets, ascending: as many as ``batching`` says, or as many as cost least."""
     ordered = np.sort(durations)
     total = float(ordered.sum(dtype=np.float64))
-    most = batching.buckets
-    if most is None:
-        most = max(1, int(total / batching.step_seconds / MIN_STEPS_PER_BUCKET))
-    most = min(most, MAX_BUCKETS)
     # Candidates: equal shares of the utterances, and equal steps of duration for the tails.
     places = np.linspace(0, len(ordered) - 1, EDGE_CANDIDATES // 2).astype(np.int64)
     levels = np.linspace(ordered[0], ordered[-1], EDGE_CANDIDATES // 2, dtype=np.float32)
     at_levels = np.searchsorted(ordered, levels, side="right") - 1
     candidates = np.unique(ordered[np.concatenate([places, at_levels[at_levels >= 0], [len(ordered) - 1]])])
-    most = min(most, len(candidates))
     below = np.searchsorted(ordered, candidates, side="right").astype(np.float64)
+    if batching.buckets is not None:
+        return _few_buckets(candidates, below, batching)
+    edges = _few_buckets(candidates, below, batching, total)
+    for least, step_cost in NARROWER:
+        sizes = np.diff(np.searchsorted(ordered, edges, side="right"), prepend=0)
+        if 1 - total / float(sizes @ edges.astype(np.float64)) <= MOST_PADDING:
+            break
+        edges = _full_steps(candidates, below, batching.step_seconds, least, step_cost)
+    return edges
+
+
+def _few_buckets(candidates: np.ndarray, below: np.ndarray, batching: Batching,
+                 total: float | None = None) -> np.ndarray:
+    """The edges that pad least for ``batching.buckets``; with the ``total`` seconds the number that costs least.
+
+    Found exactly (over the candidates) by dynamic programming: cost(bucket) = members x edge.
+    """
+    most = batching.buckets
+    if most is None:
+        most = max(1, int(total / batching.step_seconds / MIN_STEPS_PER_BUCKET))
+    most = min(most, MAX_BUCKETS, len(candidates))
     # cost[k][j]: candidates 0..j in k+1 buckets, the last of which ends at j.
     cost = below * candidates
     back, totals = [], [cost[-1]]
@@ -255,4 +273,28 @@ def _edges(durations: np.ndarray, batching: Batching) -> np.ndarray:
         if came[j] >= 0:
             j = int(came[j])
             chosen.append(j)
+    return candidates[chosen[::-1]]
+
+
+def _full_steps(candidates: np.ndarray, below: np.ndarray, step_seconds: float, least: int,
+                step_cost: float) -> np.ndarray:
+    """Edges for small corpora: each bucket holds ``least`` steps or more, and costs its padded seconds and its steps.
+
+    The cheapest way from nothing to all candidates, over each bucket's last one; how many buckets is up to it.
+    """
+    fits = np.maximum(1, np.floor(step_seconds / candidates + 1e-6))
+    before = np.concatenate([[0.0], below])
+    sizes = below[None, :] - before[:-1, None]  # [i, j]: of the bucket from candidate i to candidate j
+    steps = np.ceil(sizes / fits)
+    cost = sizes * candidates + step_cost * step_seconds * steps
+    cost[(sizes <= 0) | ((steps < least) & (before[:-1, None] > 0))] = math.inf
+    best, came = np.zeros(len(before)), np.zeros(len(before), np.int64)
+    for j in range(len(candidates)):
+        ways = best[: j + 1] + cost[: j + 1, j]
+        came[j + 1] = np.argmin(ways)
+        best[j + 1] = ways[came[j + 1]]
+    chosen, j = [], len(candidates)
+    while j:
+        chosen.append(j - 1)
+        j = int(came[j])
     return candidates[chosen[::-1]]
