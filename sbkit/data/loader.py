@@ -114,6 +114,14 @@ class _Loader:
                 hint="mend them or prepare the corpus again; max_damaged_share sets what a run puts up with",
             )
 
+    def state_dict(self) -> dict[str, Any]:
+        """What was read so far and what of it was damaged, for a checkpoint."""
+        return {"read": self._read, "failed": self._failed, "damaged": dict(self.damaged)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Count on from there."""
+        self._read, self._failed, self.damaged = state["read"], state["failed"], dict(state["damaged"])
+
     def close(self) -> None:
         """End the worker processes. The loader can be used again; it then starts new ones."""
         self._turn += 1

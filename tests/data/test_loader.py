@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import signal
 import subprocess
@@ -262,6 +263,17 @@ def test_a_few_damaged_recordings_do_not_end_a_run_however_early(manifest, tmp_p
     assert len(list(loader.at(1)))
     with pytest.raises(SbkitError):
         list(loader.at(2))  # met again: now six of 48
+
+
+def test_a_resumed_run_counts_on(manifest, tmp_path):
+    hurt = damage(manifest, [1, 2, 3], tmp_path)
+    options = {"damaged_floor": 3, "max_damaged_share": 0}
+    list((stopped := make(hurt, **options)).at(1))
+    resumed = make(hurt, **options)
+    resumed.load_state_dict(json.loads(json.dumps(stopped.state_dict())))
+    assert resumed.damaged == stopped.damaged and len(resumed.damaged) == 3
+    with pytest.raises(SbkitError, match="recordings read so far"):
+        list(resumed.at(2))
 
 
 # ---------------------------------------------------------------- errors and ends
