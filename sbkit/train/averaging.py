@@ -107,8 +107,11 @@ class EMA:
         self._swapped = False
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Move the averages towards the parameters as they are now."""
+    def update(self, skipped: torch.Tensor | None = None) -> None:
+        """Move the averages towards the parameters as they are now.
+
+        skipped: scalar on their device; where it is 1 the averages stay as they are
+        """
         if self._swapped:
             raise RuntimeError("EMA.update() inside EMA.swapped(): training must go on with its own weights")
         params = self._params()
@@ -117,7 +120,12 @@ class EMA:
         weight = 1.0 - min(self.decay, (1 + self.updates) / (10 + self.updates))
         averages = [self._averages[name] for name in params]
         targets = [param.to(mean.dtype) for param, mean in zip(params.values(), averages, strict=True)]
-        torch._foreach_lerp_(averages, targets, weight)
+        if skipped is None:
+            torch._foreach_lerp_(averages, targets, weight)
+        else:  # lerp takes no weight from a device
+            ways = torch._foreach_sub(targets, averages)
+            torch._foreach_mul_(ways, weight * (1.0 - skipped))
+            torch._foreach_add_(averages, ways)
         self.updates += 1
 
     @contextlib.contextmanager

@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from speechbrain.core import INTRA_EPOCH_CKPT_FLAG
+
 from sbkit.errors import SbkitError
 from sbkit.nn import guard
 from sbkit.train import culprit, ranks
@@ -18,7 +20,7 @@ from sbkit.train.step import Facts
 logger = logging.getLogger(__name__)
 
 #: What any rank may raise with a step, so that all act on it at the same one.
-FLAGS = ("stop", "save")
+FLAGS = ("stop", "save", "look")
 
 
 class NotFinite(SbkitError, ValueError):
@@ -42,7 +44,7 @@ class Between:
         """What this rank has to tell the others with this step."""
         minutes = (time.monotonic() - self._saved_at) / 60
         due = ranks.is_main() and 0 < self.brain.ckpt_interval_minutes < minutes
-        return {"stop": self.asked_to_stop, "save": due}
+        return {"stop": self.asked_to_stop, "save": due, "look": self.brain._forward_state.surprise}
 
     @property
     def asked_to_stop(self) -> bool:
@@ -60,6 +62,8 @@ class Between:
         """
         raised = self.act_on(facts) if flags is None else {**self.act_on(facts), **flags}
         guard.poll()
+        if raised["look"]:
+            self.brain._buffers.look()
         if raised["stop"]:
             self.leave()
         due = 0 < self.brain.ckpt_interval_steps <= self._batches
@@ -102,14 +106,30 @@ class Between:
         with self.brain._budget.pause():
             self.act_on(self.brain._steps.facts(wait=True))
             guard.poll(wait=True)  # nothing learnt from a label outside its table is saved
+            self.brain._buffers.look()
             self.brain._save_intra_epoch_ckpt()
         self.start_epoch()
+
+    def hold(self) -> None:
+        """At the end of an epoch's training: what to save should a signal come before the epoch has ended.
+
+        A run that goes on from there repeats what follows, ``on_stage_end`` of the training first, from the
+        same state and random numbers. Where each rank has but a part of the model it would take a whole save.
+        """
+        checkpointer = self.brain.checkpointer
+        if checkpointer is not None and not any(map(is_sharded, checkpointer.recoverables.values())):
+            checkpointer.hold({INTRA_EPOCH_CKPT_FLAG: True})
 
     def leave(self) -> None:
         """Save and end, because some rank was sent a signal."""
         signum = next(s for s in ranks.gather_objects(self.signals and self.signals.signum) if s is not None)
         saved = None
         if self.brain.checkpointer is not None:
-            self.save()
-            saved = self.brain.checkpointer.wait()
+            saved = self.brain.checkpointer.publish()
+            if saved is not None:
+                self.brain.checkpointer.delete_checkpoints(
+                    ckpt_predicate=lambda ckpt: INTRA_EPOCH_CKPT_FLAG in ckpt.meta, verbosity=logging.DEBUG)
+            else:
+                self.save()
+                saved = self.brain.checkpointer.wait()
         ranks.raise_on_main(Stopped.by(signum, self.brain.optimizer_step, saved and saved.path))

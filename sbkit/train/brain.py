@@ -21,20 +21,19 @@ from sbkit.train import loaders, options, parallel, precision, ranks, rng, shard
 from sbkit.train.between import FLAGS, Between
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.culprit import Suspect
-from sbkit.train.display import StageDisplay
+from sbkit.train.epoch import train
 from sbkit.train.evaluation import evaluate
+from sbkit.train.forward_state import ForwardState
 from sbkit.train.metrics import MetricsLog
 from sbkit.train.oom import Parts
-from sbkit.train.optim import fused
+from sbkit.train.optim import fused, skips_itself
 from sbkit.train.progress import Progress
 from sbkit.train.signals import StopSignals
 from sbkit.train.step import Facts, Loss, Step, as_loss
-from sbkit.train.tally import Mean, one_number
+from sbkit.train.tally import Mean
 from sbkit.train.timing import StepBudget
 
 logger = logging.getLogger(__name__)
-
-_END = object()
 
 
 @register_checkpoint_hooks
@@ -98,8 +97,10 @@ class Brain(sb.core.Brain):
         self._last_batch: int | None = None  # the number of an epoch's last batch, where it is known
         self._parallel: parallel.Alone | None = None
         self._steps = Step(device, scaler=self.scaler, flags=FLAGS)
+        self._forward_state = ForwardState(self.modules)
+        self._buffers = parallel.Buffers(self.modules)
         self._found = SimpleNamespace(outputs=None, raw=None, loss=None)
-        self._first_step_checked = False
+        self._first_step_checked = self._told_dropped = self._validates = False
         self._budget = StepBudget(device)
         self._progress: Progress | None = None
         self._between = Between(self)
@@ -132,8 +133,10 @@ class Brain(sb.core.Brain):
         self._wrap_distributed()
         self.init_optimizers()
         sharding.save_as_if_whole(self.checkpointer)
-        if self.checkpointer is not None:
-            self.checkpointer.recover_if_possible()
+        if self.checkpointer is not None and self.checkpointer.recover_if_possible() is None:
+            for written in self.checkpointer.recoverables.values():
+                if hasattr(written, "start_afresh"):
+                    written.start_afresh()
 
     def _wrap_distributed(self) -> None:
         """Wrap all modules at once (see ``parallel`` and ``sharding``)."""
@@ -143,6 +146,7 @@ class Brain(sb.core.Brain):
             self._parallel.close()
         self._parallel = sharding.wrap(self, self._forward)
         self._steps = Step(torch.device(self.device), self._parallel.world, self.scaler, FLAGS)
+        self._forward_state = ForwardState(self.modules)
 
     @property
     def _own_fit_batch(self) -> bool:
@@ -164,6 +168,9 @@ class Brain(sb.core.Brain):
             super().init_optimizers()
         finally:
             self.opt_class = plain
+        if self.opt_class is not None and self.device_type != "cpu" and not skips_itself(self.optimizer):
+            logger.info("%s can't skip a step on %s by itself, so the host waits for the device once in each step; "
+                        "AdamW, Adam and SGD can", type(self.optimizer).__name__, self.device)
 
     def _active_optimizers(self) -> list[torch.optim.Optimizer]:
         if self.optimizers_dict is not None:
@@ -189,6 +196,8 @@ class Brain(sb.core.Brain):
 
     def _backward(self, batch: Any, last: bool, share: float = 1.0, generators: Any = None) -> Loss:
         """Forward, loss and gradients of a micro-batch, or of a share of one."""
+        if not self._steps.started:
+            self._forward_state.keep()
         with self.no_sync(not last):
             # so that a culprit can be looked at again
             generators = rng.capture(self.device) if generators is None else generators
@@ -240,11 +249,12 @@ class Brain(sb.core.Brain):
         if not self._first_step_checked:
             parallel.tell_unreached(self.modules)
         self._steps.number = self.optimizer_step
-        self._steps.update(optimizers, self.max_grad_norm)
+        skipped = self._steps.update(optimizers, self.max_grad_norm)
+        self._forward_state.put_back(skipped)
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=True)
         if self._ema is not None:
-            self._ema.update()
+            self._ema.update(skipped)
         self.optimizer_step += 1
         self._epoch_step += 1
 
@@ -280,6 +290,7 @@ class Brain(sb.core.Brain):
             self.on_fit_start()
             self._buffers = parallel.Buffers(self.modules)
             self._first_step_checked = False
+            self._validates = valid_set is not None
             enable = (not self.noprogressbar if progressbar is None else progressbar) and ranks.is_main()
             for epoch in epoch_counter:
                 self._fit_train(train_set=train_set, epoch=epoch, enable=enable)
@@ -291,6 +302,9 @@ class Brain(sb.core.Brain):
 
     def _loader(self, dataset: Any, stage: Stage, kwargs: dict | None) -> Any:
         """A loader, made here if only a dataset was given."""
+        if stage is Stage.TRAIN and self._plan_driven and self.checkpointer is not None and hasattr(
+                dataset, "load_state_dict"):
+            self.checkpointer.add_recoverable("loader", loaders.Counts(dataset), optional_load=True)
         if dataset is None or loaders.is_loader(dataset) or (stage is Stage.TRAIN and self._plan_driven):
             return dataset
         kwargs = dict(kwargs or {})
@@ -303,110 +317,12 @@ class Brain(sb.core.Brain):
         return bool(getattr(self.hparams, "share_validation", False))
 
     def _fit_train(self, train_set: Any, epoch: Any, enable: bool) -> None:
-        self._epoch = epoch
-        self.on_stage_start(Stage.TRAIN, epoch)
-        self.modules.train()
-        self.zero_grad()
-        batches, steps = self._train_batches(train_set, epoch)
-        self._between.start_epoch()
-        if self.profiler is not None:
-            self.profiler.start()
-        done = self._epoch_step if self._plan_driven else self.step
-        display = StageDisplay(
-            f"train {epoch}", steps, initial=done, show=enable,
-            budget=self._budget, scale=ranks.world_size(), colour=self.tqdm_barcolor["train"] or None,
-        )
-        self._budget.reset()
-        self._progress = Progress(display, self.metrics_log, self._budget, epoch,
-                                  getattr(self.hparams, "log_interval", 10.0))
-        with self._budget.active(), display:
-            for batch in self._timed(batches):
-                self.step += 1
-                self._between.batch()
-                before = self.optimizer_step
-                loss = self.fit_batch(batch)
-                if self._averages_batches:
-                    self.avg_train_loss = self.update_average(one_number(loss), self.avg_train_loss)
-                stepped = self.optimizer_step > before
-                self._progress.batch(batch, int(stepped) if self._plan_driven else 1,
-                                     self._average.value, self._learning_rate)
-                self._profile()
-                if stepped or self._own_fit_batch:
-                    self._after_step()
-                if self.debug and self.step == self.debug_batches:
-                    break
-        self._end_train(epoch)
-
-    def _end_train(self, epoch: Any) -> None:
-        if self._steps.started:  # an accumulation that the end of the epoch cut short is a step too
-            if self._parallel is not None:
-                self._parallel.finish()
-            self._update()
-        self._between.act_on(self._steps.facts(wait=True))
-        self.zero_grad(set_to_none=True)
-        self._buffers.look()
-        self._buffers.sync()
-        parallel.assert_ranks_equal(self.modules, f"after epoch {epoch}")
-        self._progress.close(self.avg_train_loss, self.optimizer_step)
-        self._parts.tell()
-        self.on_stage_end(Stage.TRAIN, self.avg_train_loss, epoch)
-        self._trained = (self.step, self._epoch_step, self._average, self.nonfinite_count)
-        self._average = Mean()
-        self.step = self._epoch_step = self.nonfinite_count = 0
-
-    def _train_batches(self, train_set: Any, epoch: Any) -> tuple[Iterable, int | None]:
-        """The epoch's batches from where it stands, and how many the bar counts to."""
-        self._last_batch = self.debug_batches if self.debug else None
-        if self._plan_driven:
-            batches = train_set.at(epoch, self._epoch_step)
-            return loaders.on_device(batches, train_set, self.device), train_set.steps(epoch)
-        loaders.set_epoch(epoch, self.train_sampler, train_set)
-        length = loaders.length(train_set)
-        if length is not None:
-            self._last_batch = min(length, self._last_batch or length)
-        return train_set, length
-
-    def _timed(self, batches: Iterable) -> Iterator:
-        """The same batches, until the limit of steps; waiting for one is counted as "data"."""
-        iterator = iter(batches)
-        self._rng.restore()  # where the checkpoint stood: starting workers has drawn random numbers
-        while True:
-            if self._optimizer_step_limit_exceeded:
-                logger.info("Train iteration limit exceeded")
-                return
-            with self._budget("data"):
-                batch = next(iterator, _END)
-            if batch is _END:
-                return
-            yield batch
+        train(self, train_set, epoch, enable)
 
     @property
     def _learning_rate(self) -> Any:
         optimizers = list((self.optimizers_dict or {}).values())
         return optimizers[0].param_groups[0]["lr"] if optimizers else None
-
-    def _profile(self) -> None:
-        if self.profiler is None:
-            return
-        self.profiler.step()
-        if self.profiler.step_num > self.tot_prof_steps:
-            logger.info("The profiler finished, training is stopped.")
-            self.profiler.stop()
-            raise SystemExit(0)
-
-    def _after_step(self) -> None:
-        """What all ranks do together between two optimizer steps."""
-        if not self._first_step_checked:
-            self._first_step_checked = True
-            self._buffers.look()
-            self._buffers.sync()
-            parallel.assert_ranks_equal(self.modules, "after the first step")
-        else:
-            self._buffers.sync()
-        self._budget.step()
-        # the steps of a recipe's own fit_batch carry no flags
-        flags = ranks.any_of(self._between.flags()) if self._own_fit_batch else None
-        self._between.step(self._steps.facts(), flags)
 
     def _count_in(self, fact: Facts) -> None:
         """A step's values have come from the device."""
@@ -419,14 +335,18 @@ class Brain(sb.core.Brain):
     def _fit_valid(self, valid_set: Any, epoch: Any, enable: bool) -> None:
         if valid_set is None:
             return
-        self.on_stage_start(Stage.VALID, epoch)
         with torch.no_grad():
-            loss = evaluate(self, valid_set, Stage.VALID, f"valid {epoch}", enable)
-            self.step = 0
-            ranks.meet("validated")
-            if ranks.any_of(self._between.flags())["stop"]:  # saved as at the end of training
-                self.step, self._epoch_step, self._average, self.nonfinite_count = self._trained
-                self._between.leave()
+            try:
+                self.on_stage_start(Stage.VALID, epoch)
+                loss = evaluate(self, valid_set, Stage.VALID, f"valid {epoch}", enable)
+                self.step = 0
+                ranks.meet("validated")
+                if ranks.any_of(self._between.flags())["stop"]:  # saved as at the end of training
+                    self.step, self._epoch_step, self._average, self.nonfinite_count = self._trained
+                    self._between.leave()
+            finally:
+                if self.checkpointer is not None:
+                    self.checkpointer.drop()
             self.on_stage_end(Stage.VALID, loss, epoch)
 
     def evaluate(

@@ -11,6 +11,8 @@ from speechbrain.utils.checkpoints import METAFNAME, PARAMFILE_EXT, Checkpoint, 
 
 from sbkit.train.checkpoint_files import CheckpointError, read_meta
 
+Predicate = Callable[[Checkpoint], bool]
+
 
 def standing(folders: Iterable[Path]) -> tuple[list[Checkpoint], dict[Path, str]]:
     """The checkpoints in these folders, and why the others can't even be listed."""
@@ -29,7 +31,7 @@ def standing(folders: Iterable[Path]) -> tuple[list[Checkpoint], dict[Path, str]
 
 def ranked(
     ckpts: Iterable[Checkpoint], importance_key: Callable | None = None, max_key: str | None = None,
-    min_key: str | None = None, ckpt_predicate: Callable[[Checkpoint], bool] | None = None,
+    min_key: str | None = None, ckpt_predicate: Predicate | None = None,
 ) -> list[Checkpoint]:
     """The most important first, of equals the newest; with a key, only those that have it."""
     if sum(map(bool, (importance_key, max_key, min_key))) > 1:

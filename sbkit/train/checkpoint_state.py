@@ -65,8 +65,10 @@ def unsaved(recoverables: Mapping[str, Any], objects: Mapping[str, Any]) -> list
 # ---------------------------------------------------------------- copying
 
 
-def snapshot(state: Any) -> tuple[Any, Callable[[], None]]:
+def snapshot(state: Any, tensors: bool = True) -> tuple[Any, Callable[[], None]]:
     """Copy a state to the CPU as it is now; returns the copy and what must be called before reading it.
+
+    tensors: False copies all but them
 
     From a GPU the copies go to pinned memory in stream order: training may change the weights right
     away, and nothing waits but the thread that calls the second result.
@@ -84,6 +86,8 @@ def snapshot(state: Any) -> tuple[Any, Callable[[], None]]:
         return out.copy_(value, non_blocking=pinned)
 
     def walk(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and not tensors:
+            return value
         if isinstance(value, torch.Tensor):
             if value.layout != torch.strided or type(value) not in (torch.Tensor, torch.nn.Parameter):
                 return tensor(value)

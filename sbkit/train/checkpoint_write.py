@@ -27,22 +27,25 @@ class PendingCheckpoint:
     end_of_epoch: bool
     verbosity: int
     folder: Path | None = None  # the hidden one that is written to
-    paramfiles: dict[str, Path] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)  # recoverable -> its file's name
     _lock: int | None = None
     _states: dict[str, tuple[Any, Callable[[], None]]] = field(default_factory=dict)
 
     @property
     def result(self) -> Checkpoint:
         """The checkpoint that will stand."""
-        return Checkpoint(self.final, self.meta, self.paramfiles)
+        return Checkpoint(self.final, self.meta, {name: self.final / file for name, file in self.names.items()})
 
     def begin(self) -> None:
         """Make the hidden folder."""
         self.folder, self._lock = files.begin(self.final.parent, self.final.name)
 
-    def add(self, name: str, state: Any, copy: bool) -> None:
-        """Take the state dict of a recoverable; ``copy`` where it may change before it is written."""
-        self._states[name] = states.snapshot(state) if copy else (state, lambda: None)
+    def add(self, name: str, state: Any, copy: str | None) -> None:
+        """Take the state dict of a recoverable.
+
+        copy: what may change before it is written: "all" of it, its "numbers" but no tensor, or nothing (None)
+        """
+        self._states[name] = states.snapshot(state, tensors=copy == "all") if copy else (state, lambda: None)
 
     def write(self) -> None:
         """Write what is left and let the checkpoint appear under its name."""

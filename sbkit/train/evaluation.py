@@ -7,6 +7,7 @@ from typing import Any
 
 from speechbrain.core import Stage
 
+from sbkit.nn import guard
 from sbkit.train import loaders, ranks
 from sbkit.train.display import StageDisplay
 from sbkit.train.tally import DeviceMean, one_number
@@ -29,14 +30,16 @@ def evaluate(brain: Any, loader: Any, stage: Stage, name: str, show: bool) -> fl
             if brain._between.asked_to_stop:
                 break
             brain.step += 1
-            loss = brain.evaluate_batch(batch, stage=stage)
+            loss = brain._parts.evaluate(batch, stage)
             if brain._averages_itself:
                 average = brain.update_average(one_number(loss), average)
             else:
                 mean.add(loss)
+            guard.poll()
             display.update(seconds=getattr(batch, "seconds", 0.0))
             if brain.debug and brain.step == brain.debug_batches:
                 break
+        guard.poll(wait=True)  # no score is made of labels outside their table
     over_ranks = share or brain._shares_validation
     if over_ranks:
         ranks.meet(name)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from sbkit.train import rng as rng_state
+from sbkit.train.forward_state import ForwardState
 
 logger = logging.getLogger(__name__)
 
@@ -257,10 +258,9 @@ def _watched(modules: nn.Module, found: Findings) -> Iterator[_Watch]:
 
 @contextlib.contextmanager
 def _undisturbed(modules: nn.Module, device: torch.device | str) -> Iterator[None]:
-    """Put back buffers, gradients and generators."""
-    buffers = [(module, name, buffer, buffer.detach().clone())
-               for module in modules.modules() for name, buffer in module._buffers.items()
-               if buffer is not None]
+    """Put back buffers and other statistics, gradients and generators."""
+    state = ForwardState(modules)
+    state.keep()
     gradients = [(parameter, parameter.grad) for parameter in modules.parameters()]
     generators = rng_state.capture(device)
     for parameter, _ in gradients:
@@ -271,11 +271,7 @@ def _undisturbed(modules: nn.Module, device: torch.device | str) -> Iterator[Non
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        with torch.no_grad():
-            for module, name, buffer, value in buffers:
-                module._buffers[name] = buffer
-                if not torch.equal(buffer, value):  # untouched ones must not look changed to anybody
-                    buffer.copy_(value)
+        state.put_back()
         rng_state.restore(generators, device)
 
 

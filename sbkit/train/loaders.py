@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import json
+import logging
+import os
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from speechbrain.dataio.batch import PaddedBatch
 from speechbrain.dataio.dataloader import LoopedLoader
 from speechbrain.dataio.dataset import DynamicItemDataset
+from speechbrain.utils.checkpoints import mark_as_loader, mark_as_saver, register_checkpoint_hooks
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler
 
 from sbkit.errors import SbkitError
 from sbkit.train import ranks
+
+logger = logging.getLogger(__name__)
 
 
 def is_plan_driven(loader: Any) -> bool:
@@ -28,6 +35,42 @@ def is_share(loader: Any) -> bool:
 
 def is_loader(loader: Any) -> bool:
     return isinstance(loader, (DataLoader, LoopedLoader)) or is_share(loader)
+
+
+@partial(register_checkpoint_hooks, save_on_main_only=False)
+class Counts:
+    """A recoverable: what a loader's ``state_dict`` counts on each rank, such as damaged recordings.
+
+    On another number of ranks each gets an even part of the numbers, and all of what is named.
+    """
+
+    def __init__(self, loader: Any):
+        self.loader = loader
+
+    @mark_as_saver
+    def _save(self, path: str | os.PathLike) -> None:
+        counts = ranks.gather_objects(self.loader.state_dict())
+        if ranks.is_main():
+            with open(path, "w", encoding="utf-8") as out:
+                json.dump(counts, out)
+
+    @mark_as_loader
+    def _load(self, path: str | os.PathLike, end_of_epoch: bool) -> None:
+        del end_of_epoch
+        with open(path, encoding="utf-8") as file:
+            counts = json.load(file)
+        rank, world = ranks.rank(), ranks.world_size()
+        if len(counts) == world:
+            self.loader.load_state_dict(counts[rank])
+        else:
+            self.loader.load_state_dict({name: _part([each[name] for each in counts], rank, world)
+                                         for name in counts[0]})
+
+
+def _part(values: list[Any], rank: int, world: int) -> Any:
+    if isinstance(values[0], dict):
+        return dict(itertools.chain.from_iterable(each.items() for each in values))
+    return sum(values) // world + (rank < sum(values) % world)
 
 
 def set_epoch(epoch: int, *holders: Any) -> None:
@@ -47,6 +90,21 @@ def length(loader: Any) -> int | None:
         return len(loader)
     except TypeError:
         return None
+
+
+def begins_at(loader: Any, step: int) -> int:
+    """The batch that a loader begins with in an epoch of which ``step`` batches are done: 0 where it can't go on.
+
+    SpeechBrain's own go on if they are among the checkpointer's recoverables (those that a Brain makes are).
+    """
+    if isinstance(loader, LoopedLoader):
+        begins = loader.step
+    else:
+        begins = getattr(loader, "_speechbrain_recovery_skip_to", None) or 0
+    if step and not begins and ranks.is_main():
+        logger.warning("This data loader can't go on in the middle of an epoch: it begins with its first batch again. "
+                       "Give fit the dataset, or a SaveableDataLoader that is among the checkpointer's recoverables")
+    return begins
 
 
 def on_device(batches: Iterable, loader: Any, device: str) -> Iterable:

@@ -84,6 +84,10 @@ class MetricsLog:
             if name not in ("time", "step", "epoch") and type(value) in (int, float):
                 self._writer.add_scalar(f"{line['kind']}/{name}", value, step, walltime=line["time"])
 
+    def start_afresh(self) -> None:
+        """There is no checkpoint: lines that an earlier start of this run left are to be written again."""
+        self._file.start_afresh()
+
     @mark_as_saver
     def _save(self, path: str | os.PathLike) -> None:
         self.flush()

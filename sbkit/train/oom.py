@@ -43,6 +43,8 @@ class Parts:
         self.brain = brain
         self.limit = float("inf")
         """The least size that failed, in numbers of the batch's largest tensor."""
+        self.evaluation_limit = float("inf")
+        """The same of evaluations, which need less memory."""
         self.cut = 0
         """Micro-batches that were computed in parts, since ``tell`` was last called."""
         # Of this step: micro-batch, parts it was computed in, generators before it.
@@ -81,6 +83,33 @@ class Parts:
         self._clear()
         return False
 
+    def evaluate(self, batch: Any, stage: Any) -> Any:
+        """``evaluate_batch`` of a batch, in halves where memory does not suffice for it.
+
+        Only what failed is taken apart, so that no utterance is transcribed twice.
+        """
+        size = length(batch)
+        if largest(batch) < self.evaluation_limit or size == 1:
+            try:
+                return self.brain.evaluate_batch(batch, stage=stage)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                if size == 1:
+                    raise _too_long(self.brain.device, batch) from error
+            self._remember_evaluation(batch)
+        halves = [rows(batch, 0, size // 2), rows(batch, size // 2, size)]
+        losses = [self.evaluate(half, stage) for half in halves]
+        if all(isinstance(loss, Loss) for loss in losses):
+            return Loss(sum(loss.total for loss in losses), sum(loss.count for loss in losses))
+        return sum(loss * length(half) for loss, half in zip(losses, halves, strict=True)) / size
+
+    def _remember_evaluation(self, batch: Any) -> None:
+        self.evaluation_limit = largest(batch)
+        logger.warning("No memory left on %s to evaluate a batch of %d utterances: it and others of that size are "
+                       "evaluated in halves", self.brain.device, length(batch))
+        _free(self.brain.device)
+
     def tell(self) -> None:
         """One line for an epoch in which micro-batches were cut."""
         if self.cut:
@@ -112,12 +141,9 @@ class Parts:
 
     def _give_up_unless_possible(self, batch: Any, last: bool, count: int, error: Exception) -> None:
         brain, size = self.brain, length(batch)
-        names = utterance_ids(batch)
         hint = "lower max_batch_seconds, or try activation_checkpointing"
         if count >= size:
-            name = f" ({names[0]})" if size == 1 and names else ""
-            raise SbkitError(f"out of memory on {brain.device} with a single utterance{name}", exit_code=1, hint=(
-                "leave such long ones out (max_duration), or try activation_checkpointing")) from error
+            raise _too_long(brain.device, batch) from error
         if isinstance(brain._parallel, Sharded):
             raise SbkitError(f"out of memory on {brain.device} with {size} utterances; with fsdp no rank can repeat a "
                              "step alone", hint=hint, exit_code=1) from error
@@ -153,13 +179,27 @@ class Parts:
 
     def _clear(self) -> None:
         """Gradients, sums and whatever memory is held for nothing."""
-        brain, device = self.brain, torch.device(self.brain.device)
+        brain = self.brain
         brain.zero_grad(set_to_none=True)
         brain._steps.reset()
+        brain._forward_state.put_back()
         brain._found.outputs = brain._found.raw = brain._found.loss = None
-        gc.collect()
-        if device.type != "cpu":
-            torch.get_device_module(device).empty_cache()
+        _free(brain.device)
+
+
+def _too_long(device: str, batch: Any) -> SbkitError:
+    names = utterance_ids(batch)
+    name = f" ({names[0]})" if length(batch) == 1 and names else ""
+    return SbkitError(f"out of memory on {device} with a single utterance{name}", exit_code=1,
+                      hint="leave such long ones out (max_duration), or try activation_checkpointing")
+
+
+def _free(device: torch.device | str) -> None:
+    """Give back memory that is held for nothing."""
+    device = torch.device(device)
+    gc.collect()
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()
 
 
 # ---------------------------------------------------------------------------------------------- batches

@@ -81,7 +81,10 @@ def fused(opt_class: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
 
     def build(params: Iterable[Any]) -> Optimizer:
         params = list(params)
-        optimizer = opt_class(params, fused=True) if all(map(_has_kernels, _tensors(params))) else None
+        try:
+            optimizer = opt_class(params, fused=True) if all(map(_has_kernels, _tensors(params))) else None
+        except RuntimeError:  # Adagrad has the kernel for the CPU only
+            optimizer = None
         if optimizer is None or not getattr(optimizer, "_step_supports_amp_scaling", False):
             return opt_class(params)
         optimizer.register_load_state_dict_pre_hook(_stay_fused)

@@ -82,21 +82,16 @@ class Wrapped(Alone):
         self.world = ranks.world_size()
         # Buffers are `Buffers`' business: DDP would send all of them, constant tables too, at each step.
         # device_ids stays empty: the batch is moved by who knows what it is.
-        self.ddp = DistributedDataParallel(
+        self.ddp = _Quiet(
             shell, find_unused_parameters=find_unused_parameters, broadcast_buffers=False,
             gradient_as_bucket_view=True,
         )
         with torch.no_grad():
             for buffer in shell.buffers():  # once, as with the parameters: all ranks start from rank 0's
                 dist.broadcast(buffer.detach(), src=0)
-        self._advised = not find_unused_parameters
 
     def __call__(self, batch: Any) -> torch.Tensor:
-        if self._advised:
-            return self.ddp(batch)
-        self._advised = True
-        with _without_advice():
-            return self.ddp(batch)
+        return self.ddp(batch)
 
     def no_sync(self) -> contextlib.AbstractContextManager:
         return self.ddp.no_sync()
@@ -105,13 +100,27 @@ class Wrapped(Alone):
         average_gradients([p for p in self.shell.parameters() if p.requires_grad])
 
 
+class _Quiet(DistributedDataParallel):
+    """DDP that keeps its advice to itself.
+
+    When all parameters are reached it advises, once on every rank, to switch off the search for those that are
+    not; a recipe that drops layers now and then would hang by it. It says so in C++, between a forward and its
+    backward: stderr is looked through for this one moment, in which nothing of the recipe runs.
+    """
+
+    _advised = False
+
+    def _post_forward(self, output: Any) -> Any:
+        if self._advised or not (self.find_unused_parameters and self.require_backward_grad_sync):
+            return super()._post_forward(output)
+        self._advised = True
+        with _without_advice():
+            return super()._post_forward(output)
+
+
 @contextlib.contextmanager
 def _without_advice() -> Iterator[None]:
-    """When all parameters are reached, DDP advises to switch off the search for those that are not.
-
-    It does so once, from C++, on every rank; a recipe that drops layers now and then would hang by it.
-    Whatever else is written to stderr meanwhile is passed on.
-    """
+    """Within it, stderr is held back; afterwards all of it is passed on but for the advice."""
     with tempfile.TemporaryFile() as held:
         stderr = os.dup(2)
         os.dup2(held.fileno(), 2)
@@ -225,7 +234,7 @@ class Buffers:
         return torch.stack([torch.zeros((), dtype=torch.int64), *sums])[1:]
 
     def look(self) -> None:
-        """Find out which buffers change, on any rank; to be called by all, after a step."""
+        """Find out which buffers change, on any rank, and take rank 0's values; called by all, after a step."""
         if self._seen is None:
             return
         now = self._sums()
@@ -235,6 +244,7 @@ class Buffers:
             if did and name not in self._changing:
                 self._changing.append(name)
         self._seen = now
+        self.sync()
 
     @torch.no_grad()
     def sync(self) -> None:

@@ -13,8 +13,9 @@ from sbkit.console import atomic_write
 class ResumableFile:
     """Lines, each appended by one write.
 
-    A checkpoint stores the file's length (``save``). After ``load`` the next line of training to be appended
-    first drops what training wrote beyond that length, because a run that goes on from there writes it anew.
+    A checkpoint stores the file's length (``save``). After ``load`` (or ``start_afresh``, for a run without a
+    checkpoint) the next line of training to be appended first drops what training wrote beyond that length,
+    because a run that goes on from there writes it anew.
     Dropping waits for that line, since an evaluation loads a checkpoint too (the best one, with later lines
     behind it) and must drop nothing. A last line that a crash left unfinished is dropped in any case.
 
@@ -59,6 +60,11 @@ class ResumableFile:
         """Go on from a checkpoint file; ignored once this process has appended lines of training."""
         if not self._trained:
             self._resume_at = int(json.loads(Path(path).read_text(encoding="utf-8"))["bytes"])
+
+    def start_afresh(self) -> None:
+        """No checkpoint stands, training begins at its beginning: what an earlier start wrote goes as well."""
+        if not self._trained:
+            self._resume_at = 0
 
     def _cut(self, handle: int) -> None:
         size = os.fstat(handle).st_size

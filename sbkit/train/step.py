@@ -196,8 +196,11 @@ class Step:
             torch._foreach_mul_(grads, factor)
         self._normalised = self._sums is not None
 
-    def update(self, optimizers: Iterable[Optimizer], max_norm: float | None) -> None:
-        """Normalise, clip all gradients of all optimizers together, update unless one is not finite."""
+    def update(self, optimizers: Iterable[Optimizer], max_norm: float | None) -> torch.Tensor:
+        """Normalise, clip all gradients of all optimizers together, update unless one is not finite.
+
+        Gives a scalar on the device: 1 where the step was skipped, else 0.
+        """
         optimizers = list(optimizers)
         grads = gradients(optimizers)
         factor = self._factor()
@@ -218,6 +221,7 @@ class Step:
         self._keep_facts(norm, found_inf, scale)
         if scale is not None:
             self.scaler.adjust(found_inf)
+        return found_inf
 
     def passed(self) -> None:
         """A recipe updated its parameters by itself: keep what is known of the step, and begin the next."""

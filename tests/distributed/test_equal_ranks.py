@@ -14,6 +14,7 @@ from toys import ToyBrain, ToyEvalLoader, ToyTrainLoader, brain, furthest, layer
 
 from sbkit.errors import SbkitError
 from sbkit.train import ranks
+from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.ranks import PeerFailed
 
 pytestmark = pytest.mark.slow
@@ -152,6 +153,39 @@ def test_buffers_that_training_writes_stay_equal():
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert first["model.seen"].abs().sum() > 0
     assert "model.table" not in changing and "model.norm.running_mean" in changing
+
+
+class LateBrain(BufferBrain):
+    """A buffer that only rank 1 writes to, from the third step on, by some way or another."""
+
+    def compute_forward(self, batch, stage):
+        if stage.name == "TRAIN" and self.optimizer_step >= 2 and ranks.rank() == 1:
+            table = self.modules.model.table
+            (table.data if self.hparams.hidden else table).add_(1.0)
+        return super().compute_forward(batch, stage)
+
+    def on_fit_batch_end(self, batch, outputs, loss, should_step):
+        self.tables = [*getattr(self, "tables", []), float(self.modules.model.table[0])]
+
+    def _save_intra_epoch_ckpt(self):
+        self.saved = float(self.modules.model.table[0])
+
+
+def train_late(hidden, every, folder):
+    toy = brain(LateBrain, modules=WithBuffer(), hparams={"hidden": hidden}, ckpt_interval_steps=every,
+                checkpointer=Checkpointer(folder))
+    toy.fit([1], ToyTrainLoader(6, 8, ranks.rank(), ranks.world_size()))
+    return state(toy), toy.tables, getattr(toy, "saved", None)
+
+
+@pytest.mark.parametrize("hidden, every, known_after", [(False, 0, 4), (True, 4, 4), (True, 0, 6)])
+def test_a_buffer_that_changes_in_mid_epoch_is_noticed_there(tmp_path, hidden, every, known_after):
+    """At once where torch counts the writes to it, else at the next checkpoint, or when the epoch ends."""
+    (first, _, saved), (second, tables, other) = results(train_late, hidden, every, tmp_path)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert saved == other == (0.0 if every else None)
+    assert tables[2] == 1.0 and max(tables) == max(1.0, known_after - 2.0)
+    assert tables[-1] == (4.0 if known_after == 6 else 1.0)
 
 
 def evaluate():

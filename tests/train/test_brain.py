@@ -1,19 +1,15 @@
-"""The Brain on one process: what it takes, what a step does, where it stands, what it writes down."""
+"""The Brain on one process: what it takes, what a step does, what it writes down."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import signal
 from functools import partial
 
 import pytest
 import torch
-import yaml
 from host_syncs import HostSyncs
 from speechbrain.core import Stage
-from speechbrain.utils.epoch_loop import EpochCounter
 from speechbrain.utils.run_opts import RunOptions
 from toys import ToyBrain, ToyEvalLoader, ToyTrainLoader, batch_of, brain, furthest, layers, state
 
@@ -22,7 +18,6 @@ from sbkit.errors import SbkitError
 from sbkit.train.averaging import EMA
 from sbkit.train.between import NotFinite
 from sbkit.train.checkpoint import Checkpointer
-from sbkit.train.signals import Stopped
 from sbkit.train.step import Loss
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -333,106 +328,7 @@ def test_moving_averages_are_used_in_evaluation_only():
     torch.testing.assert_close(evaluated, toy._ema._averages["0.weight"])
 
 
-# ------------------------------------------------------------------ where it stands
-
-
-class Stop(Exception):
-    pass
-
-
-class Stopping(ToyBrain):
-    """Dies in the middle of a step, after some updates."""
-
-    def on_fit_batch_start(self, batch, should_step):
-        if self.optimizer_step == self.hparams.die_at and batch.micro == 1:
-            raise Stop
-
-
-def run(folder, die_at=None, **run_opts):
-    counter = EpochCounter(3)
-    toy = brain(Stopping, checkpointer=Checkpointer(folder, {"counter": counter}), hparams={"die_at": die_at},
-                ckpt_interval_steps=4, **run_opts)
-    toy.checkpointer.add_recoverable("model", toy.hparams.model)
-    try:
-        toy.fit(counter, ToyTrainLoader(5, 6, micros=2), ToyEvalLoader(5))
-    finally:
-        toy.checkpointer.wait()  # a process that ends waits too
-    return toy
-
-
-@pytest.mark.parametrize("die_at", [3, 5, 7, 12])
-def test_a_run_that_died_within_a_step_goes_on_as_if_it_had_not(tmp_path, die_at):
-    whole = run(tmp_path / "whole")
-    with pytest.raises(Stop):
-        run(tmp_path / "cut", die_at)
-    again = run(tmp_path / "cut")
-    assert all(torch.equal(value, state(again)[name]) for name, value in state(whole).items())
-    assert again.ends == whole.ends[-len(again.ends):]
-    assert again.optimizer_step == whole.optimizer_step == 15
-
-
-def stopped_in_validation(folder, stop):
-    class Stops(ToyBrain):
-        def on_stage_start(self, stage, epoch=None):
-            if stop and stage == Stage.VALID and epoch == 2:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-        def evaluate_batch(self, batch, stage):
-            self.evaluated = getattr(self, "evaluated", 0) + 1
-            return super().evaluate_batch(batch, stage)
-
-    counter = EpochCounter(3)
-    toy = brain(Stops, checkpointer=Checkpointer(folder, {"counter": counter}))
-    toy.checkpointer.add_recoverable("model", toy.hparams.model)
-    try:
-        toy.fit(counter, ToyTrainLoader(3, 6), ToyEvalLoader(9))
-    except Stopped as end:
-        return toy, end
-    return toy, None
-
-
-def test_a_signal_in_validation_stops_it_and_the_run_goes_on_with_that_validation(tmp_path):
-    whole, _ = stopped_in_validation(tmp_path / "whole", stop=False)
-    cut, end = stopped_in_validation(tmp_path / "cut", stop=True)
-    assert end.exit_code == 143 and "after step 6" in str(end) and str(tmp_path / "cut") in str(end)
-    assert cut.evaluated == 5 and [stage for stage, _ in cut.ends] == ["TRAIN", "VALID", "TRAIN"]
-    again, _ = stopped_in_validation(tmp_path / "cut", stop=False)
-    assert again.ends == whole.ends[2:]
-    assert all(torch.equal(value, state(again)[name]) for name, value in state(whole).items())
-
-
-def test_a_checkpoint_is_saved_every_so_many_minutes(tmp_path, monkeypatch):
-    now, saves = [0.0], []
-    monkeypatch.setattr("sbkit.train.between.time.monotonic", lambda: now[0])
-    toy = brain(checkpointer=Checkpointer(tmp_path), ckpt_interval_minutes=1)
-    toy.on_fit_batch_start = lambda batch, should_step: now.append(now.pop() + 25.0)  # a step takes 25 s
-    toy._save_intra_epoch_ckpt = lambda: saves.append(toy.optimizer_step)
-    toy.fit(range(1, 2), ToyTrainLoader(9))
-    assert saves == [3, 6, 9]
-
-
-def test_positions_are_saved_between_steps_only(tmp_path):
-    with pytest.raises(Stop):
-        run(tmp_path, die_at=4)
-    (found,) = Checkpointer(tmp_path).list_checkpoints()
-    saved = yaml.safe_load((found.path / "brain.ckpt").read_text())
-    # every 4 micro-batches are due, steps have 2, and the run died in the fifth step
-    assert (saved["step"], saved["epoch_step"], saved["optimizer_step"]) == (8, 4, 4)
-    assert saved["avg_train_loss"] == pytest.approx(saved["loss_sums"][0] / saved["loss_sums"][1])
-
-
-def test_an_epoch_s_checkpoint_taken_at_the_end_of_training_starts_the_next_epoch_at_its_beginning(tmp_path):
-    """SpeechBrain would go on counting where the epoch ended."""
-
-    class Saves(ToyBrain):
-        def on_stage_end(self, stage, stage_loss, epoch):
-            self.checkpointer.save_checkpoint()
-
-    toy = brain(Saves, checkpointer=Checkpointer(tmp_path))
-    toy.fit(range(1, 2), ToyTrainLoader(3))
-    again = brain(Saves, checkpointer=Checkpointer(tmp_path))
-    again.on_fit_start()
-    assert (again.step, again._epoch_step, again.optimizer_step, again.avg_train_loss) == (0, 0, 3, 0.0)
+# ------------------------------------------------------------------ what it leaves out
 
 
 def test_debug_mode_runs_a_few_batches_of_a_few_epochs():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
 
 import pytest
@@ -9,6 +10,7 @@ import speechbrain as sb
 import torch
 import yaml
 from speechbrain.core import Stage
+from speechbrain.dataio.dataloader import SaveableDataLoader
 from speechbrain.dataio.dataset import DynamicItemDataset
 from speechbrain.utils.checkpoints import Checkpointer as StockCheckpointer
 from speechbrain.utils.epoch_loop import EpochCounter
@@ -190,6 +192,84 @@ def test_a_recipe_s_own_fit_batch_and_evaluate_batch():
     assert ours.optimizer_step == theirs.optimizer_step == 4
     assert ours.losses == pytest.approx([float(loss) for loss in theirs.losses])
     assert all(isinstance(loss, float) for loss in ours.losses)
+
+
+def accumulated(folder, die_at, loader):
+    """Batches of one row whose gradients say which they are: what each step was made of, after a stop or not."""
+    steps = []
+
+    class Counting(sbkit.Brain):
+        def compute_forward(self, batch, stage):
+            if self.optimizer_step == die_at:
+                raise Killed
+            return self.modules.lin(torch.ones(1, 1)) * batch.flatten()[0]
+
+        def compute_objectives(self, predictions, batch, stage):
+            return predictions.sum()
+
+        def on_fit_batch_end(self, batch, outputs, loss, should_step):
+            self.part = [*getattr(self, "part", []), int(batch)]
+            if should_step:
+                steps.append(self.part)
+                self.part = []
+
+    counter = EpochCounter(1)
+    checkpointer = StockCheckpointer(folder, {"counter": counter})
+    brain = Counting({"lin": torch.nn.Linear(1, 1)}, partial(torch.optim.SGD, lr=0.0), {}, {
+        "device": "cpu", "noprogressbar": True, "ckpt_interval_steps": 1, "grad_accumulation_factor": 3}, checkpointer)
+    with contextlib.suppress(Killed):
+        brain.fit(counter, loader(torch.arange(8.0), brain), train_loader_kwargs={"batch_size": 1})
+    checkpointer.wait()
+    return steps
+
+
+def recoverable(rows, brain):
+    loader = SaveableDataLoader(rows, batch_size=1)
+    brain.checkpointer.add_recoverable("mine", loader)
+    return loader
+
+
+LOADERS = {
+    "a dataset": (lambda rows, brain: rows, [[3, 4, 5], [6, 7]]), "SpeechBrain's": (recoverable, [[3, 4, 5], [6, 7]]),
+    "SpeechBrain's, not saved": (lambda rows, brain: SaveableDataLoader(rows, batch_size=1), None),
+    "torch's": (lambda rows, brain: torch.utils.data.DataLoader(rows, batch_size=1), None),
+}
+
+
+@pytest.mark.parametrize("loader, left", LOADERS.values(), ids=LOADERS)
+def test_a_resumed_epoch_closes_its_steps_where_the_loader_ends(tmp_path, loader, left, caplog):
+    """One that can't go on in the middle begins with its first batch; its steps are whole all the same."""
+    assert accumulated(tmp_path, 1, loader) == [[0, 1, 2]]
+    assert accumulated(tmp_path, None, loader) == (left or [[0, 1, 2], [3, 4, 5], [6, 7]])
+    assert ("can't go on in the middle" in caplog.text) is (left is None)
+
+
+def test_a_fit_batch_that_leaves_an_accumulation_over_is_told_so_once(caplog):
+    """Only the recipe knows by what its losses were divided, so what it left can't be stepped for it."""
+
+    class Own(recipe(sbkit.Brain, [])):
+        def fit_batch(self, batch):
+            should_step = self.step % self.grad_accumulation_factor == 0
+            with self.no_sync(not should_step):
+                loss = self.compute_objectives(self.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN)
+                (loss / self.grad_accumulation_factor).backward()
+            if should_step:
+                self.optimizers_step()
+            return loss.detach()
+
+        def on_stage_end(self, stage, stage_loss, epoch=None):
+            pass
+
+    def told(factor):
+        caplog.clear()
+        brain = Own({"lin": torch.nn.Linear(5, 5)}, torch.optim.SGD, {}, {
+            "device": "cpu", "noprogressbar": True, "grad_accumulation_factor": factor})
+        brain.fit(range(1, 3), dataset(8), train_loader_kwargs={"batch_size": 1})
+        return [record.message for record in caplog.records if "are dropped" in record.message]
+
+    assert told(4) == []
+    (line,) = told(3)
+    assert "Own steps after every 3 batches, an epoch has 8: the gradients of the last 2 are dropped" in line
 
 
 def test_a_command_line_with_every_flag_still_works(tmp_path):

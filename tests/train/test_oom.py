@@ -131,6 +131,50 @@ def test_other_errors_stay_what_they_are():
         train(Wrong)
 
 
+class NarrowToo(ToyBrain):
+    """So is it in evaluation; each utterance is noted as a recipe notes transcripts."""
+
+    fits, attempts = 3, 0
+
+    def evaluate_batch(self, batch, stage):
+        if len(batch.x) > self.fits:
+            self.attempts += 1
+            raise torch.OutOfMemoryError("out of memory")
+        self.heard = [*getattr(self, "heard", []), *batch.ids]
+        loss = super().evaluate_batch(batch, stage)
+        return float(loss.mean) if self.hparams.scalar else loss
+
+
+class Whole:
+    """An evaluation set in batches of seven."""
+
+    def __iter__(self):
+        return (batch_of(range(i, i + 7)) for i in range(0, 21, 7))
+
+
+@pytest.mark.parametrize("scalar", [False, True])
+def test_an_evaluation_in_halves_is_the_evaluation_it_would_have_been(scalar, caplog):
+    narrow, wide = brain(NarrowToo, hparams={"scalar": scalar}), brain(NarrowToo, hparams={"scalar": False})
+    wide.fits = 1000
+    loss = narrow.evaluate(Whole())
+    assert narrow.heard == list(range(21)) and narrow.attempts == 2  # seven rows, then four
+    if not scalar:
+        assert loss == pytest.approx(wide.evaluate(Whole()), rel=1e-5)
+    else:  # each half counts by its utterances
+        assert loss == pytest.approx(sum(
+            sum(narrow.evaluate_batch(batch_of(part), None) * len(part) for part in (
+                range(i, i + 3), range(i + 3, i + 5), range(i + 5, i + 7))) / 7 for i in (0, 7, 14)) / 3, rel=1e-5)
+    told = [r.message for r in caplog.records if r.name == oom.__name__]
+    assert told[0].startswith("No memory left on cpu to evaluate a batch of 7 utterances") and len(told) == 2
+
+
+def test_an_utterance_that_can_not_even_be_evaluated_is_named():
+    toy = brain(NarrowToo, hparams={"scalar": False})
+    toy.fits = 0
+    with pytest.raises(SbkitError, match=r"out of memory on cpu with a single utterance \(0\).*max_duration"):
+        toy.evaluate(Whole())
+
+
 @pytest.mark.parametrize("error, is_one", [
     (torch.OutOfMemoryError("x"), True), (RuntimeError("CUDA error: out of memory"), True),
     (RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory: ..."), True),

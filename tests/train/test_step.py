@@ -161,6 +161,17 @@ def test_parameters_that_a_fused_kernel_does_not_take_get_the_plain_optimizer():
     assert not skips_itself(fused(partial(torch.optim.AdamW, lr=0.1))([parameter]))
 
 
+def test_an_optimizer_whose_fused_form_refuses_the_device_is_the_plain_one():
+    """Adagrad's is for the CPU only."""
+    class Refuses(torch.optim.AdamW):
+        def __init__(self, params, fused=None):
+            if fused:
+                raise RuntimeError("`fused=True` requires all the params to be on the CPU")
+            super().__init__(params)
+
+    assert not skips_itself(fused(Refuses)(model().parameters()))
+
+
 def test_the_state_of_an_unfused_optimizer_leaves_a_fused_one_fused():
     plain = torch.optim.AdamW(model().parameters(), lr=0.1)
     net = model()

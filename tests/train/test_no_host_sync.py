@@ -1,0 +1,98 @@
+"""The flagship's whole training loop never waits for the device between two lines of its log."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from host_syncs import HostSyncs
+from runs import TINY
+from speechbrain.core import Stage
+
+from sbkit.data.batch import Batch
+from sbkit.nn import ctc
+from sbkit.recipe import load
+from sbkit.tasks.ctc import CTC
+
+RECIPE = Path(__file__).parents[2] / "hparams" / "ctc.yaml"
+STEPS, MICROS = 6, 2
+FROM, TO = 2, 5  # steps that are looked at: the first one checks ranks, the last one ends the epoch
+
+
+def batch_of(step, micro):
+    drawn = torch.Generator().manual_seed(10 * step + micro)
+    lengths = torch.tensor([16000, 12000 + 100 * step])
+    tokens = torch.randint(3, 28, (2, 4), generator=drawn)
+    return Batch(
+        ids=[f"{step}.{micro}.{i}" for i in range(2)], signals=0.1 * torch.randn(2, 16000, generator=drawn),
+        signal_lengths=lengths, tokens=tokens, token_lengths=torch.tensor([4, 3]), texts=["a b", "c"],
+        step=step, micro=micro, micros=MICROS, samples=int(lengths.sum()))
+
+
+class Plan:
+    """Batches of an epoch; waits are counted from one step to another."""
+
+    def __init__(self):
+        self.syncs = HostSyncs()
+
+    def steps(self, epoch):
+        return STEPS
+
+    def at(self, epoch, step=0):
+        batches = [[batch_of(step, micro) for micro in range(MICROS)] for step in range(STEPS)]
+        for step, micros in enumerate(batches):
+            if step == FROM:
+                self.syncs.__enter__()
+            if step == TO:
+                self.syncs.__exit__(None, None, None)
+            yield from micros
+
+
+def lengths_on_the_host(log_probs, targets, input_lengths, target_lengths, blank):
+    """What the CPU's kernel needs, and a GPU's does not: numpy's view of them is no wait."""
+    losses, _ = torch._ctc_loss(log_probs.transpose(0, 1), targets, input_lengths.numpy().tolist(),
+                                target_lengths.numpy().tolist(), blank, zero_infinity=True)
+    return losses
+
+
+def waits(brain_class, folder, monkeypatch, **overrides):
+    """Where ``fit`` waited for the device, with the recipe as it is but for sizes."""
+    monkeypatch.setattr(ctc, "_by_torch", lengths_on_the_host)
+    hparams = load.load(RECIPE, {**TINY, "output_folder": str(folder), **overrides})
+    hparams["log_interval"] = 1e9
+    hparams["schedule"].total_steps = STEPS
+    brain = brain_class(hparams["modules"], hparams["opt_class"], hparams, {"device": "cpu", "noprogressbar": True},
+                        hparams["checkpointer"])
+    plan = Plan()
+    brain.fit(hparams["epoch_counter"], plan)
+    assert brain.optimizer_step == STEPS and brain.train_stats["loss"] > 0
+    return plan.syncs.found
+
+
+OVERRIDES = {"number_of_epochs": 1}
+
+
+@pytest.mark.parametrize("overrides", [{}, {"ctc_weight": 0.3, "precision": "bf16"}], ids=str)
+def test_a_step_of_the_flagship_never_waits_for_the_device(tmp_path, monkeypatch, overrides):
+    assert waits(CTC, tmp_path, monkeypatch, **OVERRIDES, **overrides) == []
+
+
+class InObjectives(CTC):
+    def compute_objectives(self, scores, batch, stage):
+        loss = super().compute_objectives(scores, batch, stage)
+        if stage == Stage.TRAIN:
+            self.shown = loss.total.item()
+        return loss
+
+
+class InTheLoop(CTC):
+    def _count_in(self, fact):
+        super()._count_in(fact)
+        self.largest = max(float(p.detach().abs().max()) for p in self.modules.parameters())
+
+
+@pytest.mark.parametrize("brain_class, says", [(InObjectives, "Tensor.item"), (InTheLoop, "__float__")])
+def test_it_shows_where_one_is_added(tmp_path, monkeypatch, brain_class, says):
+    found = waits(brain_class, tmp_path, monkeypatch, **OVERRIDES)
+    assert any(says in line and "test_no_host_sync.py" in line for line in found)

@@ -1,0 +1,215 @@
+"""A run that stopped or died, at any place, goes on as if it had not."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+
+import pytest
+import torch
+import yaml
+from speechbrain.core import Stage
+from speechbrain.nnet.schedulers import NoamScheduler
+from speechbrain.utils.epoch_loop import EpochCounter
+from toys import ToyBrain, ToyEvalLoader, ToyTrainLoader, brain, layers, state
+
+from sbkit.train.checkpoint import Checkpointer
+from sbkit.train.signals import Stopped
+from sbkit.train.train_log import TrainLog
+
+
+class Stop(Exception):
+    pass
+
+
+class Stopping(ToyBrain):
+    """Dies in the middle of a step, after some updates."""
+
+    def on_fit_batch_start(self, batch, should_step):
+        if self.optimizer_step == self.hparams.die_at and batch.micro == 1:
+            raise Stop
+
+
+def run(folder, die_at=None, **run_opts):
+    counter = EpochCounter(3)
+    toy = brain(Stopping, checkpointer=Checkpointer(folder, {"counter": counter}), hparams={"die_at": die_at},
+                ckpt_interval_steps=4, **run_opts)
+    toy.checkpointer.add_recoverable("model", toy.hparams.model)
+    try:
+        toy.fit(counter, ToyTrainLoader(5, 6, micros=2), ToyEvalLoader(5))
+    finally:
+        toy.checkpointer.wait()  # a process that ends waits too
+    return toy
+
+
+@pytest.mark.parametrize("die_at", [3, 5, 7, 12])
+def test_a_run_that_died_within_a_step_goes_on_as_if_it_had_not(tmp_path, die_at):
+    whole = run(tmp_path / "whole")
+    with pytest.raises(Stop):
+        run(tmp_path / "cut", die_at)
+    again = run(tmp_path / "cut")
+    assert all(torch.equal(value, state(again)[name]) for name, value in state(whole).items())
+    assert again.ends == whole.ends[-len(again.ends):]
+    assert again.optimizer_step == whole.optimizer_step == 15
+
+
+PLACES = ("end of training", "start of validation", "in validation")
+
+
+class Ending(ToyBrain):
+    """Draws random numbers and changes what is saved, wherever a recipe may; ends at a place of epoch 2."""
+
+    def at(self, place):
+        if place == self.hparams.place and self._epoch == 2:
+            self.hparams.place = None
+            self.hparams.end()
+
+    def compute_forward(self, batch, stage):
+        predictions = super().compute_forward(batch, stage)
+        return torch.nn.functional.dropout(predictions, 0.3, training=stage == Stage.TRAIN)
+
+    def on_stage_start(self, stage, epoch=None):
+        torch.rand(1)
+        if stage == Stage.VALID:
+            self.at("start of validation")
+
+    def evaluate_batch(self, batch, stage):
+        self.evaluated = getattr(self, "evaluated", 0) + 1
+        if self.evaluated > 1:
+            self.at("in validation")
+        return super().evaluate_batch(batch, stage).mean + float(torch.rand(1))
+
+    def on_stage_end(self, stage, stage_loss, epoch):
+        super().on_stage_end(stage, stage_loss, epoch)
+        if stage == Stage.TRAIN:
+            self.train_loss = stage_loss
+            self.hparams.noam(self.optimizer)  # each epoch, before its validation
+            self.at("end of training")
+        else:
+            self.hparams.log.log_stats({"epoch": epoch}, {"loss": self.train_loss}, {"loss": stage_loss})
+            self.checkpointer.save_and_keep_only(meta={"loss": stage_loss}, min_keys=["loss"])
+
+
+def ended(folder, place=None, end=None, **run_opts):
+    """Train three epochs, or until it ends at a place: the brain and what ended it."""
+    counter, model, noam, log = EpochCounter(3), layers(), NoamScheduler(0.5, 4), TrainLog(folder / "train_log.txt")
+    hparams = {"place": place, "end": end, "noam": noam, "log": log, "output_folder": str(folder), "log_interval": 0}
+    checkpointer = Checkpointer(folder / "save", {"counter": counter, "model": model, "noam": noam, "log": log})
+    torch.manual_seed(3)
+    toy = brain(Ending, modules=model, checkpointer=checkpointer, hparams=hparams, **run_opts)
+    try:
+        toy.fit(counter, ToyTrainLoader(3, 6), ToyEvalLoader(9))
+    except (Stopped, Stop) as error:
+        return toy, error
+    finally:
+        toy.checkpointer.wait()
+        toy.metrics_log.flush()
+    return toy, None
+
+
+def everything_of(toy, folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return (state(toy), toy.optimizer.state_dict()["state"][0], toy.optimizer.param_groups[0]["lr"],
+            toy.hparams.noam.n_steps, torch.rand(1), (folder / "train_log.txt").read_text(),
+            [[line.get(key) for key in ("kind", "epoch", "step", "loss", "train_loss")] for line in lines])
+
+
+def assert_the_same(one, other):
+    for a, b in zip(one, other, strict=True):
+        if isinstance(a, dict):
+            assert a.keys() == b.keys() and all(torch.equal(value, b[name]) for name, value in a.items())
+        else:
+            assert a == b
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_signal_in_validation_stops_it_and_the_run_goes_on_as_if_it_had_not(tmp_path, place):
+    whole, _ = ended(tmp_path / "whole")
+    expected = everything_of(whole, tmp_path / "whole")
+    cut, end = ended(tmp_path / "cut", place, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert end.exit_code == 143 and "after step 6, checkpoint saved at" in str(end)
+    assert cut.evaluated < 10 and [stage for stage, _ in cut.ends] == ["TRAIN", "VALID", "TRAIN"]
+    assert "VALID" not in [stage for stage, _ in cut.ends[2:]]
+    assert not [path for path in (tmp_path / "cut" / "save").iterdir() if path.name.startswith(".")]
+    again, _ = ended(tmp_path / "cut")
+    assert again.ends == whole.ends[2:]
+    assert_the_same(expected, everything_of(again, tmp_path / "cut"))
+
+
+@pytest.mark.parametrize("every", [0, 2])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_run_that_died_in_validation_goes_on_as_if_it_had_not(tmp_path, place, every):
+    def die():
+        raise Stop
+
+    whole, _ = ended(tmp_path / "whole", ckpt_interval_steps=every)
+    expected = everything_of(whole, tmp_path / "whole")
+    _, end = ended(tmp_path / "cut", place, die, ckpt_interval_steps=every)
+    assert isinstance(end, Stop)
+    again, _ = ended(tmp_path / "cut", ckpt_interval_steps=every)
+    assert_the_same(expected, everything_of(again, tmp_path / "cut"))
+
+
+def test_a_run_that_died_before_its_first_checkpoint_leaves_no_lines_behind(tmp_path):
+    class Early(Ending):
+        def on_stage_end(self, stage, stage_loss, epoch):
+            if stage == Stage.VALID:
+                self.hparams.log.log_stats({"epoch": epoch}, {"loss": 1.0}, {"loss": stage_loss})
+            if self.hparams.place == "early":
+                raise Stop
+
+    def lines():
+        return [json.loads(line)["kind"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+
+    def start(place):
+        log = TrainLog(tmp_path / "train_log.txt")
+        hparams = {"place": place, "log": log, "output_folder": str(tmp_path), "log_interval": 0}
+        toy = brain(Early, checkpointer=Checkpointer(tmp_path / "save", {"log": log}), hparams=hparams)
+        toy.metrics_log.write("run", devices=1)
+        with contextlib.suppress(Stop):
+            toy.fit([1], ToyTrainLoader(3), ToyEvalLoader(2))
+        toy.metrics_log.flush()
+
+    (tmp_path / "train_log.txt").write_text("epoch: 1 - train loss: 1 - valid loss: 2\nepoch: 9 - test loss: 1\n")
+    start("early")
+    assert lines() == ["run", "step", "step", "step", "epoch"]
+    start(None)
+    assert lines() == ["run", "run", "step", "step", "step", "epoch"]
+    log = (tmp_path / "train_log.txt").read_text().splitlines()
+    assert log[0] == "epoch: 9 - test loss: 1" and len(log) == 2 and log[1].startswith("epoch: 1 - train loss: 1")
+
+
+def test_a_checkpoint_is_saved_every_so_many_minutes(tmp_path, monkeypatch):
+    now, saves = [0.0], []
+    monkeypatch.setattr("sbkit.train.between.time.monotonic", lambda: now[0])
+    toy = brain(checkpointer=Checkpointer(tmp_path), ckpt_interval_minutes=1)
+    toy.on_fit_batch_start = lambda batch, should_step: now.append(now.pop() + 25.0)  # a step takes 25 s
+    toy._save_intra_epoch_ckpt = lambda: saves.append(toy.optimizer_step)
+    toy.fit(range(1, 2), ToyTrainLoader(9))
+    assert saves == [3, 6, 9]
+
+
+def test_positions_are_saved_between_steps_only(tmp_path):
+    with pytest.raises(Stop):
+        run(tmp_path, die_at=4)
+    (found,) = Checkpointer(tmp_path).list_checkpoints()
+    saved = yaml.safe_load((found.path / "brain.ckpt").read_text())
+    # every 4 micro-batches are due, steps have 2, and the run died in the fifth step
+    assert (saved["step"], saved["epoch_step"], saved["optimizer_step"]) == (8, 4, 4)
+    assert saved["avg_train_loss"] == pytest.approx(saved["loss_sums"][0] / saved["loss_sums"][1])
+
+
+def test_an_epoch_s_checkpoint_taken_at_the_end_of_training_starts_the_next_epoch_at_its_beginning(tmp_path):
+    """SpeechBrain would go on counting where the epoch ended."""
+
+    class Saves(ToyBrain):
+        def on_stage_end(self, stage, stage_loss, epoch):
+            self.checkpointer.save_checkpoint()
+
+    toy = brain(Saves, checkpointer=Checkpointer(tmp_path))
+    toy.fit(range(1, 2), ToyTrainLoader(3))
+    again = brain(Saves, checkpointer=Checkpointer(tmp_path))
+    again.on_fit_start()
+    assert (again.step, again._epoch_step, again.optimizer_step, again.avg_train_loss) == (0, 0, 3, 0.0)
