@@ -105,8 +105,10 @@ def _read_arrow(path: Path, names: Sequence[str], wanted: Sequence[str], skip: i
             table = _table(path, names, wanted, skip, delimiter, quoted, without_malformed=True)
         elif "Empty CSV" in str(error):
             table = pa.table({name: pa.array([], pa.large_string()) for name in wanted})
+        elif (where := _where_not_utf8(path, names, delimiter)) is not None:
+            raise SbkitError(f"{path}, {where}: not UTF-8", hint="save it as UTF-8") from None
         else:
-            raise SbkitError(f"{path}{_where_not_utf8(path)}: {error}") from None
+            raise SbkitError(f"{path}: {error}") from None
     # Arrow's threads don't know line numbers, so the rare file with such rows is read once more.
     bad = list(_malformed_lines(path, len(names), skip, delimiter, quoted)) if malformed else []
     columns = {name: table.column(name) for name in wanted}
@@ -170,11 +172,12 @@ def _wrong_fields(expected: int, found: int) -> str:
     return f"{found} fields instead of {expected}"
 
 
-def _where_not_utf8(path: Path) -> str:
+def _where_not_utf8(path: Path, names: Sequence[str], delimiter: str) -> str | None:
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             try:
                 line.decode("utf-8")
-            except UnicodeDecodeError:
-                return f", line {number}"
-    return ""
+            except UnicodeDecodeError as error:
+                before = line[: error.start].count(delimiter.encode())
+                return f"line {number}, column {names[min(before, len(names) - 1)]!r}"
+    return None

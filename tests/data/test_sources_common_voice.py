@@ -117,7 +117,7 @@ def test_text_that_is_not_utf8_is_named_by_line(tmp_path):
     home = common_voice(tmp_path, columns=("path", "sentence"), train=["a"])
     with open(home / "train.tsv", "ab") as file:
         file.write(b"x.mp3\t\xe9t\xe9\n")
-    with pytest.raises(SbkitError, match=r"train\.tsv, line 3"):
+    with pytest.raises(SbkitError, match=r"train\.tsv, line 3, column '\w+': not UTF-8; save it as UTF-8"):
         read(home)
 
 
@@ -267,3 +267,30 @@ def test_the_stamp_is_of_this_very_archive(download, tmp_path):
     prepare(download, tmp_path / "m")
     stamp = json.loads((tmp_path / "m" / "audio" / "cv 21 fr" / ".unpacked.json").read_text())
     assert stamp[0] == str(download) and stamp[1] == download.stat().st_size
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_damage_anywhere_in_an_archive_is_told(tmp_path, packed):
+    """tarfile alone ends in silence at a damaged header, as if there were no more clips."""
+    home = common_voice(tmp_path / "release", train=["one", "two"], dev=["three"], test=["four"])
+    whole = archive(home, tmp_path / "whole.tar.gz").read_bytes()
+    whole = whole if packed else gzip.decompress(whole)
+    path = tmp_path / ("damaged.tar.gz" if packed else "damaged.tar")
+    with tarfile.open(tmp_path / "whole.tar.gz") as tar:
+        headers = [member.offset for member in tar]
+    places = range(40, len(whole) - 8, len(whole) // 15) if packed else headers
+    for at in places:
+        path.write_bytes(whole[:at] + bytes(x ^ 0x5A for x in whole[at : at + 8]) + whole[at + 8 :])
+        with pytest.raises(SbkitError, match=r"damaged\.tar.*: damaged or not wholly downloaded"):
+            open_source(path, cache=tmp_path / "cache", show_progress=False).names()
+        assert not (tmp_path / "cache" / "damaged").exists()
+    path.write_bytes(whole)
+    assert open_source(path, cache=tmp_path / "cache", show_progress=False).names() == ["dev", "test", "train"]
+
+
+def test_an_archive_of_something_else_is_named(tmp_path):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "readme.txt").write_text("no release")
+    path = archive(tmp_path / "notes", tmp_path / "notes.tar.gz")
+    with pytest.raises(SbkitError, match=r"notes\.tar\.gz: .* is no Common Voice language folder"):
+        open_source(path, cache=tmp_path / "cache", show_progress=False).names()

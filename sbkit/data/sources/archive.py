@@ -54,7 +54,10 @@ class CommonVoiceArchive(Source):
     def release(self) -> CommonVoice:
         if self._release is None:
             unpack(self.path, self.into, show_progress=self.show_progress)
-            self._release = CommonVoice(self.into, self.language)
+            try:
+                self._release = CommonVoice(self.into, self.language)
+            except SbkitError as error:
+                raise SbkitError(f"{self.path}: {error.message}", hint=error.hint) from None
         return self._release
 
     def names(self) -> list[str]:
@@ -125,6 +128,8 @@ def _unpack(archive: Path, folder: Path, show_progress: bool) -> None:
                     _write(tar.extractfile(member), folder / target, member.size)
                 bar.update(raw.tell() - bar.n)
                 tar.members = []  # tarfile remembers them all: a gigabyte for two million clips
+        while stream.read(_BLOCK):  # to the end, where gzip finds its checksum
+            pass
 
 
 class _Counted:
@@ -145,11 +150,16 @@ class _Counted:
 
 
 class _Member(tarfile.TarInfo):
-    """Refuses notes that tarfile would read into memory whole."""
+    """Refuses damaged headers, where tarfile would end in silence, and notes that it would read into memory whole."""
 
     @classmethod
     def frombuf(cls, buf: bytes, encoding: str, errors: str) -> tarfile.TarInfo:
-        member = super().frombuf(buf, encoding, errors)
+        try:
+            member = super().frombuf(buf, encoding, errors)
+        except tarfile.EOFHeaderError:
+            raise
+        except tarfile.HeaderError as error:
+            raise tarfile.ReadError(f"{error} where an entry or the end should be") from None
         if member.type not in tarfile.REGULAR_TYPES and member.size > _MOST_HEADER_BYTES:
             raise tarfile.ReadError("it holds notes larger than any release has")
         return member

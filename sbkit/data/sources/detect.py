@@ -82,6 +82,8 @@ def _paths(split: str, named: Any) -> list[Path]:
 
 
 def _open_file(path: Path, cache: Path, columns: Mapping[str, str], data_root: str | Path | None) -> Source:
+    if path.is_dir():
+        raise SbkitError(f"{path} is a folder", hint="name its file of one split, or the folder alone as the source")
     if not path.is_file():
         raise SbkitError(f"{path}: no such file")
     for kind in _FILE_KINDS:

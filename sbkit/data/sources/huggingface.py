@@ -41,9 +41,15 @@ _HUB_OPTIONS = ("config", "revision", "streaming")
 class HuggingFace(Source):
     """A dataset with an audio column; its bytes are stored in tar shards below ``cache``."""
 
+    hint = "is it whole? Compare it with where it was copied from"
+
     def __init__(self, cache: Path, columns: Mapping[str, str]):
         self.columns = columns
         self.cache = cache
+
+    def unreadable(self, where: str, error: Exception) -> SbkitError:
+        """`datasets`' many errors as one."""
+        return SbkitError(f"{where} cannot be read: {_reason(error)}", hint=self.hint)
 
     @abstractmethod
     def load(self, name: str) -> datasets.Dataset | datasets.IterableDataset:
@@ -69,7 +75,7 @@ class HuggingFace(Source):
         except SbkitError:
             raise
         except Exception as error:  # `datasets` raises whatever its many readers and clients raise
-            raise unreadable(origin, error) from error
+            raise self.unreadable(origin, error) from error
 
     def intact(self) -> bool:
         return self.folder.is_dir() and all(
@@ -84,6 +90,7 @@ class Hub(HuggingFace):
     """
 
     kind = "Hugging Face hub"
+    hint = "check the name, the config, the network and (for gated datasets) `hf auth login`"
 
     def __init__(self, address: str, cache: Path, columns: Mapping[str, str]):
         super().__init__(cache, columns)
@@ -112,11 +119,14 @@ class Hub(HuggingFace):
 
         try:
             return huggingface_hub.HfApi().dataset_info(self.id, revision=self.revision, timeout=_TIMEOUT).sha
-        except Exception as error:  # without a network the client raises whatever its own client raises
+        except huggingface_hub.errors.OfflineModeIsEnabled:  # as asked; `datasets` may have it in its cache
+            return self._noted()
+        except Exception as error:  # whatever its HTTP client raises
             known = self._noted()
-            logger.info("%s: the hub does not say its commit (%s): taking %s", self.where,
-                        str(error).strip().partition("\n")[0] or type(error).__name__,
-                        f"{known}, stored here" if known else self.revision or "main")
+            if known is None:
+                raise self.unreadable(self.where, error) from error
+            logger.warning("%s: the hub does not say its commit (%s): taking %s, stored here", self.where,
+                           _reason(error), known)
             return known
 
     @property
@@ -147,7 +157,7 @@ class Hub(HuggingFace):
             return list(datasets.get_dataset_split_names(
                 self.id, self.config, revision=self.commit or self.revision))
         except Exception as error:  # see `read`
-            raise unreadable(self.where, error) from error
+            raise self.unreadable(self.where, error) from error
 
     def load(self, name: str) -> datasets.Dataset | datasets.IterableDataset:
         import datasets
@@ -180,7 +190,7 @@ class SavedToDisk(HuggingFace):
         try:
             return list(json.loads((self.path / "dataset_dict.json").read_text(encoding="utf-8"))["splits"])
         except (OSError, ValueError, KeyError) as error:
-            raise unreadable(str(self.path / "dataset_dict.json"), error) from error
+            raise self.unreadable(str(self.path / "dataset_dict.json"), error) from error
 
     def load(self, name: str) -> datasets.Dataset:
         import datasets
@@ -299,8 +309,7 @@ def _label(names: list[str], i: int | None) -> str | None:
     return None if i is None or not 0 <= i < len(names) else names[i]
 
 
-def unreadable(where: str, error: Exception) -> SbkitError:
-    """`datasets`' many errors as one."""
-    reason = str(error).strip().split("\n")[0] or type(error).__name__
-    return SbkitError(f"{where} cannot be read: {reason}",
-                      hint="check the name, the config, the network and (for gated datasets) `hf auth login`")
+def _reason(error: Exception) -> str:
+    """The line that says it: an answer of the hub begins with its number."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return lines[1] if "Client Error" in lines[0] and len(lines) > 1 else lines[0]
