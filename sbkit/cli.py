@@ -32,6 +32,19 @@ RECIPE_COMMANDS = {
     "prepare": "Only prepare the corpus and the tokenizer, and say what was left out and why.",
 }
 
+#: Options of ``sbkit serve`` that bound what a client may cost; their defaults stand in sbkit/serve/limits.py.
+SERVE_LIMITS = (
+    ("max-upload-mb", float, "megabytes of one request (25)"),
+    ("max-audio-seconds", float, "of one recording, decoded (7200)"),
+    ("max-requests", int, "in the house at once; the next one gets a 429 (64)"),
+    ("max-active", int, "of those, worked on at once (16)"),
+    ("max-live", int, "live sessions at once (16)"),
+    ("request-seconds", float, "for one request, upload and all (300)"),
+    ("decoders", int, "processes that decode audio (2)"),
+    ("decode-seconds", float, "of processor time to decode one recording (120)"),
+    ("idle-seconds", float, "that a live session may send nothing (60)"),
+)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; a mistake of the user's is one line on stderr and exit code 2."""
@@ -116,6 +129,11 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--lm-weight", type=float, metavar="W", help="what its scores are multiplied by")
     evaluate.add_argument("--word-score", type=float, metavar="S", help="what every word adds")
     evaluate.add_argument("--beam", type=int, metavar="N", help="hypotheses followed per utterance")
+    evaluate.add_argument("--hot-word", dest="hot_words", action="append", default=[], metavar="PHRASE[=BOOST]",
+                          help="a phrase to expect (again for more; @FILE has one a line)")
+    evaluate.add_argument("--nbest", type=int, metavar="N", help="transcripts of each utterance in nbest.jsonl")
+    evaluate.add_argument("--joint", action="store_true", help="search with the attention decoder and CTC together")
+    evaluate.add_argument("--ctc-weight", type=float, metavar="W", help="of CTC in that search (0.4)")
     evaluate.add_argument("--device")
     evaluate.add_argument("--precision", choices=["fp32", "bf16", "fp16"])
     evaluate.add_argument("--max-batch-seconds", type=float, metavar="S", help="audio that a device holds at once")
@@ -178,17 +196,44 @@ def _parser() -> argparse.ArgumentParser:
     transcribe.add_argument("--chunk-seconds", type=float, metavar="S", help="longest that the model hears at once")
     transcribe.add_argument("--references", metavar="FILE", help="manifest.csv or lines name<TAB>text: show the WER")
     transcribe.add_argument("--overwrite", action="store_true", help="do again what is in the folder")
-    transcribe.add_argument("--lm", metavar="FILE", help="a language model: ARPA, or KenLM's binary")
-    transcribe.add_argument("--lm-weight", type=float, metavar="W", help="what its scores are multiplied by")
-    transcribe.add_argument("--word-score", type=float, metavar="W", help="what each word adds to a transcript's score")
-    transcribe.add_argument("--beam", type=int, help="transcripts followed at a time")
-    transcribe.add_argument("--hot-word", dest="hot_words", action="append", default=[], metavar="PHRASE[=BOOST]",
-                            help="a phrase to expect (again for more; @FILE has one a line)")
+    _add_search(transcribe)
     transcribe.set_defaults(call=_transcribe)
+
+    serve = commands.add_parser("serve", help="bundles behind an OpenAI-shaped API, a live WebSocket and a page")
+    serve.add_argument("bundles", metavar="BUNDLE", nargs="+",
+                       help="BUNDLE, called as its folder, or NAME=BUNDLE; several are served side by side")
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
+    serve.add_argument("--port", type=int, default=8000)
+    serve.add_argument("--model", default="auto", help="onnx, int8 or torch (default: the first that is there)")
+    serve.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    serve.add_argument("--threads", type=int, help="of each model on the CPU (default: all)")
+    serve.add_argument("--batch-seconds", type=float, metavar="S", help="audio in one batch, padding counted")
+    serve.add_argument("--chunk-seconds", type=float, metavar="S", help="longest that a model hears at once")
+    serve.add_argument("--no-batching", dest="batching", action="store_false", help="run each signal alone")
+    serve.add_argument("--api-key-file", type=Path, metavar="FILE",
+                       help="keys, one a line (one alone: SBKIT_API_KEY in the environment)")
+    serve.add_argument("--allow-origin", dest="allow_origins", action="append", default=[], metavar="URL",
+                       help="a web page elsewhere that may use this server (again for more; * for all)")
+    serve.add_argument("--grace-seconds", type=float, default=30.0, metavar="S",
+                       help="for what is in flight at SIGTERM (30)")
+    for name, kind, what in SERVE_LIMITS:
+        serve.add_argument(f"--{name}", type=kind, default=argparse.SUPPRESS, metavar="S" if "seconds" in name else "N",
+                           help=what)
+    _add_search(serve)
+    serve.set_defaults(call=_serve)
 
     for command in commands.choices.values():
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
+
+
+def _add_search(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--lm", metavar="FILE", help="a language model: ARPA, or KenLM's binary")
+    command.add_argument("--lm-weight", type=float, metavar="W", help="what its scores are multiplied by")
+    command.add_argument("--word-score", type=float, metavar="W", help="what each word adds to a transcript's score")
+    command.add_argument("--beam", type=int, help="transcripts followed at a time")
+    command.add_argument("--hot-word", dest="hot_words", action="append", default=[], metavar="PHRASE[=BOOST]",
+                         help="a phrase to expect (again for more; @FILE has one a line)")
 
 
 def _demo_data(args: argparse.Namespace) -> int:
@@ -228,6 +273,18 @@ def _transcribe(args: argparse.Namespace) -> int:
     from sbkit.infer.command import Request, transcribe
 
     return transcribe(Request(**{name: getattr(args, name) for name in Request.__dataclass_fields__}))
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from sbkit.infer.inputs import search
+    from sbkit.serve.command import Request, serve
+    from sbkit.serve.limits import Limits
+
+    given = vars(args)
+    limits = Limits(**{name: given[name] for name in Limits.__dataclass_fields__ if name in given})
+    found = search(args.lm, args.lm_weight, args.word_score, args.beam, args.hot_words)
+    taken = {name: given[name] for name in Request.__dataclass_fields__ if name in given}
+    return serve(Request(**taken, search=found, limits=limits))
 
 
 def _evaluate(args: argparse.Namespace) -> int:

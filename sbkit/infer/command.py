@@ -16,7 +16,7 @@ from sbkit.console import atomic_write, progress
 from sbkit.errors import SbkitError
 from sbkit.export.layout import CONFIG
 from sbkit.infer.engine import AUTO, Engine
-from sbkit.infer.inputs import collect, hot_words
+from sbkit.infer.inputs import collect, search
 from sbkit.infer.pipeline import Done, Options, Pipeline
 from sbkit.infer.recordings import Recording
 from sbkit.infer.transcript import FORMATS, Transcript, check_formats
@@ -62,11 +62,7 @@ class Request:
     @property
     def search(self) -> dict[str, Any] | None:
         """Options of the search that is asked for; None where none is."""
-        given = {"lm": self.lm, "lm_weight": self.lm_weight, "word_score": self.word_score, "beam": self.beam}
-        given = {name: value for name, value in given.items() if value is not None}
-        if self.hot_words:
-            given["hot_words"] = hot_words(self.hot_words)
-        return given or None
+        return search(self.lm, self.lm_weight, self.word_score, self.beam, self.hot_words)
 
 
 def transcribe(request: Request) -> int:

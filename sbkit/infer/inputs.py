@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from sbkit.errors import SbkitError
 from sbkit.infer.recordings import Recording
@@ -142,6 +143,16 @@ def hot_words(given: Sequence[str], boost: float = 5.0) -> dict[str, float]:
                 raise SbkitError(f"hot word {line!r}: the boost {value!r} is no number", hint="as in: Ada Lovelace=6") \
                     from None
     return phrases
+
+
+def search(lm: str | None, lm_weight: float | None, word_score: float | None, beam: int | None,
+           phrases: Sequence[str]) -> dict[str, Any] | None:
+    """Options of the search that is asked for; None where none is."""
+    given = {"lm": lm, "lm_weight": lm_weight, "word_score": word_score, "beam": beam}
+    given = {name: value for name, value in given.items() if value is not None}
+    if phrases:
+        given["hot_words"] = hot_words(phrases)
+    return given or None
 
 
 def _name(wav: str) -> str:

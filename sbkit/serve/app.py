@@ -1,0 +1,217 @@
+"""The application: OpenAI's routes for transcription, the live socket, health, metrics and the page."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import FastAPI, Request, WebSocket
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+import sbkit
+from sbkit.infer.transcript import Transcript
+from sbkit.serve import asked, metrics, page, replies
+from sbkit.serve.asked import Asked
+from sbkit.serve.decoders import Decoders, Wave
+from sbkit.serve.errors import ApiError, failed, invalid, not_ready
+from sbkit.serve.gate import REQUEST_ID, Gate, Keys
+from sbkit.serve.job import Job
+from sbkit.serve.limits import Limits
+from sbkit.serve.live import Floor
+from sbkit.serve.metrics import Metrics
+from sbkit.serve.recognise import recognise
+from sbkit.serve.registry import Registry
+from sbkit.serve.work import Left, Rooms, Visit
+
+_CLIENT_LEFT = 499  # nobody sees it; the log does
+
+
+@dataclass
+class State:
+    """What the routes share. ``registry`` and ``decoders`` come when they are loaded and warm."""
+
+    limits: Limits = field(default_factory=Limits)
+    metrics: Metrics = field(default_factory=Metrics)
+    registry: Registry | None = None
+    decoders: Decoders | None = None
+    stopping: bool = False
+
+    def loaded(self) -> Registry:
+        """The models; ``ApiError`` 503 until they are there."""
+        if self.registry is None or self.decoders is None:
+            raise not_ready()
+        return self.registry
+
+    def faults(self) -> list[str]:
+        """Of all models."""
+        return [each.fault for each in self.registry or () if each.fault]
+
+
+def make(state: State, keys: Keys | None = None, origins: tuple[str, ...] = ()) -> Callable:
+    """The ASGI application around a state."""
+    rooms = Rooms(state.limits, state.metrics)
+    floor = Floor(state.limits, state.metrics)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        rooms.close()
+
+    app = FastAPI(title="sbkit", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+    _count(state, rooms, floor)
+    _errors(app, state)
+
+    @app.get("/", response_model=None)
+    async def index() -> Response:
+        return page.response()
+
+    @app.get("/health", response_model=None)
+    async def health() -> Response:
+        """Whether the process is worth keeping, from what is known already: nothing is asked of a model."""
+        faults = state.faults()
+        status = "unhealthy" if faults else "loading" if state.registry is None else "ok"
+        return JSONResponse({
+            "status": status, "version": sbkit.__version__, "faults": faults,
+            "models": {each.name: each.facts for each in state.registry or ()},
+        }, 503 if faults else 200)
+
+    @app.get("/ready", response_model=None)
+    async def ready() -> Response:
+        """Whether to send requests here."""
+        why = "stopping" if state.stopping else "loading" if state.registry is None else "; ".join(state.faults())
+        return JSONResponse({"ready": not why, "why": why or None}, 503 if why else 200)
+
+    @app.get("/metrics", response_model=None)
+    async def numbers() -> Response:
+        return PlainTextResponse(state.metrics.text(), media_type=metrics.CONTENT_TYPE)
+
+    @app.get("/v1/models", response_model=None)
+    async def models() -> Response:
+        return JSONResponse({"object": "list", "data": [each.listed for each in state.loaded()]})
+
+    @app.get("/v1/models/{name}", response_model=None)
+    async def model(name: str) -> Response:
+        return JSONResponse(state.loaded().get(name).listed)
+
+    @app.post("/v1/audio/transcriptions", response_model=None)
+    async def transcriptions(request: Request) -> Response:
+        with contextlib.ExitStack() as stay:
+            stay.enter_context(rooms.place())
+            visit = rooms.visit(request)
+            stay.callback(visit.close)
+            try:
+                ask = await visit.read(asked.read(request, state.loaded))
+                wave = await visit.run(_decode, state.decoders, ask, visit.job)
+                if ask.stream:
+                    return _Streamed(_events(state, ask, wave, visit), stay.pop_all())
+                transcript = await visit.run(_recognise, state, ask, wave, visit.job)
+            except (Left, ClientDisconnect):
+                return Response(status_code=_CLIENT_LEFT)
+            return replies.reply(transcript, ask.response_format, ask.granularities)
+
+    @app.websocket("/v1/audio/live")
+    async def live(websocket: WebSocket) -> None:
+        try:
+            registry = state.loaded()
+            place = floor.place()
+        except ApiError as error:
+            state.metrics.refused.add(reason=error.code or str(error.status))
+            await websocket.send_denial_response(_said(error))
+            return
+        with place:
+            await floor.session(websocket, registry)
+
+    return Gate(app, keys or Keys(()), origins, state.limits.upload_bytes, state.metrics)
+
+
+# ---------------------------------------------------------------------- a transcription
+
+
+def _decode(decoders: Decoders, ask: Asked, job: Job) -> Wave:
+    with ask.upload:
+        return decoders.decode(ask.upload, ask.served.config.sample_rate, job)
+
+
+def _recognise(state: State, ask: Asked, wave: Wave, job: Job,
+               told: Callable[[str], None] | None = None) -> Transcript:
+    with contextlib.closing(wave):
+        transcript = recognise(ask.served, wave.blocks(), job, told)
+    state.metrics.audio.add(transcript.duration, model=ask.served.name)
+    return transcript
+
+
+async def _events(state: State, ask: Asked, wave: Wave, visit: Visit) -> AsyncIterator[bytes]:
+    """Pieces of the text as they are heard; then all of it, once. After an error nothing follows."""
+    try:
+        async for each in visit.stream(lambda told: _recognise(state, ask, wave, visit.job, told)):
+            yield replies.delta(each) if isinstance(each, str) else replies.done(each)
+        yield replies.END_OF_STREAM
+    except ApiError as error:
+        yield replies.event(error.body)
+
+
+class _Streamed(Response):
+    """Events as they come; gives the request's place back however it ends."""
+
+    media_type = replies.STREAM
+
+    def __init__(self, events: AsyncIterator[bytes], stay: contextlib.ExitStack):
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._events, self._stay = events, stay
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        with self._stay:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            async with contextlib.aclosing(self._events) as events:
+                with contextlib.suppress(Left):
+                    async for each in events:
+                        await send({"type": "http.response.body", "body": each, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+
+
+# ---------------------------------------------------------------------- errors and numbers
+
+
+def _said(error: ApiError) -> JSONResponse:
+    return JSONResponse(error.body, error.status, error.headers)
+
+
+def _errors(app: FastAPI, state: State) -> None:
+    async def refused(_: Request, error: ApiError) -> Response:
+        state.metrics.refused.add(reason=error.code or str(error.status))
+        return _said(error)
+
+    async def unknown(request: Request, error: HTTPException) -> Response:
+        """No such path, or not with this method."""
+        found = invalid(f"{request.method} {request.url.path[:80]}: {error.detail}", code="unknown_url")
+        found.status, found.headers = error.status_code, dict(error.headers or {})
+        return await refused(request, found)
+
+    async def broke(request: Request, _: Exception) -> Response:
+        return await refused(request, failed(request.scope[REQUEST_ID]))
+
+    app.add_exception_handler(ApiError, refused)
+    app.add_exception_handler(HTTPException, unknown)
+    app.add_exception_handler(Exception, broke)
+
+
+def _count(state: State, rooms: Rooms, floor: Floor) -> None:
+    def by_model(read: Callable[[Any], float]) -> Callable[[], dict]:
+        return lambda: {(("model", each.name),): read(each) for each in state.registry or ()}
+
+    state.metrics.gauges += [
+        metrics.Gauge("sbkit_requests_inside", "Requests in work or waiting.", lambda: {(): rooms.inside}),
+        metrics.Gauge("sbkit_live_sessions", "Live sessions.", lambda: {(): floor.inside}),
+        metrics.Gauge("sbkit_signals_waiting", "Signals that wait for a batch.",
+                      by_model(lambda each: each.batcher.waiting)),
+        metrics.Gauge("sbkit_device_fault", "1 where the device is broken.",
+                      by_model(lambda each: float(bool(each.fault)))),
+    ]
+
+
+__all__ = ["Registry", "State", "make"]

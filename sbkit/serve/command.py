@@ -1,0 +1,178 @@
+"""``sbkit serve``: load bundles or refuse to start, answer until told to stop, then finish what is in flight."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib import util
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from sbkit.errors import SbkitError
+from sbkit.serve.limits import Limits
+
+KEY_VARIABLE = "SBKIT_API_KEY"
+_NEEDED = ("fastapi", "uvicorn", "python_multipart", "websockets")
+_LIVE_FRAME_BYTES = 8 << 20
+_BACKLOG = 128
+_LOOK_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be served.
+
+    bundles : ``BUNDLE`` or ``NAME=BUNDLE``
+    api_key_file : keys, one a line; the environment's SBKIT_API_KEY is one too
+    allow_origins : of web pages elsewhere that may use this server
+    batching : False runs every signal alone
+    search : options of a search with a language model and hot words
+    grace_seconds : for what is in flight when the server is told to stop
+    """
+
+    bundles: Sequence[str]
+    host: str = "127.0.0.1"
+    port: int = 8000
+    model: str = "auto"
+    device: str = "auto"
+    threads: int | None = None
+    batch_seconds: float | None = None
+    chunk_seconds: float | None = None
+    batching: bool = True
+    search: dict[str, Any] | None = None
+    api_key_file: Path | None = None
+    allow_origins: Sequence[str] = ()
+    grace_seconds: float = 30.0
+    limits: Limits = field(default_factory=Limits)
+
+
+def serve(request: Request) -> int:
+    """Run until SIGTERM or Ctrl-C; the exit code."""
+    missing = [name for name in _NEEDED if util.find_spec(name) is None]
+    if missing:
+        raise SbkitError(f"serving needs {', '.join(missing)}", hint="pip install 'sbkit[serve]'")
+    from sbkit.serve.registry import named
+
+    bundles = named(request.bundles)
+    keys = _keys(request.api_key_file)
+    with _bound(request.host, request.port) as listening:
+        if not keys and not _loopback(request.host):
+            print(f"anybody who reaches {request.host} may use this server; {KEY_VARIABLE} or --api-key-file close it",
+                  file=sys.stderr)
+        return _Running(request, bundles, keys, listening).run()
+
+
+def _keys(path: Path | None) -> list[str]:
+    keys = [os.environ[KEY_VARIABLE].strip()] if os.environ.get(KEY_VARIABLE, "").strip() else []
+    if path is None:
+        return keys
+    try:
+        found = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise SbkitError(f"{path} cannot be read: {error}") from error
+    if not found:
+        raise SbkitError(f"{path} holds no key", hint="one a line")
+    return keys + found
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """The address is taken first: loading takes longer than finding out that it isn't free."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+    except (OSError, OverflowError) as error:
+        listening.close()
+        reason = getattr(error, "strerror", None) or str(error)
+        raise SbkitError(f"{host}:{port} can't be listened on: {reason}",
+                         hint="another server may run there; choose another with --port") from None
+    return listening
+
+
+def _loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class _Running:
+    """The server runs in a thread, the models are loaded in another, and this one waits for signals."""
+
+    def __init__(self, request: Request, bundles: dict[str, Path], keys: list[str], listening: socket.socket):
+        import uvicorn
+
+        from sbkit.serve.app import State, make
+        from sbkit.serve.gate import Keys
+
+        self._request, self._bundles, self._listening = request, bundles, listening
+        self._state = State(request.limits)
+        app = make(self._state, Keys(keys), tuple(request.allow_origins))
+        self._server = uvicorn.Server(uvicorn.Config(
+            app, log_level="warning", access_log=False, server_header=False, lifespan="on", http="h11",
+            ws="auto", ws_max_size=_LIVE_FRAME_BYTES, ws_per_message_deflate=False, backlog=_BACKLOG,
+            timeout_graceful_shutdown=max(1, round(request.grace_seconds))))
+        self._problem: BaseException | None = None
+
+    def run(self) -> int:
+        """Until the end."""
+        logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+        serving = threading.Thread(target=self._server.run, args=([self._listening],), name="sbkit-http")
+        loading = threading.Thread(target=self._load, name="sbkit-load", daemon=True)
+        before = {each: signal.signal(each, self._stop) for each in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            serving.start()
+            loading.start()
+            while serving.is_alive():
+                serving.join(_LOOK_SECONDS)
+        finally:
+            for each, handler in before.items():
+                signal.signal(each, handler)
+            self._close()
+        if self._problem is not None:
+            raise self._problem
+        return 0 if self._state.stopping else 1
+
+    def _load(self) -> None:
+        try:
+            self._fill()
+        except BaseException as error:
+            self._problem = error
+            self._server.should_exit = True
+
+    def _fill(self) -> None:
+        from sbkit.serve import registry
+        from sbkit.serve.decoders import Decoders
+
+        request, state = self._request, self._state
+        options = registry.Options(request.model, request.device, request.threads, request.batch_seconds,
+                                   request.chunk_seconds, request.batching, request.search)
+        state.decoders = Decoders(request.limits, restarted=state.metrics.decoders.add)
+        loaded = registry.load(self._bundles, options,
+                               lambda name, rows: state.metrics.batches.observe(rows, model=name))
+        state.decoders.check()
+        state.registry = loaded
+        for each in loaded:
+            print(f"{each.name}: {each.engine.running}", file=sys.stderr)
+        host, port = self._listening.getsockname()[:2]
+        print(f"ready on http://{f'[{host}]' if ':' in host else host}:{port}", file=sys.stderr, flush=True)
+
+    def _stop(self, number: int, _: FrameType | None) -> None:
+        """The first signal lets what is in flight finish, the second doesn't."""
+        self._server.force_exit = self._state.stopping
+        self._state.stopping = self._server.should_exit = True
+
+    def _close(self) -> None:
+        if self._state.decoders is not None:
+            self._state.decoders.close()
+        if self._state.registry is not None:
+            self._state.registry.close()

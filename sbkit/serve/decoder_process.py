@@ -1,0 +1,94 @@
+"""The process that decodes audio for the server: it gets open files and limits, has no secrets, and may die.
+
+Started by ``sbkit.serve.decoders``. An order is a line of JSON with two open files behind it, the upload and
+the place for float32 samples; the answer is a line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import sys
+import time
+from typing import Any, BinaryIO
+
+import soxr  # noqa: F401  loaded before the limits are set
+
+from sbkit.data import audio
+from sbkit.data.audio import AudioError
+from sbkit.infer.recordings import Recording
+
+#: More channels than any recording of speech has; libsndfile takes up to 1024, and a block has samples of all.
+MAX_CHANNELS = 32
+#: Higher rates than any recorder's; a block of ten seconds has that many samples.
+MAX_RATE = 384_000
+READY = b"ready\n"
+
+
+class TooLong(Exception):
+    """More seconds than the order allows."""
+
+
+def decode(file: BinaryIO, out: BinaryIO, rate: int, max_seconds: float) -> dict[str, Any]:
+    """Write an upload as float32 samples at ``rate``; what is to be said about it."""
+    try:
+        data = file.read()
+        seconds, own, channels = audio.audio_info(data)
+        if channels > MAX_CHANNELS:
+            raise AudioError("", f"its header claims {channels} channels; more than {MAX_CHANNELS} are refused")
+        if own > MAX_RATE:
+            raise AudioError("", f"its header claims {own} samples a second; more than {MAX_RATE} are refused")
+        if seconds > max_seconds:
+            raise TooLong(f"{seconds:.1f} s long")
+        samples = 0
+        for block in Recording(data).blocks(rate):
+            samples += len(block)
+            if samples > max_seconds * rate:
+                raise TooLong(f"longer than {max_seconds:g} s")
+            out.write(block)
+        out.flush()
+        if not samples:
+            raise AudioError("", "holds no audio")
+        return {"samples": samples}
+    except AudioError as error:
+        return {"refused": error.cause}
+    except TooLong as error:
+        return {"too_long": str(error)}
+    except MemoryError:
+        return {"refused": "takes more memory to decode than a recording should"}
+
+
+def _limit(memory: int, file_bytes: int) -> None:
+    for what, most in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_FSIZE, file_bytes), (resource.RLIMIT_CORE, 0)):
+        hard = resource.getrlimit(what)[1]
+        if hard != resource.RLIM_INFINITY:
+            most = min(most, hard)
+        resource.setrlimit(what, (most, most))
+
+
+def _limit_cpu(seconds: float) -> None:
+    """The kernel ends this process where the order takes more."""
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time() + seconds) + 1, hard))
+
+
+def main(handle: int, memory: int, file_bytes: int) -> None:
+    """Take orders until the server is gone."""
+    with socket.socket(fileno=handle) as server:
+        _limit(memory, file_bytes)
+        server.sendall(READY)
+        while True:
+            line, handles, _, _ = socket.recv_fds(server, 4096, 2)
+            if not line:
+                return
+            order = json.loads(line)
+            _limit_cpu(order["cpu_seconds"])
+            with os.fdopen(handles[0], "rb") as file, os.fdopen(handles[1], "wb", buffering=0) as out:
+                answer = decode(file, out, order["rate"], order["seconds"])
+            server.sendall(json.dumps(answer).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:4]))

@@ -1,0 +1,202 @@
+"""Processes that decode uploads, apart from the server: one that dies, hangs or eats memory is replaced.
+
+A decoder gets an open file and gives samples in another one. It is given no path, no key and no other
+environment than it needs; the kernel limits its memory, its processor time and what it writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import IO, Any
+
+import numpy as np
+
+from sbkit.errors import SbkitError
+from sbkit.serve.decoder_process import READY
+from sbkit.serve.errors import invalid
+from sbkit.serve.job import Job
+from sbkit.serve.limits import Limits
+
+_COMMAND = (sys.executable, "-m", "sbkit.serve.decoder_process")
+_PASSED_ON = ("PATH", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "SYSTEMROOT")
+_OWN_MEMORY = 1 << 30  # Python, numpy, libsndfile and blocks of samples; address space, not memory in use
+_HIGHEST_RATE = 192_000
+_START_SECONDS = 60.0
+_LOOK_SECONDS = 0.1  # how soon a cancelled job is noticed
+_BLOCK = 1 << 18  # samples
+
+
+class Wave:
+    """Decoded samples at the model's rate, in a file without a name."""
+
+    def __init__(self, file: IO[bytes], samples: int):
+        self._file, self.samples = file, samples
+
+    def blocks(self) -> Iterator[np.ndarray]:
+        """float32 [S], one after another."""
+        self._file.seek(0)
+        left = self.samples
+        while left:
+            block = np.frombuffer(self._file.read(4 * min(left, _BLOCK)), dtype=np.float32)
+            left -= len(block)
+            yield block
+
+    def close(self) -> None:
+        """Give its space back."""
+        self._file.close()
+
+
+class Died(Exception):
+    """A decoder ended, or took too long, over an order."""
+
+
+class _Decoder:
+    """One process."""
+
+    def __init__(self, command: Sequence[str], memory: int, file_bytes: int):
+        self._socket, theirs = socket.socketpair()
+        environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+        environment |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OPENBLAS_NUM_THREADS": "1",
+                        "OMP_NUM_THREADS": "1"}
+        with theirs:
+            self._process = subprocess.Popen(
+                [*command, str(theirs.fileno()), str(memory), str(file_bytes)], pass_fds=[theirs.fileno()],
+                env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                start_new_session=True)  # Ctrl-C is for the server, which finishes what is in flight
+        self._ready = False
+
+    def start(self, job: Job) -> None:
+        """Wait until it takes orders."""
+        if not self._ready:
+            if self._line(job, _START_SECONDS) != READY:
+                raise Died("could not be started")
+            self._ready = True
+
+    def decode(self, order: dict[str, Any], files: Sequence[int], job: Job, seconds: float) -> dict[str, Any]:
+        """Its answer."""
+        self.start(job)
+        try:
+            socket.send_fds(self._socket, [json.dumps(order).encode() + b"\n"], list(files))
+        except OSError:
+            raise Died("ended") from None
+        return json.loads(self._line(job, seconds))
+
+    def _line(self, job: Job, seconds: float) -> bytes:
+        until, found = time.monotonic() + seconds, b""
+        while not found.endswith(b"\n"):
+            job.check()
+            if time.monotonic() > until:
+                raise Died("took too long")
+            if select.select([self._socket], [], [], _LOOK_SECONDS)[0]:
+                try:
+                    part = self._socket.recv(1 << 16)
+                except OSError:
+                    part = b""
+                if not part:
+                    raise Died("ended")
+                found += part
+        return found
+
+    def close(self) -> None:
+        """End it, whatever it does."""
+        self._process.kill()
+        self._process.wait()
+        self._socket.close()
+
+
+class Decoders:
+    """As many processes as ``limits.decoders``.
+
+    Arguments
+    ---------
+    limits : of what is decoded
+    restarted : is called when one was replaced
+    command : what to start in their place, for tests
+    """
+
+    def __init__(self, limits: Limits, restarted: Callable[[], None] | None = None,
+                 command: Sequence[str] = _COMMAND):
+        self._limits, self._command = limits, command
+        self._restarted = restarted or (lambda: None)
+        self._memory = _OWN_MEMORY + 4 * limits.upload_bytes
+        self._file_bytes = int(4 * _HIGHEST_RATE * (limits.max_audio_seconds + 60))
+        self._free: queue.LifoQueue[_Decoder] = queue.LifoQueue()
+        self._all: set[_Decoder] = set()
+        for _ in range(limits.decoders):
+            self._add()
+
+    def check(self) -> None:
+        """Wait until they run; ``SbkitError`` where they can't."""
+        for each in list(self._all):
+            try:
+                each.start(Job())
+            except Died as error:
+                raise SbkitError(f"a process that decodes audio {error}",
+                                 hint=f"see what this says: {' '.join(self._command)} 0 0 0") from None
+
+    def decode(self, upload: IO[bytes], rate: int, job: Job) -> Wave:
+        """The samples of an upload; ``ApiError`` with the reason where there are none."""
+        out = tempfile.TemporaryFile(prefix="sbkit-")  # noqa: SIM115  the wave owns it
+        try:
+            answer = self._ask(upload, out, rate, job)
+            if "refused" in answer:
+                raise invalid(f"the audio {_as_clause(answer['refused'])}", "file", "invalid_audio")
+            if "too_long" in answer:
+                raise invalid(f"the audio is {answer['too_long']}; the limit of this server is "
+                              f"{self._limits.max_audio_seconds:g} s", "file", "audio_too_long")
+            return Wave(out, answer["samples"])
+        except BaseException:
+            out.close()
+            raise
+
+    def _ask(self, upload: IO[bytes], out: IO[bytes], rate: int, job: Job) -> dict[str, Any]:
+        order = {"rate": rate, "seconds": self._limits.max_audio_seconds, "cpu_seconds": self._limits.decode_seconds}
+        decoder = self._take(job)
+        try:
+            upload.seek(0)
+            answer = decoder.decode(order, (upload.fileno(), out.fileno()), job, 2 * self._limits.decode_seconds)
+        except BaseException as error:
+            self._replace(decoder)
+            if isinstance(error, Died):
+                raise invalid(f"the audio can't be decoded: its decoder {error}; is the file damaged?", "file",
+                              "invalid_audio") from None
+            raise
+        self._free.put(decoder)
+        return answer
+
+    def _take(self, job: Job) -> _Decoder:
+        while True:
+            job.check()
+            with contextlib.suppress(queue.Empty):
+                return self._free.get(timeout=_LOOK_SECONDS)
+
+    def _add(self) -> None:
+        decoder = _Decoder(self._command, self._memory, self._file_bytes)
+        self._all.add(decoder)
+        self._free.put(decoder)
+
+    def _replace(self, decoder: _Decoder) -> None:
+        self._all.discard(decoder)
+        decoder.close()
+        self._restarted()
+        self._add()
+
+    def close(self) -> None:
+        """End all."""
+        for each in self._all:
+            each.close()
+
+
+def _as_clause(cause: str) -> str:
+    """Causes are said of a file: 'cannot be decoded: ...', 'its header claims ...'."""
+    return f"can't be used: {cause}" if cause.startswith("its ") else cause

@@ -1,0 +1,199 @@
+"""What stands before every route: keys, origins, sizes, ids of requests, and what is counted of all of them."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import json
+import logging
+import time
+import uuid
+from collections.abc import Callable, Iterable, MutableMapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from sbkit.serve.errors import ApiError, failed, too_large, unauthorized
+from sbkit.serve.metrics import Metrics
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+
+#: A browser can't set headers of a WebSocket; it names the key as a protocol: this and the key in base64url.
+KEY_PROTOCOL = "sbkit.key."
+#: Where a request's id lies in its scope.
+REQUEST_ID = "sbkit.request_id"
+#: Beside the file a form has boundaries and short fields.
+_FORM_BYTES = 1 << 16
+#: Open to all: the page, which asks for the key, and what tells whether the server lives.
+_OPEN = frozenset({"/", "/health", "/ready"})
+_COUNTED = _OPEN | {"/metrics", "/v1/models", "/v1/audio/transcriptions", "/v1/audio/live"}
+_log = logging.getLogger(__name__)
+
+
+class Keys:
+    """The API keys, by their digests alone. Every key is compared with, in constant time."""
+
+    def __init__(self, keys: Iterable[str]):
+        self._digests = [_digest(key) for key in keys]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def allow(self, key: str) -> bool:
+        """Whether it is one of them."""
+        given, found = _digest(key), False
+        for digest in self._digests:
+            found |= hmac.compare_digest(given, digest)
+        return found
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+class Gate:
+    """Wraps the application.
+
+    Arguments
+    ---------
+    keys : that open what is not open to all; none where everybody may in
+    origins : pages of other servers that may ask, as ``https://example.org``; ``*`` for all
+    upload_bytes : the largest file
+    """
+
+    def __init__(self, app: Callable, keys: Keys, origins: Iterable[str], upload_bytes: int, metrics: Metrics):
+        self._app, self._keys, self._origins = app, keys, frozenset(origins)
+        self._upload_bytes, self._metrics = upload_bytes, metrics
+
+    async def __call__(self, scope: Scope, receive: Callable, send: Callable) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+        else:
+            await self._guarded(scope, receive, send)
+
+    async def _guarded(self, scope: Scope, receive: Callable, send: Callable) -> None:
+        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        began, path = time.monotonic(), scope["path"]
+        answer = _Answer(send, self._extra(headers))
+        scope[REQUEST_ID] = answer.id
+        try:
+            self._origin(headers)
+            if scope["type"] == "http" and scope["method"] == "OPTIONS" and "origin" in headers:
+                await answer.say(204, {"access-control-allow-methods": "GET, POST",
+                                       "access-control-allow-headers": headers.get(
+                                           "access-control-request-headers", "authorization")}, b"")
+                return
+            if self._keys and path not in _OPEN and not self._keys.allow(_key(headers)):
+                raise unauthorized()
+            if scope["type"] == "http":
+                receive = self._counting(headers, receive)
+            await self._app(scope, receive, answer.send)
+        except ApiError as error:
+            await self._refuse(scope, answer, error)
+        except Exception:
+            _log.exception("request %s failed", answer.id)
+            if answer.complete:
+                return
+            if answer.started:
+                raise
+            await self._refuse(scope, answer, failed(answer.id))
+        finally:
+            shown = path if path in _COUNTED else "/v1/models" if path.startswith("/v1/models/") else "other"
+            if scope["type"] == "http":
+                self._metrics.requests.add(path=shown, status=str(answer.status or 499))
+                if scope["method"] == "POST":
+                    self._metrics.seconds.observe(time.monotonic() - began, path=shown)
+
+    # ------------------------------------------------------------------ what is looked at
+
+    def _origin(self, headers: dict[str, str]) -> None:
+        """A page of another server may not use this one through its visitor's browser."""
+        origin = headers.get("origin")
+        if origin is None or self._allowed(origin):
+            return
+        if urlsplit(origin).netloc.lower() != headers.get("host", "").lower():
+            raise ApiError(403, f"a page of {origin[:80]} may not use this server; start it with --allow-origin",
+                           code="origin_not_allowed")
+
+    def _allowed(self, origin: str) -> bool:
+        return origin in self._origins or "*" in self._origins
+
+    def _extra(self, headers: dict[str, str]) -> dict[str, str]:
+        origin = headers.get("origin")
+        if origin is None or not self._allowed(origin):
+            return {}
+        return {"access-control-allow-origin": origin, "vary": "origin"}
+
+    def _counting(self, headers: dict[str, str], receive: Callable) -> Callable:
+        """Refuse what is too large: at once where it says so, else while it comes."""
+        most = self._upload_bytes + _FORM_BYTES
+        claimed = headers.get("content-length", "0")
+        if not claimed.isdecimal():
+            raise ApiError(400, "content-length is no number")
+        if int(claimed[:20]) > most:
+            raise too_large(self._upload_bytes)
+        came = 0
+
+        async def counting() -> Message:
+            nonlocal came
+            message = await receive()
+            came += len(message.get("body", b""))
+            if came > most:
+                raise too_large(self._upload_bytes)
+            return message
+
+        return counting
+
+    # ------------------------------------------------------------------ what is said
+
+    async def _refuse(self, scope: Scope, answer: _Answer, error: ApiError) -> None:
+        self._metrics.refused.add(reason=error.code or str(error.status))
+        if scope["type"] == "websocket" and "websocket.http.response" not in scope.get("extensions", {}):
+            await answer.send({"type": "websocket.close", "code": 1008, "reason": error.message[:100]})
+            return
+        headers = {"content-type": "application/json", **error.headers}
+        await answer.say(error.status, headers, json.dumps(error.body).encode(),
+                         "websocket.http.response" if scope["type"] == "websocket" else "http.response")
+
+
+def _key(headers: dict[str, str]) -> str:
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        return key.strip()
+    for protocol in headers.get("sec-websocket-protocol", "").split(","):
+        if protocol.strip().startswith(KEY_PROTOCOL):
+            coded = protocol.strip()[len(KEY_PROTOCOL) :]
+            try:
+                return base64.urlsafe_b64decode(coded + "=" * (-len(coded) % 4)).decode()
+            except ValueError:
+                return ""
+    return ""
+
+
+class _Answer:
+    """Sends, and remembers the status; every answer gets the request's id and says that its type is meant."""
+
+    def __init__(self, send: Callable, extra: dict[str, str]):
+        self._send, self.id, self.status = send, f"req_{uuid.uuid4().hex}", 0
+        self.started = self.complete = False
+        self._headers = {"x-request-id": self.id, "x-content-type-options": "nosniff", **extra}
+
+    async def send(self, message: Message) -> None:
+        """On to the client."""
+        if message["type"].endswith("response.start"):
+            self.started, self.status = True, message["status"]
+            own = [(name.encode(), value.encode("latin-1")) for name, value in self._headers.items()]
+            message = {**message, "headers": [*message.get("headers", []), *own]}
+        elif message["type"] == "websocket.accept":
+            self.started = True
+        await self._send(message)
+        if message["type"].endswith("response.body") and not message.get("more_body"):
+            self.complete = True
+
+    async def say(self, status: int, headers: dict[str, str], body: bytes, kind: str = "http.response") -> None:
+        """A whole answer."""
+        listed = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+        listed.append((b"content-length", str(len(body)).encode()))
+        await self.send({"type": f"{kind}.start", "status": status, "headers": listed})
+        await self.send({"type": f"{kind}.body", "body": body})

@@ -1,0 +1,72 @@
+"""Transcripts in the formats of OpenAI's API, and the events of a stream."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+
+from sbkit.infer.transcript import FORMATS, Segment, Transcript
+
+#: What the API calls the formats that are text.
+_AS_TEXT = {"text": "txt", "srt": "srt", "vtt": "vtt"}
+UNKNOWN_LANGUAGE = "und"  # ISO 639's word for it
+STREAM = "text/event-stream"
+END_OF_STREAM = b"data: [DONE]\n\n"
+
+
+def reply(transcript: Transcript, kind: str, granularities: Sequence[str]) -> Response:
+    """The whole answer."""
+    if kind in _AS_TEXT:
+        media = "text/vtt" if kind == "vtt" else "text/plain"
+        return PlainTextResponse(FORMATS[_AS_TEXT[kind]](transcript), media_type=media)
+    if kind == "json":
+        return JSONResponse({"text": transcript.text, "usage": _usage(transcript)})
+    return JSONResponse(verbose(transcript, granularities))
+
+
+def verbose(transcript: Transcript, granularities: Sequence[str]) -> dict[str, Any]:
+    """What verbose_json holds."""
+    found: dict[str, Any] = {
+        "task": "transcribe", "language": transcript.language or UNKNOWN_LANGUAGE,
+        "duration": round(transcript.duration, 3), "text": transcript.text, "usage": _usage(transcript),
+    }
+    if "segment" in granularities:
+        found["segments"] = [_segment(i, each) for i, each in enumerate(transcript.segments)]
+    if "word" in granularities:
+        found["words"] = [{"word": word.text, "start": round(word.start, 3), "end": round(word.end, 3),
+                           "confidence": round(word.confidence, 4)} for word in transcript.words]
+    return found
+
+
+def _segment(number: int, segment: Segment) -> dict[str, Any]:
+    """What a CTC model does not have (sampling, a compression ratio) is there with its neutral value: clients
+    that were written for Whisper drop a segment by these."""
+    confidences = [max(word.confidence, 1e-6) for word in segment.words]
+    return {
+        "id": number, "seek": 0, "start": round(segment.start, 3), "end": round(segment.end, 3), "text": segment.text,
+        "tokens": [], "temperature": 0.0, "compression_ratio": 1.0, "no_speech_prob": 0.0,
+        "avg_logprob": round(sum(map(math.log, confidences)) / len(confidences), 4),
+    }
+
+
+def _usage(transcript: Transcript) -> dict[str, Any]:
+    return {"type": "duration", "seconds": round(transcript.duration, 3)}
+
+
+def event(body: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + json.dumps(body, ensure_ascii=False).encode() + b"\n\n"
+
+
+def delta(text: str) -> bytes:
+    """More of the text."""
+    return event({"type": "transcript.text.delta", "delta": text})
+
+
+def done(transcript: Transcript) -> bytes:
+    """All of the text, once, at the end."""
+    return event({"type": "transcript.text.done", "text": transcript.text, "usage": _usage(transcript)})

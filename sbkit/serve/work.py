@@ -1,0 +1,128 @@
+"""A request's way through the house: a place, its deadline, an eye on the client, and the threads that do the work."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from fastapi import Request
+
+from sbkit.serve.errors import ApiError, busy, too_late
+from sbkit.serve.job import Cancelled, Job
+from sbkit.serve.limits import Limits
+from sbkit.serve.metrics import Metrics
+
+T = TypeVar("T")
+_SMOOTH = 0.2  # how much of the newest request goes into the mean
+
+
+class Left(Exception):
+    """The client is gone; nobody reads an answer."""
+
+
+class Rooms:
+    """Places for requests, and the threads that they are worked on in."""
+
+    def __init__(self, limits: Limits, metrics: Metrics):
+        self._limits, self._metrics = limits, metrics
+        self._threads = ThreadPoolExecutor(limits.max_active, thread_name_prefix="sbkit-request")
+        self._mean = 1.0
+        self.inside = 0
+        """Requests in the house."""
+
+    @contextlib.contextmanager
+    def place(self) -> Iterator[None]:
+        """For one request; ``ApiError`` 429 where there is none."""
+        if self.inside >= self._limits.max_requests:
+            raise busy(f"{self.inside} requests are in work or wait already",
+                       self._mean * self.inside / self._limits.max_active)
+        self.inside += 1
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.inside -= 1
+            self._mean += _SMOOTH * (time.monotonic() - began - self._mean)
+
+    def visit(self, request: Request) -> Visit:
+        """One request's stay; its clock starts now."""
+        return Visit(request, self._threads, self._limits.request_seconds, self._metrics)
+
+    def close(self) -> None:
+        """After the last request."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+class Visit:
+    """What one request has: a job, a deadline, a client who may leave."""
+
+    def __init__(self, request: Request, threads: ThreadPoolExecutor, seconds: float, metrics: Metrics):
+        self.job = Job()
+        self._request, self._threads, self._metrics = request, threads, metrics
+        self._seconds, self._until = seconds, time.monotonic() + seconds
+        self._gone: asyncio.Task | None = None
+
+    async def read(self, reading: Awaitable[T]) -> T:
+        """What comes in, within the deadline."""
+        try:
+            return await asyncio.wait_for(reading, max(self._until - time.monotonic(), 0.0))
+        except (asyncio.TimeoutError, TimeoutError):
+            self._metrics.cancelled.add(reason="slow upload")
+            raise ApiError(408, f"the upload took longer than {self._seconds:g} s", code="upload_too_slow") from None
+
+    async def run(self, call: Callable[..., T], *args: Any) -> T:
+        """A call in a thread; it ends early with the deadline or with the client."""
+        return await self._met(asyncio.wrap_future(self.job.watch(self._threads.submit(call, *args))))
+
+    async def stream(self, call: Callable[[Callable[[Any], None]], T]) -> AsyncIterator[Any]:
+        """What a call in a thread tells, as it does; the last is what it returns."""
+        loop, told = asyncio.get_running_loop(), asyncio.Queue()
+        running = asyncio.wrap_future(self.job.watch(self._threads.submit(
+            call, lambda each: loop.call_soon_threadsafe(told.put_nowait, each))))
+        running.add_done_callback(lambda _: told.put_nowait(_End))
+        try:
+            while (each := await self._met(told.get())) is not _End:
+                yield each
+            yield await self._met(running)
+        finally:
+            self.job.cancel()
+            running.cancel()
+
+    async def _met(self, wanted: Awaitable[T]) -> T:
+        wanted = asyncio.ensure_future(wanted)
+        if self._gone is None:
+            self._gone = asyncio.create_task(_until_gone(self._request))
+        try:
+            await asyncio.wait({wanted, self._gone}, timeout=max(self._until - time.monotonic(), 0.0),
+                               return_when=asyncio.FIRST_COMPLETED)
+            if wanted.done():
+                return wanted.result()
+            left = self._gone.done()
+            self._metrics.cancelled.add(reason="client left" if left else "deadline")
+            raise Left if left else too_late(self._seconds)
+        except (Cancelled, asyncio.CancelledError):
+            raise Left from None
+        finally:
+            if not wanted.done():
+                self.job.cancel()
+                wanted.cancel()
+
+    def close(self) -> None:
+        """Nothing of it goes on."""
+        self.job.cancel()
+        if self._gone is not None:
+            self._gone.cancel()
+
+
+class _End:
+    """The end of a queue."""
+
+
+async def _until_gone(request: Request) -> None:
+    """The body was read, so the next that comes is the end."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
