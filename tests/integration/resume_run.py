@@ -115,6 +115,8 @@ class Toy(Brain):
             self.at("train", self._epoch, *place)
             with open(self.hparams.seen, "a") as out:
                 print(json.dumps([self._epoch, place[0], batch.ids]), file=out)
+        else:
+            self.at("evaluating", self._epoch, self.step, 0)
         frames = batch.signals.unfold(1, 400, 320)
         lengths = torch.clamp((batch.signal_lengths - 400) // 320 + 1, min=1)
         frames = self.modules.normalize(frames, lengths / frames.shape[1])
@@ -133,6 +135,7 @@ class Toy(Brain):
             self.hparams.noam(self.optimizer)
 
     def on_stage_end(self, stage, stage_loss, epoch):
+        random.random(), np.random.rand(), torch.rand(1)
         if stage == Stage.TRAIN:
             self.train_loss = stage_loss
         if stage == Stage.VALID:
