@@ -6,12 +6,14 @@ from collections import Counter
 
 from speechbrain.lobes.models.transformer import Conformer
 from speechbrain.nnet import CNN, attention
+from speechbrain.processing import features
 from torch import nn
 
 from sbkit.nn.fast import attention as fast_attention
 from sbkit.nn.fast import conformer as fast_conformer
 from sbkit.nn.fast import convolution as fast_convolution
 from sbkit.nn.fast import dropout as fast_dropout
+from sbkit.nn.fast import features as fast_features
 
 FASTER: dict[type, type] = {
     nn.Dropout: fast_dropout.Dropout,
@@ -21,6 +23,9 @@ FASTER: dict[type, type] = {
     attention.RelPosMHAXL: fast_attention.RelPosMHAXL,
     attention.RoPEMHA: fast_attention.RoPEMHA,
     attention.MultiheadAttention: fast_attention.MultiheadAttention,
+    features.STFT: fast_features.STFT,
+    features.Filterbank: fast_features.Filterbank,
+    features.InputNormalization: fast_features.InputNormalization,
 }
 
 

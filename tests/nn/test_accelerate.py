@@ -4,11 +4,14 @@ import copy
 
 import pytest
 import torch
+from host_syncs import HostSyncs
+from speechbrain.lobes.features import Fbank
 from speechbrain.lobes.models.convolution import ConvolutionFrontEnd
 from speechbrain.lobes.models.transformer.Conformer import ConvolutionModule
 from speechbrain.lobes.models.transformer.TransformerASR import TransformerASR
 from speechbrain.nnet.attention import MultiheadAttention
 from speechbrain.nnet.CNN import Conv2d
+from speechbrain.processing.features import InputNormalization
 
 from sbkit.nn.accelerate import FASTER, accelerate, restore
 from sbkit.nn.fast.attention import relative_shift
@@ -175,3 +178,51 @@ def test_dropout_repeats_with_the_seed_and_differs_without():
     torch.manual_seed(3)
     assert torch.equal(dropout(x, 0.3, True), first) and not torch.equal(first, second)
     assert torch.equal(dropout(x, 0.3, False), x)
+
+
+@pytest.mark.parametrize("options", [{}, {"deltas": True, "context": True}, {"filter_shape": "gaussian"},
+                                     {"requires_grad": True}, {"param_rand_factor": 0.1}])
+def test_features_equal_the_originals_call_after_call(options):
+    slow = Fbank(n_mels=20, **options)
+    fast = copy.deepcopy(slow)
+    assert accelerate(fast)["Filterbank"] == 1
+    assert fast.state_dict().keys() == slow.state_dict().keys()
+    for samples in (8_000, 5_000):
+        x = torch.randn(2, samples)
+        torch.manual_seed(3)
+        expected = slow(x)
+        torch.manual_seed(3)
+        torch.testing.assert_close(fast(x), expected, atol=1e-4, rtol=1e-5)
+
+
+def test_fixed_filters_are_made_once(monkeypatch):
+    fast = Fbank(n_mels=20)
+    accelerate(fast)
+    fast(torch.randn(1, 4_000))
+    monkeypatch.setattr(type(fast.compute_fbanks), "_create_fbank_matrix", None)
+    fast(torch.randn(1, 4_000))
+
+
+@pytest.mark.parametrize("norm_type", ["global", "batch", "sentence"])
+def test_normalization_equals_the_original_batch_after_batch(norm_type, tmp_path):
+    slow = InputNormalization(norm_type=norm_type)
+    fast = copy.deepcopy(slow)
+    assert accelerate(fast)
+    for seed in range(4):
+        x = 100 + 3 * torch.randn(3, 40, 5, generator=torch.Generator().manual_seed(seed))
+        lengths = torch.tensor([1.0, 0.5, 0.8])
+        torch.testing.assert_close(fast(x, lengths), slow(x, lengths), atol=1e-4, rtol=1e-4)
+    fast._save(tmp_path / "stats")
+    again = InputNormalization(norm_type=norm_type)
+    again._load(tmp_path / "stats")
+    assert again.count == slow.count
+    torch.testing.assert_close(again.glob_std, slow.glob_std)
+
+
+def test_running_statistics_don_t_make_the_host_wait():
+    norm = InputNormalization()
+    accelerate(norm)
+    with HostSyncs() as syncs:
+        for _ in range(2):
+            norm(torch.randn(2, 30, 4), torch.tensor([1.0, 0.5]))
+    assert not syncs.found, syncs.found

@@ -1,0 +1,61 @@
+"""SpeechBrain's feature layers without tables that are made, or copied to the device, anew in each call."""
+
+from __future__ import annotations
+
+import torch
+from speechbrain.processing import features
+from speechbrain.utils.distributed import ddp_all_reduce
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+
+class STFT(features.STFT):
+    """[B, S] to [B, T, F, 2]; the window stays where the signals are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.window.device != x.device:
+            self.window = self.window.to(x.device)
+        return super().forward(x)
+
+
+class Filterbank(features.Filterbank):
+    """[B, T, F] to [B, T, mels]; filters that stay as they are are made once."""
+
+    def forward(self, spectrogram: Tensor) -> Tensor:
+        changing = not self.freeze or (self.param_rand_factor != 0 and self.training)
+        if changing or spectrogram.ndim != 3:
+            return super().forward(spectrogram)
+        made = self.__dict__.get("_filters")
+        if made is None or made.device != spectrogram.device:
+            shape = self.all_freqs_mat.shape
+            made = self._create_fbank_matrix(self.f_central[:, None].expand(shape), self.band[:, None].expand(shape))
+            made = self.__dict__["_filters"] = made.to(spectrogram.device)
+        fbanks = torch.matmul(spectrogram, made)
+        return self._amplitude_to_DB(fbanks) if self.log_mel else fbanks
+
+
+class InputNormalization(features.InputNormalization):
+    """[B, T, F] to the same; running statistics are updated on the device, where the original waits for it twice."""
+
+    def _update_global_stats(self, x: Tensor, mask: Tensor) -> None:
+        dims, wide = (0, self.length_dim), x.float()
+        number = _over_ranks(mask.sum().float())
+        mean = _over_ranks((wide * mask).sum(dims)) / number
+        apart = (wide - mean.unsqueeze(0).unsqueeze(self.length_dim)) * mask
+        variance = _over_ranks(apart.square().sum(dims)) / number
+        if not self.glob_mean.numel():
+            self.glob_mean, self.glob_std = torch.zeros_like(mean), torch.zeros_like(mean)
+        before, spread = self.glob_mean.to(x.device), self.glob_std.to(x.device)
+        count = self.count + number.double()
+        share = (number / count).float()
+        self.glob_mean = torch.lerp(before, mean, share)
+        between = share * (1 - share) * (mean - before).square()
+        self.glob_std = (torch.lerp(spread.square(), variance, share) + between).sqrt()
+        self.count = count
+
+    def _statistics_dict(self) -> dict:
+        return {**super()._statistics_dict(), "count": int(self.count)}
+
+
+def _over_ranks(value: Tensor) -> Tensor:
+    return ddp_all_reduce(value, ReduceOp.SUM)
