@@ -40,7 +40,11 @@ def train(argv: list[str]) -> int:
             hparams = load.load(request.path, request.overrides)
             load.require(hparams, request.path, *NEEDED)
             ranks.run_on_main(_open_folder, hparams, request)
-            ranks.run_on_main(_prepare, hparams)
+            follows = ranks.run_on_main(_prepare, hparams, request.overrides)
+            if follows:
+                request.overrides.update(follows)
+                hparams = load.load(request.path, request.overrides)
+                ranks.run_on_main(_open_folder, hparams, request)
             if request.check:
                 ranks.run_on_main(preflight.before_training, hparams)
             manifests = hparams["corpus"].load()
@@ -76,7 +80,7 @@ def prepare(argv: list[str]) -> int:
     request = arguments.parse(argv)
     hparams = load.load(request.path, request.overrides)
     load.require(hparams, request.path, "corpus", "tokenizer")
-    _prepare(hparams)
+    _prepare(hparams, request.overrides)
     return 0
 
 
@@ -98,17 +102,29 @@ def _open_folder(hparams: dict[str, Any], request: Any) -> None:
                          hint="choose another place with --output_folder") from error
 
 
-def _prepare(hparams: dict[str, Any]) -> None:
-    """Manifests and the tokenizer, once, by one rank; the others read what it wrote."""
+def _prepare(hparams: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """Manifests and the tokenizer, once, by one rank; the others read what it wrote.
+
+    Gives the overrides that follow from the text: how many characters there are is nothing that a recipe, whose
+    number is right for one corpus only, can know. A number given on the command line is meant.
+    """
     corpus, tokenizer = hparams["corpus"], hparams["tokenizer"]
     manifests = corpus.prepare(needed=("train", "dev", "test"))
     print(corpus.summary(), file=sys.stderr)
+    said, follows = hparams.get("output_neurons"), {}
+    if "output_neurons" not in overrides and said is not None and said == tokenizer.vocab_size:
+        size = tokenizer.follow(manifests["train"].texts)
+        if size is not None:
+            print(f"output_neurons: {size}, what the characters of this corpus need (the recipe says {said})",
+                  file=sys.stderr)
+            follows["output_neurons"] = size
     tokenizer.prepare(manifests["train"].texts)
     for split in ("train", "dev", "test"):
         alien = tokenizer.coverage(manifests[split].texts)
         if alien:
             listed = ", ".join(f"{char!r} x {times}" for char, times in alien.most_common(10))
             logger.warning("The tokenizer cannot express %d characters of %s: %s", alien.total(), split, listed)
+    return follows
 
 
 def _fit_and_test(hparams: dict[str, Any], request: Any, device: Any, manifests: dict[str, Any]) -> Any:

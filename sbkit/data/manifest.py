@@ -167,11 +167,11 @@ class Manifest:
         """
         path = Path(path)
         csv = read_delimited(path)
+        hint = "a manifest is a CSV with the columns ID,duration,wav,spk_id,wrd"
+        ids, durations, wavs, texts = (csv.need(name, hint=hint) for name in REQUIRED)
         if csv.malformed:
             line, what = csv.malformed[0]
             raise SbkitError(f"{path}, line {line}: {what}", hint="quote a field that holds a comma")
-        hint = "a manifest is a CSV with the columns ID,duration,wav,spk_id,wrd"
-        ids, durations, wavs, texts = (csv.need(name, hint=hint) for name in REQUIRED)
         start = csv.find("start")
         return cls(
             ids=ids, durations=to_seconds(path, "duration", durations),

@@ -39,7 +39,7 @@ class Tokenizer:
     ---------
     folder : where the files go
     vocab_size : entries of the vocabulary, blank, bos and eos included; with ``char`` it follows from the
-        text, so it may be None, and any other number is an error that says the right one
+        text, so it may be None, and any other number is an error that says the right one (see :meth:`follow`)
     model_type : "unigram", "bpe" or "char"
     character_coverage : share of the characters that get a piece of their own
     characters : characters that get a piece even if the text lacks them
@@ -92,6 +92,22 @@ class Tokenizer:
         names = ("vocab_size", "model_type", "character_coverage", "characters", "bos_id", "eos_id",
                  "max_piece_length", "split_by_whitespace", "user_defined_symbols", "max_texts")
         return {name: getattr(self, name) for name in names}
+
+    def follow(self, texts: Iterable[str]) -> int | None:
+        """Let ``vocab_size`` be what the characters of ``texts`` need; the new size, None where nothing changes.
+
+        That is for char models that keep every character. Where a model of the old size is there already, or
+        was given, nothing changes: what was trained with it depends on it.
+        """
+        if self.model_type != "char" or self.character_coverage < 1 or self.vocab_size is None \
+                or self.path.exists():
+            return None
+        special = 1 + (self.bos_id >= 0) + (self.eos_id >= 0)
+        pieces = {"▁", *self.characters, *self.user_defined_symbols}.union(*texts) - {" "}
+        if len(pieces) + special == self.vocab_size:
+            return None
+        self.vocab_size = len(pieces) + special
+        return self.vocab_size
 
     def prepare(self, texts: Iterable[str]) -> Tokenizer:
         """Train on ``texts`` unless the model on disk was made from the same text and options; load it.
@@ -203,7 +219,7 @@ class Tokenizer:
                 # The corpus's text rules have normalised already; a second opinion would make
                 # decode(encode(text)) differ from text.
                 normalization_rule_name="identity",
-                max_sentence_length=max(len(text) for text in texts) * 4 + 1,
+                max_sentence_length=max(10, max(len(text) for text in texts) * 4 + 1),
                 minloglevel=2, **kept)
         except (RuntimeError, OSError, IndexError) as error:
             raise self._explained(error) from error

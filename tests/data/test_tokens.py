@@ -123,6 +123,24 @@ def test_the_sizes_that_the_errors_name_work(tmp_path):
     assert Tokenizer(tmp_path, 23, "char").prepare(TEXTS).size == 23
 
 
+@settings(max_examples=25, deadline=None)
+@given(texts=st.lists(st.text("abcdé中 '", min_size=1).filter(str.strip), min_size=1, max_size=5),
+       bos=st.sampled_from([1, -1]), characters=st.sampled_from(["", "xa"]))
+def test_a_char_model_can_follow_its_text(tmp_path_factory, texts, bos, characters):
+    texts = [" ".join(text.split()) for text in texts]
+    tokenizer = Tokenizer(tmp_path_factory.mktemp("t"), 30, "char", bos_id=bos, eos_id=1 if bos < 0 else 2,
+                          characters=characters)
+    size = tokenizer.follow(texts)
+    assert tokenizer.prepare(texts).size == size == tokenizer.vocab_size
+    assert tokenizer.follow([*texts, "and more"]) is None  # a model of this size is there
+
+
+def test_only_a_char_model_with_all_characters_follows(tmp_path):
+    for options in ({"model_type": "bpe"}, {"model_type": "char", "character_coverage": 0.99},
+                    {"model_type": "char", "vocab_size": None}, {"model_type": "char", "vocab_size": 23}):
+        assert Tokenizer(tmp_path, **{"vocab_size": 30, **options}).follow(TEXTS) is None
+
+
 def test_output_neurons_must_fit(trained):
     trained.check(30)
     with pytest.raises(SbkitError, match=r"output_neurons is 31, but .* has 30 entries"):
