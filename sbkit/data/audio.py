@@ -249,8 +249,10 @@ def _cause(error: soundfile.SoundFileError, handle: int | None, data: bytes | No
         return "is a folder, not a recording"
     if (os.fstat(handle).st_size if handle is not None else len(data)) == 0:
         return "is empty (0 bytes)"
-    reason = getattr(error, "error_string", "") or str(error)
-    return f"cannot be decoded: {reason.strip().rstrip('.') or 'damaged'}"
+    reason = (getattr(error, "error_string", "") or str(error)).strip().rstrip(".")
+    if not reason or "does not exist" in reason:  # what it says of some that are cut off: this file is open
+        reason = "damaged"
+    return f"cannot be decoded: {reason}"
 
 
 def _os_cause(error: OSError) -> str:
