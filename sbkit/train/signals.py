@@ -10,8 +10,9 @@ SIGUSR1  138  SLURM's warning before the time limit: ``#SBATCH --signal=USR1@300
 ======== ==== ==========================================================================================
 
 The numbers are exit codes, 128 + signal, which is what schedulers and shells take for "ended by this
-signal". torchrun needs ``--signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1`` (torch 2.9 on, earlier
-``TORCHELASTIC_SIGNALS_TO_HANDLE``) to survive a SIGUSR1 and pass it on; it ends with code 1 after any signal.
+signal". torchrun ends with code 1 after any of them, and dies of a SIGUSR1, leaving its processes alone, unless
+it is started with ``--signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1`` (torch 2.9 on; earlier
+``TORCHELASTIC_SIGNALS_TO_HANDLE``): it then passes it on. ``tools/launch_slurm.sh`` needs none of this.
 """
 
 from __future__ import annotations

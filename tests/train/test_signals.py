@@ -241,8 +241,9 @@ def test_workers_live_on_when_the_whole_group_gets_the_signal(signum, code):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("to_all", [False, True], ids=["to torchrun", "to all, like Ctrl-C"])
-def test_under_torchrun(tmp_path, to_all):
+@pytest.mark.parametrize("signum, to_all", [(signal.SIGTERM, False), (signal.SIGINT, True), (signal.SIGUSR1, False)],
+                         ids=["to torchrun", "to all, like Ctrl-C", "SLURM's, to torchrun"])
+def test_under_torchrun(tmp_path, signum, to_all):
     """torchrun passes it on to both ranks, which have time to save."""
     path = tmp_path / "train.py"
     path.write_text(textwrap.dedent(f"""
@@ -263,9 +264,10 @@ def test_under_torchrun(tmp_path, to_all):
                     (folder / f"saved{{rank}}").touch()
                     raise Stopped.by(stop.signum, step, "here")
     """))
-    command = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", str(path))
+    handled = ["--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"] if signum == signal.SIGUSR1 else []
+    command = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", *handled, str(path))
     with Script("", *command) as script:
-        (script.send_all if to_all else script.send)(signal.SIGINT if to_all else signal.SIGTERM)
+        (script.send_all if to_all else script.send)(signum)
         returned, _, err = script.end()
     assert returned != 0
     assert (tmp_path / "saved0").exists() and (tmp_path / "saved1").exists(), err
