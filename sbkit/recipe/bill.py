@@ -7,7 +7,6 @@ once. The time is an estimate from the operations, unless a measurement is given
 from __future__ import annotations
 
 import functools
-import time
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from sbkit.recipe.ownership import Owned
 from sbkit.recipe.report import Section
 from sbkit.recipe.shapes import Trace, stand_ins
 from sbkit.recipe.source import Findings, Node, Place
+from sbkit.recipe.speed import speed_of
 
 GIB = 2**30
 #: Memory of common GPUs, for who plans without one at hand.
@@ -219,29 +219,6 @@ def make(built: Built, owned: Owned, traced: Trace, device: torch.device, precis
         hours = None if speed is None else cost.operations / cost.batch_seconds * 100 / (speed * EFFICIENCY)
     return Bill(sum(p.numel() for p in parameters), weights, cost, hours, str(device), measured,
                 bool(built.hparams.get("activation_checkpointing")))
-
-
-def speed_of(device: torch.device, precision: str) -> float | None:
-    """Operations a second of a large matrix product on a device that is at hand; None for one that isn't."""
-    if device.type == "cuda" and not torch.cuda.is_available():
-        return None
-    if device.type not in ("cuda", "cpu"):
-        return None
-    half = precision in ("bf16", "fp16") and device.type == "cuda"
-    size = 4096 if device.type == "cuda" else 512
-    left, right = torch.ones(2, size, size, device=device, dtype=torch.bfloat16 if half else torch.float32)
-    wait = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
-    fastest = float("inf")
-    for _ in range(5):
-        wait()
-        started = time.perf_counter()
-        _ = left @ right
-        wait()
-        fastest = min(fastest, time.perf_counter() - started)
-    if device.type == "cuda":
-        del left, right, _
-        torch.cuda.empty_cache()
-    return 2 * size**3 / fastest
 
 
 def section(bill: Bill, hours: float | None, planned: float) -> Section:

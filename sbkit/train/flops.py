@@ -1,0 +1,51 @@
+"""Model FLOPs utilisation: the arithmetic of a run's training against what its device can do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from sbkit.recipe.speed import peak_of
+
+
+class Utilisation:
+    """Counts the operations of one batch, forward and backward, and takes them for those of all by their seconds.
+
+        with utilisation.counted(batch): ...     # the first batch is counted, others pass
+        utilisation.share(padded_seconds, took)  # None where it isn't known
+
+    Padding is counted with the rest: the device computes it. How much of it there is stands beside it.
+    """
+
+    def __init__(self, device: torch.device, precision: str):
+        self.device, self.precision = device, precision
+        self.per_second: float | None = None
+        """Operations for a second of audio, padding included."""
+        self._peak: tuple[float, str] | None = None
+
+    @contextmanager
+    def counted(self, batch: Any) -> Iterator[None]:
+        """Within, forward and backward of ``batch`` run."""
+        seconds = getattr(batch, "padded_seconds", 0.0)
+        if self.per_second is not None or not seconds or not getattr(batch, "weight", 1.0):
+            yield
+            return
+        with FlopCounterMode(display=False) as counter:
+            yield
+        self.per_second = counter.get_total_flops() / seconds
+        self._peak = peak_of(self.device, self.precision)
+
+    def share(self, padded_seconds: float, took: float) -> float | None:
+        """Of what the device can do, this much was done while ``padded_seconds`` of audio went through."""
+        if not self.per_second or self._peak is None or took <= 0 or not padded_seconds:
+            return None
+        return self.per_second * padded_seconds / took / self._peak[0]
+
+    @property
+    def measure(self) -> str:
+        """What 100 % is."""
+        return self._peak[1] if self._peak is not None else "unknown"
