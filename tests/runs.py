@@ -88,14 +88,15 @@ TINY = {
 }
 
 
-def run_with_model(folder: Path, data: Path, rates: tuple[float, ...] = (70.0, 40.0, 55.0)) -> Path:
-    """A run as training leaves it: recipe, tokenizer, manifests, and a checkpoint for each rate."""
+def run_with_model(folder: Path, data: Path, rates: tuple[float, ...] = (70.0, 40.0, 55.0), **keys: object) -> Path:
+    """A run as training leaves it: recipe (with other values of some keys), tokenizer, manifests, and a checkpoint
+    for each rate."""
     from hyperpyyaml import resolve_references
 
     from sbkit.recipe import load
 
     recipe = Path(__file__).parents[1] / "hparams" / "ctc.yaml"
-    overrides = {**TINY, "output_folder": str(folder), "data_folder": str(data)}
+    overrides = {**TINY, **keys, "output_folder": str(folder), "data_folder": str(data)}
     hparams = load.load(recipe, overrides)
     manifests = hparams["corpus"].prepare(show_progress=False)
     tokenizer = hparams["tokenizer"]

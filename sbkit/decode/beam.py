@@ -34,6 +34,11 @@ class Hypothesis:
     acoustic: float  # CTC's log-probability of the tokens
     spans: Spans  # the tokens with their frames and confidences, as greedy decoding gives them
 
+    @property
+    def confidence(self) -> float | None:
+        """The tokens' mean; None where there are none."""
+        return float(self.spans.confidence.mean()) if len(self.spans) else None
+
 
 class BeamSearch:
     """The best transcripts of a batch. The constructor touches no file; what it names is loaded on first use.
@@ -52,8 +57,8 @@ class BeamSearch:
     token_threshold : log-probability below which a token isn't followed
     width : how much worse than the best a hypothesis may be (natural logarithm)
     lm_weight, word_score, unknown_score : what the language model's natural logarithms are multiplied by, what
-        every word adds, and what a word adds that the language model doesn't know; ``sbkit evaluate
-        --tune-lm`` finds the first two
+        every word adds (by default 1.5, and 0 without a language model), and what a word adds that the language
+        model doesn't know; ``sbkit evaluate --tune-lm`` finds the first two
     hot_words : words or phrases to expect, with a boost each or all with ``hot_boost`` (natural logarithm)
     nbest : transcripts per utterance
     unit : ``word`` or ``piece`` if the language model has to be over those; None finds out
@@ -62,7 +67,8 @@ class BeamSearch:
 
     def __init__(self, tokenizer: Any = None, lm: str | Path | None = None,
                  lexicon: str | Path | Sequence[str] | None = None, beam: int = 64, token_beam: int = 20,
-                 token_threshold: float = -7.0, width: float = 12.0, lm_weight: float = 0.5, word_score: float = 1.5,
+                 token_threshold: float = -7.0, width: float = 12.0, lm_weight: float = 0.5,
+                 word_score: float | None = None,
                  unknown_score: float = -14.0, hot_words: Mapping[str, float] | Sequence[str] | None = None,
                  hot_boost: float = 5.0, nbest: int = 1, unit: str | None = None, blank_id: int = 0,
                  separator: str | None = WORD_START, workers: int = 0):
@@ -78,6 +84,8 @@ class BeamSearch:
         self.lm, self.lexicon = lm or None, lexicon or None
         self.beam, self.token_beam, self.token_threshold = beam, token_beam, float(token_threshold)
         self.width, self.nbest = float(width), nbest
+        if word_score is None:  # makes up for what a language model takes from each word
+            word_score = Weights.word if self.lm else 0.0
         self.weights = Weights(float(lm_weight), float(word_score), float(unknown_score))
         boosts = hot_words if isinstance(hot_words, Mapping) else dict.fromkeys(hot_words or (), hot_boost)
         self.hot_words = HotWords(boosts)

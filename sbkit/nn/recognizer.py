@@ -120,6 +120,13 @@ class Recognizer:
         encoded, decoded = self.encoder(source, tokens, frames / source.shape[1], pad_idx=0)
         return encoded, frames, decoded
 
+    def decode(self, tokens: Tensor, encoded: Tensor, frames: Tensor) -> Tensor:
+        """The attention decoder's states [B, U, D] for tokens [B, U] and encoder states [B, T', D].
+
+        ``frames`` [B] : how many of the states are an utterance's; the longest has all of them
+        """
+        return self.encoder.decode(tokens, encoded, frames)[0]
+
     def log_probs(self, signals: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
         """Waveforms [B, S] to log-probabilities [B, T', V] in fp32 and frame counts [B]."""
         encoded, frames = self.encode(*self.features(signals, samples))

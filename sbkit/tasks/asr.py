@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from speechbrain.core import Stage
@@ -18,6 +19,19 @@ NAMED = 5
 """Recordings named where some could not be read."""
 
 
+class Choice(NamedTuple):
+    """One transcript that a search found, with natural logarithms: what it sorts by, and the sound's part of it."""
+
+    text: str
+    score: float
+    acoustic: float
+
+
+def choices(found: Sequence[Any]) -> tuple[Choice, ...]:
+    """Of the hypotheses of an utterance what a row keeps."""
+    return tuple(Choice(one.text, one.score, one.acoustic) for one in found)
+
+
 class Row(NamedTuple):
     """One utterance of validation or test, as it was heard."""
 
@@ -25,6 +39,7 @@ class Row(NamedTuple):
     reference: str
     hypothesis: str
     confidence: float | None = None  # 0 to 1; None where nothing was heard, or the task does not say
+    nbest: Sequence[Choice] = ()  # of a search, the hypothesis first
 
 
 class ASR(Brain):

@@ -12,12 +12,14 @@ from torch.nn import functional
 
 from sbkit.data.batch import Batch
 from sbkit.decode.greedy import greedy
+from sbkit.decode.joint import JointSearch, Step
+from sbkit.errors import SbkitError
 from sbkit.nn.consistency import consistency
 from sbkit.nn.ctc import CTCLoss, ctc_loss
 from sbkit.nn.guard import guard_indices
 from sbkit.nn.recognizer import Recognizer
 from sbkit.nn.taps import stack, tapped
-from sbkit.tasks.asr import ASR, Row
+from sbkit.tasks.asr import ASR, Row, choices
 from sbkit.train.step import Loss
 
 
@@ -28,13 +30,14 @@ class Scores(NamedTuple):
     frames: Tensor  # [B] int64
     attention: Tensor | None = None  # [B, U + 1, V] scores of the decoder, in joint training
     intermediate: Sequence[Tensor] = ()  # [B, T, V] each: scores of layers within the encoder, in training
+    encoded: Tensor | None = None  # [B, T, D] encoder states, for a search with the decoder
 
 
 class CTC(ASR):
     """The flagship's Brain.
 
-    ``decoder: !new:sbkit.decode.beam.BeamSearch`` makes the test's transcripts; without it, and in validation,
-    they are each frame's best.
+    ``decoder: !new:sbkit.decode.beam.BeamSearch``, or in joint training ``sbkit.decode.joint.JointSearch``, makes the
+    test's transcripts; without it, and in validation, they are each frame's best.
 
     ``ctc_weight: 1.0`` trains CTC alone. Below 1 the rest of the loss is the attention decoder's
     label-smoothed cross-entropy. Both are means per token over the whole optimizer step.
@@ -52,6 +55,9 @@ class CTC(ASR):
         # Now, and not in the first forward: it tries the layers out, which a culprit's examination would see.
         self.recognizer = Recognizer.from_hparams(self.hparams)
         self.decoder = getattr(self.hparams, "decoder", None)
+        if isinstance(self.decoder, JointSearch) and not self.joint:
+            raise SbkitError("the recipe's decoder is a JointSearch, and ctc_weight: 1.0 trains no attention decoder",
+                             hint="set ctc_weight below 1, such as 0.3, or take another decoder")
 
     @property
     def joint(self) -> bool:
@@ -64,7 +70,8 @@ class CTC(ASR):
         feats, frames = model.features(batch.signals, batch.signal_lengths, training=training, views=views)
         if not training:
             encoded, frames = model.encode(feats, frames)
-            return Scores(model.ctc_lin(encoded), frames)
+            joint = stage == Stage.TEST and isinstance(self.decoder, JointSearch)
+            return Scores(model.ctc_lin(encoded), frames, encoded=encoded if joint else None)
         with tapped(model.encoder, self._tapped_layers()) as states:
             if self.joint:
                 tokens = functional.pad(self._labels(batch), (1, 0), value=self.hparams.bos_index)
@@ -144,13 +151,26 @@ class CTC(ASR):
         if not batch.weight:  # a stand-in
             return
         log_probs = scores.ctc.float().log_softmax(-1)
-        if self.decoder is not None and stage == Stage.TEST:
-            if self.decoder.tokenizer is None:
-                self.decoder.tokenizer = self.hparams.tokenizer
-            best = [several[0] for several in self.decoder.decode(log_probs, scores.frames)]
-            heard, found = [one.text for one in best], [one.spans for one in best]
-        else:
+        if self.decoder is None or stage != Stage.TEST:
             found = greedy(log_probs, scores.frames, blank_id=self.hparams.blank_index)
             heard = map(self.hparams.tokenizer.decode, found.ids)
-        sure = (float(spans.confidence.mean()) if len(spans) else None for spans in found)
-        self.rows += map(Row, batch.ids, batch.texts, heard, sure)
+            sure = (float(spans.confidence.mean()) if len(spans) else None for spans in found)
+            self.rows += map(Row, batch.ids, batch.texts, heard, sure)
+            return
+        if self.decoder.tokenizer is None:
+            self.decoder.tokenizer = self.hparams.tokenizer
+        if scores.encoded is None:
+            found = self.decoder.decode(log_probs, scores.frames)
+        else:
+            found = self.decoder.decode(log_probs, scores.frames, self._next_token(scores))
+        for name, text, several in zip(batch.ids, batch.texts, found, strict=True):
+            self.rows.append(Row(name, text, several[0].text, several[0].confidence, choices(several)))
+
+    def _next_token(self, scores: Scores) -> Step:
+        """The attention decoder as a joint search calls it."""
+        def step(tokens: Tensor, rows: Tensor) -> Tensor:
+            frames = scores.frames[rows]
+            decoded = self.recognizer.decode(tokens, scores.encoded[rows, :int(frames.max())], frames)
+            return self.hparams.seq_lin(decoded[:, -1]).float().log_softmax(-1)
+
+        return step

@@ -41,6 +41,9 @@ class Recorder:
         self.search, self.tokenizer = search, search.tokenizer
         self.batches: list[Events] = []
 
+    def __len__(self) -> int:
+        return sum(map(len, self.batches))
+
     def decode(self, log_probs: Any, lengths: Any) -> list[list[Hypothesis]]:
         """As ``BeamSearch.decode``."""
         self.batches.append(self.search.events(log_probs, lengths))
