@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 from processes import outcomes, results
-from toys import ToyBrain, ToyTrainLoader, brain, furthest, state
+from toys import ToyBrain, ToyEvalLoader, ToyTrainLoader, brain, furthest, state
 
 from sbkit.errors import SbkitError
 from sbkit.train import ranks
@@ -114,14 +114,28 @@ def test_patience_ends_all_ranks(tmp_path):
     assert isinstance(second.error, PeerFailed) and second.error.code == 1
 
 
-def run(folder, epochs=3, stop_rank=None, stop_at=None, validate=False):
-    """Train with checkpoints; ``stop_rank`` sends itself SIGTERM after ``stop_at`` optimizer steps."""
+def run(folder, epochs=3, stop_rank=None, stop_at=None, validates=False):
+    """Train with checkpoints; ``stop_rank`` sends itself SIGTERM after ``stop_at`` optimizer steps (or in the
+    validation that follows)."""
     rank, world = ranks.rank(), ranks.world_size()
 
     class Stops(ToyBrain):
-        def on_fit_batch_end(self, batch, outputs, loss, should_step):
-            if should_step and self.optimizer_step == stop_at and rank == stop_rank:
+        def stop_if_due(self):
+            if self.optimizer_step == stop_at and rank == stop_rank:
                 os.kill(os.getpid(), signal.SIGTERM)
+
+        def compute_forward(self, batch, stage):
+            predictions = super().compute_forward(batch, stage)
+            return torch.nn.functional.dropout(predictions, 0.2, validates and stage.name == "TRAIN")
+
+        def on_fit_batch_end(self, batch, outputs, loss, should_step):
+            if should_step and not validates:
+                self.stop_if_due()
+
+        def evaluate_batch(self, batch, stage):
+            self.stop_if_due()
+            torch.rand(1)
+            return super().evaluate_batch(batch, stage)
 
     ranks.init(torch.device("cpu"))
     from speechbrain.utils.epoch_loop import EpochCounter
@@ -129,7 +143,7 @@ def run(folder, epochs=3, stop_rank=None, stop_at=None, validate=False):
     counter = EpochCounter(epochs)
     toy = brain(Stops, checkpointer=Checkpointer(folder, {"counter": counter}))
     toy.checkpointer.add_recoverable("model", toy.hparams.model)
-    toy.fit(counter, ToyTrainLoader(5, 7, rank, world, 2))
+    toy.fit(counter, ToyTrainLoader(5, 7, rank, world, 2), ToyEvalLoader(11, rank, world) if validates else None)
     return state(toy), toy.optimizer_step, [loss for _, loss in toy.ends]
 
 
@@ -144,3 +158,13 @@ def test_a_signal_to_one_rank_stops_all_and_any_number_of_ranks_goes_on(tmp_path
     assert steps_again == steps == 15
     assert furthest(whole, again) < (1e-12 if resumed_on == 2 else 1e-5)
     assert losses_again == pytest.approx(losses[-len(losses_again):], rel=1e-5)
+
+
+def test_a_signal_to_one_rank_in_validation_stops_all_and_the_run_goes_on_exactly(tmp_path):
+    whole, _, losses = results(run, tmp_path / "whole", 3, None, None, True)[0]
+    first, second = outcomes(run, tmp_path / "cut", 3, 1, 10, True)
+    assert isinstance(first.error, Stopped) and "after step 10, checkpoint saved at" in str(first.error)
+    assert isinstance(second.error, PeerFailed) and second.error.code == 143
+    (again, steps, losses_again), _ = results(run, tmp_path / "cut", 3, None, None, True)
+    assert steps == 15 and furthest(whole, again) == 0.0
+    assert losses_again == losses[-4:]  # from the end of the second epoch's training on
