@@ -72,7 +72,7 @@ class Corpus:
                  columns: Mapping[str, str] | None = None, data_root: str | Path | None = None,
                  cache_folder: str | Path | None = None, workers: int | None = None,
                  demo_hours: float = 1.0, demo_seed: int = 1234):
-        _check_shapes(source=source, splits=splits, columns=columns, text=text)
+        _check_shapes(source, splits=splits, columns=columns, text=text)
         self.source = source or None
         self.language = language or None
         self.folder = Path(folder)
@@ -329,13 +329,13 @@ class Corpus:
                 hint=f"for example {example}")
 
 
-def _check_shapes(**options: Any) -> None:
-    for name, value in options.items():
-        fits = (Mapping, type(None), *((str, Path) if name == "source" else (TextRules,) if name == "text" else ()))
-        if not isinstance(value, fits):
-            what = "a path, a hub address, or {train: FILE, dev: FILE, test: FILE}" if name == "source" else \
-                "{name: value, ...}"
-            raise SbkitError(f"corpus: {name} is {value!r}", hint=f"expected {what}")
+def _check_shapes(source: Any, **mappings: Any) -> None:
+    if not isinstance(source, (str, Path, Mapping, type(None))):
+        raise SbkitError(f"corpus: source is {source!r}",
+                         hint="expected a path, a hub address, or {train: FILE, dev: FILE, test: FILE}")
+    for name, value in mappings.items():
+        if not isinstance(value, (Mapping, TextRules, type(None))):
+            raise SbkitError(f"corpus: {name} is {value!r}", hint="expected {name: value, ...}")
 
 
 def _sha256(path: Path) -> str:

@@ -25,8 +25,8 @@ MAX_BUCKETS = 200
 MIN_STEPS_PER_BUCKET = 2
 #: More padding than this is not worth the mixing: a corpus of few steps gets narrower buckets, in this order of
 #: (steps per bucket, cost of a step), until it pads less. With one step per bucket an epoch has the steps of the one
-#: before in another order.
-MOST_PADDING = 0.02
+#: before in another order. Below ``LEAST_STEPS`` full ones nobody minds padding, and larger steps are better ones.
+MOST_PADDING, LEAST_STEPS = 0.02, 10
 NARROWER = ((2, STEP_COST), (1, STEP_COST), (1, 0.02), (1, 0.01))
 #: Places where an edge between buckets may be put; more would not save padding worth the time.
 EDGE_CANDIDATES = 600
@@ -232,7 +232,7 @@ def _edges(durations: np.ndarray, batching: Batching) -> np.ndarray:
     if batching.buckets is not None:
         return _few_buckets(candidates, below, batching)
     edges = _few_buckets(candidates, below, batching, total)
-    for least, step_cost in NARROWER:
+    for least, step_cost in NARROWER if total >= LEAST_STEPS * batching.step_seconds else ():
         sizes = np.diff(np.searchsorted(ordered, edges, side="right"), prepend=0)
         if 1 - total / float(sizes @ edges.astype(np.float64)) <= MOST_PADDING:
             break

@@ -127,6 +127,11 @@ def test_small_corpora_pad_little_in_few_steps(utterances, most_steps):
     assert plan.epoch(1).padding_share < 0.0222 and len(plan) <= most_steps
 
 
+def test_a_corpus_of_a_few_steps_keeps_them_full():
+    assert len(Plan(np.linspace(2, 20, 40), Batching(300))) == 3  # of 15 at 20 s each
+    assert len(Plan([2.0, 4.0, 6.0, 8.0], Batching(100))) == 1
+
+
 def test_edges_come_from_the_corpus():
     seconds = np.concatenate([np.full(500, 2.0), np.full(300, 7.0), np.full(100, 15.0)])
     plan = Plan(seconds, Batching(60, buckets=3))
