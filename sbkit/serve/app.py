@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,7 @@ from sbkit.serve.recognise import recognise
 from sbkit.serve.registry import Registry
 from sbkit.serve.work import Left, Rooms, Visit
 
+_log = logging.getLogger(__name__)
 _CLIENT_LEFT = 499  # nobody sees it; the log does
 
 
@@ -107,7 +109,7 @@ def make(state: State, keys: Keys | None = None, origins: tuple[str, ...] = ()) 
                 ask = await visit.read(asked.read(request, state.loaded))
                 wave = await visit.run(_decode, state.decoders, ask, visit.job)
                 if ask.stream:
-                    return _Streamed(_events(state, ask, wave, visit), stay.pop_all())
+                    return _Streamed(_events(state, ask, wave, visit, request.scope[REQUEST_ID]), stay.pop_all())
                 transcript = await visit.run(_recognise, state, ask, wave, visit.job)
             except (Left, ClientDisconnect):
                 return Response(status_code=_CLIENT_LEFT)
@@ -138,20 +140,29 @@ def _decode(decoders: Decoders, ask: Asked, job: Job) -> Wave:
 
 def _recognise(state: State, ask: Asked, wave: Wave, job: Job,
                told: Callable[[str], None] | None = None) -> Transcript:
-    with contextlib.closing(wave):
-        transcript = recognise(ask.served, wave.blocks(), job, told)
+    try:
+        with contextlib.closing(wave):
+            transcript = recognise(ask.served, wave.blocks(), job, told)
+    except Exception:
+        ask.served.check()  # a broken device says so
+        raise
     state.metrics.audio.add(transcript.duration, model=ask.served.name)
     return transcript
 
 
-async def _events(state: State, ask: Asked, wave: Wave, visit: Visit) -> AsyncIterator[bytes]:
+async def _events(state: State, ask: Asked, wave: Wave, visit: Visit, request: str) -> AsyncIterator[bytes]:
     """Pieces of the text as they are heard; then all of it, once. After an error nothing follows."""
     try:
         async for each in visit.stream(lambda told: _recognise(state, ask, wave, visit.job, told)):
             yield replies.delta(each) if isinstance(each, str) else replies.done(each)
         yield replies.END_OF_STREAM
+    except Left:
+        pass
     except ApiError as error:
         yield replies.event(error.body)
+    except Exception:
+        _log.exception("request %s failed", request)
+        yield replies.event(failed(request).body)
 
 
 class _Streamed(Response):
@@ -168,9 +179,8 @@ class _Streamed(Response):
         with self._stay:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             async with contextlib.aclosing(self._events) as events:
-                with contextlib.suppress(Left):
-                    async for each in events:
-                        await send({"type": "http.response.body", "body": each, "more_body": True})
+                async for each in events:
+                    await send({"type": "http.response.body", "body": each, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
 
 
@@ -213,5 +223,3 @@ def _count(state: State, rooms: Rooms, floor: Floor) -> None:
                       by_model(lambda each: float(bool(each.fault)))),
     ]
 
-
-__all__ = ["Registry", "State", "make"]

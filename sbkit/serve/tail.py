@@ -94,13 +94,13 @@ class Tail:
             self._forget(until)
             return Settled(words, [], until)
         count, cut = _pause(words, until)
-        if not count and seen >= self._longest:
-            count, cut = _widest(words, first + (until - first) / 2, until)
-            self._forget(cut, context=True)
-        elif count:
+        if count:
             self._forget(cut)
         elif not words:
             self._forget(until - _KEPT_SECONDS)
+        elif seen >= self._longest:
+            count, cut = _widest(words, first, until)
+            self._forget(cut, context=True)
         return Settled(words[:count], words[count:], words[count].start if count < len(words) else until)
 
     def _forget(self, until: float, context: bool = False) -> None:
@@ -125,11 +125,12 @@ def _pause(words: Sequence[Word], until: float) -> tuple[int, float]:
     return 0, 0.0
 
 
-def _widest(words: Sequence[Word], middle: float, until: float) -> tuple[int, float]:
-    """The same at the widest gap of the second half; where there is one word or none, all of it."""
+def _widest(words: Sequence[Word], first: float, until: float) -> tuple[int, float]:
+    """The same at the widest gap, in the second half if there is one; a single word goes to the side that it is on."""
+    middle = (first + until) / 2
     gaps = [(words[i].start - words[i - 1].end, i) for i in range(1, len(words)) if words[i - 1].end >= middle]
     gaps = gaps or [(words[i].start - words[i - 1].end, i) for i in range(1, len(words))]
-    if not gaps:
-        return len(words), until
-    _, count = max(gaps)
-    return count, (words[count - 1].end + words[count].start) / 2
+    if gaps:
+        _, count = max(gaps)
+        return count, (words[count - 1].end + words[count].start) / 2
+    return (1, until) if words[0].start < middle else (0, middle)

@@ -1,0 +1,108 @@
+"""A server on a free port of this machine, in a thread of the test's process, around bundles that spell."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import socket
+import threading
+import time
+
+import bundles
+import numpy as np
+import soundfile
+import uvicorn
+
+from sbkit.serve import registry
+from sbkit.serve.app import State, make
+from sbkit.serve.decoders import Decoders
+from sbkit.serve.gate import Keys
+from sbkit.serve.limits import Limits
+
+
+class Serving:
+    """What tests ask; ``engine`` is the model's, to be slowed down or broken."""
+
+    def __init__(self, state, port):
+        self.state, self.port = state, port
+        self.url = f"http://127.0.0.1:{port}"
+        self.base = f"{self.url}/v1"
+        self.live = f"ws://127.0.0.1:{port}/v1/audio/live"
+
+    @property
+    def engine(self):
+        return next(iter(self.state.registry)).engine
+
+    def counted(self, name):
+        """The sum over all labels of a metric."""
+        lines = self.state.metrics.text().splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
+
+    @contextlib.contextmanager
+    def held(self):
+        """The model answers nobody until the block ends, or the event that it gives is set."""
+        go, real = threading.Event(), self.engine._backend
+
+        class Slow:
+            running = real.running
+
+            def __call__(self, *batch):
+                go.wait(30)
+                return real(*batch)
+
+        self.engine._backend = Slow()
+        try:
+            yield go
+        finally:
+            go.set()
+            self.engine._backend = real
+
+
+@contextlib.contextmanager
+def serving(folder, names=("level",), limits=None, keys=(), origins=(), loaded=True, **options):
+    """A server around the bundle that lies in ``folder``."""
+    state = State(limits or Limits(decoders=1))
+    if loaded:
+        state.decoders = Decoders(state.limits, restarted=state.metrics.decoders.add)
+        state.decoders.check()
+        state.registry = registry.load(
+            dict.fromkeys(names, folder), registry.Options(device="cpu", threads=1, **options),
+            lambda name, rows: state.metrics.batches.observe(rows, model=name))
+    listening = socket.socket()
+    listening.bind(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(make(state, Keys(keys), tuple(origins)), log_level="error", lifespan="on",
+                                           timeout_graceful_shutdown=5))
+    thread = threading.Thread(target=server.run, args=([listening],))
+    thread.start()
+    try:
+        until(lambda: server.started)
+        yield Serving(state, listening.getsockname()[1])
+    finally:
+        server.should_exit = True
+        thread.join()
+        if loaded:
+            state.decoders.close()
+            state.registry.close()
+
+
+def until(true, seconds=20):
+    """Wait until something is so."""
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it never came to be"
+        time.sleep(0.01)
+
+
+def wav(text, rate=bundles.RATE, **options):
+    """A recording that spells a text."""
+    file = io.BytesIO()
+    soundfile.write(file, bundles.say(text), rate, format=options.pop("format", "WAV"),
+                    subtype=options.pop("subtype", "PCM_16"))
+    return file.getvalue()
+
+
+def silence(seconds, rate=8000, format="FLAC"):
+    """A recording of nothing, which packs well."""
+    file = io.BytesIO()
+    soundfile.write(file, np.zeros(int(seconds * rate), dtype=np.int16), rate, format=format)
+    return file.getvalue()

@@ -1,0 +1,225 @@
+"""OpenAI's own client, unchanged, against a real server; and what it would never ask."""
+
+import io
+import json
+import re
+
+import bundles
+import httpx
+import numpy as np
+import openai
+import pytest
+import serving
+import soundfile
+
+TEXT = "hello there good people"
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=server.base, api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def long():
+    """More than a chunk, with pauses."""
+    rng = np.random.default_rng(0)
+    letters = list("abcdefghijklmnopqrstuvwxyz")
+    text = " ".join("".join(rng.choice(letters, 5)) for _ in range(60))
+    signal = np.concatenate([np.concatenate([bundles.say(word), np.zeros(8000, np.float32)]) for word in text.split()])
+    file = io.BytesIO()
+    soundfile.write(file, signal, bundles.RATE, format="FLAC", subtype="PCM_16")
+    return text, file.getvalue()
+
+
+def ask(client, data, name="a.wav", **options):
+    return client.audio.transcriptions.create(file=(name, data), model="level", **options)
+
+
+@pytest.mark.parametrize("kind", ["WAV", "FLAC", "MP3"])
+def test_json_is_the_default(client, kind):
+    subtype = {"MP3": "MPEG_LAYER_III"}.get(kind, "PCM_16")
+    found = ask(client, serving.wav(TEXT, format=kind, subtype=subtype), f"a.{kind.lower()}")
+    assert found.usage.type == "duration" and found.usage.seconds == pytest.approx(2.88, abs=0.1)
+    if kind != "MP3":  # which does not keep a level
+        assert found.text == TEXT
+
+
+def test_text_and_subtitles_are_strings(client):
+    data = serving.wav(TEXT)
+    assert ask(client, data, response_format="text") == f"{TEXT}\n"
+    assert ask(client, data, response_format="srt") == f"1\n00:00:00,120 --> 00:00:02,840\n{TEXT}\n"
+    assert ask(client, data, response_format="vtt").startswith("WEBVTT\n\n00:00:00.120 --> 00:00:02.840\n")
+
+
+def test_verbose_json_has_segments_or_words_or_both(client):
+    data = serving.wav(TEXT)
+    found = ask(client, data, response_format="verbose_json")
+    assert (found.text, found.language, found.words) == (TEXT, "en", None)
+    assert found.duration == pytest.approx(2.88)
+    assert [each.text for each in found.segments] == [TEXT] and found.segments[0].avg_logprob <= 0
+    found = ask(client, data, response_format="verbose_json", timestamp_granularities=["word"])
+    assert found.segments is None and [each.word for each in found.words] == TEXT.split()
+    assert all(0 <= each.start < each.end <= 2.88 for each in found.words)
+    found = ask(client, data, response_format="verbose_json", timestamp_granularities=["word", "segment"])
+    assert found.segments and found.words
+
+
+def test_a_stream_has_deltas_and_all_of_the_text_exactly_once(client, long):
+    text, data = long
+    events = list(ask(client, data, "a.flac", stream=True))
+    kinds = [each.type for each in events]
+    assert kinds == ["transcript.text.delta"] * (len(events) - 1) + ["transcript.text.done"]
+    assert len(events) > 3, "the text comes in pieces"
+    assert "".join(each.delta for each in events[:-1]) == events[-1].text == text
+    assert ask(client, data, "a.flac").text == text
+
+
+def test_a_stream_of_silence_is_done_with_no_text(client):
+    [event] = list(ask(client, serving.silence(1), "a.flac", stream=True))
+    assert (event.type, event.text) == ("transcript.text.done", "")
+
+
+def test_the_stream_ends_as_openais_does(server):
+    answer = httpx.post(f"{server.base}/audio/transcriptions", files={"file": ("a.wav", serving.wav("a"))},
+                        data={"model": "level", "stream": "true"})
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert answer.text.endswith("\n\ndata: [DONE]\n\n") and answer.text.count("transcript.text.done") == 1
+
+
+def test_models_are_listed_and_found_by_name(client):
+    assert [each.id for each in client.models.list()] == ["level", "whisper-1"]
+    found = client.models.retrieve("whisper-1")
+    assert (found.id, found.object, found.owned_by) == ("whisper-1", "model", "sbkit")
+    with pytest.raises(openai.NotFoundError) as error:
+        client.models.retrieve("../etc/passwd")
+    assert error.value.code in ("model_not_found", "unknown_url")
+    with pytest.raises(openai.NotFoundError) as error:
+        client.audio.transcriptions.create(file=("a.wav", serving.wav("a")), model="/tmp")
+    assert error.value.code == "model_not_found" and error.value.request_id.startswith("req_")
+
+
+@pytest.mark.parametrize("field, value, words", [
+    ("response_format", "diarized_json", "none of json, text"),
+    ("timestamp_granularities", ["phoneme"], "none of word, segment"),
+    ("timestamp_granularities", ["word"], "needs response_format verbose_json"),
+    ("language", "fr", "hears 'en', not 'fr'"),
+    ("temperature", 7, "no number from 0 to 1"),
+    ("include", ["logprobs"], "does not do include"),
+])
+def test_what_cannot_be_met_is_refused_by_name(client, field, value, words):
+    with pytest.raises(openai.BadRequestError, match=words) as error:
+        ask(client, serving.wav("a"), **{field: value})
+    assert (error.value.param, error.value.type) == (field, "invalid_request_error")
+
+
+def test_what_changes_nothing_is_taken(client):
+    assert ask(client, serving.wav("a b"), language="en-GB", prompt="letters", temperature=0).text == "a b"
+
+
+@pytest.mark.parametrize("data, words", [
+    (b"", "file is empty"), (b"no audio at all", "Format not recognised"), (serving.wav("a")[:30], "the audio"),
+    (serving.silence(60)[:1000], "the audio"),
+])
+def test_bad_audio_is_the_clients_mistake(client, data, words):
+    with pytest.raises(openai.BadRequestError, match=words) as error:
+        ask(client, data)
+    assert (error.value.param, error.value.code) == ("file", "invalid_audio")
+
+
+@pytest.mark.parametrize("body, words", [
+    ({"data": {"model": "level"}, "files": {"other": ("a", b"1")}}, "does not do other"),
+    ({"data": {"model": "level"}, "files": {"model": ("a", b"1")}}, "model is given twice"),
+    ({"files": {"file": ("a.wav", b"1")}}, "field model is missing"),
+    ({"json": {"model": "level"}}, "multipart/form-data"),
+    ({"data": {"model": "level"}, "files": [("file", ("a", b"1")), ("file", ("b", b"1"))]}, "form can't be read"),
+    ({"content": b"--x\r\n\r\n", "headers": {"content-type": "multipart/form-data"}}, "form can't be read"),
+    ({"content": b"junk", "headers": {"content-type": "multipart/form-data; boundary=x"}}, "read|missing"),
+])
+def test_forms_that_are_none(server, body, words):
+    answer = httpx.post(f"{server.base}/audio/transcriptions", **body)
+    assert answer.status_code == 400
+    assert httpx.codes.is_client_error(answer.status_code)
+    assert re.search(words, answer.json()["error"]["message"])
+
+
+@pytest.mark.parametrize("method, path", [("GET", "/v1/audio/transcriptions"), ("GET", "/docs"), ("POST", "/v1/x"),
+                                          ("GET", "/openapi.json"), ("GET", "/../etc/passwd")])
+def test_other_paths_are_unknown_in_openais_shape(server, method, path):
+    answer = httpx.request(method, server.url + path)
+    assert answer.status_code in (404, 405)
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_health_says_what_was_asked_for_and_what_runs(server):
+    answer = httpx.get(f"{server.url}/health")
+    found = answer.json()["models"]["level"]
+    assert answer.status_code == 200 and answer.json()["status"] == "ok"
+    assert (found["asked"], found["device"], found["provider"]) == ("cpu", "cpu", "CPUExecutionProvider")
+    assert found["versions"]["onnxruntime"] and found["fault"] is None
+    assert httpx.get(f"{server.url}/ready").json() == {"ready": True, "why": None}
+
+
+def test_health_answers_at_once_while_the_model_is_busy(server):
+    with server.held():
+        with httpx.stream("POST", f"{server.base}/audio/transcriptions", data={"model": "level", "stream": "true"},
+                          files={"file": ("a.wav", serving.wav("a"))}):
+            serving.until(lambda: server.counted("sbkit_requests_inside") == 1)
+            assert httpx.get(f"{server.url}/health", timeout=5).status_code == 200
+            assert httpx.get(f"{server.url}/ready", timeout=5).status_code == 200
+
+
+def test_before_the_models_are_there_nothing_is_ready_and_all_is_told(bundle):
+    with serving.serving(bundle, loaded=False) as server:
+        assert httpx.get(f"{server.url}/health").json()["status"] == "loading"
+        assert httpx.get(f"{server.url}/ready").status_code == 503
+        answer = httpx.get(f"{server.base}/models")
+        assert answer.status_code == 503 and answer.headers["retry-after"] == "2"
+        assert answer.json()["error"]["code"] == "not_ready"
+
+
+def test_a_broken_device_is_unhealthy_and_says_so(bundle):
+    with serving.serving(bundle) as server:
+        def broken(*_):
+            raise RuntimeError("CUDA error: device-side assert triggered\nmore")
+
+        server.engine._backend, working = broken, server.engine._backend
+        send = {"data": {"model": "level"}, "files": {"file": ("a.wav", serving.wav("a"))}}
+        assert httpx.post(f"{server.base}/audio/transcriptions", **send).status_code in (500, 503)
+        server.engine._backend = working
+        answer = httpx.post(f"{server.base}/audio/transcriptions", **send)
+        assert answer.status_code == 503 and answer.headers["x-should-retry"] == "false"
+        assert answer.json()["error"]["code"] == "device_fault"
+        answer = httpx.get(f"{server.url}/health")
+        assert answer.status_code == 503 and "device-side assert" in answer.json()["faults"][0]
+        assert httpx.get(f"{server.url}/ready").status_code == 503
+        assert server.counted("sbkit_device_fault") == 1
+
+
+def test_metrics_are_prometheus_text(server, client):
+    ask(client, serving.wav("a"))
+    answer = httpx.get(f"{server.url}/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    types, seen = {}, set()
+    for line in answer.text.splitlines():
+        if line.startswith("# TYPE "):
+            types[line.split()[2]] = line.split()[3]
+        elif not line.startswith("#"):
+            name, value = line.rsplit(" ", 1)
+            float(value)
+            seen.add(name.split("{")[0])
+    assert all(any(name.startswith(metric) for metric in types) for name in seen)
+    assert types["sbkit_requests_total"] == "counter" and types["sbkit_request_seconds"] == "histogram"
+    assert 'sbkit_audio_seconds_total{model="level"}' in answer.text
+
+
+def test_an_error_amid_a_stream_reaches_the_client(bundle, monkeypatch):
+    with serving.serving(bundle) as server:
+        real = server.engine._backend
+        server.engine._backend = lambda *batch: (_ for _ in ()).throw(RuntimeError("out of luck"))
+        with openai.OpenAI(base_url=server.base, api_key="none", max_retries=0) as client:
+            with pytest.raises(openai.APIError, match="the server failed"):
+                list(ask(client, serving.wav("a"), stream=True))
+        server.engine._backend = real
+        assert json.loads(httpx.get(f"{server.url}/ready").text)["ready"]

@@ -1,0 +1,132 @@
+"""Micro-batches: full where there is company, at once where there is none, and nobody gets another's answer."""
+
+import threading
+from concurrent.futures import CancelledError
+
+import bundles
+import numpy as np
+import pytest
+
+from sbkit.infer.engine import Engine
+from sbkit.serve.batcher import Batcher
+
+
+@pytest.fixture
+def engine(bundle):
+    with Engine(bundle, device="cpu", threads=1) as engine:
+        yield engine
+
+
+def labels(future):
+    return future.result(10).argmax(-1).tolist()
+
+
+def held(engine):
+    """The model's thread is busy until the event is set."""
+    go = threading.Event()
+    engine._worker.submit(go.wait, 10)
+    return go
+
+
+def test_each_of_many_threads_gets_its_own_answer_and_batches_are_shared(engine):
+    rows = []
+    batcher = Batcher(engine, told=rows.append)
+
+    def ask(seed):
+        rng = np.random.default_rng(seed)
+        for _ in range(20):
+            ids = rng.integers(0, len(bundles.PIECES), rng.integers(1, 30)).tolist()
+            assert labels(batcher.submit(bundles.voiced(ids))) == [*ids, 0]
+        done.append(seed)
+
+    done = []
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(done) == 16 and sum(rows) == 320
+    assert max(rows) > 1, "those that came while a batch ran share the next"
+
+
+def test_what_comes_while_a_batch_runs_shares_the_next_one_in_its_budget(engine):
+    rows = []
+    batcher = Batcher(engine, seconds=10, told=rows.append)
+    go = held(engine)
+    first = batcher.submit(bundles.voiced([5]))
+    others = [batcher.submit(bundles.voiced([6] * 25)) for _ in range(25)]  # of one second each
+    go.set()
+    assert labels(first)[0] == 5 and all(labels(each)[0] == 6 for each in others)
+    assert rows == [1, 10, 10, 5]
+
+
+def test_those_of_like_length_go_together_and_the_oldest_goes_first(engine, monkeypatch):
+    shapes = []
+    run = Engine._batch
+    monkeypatch.setattr(Engine, "_batch", lambda self, signals: (shapes.append([*map(len, signals)]),
+                                                                 run(self, signals))[1])
+    batcher = Batcher(engine, seconds=8)
+    go = held(engine)
+    batcher.submit(bundles.voiced([5]))
+    futures = [batcher.submit(bundles.voiced([6] * count)) for count in (50, 100, 51, 25, 52)]
+    go.set()
+    for each in futures:
+        each.result(10)
+    assert [len(each) for each in shapes] == [1, 3, 2]
+    assert [length // bundles.FRAME for length in shapes[1]] == [50, 51, 52]
+
+
+def test_without_batching_each_runs_alone(engine):
+    rows = []
+    batcher = Batcher(engine, rows=1, told=rows.append)
+    futures = [batcher.submit(bundles.voiced([i])) for i in range(1, 9)]
+    assert [labels(each)[0] for each in futures] == list(range(1, 9)) and rows == [1] * 8
+
+
+def test_the_cancelled_are_not_run(engine):
+    rows = []
+    batcher = Batcher(engine, told=rows.append)
+    go = held(engine)
+    first, second, third = (batcher.submit(bundles.voiced([i])) for i in (3, 4, 5))
+    assert second.cancel() and batcher.waiting == 2
+    go.set()
+    assert (labels(first)[0], labels(third)[0], rows) == (3, 5, [1, 1])
+    with pytest.raises(CancelledError):
+        second.result()
+
+
+def test_one_that_fails_does_not_fail_its_neighbours(engine):
+    real = engine._backend
+
+    def picky(signals, lengths):
+        if np.round(signals[:, 0] * bundles.LEVELS).astype(int).tolist().count(7):
+            raise RuntimeError("no sevens")
+        return real(signals, lengths)
+
+    batcher = Batcher(engine)
+    engine._backend = picky
+    go = held(engine)
+    futures = [batcher.submit(bundles.voiced([i])) for i in (5, 6, 7, 8)]
+    go.set()
+    assert [labels(futures[i])[0] for i in (0, 1, 3)] == [5, 6, 8]
+    with pytest.raises(RuntimeError, match="no sevens"):
+        futures[2].result(10)
+    engine._backend = real
+    assert labels(batcher.submit(bundles.voiced([9])))[0] == 9
+
+
+def test_a_closed_engine_fails_what_waits_instead_of_holding_it(engine):
+    batcher = Batcher(engine)
+    engine.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        batcher.submit(bundles.voiced([5])).result(10)
+
+
+def test_a_model_whose_batches_leak_is_never_batched(tmp_path):
+    with Engine(bundles.make(tmp_path / "b", batching=False), device="cpu", threads=1) as engine:
+        rows = []
+        batcher = Batcher(engine, told=rows.append)
+        go = held(engine)
+        futures = [batcher.submit(bundles.voiced([i])) for i in (3, 4, 5)]
+        go.set()
+        assert [labels(each)[0] for each in futures] == [3, 4, 5] and rows == [1, 1, 1]

@@ -1,0 +1,151 @@
+"""Decoding apart from the server: what dies, hangs or eats memory is replaced, and the next one is decoded."""
+
+import contextlib
+import io
+import os
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+
+import bundles
+import numpy as np
+import pytest
+import serving
+
+from sbkit.errors import SbkitError
+from sbkit.infer.recordings import Recording
+from sbkit.serve import decoder_process
+from sbkit.serve.decoders import Decoders
+from sbkit.serve.errors import ApiError
+from sbkit.serve.job import Cancelled, Job
+from sbkit.serve.limits import Limits
+
+
+def upload(data):
+    file = tempfile.TemporaryFile()  # noqa: SIM115
+    file.write(data)
+    file.flush()
+    return file
+
+
+@pytest.fixture(scope="module")
+def decoders():
+    decoders = Decoders(Limits(decoders=1, max_audio_seconds=60))
+    yield decoders
+    decoders.close()
+
+
+def acting(tmp_path, code):
+    """A decoder that first does something else, and from its second start on is a good one."""
+    script = tmp_path / "decoder.py"
+    script.write_text(textwrap.dedent(f"""
+        import sys, os, time, socket
+        from pathlib import Path
+        from sbkit.serve import decoder_process
+        real = decoder_process.decode
+        seen = Path({str(tmp_path / "seen")!r})
+        def act(*args):
+            if seen.exists():
+                return real(*args)
+            seen.touch()
+            {code}
+        decoder_process.decode = act
+        decoder_process.main(*map(int, sys.argv[1:4]))
+    """))
+    return [sys.executable, str(script)]
+
+
+def decode(decoders, data, job=None):
+    with upload(data) as file:
+        wave = decoders.decode(file, bundles.RATE, job or Job())
+    signal = np.concatenate(list(wave.blocks()))
+    assert len(signal) == wave.samples
+    wave.close()
+    return signal
+
+
+@pytest.mark.parametrize("rate", [8_000, 16_000, 44_100])
+def test_samples_are_those_that_transcribe_hears(decoders, rate):
+    data = serving.wav("hello", rate=rate)
+    np.testing.assert_array_equal(decode(decoders, data), np.concatenate(list(Recording(data).blocks(bundles.RATE))))
+
+
+@pytest.mark.parametrize("code, words", [
+    ("os._exit(1)", "its decoder ended"), ("os.kill(os.getpid(), 11)", "its decoder ended"),
+    ("time.sleep(60)", "took too long"), ("while True: pass", "its decoder ended|took too long"),
+    ("return {'refused': str(len(bytearray(1 << 34)))}", "its decoder ended"),
+    ("open('/proc/self/fd/%d' % args[1].fileno(), 'wb').write(bytes(1 << 28))", "its decoder ended"),
+])
+def test_a_decoder_that_goes_wrong_is_replaced(tmp_path, code, words):
+    restarts = []
+    decoders = Decoders(Limits(decoders=1, decode_seconds=1, max_audio_seconds=60), lambda: restarts.append(1),
+                        acting(tmp_path, code))
+    try:
+        with pytest.raises(ApiError, match=words) as error:
+            decode(decoders, serving.wav("a"))
+        assert (error.value.status, error.value.code) == (400, "invalid_audio") and restarts == [1]
+        assert len(decode(decoders, serving.wav("b"))) == len(bundles.say("b"))
+    finally:
+        decoders.close()
+
+
+def test_a_client_that_leaves_ends_the_decoder(tmp_path):
+    decoders = Decoders(Limits(decoders=1), command=acting(tmp_path, "time.sleep(60)"))
+    try:
+        decoders.check()
+        job, began = Job(), time.monotonic()
+        threading.Timer(0.3, job.cancel).start()
+        with pytest.raises(Cancelled):
+            decode(decoders, serving.wav("a"), job)
+        assert time.monotonic() - began < 20
+        assert len(decode(decoders, serving.wav("b"))) == len(bundles.say("b"))
+    finally:
+        decoders.close()
+
+
+def test_a_decoder_that_cannot_start_is_told_at_the_start():
+    decoders = Decoders(Limits(decoders=1), command=[sys.executable, "-c", "raise SystemExit"])
+    try:
+        with pytest.raises(SbkitError, match="a process that decodes audio ended"):
+            decoders.check()
+    finally:
+        decoders.close()
+
+
+def test_decoders_are_told_no_secret_and_have_limits(tmp_path, monkeypatch):
+    """Its environment has no key, and the kernel bounds its memory, its time and what it writes."""
+    monkeypatch.setenv("SBKIT_API_KEY", "secret")
+    out = tmp_path / "told"
+    code = (f"import resource; Path({str(out)!r}).write_text(str(sorted(os.environ)) + str([resource.getrlimit(each) "
+            "for each in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE, resource.RLIMIT_CORE, resource.RLIMIT_CPU)]))"
+            "; return real(*args)")
+    decoders = Decoders(Limits(decoders=1, max_upload_mb=1, max_audio_seconds=60, decode_seconds=7),
+                        command=acting(tmp_path, code))
+    try:
+        decode(decoders, serving.wav("a"))
+    finally:
+        decoders.close()
+    told = out.read_text()
+    assert "SBKIT_API_KEY" not in told and "PYTHONPATH" in told
+    memory, size, core, cpu = eval(told[told.index("]") + 1:])
+    assert memory == ((1 << 30) + (4 << 20),) * 2 and size == (4 * 192_000 * 120,) * 2 and core == (0, 0)
+    assert 7 <= cpu[0] <= 20
+
+
+def test_a_recording_is_counted_while_it_is_decoded_whatever_its_header_says(monkeypatch):
+    monkeypatch.setattr(decoder_process.audio, "audio_info", lambda data: (1.0, 16_000, 1))
+    out = io.BytesIO()
+    answer = decoder_process.decode(io.BytesIO(serving.silence(100)), out, 16_000, 30.0)
+    assert answer == {"too_long": "longer than 30 s"} and len(out.getvalue()) <= 4 * 16_000 * 30
+
+
+def test_nothing_stays_behind(decoders):
+    """Neither open files nor processes, after good and bad uploads."""
+    decode(decoders, serving.wav("a"))
+    before = len(os.listdir("/proc/self/fd"))
+    for data in (serving.wav("b"), b"junk", serving.silence(100)):
+        with contextlib.suppress(ApiError):
+            decode(decoders, data)
+    assert len(os.listdir("/proc/self/fd")) == before
