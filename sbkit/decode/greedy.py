@@ -51,7 +51,7 @@ def greedy(log_probs: Tensor, lengths: Tensor, blank_id: int = 0, certainty: str
     lengths : [B] frames of each utterance, integers
     certainty : what to make of the entropy of each frame: ``tsallis`` or ``gibbs`` (see ``frame_certainty``)
     """
-    _check_shapes(log_probs, lengths)
+    check_shapes(log_probs, lengths)
     best, labels = log_probs.max(dim=-1)
     inside = torch.arange(log_probs.shape[1], device=log_probs.device) < lengths.to(log_probs.device)[:, None]
     frames = [labels.masked_fill(~inside, blank_id).float(), best.float().exp().where(inside, 1.0)]
@@ -59,11 +59,12 @@ def greedy(log_probs: Tensor, lengths: Tensor, blank_id: int = 0, certainty: str
         frames.append(frame_certainty(log_probs, certainty).where(inside, 1.0))
     # Labels are exact in float32 up to 16 million, so that everything fits in one tensor and one copy.
     labels, *confidences = torch.stack(frames).cpu().numpy()
-    _refuse_nan(confidences[0])
+    refuse_nan(confidences[0])
     return Hypotheses(collapse(labels.astype(np.int64), *confidences, blank_id=blank_id))
 
 
-def _check_shapes(log_probs: Tensor, lengths: Tensor) -> None:
+def check_shapes(log_probs: Tensor, lengths: Tensor) -> None:
+    """Raise where log_probs aren't [B, T, V] or lengths no integers [B]."""
     if log_probs.dim() != 3 or lengths.shape != log_probs.shape[:1]:
         shapes = f"{[*log_probs.shape]} and {[*lengths.shape]}"
         raise ValueError(f"log_probs [B, T, V] and lengths [B] have the shapes {shapes}")
@@ -71,7 +72,8 @@ def _check_shapes(log_probs: Tensor, lengths: Tensor) -> None:
         raise ValueError("lengths are numbers of frames (integers), not shares of the longest")
 
 
-def _refuse_nan(confidence: np.ndarray) -> None:
+def refuse_nan(confidence: np.ndarray) -> None:
+    """Name the utterances that have a frame [B, T] that is not a number."""
     rows = np.flatnonzero(np.isnan(confidence).any(axis=1)).tolist()
     if rows:
         raise SbkitError(f"the model's output for utterances {rows} of the batch is not a number",
@@ -119,7 +121,7 @@ def align(log_probs: Tensor, lengths: Tensor, targets: Tensor, target_lengths: T
     """
     from torchaudio.functional import forced_align
 
-    _check_shapes(log_probs, lengths)
+    check_shapes(log_probs, lengths)
     frames, tokens = lengths.tolist(), target_lengths.tolist()
     targets = targets.cpu()
     names = ids or [f"number {i} of the batch" for i in range(len(frames))]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sbkit.decode.beam import Hypothesis
-from sbkit.decode.greedy import align
+from sbkit.decode.greedy import align, check_shapes, refuse_nan
 from sbkit.errors import SbkitError
 
 Step = Callable[[Tensor, Tensor], Tensor]
@@ -84,6 +84,10 @@ class JointSearch:
         step : the decoder: tokens [N, U] that begin with bos, and the rows [N] of the batch that they are heard
             in, to log-probabilities [N, V] of the token that follows
         """
+        check_shapes(log_probs, lengths)
+        outside = torch.arange(log_probs.shape[1], device=lengths.device) >= lengths[:, None]
+        log_probs = log_probs.masked_fill(outside[..., None], 0.0)  # whatever stands beyond the end
+        refuse_nan(log_probs.sum(-1).cpu().numpy())
         found: list[list[End]] = [[] for _ in range(len(lengths))]
         rows, beams = torch.arange(len(lengths), device=log_probs.device), self._begin(log_probs, lengths)
         while len(rows):

@@ -118,6 +118,15 @@ def test_a_batch_of_nothing():
     assert one.text == "" and len(one.spans) == 0
 
 
+def test_what_is_not_a_number_is_named():
+    log_probs, lengths = random_batch(1, 4, 3, 4)
+    log_probs[1, 3] = torch.nan  # beyond its end
+    JointSearch(Tokens()).decode(log_probs, lengths, decoder(1))
+    log_probs[2, 3] = torch.nan
+    with pytest.raises(SbkitError, match=r"utterances \[2\] of the batch is not a number"):
+        JointSearch(Tokens()).decode(log_probs, lengths, decoder(1))
+
+
 @pytest.mark.parametrize("options, message", [
     ({"beam": 0}, "beam is 0"), ({"nbest": 0}, "nbest is 0"), ({"ctc_weight": 0.0}, "ctc_weight is 0"),
     ({"ctc_weight": 1.5}, "ctc_weight is 1.5"),
