@@ -104,5 +104,7 @@ def wav(text, rate=bundles.RATE, **options):
 def silence(seconds, rate=8000, format="FLAC"):
     """A recording of nothing, which packs well."""
     file = io.BytesIO()
-    soundfile.write(file, np.zeros(int(seconds * rate), dtype=np.int16), rate, format=format)
+    with soundfile.SoundFile(file, "w", rate, 1, format=format) as sound:
+        for _ in range(int(seconds)):  # not at once: libsndfile's Vorbis crashes on that
+            sound.write(np.zeros(rate, dtype=np.int16))
     return file.getvalue()

@@ -1,0 +1,308 @@
+"""What one client may cost the others: sizes, lengths, places, time, keys, origins; and what is given back."""
+
+import base64
+import http.client
+import io
+import json
+import struct
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import openai
+import pytest
+import serving
+import soundfile
+import websockets
+from websockets.sync.client import connect
+
+from sbkit.serve.gate import Keys
+from sbkit.serve.limits import MEGABYTE, Limits
+
+KEY = "s3cret-schlüssel"
+SMALL = Limits(max_upload_mb=0.5, max_audio_seconds=60, max_requests=3, max_active=2, max_live=1, decoders=1,
+               request_seconds=2.0, idle_seconds=1.0)
+
+
+@pytest.fixture(scope="module")
+def small(bundle):
+    with serving.serving(bundle, limits=SMALL) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def locked(bundle):
+    with serving.serving(bundle, keys=["other", KEY], limits=SMALL) as server:
+        yield server
+
+
+def post(server, data, name="a.wav", **options):
+    return httpx.post(f"{server.base}/audio/transcriptions", data={"model": "level"}, files={"file": (name, data)},
+                      timeout=30, **options)
+
+
+def error(answer):
+    return answer.json()["error"]
+
+
+# ---------------------------------------------------------------- sizes
+
+
+def test_an_upload_that_says_it_is_too_large_is_refused_before_it_comes(small):
+    """By its header alone: not a byte of the body is sent."""
+    connection = http.client.HTTPConnection("127.0.0.1", small.port, timeout=10)
+    connection.putrequest("POST", "/v1/audio/transcriptions")
+    connection.putheader("content-type", "multipart/form-data; boundary=x")
+    connection.putheader("content-length", str(10 * MEGABYTE))
+    connection.endheaders()
+    answer = connection.getresponse()
+    assert answer.status == 413 and json.load(answer)["error"]["code"] == "upload_too_large"
+    connection.close()
+
+
+def test_an_upload_that_does_not_say_is_counted(small):
+    """Without a content-length it is read up to the limit and no further."""
+    sent = 0
+
+    def endless():
+        nonlocal sent
+        yield b'--x\r\ncontent-disposition: form-data; name="file"; filename="a"\r\n\r\n'
+        while sent < 20 * MEGABYTE:
+            sent += 65536
+            yield bytes(65536)
+
+    try:
+        answer = httpx.post(f"{small.base}/audio/transcriptions", content=endless(), timeout=30,
+                            headers={"content-type": "multipart/form-data; boundary=x"})
+        assert answer.status_code == 413 and error(answer)["code"] == "upload_too_large"
+    except httpx.WriteError:
+        pass  # the server hung up on us
+    assert post(small, serving.wav("still here")).json()["text"] == "still here"
+
+
+def test_the_official_client_sees_413(small):
+    with openai.OpenAI(base_url=small.base, api_key="none", max_retries=0) as client:
+        with pytest.raises(openai.APIStatusError) as refused:
+            client.audio.transcriptions.create(file=("a.wav", bytes(MEGABYTE)), model="level")
+        assert refused.value.status_code == 413 and refused.value.code == "upload_too_large"
+
+
+@pytest.mark.parametrize("format", ["FLAC", "MP3", "OGG"])
+def test_a_bomb_of_silence_is_refused_by_its_length(small, format):
+    """Hours in some kilobytes."""
+    bomb = serving.silence({"MP3": 400}.get(format, 3600), format=format)
+    assert len(bomb) < SMALL.upload_bytes
+    answer = post(small, bomb)
+    assert answer.status_code == 400 and error(answer)["code"] == "audio_too_long"
+    assert "the limit of this server is 60 s" in error(answer)["message"]
+
+
+def header(rate=16_000, channels=1, bits=16, size=32_000):
+    """A WAV that claims what it likes."""
+    block = channels * bits // 8
+    fmt = struct.pack("<HHIIHH", 1, channels, rate, (rate * block) & 0xFFFFFFFF, block & 0xFFFF, bits)
+    return b"RIFF" + struct.pack("<I", 36 + size) + b"WAVEfmt " + struct.pack("<I", 16) + fmt + b"data" + \
+        struct.pack("<I", size) + bytes(32_000)
+
+
+@pytest.mark.parametrize("forged", [
+    {"rate": 1}, {"rate": 0}, {"rate": 2**31 - 1}, {"rate": 500_000}, {"channels": 1000}, {"channels": 65535},
+    {"channels": 0}, {"channels": 40}, {"rate": 200},
+])
+def test_forged_headers_are_refused(small, forged):
+    answer = post(small, header(**forged))
+    assert answer.status_code == 400 and error(answer)["code"] in ("invalid_audio", "audio_too_long")
+
+
+def test_a_header_that_claims_more_than_there_is_costs_nothing(small):
+    answer = post(small, header(size=2**32 - 40))
+    assert answer.status_code in (200, 400)
+    assert post(small, header()).status_code == 200
+
+
+def test_compressed_bodies_are_refused(small):
+    answer = httpx.post(f"{small.base}/audio/transcriptions", content=b"\x1f\x8b" + bytes(100), headers={
+        "content-type": "multipart/form-data; boundary=x", "content-encoding": "gzip"})
+    assert answer.status_code == 400 and "compressed" in error(answer)["message"]
+
+
+# ---------------------------------------------------------------- places and time
+
+
+def test_too_many_requests_get_429_and_when_to_come_back(small):
+    with ThreadPoolExecutor(3) as pool, small.held() as go:
+        inside = [pool.submit(post, small, serving.wav(text)) for text in ("a", "b", "c")]
+        serving.until(lambda: small.counted("sbkit_requests_inside") == 3)
+        answer = post(small, serving.wav("d"))
+        assert answer.status_code == 429 and error(answer)["code"] == "rate_limit_exceeded"
+        assert 1 <= int(answer.headers["retry-after"]) <= 60
+        go.set()
+        assert [each.result().json()["text"] for each in inside] == ["a", "b", "c"]
+    assert small.counted("sbkit_requests_inside") == 0
+    assert post(small, serving.wav("d")).json()["text"] == "d"
+
+
+def test_the_official_client_comes_back_by_itself(small):
+    """It waits as long as retry-after says, and then is answered."""
+    with ThreadPoolExecutor(4) as pool, small.held() as go:
+        for text in ("a", "b", "c"):
+            pool.submit(post, small, serving.wav(text))
+        serving.until(lambda: small.counted("sbkit_requests_inside") == 3)
+        with openai.OpenAI(base_url=small.base, api_key="none", max_retries=3) as client:
+            late = pool.submit(client.audio.transcriptions.create, file=("a.wav", serving.wav("late")), model="level")
+            serving.until(lambda: small.counted("sbkit_refused_total") > 0)
+            go.set()
+            assert late.result(20).text == "late"
+
+
+def test_a_deadline_ends_the_wait_and_the_work(small):
+    with small.held():
+        answer = post(small, serving.wav("slow"))
+        assert answer.status_code == 504 and error(answer)["code"] == "deadline_exceeded"
+        assert answer.headers["x-should-retry"] == "false"
+        assert small.counted("sbkit_requests_inside") == 0
+    assert post(small, serving.wav("fast")).json()["text"] == "fast"
+
+
+def test_a_deadline_amid_a_stream_is_an_event(small):
+    with small.held():
+        answer = httpx.post(f"{small.base}/audio/transcriptions", data={"model": "level", "stream": "true"},
+                            files={"file": ("a.wav", serving.wav("slow"))}, timeout=30)
+    assert answer.status_code == 200 and "deadline_exceeded" in answer.text and "[DONE]" not in answer.text
+
+
+def test_an_upload_that_trickles_is_ended(small):
+    connection = http.client.HTTPConnection("127.0.0.1", small.port, timeout=10)
+    connection.putrequest("POST", "/v1/audio/transcriptions")
+    connection.putheader("content-type", "multipart/form-data; boundary=x")
+    connection.putheader("content-length", "1000")
+    connection.endheaders()
+    connection.send(b"--x\r\n")
+    answer = connection.getresponse()
+    assert answer.status == 408 and json.load(answer)["error"]["code"] == "upload_too_slow"
+    connection.close()
+    assert small.counted("sbkit_requests_inside") == 0
+
+
+@pytest.mark.parametrize("stream", ["true", "false"])
+def test_a_client_that_leaves_takes_its_work_along(small, stream):
+    """What waits for the model is not run, and the place is free at once."""
+    runs = []
+    with small.held() as go:
+        real = small.engine._backend
+
+        def counted(*batch):
+            runs.append(batch[0].shape)
+            return real(*batch)
+
+        small.engine._backend = counted
+        first = threading.Thread(target=post, args=(small, serving.wav("first")))
+        first.start()
+        serving.until(lambda: runs)
+        before = small.counted("sbkit_cancelled_total")
+        connection = http.client.HTTPConnection("127.0.0.1", small.port)
+        request = httpx.Request("POST", small.url, data={"model": "level", "stream": stream},
+                                files={"file": ("a.wav", serving.wav("leaves " * 3))})
+        connection.request("POST", "/v1/audio/transcriptions", request.read(), dict(request.headers))
+        serving.until(lambda: small.counted("sbkit_signals_waiting") == 1)
+        connection.sock.close()
+        connection.close()
+        serving.until(lambda: small.counted("sbkit_requests_inside") == 1)
+        assert small.counted("sbkit_cancelled_total") == before + 1
+        go.set()
+        first.join()
+    assert post(small, serving.wav("b")).json()["text"] == "b"
+    assert len(runs) == 1, "what the client left behind was not run"
+
+
+# ---------------------------------------------------------------- keys
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/level", "/metrics", "/v1/unknown", "/v1/models/"])
+def test_without_a_key_nothing_is_told(locked, path):
+    for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": f"Basic {KEY[:3]}"},
+                    {"authorization": "Bearer"}):
+        answer = httpx.get(locked.url + path, headers=headers)
+        assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
+        assert error(answer)["code"] == "invalid_api_key"
+    good = {"authorization": b"Bearer " + KEY.encode("latin-1")}
+    assert httpx.get(locked.url + path, headers=good, follow_redirects=True).status_code in (200, 404)
+
+
+def test_the_page_and_the_probes_are_open(locked):
+    assert [httpx.get(locked.url + path).status_code for path in ("/", "/health", "/ready")] == [200] * 3
+
+
+def test_the_official_client_has_its_own_error_for_a_wrong_key(locked):
+    with openai.OpenAI(base_url=locked.base, api_key="wrong", max_retries=0) as client:
+        with pytest.raises(openai.AuthenticationError) as refused:
+            client.models.list()
+        assert refused.value.code == "invalid_api_key"
+    with openai.OpenAI(base_url=locked.base, api_key="other", max_retries=0) as client:
+        assert [each.id for each in client.models.list()] == ["level"]
+
+
+def test_a_wrong_key_opens_no_socket(locked):
+    for options in ({}, {"additional_headers": {"authorization": "Bearer wrong"}},
+                    {"subprotocols": ["sbkit.live", "sbkit.key.d3Jvbmc"]}, {"subprotocols": ["sbkit.key.!!"]}):
+        with pytest.raises(websockets.InvalidStatus) as refused:
+            connect(locked.live, **options)
+        assert refused.value.response.status_code == 401
+        assert json.loads(refused.value.response.body)["error"]["code"] == "invalid_api_key"
+    with connect(locked.live, additional_headers={"authorization": "Bearer other"}) as socket:
+        assert socket.subprotocol is None
+    coded = base64.urlsafe_b64encode(KEY.encode()).decode().rstrip("=")
+    serving.until(lambda: locked.counted("sbkit_live_sessions") == 0)
+    with connect(locked.live, subprotocols=["sbkit.live", f"sbkit.key.{coded}"]) as socket:
+        assert socket.subprotocol == "sbkit.live", "the key is not repeated"
+
+
+def test_keys_are_compared_by_all_their_digests(monkeypatch):
+    """In constant time: each key, whichever is right, through compare_digest on digests of one length."""
+    from sbkit.serve import gate
+
+    seen, real = [], gate.hmac.compare_digest
+    monkeypatch.setattr(gate.hmac, "compare_digest", lambda a, b: (seen.append((len(a), len(b))), real(a, b))[1])
+    keys = Keys(["one", "two", "three"])
+    assert keys.allow("one") and keys.allow("three") and not keys.allow("") and not keys.allow("on")
+    assert seen == [(32, 32)] * 12
+
+
+# ---------------------------------------------------------------- pages of others
+
+
+def test_a_page_elsewhere_may_not_use_this_server(small):
+    answer = httpx.get(f"{small.base}/models", headers={"origin": "https://evil.example"})
+    assert answer.status_code == 403 and error(answer)["code"] == "origin_not_allowed"
+    with pytest.raises(websockets.InvalidStatus) as refused:
+        connect(small.live, origin="https://evil.example")
+    assert refused.value.response.status_code == 403
+    assert httpx.get(f"{small.base}/models", headers={"origin": small.url}).status_code == 200
+
+
+def test_unless_it_was_allowed(bundle):
+    with serving.serving(bundle, origins=["https://good.example"]) as server:
+        headers = {"origin": "https://good.example", "access-control-request-method": "POST",
+                   "access-control-request-headers": "authorization"}
+        answer = httpx.options(f"{server.base}/audio/transcriptions", headers=headers)
+        assert answer.status_code == 204
+        assert answer.headers["access-control-allow-origin"] == "https://good.example"
+        assert httpx.get(f"{server.base}/models", headers=headers).headers["access-control-allow-origin"]
+        with connect(server.live, origin="https://good.example"):
+            pass
+
+
+def test_every_limit_has_to_be_above_nothing():
+    from sbkit.errors import SbkitError
+
+    with pytest.raises(SbkitError, match="--max-live is 0 and must be above 0"):
+        Limits(max_live=0)
+
+
+def test_a_float_wav_with_nan_is_refused(small):
+    import numpy as np
+
+    file = io.BytesIO()
+    soundfile.write(file, np.full(16000, np.nan, np.float32), 16000, format="WAV", subtype="FLOAT")
+    answer = post(small, file.getvalue())
+    assert answer.status_code == 400 and "not finite" in error(answer)["message"]
