@@ -1,0 +1,112 @@
+"""Damaged audio and hostile requests: each gets a 4xx with a reason, the server lives, the next good one is right."""
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+import serving
+
+from sbkit.serve.limits import Limits
+
+INPUTS = 2000
+GOOD = "good people"
+FORMATS = (("WAV", "PCM_16"), ("FLAC", "PCM_16"), ("MP3", "MPEG_LAYER_III"), ("OGG", "VORBIS"), ("OGG", "OPUS"),
+           ("AIFF", "PCM_16"), ("WAV", "FLOAT"), ("W64", "PCM_24"), ("AU", "ULAW"), ("CAF", "ALAC_16"))
+
+
+@pytest.fixture(scope="module")
+def samples():
+    return [serving.wav(GOOD, format=format, subtype=subtype, rate=16_000) for format, subtype in FORMATS]
+
+
+def damaged(rng, samples):
+    """One of many ways to ruin a recording."""
+    data = bytearray(rng.choice(samples))
+    kind = rng.randrange(7)
+    if kind == 0:
+        del data[rng.randrange(len(data)) :]
+    elif kind == 1:
+        for _ in range(rng.randint(1, 40)):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+    elif kind == 2:  # in the header, where sizes, rates and channels are
+        for _ in range(rng.randint(1, 8)):
+            data[rng.randrange(min(64, len(data)))] = rng.choice((0, 1, 127, 128, 255))
+    elif kind == 3:
+        at = rng.randrange(len(data))
+        data[at:at] = rng.randbytes(rng.randint(1, 2000))
+    elif kind == 4:
+        other = rng.choice(samples)
+        data[rng.randrange(len(data)) :] = other[rng.randrange(len(other)) :]
+    elif kind == 5:
+        data = bytearray(rng.randbytes(rng.randint(0, 3000)))
+    else:
+        at = rng.randrange(max(1, len(data) - 8))
+        data[at : at + 8] = rng.choice((b"\xff" * 8, bytes(8), b"\x7f" + b"\xff" * 7))
+    return bytes(data)
+
+
+WORDS = ("", "json", "../../etc/passwd", "\0", "level", "ÿ" * 300, "1e999", "-1", "true", "[]", "{}", "%s%n",
+         "a" * 5000, "word", "verbose_json", "nan", "\r\nx: y", "fr", "\U0001f600")
+FIELDS = ("model", "language", "prompt", "response_format", "temperature", "stream", "timestamp_granularities[]",
+          "file", "chunking_strategy", "include[]", "x")
+FORM = (b'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\nlevel\r\n'
+        b'--b\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\n\r\n')
+
+
+def hostile(rng, samples):
+    """A form that no client of ours would send; its audio may be fine."""
+    kind = rng.randrange(4)
+    if kind == 0:  # fields of all sorts
+        data = {rng.choice(FIELDS): rng.choice(WORDS) for _ in range(rng.randint(0, 5))}
+        name = rng.choice(("file", "file", "model", "x"))
+        files = {name: (rng.choice(WORDS).replace("\0", "0"), rng.choice(samples))}
+        return {"data": {"model": "level"} | data, "files": files}
+    headers = {"content-type": rng.choice((
+        "multipart/form-data; boundary=b", "multipart/form-data", "multipart/form-data; boundary=" + "b" * 500,
+        "multipart/form-data; boundary=b; charset=utf-99", "application/json", "multipart/form-data; boundary=\"", ""))}
+    body = bytearray(FORM + rng.choice(samples) + b"\r\n--b--\r\n")
+    if kind == 1:
+        for _ in range(rng.randint(1, 10)):
+            body[rng.randrange(160)] = rng.randrange(256)
+    elif kind == 2:
+        del body[rng.randrange(len(body)) :]
+    else:
+        body[30:30] = rng.choice((b"\r\n" * 500, b"a: b\r\n" * 200, rng.randbytes(500), b'; name="file"' * 100))
+    return {"content": bytes(body), "headers": headers}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_whatever_comes_is_refused_with_a_reason_and_the_next_good_request_is_right(bundle, samples):
+    rng = random.Random(20240607)
+    limits = Limits(max_upload_mb=1, max_audio_seconds=120, decoders=2, decode_seconds=5, request_seconds=60)
+    with serving.serving(bundle, limits=limits) as server, httpx.Client(timeout=60) as client:
+        url = f"{server.base}/audio/transcriptions"
+
+        def send(number):
+            own = random.Random(seeds[number])
+            if number % 4:
+                body = {"data": {"model": "level"}, "files": {"file": ("a.wav", damaged(own, samples))}}
+            else:
+                body = hostile(own, samples)
+            answer = client.post(url, **body)
+            if answer.status_code == 200:
+                return 200
+            said = answer.json()["error"]
+            assert 400 <= answer.status_code < 500, (number, answer.status_code, said)
+            assert said["message"] and said["type"] == "invalid_request_error" and "Traceback" not in said["message"]
+            return answer.status_code
+
+        seeds = [rng.random() for _ in range(INPUTS)]
+        found = {}
+        with ThreadPoolExecutor(4) as pool:
+            for start in range(0, INPUTS, 100):
+                for status in pool.map(send, range(start, start + 100)):
+                    found[status] = found.get(status, 0) + 1
+                good = client.post(url, data={"model": "level"}, files={"file": ("a.wav", samples[0])})
+                assert good.json()["text"] == GOOD
+        assert sum(found.values()) == INPUTS and found[400] > INPUTS / 4, found
+        assert client.get(f"{server.url}/health").json()["status"] == "ok"
+        assert server.counted("sbkit_requests_inside") == 0
+        print(found, server.counted("sbkit_decoder_restarts_total"), "decoders replaced")

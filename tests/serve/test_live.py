@@ -1,0 +1,221 @@
+"""Live audio: words while somebody speaks, settled at pauses, the same as of a recording, in bounded memory."""
+
+import itertools
+import json
+import socket as sockets
+import struct
+from concurrent.futures import ThreadPoolExecutor
+
+import bundles
+import numpy as np
+import pytest
+import serving
+import soxr
+import websockets
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from websockets.sync.client import connect
+
+from sbkit.decode.spans import Word
+from sbkit.serve.limits import Limits
+from sbkit.serve.tail import Tail
+
+RATE, FRAME = bundles.RATE, bundles.FRAME
+PAUSE = np.zeros(RATE, dtype=np.float32)
+
+
+def pcm(signal):
+    return np.round(np.clip(signal, -1, 1) * 32767).astype("<i2").tobytes()
+
+
+def start(socket, **changes):
+    socket.send(json.dumps({"type": "start", "model": "level", "sample_rate": RATE} | changes))
+    return json.loads(socket.recv(10))
+
+
+def speak(socket, signal, frame=1600):
+    """Send all of it; every message that comes back."""
+    data = pcm(signal)
+    for i in range(0, len(data), 2 * frame):
+        socket.send(data[i : i + 2 * frame])
+    socket.send('{"type": "stop"}')
+    messages = []
+    while not messages or messages[-1]["type"] not in ("done", "error"):
+        messages.append(json.loads(socket.recv(20)))
+    return messages
+
+
+def settled(messages):
+    return [each for each in messages if each["type"] == "final"]
+
+
+def test_words_come_while_somebody_speaks_and_are_settled_at_pauses(server):
+    signal = np.concatenate([bundles.say("hello there"), PAUSE, bundles.say("good people"), PAUSE])
+    with connect(server.live) as socket:
+        assert start(socket) == {"type": "ready", "model": "level", "sample_rate": RATE}
+        messages = speak(socket, signal)
+    finals = settled(messages)
+    assert [each["text"] for each in finals] == ["hello there", "good people"]
+    assert messages[-1] == {"type": "done", "duration": pytest.approx(len(signal) / RATE, abs=0.01)}
+    partials = [each["text"] for each in messages if each["type"] == "partial"]
+    assert any(text and "hello there".startswith(text) for text in partials), "what is not settled is shown"
+    words = [word for each in finals for word in each["words"]]
+    assert [word["word"] for word in words] == ["hello", "there", "good", "people"]
+    begins = (len(bundles.say("hello there")) + len(PAUSE)) / RATE
+    assert words[2]["start"] == pytest.approx(begins, abs=0.2)
+    assert all(a["end"] <= b["start"] for a, b in itertools.pairwise(words))
+
+
+def test_partials_are_shown_before_the_end(server):
+    """Not all at once when it is over: while the client is silent about the rest."""
+    with connect(server.live) as socket:
+        start(socket)
+        socket.send(pcm(bundles.say("hello there people")))
+        message = json.loads(socket.recv(10))
+        assert message["type"] == "partial" and "hello" in message["text"]
+
+
+def test_the_clients_own_rate_is_resampled(server):
+    signal = soxr.resample(np.concatenate([bundles.say("abc def", hold=4), PAUSE]), RATE, 48_000)
+    with connect(server.live) as socket:
+        start(socket, sample_rate=48_000)
+        assert "".join(each["text"] for each in settled(speak(socket, signal, 4800))).replace(" ", "")[:3] == "abc"
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_however_it_is_cut_into_frames_the_words_are_those_of_the_recording(data):
+    """Through the tail alone, with a model that hears exactly: no word is lost, doubled or changed."""
+    names = data.draw(st.lists(st.text("abcdefgh", min_size=1, max_size=6), min_size=1, max_size=40))
+    gaps = data.draw(st.lists(st.sampled_from([0.08, 0.2, 0.5, 0.8, 3.0, 9.0]), min_size=len(names),
+                              max_size=len(names)))
+    spoken, at = [], 0.4
+    for name, gap in zip(names, gaps, strict=True):
+        length = FRAME * max(1, round(0.1 * len(name) * RATE / FRAME)) / RATE
+        begin = round(at * RATE / FRAME) * FRAME / RATE
+        spoken.append(Word(name, begin, begin + length, 1.0))
+        at = begin + length + gap
+    total = int(at * RATE)
+    longest = data.draw(st.sampled_from([4.0, 8.0, 20.0]))
+    tail, found, most = Tail(RATE, FRAME, longest), [], 0
+
+    def look(end=False):
+        signal, skip = tail.look()
+        last = end and not tail.unseen_seconds
+        first, until = tail._start / RATE, (tail._start + len(signal)) / RATE
+        from_ = first + skip * FRAME / RATE
+        heard = [Word(word.text, max(word.start, from_) - from_, min(word.end, until) - from_, 1.0)
+                 for word in spoken if word.end > from_ + 1e-6 and word.start < until - 1e-6]
+        found.extend(tail.settle(heard, len(signal), skip, last).final)
+        return last
+
+    came = 0
+    while came < total:
+        step = min(data.draw(st.sampled_from([160, 1600, 5000, 16000])), total - came)
+        tail.add(np.zeros(step, dtype=np.float32))
+        came += step
+        if tail.due:
+            look()
+        most = max(most, tail.held)
+    while not look(end=True):
+        pass
+    whole = [(word.text, round(word.start, 3), round(word.end, 3)) for word in found]
+    assert whole == [(word.text, round(word.start, 3), round(word.end, 3)) for word in spoken]
+    assert most <= (longest + 3) * RATE
+
+
+def test_hours_of_speech_are_held_in_seconds_of_memory():
+    """A tail never grows beyond what the model hears at once, with or without pauses, with or without words."""
+    def endless(until):
+        return [Word("a", 0.1 * i, 0.1 * i + 0.05, 1.0) for i in range(int(until * 9))]
+
+    for words in (lambda until: [], endless):
+        tail, looks, heard = Tail(RATE, FRAME, 20.0), 0, 0
+        for _ in range(36_000):  # an hour in tenths of a second
+            tail.add(np.zeros(1600, dtype=np.float32))
+            if tail.due:
+                signal, skip = tail.look()
+                looks, heard = looks + 1, heard + len(signal)
+                tail.settle(words(len(signal) / RATE - skip * FRAME / RATE), len(signal), skip)
+            assert tail.held <= 23 * RATE
+        assert tail.seconds == pytest.approx(3600)
+        assert heard <= 12 * 3600 * RATE, "what is looked at again and again has a bounded cost"
+
+
+@pytest.mark.parametrize("first, param, words", [
+    ('{"type": "start", "model": "nobody", "sample_rate": 16000}', "model", "does not exist"),
+    ('{"type": "start", "model": ["level"], "sample_rate": 16000}', "model", "has to be a name"),
+    ('{"type": "start", "model": "level", "sample_rate": 16000000}', "sample_rate", "from 8000 to 192000"),
+    ('{"type": "start", "model": "level", "sample_rate": true}', "sample_rate", "from 8000 to 192000"),
+    ('{"type": "begin"}', None, "first message"), ("[1]", None, "JSON object"), ("junk", None, "JSON"),
+    ("[" * 100_000, None, "JSON"), (b"\0\0", None, "first message"),
+])
+def test_a_wrong_start_is_told_and_ends_it(server, first, param, words):
+    with connect(server.live) as socket:
+        socket.send(first)
+        message = json.loads(socket.recv(10))
+        assert message["type"] == "error" and words in message["error"]["message"]
+        assert message["error"]["param"] == param
+        with pytest.raises(websockets.ConnectionClosed) as closed:
+            socket.recv(10)
+        assert closed.value.rcvd.code == 1008
+
+
+@pytest.mark.parametrize("then, words", [
+    (b"\0", "even number of bytes"), ('{"type": "start"}', "binary frames"), (bytes(400_000), "shorter than 10 s"),
+    ("{", "JSON"),
+])
+def test_wrong_audio_is_told_and_ends_it(server, then, words):
+    with connect(server.live) as socket:
+        start(socket)
+        socket.send(then)
+        message = json.loads(socket.recv(10))
+        assert message["type"] == "error" and words in message["error"]["message"]
+
+
+def test_a_session_that_says_nothing_is_ended_and_its_place_is_free(bundle):
+    with serving.serving(bundle, limits=Limits(max_live=1, decoders=1, idle_seconds=0.5)) as server:
+        with connect(server.live) as socket:
+            start(socket)
+            with pytest.raises(websockets.InvalidStatus) as refused:
+                connect(server.live)
+            assert refused.value.response.status_code == 429 and refused.value.response.headers["retry-after"]
+            assert json.loads(socket.recv(10))["error"]["code"] == "idle"
+        serving.until(lambda: server.counted("sbkit_live_sessions") == 0)
+        with connect(server.live) as socket:
+            start(socket)
+
+
+def test_a_model_that_breaks_ends_the_session_with_the_reason(bundle):
+    with serving.serving(bundle) as server:
+        def broken(*_):
+            raise RuntimeError("CUDA error: gone")
+
+        with connect(server.live) as socket:
+            start(socket)
+            server.engine._backend = broken
+            socket.send(pcm(bundles.say("hello")))
+            message = json.loads(socket.recv(10))
+            assert message["type"] == "error" and message["error"]["code"] == "device_fault"
+
+
+def test_a_client_that_vanishes_leaves_nothing_behind(server):
+    socket = connect(server.live)
+    start(socket)
+    socket.send(pcm(bundles.say("hello")))
+    linger = struct.pack("ii", 1, 0)
+    socket.socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_LINGER, linger)
+    socket.socket.close()
+    serving.until(lambda: server.counted("sbkit_live_sessions") == 0)
+
+
+def test_many_speak_at_once_and_each_is_heard(server):
+    def one(i):
+        text = f"{chr(97 + i)}b{chr(99 + i)} speaks"
+        with connect(server.live) as socket:
+            start(socket)
+            return text, " ".join(each["text"] for each in settled(speak(socket, bundles.say(text))))
+
+    with ThreadPoolExecutor(10) as pool:
+        for said, heard in pool.map(one, range(10)):
+            assert heard == said
