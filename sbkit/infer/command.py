@@ -105,13 +105,13 @@ def _run(engine: Engine, recordings: list[Recording], request: Request, formats:
                 _write(request.output, recording, done.transcript, formats)
             if screen is not None:
                 screen.put(index, done.transcript)
-            if done.transcript is not None and recording.reference:
+            if done.transcript is not None:
                 heard.append((recording, done.transcript))
             passed += lengths[index]
             bar.update(round(passed) - bar.n)
     seconds = time.perf_counter() - start
     _summary(len(recordings), sum(lengths), seconds, errors, request)
-    if heard:
+    if any(recording.reference for recording, _ in heard):
         _score(heard)
     return LEFT_OUT if errors else 0
 
@@ -141,7 +141,11 @@ def _score(heard: list[tuple[Recording, Transcript]]) -> None:
     from sbkit.score.significance import interval
 
     words, characters = ErrorRates("word"), ErrorRates("character")
-    rows = [(recording.id, recording.reference, transcript.text) for recording, transcript in heard]
+    rows = [(each.id, each.reference, transcript.text) for each, transcript in heard if each.reference]
+    lacking = [each.id for each, _ in heard if not each.reference]
+    if lacking:
+        print(f"not scored: {len(lacking)} recordings without a reference: {', '.join(lacking[:5])}"
+              f"{', ...' if len(lacking) > 5 else ''}", file=sys.stderr)
     words.add(*zip(*rows, strict=True))
     characters.add(*zip(*rows, strict=True))
     low, high = interval(words)

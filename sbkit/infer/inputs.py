@@ -53,7 +53,7 @@ def _rows(path: Path) -> Iterator[Recording]:
     from sbkit.data.manifest import Manifest
 
     for row in Manifest.read(path):
-        yield Recording(row.wav, row.id, row.start, row.duration, row.text or None)
+        yield Recording(row.wav, row.id, row.start, row.duration, row.text.strip() or None)
 
 
 def _from_stdin() -> str:
@@ -108,7 +108,7 @@ def _texts(path: Path) -> dict[str, str]:
         from sbkit.data.manifest import Manifest
 
         manifest = Manifest.read(path)
-        rows = [(name, text) for ids in (manifest.ids, map(_name, manifest.wavs))
+        rows = [(name, text.strip()) for ids in (manifest.ids, map(_name, manifest.wavs))
                 for name, text in zip(ids, manifest.texts, strict=True)]
         return dict(rows)
     try:
