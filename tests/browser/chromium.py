@@ -26,9 +26,9 @@ def find() -> str | None:
 
 
 class Browser:
-    """One page of a headless browser; ``events`` is all that it told of so far."""
+    """One page of a headless browser, started with further ``flags``; ``events`` is all that it told of so far."""
 
-    def __init__(self, profile: Path, timeout: float = 60):
+    def __init__(self, profile: Path, timeout: float = 60, flags: tuple[str, ...] = ()):
         self.timeout, self.events = timeout, []
         self._number, self._buffer, self._session = 0, b"", None
         to_browser, self._out = os.pipe()
@@ -41,8 +41,8 @@ class Browser:
             os.dup2(answers, 4)
 
         self._process = subprocess.Popen(
-            [find(), *_FLAGS, f"--user-data-dir={profile}", "about:blank"], preexec_fn=hand_over, close_fds=False,
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            [find(), *_FLAGS, *flags, f"--user-data-dir={profile}", "about:blank"], preexec_fn=hand_over,
+            close_fds=False, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         for handle in (to_browser, from_browser, commands, answers):
             os.close(handle)
         target = next(one for one in self._wait_for_targets() if one["type"] == "page")

@@ -1,0 +1,137 @@
+"""The server's page in a real browser: a file and a microphone become words, on a screen and on a phone."""
+
+import base64
+import sys
+from pathlib import Path
+
+import bundles
+import chromium
+import numpy as np
+import pytest
+import soundfile
+
+sys.path.append(str(Path(__file__).parents[1] / "serve"))
+
+import serving
+
+pytestmark = pytest.mark.skipif(chromium.find() is None, reason="no chromium here (apt-get install chromium)")
+
+SAID = ["hello there", "good people"]
+SCREENS = {"desktop": {}, "desktop, dark": {"dark": True}, "phone": {"width": 390, "height": 844, "phone": True},
+           "small phone, dark": {"width": 320, "height": 568, "phone": True, "dark": True}}
+WAIT = """(async () => { const end = Date.now() + 30000; let found;
+  while (!(found = (%s)) && Date.now() < end) await new Promise((done) => setTimeout(done, 50));
+  return found; })()"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with serving.serving(bundles.make(tmp_path_factory.mktemp("page") / "level")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def spoken(tmp_path_factory):
+    """What the browser's microphone hears, at the rate that its sound has, so that levels stay what they are."""
+    pause = np.zeros(bundles.RATE, np.float32)
+    signal = np.concatenate([pause, *(part for text in SAID for part in (bundles.say(text, hold=4), pause, pause))])
+    path = tmp_path_factory.mktemp("spoken") / "said.wav"
+    soundfile.write(path, np.repeat(signal, 3), 48_000, subtype="PCM_16")
+    return path
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory, spoken):
+    flags = ("--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream",
+             f"--use-file-for-fake-audio-capture={spoken}%noloop", "--autoplay-policy=no-user-gesture-required")
+    with chromium.Browser(tmp_path_factory.mktemp("profile"), flags=flags) as browser:
+        yield browser
+
+
+def opened(browser, server, **screen):
+    browser.open(f"{server.url}/", **screen)
+    assert browser.run(WAIT % "document.getElementById('state').innerText === 'Ready.'")
+
+
+def quiet(browser, server):
+    """No error, and nobody asked but this server."""
+    assert not browser.told("Runtime.exceptionThrown")
+    assert not [event["entry"] for event in browser.told("Log.entryAdded")]
+    asked = {event["request"]["url"] for event in browser.told("Network.requestWillBeSent")}
+    assert all(url.startswith((server.url, "data:", "blob:")) for url in asked), asked
+
+
+@pytest.mark.parametrize("screen", SCREENS)
+def test_it_renders_without_an_error_and_without_a_network(browser, server, screen):
+    opened(browser, server, **SCREENS[screen])
+    quiet(browser, server)
+    wide = SCREENS[screen].get("width", 1280)
+    assert browser.run("[document.documentElement.scrollWidth, innerWidth]") == [wide, wide]
+    assert browser.run("document.getElementById('model').value") == "level"
+    assert browser.run("[...document.querySelectorAll('header *, #drop button')].every((each) => "
+                       f"each.getBoundingClientRect().right <= {wide})")
+
+
+def drop(browser, data, name):
+    """As if a person let go of a file over the page."""
+    browser.run(f"""(() => {{ const bytes = Uint8Array.from(atob("{data}"), (c) => c.charCodeAt(0));
+      const transfer = new DataTransfer(); transfer.items.add(new File([bytes], "{name}"));
+      document.dispatchEvent(new DragEvent("drop", {{dataTransfer: transfer, bubbles: true, cancelable: true}}));
+    }})()""")
+
+
+def encoded(data):
+    return base64.b64encode(data).decode()
+
+
+def test_a_file_that_is_dropped_becomes_words(browser, server):
+    opened(browser, server)
+    drop(browser, encoded(serving.wav(" ".join(SAID))), "talk.wav")
+    assert browser.run(WAIT % "document.getElementById('state').innerText.startsWith('talk.wav: ')")
+    assert browser.run("document.getElementById('words').innerText") == " ".join(SAID)
+    assert browser.run("[...document.querySelectorAll('#take button')].map((each) => each.hidden)") == [False] * 4
+    quiet(browser, server)
+
+
+def test_a_file_that_is_no_audio_is_told_in_words(browser, server):
+    opened(browser, server)
+    drop(browser, encoded(b"<script>window.hacked = 1</script>"), "<img src=x onerror='window.hacked = 1'>.wav")
+    assert browser.run(WAIT % "document.getElementById('state').classList.contains('bad')")
+    assert "Format not recognised" in browser.run("document.getElementById('state').innerText")
+    assert browser.run("typeof window.hacked") == "undefined"
+    drop(browser, encoded(serving.wav("again")), "b.wav")
+    assert browser.run(WAIT % "document.getElementById('words').innerText === 'again'")
+
+
+def test_what_is_spoken_appears_while_it_is_spoken(browser, server):
+    opened(browser, server)
+    browser.run("""window.soft = []; new MutationObserver(() => {
+      const text = document.querySelector("#words .soft")?.innerText.trim();
+      if (text) window.soft.push(text);
+    }).observe(document.getElementById("words"), {subtree: true, childList: true, characterData: true})""")
+    browser.run("document.getElementById('speak').click()")
+    lines = "document.getElementById('words').innerText.split('\\n').filter(Boolean)"
+    assert browser.run(WAIT % f"{lines}.length >= 2 && document.querySelector('#words .soft').innerText === ''")
+    assert browser.run("document.getElementById('speak').innerText") == "Stop"
+    browser.run("document.getElementById('speak').click()")
+    assert browser.run(WAIT % "/^[0-9.]+ s\\.$/.test(document.getElementById('state').innerText)")
+    assert browser.run(lines) == SAID
+    assert any(SAID[0].startswith(text) and text != SAID[0] for text in browser.run("window.soft")), "word by word"
+    serving.until(lambda: server.counted("sbkit_live_sessions") == 0)
+    quiet(browser, server)
+
+
+def test_a_server_with_a_key_asks_for_it(browser, tmp_path):
+    with serving.serving(bundles.make(tmp_path / "level"), keys=["sesame"]) as server:
+        browser.open(f"{server.url}/")
+        assert browser.run(WAIT % "!document.getElementById('locked').hidden")
+        for key, state in (("wrong", "This key does not open the server."), ("sesame", "Ready.")):
+            browser.run(f"""(() => {{ document.getElementById("key").value = "{key}";
+                document.getElementById("locked").requestSubmit(); }})()""")
+            assert browser.run(WAIT % f"document.getElementById('state').innerText === '{state}'")
+        drop(browser, encoded(serving.wav("open")), "a.wav")
+        assert browser.run(WAIT % "document.getElementById('words').innerText === 'open'")
+        browser.run("document.getElementById('speak').click()")
+        assert browser.run(WAIT % "document.getElementById('state').innerText.startsWith('Speak.')")
+        browser.run("document.getElementById('speak').click()")
+        assert browser.run(WAIT % "document.getElementById('speak').innerText === 'Speak'")
