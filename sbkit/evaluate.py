@@ -35,9 +35,14 @@ class Request:
     max_wer : per cent; more than this makes the exit code 1
     name : of the results, which the checkpoint's follows; by default the corpus's
     out : the folder that results go to, by default ``RUN/evaluations``
-    lm : a language model (ARPA or KenLM's binary) to search with; None transcribes each frame's best
+    lm : a language model (ARPA or KenLM's binary) to search with
     tune_lm : find the two weights below on the run's dev split first
-    lm_weight, word_score, beam : see ``sbkit.decode.beam.BeamSearch``
+    lm_weight, word_score, beam : see ``sbkit.decode.beam.BeamSearch``. Where neither these nor a language model,
+        hot words or nbest are given, the transcripts are each frame's best, or what the recipe's decoder finds
+    hot_words : phrases to expect, each with ``=BOOST`` behind it or not; ``@FILE`` has one in each line
+    nbest : transcripts of each utterance to write into nbest.jsonl, with their scores
+    joint : search with the attention decoder and CTC together
+    ctc_weight : of CTC in that search
     """
 
     run: Path
@@ -53,6 +58,10 @@ class Request:
     lm_weight: float | None = None
     word_score: float | None = None
     beam: int | None = None
+    hot_words: Sequence[str] = ()
+    nbest: int | None = None
+    joint: bool = False
+    ctc_weight: float | None = None
     device: str | None = None
     precision: str | None = None
     max_batch_seconds: float | None = None
@@ -77,6 +86,7 @@ def evaluate(request: Request) -> int:
     from sbkit.environment import check_torch_pair
 
     check_torch_pair()
+    from sbkit import searches
     from sbkit.tasks import restore
     from sbkit.train import device as devices
     from sbkit.train import ranks
@@ -87,7 +97,7 @@ def evaluate(request: Request) -> int:
             hparams = restore.read_run(request.run)
             name, path = ranks.run_on_main(_corpus, request, hparams)
             brain = restore.build(hparams, request.device, eval_precision=request.precision)
-            brain.decoder = _search(request, hparams)
+            brain.decoder = searches.build(request, hparams)
             results = list(_results(request, hparams, brain, name, path))
             return _tell(results, request.max_wer) if ranks.is_main() else 0
     finally:
@@ -167,6 +177,7 @@ def _tell_of_strange_characters(tokenizer: Any, path: Path) -> None:
 
 
 def _results(request: Request, hparams: dict[str, Any], brain: Any, name: str, path: Path) -> Iterator[Scored]:
+    from sbkit import searches
     from sbkit.data.manifest import Manifest
     from sbkit.tasks import restore
     from sbkit.train import ranks
@@ -177,14 +188,12 @@ def _results(request: Request, hparams: dict[str, Any], brain: Any, name: str, p
         label = choice if choice in (restore.BEST, restore.LAST) else used[0]
         if request.average > 1:
             label += f"-mean-of-{len(used)}"
-        tuned = _tune(request, hparams, brain) if request.tune_lm else {}
-        if request.lm:
-            label += f"-{Path(request.lm).name.split('.')[0]}"
+        tuned = searches.tune(brain, hparams, lambda dev: _hear(request, hparams, brain, dev, "dev")) \
+            if request.tune_lm else {}
+        label += searches.label(request)
         scored = _score(request, hparams, brain, manifest, label)
-        if request.lm:
-            weights = brain.decoder.weights
-            scored.facts["decoder"] = {"lm": request.lm, "lm_weight": weights.lm, "word_score": weights.word,
-                                       "beam": brain.decoder.beam, **tuned}
+        if brain.decoder is not None:
+            scored.facts["decoder"] = {**searches.describe(brain.decoder), **tuned}
         scored.facts.update(
             run=str(request.run.resolve()), corpus=request.on, manifest=str(path.resolve()), checkpoint=label,
             checkpoints=used, folder=str(request.folder / f"{name}-{label}"))
@@ -223,6 +232,20 @@ def _counts(words: Any) -> dict[str, Any]:
 def _transcribe(request: Request, hparams: dict[str, Any], brain: Any, manifest: Any, label: str,
                 ) -> tuple[list[Any], dict[str, str], float]:
     """All ranks' rows, what could not be read, and the seconds that the slowest rank took, reading included."""
+    from sbkit import searches
+    from sbkit.train import ranks
+
+    ranks.meet("ready")
+    began = time.monotonic()
+    with searches.over_all(brain):
+        damaged = _hear(request, hparams, brain, manifest, label)
+    took = max(ranks.gather_objects(time.monotonic() - began))
+    everywhere = {name: reason for part in ranks.gather_objects(damaged) for name, reason in part.items()}
+    return brain.all_rows(), everywhere, took
+
+
+def _hear(request: Request, hparams: dict[str, Any], brain: Any, manifest: Any, label: str) -> dict[str, str]:
+    """One pass over this rank's share of a manifest: leaves ``brain.rows``, gives what could not be read."""
     import torch
     from speechbrain.core import Stage
 
@@ -235,14 +258,10 @@ def _transcribe(request: Request, hparams: dict[str, Any], brain: Any, manifest:
         rank=ranks.rank(), world=ranks.world_size(), pin_memory=torch.device(brain.device).type == "cuda",
         workers=hparams.get("num_workers", 2) if request.workers is None else request.workers,
     )
-    ranks.meet("ready")
-    began = time.monotonic()
     with loader, torch.no_grad():
         brain.on_stage_start(Stage.TEST)
         evaluate(brain, loader, Stage.TEST, label, show=ranks.is_main())
-    took = max(ranks.gather_objects(time.monotonic() - began))
-    damaged = {name: reason for part in ranks.gather_objects(loader.damaged) for name, reason in part.items()}
-    return brain.all_rows(), damaged, took
+    return loader.damaged
 
 
 def _batch_seconds(hparams: dict[str, Any]) -> float:
@@ -252,45 +271,11 @@ def _batch_seconds(hparams: dict[str, Any]) -> float:
     return batching.max_batch_seconds
 
 
-# ---------------------------------------------------------------- language model
-
-
-def _search(request: Request, hparams: dict[str, Any]) -> Any:
-    """The search that was asked for, or else the recipe's own."""
-    asked = {name: getattr(request, name) for name in ("lm_weight", "word_score", "beam")}
-    asked = {name: value for name, value in asked.items() if value is not None}
-    if not request.lm:
-        if asked or request.tune_lm:
-            raise SbkitError("there is no language model to weigh", hint="name one: --lm FILE.arpa (see sbkit lm)")
-        return hparams.get("decoder")
-    from sbkit.decode.beam import BeamSearch
-
-    return BeamSearch(hparams["tokenizer"], lm=request.lm, blank_id=hparams.get("blank_index", 0), **asked).load()
-
-
-def _tune(request: Request, hparams: dict[str, Any], brain: Any) -> dict[str, Any]:
-    """Give the search the weights that make the fewest errors on dev; what is to be said of it."""
-    from sbkit.data.manifest import Manifest
-    from sbkit.tasks import tuning
-    from sbkit.train import ranks
-
-    search = brain.decoder
-    manifest = tuning.some_of(Manifest.read(hparams["corpus"].manifest_path("dev")))
-    brain.decoder = recorder = tuning.Recorder(search)
-    _transcribe(request, hparams, brain, manifest, "dev")
-    tuned = tuning.tune(recorder, brain.rows)
-    search.weights = tuned.weights
-    brain.decoder = search
-    if ranks.is_main():
-        print(f"tuned on {len(manifest)} utterances of dev: --lm-weight {tuned.weights.lm:g} --word-score "
-              f"{tuned.weights.word:g} (WER {tuned.rate:.2f} %, greedily {tuned.greedy:.2f} %)")
-    return {"tuned_on": len(manifest), "dev_WER": tuned.rate, "dev_WER_greedy": tuned.greedy}
-
-
 # ---------------------------------------------------------------- results
 
 
 def _write(scored: Scored, manifest: Any) -> None:
+    from sbkit import searches
     from sbkit.environment import command, describe
     from sbkit.score import utterances
     from sbkit.score.report import write_report
@@ -301,6 +286,8 @@ def _write(scored: Scored, manifest: Any) -> None:
         scored.words.write(folder / "wer.txt")
         scored.characters.write(folder / "cer.txt")
         utterances.write(folder / EVALUATED, utterances.join(scored.rows, manifest))
+        if "decoder" in scored.facts:
+            searches.write_nbest(folder / searches.NBEST, scored.rows)
         with atomic_write(folder / RESULT) as out:
             json.dump({**scored.facts, "command": command(), "environment": describe()}, out, indent=1,
                       ensure_ascii=False)

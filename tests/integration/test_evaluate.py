@@ -8,6 +8,7 @@ import runs
 from processes import results
 
 from sbkit.cli import main
+from sbkit.decode import lm
 from sbkit.score import utterances
 from sbkit.tasks.restore import load_run
 
@@ -135,7 +136,17 @@ def test_characters_that_the_model_cannot_write_are_counted(run, home, caplog):
     (["--average", "0"], "makes no sense"),
     (["--max-wer", "low"], "invalid float value"),
     (["--tune-lm"], "there is no language model to weigh; name one: --lm FILE.arpa"),
-    (["--lm", "{home}/nowhere.arpa"], "nowhere.arpa"),
+    (["--lm", "{home}/nowhere.arpa"], "nowhere.arpa: there is no such language model"),
+    (["--lm", "{home}/cut.arpa"], "cut.arpa is truncated: its section"),
+    (["--lm", "{home}/other.arpa"], "other.arpa doesn't fit this model's tokens: 100 % of its words"),
+    (["--lm-weight", "1"], "there is no language model to weigh"),
+    (["--beam", "0"], "beam is 0"),
+    (["--nbest", "0"], "nbest is 0"),
+    (["--hot-word", "Ñandú"], "hot word 'Ñandú' can't be spelled with this model's tokens"),
+    (["--hot-word", "ladder=high"], "the boost 'high' is no number"),
+    (["--joint"], "has no trained attention decoder: its recipe says ctc_weight: 1.0"),
+    (["--joint", "--hot-word", "ladder"], "the joint search takes no language model"),
+    (["--ctc-weight", "0.3"], "add --joint"),
 ])
 def test_every_wrong_command_is_one_line(run, home, capsys, words, message):
     for name, columns in (("silent", "ID,duration,wav,spk_id,wrd"), ("textless", "ID,duration,wav,spk_id")):
@@ -144,6 +155,8 @@ def test_every_wrong_command_is_one_line(run, home, capsys, words, message):
         blank = "," if name == "silent" else ""
         rows = [f"a{i},0.8,{wav if i == 0 else runs.sound(home / name / f'{i}.wav')},s{blank}" for i in range(3)]
         (home / name / "test.csv").write_text("\n".join([columns, *rows]) + "\n")
+    lm.build(["ÄÖÜ ß"], home / "other.arpa", order=2)
+    (home / "cut.arpa").write_bytes((home / "other.arpa").read_bytes()[:-60])
     two = home / "two"
     two.mkdir(exist_ok=True)
     for name in "ab":
@@ -160,7 +173,6 @@ def test_a_folder_that_is_no_run_is_told_so(home, capsys):
 
 def test_a_language_model_is_weighed_on_dev_and_used_on_test(run, tmp_path, capsys):
     from sbkit.data.manifest import Manifest
-    from sbkit.decode import lm
 
     model = tmp_path / "three.arpa"
     lm.build(Manifest.read(run / "manifests" / "train.csv").texts, model, order=2)
@@ -172,6 +184,38 @@ def test_a_language_model_is_weighed_on_dev_and_used_on_test(run, tmp_path, caps
     again = ["--lm-weight", weights["lm_weight"], "--word-score", weights["word_score"], "--beam", 8, "--name", "again"]
     assert evaluate(run, "--lm", model, *again) == 0
     assert result(run, "again-best-three")["WER"] == facts["WER"]
+
+
+def nbest(run, name):
+    return [json.loads(line) for line in (run / "evaluations" / name / "nbest.jsonl").read_text().splitlines()]
+
+
+def test_a_search_needs_no_language_model_and_tells_its_scores(run, tmp_path, capsys):
+    assert evaluate(run, "--beam", 20, "--nbest", 3) == 0
+    lines = nbest(run, "test-best-beam")
+    heard = utterances.read(run / "evaluations" / "test-best-beam" / "utterances.jsonl")
+    assert [line["id"] for line in lines] == [one.id for one in heard]
+    assert [line["hypotheses"][0]["text"] for line in lines] == [one.hypothesis for one in heard]
+    assert max(len(line["hypotheses"]) for line in lines) == 3
+    for line in lines:
+        scores = [one["score"] for one in line["hypotheses"]]
+        assert scores == sorted(scores, reverse=True)
+        assert scores == pytest.approx([one["acoustic"] for one in line["hypotheses"]])  # nothing else counts
+    facts = result(run, "test-best-beam")["decoder"]
+    assert facts["beam"] == 20 and facts["lm"] is None and facts["word_score"] == 0.0
+    # A phrase that is worth enough is heard.
+    (tmp_path / "phrases.txt").write_text("river green=400\n")
+    assert evaluate(run, "--hot-word", f"@{tmp_path / 'phrases.txt'}", "--hot-word", "ladder=2", "--name", "hot") == 0
+    assert result(run, "hot-best-beam")["decoder"]["hot_words"] == {"river green": 400.0, "ladder": 2.0}
+    assert any("river green" in line["hypotheses"][0]["text"] for line in nbest(run, "hot-best-beam"))
+
+
+def test_a_run_with_a_decoder_is_searched_jointly(home, capsys):
+    joint = runs.run_with_model(home / "joint", home / "data", (70.0,), ctc_weight=0.4)
+    assert evaluate(joint, "--joint", "--beam", 4, "--nbest", 2) == 0
+    lines = nbest(joint, "test-best-joint")
+    assert len(lines) == 9 and all(len(line["hypotheses"]) == 2 for line in lines)
+    assert result(joint, "test-best-joint")["decoder"] == {"joint": True, "ctc_weight": 0.4, "beam": 4}
 
 
 def score_on_a_rank(run, name):
