@@ -10,7 +10,7 @@ def test_help_lists_every_command(capsys):
         main(["--help"])
     assert done.value.code == 0
     out = capsys.readouterr().out
-    for command in [*RECIPE_COMMANDS, "demo-data", "shard", "evaluate", "lm", "report", "export", "transcribe"]:
+    for command in [*RECIPE_COMMANDS, "demo-data", "shard", "evaluate", "lm", "report", "export", "transcribe", "serve"]:
         assert command in out
 
 

@@ -112,13 +112,14 @@ class _Running:
         import uvicorn
 
         from sbkit.serve.app import State, make
+        from sbkit.serve.connection import Impatient
         from sbkit.serve.gate import Keys
 
         self._request, self._bundles, self._listening = request, bundles, listening
         self._state = State(request.limits)
         app = make(self._state, Keys(keys), tuple(request.allow_origins))
         self._server = uvicorn.Server(uvicorn.Config(
-            app, log_level="warning", access_log=False, server_header=False, lifespan="on", http="h11",
+            app, log_level="warning", access_log=False, server_header=False, lifespan="on", http=Impatient,
             ws="auto", ws_max_size=_LIVE_FRAME_BYTES, ws_per_message_deflate=False, backlog=_BACKLOG,
             timeout_graceful_shutdown=max(1, round(request.grace_seconds))))
         self._problem: BaseException | None = None

@@ -6,6 +6,7 @@ the place for float32 samples; the answer is a line of JSON.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -58,6 +59,10 @@ def decode(file: BinaryIO, out: BinaryIO, rate: int, max_seconds: float) -> dict
         return {"too_long": str(error)}
     except MemoryError:
         return {"refused": "takes more memory to decode than a recording should"}
+    except OSError as error:
+        if error.errno == errno.EFBIG:
+            return {"too_long": "longer than that"}
+        return {"failed": str(error)}
 
 
 def _limit(memory: int, file_bytes: int) -> None:

@@ -154,6 +154,8 @@ class Decoders:
             if "too_long" in answer:
                 raise invalid(f"the audio is {answer['too_long']}; the limit of this server is "
                               f"{self._limits.max_audio_seconds:g} s", "file", "audio_too_long")
+            if "failed" in answer:
+                raise RuntimeError(f"a recording could not be decoded: {answer['failed']}")
             return Wave(out, answer["samples"])
         except BaseException:
             out.close()
@@ -199,4 +201,6 @@ class Decoders:
 
 def _as_clause(cause: str) -> str:
     """Causes are said of a file: 'cannot be decoded: ...', 'its header claims ...'."""
+    if cause.endswith("Format not recognised"):
+        return f"{cause}; send WAV, FLAC, MP3 or Ogg"
     return f"can't be used: {cause}" if cause.startswith("its ") else cause

@@ -15,6 +15,7 @@ import uvicorn
 
 from sbkit.serve import registry
 from sbkit.serve.app import State, make
+from sbkit.serve.connection import Impatient
 from sbkit.serve.decoders import Decoders
 from sbkit.serve.gate import Keys
 from sbkit.serve.limits import Limits
@@ -71,7 +72,7 @@ def serving(folder, names=("level",), limits=None, keys=(), origins=(), loaded=T
     listening = socket.socket()
     listening.bind(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(make(state, Keys(keys), tuple(origins)), log_level="error", lifespan="on",
-                                           timeout_graceful_shutdown=5))
+                                           http=Impatient, timeout_graceful_shutdown=5))
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()
     try:

@@ -1,11 +1,14 @@
 """What one client may cost the others: sizes, lengths, places, time, keys, origins; and what is given back."""
 
 import base64
+import contextlib
 import http.client
 import io
 import json
+import socket
 import struct
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -16,17 +19,24 @@ import soundfile
 import websockets
 from websockets.sync.client import connect
 
+from sbkit.serve import connection
 from sbkit.serve.gate import Keys
 from sbkit.serve.limits import MEGABYTE, Limits
 
 KEY = "s3cret-schlüssel"
 SMALL = Limits(max_upload_mb=0.5, max_audio_seconds=60, max_requests=3, max_active=2, max_live=1, decoders=1,
-               request_seconds=2.0, idle_seconds=1.0)
+               idle_seconds=1.0)
 
 
 @pytest.fixture(scope="module")
 def small(bundle):
     with serving.serving(bundle, limits=SMALL) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def hasty(bundle):
+    with serving.serving(bundle, limits=Limits(decoders=1, request_seconds=1.0)) as server:
         yield server
 
 
@@ -50,14 +60,14 @@ def error(answer):
 
 def test_an_upload_that_says_it_is_too_large_is_refused_before_it_comes(small):
     """By its header alone: not a byte of the body is sent."""
-    connection = http.client.HTTPConnection("127.0.0.1", small.port, timeout=10)
-    connection.putrequest("POST", "/v1/audio/transcriptions")
-    connection.putheader("content-type", "multipart/form-data; boundary=x")
-    connection.putheader("content-length", str(10 * MEGABYTE))
-    connection.endheaders()
-    answer = connection.getresponse()
+    client = http.client.HTTPConnection("127.0.0.1", small.port, timeout=10)
+    client.putrequest("POST", "/v1/audio/transcriptions")
+    client.putheader("content-type", "multipart/form-data; boundary=x")
+    client.putheader("content-length", str(10 * MEGABYTE))
+    client.endheaders()
+    answer = client.getresponse()
     assert answer.status == 413 and json.load(answer)["error"]["code"] == "upload_too_large"
-    connection.close()
+    client.close()
 
 
 def test_an_upload_that_does_not_say_is_counted(small):
@@ -155,33 +165,52 @@ def test_the_official_client_comes_back_by_itself(small):
             assert late.result(20).text == "late"
 
 
-def test_a_deadline_ends_the_wait_and_the_work(small):
-    with small.held():
-        answer = post(small, serving.wav("slow"))
+def test_a_deadline_ends_the_wait_and_the_work(hasty):
+    with hasty.held():
+        answer = post(hasty, serving.wav("slow"))
         assert answer.status_code == 504 and error(answer)["code"] == "deadline_exceeded"
         assert answer.headers["x-should-retry"] == "false"
-        assert small.counted("sbkit_requests_inside") == 0
-    assert post(small, serving.wav("fast")).json()["text"] == "fast"
+        assert hasty.counted("sbkit_requests_inside") == 0
+    assert post(hasty, serving.wav("fast")).json()["text"] == "fast"
 
 
-def test_a_deadline_amid_a_stream_is_an_event(small):
-    with small.held():
-        answer = httpx.post(f"{small.base}/audio/transcriptions", data={"model": "level", "stream": "true"},
+def test_a_deadline_amid_a_stream_is_an_event(hasty):
+    with hasty.held():
+        answer = httpx.post(f"{hasty.base}/audio/transcriptions", data={"model": "level", "stream": "true"},
                             files={"file": ("a.wav", serving.wav("slow"))}, timeout=30)
     assert answer.status_code == 200 and "deadline_exceeded" in answer.text and "[DONE]" not in answer.text
 
 
-def test_an_upload_that_trickles_is_ended(small):
-    connection = http.client.HTTPConnection("127.0.0.1", small.port, timeout=10)
-    connection.putrequest("POST", "/v1/audio/transcriptions")
-    connection.putheader("content-type", "multipart/form-data; boundary=x")
-    connection.putheader("content-length", "1000")
-    connection.endheaders()
-    connection.send(b"--x\r\n")
-    answer = connection.getresponse()
+def test_an_upload_that_trickles_is_ended(hasty):
+    client = http.client.HTTPConnection("127.0.0.1", hasty.port, timeout=10)
+    client.putrequest("POST", "/v1/audio/transcriptions")
+    client.putheader("content-type", "multipart/form-data; boundary=x")
+    client.putheader("content-length", "1000")
+    client.endheaders()
+    client.send(b"--x\r\n")
+    answer = client.getresponse()
     assert answer.status == 408 and json.load(answer)["error"]["code"] == "upload_too_slow"
-    connection.close()
-    assert small.counted("sbkit_requests_inside") == 0
+    client.close()
+    assert hasty.counted("sbkit_requests_inside") == 0
+
+
+def test_a_connection_that_never_asks_is_closed_and_one_in_work_is_not(small, monkeypatch):
+    """Whether it is silent or sends its headers a letter at a time, before its first request or after one."""
+    monkeypatch.setattr(connection, "_LOOK_SECONDS", 0.1)
+    for before in (b"", b"GET /ready HTTP/1.1\r\nhost: x\r\n\r\n"):
+        with socket.create_connection(("127.0.0.1", small.port), timeout=10) as open_:
+            open_.sendall(before)
+            until = time.monotonic() + 10
+            with contextlib.suppress(OSError):
+                while time.monotonic() < until:
+                    open_.sendall(b"G")
+                    time.sleep(0.05)
+            assert time.monotonic() < until, "it was not closed"
+    with ThreadPoolExecutor(1) as pool, small.held() as go:
+        slow = pool.submit(post, small, serving.wav("slow"))
+        time.sleep(0.5)
+        go.set()
+        assert slow.result().json()["text"] == "slow"
 
 
 @pytest.mark.parametrize("stream", ["true", "false"])
@@ -200,13 +229,13 @@ def test_a_client_that_leaves_takes_its_work_along(small, stream):
         first.start()
         serving.until(lambda: runs)
         before = small.counted("sbkit_cancelled_total")
-        connection = http.client.HTTPConnection("127.0.0.1", small.port)
+        client = http.client.HTTPConnection("127.0.0.1", small.port)
         request = httpx.Request("POST", small.url, data={"model": "level", "stream": stream},
                                 files={"file": ("a.wav", serving.wav("leaves " * 3))})
-        connection.request("POST", "/v1/audio/transcriptions", request.read(), dict(request.headers))
+        client.request("POST", "/v1/audio/transcriptions", request.read(), dict(request.headers))
         serving.until(lambda: small.counted("sbkit_signals_waiting") == 1)
-        connection.sock.close()
-        connection.close()
+        client.sock.close()
+        client.close()
         serving.until(lambda: small.counted("sbkit_requests_inside") == 1)
         assert small.counted("sbkit_cancelled_total") == before + 1
         go.set()
