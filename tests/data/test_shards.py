@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sounds import encoded, real_data, speechlike
 
-from sbkit.data import shards
+from sbkit.data import shards, tar
 from sbkit.data.audio import read_audio, read_bytes
 from sbkit.data.loader import TrainLoader
 from sbkit.data.manifest import Manifest
@@ -131,18 +131,18 @@ def test_segments_are_cut_out(tmp_path):
 
 def test_a_stopped_packing_goes_on_with_what_is_missing(manifest, tmp_path, monkeypatch):
     whole = pack(manifest, tmp_path / "whole")
-    add, calls = shards._add, []
+    append, calls = tar.append, []
 
-    def failing(tar, name, data):
+    def failing(file, name, data):
         calls.append(name)
         if len(calls) > 15:
             raise KeyboardInterrupt
-        return add(tar, name, data)
+        return append(file, name, data)
 
-    monkeypatch.setattr(shards, "_add", failing)
+    monkeypatch.setattr(tar, "append", failing)
     with pytest.raises(KeyboardInterrupt):
         pack(manifest, tmp_path / "out")
-    monkeypatch.setattr(shards, "_add", add)
+    monkeypatch.setattr(tar, "append", append)
     there = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
     assert there and not any(path.name.startswith(".") for path in there)
     assert all(tarfile.is_tarfile(path) for path in there if path.suffix == ".tar")
