@@ -15,6 +15,7 @@ import sys
 import time
 from typing import Any, BinaryIO
 
+import numpy as np
 import soxr  # noqa: F401  loaded before the limits are set
 
 from sbkit.data import audio
@@ -25,6 +26,8 @@ from sbkit.infer.recordings import Recording
 MAX_CHANNELS = 32
 #: Higher rates than any recorder's; a block of ten seconds has that many samples.
 MAX_RATE = 384_000
+#: Full scale is 1, that of files which hold 16-bit numbers as floats 32768; beyond lies what a model overflows on.
+LOUDEST = 1e6
 READY = b"ready\n"
 
 
@@ -45,6 +48,9 @@ def decode(file: BinaryIO, out: BinaryIO, rate: int, max_seconds: float) -> dict
             raise TooLong(f"{seconds:.1f} s long")
         samples = 0
         for block in Recording(data).blocks(rate):
+            loudest = float(np.abs(block).max())
+            if loudest > LOUDEST:
+                raise AudioError("", f"holds samples as large as {loudest:g}; full scale is 1")
             samples += len(block)
             if samples > max_seconds * rate:
                 raise TooLong(f"longer than {max_seconds:g} s")

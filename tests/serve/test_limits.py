@@ -12,6 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
+import numpy as np
 import openai
 import pytest
 import serving
@@ -328,10 +329,9 @@ def test_every_limit_has_to_be_above_nothing():
         Limits(max_live=0)
 
 
-def test_a_float_wav_with_nan_is_refused(small):
-    import numpy as np
-
+@pytest.mark.parametrize("value, words", [(np.nan, "not finite"), (np.inf, "not finite"), (1e30, "full scale is 1")])
+def test_floats_that_are_no_sound_are_refused(small, value, words):
     file = io.BytesIO()
-    soundfile.write(file, np.full(16000, np.nan, np.float32), 16000, format="WAV", subtype="FLOAT")
+    soundfile.write(file, np.full(16000, value, np.float32), 16000, format="WAV", subtype="FLOAT")
     answer = post(small, file.getvalue())
-    assert answer.status_code == 400 and "not finite" in error(answer)["message"]
+    assert answer.status_code == 400 and words in error(answer)["message"]
