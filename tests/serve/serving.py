@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import socket
 import threading
 import time
 
@@ -13,7 +12,7 @@ import numpy as np
 import soundfile
 import uvicorn
 
-from sbkit.serve import registry
+from sbkit.serve import command, registry
 from sbkit.serve.app import State, make
 from sbkit.serve.connection import Impatient
 from sbkit.serve.decoders import Decoders
@@ -69,8 +68,7 @@ def serving(folder, names=("level",), limits=None, keys=(), origins=(), loaded=T
         state.registry = registry.load(
             dict.fromkeys(names, folder), registry.Options(device="cpu", threads=1, **options),
             lambda name, rows: state.metrics.batches.observe(rows, model=name))
-    listening = socket.socket()
-    listening.bind(("127.0.0.1", 0))
+    listening = command._bound("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(make(state, Keys(keys), tuple(origins)), log_level="error", lifespan="on",
                                            http=Impatient, timeout_graceful_shutdown=5))
     thread = threading.Thread(target=server.run, args=([listening],))

@@ -171,6 +171,12 @@ def test_keys_come_from_the_environment_and_from_a_file(tmp_path, monkeypatch):
         command._keys(tmp_path / "none")
 
 
+def test_answers_are_not_held_back_for_the_next_packet():
+    """asyncio switches Nagle's algorithm off for sockets that say they are TCP; else each answer takes 40 ms."""
+    with command._bound("127.0.0.1", 0) as listening:
+        assert listening.proto == socket.IPPROTO_TCP
+
+
 def test_who_listens_to_all_is_told_when_there_is_no_key(bundle, capfd, monkeypatch):
     monkeypatch.setattr(command._Running, "run", lambda self: 0)
     monkeypatch.delenv("SBKIT_API_KEY", raising=False)
