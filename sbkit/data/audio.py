@@ -4,7 +4,8 @@ libsndfile decodes (WAV, FLAC, MP3, Ogg Vorbis and Opus), soxr resamples. Of rea
 fifths are decoding. soxr's "MQ" keeps 0 to 7.3 kHz within 0.1 dB (7.5 kHz: -0.5) and what lies above 8 kHz
 100 dB down; a tone below 7 kHz comes out 110 dB above all else, more than 16 bits can tell. "HQ" would gain
 what nobody hears for 2 to 3 % of the time, "LQ" would lose what lies above 6 kHz and gain nothing. The kernel
-is built in 20 microseconds, so there is nothing worth caching. (Matrix products and FFTs are no quicker.)
+is built in 20 microseconds, so there is nothing worth caching. (Tried, and no quicker: matrix products, FFTs,
+decoding and resampling block by block in the cache, a buffer that is used again.)
 """
 
 from __future__ import annotations
@@ -41,8 +42,6 @@ NO_LENGTH = 2**40
 #: libsndfile seeks some 20 ms off within the last page of an Ogg Vorbis file,
 #: which has at most so many frames.
 VORBIS_PAGE = 2**18
-#: soxr's name for a resampler, and frames that are decoded and resampled at a time.
-QUALITY, BLOCK_FRAMES = "MQ", 2**15
 #: Shards that one process keeps open.
 OPEN_SHARDS = 64
 
@@ -92,46 +91,27 @@ def read_audio(
         wanted = frames - first
         if duration is not None and wanted > (duration + slack) * rate:
             wanted = round(duration * rate)
-        # Where seeking is not exact, what lies before is decoded too.
+        # Where seeking is not exact, what lies before is decoded too. One read: soundfile seeks after each.
         skipped = max(first - exact, 0)
         if wanted + skipped > MAX_SECONDS * rate:
             raise AudioError(name, f"{(skipped + wanted) / rate / 3600:.1f} hours at once; the limit is "
                                    f"{MAX_SECONDS / 3600:.0f} (read stretches with start and duration)")
         if first > skipped:
             file.seek(first - skipped)
-        if sample_rate is None or rate * speed == sample_rate:
-            signal = _mono(file.read(skipped + wanted, dtype="float32")[skipped:])
-            decoded = len(signal)
-        else:
-            decoded, signal = _read_resampled(file, skipped, wanted, rate * speed, sample_rate)
-    missing = wanted - decoded
+        signal = file.read(skipped + wanted, dtype="float32")[skipped:]
+    missing = wanted - len(signal)
     if missing > rate * TRUNCATED_SECONDS and missing > wanted * TRUNCATED_SHARE:
-        raise AudioError(name, f"cut off: {decoded / rate:.2f} of {wanted / rate:.2f} s can be read")
+        raise AudioError(name, f"cut off: {len(signal) / rate:.2f} of {wanted / rate:.2f} s can be read")
+    if signal.ndim == 2:
+        signal = _mono(signal)
+    to_rate = sample_rate or rate
+    if len(signal) and rate * speed != to_rate:
+        signal = resample(signal, rate * speed, to_rate)
     if not len(signal):
         raise AudioError(name, "holds no audio")
     if not np.isfinite(signal.sum()):
         raise AudioError(name, "holds values that are not finite (NaN or infinite)")
     return signal
-
-
-def _read_resampled(file: soundfile.SoundFile, skipped: int, wanted: int, rate: float,
-                    to_rate: float) -> tuple[int, np.ndarray]:
-    """(frames that came of the ``wanted`` ones behind the ``skipped``, what they are at ``to_rate``, ``[S]``).
-
-    Block by block: what was just decoded is resampled while it is in the processor's cache. The result is that of
-    ``resample`` to the bit.
-    """
-    stream = soxr.ResampleStream(rate, to_rate, 1, dtype="float32", quality=QUALITY)
-    buffer = np.empty((BLOCK_FRAMES, file.channels) if file.channels > 1 else BLOCK_FRAMES, np.float32)
-    decoded, parts, left = 0, [], skipped + wanted
-    while left:
-        size = min(left, BLOCK_FRAMES)
-        block = file.read(size, out=buffer[:size])
-        left = left - size if len(block) == size else 0  # the file ends before its header says
-        block, skipped = _mono(block[skipped:]), max(skipped - len(block), 0)
-        decoded += len(block)
-        parts.append(stream.resample_chunk(block, last=not left))
-    return decoded, np.concatenate(parts)
 
 
 def read_utterance(wav: str, start: float, duration: float, *, sample_rate: int = 16_000,
@@ -157,7 +137,7 @@ def longer(duration: float) -> float:
 
 def resample(signal: np.ndarray, rate: float, to_rate: float) -> np.ndarray:
     """Resample float32 ``[S]`` at high quality; ``[round(S * to_rate / rate)]`` come back."""
-    return soxr.resample(signal, rate, to_rate, QUALITY)
+    return soxr.resample(signal, rate, to_rate, "MQ")
 
 
 def audio_info(wav: str | os.PathLike | bytes | BinaryIO) -> tuple[float, int, int]:
@@ -217,7 +197,7 @@ def _opened(wav: str | os.PathLike | bytes | BinaryIO,
                 handle = os.open(path, os.O_RDONLY)
         else:
             data = wav if isinstance(wav, (bytes, bytearray, memoryview)) else wav.read()
-        file = _Forward(io.BytesIO(data) if handle is None else handle, closefd=False)
+        file = soundfile.SoundFile(io.BytesIO(data) if handle is None else handle, closefd=False)
         exact = True
         if file.format == "MP3":
             file, exact = _as_mp3(file, handle, data)
@@ -239,13 +219,6 @@ def _opened(wav: str | os.PathLike | bytes | BinaryIO,
             os.close(handle)
 
 
-class _Forward(soundfile.SoundFile):
-    """Reads on from where it is. soundfile seeks after every read, for which an MP3 decodes some frames again."""
-
-    def seekable(self) -> bool:
-        return False
-
-
 def _as_mp3(file: soundfile.SoundFile, handle: int | None,
             data: bytes | None) -> tuple[soundfile.SoundFile, bool]:
     """Where libsndfile guessed the length wrongly, the same MP3 opened again with a tag that tells it."""
@@ -259,7 +232,7 @@ def _as_mp3(file: soundfile.SoundFile, handle: int | None,
         return file, False
     if not found.tagged and abs(found.samples - file.frames) > found.samples // found.frames:
         file.close()
-        file = _Forward(io.BytesIO(mp3.with_tag(mp3.read_all(read), found)))
+        file = soundfile.SoundFile(io.BytesIO(mp3.with_tag(mp3.read_all(read), found)))
     return file, found.constant
 
 
@@ -289,9 +262,7 @@ def _os_cause(error: OSError) -> str:
 
 
 def _mono(signal: np.ndarray) -> np.ndarray:
-    """Mean over channels, ``[S, C]`` to ``[S]`` (which stays what it is): column sums beat ``mean(axis=1)`` by far."""
-    if signal.ndim == 1:
-        return signal
+    """Mean over channels, ``[S, C]`` to ``[S]``: column sums are far faster than ``mean(axis=1)``."""
     out = signal[:, 0].copy()
     for channel in range(1, signal.shape[1]):
         out += signal[:, channel]

@@ -123,20 +123,6 @@ def test_a_sweep_comes_out_as_it_was_80_db_above_all_else(rate):
     assert spectrum[int(7.2 / 8 * len(spectrum)) :].max() < 1e-4  # where nothing was, nothing is
 
 
-@pytest.mark.parametrize("channels", [1, 2])
-@pytest.mark.parametrize("speed", [1.0, 1.1])
-@pytest.mark.parametrize("seconds", [0.01, 0.5, 32768 / 48000, 2.1])
-def test_reading_in_blocks_gives_what_resampling_the_whole_gives(seconds, speed, channels, monkeypatch):
-    signal = speechlike(seconds, 48000)
-    signal = signal if channels == 1 else np.stack([signal, signal[::-1]], axis=1)
-    data = encoded(signal, 48000, "flac")
-    whole = read_audio(data, sample_rate=None)
-    np.testing.assert_array_equal(read_audio(data, speed=speed), audio.resample(whole, 48000 * speed, 16000))
-    monkeypatch.setattr(audio, "BLOCK_FRAMES", 1000)
-    np.testing.assert_array_equal(read_audio(data, speed=speed), audio.resample(whole, 48000 * speed, 16000))
-    np.testing.assert_array_equal(read_audio(data, start=0.004), audio.resample(whole[192:], 48000, 16000))
-
-
 def test_speed_changes_length_and_pitch_together():
     time = np.arange(48000 * 2) / 48000
     data = encoded((0.5 * np.sin(2 * np.pi * 1000 * time)).astype(np.float32), 48000)
