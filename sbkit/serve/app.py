@@ -17,7 +17,7 @@ import sbkit
 from sbkit.infer.transcript import Transcript
 from sbkit.serve import asked, metrics, page, replies
 from sbkit.serve.asked import Asked
-from sbkit.serve.decoders import Decoders, Wave
+from sbkit.serve.decoders import Decoders
 from sbkit.serve.errors import ApiError, failed, invalid, not_ready
 from sbkit.serve.gate import REQUEST_ID, Gate, Keys
 from sbkit.serve.job import Job
@@ -26,10 +26,11 @@ from sbkit.serve.live import Floor
 from sbkit.serve.metrics import Metrics
 from sbkit.serve.recognise import recognise
 from sbkit.serve.registry import Registry
-from sbkit.serve.work import Left, Rooms, Visit
+from sbkit.serve.work import Left, Rooms
 
 _log = logging.getLogger(__name__)
-_CLIENT_LEFT = 499  # nobody sees it; the log does
+_CLIENT_LEFT = 499  # nobody sees it
+_DECODED = object()
 
 
 @dataclass
@@ -107,10 +108,11 @@ def make(state: State, keys: Keys | None = None, origins: tuple[str, ...] = ()) 
             stay.callback(visit.close)
             try:
                 ask = await visit.read(asked.read(request, state.loaded))
-                wave = await visit.run(_decode, state.decoders, ask, visit.job)
+                found = visit.stream(lambda told: _transcribe(state, ask, visit.job, told))
+                await anext(found)  # it is audio; from here on a stream can only end with an event
                 if ask.stream:
-                    return _Streamed(_events(state, ask, wave, visit, request.scope[REQUEST_ID]), stay.pop_all())
-                transcript = await visit.run(_recognise, state, ask, wave, visit.job)
+                    return _Streamed(_events(found, request.scope[REQUEST_ID]), stay.pop_all())
+                transcript = await anext(found)
             except (Left, ClientDisconnect):
                 return Response(status_code=_CLIENT_LEFT)
             return replies.reply(transcript, ask.response_format, ask.granularities)
@@ -133,16 +135,14 @@ def make(state: State, keys: Keys | None = None, origins: tuple[str, ...] = ()) 
 # ---------------------------------------------------------------------- a transcription
 
 
-def _decode(decoders: Decoders, ask: Asked, job: Job) -> Wave:
+def _transcribe(state: State, ask: Asked, job: Job, told: Callable[[Any], None]) -> Transcript:
+    """In a thread: tells that the upload is audio, then, for a stream, pieces of the text."""
     with ask.upload:
-        return decoders.decode(ask.upload, ask.served.config.sample_rate, job)
-
-
-def _recognise(state: State, ask: Asked, wave: Wave, job: Job,
-               told: Callable[[str], None] | None = None) -> Transcript:
+        wave = state.decoders.decode(ask.upload, ask.served.config.sample_rate, job)
+    told(_DECODED)
     try:
         with contextlib.closing(wave):
-            transcript = recognise(ask.served, wave.blocks(), job, told)
+            transcript = recognise(ask.served, wave.blocks(), job, told if ask.stream else None)
     except Exception:
         ask.served.check()  # a broken device says so
         raise
@@ -150,10 +150,10 @@ def _recognise(state: State, ask: Asked, wave: Wave, job: Job,
     return transcript
 
 
-async def _events(state: State, ask: Asked, wave: Wave, visit: Visit, request: str) -> AsyncIterator[bytes]:
+async def _events(found: AsyncIterator[str | Transcript], request: str) -> AsyncIterator[bytes]:
     """Pieces of the text as they are heard; then all of it, once. After an error nothing follows."""
     try:
-        async for each in visit.stream(lambda told: _recognise(state, ask, wave, visit.job, told)):
+        async for each in found:
             yield replies.delta(each) if isinstance(each, str) else replies.done(each)
         yield replies.END_OF_STREAM
     except Left:

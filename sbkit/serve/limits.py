@@ -20,7 +20,7 @@ class Limits:
     max_requests: int = 64
     """In the house at once, those that still upload or wait included; the next one gets a 429."""
     max_active: int = 16
-    """Of those, how many are worked on at once."""
+    """Of those, how many are worked on at once; so many recordings lie decoded in the temporary folder."""
     max_live: int = 16
     """Live sessions at once."""
     request_seconds: float = 300.0

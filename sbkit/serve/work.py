@@ -74,12 +74,9 @@ class Visit:
             self._metrics.cancelled.add(reason="slow upload")
             raise ApiError(408, f"the upload took longer than {self._seconds:g} s", code="upload_too_slow") from None
 
-    async def run(self, call: Callable[..., T], *args: Any) -> T:
-        """A call in a thread; it ends early with the deadline or with the client."""
-        return await self._met(asyncio.wrap_future(self.job.watch(self._threads.submit(call, *args))))
-
     async def stream(self, call: Callable[[Callable[[Any], None]], T]) -> AsyncIterator[Any]:
-        """What a call in a thread tells, as it does; the last is what it returns."""
+        """What a call in a thread tells, as it does; the last is what it returns. It ends early, and the call with it,
+        at the deadline or when the client leaves."""
         loop, told = asyncio.get_running_loop(), asyncio.Queue()
         running = asyncio.wrap_future(self.job.watch(self._threads.submit(
             call, lambda each: loop.call_soon_threadsafe(told.put_nowait, each))))

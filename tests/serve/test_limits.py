@@ -166,6 +166,19 @@ def test_the_official_client_comes_back_by_itself(small):
             assert late.result(20).text == "late"
 
 
+def test_no_more_recordings_are_decoded_than_are_worked_on(small, monkeypatch):
+    """What waits for its turn is an upload, not hours of samples."""
+    decoded, decode = [], small.state.decoders.decode
+    monkeypatch.setattr(small.state.decoders, "decode", lambda *args: (decoded.append(1), decode(*args))[1])
+    with ThreadPoolExecutor(3) as pool, small.held() as go:
+        inside = [pool.submit(post, small, serving.wav(text)) for text in ("a", "b", "c")]
+        serving.until(lambda: small.counted("sbkit_requests_inside") == 3 and len(decoded) == SMALL.max_active)
+        time.sleep(0.2)
+        assert len(decoded) == SMALL.max_active == 2
+        go.set()
+        assert [each.result().json()["text"] for each in inside] == ["a", "b", "c"]
+
+
 def test_a_deadline_ends_the_wait_and_the_work(hasty):
     with hasty.held():
         answer = post(hasty, serving.wav("slow"))
