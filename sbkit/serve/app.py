@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
@@ -31,6 +32,7 @@ from sbkit.serve.work import Left, Rooms
 _log = logging.getLogger(__name__)
 _CLIENT_LEFT = 499  # nobody sees it
 _DECODED = object()
+_SLOW_READER_SECONDS = 60.0  # who takes longer to read an event is not waited for
 
 
 @dataclass
@@ -42,6 +44,15 @@ class State:
     registry: Registry | None = None
     decoders: Decoders | None = None
     stopping: bool = False
+    floor: Floor | None = None
+    loop: asyncio.AbstractEventLoop | None = None
+    """That the application runs in, once it does."""
+
+    def stop(self) -> None:
+        """Let nobody in any more, and end live sessions with what was said so far; from any thread."""
+        self.stopping = True
+        if self.loop is not None:
+            self.loop.call_soon_threadsafe(self.floor.end)
 
     def loaded(self) -> Registry:
         """The models; ``ApiError`` 503 until they are there."""
@@ -57,11 +68,13 @@ class State:
 def make(state: State, keys: Keys | None = None, origins: tuple[str, ...] = ()) -> Callable:
     """The ASGI application around a state."""
     rooms = Rooms(state.limits, state.metrics)
-    floor = Floor(state.limits, state.metrics)
+    floor = state.floor = Floor(state.limits, state.metrics)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        state.loop = asyncio.get_running_loop()
         yield
+        state.loop = None
         rooms.close()
 
     app = FastAPI(title="sbkit", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
@@ -180,7 +193,8 @@ class _Streamed(Response):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             async with contextlib.aclosing(self._events) as events:
                 async for each in events:
-                    await send({"type": "http.response.body", "body": each, "more_body": True})
+                    message = {"type": "http.response.body", "body": each, "more_body": True}
+                    await asyncio.wait_for(send(message), _SLOW_READER_SECONDS)
             await send({"type": "http.response.body", "body": b""})
 
 

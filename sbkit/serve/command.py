@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import util
@@ -136,6 +137,8 @@ class _Running:
             loading.start()
             while serving.is_alive():
                 serving.join(_LOOK_SECONDS)
+                if self._state.stopping and not self._server.should_exit:
+                    self._finish_live()
         finally:
             for each, handler in before.items():
                 signal.signal(each, handler)
@@ -170,8 +173,16 @@ class _Running:
 
     def _stop(self, number: int, _: FrameType | None) -> None:
         """The first signal lets what is in flight finish, the second doesn't."""
-        self._server.force_exit = self._state.stopping
-        self._state.stopping = self._server.should_exit = True
+        if self._state.stopping:
+            self._server.force_exit = self._server.should_exit = True
+        self._state.stop()
+
+    def _finish_live(self) -> None:
+        """uvicorn cuts sockets off when it ends, and waits for requests only."""
+        until = time.monotonic() + self._request.grace_seconds
+        while self._state.floor.inside and time.monotonic() < until and not self._server.should_exit:
+            time.sleep(_LOOK_SECONDS / 4)
+        self._server.should_exit = True
 
     def _close(self) -> None:
         if self._state.decoders is not None:

@@ -61,9 +61,9 @@ def unknown_model(name: str, known: list[str]) -> ApiError:
                     code="model_not_found")
 
 
-def not_ready() -> ApiError:
-    """While models are loaded."""
-    return ApiError(503, "the models are still being loaded", type=SERVER, code="not_ready",
+def not_ready(why: str = "the models are still being loaded") -> ApiError:
+    """At the beginning and at the end."""
+    return ApiError(503, why, type=SERVER, code="not_ready",
                     headers={"retry-after": "2"})
 
 

@@ -32,7 +32,7 @@ from sbkit.export.vocabulary import Vocabulary
 from sbkit.infer.decoding import Found
 from sbkit.infer.heard import words
 from sbkit.infer.transcript import PAUSE_SECONDS
-from sbkit.serve.errors import ApiError, busy, failed, invalid, too_late
+from sbkit.serve.errors import ApiError, busy, failed, invalid, not_ready, too_late
 from sbkit.serve.gate import REQUEST_ID
 from sbkit.serve.job import Job
 from sbkit.serve.limits import Limits
@@ -45,6 +45,7 @@ _MIN_RATE, _MAX_RATE = 8_000, 192_000
 _START_SECONDS = 10.0
 _BEHIND_SECONDS = 5.0  # of audio that nobody looked at; then the client has to wait
 _LONGEST_FRAME_SECONDS = 10.0
+_LONGEST_TEXT = 1 << 14
 _POLICY, _INTERNAL = 1008, 1011  # codes of a WebSocket's end
 
 
@@ -55,9 +56,19 @@ class Floor:
         self._limits, self._metrics = limits, metrics
         self.inside = 0
         """Sessions at the moment."""
+        self._sessions: set[_Session] = set()
+        self._ending = False
+
+    def end(self) -> None:
+        """Ask all sessions to finish, as if their clients had said stop; no more are let in."""
+        self._ending = True
+        for session in self._sessions:
+            session.end()
 
     def place(self) -> contextlib.AbstractContextManager:
         """For one session; ``ApiError`` 429 where there is none."""
+        if self._ending:
+            raise not_ready("the server is stopping")
         if self.inside >= self._limits.max_live:
             raise busy(f"{self.inside} live sessions are open already", 30)
         self.inside += 1
@@ -78,6 +89,9 @@ class Floor:
         try:
             served, rate = await _start(websocket, registry)
             session = _Session(websocket, served, rate, self._limits)
+            self._sessions.add(session)
+            if self._ending:
+                session.end()
             await session.run()
         except WebSocketDisconnect:
             pass
@@ -90,6 +104,7 @@ class Floor:
         finally:
             if session is not None:
                 session.close()
+                self._sessions.discard(session)
                 self._metrics.audio.add(session.tail.seconds, model=session.served.name)
 
 
@@ -125,6 +140,8 @@ async def _receive(websocket: WebSocket, seconds: float) -> bytes | dict[str, An
         raise WebSocketDisconnect(message.get("code", 1000))
     if message.get("bytes") is not None:
         return message["bytes"]
+    if len(message["text"]) > _LONGEST_TEXT:
+        raise invalid("a text message has to be short")
     try:
         found = json.loads(message["text"])
     except (ValueError, RecursionError):
@@ -146,6 +163,17 @@ def spoken(found: Sequence[Found], vocabulary: Vocabulary) -> list[Word]:
     return words(parts, vocabulary)
 
 
+def stretches(settled: Sequence[Word]) -> list[list[Word]]:
+    """Words in lines that end in pauses, however many were settled at once."""
+    lines: list[list[Word]] = []
+    for word in settled:
+        if lines and word.start - lines[-1][-1].end < PAUSE_SECONDS:
+            lines[-1].append(word)
+        else:
+            lines.append([word])
+    return lines
+
+
 class _Session:
     """One speaker. At most one look at the audio runs at a time; while it does, more comes in."""
 
@@ -157,7 +185,13 @@ class _Session:
         self._resampler = soxr.ResampleStream(rate, own, 1, dtype="float32", quality="MQ") if rate != own else None
         self._job = Job()
         self._look: asyncio.Task | None = None
+        self._end = asyncio.get_running_loop().create_future()
         self._shown = ""
+
+    def end(self) -> None:
+        """Finish with what came so far."""
+        if not self._end.done():
+            self._end.set_result({"type": "stop"})
 
     async def run(self) -> None:
         """Until the client says stop."""
@@ -187,14 +221,16 @@ class _Session:
             self._look.cancel()
 
     async def _next(self) -> bytes | dict[str, Any]:
-        """What comes next; a look that fails before it does ends the session at once."""
+        """What comes next, from the client or from :meth:`end`; a look that fails before ends the session at once."""
         receiving = asyncio.ensure_future(_receive(self._websocket, self._limits.idle_seconds))
         try:
             while not receiving.done():
-                both = {receiving} if self._look is None else {receiving, self._look}
-                await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+                waited = {receiving, self._end, *([] if self._look is None else [self._look])}
+                await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
                 if self._look is not None and self._look.done():
                     await self._looked()
+                if self._end.done():
+                    return self._end.result()
             return receiving.result()
         finally:
             receiving.cancel()
@@ -238,12 +274,12 @@ class _Session:
 
     async def _tell(self, settled: Settled) -> None:
         text = self.served.vocabulary.text
-        if settled.final:
+        for stretch in stretches(settled.final):
             await self._websocket.send_json({
-                "type": "final", "start": round(settled.final[0].start, 3), "end": round(settled.final[-1].end, 3),
-                "text": text(settled.final), "words": [
+                "type": "final", "start": round(stretch[0].start, 3), "end": round(stretch[-1].end, 3),
+                "text": text(stretch), "words": [
                     {"word": word.text, "start": round(word.start, 3), "end": round(word.end, 3),
-                     "confidence": round(word.confidence, 4)} for word in settled.final]})
+                     "confidence": round(word.confidence, 4)} for word in stretch]})
             self._shown = ""
         partial = text(settled.partial)
         if partial != self._shown:

@@ -1,5 +1,6 @@
 """``sbkit serve`` as it is started: what it imports, what it refuses in one line, how it ends; no pickle is opened."""
 
+import json
 import os
 import pickle
 import shutil
@@ -14,6 +15,7 @@ import bundles
 import httpx
 import pytest
 import serving
+from websockets.sync.client import connect
 
 from sbkit.errors import SbkitError
 from sbkit.serve import command, registry
@@ -108,6 +110,20 @@ def test_sigterm_finishes_what_is_in_flight_and_takes_nothing_new(bundle, tmp_pa
     assert any("transcript.text.done" in line for line in answers) and "data: [DONE]" in answers
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/health")
+
+
+def test_sigterm_lets_a_live_session_finish(bundle):
+    process = start(f"level={bundle}", "--port", 0, "--threads", 1)
+    url = ready(process)
+    with connect(url.replace("http", "ws") + "/v1/audio/live") as session:
+        session.send(json.dumps({"type": "start", "model": "level", "sample_rate": bundles.RATE}))
+        session.send((bundles.say("hello") * 32767).astype("<i2").tobytes())
+        assert [json.loads(session.recv(10))["type"] for _ in range(2)] == ["ready", "partial"]
+        process.send_signal(signal.SIGTERM)
+        messages = [json.loads(message) for message in session]
+    assert [each["type"] for each in messages][-2:] == ["final", "done"] and messages[-2]["text"] == "hello"
+    process.communicate(timeout=30)
+    assert process.returncode == 0
 
 
 def test_a_port_that_is_taken_is_one_line_at_once(bundle):

@@ -66,6 +66,14 @@ def test_words_come_while_somebody_speaks_and_are_settled_at_pauses(server):
     assert all(a["end"] <= b["start"] for a, b in itertools.pairwise(words))
 
 
+@pytest.mark.parametrize("frame", [160, 100_000])
+def test_lines_end_at_pauses_however_fast_it_comes(server, frame):
+    signal = np.concatenate([part for text in ("one two", "three", "four") for part in (bundles.say(text), PAUSE)])
+    with connect(server.live) as socket:
+        start(socket)
+        assert [each["text"] for each in settled(speak(socket, signal, frame))] == ["one two", "three", "four"]
+
+
 def test_partials_are_shown_before_the_end(server):
     """Not all at once when it is over: while the client is silent about the rest."""
     with connect(server.live) as socket:
@@ -148,7 +156,7 @@ def test_hours_of_speech_are_held_in_seconds_of_memory():
     ('{"type": "start", "model": "level", "sample_rate": 16000000}', "sample_rate", "from 8000 to 192000"),
     ('{"type": "start", "model": "level", "sample_rate": true}', "sample_rate", "from 8000 to 192000"),
     ('{"type": "begin"}', None, "first message"), ("[1]", None, "JSON object"), ("junk", None, "JSON"),
-    ("[" * 100_000, None, "JSON"), (b"\0\0", None, "first message"),
+    ("[" * 10_000, None, "JSON"), ("[" * 100_000, None, "short"), (b"\0\0", None, "first message"),
 ])
 def test_a_wrong_start_is_told_and_ends_it(server, first, param, words):
     with connect(server.live) as socket:
@@ -171,6 +179,21 @@ def test_wrong_audio_is_told_and_ends_it(server, then, words):
         socket.send(then)
         message = json.loads(socket.recv(10))
         assert message["type"] == "error" and words in message["error"]["message"]
+
+
+def test_a_server_that_stops_says_what_it_heard_so_far(bundle):
+    """The client gets its words and a proper end, though it never said stop; nobody else is let in."""
+    with serving.serving(bundle) as server:
+        with connect(server.live) as socket:
+            start(socket)
+            socket.send(pcm(bundles.say("hello")))
+            assert json.loads(socket.recv(10))["type"] == "partial"
+            server.state.stop()
+            messages = [json.loads(message) for message in socket]
+        assert [each["text"] for each in settled(messages)] == ["hello"] and messages[-1]["type"] == "done"
+        with pytest.raises(websockets.InvalidStatus) as refused:
+            connect(server.live)
+        assert refused.value.response.status_code == 503
 
 
 def test_a_session_that_says_nothing_is_ended_and_its_place_is_free(bundle):
@@ -200,12 +223,11 @@ def test_a_model_that_breaks_ends_the_session_with_the_reason(bundle):
 
 
 def test_a_client_that_vanishes_leaves_nothing_behind(server):
-    socket = connect(server.live)
-    start(socket)
-    socket.send(pcm(bundles.say("hello")))
-    linger = struct.pack("ii", 1, 0)
-    socket.socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_LINGER, linger)
-    socket.socket.close()
+    with connect(server.live) as socket:
+        start(socket)
+        socket.send(pcm(bundles.say("hello")))
+        socket.socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_LINGER, struct.pack("ii", 1, 0))
+        socket.socket.close()
     serving.until(lambda: server.counted("sbkit_live_sessions") == 0)
 
 
