@@ -88,21 +88,25 @@ class Parts:
 
         Only what failed is taken apart, so that no utterance is transcribed twice.
         """
-        size = length(batch)
-        if largest(batch) < self.evaluation_limit or size == 1:
+        if self._may_fit(batch):
             try:
                 return self.brain.evaluate_batch(batch, stage=stage)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                if size == 1:
+                if length(batch) == 1:
                     raise _too_long(self.brain.device, batch) from error
             self._remember_evaluation(batch)
+        size = length(batch)
         halves = [rows(batch, 0, size // 2), rows(batch, size // 2, size)]
         losses = [self.evaluate(half, stage) for half in halves]
         if all(isinstance(loss, Loss) for loss in losses):
             return Loss(sum(loss.total for loss in losses), sum(loss.count for loss in losses))
         return sum(loss * length(half) for loss, half in zip(losses, halves, strict=True)) / size
+
+    def _may_fit(self, batch: Any) -> bool:
+        return (self.evaluation_limit == float("inf")  # nothing failed so far, so nothing needs to be measured
+                or largest(batch) < self.evaluation_limit or length(batch) == 1)
 
     def _remember_evaluation(self, batch: Any) -> None:
         self.evaluation_limit = largest(batch)
