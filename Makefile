@@ -44,6 +44,7 @@ format: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python tools/bench_data.py
 	$(BIN)/python tools/bench_train.py
+	$(BIN)/python tools/bench_decode.py
 
 clean:
 	rm -rf results build *.egg-info .pytest_cache .ruff_cache

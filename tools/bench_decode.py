@@ -8,7 +8,8 @@
 The posteriors are synthetic, and like those of a trained model: most frames are a sure blank, and a token's
 frames hold it among the tokens that sound like it, so that the language model matters and no search is perfect.
 All searches get the same posteriors, the same 3-gram model with the weight 0.5 and 1.5 for each word, and
-the same number of hypotheses (--beam); the rest is what each has by default, but for what its name says.
+the same number of hypotheses (--beam); the rest is what each has by default, but for what its name says. `tuned`:
+with the weights that make the fewest errors on as many other utterances.
 `pruned` follows the 20 likeliest tokens of a frame in flashlight, which by itself follows all.
 """
 
@@ -40,13 +41,17 @@ import torch
 from sbkit.console import table
 from sbkit.decode import lm
 from sbkit.decode.beam import BeamSearch
+from sbkit.decode.fusion import Weights
 from sbkit.score.edits import count
+from sbkit.tasks.tuning import LM_WEIGHTS, WORD_SCORES
 
 FRAME = 0.04  # seconds
-LM_WEIGHT, WORD_SCORE = 0.5, 1.5
+Pair = tuple[float, float]  # what the language model's logarithms are multiplied by, what each word adds
+UNTUNED = (0.5, 1.5)
 #: How near a frame's sound lies to its token, and how sure the model sounds of it.
 NOISE, SHARPNESS = 0.9, 16.0
 SOUNDS = 48  # dimensions in which sounds differ
+FEW = 2  # utterances for what takes minutes
 
 Decode = Callable[[], list[str]]
 
@@ -67,6 +72,10 @@ class Task(NamedTuple):
     @property
     def seconds(self) -> float:
         return float(self.lengths.sum()) * FRAME
+
+    def part(self, which: slice) -> Task:
+        """Some of the utterances."""
+        return self._replace(log_probs=self.log_probs[which], lengths=self.lengths[which], said=self.said[which])
 
 
 def language(words: int, seed: int) -> Iterator[str]:
@@ -103,7 +112,7 @@ def make_task(size: int, utterances: int, folder: Path, seed: int = 0) -> Task:
             input=str(text), model_prefix=str(folder / str(size)), minloglevel=2, unk_id=0, bos_id=-1, eos_id=-1,
             character_coverage=1.0, **kind)
     processor = sentencepiece.SentencePieceProcessor(model_file=str(folder / f"{size}.model"))
-    lm.build(train, arpa, order=3, prune=[0, 0, 1])
+    lm.build(train, arpa, order=3, prune=[0, 0, 1], binary=True)
     pieces = [processor.id_to_piece(i) for i in range(processor.vocab_size())]
     rng = np.random.default_rng(seed)
     sounds = rng.normal(size=(len(pieces), SOUNDS)) / math.sqrt(SOUNDS)
@@ -138,19 +147,20 @@ def posteriors(tokens: Sequence[int], sounds: np.ndarray, rng: np.random.Generat
 # ---------------------------------------------------------------- the contenders
 
 
-def ours(task: Task, beam: int, **options: object) -> Decode:
-    search = BeamSearch(task.pieces, lm=task.arpa, beam=beam, lm_weight=LM_WEIGHT, word_score=WORD_SCORE,
+def ours(task: Task, beam: int, weights: Pair = UNTUNED, **options: object) -> Decode:
+    lm_weight, word_score = weights
+    search = BeamSearch(task.pieces, lm=task.arpa, beam=beam, lm_weight=lm_weight, word_score=word_score,
                         **options).load()
     log_probs, lengths = torch.from_numpy(task.log_probs), torch.from_numpy(task.lengths)
     return lambda: [several[0].text for several in search.decode(log_probs, lengths)]
 
 
-def speechbrain(task: Task, beam: int, name: str) -> Decode:
+def speechbrain(task: Task, beam: int, name: str, weights: Pair = UNTUNED) -> Decode:
     from speechbrain.decoders import ctc
 
     search = getattr(ctc, name)(
-        blank_index=0, vocab_list=["", *task.pieces[1:]], kenlm_model_path=str(task.arpa), alpha=LM_WEIGHT,
-        beta=WORD_SCORE, beam_size=beam)
+        blank_index=0, vocab_list=["", *task.pieces[1:]], kenlm_model_path=str(task.arpa),
+        alpha=weights[0], beta=weights[1], beam_size=beam)
     log_probs = torch.from_numpy(task.log_probs)
     shares = torch.from_numpy((task.lengths + 0.5) / task.log_probs.shape[1])
     return lambda: [several[0].text for several in search(log_probs, shares)]
@@ -163,9 +173,9 @@ def flashlight(task: Task, beam: int, tokens: int | None) -> Decode:
     lexicon = task.arpa.with_suffix(".lexicon")
     lexicon.write_text("".join(f"{word} {' '.join(task.spell(word))}\n" for word in words))
     search = ctc_decoder(
-        lexicon=str(lexicon), tokens=task.pieces, lm=str(task.arpa), beam_size=beam, beam_size_token=tokens,
-        lm_weight=LM_WEIGHT * math.log(10), word_score=WORD_SCORE, blank_token=task.pieces[0],
-        sil_token=task.pieces[0], unk_word="<unk>", log_add=True)
+        lexicon=str(lexicon), tokens=task.pieces, lm=str(task.arpa.with_suffix(".bin")), beam_size=beam,
+        beam_size_token=tokens, lm_weight=UNTUNED[0] * math.log(10), word_score=UNTUNED[1],
+        blank_token=task.pieces[0], sil_token=task.pieces[0], unk_word="<unk>", log_add=True)
     log_probs, lengths = torch.from_numpy(task.log_probs), torch.from_numpy(task.lengths)
     return lambda: [" ".join(several[0].words) for several in search(log_probs, lengths)]
 
@@ -178,20 +188,38 @@ def greedy(task: Task) -> Decode:
                     for spans in greedy(log_probs, lengths)]
 
 
-def contenders(task: Task, beam: int, workers: int) -> Iterator[tuple[str, Decode]]:
-    """Those whose packages are installed; the others are told."""
-    made: list[tuple[str, Callable[[], Decode]]] = [
-        ("sbkit greedy", lambda: greedy(task)),
-        ("sbkit", lambda: ours(task, beam)),
-        (f"sbkit, {workers + 1} processes", lambda: ours(task, beam, workers=workers)),
-        ("SpeechBrain CTCBeamSearcher", lambda: speechbrain(task, beam, "CTCBeamSearcher")),
-        ("SpeechBrain CTCPrefixBeamSearcher", lambda: speechbrain(task, beam, "CTCPrefixBeamSearcher")),
-        ("flashlight, pruned", lambda: flashlight(task, beam, min(20, len(task.pieces)))),
-        ("flashlight", lambda: flashlight(task, beam, None)),
+def tune(task: Task, beam: int) -> Pair:
+    """The weights with the fewest errors on other utterances."""
+    search = BeamSearch(task.pieces, lm=task.arpa, beam=beam)
+    events = search.events(torch.from_numpy(task.log_probs), torch.from_numpy(task.lengths))
+
+    def wrong(weights: Pair) -> float:
+        return error_rate(task.said, [several[0].text for several in search.search(events, Weights(*weights))])
+
+    return min(itertools.product(LM_WEIGHTS, WORD_SCORES), key=wrong)
+
+
+def contenders(task: Task, dev: Task, beam: int, workers: int) -> Iterator[tuple[str, Task, Decode]]:
+    """Name, what it is to decode, and how. Those whose packages are missing are told and left out."""
+    few = task.part(slice(FEW))
+    tuned = tune(dev, beam)
+    print(f"tuned: lm weight {tuned[0]}, word score {tuned[1]}", file=sys.stderr)
+    made: list[tuple[str, Task, Callable[[], Decode]]] = [
+        ("sbkit greedy", task, lambda: greedy(task)),
+        ("sbkit", task, lambda: ours(task, beam)),
+        ("sbkit, beam 16", task, lambda: ours(task, 16)),
+        ("sbkit, token_threshold -12", task, lambda: ours(task, beam, token_threshold=-12.0)),
+        (f"sbkit, {workers + 1} processes", task, lambda: ours(task, beam, workers=workers)),
+        ("sbkit, tuned", task, lambda: ours(task, beam, tuned)),
+        ("SpeechBrain, the same weights", task, lambda: speechbrain(task, beam, "CTCBeamSearcher", tuned)),
+        ("SpeechBrain CTCBeamSearcher", task, lambda: speechbrain(task, beam, "CTCBeamSearcher")),
+        ("SpeechBrain CTCPrefixBeamSearcher", task, lambda: speechbrain(task, beam, "CTCPrefixBeamSearcher")),
+        ("flashlight, pruned", task, lambda: flashlight(task, beam, min(20, len(task.pieces)))),
+        (f"flashlight, {FEW} utterances", few, lambda: flashlight(few, beam, None)),
     ]
-    for name, make in made:
+    for name, part, make in made:
         try:
-            yield name, make()
+            yield name, part, make()
         except ImportError as error:
             print(f"{name} is left out: {error}", file=sys.stderr)
 
@@ -199,23 +227,31 @@ def contenders(task: Task, beam: int, workers: int) -> Iterator[tuple[str, Decod
 # ---------------------------------------------------------------- the race
 
 
-def race(task: Task, beam: int, rounds: int, workers: int, patience: float) -> list[dict[str, object]]:
-    """A row for each contender. One that takes longer than ``patience`` seconds runs once only."""
-    runs = dict(contenders(task, beam, workers))
-    took: dict[str, list[float]] = {name: [] for name in runs}
+def race(task: Task, dev: Task, beam: int, rounds: int, workers: int) -> list[dict[str, object]]:
+    """A row for each contender; they take turns."""
+    runs = list(contenders(task, dev, beam, workers))
+    took: dict[str, list[float]] = {name: [] for name, _, _ in runs}
     wer: dict[str, float] = {}
     for number in range(rounds):
-        for name, decode in runs.items():
-            if number and took[name][0] > patience:
-                continue
+        for name, part, decode in runs:
             if not number and name.startswith("sbkit"):
-                decode()  # processes start, tables are made
+                decode()  # processes start, tables are made, memory is found
             began = time.perf_counter()
             heard = decode()
             took[name].append(time.perf_counter() - began)
-            wer[name] = error_rate(task.said, heard)
-    return [{"vocabulary": len(task.pieces), "search": name, "audio_seconds_per_second": task.seconds
-             / statistics.median(times), "WER": wer[name], "rounds": len(times)} for name, times in took.items()]
+            wer[name] = error_rate(part.said, heard)
+    return [{"vocabulary": len(task.pieces), "search": name, "WER": wer[name],
+             "audio_seconds_per_second": part.seconds / statistics.median(took[name]),
+             "spread": spread(took[name])} for name, part, _ in runs]
+
+
+def spread(times: Sequence[float]) -> float:
+    """Half the distance between the slowest and the fastest round, in per cent of the median."""
+    return 50 * (max(times) - min(times)) / statistics.median(times)
+
+
+def shown(speed: float) -> str:
+    return f"{speed:.0f}" if speed >= 10 else f"{speed:.1f}"
 
 
 def error_rate(said: Sequence[str], heard: Sequence[str]) -> float:
@@ -227,11 +263,10 @@ def error_rate(said: Sequence[str], heard: Sequence[str]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vocabularies", type=int, nargs="+", default=[32, 1000, 5000])
-    parser.add_argument("--utterances", type=int, default=48)
+    parser.add_argument("--utterances", type=int, default=64, help="searched at once, as sbkit evaluate does")
     parser.add_argument("--beam", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="processes beside")
-    parser.add_argument("--patience", type=float, default=15.0, metavar="S", help="what takes longer runs once")
     parser.add_argument("--json", type=Path, help="write the results here, too")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -239,15 +274,16 @@ def main() -> None:
     rows = []
     for size in args.vocabularies:
         with tempfile.TemporaryDirectory() as folder:
-            task = make_task(size, args.utterances, Path(folder))
+            both = make_task(size, 2 * args.utterances, Path(folder))
+            task, dev = both.part(slice(args.utterances)), both.part(slice(args.utterances, None))
             print(f"{len(task.pieces)} pieces, {task.seconds:.0f} s of audio", file=sys.stderr)
-            rows += race(task, args.beam, args.rounds, args.workers, args.patience)
+            rows += race(task, dev, args.beam, args.rounds, args.workers)
     stock = {row["vocabulary"]: row["audio_seconds_per_second"] for row in rows
              if row["search"] == "SpeechBrain CTCBeamSearcher"}
     for row in rows:
         row["times_SpeechBrain"] = row["audio_seconds_per_second"] / stock.get(row["vocabulary"], math.nan)
-    print(table(["vocabulary", "search", "audio-s/s", "x SpeechBrain", "WER %"],
-                [[row["vocabulary"], row["search"], round(row["audio_seconds_per_second"]),
+    print(table(["vocabulary", "search", "audio-s/s", "+- %", "x SpeechBrain", "WER %"],
+                [[row["vocabulary"], row["search"], shown(row["audio_seconds_per_second"]), round(row["spread"]),
                   f"{row['times_SpeechBrain']:.1f}", row["WER"]] for row in rows]))
     if args.json:
         machine = {"python": platform.python_version(), "torch": torch.__version__, "cores": os.cpu_count(),
