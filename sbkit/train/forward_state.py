@@ -12,7 +12,7 @@ from torch import nn
 from sbkit.train.checkpoint_state import TENSORS
 
 # A tensor with more numbers than this is copied at each step only once it was seen to change: most are tables.
-_SMALL = 1 << 20
+_SMALL = 1 << 16
 
 
 class Place(NamedTuple):
