@@ -208,8 +208,9 @@ def test_the_same_ctrl_c_twice_is_one():
 
 
 WORKERS = """
-    import os, sys, time, torch
+    import os, sys, time, torch, warnings
     from torch.utils.data import DataLoader
+    warnings.filterwarnings("ignore", message="This DataLoader will create")  # where there is one core
     from sbkit.train.signals import Stopped, StopSignals, worker_ignore_signals
     class Slow(torch.utils.data.Dataset):
         def __len__(self): return 100_000
