@@ -255,9 +255,10 @@ def _shard(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from sbkit.environment import check_torch_pair
+    from sbkit.environment import check_torch_exports, check_torch_pair
 
     check_torch_pair()
+    check_torch_exports()
     from sbkit.export.bundle import Request, export
 
     wanted = {name: getattr(args, name) for name in Request.__dataclass_fields__}

@@ -36,6 +36,14 @@ def check_torch_pair(torch: str | None = None, torchaudio: str | None = None) ->
         )
 
 
+def check_torch_exports(torch: str | None = None) -> None:
+    """Refuse to export with a torch whose exporter can't take what SpeechBrain's layers do."""
+    torch = torch or version_of("torch")
+    if _minor(torch) < (2, 9):
+        raise SbkitError(f"the exporter of torch {torch} fails on SpeechBrain's layers",
+                         hint="pip install 'torch>=2.9,<2.12' 'torchaudio>=2.9,<2.12': checkpoints stay as they are")
+
+
 def _minor(version: str) -> tuple[int, int]:
     major, minor = version.split("+")[0].split(".")[:2]
     return int(major), int(minor)

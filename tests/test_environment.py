@@ -2,7 +2,7 @@
 
 import pytest
 
-from sbkit.environment import check_torch_pair, describe
+from sbkit.environment import check_torch_exports, check_torch_pair, describe
 from sbkit.errors import SbkitError
 
 
@@ -25,3 +25,9 @@ def test_two_releases_are_told_in_one_line_with_what_to_install():
 def test_versions_and_hardware():
     facts = describe()
     assert facts["torch"].startswith("2.") and "cores" in facts["cpu"]
+
+
+def test_an_exporter_that_is_too_old_is_told():
+    check_torch_exports("2.9.1+cu128")
+    with pytest.raises(SbkitError, match=r"exporter of torch 2\.8\.0 fails"):
+        check_torch_exports("2.8.0")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from sbkit.recipe.build import Built
@@ -15,7 +16,7 @@ from sbkit.recipe.ownership import (
     tell_left_behind,
 )
 from sbkit.recipe.report import Section
-from sbkit.recipe.shapes import PATH, Trace, trace_moved
+from sbkit.recipe.shapes import PATH, Trace, gpu_stand_ins, trace_moved
 from sbkit.recipe.source import Findings
 
 
@@ -74,8 +75,10 @@ def prove(built: Built, owned: Owned, table: Section, traced: Trace, findings: F
     left = left_behind(built, owned)
     for row, (_, module) in zip(table.rows, listed, strict=True):
         row[4] = _place(module, left)
-    if traced.complete:
+    if traced.complete and gpu_stand_ins():
         trace_moved(built, traced, modules, findings)
+    elif traced.complete:
+        table.remarks.append(f"no forward on a GPU: torch {torch.__version__} needs a driver to stand in for one")
     if traced.tried:
         # the forward copes with what it uses, or it broke and says so
         left = [t for t in left if t.path.split(".")[0].split("[")[0] not in PATH]

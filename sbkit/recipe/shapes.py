@@ -7,6 +7,7 @@ needed, and a model of any size takes no room.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import re
 import traceback
@@ -117,6 +118,18 @@ def trace_moved(built: Built, before: Trace, modules: nn.ModuleDict, findings: F
         modules.to_empty(device="cuda:0")
         _run(found, SimpleNamespace(**built.hparams), encoder_key(built), "cuda:0")
     return found
+
+
+@functools.cache
+def gpu_stand_ins() -> bool:
+    """Whether tensors can pretend to be on a GPU here: torch 2.9 and older need a driver for that."""
+    real = torch.ones(1)
+    try:
+        with stand_ins():
+            real.to("cuda:0")
+    except RuntimeError:
+        return False
+    return True
 
 
 @contextlib.contextmanager

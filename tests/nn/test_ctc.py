@@ -141,7 +141,7 @@ def test_lengths_that_cannot_be_are_refused(frames, labels, named):
 
 def test_the_gpu_kernels_compute_the_same():
     """Triton's interpreter must be chosen before Triton is first imported, hence another process."""
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", minversion="3.6", reason="older interpreters of Triton fail with today's numpy")
     found = subprocess.run(
         [sys.executable, __file__], capture_output=True, text=True, timeout=300,
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
