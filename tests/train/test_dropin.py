@@ -148,6 +148,8 @@ def mid_epoch(folder, die_at=None, workers=0):
         brain.fit(counter, dataset(14), train_loader_kwargs={"batch_size": 2, "shuffle": True, "num_workers": workers})
     finally:
         checkpointer.wait()
+        if workers:  # left to the garbage collector, each takes five seconds to end
+            checkpointer.recoverables["dataloader-TRAIN"]._speechbrain_iterator._shutdown_workers()
     return brain, lin.weight
 
 
