@@ -23,6 +23,7 @@ from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.culprit import Suspect
 from sbkit.train.epoch import train
 from sbkit.train.evaluation import evaluate
+from sbkit.train.flops import Utilisation
 from sbkit.train.forward_state import ForwardState
 from sbkit.train.metrics import MetricsLog
 from sbkit.train.oom import Parts
@@ -83,6 +84,8 @@ class Brain(sb.core.Brain):
             self.hparams = SimpleNamespace()
         if getattr(self.hparams, "accelerate", True):
             accelerate(self.modules)
+            for features in (value for value in vars(self.hparams).values() if isinstance(value, torch.nn.Module)):
+                accelerate(features)  # which have no weights, and so aren't among the modules
         self.rank, self.device_type = ranks.rank(), device.type
         self._find_unused = self.find_unused_parameters or not options.given(
             run_opts, hparams, "find_unused_parameters")
@@ -102,6 +105,8 @@ class Brain(sb.core.Brain):
         self._found = SimpleNamespace(outputs=None, raw=None, loss=None)
         self._first_step_checked = self._told_dropped = self._validates = False
         self._budget = StepBudget(device)
+        self._utilisation = Utilisation(device, self.precision, enabled=not (
+            self.compile or self.compile_module_keys or self.jit or self.jit_module_keys))
         self._progress: Progress | None = None
         self._between = Between(self)
         self._parts = Parts(self)
@@ -198,7 +203,7 @@ class Brain(sb.core.Brain):
         """Forward, loss and gradients of a micro-batch, or of a share of one."""
         if not self._steps.started:
             self._forward_state.keep()
-        with self.no_sync(not last):
+        with self.no_sync(not last), self._utilisation.counted(batch):
             # so that a culprit can be looked at again
             generators = rng.capture(self.device) if generators is None else generators
             total = self._forward(batch) if self._parallel is None else self._parallel(batch)

@@ -18,11 +18,11 @@ class Utilisation:
         with utilisation.counted(batch): ...     # the first batch is counted, others pass
         utilisation.share(padded_seconds, took)  # None where it isn't known
 
-    Padding is counted with the rest: the device computes it. How much of it there is stands beside it.
+    Compiled code can't be counted (``enabled``). Padding is counted with the rest: the device computes it. How much of it there is stands beside it.
     """
 
-    def __init__(self, device: torch.device, precision: str):
-        self.device, self.precision = device, precision
+    def __init__(self, device: torch.device, precision: str, enabled: bool = True):
+        self.device, self.precision, self.enabled = device, precision, enabled
         self.per_second: float | None = None
         """Operations for a second of audio, padding included."""
         self._peak: tuple[float, str] | None = None
@@ -31,7 +31,7 @@ class Utilisation:
     def counted(self, batch: Any) -> Iterator[None]:
         """Within, forward and backward of ``batch`` run."""
         seconds = getattr(batch, "padded_seconds", 0.0)
-        if self.per_second is not None or not seconds or not getattr(batch, "weight", 1.0):
+        if not self.enabled or self.per_second is not None or not seconds or not getattr(batch, "weight", 1.0):
             yield
             return
         with FlopCounterMode(display=False) as counter:
@@ -45,7 +45,7 @@ class Utilisation:
             return None
         return self.per_second * padded_seconds / took / self._peak[0]
 
-    @property
-    def measure(self) -> str:
-        """What 100 % is."""
-        return self._peak[1] if self._peak is not None else "unknown"
+    def line(self, padded_seconds: float, took: float) -> str:
+        """For people; empty where nothing is known."""
+        share = self.share(padded_seconds, took)
+        return "" if share is None else f"{100 * share:.0f} % of {self._peak[1]} in use"

@@ -9,6 +9,7 @@ from typing import Any
 
 from sbkit.train import ranks
 from sbkit.train.display import StageDisplay
+from sbkit.train.flops import Utilisation
 from sbkit.train.metrics import MetricsLog
 from sbkit.train.step import Facts
 from sbkit.train.tally import Mean
@@ -25,15 +26,17 @@ class Progress:
     display: the bar
     metrics: where a line goes every ``interval`` seconds; None: nowhere
     budget: where the step's time goes
+    utilisation: of the device's arithmetic
     """
 
     def __init__(self, display: StageDisplay, metrics: MetricsLog | None, budget: StepBudget, epoch: Any,
-                 interval: float):
+                 interval: float, utilisation: Utilisation):
+        self.utilisation = utilisation
         self.display, self.metrics, self.budget = display, metrics, budget
         self.epoch, self.interval = epoch, interval
         self.skipped = 0
         self._start = self._last = time.monotonic()
-        self._seconds = self._padded = self._whole = 0.0
+        self._seconds = self._padded = self._whole = self._whole_padded = 0.0
         self._steps = 0
         self._loss, self._extras, self._norm = Mean(), {}, None
 
@@ -43,6 +46,7 @@ class Progress:
         self._seconds += seconds
         self._padded += padded
         self._whole += seconds
+        self._whole_padded += padded
         self.display.update(steps, loss=loss, lr=lr, seconds=seconds, padded_seconds=padded)
 
     def step(self, fact: Facts, lr: Any) -> None:
@@ -72,13 +76,16 @@ class Progress:
     def close(self, loss: float, step: int) -> None:
         """The epoch's training is over; waits for the device."""
         took = time.monotonic() - self._start
+        sections = self.budget.totals()
+        total = sections.pop("total") or 1.0
         if ranks.is_main() and self._steps:
-            logger.info("epoch %s: %s", self.epoch, self.budget.line())
+            use = self.utilisation.line(self._whole_padded, total)
+            logger.info("epoch %s: %s%s", self.epoch, self.budget.line(), use and f"; {use}")
         if self.metrics is not None:
-            sections = self.budget.totals()
-            total = sections.pop("total") or 1.0
             self.metrics.write(
                 "epoch", epoch=self.epoch, step=step, train_loss=loss, train_seconds=round(took, 3),
                 audio_s_per_s=self._whole * ranks.world_size() / took or None, skipped_steps=self.skipped,
+                padding_share=1 - self._whole / self._whole_padded if self._whole_padded else None,
+                mfu=self.utilisation.share(self._whole_padded, total),
                 time_shares={name: round(value / total, 4) for name, value in sections.items()},
             )

@@ -29,7 +29,7 @@ def test_the_first_batch_is_counted_forward_and_backward(monkeypatch):
         product(rows=3000)
     assert use.per_second == 6000.0, "the second is not counted"
     assert use.share(100.0, 2.0) == pytest.approx(6000 * 50 / 1e6)
-    assert use.measure == "a test"
+    assert use.line(100.0, 2.0) == "30 % of a test in use"
 
 
 @pytest.mark.parametrize("odd", [SimpleNamespace(), batch(weight=0.0), batch(seconds=0.0)])
