@@ -18,7 +18,8 @@ class Utilisation:
         with utilisation.counted(batch): ...     # the first batch is counted, others pass
         utilisation.share(padded_seconds, took)  # None where it isn't known
 
-    Compiled code can't be counted (``enabled``). Padding is counted with the rest: the device computes it. How much of it there is stands beside it.
+    Compiled code can't be counted (``enabled``). Padding is counted with the rest: the device computes it, and how
+    much of it there is stands beside it.
     """
 
     def __init__(self, device: torch.device, precision: str, enabled: bool = True):
