@@ -72,7 +72,10 @@ def decode(file: BinaryIO, out: BinaryIO, rate: int, max_seconds: float) -> dict
 
 
 def _limit(memory: int, file_bytes: int) -> None:
-    for what, most in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_FSIZE, file_bytes), (resource.RLIMIT_CORE, 0)):
+    bounds = [(resource.RLIMIT_FSIZE, file_bytes), (resource.RLIMIT_CORE, 0)]
+    if sys.platform != "darwin":  # which refuses to bound address space
+        bounds.append((resource.RLIMIT_AS, memory))
+    for what, most in bounds:
         hard = resource.getrlimit(what)[1]
         if hard != resource.RLIM_INFINITY:
             most = min(most, hard)

@@ -130,10 +130,10 @@ class Decoders:
         self._restarted = restarted or (lambda: None)
         self._memory = _OWN_MEMORY + 4 * limits.upload_bytes
         self._file_bytes = int(4 * _HIGHEST_RATE * (limits.max_audio_seconds + 60))
-        self._free: queue.LifoQueue[_Decoder] = queue.LifoQueue()
+        self._free: queue.LifoQueue[_Decoder | None] = queue.LifoQueue()  # None: could not be started anew
         self._all: set[_Decoder] = set()
         for _ in range(limits.decoders):
-            self._add()
+            self._free.put(self._started())
 
     def check(self) -> None:
         """Wait until they run; ``SbkitError`` where they can't."""
@@ -180,22 +180,31 @@ class Decoders:
         while True:
             job.check()
             with contextlib.suppress(queue.Empty):
-                return self._free.get(timeout=_LOOK_SECONDS)
+                found = self._free.get(timeout=_LOOK_SECONDS)
+                break
+        try:
+            return found or self._started()
+        except BaseException:
+            self._free.put(None)
+            raise
 
-    def _add(self) -> None:
+    def _started(self) -> _Decoder:
         decoder = _Decoder(self._command, self._memory, self._file_bytes)
         self._all.add(decoder)
-        self._free.put(decoder)
+        return decoder
 
     def _replace(self, decoder: _Decoder) -> None:
         self._all.discard(decoder)
         decoder.close()
         self._restarted()
-        self._add()
+        try:
+            self._free.put(self._started())
+        except OSError:  # the machine has no room for a process now
+            self._free.put(None)
 
     def close(self) -> None:
         """End all."""
-        for each in self._all:
+        for each in list(self._all):
             each.close()
 
 

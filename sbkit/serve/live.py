@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -41,6 +42,7 @@ from sbkit.serve.registry import Registry, Served
 from sbkit.serve.tail import Settled, Tail
 
 PROTOCOL = "sbkit.live"
+_log = logging.getLogger(__name__)
 _MIN_RATE, _MAX_RATE = 8_000, 192_000
 _START_SECONDS = 10.0
 _BEHIND_SECONDS = 5.0  # of audio that nobody looked at; then the client has to wait
@@ -99,8 +101,8 @@ class Floor:
             self._metrics.refused.add(reason=error.code or str(error.status))
             await _end(websocket, error, _POLICY)
         except Exception:
+            _log.exception("session %s failed", websocket.scope[REQUEST_ID])
             await _end(websocket, failed(websocket.scope[REQUEST_ID]), _INTERNAL)
-            raise
         finally:
             if session is not None:
                 session.close()

@@ -17,6 +17,7 @@ import serving
 from sbkit.errors import SbkitError
 from sbkit.infer.recordings import Recording
 from sbkit.serve import decoder_process
+from sbkit.serve import decoders as decoders_module
 from sbkit.serve.decoders import Decoders
 from sbkit.serve.errors import ApiError
 from sbkit.serve.job import Cancelled, Job
@@ -103,6 +104,30 @@ def test_a_client_that_leaves_ends_the_decoder(tmp_path):
         assert len(decode(decoders, serving.wav("b"))) == len(bundles.say("b"))
     finally:
         decoders.close()
+
+
+def test_a_machine_without_room_for_a_process_costs_a_request_and_not_the_server(tmp_path, monkeypatch):
+    """A decoder that cannot be replaced at once is replaced when it is needed."""
+    instances = Decoders(Limits(decoders=1), command=acting(tmp_path, "os._exit(1)"))
+    real = decoders_module._Decoder
+    full = []
+
+    def failing(*args):
+        if full:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return real(*args)
+
+    monkeypatch.setattr(decoders_module, "_Decoder", failing)
+    try:
+        full.append(True)
+        with pytest.raises(ApiError):
+            decode(instances, serving.wav("a"))
+        with pytest.raises(BlockingIOError):
+            decode(instances, serving.wav("b"))
+        full.clear()
+        assert len(decode(instances, serving.wav("c"))) == len(bundles.say("c"))
+    finally:
+        instances.close()
 
 
 def test_a_decoder_that_cannot_start_is_told_at_the_start():
