@@ -3,6 +3,8 @@
 import io
 import json
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import bundles
 import httpx
@@ -74,6 +76,41 @@ def test_a_stream_has_deltas_and_all_of_the_text_exactly_once(client, long):
     assert len(events) > 3, "the text comes in pieces"
     assert "".join(each.delta for each in events[:-1]) == events[-1].text == text
     assert ask(client, data, "a.flac").text == text
+
+
+def test_words_are_streamed_before_the_rest_was_heard(server, client, long):
+    """The first comes while the model has not said a thing about the end of the recording."""
+    text, data = long
+    real, calls, go = server.engine._backend, [], threading.Event()
+
+    def halting(*batch):
+        calls.append(1)
+        if len(calls) > 1:
+            go.wait(20)
+        return real(*batch)
+
+    server.engine._backend = halting
+    try:
+        events = iter(ask(client, data, "a.flac", stream=True))
+        first = next(events).delta
+        assert not go.is_set() and text.startswith(first) and len(first) < len(text)
+        go.set()
+        assert list(events)[-1].text == text
+    finally:
+        go.set()
+        server.engine._backend = real
+
+
+def test_requests_that_come_at_once_share_batches_and_none_gets_anothers_answer(server, client):
+    texts = [f"{a}{b} says {b}{a}" for a in "abcd" for b in "wxyz"]
+    rows, batches = (server.counted(f"sbkit_batch_rows_{each}") for each in ("sum", "count"))
+    with ThreadPoolExecutor(len(texts)) as pool:
+        with server.held():
+            found = [pool.submit(ask, client, serving.wav(text)) for text in texts]
+            serving.until(lambda: server.counted("sbkit_signals_waiting") == len(texts) - 1)
+        assert [each.result().text for each in found] == texts
+    assert server.counted("sbkit_batch_rows_sum") - rows == len(texts)
+    assert server.counted("sbkit_batch_rows_count") - batches <= 5, "the first alone, then as many as fit"
 
 
 def test_a_stream_of_silence_is_done_with_no_text(client):

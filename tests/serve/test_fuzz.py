@@ -1,11 +1,16 @@
 """Damaged audio and hostile requests: each gets a 4xx with a reason, the server lives, the next good one is right."""
 
+import contextlib
+import json
 import random
 from concurrent.futures import ThreadPoolExecutor
 
+import bundles
 import httpx
 import pytest
 import serving
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import connect
 
 from sbkit.serve.limits import Limits
 
@@ -110,3 +115,45 @@ def test_whatever_comes_is_refused_with_a_reason_and_the_next_good_request_is_ri
         assert client.get(f"{server.url}/health").json()["status"] == "ok"
         assert server.counted("sbkit_requests_inside") == 0
         print(found, server.counted("sbkit_decoder_restarts_total"), "decoders replaced")
+
+
+def strange(rng, start):
+    """A message that no client of ours would send."""
+    form = {"type": rng.choice(WORDS), "model": rng.choice(WORDS),
+            "sample_rate": rng.choice((0, -1, 1e9, "x", None, [], 8000))}
+    return rng.choice((rng.randbytes(rng.randint(0, 3000)), rng.choice(WORDS), start, '{"type": "stop"}',
+                       json.dumps(form), bytes(rng.randrange(400_000))))
+
+
+def received(socket):
+    """All that comes until the end."""
+    messages = []
+    with contextlib.suppress(ConnectionClosed):
+        while True:
+            messages.append(json.loads(socket.recv(20)))
+    return messages
+
+
+def test_whatever_comes_through_a_socket_ends_it_with_a_reason_and_the_next_session_is_right(bundle):
+    rng = random.Random(7)
+    start = json.dumps({"type": "start", "model": "level", "sample_rate": bundles.RATE})
+    with serving.serving(bundle, limits=Limits(decoders=1, idle_seconds=5)) as server:
+        for _ in range(150):
+            with connect(server.live) as socket:
+                if rng.random() < 0.7:
+                    socket.send(start)
+                with contextlib.suppress(ConnectionClosed):
+                    for _ in range(rng.randint(1, 4)):
+                        socket.send(strange(rng, start))
+                    socket.send('{"type": "stop"}')
+                    socket.send("over")
+                messages = received(socket)
+                assert messages[-1]["type"] in ("error", "done"), messages
+                assert messages[-1]["type"] == "done" or messages[-1]["error"]["type"] == "invalid_request_error"
+        serving.until(lambda: server.counted("sbkit_live_sessions") == 0)
+        with connect(server.live) as socket:
+            socket.send(start)
+            socket.send((bundles.say(GOOD) * 32767).astype("<i2").tobytes())
+            socket.send('{"type": "stop"}')
+            messages = received(socket)
+        assert " ".join(each["text"] for each in messages if each["type"] == "final") == GOOD
