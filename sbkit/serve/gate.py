@@ -11,7 +11,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
-from urllib.parse import urlsplit
 
 from sbkit.serve.errors import ApiError, failed, too_large, unauthorized
 from sbkit.serve.metrics import Metrics
@@ -112,7 +111,7 @@ class Gate:
         origin = headers.get("origin")
         if origin is None or self._allowed(origin):
             return
-        if urlsplit(origin).netloc.lower() != headers.get("host", "").lower():
+        if origin.lower() not in [f"{scheme}://{headers.get('host', '').lower()}" for scheme in ("http", "https")]:
             raise ApiError(403, f"a page of {origin[:80]} may not use this server; start it with --allow-origin",
                            code="origin_not_allowed")
 

@@ -315,8 +315,9 @@ def test_keys_are_compared_by_all_their_digests(monkeypatch):
 
 
 def test_a_page_elsewhere_may_not_use_this_server(small):
-    answer = httpx.get(f"{small.base}/models", headers={"origin": "https://evil.example"})
-    assert answer.status_code == 403 and error(answer)["code"] == "origin_not_allowed"
+    for origin in ("https://evil.example", "null", "http://[", "", f"http://127.0.0.1:{small.port}.evil.example"):
+        answer = httpx.get(f"{small.base}/models", headers={"origin": origin})
+        assert answer.status_code == 403 and error(answer)["code"] == "origin_not_allowed"
     with pytest.raises(websockets.InvalidStatus) as refused:
         connect(small.live, origin="https://evil.example")
     assert refused.value.response.status_code == 403
