@@ -251,6 +251,18 @@ def test_metrics_are_prometheus_text(server, client):
     assert 'sbkit_audio_seconds_total{model="level"}' in answer.text
 
 
+def test_a_search_with_hot_words_is_what_transcribe_does(bundle, long):
+    """In one piece and as a stream, many at once."""
+    text, data = long
+    with serving.serving(bundle, search={"hot_words": {"hello": 5.0}, "beam": 4}) as server:
+        with openai.OpenAI(base_url=server.base, api_key="none", max_retries=0) as client:
+            with ThreadPoolExecutor(8) as pool:
+                texts = [f"hello number {letter}" for letter in "abcdefgh"]
+                assert [each.text for each in pool.map(lambda t: ask(client, serving.wav(t)), texts)] == texts
+            events = list(ask(client, data, "a.flac", stream=True))
+            assert "".join(each.delta for each in events[:-1]) == events[-1].text == text
+
+
 def test_an_error_amid_a_stream_reaches_the_client(bundle, monkeypatch):
     with serving.serving(bundle) as server:
         real = server.engine._backend

@@ -81,40 +81,38 @@ def hostile(rng, samples):
     return {"content": bytes(body), "headers": headers}
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_whatever_comes_is_refused_with_a_reason_and_the_next_good_request_is_right(bundle, samples):
-    rng = random.Random(20240607)
+    """What is damaged may be audio still; it goes on until so many were refused."""
     limits = Limits(max_upload_mb=1, max_audio_seconds=120, decoders=2, decode_seconds=5, request_seconds=60)
     with serving.serving(bundle, limits=limits) as server, httpx.Client(timeout=60) as client:
         url = f"{server.base}/audio/transcriptions"
 
         def send(number):
-            own = random.Random(seeds[number])
+            rng = random.Random(number)
             if number % 4:
-                body = {"data": {"model": "level"}, "files": {"file": ("a.wav", damaged(own, samples))}}
+                body = {"data": {"model": "level"}, "files": {"file": ("a.wav", damaged(rng, samples))}}
             else:
-                body = hostile(own, samples)
+                body = hostile(rng, samples)
             answer = client.post(url, **body)
             if answer.status_code == 200:
-                return 200
+                return False
             said = answer.json()["error"]
             assert 400 <= answer.status_code < 500, (number, answer.status_code, said)
             assert said["message"] and said["type"] == "invalid_request_error" and "Traceback" not in said["message"]
-            return answer.status_code
+            return True
 
-        seeds = [rng.random() for _ in range(INPUTS)]
-        found = {}
+        refused = sent = 0
         with ThreadPoolExecutor(4) as pool:
-            for start in range(0, INPUTS, 100):
-                for status in pool.map(send, range(start, start + 100)):
-                    found[status] = found.get(status, 0) + 1
+            while refused < INPUTS:
+                refused += sum(pool.map(send, range(sent, sent + 100)))
+                sent += 100
                 good = client.post(url, data={"model": "level"}, files={"file": ("a.wav", samples[0])})
                 assert good.json()["text"] == GOOD
-        assert sum(found.values()) == INPUTS and found[400] > INPUTS / 4, found
+        assert sent < 3 * INPUTS
         assert client.get(f"{server.url}/health").json()["status"] == "ok"
         assert server.counted("sbkit_requests_inside") == 0
-        print(found, server.counted("sbkit_decoder_restarts_total"), "decoders replaced")
+        print(f"{refused} of {sent} refused, {server.counted('sbkit_decoder_restarts_total'):.0f} decoders replaced")
 
 
 def strange(rng, start):
