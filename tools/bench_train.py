@@ -141,7 +141,8 @@ def work(args: argparse.Namespace, rest: list[str]) -> None:
         from sbkit.train.memory import keep_freed_memory
 
         keep_freed_memory()
-    hparams = load.load(request.path, request.overrides | {"spec_augment": None, "ckpt_interval_minutes": 0})
+    same = {"spec_augment": None, "intermediate_ctc": 0.0, "ckpt_interval_minutes": 0}  # stock has neither of the two
+    hparams = load.load(request.path, request.overrides | same)
     hparams["checkpointer"] = None
     side = {"stock": stock, "sbkit": ours}[args.side](hparams, request)
     for line in sys.stdin:

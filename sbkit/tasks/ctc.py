@@ -43,7 +43,7 @@ class CTC(ASR):
     label-smoothed cross-entropy. Both are means per token over the whole optimizer step.
 
     ``intermediate_ctc: 0.3`` gives that share of the CTC loss to layers within the encoder (``intermediate_layers``;
-    without it the middle one), through the same head.
+    without it the middle one of SpeechBrain's transformers, and none of other encoders), through the same head.
 
     ``consistency: 0.2`` is CR-CTC: each utterance is seen twice, augmented in two ways, and that much of what the two
     disagree in is added to the loss, rising over ``consistency_warmup`` (a share of the run, 0.1). A step then
@@ -114,7 +114,11 @@ class CTC(ASR):
     def _tapped_layers(self) -> list[int]:
         if not getattr(self.hparams, "intermediate_ctc", 0.0):
             return []
-        return getattr(self.hparams, "intermediate_layers", None) or [len(stack(self.recognizer.encoder).layers) // 2]
+        layers, encoder = getattr(self.hparams, "intermediate_layers", None), self.recognizer.encoder
+        if layers or not hasattr(encoder, "encode"):  # of an encoder of the user's nobody knows what its layers give
+            return layers or []
+        middle = len(stack(encoder).layers) // 2
+        return [middle] if middle else []
 
     def _ctc(self, scores: Tensor, frames: Tensor, batch: Batch) -> CTCLoss:
         return ctc_loss(

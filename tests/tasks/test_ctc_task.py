@@ -14,7 +14,7 @@ from sbkit.tasks.ctc import CTC
 
 RECIPE = Path(__file__).parents[2] / "hparams" / "ctc.yaml"
 SMALL = {"d_model": 16, "nhead": 2, "num_encoder_layers": 3, "d_ffn": 16, "cnn_first_channels": 4, "cnn_channels": 4,
-         "dropout": 0.0, "CNN": {"dropout": 0.0}}
+         "dropout": 0.0, "CNN": {"dropout": 0.0}, "intermediate_ctc": 0.0}
 
 
 def brain(tmp_path, **given):
@@ -60,6 +60,17 @@ def test_intermediate_ctc_takes_its_share(tmp_path, batch):
     made.hparams.intermediate_layers = None
     scores, _ = loss(made, batch)
     torch.testing.assert_close(plain(scores.intermediate[0], scores.frames, batch), first)  # the middle of three
+
+
+def test_an_encoder_of_the_users_own_is_left_alone(tmp_path, batch):
+    made = brain(tmp_path, intermediate_ctc=0.3)
+    made.recognizer.encoder = torch.nn.Sequential(torch.nn.Linear(80, 16))
+    assert loss(made, batch)[0].intermediate == []
+
+
+def test_an_encoder_of_one_layer_has_nothing_between(tmp_path, batch):
+    scores, _ = loss(brain(tmp_path, intermediate_ctc=0.3, num_encoder_layers=1), batch)
+    assert scores.intermediate == []
 
 
 def test_intermediate_ctc_is_for_training_alone(tmp_path, batch):

@@ -1,0 +1,133 @@
+#!/usr/bin/env python3
+"""How cost grows: time and memory of a step, and time of a plan, against what makes them larger, with the exponent.
+
+    python tools/bench_growth.py [--device cpu] [--json FILE] [--only length,vocabulary] [--key value ...]
+
+One thing grows at a time, the flagship's YAML is the rest. Each point is a process of its own: its step is the median
+of several on noise, its memory what the process holds at most beyond what it held before the first step (on a GPU: the
+allocator's peak). The exponent is the slope between the last two points on logarithmic axes: 1 is growth in
+proportion, and attention's part of an utterance's length alone may bring more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+RECIPE = ROOT / "hparams" / "ctc.yaml"
+
+#: What grows: its values, and (utterances, seconds of each, keys of the recipe) for one of them.
+SWEEPS = {
+    "batch seconds": ([15, 30, 60, 120, 240], lambda v: (int(v / 5), 5.0, {})),
+    "utterance length": ([3.75, 7.5, 15, 30, 60], lambda v: (int(120 / v), v, {"corpus.max_duration": 60})),
+    "d_model": ([72, 144, 288, 576], lambda v: (12, 5.0, {"d_model": v, "d_ffn": 4 * v})),
+    "encoder layers": ([3, 6, 12, 24], lambda v: (12, 5.0, {"num_encoder_layers": v})),
+    "vocabulary": ([32, 500, 1000, 5000], lambda v: (12, 5.0, {"token_type": "unigram", "output_neurons": v})),
+}
+PLAN = [20_000, 200_000, 2_000_000]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--only", default="", metavar="A,B", help="of: " + ", ".join([*SWEEPS, "plan"]))
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--point", help=argparse.SUPPRESS)
+    args, rest = parser.parse_known_args()
+    if args.point:
+        print(json.dumps(point(json.loads(args.point), args.device, rest)))
+        return
+    wanted = args.only.split(",") if args.only else [*SWEEPS, "plan"]
+    found = {name: sweep(name, args.device, rest) for name in SWEEPS if any(word in name for word in wanted)}
+    if "plan" in wanted:
+        found["utterances planned"] = [ask({"plan": size}, args.device, rest) | {"value": size} for size in PLAN]
+    print(show(found))
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def sweep(name: str, device: str, rest: list[str]) -> list[dict]:
+    """One row of figures for each value."""
+    values, sizes = SWEEPS[name]
+    rows = []
+    for value in values:
+        utterances, seconds, keys = sizes(value)
+        what = {"utterances": utterances, "seconds": seconds, "keys": keys}
+        rows.append(ask(what, device, rest) | {"value": value})
+        print(f"{name} {value}: {rows[-1]['seconds']:.3f} s, {rows[-1]['mib']:.0f} MiB", file=sys.stderr)
+    return rows
+
+
+def ask(what: dict, device: str, rest: list[str]) -> dict:
+    """A point, measured in a process of its own."""
+    command = [sys.executable, __file__, "--point", json.dumps(what), "--device", device, *rest]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{what} failed; its messages are above")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def point(what: dict, device: str, rest: list[str]) -> dict:
+    """Median seconds and peak MiB of a step, or of a plan's epoch."""
+    if "plan" in what:
+        return plan(what["plan"])
+    import torch
+
+    from sbkit import tune
+    from sbkit.recipe import arguments
+
+    keys = [word for key, value in what["keys"].items() for word in (f"--{key}", str(value))]
+    request = arguments.parse([str(RECIPE), "--device", device, *keys, *rest])
+    with tune._trial(request, torch.device(device)) as trial:
+        batch = trial.batch(what["utterances"], what["seconds"])
+        before = peak_mib()
+        measured = tune.time_steps(trial.brain.try_batch, batch, torch.device(device))
+    mib = measured.peak_bytes / 2**20 if measured.peak_bytes else peak_mib() - before
+    return {"seconds": measured.step_seconds, "mib": mib}
+
+
+def plan(size: int) -> dict:
+    """An epoch's plan of a corpus of this size."""
+    import numpy as np
+
+    from sbkit.data.plan import Batching, Plan
+
+    durations = np.random.default_rng(0).gamma(4.0, 1.3, size).clip(0.5, 20).astype(np.float32)
+    before, started = peak_mib(), time.perf_counter()
+    Plan(durations, Batching(max_batch_seconds=500, step_seconds=4000)).epoch(1)
+    return {"seconds": time.perf_counter() - started, "mib": peak_mib() - before}
+
+
+def peak_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def slope(rows: list[dict], key: str) -> float:
+    """Of the last two points on logarithmic axes."""
+    (x, a), (y, b) = ((row["value"], max(row[key], 1e-9)) for row in rows[-2:])
+    return math.log(b / a) / math.log(y / x)
+
+
+def show(found: dict[str, list[dict]]) -> str:
+    from sbkit.console import table
+
+    rows = []
+    for name, points in found.items():
+        for each in points:
+            last = each is points[-1]
+            rows.append([name if each is points[0] else "", f"{each['value']:,}", f"{1000 * each['seconds']:.0f}",
+                         f"{each['mib']:.0f}", f"{slope(points, 'seconds'):.2f}" if last else "",
+                         f"{slope(points, 'mib'):.2f}" if last else ""])
+    return table(["what grows", "to", "ms", "MiB", "exponent of time", "of memory"], rows)
+
+
+if __name__ == "__main__":
+    main()
