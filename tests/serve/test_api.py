@@ -14,6 +14,8 @@ import pytest
 import serving
 import soundfile
 
+from sbkit.serve import registry
+
 TEXT = "hello there good people"
 
 
@@ -232,6 +234,17 @@ def test_a_broken_device_is_unhealthy_and_says_so(bundle):
         assert answer.status_code == 503 and "device-side assert" in answer.json()["faults"][0]
         assert httpx.get(f"{server.url}/ready").status_code == 503
         assert server.counted("sbkit_device_fault") == 1
+
+
+def test_a_model_that_hangs_is_unhealthy_until_it_goes_on(server, client, monkeypatch):
+    monkeypatch.setattr(registry, "STUCK_SECONDS", 0.2)
+    with ThreadPoolExecutor(1) as pool, server.held() as go:
+        slow = pool.submit(ask, client, serving.wav("slow"))
+        serving.until(lambda: httpx.get(f"{server.url}/health").status_code == 503)
+        assert "a batch has been running for" in httpx.get(f"{server.url}/health").json()["faults"][0]
+        go.set()
+        assert slow.result().text == "slow"
+    assert httpx.get(f"{server.url}/health").status_code == 200
 
 
 def test_metrics_are_prometheus_text(server, client):
