@@ -143,8 +143,8 @@ def work(args: argparse.Namespace, rest: list[str]) -> None:
         keep_freed_memory()
     same = {"spec_augment": None, "intermediate_ctc": 0.0, "ckpt_interval_minutes": 0}  # stock has neither of the two
     hparams = load.load(request.path, request.overrides | same)
-    hparams["checkpointer"] = None
-    side = {"stock": stock, "sbkit": ours}[args.side](hparams, request)
+    hparams["schedule"].total_steps = 10**6
+    side = SIDES[args.side](hparams, request)
     for line in sys.stdin:
         piece = line.strip()
         if piece == "memory":
@@ -175,14 +175,14 @@ def ours(hparams: dict, request: SimpleNamespace) -> SimpleNamespace:
     from sbkit.data.loader import EvalLoader, TrainLoader
     from sbkit.data.plan import Plan
 
+    hparams["checkpointer"] = None
     manifests, tokenizer = hparams["corpus"].load(), hparams["tokenizer"].load()
     brain = hparams["brain"](modules=hparams["modules"], opt_class=hparams["opt_class"], hparams=hparams,
                              run_opts=request.run_opts)
     plan = Plan(manifests["train"].durations, hparams["batching"])
     train = TrainLoader(manifests["train"], tokenizer, plan, workers=hparams["num_workers"])
-    valid = EvalLoader(manifests["dev"], tokenizer, max_batch_seconds=hparams["max_batch_seconds"],
-                       workers=hparams["num_workers"])
-    hparams["schedule"].total_steps = 10**6
+    valid, test = (EvalLoader(manifests[split], tokenizer, max_batch_seconds=hparams["max_batch_seconds"],
+                              workers=hparams["num_workers"]) for split in ("dev", "test"))
     brain.hparams.train_logger.log_stats = lambda *_, **__: None
     brain._plan_driven = True
     brain.on_fit_start()
@@ -208,7 +208,12 @@ def ours(hparams: dict, request: SimpleNamespace) -> SimpleNamespace:
         brain._fit_valid(valid, 1, enable=False)
         return manifests["dev"].hours * 3600
 
-    return SimpleNamespace(step=step, epoch=epoch, validation=validation)
+    def word_errors() -> float:
+        brain.evaluate(test, progressbar=False)
+        return brain.test_words.rate
+
+    return SimpleNamespace(step=step, epoch=epoch, validation=validation, word_errors=word_errors, brain=brain,
+                           epoch_seconds=manifests["train"].hours * 3600)
 
 
 def stock(hparams: dict, request: SimpleNamespace) -> SimpleNamespace:
@@ -252,6 +257,9 @@ def stock(hparams: dict, request: SimpleNamespace) -> SimpleNamespace:
             if stage == sb.Stage.VALID:
                 self.words.summarize("error_rate"), self.characters.summarize("error_rate")
 
+        def on_fit_batch_start(self, batch, should_step):
+            hparams["schedule"].apply(self.optimizer, self.optimizer_step + 1)
+
     @sb.utils.data_pipeline.takes("wav")
     @sb.utils.data_pipeline.provides("sig")
     def audio(wav):
@@ -269,16 +277,18 @@ def stock(hparams: dict, request: SimpleNamespace) -> SimpleNamespace:
             output_keys=["id", "sig", "wrd", "tokens", "duration"],
         )
 
-    train_set, valid_set = dataset("train"), dataset("dev").filtered_sorted(sort_key="duration", reverse=True)
+    train_set = dataset("train")
+    valid_set, test_set = (dataset(split).filtered_sorted(sort_key="duration", reverse=True)
+                           for split in ("dev", "test"))
     sampler = DynamicBatchSampler(
         train_set, max_batch_length=hparams["step_seconds"], num_buckets=60, length_func=lambda row: row["duration"],
         shuffle=True, batch_ordering="random",
     )
     workers = {"num_workers": hparams["num_workers"], "collate_fn": sb.dataio.batch.PaddedBatch}
     train = SaveableDataLoader(train_set, batch_sampler=sampler, **workers)
-    valid_sampler = DynamicBatchSampler(valid_set, max_batch_length=hparams["max_batch_seconds"], num_buckets=60,
-                                        length_func=lambda row: row["duration"], shuffle=False)
-    valid = SaveableDataLoader(valid_set, batch_sampler=valid_sampler, **workers)
+    valid, test = (SaveableDataLoader(data, **workers, batch_sampler=DynamicBatchSampler(
+        data, max_batch_length=hparams["max_batch_seconds"], num_buckets=60, length_func=lambda row: row["duration"],
+        shuffle=False)) for data in (valid_set, test_set))
     options = {"device": request.run_opts.device, "precision": request.run_opts.precision}
     brain = Stock(hparams["modules"], hparams["opt_class"], hparams, options)
     brain.on_fit_start()
@@ -302,7 +312,15 @@ def stock(hparams: dict, request: SimpleNamespace) -> SimpleNamespace:
         brain._fit_valid(valid, 1, enable=False)
         return hours["dev"]
 
-    return SimpleNamespace(step=step, epoch=epoch, validation=validation)
+    def word_errors() -> float:
+        brain.evaluate(test, progressbar=False)
+        return brain.words.summarize("error_rate")
+
+    return SimpleNamespace(step=step, epoch=epoch, validation=validation, word_errors=word_errors, brain=brain,
+                           epoch_seconds=hours["train"])
+
+
+SIDES = {"stock": stock, "sbkit": ours}
 
 
 if __name__ == "__main__":
