@@ -19,10 +19,16 @@ from rapidfuzz.process import cpdist
 Tokens = Sequence[str]
 
 EQUAL, INSERTION, DELETION, SUBSTITUTION = "=IDS"
-_INSERT, _DELETE, _DIAGONAL = np.arange(1, 4, dtype=np.int8)
+_INSERT, _DELETE, _DIAGONAL = 1, 2, 3
+
+# A way through the table in one number: its edits, then its last step, then its substitutions. The least of several
+# is the preferred one.
+_AN_EDIT, _A_STEP, _SUBSTITUTIONS = 1 << 34, 1 << 32, (1 << 32) - 1
+_STEPS = 3 * _A_STEP
+_FAR = 1 << 60  # no way leads here
 
 _EDIT = 1 << 24  # an edit's cost, beside which a substitution more or less is no more than a tie-break
-_FAR = 1 << 28  # no way leads here
+_SHORT = 600  # cells of a pair's table, up to which walking through them is as quick as any other way
 _CELLS = 16_000_000  # bytes of the table that is held at once
 
 
@@ -41,7 +47,7 @@ class Counts(NamedTuple):
 def count(references: Sequence[Tokens], hypotheses: Sequence[Tokens]) -> Counts:
     """The edits that turn each reference into its hypothesis."""
     differ = np.fromiter(map(ne, references, hypotheses), dtype=bool, count=len(references))
-    wrong = differ.nonzero()[0].tolist()
+    wrong = np.flatnonzero(differ)
     counts = Counts(*np.zeros((3, len(references)), dtype=np.int64))
     for column, found in zip(counts, _count(_pick(references, wrong), _pick(hypotheses, wrong)), strict=True):
         column[differ] = found
@@ -49,20 +55,14 @@ def count(references: Sequence[Tokens], hypotheses: Sequence[Tokens]) -> Counts:
 
 
 def _count(references: list[Tokens], hypotheses: list[Tokens]) -> Counts:
-    longer = (np.fromiter(map(len, hypotheses), np.int64, len(hypotheses))
-              - np.fromiter(map(len, references), np.int64, len(references)))
-    # edits = substitutions + |longer| + 2 * (insertions that a deletion elsewhere makes up for)
-    edits = _distances(references, hypotheses)
-    substitutions = edits - abs(longer)
-
-    def distances(which: np.ndarray, substitution: int, other: int) -> np.ndarray:
-        return _distances(_pick(references, which), _pick(hypotheses, which), substitution, other)
-
-    # An insertion and a deletion take the place of two substitutions only where they match one token more.
-    some = np.flatnonzero(substitutions >= 2)
-    some = some[distances(some, substitution=2, other=1) < (abs(longer) + 2 * substitutions)[some]]
-    substitutions[some] = fewest = distances(some, _EDIT + 1, _EDIT) - _EDIT * edits[some]
-    some = some[fewest < _EDIT * edits[some] - distances(some, _EDIT - 1, _EDIT)]
+    rows, columns = _lengths(references), _lengths(hypotheses)
+    longer = columns - rows
+    edits, substitutions = _fewest(references, hypotheses, longer, rows * columns <= _SHORT)
+    # edits = substitutions + |longer| + 2 * (insertions that a deletion elsewhere makes up for); with none of those
+    # there is nothing to choose.
+    some = np.flatnonzero(substitutions < edits - abs(longer))
+    most = _EDIT * edits[some] - _distances(_pick(references, some), _pick(hypotheses, some), _EDIT - 1, _EDIT)
+    some = some[substitutions[some] < most]
     tails = [_without_common_start(references[i], hypotheses[i]) for i in some]
     references, hypotheses = [ref for ref, _ in tails], [hyp for _, hyp in tails]
     for group in _groups(references, hypotheses):
@@ -71,8 +71,35 @@ def _count(references: list[Tokens], hypotheses: list[Tokens]) -> Counts:
     return Counts(insertions, insertions - longer, substitutions)
 
 
-def _distances(references: list[Tokens], hypotheses: list[Tokens], substitution: int = 1, other: int = 1,
-               ) -> np.ndarray:
+def _fewest(references: list[Tokens], hypotheses: list[Tokens], longer: np.ndarray, short: np.ndarray,
+            ) -> tuple[np.ndarray, np.ndarray]:
+    """The edits of each pair, and the fewest substitutions among so many edits, [N] each.
+
+    One look at a pair tells both, in time that grows with its table; two or three looks by rapidfuzz's quick ways,
+    of one weight for all, are cheaper where a pair is not ``short``.
+    """
+    edits, substitutions = np.empty_like(longer), np.empty_like(longer)
+
+    def distances(which: np.ndarray, substitution: int, other: int) -> np.ndarray:
+        return _distances(_pick(references, which), _pick(hypotheses, which), substitution, other)
+
+    which = np.flatnonzero(short)
+    edits[which], substitutions[which] = np.divmod(distances(which, _EDIT + 1, _EDIT), _EDIT)
+    which = np.flatnonzero(~short)
+    edits[which] = distances(which, 1, 1)
+    substitutions[which] = most = edits[which] - abs(longer[which])
+    # An insertion and a deletion take the place of two substitutions only where they match one token more.
+    which = which[most >= 2]
+    which = which[distances(which, 2, 1) < (edits + substitutions)[which]]
+    substitutions[which] = distances(which, _EDIT + 1, _EDIT) - _EDIT * edits[which]
+    return edits, substitutions
+
+
+def _lengths(texts: list[Tokens]) -> np.ndarray:
+    return np.fromiter(map(len, texts), np.int64, len(texts))
+
+
+def _distances(references: list[Tokens], hypotheses: list[Tokens], substitution: int, other: int) -> np.ndarray:
     """The least cost of turning each reference into its hypothesis, [N] int64."""
     if not references:
         return np.zeros(0, dtype=np.int64)
@@ -96,7 +123,9 @@ def align(references: Sequence[Tokens], hypotheses: Sequence[Tokens]) -> list[st
     return ways
 
 
-def _pick(items: Sequence, which: Sequence[int]) -> list:
+def _pick(items: Sequence, which: Sequence[int] | np.ndarray) -> list:
+    if isinstance(which, np.ndarray):
+        which = which.tolist()  # numpy's own integers find items at a third of the speed
     return [items[i] for i in which]
 
 
@@ -148,8 +177,15 @@ class _Front(NamedTuple):
 
     number: int
     cells: slice  # over i
-    step: np.ndarray  # [cells, B] the preferred last step
-    substitutions: np.ndarray  # [cells, B] on the preferred way
+    ways: np.ndarray  # [cells, B] the preferred way to each
+
+    @property
+    def steps(self) -> np.ndarray:
+        return self.ways // _A_STEP & 3
+
+    @property
+    def substitutions(self) -> np.ndarray:
+        return self.ways & _SUBSTITUTIONS
 
 
 def _fronts(ref: np.ndarray, hyp: np.ndarray) -> Iterator[_Front]:
@@ -160,29 +196,20 @@ def _fronts(ref: np.ndarray, hyp: np.ndarray) -> Iterator[_Front]:
     (rows, batch), columns = ref.shape, len(hyp)
     hyp = hyp[::-1]
     # One row more than there are i, so that the row of i = 0 has one above it that no way leads to.
-    cost = np.full((3, rows + 2, batch), _FAR, dtype=np.int32)
-    subs = np.zeros((3, rows + 2, batch), dtype=np.int32)
-    cost[0, 1] = 0
+    ways = np.full((3, rows + 2, batch), _FAR, dtype=np.int64)
+    ways[0, 1] = 0
     for number in range(1, rows + columns + 1):
         first, end = max(0, number - columns), min(rows, number) + 1
         now, before, earlier = number % 3, (number - 1) % 3, (number - 2) % 3
         here, above = slice(first + 1, end + 1), slice(first, end)
-        differ = np.ones((end - first, batch), dtype=bool)  # in the first row and column there's no diagonal
-        inner = slice(max(first, 1), min(end, number))  # j is at least 1
-        differ[inner.start - first:inner.stop - first] = (
-            ref[inner.start - 1:inner.stop - 1]
-            != hyp[columns - number + inner.start:columns - number + inner.stop])
-        insertion = cost[before, here] + 1
-        deletion = cost[before, above] + 1
-        diagonal = cost[earlier, above] + differ
-        cheaper = np.minimum(insertion, deletion)
-        straight = diagonal < cheaper
-        down = deletion < insertion
-        cost[now, here] = np.minimum(diagonal, cheaper)
-        subs[now, here] = np.where(
-            straight, subs[earlier, above] + differ, np.where(down, subs[before, above], subs[before, here]))
-        yield _Front(number, above, np.where(straight, _DIAGONAL, np.where(down, _DELETE, _INSERT)),
-                     subs[now, here])
+        diagonal = ways[earlier, above] + _DIAGONAL * _A_STEP
+        low, high = max(first, 1), min(end, number)  # in the first row and column there is none
+        differ = ref[low - 1:high - 1] != hyp[columns - number + low:columns - number + high]
+        diagonal[low - first:high - first] += differ * (_AN_EDIT + 1)
+        least = np.minimum(diagonal, ways[before, above] + (_AN_EDIT + _DELETE * _A_STEP))
+        np.minimum(least, ways[before, here] + (_AN_EDIT + _INSERT * _A_STEP), out=least)
+        ways[now, here] = least & ~_STEPS
+        yield _Front(number, above, least)
 
 
 def _preferred(references: list[Tokens], hypotheses: list[Tokens]) -> np.ndarray:
@@ -202,7 +229,7 @@ def _ways(references: list[Tokens], hypotheses: list[Tokens]) -> list[str]:
     table = np.zeros((longest + 1, i.max() + 1, batch), dtype=np.int8)
     ref, hyp = _encode(references, hypotheses)
     for front in _fronts(ref, hyp):
-        table[front.number, front.cells] = front.step
+        table[front.number, front.cells] = front.steps
     way = np.zeros((batch, longest), dtype=np.uint8)
     names = np.frombuffer(b"\0IDS", dtype=np.uint8)
     active = np.flatnonzero(i + j)

@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -79,25 +80,27 @@ class ErrorRates:
         if not len(ids) == len(references) == len(hypotheses):
             raise SbkitError(f"{len(ids)} ids, {len(references)} references and {len(hypotheses)} hypotheses "
                              "can't be paired")
-        refs, hyps, fresh = self._tokens(references), self._tokens(hypotheses), dict.fromkeys(ids)
+        refs, hyps = self._tokens(references), self._tokens(hypotheses)
         if not all(refs):
             _refuse([name for name, ref in zip(ids, refs, strict=True) if not ref], "an empty reference",
                     "correct the transcript or leave the utterance out")
-        if None in hyps:
+        if not all(hyps):
             _refuse([name for name, hyp in zip(ids, hyps, strict=True) if hyp is None], "no hypothesis",
                     "one that is empty is '', and is scored")
-        if len(fresh) < len(ids) or not self.ids.keys().isdisjoint(fresh):
+        before = len(self.ids)
+        self.ids.update(dict.fromkeys(ids))
+        if len(self.ids) < before + len(ids):
+            self.ids = dict.fromkeys(islice(self.ids, before))
             seen = Counter([*ids, *self.ids])
-            _refuse([name for name in fresh if seen[name] > 1], "an id that occurs more than once",
+            _refuse([name for name in dict.fromkeys(ids) if seen[name] > 1], "an id that occurs more than once",
                     "each utterance is scored once")
-        self.ids.update(fresh)
         self.references += refs
         self.hypotheses += hyps
         self._counts = None
 
-    def _tokens(self, texts: Sequence[str | Tokens]) -> list[Tokens]:
-        words = list(texts)
-        if str in set(map(type, words)):
+    def _tokens(self, texts: Sequence[str | Tokens]) -> Sequence[Tokens]:
+        words = texts
+        if str in map(type, words):
             words = [text.split() if isinstance(text, str) else text for text in words]
         if self.unit == "word":
             return words
