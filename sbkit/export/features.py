@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sbkit.errors import SbkitError
+from sbkit.nn.accelerate import FASTER
 from sbkit.nn.lengths import lengths_to_mask
 
 _SILENCE = -1e4  # dB: below any frame, so that padding never is the loudest
@@ -198,4 +199,9 @@ def normalization(norm: Any) -> nn.Module | None:
     """The recipe's ``normalize`` as a module that exports."""
     if norm is None:
         return None
-    return (Normalization if type(norm) is InputNormalization else OtherNormalization)(norm).eval()
+    return (Normalization if is_input_normalization(norm) else OtherNormalization)(norm).eval()
+
+
+def is_input_normalization(norm: Any) -> bool:
+    """SpeechBrain's, or what ``accelerate`` made of it; what a subclass of the user's does, nobody knows."""
+    return type(norm) in (InputNormalization, FASTER[InputNormalization])

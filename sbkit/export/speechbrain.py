@@ -21,11 +21,11 @@ from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from safetensors.torch import save_model
 from speechbrain.lobes.models.transformer.TransformerASR import TransformerASR
-from speechbrain.processing.features import InputNormalization
 from torch import nn
 
 from sbkit.errors import SbkitError
 from sbkit.export import layout
+from sbkit.export.features import is_input_normalization
 from sbkit.nn.recognizer import GUARD_FRAMES, Recognizer
 from sbkit.recipe import load
 
@@ -68,7 +68,7 @@ class Part(NamedTuple):
     @property
     def fixed(self) -> bool:
         """Whether it is a normalisation with statistics of the training set."""
-        return type(self.module) is InputNormalization and self.module.norm_type == "global"
+        return is_input_normalization(self.module) and self.module.norm_type == "global"
 
     @property
     def learned(self) -> bool:

@@ -9,6 +9,7 @@ from speechbrain.processing.features import InputNormalization
 from sbkit.errors import SbkitError
 from sbkit.export import graph
 from sbkit.export.features import Features, Normalization, express, normalization, refuse_transforms
+from sbkit.nn.accelerate import accelerate
 
 FRONT_ENDS = {
     "fbank": lambda: Fbank(n_mels=80, n_fft=400),
@@ -113,6 +114,12 @@ def test_normalisation_is_speechbrains(options):
     for row, each, count in zip(found, feats, frames.tolist(), strict=True):
         expected = theirs(each[None, :count], torch.ones(1))[0]
         torch.testing.assert_close(row[:count], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_the_normalisation_of_a_run_which_swapped_its_class_is_known():
+    norm = InputNormalization(norm_type="sentence")
+    assert accelerate(norm)
+    assert isinstance(normalization(norm), Normalization)
 
 
 def test_normalisation_that_is_no_function_of_one_waveform_is_refused():
