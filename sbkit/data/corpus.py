@@ -36,7 +36,8 @@ SPLIT_NAMES = {
     "test": ("test", "testing"),
 }
 # Raise when the same input must give other manifests than before.
-_FORMAT = 1
+_FORMAT = 2
+_JOURNAL = ".durations-"
 
 
 class Corpus:
@@ -103,6 +104,8 @@ class Corpus:
             if alien:
                 raise SbkitError(f"corpus: {option} names {alien[0]!r}",
                                  hint=f"splits are {', '.join(SPLITS)}")
+        if not self.only:
+            raise SbkitError("corpus: only names no split", hint=f"splits are {', '.join(SPLITS)}")
         if self.check_audio not in ("sample", "all"):
             raise SbkitError(f"corpus: check_audio is {self.check_audio!r}", hint="use sample or all")
 
@@ -271,7 +274,7 @@ class Corpus:
         chosen = self._choose(source)
         self._check_needed(source, needed, chosen)
         rows = {split: self._read(source, split, names, show) for split, names in chosen.items()}
-        journal = self.folder / f".durations-{fingerprint[:16]}"
+        journal = self.folder / f"{_JOURNAL}{fingerprint[:16]}"
         manifests: dict[str, Manifest] = {}
         reports: dict[str, SplitReport] = {}
         taken: list[pa.Array] = []
@@ -301,7 +304,8 @@ class Corpus:
                 self.manifest_path(split).unlink(missing_ok=True)  # of an earlier source
         with atomic_write(self.report_path) as file:
             json.dump(report, file, indent=1, ensure_ascii=False)
-        journal.unlink(missing_ok=True)
+        for path in self.folder.glob(f"{_JOURNAL}*"):  # with those of other options that were given up
+            path.unlink(missing_ok=True)
         self.report = report
         return {split: manifests[split] for split in ordered}
 

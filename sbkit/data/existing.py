@@ -61,10 +61,11 @@ def _folders(path: pa.Array) -> tuple[list[str], np.ndarray]:
 
 
 def _listing(folder: str) -> pa.Array | None:
-    """The paths in a folder; None where it can't be listed, or holds names that are no text."""
+    """The paths in a folder that lead somewhere; None where it can't be listed, or holds names that are no text."""
     try:
         with os.scandir(folder or ".") as entries:
-            return pa.array([folder + entry.name for entry in entries], pa.large_string())
+            there = (entry.name for entry in entries if not entry.is_symlink() or os.path.exists(entry.path))
+            return pa.array([folder + name for name in there], pa.large_string())
     except (OSError, UnicodeEncodeError):
         return None
 

@@ -111,7 +111,8 @@ class _Loader:
             first = "; ".join(f"{name}: {reason}" for name, reason in list(self.damaged.items())[:NAMED])
             raise SbkitError(
                 f"{self._failed} of the {self._read} recordings read so far are damaged or missing: {first}",
-                hint="mend them or prepare the corpus again; max_damaged_share sets what a run puts up with",
+                hint="mend them, or let preparation find them all (the corpus's check_audio: all); "
+                     "max_damaged_share sets what a run puts up with",
             )
 
     def state_dict(self) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from sbkit.data.delimited import read_delimited
 from sbkit.errors import SbkitError
 
 REQUIRED = ("ID", "duration", "wav", "wrd")
-_OWN = (*REQUIRED, "spk_id", "start")
+#: Columns with a meaning; metadata are called otherwise.
+OWN = (*REQUIRED, "spk_id", "start")
 _ROWS_PER_BLOCK = 200_000
 _DATA_ROOT = r"^\$(data_root|\{data_root\})"
 
@@ -117,6 +118,8 @@ class Manifest:
                              ("texts", self.texts), ("speakers", self.speakers), *self.meta.items()):
             if len(column) != n:
                 raise ValueError(f"{name} has {len(column)} entries for {n} ids")
+        if taken := [name for name in self.meta if name in OWN]:
+            raise ValueError(f"metadata cannot be called {taken[0]!r}: the manifest has a column of that name")
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -179,7 +182,7 @@ class Manifest:
             texts=texts, speakers=csv.find("spk_id"),
             starts=None if start is None else to_seconds(path, "start", pc.if_else(
                 pc.equal(start, ""), pa.scalar("0", pa.large_string()), start)),
-            meta={name: column for name, column in csv.columns.items() if name not in _OWN},
+            meta={name: column for name, column in csv.columns.items() if name not in OWN},
         )
 
     def write(self, path: str | Path, data_root: str | Path | None = None) -> None:

@@ -35,6 +35,8 @@ _EXAMPLES = 10
 _SAMPLE = 200
 #: Where more of the sample than this disagrees, the list is not believed.
 _DISAGREE_SHARE = 0.05
+#: Where more of it than this can't be read, all recordings are looked at: a training would end over them.
+_DAMAGED_SHARE = 0.01
 # Less takes no time that anyone would watch.
 _WORTH_A_BAR = 1000
 
@@ -86,6 +88,7 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: Limits, *, t
     listings : what folders hold, shared between splits of one folder
     check_audio : "sample" compares some listed durations with the audio, "all" opens every recording
     """
+    rows = _with_starts(rows)
     report = SplitReport(split, rows.origin, len(rows) + len(rows.malformed))
     why = np.zeros(len(rows), np.int8)
     details: dict[int, str] = {}
@@ -97,7 +100,9 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: Limits, *, t
         # The same recording twice is one too many. Several of one id (of a sentence, say) are not: they are numbered.
         same = join(rows.ids.arrow, recording_keys(rows.wavs, rows.starts), separator="@")
         leave_out("repeated id", ~_first_of_each(same))
-        rows = dataclasses.replace(rows, ids=Column(unique_ids(list(rows.ids))))
+        ids = np.array(list(rows.ids), object)
+        ids[why == 0] = unique_ids(ids[why == 0])
+        rows = dataclasses.replace(rows, ids=Column(ids.tolist()))
     for keys in taken:
         leave_out("also in dev or test", _np(pc.is_in(recording_keys(rows.wavs, rows.starts), keys)))
     leave_out(MISSING, ~existing(rows.wavs, listings))
@@ -107,6 +112,8 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: Limits, *, t
     leave_out("no text", np.array([not text for text in texts], bool))
 
     durations = _durations(split, rows, why, details, report, check_audio, journal, workers, show_progress)
+    details.update((int(i), f"nothing is left from {rows.starts[i]:.2f} s on")
+                   for i in np.flatnonzero((why == 0) & (durations <= 0)))
     leave_out(UNDECODABLE, ~(durations > 0))
     if limits.min_duration is not None:
         leave_out("too short", durations < limits.min_duration)
@@ -138,6 +145,17 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: Limits, *, t
     return manifest, report
 
 
+def _with_starts(rows: Rows) -> Rows:
+    """The rows; those whose start is no number of 0 or more become malformed ones."""
+    fine = rows.starts >= 0
+    if fine.all():
+        return rows
+    bad = rows.ids.take(np.flatnonzero(~fine))
+    rows = rows.take(np.flatnonzero(fine))
+    rows.malformed = [*rows.malformed, *((id_, "its start is no number of 0 or more") for id_ in bad)]
+    return rows
+
+
 def recording_keys(wavs: Column, starts: np.ndarray) -> pa.Array:
     """What makes two rows the same recording: file and start."""
     return join(wavs.arrow, pc.cast(pa.array(starts), pa.large_string()), separator="@")
@@ -147,6 +165,7 @@ def _durations(split: str, rows: Rows, why: np.ndarray, details: dict[int, str],
                check_audio: str, journal: Path | None, workers: int | None, show: bool) -> np.ndarray:
     """Seconds of each usable row, NaN where its recording can't be read; listed ones are checked."""
     durations = rows.durations.copy()
+    durations[(durations == 0) & (rows.starts == 0)] = np.nan  # nobody measured them
     usable = np.flatnonzero(why == 0)
     listed = usable[np.isfinite(durations[usable])]
     unlisted = usable[~np.isfinite(durations[usable])]
@@ -160,12 +179,13 @@ def _durations(split: str, rows: Rows, why: np.ndarray, details: dict[int, str],
         details.update((int(at[j]), cause) for j, cause in causes.items())
         return seconds
 
-    wrong = _correct(durations, rows, sample, look(sample, "checking durations"))
+    found = look(sample, "checking durations")
+    wrong, damaged = _correct(durations, rows, sample, found), np.isnan(found)
     report.durations = {"listed": len(listed), "measured": len(unlisted), "checked": len(sample),
                         "disagree": int(wrong.sum())}
-    if len(sample) < len(listed) and wrong.mean() > _DISAGREE_SHARE:
-        logger.warning("%s: the listed duration of %d of %d sampled recordings is wrong: measuring them all",
-                       split, wrong.sum(), len(sample))
+    if len(sample) < len(listed) and (wrong.mean() > _DISAGREE_SHARE or damaged.mean() > _DAMAGED_SHARE):
+        logger.warning("%s: of %d sampled recordings %d have a wrong duration in the list and %d are damaged: "
+                       "looking at them all", split, len(sample), wrong.sum(), damaged.sum())
         wrong = _correct(durations, rows, listed, look(listed, "measuring"))
         report.durations.update(checked=len(listed), disagree=int(wrong.sum()))
     durations[unlisted] = look(unlisted, "measuring") - rows.starts[unlisted]

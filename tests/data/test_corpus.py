@@ -224,7 +224,7 @@ def test_what_is_not_there_is_named(release, tmp_path, options, message):
     ({"check_audio": "none"}, "use sample or all"), ({"columns": {"sound": "x"}}, "unknown role 'sound'"),
     ({"text": {"upper": True}}, "no 'upper'"), ({"text": "upper"}, "text is 'upper'; expected"),
     ({"splits": ["train"]}, "splits is "), ({"splits": {"train": 3}}, "splits: train is 3; it must be a text"),
-    ({"only": "tests"}, "only names 'tests'"),
+    ({"only": "tests"}, "only names 'tests'"), ({"only": []}, "only names no split"),
     ({"max_duration": "20 s"}, "max_duration is '20 s'; it must be a number"),
     ({"short_text": 2.5}, "short_text is 2.5"), ({"workers": 0}, "workers is 0"), ({"columns": "x"}, "columns is 'x'")])
 def test_wrong_options_are_named_at_once(options, message):

@@ -92,6 +92,7 @@ def test_recordings_that_share_an_id_are_numbered_and_kept(clips):
     manifest, report = prepare(source)
     assert list(manifest.ids) == ["same", "same-2"] and list(manifest.texts) == ["a", "b"]
     assert counts(report) == {"repeated id": 1}
+    assert report.left_out["repeated id"]["examples"] == ["same"]  # as the source calls it
 
 
 @given(st.lists(st.sampled_from(["a", "a-2", "a-3", "a-2-2", "b"]), max_size=12))
@@ -128,7 +129,21 @@ def test_a_list_of_durations_that_is_mostly_wrong_is_not_believed(clips, monkeyp
     source = rows(clips, *[("long.wav", "a")] * 10, durations=[1.0] * 10)
     manifest, report = prepare(source)
     np.testing.assert_allclose(manifest.durations, [3.0] * 10)
-    assert report.durations["checked"] == 10 and "measuring them all" in caplog.text
+    assert report.durations["checked"] == 10 and "looking at them all" in caplog.text
+
+
+def test_where_sampled_recordings_are_damaged_all_are_looked_at(clips, monkeypatch, caplog):
+    monkeypatch.setattr("sbkit.data.prepare._SAMPLE", 3)
+    names = ["bad.wav", "good.wav"] * 5
+    manifest, report = prepare(rows(clips, *[(name, "a") for name in names], durations=[1.0] * 10))
+    assert len(manifest) == 5 and counts(report) == {"undecodable": 5} and "looking at them all" in caplog.text
+
+
+def test_a_duration_of_nothing_is_one_that_nobody_measured(clips, monkeypatch):
+    monkeypatch.setattr("sbkit.data.prepare._SAMPLE", 2)
+    manifest, report = prepare(rows(clips, *[("good.wav", "a")] * 5, durations=[1, 0, 1, 0, 1]))
+    np.testing.assert_allclose(manifest.durations, [1.0] * 5)
+    assert report.durations["measured"] == 2
 
 
 def test_a_sample_is_enough_where_it_agrees_and_all_are_opened_on_request(clips, monkeypatch):
@@ -144,6 +159,7 @@ def test_segments_may_end_before_their_recording_but_not_after_it(clips):
     manifest, report = prepare(source)
     np.testing.assert_allclose(manifest.durations, [1, 1, 0.5])
     assert counts(report) == {"undecodable": 1}
+    assert report.left_out["undecodable"]["examples"] == ["u3: nothing is left from 3.50 s on"]
 
 
 def test_a_segment_without_a_duration_lasts_to_the_end(clips):
@@ -158,8 +174,11 @@ def test_what_exists(clips, tmp_path, monkeypatch, listing):
     shard.write_bytes(bytes(2000))
     wavs = Column([f"{clips}/good.wav", f"{clips}/gone.wav", "/nowhere/a.wav",
                    f"{shard}?offset=512&size=1488", f"{shard}?offset=512&size=1489",
-                   f"{tmp_path}/t.tar?offset=0&size=1", "s3://bucket/a.wav"])
-    assert existing(wavs).tolist() == [True, False, False, True, False, False, True]
+                   f"{tmp_path}/t.tar?offset=0&size=1", "s3://bucket/a.wav",
+                   f"{tmp_path}/link.wav", f"{tmp_path}/lost.wav"])
+    (tmp_path / "link.wav").symlink_to(clips / "good.wav")
+    (tmp_path / "lost.wav").symlink_to(clips / "gone.wav")
+    assert existing(wavs).tolist() == [True, False, False, True, False, False, True, True, False]
 
 
 def test_splits_join_with_their_metadata(clips):

@@ -66,6 +66,34 @@ def test_starts_are_seconds_or_samples(tmp_path, rate):
     assert "stop" not in rows.meta
 
 
+def test_a_stop_in_samples_says_how_long_a_row_without_a_duration_is(tmp_path):
+    rows = read(write(tmp_path / "train.csv", "ID,duration,wav,start,stop,wrd\n"
+                      "a,1.0,a.wav,16000,32000,x\nb,1.0,a.wav,0,16000,x\nc,,a.wav,32000,40000,x\n"))
+    np.testing.assert_allclose(rows.starts, [1, 0, 2])
+    np.testing.assert_allclose(rows.durations, [1, 1, 0.5])
+
+
+def test_columns_with_our_names_that_are_not_used_stay_beside_ours(tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.wav").write_bytes(encoded(speechlike(0.5), 16000))
+    path = write(tmp_path / "train.csv", "ID,audio,wav,wrd,clean\nx,a.wav,b.wav,RAW,said\n")
+    corpus = Corpus({"train": path}, folder=tmp_path / "m", columns={"text": "clean"})
+    for manifest in corpus.prepare(show_progress=False)["train"], corpus.load()["train"]:
+        row = manifest.row(0)
+        assert (row.text, row.wav) == ("said", f"{tmp_path}/a.wav")
+        assert row.meta == {"source_wav": "b.wav", "source_wrd": "RAW"}
+
+
+def test_a_start_that_is_none_leaves_its_row_out_by_name(tmp_path):
+    (tmp_path / "a.wav").write_bytes(encoded(speechlike(2.0), 16000))
+    path = write(tmp_path / "train.csv", "ID,duration,wav,start,wrd\na,1.0,a.wav,-1,x\nb,1.0,a.wav,two,x\n"
+                 "c,1.0,a.wav,,x\nd,1.0,a.wav,1.0,x\n")
+    corpus = Corpus({"train": path}, folder=tmp_path / "m")
+    assert list(corpus.prepare(show_progress=False)["train"].ids) == ["c", "d"]
+    left_out = corpus.report["splits"]["train"]["left_out"]["malformed row"]
+    assert left_out["count"] == 2 and left_out["examples"][0].startswith("a: its start")
+
+
 def test_columns_under_other_names(tmp_path):
     path = write(tmp_path / "x.csv", "file,said\na.wav,hello\na.wav,twice\n")
     with pytest.raises(SbkitError, match=r"x\.csv has no column for the text: looked for any of 'wrd', 'text'"

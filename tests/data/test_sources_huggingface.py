@@ -142,8 +142,8 @@ def test_damaged_and_missing_audio_is_counted(tmp_path):
 def test_embedded_segments_end_where_they_say(tmp_path):
     """One recording of two seconds, cut by its rows; a duration alone is only a list's word."""
     audio = {"bytes": encoded(speechlike(2.0), 16000, "flac"), "path": "talk.flac"}
-    starts, durations = [0.0, 0.5, 1.0, 1.5, None, 0.25], [0.5, 0.5, None, 3.0, 1.0, None]
-    data = {"audio": [audio] * 6, "text": list("abcdef"), "start": starts, "duration": durations}
+    starts, durations = [0.0, 0.5, 1.0, 1.5, None, 0.25, -1.0], [0.5, 0.5, None, 3.0, 1.0, None, 1.0]
+    data = {"audio": [audio] * 7, "text": list("abcdefg"), "start": starts, "duration": durations}
     pq.write_table(pa.Table.from_pydict(data), tmp_path / "train.parquet")
     train = Corpus(tmp_path, folder=tmp_path / "m").prepare(show_progress=False)["train"]
     np.testing.assert_allclose(train.starts, [0.0, 0.5, 1.0, 1.5, 0.0, 0.25])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,9 @@ META_ALIASES: dict[str, tuple[str, ...]] = {
 class Rows:
     """One split as its source has it: N rows in columns, nothing judged yet.
 
-    ``durations[i]`` is NaN where the source doesn't say. ``malformed`` are rows that could not be read at
-    all, as (what to call it, what is wrong); they count as read and left out.
+    ``durations[i]`` is NaN where the source doesn't say, ``starts[i]`` where what it says is no number.
+    ``malformed`` are rows that could not be read at all, as (what to call it, what is wrong); they count as
+    read and left out.
     """
 
     origin: str
@@ -54,7 +55,14 @@ class Rows:
     @property
     def segments(self) -> bool:
         """Whether rows are stretches of longer recordings."""
-        return bool(self.starts.any())
+        return bool((self.starts > 0).any())
+
+    def take(self, at: np.ndarray) -> Rows:
+        """The rows at ``at``, and all malformed ones."""
+        return replace(
+            self, ids=self.ids.take(at), wavs=self.wavs.take(at), texts=self.texts.take(at),
+            speakers=self.speakers.take(at), durations=self.durations[at], starts=self.starts[at],
+            meta={name: column.take(at) for name, column in self.meta.items()})
 
 
 class Source(ABC):

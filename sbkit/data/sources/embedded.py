@@ -98,13 +98,13 @@ class _Shard:
 
     def add(self, row: dict[str, Any], number: int) -> None:
         data, path = row.pop("bytes"), row.pop("path") or ""
-        listed, start = _number(row["duration"]), _number(row["start"])
-        row["wav"], row["duration"], row["start"] = path, listed, 0.0 if math.isnan(start) else start
+        listed, segment = _number(row["duration"]), bool(row["start"])
+        row["wav"], row["duration"], row["start"] = path, listed, _number(row["start"]) if segment else 0.0
         if data:
             row["wav"] = self._append(data, path, number)
             left = _seconds(data) - row["start"]
             # Where rows are segments a duration says where one ends; else the audio knows better than a list.
-            row["duration"] = listed if listed < left and not math.isnan(start) else left
+            row["duration"] = listed if listed < left and segment else left
         row["name"] = PurePosixPath(path).stem or f"{number:08d}"
         self.rows.append(row)
 
@@ -158,7 +158,7 @@ def _rows(tables: list[pa.Table], origin: str) -> Rows:
     table = pa.concat_tables(tables, promote_options="default")
 
     def column(name: str) -> Column:
-        return Column(table.column(name).cast(pa.string()).fill_null(""))
+        return Column(table.column(name).cast(pa.large_string()).fill_null(""))
 
     # Without ids of their own, rows are called by their files, which may share a name.
     ids = column("id") if table.column("id").null_count < len(table) else Column(unique_ids(column("name")))

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow.compute as pc
 
 from sbkit.data.delimited import Delimited, read_delimited
-from sbkit.data.manifest import Column, to_seconds
+from sbkit.data.manifest import OWN, Column, to_seconds
 from sbkit.data.sources.base import Rows, blank, no_column, pick, unique_ids
 from sbkit.data.sources.files import FileSource
 
@@ -19,7 +19,8 @@ _LOWEST_RATE = 1000
 class SpeechBrainCsv(FileSource):
     """CSV files. Only a path and a text are needed; a duration that isn't there is measured.
 
-    Other columns are kept as metadata. ``start`` is in seconds; together with ``stop`` it may be in samples.
+    Other columns are kept as metadata, as ``source_wrd`` those that a manifest uses for something else.
+    ``start`` is in seconds; together with ``stop`` it may be in samples.
     """
 
     kind = "SpeechBrain CSV"
@@ -39,10 +40,7 @@ class SpeechBrainCsv(FileSource):
             durations = to_seconds(path, roles["duration"], column["duration"], unknown=np.nan)
         starts = np.zeros(len(csv))
         if "start" in column:
-            starts = _starts(path, csv, roles["start"], durations)
-            if "stop" in csv.columns:  # a row without a duration has one all the same
-                stops = to_seconds(path, "stop", csv.columns["stop"], unknown=np.nan)
-                durations = np.where(np.isnan(durations), stops - starts, durations)
+            starts, durations = _segments(path, csv, roles["start"], durations)
         used = {*roles.values(), "stop"}
         return Rows(
             origin=str(path),
@@ -50,19 +48,25 @@ class SpeechBrainCsv(FileSource):
             wavs=self.locate(wavs, path), texts=Column(column["text"]),
             speakers=Column(column["speaker"]) if "speaker" in column else blank(len(csv)),
             durations=durations, starts=starts,
-            meta={name: Column(values) for name, values in csv.columns.items() if name not in used},
+            meta={f"source_{name}" if name in OWN else name: Column(values)
+                  for name, values in csv.columns.items() if name not in used},
             malformed=[(f"{path.name} line {line}", what) for line, what in csv.malformed])
 
 
-def _starts(path: Path, csv: Delimited, name: str, durations: np.ndarray) -> np.ndarray:
-    starts = to_seconds(path, name, csv.columns[name], unknown=0.0)
+def _segments(path: Path, csv: Delimited, name: str, durations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(starts, durations) in seconds [N]; a row without a duration may have a stop."""
+    column = csv.columns[name]
+    starts = np.where(pc.equal(pc.utf8_trim_whitespace(column), ""), 0.0,
+                      to_seconds(path, name, column, unknown=np.nan))
     if "stop" in csv.columns:
         stops = to_seconds(path, "stop", csv.columns["stop"], unknown=np.nan)
         with np.errstate(divide="ignore", invalid="ignore"):
-            rate = np.nanmedian((stops - starts) / durations) if len(csv) else 1.0
-        if rate > _LOWEST_RATE:
-            starts = starts / round(float(rate))
-    return starts
+            rates = (stops - starts) / durations
+        rates = rates[np.isfinite(rates)]
+        if len(rates) and (rate := round(float(np.median(rates)))) > _LOWEST_RATE:
+            starts, stops = starts / rate, stops / rate
+        durations = np.where(np.isnan(durations), stops - starts, durations)
+    return starts, durations
 
 
 def _stems(wavs: Column) -> Column:
