@@ -17,7 +17,7 @@ from typing import Any
 
 from hyperpyyaml import load_hyperpyyaml
 from ruamel.yaml import YAML
-from ruamel.yaml.error import MarkedYAMLError
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from sbkit.errors import SbkitError
 from sbkit.recipe.arguments import check_known
@@ -36,6 +36,8 @@ def read_plain(path: Path) -> dict[str, Any]:
         raise SbkitError(f"{path}{where}: {error.problem or error.context}") from error
     except UnicodeDecodeError as error:
         raise SbkitError(f"{path} is not UTF-8 text: {error}") from error
+    except (YAMLError, RecursionError) as error:
+        raise SbkitError(f"{path} is no YAML: {str(error).splitlines()[0]}") from error
     except OSError as error:
         raise SbkitError(f"cannot read {path}: {error.strerror}") from error
     if not isinstance(tree, dict):

@@ -121,17 +121,25 @@ class Findings(list):
 
 def read_file(path: Path, findings: Findings, prefix: str = "") -> Node | None:
     """A YAML as a tree of Nodes, nothing imported or resolved; None where it can't be read at all."""
-    name = str(path)
+    name, text = str(path), ""
     try:
-        tree = YAML(pure=True).compose(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        tree = YAML(pure=True).compose(text)
+        root = _Converter(name, findings).node(tree, prefix) if isinstance(tree, yaml_nodes.MappingNode) else None
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = Place(name, mark.line + 1, mark.column + 1) if mark else Place(name)
         problem = (error.problem or error.context or str(error)).strip()
+        if glued := _glued_colon(text, place.line):
+            place, problem = Place(name, *glued), "no space behind the colon"
         findings.error("syntax", place, "", f"this is no YAML: {problem}", _advice(problem))
         return None
     except (UnicodeDecodeError, ReaderError) as error:
-        findings.error("syntax", Place(name), "", f"this is no UTF-8 text: {error}", "save the file as UTF-8")
+        findings.error("syntax", Place(name), "", f"this is no UTF-8 text: {str(error).splitlines()[0]}",
+                       "save the file as UTF-8")
+        return None
+    except RecursionError:
+        findings.error("syntax", Place(name), "", "it is nested too deeply to be read", "is a bracket repeated?")
         return None
     except OSError as error:
         findings.error("no-file", Place(name), "", f"cannot be read: {error.strerror}")
@@ -139,19 +147,34 @@ def read_file(path: Path, findings: Findings, prefix: str = "") -> Node | None:
     except (YAMLError, YAMLStreamError) as error:
         findings.error("syntax", Place(name), "", f"this is no YAML: {error}")
         return None
-    if not isinstance(tree, yaml_nodes.MappingNode):
+    if root is None:
         findings.error("syntax", Place(name, 1, 1), "", "a recipe is made of lines `key: value`, this file isn't")
         return None
-    root = _Converter(name, findings).node(tree, prefix)
+    if text.startswith("%"):
+        findings.error("syntax", Place(name, 1, 1), "", "a recipe takes no directives", "remove the lines down to ---")
     for key in root.value:
         if not isinstance(key, str):
             findings.error("syntax", root.place_of(key), str(key), f"the key {key!r} is not text", f'write "{key}":')
     return root
 
 
+def _glued_colon(text: str, line: int) -> tuple[int, int] | None:
+    """Line and column of ``key:value`` without a plain space, in the line where reading ended or the one above."""
+    for number, written in list(enumerate(text.splitlines(), 1))[max(line - 2, 0) : line]:
+        if match := re.match(r"\s*(?:- +)?\w+:(?![ \n]|$|//)", written):
+            return number, match.end()
+    return None
+
+
 def _advice(problem: str) -> str:
     if "\\t" in problem or "tab" in problem:
         return "indent with spaces, YAML takes no tabs"
+    if "space behind the colon" in problem:
+        return "write `key: value`"
+    if problem.startswith("expected ' '"):
+        return "write a space behind the tag: !ref <key>"
+    if "another document" in problem:
+        return "remove the line --- above it"
     if "mapping values are not allowed" in problem:
         return "a value with a colon needs quotes; or is the line above indented differently?"
     if "expected <block end>" in problem or "could not find expected ':'" in problem:
@@ -180,6 +203,10 @@ class _Converter:
         tag = str(raw.tag or "").replace("!tuple", "")  # known to ruamel once HyperPyYAML has loaded something
         node = Node(None, self.place(raw.start_mark), key, "" if tag in _PLAIN_TAGS else tag.replace(_YAML_TAG, "!!"))
         self.known[id(raw)] = node
+        if str(raw.tag).endswith("!tuple") and not isinstance(raw, yaml_nodes.ScalarNode):
+            self.findings.error("tuple-as-text", node.place, key, "!tuple takes a text such as (3, 4)",
+                                "write (3, 4), or a list without the tag")
+            node.wrong = True
         if isinstance(raw, yaml_nodes.MappingNode):
             node.value = self.mapping(raw, node)
         elif isinstance(raw, yaml_nodes.SequenceNode):
@@ -205,8 +232,11 @@ class _Converter:
                     if isinstance(part, yaml_nodes.MappingNode):
                         merged = {**self.node(part, node.key).value, **merged}
                 continue
-            scalar = isinstance(raw_key, yaml_nodes.ScalarNode)
-            key = self.scalar(raw_key) if scalar else str(raw_key.value)
+            if not isinstance(raw_key, yaml_nodes.ScalarNode):
+                self.findings.error("syntax", place, node.key, "a list or mapping can't be a key",
+                                    "write a text as key; braces in a value need quotes")
+                continue
+            key = self.scalar(raw_key)
             if key in own:
                 first = node.place_of(key).line
                 self.findings.error("duplicate-key", place, node.key_of(key),
