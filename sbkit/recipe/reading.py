@@ -13,6 +13,7 @@ from speechbrain.utils.run_opts import RunOptions
 
 from sbkit.recipe.report import did_you_mean, listed
 from sbkit.recipe.resolve import flatten, resolve
+from sbkit.recipe.settings import check_settings
 from sbkit.recipe.signatures import bind, locate
 from sbkit.recipe.source import UNKNOWN, Findings, Node, Place
 from sbkit.recipe.values import check_text
@@ -38,6 +39,7 @@ def read(path: Path, overrides: Mapping[str, Any], findings: Findings, needed: I
         for child in node.children():
             if child.scalar and child.value is not UNKNOWN:
                 check_text(child, findings, in_list=isinstance(node.value, list))
+    check_settings(root, findings)
     for node in nodes:
         _check_tag(node, findings)
     mistaken = {(f.file, f.line, f.key) for f in findings if f.code == "wrong-type" and f.severity == "error"}
@@ -49,7 +51,7 @@ def read(path: Path, overrides: Mapping[str, Any], findings: Findings, needed: I
 
 
 def _check_tag(node: Node, findings: Findings) -> None:
-    if node.value is UNKNOWN:
+    if node.value is UNKNOWN or node.wrong:
         return
     if node.tag.startswith(_TAGS):
         _check_tagged(node, findings)
@@ -126,8 +128,8 @@ def _check_needed(root: Node, needed: Iterable[str], findings: Findings, path: P
                            f"is it {near}, spelt otherwise?" if near else "hparams/ctc.yaml shows a complete recipe")
     modules = root.value.get("modules")
     if modules is not None and not modules.wrong and not isinstance(modules.value, dict):
-        _wrong(modules, findings, "wrong-type", "modules is a mapping of names to modules",
-               "write `model: !ref <model>` under it")
+        findings.error("wrong-type", root.place_of("modules"), "modules", "modules is a mapping of names to modules",
+                       "write `model: !ref <model>` under it")
 
 
 def _check_brain(root: Node, findings: Findings, told: set[str]) -> None:
@@ -137,6 +139,9 @@ def _check_brain(root: Node, findings: Findings, told: set[str]) -> None:
         return
     cls = locate(brain.tag[len("!name:"):])
     if not inspect.isclass(cls):
+        return
+    if not any(base.__name__ == "Brain" for base in cls.__mro__):
+        _wrong(brain, findings, "wrong-kind", f"{cls.__name__} is no Brain", "write !name:sbkit.tasks.ctc.CTC")
         return
     for name in sorted(hparams_read(cls) - set(root.value) - set(RUN_OPTIONS) - told):
         near = did_you_mean(name, map(str, root.value), cutoff=0.8)

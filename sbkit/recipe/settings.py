@@ -1,0 +1,138 @@
+"""Keys that every run reads by name: numbers in their range, run options that exist, classes of the right kind."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from speechbrain.utils.run_opts import RunOptions
+
+from sbkit.recipe.report import did_you_mean, listed
+from sbkit.recipe.source import UNKNOWN, Findings, Node
+from sbkit.recipe.values import static
+
+
+class Range(NamedTuple):
+    """The numbers that a key may have."""
+
+    least: float = -math.inf
+    most: float = math.inf
+    whole: bool = False
+
+    def __contains__(self, value: Any) -> bool:
+        kinds = int if self.whole else (int, float)
+        return isinstance(value, kinds) and not isinstance(value, bool) and self.least <= value <= self.most
+
+    def __str__(self) -> str:
+        kind = "a whole number" if self.whole else "a number"
+        if self.most < math.inf:
+            return f"{kind} from {self.least:g} to {self.most:g}"
+        return kind + (f", {self.least:g} or more" if self.least > -math.inf else "")
+
+
+_COUNT, _SHARE = Range(0, whole=True), Range(0, 1)
+#: What a run with a ``brain`` reads; a script of one's own may mean something else by these names.
+NUMBERS = {
+    "output_neurons": Range(1, whole=True), "sample_rate": Range(1, whole=True), "num_workers": _COUNT,
+    "keep_checkpoints": _COUNT, "keep_every": _COUNT, "average_checkpoints": _COUNT, "ctc_weight": _SHARE,
+    "intermediate_ctc": _SHARE, "label_smoothing": _SHARE, "consistency": Range(0),
+}
+#: Of those, where nothing may be given.
+_OPTIONAL = ("keep_every",)
+_PRECISIONS = ("auto", *next(a.choices for a in RunOptions._create_parser()._actions if a.dest == "precision"))
+_COUNTED = {field.name: type(field.default) for field in dataclasses.fields(RunOptions)
+            if type(field.default) in (int, float)}
+
+
+def check_settings(root: Node, findings: Findings) -> None:
+    """Tell of every such key whose value would end a run later than its check."""
+    for key, node in root.value.items():
+        value = static(node)
+        if value is UNKNOWN or node.spoilt or not isinstance(key, str):
+            continue
+        if key in _TOLD:
+            _TOLD[key](root, key, value, findings)
+        elif key in NUMBERS and "brain" in root.value and value not in NUMBERS[key]:
+            if value is not None or key not in _OPTIONAL:
+                _tell(root, key, f"it is {_shown(value)}, and must be {NUMBERS[key]}", findings)
+        elif key in _COUNTED and not _is_number(value):
+            _tell(root, key, f"it is {_shown(value)}, and must be a number", findings)
+
+
+def _check_precision(root: Node, key: str, value: Any, findings: Findings) -> None:
+    if isinstance(value, Node) or value not in _PRECISIONS:
+        near = did_you_mean(str(value), _PRECISIONS)
+        _tell(root, key, f"there is no precision {value!r}", findings,
+              f"did you mean {near}?" if near else f"use {listed(_PRECISIONS)}")
+
+
+def _check_device(root: Node, key: str, value: Any, findings: Findings) -> None:
+    try:
+        torch.device(value)
+    except (RuntimeError, TypeError):
+        if value is not None:
+            _tell(root, key, f"torch knows no device {value!r}", findings, "write cpu, cuda or cuda:1")
+
+
+def _check_brain(root: Node, key: str, value: Any, findings: Findings) -> None:
+    tag = value.tag if isinstance(value, Node) else ""
+    if tag.startswith("!new:"):
+        _tell(root, key, "the run builds it, when the modules are there", findings,
+              f"write !name:{tag.removeprefix('!new:')}")
+    elif not tag:
+        _tell(root, key, f"it is {_shown(value)}, not a Brain", findings, _named(value, "sbkit.tasks.ctc.CTC"))
+
+
+def _check_optimizer(root: Node, key: str, value: Any, findings: Findings) -> None:
+    tag = value.tag if isinstance(value, Node) else ""
+    if tag.startswith("!new:"):
+        _tell(root, key, "the run builds it, with the parameters of the modules", findings,
+              f"write !name:{tag.removeprefix('!new:')}, without params")
+    elif not tag and value is not None:
+        _tell(root, key, f"it is {_shown(value)}, not an optimizer", findings, _named(value, "torch.optim.AdamW"))
+
+
+def _check_epochs(root: Node, key: str, value: Any, findings: Findings) -> None:
+    limit = value.value.get("limit") if isinstance(value, Node) and isinstance(value.value, dict) else None
+    number = static(limit) if limit is not None else None
+    if _is_number(number) and not isinstance(number, str) and number < 1:
+        findings.warning("setting", value.place_of("limit"), value.key_of("limit"),
+                         f"it is {number!r}, so nothing would be trained", "set it to 1 or more")
+
+
+_TOLD: dict[str, Callable[[Node, str, Any, Findings], None]] = {
+    "precision": _check_precision, "eval_precision": _check_precision, "device": _check_device,
+    "brain": _check_brain, "opt_class": _check_optimizer, "epoch_counter": _check_epochs,
+}
+
+
+def _is_number(value: Any) -> bool:
+    """As a run option is read: ``"5"`` and null will do."""
+    if isinstance(value, str):
+        try:
+            return math.isfinite(float(value))
+        except ValueError:
+            return False
+    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
+
+
+def _named(value: Any, example: str) -> str:
+    """How a class is named; a text with dots is taken for one."""
+    dotted = isinstance(value, str) and "." in value and all(part.isidentifier() for part in value.split("."))
+    return f"write !name:{value if dotted else example}"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Node):
+        return value.tag or ("a list" if isinstance(value.value, list) else "a mapping")
+    return "null" if value is None else f"the text {value!r}" if isinstance(value, str) else repr(value)
+
+
+def _tell(root: Node, key: str, message: str, findings: Findings, suggestion: str = "") -> None:
+    """Where the value is written; what refers to it isn't told of again."""
+    node = root.value[key]
+    findings.error("setting", root.place_of(key), key, message, suggestion)
+    (node.source or node).wrong = node.wrong = True
