@@ -11,12 +11,14 @@ import contextlib
 import functools
 import random
 import tempfile
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from speechbrain.utils.checkpoints import Checkpointer
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from sbkit.errors import SbkitError
@@ -162,7 +164,10 @@ class _Builder:
                                   f"{_name(target)} can't be built here: {_first(error)}",
                                   "what rests on it was not looked at")
         except Exception as error:  # whatever a constructor says to its arguments
-            self._tell(node, f"{_name(target)} refuses its arguments: {_first(error)}", _given(kwargs))
+            hint = _given(kwargs)
+            if target is nn.ModuleList:
+                hint = "its layers stand in one list within a list: [[!ref <a>, !ref <b>]]"
+            self._tell(node, f"{_name(target)} refuses its arguments: {_first(error)}", hint)
         raise _NotBuilt
 
     def _tell(self, node: Node, message: str, hint: str) -> None:
@@ -175,8 +180,10 @@ class _Builder:
 
 
 def _given(kwargs: dict) -> str:
-    """The numbers and texts among arguments: what doesn't fit together is often there."""
-    shown = [f"{key} {value!r}" for key, value in kwargs.items() if isinstance(value, (bool, int, float, str))]
+    """The numbers, texts and lists of them among arguments: what doesn't fit together is often there."""
+    shown = [f"{key} {value!r}" for key, value in kwargs.items()
+             if all(isinstance(one, (bool, int, float, str, type(None)))
+                    for one in (value if isinstance(value, (list, tuple)) else [value]))]
     return f"it gets {listed(shown)}" if shown else ""
 
 
@@ -186,4 +193,6 @@ def _name(target: Any) -> str:
 
 def _first(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    if not lines and isinstance(error, AssertionError):  # the line itself names what it doesn't like
+        lines = [traceback.extract_tb(error.__traceback__)[-1].line.rstrip("([{ ")]
+    return lines[0] if lines and lines[0] else type(error).__name__

@@ -57,10 +57,11 @@ def _look_deeper(root: Node, findings: Findings, report: Report, run_opts: Any, 
                 report.notes.append("modules, devices, shapes and cost: the modules could not be built")
             return
         owned = ownership.Owned(modules)
-        if len(modules) == len(built.hparams["modules"]):
+        complete = len(modules) == len(built.hparams["modules"])
+        if complete:
             ownership.check_ownership(built, owned, findings)
             ownership.check_saved(built, owned, findings)
-        ownership.check_optimizer(built, findings)
+        ownership.check_optimizer(built, owned, findings)
         report.sections["devices"] = table = devices.section(built, owned)
         traced = shapes.trace(built, findings)
         if traced.note:
@@ -68,7 +69,8 @@ def _look_deeper(root: Node, findings: Findings, report: Report, run_opts: Any, 
         tokens_check.check_sizes(built, traced, findings)
         labels, note = tokens_check.check_prepared(built, traced.recognizer, findings) if prepared else (None, "")
         bill_section = _bill(built, owned, traced, findings, report, run_opts, measure)
-        devices.prove(built, owned, table, traced, findings)
+        if complete:
+            devices.prove(built, owned, table, traced, findings)
         sections = {"shapes": shapes.section(traced, built.hparams), "labels": labels, "bill": bill_section}
         report.sections |= {name: section for name, section in sections.items() if section is not None}
         if note:

@@ -133,7 +133,15 @@ def check_modules(built: Built, findings: Findings) -> dict[str, nn.Module] | No
                 hint = "it was never built: write !new: instead of !name:"
             findings.error("no-module", node.place_of(name), node.key_of(name),
                            f"this is {type(module).__name__}, not a module", hint)
-    return {name: module for name, module in modules.items() if isinstance(module, nn.Module)}
+        elif not _can_name(name):
+            findings.error("no-module", node.place_of(name), node.key_of(name),
+                           f"{name!r} can't be the name of a module",
+                           "choose a word without dots that is no method of torch.nn.ModuleDict")
+    return {name: module for name, module in modules.items() if isinstance(module, nn.Module) and _can_name(name)}
+
+
+def _can_name(name: Any) -> bool:
+    return isinstance(name, str) and name != "" and "." not in name and not hasattr(nn.ModuleDict(), name)
 
 
 def check_ownership(built: Built, owned: Owned, findings: Findings) -> None:
@@ -147,6 +155,7 @@ def check_ownership(built: Built, owned: Owned, findings: Findings) -> None:
             findings.warning("not-owned", built.nodes[key].place, key,
                              f"{type(obj).__name__} keeps running statistics and is not under modules: it never leaves "
                              "training mode, so validation changes them", _mends(key, owned))
+    fetched = _fetched(built)
     for key, found in strangers.items():
         parameters = {id(t.value): t for t in found if isinstance(t.value, nn.Parameter)}.values()
         if not parameters:
@@ -155,11 +164,22 @@ def check_ownership(built: Built, owned: Owned, findings: Findings) -> None:
         trained = any(t.value.requires_grad for t in parameters)
         kind = type(first.module).__name__ if len({id(t.module) for t in parameters}) == 1 else _kind(built, key)
         via = "" if first.path.startswith(key.split(".")[0]) else f" (it's reached through {first.path})"
+        if parameters and all(id(p.value) in fetched for p in parameters):
+            findings.warning("not-owned", node.place if node else Place(), key,
+                             f"{kind}, whose weights the pretrainer brings, is not under modules{via}: it would stay "
+                             "on the CPU unless what uses it moves it", _mends(key, owned))
+            continue
         findings.error(
             "not-owned", node.place if node else Place(), key,
             f"{kind} with {sum(t.value.numel() for t in parameters):,} parameters is not under modules{via}: it would "
             f"stay on the CPU, {'never be trained and never be saved' if trained else 'and not be saved'}",
             _mends(key, owned))
+
+
+def _fetched(built: Built) -> set[int]:
+    """Parameters that SpeechBrain's Pretrainer loads anew in each run."""
+    collected = getattr(built.hparams.get("pretrainer"), "loadables", {})
+    return {id(p) for module in collected.values() if isinstance(module, nn.Module) for p in module.parameters()}
 
 
 def _kind(built: Built, key: str) -> str:
@@ -194,9 +214,11 @@ def left_behind(built: Built, before: Owned) -> list[Tensor]:
 
 def tell_left_behind(left: list[Tensor], owned: Owned, findings: Findings) -> None:
     """Buffers outside ``modules``, and attributes that are no buffers: a move of the modules passes them by."""
+    told = {finding.key for finding in findings if finding.code == "not-owned"}
     groups: dict[str, list[Tensor]] = {}
     for tensor in left:
-        groups.setdefault(tensor.key, []).append(tensor)
+        if not (tensor.registered and tensor.key in told):  # it moves with its module, once that is under modules
+            groups.setdefault(tensor.key, []).append(tensor)
     for key, found in groups.items():
         node = found[0].node
         paths = listed(dict.fromkeys(t.path for t in found), most=3)
@@ -234,8 +256,7 @@ def check_saved(built: Built, owned: Owned, findings: Findings) -> None:
     if saved is None or node is None:
         return
     holders = {name: saved_by(obj) for name, obj in saved.items()}
-    collected = getattr(built.hparams.get("pretrainer"), "loadables", {})  # SpeechBrain's: loaded anew by each run
-    fetched = {id(p) for module in collected.values() if isinstance(module, nn.Module) for p in module.parameters()}
+    fetched = _fetched(built)
     for root_name, root in owned.roots.items():
         by_holders: dict[tuple[str, ...], list[str]] = {}
         for name, parameter in root.named_parameters():
@@ -251,6 +272,12 @@ def check_saved(built: Built, owned: Owned, findings: Findings) -> None:
                 findings.warning("saved-twice", node.place, "checkpointer.recoverables",
                                  f"{len(names)} parameters of {root_name} are saved by {' and by '.join(held_by)}",
                                  f"keep one of {listed(held_by)}: loading the last overwrites the others")
+    custom = built.hparams["checkpointer"].custom_save_hooks
+    for name, obj in saved.items():
+        if name not in custom and get_default_hook(obj, DEFAULT_SAVE_HOOKS) is None:
+            findings.error("not-savable", node.place, f"checkpointer.recoverables.{name}",
+                           f"nobody knows how to save {type(obj).__name__}, so the first checkpoint would fail",
+                           "remove it, or give the checkpointer a custom_save_hooks for it")
     kept = {id(obj) for obj in saved.values()}
     for key, obj in built.hparams.items():
         if id(obj) in kept or key in _SAVED_BY_BRAIN or isinstance(obj, (Checkpointer, type)):
@@ -276,13 +303,17 @@ def optimized_by(built: Built) -> str:
     return ""
 
 
-def check_optimizer(built: Built, findings: Findings) -> None:
+def check_optimizer(built: Built, owned: Owned, findings: Findings) -> None:
     """A Brain gives all parameters under ``modules`` to ``opt_class``, once; it must be there and take them."""
     opt_class, node = built.hparams.get("opt_class"), built.nodes.get("opt_class")
     if not optimized_by(built):
         findings.error("missing-key", built.nodes["brain"].place, "opt_class",
                        "the recipe lacks this key, so nothing would be trained",
                        "write `opt_class: !name:torch.optim.AdamW` and its arguments under it")
+    if owned.parameters and not any(p.requires_grad for p in owned.parameters.values()):
+        findings.error("not-trained", built.nodes["modules"].place, "modules",
+                       "no parameter of these would be trained: requires_grad is false for all of them",
+                       "leave at least one layer unfrozen")
     if node is None or not callable(opt_class):
         return
     try:

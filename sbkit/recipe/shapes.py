@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from sbkit.errors import SbkitError
 from sbkit.nn.recognizer import Recognizer
 from sbkit.recipe.build import Built
-from sbkit.recipe.report import Section
+from sbkit.recipe.report import Section, listed
 from sbkit.recipe.source import Findings, Node, Place
 from sbkit.recipe.values import static
 
@@ -114,7 +114,8 @@ def trace_moved(built: Built, before: Trace, modules: nn.ModuleDict, findings: F
     """
     found = Trace()
     found.recognizer = before.recognizer
-    with _telling(found, built, findings), torch.no_grad(), stand_ins():
+    # Without cuDNN: an LSTM would ask it, and so a driver that may not be there, how to lay out its weights.
+    with _telling(found, built, findings), torch.no_grad(), stand_ins(), torch.backends.cudnn.flags(enabled=False):
         modules.to_empty(device="cuda:0")
         _run(found, SimpleNamespace(**built.hparams), encoder_key(built), "cuda:0")
     return found
@@ -210,9 +211,11 @@ def _blame(error: BaseException, built: Built) -> tuple[Node | None, nn.Module |
 
 def _tell(error: Exception, built: Built, findings: Findings, stage: str) -> None:
     node, layer = _blame(error, built)
-    place, key = (node.place, node.key) if node is not None else (Place(), stage)
+    place, key = (node.place, node.key) if node is not None else (Place(built.nodes["modules"].place.file), stage)
     inside = f" (in its {type(layer).__name__})" if layer is not None and built.origin(layer) is not node else ""
     text = " ".join(str(error).split())
+    if _OTHER_DEVICE.search(text) and any(f.code == "not-owned" and f.key == key for f in findings):
+        return  # that is why
     if _OTHER_DEVICE.search(text):
         findings.error("device-mismatch", place, key,
                        f"a tensor stays on the CPU while the rest is on a device{inside}",
@@ -234,7 +237,15 @@ def _tell(error: Exception, built: Built, findings: Findings, stage: str) -> Non
             findings.error("shape-mismatch", place, key, message, suggestion)
             return
     findings.error("forward", place, key, f"the forward fails{inside}: {type(error).__name__}: {text[:300]}",
-                   "compare its arguments with the shapes that come in")
+                   "compare its arguments with the shapes that come in" if isinstance(error, RuntimeError) else
+                   _texts(node))
+
+
+def _texts(node: Node | None) -> str:
+    """Options among the arguments of a layer, one of which may be misspelt."""
+    given = node.value.items() if node is not None and isinstance(node.value, dict) else ()
+    shown = [f"{key} {value!r}" for key, child in given if isinstance(value := static(child), str)]
+    return f"it gets {listed(shown)}" if shown else "look at its arguments"
 
 
 def _argument(node: Node | None, value: int) -> str | None:

@@ -9,6 +9,7 @@ import importlib
 import inspect
 import os
 import pathlib
+import re
 import sys
 import types
 import typing
@@ -56,6 +57,7 @@ def locate(name: str) -> Any:
             found = builtins
         else:
             near = did_you_mean(parts[0], [*sys.stdlib_module_names, *_COMMON], 0.8)
+            near = None if near == parts[0] else near
             raise LookupError(f"there is no module {parts[0]}", f"did you mean {near}?" if near else "is it installed?")
     for i in range(used, len(parts)):
         try:
@@ -107,7 +109,7 @@ def bind(target: Any, node: Node, findings: Findings, partial: bool = False) -> 
     if len(positional) > len(by_place) and rest is None:
         findings.error("too-many-arguments", node.place, node.key,
                        f"{name} takes {_plural(len(by_place), 'argument')} at most, this gives {len(positional)}",
-                       f"it takes {listed(p.name for p in by_place)}" if by_place else "")
+                       _taken(by_place))
         node.wrong = True
     filled = set()
     for i, value in enumerate(positional):
@@ -156,6 +158,13 @@ def arguments(node: Node) -> tuple[list[Node], dict[Any, Node]]:
     return [], {}
 
 
+def _taken(by_place: list[inspect.Parameter]) -> str:
+    """What may be given; where that is one list, how it is written."""
+    if len(by_place) == 1 and re.search("Iterable|Sequence|[Ll]ist", str(by_place[0].annotation)):
+        return f"{by_place[0].name} is a list of its own: write [[a, b]], or put a second - before the first item"
+    return f"it takes {listed(p.name for p in by_place)}" if by_place else ""
+
+
 def _plural(n: int, what: str, count: bool = True) -> str:
     word = what + ("" if n == 1 else "s")
     return f"{n or 'no'} {word}" if count else f"the {word}"
@@ -174,7 +183,7 @@ def _compare(name: str, parameter: inspect.Parameter, hints: Mapping[str, Any], 
             wanted = describe(hint)
     elif isinstance(given, str) and isinstance(parameter.default, (bool, int, float)):
         if (not value.quoted and given in _TRUTHS) or looks_like_number(given):
-            wanted = f"a {type(parameter.default).__name__} (by default {parameter.default})"
+            wanted = f"{describe(type(parameter.default))} (by default {parameter.default})"
     elif given == "None" and parameter.default is None and not value.quoted:
         wanted = "null or a value"
     if wanted is None:
@@ -194,10 +203,14 @@ def _is_factory(value: Node) -> bool:
 
 def _shown(given: Any) -> str:
     if isinstance(given, Node):
-        return f"{given.tag}" if given.tag else "a list" if isinstance(given.value, list) else "a mapping"
+        if given.tag or isinstance(given.value, dict):
+            return given.tag or "a mapping"
+        plain = all(item.scalar and not item.tag for item in given.value)
+        return f"the list {[item.value for item in given.value]}" if plain else "a list"
     if isinstance(given, str):
         return f"the text {given!r}"
-    return f"{given!r} (a {type(given).__name__})" if given is not None else "null"
+    kind = type(given).__name__
+    return f"{given!r} ({'an' if kind == 'int' else 'a'} {kind})" if given is not None else "null"
 
 
 def _mend(given: Any, hint: Any, value: Node) -> str:
@@ -298,6 +311,9 @@ def _built_fits(kind: type, inner: tuple, node: Node) -> bool:
             return True
         return not isinstance(built, type) or issubclass(built, kind) or kind in (float, complex) or _duck(kind)
     if node.tag.startswith("!name:"):
+        with contextlib.suppress(LookupError, TypeError):  # a Protocol may refuse to be asked
+            if isinstance(locate(node.tag[len("!name:"):]), kind):  # a constant, or a class where one is asked for
+                return True
         return kind in (type, object) or kind.__name__ == "Callable" or _duck(kind) or kind.__module__ == "typing"
     return True
 
@@ -317,6 +333,8 @@ def describe(hint: Any) -> str:
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null",
              list: "a list", tuple: "a list", dict: "a mapping", pathlib.Path: "a path", os.PathLike: "a path"}
     kind = origin or hint
+    if kind in (list, collections.abc.Sequence, collections.abc.Iterable) and inner and inner[0] in (int, float, str):
+        return f"a list of {({int: 'whole numbers', float: 'numbers', str: 'texts'})[inner[0]]}"
     if kind in names:
         return names[kind]
     name = getattr(kind, "__name__", str(kind))

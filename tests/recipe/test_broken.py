@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from sbkit.errors import SbkitError
 from sbkit.recipe.arguments import parse_overrides
 from sbkit.recipe.check import check
+from sbkit.recipe.load import load
 
 FOLDER = Path(__file__).parent / "broken"
 FILES = sorted(path.name for path in FOLDER.glob("*.yaml"))
@@ -48,3 +50,33 @@ def test_text_that_is_not_utf8_is_an_error(tmp_path):
     path.write_bytes("language: français\n".encode("latin-1"))
     (error,) = check(path).errors
     assert "no UTF-8 text" in error.message
+
+
+@pytest.mark.parametrize("text, told", [
+    ("sizes: " + 2000 * "[" + 2000 * "]", "nested too deeply"),
+    ("sizes: 3\0", "special characters are not allowed"),
+    ("%YAML 1.2\n---\nsizes: 3", "takes no directives"),
+])
+def test_text_that_breaks_the_reader_is_one_error(tmp_path, text, told):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    (error,) = check(path).errors
+    assert told in error.message and "\n" not in str(error)
+    with pytest.raises(SbkitError, match=r"recipe\.yaml"):
+        load(path, {})
+
+
+def test_a_layer_that_is_left_out_is_told_once(tmp_path):
+    text = (FOLDER.parent / "small.yaml").read_text(encoding="utf-8")
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text.replace(", !ref <ctc_lin>]", "]"))
+    report = check(path)
+    assert [(f.code, f.key) for f in [*report.errors, *report.warnings]] == [("not-owned", "ctc_lin")]
+
+
+def test_a_list_of_layers_under_modules_is_told_once(tmp_path):
+    text = (FOLDER.parent / "small.yaml").read_text(encoding="utf-8")
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text.replace("model: !new:torch.nn.ModuleList\n    - [", "model:\n    - ["))
+    report = check(path)
+    assert [(f.code, f.key) for f in [*report.errors, *report.warnings]] == [("no-module", "modules.model")]

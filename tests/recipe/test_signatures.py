@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sbkit.recipe import signatures
 from sbkit.recipe.signatures import bind, describe, fits, locate
 from sbkit.recipe.source import Findings, Node, Place, from_python
 from sbkit.recipe.values import as_tuple, expression, is_tuple, looks_like_number
@@ -47,6 +48,13 @@ def test_a_name_that_is_not_there(name, message, hint):
     with pytest.raises(LookupError) as error:
         locate(name)
     assert error.value.args == (message, hint)
+
+
+def test_a_well_known_module_that_is_not_installed_is_no_typo(monkeypatch):
+    monkeypatch.setattr(signatures, "_COMMON", ("unheard_of",))
+    with pytest.raises(LookupError) as caught:
+        locate("unheard_of.Thing")
+    assert caught.value.args == ("there is no module unheard_of", "is it installed?")
 
 
 def test_a_module_that_lacks_what_it_needs_says_so(tmp_path, monkeypatch):
@@ -123,6 +131,11 @@ def test_types_by_annotation(hint, value, good):
     if value is object:
         return
     assert fits(hint, node(value)) is good, describe(hint)
+
+
+def test_a_constant_is_compared_as_what_it_is():
+    assert fits(float, node("", "!name:math.pi")) and not fits(str, node("", "!name:math.pi"))
+    assert not fits(torch.nn.Module, node({}, "!name:torch.nn.Linear"))
 
 
 def test_built_objects_are_compared_by_their_class():
