@@ -40,6 +40,16 @@ class Reading(nn.Linear):
         return super().forward(x) if x.abs().max().item() > -1 else x
 
 
+class Recurrent(nn.LSTM):
+    """A head with a memory, whose weights cuDNN lays out on a GPU."""
+
+    def __init__(self, input_size, n_neurons):
+        super().__init__(input_size, n_neurons, batch_first=True)
+
+    def forward(self, x):
+        return super().forward(x)[0]
+
+
 @pytest.fixture(autouse=True)
 def _importable(monkeypatch, request):
     monkeypatch.syspath_prepend(request.path.parent)
@@ -70,6 +80,11 @@ def test_shapes_are_those_of_a_real_batch(tmp_path):
     assert found["features"] == list(feats.shape) and found["encoder"] == list(encoded.shape)
     assert found["decoder"] == list(decoded.shape) and found["CTC head"] == [*encoded.shape[:2], 20]
     assert found["subsampling"] == 2 and found["frames_per_second"] == 50
+
+
+def test_an_lstm_is_no_mistake_on_a_machine_without_a_driver(tmp_path):
+    report = check(head(tmp_path, "Recurrent"), {"output_folder": str(tmp_path)})
+    assert [str(error) for error in report.errors] == []
 
 
 @pytest.mark.skipif(not gpu_stand_ins(), reason="this torch needs a driver to stand in for a GPU")
