@@ -73,7 +73,7 @@ def collapse(labels: np.ndarray, confidence: np.ndarray, certainty: np.ndarray |
 
 
 def words(spans: Spans, piece: Callable[[int], str], frame_seconds: float, *, start: float = 0.0,
-          skip: Collection[int] = (), separator: str | None = WORD_START) -> list[Word]:
+          skip: Collection[int] = (), separator: str | None = WORD_START, pause: float | None = None) -> list[Word]:
     """Join the tokens of an utterance to words.
 
     Arguments
@@ -83,13 +83,17 @@ def words(spans: Spans, piece: Callable[[int], str], frame_seconds: float, *, st
     start : seconds that the first frame lies at
     skip : ids that are no text, such as those that begin and end a sentence
     separator : begins a word within a piece; None makes a word of every token, for scripts without spaces
+    pause : so many frames without a token end a word, whatever the pieces say; None: they alone say it
     """
     found: list[tuple[list[str], list[int]]] = []
+    heard_until = 0
     for i, token in enumerate(spans.ids.tolist()):
         if token in skip:
             continue
-        for part, opens in _parts(piece(token), separator):
-            if opens or not found:
+        paused = pause is not None and spans.starts[i] - heard_until >= pause
+        heard_until = spans.ends[i]
+        for number, (part, opens) in enumerate(_parts(piece(token), separator)):
+            if opens or not found or (paused and not number):
                 found.append(([], []))
             if part:
                 found[-1][0].append(part)

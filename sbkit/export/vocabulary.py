@@ -42,10 +42,12 @@ class Vocabulary:
             raise SbkitError(f"the model said the tokens {alien[:5]} and the bundle has {len(self)}",
                              hint=f"does {TOKENS} belong to this model?")
 
-    def words(self, spans: Spans, start: float = 0.0) -> list[Word]:
-        """Words with times and confidences; the first frame lies at ``start`` seconds."""
-        return words(spans, self.symbols.__getitem__, self.config.frame_seconds, start=start, skip=self._silent,
-                     separator=self.config.word_separator)
+    def words(self, spans: Spans, start: float = 0.0, pause_seconds: float | None = None) -> list[Word]:
+        """Words with times and confidences; the first frame lies at ``start`` seconds. None goes on over a pause."""
+        frame = self.config.frame_seconds
+        return words(spans, self.symbols.__getitem__, frame, start=start, skip=self._silent,
+                     separator=self.config.word_separator,
+                     pause=None if pause_seconds is None else pause_seconds / frame)
 
     def text(self, found: Sequence[Word]) -> str:
         """What the words say together."""

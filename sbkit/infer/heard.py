@@ -12,7 +12,7 @@ from sbkit.decode.spans import Word
 from sbkit.export.vocabulary import Vocabulary
 from sbkit.infer.chunks import Chunk
 from sbkit.infer.decoding import Decoder, Found
-from sbkit.infer.transcript import Transcript
+from sbkit.infer.transcript import PAUSE_SECONDS, Transcript
 
 _LONGEST = 8  # chunks without a pause between them that are decoded as one
 
@@ -60,9 +60,10 @@ class Heard:
 
 
 def words(found: Sequence[Found], vocabulary: Vocabulary) -> list[Word]:
-    """The words of a recording, from its tokens."""
+    """The words of a recording, from its tokens. No word goes on over a pause: a model that was trained on single
+    sentences has never heard one begin after another, and may not say so."""
     frame = vocabulary.config.frame_seconds
-    return [word for part in found for word in vocabulary.words(part.spans, part.frame * frame)]
+    return [word for part in found for word in vocabulary.words(part.spans, part.frame * frame, PAUSE_SECONDS)]
 
 
 def transcript(name: str, heard: Heard, found: Sequence[Found], vocabulary: Vocabulary) -> Transcript:

@@ -28,9 +28,7 @@ import numpy as np
 import soxr
 from fastapi import WebSocket, WebSocketDisconnect
 
-from sbkit.decode.spans import Spans, Word
-from sbkit.export.vocabulary import Vocabulary
-from sbkit.infer.decoding import Found
+from sbkit.decode.spans import Word
 from sbkit.infer.heard import words
 from sbkit.infer.transcript import PAUSE_SECONDS
 from sbkit.serve.errors import ApiError, busy, failed, invalid, not_ready, too_late
@@ -153,18 +151,6 @@ async def _receive(websocket: WebSocket, seconds: float) -> bytes | dict[str, An
     return found
 
 
-def spoken(found: Sequence[Found], vocabulary: Vocabulary) -> list[Word]:
-    """The words of a tail. No word goes on over a pause, whatever the model says of where words begin."""
-    pause = PAUSE_SECONDS / vocabulary.config.frame_seconds
-    parts = []
-    for each in found:
-        spans = each.spans
-        cuts = np.flatnonzero(spans.starts[1:] - spans.ends[:-1] >= pause) + 1
-        columns = [np.split(column, cuts) for column in (spans.ids, spans.starts, spans.ends, spans.confidence)]
-        parts += [Found(each.frame, Spans(*column)) for column in zip(*columns, strict=True)]
-    return words(parts, vocabulary)
-
-
 def stretches(settled: Sequence[Word]) -> list[list[Word]]:
     """Words in lines that end in pauses, however many were settled at once."""
     lines: list[list[Word]] = []
@@ -270,7 +256,7 @@ class _Session:
         decoder, vocabulary = self.served.decoder, self.served.vocabulary
         loop = asyncio.get_running_loop()
         found = await loop.run_in_executor(
-            None, lambda: spoken(decoder.tokens([[decoder.keep(log_probs[skip:].copy())]])[0], vocabulary))
+            None, lambda: words(decoder.tokens([[decoder.keep(log_probs[skip:].copy())]])[0], vocabulary))
         await self._tell(self.tail.settle(found, len(signal), skip, last))
         return last
 

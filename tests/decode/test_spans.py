@@ -56,6 +56,17 @@ def test_a_separate_space_does_not_lengthen_the_word():
     assert (word.start, word.end, word.confidence) == (5.0, 6.0, 0.8)
 
 
+def test_a_pause_ends_a_word_where_that_is_asked_for():
+    pieces = ["<s>", "▁a", "b", "c", "▁", "d"]
+    found = spans((1, 0, 1, 0.9), (2, 4, 5, 0.9), (0, 6, 7, 0.9), (3, 9, 10, 0.9), (4, 15, 16, 0.9), (5, 22, 23, 0.9))
+
+    def heard(pause):
+        return [word.text for word in words(found, pieces.__getitem__, 1.0, skip={0}, pause=pause)]
+
+    assert heard(None) == heard(5) == ["abc", "d"], "no empty word where a pause and a mark meet"
+    assert heard(4) == ["ab", "c", "d"] and heard(3) == ["a", "b", "c", "d"]
+
+
 def test_collapse_handles_no_frames_and_no_utterances():
     assert [len(found) for found in collapse(np.zeros((2, 0), dtype=np.int64), np.zeros((2, 0)))] == [0, 0]
     assert collapse(np.zeros((0, 5), dtype=np.int64), np.zeros((0, 5))) == []

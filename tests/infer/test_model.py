@@ -50,6 +50,16 @@ def test_words_have_their_times_and_confidence(model):
     assert found.duration == pytest.approx(24 * 0.04) and found.language == "en"
 
 
+@pytest.mark.parametrize("search", [None, {"beam": 8}])
+def test_no_word_goes_on_over_a_pause(model, search):
+    """Models that were trained on single sentences don't say that a word begins after another sentence."""
+    glued = [i for i in bundles.spell("more") if bundles.PIECES[i] != "▁"]
+    found = sbkit.infer.Model(model.engine, Options(search=search)).transcribe(
+        bundles.voiced(bundles.spell("say no") + [0] * 18 + glued + [0] * 15 + glued))
+    assert found.text == "say no moremore"
+    assert [segment.text for segment in found.segments] == ["say no", "moremore"]
+
+
 def test_silence_says_nothing(model):
     found = model.transcribe(np.zeros(30_000, np.float32))
     assert (found.text, found.words, found.confidence, found.segments) == ("", [], None, [])
