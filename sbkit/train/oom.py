@@ -12,6 +12,7 @@ import torch
 
 from sbkit.errors import SbkitError
 from sbkit.train import ranks, rng
+from sbkit.train.parallel import talks_in_forward
 from sbkit.train.saved_batch import utterance_ids
 from sbkit.train.sharding import Sharded
 from sbkit.train.step import Loss
@@ -151,6 +152,10 @@ class Parts:
         if isinstance(brain._parallel, Sharded):
             raise SbkitError(f"out of memory on {brain.device} with {size} utterances; with fsdp no rank can repeat a "
                              "step alone", hint=hint, exit_code=1) from error
+        talking = next((name for name, module in brain.modules.named_modules() if talks_in_forward(module)), None)
+        if ranks.world_size() > 1 and talking is not None:
+            raise SbkitError(f"out of memory on {brain.device} with {size} utterances; '{talking}' takes in what all "
+                             "ranks compute, so none can repeat a step alone", hint=hint, exit_code=1) from error
         if last and brain._steps.announced and ranks.world_size() > 1:
             raise SbkitError(f"out of memory on {brain.device} with {size} utterances, while gradients were on their "
                              "way to the other ranks", hint=hint, exit_code=1) from error

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from speechbrain.processing.features import InputNormalization
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -319,6 +320,13 @@ def tell_unreached(modules: nn.Module) -> None:
     if names and ranks.is_main():
         logger.warning("The loss does not reach these parameters, so they are not trained: %s",
                        ", ".join(names).replace("_orig_mod.", ""))
+
+
+def talks_in_forward(module: nn.Module) -> bool:
+    """Whether a layer asks the other ranks while it computes in training, which all of them must then do alike."""
+    if isinstance(module, InputNormalization):
+        return module.norm_type == "global"
+    return isinstance(module, nn.SyncBatchNorm)
 
 
 def convert_batch_norm(modules: nn.ModuleDict, device: torch.device) -> None:

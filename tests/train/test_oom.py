@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import pytest
 import torch
 from processes import outcomes, results
 from speechbrain.dataio.batch import PaddedBatch
-from toys import ToyBrain, ToyEvalLoader, ToyTrainLoader, batch_of, brain, furthest, state
+from speechbrain.processing.features import InputNormalization
+from toys import ToyBrain, ToyEvalLoader, ToyTrainLoader, batch_of, brain, furthest, layers, state
 
 from sbkit.data.batch import Batch
 from sbkit.errors import SbkitError
@@ -227,6 +229,28 @@ class NarrowSecond(Narrow):
 
 class InBackwardSecond(NarrowSecond):
     where = "backward"
+
+
+class Normalised(NarrowSecond):
+    """With a layer that asks the other ranks in each forward."""
+
+    def compute_forward(self, batch, stage):
+        self.modules.norm(batch.x[:, None])
+        return super().compute_forward(batch, stage)
+
+
+def train_normalised():
+    model = layers()
+    toy = Normalised({"model": model, "norm": InputNormalization()}, partial(torch.optim.SGD, lr=0.01),
+                      {"model": model}, {"device": "cpu"})
+    toy.fit(range(1, 2), ToyTrainLoader(2, 8, ranks.rank(), ranks.world_size()), progressbar=False)
+
+
+@pytest.mark.slow
+def test_a_rank_does_not_repeat_alone_what_the_others_take_part_in():
+    found = outcomes(train_normalised, timeout=60)
+    assert "'norm' takes in what all ranks compute" in str(found[1].error)
+    assert found[0].error is not None
 
 
 def train_as_rank(cls, micros):
