@@ -3,14 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from speechbrain.core import Stage
+from torch import nn
 
 from sbkit.nn import guard
 from sbkit.train import loaders, ranks
 from sbkit.train.display import StageDisplay
 from sbkit.train.tally import DeviceMean, one_number
+
+
+@contextlib.contextmanager
+def _at_rest(brain: Any) -> Iterator[None]:
+    """Within it no layer learns from what it sees, one that only ``hparams`` holds as little as the others.
+
+    Many a recipe leaves its ``normalize`` out of ``modules``: dev data would enter its statistics, and with shares
+    that differ in size ranks would wait in it for each other.
+    """
+    brain.modules.eval()
+    held = [value for value in vars(brain.hparams).values() if isinstance(value, nn.Module)]
+    beside = [layer for value in held for layer in value.modules() if layer.training]
+    for layer in beside:
+        layer.training = False
+    try:
+        yield
+    finally:
+        for layer in beside:
+            layer.training = True
 
 
 def evaluate(brain: Any, loader: Any, stage: Stage, name: str, show: bool) -> float:
@@ -19,13 +40,13 @@ def evaluate(brain: Any, loader: Any, stage: Stage, name: str, show: bool) -> fl
     A set that yields this rank's share is averaged over all ranks, exactly. Nothing inside the loop waits
     for another rank, so shares may differ in size. A stop signal ends it early.
     """
-    brain.modules.eval()
     brain.step, average = 0, 0.0
     mean, share = DeviceMean(brain.device), loaders.is_share(loader)
     weights = contextlib.nullcontext() if brain._ema is None else brain._ema.swapped()
     colour = brain.tqdm_barcolor[stage.name.lower()] or None
     gathered = contextlib.nullcontext() if brain._parallel is None else brain._parallel.gathered()
-    with gathered, weights, StageDisplay(name, loaders.length(loader), show=show, colour=colour) as display:
+    display = StageDisplay(name, loaders.length(loader), show=show, colour=colour)
+    with _at_rest(brain), gathered, weights, display:
         for batch in loaders.on_device(loader, loader, brain.device) if share else loader:
             if brain._between.asked_to_stop:
                 break

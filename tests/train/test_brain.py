@@ -10,6 +10,7 @@ import pytest
 import torch
 from host_syncs import HostSyncs
 from speechbrain.core import Stage
+from speechbrain.processing.features import InputNormalization
 from speechbrain.utils.run_opts import RunOptions
 from toys import ToyBrain, ToyEvalLoader, ToyTrainLoader, batch_of, brain, furthest, layers, state
 
@@ -315,6 +316,20 @@ def test_evaluation_weighs_by_count_and_leaves_out_what_is_not_finite():
     batch = batch_of(range(2, 11))
     exact = ToyBrain.compute_objectives(toy, toy.compute_forward(batch, None), batch, None).mean.item()
     assert toy.evaluate(ToyEvalLoader(11)) == pytest.approx(exact, rel=1e-5)
+
+
+class Normalised(ToyBrain):
+    def compute_forward(self, batch, stage):
+        self.hparams.normalize(batch.x[:, None])
+        return super().compute_forward(batch, stage)
+
+
+def test_a_normaliser_beside_the_modules_learns_nothing_from_dev_data():
+    toy = brain(Normalised, hparams={"normalize": InputNormalization()})
+    toy.fit(range(1, 2), ToyTrainLoader(2, 5), ToyEvalLoader(4))
+    assert toy.hparams.normalize.count == 10
+    toy.fit(range(2, 3), ToyTrainLoader(1, 5), ToyEvalLoader(4))
+    assert toy.hparams.normalize.count == 15
 
 
 def test_moving_averages_are_used_in_evaluation_only():
