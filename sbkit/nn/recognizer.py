@@ -80,17 +80,19 @@ class Recognizer:
         return self.frontend_rule(samples // self.hop_samples + 1)
 
     def features(
-        self, signals: Tensor, samples: Tensor, training: bool = False, views: int = 1
+        self, signals: Tensor, samples: Tensor, training: bool = False, views: int = 1, counted: bool = True
     ) -> tuple[Tensor, Tensor]:
         """Waveforms [B, S] and sample counts [B] to normalised features [B, T, F] and frame counts [B].
 
         With ``views`` each utterance comes so often, augmented anew: [views B, T, F], first views first.
+        What is not ``counted`` (a stand-in) enters no running statistics, if ``normalize`` is sbkit's.
         """
         feats = self.compute_features(signals)
         frames = samples // self.hop_samples + 1
         if self.normalize is not None:
             # Half a frame less: a relative length times T, in fp32, may otherwise come out one frame too many.
-            feats = self.normalize(feats, (frames - 0.5) / feats.shape[1])
+            normalize = self.normalize if counted else getattr(self.normalize, "uncounted", self.normalize)
+            feats = normalize(feats, (frames - 0.5) / feats.shape[1])
         feats, frames = feats.repeat(views, 1, 1), frames.repeat(views)
         if training and self.augment is not None:
             feats = self.augment(feats, frames)

@@ -67,7 +67,8 @@ class CTC(ASR):
         """Waveforms [B, S] to scores [B, T, V]."""
         model, training = self.recognizer, stage == Stage.TRAIN
         views = self.views if training else 1
-        feats, frames = model.features(batch.signals, batch.signal_lengths, training=training, views=views)
+        feats, frames = model.features(batch.signals, batch.signal_lengths, training=training, views=views,
+                                       counted=batch.weight != 0)
         if not training:
             encoded, frames = model.encode(feats, frames)
             joint = stage == Stage.TEST and isinstance(self.decoder, JointSearch)

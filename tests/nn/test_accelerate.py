@@ -219,6 +219,20 @@ def test_normalization_equals_the_original_batch_after_batch(norm_type, tmp_path
     torch.testing.assert_close(again.glob_std, slow.glob_std)
 
 
+def test_what_is_not_counted_enters_no_statistics():
+    one, other = InputNormalization(), InputNormalization()
+    for norm in (one, other):
+        accelerate(norm)
+    x, lengths = 5 + torch.randn(3, 40, 5), torch.tensor([1.0, 0.5, 0.8])
+    noise = torch.randn(1, 30, 5)
+    assert one.uncounted(noise).isfinite().all()  # even where nothing was counted yet
+    for norm in (one, other):
+        norm(x, lengths)
+    torch.testing.assert_close(one.uncounted(noise), (noise - other.glob_mean) / other.glob_std)
+    torch.testing.assert_close(one(x, lengths), other(x, lengths))
+    assert one.count == other.count and torch.equal(one.glob_std, other.glob_std)
+
+
 def test_running_statistics_don_t_make_the_host_wait():
     norm = InputNormalization()
     accelerate(norm)

@@ -37,17 +37,28 @@ class Filterbank(features.Filterbank):
 class InputNormalization(features.InputNormalization):
     """[B, T, F] to the same; running statistics are updated on the device, where the original waits for it twice."""
 
+    _counting = True
+
+    def uncounted(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """As a call, but ``x`` enters no statistics; those of the other ranks, which may be in a call, do."""
+        self._counting = False
+        try:
+            return self(x, lengths)
+        finally:
+            self._counting = True
+
     def _update_global_stats(self, x: Tensor, mask: Tensor) -> None:
-        dims, wide = (0, self.length_dim), x.float()
+        dims, wide, mask = (0, self.length_dim), x.float(), mask & self._counting
         number = _over_ranks(mask.sum().float())
-        mean = _over_ranks((wide * mask).sum(dims)) / number
+        divisor = number.clamp(min=1)  # all ranks may have nothing to count
+        mean = _over_ranks((wide * mask).sum(dims)) / divisor
         apart = (wide - mean.unsqueeze(0).unsqueeze(self.length_dim)) * mask
-        variance = _over_ranks(apart.square().sum(dims)) / number
+        variance = _over_ranks(apart.square().sum(dims)) / divisor
         if not self.glob_mean.numel():
-            self.glob_mean, self.glob_std = torch.zeros_like(mean), torch.zeros_like(mean)
+            self.glob_mean, self.glob_std = torch.zeros_like(mean), torch.ones_like(mean)
         before, spread = self.glob_mean.to(x.device), self.glob_std.to(x.device)
         count = self.count + number.double()
-        share = (number / count).float()
+        share = (number / count.clamp(min=1)).float()
         self.glob_mean = torch.lerp(before, mean, share)
         between = share * (1 - share) * (mean - before).square()
         self.glob_std = (torch.lerp(spread.square(), variance, share) + between).sqrt()
