@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import time
@@ -17,6 +18,8 @@ from speechbrain.utils.distributed import if_main_process
 from sbkit.errors import SbkitError
 from sbkit.nn.peek import Peek
 from sbkit.train.resumable import ResumableFile
+
+logger = logging.getLogger(__name__)
 
 KINDS = ("step", "epoch", "test", "run")
 
@@ -39,6 +42,7 @@ class MetricsLog:
         self.enabled = if_main_process() if enabled is None else enabled
         self._file = ResumableFile(self.path, _written_again)
         self._waiting: deque[dict[str, Any]] = deque()
+        self._told = False
         self._writer_class = _tensorboard() if tensorboard and self.enabled else None
         self._writer = None
         self._step: int | None = None  # of the last line that had one
@@ -69,7 +73,12 @@ class MetricsLog:
     def _write_ready(self, wait: bool = False) -> None:
         while self._waiting and (wait or _arrived(self._waiting[0])):
             line = {k: _plain(v) for k, v in self._waiting.popleft().items()}
-            self._file.append(json.dumps(line, ensure_ascii=False, allow_nan=False))
+            try:
+                self._file.append(json.dumps(line, ensure_ascii=False, allow_nan=False))
+            except OSError as error:  # a full disk costs lines; whether it ends the run is its checkpoints' business
+                if not self._told:
+                    logger.warning("%s could not be written, lines of it are lost: %s", self.path, error)
+                self._told = True
             if self._writer_class is not None:
                 self._to_tensorboard(line)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable
@@ -43,7 +44,10 @@ class ResumableFile:
             if not self._trained and self._written_again(line):
                 self._trained = True
                 self._cut(handle)
-            os.write(handle, line.encode("utf-8") + b"\n")
+            data = line.encode("utf-8") + b"\n"
+            if os.write(handle, data) < len(data):  # the disk filled up within it
+                self._clean = False
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
         finally:
             os.close(handle)
 

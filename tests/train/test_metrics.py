@@ -50,6 +50,25 @@ def test_other_ranks_write_nothing(tmp_path):
     assert not log.path.exists()
 
 
+def test_a_full_disk_costs_lines_and_not_the_run(tmp_path, caplog):
+    log = MetricsLog(tmp_path)
+    log.path.symlink_to("/dev/full")
+    log.write("step", step=1)
+    log.write("step", step=2)
+    assert caplog.text.count("No space left on device") == 1
+    log.path.unlink()
+    log.write("step", step=3)
+    assert [line["step"] for line in lines(tmp_path)] == [3]
+
+
+def test_a_line_that_a_full_disk_cut_off_is_dropped_by_the_next(tmp_path):
+    file, write = ResumableFile(tmp_path / "log", lambda line: True), os.write
+    with mock.patch.object(os, "write", lambda handle, data: write(handle, data[:3])), pytest.raises(OSError):
+        file.append("first")
+    file.append("second")
+    assert file.path.read_text() == "second\n"
+
+
 def test_lines_wait_for_their_values_in_order(tmp_path, monkeypatch):
     class Slow(metrics.Peek):
         ready = False
