@@ -85,7 +85,7 @@ def _card(asked: torch.device, count: int) -> int:
     local = os.environ.get("LOCAL_RANK")
     if local is None:
         return asked.index if asked.index is not None else 0
-    together = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    together = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
     if count == 1 and asked.index in (None, 0):
         return 0  # the launcher shows each process a card of its own
     if asked.index is None or (together > 1 and asked.index != int(local)):

@@ -58,7 +58,7 @@ def cards(monkeypatch):
         fake = Cards(count)
         monkeypatch.setattr(torch, "cuda", fake)
         monkeypatch.setattr(devices.torch, "zeros", lambda *a, device: None)
-        for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE"):
             monkeypatch.delenv(name, raising=False)
         for name, value in environment.items():
             monkeypatch.setenv(name, str(value))
@@ -73,6 +73,7 @@ def cards(monkeypatch):
     (8, {"LOCAL_RANK": 3, "LOCAL_WORLD_SIZE": 8}, "cuda", "cuda:3"),
     (8, {"LOCAL_RANK": 3, "LOCAL_WORLD_SIZE": 8}, "cuda:0", "cuda:3"),
     (8, {"LOCAL_RANK": 3, "LOCAL_WORLD_SIZE": 8}, "cuda:3", "cuda:3"),
+    (8, {"LOCAL_RANK": 3, "WORLD_SIZE": 8}, "cuda:0", "cuda:3"),  # a launcher that doesn't say how many are here
     (8, {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}, "cuda:5", "cuda:5"),
     (1, {"LOCAL_RANK": 3, "LOCAL_WORLD_SIZE": 8}, "cuda", "cuda:0"),  # SLURM shows each process its own
 ])
