@@ -19,7 +19,7 @@ from sbkit.score.report_cards import Cards
 from sbkit.score.report_compare import comparison
 from sbkit.score.report_data import RunData, read
 from sbkit.score.report_findings import findings
-from sbkit.score.report_suspects import suspects
+from sbkit.score.report_suspects import can_tell, suspects
 
 NAME = "report.html"
 _PAGE = Path(__file__).with_name("page.html")
@@ -66,7 +66,7 @@ def _page(data: RunData, other: RunData | None, title: str, count: int, clips: C
         parts["where"] = sections.where(results, None if other is None else other.results)
         parts["words"] = sections.confused(results)
         parts["worst"] = sections.worst(results, cards, count, suspected)
-        parts["labels"] = sections.labels(cards, suspected, count)
+        parts["labels"] = sections.labels(cards, suspected, count, can_tell(results))
     parts["data"] = sections.data(data)
     parts["making"] = sections.making(data)
     there = {place: part for place, part in parts.items() if part is not None}

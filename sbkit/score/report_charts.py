@@ -55,7 +55,7 @@ def curves(title: str, series: Sequence[Series], ticks: Sequence[tuple[float, st
         return None
     y = Scale(0, _top(series), HEIGHT - BOTTOM, TOP)
     x = Scale(min(min(one.x) for one in series), max(max(one.x) for one in series), LEFT, WIDTH - RIGHT)
-    parts = [_grid(y), _x_axis(x, ticks)]
+    parts = [_grid(y, unit="%" if unit == " %" else ""), _x_axis(x, ticks)]
     for one in series:
         parts += _curve(one, x, y)
     data = {"x": [x.low, x.high], "y": [y.low, y.high], "unit": unit, "ticks": [list(tick) for tick in ticks],
@@ -71,7 +71,7 @@ def bars(title: str, groups: Sequence[Group], note: str | None = None, mean: flo
     y = Scale(0, _nice_top(max(group.high or group.rate for group in groups)), HEIGHT - BOTTOM - 14, TOP + 8)
     step = (WIDTH - LEFT - RIGHT) / len(groups)
     wide = min(44.0, step * 0.66)
-    parts: list[Any] = [_grid(y)]
+    parts: list[Any] = [_grid(y, unit="%")]
     if mean is not None:
         parts.append(tag("line", class_="mean", x1=LEFT, x2=WIDTH - RIGHT, y1=y(mean), y2=y(mean)))
     for i, group in enumerate(groups):

@@ -15,7 +15,7 @@ from sbkit.score.report_charts import Series
 from sbkit.score.report_data import Results, RunData, percent, rate
 from sbkit.score.report_findings import Finding
 from sbkit.score.report_groups import Group
-from sbkit.score.report_suspects import HONESTLY, Suspect
+from sbkit.score.report_suspects import HONESTLY, NONE_SUSPECTED, NOT_TOLD, Suspect
 from sbkit.score.significance import interval
 
 WORDS_SHOWN = 14
@@ -218,10 +218,10 @@ KEY = tag(
     tag("span", "missed", class_="k del"), " ", tag("span", "made up", class_="k ins"), class_="key")
 
 
-def labels(cards: Cards, suspects: Sequence[Suspect], count: int) -> Markup | None:
-    """Transcripts that may be wrong."""
+def labels(cards: Cards, suspects: Sequence[Suspect], count: int, told: bool) -> Markup:
+    """Transcripts that may be wrong; ``told`` is whether there was enough to tell by."""
     if not suspects:
-        return None
+        return section("labels", "Suspected label errors", lead=NONE_SUSPECTED if told else NOT_TOLD)
     shown = [cards.card(suspect.index, _why(suspect)) for suspect in suspects[:count]]
     more = None if len(suspects) <= count else tag("p", f"{len(suspects) - count} more are not shown.", class_="note")
     return section("labels", "Suspected label errors", KEY, tag("div", shown, class_="cards"), more, lead=HONESTLY)

@@ -21,6 +21,10 @@ _NEIGHBOURS = 100
 _LEAST = 20  # utterances from which "usual" can be told
 _RARELY_SILENT = 0.05  # a model that hears nothing more often than this says nothing about the labels
 
+#: What it says where there are no suspects.
+NONE_SUSPECTED = "None: no transcript is much further from what was heard than is usual where the model is as sure."
+NOT_TOLD = f"Not looked for: it takes {_LEAST} utterances or more whose confidence is known."
+
 
 class Suspect(NamedTuple):
     """``error`` and ``usual`` are shares of the reference's characters, ``index`` the utterance's number."""
@@ -32,11 +36,11 @@ class Suspect(NamedTuple):
 
 def suspects(results: Results) -> list[Suspect]:
     """Utterances whose reference is suspected to be wrong, the most suspicious first."""
+    if not can_tell(results):
+        return []
     errors = np.minimum(results.character_rates, 1.0)
     sure = np.array([np.nan if one.confidence is None else one.confidence for one in results.heard])
     known = np.flatnonzero(~np.isnan(sure))
-    if len(known) < _LEAST:
-        return []
     order = known[np.argsort(sure[known], kind="stable")]
     usual = _running_median(errors[order], min(_NEIGHBOURS, max(_LEAST, len(order) // 4)))
     least = np.quantile(sure[known], _SURE)
@@ -46,6 +50,11 @@ def suspects(results: Results) -> list[Suspect]:
     if len(silent) <= _RARELY_SILENT * len(results):
         found += silent
     return sorted(found, key=lambda suspect: suspect.usual - suspect.error)
+
+
+def can_tell(results: Results) -> bool:
+    """Whether there are utterances enough to tell what is usual."""
+    return sum(one.confidence is not None for one in results.heard) >= _LEAST
 
 
 def _running_median(values: np.ndarray, width: int) -> np.ndarray:

@@ -83,6 +83,14 @@ def test_the_worst_come_first_with_every_word_in_its_place(tmp_path, wav):
     assert len(page.all("article")) == 1, "what is right is not among the worst"
 
 
+def test_where_no_label_is_suspected_it_says_so_and_where_none_could_be(tmp_path, wav):
+    right = runs.told(100, wrong=0.0, wav=wav)
+    assert "None: no transcript is much further" in Page(
+        write_report(runs.run_that_tells(tmp_path / "right", right))).text
+    few = Page(write_report(runs.run_that_tells(tmp_path / "few", right[:10]))).text
+    assert "Not looked for: it takes 20 utterances" in few and "None: no" not in few
+
+
 def test_text_from_data_is_text_and_nothing_else_runs(tmp_path, wav):
     heard = [dataclasses.replace(one, id=f"{EVIL}{i}", reference=f"{EVIL} {one.reference}", speaker=f"{EVIL}{i % 5}",
                                  hypothesis=f"{one.hypothesis} {EVIL}",
