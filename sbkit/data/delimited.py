@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 import pyarrow as pa
 import pyarrow.csv as pacsv
@@ -17,6 +19,8 @@ from sbkit.errors import SbkitError
 _BLOCK_BYTES = 16 << 20
 # How Arrow says that a row has too many or too few fields.
 _WRONG_COUNT = re.compile(r"Expected \d+ columns, got \d+")
+# A row of its own behind the last one, unless a quotation mark is still open there.
+_END = "\0end of file"
 
 
 @dataclass
@@ -108,10 +112,14 @@ def _read_arrow(path: Path, names: Sequence[str], wanted: Sequence[str], skip: i
         elif (where := _where_not_utf8(path, names, delimiter)) is not None:
             raise SbkitError(f"{path}, {where}: not UTF-8", hint="save it as UTF-8") from None
         else:
+            if quoted:
+                list(_malformed_lines(path, len(names), skip, delimiter, quoted))  # may know the line
             raise SbkitError(f"{path}: {error}") from None
-    # Arrow's threads don't know line numbers, so the rare file with such rows is read once more.
-    bad = list(_malformed_lines(path, len(names), skip, delimiter, quoted)) if malformed else []
     columns = {name: table.column(name) for name in wanted}
+    # Arrow's threads don't know line numbers, so the rare file with such rows is read once more. So is one whose last
+    # row has several lines: Arrow takes a quotation mark that is never closed for all the rest.
+    suspicious = quoted and len(table) and any("\n" in column[-1].as_py() for column in columns.values())
+    bad = list(_malformed_lines(path, len(names), skip, delimiter, quoted)) if malformed or suspicious else []
     return Delimited(path, columns, bad, names)
 
 
@@ -140,13 +148,31 @@ def _malformed_lines(path: Path, expected: int, skip: int, delimiter: str,
         for _ in range(skip):
             next(file)
         if quoted:
-            reader = csv.reader(file, delimiter=delimiter)
-            counts = ((reader.line_num, len(row)) for row in reader)
+            counts = ((line, len(row)) for line, row in _quoted_rows(path, file, skip, delimiter))
         else:
-            counts = ((number, line.count(delimiter) + (line != "\n")) for number, line in enumerate(file, 1))
+            counts = ((number, line.count(delimiter) + (line != "\n")) for number, line in enumerate(file, skip + 1))
         for line, found in counts:
             if found not in (0, expected):
-                yield skip + line, _wrong_fields(expected, found)
+                yield line, _wrong_fields(expected, found)
+
+
+def _quoted_rows(path: Path, file: IO[str], skip: int, delimiter: str,
+                 **options: bool) -> Iterator[tuple[int, list[str]]]:
+    """(line, fields) of each row of a file that stands behind its first ``skip`` lines."""
+    reader = csv.reader(itertools.chain(file, [_END]), delimiter=delimiter, **options)
+    begins = skip + 1
+    try:
+        for row in reader:
+            if row == [_END]:
+                return
+            if row and row[-1].endswith(_END):
+                break
+            yield skip + reader.line_num, row
+            begins = skip + reader.line_num + 1
+    except csv.Error:  # it would be longer than any field is
+        pass
+    raise SbkitError(f"{path}, line {begins}: a quotation mark opens a field here and is never closed",
+                     hint="close it, or double the quotation marks that are part of a text")
 
 
 def _read_spaced(path: Path, names: Sequence[str], skip: int, delimiter: str) -> Delimited:
@@ -155,12 +181,11 @@ def _read_spaced(path: Path, names: Sequence[str], skip: int, delimiter: str) ->
     with open(path, encoding="utf-8-sig", newline="") as file:
         for _ in range(skip):
             next(file)
-        reader = csv.reader(file, delimiter=delimiter, skipinitialspace=True)
-        for row in reader:
+        for line, row in _quoted_rows(path, file, skip, delimiter, skipinitialspace=True):
             if len(row) == len(names):
                 rows.append(row)
             elif row:
-                malformed.append((skip + reader.line_num, _wrong_fields(len(names), len(row))))
+                malformed.append((line, _wrong_fields(len(names), len(row))))
     columns = {
         name: pa.chunked_array([pa.array([row[i] for row in rows], pa.large_string())])
         for i, name in enumerate(names)

@@ -135,6 +135,29 @@ def test_byte_order_marks_windows_lines_blanks_after_commas_and_blank_lines(tmp_
     assert (row.id, row.duration, row.wav, row.text, row.speaker) == ("a", 1.5, "/x.wav", "c d", "")
 
 
+@pytest.mark.parametrize("separator", [",", ", "])
+@pytest.mark.parametrize("rest", ["", "y", "y" * 200_000])
+@pytest.mark.parametrize("at", [2, 3])
+def test_a_quotation_mark_that_is_never_closed_swallows_no_rows(tmp_path, separator, rest, at):
+    rows = [["ID", "duration", "wav", "wrd"], ["a", "1.0", "a.wav", '"x\ny"'], ["b", "1.0", "b.wav", "x"],
+            ["c", "1.0", "c.wav", rest]]
+    rows[2][at] = '"' + rows[2][at]
+    path = tmp_path / "x.csv"
+    path.write_text("".join(separator.join(row) + "\n" for row in rows))
+    with pytest.raises(SbkitError, match=r"x.csv, line 4: a quotation mark opens a field here and is never closed"):
+        Manifest.read(path)
+    rows[2][at] += '"'
+    rows[3][3] = "z"
+    path.write_text("".join(separator.join(row) + "\n" for row in rows))
+    assert list(Manifest.read(path).texts) == ["x\ny", "x", "z"]
+
+
+def test_a_last_text_of_several_lines_is_one(tmp_path):
+    path = tmp_path / "x.csv"
+    path.write_text('ID,duration,wav,wrd\na,1.0,a.wav,"x\ny ""z"" w"')
+    assert list(Manifest.read(path).texts) == ['x\ny "z" w']
+
+
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     make().write(tmp_path / "m.csv")
     monkeypatch.setattr("sbkit.data.manifest._quote", lambda column: 1 / 0)
