@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -61,6 +62,8 @@ class Greedy:
 class Beam:
     """The best transcript by the model together with a language model, a lexicon and hot words.
 
+    A search remembers what it looked up in its language model, so one thread searches at a time.
+
     Arguments
     ---------
     options : of ``sbkit.decode.beam.BeamSearch``: lm, lm_weight, word_score, hot_words, hot_boost, beam, ...
@@ -80,12 +83,15 @@ class Beam:
             raise SbkitError(f"beam search: {error}") from None
         self._search.load()  # what is wrong with the files is told now
         self._join = Events.join
+        self._lock = threading.Lock()
 
     def keep(self, log_probs: np.ndarray) -> tuple[Any, int]:
-        return self._search.events(log_probs[None], np.array([len(log_probs)])), len(log_probs)
+        with self._lock:
+            return self._search.events(log_probs[None], np.array([len(log_probs)])), len(log_probs)
 
     def tokens(self, recordings: Sequence[Sequence[tuple[Any, int]]]) -> list[list[Found]]:
-        best = iter(self._search.search(self._join([events for stretches in recordings for events, _ in stretches])))
+        with self._lock:
+            best = iter(self._search.search(self._join([each for stretches in recordings for each, _ in stretches])))
         found = []
         for stretches in recordings:
             frame, parts = 0, []

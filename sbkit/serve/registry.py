@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from sbkit.errors import SbkitError
-from sbkit.infer.decoding import Decoder, Found, decoder
+from sbkit.infer.decoding import decoder
 from sbkit.infer.engine import AUTO, Engine
 from sbkit.serve.batcher import Batcher
 from sbkit.serve.errors import broken, unknown_model
@@ -52,22 +49,6 @@ class Options:
     search: Mapping[str, Any] | None = None
 
 
-class _InTurn:
-    """A search remembers what it looked up in its language model, so one thread searches at a time."""
-
-    def __init__(self, wrapped: Decoder):
-        self._wrapped, self._lock = wrapped, threading.Lock()
-        self.at_once, self.joins = wrapped.at_once, wrapped.joins
-
-    def keep(self, log_probs: np.ndarray) -> Any:
-        with self._lock:
-            return self._wrapped.keep(log_probs)
-
-    def tokens(self, recordings: Sequence[Sequence[Any]]) -> list[list[Found]]:
-        with self._lock:
-            return self._wrapped.tokens(recordings)
-
-
 class Served:
     """One bundle, loaded and warm."""
 
@@ -78,8 +59,7 @@ class Served:
         self.vocabulary = self.engine.vocabulary
         self.chunk_seconds = options.chunk_seconds or config.chunk_seconds
         self.frame_samples = config.hop_samples * config.subsampling
-        found = decoder(self.vocabulary, options.search)
-        self.decoder: Decoder = _InTurn(found) if options.search else found
+        self.decoder = decoder(self.vocabulary, options.search)
         rows = {} if options.batching else {"rows": 1}
         self.batcher = Batcher(self.engine, options.batch_seconds, told=told, **rows)
 

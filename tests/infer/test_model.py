@@ -1,7 +1,9 @@
 """Recordings to transcripts: any source, any length, batches, times, confidence."""
 
 import io
+import time
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 
 import bundles
 import numpy as np
@@ -184,6 +186,27 @@ def test_a_search_hears_what_is_clear_as_greedy_does(model):
     for mine, theirs in zip(search.transcribe(signals), model.transcribe(signals), strict=True):
         assert mine.text == theirs.text
         assert [word.start for word in mine.words] == pytest.approx([word.start for word in theirs.words])
+
+
+def test_one_thread_searches_at_a_time(model, monkeypatch):
+    """A search remembers what it looked up in its language model."""
+    search = sbkit.infer.Model(model.engine, Options(search={"beam": 4}))
+    inside, most, real = [], [], search._pipeline._decoder._search.search
+
+    def watched(*given):
+        inside.append(1)
+        time.sleep(0.02)
+        most.append(len(inside))
+        try:
+            return real(*given)
+        finally:
+            inside.pop()
+
+    monkeypatch.setattr(search._pipeline._decoder._search, "search", watched)
+    texts = [f"say {letter}" for letter in "abcdefgh"]
+    with ThreadPoolExecutor(8) as pool:
+        assert [each.text for each in pool.map(lambda text: search.transcribe(bundles.say(text)), texts)] == texts
+    assert max(most) == 1
 
 
 def test_options_of_the_search_that_do_not_exist_are_told(model):
