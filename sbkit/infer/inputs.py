@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import sys
@@ -40,13 +41,18 @@ def _behind(name: str) -> Iterator[Recording]:
     path = Path(name)
     if path.is_dir():
         for file in sorted(each for each in path.rglob("*") if each.suffix.lower() in SUFFIXES and each.is_file()):
-            yield Recording(str(file), str(file.relative_to(path).with_suffix("")))
+            yield Recording(str(file), _shown(file.relative_to(path).with_suffix("")))
     elif path.suffix.lower() in (".csv", ".tsv") and path.is_file():
         yield from _rows(path)
     elif not path.exists() and "?offset=" not in name and "://" not in name:
         raise SbkitError(f"{name}: no such file")
     else:
-        yield Recording(name, path.stem)
+        yield Recording(name, _shown(path.stem))
+
+
+def _shown(path: str | os.PathLike) -> str:
+    """A name as text: on disks it is bytes, and those that are no UTF-8 could not be written into a transcript."""
+    return os.fsencode(path).decode("utf-8", "replace")
 
 
 def _rows(path: Path) -> Iterator[Recording]:
@@ -84,11 +90,11 @@ def _make_unique(recordings: list[Recording]) -> None:
         if each.id in twice and isinstance(each.audio, str):
             each.id += os.path.splitext(each.audio)[1]
     twice = clashing()
-    count: dict[str, int] = {}
+    taken = {each.id for each in recordings}
     for each in recordings:
         if each.id in twice:
-            count[each.id] = count.get(each.id, 0) + 1
-            each.id += f"-{count[each.id]}"
+            each.id = next(name for number in itertools.count(1) if (name := f"{each.id}-{number}") not in taken)
+            taken.add(each.id)
 
 
 def _add_references(recordings: list[Recording], path: Path) -> None:

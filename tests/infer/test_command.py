@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import sys
 
 import bundles
@@ -92,6 +93,24 @@ def test_clips_of_one_name_get_files_of_their_own(bundle, clips, tmp_path):
     assert run(bundle, clips / "one.wav", again, clips / "one.flac", "--output", tmp_path / "out") == 0
     texts = {path.name: path.read_text() for path in (tmp_path / "out").glob("*.txt")}
     assert texts == {"one.wav-1.txt": "first words\n", "one.wav-2.txt": "other\n", "one.flac.txt": "flac\n"}
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="its disks take names in UTF-8 alone")
+def test_names_that_are_no_utf8_are_written_with_a_mark_in_their_place(bundle, clips, tmp_path):
+    strange = os.fsdecode(os.fsencode(clips) + b"/caf\xe9.wav")
+    os.rename(clips / "one.wav", strange)
+    assert run(bundle, strange, "--output", tmp_path / "out", "--format", "json,ctm,srt") == 0
+    assert json.loads((tmp_path / "out" / "caf\ufffd.json").read_text())["id"] == "caf\ufffd"
+    assert run(bundle, clips, "--output", tmp_path / "all", "--format", "json") == 0
+    assert (tmp_path / "all" / "caf\ufffd.json").exists()
+
+
+def test_a_number_that_was_given_is_no_other_clips_name(clips):
+    names = [clips / "x" / "a.wav", clips / "y" / "a.wav", clips / "a.wav-1.wav"]
+    for name in names:
+        name.parent.mkdir(exist_ok=True)
+        soundfile.write(name, bundles.say("a"), bundles.RATE)
+    assert len({each.id for each in collect(list(map(str, names)))}) == 3
 
 
 def test_standard_input(bundle, clips, capsys, monkeypatch):
