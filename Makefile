@@ -21,6 +21,7 @@ $(STAMP): setup.cfg pyproject.toml
 	  { rm -rf .venv; echo "python3 cannot make a virtual environment; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 	@$(BIN)/python -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || \
 	  { echo "sbkit needs Python 3.10 to 3.13; choose one with: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@echo "installing into $(VENV): PyTorch, SpeechBrain and what they need, some gigabytes and minutes the first time"
 	$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[dev]'
 	@touch $@
 

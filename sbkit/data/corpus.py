@@ -226,7 +226,7 @@ class Corpus:
             raise SbkitError(
                 f"{source.where} ({source.kind}) has no {' and no '.join(missing)} split (its splits: "
                 f"{', '.join(source.names())})",
-                hint=f"say what to take for it, in the corpus: splits: {{{missing[0]}: NAME}}")
+                hint=f"say what to take for it: --corpus.splits '{{{missing[0]}: NAME}}'")
 
     def _options(self) -> dict[str, Any]:
         return {
