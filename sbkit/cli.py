@@ -246,11 +246,13 @@ def _shard(args: argparse.Namespace) -> int:
     from sbkit.data.shards import write_shards
 
     source, out = Path(args.manifest), Path(args.out)
+    if (out / f"{source.stem}.csv").resolve() == source.resolve():
+        raise SbkitError(f"{source}: the manifest of the shards would replace it", hint="choose another folder")
     manifest = write_shards(
         Manifest.read(source, args.data_root), out, name=source.stem, shard_size_mb=args.shard_size_mb,
         encode=args.encode, workers=args.workers,
     )
-    print(f"{len(manifest)} utterances, {manifest.hours:.2f} hours: {out / source.name}")
+    print(f"{len(manifest)} utterances, {manifest.hours:.2f} hours: {out / source.stem}.csv")
     return 0
 
 

@@ -49,6 +49,15 @@ def existing(wavs: Column, listings: dict[str, pa.Array | None] | None = None) -
     return result
 
 
+def file_version(wav: str) -> tuple[str, str]:
+    """Size and time of change of a recording's file, as text; empty where there is none to ask."""
+    try:
+        status = os.stat(split_member(wav)[0])
+    except OSError:
+        return "", ""
+    return str(status.st_size), str(status.st_mtime_ns)
+
+
 def _folders(path: pa.Array) -> tuple[list[str], np.ndarray]:
     """The folders of N paths and which of them each path is in, [N]."""
     first = path[0].as_py().rpartition("/") if len(path) else ("", "", "")

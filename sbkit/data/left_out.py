@@ -10,9 +10,8 @@ import pyarrow.compute as pc
 import pyarrow.csv as pacsv
 
 from sbkit.console import atomic_write
-from sbkit.data.audio import split_member
 from sbkit.data.delimited import read_delimited
-from sbkit.data.existing import existing
+from sbkit.data.existing import existing, file_version
 from sbkit.data.manifest import Column
 
 NAME = "left_out.csv"
@@ -22,7 +21,7 @@ _COLUMNS = ("split", "ID", "wav", "reason", "detail", "size", "modified")
 def rows(split: str, reason: str, ids: Sequence[str], wavs: Sequence[str], details: Sequence[str], *,
          seal: bool = False) -> pa.Table:
     """N rows left out for one reason; with ``seal`` also what their files look like now."""
-    seals = [_seal(wav) for wav in wavs] if seal else [("", "")] * len(ids)
+    seals = [file_version(wav) for wav in wavs] if seal else [("", "")] * len(ids)
     columns = ([split] * len(ids), ids, wavs, [reason] * len(ids), details, *zip(*seals, strict=True))
     return pa.table([pa.array(column, pa.large_string()) for column in columns], names=_COLUMNS)
 
@@ -47,13 +46,4 @@ def mended(folder: Path, missing: str, damaged: str) -> str | None:
         return gone[int(there.argmax())]
     bad = pc.equal(reason, damaged)
     seals = zip(*(Column(pc.filter(csv.need(name), bad)) for name in ("wav", "size", "modified")), strict=True)
-    return next((wav for wav, *seal in seals if tuple(seal) != _seal(wav)), None)
-
-
-def _seal(wav: str) -> tuple[str, str]:
-    """Size and time of change of a recording's file, as text; empty where there is none to ask."""
-    try:
-        status = Path(split_member(wav)[0]).stat()
-    except OSError:
-        return "", ""
-    return str(status.st_size), str(status.st_mtime_ns)
+    return next((wav for wav, *seal in seals if tuple(seal) != file_version(wav)), None)

@@ -34,7 +34,9 @@ from sbkit.console import atomic_write, progress
 from sbkit.data import tar
 from sbkit.data.audio import AudioError, audio_info, check_whole, longer, read_bytes, read_utterance, split_member
 from sbkit.data.batch import SAMPLE_RATE
+from sbkit.data.existing import file_version
 from sbkit.data.manifest import Manifest, Utterance
+from sbkit.data.options import check_number
 from sbkit.errors import SbkitError
 
 #: Files looked at to guess how large a copied recording is.
@@ -92,13 +94,23 @@ def write_shards(
     workers: processes.
 
     A shard appears whole or not at all; called again after a stop, it goes on with the first shard that
-    is missing. Recordings that cannot be read are left out and named in ``<name>-report.json``.
+    is missing. Recordings that cannot be read are left out and named in ``<name>-report.json``; called again
+    after they were mended, it writes their shards anew. Other recordings are not looked at again.
     """
+    check_number("shard_size_mb", shard_size_mb, above=0)
+    check_number("workers", workers, above=0, whole=True)
     if encode is not None and encode not in ENCODINGS:
         raise SbkitError(f"cannot encode shards as {encode!r}", hint=f"it is one of {', '.join(ENCODINGS)}")
     if not len(manifest):
         raise SbkitError("the manifest is empty: there is nothing to write into shards")
-    out = Path(out)
+    try:
+        return _write_shards(manifest, Path(out), name, shard_size_mb, encode, workers, show_progress)
+    except OSError as error:  # a full disk, a folder that may not be written
+        raise SbkitError(f"{error.filename or out}: {error.strerror or error}") from error
+
+
+def _write_shards(manifest: Manifest, out: Path, name: str, shard_size_mb: float, encode: str | None, workers: int,
+                  show_progress: bool) -> Manifest:
     out.mkdir(parents=True, exist_ok=True)
     order = np.random.Generator(np.random.PCG64(_SHUFFLE_SEED)).permutation(len(manifest))
     per_second = ENCODINGS[encode].bytes_per_second if encode else _bytes_per_second(manifest)
@@ -155,7 +167,7 @@ def _write(job: _Job) -> dict:
             try:
                 data, suffix, seconds = _encoded(row, job.encode)
             except AudioError as error:
-                left_out.append((i, error.cause))
+                left_out.append((i, error.cause, *file_version(row.wav)))
                 continue
             key = f"{job.first + i:09d}"
             described = {**row.meta, "id": row.id, "text": row.text, "speaker": row.speaker,
@@ -174,7 +186,8 @@ def _write(job: _Job) -> dict:
 def _finished(job: _Job, fingerprint: str) -> dict | None:
     try:
         index = json.loads(job.index.read_text(encoding="utf-8"))
-        if index["fingerprint"] == fingerprint and os.path.getsize(job.path) == index["size"]:
+        whole = index["fingerprint"] == fingerprint and os.path.getsize(job.path) == index["size"]
+        if whole and all(tuple(version) == file_version(job.rows[i].wav) for i, _, *version in index["left_out"]):
             return index
     except (OSError, ValueError, KeyError):
         pass  # not written yet, or by something else: it is written anew
@@ -225,7 +238,7 @@ def _bytes_per_second(manifest: Manifest) -> float:
             continue
         size += os.path.getsize(path) if part is None else part
         seconds += float(manifest.durations[i])
-    return size / seconds if seconds else ENCODINGS["flac"].bytes_per_second
+    return size / seconds if size and seconds else ENCODINGS["flac"].bytes_per_second
 
 
 def _check_space(out: Path, name: str, manifest: Manifest, per_second: float) -> None:
@@ -263,7 +276,7 @@ def _write_summary(out: Path, name: str, manifest: Manifest, order: np.ndarray, 
                    result: Manifest) -> None:
     result.write(out / f"{name}.csv", data_root=out.absolute())
     left_out = [{"id": manifest.ids[order[shard["first"] + i]], "reason": reason}
-                for shard in shards for i, reason in shard["left_out"]]
+                for shard in shards for i, reason, *_ in shard["left_out"]]
     with atomic_write(out / f"{name}-index.json") as file:
         listed = [{"url": shard["shard"], "nsamples": len(shard["kept"])} for shard in shards]
         json.dump({"__kind__": "wids-shard-index-v1", "wids_version": 1, "name": name, "shardlist": listed},

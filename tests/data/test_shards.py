@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sounds import encoded, real_data, speechlike
 
+from sbkit.cli import main
 from sbkit.data import shards, tar
 from sbkit.data.audio import read_audio, read_bytes
 from sbkit.data.loader import TrainLoader
@@ -196,7 +197,34 @@ def test_rows_are_kept_or_named(manifest, tmp_path, encode):
     assert "are missing" in reasons["clip/15.ö"]
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_mended_recordings_are_packed_the_next_time(manifest, tmp_path, there):
+    wavs = list(manifest.wavs)
+    wavs[3] = str(tmp_path / "mended.mp3")
+    if there:
+        (tmp_path / "mended.mp3").write_bytes(b"nothing")
+    source = manifest.replace(wavs=wavs)
+    assert len(pack(source, tmp_path / "out", encode="flac")) == 19
+    (tmp_path / "mended.mp3").write_bytes(read_bytes(manifest.wavs[3]))
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.tar")}
+    assert len(pack(source, tmp_path / "out", encode="flac")) == 20
+    assert sum(path.stat().st_mtime_ns != when for path, when in before.items()) == 1
+
+
+def test_the_manifest_that_is_packed_stays(manifest, tmp_path, capsys):
+    manifest.write(tmp_path / "train.csv")
+    assert main(["shard", str(tmp_path / "train.csv"), str(tmp_path)]) != 0
+    assert "the manifest of the shards would replace it" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["train.csv"]
+
+
 def test_mistakes_are_told(manifest, tmp_path, monkeypatch):
+    for options in ({"shard_size_mb": 0}, {"shard_size_mb": float("nan")}, {"workers": 0}):
+        with pytest.raises(SbkitError, match=next(iter(options))):
+            pack(manifest, tmp_path, **options)
+    (tmp_path / "file").touch()
+    with pytest.raises(SbkitError, match=r"file: File exists"):
+        pack(manifest, tmp_path / "file")
     with pytest.raises(SbkitError, match=r"cannot encode shards as 'mp4'.*wav16k, flac"):
         pack(manifest, tmp_path, encode="mp4")
     with pytest.raises(SbkitError, match="the manifest is empty"):
