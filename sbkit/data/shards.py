@@ -42,7 +42,6 @@ from sbkit.errors import SbkitError
 #: Files looked at to guess how large a copied recording is.
 _SAMPLE = 64
 _SHUFFLE_SEED = 0
-_MAGIC = {"wav": b"RIFF", "flac": b"fLaC", "ogg": b"OggS", "mp3": (b"ID3", b"\xff")}
 
 
 class Encoding(NamedTuple):
@@ -205,19 +204,12 @@ def _encoded(row: Utterance, encode: str | None) -> tuple[bytes, str, float]:
     if whole:
         check_whole(row.wav, row.duration, seconds)
         path = split_member(row.wav)[0]
-        return data, _suffix(data, path), round(seconds, 4)
+        return data, tar.suffix(data, path), round(seconds, 4)
     kind = ENCODINGS[encode or "flac"]
     signal = read_utterance(row.wav, row.start, row.duration, sample_rate=SAMPLE_RATE)
     file = io.BytesIO()
     soundfile.write(file, signal, SAMPLE_RATE, format=kind.format, subtype=kind.subtype)
     return file.getvalue(), kind.suffix, round(len(signal) / SAMPLE_RATE, 4)
-
-
-def _suffix(data: bytes, path: str) -> str:
-    for suffix, starts in _MAGIC.items():
-        if data.startswith(starts):
-            return suffix
-    return Path(path).suffix.lstrip(".").lower() or "audio"
 
 
 def _bounds(durations: np.ndarray, seconds_per_shard: float) -> np.ndarray:

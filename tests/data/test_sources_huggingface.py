@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from sounds import encoded, speechlike
 
+from sbkit.data import tar as tar_members
 from sbkit.data.audio import read_audio, read_utterance
 from sbkit.data.corpus import Corpus
 from sbkit.data.sources import embedded, open_source
@@ -137,6 +138,18 @@ def test_damaged_and_missing_audio_is_counted(tmp_path):
     assert len(corpus.prepare(show_progress=False)["train"]) == 1
     left_out = corpus.report["splits"]["train"]["left_out"]
     assert {reason: left_out[reason]["count"] for reason in left_out} == {"missing clip": 1, "undecodable": 1}
+
+
+def test_a_name_that_may_be_a_mistyped_path_is_told_as_both(tmp_path):
+    named, mistyped = (open_source(name, cache=tmp_path) for name in ("hf://data/fr", "data/fr"))
+    assert "there is no folder data/fr here" in str(mistyped.unreadable(mistyped.where, OSError("no network")))
+    assert "no folder" not in str(named.unreadable(named.where, OSError("no network")))
+
+
+def test_what_lies_in_a_tar_is_called_by_what_it_is():
+    flac = encoded(speechlike(0.2), 16000, "flac")
+    assert tar_members.suffix(flac, "a.wav") == "flac"
+    assert [tar_members.suffix(b"?", name) for name in ("a.OPUS", "a.b/c", "a.\u00f6")] == ["opus", "audio", "audio"]
 
 
 def test_embedded_segments_end_where_they_say(tmp_path):

@@ -25,8 +25,6 @@ from sbkit.data.sources.base import Rows, blank, unique_ids
 
 _SHARD_BYTES = 1 << 30
 _SHARD_ROWS = 50_000
-_MAGIC = {b"RIFF": "wav", b"fLaC": "flac", b"OggS": "ogg", b"ID3": "mp3", b"\xff\xfb": "mp3",
-          b"\xff\xf3": "mp3", b"\xff\xf2": "mp3"}
 
 #: Rows of a dataset from one on, in tables with the columns id, path, bytes, text, speaker, duration, start
 #: and "meta <name>"; all but ``bytes`` (binary) are text.
@@ -113,7 +111,7 @@ class _Shard:
             self.file = tempfile.NamedTemporaryFile(  # noqa: SIM115 (open for as long as the shard is)
                 dir=self.path.parent, prefix=f".{self.path.name}.", delete=False)
         offset = self.file.tell() + tar.BLOCK
-        tar.append(self.file, f"{number:08d}.{_suffix(data, path)}", data)
+        tar.append(self.file, f"{number:08d}.{tar.suffix(data, path)}", data)
         return f"{os.path.abspath(self.path)}?offset={offset}&size={len(data)}"
 
     @property
@@ -180,10 +178,3 @@ def _number(text: str | None) -> float:
         return float(text or "nan")
     except ValueError:
         return math.nan
-
-
-def _suffix(data: bytes, path: str) -> str:
-    suffix = PurePosixPath(path).suffix[1:].lower()
-    if suffix.isalnum() and suffix.isascii() and len(suffix) <= 5:
-        return suffix
-    return next((name for magic, name in _MAGIC.items() if data.startswith(magic)), "audio")

@@ -94,6 +94,8 @@ class Hub(HuggingFace):
 
     def __init__(self, address: str, cache: Path, columns: Mapping[str, str]):
         super().__init__(cache, columns)
+        if "://" not in address:
+            self.hint = f"there is no folder {address} here; if the hub is meant, {self.hint}"
         parts = urlsplit(address if "://" in address else f"hf://{address}")
         self.id = f"{parts.netloc}{parts.path}".strip("/")
         options = {name: values[-1] for name, values in parse_qs(parts.query).items()}
