@@ -76,7 +76,7 @@ def _found(name: str, split: str) -> str:
     path = Path(name)
     if path.is_dir():
         path = _read_run(name)["corpus"].manifest_path(split)
-    if name != _STDIN and not path.is_file():
+    if name != _STDIN and not path.exists():  # it may be a pipe
         what = f"{name} has no transcripts of {split} ({path})" if Path(name).is_dir() else f"{name}: no such file"
         raise SbkitError(what, hint="name a text file, a manifest or a run")
     return str(path)

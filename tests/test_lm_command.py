@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 
 import pytest
 import runs
@@ -53,7 +54,12 @@ def test_packed_files_stdin_and_manifests_are_the_same_text(home, tmp_path, monk
     with open(home / "text.txt") as stdin:
         monkeypatch.setattr("sys.stdin", stdin)
         assert estimate(home, "-", "--out", tmp_path / "stdin.arpa") == 0
-    assert {*written, (tmp_path / "stdin.arpa").read_bytes()} == {written[0]}
+    reading, writing = os.pipe()  # what a shell's <(command) gives
+    os.write(writing, "\n".join(TEXT).encode())
+    os.close(writing)
+    assert estimate(home, f"/dev/fd/{reading}", "--out", tmp_path / "pipe.arpa") == 0
+    os.close(reading)
+    assert {*written, *((tmp_path / name).read_bytes() for name in ("stdin.arpa", "pipe.arpa"))} == {written[0]}
 
 
 @pytest.mark.parametrize("prune", ["0,0,1", "1", "1e-2"])
