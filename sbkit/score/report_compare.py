@@ -37,8 +37,8 @@ def comparison(run: RunData, other: RunData, cards: Cards, count: int) -> Markup
 
     return section(
         "against", verdict(words), table,
-        tag("p", f"{len(better)} utterances got better, {len(worse)} worse, {same} have as many errors as before.",
-            class_="note"),
+        tag("p", f"Of {len(change)} utterances {len(better)} got better, {len(worse)} worse, "
+                 f"and {same} have as many errors as before.", class_="note"),
         KEY, listed("Better", better), listed("Worse", worse), lead=f"Compared with {other.folder.resolve()}")
 
 

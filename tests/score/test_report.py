@@ -156,7 +156,7 @@ def test_against_another_run_it_says_who_is_better_and_where(tmp_path, wav):
     other = _other(tmp_path, run)
     page = Page(write_report(other, against=run))
     assert "Significantly better: −" in page.text and "30 have as many errors" not in page.text
-    better = int(re.search(r"(\d+) utterances got better, 0 worse", page.text)[1])
+    better = int(re.search(r"Of 60 utterances (\d+) got better, 0 worse", page.text)[1])
     changed = [a for a, b in zip(read(run).results.edits, read(other).results.edits, strict=True) if a != b]
     assert better == len(changed)
     assert page.all("polyline", **{"class": "curve c1 other"}), "the other run's curves, dashed"
