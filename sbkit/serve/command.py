@@ -129,6 +129,9 @@ class _Running:
     def run(self) -> int:
         """Until the end."""
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+        # uvicorn says so of every WebSocket that is refused with a status, which is no mistake.
+        logging.getLogger("uvicorn.error").addFilter(
+            lambda record: "without completing handshake" not in record.getMessage())
         logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it warns of each form that is damaged
         serving = threading.Thread(target=self._server.run, args=([self._listening],), name="sbkit-http")
         loading = threading.Thread(target=self._load, name="sbkit-load", daemon=True)

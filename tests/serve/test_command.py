@@ -15,6 +15,7 @@ import bundles
 import httpx
 import pytest
 import serving
+from websockets import InvalidStatus
 from websockets.sync.client import connect
 
 from sbkit.errors import SbkitError
@@ -124,6 +125,15 @@ def test_sigterm_lets_a_live_session_finish(bundle):
     assert [each["type"] for each in messages][-2:] == ["final", "done"] and messages[-2]["text"] == "hello"
     process.communicate(timeout=30)
     assert process.returncode == 0
+
+
+def test_refused_sockets_are_no_errors_in_the_log(bundle):
+    process = start(f"level={bundle}", "--port", 0, "--threads", 1, env={command.KEY_VARIABLE: "secret"})
+    url = ready(process)
+    with pytest.raises(InvalidStatus):
+        connect(url.replace("http", "ws") + "/v1/audio/live")
+    process.terminate()
+    assert process.communicate(timeout=30)[1] == ""
 
 
 def test_a_port_that_is_taken_is_one_line_at_once(bundle):
