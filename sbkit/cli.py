@@ -171,8 +171,8 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--formats", type=lambda text: text.split(","), metavar="A,B",
                         help="of onnx,int8,torch,speechbrain (default: all)")
     export.add_argument("--target", choices=["sherpa"], help="also a model for sherpa-onnx")
-    export.add_argument("--clips", type=int, default=40, help="test utterances to compare the formats on")
-    export.add_argument("--tolerance", type=float, metavar="D", help="largest difference of a log-probability (0.001)")
+    export.add_argument("--clips", type=_count, default=40, help="test utterances to compare the formats on")
+    export.add_argument("--tolerance", type=_above, metavar="D", help="largest difference of a log-probability (0.001)")
     export.add_argument("--force", action="store_true", help="replace the bundle that is there")
     export.set_defaults(call=_export)
 
@@ -185,10 +185,10 @@ def _parser() -> argparse.ArgumentParser:
                             metavar="A,B", help="of txt,json,srt,vtt,ctm (default: txt)")
     transcribe.add_argument("--model", default="auto", help="onnx, int8 or torch (default: the first that is there)")
     transcribe.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    transcribe.add_argument("--threads", type=int, help="of the model on the CPU (default: all)")
-    transcribe.add_argument("--readers", type=int, default=2, help="threads that decode audio (2)")
-    transcribe.add_argument("--batch-seconds", type=float, metavar="S", help="audio in one batch, padding counted")
-    transcribe.add_argument("--chunk-seconds", type=float, metavar="S", help="longest that the model hears at once")
+    transcribe.add_argument("--threads", type=_count, help="of the model on the CPU (default: all)")
+    transcribe.add_argument("--readers", type=_count, default=2, help="threads that decode audio (2)")
+    transcribe.add_argument("--batch-seconds", type=_above, metavar="S", help="audio in one batch, padding counted")
+    transcribe.add_argument("--chunk-seconds", type=_above, metavar="S", help="longest that the model hears at once")
     transcribe.add_argument("--references", metavar="FILE", help="manifest.csv or lines name<TAB>text: show the WER")
     transcribe.add_argument("--overwrite", action="store_true", help="do again what is in the folder")
     _add_search(transcribe)
@@ -201,15 +201,15 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--port", type=int, default=8000)
     serve.add_argument("--model", default="auto", help="onnx, int8 or torch (default: the first that is there)")
     serve.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    serve.add_argument("--threads", type=int, help="of each model on the CPU (default: all)")
-    serve.add_argument("--batch-seconds", type=float, metavar="S", help="audio in one batch, padding counted")
-    serve.add_argument("--chunk-seconds", type=float, metavar="S", help="longest that a model hears at once")
+    serve.add_argument("--threads", type=_count, help="of each model on the CPU (default: all)")
+    serve.add_argument("--batch-seconds", type=_above, metavar="S", help="audio in one batch, padding counted")
+    serve.add_argument("--chunk-seconds", type=_above, metavar="S", help="longest that a model hears at once")
     serve.add_argument("--no-batching", dest="batching", action="store_false", help="run each signal alone")
     serve.add_argument("--api-key-file", type=Path, metavar="FILE",
                        help="keys, one a line (one alone: SBKIT_API_KEY in the environment)")
     serve.add_argument("--allow-origin", dest="allow_origins", action="append", default=[], metavar="URL",
                        help="a web page elsewhere that may use this server (again for more; * for all)")
-    serve.add_argument("--grace-seconds", type=float, default=30.0, metavar="S",
+    serve.add_argument("--grace-seconds", type=_above, default=30.0, metavar="S",
                        help="for what is in flight at SIGTERM (30)")
     for name, kind, what in SERVE_LIMITS:
         serve.add_argument(f"--{name}", type=kind, default=argparse.SUPPRESS, metavar="S" if "seconds" in name else "N",
@@ -290,6 +290,21 @@ def _evaluate(args: argparse.Namespace) -> int:
 
     wanted = vars(args)
     return evaluate(Request(**{name: wanted[name] for name in Request.__dataclass_fields__}))
+
+
+def _count(text: str) -> int:
+    return _above_zero(text, int, "whole number")
+
+
+def _above(text: str) -> float:
+    return _above_zero(text, float, "number")
+
+
+def _above_zero(text: str, kind: type, what: str) -> int | float:
+    with contextlib.suppress(ValueError):
+        if (value := kind(text)) > 0:
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is no {what} above 0")
 
 
 def _prune(text: str) -> list[int] | int | float:

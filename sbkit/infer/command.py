@@ -104,6 +104,8 @@ def _run(engine: Engine, recordings: list[Recording], request: Request, formats:
             elif request.output is not None:
                 _write(request.output, recording, done.transcript, formats)
             if screen is not None:
+                if sys.stdout.isatty():
+                    bar.clear()  # else the first line would stand behind it
                 screen.put(index, done.transcript)
             if done.transcript is not None:
                 heard.append((recording, done.transcript))

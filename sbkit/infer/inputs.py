@@ -36,7 +36,7 @@ def collect(names: Sequence[str], references: str | None = None) -> list[Recordi
 
 def _behind(name: str) -> Iterator[Recording]:
     if name == STDIN:
-        yield Recording(_from_stdin(), "stdin")
+        yield Recording(_from_stdin(), "stdin", called="standard input")
         return
     path = Path(name)
     if path.is_dir():

@@ -31,10 +31,14 @@ class Recording:
     start: float = 0.0
     duration: float | None = None
     reference: str | None = None
+    called: str = ""
+    """How messages call it, where that isn't its path."""
 
     @property
     def name(self) -> str:
         """How messages call it."""
+        if self.called:
+            return self.called
         if isinstance(self.audio, np.ndarray):
             return self.id or f"<{len(self.audio)} samples>"
         return audio.describe(self.audio)

@@ -242,6 +242,8 @@ def test_what_is_there_is_replaced_only_when_asked(made, run, tmp_path, capsys):
 @pytest.mark.parametrize("words, expected", [
     (["--formats", "onnx,tflite"], "no format tflite"),
     (["--checkpoint", "best-of-all"], "no checkpoint 'best-of-all'"),
+    (["--clips", "-3"], "--clips: '-3' is no whole number above 0"),
+    (["--tolerance", "nan"], "--tolerance: 'nan' is no number above 0"),
 ])
 def test_mistakes_are_told_before_anything_is_made(run, tmp_path, capsys, words, expected):
     assert main(["export", str(run), "--to", str(tmp_path / "b"), *words]) == 2

@@ -124,6 +124,8 @@ def test_standard_input(bundle, clips, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", Stdin())
     assert run(bundle, "-") == 0
     assert capsys.readouterr().out == "first words\n"
+    assert run(bundle, "-") == 1, "all of it was read"
+    assert "left out: standard input: is empty" in capsys.readouterr().err
 
 
 def test_a_manifest_is_scored_against_its_texts(bundle, clips, tmp_path, capsys):
@@ -163,6 +165,8 @@ def test_a_bad_clip_is_named_counted_and_left_out(bundle, clips, tmp_path, capsy
     (["none.wav"], "no such file"), (["."], "there is no audio"), (["CLIP", "--format", "docx"], "there is no format"),
     (["CLIP", "CLIP", "--format", "srt"], "--output FOLDER"), (["CLIP", "--format", "txt,json"], "--output FOLDER"),
     (["CLIP", "--device", "cuda"], "no CUDA"), (["CLIP", "--model", "int8"], "has no model int8"),
+    (["CLIP", "--chunk-seconds", "-1"], "--chunk-seconds: '-1' is no number above 0"),
+    (["CLIP", "--threads", "0"], "--threads: '0' is no whole number above 0"),
 ])
 def test_mistakes_are_one_line(bundle, clips, tmp_path, capsys, monkeypatch, words, expected):
     (tmp_path / "empty").mkdir()
