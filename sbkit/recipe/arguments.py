@@ -43,14 +43,15 @@ def parse(argv: list[str]) -> Request:
     given, rest = parser.parse_known_args(argv)
     given = vars(given)
     path = locate(given.pop("param_file"))
-    _import_from(Path.cwd(), path.parent, path.parent.parent)
+    import_beside(path)
     check = not given.pop("no_check", False)
     run_opts = RunOptions(**given, param_file=str(path), overridden_args=set(given) | {"param_file"})
     return Request(path, run_opts, parse_overrides(rest), check)
 
 
-def _import_from(*folders: Path) -> None:
-    """A recipe may name classes in files beside it, as SpeechBrain's do (``custom_model.py`` above ``hparams/``)."""
+def import_beside(recipe: Path) -> None:
+    """It may name classes in files beside it, as SpeechBrain's do (``custom_model.py`` above ``hparams/``), or here."""
+    folders = Path.cwd(), recipe.parent, recipe.parent.parent
     sys.path += [name for name in dict.fromkeys(str(folder.resolve()) for folder in folders) if name not in sys.path]
 
 

@@ -15,6 +15,7 @@ from speechbrain.utils.run_opts import RunOptions
 
 from sbkit.errors import SbkitError
 from sbkit.recipe import load
+from sbkit.recipe.arguments import import_beside
 from sbkit.train.averaging import EMA, average
 from sbkit.train.brain import Brain
 
@@ -52,17 +53,24 @@ def read_run(run: str | Path) -> dict[str, Any]:
         missing = "is no run: it has no " + RECIPE if run.is_dir() else "is not there"
         raise SbkitError(f"{run} {missing}", hint="name the output_folder of a training")
     tree = load.read_plain(path)
+    import_beside(_origin(path))
     try:
         hparams = load.flatten(load_hyperpyyaml(_moved(tree, _output_folder(tree, path), str(run))))
     except Exception as error:
         first = (str(error).strip().splitlines() or [""])[0]
         raise SbkitError(f"{path} cannot be loaded: {type(error).__name__}: {first}",
-                         hint="was it trained with code that is not installed here?") from error
+                         hint="was it trained with code of your own? name its folder in PYTHONPATH") from error
     load.require(hparams, path, "brain", "modules", "checkpointer")
     tokenizer = hparams.get("tokenizer")
     if hasattr(tokenizer, "load"):
         tokenizer.load()
     return hparams
+
+
+def _origin(path: Path) -> Path:
+    """The recipe that a run was started with, of which the head of the resolved one tells."""
+    line = path.read_text(encoding="utf-8").splitlines()[1:2]
+    return Path(line[0].removeprefix("#").strip()) if line else path
 
 
 def build(hparams: Mapping[str, Any], device: str | torch.device | None = None, **run_opts: Any) -> Brain:

@@ -94,7 +94,7 @@ class Between:
                     epoch=brain._epoch, what=what, scale=fact.scale, lr=brain._learning_rate,
                 )
         if ranks.is_main():
-            logger.warning("Step %d was skipped (%d of the %d that nonfinite_patience puts up with):\n%s",
+            logger.warning("Step %d was skipped, number %d in this epoch (nonfinite_patience puts up with %d):\n%s",
                            fact.number, brain.nonfinite_count, brain.nonfinite_patience, told)
         if brain.nonfinite_count > brain.nonfinite_patience:
             ranks.raise_on_main(NotFinite(

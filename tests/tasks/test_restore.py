@@ -1,6 +1,7 @@
 """A run's folder becomes its recipe and model again."""
 
 import shutil
+import sys
 
 import pytest
 import runs
@@ -41,6 +42,17 @@ def test_a_run_that_was_moved_is_read_where_it_is(run, tmp_path):
     assert str(hparams["corpus"].folder).startswith(str(moved))
     assert str(brain.checkpointer.checkpoints_dir) == str(moved / "save")
     assert hparams["data_folder"] == restore.read_run(run)["data_folder"], "what lies elsewhere stays there"
+
+
+def test_a_class_beside_the_recipe_of_a_run_is_found_again(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    moved, recipe = tmp_path / "run", tmp_path / "code" / "hparams" / "mine.yaml"
+    shutil.copytree(run, moved)
+    recipe.parent.mkdir(parents=True)
+    (tmp_path / "code" / "beside_the_recipe.py").write_text("class Mine:\n    pass\n")
+    text = (moved / "hyperparams.yaml").read_text()
+    (moved / "hyperparams.yaml").write_text(f"# Generated from:\n# {recipe}\n{text}mine: !new:beside_the_recipe.Mine\n")
+    assert type(restore.read_run(moved)["mine"]).__name__ == "Mine"
 
 
 def test_the_mean_is_of_the_best_and_has_their_mean_as_weights(run):
