@@ -11,6 +11,7 @@ import torch
 from speechbrain.utils.run_opts import RunOptions
 
 from sbkit.recipe.report import did_you_mean, listed
+from sbkit.recipe.signatures import locate
 from sbkit.recipe.source import UNKNOWN, Findings, Node
 from sbkit.recipe.values import static
 
@@ -77,9 +78,18 @@ def _check_device(root: Node, key: str, value: Any, findings: Findings) -> None:
             _tell(root, key, f"torch knows no device {value!r}", findings, "write cpu, cuda or cuda:1")
 
 
+def _builds(tag: str, kind: str) -> bool:
+    """Whether a tag builds an object of a class of this kind at once; a ``functools.partial`` of one does not."""
+    try:
+        built = locate(tag.removeprefix("!new:")) if tag.startswith("!new:") else None
+    except LookupError:  # told with the name
+        return False
+    return any(base.__name__ == kind for base in getattr(built, "__mro__", ()))
+
+
 def _check_brain(root: Node, key: str, value: Any, findings: Findings) -> None:
     tag = value.tag if isinstance(value, Node) else ""
-    if tag.startswith("!new:"):
+    if _builds(tag, "Brain"):
         _tell(root, key, "the run builds it, when the modules are there", findings,
               f"write !name:{tag.removeprefix('!new:')}")
     elif not tag:
@@ -88,7 +98,7 @@ def _check_brain(root: Node, key: str, value: Any, findings: Findings) -> None:
 
 def _check_optimizer(root: Node, key: str, value: Any, findings: Findings) -> None:
     tag = value.tag if isinstance(value, Node) else ""
-    if tag.startswith("!new:"):
+    if _builds(tag, "Optimizer"):
         _tell(root, key, "the run builds it, with the parameters of the modules", findings,
               f"write !name:{tag.removeprefix('!new:')}, without params")
     elif not tag and value is not None:

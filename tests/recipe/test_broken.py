@@ -80,3 +80,11 @@ def test_a_list_of_layers_under_modules_is_told_once(tmp_path):
     path.write_text(text.replace("model: !new:torch.nn.ModuleList\n    - [", "model:\n    - ["))
     report = check(path)
     assert [(f.code, f.key) for f in [*report.errors, *report.warnings]] == [("no-module", "modules.model")]
+
+
+def test_a_partial_of_an_optimizer_makes_one_later(tmp_path):
+    text = (FOLDER.parent / "small.yaml").read_text(encoding="utf-8")
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text.replace("!name:torch.optim.AdamW\n    lr: 0.001",
+                                 "!new:functools.partial\n    - !name:torch.optim.AdamW"))
+    assert check(path).errors == []
