@@ -25,8 +25,8 @@ single files                          a mapping ``{train: FILE, dev: ...}`` the 
 
 Every kind gives the same rows: id, recording (a path, or a stretch of a tar as ``x.tar?offset=O&size=N``),
 start and duration in seconds, text, speaker, and accent, age, gender and language where they are known.
-CSVs keep all their other columns too. Columns are found by name (see ``ALIASES`` in ``base.py``); the
-corpus's ``columns`` names those that are called otherwise.
+CSVs keep all their other columns too, as ``source_wrd`` one that is called like ours and not used for it. Columns are
+found by name (see ``ALIASES`` in ``base.py``); the corpus's ``columns`` names those that are called otherwise.
 """
 
 from sbkit.data.sources.base import Rows, Source, join_rows
