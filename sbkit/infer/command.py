@@ -198,8 +198,13 @@ def _there(output: Path, recording: Recording, formats: list[str]) -> bool:
 
 def _write(output: Path, recording: Recording, transcript: Transcript, formats: list[str]) -> None:
     for name in formats:
-        with atomic_write(_path(output, recording, name)) as file:
-            file.write(FORMATS[name](transcript))
+        path = _path(output, recording, name)
+        try:
+            with atomic_write(path) as file:
+                file.write(FORMATS[name](transcript))
+        except OSError as error:
+            raise SbkitError(f"cannot write {path}: {error.strerror}",
+                             hint="the same command goes on from here") from error
 
 
 def _claim(request: Request, model: str) -> None:

@@ -191,6 +191,14 @@ def test_ids_can_not_leave_the_folder(bundle, tmp_path):
     assert (out / "evil.txt").exists() and not list(tmp_path.glob("evil*"))
 
 
+def test_what_can_not_be_written_is_told(bundle, clips, tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "two").write_text("a file where a folder has to be")
+    (tmp_path / "m.csv").write_text(f"ID,duration,wav,spk_id,wrd\ntwo/one,0.5,{clips}/one.wav,,a\n")
+    assert run(bundle, tmp_path / "m.csv", "--output", tmp_path / "out") == 2
+    assert f"cannot write {tmp_path / 'out' / 'two' / 'one.txt'}: " in capsys.readouterr().err
+
+
 def test_json_of_several_is_a_line_each(bundle, clips, capsys):
     assert run(bundle, clips, "--format", "json") == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
