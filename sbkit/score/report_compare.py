@@ -8,7 +8,7 @@ import numpy as np
 
 from sbkit.score.markup import Markup, tag
 from sbkit.score.report_cards import Cards
-from sbkit.score.report_data import Results, RunData
+from sbkit.score.report_data import Results, RunData, rate
 from sbkit.score.report_sections import KEY, section
 from sbkit.score.significance import Comparison, compare
 
@@ -51,8 +51,8 @@ def verdict(words: Comparison) -> str:
 
 
 def _row(name: str, found: Comparison) -> Markup:
-    cells = (f"{found.rate_a:.2f} %", f"{found.rate_b:.2f} %", _signed(found.difference),
-             f"{_signed(found.low)} to {_signed(found.high)}", f"{found.p_value:.4f}")
+    cells = (rate(found.rate_a), rate(found.rate_b), _signed(found.difference),
+             f"{_signed(found.low)} to\N{NO-BREAK SPACE}{_signed(found.high)}", f"{found.p_value:.4f}")
     return tag("tr", tag("th", name, scope="row"), [tag("td", cell) for cell in cells])
 
 
