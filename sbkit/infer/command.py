@@ -73,6 +73,8 @@ def transcribe(request: Request) -> int:
         raise SbkitError("subtitles of several recordings need a place for their files", hint="add --output FOLDER")
     if request.output is None and len(formats) > 1:
         raise SbkitError("several formats need a place for their files", hint="add --output FOLDER")
+    if request.output is not None:
+        _refuse_meeting(request.output, recordings)
     with Engine(request.bundle, request.model, request.device, request.threads) as engine:
         print(engine.running, file=sys.stderr)
         waiting = recordings
@@ -190,6 +192,16 @@ def _path(output: Path, recording: Recording, name: str) -> Path:
     """Below ``output``, whatever the id says."""
     parts = [part for part in recording.id.replace("\\", "/").split("/") if part not in ("", ".", "..")]
     return output.joinpath(*(parts or ["_"])).with_name(f"{parts[-1] if parts else '_'}.{name}")
+
+
+def _refuse_meeting(output: Path, recordings: Sequence[Recording]) -> None:
+    """Ids of a manifest may differ in what a path leaves out."""
+    first: dict[Path, Recording] = {}
+    for each in recordings:
+        other = first.setdefault(_path(output, each, "txt"), each)
+        if other is not each:
+            raise SbkitError(f"the transcripts of {other.id!r} and {each.id!r} would be one file",
+                             hint="change one of the ids")
 
 
 def _there(output: Path, recording: Recording, formats: list[str]) -> bool:

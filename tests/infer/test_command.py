@@ -199,6 +199,13 @@ def test_what_can_not_be_written_is_told(bundle, clips, tmp_path, capsys):
     assert f"cannot write {tmp_path / 'out' / 'two' / 'one.txt'}: " in capsys.readouterr().err
 
 
+def test_ids_that_mean_one_file_are_refused(bundle, clips, tmp_path, capsys):
+    (tmp_path / "m.csv").write_text("ID,duration,wav,spk_id,wrd\n" + "".join(
+        f"{name},0.5,{clips}/one.wav,,a\n" for name in ("a/one", "../a//one")))
+    assert run(bundle, tmp_path / "m.csv", "--output", tmp_path / "out") == 2
+    assert "'a/one' and '../a//one' would be one file" in capsys.readouterr().err
+
+
 def test_json_of_several_is_a_line_each(bundle, clips, capsys):
     assert run(bundle, clips, "--format", "json") == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
