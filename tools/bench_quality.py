@@ -3,7 +3,7 @@
 
     python tools/bench_quality.py [--minutes 6] [--seeds 1,2,3] [--data FOLDER] [--json FILE] [--key value ...]
 
-Both sides are those of bench_train.py, in their best precision. Their learning rate warms up and falls to nothing with
+Both sides are those of bench_train.py. Their learning rate warms up and falls to nothing with
 the clock, so that each makes the most of its minutes. Reading audio, batching and loading are in them; starting,
 preparing and scoring are not. sbkit trains as its YAML says, SpecAugment and intermediate CTC included.
 """
@@ -46,6 +46,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=6.0)
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--precision", default="bf16", help="of both; bf16 is stock's faster one where the CPU has it")
     parser.add_argument("--data", help="a corpus (default: the demo corpus)")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--side", help=argparse.SUPPRESS)
@@ -61,7 +62,7 @@ def main() -> None:
         for seed in args.seeds.split(","):
             for side, results in found.items():
                 command = [sys.executable, __file__, "--side", side, "--device", args.device, "--minutes",
-                           str(args.minutes), *more, *rest, "--seed", seed]
+                           str(args.minutes), "--precision", args.precision, *more, *rest, "--seed", seed]
                 done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True,
                                       env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"})
                 results.append(json.loads(done.stdout.splitlines()[-1]))
@@ -80,7 +81,7 @@ def work(args: argparse.Namespace, rest: list[str]) -> dict:
         from sbkit.train.memory import keep_freed_memory
 
         keep_freed_memory()
-    request = arguments.parse([str(bench_train.RECIPE), "--device", args.device, "--precision", "auto", *rest])
+    request = arguments.parse([str(bench_train.RECIPE), "--device", args.device, "--precision", args.precision, *rest])
     hparams = load.load(request.path, request.overrides | {"ckpt_interval_minutes": 0})
     hparams["schedule"] = clock = Clock(hparams["lr"], 60 * args.minutes)
     side = bench_train.SIDES[args.side](hparams, request)
