@@ -60,8 +60,7 @@ def export(request: Request) -> int:
     """Make the bundle and print what it does; the exit code."""
     _check(request)
     trained = source.open_run(request.run, request.checkpoint, request.average)
-    request.to.absolute().parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{request.to.name}.", dir=request.to.absolute().parent))
+    aside = _room_beside(request.to.absolute())
     try:
         comparison = _fill(aside, trained, request)
         _publish(aside, request.to, request.force)
@@ -72,11 +71,23 @@ def export(request: Request) -> int:
     return 0
 
 
+def _room_beside(to: Path) -> Path:
+    """An empty folder on the disk where the bundle will be."""
+    try:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=f".{to.name}.", dir=to.parent))
+    except OSError as error:
+        raise SbkitError(f"cannot write into {to.parent}: {error.strerror}",
+                         hint="choose another place with --to") from error
+
+
 def _check(request: Request) -> None:
     unknown = sorted(set(request.formats) - set(FORMATS))
     if unknown or not request.formats:
         raise SbkitError(f"there is no format {', '.join(unknown) or 'asked for'}",
                          hint=f"choose of {', '.join(FORMATS)}")
+    if request.to.is_file():
+        raise SbkitError(f"{request.to} is a file", hint="name a folder for the bundle")
     if request.to.exists() and not request.force:
         raise SbkitError(f"{request.to} exists", hint="--force replaces it")
     if request.to.exists() and not (request.to / layout.CONFIG).is_file() and any(request.to.iterdir()):

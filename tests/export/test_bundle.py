@@ -252,6 +252,13 @@ def test_mistakes_are_told_before_anything_is_made(run, tmp_path, capsys, words,
     assert "is no run" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("inside, expected", [("", "is a file; name a folder"), ("b", "cannot write into")])
+def test_a_place_that_cannot_be_a_bundle_is_told(run, tmp_path, capsys, inside, expected):
+    (tmp_path / "notes").write_text("years of work")
+    assert main(["export", str(run), "--to", str(tmp_path / "notes" / inside), "--force"]) == 2
+    assert expected in capsys.readouterr().err and (tmp_path / "notes").read_text() == "years of work"
+
+
 def test_a_run_that_was_moved_without_its_audio_is_compared_on_noise(run, tmp_path, capsys):
     moved = tmp_path / "moved"
     shutil.copytree(run, moved)
