@@ -48,8 +48,11 @@ def write_report(run: str | Path, *, against: str | Path | None = None, out: str
         raise SbkitError(f"{missing.folder} has no scored test set to compare", hint="let the run finish first")
     path = Path(out) if out is not None else data.folder / NAME
     page = _page(data, other, title or data.name, utterances, Clips(audio_megabytes))
-    with atomic_write(path) as file:
-        file.write(page)
+    try:
+        with atomic_write(path) as file:
+            file.write(page)
+    except OSError as error:
+        raise SbkitError(f"cannot write {path}: {error.strerror}", hint="choose another place with --out") from error
     return path
 
 

@@ -202,3 +202,6 @@ def test_the_command_writes_it_and_says_where(tmp_path, wav, capsys):
     out = tmp_path / "page.html"
     assert main(["report", str(run), "--out", str(out), "--utterances", "3", "--audio-mb", "1"]) == 0
     assert capsys.readouterr().out.strip() == str(out) and len(Page(out).all("audio")) <= 6
+    (tmp_path / "notes").write_text("no folder")
+    assert main(["report", str(run), "--out", str(tmp_path / "notes" / "page.html")]) == 2
+    assert "cannot write" in capsys.readouterr().err
