@@ -103,20 +103,31 @@ def test_a_file_that_is_no_audio_is_told_in_words(browser, server):
     assert browser.run(WAIT % "document.getElementById('words').innerText === 'again'")
 
 
-def test_what_is_spoken_appears_while_it_is_spoken(browser, server):
+LINES = "document.getElementById('words').innerText.split('\\n').filter(Boolean)"
+
+
+def speak(browser, server):
+    """What stood there when all was said, and what stood there before it was settled."""
     opened(browser, server)
     browser.run("""window.soft = []; new MutationObserver(() => {
       const text = document.querySelector("#words .soft")?.innerText.trim();
       if (text) window.soft.push(text);
     }).observe(document.getElementById("words"), {subtree: true, childList: true, characterData: true})""")
     browser.run("document.getElementById('speak').click()")
-    lines = "document.getElementById('words').innerText.split('\\n').filter(Boolean)"
-    assert browser.run(WAIT % f"{lines}.length >= 2 && document.querySelector('#words .soft').innerText === ''")
+    browser.run(WAIT % f"{LINES}.length >= 2 && document.querySelector('#words .soft').innerText === ''")
     assert browser.run("document.getElementById('speak').innerText") == "Stop"
     browser.run("document.getElementById('speak').click()")
     assert browser.run(WAIT % "/^[0-9.]+ s\\.$/.test(document.getElementById('state').innerText)")
-    assert browser.run(lines) == SAID
-    assert any(SAID[0].startswith(text) and text != SAID[0] for text in browser.run("window.soft")), "word by word"
+    return browser.run(LINES), browser.run("window.soft")
+
+
+def test_what_is_spoken_appears_while_it_is_spoken(browser, server):
+    for _ in range(4):  # on a busy machine Chromium's pretended microphone loses sound, so it may be said again
+        lines, soft = speak(browser, server)
+        if lines == SAID:
+            break
+    assert lines == SAID
+    assert any(SAID[0].startswith(text) and text != SAID[0] for text in soft), "word by word"
     serving.until(lambda: server.counted("sbkit_live_sessions") == 0)
     quiet(browser, server)
 
