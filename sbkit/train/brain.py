@@ -23,7 +23,6 @@ from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.culprit import Suspect
 from sbkit.train.epoch import train
 from sbkit.train.evaluation import evaluate
-from sbkit.train.flops import Utilisation
 from sbkit.train.forward_state import ForwardState
 from sbkit.train.metrics import MetricsLog
 from sbkit.train.oom import Parts
@@ -105,8 +104,6 @@ class Brain(sb.core.Brain):
         self._found = SimpleNamespace(outputs=None, raw=None, loss=None)
         self._first_step_checked = self._told_dropped = self._validates = False
         self._budget = StepBudget(device)
-        self._utilisation = Utilisation(device, self.precision, enabled=not (
-            self.compile or self.compile_module_keys or self.jit or self.jit_module_keys))
         self._progress: Progress | None = None
         self._between = Between(self)
         self._parts = Parts(self)
@@ -203,7 +200,7 @@ class Brain(sb.core.Brain):
         """Forward, loss and gradients of a micro-batch, or of a share of one."""
         if not self._steps.started:
             self._forward_state.keep()
-        with self.no_sync(not last), self._utilisation.counted(batch):
+        with self.no_sync(not last):
             # so that a culprit can be looked at again
             generators = rng.capture(self.device) if generators is None else generators
             total = self._forward(batch) if self._parallel is None else self._parallel(batch)

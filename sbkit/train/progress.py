@@ -9,7 +9,6 @@ from typing import Any
 
 from sbkit.train import ranks
 from sbkit.train.display import StageDisplay
-from sbkit.train.flops import Utilisation
 from sbkit.train.metrics import MetricsLog
 from sbkit.train.step import Facts
 from sbkit.train.tally import Mean
@@ -26,12 +25,10 @@ class Progress:
     display: the bar
     metrics: where a line goes every ``interval`` seconds; None: nowhere
     budget: where the step's time goes
-    utilisation: of the device's arithmetic
     """
 
     def __init__(self, display: StageDisplay, metrics: MetricsLog | None, budget: StepBudget, epoch: Any,
-                 interval: float, utilisation: Utilisation):
-        self.utilisation = utilisation
+                 interval: float):
         self.display, self.metrics, self.budget = display, metrics, budget
         self.epoch, self.interval = epoch, interval
         self.skipped = 0
@@ -79,13 +76,11 @@ class Progress:
         sections = self.budget.totals()
         total = sections.pop("total") or 1.0
         if ranks.is_main() and self._steps:
-            use = self.utilisation.line(self._whole_padded, total)
-            logger.info("epoch %s: %s%s", self.epoch, self.budget.line(), use and f"; {use}")
+            logger.info("epoch %s: %s", self.epoch, self.budget.line())
         if self.metrics is not None:
             self.metrics.write(
                 "epoch", epoch=self.epoch, step=step, train_loss=loss, train_seconds=round(took, 3),
                 audio_s_per_s=self._whole * ranks.world_size() / took or None, skipped_steps=self.skipped,
                 padding_share=1 - self._whole / self._whole_padded if self._whole_padded else None,
-                mfu=self.utilisation.share(self._whole_padded, total),
                 time_shares={name: round(value / total, 4) for name, value in sections.items()},
             )
