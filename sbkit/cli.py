@@ -32,18 +32,14 @@ RECIPE_COMMANDS = {
     "prepare": "Only prepare the corpus and the tokenizer, and say what was left out and why.",
 }
 
-#: Options of ``sbkit serve`` that bound what a client may cost; their defaults stand in sbkit/serve/limits.py.
-SERVE_LIMITS = (
-    ("max-upload-mb", float, "megabytes of one request (25)"),
-    ("max-audio-seconds", float, "of one recording, decoded (7200)"),
-    ("max-requests", int, "in the house at once; the next one gets a 429 (64)"),
-    ("max-active", int, "of those, worked on at once (16)"),
-    ("max-live", int, "live sessions at once (16)"),
-    ("request-seconds", float, "for one request, upload and all (300)"),
-    ("decoders", int, "processes that decode audio (2)"),
-    ("decode-seconds", float, "of processor time to decode one recording (120)"),
-    ("idle-seconds", float, "that a live session may send nothing (60)"),
-)
+#: What each of the limits of ``sbkit serve`` bounds (``sbkit.serve.limits``).
+SERVE_LIMITS = {
+    "max-upload-mb": "megabytes of one request", "max-audio-seconds": "of one recording, decoded",
+    "max-requests": "in the house at once; the next one gets a 429", "max-active": "of those, worked on at once",
+    "max-live": "live sessions at once", "request-seconds": "for one request, upload and all",
+    "decoders": "processes that decode audio", "decode-seconds": "of processor time to decode one recording",
+    "idle-seconds": "that a live session may send nothing",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,6 +88,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
+    from sbkit.serve.limits import Limits
+
     parser = _Parser(prog="sbkit", description="Train speech models from recipes and ship them.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, what in RECIPE_COMMANDS.items():
@@ -211,9 +209,10 @@ def _parser() -> argparse.ArgumentParser:
                        help="a web page elsewhere that may use this server (again for more; * for all)")
     serve.add_argument("--grace-seconds", type=_above, default=30.0, metavar="S",
                        help="for what is in flight at SIGTERM (30)")
-    for name, kind, what in SERVE_LIMITS:
-        serve.add_argument(f"--{name}", type=kind, default=argparse.SUPPRESS, metavar="S" if "seconds" in name else "N",
-                           help=what)
+    for name, what in SERVE_LIMITS.items():
+        usual = getattr(Limits, name.replace("-", "_"))
+        serve.add_argument(f"--{name}", type=type(usual), default=argparse.SUPPRESS,
+                           metavar="S" if "seconds" in name else "N", help=f"{what} ({usual:g})")
     _add_search(serve)
     serve.set_defaults(call=_serve)
 

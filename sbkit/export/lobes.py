@@ -19,6 +19,7 @@ from speechbrain.nnet import attention
 from torch import Tensor, nn
 from torch.nn import functional
 
+from sbkit.errors import SbkitError
 from sbkit.export import recurrent
 from sbkit.nn.accelerate import FASTER, accelerate
 from sbkit.nn.fast.attention import MultiheadAttention as FastMultiheadAttention
@@ -43,7 +44,8 @@ class ExportedTransformerASR(TransformerASR):
                dynchunktrain_config: Any = None) -> Tensor:
         """[B, T, F] and relative lengths [B] to [B, T, D]."""
         if dynchunktrain_config is not None:
-            raise NotImplementedError("chunked attention is not exported")
+            raise SbkitError("an encoder that attends in chunks (dynchunktrain_config) can't be exported",
+                             hint="encode without it: the exported model then hears whole recordings")
         src = src.flatten(2)
         size = src.shape[1]
         padding = None if wav_len is None else ~lengths_to_mask(torch.round(wav_len * size), size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 
@@ -12,7 +13,7 @@ SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 ROWS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 
 
-class _Metric:
+class _Metric(ABC):
     kind = ""
 
     def __init__(self, name: str, what: str):
@@ -23,8 +24,9 @@ class _Metric:
         """As text."""
         return [f"# HELP {self.name} {self.what}", f"# TYPE {self.name} {self.kind}", *self._values()]
 
+    @abstractmethod
     def _values(self) -> list[str]:
-        raise NotImplementedError
+        """Its lines, without what it is."""
 
 
 class Counter(_Metric):
