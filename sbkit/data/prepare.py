@@ -104,7 +104,8 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: Limits, *, t
         ids[why == 0] = unique_ids(ids[why == 0])
         rows = dataclasses.replace(rows, ids=Column(ids.tolist()))
     for keys in taken:
-        leave_out("also in dev or test", _np(pc.is_in(recording_keys(rows.wavs, rows.starts), keys)))
+        leave_out("also in dev or test", pc.is_in(recording_keys(rows.wavs, rows.starts), keys).to_numpy(
+            zero_copy_only=False))
     leave_out(MISSING, ~existing(rows.wavs, listings))
     texts = [rules(text) for text in progress(
         rows.texts, what=f"{split}: text", total=len(rows), unit="row",
@@ -253,7 +254,3 @@ def _first_of_each(column: pa.Array) -> np.ndarray:
     first = np.zeros(len(column), bool)
     first[np.unique(codes, return_index=True)[1]] = True
     return first
-
-
-def _np(mask: pa.Array) -> np.ndarray:
-    return mask.to_numpy(zero_copy_only=False)

@@ -19,13 +19,14 @@ import itertools
 import json
 import multiprocessing
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 import numpy as np
 import soundfile
@@ -35,6 +36,7 @@ from sbkit.data import tar
 from sbkit.data.audio import AudioError, audio_info, check_whole, longer, read_bytes, read_utterance, split_member
 from sbkit.data.batch import SAMPLE_RATE
 from sbkit.data.existing import file_version
+from sbkit.data.lock import locked
 from sbkit.data.manifest import Manifest, Utterance
 from sbkit.data.options import check_number
 from sbkit.errors import SbkitError
@@ -103,14 +105,14 @@ def write_shards(
     if not len(manifest):
         raise SbkitError("the manifest is empty: there is nothing to write into shards")
     try:
-        return _write_shards(manifest, Path(out), name, shard_size_mb, encode, workers, show_progress)
+        with locked(Path(out) / f".{name}.lock") as lock:
+            return _write_shards(manifest, Path(out), name, shard_size_mb, encode, workers, show_progress, lock)
     except OSError as error:  # a full disk, a folder that may not be written
         raise SbkitError(f"{error.filename or out}: {error.strerror or error}") from error
 
 
 def _write_shards(manifest: Manifest, out: Path, name: str, shard_size_mb: float, encode: str | None, workers: int,
-                  show_progress: bool) -> Manifest:
-    out.mkdir(parents=True, exist_ok=True)
+                  show_progress: bool, lock: TextIO) -> Manifest:
     order = np.random.Generator(np.random.PCG64(_SHUFFLE_SEED)).permutation(len(manifest))
     per_second = ENCODINGS[encode].bytes_per_second if encode else _bytes_per_second(manifest)
     _check_space(out, name, manifest, per_second)
@@ -121,7 +123,7 @@ def _write_shards(manifest: Manifest, out: Path, name: str, shard_size_mb: float
     )
     done: dict[int, dict] = {}
     with progress(what="writing shards", total=len(manifest), unit="utt", show=show_progress) as bar:
-        for index in _run(jobs, workers):
+        for index in _run(jobs, workers, lock):
             done[index["first"]] = index
             bar.update(len(index["kept"]) + len(index["left_out"]))
     shards = [done[first] for first in sorted(done)]
@@ -131,14 +133,15 @@ def _write_shards(manifest: Manifest, out: Path, name: str, shard_size_mb: float
     return result
 
 
-def _run(jobs: Iterable[_Job], workers: int) -> Iterator[dict]:
+def _run(jobs: Iterable[_Job], workers: int, lock: TextIO) -> Iterator[dict]:
     if workers <= 1:
         yield from map(_write, jobs)
         return
     jobs = iter(jobs)
     waiting: set[Future] = set()
-    # Fork: the rows are there already, and no script is run a second time.
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
+    # Fork: the rows are there already, and no script is run a second time. The lock stays with us: processes that
+    # outlive us (kill -9) would hold it for ever.
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork"), initializer=lock.close) as pool:
         try:
             while True:
                 while len(waiting) < 2 * workers and (job := next(jobs, None)) is not None:
@@ -258,9 +261,9 @@ def _manifest(manifest: Manifest, order: np.ndarray, shards: list[dict], out: Pa
 
 def _forget_others(out: Path, name: str, count: int) -> None:
     """Shards of an earlier, longer run with other options would only mislead."""
-    for path in out.glob(f"{name}-[0-9]*.*"):
-        number = path.stem.rpartition("-")[2]
-        if path.suffix in (".tar", ".json") and number.isdigit() and int(number) >= count:
+    ours = re.compile(re.escape(name) + r"-(\d{6,})\.(tar|json)")
+    for path in list(out.iterdir()):
+        if (match := ours.fullmatch(path.name)) and int(match[1]) >= count:
             path.unlink()
 
 

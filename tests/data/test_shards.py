@@ -7,6 +7,8 @@ import itertools
 import json
 import os
 import tarfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from sbkit.cli import main
 from sbkit.data import shards, tar
 from sbkit.data.audio import read_audio, read_bytes
 from sbkit.data.loader import TrainLoader
+from sbkit.data.lock import locked
 from sbkit.data.manifest import Manifest
 from sbkit.data.plan import Batching, Plan
 from sbkit.data.shards import write_shards
@@ -130,6 +133,31 @@ def test_segments_are_cut_out(tmp_path):
 # ---------------------------------------------------------------- stops and damage
 
 
+def test_two_packings_into_one_folder_take_turns(manifest, tmp_path, caplog):
+    with ThreadPoolExecutor(1) as pool, locked(tmp_path / ".shard.lock"):
+        other = pool.submit(pack, manifest, tmp_path)
+        while "another process is at work there" not in caplog.text:
+            assert not other.done()
+            time.sleep(0.01)
+        assert not list(tmp_path.glob("*.tar"))
+        dev = pack(manifest, tmp_path, name="dev")  # another name does not wait
+        assert len(dev) == 20 and not other.done()
+    assert sorted(other.result().ids) == sorted(manifest.ids)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs Linux's list of open files")
+def test_processes_that_outlive_a_killed_packing_do_not_hold_its_lock(manifest, tmp_path, monkeypatch):
+    encoded = shards._encoded
+
+    def open_locks(row, encode):
+        held = [os.path.realpath(file.path) for file in os.scandir("/proc/self/fd") if file.is_symlink()]
+        assert not [path for path in held if path.endswith(".lock")]
+        return encoded(row, encode)
+
+    monkeypatch.setattr(shards, "_encoded", open_locks)
+    assert len(pack(manifest, tmp_path, workers=2)) == 20
+
+
 def test_a_stopped_packing_goes_on_with_what_is_missing(manifest, tmp_path, monkeypatch):
     whole = pack(manifest, tmp_path / "whole")
     append, calls = tar.append, []
@@ -145,7 +173,7 @@ def test_a_stopped_packing_goes_on_with_what_is_missing(manifest, tmp_path, monk
         pack(manifest, tmp_path / "out")
     monkeypatch.setattr(tar, "append", append)
     there = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
-    assert there and not any(path.name.startswith(".") for path in there)
+    assert there and [path.name for path in there if path.name.startswith(".")] == [".shard.lock"]
     assert all(tarfile.is_tarfile(path) for path in there if path.suffix == ".tar")
     result = pack(manifest, tmp_path / "out")
     assert all(path.stat().st_mtime_ns == when for path, when in there.items() if path.suffix == ".tar")
@@ -171,11 +199,18 @@ def test_done_is_not_done_again_and_other_options_are(manifest, tmp_path):
     assert {name for name in second if written()[name] != second[name]} == {"shard-000001.tar"}
 
 
+def test_shards_of_another_name_stay(manifest, tmp_path):
+    pack(manifest, tmp_path, name="train-2")
+    there = sorted(tmp_path.glob("train-2-0*.tar"))
+    pack(manifest, tmp_path, name="train", shard_size_mb=10)
+    assert len(there) > 2 and sorted(tmp_path.glob("train-2-0*.tar")) == there
+
+
 def test_fewer_shards_than_before_leave_no_old_ones(manifest, tmp_path):
     pack(manifest, tmp_path)
     result = pack(manifest, tmp_path, shard_size_mb=100)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "shard-000000.json", "shard-000000.tar", "shard-index.json", "shard-report.json", "shard.csv",
+        ".shard.lock", "shard-000000.json", "shard-000000.tar", "shard-index.json", "shard-report.json", "shard.csv",
     ]
     assert len(result) == len(manifest)
 
@@ -223,7 +258,7 @@ def test_mistakes_are_told(manifest, tmp_path, monkeypatch):
         with pytest.raises(SbkitError, match=next(iter(options))):
             pack(manifest, tmp_path, **options)
     (tmp_path / "file").touch()
-    with pytest.raises(SbkitError, match=r"file: File exists"):
+    with pytest.raises(SbkitError, match=r"file: cannot be written \(File exists\)"):
         pack(manifest, tmp_path / "file")
     with pytest.raises(SbkitError, match=r"cannot encode shards as 'mp4'.*wav16k, flac"):
         pack(manifest, tmp_path, encode="mp4")
