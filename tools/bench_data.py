@@ -191,7 +191,7 @@ def bench_prepare(bench: Bench, data: Path) -> None:
     without = Path(tempfile.mkdtemp(prefix="bench-"))
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, without)
-        os.symlink(data / "clips", without / "clips")
+        os.symlink((data / "clips").absolute(), without / "clips")
         for split in ("train", "dev", "test"):
             shutil.copy(data / f"{split}.tsv", without)
 
