@@ -185,16 +185,6 @@ def test_files_with_one_name_get_ids_of_their_own(tmp_path):
         "audio", "audio-2", "audio-3"]
 
 
-def test_a_hub_that_cannot_be_reached_is_one_error(tmp_path, monkeypatch):
-    def fail(*_, **__):
-        raise ConnectionError("Couldn't reach 'owner/name' on the Hub\nand a long story")
-
-    monkeypatch.setattr(datasets, "get_dataset_split_names", fail)
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", fail)
-    with pytest.raises(SbkitError, match=r"hf://owner/name\?config=fr cannot be read: Couldn't reach .*; "):
-        Corpus("hf://owner/name?config=fr", folder=tmp_path / "m").prepare(show_progress=False)
-
-
 def test_a_hub_dataset_is_prepared_again_when_its_commit_changed(tmp_path, monkeypatch):
     commits, loaded = ["a" * 40], []
 

@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 from sbkit.console import atomic_write
 from sbkit.data.sources.base import ALIASES, META_ALIASES, Rows, Source, no_column, pick, stamp
 from sbkit.data.sources.embedded import is_stored, store_rows
+from sbkit.data.sources.hub_errors import explained, reason
 from sbkit.errors import SbkitError
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class HuggingFace(Source):
 
     def unreadable(self, where: str, error: Exception) -> SbkitError:
         """`datasets`' many errors as one."""
-        return SbkitError(f"{where} cannot be read: {_reason(error)}", hint=self.hint)
+        return SbkitError(f"{where} cannot be read: {reason(error)}", hint=self.hint)
 
     @abstractmethod
     def load(self, name: str) -> datasets.Dataset | datasets.IterableDataset:
@@ -90,12 +91,10 @@ class Hub(HuggingFace):
     """
 
     kind = "Hugging Face hub"
-    hint = "check the name, the config, the network and (for gated datasets) `hf auth login`"
 
     def __init__(self, address: str, cache: Path, columns: Mapping[str, str]):
         super().__init__(cache, columns)
-        if "://" not in address:
-            self.hint = f"there is no folder {address} here; if the hub is meant, {self.hint}"
+        self._no_folder = f"there is no folder {address} here; if the hub is meant, " if "://" not in address else ""
         parts = urlsplit(address if "://" in address else f"hf://{address}")
         self.id = f"{parts.netloc}{parts.path}".strip("/")
         options = {name: values[-1] for name, values in parse_qs(parts.query).items()}
@@ -106,8 +105,15 @@ class Hub(HuggingFace):
         if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.id):
             raise SbkitError(f"{address} is no name of a dataset", hint="write hf://owner/name?config=fr")
         self.config, self.revision = options.get("config"), options.get("revision")
-        self.streaming = options.get("streaming", "false").lower() in ("true", "1", "yes")
+        streaming = options.get("streaming", "false")
+        if streaming.lower() not in ("true", "false"):
+            raise SbkitError(f"{address}: streaming is {streaming!r}", hint="it is true or false")
+        self.streaming = streaming.lower() == "true"
         self.where = f"hf://{self.id}" + (f"?config={self.config}" if self.config else "")
+
+    def unreadable(self, where: str, error: Exception) -> SbkitError:
+        why, hint = explained(error, self.id, self.revision)
+        return SbkitError(f"{where} cannot be read: {why}", hint=self._no_folder + hint)
 
     def _label(self) -> str:
         return _NO_NAME.sub("-", f"{self.id}-{self.config or 'default'}")
@@ -128,7 +134,7 @@ class Hub(HuggingFace):
             if known is None:
                 raise self.unreadable(self.where, error) from error
             logger.warning("%s: the hub does not say its commit (%s): taking %s, stored here", self.where,
-                           _reason(error), known)
+                           explained(error, self.id, self.revision)[0], known)
             return known
 
     @property
@@ -159,7 +165,22 @@ class Hub(HuggingFace):
             return list(datasets.get_dataset_split_names(
                 self.id, self.config, revision=self.commit or self.revision))
         except Exception as error:  # see `read`
+            if isinstance(error, ValueError):
+                self._check_config()
             raise self.unreadable(self.where, error) from error
+
+    def _check_config(self) -> None:
+        """Refuse a config that isn't there, or none where there are several."""
+        import datasets
+
+        try:
+            there = datasets.get_dataset_config_names(self.id, revision=self.commit or self.revision)
+        except Exception as error:  # see `read`
+            raise self.unreadable(self.where, error) from error
+        if self.config not in there and (self.config or len(there) > 1):
+            wrong = f"has no config {self.config!r}" if self.config else f"has {len(there)} configs"
+            raise SbkitError(f"hf://{self.id} {wrong}",
+                             hint=f"say which, such as hf://{self.id}?config={there[0]}: it has {', '.join(there)}")
 
     def load(self, name: str) -> datasets.Dataset | datasets.IterableDataset:
         import datasets
@@ -309,9 +330,3 @@ class _Layout:
 
 def _label(names: list[str], i: int | None) -> str | None:
     return None if i is None or not 0 <= i < len(names) else names[i]
-
-
-def _reason(error: Exception) -> str:
-    """The line that says it: an answer of the hub begins with its number."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return lines[1] if "Client Error" in lines[0] and len(lines) > 1 else lines[0]
