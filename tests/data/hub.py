@@ -53,10 +53,11 @@ class Repository:
 class Hub:
     """Serves ``repositories`` for as long as its ``with`` block lasts; ``url`` is what HF_ENDPOINT must be.
 
-    ``breaks[path]`` answers with a file end after half of what was asked for; ``seen`` has all requests.
+    ``breaks[path]`` of the next answers with a file end after half of it; ``seen`` has all requests, and
+    ``stored`` what lies in the storage by its name there. Asked as a proxy, it is every host.
     """
 
-    def __init__(self, **options):
+    def __init__(self):
         self.repositories: dict[str, Repository] = {}
         self.breaks: dict[str, int] = {}
         self.seen: list[str] = []
