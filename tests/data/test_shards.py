@@ -10,6 +10,7 @@ import tarfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import fsspec
 import numpy as np
 import pytest
 import torch
@@ -20,6 +21,7 @@ from sounds import encoded, real_data, speechlike
 from sbkit.cli import main
 from sbkit.data import shards, tar
 from sbkit.data.audio import read_audio, read_bytes
+from sbkit.data.corpus import Corpus
 from sbkit.data.loader import TrainLoader
 from sbkit.data.lock import locked
 from sbkit.data.manifest import Manifest
@@ -92,6 +94,20 @@ def test_the_layout_is_webdatasets(manifest, tmp_path):
     assert total == len(manifest) == sum(shard["nsamples"] for shard in index["shardlist"])
     shards = [shard["url"] for shard in index["shardlist"]]
     assert shards == sorted(path.name for path in tmp_path.glob("train-*.tar"))
+
+
+def test_shards_in_an_object_store_are_a_corpus(manifest, tmp_path):
+    """Their lists stay here; ``data_root`` says where the tars went."""
+    result = pack(manifest, tmp_path, name="train", encode="wav16k")
+    for shard in tmp_path.glob("train-*.tar"):
+        with fsspec.open(f"memory://bucket/corpus/{shard.name}", "wb") as file:
+            file.write(shard.read_bytes())
+    there = Corpus(tmp_path, folder=tmp_path / "manifests", data_root="memory://bucket/corpus").prepare(
+        show_progress=False)["train"]
+    assert len(there) == 20 and all(wav.startswith("memory://bucket/corpus/train-") for wav in there.wavs)
+    before = by_id(result)
+    for row in there:
+        assert np.array_equal(read_audio(row.wav), read_audio(before[row.id].wav))
 
 
 def test_the_folder_can_be_moved(manifest, tmp_path):

@@ -51,7 +51,9 @@ class FileSource(Source):
         Where the first relative path leads nowhere from there but somewhere from the working folder, as
         recipes that are started in one place have it, that folder it is.
         """
-        root = os.path.abspath(file.parent if self.data_root is None else self.data_root)
+        root = str(file.parent if self.data_root is None else self.data_root)
+        if "://" not in root:  # else in an object store
+            root = os.path.abspath(root)
         paths = replace_data_root(wavs.arrow, root)
         relative = pc.invert(pc.or_(pc.starts_with(paths, "/"), pc.match_substring(paths, "://")))
         if pc.any(relative).as_py():
