@@ -28,7 +28,8 @@ RECIPE_COMMANDS = {
     "train": "Train, test and report. On several devices: torchrun --nproc_per_node=8 train.py RECIPE.yaml ...",
     "check": "Say all that is wrong with a recipe, what it costs and what fits. --json for programs, --measure to run "
              "a few steps.",
-    "tune": "Find the largest batch that fits a GPU, by trying; remembered per model, device and precision (--fresh).",
+    "tune": "Find the largest batch that fits, by trying; remembered per model, device and precision (--fresh).\n"
+            "--memory GIB: what a run may take (default: the whole GPU; on a CPU most of what is free).",
     "prepare": "Only prepare the corpus and the tokenizer, and say what was left out and why.",
 }
 

@@ -21,7 +21,7 @@ def check(argv: list[str], needed: tuple[str, ...]) -> int:
     request = arguments.parse([word for word in argv if word not in FLAGS])
     measure = None
     if "--measure" in chosen:
-        from sbkit.tune import measurement
+        from sbkit.trials import measurement
 
         measure = measurement(request)
     report = look(request.path, request.overrides, run_opts=request.run_opts, needed=needed, measure=measure)

@@ -3,60 +3,99 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
-import logging
-import os
+import math
+import platform
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 
-from sbkit.console import atomic_write, progress, table
-from sbkit.data.batch import Batch
-from sbkit.data.manifest import Manifest
-from sbkit.data.plan import Batching, Plan
+from sbkit.console import progress, table
 from sbkit.errors import SbkitError
-from sbkit.recipe.bill import TOKENS_PER_SECOND, Measured, longest_utterance
+from sbkit.recipe import arguments, tuned
+from sbkit.recipe.bill import GIB
+from sbkit.train import device as devices
+from sbkit.train import memory
+from sbkit.trials import Bounded, Trial, trial
 
-#: Share of what was found to fit that is recommended: memory fragments, and some texts are longer than others.
-MARGIN = 0.9
-#: Buckets that are tried: the others lie between them.
-MOST_BUCKETS = 6
 #: How near to the largest number of utterances the search goes.
 PRECISION = 0.04
-#: Steps that ``sbkit check --measure`` times, after one that isn't, and seconds after which it stops early.
-STEPS, PATIENCE = 4, 60.0
-_LETTERS_PER_SECOND = 16
-FLAGS = ("--fresh",)
+#: Share of a CPU's free memory that is tried with: the rest is for processes that read audio, and for everybody else.
+FREE_SHARE = 0.8
 
 
 def tune(argv: list[str]) -> int:
-    """``sbkit tune RECIPE.yaml [--key value ...] [--fresh]``; returns the exit code."""
-    from sbkit.recipe import arguments
-    from sbkit.train import device as devices
-
-    request = arguments.parse([word for word in argv if word not in FLAGS])
+    """``sbkit tune RECIPE.yaml [--key value ...] [--memory GIB] [--fresh]``; returns the exit code."""
+    asked, words = _memory(argv)
+    fresh, words = "--fresh" in words, [word for word in words if word != "--fresh"]
+    request = arguments.parse(words)
     device = devices.resolve(request.run_opts.device)
-    if device.type != "cuda":
-        raise SbkitError(f"there is nothing to tune on {device}: running out of memory there ends the process",
-                         hint="sbkit check counts what a batch needs")
-    with _trial(request, device) as trial:
-        path = cache_path(trial.brain, device)
-        found = None if "--fresh" in argv else _remembered(path, trial.edges)
+    gib = _allowed(asked, device)
+    with trial(request, device) as made:
+        found = None if fresh else _remembered(made, gib)
         if found is None:
-            found = search(trial.edges, trial.fits, trial.most_seconds)
-            with atomic_write(path) as file:
-                json.dump({"edges": trial.edges, "fits": found}, file)
+            with _fits(made, words, gib) as fits:
+                counts = search(made.edges, fits, made.most_seconds / tuned.MARGIN)
+            found = tuned.Tuned(gib, made.edges, counts, made.most_seconds)
+            tuned.remember(made.cache, found)
         else:
-            print(f"found before, in {path} (--fresh tries again)", file=sys.stderr)
-    print(_told(trial, found))
+            print(f"found before, in {made.cache} (--fresh tries again)", file=sys.stderr)
+    print(_told(made, found))
     return 0
+
+
+def _memory(argv: list[str]) -> tuple[float | None, list[str]]:
+    """``--memory GIB`` and the other words."""
+    words = [part for word in argv for part in (word.split("=", 1) if word.startswith("--memory=") else [word])]
+    if "--memory" not in words:
+        return None, words
+    place = words.index("--memory")
+    try:
+        gib = float(words[place + 1])
+        if not 0 < gib < float("inf"):
+            raise ValueError
+    except (IndexError, ValueError):
+        raise SbkitError("--memory takes a number of GiB above 0", hint="such as --memory 16") from None
+    return gib, words[:place] + words[place + 2:]
+
+
+def _allowed(asked: float | None, device: torch.device) -> float:
+    """GiB that a run may have: what was asked for, or what is there."""
+    if device.type == "cuda":
+        there = torch.cuda.get_device_properties(device).total_memory
+    elif device.type != "cpu":
+        raise SbkitError(f"nothing can be tried on {device}: its memory can't be bounded",
+                         hint="sbkit check counts what a batch needs")
+    elif not memory.can_bound():
+        raise SbkitError(f"{platform.system()} can't bound the memory of a process, so nothing can be tried on its CPU",
+                         hint="sbkit check counts what a batch needs")
+    else:
+        there = memory.total()
+    if asked is not None and asked > there / GIB:
+        raise SbkitError(f"--memory {asked:g}: there are {there / GIB:.1f} GiB", hint="leave it out, or name less")
+    if asked is not None or device.type == "cuda":
+        return round(there / GIB if asked is None else asked, 2)
+    free = FREE_SHARE * memory.available() / GIB
+    return float(int(free)) if free >= 2 else round(free, 1)  # coarse, so that the next call finds this one's result
+
+
+@contextlib.contextmanager
+def _fits(made: Trial, words: list[str], gib: float) -> Iterator[Callable[[int, float], bool]]:
+    """What says whether so many utterances of so many seconds have room."""
+    if made.device.type == "cpu":
+        with Bounded(words, int(gib * GIB)) as bounded:
+            yield bounded.fits
+        return
+    there = torch.cuda.get_device_properties(made.device).total_memory / GIB
+    torch.cuda.set_per_process_memory_fraction(min(1.0, gib / there), made.device)
+    yield made.fits
+
+
+def _remembered(made: Trial, gib: float) -> tuned.Tuned | None:
+    """The result of the same attempts, made before."""
+    same = [one for one in tuned.remembered(made.cache)
+            if (one.gib, one.edges, one.most) == (gib, made.edges, made.most_seconds)]
+    return same[0] if same else None
 
 
 def search(edges: Sequence[float], fits: Callable[[int, float], bool], most_seconds: float,
@@ -70,7 +109,7 @@ def search(edges: Sequence[float], fits: Callable[[int, float], bool], most_seco
     found: list[int] = []
     bar = progress(list(reversed(edges)), what="buckets tried", unit="bucket", show=show)
     for edge in bar:  # the longest first: what fits there is a start for shorter ones
-        most = max(1, int(most_seconds / edge))
+        most = max(1, math.ceil(most_seconds / edge))
         start = min(most, max(1, int(found[-1] * edges[-len(found)] / edge)) if found and found[-1] else 1)
         found.append(_largest(lambda n, edge=edge: fits(n, edge), start, most))
     return found[::-1]
@@ -96,136 +135,14 @@ def _largest(fits: Callable[[int], bool], start: int, most: int) -> int:
     return good
 
 
-def _remembered(path: Path, edges: list[float]) -> list[int] | None:
-    try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-        return stored["fits"] if stored["edges"] == edges else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def cache_path(brain: Any, device: torch.device) -> Path:
-    """Where the result for this model, device and precision is kept."""
-    modules = brain.modules
-    facts = [
-        repr(modules), [[name, list(t.shape), str(t.dtype)] for name, t in modules.state_dict().items()],
-        torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
-        torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0,
-        brain.precision, torch.__version__, str(getattr(brain.hparams, "activation_checkpointing", None)),
-        getattr(brain.hparams, "ctc_weight", None), str(brain.opt_class),
-    ]
-    key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
-    home = os.environ.get("SBKIT_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sbkit"
-    return Path(home) / "tune" / f"{key}.json"
-
-
-def _told(trial: Trial, found: list[int]) -> str:
-    rows = [[f"up to {edge:.1f} s", n, f"{n * edge:.0f}"] for edge, n in zip(trial.edges, found, strict=True)]
+def _told(made: Trial, found: tuned.Tuned) -> str:
+    rows = [[f"up to {edge:.1f} s", n, f"{n * edge:.0f}"] for edge, n in zip(found.edges, found.fits, strict=True)]
     shown = table(["utterances", "fit at once", "seconds"], rows)
-    best = min(n * edge for edge, n in zip(trial.edges, found, strict=True))
-    if not best:
-        return f"{shown}\nnot even one of the longest utterances fits: try activation_checkpointing, or a smaller model"
-    return (f"{shown}\n{trial.device_name}, {trial.brain.precision}: --max_batch_seconds {int(MARGIN * best)} "
-            f"({MARGIN:.0%} of what fitted; the recipe has {trial.batching.max_batch_seconds:g})")
-
-
-# ---------------------------------------------------------------------------------------------- trials
-
-
-class Trial:
-    """A Brain that takes steps on noise, to see what they need."""
-
-    def __init__(self, brain: Any, batching: Batching, durations: np.ndarray, tokens_per_second: float,
-                 device: torch.device):
-        self.brain, self.batching, self.device = brain, batching, device
-        self.tokens_per_second = tokens_per_second
-        edges = Plan(durations, Batching(batching.max_batch_seconds, batching.step_seconds)).edges.tolist() \
-            if float(durations.max()) <= batching.max_batch_seconds else [float(durations.max())]
-        chosen = np.unique(np.linspace(0, len(edges) - 1, MOST_BUCKETS).round().astype(int))
-        self.edges = [round(edges[i], 2) for i in chosen]
-        self.most_seconds = max(batching.step_seconds, batching.max_batch_seconds)
-
-    @property
-    def device_name(self) -> str:
-        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else str(self.device)
-
-    def batch(self, utterances: int, seconds: float) -> Batch:
-        """Noise of this size, with as many labels as such an utterance has."""
-        rate = getattr(self.brain.hparams, "sample_rate", 16000)
-        samples, labels = round(seconds * rate), max(1, round(seconds * self.tokens_per_second))
-        highest = self.brain.hparams.output_neurons
-        return Batch(
-            ids=[f"noise {i}" for i in range(utterances)], texts=[""] * utterances, samples=utterances * samples,
-            signals=0.1 * torch.randn(utterances, samples), signal_lengths=torch.full((utterances,), samples),
-            tokens=torch.randint(1, highest, (utterances, labels)), token_lengths=torch.full((utterances,), labels),
-        ).to(self.device)
-
-    def fits(self, utterances: int, seconds: float) -> bool:
-        """Whether a step on such a batch has room."""
-        return self.brain.try_batch(self.batch(utterances, seconds))
-
-
-@contextlib.contextmanager
-def _trial(request: Any, device: torch.device) -> Iterator[Trial]:
-    """The recipe's Brain, in a folder of its own that goes afterwards."""
-    from sbkit.recipe import load
-
-    with tempfile.TemporaryDirectory(prefix="sbkit-tune-") as folder:
-        own = load.load(request.path, {**request.overrides, "output_folder": folder})
-        load.require(own, request.path, "brain", "modules", "output_neurons", "batching")
-        hparams = {key: value for key, value in own.items() if key not in ("output_folder", "schedule", "ema")}
-        brain = own["brain"](modules=own["modules"], opt_class=own.get("opt_class"), hparams=hparams,
-                             run_opts=request.run_opts, checkpointer=None)
-        brain.on_fit_start()
-        brain.modules.train()
-        logging.getLogger("sbkit.train.parallel").setLevel(logging.ERROR)  # the run itself names idle layers
-        durations = _durations(request, own, Path(folder))
-        letters = getattr(own.get("tokenizer"), "model_type", "") == "char"
-        yield Trial(brain, own["batching"], durations, _LETTERS_PER_SECOND if letters else TOKENS_PER_SECOND, device)
-
-
-def _durations(request: Any, hparams: dict[str, Any], folder: Path) -> np.ndarray:
-    """Of the prepared corpus where there is one; else all lengths up to the longest that are allowed."""
-    from sbkit.recipe.reading import read
-    from sbkit.recipe.source import Findings
-
-    root = read(request.path, request.overrides, Findings())
-    corpus = hparams.get("corpus")
-    if hasattr(corpus, "manifest_path"):
-        real = Path(str(root.value["output_folder"].value)) / corpus.manifest_path("train").relative_to(folder)
-        if real.exists():
-            return Manifest.read(real).durations
-    return np.linspace(1.0, longest_utterance(hparams), 200, dtype=np.float32)
-
-
-def measurement(request: Any) -> Callable[[], Measured]:
-    """For ``sbkit check --measure``: a few real steps at the planned size."""
-    from sbkit.train import device as devices
-
-    def measure() -> Measured:
-        device = devices.resolve(request.run_opts.device)
-        with _trial(request, device) as trial:
-            seconds = trial.edges[-1]
-            batch = trial.batch(max(1, int(trial.batching.max_batch_seconds / seconds)), seconds)
-            return time_steps(trial.brain.try_batch, batch, device)
-    return measure
-
-
-def time_steps(step: Callable[[Batch], bool], batch: Batch, device: torch.device) -> Measured:
-    """Steps on one batch, the first left out; the median counts."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    times: list[float] = []
-    for i in range(STEPS + 1):
-        started = time.perf_counter()
-        if not step(batch):
-            raise SbkitError(f"a micro-batch of {batch.padded_seconds:.0f} s does not fit into the memory of {device}",
-                             hint="sbkit tune finds the largest that does", exit_code=1)
-        wait()
-        if i or device.type == "cpu":  # the first step of a GPU loads kernels
-            times.append(time.perf_counter() - started)
-        if sum(times) > PATIENCE:
-            break
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    return Measured(str(device), batch.padded_seconds, float(np.median(times)), peak)
+    where = f"{made.device_name} with {found.gib:g} GiB, {made.brain.precision}"
+    if not found.seconds:
+        return (f"{shown}\n{where}: not even one of the longest utterances fits: try activation_checkpointing, or a "
+                "smaller model")
+    share = "more is of no use, no step is larger" if found.seconds >= found.most else \
+        f"{tuned.MARGIN:.0%} of what fitted"
+    return (f"{shown}\n{where}: --max_batch_seconds {found.seconds} ({share}; the recipe has "
+            f"{made.batching.max_batch_seconds:g})")

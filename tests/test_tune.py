@@ -1,7 +1,8 @@
-"""sbkit tune finds what fits by trying, in few attempts, and remembers it; measuring takes real steps."""
+"""sbkit tune finds what fits by trying, in few attempts, and remembers it."""
 
-import json
+import contextlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,11 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sbkit import cli, tune
-from sbkit.errors import SbkitError
-from sbkit.recipe import arguments
+from sbkit.recipe import tuned
+from sbkit.recipe.bill import GIB
 from sbkit.train import device as devices
+from sbkit.train import memory
+from sbkit.trials import BESIDE
 
 SMALL = Path(__file__).parent / "recipe" / "small.yaml"
+on_linux = pytest.mark.skipif(not memory.can_bound(), reason="only Linux keeps a process to a bound of memory")
 
 
 @settings(max_examples=200, deadline=None)
@@ -33,101 +37,96 @@ def test_the_largest_that_fits_is_found_in_few_attempts(capacity, edges, most, b
     edges = sorted(edges)
     found = tune.search(edges, fits, most, show=False)
     for edge, n in zip(edges, found, strict=True):
-        limit = max(1, int(most / edge))
         assert n == 0 or needs(n, edge) <= capacity
         beyond = n + max(1, int(tune.PRECISION * n) + 1)
-        assert beyond > limit or needs(beyond, edge) > capacity
+        assert beyond > most / edge or needs(beyond, edge) > capacity
     assert len(tried) <= 25 * len(edges)
 
 
-@pytest.fixture
-def trial(tmp_path, monkeypatch):
-    """A trial on the CPU, as if memory ended at 30 seconds."""
-    monkeypatch.setenv("SBKIT_CACHE", str(tmp_path))
-    request = arguments.parse([str(SMALL), "--device", "cpu"])
-    with tune._trial(request, torch.device("cpu")) as made:
-        yield made
+def test_what_is_recommended_leaves_a_margin_and_is_no_more_than_a_step():
+    assert tuned.Tuned(2, [10.0, 20.0], [12, 5], 400).seconds == 90
+    assert tuned.Tuned(2, [10.0, 20.0], [30, 14], 200).seconds == 200
+    assert tuned.Tuned(2, [10.0, 20.0], [3, 0], 200).seconds == 0
 
 
-def test_a_trial_takes_real_steps_on_noise(trial):
-    before = [p.clone() for p in trial.brain.modules.parameters()]
-    assert trial.fits(2, 1.5)
-    assert any(not torch.equal(a, b) for a, b in zip(before, trial.brain.modules.parameters(), strict=True))
-    assert trial.edges == sorted(trial.edges) and trial.edges[-1] == 20.0 and len(trial.edges) <= tune.MOST_BUCKETS
-    batch = trial.batch(3, 2.0)
-    assert batch.padded_seconds == 6.0 and batch.tokens.min() >= 1 and batch.tokens.max() < 20
-    assert not (Path.cwd() / "results" / "small").exists()
-
-
-def test_out_of_memory_is_an_answer_and_leaves_nothing(trial, monkeypatch):
-    def full(*args):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(trial.brain, "compute_objectives", full)
-    assert trial.fits(2, 1.0) is False
-    assert all(p.grad is None for p in trial.brain.modules.parameters()) and not trial.brain._steps.started
-
-
-def test_the_result_is_kept_by_model_device_and_precision(trial, tmp_path):
-    path = tune.cache_path(trial.brain, trial.device)
-    assert path.parent == tmp_path / "tune" and path == tune.cache_path(trial.brain, trial.device)
-    trial.brain.precision = "bf16"
-    assert tune.cache_path(trial.brain, trial.device) != path
-    path.parent.mkdir()
-    path.write_text(json.dumps({"edges": [1.0], "fits": [7]}))
-    assert tune._remembered(path, [1.0]) == [7] and tune._remembered(path, [2.0]) is None
+def test_results_are_kept_by_memory(tmp_path):
+    path = tmp_path / "tune" / "x.json"
+    assert tuned.remembered(path) == []
+    few, many = tuned.Tuned(2.0, [1.0], [7], 100), tuned.Tuned(16.0, [1.0], [70], 100)
+    for found in (many, tuned.Tuned(2.0, [1.0], [9], 100), few):
+        tuned.remember(path, found)
+    assert tuned.remembered(path) == [few, many]
+    path.write_text('[{"gib": 2}]')
+    assert tuned.remembered(path) == []
     path.write_text("{")
-    assert tune._remembered(path, [1.0]) is None
+    assert tuned.remembered(path) == []
 
 
-def test_what_is_recommended_leaves_a_margin(trial):
-    told = tune._told(trial, [40 // max(1, int(edge)) for edge in trial.edges])
-    assert "--max_batch_seconds" in told and "the recipe has 40" in told
-    assert "not even one" in tune._told(trial, [0] * len(trial.edges))
+def test_they_are_kept_by_model_device_and_precision():
+    def place(width=3, precision="fp32", **hparams):
+        return tuned.place(tuned.model_of({"m": torch.nn.Linear(2, width)}), hparams, precision, torch.device("cpu"))
 
-
-def test_a_command_tunes_once(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("SBKIT_CACHE", str(tmp_path))
-    monkeypatch.setattr(devices, "resolve", lambda name: type("Gpu", (), {"type": "cuda"})())
-    monkeypatch.setattr(tune, "_trial", _fake_trial)
-    monkeypatch.setattr(tune, "cache_path", lambda brain, device: tmp_path / "tune.json")
-    assert cli.main(["tune", str(SMALL)]) == 0
-    assert capsys.readouterr().out.splitlines()[3].split() == ["up", "to", "4.0", "s", "10", "40"]
-    assert cli.main(["tune", str(SMALL)]) == 0
-    assert "found before" in capsys.readouterr().err
-    tried = _Fake.tried
-    assert cli.main(["tune", str(SMALL), "--fresh"]) == 0
-    assert _Fake.tried > tried
+    assert place() == place()
+    assert len({place(), place(4), place(precision="bf16"), place(ctc_weight=0.3), place(ema=1)}) == 5
 
 
 class _Fake:
+    """A card with room for so many seconds."""
+
     edges, most_seconds, tried = [2.0, 4.0], 100.0, 0
-    device_name = "a card"
-    brain = type("Brain", (), {"precision": "bf16"})
-    batching = type("Batching", (), {"max_batch_seconds": 30})
+    device_name, device = "a card", SimpleNamespace(type="cuda")
+    brain, batching = SimpleNamespace(precision="bf16"), SimpleNamespace(max_batch_seconds=30)
+
+    def __init__(self, cache):
+        self.cache = cache
 
     def fits(self, n, seconds):
         _Fake.tried += 1
         return n * seconds <= 40
 
 
-def _fake_trial(request, device):
-    import contextlib
+def test_a_command_tunes_once_for_each_amount_of_memory(tmp_path, monkeypatch, capsys):
+    shares = []
+    monkeypatch.setattr(devices, "resolve", lambda name: _Fake.device)
+    monkeypatch.setattr(tune, "trial", lambda request, device: contextlib.nullcontext(_Fake(tmp_path / "tune.json")))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * GIB))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: shares.append(share))
+    assert cli.main(["tune", str(SMALL)]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[3].split() == ["up", "to", "4.0", "s", "10", "40"]
+    assert "a card with 80 GiB, bf16: --max_batch_seconds 36 (90% of what fitted; the recipe has 30)" in out
+    tried = _Fake.tried
+    assert cli.main(["tune", str(SMALL)]) == 0
+    assert "found before" in capsys.readouterr().err and _Fake.tried == tried
+    assert cli.main(["tune", str(SMALL), "--fresh"]) == 0 and _Fake.tried == 2 * tried
+    assert cli.main(["tune", str(SMALL), "--memory", "40"]) == 0 and _Fake.tried == 3 * tried
+    assert shares == [1.0, 1.0, 0.5]
 
-    return contextlib.nullcontext(_Fake())
+
+@pytest.mark.parametrize("words, told", [
+    (["--memory"], "takes a number of GiB"), (["--memory", "much"], "takes a number of GiB"),
+    (["--memory=-1"], "takes a number of GiB"), (["--memory", "1e6"], "--memory 1e+06: there are")])
+@on_linux
+def test_memory_that_can_not_be_had_is_told(words, told, capsys):
+    assert cli.main(["tune", str(SMALL), "--device", "cpu", *words]) == 2
+    assert told in capsys.readouterr().err
 
 
-def test_there_is_nothing_to_tune_on_a_cpu(capsys):
+def test_a_system_that_can_not_bound_memory_is_told(monkeypatch, capsys):
+    monkeypatch.setattr(memory, "can_bound", lambda: False)
     assert cli.main(["tune", str(SMALL), "--device", "cpu"]) == 2
-    assert "nothing to tune on cpu" in capsys.readouterr().err
+    assert "can't bound the memory of a process" in capsys.readouterr().err
 
 
-def test_measured_steps_stand_in_the_bill(capsys, monkeypatch):
-    monkeypatch.setattr(tune, "STEPS", 1)
-    assert cli.main(["check", str(SMALL), "--measure", "--device", "cpu"]) == 0
-    assert "measured: a step of 40 s of audio takes" in capsys.readouterr().out
-
-
-def test_a_batch_that_does_not_fit_can_not_be_measured(trial):
-    with pytest.raises(SbkitError, match="sbkit tune finds the largest"):
-        tune.time_steps(lambda batch: False, trial.batch(1, 1.0), torch.device("cpu"))
+@on_linux
+def test_what_a_cpu_has_room_for_is_found_by_running_out_of_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("SBKIT_CACHE", str(tmp_path))
+    gib = round(BESIDE / GIB + 1.1, 1)  # what a process holds before its first batch, and a little
+    words = [str(SMALL), "--device", "cpu", "--batching.step_seconds", "4000"]
+    assert cli.main(["tune", *words, "--memory", str(gib)]) == 0
+    (found,) = [one for path in (tmp_path / "tune").iterdir() for one in tuned.remembered(path)]
+    assert f"cpu with {gib:g} GiB, fp32: --max_batch_seconds {found.seconds} (90%" in capsys.readouterr().out
+    assert 20 <= found.seconds < 3600
+    assert cli.main(["check", str(SMALL), "--device", "cpu"]) == 0
+    told = next(line for line in capsys.readouterr().out.splitlines() if "tried" in line)
+    assert f"with {gib:g} GiB on cpu" in told and f"{found.seconds} s" in told

@@ -81,15 +81,15 @@ def point(what: dict, device: str, rest: list[str]) -> dict:
         return plan(what["plan"])
     import torch
 
-    from sbkit import tune
+    from sbkit import trials
     from sbkit.recipe import arguments
 
     keys = [word for key, value in what["keys"].items() for word in (f"--{key}", str(value))]
     request = arguments.parse([str(RECIPE), "--device", device, *keys, *rest])
-    with tune._trial(request, torch.device(device)) as trial:
+    with trials.trial(request, torch.device(device)) as trial:
         batch = trial.batch(what["utterances"], what["seconds"])
         before = peak_mib()
-        measured = tune.time_steps(trial.brain.try_batch, batch, torch.device(device))
+        measured = trials.time_steps(trial.brain.try_batch, batch, torch.device(device))
     mib = measured.peak_bytes / 2**20 if measured.peak_bytes else peak_mib() - before
     return {"seconds": measured.step_seconds, "mib": mib}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +28,7 @@ from sbkit.recipe.report import Section
 from sbkit.recipe.shapes import Trace, stand_ins
 from sbkit.recipe.source import Findings, Node, Place
 from sbkit.recipe.speed import speed_of
+from sbkit.recipe.tuned import Tuned
 
 GIB = 2**30
 #: Memory of common GPUs, for who plans without one at hand.
@@ -188,10 +189,12 @@ class Bill:
         step = 10 ** max(len(str(value)) - 2, 0)
         return f"{value // step * step} s"
 
-    def check_fits(self, findings: Findings, node: Node | None) -> None:
-        """Tell if the planned micro-batch is too large for the GPU at hand."""
+    def check_fits(self, findings: Findings, node: Node | None, tried: Sequence[Tuned] = ()) -> None:
+        """Tell if the planned micro-batch is too large for the GPU at hand, unless it was tried and is not."""
         memory = memory_of(self.device)
         if memory is None or self.step_memory <= USABLE * memory:
+            return
+        if any(one.seconds >= self.cost.batch_seconds for one in tried):
             return
         findings.warning(
             "too-large", node.place if node else Place(), node.key if node else "max_batch_seconds",
@@ -221,8 +224,8 @@ def make(built: Built, owned: Owned, traced: Trace, device: torch.device, precis
                 bool(built.hparams.get("activation_checkpointing")))
 
 
-def section(bill: Bill, hours: float | None, planned: float) -> Section:
-    """The bill as a table; ``hours``: of audio in an epoch, where they're known."""
+def section(bill: Bill, hours: float | None, planned: float, tried: Sequence[Tuned] = ()) -> Section:
+    """The bill as a table; ``hours``: of audio in an epoch, where they're known; ``tried``: what a tuning found."""
     cost = bill.cost
     rows = [
         ["parameters", f"{bill.parameters:,}"],
@@ -237,14 +240,17 @@ def section(bill: Bill, hours: float | None, planned: float) -> Section:
         enough = [size for size in SIZES if bill.largest(size * 1e9) >= bill.cost.seconds]
         by_size = ", ".join(f"{size} GB: {bill.largest_shown(size * 1e9)}" for size in enough)
         rows.append(["largest max_batch_seconds by GPU", by_size or "none"])
+    device = torch.device(bill.device).type
+    rows += [[f"the same, tried by sbkit tune with {one.gib:g} GiB on {device}", f"{one.seconds} s"] for one in tried]
     if bill.hours_per_100 is not None:
         amount = hours if hours is not None else 100.0
         what = f"hours per epoch, {hours:.1f} h of audio" if hours is not None else "hours per 100 hours of audio"
-        rows.append([f"{what}, one {torch.device(bill.device).type}", f"{bill.hours_per_100 * amount / 100:.2f}"])
+        rows.append([f"{what}, one {device}", f"{bill.hours_per_100 * amount / 100:.2f}"])
     values = {
         "parameters": bill.parameters, "weights_bytes": bill.weights, "batch_bytes": cost.memory,
         "batch_seconds": cost.batch_seconds, "operations_per_second_of_audio": cost.operations / cost.batch_seconds,
         "largest_max_batch_seconds": {f"{size} GB": int(bill.largest(size * 1e9)) for size in SIZES},
+        "tried_max_batch_seconds": {f"{one.gib:g} GiB": one.seconds for one in tried},
         "hours_per_100_hours": bill.hours_per_100, "measured": bill.measured is not None, "device": bill.device,
     }
     return Section("The bill", ["what", "how much"], rows, _remarks(bill), values)

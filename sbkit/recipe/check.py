@@ -14,11 +14,12 @@ import torch
 from torch import nn
 
 from sbkit.errors import SbkitError
-from sbkit.recipe import bill, devices, ownership, shapes, tokens_check
+from sbkit.recipe import bill, devices, ownership, shapes, tokens_check, tuned
 from sbkit.recipe.build import Built, build
 from sbkit.recipe.reading import read
 from sbkit.recipe.report import Report
 from sbkit.recipe.source import Findings, Node
+from sbkit.recipe.speed import native_precision
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +86,8 @@ def _bill(built: Built, owned: ownership.Owned, traced: shapes.Trace, findings: 
     precision = getattr(run_opts, "precision", None) if _chosen(run_opts, "precision") else None
     precision = precision or built.hparams.get("precision", "fp32")
     if precision == "auto":
-        precision = "bf16" if device.type == "cuda" else "fp32"
+        absent = device.type == "cuda" and not torch.cuda.is_available()
+        precision = "bf16" if absent else native_precision(device)
     measured = measure() if measure is not None and not any(f.severity == "error" for f in findings) else None
     try:
         made = bill.make(built, owned, traced, device, precision, measured)
@@ -96,8 +98,9 @@ def _bill(built: Built, owned: ownership.Owned, traced: shapes.Trace, findings: 
     if made is None:
         report.notes.append("the bill: the recipe has no max_batch_seconds")
         return None
-    made.check_fits(findings, built.nodes.get("max_batch_seconds"))
-    return bill.section(made, _hours(built), made.cost.batch_seconds)
+    tried = tuned.remembered(tuned.place(tuned.model_of(built.hparams["modules"]), built.hparams, precision, device))
+    made.check_fits(findings, built.nodes.get("max_batch_seconds"), tried)
+    return bill.section(made, _hours(built), made.cost.batch_seconds, tried)
 
 
 def _hours(built: Built) -> float | None:

@@ -1,4 +1,4 @@
-"""What a device can compute: operations a second of a large matrix product."""
+"""What a device can compute: in which precision, and operations a second of a large matrix product."""
 
 from __future__ import annotations
 
@@ -26,3 +26,14 @@ def speed_of(device: torch.device, precision: str) -> float | None:
         del left, right, _
         torch.cuda.empty_cache()
     return 2 * size**3 / fastest
+
+
+def native_precision(device: torch.device) -> str:
+    """What ``precision: auto`` stands for: bf16 where the device computes in it rather than emulates it."""
+    if device.type == "cuda":
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+    elif device.type == "cpu":
+        native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    else:
+        native = False
+    return "bf16" if native else "fp32"

@@ -25,7 +25,7 @@ from sbkit.train.epoch import train
 from sbkit.train.evaluation import evaluate
 from sbkit.train.forward_state import ForwardState
 from sbkit.train.metrics import MetricsLog
-from sbkit.train.oom import Parts
+from sbkit.train.oom import Parts, told
 from sbkit.train.optim import fused, skips_itself
 from sbkit.train.progress import Progress
 from sbkit.train.signals import StopSignals
@@ -284,7 +284,7 @@ class Brain(sb.core.Brain):
         if self.test_only:
             logger.info("Test only mode, skipping training and validation stages.")
             return
-        with ranks.failing_together(), StopSignals() as self._between.signals:
+        with ranks.failing_together(), told(self.device), StopSignals() as self._between.signals:
             self._plan_driven = loaders.is_plan_driven(train_set)
             train_set = self._loader(train_set, Stage.TRAIN, train_loader_kwargs)
             valid_loader_kwargs = {"ckpt_prefix": None, **(valid_loader_kwargs or {})}
@@ -356,7 +356,7 @@ class Brain(sb.core.Brain):
         progressbar: bool | None = None, test_loader_kwargs: dict | None = None,
     ) -> float:
         """Load the best checkpoint and go through ``test_set`` once; gives the average loss."""
-        with ranks.failing_together():
+        with ranks.failing_together(), told(self.device):
             signals, self._between.signals = self._between.signals, None  # only fit catches them
             test_set = self._loader(test_set, Stage.TEST, {**(test_loader_kwargs or {}), "ckpt_prefix": None})
             self.on_evaluate_start(max_key=max_key, min_key=min_key)

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 
 from sbkit.errors import SbkitError
+from sbkit.recipe.speed import native_precision
+
+__all__ = ["device_type", "native_precision", "resolve"]
 
 logger = logging.getLogger(__name__)
 
@@ -113,14 +116,3 @@ def _why_not(kind: str) -> str:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def native_precision(device: torch.device) -> str:
-    """What ``precision: auto`` stands for: bf16 where the device computes in it rather than emulates it."""
-    if device.type == "cuda":
-        native = torch.cuda.is_bf16_supported(including_emulation=False)
-    elif device.type == "cpu":
-        native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    else:
-        native = False
-    return "bf16" if native else "fp32"

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import itertools
 import logging
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 from sbkit.errors import SbkitError
-from sbkit.train import ranks, rng
+from sbkit.train import memory, ranks, rng
 from sbkit.train.parallel import talks_in_forward
 from sbkit.train.saved_batch import utterance_ids
 from sbkit.train.sharding import Sharded
@@ -19,13 +22,62 @@ from sbkit.train.step import Loss
 
 logger = logging.getLogger(__name__)
 
-_WORDS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+_WORDS = ("out of memory", "can't allocate memory", "Cannot allocate memory", "std::bad_alloc", "not enough memory",
+          "Memory allocation error", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+#: How oneDNN says that there was no room for the code which it compiles for a shape (or something else).
+_NO_PRIMITIVE = "could not create a primitive"
+HINT = "lower max_batch_seconds (sbkit tune finds the largest that fits), or try activation_checkpointing"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a device, or the CPU, had no memory left; libraries say it in different ways."""
-    return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS))
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (isinstance(error, RuntimeError) and (
+        any(words in str(error) for words in _WORDS) or (_NO_PRIMITIVE in str(error) and memory.bounded())))
+
+
+@contextlib.contextmanager
+def told(device: torch.device | str) -> Iterator[None]:
+    """Memory that runs out where nothing can be computed in parts ends a run with one plain message."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise SbkitError(f"out of memory on {device}, and not within what can be computed in parts: "
+                         f"{str(error).splitlines()[0] if str(error) else type(error).__name__}", hint=HINT,
+                         exit_code=1) from error
+
+
+class _Thread:
+    """Calls functions in this thread, or in a new one once libraries are stuck in it.
+
+    oneDNN keeps, for each thread, the first failure to get room for compiled code, and refuses every new shape in that
+    thread from then on.
+    """
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+
+    def __call__(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        if self._pool is None:
+            return function(*args, **kwargs)
+        future = self._pool.submit(self._call, torch.is_grad_enabled(), function, args, kwargs)
+        try:
+            return future.result()
+        finally:
+            del future  # with it an error would keep what its frames hold
+
+    @staticmethod
+    def _call(grad: bool, function: Callable, args: tuple, kwargs: dict) -> Any:
+        with torch.set_grad_enabled(grad):  # each thread has its own
+            return function(*args, **kwargs)
+
+    def leave_if_stuck(self, error: BaseException) -> None:
+        """Call functions in another thread from now on, where this error needs it."""
+        if _NO_PRIMITIVE in str(error):
+            if self._pool is not None:
+                self._pool.shutdown(wait=False)
+            self._pool = ThreadPoolExecutor(1, "compute")
 
 
 class Parts:
@@ -48,6 +100,7 @@ class Parts:
         """The same of evaluations, which need less memory."""
         self.cut = 0
         """Micro-batches that were computed in parts, since ``tell`` was last called."""
+        self._thread = _Thread()
         # Of this step: micro-batch, parts it was computed in, generators before it.
         self._done: list[tuple[Any, int, dict[str, torch.Tensor]]] = []
 
@@ -62,7 +115,7 @@ class Parts:
                 loss = self._in_parts(batch, last, count, generators)
                 break
             except Exception as error:
-                if not is_out_of_memory(error):
+                if not self._ran_out(error):
                     raise
                 self._give_up_unless_possible(batch, last, count, error)
             # Here the error is gone, and with it the frames that held the step's tensors.
@@ -75,11 +128,11 @@ class Parts:
     def fits(self, batch: Any) -> bool:
         """Take a step on a micro-batch, whole; False where that ran out of memory, and nothing is left of it."""
         try:
-            self.brain._backward(batch, True)
+            self._thread(self.brain._backward, batch, True)
             self.brain._update()
             return True
         except Exception as error:
-            if not is_out_of_memory(error):
+            if not self._ran_out(error):
                 raise
         self._clear()
         return False
@@ -91,9 +144,9 @@ class Parts:
         """
         if self._may_fit(batch):
             try:
-                return self.brain.evaluate_batch(batch, stage=stage)
+                return self._thread(self.brain.evaluate_batch, batch, stage=stage)
             except Exception as error:
-                if not is_out_of_memory(error):
+                if not self._ran_out(error):
                     raise
                 if length(batch) == 1:
                     raise _too_long(self.brain.device, batch) from error
@@ -133,32 +186,38 @@ class Parts:
 
     def _in_parts(self, batch: Any, last: bool, count: int, generators: dict[str, torch.Tensor] | None = None) -> Loss:
         if count == 1:
-            return self.brain._backward(batch, last, generators=generators)
+            return self._thread(self.brain._backward, batch, last, generators=generators)
         size = length(batch)
         edges = [i * size // count for i in range(count + 1)]
         losses = []
         for start, stop in itertools.pairwise(edges):
             part = rows(batch, start, stop)
-            losses.append(self.brain._backward(part, last and stop == size, share=(stop - start) / size).detach())
+            last_part = last and stop == size
+            losses.append(self._thread(self.brain._backward, part, last_part, share=(stop - start) / size).detach())
         return Loss(sum(loss.total for loss in losses), sum(loss.count for loss in losses))
 
     # ------------------------------------------------------------ after a failure
 
+    def _ran_out(self, error: Exception) -> bool:
+        if not is_out_of_memory(error):
+            return False
+        self._thread.leave_if_stuck(error)
+        return True
+
     def _give_up_unless_possible(self, batch: Any, last: bool, count: int, error: Exception) -> None:
         brain, size = self.brain, length(batch)
-        hint = "lower max_batch_seconds, or try activation_checkpointing"
         if count >= size:
             raise _too_long(brain.device, batch) from error
         if isinstance(brain._parallel, Sharded):
             raise SbkitError(f"out of memory on {brain.device} with {size} utterances; with fsdp no rank can repeat a "
-                             "step alone", hint=hint, exit_code=1) from error
+                             "step alone", hint=HINT, exit_code=1) from error
         talking = next((name for name, module in brain.modules.named_modules() if talks_in_forward(module)), None)
         if ranks.world_size() > 1 and talking is not None:
             raise SbkitError(f"out of memory on {brain.device} with {size} utterances; '{talking}' takes in what all "
-                             "ranks compute, so none can repeat a step alone", hint=hint, exit_code=1) from error
+                             "ranks compute, so none can repeat a step alone", hint=HINT, exit_code=1) from error
         if last and brain._steps.announced and ranks.world_size() > 1:
             raise SbkitError(f"out of memory on {brain.device} with {size} utterances, while gradients were on their "
-                             "way to the other ranks", hint=hint, exit_code=1) from error
+                             "way to the other ranks", hint=HINT, exit_code=1) from error
 
     def _remember(self, batch: Any, count: int) -> None:
         self.limit = largest(batch) / count
@@ -181,7 +240,7 @@ class Parts:
                 break
             except Exception as error:
                 batch, count, before = self._done[place]
-                if not is_out_of_memory(error) or count >= length(batch):
+                if not self._ran_out(error) or count >= length(batch):
                     raise
                 self._done[place] = batch, min(2 * count, length(batch)), before
         rng.restore(generators, self.brain.device)
@@ -207,7 +266,9 @@ def _free(device: torch.device | str) -> None:
     """Give back memory that is held for nothing."""
     device = torch.device(device)
     gc.collect()
-    if device.type != "cpu":
+    if device.type == "cpu":
+        memory.give_back()
+    else:
         torch.get_device_module(device).empty_cache()
 
 
