@@ -2,17 +2,20 @@
 
 Several shortest alignments can exist, and they can differ in how many edits are substitutions. SpeechBrain
 takes Kaldi's: walking back from the end it prefers an insertion to a deletion to a diagonal step. Counting
-is by rapidfuzz wherever all shortest alignments agree, which is nearly everywhere; the rest, and every
-alignment that is asked for, goes the same way back as SpeechBrain, for many pairs at a time.
+is by rapidfuzz, over strings in which each token is one character, wherever all shortest alignments agree, which is
+nearly everywhere; the rest, and every alignment that is asked for, goes the same way back as SpeechBrain, for many
+pairs at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from operator import ne
 from typing import NamedTuple
 
 import numpy as np
+import pyarrow as pa
 from rapidfuzz.distance import Levenshtein
 from rapidfuzz.process import cpdist
 
@@ -28,7 +31,8 @@ _STEPS = 3 * _A_STEP
 _FAR = 1 << 60  # no way leads here
 
 _EDIT = 1 << 24  # an edit's cost, beside which a substitution more or less is no more than a tie-break
-_SHORT = 600  # cells of a pair's table, up to which walking through them is as quick as any other way
+_FIRST, _CHARACTERS = 0x10000, 0x100000  # those that stand for tokens begin here, and are so many
+_AT_ONCE = 10_000  # pairs whose tokens share them
 _CELLS = 16_000_000  # bytes of the table that is held at once
 
 
@@ -46,24 +50,91 @@ class Counts(NamedTuple):
 
 def count(references: Sequence[Tokens], hypotheses: Sequence[Tokens]) -> Counts:
     """The edits that turn each reference into its hypothesis."""
+    return _of_those_that_differ(references, hypotheses, _from_tokens)
+
+
+def count_words(references: Sequence[str], hypotheses: Sequence[str]) -> Counts:
+    """The same for texts, counted by words; between words, and nowhere else, stands one space (see ``is_spaced``)."""
+    return _of_those_that_differ(references, hypotheses, _from_texts)
+
+
+def is_spaced(texts: Sequence[str]) -> bool:
+    """Whether each text is words with one space between them, and nothing else.
+
+    A look at all of them at once. Of texts with rare characters, that might be spaces of another kind, it says no.
+    """
+    joined = " ".join(texts)
+    letters = np.frombuffer(joined.encode(errors="surrogatepass"), np.uint8)
+    spaces = letters == ord(" ")
+    return (len(letters) > 0 and not spaces[0] and not spaces[-1] and not np.any(spaces[1:] & spaces[:-1])
+            and (bool(letters.min() > 31) if joined.isascii() else joined.isprintable()))
+
+
+def _of_those_that_differ(references: Sequence, hypotheses: Sequence, as_characters: Callable) -> Counts:
     differ = np.fromiter(map(ne, references, hypotheses), dtype=bool, count=len(references))
-    wrong = np.flatnonzero(differ)
     counts = Counts(*np.zeros((3, len(references)), dtype=np.int64))
-    for column, found in zip(counts, _count(_pick(references, wrong), _pick(hypotheses, wrong)), strict=True):
-        column[differ] = found
+    wrong = np.flatnonzero(differ)
+    parts = np.split(wrong, range(_AT_ONCE, len(wrong), _AT_ONCE))
+    while parts:
+        part = parts.pop()
+        pairs = as_characters(_pick(references, part), _pick(hypotheses, part))
+        if pairs is None:
+            parts += np.array_split(part, 2)
+            continue
+        for column, found in zip(counts, _count(*pairs), strict=True):
+            column[part] = found
     return counts
 
 
-def _count(references: list[Tokens], hypotheses: list[Tokens]) -> Counts:
+_Strings = tuple[list[str], list[str]]
+
+
+def _from_tokens(references: list[Tokens], hypotheses: list[Tokens]) -> _Strings | None:
+    """A character for each different token, as rapidfuzz is at its fastest with strings; None: they are too many."""
+    if all(isinstance(tokens, str) for tokens in (*references, *hypotheses)):
+        return references, hypotheses
+    numbers = _Numbers()
+    numbered = [[numbers[token] for token in tokens] for tokens in (*references, *hypotheses)]
+    if len(numbers) > _CHARACTERS:
+        return None
+    texts = ["".join([chr(_FIRST + number) for number in row]) for row in numbered]
+    return texts[:len(references)], texts[len(references):]
+
+
+def _from_texts(references: list[str], hypotheses: list[str]) -> _Strings | None:
+    """The same for the words of texts, numbered by Arrow."""
+    if not references:
+        return [], []
+    letters = (" \n ".join(references + hypotheses) + " ").encode(errors="surrogatepass")
+    ends = np.flatnonzero(np.frombuffer(letters, np.uint8) == ord(" ")) + 1
+    words = pa.Array.from_buffers(pa.large_binary(), len(ends), [
+        None, pa.py_buffer(np.concatenate([[0], ends])), pa.py_buffer(letters)]).dictionary_encode()
+    if len(words.dictionary) > _CHARACTERS:
+        return None
+    codes = words.indices.to_numpy()
+    characters = codes + np.int32(_FIRST)
+    characters[codes == words.dictionary.index(b"\n ").as_py()] = ord("\n")
+    nothing = words.dictionary.index(b" ").as_py()  # what an empty text is
+    if nothing >= 0:
+        characters = characters[codes != nothing]
+    texts = characters.tobytes().decode("utf-32-le" if sys.byteorder == "little" else "utf-32-be").split("\n")
+    return texts[:len(references)], texts[len(references):]
+
+
+def _count(references: list[str], hypotheses: list[str]) -> Counts:
     rows, columns = _lengths(references), _lengths(hypotheses)
     longer = columns - rows
-    edits, substitutions = _fewest(references, hypotheses, longer, rows * columns <= _SHORT)
-    # edits = substitutions + |longer| + 2 * (insertions that a deletion elsewhere makes up for); with none of those
-    # there is nothing to choose.
-    some = np.flatnonzero(substitutions < edits - abs(longer))
-    most = _EDIT * edits[some] - _distances(_pick(references, some), _pick(hypotheses, some), _EDIT - 1, _EDIT)
-    some = some[substitutions[some] < most]
-    tails = [_without_common_start(references[i], hypotheses[i]) for i in some]
+    edits = _distances(references, hypotheses, 1, 1)
+    # edits = substitutions + |longer| + 2 * (insertions that a deletion elsewhere makes up for), which bounds the
+    # substitutions from above. From below it is the distance in which one costs two: no alignment has less.
+    substitutions = edits - abs(longer)
+    some = np.flatnonzero(_distances(references, hypotheses, 2, 1) - edits < substitutions)
+    # Where that leaves a choice, both bounds are made exact; where these leave one, it is SpeechBrain's that counts.
+    refs, hyps = _pick(references, some), _pick(hypotheses, some)
+    fewest = _distances(refs, hyps, _EDIT + 1, _EDIT) - _EDIT * edits[some]
+    substitutions[some] = _EDIT * edits[some] - _distances(refs, hyps, _EDIT - 1, _EDIT)
+    some = some[fewest < substitutions[some]]
+    tails = [_without_common_start(references[i], hypotheses[i]) for i in some.tolist()]
     references, hypotheses = [ref for ref, _ in tails], [hyp for _, hyp in tails]
     for group in _groups(references, hypotheses):
         substitutions[some[group]] = _preferred(_pick(references, group), _pick(hypotheses, group))
@@ -71,35 +142,11 @@ def _count(references: list[Tokens], hypotheses: list[Tokens]) -> Counts:
     return Counts(insertions, insertions - longer, substitutions)
 
 
-def _fewest(references: list[Tokens], hypotheses: list[Tokens], longer: np.ndarray, short: np.ndarray,
-            ) -> tuple[np.ndarray, np.ndarray]:
-    """The edits of each pair, and the fewest substitutions among so many edits, [N] each.
-
-    One look at a pair tells both, in time that grows with its table; two or three looks by rapidfuzz's quick ways,
-    of one weight for all, are cheaper where a pair is not ``short``.
-    """
-    edits, substitutions = np.empty_like(longer), np.empty_like(longer)
-
-    def distances(which: np.ndarray, substitution: int, other: int) -> np.ndarray:
-        return _distances(_pick(references, which), _pick(hypotheses, which), substitution, other)
-
-    which = np.flatnonzero(short)
-    edits[which], substitutions[which] = np.divmod(distances(which, _EDIT + 1, _EDIT), _EDIT)
-    which = np.flatnonzero(~short)
-    edits[which] = distances(which, 1, 1)
-    substitutions[which] = most = edits[which] - abs(longer[which])
-    # An insertion and a deletion take the place of two substitutions only where they match one token more.
-    which = which[most >= 2]
-    which = which[distances(which, 2, 1) < (edits + substitutions)[which]]
-    substitutions[which] = distances(which, _EDIT + 1, _EDIT) - _EDIT * edits[which]
-    return edits, substitutions
-
-
-def _lengths(texts: list[Tokens]) -> np.ndarray:
+def _lengths(texts: list[str]) -> np.ndarray:
     return np.fromiter(map(len, texts), np.int64, len(texts))
 
 
-def _distances(references: list[Tokens], hypotheses: list[Tokens], substitution: int, other: int) -> np.ndarray:
+def _distances(references: list[str], hypotheses: list[str], substitution: int, other: int) -> np.ndarray:
     """The least cost of turning each reference into its hypothesis, [N] int64."""
     if not references:
         return np.zeros(0, dtype=np.int64)

@@ -13,7 +13,18 @@ import numpy as np
 
 from sbkit.console import atomic_write
 from sbkit.errors import SbkitError
-from sbkit.score.edits import DELETION, EQUAL, INSERTION, SUBSTITUTION, Counts, Tokens, align, count
+from sbkit.score.edits import (
+    DELETION,
+    EQUAL,
+    INSERTION,
+    SUBSTITUTION,
+    Counts,
+    Tokens,
+    align,
+    count,
+    count_words,
+    is_spaced,
+)
 
 GAP = "<eps>"  # stands where an alignment has no token, as in SpeechBrain's file
 
@@ -67,8 +78,10 @@ class ErrorRates:
         self.unit = unit
         self.space = space
         self.ids: dict[str, None] = {}
-        self.references: list[Tokens] = []
-        self.hypotheses: list[Tokens] = []
+        # Characters or lists of words; texts as long as there is nothing else, since few of them need to be split.
+        self._references: list[str | Tokens] = []
+        self._hypotheses: list[str | Tokens] = []
+        self._texts = unit == "word"
         self._counts: Counts | None = None
 
     def __len__(self) -> int:
@@ -80,11 +93,11 @@ class ErrorRates:
         if not len(ids) == len(references) == len(hypotheses):
             raise SbkitError(f"{len(ids)} ids, {len(references)} references and {len(hypotheses)} hypotheses "
                              "can't be paired")
-        refs, hyps = self._tokens(references), self._tokens(hypotheses)
+        texts, (refs, hyps) = self._taken(references, hypotheses)
         if not all(refs):
             _refuse([name for name, ref in zip(ids, refs, strict=True) if not ref], "an empty reference",
                     "correct the transcript or leave the utterance out")
-        if not all(hyps):
+        if not texts and None in hyps:
             _refuse([name for name, hyp in zip(ids, hyps, strict=True) if hyp is None], "no hypothesis",
                     "one that is empty is '', and is scored")
         before = len(self.ids)
@@ -94,24 +107,37 @@ class ErrorRates:
             seen = Counter([*ids, *self.ids])
             _refuse([name for name in dict.fromkeys(ids) if seen[name] > 1], "an id that occurs more than once",
                     "each utterance is scored once")
-        self.references += refs
-        self.hypotheses += hyps
+        if self._texts and not texts:
+            self._references, self._hypotheses = list(self.references), list(self.hypotheses)
+            self._texts = False
+        self._references += refs
+        self._hypotheses += hyps
         self._counts = None
 
-    def _tokens(self, texts: Sequence[str | Tokens]) -> Sequence[Tokens]:
-        words = texts
-        if str in map(type, words):
-            words = [text.split() if isinstance(text, str) else text for text in words]
+    def _taken(self, *sides: Sequence[str | Tokens]) -> tuple[bool, list[Sequence[str | Tokens]]]:
+        """Whether both sides stay texts, with single spaces then, and what is to be kept of them."""
+        if self._texts and all(set(map(type, side)) <= {str} for side in sides):
+            return True, [_spaced(side) for side in sides]
+        words = [[text.split() if isinstance(text, str) else text for text in side] for side in sides]
         if self.unit == "word":
-            return words
-        return [word if word is None else self.space.join(word) for word in words]
+            return False, words
+        return False, [[word if word is None else self.space.join(word) for word in side] for side in words]
+
+    @property
+    def references(self) -> Sequence[Tokens]:
+        """The tokens of each reference, in the order in which they were added."""
+        return _Split(self._references) if self._texts else self._references
+
+    @property
+    def hypotheses(self) -> Sequence[Tokens]:
+        return _Split(self._hypotheses) if self._texts else self._hypotheses
 
     def merge(self, others: Iterable[ErrorRates]) -> ErrorRates:
         """Take what others collected, for instance other ranks; gives itself back."""
         for other in others:
             if (other.unit, other.space) != (self.unit, self.space):
                 raise SbkitError(f"rates by {other.unit} can't be merged into rates by {self.unit}")
-            self.add(list(other.ids), other.references, other.hypotheses)
+            self.add(list(other.ids), other._references, other._hypotheses)
         return self
 
     @property
@@ -120,7 +146,7 @@ class ErrorRates:
         if self._counts is None:
             if not self.ids:
                 raise SbkitError("there is nothing to score: no utterance was added")
-            self._counts = count(self.references, self.hypotheses)
+            self._counts = (count_words if self._texts else count)(self._references, self._hypotheses)
         return self._counts
 
     @property
@@ -131,17 +157,22 @@ class ErrorRates:
     @property
     def lengths(self) -> np.ndarray:
         """Tokens of each reference, [N] int64."""
-        return np.fromiter(map(len, self.references), np.int64, len(self))
+        lengths = (text.count(" ") + 1 for text in self._references) if self._texts else map(len, self._references)
+        return np.fromiter(lengths, np.int64, len(self))
+
+    def _size(self) -> int:
+        """Tokens of all references."""
+        return " ".join(self._references).count(" ") + 1 if self._texts else sum(map(len, self._references))
 
     @property
     def rate(self) -> float:
         """The error rate in per cent."""
-        return 100.0 * int(self.edits.sum()) / int(self.lengths.sum())
+        return 100.0 * int(self.edits.sum()) / self._size()
 
     def summary(self) -> dict[str, float | int]:
         """SpeechBrain's ``ErrorRateStats.summarize()``: the same keys, the same numbers."""
         insertions, deletions, substitutions = (int(kind.sum()) for kind in self.counts)
-        edits, tokens = insertions + deletions + substitutions, int(self.lengths.sum())
+        edits, tokens = insertions + deletions + substitutions, self._size()
         wrong = int(np.count_nonzero(self.edits))
         return {
             "WER": 100.0 * edits / tokens, "SER": 100.0 * wrong / len(self), "num_edits": edits,
@@ -187,6 +218,24 @@ class ErrorRates:
                     insertions=scored.insertions, deletions=scored.deletions,
                     substitutions=scored.substitutions,
                 ) + _picture(scored.reference, scored.hypothesis, way))
+
+
+class _Split(Sequence[Tokens]):
+    """The words of texts; each is split when it is looked at."""
+
+    def __init__(self, texts: Sequence[str]):
+        self.texts = texts
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, index: int) -> Tokens:
+        return self.texts[index].split()
+
+
+def _spaced(texts: Sequence[str]) -> Sequence[str]:
+    """The texts with one space between words and none around, as nearly all of them come."""
+    return texts if is_spaced(texts) or is_spaced([*filter(None, texts)]) else [" ".join(x.split()) for x in texts]
 
 
 def score(references: Mapping[str, str | Tokens], hypotheses: Mapping[str, str | Tokens], unit: str = "word",
