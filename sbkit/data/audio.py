@@ -160,9 +160,7 @@ def read_bytes(wav: str | os.PathLike) -> bytes:
     path, offset, size = split_member(os.fspath(wav))
     try:
         if "://" in path:
-            filesystem, inside = _remote(path)
-            place = {} if size is None else {"start": offset, "end": offset + size}
-            data = filesystem.cat_file(inside, **place)
+            data = _remote(path, offset, size)
         elif size is None:
             with open(path, "rb") as file:
                 return file.read()
@@ -270,10 +268,16 @@ def _mono(signal: np.ndarray) -> np.ndarray:
     return out
 
 
-def _remote(url: str):
+def _remote(url: str, offset: int, size: int | None) -> bytes:
     import fsspec  # comes with `datasets`; only who reads from an object store pays for the import
 
-    return fsspec.core.url_to_fs(url)
+    try:
+        filesystem, inside = fsspec.core.url_to_fs(url)
+        return filesystem.cat_file(inside, **({} if size is None else {"start": offset, "end": offset + size}))
+    except OSError:
+        raise
+    except Exception as error:  # no credentials, a package that is not installed: each store's client has its own
+        raise AudioError(url, str(error) or type(error).__name__) from error
 
 
 def will_need(wavs: Iterable[str]) -> None:

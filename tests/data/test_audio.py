@@ -230,6 +230,13 @@ def test_members_of_an_object_store_are_read_by_range():
     assert np.array_equal(signal, read_audio(data))
 
 
+def test_a_store_that_cannot_be_asked_is_told():
+    with pytest.raises(AudioError, match=r"nowhere://bucket/a.wav: Protocol not known: nowhere"):
+        audio_info("nowhere://bucket/a.wav")
+    with pytest.raises(AudioError, match=r"memory://bucket/gone.tar.*no such file"):
+        read_audio("memory://bucket/gone.tar?offset=0&size=4")
+
+
 # ---------------------------------------------------------------- damage
 
 
