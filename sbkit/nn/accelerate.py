@@ -18,6 +18,7 @@ from sbkit.nn.fast import features as fast_features
 FASTER: dict[type, type] = {
     nn.Dropout: fast_dropout.Dropout,
     CNN.Conv2d: fast_convolution.Conv2d,
+    Conformer.ConformerEncoderLayer: fast_conformer.ConformerEncoderLayer,
     Conformer.ConvolutionModule: fast_conformer.ConvolutionModule,
     attention.PositionalwiseFeedForward: fast_conformer.PositionalwiseFeedForward,
     attention.RelPosMHAXL: fast_attention.RelPosMHAXL,

@@ -7,6 +7,7 @@ from speechbrain.nnet import attention
 from torch import Tensor
 from torch.nn import functional
 
+from sbkit.nn.fast.attend import attend, turned_heads
 
 def relative_shift(scores: Tensor) -> Tensor:
     """Scores against 2T-1 distances to scores against T keys: [B, H, T, 2T-1] -> [B, H, T, T], a view.
@@ -48,10 +49,8 @@ class RelPosMHAXL(attention.RelPosMHAXL):
         keys = _key_mask(key_padding_mask)
         if keys is not None:
             bias = bias.masked_fill(~keys, torch.finfo(bias.dtype).min / 2)  # finite: no NaN where all is padding
-        out = functional.scaled_dot_product_attention(
-            with_u, k.transpose(1, 2), v.transpose(1, 2), attn_mask=bias,
-            dropout_p=self.dropout if self.training else 0.0, scale=self.scale,
-        )
+        out = attend(with_u, k.transpose(1, 2), v.transpose(1, 2), bias, self.dropout if self.training else 0.0,
+                     self.scale)
         out = self.out_proj(out.transpose(1, 2).reshape(b, t, heads * size))
         return (out, None) if return_attn_weights else out
 
@@ -68,16 +67,27 @@ class RoPEMHA(attention.RoPEMHA):
             return super().forward(query, key, value, key_padding_mask, attn_mask, pos_embs, return_attn_weights)
         b, t, heads, size = *query.shape[:2], self.num_heads, self.head_dim
         qkv = functional.linear(query, self.in_proj_weight).view(b, t, heads, 3 * size)
-        qk, v = qkv[..., : 2 * size].reshape(b, t, heads, 2, size), qkv[..., 2 * size :]
+        turn = self._turned if qkv.device.type == "cpu" and not torch.compiler.is_compiling() else self._rotated
+        q, k, v = turn(qkv)
         if self.vbias is not None:
-            v = v + self.value_bias_weight.view(1, 1, heads, size)
-        q, k = self._rotate(qk).unbind(3)
-        out = functional.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=_key_mask(key_padding_mask),
-            dropout_p=self.dropout if self.training else 0.0, scale=self.scale,
-        )
+            v = v + self.value_bias_weight.view(1, heads, 1, size)
+        out = attend(q, k, v, _key_mask(key_padding_mask), self.dropout if self.training else 0.0, self.scale)
         out = self.out_proj(out.transpose(1, 2).reshape(b, t, heads * size))
         return (out, None) if return_attn_weights else out
+
+    @staticmethod
+    def _turned(qkv: Tensor) -> tuple[Tensor, ...]:
+        """In one pass, as complex numbers, straight to where the products want them."""
+        t, size = qkv.shape[1], qkv.shape[3] // 3
+        table = attention._get_precomputed_values(t, size, torch.float32, qkv.device)
+        return turned_heads(qkv, table.cosines[:t], table.sines[:t])
+
+    def _rotated(self, qkv: Tensor) -> tuple[Tensor, ...]:
+        """In operations that compilers know."""
+        size = qkv.shape[3] // 3
+        qk, v = qkv[..., : 2 * size].unflatten(-1, (2, size)), qkv[..., 2 * size :]
+        q, k = self._rotate(qk).unbind(3)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     @staticmethod
     def _rotate(x: Tensor) -> Tensor:
@@ -107,10 +117,8 @@ class MultiheadAttention(attention.MultiheadAttention):
             biases = (None,) * 3 if att.in_proj_bias is None else att.in_proj_bias.chunk(3)
             q, k, v = map(functional.linear, (query, key, value), weights, biases)
         q, k, v = (x.reshape(b, -1, heads, att.head_dim).transpose(1, 2) for x in (q, k, v))
-        out = functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=self._mask(attn_mask, key_padding_mask, b, q.dtype),
-            dropout_p=att.dropout if self.training else 0.0,
-        )
+        out = attend(q, k, v, self._mask(attn_mask, key_padding_mask, b, q.dtype),
+                     att.dropout if self.training else 0.0, att.head_dim**-0.5)
         out = att.out_proj(out.transpose(1, 2).reshape(b, -1, att.embed_dim))
         return (out, None) if return_attn_weights else out
 

@@ -31,11 +31,11 @@ class _ReflectPad(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         time, freq = ctx.pads
         t, f = grad.shape[1] - 2 * time, grad.shape[2] - 2 * freq
-        rows = grad[:, time : time + t].clone() if time else grad
+        rows = grad[:, time : time + t]  # in place: nobody but the convolution behind it has this gradient
         for i in range(1, time + 1):
             rows[:, i] += grad[:, time - i]
             rows[:, t - 1 - i] += grad[:, time + t - 1 + i]
-        out = rows[:, :, freq : freq + f].clone() if freq else rows
+        out = rows[:, :, freq : freq + f]
         for i in range(1, freq + 1):
             out[:, :, i] += rows[:, :, freq - i]
             out[:, :, f - 1 - i] += rows[:, :, freq + f - 1 + i]

@@ -1,0 +1,99 @@
+"""Attention's arithmetic on a CPU in training, where torch has no fused kernel with dropout; elsewhere torch's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from sbkit.nn.fast import dropout
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, p: float, scale: float) -> Tensor:
+    """softmax(scale q k + bias) v with weights dropped: [B, H, T, K], twice [B, H, S, K] -> [B, H, T, K].
+
+    bias: [B or 1, H or 1, T or 1, S], boolean (True: take part) or added
+    """
+    drop = dropout.levels(p, q) if p else 0
+    if not drop:
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=p, scale=scale)
+    if bias is not None and bias.dtype == torch.bool:
+        never = torch.finfo(v.dtype).min / 2  # finite: no NaN where all is padding
+        bias = torch.zeros(bias.shape, dtype=v.dtype).masked_fill_(~bias, never)
+    return _Attend.apply(q, k, v, bias, drop, scale)
+
+
+class _Attend(torch.autograd.Function):
+    """Kept for the backward: what came in, the weights and their random bits; not the dropped weights."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, drop: int, scale: float) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            q = q * scale
+            scores = q @ k.transpose(-1, -2)
+            if bias is not None:
+                scores.add_(bias)
+            weights = scores.softmax(-1)
+            bits = dropout.draw(weights.shape)
+            ctx.save_for_backward(q, k, v, weights, bits)
+            ctx.drop, ctx.scale = drop, scale
+            return (dropout.keep(bits, drop, v.dtype).mul_(weights) @ v).mul_(dropout.factor(drop))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, weights, bits = ctx.saved_tensors
+        grad = grad.contiguous() * dropout.factor(ctx.drop)
+        kept = dropout.keep(bits, ctx.drop, weights.dtype)
+        of_scores = torch._softmax_backward_data((grad @ v.transpose(-1, -2)).mul_(kept), weights, -1, weights.dtype)
+        of_v = kept.mul_(weights).transpose(-1, -2) @ grad
+        of_q, of_k = (of_scores @ k).mul_(ctx.scale), of_scores.transpose(-1, -2) @ q
+        return of_q, of_k, of_v, of_scores if ctx.needs_input_grad[3] else None, None, None
+
+
+class _Heads(torch.autograd.Function):
+    """[B, T, H, 3 K] to queries, keys and values [B, H, T, K], the first two turned by ``table`` [T, K / 2] complex."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, table: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(table)
+        b, t, heads, size = *qkv.shape[:3], qkv.shape[3] // 3
+        parts = qkv.view(b, t, heads, 3, size).permute(3, 0, 2, 1, 4)
+        found = tuple(qkv.new_empty(b, heads, t, size) for _ in range(3))
+        for part, out in zip(parts[:2], found, strict=False):
+            _turn(part, table, out)
+        found[2].copy_(parts[2])
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (table,) = ctx.saved_tensors
+        b, heads, t, size = grads[0].shape
+        out = grads[0].new_empty(b, t, heads, 3, size)
+        parts = out.permute(3, 0, 2, 1, 4)
+        back = table.conj().resolve_conj()
+        for grad, part in zip(grads[:2], parts, strict=False):
+            _turn(grad, back, part)
+        parts[2].copy_(grads[2])
+        return out.view(b, t, heads, 3 * size), None
+
+
+def _turn(x: Tensor, table: Tensor, out: Tensor) -> None:
+    """Pairs of the last dimension as complex numbers, times ``table``."""
+    if x.dtype == torch.float32:
+        torch.mul(_complex(x), table, out=_complex(out))
+    else:
+        out.copy_(torch.view_as_real(_complex(x.float()).mul_(table)).flatten(-2))
+
+
+def _complex(x: Tensor) -> Tensor:
+    return torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+
+
+def turned_heads(qkv: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, ...]:
+    """Queries, keys and values [B, H, T, K] out of [B, T, H, 3 K], queries and keys turned by their position.
+
+    cosines, sines: [T, K] in fp32 as SpeechBrain lays them out: each angle twice, its sine first with a minus
+    """
+    return _Heads.apply(qkv, torch.complex(cosines[:, ::2], sines[:, 1::2]))
