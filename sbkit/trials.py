@@ -34,7 +34,7 @@ MOST_BUCKETS = 6
 #: Steps that ``sbkit check --measure`` times, after one that isn't, and seconds after which it stops early.
 STEPS, PATIENCE = 4, 60.0
 #: What a run on a CPU holds beside its steps: tables of the corpus, batches read ahead, transcripts.
-BESIDE = 384 << 20
+BESIDE = 512 << 20
 _LETTERS_PER_SECOND = 16
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from functools import partial
 
 import pytest
@@ -14,7 +15,7 @@ from toys import ToyBrain, ToyEvalLoader, ToyTrainLoader, batch_of, brain, furth
 
 from sbkit.data.batch import Batch
 from sbkit.errors import SbkitError
-from sbkit.train import oom, ranks
+from sbkit.train import memory, oom, ranks
 from sbkit.train.step import Loss
 
 
@@ -180,10 +181,98 @@ def test_an_utterance_that_can_not_even_be_evaluated_is_named():
 @pytest.mark.parametrize("error, is_one", [
     (torch.OutOfMemoryError("x"), True), (RuntimeError("CUDA error: out of memory"), True),
     (RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory: ..."), True),
-    (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
+    (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True), (MemoryError(), True),
+    (RuntimeError("std::bad_alloc"), True), (RuntimeError("unable to mmap 8 bytes: Cannot allocate memory (12)"), True),
     (RuntimeError("shape mismatch"), False), (ValueError("out of memory"), False)])
 def test_libraries_say_it_in_different_ways(error, is_one):
     assert oom.is_out_of_memory(error) is is_one
+
+
+def test_what_onednn_says_is_about_memory_where_memory_is_bounded(monkeypatch):
+    error = RuntimeError("could not create a primitive")
+    monkeypatch.setattr(memory, "bounded", lambda: False)
+    assert not oom.is_out_of_memory(error)
+    monkeypatch.setattr(memory, "bounded", lambda: True)
+    assert oom.is_out_of_memory(error)
+
+
+class Stuck(ToyBrain):
+    """A library refuses every larger batch in a thread in which it failed once."""
+
+    stuck = ()
+
+    def compute_forward(self, batch, stage):
+        here = threading.get_ident()
+        if (len(batch.x) > 4 and stage.name == "TRAIN") or here in self.stuck:
+            self.stuck = (*self.stuck, here)
+            raise RuntimeError("could not create a primitive")
+        return super().compute_forward(batch, stage)
+
+
+def test_a_thread_in_which_onednn_is_stuck_is_left(monkeypatch):
+    monkeypatch.setattr(memory, "bounded", lambda: True)
+    toy = train(Stuck)
+    assert toy.stuck == (threading.get_ident(),) and toy.optimizer_step == 10
+    assert furthest(state(train(ToyBrain)), state(toy)) < 1e-6
+
+
+def test_running_out_elsewhere_is_one_plain_message():
+    class Greedy(ToyBrain):
+        def optimizers_step(self):
+            raise MemoryError
+
+    with pytest.raises(SbkitError, match=r"out of memory on cpu.*MemoryError.*sbkit tune") as error:
+        train(Greedy)
+    assert error.value.exit_code == 1
+
+
+# ------------------------------------------------------------------------------------------------ for real
+
+
+class Large(ToyBrain):
+    """Each utterance takes a megabyte, five times in forward and seven times at once in backward."""
+
+    def compute_forward(self, batch, stage):
+        wide = batch.x[:, :1].repeat(1, 1 << 18 if stage.name == "TRAIN" else 1)
+        for _ in range(4):
+            wide = torch.sigmoid(wide * (1.0 + 0.0 * self.hparams.model[0].weight.sum()))
+        return super().compute_forward(batch, stage) + 0.0 * wide.mean()
+
+
+def train_with_little(rank, size, megabytes):
+    """Without a bound, then with one on this rank; the second time's warnings."""
+    def run():
+        toy = brain(Large)
+        toy.fit(range(1, 3), ToyTrainLoader(3, size, ranks.rank(), ranks.world_size()), ToyEvalLoader(4))
+        return toy
+
+    whole, told = state(run()), []
+    memory.give_back()
+    if ranks.rank() == rank:
+        memory.bound(memory._now()["VmRSS"] + (megabytes << 20))
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger(oom.__name__).addHandler(handler)
+    parts = run()
+    return furthest(whole, state(parts)), parts.optimizer_step, told
+
+
+on_linux = pytest.mark.skipif(not memory.can_bound(), reason="only Linux keeps a process to a bound of memory")
+
+
+@on_linux
+def test_a_process_without_memory_for_its_step_goes_on_in_parts():
+    ((apart, steps, told),) = results(train_with_little, 0, 32, 135, world=1)
+    assert apart < 1e-5 and steps == 6
+    assert told[0].startswith("Step 1: no memory left on cpu for a micro-batch of 32 utterances")
+
+
+@on_linux
+@pytest.mark.slow
+def test_of_two_processes_one_goes_on_in_parts():
+    (apart, _, plenty), (_, steps, told) = results(train_with_little, 1, 64, 135)
+    assert apart < 1e-5 and steps == 6 and plenty == []
+    assert "It is computed in" in told[0]
 
 
 # ------------------------------------------------------------------------------------------------ batches
