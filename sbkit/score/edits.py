@@ -2,9 +2,8 @@
 
 Several shortest alignments can exist, and they can differ in how many edits are substitutions. SpeechBrain
 takes Kaldi's: walking back from the end it prefers an insertion to a deletion to a diagonal step. Counting
-is by rapidfuzz, over strings in which each token is one character, wherever all shortest alignments agree, which is
-nearly everywhere; the rest, and every alignment that is asked for, goes the same way back as SpeechBrain, for many
-pairs at a time.
+is by rapidfuzz wherever all shortest alignments agree, which is nearly everywhere; the rest, and every
+alignment that is asked for, goes the same way back as SpeechBrain, for many pairs at a time.
 """
 
 from __future__ import annotations
@@ -30,9 +29,10 @@ _AN_EDIT, _A_STEP, _SUBSTITUTIONS = 1 << 34, 1 << 32, (1 << 32) - 1
 _STEPS = 3 * _A_STEP
 _FAR = 1 << 60  # no way leads here
 
-_EDIT = 1 << 24  # an edit's cost, beside which a substitution more or less is no more than a tie-break
 _FIRST, _CHARACTERS = 0x10000, 0x100000  # those that stand for tokens begin here, and are so many
+_UTF_32 = f"utf-32-{sys.byteorder[0]}e"
 _AT_ONCE = 10_000  # pairs whose tokens share them
+_FRONT = 500_000  # cells of all fronts that are held at once
 _CELLS = 16_000_000  # bytes of the table that is held at once
 
 
@@ -50,12 +50,12 @@ class Counts(NamedTuple):
 
 def count(references: Sequence[Tokens], hypotheses: Sequence[Tokens]) -> Counts:
     """The edits that turn each reference into its hypothesis."""
-    return _of_those_that_differ(references, hypotheses, _from_tokens)
+    return _of_those_that_differ(references, hypotheses, lambda *sides: sides)
 
 
 def count_words(references: Sequence[str], hypotheses: Sequence[str]) -> Counts:
     """The same for texts, counted by words; between words, and nowhere else, stands one space (see ``is_spaced``)."""
-    return _of_those_that_differ(references, hypotheses, _from_texts)
+    return _of_those_that_differ(references, hypotheses, _as_characters)
 
 
 def is_spaced(texts: Sequence[str]) -> bool:
@@ -70,14 +70,14 @@ def is_spaced(texts: Sequence[str]) -> bool:
             and (bool(letters.min() > 31) if joined.isascii() else joined.isprintable()))
 
 
-def _of_those_that_differ(references: Sequence, hypotheses: Sequence, as_characters: Callable) -> Counts:
+def _of_those_that_differ(references: Sequence, hypotheses: Sequence, convert: Callable) -> Counts:
     differ = np.fromiter(map(ne, references, hypotheses), dtype=bool, count=len(references))
     counts = Counts(*np.zeros((3, len(references)), dtype=np.int64))
     wrong = np.flatnonzero(differ)
     parts = np.split(wrong, range(_AT_ONCE, len(wrong), _AT_ONCE))
     while parts:
         part = parts.pop()
-        pairs = as_characters(_pick(references, part), _pick(hypotheses, part))
+        pairs = convert(_pick(references, part), _pick(hypotheses, part))
         if pairs is None:
             parts += np.array_split(part, 2)
             continue
@@ -86,23 +86,11 @@ def _of_those_that_differ(references: Sequence, hypotheses: Sequence, as_charact
     return counts
 
 
-_Strings = tuple[list[str], list[str]]
+def _as_characters(references: list[str], hypotheses: list[str]) -> tuple[list[str], list[str]] | None:
+    """Texts with a character in the place of each word, by Arrow's dictionary; None where they have too many words.
 
-
-def _from_tokens(references: list[Tokens], hypotheses: list[Tokens]) -> _Strings | None:
-    """A character for each different token, as rapidfuzz is at its fastest with strings; None: they are too many."""
-    if all(isinstance(tokens, str) for tokens in (*references, *hypotheses)):
-        return references, hypotheses
-    numbers = _Numbers()
-    numbered = [[numbers[token] for token in tokens] for tokens in (*references, *hypotheses)]
-    if len(numbers) > _CHARACTERS:
-        return None
-    texts = ["".join([chr(_FIRST + number) for number in row]) for row in numbered]
-    return texts[:len(references)], texts[len(references):]
-
-
-def _from_texts(references: list[str], hypotheses: list[str]) -> _Strings | None:
-    """The same for the words of texts, numbered by Arrow."""
+    Strings are what rapidfuzz is fastest with, and splitting takes longer than all the rest.
+    """
     if not references:
         return [], []
     letters = (" \n ".join(references + hypotheses) + " ").encode(errors="surrogatepass")
@@ -117,41 +105,41 @@ def _from_texts(references: list[str], hypotheses: list[str]) -> _Strings | None
     nothing = words.dictionary.index(b" ").as_py()  # what an empty text is
     if nothing >= 0:
         characters = characters[codes != nothing]
-    texts = characters.tobytes().decode("utf-32-le" if sys.byteorder == "little" else "utf-32-be").split("\n")
+    texts = characters.tobytes().decode(_UTF_32).split("\n")
     return texts[:len(references)], texts[len(references):]
 
 
-def _count(references: list[str], hypotheses: list[str]) -> Counts:
-    rows, columns = _lengths(references), _lengths(hypotheses)
-    longer = columns - rows
-    edits = _distances(references, hypotheses, 1, 1)
+def _count(references: list[Tokens], hypotheses: list[Tokens]) -> Counts:
+    longer = _lengths(hypotheses) - _lengths(references)
+    edits = _distances(references, hypotheses, 1)
     # edits = substitutions + |longer| + 2 * (insertions that a deletion elsewhere makes up for), which bounds the
     # substitutions from above. From below it is the distance in which one costs two: no alignment has less.
     substitutions = edits - abs(longer)
-    some = np.flatnonzero(_distances(references, hypotheses, 2, 1) - edits < substitutions)
-    # Where that leaves a choice, both bounds are made exact; where these leave one, it is SpeechBrain's that counts.
-    refs, hyps = _pick(references, some), _pick(hypotheses, some)
-    fewest = _distances(refs, hyps, _EDIT + 1, _EDIT) - _EDIT * edits[some]
-    substitutions[some] = _EDIT * edits[some] - _distances(refs, hyps, _EDIT - 1, _EDIT)
-    some = some[fewest < substitutions[some]]
+    some = np.flatnonzero(substitutions > 1)
+    least = _distances(_pick(references, some), _pick(hypotheses, some), 2) - edits[some]
+    some = some[least < substitutions[some]]
     tails = [_without_common_start(references[i], hypotheses[i]) for i in some.tolist()]
     references, hypotheses = [ref for ref, _ in tails], [hyp for _, hyp in tails]
-    for group in _groups(references, hypotheses):
-        substitutions[some[group]] = _preferred(_pick(references, group), _pick(hypotheses, group))
+    order = np.argsort(_lengths(references), kind="stable")
+    at_once = max(1, _FRONT // max(map(len, references), default=1))
+    for start in range(0, len(order), at_once):
+        group = order[start:start + at_once]
+        which = some[group]
+        substitutions[which] = _preferred(_pick(references, group), _pick(hypotheses, group), edits[which])
     insertions = (edits - substitutions - abs(longer)) // 2 + np.maximum(longer, 0)
     return Counts(insertions, insertions - longer, substitutions)
 
 
-def _lengths(texts: list[str]) -> np.ndarray:
+def _lengths(texts: list[Tokens]) -> np.ndarray:
     return np.fromiter(map(len, texts), np.int64, len(texts))
 
 
-def _distances(references: list[str], hypotheses: list[str], substitution: int, other: int) -> np.ndarray:
-    """The least cost of turning each reference into its hypothesis, [N] int64."""
+def _distances(references: list[Tokens], hypotheses: list[Tokens], substitution: int) -> np.ndarray:
+    """The least cost of turning each reference into its hypothesis, an insertion or deletion costing 1, [N] int64."""
     if not references:
         return np.zeros(0, dtype=np.int64)
     return cpdist(references, hypotheses, scorer=Levenshtein.distance, dtype=np.int64,
-                  scorer_kwargs={"weights": (other, other, substitution)})
+                  scorer_kwargs={"weights": (1, 1, substitution)})
 
 
 def align(references: Sequence[Tokens], hypotheses: Sequence[Tokens]) -> list[str]:
@@ -212,9 +200,13 @@ def _encode(references: list[Tokens], hypotheses: list[Tokens]) -> tuple[np.ndar
     numbers = _Numbers()
     encoded = []
     for side, padding in ((references, -1), (hypotheses, -2)):
-        codes = np.full((len(side), max(map(len, side))), padding, dtype=np.int32)
-        for row, tokens in zip(codes, side, strict=True):
-            row[:len(tokens)] = [numbers[token] for token in tokens]
+        if all(isinstance(tokens, str) for tokens in (*references, *hypotheses)):
+            flat = np.frombuffer("".join(side).encode(_UTF_32, "surrogatepass"), dtype=np.int32)
+        else:
+            flat = np.array([numbers[token] for tokens in side for token in tokens], dtype=np.int32)
+        lengths = _lengths(side)
+        codes = np.full((len(side), lengths.max()), padding, dtype=np.int32)
+        codes[np.arange(codes.shape[1]) < lengths[:, None]] = flat
         encoded.append(np.ascontiguousarray(codes.T))
     return encoded[0], encoded[1]
 
@@ -235,18 +227,22 @@ class _Front(NamedTuple):
         return self.ways & _SUBSTITUTIONS
 
 
-def _fronts(ref: np.ndarray, hyp: np.ndarray) -> Iterator[_Front]:
+def _fronts(ref: np.ndarray, hyp: np.ndarray, deletions: int, insertions: int) -> Iterator[_Front]:
     """The edit-distance table by anti-diagonals: every cell of one depends on the two before it alone.
 
-    What lies beyond a pair's own lengths means nothing.
+    Only cells that a way with so many ``deletions`` and ``insertions`` at most can reach, -deletions <= j - i <=
+    insertions. What lies beyond a pair's own lengths means nothing.
     """
     (rows, batch), columns = ref.shape, len(hyp)
     hyp = hyp[::-1]
-    # One row more than there are i, so that the row of i = 0 has one above it that no way leads to.
-    ways = np.full((3, rows + 2, batch), _FAR, dtype=np.int64)
+    # A row more than there are i on either side, that no way leads to.
+    ways = np.full((3, rows + 3, batch), _FAR, dtype=np.int64)
     ways[0, 1] = 0
     for number in range(1, rows + columns + 1):
-        first, end = max(0, number - columns), min(rows, number) + 1
+        first = max(0, number - columns, (number - insertions + 1) // 2)
+        end = min(rows, number, (number + deletions) // 2) + 1
+        if first >= end:
+            return
         now, before, earlier = number % 3, (number - 1) % 3, (number - 2) % 3
         here, above = slice(first + 1, end + 1), slice(first, end)
         diagonal = ways[earlier, above] + _DIAGONAL * _A_STEP
@@ -256,14 +252,18 @@ def _fronts(ref: np.ndarray, hyp: np.ndarray) -> Iterator[_Front]:
         least = np.minimum(diagonal, ways[before, above] + (_AN_EDIT + _DELETE * _A_STEP))
         np.minimum(least, ways[before, here] + (_AN_EDIT + _INSERT * _A_STEP), out=least)
         ways[now, here] = least & ~_STEPS
+        ways[now, first] = ways[now, end + 1] = _FAR  # beside them stands what is left of an earlier one
         yield _Front(number, above, least)
 
 
-def _preferred(references: list[Tokens], hypotheses: list[Tokens]) -> np.ndarray:
-    """How many substitutions the preferred alignment of each pair has, [B]."""
+def _preferred(references: list[Tokens], hypotheses: list[Tokens], edits: np.ndarray) -> np.ndarray:
+    """How many substitutions the preferred alignment of each pair has, [B], if it has so many ``edits`` [B]."""
     rows, columns = (np.array([len(text) for text in side]) for side in (references, hypotheses))
+    longer = columns - rows
     result = np.zeros(len(rows), dtype=np.int64)
-    for front in _fronts(*_encode(references, hypotheses)):
+    fronts = _fronts(*_encode(references, hypotheses), int((edits - longer).max() // 2),
+                     int((edits + longer).max() // 2))
+    for front in fronts:
         ending = np.flatnonzero(rows + columns == front.number)
         result[ending] = front.substitutions[rows[ending] - front.cells.start, ending]
     return result
@@ -275,7 +275,7 @@ def _ways(references: list[Tokens], hypotheses: list[Tokens]) -> list[str]:
     batch, longest = len(i), i.max() + j.max()
     table = np.zeros((longest + 1, i.max() + 1, batch), dtype=np.int8)
     ref, hyp = _encode(references, hypotheses)
-    for front in _fronts(ref, hyp):
+    for front in _fronts(ref, hyp, len(ref), len(hyp)):
         table[front.number, front.cells] = front.steps
     way = np.zeros((batch, longest), dtype=np.uint8)
     names = np.frombuffer(b"\0IDS", dtype=np.uint8)

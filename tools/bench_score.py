@@ -1,0 +1,123 @@
+#!/usr/bin/env python3
+"""Error rates: sbkit against SpeechBrain's ErrorRateStats, alternating in the same run.
+
+    python tools/bench_score.py
+    python tools/bench_score.py --utterances 2000 --rounds 3
+
+Both score the same utterances: of 3 to 12 words and of 5 to 35, with about 10 % and about 14 % of the words wrong, by
+word and by character. As `texts` they come as a corpus and a tokenizer give them, and SpeechBrain's side splits them
+first, as its recipes do. As `lists` both get lists of words. Each side takes them and gives its summary: `append` and
+`summarize`, `add` and `summary`. The summaries must be equal. Each round makes its texts anew, so that no side finds
+what it has computed before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from speechbrain.utils.metric_stats import ErrorRateStats
+
+from sbkit.console import table
+from sbkit.score.rates import ErrorRates
+
+LENGTHS = ((3, 12), (5, 35))  # words
+#: How many of an utterance's words are wrong; each utterance has one of these.
+DIFFICULTIES = ((0, 0, 0.05, 0.15, 0.3), (0, 0.1, 0.15, 0.2, 0.25))
+
+
+def utterances(count: int, words: tuple[int, int], difficulties: Sequence[float], rng: random.Random,
+               ) -> list[tuple[list[str], list[str]]]:
+    """Pairs of what was said and what was heard, with a few frequent words and many rare ones."""
+    vocabulary = ["".join(rng.choices("etaoinshrdlu", k=rng.choice([2, 3, 3, 4, 4, 5, 6, 7, 8]))) for _ in range(5000)]
+    weights = [1 / (rank + 2) for rank in range(len(vocabulary))]
+    pairs = []
+    for _ in range(count):
+        said = rng.choices(vocabulary, weights, k=rng.randint(*words))
+        difficulty = rng.choice(difficulties)
+        heard = []
+        for word in said:
+            fate = rng.random()
+            if fate >= difficulty:
+                heard.append(word)
+            elif fate < 0.7 * difficulty:
+                heard += rng.choices(vocabulary, weights)
+            elif fate < 0.85 * difficulty:
+                heard += [word, *rng.choices(vocabulary, weights)]
+        pairs.append((said, heard))
+    return pairs
+
+
+def timed(make: Callable[[], Any], work: Callable[[Any], dict[str, Any]]) -> tuple[float, dict[str, Any]]:
+    """Seconds of ``work``, without what the making and the freeing of its data costs, and its summary."""
+    data = make()
+    gc.collect()
+    began = time.perf_counter()
+    summary = work(data)
+    return time.perf_counter() - began, summary
+
+
+def race(pairs: list[tuple[list[str], list[str]]], unit: str, form: str, rounds: int) -> dict[str, Any]:
+    names = [f"utterance {i}" for i in range(len(pairs))]
+
+    def made() -> list[list[Any]]:
+        texts = [[" ".join(words) for words in side] for side in zip(*pairs, strict=True)]
+        return texts if form == "texts" else [[text.split(" ") for text in side] for side in texts]
+
+    kept = []  # what is freed within the other's time would be counted there
+
+    def speechbrain(sides: list[list[Any]]) -> dict[str, Any]:
+        if form == "texts":
+            sides = [[text.split(" ") if text else [] for text in side] for side in sides]
+        rates = ErrorRateStats(split_tokens=unit == "character")
+        kept.append(rates)
+        rates.append(names, sides[1], sides[0])
+        return rates.summarize()
+
+    def sbkit(sides: list[list[Any]]) -> dict[str, Any]:
+        rates = ErrorRates(unit)
+        kept.append(rates)
+        rates.add(names, *sides)
+        return rates.summary()
+
+    times: dict[str, list[float]] = {"SpeechBrain": [], "sbkit": []}
+    for _ in range(rounds):
+        theirs, expected = timed(made, speechbrain)
+        ours, summary = timed(made, sbkit)
+        if summary != expected:
+            raise SystemExit(f"different numbers: {summary} is not SpeechBrain's {expected}")
+        times["SpeechBrain"].append(theirs)
+        times["sbkit"].append(ours)
+        kept.clear()
+    theirs, ours = map(statistics.median, times.values())
+    wrong = summary["num_erroneous_sents"] / len(pairs)
+    return {"error rate %": summary["WER"], "utterances with errors %": 100 * wrong, "SpeechBrain ms": 1000 * theirs,
+            "sbkit ms": 1000 * ours, "ratio": f"{theirs / ours:.0f}"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--utterances", type=int, default=10_000)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--units", nargs="+", choices=("word", "character"), default=("word", "character"))
+    args = parser.parse_args()
+    race(utterances(50, LENGTHS[0], DIFFICULTIES[0], random.Random(0)), "word", "texts", 1)  # what the first call loads
+    rows = []
+    for unit in args.units:
+        for words in LENGTHS:
+            for difficulties in DIFFICULTIES:
+                pairs = utterances(args.utterances, words, difficulties, random.Random(1))
+                for form in ("texts", "lists"):
+                    # A character's table is some thirty times as large, and one look at it tells enough.
+                    found = race(pairs, unit, form, args.rounds if unit == "word" else 1)
+                    rows.append({"unit": unit, "words": f"{words[0]} to {words[1]}", "given as": form, **found})
+    print(table(list(rows[0]), [list(row.values()) for row in rows]))
+
+
+if __name__ == "__main__":
+    main()
