@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ def build(request: Any, hparams: dict[str, Any]) -> BeamSearch | JointSearch | N
     options = {name: getattr(request, name) for name in ("lm", "lm_weight", "word_score", "beam", "nbest")}
     asked = {name: value for name, value in options.items() if value is not None}
     if request.hot_words:
-        asked["hot_words"] = hot_words(request.hot_words)
+        asked["hot_words"] = _by_the_rules(hot_words(request.hot_words), hparams["corpus"].text)
     if request.joint:
         return _joint(request, hparams, asked)
     if request.ctc_weight is not None:
@@ -45,6 +45,18 @@ def build(request: Any, hparams: dict[str, Any]) -> BeamSearch | JointSearch | N
     if search is not None and search.tokenizer is None:
         search.tokenizer = hparams["tokenizer"]
     return search.load() if isinstance(search, BeamSearch) else search
+
+
+def _by_the_rules(phrases: Mapping[str, float], rules: Callable[[str], str]) -> dict[str, float]:
+    """Hot words as the run's transcripts are written: in their case, without their punctuation."""
+    written: dict[str, float] = {}
+    for phrase, boost in phrases.items():
+        text = rules(phrase)
+        if not text:
+            raise SbkitError(f"nothing is left of the hot word {phrase!r} by the rules of the run's transcripts",
+                             hint="name words as they are spoken")
+        written[text] = max(boost, written.get(text, boost))
+    return written
 
 
 def _joint(request: Any, hparams: dict[str, Any], asked: dict[str, Any]) -> JointSearch:

@@ -142,7 +142,8 @@ def test_characters_that_the_model_cannot_write_are_counted(run, home, caplog):
     (["--lm-weight", "1"], "there is no language model to weigh"),
     (["--beam", "0"], "beam is 0"),
     (["--nbest", "0"], "nbest is 0"),
-    (["--hot-word", "Ñandú"], "hot word 'Ñandú' can't be spelled with this model's tokens"),
+    (["--hot-word", "Ñandú"], "hot word 'ñandú' can't be spelled with this model's tokens"),
+    (["--hot-word", "?!=3"], "nothing is left of the hot word '?!'"),
     (["--hot-word", "ladder=high"], "the boost 'high' is no number"),
     (["--joint"], "has no trained attention decoder: its recipe says ctc_weight: 1.0"),
     (["--joint", "--hot-word", "ladder"], "the joint search takes no language model"),
@@ -203,8 +204,8 @@ def test_a_search_needs_no_language_model_and_tells_its_scores(run, tmp_path, ca
         assert scores == pytest.approx([one["acoustic"] for one in line["hypotheses"]])  # nothing else counts
     facts = result(run, "test-best-beam")["decoder"]
     assert facts["beam"] == 20 and facts["lm"] is None and facts["word_score"] == 0.0
-    # A phrase that is worth enough is heard.
-    (tmp_path / "phrases.txt").write_text("river green=400\n")
+    # A phrase that is worth enough is heard, written by the run's rules.
+    (tmp_path / "phrases.txt").write_text("River, GREEN!=400\n")
     assert evaluate(run, "--hot-word", f"@{tmp_path / 'phrases.txt'}", "--hot-word", "ladder=2", "--name", "hot") == 0
     assert result(run, "hot-best-beam")["decoder"]["hot_words"] == {"river green": 400.0, "ladder": 2.0}
     assert any("river green" in line["hypotheses"][0]["text"] for line in nbest(run, "hot-best-beam"))
