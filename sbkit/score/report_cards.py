@@ -36,8 +36,9 @@ class Cards:
         facts += [value.replace("_", " ") for name, value in one.meta.items() if name in ("accent", "age", "gender")]
         if one.speaker:
             facts.append(f"speaker {short(one.speaker)}")
+        below = tag("p", " · ".join(facts), " ", tag("span", one.id, class_="id"), class_="facts")
         return tag("article", here, self._player(index), *(tag("p", remark, class_="remark") for remark in remarks),
-                   tag("p", " · ".join(facts), tag("span", one.id, class_="id"), class_="facts"), class_="utterance")
+                   below, class_="utterance")
 
     def _player(self, index: int) -> Markup:
         one = self.results.heard[index]
@@ -52,7 +53,7 @@ class Cards:
 
 def diff(reference: Tokens, heard: Tokens, way: str) -> Markup:
     """Both texts as pairs of words, the reference's above."""
-    pairs = [tag("span", tag("span", said or _NOTHING), tag("span", word or _NOTHING), class_=_CLASSES[step])
+    pairs = [tag("span", tag("span", said or _NOTHING), " ", tag("span", word or _NOTHING), class_=_CLASSES[step])
              for step, said, word in aligned(reference, heard, way)]
     return tag("p", [text(pair, " ") for pair in pairs], class_="diff", dir="auto")
 

@@ -76,7 +76,7 @@ def test_the_worst_come_first_with_every_word_in_its_place(tmp_path, wav):
     heard[7] = dataclasses.replace(heard[7], reference="one two three four", hypothesis="one too four five")
     page = Page(write_report(runs.run_that_tells(tmp_path / "run", heard)))
     card = page.source[page.source.index("<article"):]
-    words = re.findall(r'<span class="(eq|sub|del|ins)"><span>(.*?)</span><span>(.*?)</span>',
+    words = re.findall(r'<span class="(eq|sub|del|ins)"><span>(.*?)</span> <span>(.*?)</span>',
                        card[:card.index("</article>")])
     assert words == [("eq", "one", "one"), ("sub", "two", "too"), ("del", "three", "·"), ("eq", "four", "four"),
                      ("ins", "·", "five")]
