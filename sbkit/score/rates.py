@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
@@ -116,9 +117,11 @@ class ErrorRates:
 
     def _taken(self, *sides: Sequence[str | Tokens]) -> tuple[bool, list[Sequence[str | Tokens]]]:
         """Whether both sides stay texts, with single spaces then, and what is to be kept of them."""
-        if self._texts and all(set(map(type, side)) <= {str} for side in sides):
-            return True, [_spaced(side) for side in sides]
-        words = [[text.split() if isinstance(text, str) else text for text in side] for side in sides]
+        if self._texts:
+            with suppress(TypeError):  # there are not texts alone
+                return True, [_spaced(side) for side in sides]
+        words = [side if str not in map(type, side) else
+                 [text.split() if isinstance(text, str) else text for text in side] for side in sides]
         if self.unit == "word":
             return False, words
         return False, [[word if word is None else self.space.join(word) for word in side] for side in words]
