@@ -46,6 +46,7 @@ bench: $(STAMP)
 	$(BIN)/python tools/bench_data.py
 	$(BIN)/python tools/bench_train.py
 	$(BIN)/python tools/bench_decode.py
+	$(BIN)/python tools/bench_score.py
 
 clean:
 	rm -rf results build *.egg-info .pytest_cache .ruff_cache
