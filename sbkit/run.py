@@ -28,7 +28,8 @@ def train(argv: list[str]) -> int:
     from sbkit.train.memory import keep_freed_memory
 
     request = arguments.parse(argv)
-    load.check_overrides(request.path, request.overrides)
+    if not request.check:  # which tells it together with all else
+        load.check_overrides(request.path, request.overrides)
     device = devices.resolve(request.run_opts.device)
     if device.type == "cpu":
         keep_freed_memory()

@@ -33,8 +33,9 @@ from sbkit.train.oom import is_out_of_memory
 MOST_BUCKETS = 6
 #: Steps that ``sbkit check --measure`` times, after one that isn't, and seconds after which it stops early.
 STEPS, PATIENCE = 4, 60.0
-#: What a run on a CPU holds beside its steps: tables of the corpus, batches read ahead, transcripts.
-BESIDE = 512 << 20
+#: What a run on a CPU holds beside one step: tables of the corpus, batches read ahead, transcripts, and code that
+#: oneDNN compiles for each of the many shapes of a run.
+BESIDE = 768 << 20
 _LETTERS_PER_SECOND = 16
 
 

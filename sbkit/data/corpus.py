@@ -21,7 +21,7 @@ from sbkit.data.lock import locked
 from sbkit.data.manifest import Manifest
 from sbkit.data.options import check_number, texts
 from sbkit.data.prepare import MISSING, UNDECODABLE, Limits, SplitReport, prepare_split, recording_keys, summarize
-from sbkit.data.sources import Named, Rows, Source, join_rows, open_source
+from sbkit.data.sources import Named, Rows, Source, check_there, join_rows, open_source
 from sbkit.data.sources.base import check_columns
 from sbkit.data.text import TextRules
 from sbkit.errors import SbkitError
@@ -177,6 +177,11 @@ class Corpus:
         reasons = ", ".join(f"{one['count']:,} {reason}" for reason, one in entry["left_out"].items())
         count = entry["rows"] - entry["kept"]
         return f"{count:,} of {entry['rows']:,} {split} rows were left out in preparation: {reasons}" if count else None
+
+    def check_there(self) -> None:
+        """Refuse a source on this machine that isn't there."""
+        if self.source is not None:
+            check_there(self.source)
 
     def _open(self, show_progress: bool) -> Source:
         source = self.source

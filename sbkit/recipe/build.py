@@ -164,10 +164,11 @@ class _Builder:
                                   f"{_name(target)} can't be built here: {_first(error)}",
                                   "what rests on it was not looked at")
         except Exception as error:  # whatever a constructor says to its arguments
-            hint = _given(kwargs)
+            hint, said = _given(kwargs), _first(error)
             if target is nn.ModuleList:
+                said = "modules is a list of layers, and this one holds lists"  # torch's words change
                 hint = "its layers stand in one list within a list: [[!ref <a>, !ref <b>]]"
-            self._tell(node, f"{_name(target)} refuses its arguments: {_first(error)}", hint)
+            self._tell(node, f"{_name(target)} refuses its arguments: {said}", hint)
         raise _NotBuilt
 
     def _tell(self, node: Node, message: str, hint: str) -> None:

@@ -68,6 +68,7 @@ def _look_deeper(root: Node, findings: Findings, report: Report, run_opts: Any, 
         if traced.note:
             report.notes.append(traced.note)
         tokens_check.check_sizes(built, traced, findings)
+        tokens_check.check_corpus(built, findings)
         labels, note = tokens_check.check_prepared(built, traced.recognizer, findings) if prepared else (None, "")
         bill_section = _bill(built, owned, traced, findings, report, run_opts, measure)
         if complete:
@@ -98,7 +99,9 @@ def _bill(built: Built, owned: ownership.Owned, traced: shapes.Trace, findings: 
     if made is None:
         report.notes.append("the bill: the recipe has no max_batch_seconds")
         return None
-    tried = tuned.remembered(tuned.place(tuned.model_of(built.hparams["modules"]), built.hparams, precision, device))
+    modules, tried = built.hparams["modules"], []
+    if isinstance(modules, dict):  # a list is told of as a mistake
+        tried = tuned.remembered(tuned.place(tuned.model_of(modules), built.hparams, precision, device))
     made.check_fits(findings, built.nodes.get("max_batch_seconds"), tried)
     return bill.section(made, _hours(built), made.cost.batch_seconds, tried)
 

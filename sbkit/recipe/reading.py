@@ -55,11 +55,12 @@ def _check_tag(node: Node, findings: Findings) -> None:
         return
     if node.tag.startswith(_TAGS):
         _check_tagged(node, findings)
-    elif node.tag and not node.tag.startswith(("!!python/", "!ref", "!copy", "!include:", "!PLACEHOLDER")):
+    elif node.tag not in ("", "!ref", "!copy", "!PLACEHOLDER") and not node.tag.startswith(("!!python/", "!include:")):
         near = did_you_mean(node.tag.partition(":")[0], [tag.rstrip(":") for tag in _ALL_TAGS])
         name = node.tag.partition(":")[2]
         colon = ":" if near and f"{near}:" in _ALL_TAGS else ""
         _wrong(node, findings, "unknown-tag", f"there is no tag {node.tag}",
+               f"did you mean {near} <{name}>?" if name and near in ("!ref", "!copy") else
                f"did you mean {near}{colon}{name or ('NAME' if colon else '')}?" if near else
                f"tags are {listed(_ALL_TAGS)}")
 

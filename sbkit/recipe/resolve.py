@@ -207,7 +207,7 @@ class _Resolver:
         if target.tag or not target.scalar:
             kind = "a list" if isinstance(target.value, list) else "a mapping"
             self._error("bad-ref", node, f"{match} is {target.tag or kind}, which can't be part of a text",
-                        f"refer to one of its values, or write !ref {match} alone")
+                        f"refer to one of its values, or write {node.tag} {match} alone")
             return None
         if target.value is None:
             self.findings.warning("null-in-text", node.place, node.key, f"{match} is null, so this becomes "
@@ -271,7 +271,8 @@ class _Resolver:
         if "<" in text:
             self._error("bad-ref", node, f"the bracket of {text!r} is not closed", "write <key>")
         elif text in self.root.value:
-            self._error("bad-ref", node, f"this refers to nothing, it is the text {text!r}", f"write !ref <{text}>")
+            self._error("bad-ref", node, f"this refers to nothing, it is the text {text!r}",
+                        f"write {node.tag} <{text}>")
         else:
             return False
         return True

@@ -132,7 +132,7 @@ def read_file(path: Path, findings: Findings, prefix: str = "") -> Node | None:
         problem = (error.problem or error.context or str(error)).strip()
         if glued := _glued_colon(text, place.line):
             place, problem = Place(name, *glued), "no space behind the colon"
-        findings.error("syntax", place, "", f"this is no YAML: {problem}", _advice(problem))
+        findings.error("syntax", place, "", f"this is no YAML: {problem}", _advice(problem, text, place.line))
         return None
     except (UnicodeDecodeError, ReaderError) as error:
         findings.error("syntax", Place(name), "", f"this is no UTF-8 text: {str(error).splitlines()[0]}",
@@ -166,13 +166,14 @@ def _glued_colon(text: str, line: int) -> tuple[int, int] | None:
     return None
 
 
-def _advice(problem: str) -> str:
+def _advice(problem: str, text: str, line: int) -> str:
     if "\\t" in problem or "tab" in problem:
         return "indent with spaces, YAML takes no tabs"
     if "space behind the colon" in problem:
         return "write `key: value`"
     if problem.startswith("expected ' '"):
-        return "write a space behind the tag: !ref <key>"
+        tag = re.search(r"!\w+", text.splitlines()[line - 1])
+        return f"write a space behind the tag: {tag[0] if tag else '!ref'} <key>"
     if "another document" in problem:
         return "remove the line --- above it"
     if "mapping values are not allowed" in problem:

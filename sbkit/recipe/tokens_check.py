@@ -45,6 +45,20 @@ def check_sizes(built: Built, traced: Trace, findings: Findings) -> None:
     _check_tokenizer(built, size, findings)
 
 
+def check_corpus(built: Built, findings: Findings) -> None:
+    """A corpus that was named on the command line is there; one that a recipe names may be on another machine."""
+    corpus, node = built.hparams.get("corpus"), built.nodes.get("corpus")
+    if not hasattr(corpus, "check_there") or not isinstance(node.value, dict) or "source" not in node.value:
+        return
+    given = node.value["source"].source or node.value["source"]
+    if given.place.line:
+        return
+    try:
+        corpus.check_there()
+    except SbkitError as error:
+        findings.error("no-corpus", given.place, f"--{given.key}", error.message, error.hint or "")
+
+
 def _check_special(built: Built, size: int, findings: Findings) -> None:
     """Blank, bos and eos are inside the vocabulary and distinct, and the tokenizer's own."""
     tokenizer = built.hparams.get("tokenizer")

@@ -40,6 +40,7 @@ def open_source(source: Named, *, cache: Path, language: str | None = None,
     data_root : what ``$data_root`` stands for and relative paths start from, by default their file's folder
     """
     columns = columns or {}
+    check_there(source)
     if isinstance(source, Mapping):
         return Mixed({split: [_open_file(path, cache, columns, data_root) for path in _paths(split, named)]
                       for split, named in source.items()})
@@ -52,9 +53,21 @@ def open_source(source: Named, *, cache: Path, language: str | None = None,
         if path.name.endswith(SUFFIXES):
             return CommonVoiceArchive(path, cache, language, show_progress)
         raise SbkitError(f"{path} is one file", hint=f"say which split it is, {{train: {path}}}; {_EXPECTED}")
-    if len(path.parts) == 2 and not path.is_absolute() and not path.parent.exists() and not path.suffix:
-        return Hub(str(source), cache, columns)  # owner/name
-    raise SbkitError(f"{source}: no such file or folder", hint=_EXPECTED)
+    return Hub(str(source), cache, columns)  # owner/name
+
+
+def check_there(source: Named) -> None:
+    """Refuse files and folders that aren't there; nothing is opened."""
+    if isinstance(source, Mapping):
+        for path in (path for split, named in source.items() for path in _paths(split, named)):
+            if not path.exists():
+                raise SbkitError(f"{path}: no such file")
+        return
+    path = Path(source)
+    on_hub = str(source).startswith(("hf://", _HUB_PAGE)) or (
+        len(path.parts) == 2 and not path.is_absolute() and not path.parent.exists() and not path.suffix)
+    if not on_hub and not path.exists():
+        raise SbkitError(f"{source}: no such file or folder", hint=_EXPECTED)
 
 
 def _open_folder(path: Path, cache: Path, language: str | None, columns: Mapping[str, str],
@@ -84,8 +97,6 @@ def _paths(split: str, named: Any) -> list[Path]:
 def _open_file(path: Path, cache: Path, columns: Mapping[str, str], data_root: str | Path | None) -> Source:
     if path.is_dir():
         raise SbkitError(f"{path} is a folder", hint="name its file of one split, or the folder alone as the source")
-    if not path.is_file():
-        raise SbkitError(f"{path}: no such file")
     for kind in _FILE_KINDS:
         if path.name.endswith(kind.suffixes):
             return kind({path.stem: path}, columns, data_root)
