@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
-from rapidfuzz.distance import Levenshtein
+from rapidfuzz.distance import Levenshtein, Prefix
 from rapidfuzz.process import cpdist
 
 Tokens = Sequence[str]
@@ -118,8 +118,7 @@ def _count(references: list[Tokens], hypotheses: list[Tokens]) -> Counts:
     some = np.flatnonzero(substitutions > 1)
     least = _distances(_pick(references, some), _pick(hypotheses, some), 2) - edits[some]
     some = some[least < substitutions[some]]
-    tails = [_without_common_start(references[i], hypotheses[i]) for i in some.tolist()]
-    references, hypotheses = [ref for ref, _ in tails], [hyp for _, hyp in tails]
+    references, hypotheses = _without_common_start(_pick(references, some), _pick(hypotheses, some))
     order = np.argsort(_lengths(references), kind="stable")
     at_once = max(1, _FRONT // max(map(len, references), default=1))
     for start in range(0, len(order), at_once):
@@ -180,11 +179,13 @@ def _groups(references: Sequence[Tokens], hypotheses: Sequence[Tokens]) -> Itera
         yield group
 
 
-def _without_common_start(reference: Tokens, hypothesis: Tokens) -> tuple[Tokens, Tokens]:
+def _without_common_start(references: list[Tokens], hypotheses: list[Tokens]) -> tuple[list[Tokens], list[Tokens]]:
     """Every preferred way ends in the diagonal through a common start (a common end has no such rule)."""
-    same = next((i for i, (ref, hyp) in enumerate(zip(reference, hypothesis, strict=False)) if ref != hyp),
-                min(len(reference), len(hypothesis)))
-    return reference[same:], hypothesis[same:]
+    if not references:
+        return [], []
+    same = cpdist(references, hypotheses, scorer=Prefix.similarity, dtype=np.int64).tolist()
+    return ([tokens[start:] for tokens, start in zip(references, same, strict=True)],
+            [tokens[start:] for tokens, start in zip(hypotheses, same, strict=True)])
 
 
 class _Numbers(dict):
