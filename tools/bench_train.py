@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 RECIPE = ROOT / "hparams" / "ctc.yaml"
 PIECES = ("step", "validation", "epoch")
-STEP_BATCHES = 8  # the same ones again and again, so that a step's figure has no audio reading in it
+STEP_BATCHES = 12  # the same ones on both sides, again and again: a step's figure has no audio reading in it
 
 
 def main() -> None:
@@ -65,7 +65,7 @@ def compare(args: argparse.Namespace, rest: list[str], folder: Path) -> dict:
     for precision in args.precisions.split(","):
         for side in ("stock", "sbkit"):
             command = [sys.executable, __file__, "--side", side, "--device", args.device, *overrides,
-                       "--precision", precision]
+                       "--precision", precision, "--eval_precision", precision]
             sides[f"{side} {precision}"] = Side(command)
     times: dict[str, dict[str, list[float]]] = {}
     try:
@@ -168,26 +168,37 @@ def seconds_of(batches: list) -> float:
     return sum(float(batch.signal_lengths.sum()) / 16000 for batch in batches)
 
 
+def planned(hparams: dict) -> tuple:
+    """sbkit's loader of the training set, and the batches that a step is measured with."""
+    import itertools
+
+    from sbkit.data.loader import TrainLoader
+    from sbkit.data.plan import Plan
+
+    manifest, tokenizer = hparams["corpus"].load()["train"], hparams["tokenizer"].load()
+    loader = TrainLoader(manifest, tokenizer, Plan(manifest.durations, hparams["batching"]),
+                         workers=hparams["num_workers"])
+    return loader, list(itertools.islice(loader.at(1), STEP_BATCHES))
+
+
 def ours(hparams: dict, request: SimpleNamespace) -> SimpleNamespace:
     """sbkit's Brain, plan and loaders."""
     import itertools
 
-    from sbkit.data.loader import EvalLoader, TrainLoader
-    from sbkit.data.plan import Plan
+    from sbkit.data.loader import EvalLoader
 
     hparams["checkpointer"] = None
     manifests, tokenizer = hparams["corpus"].load(), hparams["tokenizer"].load()
     brain = hparams["brain"](modules=hparams["modules"], opt_class=hparams["opt_class"], hparams=hparams,
                              run_opts=request.run_opts)
-    plan = Plan(manifests["train"].durations, hparams["batching"])
-    train = TrainLoader(manifests["train"], tokenizer, plan, workers=hparams["num_workers"])
+    train, kept = planned(hparams)
     valid, test = (EvalLoader(manifests[split], tokenizer, max_batch_seconds=hparams["max_batch_seconds"],
                               workers=hparams["num_workers"]) for split in ("dev", "test"))
     brain.hparams.train_logger.log_stats = lambda *_, **__: None
     brain._plan_driven = True
     brain.on_fit_start()
     brain._first_step_checked = True  # what a run looks at once is no part of its steps
-    kept = [batch.to(brain.device) for batch in itertools.islice(train.at(1), STEP_BATCHES)]
+    kept = [batch.to(brain.device) for batch in kept]
     epochs = itertools.count(1)
 
     def step() -> float:
@@ -219,8 +230,6 @@ def ours(hparams: dict, request: SimpleNamespace) -> SimpleNamespace:
 
 def stock(hparams: dict, request: SimpleNamespace) -> SimpleNamespace:
     """SpeechBrain's Brain and data pipeline, put together as its CTC recipes do."""
-    import itertools
-
     import speechbrain as sb
     import torch
     from speechbrain.dataio.dataloader import SaveableDataLoader
@@ -290,10 +299,12 @@ def stock(hparams: dict, request: SimpleNamespace) -> SimpleNamespace:
     valid, test = (SaveableDataLoader(data, **workers, batch_sampler=DynamicBatchSampler(
         data, max_batch_length=hparams["max_batch_seconds"], num_buckets=60, length_func=lambda row: row["duration"],
         shuffle=False)) for data in (valid_set, test_set))
-    options = {"device": request.run_opts.device, "precision": request.run_opts.precision}
+    options = {"device": request.run_opts.device, "precision": request.run_opts.precision,
+               "eval_precision": request.run_opts.precision}
     brain = Stock(hparams["modules"], hparams["opt_class"], hparams, options)
     brain.on_fit_start()
-    kept = list(itertools.islice(iter(train), STEP_BATCHES))
+    rows = {name: row for row, name in enumerate(train_set.data_ids)}
+    kept = [sb.dataio.batch.PaddedBatch([train_set[rows[name]] for name in batch.ids]) for batch in planned(hparams)[1]]
     hours = {split: float(sum(row["duration"] for row in data.data.values())) for split, data in
              (("train", train_set), ("dev", valid_set))}
 

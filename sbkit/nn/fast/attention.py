@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from sbkit.nn.fast.attend import attend, turned_heads
 
+
 def relative_shift(scores: Tensor) -> Tensor:
     """Scores against 2T-1 distances to scores against T keys: [B, H, T, 2T-1] -> [B, H, T, T], a view.
 
