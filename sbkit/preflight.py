@@ -41,10 +41,10 @@ def before_run(request: Any, needed: tuple[str, ...]) -> None:
     from sbkit.recipe.check import check as look
 
     report = look(request.path, request.overrides, run_opts=request.run_opts, needed=needed, prepared=False)
+    if report.errors:  # one message, so that torchrun's last lines hold it too
+        raise SbkitError(f"{report.verdict()}; --no-check would start the run as it is\n{report.problems()}", exit_code=1)
     if report.problems():
         print(report.problems(), file=sys.stderr, flush=True)
-    if report.errors:
-        raise SbkitError(report.verdict(), hint="mend the recipe; --no-check would start the run as it is", exit_code=1)
     print(report.verdict(), file=sys.stderr, flush=True)
 
 

@@ -99,9 +99,7 @@ def _bill(built: Built, owned: ownership.Owned, traced: shapes.Trace, findings: 
     if made is None:
         report.notes.append("the bill: the recipe has no max_batch_seconds")
         return None
-    modules, tried = built.hparams["modules"], []
-    if isinstance(modules, dict):  # a list is told of as a mistake
-        tried = tuned.remembered(tuned.place(tuned.model_of(modules), built.hparams, precision, device))
+    tried = tuned.remembered(tuned.place(tuned.model_of(owned.roots), built.hparams, precision, device))
     made.check_fits(findings, built.nodes.get("max_batch_seconds"), tried)
     return bill.section(made, _hours(built), made.cost.batch_seconds, tried)
 

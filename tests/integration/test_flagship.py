@@ -97,7 +97,7 @@ def test_below_one_the_decoder_trains_too(alone, cache, tmp_path):
 @pytest.mark.parametrize(("words", "says"), [
     ("train hparams/nope.yaml", "there is no recipe hparams/nope.yaml"),
     ("train hparams/ctc.yml", "did you mean hparams/ctc.yaml?"),
-    ("train hparams/ctc.yaml --d_modle 3", "--d_modle (did you mean --d_model?)"),
+    ("train hparams/ctc.yaml --d_modle 3 --no-check", "--d_modle (did you mean --d_model?)"),
     ("train hparams/ctc.yaml --device cuda:99", "cuda:99"),
     ("train hparams/ctc.yaml --device gpu", "gpu"),
     ("train hparams/ctc.yaml --precision fp8", "fp8"),
@@ -115,6 +115,18 @@ def test_a_wrong_command_is_one_line_and_exit_code_2(words, says, tmp_path, caps
     assert "Traceback" not in err
 
 
+def test_mistakes_in_a_recipe_are_told_at_once_by_check_and_train_with_exit_code_1(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    words = ["hparams/ctc.yaml", "--d_modle", "3", "--output_folder", str(tmp_path), "--data_folder", "nowhere"]
+    told = []
+    for command in ("check", "train"):
+        assert main([command, *words]) == 1
+        told.append([line for line in capsys.readouterr().err.splitlines() if line.startswith("command line: error: ")])
+    assert told[0] == told[1] and len(told[0]) == 2
+    assert told[0][0] == "command line: error: --d_modle: hparams/ctc.yaml has no key d_modle; did you mean --d_model?"
+    assert "--data_folder: nowhere: no such file or folder" in told[0][1]
+
+
 def test_the_process_ends_with_that_code_and_debug_shows_the_traceback_too(tmp_path):
     wrong = [sys.executable, "-m", "sbkit.cli", "train", "hparams/nope.yaml"]
     assert "Traceback" not in start(wrong, ROOT, tmp_path, code=2).stderr
@@ -125,5 +137,6 @@ def test_under_torchrun_the_last_lines_say_what_was_wrong(tmp_path):
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py",
              "hparams/ctc.yaml", "--d_modell", "3"]
     lines = start(words, ROOT, tmp_path, code=1).stderr.splitlines()
-    assert lines[0] == "error: hparams/ctc.yaml has no key for --d_modell (did you mean --d_model?)"
-    assert any(lines[0] in line for line in lines[-4:]), lines
+    assert lines[0].startswith("error: hparams/ctc.yaml: 1 error")
+    assert lines[1] == "command line: error: --d_modell: hparams/ctc.yaml has no key d_modell; did you mean --d_model?"
+    assert any(lines[1] in line for line in lines[-4:]), lines

@@ -74,7 +74,7 @@ class _Heads(torch.autograd.Function):
         parts = out.permute(3, 0, 2, 1, 4)
         back = table.conj().resolve_conj()
         for grad, part in zip(grads[:2], parts, strict=False):
-            _turn(grad, back, part)
+            _turn(grad if grad.stride(-1) == 1 else grad.contiguous(), back, part)  # turned over where torch attends
         parts[2].copy_(grads[2])
         return out.view(b, t, heads, 3 * size), None
 
