@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -13,6 +14,9 @@ from sbkit.nn.lengths import LengthRule, lengths_to_mask
 # Zero frames put behind every utterance before the convolutions, more than their kernels can see.
 # With them the last frames of an utterance come out the same alone and in a batch.
 GUARD_FRAMES = 16
+# Feature frames that a CPU takes through features and front end at once outside training: what they hold on the way
+# then stays in its caches, and adds nothing to the peak.
+FRAMES_AT_ONCE = 4000
 
 
 class Recognizer:
@@ -87,7 +91,7 @@ class Recognizer:
         With ``views`` each utterance comes so often, augmented anew: [views B, T, F], first views first.
         What is not ``counted`` (a stand-in) enters no running statistics, if ``normalize`` is sbkit's.
         """
-        feats = self.compute_features(signals)
+        feats = _by_rows(self.compute_features, signals, FRAMES_AT_ONCE * self.hop_samples)
         frames = samples // self.hop_samples + 1
         if self.normalize is not None:
             # Half a frame less: a relative length times T, in fp32, may otherwise come out one frame too many.
@@ -104,8 +108,9 @@ class Recognizer:
         if self.frontend is None:
             return feats, frames
         longest = self.frontend_rule(feats.shape[1])
-        out = self.frontend(functional.pad(feats, (0, 0, 0, GUARD_FRAMES)))[:, :longest]
-        return out.flatten(2), self.frontend_rule(frames)
+        padded = functional.pad(feats, (0, 0, 0, GUARD_FRAMES))
+        out = _by_rows(lambda rows: self.frontend(rows)[:, :longest].flatten(2), padded, FRAMES_AT_ONCE)
+        return out, self.frontend_rule(frames)
 
     def encode(self, feats: Tensor, frames: Tensor) -> tuple[Tensor, Tensor]:
         """Features [B, T, F] to encoder states [B, T', D] and their counts [B]."""
@@ -133,3 +138,11 @@ class Recognizer:
         """Waveforms [B, S] to log-probabilities [B, T', V] in fp32 and frame counts [B]."""
         encoded, frames = self.encode(*self.features(signals, samples))
         return self.ctc_lin(encoded).float().log_softmax(-1), frames
+
+
+def _by_rows(layer: Callable[[Tensor], Tensor], x: Tensor, at_once: int) -> Tensor:
+    """``layer(x)``, whose rows do not see each other: on a CPU without gradients so many [B, at_once] at once."""
+    rows = max(1, at_once // max(1, x.shape[1]))
+    if torch.is_grad_enabled() or x.device.type != "cpu" or rows >= len(x) or torch.compiler.is_compiling():
+        return layer(x)
+    return torch.cat([layer(part) for part in x.split(rows)])
