@@ -42,7 +42,8 @@ def before_run(request: Any, needed: tuple[str, ...]) -> None:
 
     report = look(request.path, request.overrides, run_opts=request.run_opts, needed=needed, prepared=False)
     if report.errors:  # one message, so that torchrun's last lines hold it too
-        raise SbkitError(f"{report.verdict()}; --no-check would start the run as it is\n{report.problems()}", exit_code=1)
+        raise SbkitError(f"{report.verdict()}; --no-check would start the run as it is\n{report.problems()}",
+                         exit_code=1)
     if report.problems():
         print(report.problems(), file=sys.stderr, flush=True)
     print(report.verdict(), file=sys.stderr, flush=True)
