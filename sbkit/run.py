@@ -10,6 +10,7 @@ from typing import Any
 
 from sbkit.environment import check_torch_pair, command, describe
 from sbkit.errors import SbkitError
+from sbkit.train import memory
 
 logger = logging.getLogger(__name__)
 
@@ -21,21 +22,21 @@ NEEDED = ("brain", "modules", "output_folder", "corpus", "tokenizer", "output_ne
 def train(argv: list[str]) -> int:
     """``sbkit train RECIPE.yaml [--key value ...]``; returns the exit code."""
     check_torch_pair()
+    memory.reserve_little()
     from sbkit import preflight
     from sbkit.recipe import arguments, load
     from sbkit.train import device as devices
-    from sbkit.train import ranks
-    from sbkit.train.memory import keep_freed_memory
+    from sbkit.train import oom, ranks
 
     request = arguments.parse(argv)
     if not request.check:  # which tells it together with all else
         load.check_overrides(request.path, request.overrides)
     device = devices.resolve(request.run_opts.device)
     if device.type == "cpu":
-        keep_freed_memory()
+        memory.keep_freed_memory()
     ranks.init(device, request.run_opts.distributed_backend)
     try:
-        with ranks.failing_together():
+        with ranks.failing_together(), oom.told(device):
             if request.check:
                 ranks.run_on_main(preflight.before_run, request, NEEDED)
             hparams = load.load(request.path, request.overrides)
@@ -76,12 +77,15 @@ def tune(argv: list[str]) -> int:
 def prepare(argv: list[str]) -> int:
     """``sbkit prepare RECIPE.yaml [--key value ...]``: manifests and tokenizer, and the table of what was left out."""
     check_torch_pair()
+    memory.reserve_little()
     from sbkit.recipe import arguments, load
+    from sbkit.train import oom
 
     request = arguments.parse(argv)
-    hparams = load.load(request.path, request.overrides)
-    load.require(hparams, request.path, "corpus", "tokenizer")
-    _prepare(hparams, request.overrides)
+    with oom.told("cpu", hint=oom.BOUND_HINT):
+        hparams = load.load(request.path, request.overrides)
+        load.require(hparams, request.path, "corpus", "tokenizer")
+        _prepare(hparams, request.overrides)
     return 0
 
 

@@ -10,7 +10,7 @@ from speechbrain.core import Stage
 from torch import nn
 
 from sbkit.nn import guard
-from sbkit.train import loaders, ranks
+from sbkit.train import loaders, memory, ranks
 from sbkit.train.display import StageDisplay
 from sbkit.train.tally import DeviceMean, one_number
 
@@ -40,6 +40,8 @@ def evaluate(brain: Any, loader: Any, stage: Stage, name: str, show: bool) -> fl
     A set that yields this rank's share is averaged over all ranks, exactly. Nothing inside the loop waits
     for another rank, so shares may differ in size. A stop signal ends it early.
     """
+    if brain.device_type == "cpu":
+        memory.trim()  # the loader may fork now
     brain.step, average = 0, 0.0
     mean, share = DeviceMean(brain.device), loaders.is_share(loader)
     weights = contextlib.nullcontext() if brain._ema is None else brain._ema.swapped()

@@ -34,6 +34,18 @@ def keep_freed_memory() -> bool:
     return _set(_KEEP)
 
 
+def reserve_little() -> None:
+    """Where this process has a bound, Arrow reserves no GiB of it at once; called before anything imports it."""
+    if bounded():
+        os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
+
+
+def trim() -> None:
+    """What is free now goes back to the kernel, once: before processes fork, which would hold on to it."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def give_back() -> None:
     """What is free goes back to the kernel, and so does what is freed from now on.
 
@@ -41,7 +53,7 @@ def give_back() -> None:
     another shape, and leaves no room for what isn't of it: stacks of threads, the code that oneDNN compiles.
     """
     if _set(_GIVE_BACK):
-        ctypes.CDLL(None).malloc_trim(0)
+        trim()
 
 
 def _set(parameters: dict[int, int]) -> bool:

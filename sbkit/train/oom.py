@@ -7,8 +7,7 @@ import dataclasses
 import gc
 import itertools
 import logging
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,65 +18,35 @@ from sbkit.train.parallel import talks_in_forward
 from sbkit.train.saved_batch import utterance_ids
 from sbkit.train.sharding import Sharded
 from sbkit.train.step import Loss
+from sbkit.train.threads import NO_PRIMITIVE, Threads
 
 logger = logging.getLogger(__name__)
 
 _WORDS = ("out of memory", "can't allocate memory", "Cannot allocate memory", "std::bad_alloc", "not enough memory",
           "Memory allocation error", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
-#: How oneDNN says that there was no room for the code which it compiles for a shape (or something else).
-_NO_PRIMITIVE = "could not create a primitive"
+#: What may have other reasons, but hardly where memory is bounded: Python and Arrow have no room for a stack.
+_WORDS_BOUNDED = (NO_PRIMITIVE, "can't start new thread", "Failed to launch worker thread")
 HINT = "lower max_batch_seconds (sbkit tune finds the largest that fits), or try activation_checkpointing"
+BOUND_HINT = "raise the bound that this process has (ulimit -d, ulimit -v)"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a device, or the CPU, had no memory left; libraries say it in different ways."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (isinstance(error, RuntimeError) and (
-        any(words in str(error) for words in _WORDS) or (_NO_PRIMITIVE in str(error) and memory.bounded())))
+    words = (*_WORDS, *_WORDS_BOUNDED) if memory.bounded() else _WORDS
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, (RuntimeError, OSError)) and any(part in str(error) for part in words))
 
 
 @contextlib.contextmanager
-def told(device: torch.device | str) -> Iterator[None]:
+def told(device: torch.device | str, hint: str = HINT) -> Iterator[None]:
     """Memory that runs out where nothing can be computed in parts ends a run with one plain message."""
     try:
         yield
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        raise SbkitError(f"out of memory on {device}, and not within what can be computed in parts: "
-                         f"{str(error).splitlines()[0] if str(error) else type(error).__name__}", hint=HINT,
-                         exit_code=1) from error
-
-
-class _Thread:
-    """Calls functions in this thread, or in a new one once libraries are stuck in it.
-
-    oneDNN keeps, for each thread, the first failure to get room for compiled code, and refuses every new shape in that
-    thread from then on.
-    """
-
-    def __init__(self) -> None:
-        self._pool: ThreadPoolExecutor | None = None
-
-    def __call__(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
-        if self._pool is None:
-            return function(*args, **kwargs)
-        future = self._pool.submit(self._call, torch.is_grad_enabled(), function, args, kwargs)
-        try:
-            return future.result()
-        finally:
-            del future  # with it an error would keep what its frames hold
-
-    @staticmethod
-    def _call(grad: bool, function: Callable, args: tuple, kwargs: dict) -> Any:
-        with torch.set_grad_enabled(grad):  # each thread has its own
-            return function(*args, **kwargs)
-
-    def leave_if_stuck(self, error: BaseException) -> None:
-        """Call functions in another thread from now on, where this error needs it."""
-        if _NO_PRIMITIVE in str(error):
-            if self._pool is not None:
-                self._pool.shutdown(wait=False)
-            self._pool = ThreadPoolExecutor(1, "compute")
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise SbkitError(f"out of memory on {device}: {said}", hint=hint, exit_code=1) from error
 
 
 class Parts:
@@ -100,7 +69,7 @@ class Parts:
         """The same of evaluations, which need less memory."""
         self.cut = 0
         """Micro-batches that were computed in parts, since ``tell`` was last called."""
-        self._thread = _Thread()
+        self._threads = Threads()
         # Of this step: micro-batch, parts it was computed in, generators before it.
         self._done: list[tuple[Any, int, dict[str, torch.Tensor]]] = []
 
@@ -128,7 +97,7 @@ class Parts:
     def fits(self, batch: Any) -> bool:
         """Take a step on a micro-batch, whole; False where that ran out of memory, and nothing is left of it."""
         try:
-            self._thread(self.brain._backward, batch, True)
+            self._threads(self.brain._backward, batch, True)
             self.brain._update()
             return True
         except Exception as error:
@@ -144,7 +113,7 @@ class Parts:
         """
         if self._may_fit(batch):
             try:
-                return self._thread(self.brain.evaluate_batch, batch, stage=stage)
+                return self._threads(self.brain.evaluate_batch, batch, stage=stage)
             except Exception as error:
                 if not self._ran_out(error):
                     raise
@@ -186,14 +155,15 @@ class Parts:
 
     def _in_parts(self, batch: Any, last: bool, count: int, generators: dict[str, torch.Tensor] | None = None) -> Loss:
         if count == 1:
-            return self._thread(self.brain._backward, batch, last, generators=generators)
+            return self._threads(self.brain._backward, batch, last, generators=generators)
         size = length(batch)
         edges = [i * size // count for i in range(count + 1)]
         losses = []
         for start, stop in itertools.pairwise(edges):
             part = rows(batch, start, stop)
             last_part = last and stop == size
-            losses.append(self._thread(self.brain._backward, part, last_part, share=(stop - start) / size).detach())
+            loss = self._threads(self.brain._backward, part, last_part, share=(stop - start) / size)
+            losses.append(loss.detach())
         return Loss(sum(loss.total for loss in losses), sum(loss.count for loss in losses))
 
     # ------------------------------------------------------------ after a failure
@@ -201,7 +171,7 @@ class Parts:
     def _ran_out(self, error: Exception) -> bool:
         if not is_out_of_memory(error):
             return False
-        self._thread.leave_if_stuck(error)
+        self._threads.leave_if_stuck(error)
         return True
 
     def _give_up_unless_possible(self, batch: Any, last: bool, count: int, error: Exception) -> None:
