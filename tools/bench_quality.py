@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -63,8 +62,7 @@ def main() -> None:
             for side, results in found.items():
                 command = [sys.executable, __file__, "--side", side, "--device", args.device, "--minutes",
                            str(args.minutes), "--precision", args.precision, *more, *rest, "--seed", seed]
-                done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True,
-                                      env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"})
+                done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
                 results.append(json.loads(done.stdout.splitlines()[-1]))
                 print(f"seed {seed} {side}: {results[-1]}", file=sys.stderr)
     print(show(found))
