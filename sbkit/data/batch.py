@@ -42,6 +42,8 @@ class Batch:
     samples: int = 0
     """Sum of ``signal_lengths``, known on the CPU; 0 for a stand-in."""
     sample_rate: int = SAMPLE_RATE
+    most: float = 0.0
+    """Padded seconds, as planned, of the largest micro-batch of this step on any rank: every rank knows the same."""
 
     def __len__(self) -> int:
         return len(self.ids)

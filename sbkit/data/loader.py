@@ -30,6 +30,8 @@ from sbkit.errors import SbkitError
 logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = "/dev/shm"
+#: Micro-batches that each worker reads ahead.
+PREFETCH = 4
 #: Damaged recordings named in an error or logged one by one.
 NAMED = 5
 
@@ -58,7 +60,7 @@ class _Loader:
     """
 
     def __init__(self, reader: Reader, max_batch_seconds: float, *, workers: int = 2,
-                 pin_memory: bool = False, prefetch: int = 4, timeout: float = 600,
+                 pin_memory: bool = False, prefetch: int = PREFETCH, timeout: float = 600,
                  max_damaged_share: float = 0.01, damaged_floor: int = 10):
         check_number("workers (num_workers of a recipe)", workers, least=0, whole=True)
         check_number("prefetch", prefetch, above=0, whole=True)
@@ -197,8 +199,9 @@ class TrainLoader(_Loader):
         plan = self.epoch_plan(epoch)
         for step in range(first, plan.steps):
             share = plan.share(step, self.rank, self.world, self.min_micros)
+            most = plan.most(step, self.world, self.min_micros)
             for micro, rows in enumerate(share):
-                yield Request(epoch, step, micro, len(share), rows)
+                yield Request(epoch, step, micro, len(share), rows, most)
 
 
 class EvalLoader(_Loader):

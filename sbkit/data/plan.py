@@ -8,6 +8,7 @@ steps before it, so resuming costs nothing.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -151,6 +152,11 @@ class EpochPlan:
         places = range(rank, micros * world, world)
         return [parts[place] if place < len(parts) else empty for place in places]
 
+    def most(self, i: int, world: int = 1, min_micros: int = 1) -> float:
+        """Seconds, padding counted, of the largest of all ranks' micro-batches of step ``i``."""
+        parts, _ = self._parts(i, world, min_micros)
+        return max(len(part) * float(self.durations[part[0]]) for part in parts)
+
     @property
     def padding_share(self) -> float:
         """Share of padding in what is computed when each step is one batch: the most it can be."""
@@ -161,6 +167,7 @@ class EpochPlan:
         computed = np.maximum.reduceat(ordered, starts).astype(np.float64) @ np.diff(self._bounds)
         return 1.0 - float(ordered.sum(dtype=np.float64)) / float(computed)
 
+    @functools.lru_cache(maxsize=1)  # noqa: B019 (one step's; the plan of an epoch goes when the next is made)
     def _parts(self, i: int, world: int, min_micros: int) -> tuple[list[np.ndarray], int]:
         members = self.step(i)
         members = members[np.argsort(-self.durations[members], kind="stable")]

@@ -37,6 +37,7 @@ class Request(NamedTuple):
     micro: int
     micros: int
     rows: np.ndarray
+    most: float = 0.0
 
 
 class Reader(Dataset):
@@ -63,7 +64,7 @@ class Reader(Dataset):
 
     def read(self, request: Request) -> Batch:
         """The batch of one request; what cannot be read is left out and named in ``batch.damaged``."""
-        place = {"step": request.step, "micro": request.micro, "micros": request.micros}
+        place = {"step": request.step, "micro": request.micro, "micros": request.micros, "most": request.most}
         ids, texts, signals, damaged = [], [], [], []
         rows = request.rows.tolist()
         if self._sharded:

@@ -216,6 +216,11 @@ class Brain(sb.core.Brain):
                 self._steps.scaled(loss).backward()
         return loss
 
+    def _exchange(self) -> None:
+        """Sums and gradients of a step whose last backward was within ``no_sync`` go round."""
+        self._steps.announce(self._between.flags())
+        self._parallel.finish()
+
     def _forward(self, batch: Any) -> torch.Tensor:
         """Forward and loss of a training batch; what else they gave is left in ``self._found``."""
         with self.training_ctx:
@@ -390,7 +395,7 @@ class Brain(sb.core.Brain):
         state = {
             "step": self.step, "avg_train_loss": self.avg_train_loss, "optimizer_step": self.optimizer_step,
             "epoch_step": self._epoch_step, "loss_sums": [self._average.total, self._average.count],
-            "nonfinite_count": self.nonfinite_count,
+            "nonfinite_count": self.nonfinite_count, "got_through": self._parts.got_through,
         }
         with open(path, "w", encoding="utf-8") as out:
             yaml.safe_dump(state, out)
@@ -400,6 +405,7 @@ class Brain(sb.core.Brain):
         with open(path, encoding="utf-8") as file:
             state = yaml.safe_load(file)
         self.optimizer_step = state.get("optimizer_step", state["step"])
+        self._parts.got_through = state.get("got_through", 0.0)
         if end_of_epoch:
             state = {"step": 0, "avg_train_loss": 0.0}
         self.step, self._epoch_step = state["step"], state.get("epoch_step", 0)

@@ -59,6 +59,10 @@ class Parts:
     Gradients that a failed backward has half written are of no use. The step then starts again from its first
     micro-batch, with the random numbers it had. What failed once isn't tried again: later micro-batches of that
     size are cut before.
+
+    On several ranks DDP averages gradients during the last micro-batch's backward, in which the others can't wait for
+    one that starts again. So a step that may fail, larger than any that all ranks got through whole, is averaged when
+    all of them are through. Its planned size is known to all, so all decide alike.
     """
 
     def __init__(self, brain: Any):
@@ -69,6 +73,8 @@ class Parts:
         """The same of evaluations, which need less memory."""
         self.cut = 0
         """Micro-batches that were computed in parts, since ``tell`` was last called."""
+        self.got_through = 0.0
+        """Planned size of the largest step that no rank had to cut; the same on all ranks."""
         self._threads = Threads()
         # Of this step: micro-batch, parts it was computed in, generators before it.
         self._done: list[tuple[Any, int, dict[str, torch.Tensor]]] = []
@@ -78,10 +84,12 @@ class Parts:
         if not self.brain._steps.started:
             self._done = []
         generators = rng.capture(self.brain.device)
+        most = getattr(batch, "most", 0.0)
+        risky = last and most > self.got_through and getattr(self.brain._parallel, "can_wait", False)
         while True:
             count = self._count(batch)
             try:
-                loss = self._in_parts(batch, last, count, generators)
+                loss = self._in_parts(batch, last and not risky, count, generators)
                 break
             except Exception as error:
                 if not self._ran_out(error):
@@ -91,6 +99,10 @@ class Parts:
             self._remember(batch, count)
             self._start_again(generators)
         self.cut += count > 1
+        if risky:
+            self.brain._exchange()
+            if not ranks.any_of({"cut": count > 1})["cut"]:
+                self.got_through = most
         self._done = [] if last else [*self._done, (batch, count, generators)]
         return loss
 

@@ -53,6 +53,8 @@ class Alone:
     """One process: nothing to synchronise."""
 
     world = 1
+    #: Whether gradients may be averaged after a backward as well as during it.
+    can_wait = False
 
     def __init__(self, shell: Shell):
         self.shell = shell
@@ -77,6 +79,8 @@ class Alone:
 
 class Wrapped(Alone):
     """DDP around the shell."""
+
+    can_wait = True
 
     def __init__(self, shell: Shell, find_unused_parameters: bool = True):
         super().__init__(shell)

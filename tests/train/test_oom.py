@@ -320,6 +320,17 @@ class InBackwardSecond(NarrowSecond):
     where = "backward"
 
 
+class ToyCounting(ToyBrain):
+    """Averages gradients behind a backward once only."""
+
+    attempts = 0
+
+    def _exchange(self):
+        super()._exchange()
+        self.attempts += 1
+        assert self.attempts == 1
+
+
 class Normalised(NarrowSecond):
     """With a layer that asks the other ranks in each forward."""
 
@@ -342,19 +353,39 @@ def test_a_rank_does_not_repeat_alone_what_the_others_take_part_in():
     assert found[0].error is not None
 
 
-def train_as_rank(cls, micros):
-    toy = train(cls, micros, (ranks.rank(), ranks.world_size()))
-    return state(toy), toy.attempts
+def train_as_rank(cls, micros, most=0.0):
+    toy = brain(cls)
+    place = ranks.rank(), ranks.world_size()
+    toy.fit(range(1, 3), ToyTrainLoader(5, 8, *place, micros, lambda batch: setattr(batch, "most", most)),
+            ToyEvalLoader(4))
+    return state(toy), toy.attempts, toy._parts.got_through
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("micros", [1, 2])
 def test_one_rank_of_two_may_run_out_of_memory(micros):
     whole = state(train(ToyBrain))
-    (first, plenty), (second, failed) = results(train_as_rank, NarrowSecond, micros)
+    (first, plenty, _), (second, failed, _) = results(train_as_rank, NarrowSecond, micros)
     assert plenty == 0 and failed >= 1
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert furthest(whole, first) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("micros", [1, 2])
+def test_one_rank_of_two_may_run_out_of_memory_in_a_backward_that_was_known_to_be_the_largest(micros):
+    whole = state(train(ToyBrain))
+    (first, plenty, got), (second, failed, other) = results(train_as_rank, InBackwardSecond, micros, 4.0)
+    assert plenty == 0 and failed >= 1 and got == other == 0.0  # what one had to cut no rank takes for granted
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert furthest(whole, first) < 1e-5
+
+
+@pytest.mark.slow
+def test_steps_that_went_well_once_are_averaged_during_their_backward():
+    whole = state(train(ToyBrain))
+    for found, _, got in results(train_as_rank, ToyCounting, 1, 4.0):
+        assert furthest(whole, found) < 1e-5 and got == 4.0
 
 
 @pytest.mark.slow
