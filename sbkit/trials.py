@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import mmap
 import multiprocessing
 import os
 import sys
@@ -17,7 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from sbkit.data.batch import Batch
+from sbkit.data.batch import SAMPLE_RATE, Batch
+from sbkit.data.loader import PREFETCH
 from sbkit.data.manifest import Manifest
 from sbkit.data.plan import Batching, Plan
 from sbkit.errors import SbkitError
@@ -33,9 +35,8 @@ from sbkit.train.oom import is_out_of_memory
 MOST_BUCKETS = 6
 #: Steps that ``sbkit check --measure`` times, after one that isn't, and seconds after which it stops early.
 STEPS, PATIENCE = 4, 60.0
-#: What a run on a CPU holds beside one step: tables of the corpus, batches read ahead, transcripts, and code that
-#: oneDNN compiles for each of the many shapes of a run.
-BESIDE = 768 << 20
+#: What a run on a CPU holds beside its steps: tables of the corpus, transcripts; and each process that reads audio.
+BESIDE, READER = 256 << 20, 224 << 20
 _LETTERS_PER_SECOND = 16
 
 
@@ -114,7 +115,7 @@ class Bounded:
     Arguments
     ---------
     words : the command line of the recipe
-    size : bytes for a whole run, of which a trial gets what is left for steps
+    size : bytes for a whole run, of which a trial gets what the run doesn't hold beside its steps
     """
 
     def __init__(self, words: list[str], size: int):
@@ -147,7 +148,7 @@ class Bounded:
 
     def _start(self) -> None:
         self._pipe, theirs = self._context.Pipe()
-        self._process = self._context.Process(target=_answer, args=(theirs, self.words, self.size - BESIDE))
+        self._process = self._context.Process(target=_answer, args=(theirs, self.words, self.size))
         self._process.start()
         theirs.close()
 
@@ -165,17 +166,27 @@ def _answer(pipe: Connection, words: list[str], size: int) -> None:
     memory.keep_freed_memory()  # as a run does
     with trial(request, torch.device("cpu")) as made:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # last words of libraries that have no memory
-        memory.bound(size)
+        workers = getattr(made.brain.hparams, "num_workers", 2)
+        memory.bound(size - BESIDE - workers * READER)
         while True:
             try:
                 asked = pipe.recv()
             except EOFError:
                 return
             try:
-                fits, mistake = made.fits(*asked), ""
+                with _read_ahead(*asked, workers):
+                    fits, mistake = made.fits(*asked), ""
             except Exception as error:
                 fits, mistake = False, "" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
             pipe.send((fits, mistake))
+
+
+@contextlib.contextmanager
+def _read_ahead(utterances: int, seconds: float, workers: int) -> Iterator[None]:
+    """Room for the batches that a run's processes have read meanwhile."""
+    size = round(utterances * seconds * SAMPLE_RATE) * torch.float32.itemsize * (PREFETCH + 1) * workers
+    with mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS):
+        yield
 
 
 # ---------------------------------------------------------------------------------------------- measuring

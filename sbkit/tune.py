@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
 import torch
 
 from sbkit.console import progress, table
@@ -20,6 +22,8 @@ from sbkit.trials import Bounded, Trial, trial
 
 #: How near to the largest number of utterances the search goes.
 PRECISION = 0.04
+#: Batches of a rehearsal, and the share of their size that is tried where they had no room.
+REHEARSED, LESS = 12, 0.9
 #: Share of a CPU's free memory that is tried with: the rest is for processes that read audio, and for everybody else.
 FREE_SHARE = 0.8
 
@@ -36,7 +40,7 @@ def tune(argv: list[str]) -> int:
         if found is None:
             with _fits(made, words, gib) as fits:
                 counts = search(made.edges, fits, made.most_seconds / tuned.MARGIN)
-            found = tuned.Tuned(gib, made.edges, counts, made.most_seconds)
+                found = rehearse(tuned.Tuned(gib, made.edges, counts, made.most_seconds), fits)
             tuned.remember(made.cache, found)
         else:
             print(f"found before, in {made.cache} (--fresh tries again)", file=sys.stderr)
@@ -135,6 +139,18 @@ def _largest(fits: Callable[[int], bool], start: int, most: int) -> int:
     return good
 
 
+def rehearse(found: tuned.Tuned, fits: Callable[[int, float], bool]) -> tuned.Tuned:
+    """The same, or a smaller share of it: what has room for batches of many lengths, one after the other.
+
+    Memory that batches of one shape have freed isn't always of use to those of another.
+    """
+    longest = found.edges[-1]
+    lengths = np.random.default_rng(0).uniform(min(found.edges[0], longest / 4), longest, REHEARSED).tolist()
+    while found.seconds and not all(fits(max(1, int(found.seconds / length)), length) for length in lengths):
+        found = dataclasses.replace(found, share=LESS * found.seconds / found.at_once)
+    return found
+
+
 def _told(made: Trial, found: tuned.Tuned) -> str:
     rows = [[f"up to {edge:.1f} s", n, f"{n * edge:.0f}"] for edge, n in zip(found.edges, found.fits, strict=True)]
     shown = table(["utterances", "fit at once", "seconds"], rows)
@@ -143,6 +159,6 @@ def _told(made: Trial, found: tuned.Tuned) -> str:
         return (f"{shown}\n{where}: not even one of the longest utterances fits: try activation_checkpointing, or a "
                 "smaller model")
     share = "more is of no use, no step is larger" if found.seconds >= found.most else \
-        f"{tuned.MARGIN:.0%} of what fitted"
+        f"{found.share:.0%} of what fitted"
     return (f"{shown}\n{where}: --max_batch_seconds {found.seconds} ({share}; the recipe has "
             f"{made.batching.max_batch_seconds:g})")

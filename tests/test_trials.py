@@ -46,7 +46,7 @@ def test_out_of_memory_is_an_answer_and_leaves_nothing(trial, monkeypatch):
 @on_linux
 def test_a_process_with_little_memory_says_what_fits():
     words = [str(SMALL), "--device", "cpu"]
-    with trials.Bounded(words, trials.BESIDE + (1 << 30)) as bounded:
+    with trials.Bounded(words, trials.BESIDE + 2 * trials.READER + (1 << 30)) as bounded:
         assert bounded.fits(2, 2.0) is True
         first = bounded._process
         assert bounded.fits(3000, 2.0) is False  # six thousand seconds of audio are 400 MB before anything is computed

@@ -14,7 +14,7 @@ from sbkit.recipe import tuned
 from sbkit.recipe.bill import GIB
 from sbkit.train import device as devices
 from sbkit.train import memory
-from sbkit.trials import BESIDE
+from sbkit.trials import BESIDE, READER
 
 SMALL = Path(__file__).parent / "recipe" / "small.yaml"
 on_linux = pytest.mark.skipif(not memory.can_bound(), reason="only Linux keeps a process to a bound of memory")
@@ -47,6 +47,19 @@ def test_what_is_recommended_leaves_a_margin_and_is_no_more_than_a_step():
     assert tuned.Tuned(2, [10.0, 20.0], [12, 5], 400).seconds == 90
     assert tuned.Tuned(2, [10.0, 20.0], [30, 14], 200).seconds == 200
     assert tuned.Tuned(2, [10.0, 20.0], [3, 0], 200).seconds == 0
+
+
+def test_what_is_recommended_has_room_for_batches_of_many_lengths():
+    found, tried = tuned.Tuned(2, [10.0, 20.0], [60, 30], 400), []
+
+    def fits(n, seconds):
+        tried.append(n * seconds)
+        return tried[-1] <= 300
+
+    assert tune.rehearse(found, lambda n, seconds: True) is found and found.seconds == 400
+    assert tune.rehearse(found, fits).seconds == 291  # 400 x 0.9 x 0.9 x 0.9
+    assert len(tried) >= tune.REHEARSED and max(tried[-tune.REHEARSED:]) <= 291 < 300 < tried[0]
+    assert tune.rehearse(found, lambda n, seconds: False).seconds == 0
 
 
 def test_results_are_kept_by_memory(tmp_path):
@@ -121,12 +134,15 @@ def test_a_system_that_can_not_bound_memory_is_told(monkeypatch, capsys):
 @on_linux
 def test_what_a_cpu_has_room_for_is_found_by_running_out_of_it(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("SBKIT_CACHE", str(tmp_path))
-    gib = round(BESIDE / GIB + 1.1, 1)  # what a process holds before its first batch, and a little
+    monkeypatch.setattr(tune, "PRECISION", 0.5)  # each attempt too many costs a process
+    monkeypatch.setattr(tune, "REHEARSED", 1)
+    gib = round((BESIDE + 2 * READER) / GIB + 1.1, 1)  # what a process holds before its first batch, and a little
     words = [str(SMALL), "--device", "cpu", "--batching.step_seconds", "4000"]
     assert cli.main(["tune", *words, "--memory", str(gib)]) == 0
     (found,) = [one for path in (tmp_path / "tune").iterdir() for one in tuned.remembered(path)]
-    assert f"cpu with {gib:g} GiB, fp32: --max_batch_seconds {found.seconds} (90%" in capsys.readouterr().out
-    assert 20 <= found.seconds < 3600
+    told = f"cpu with {gib:g} GiB, fp32: --max_batch_seconds {found.seconds} ({found.share:.0%}"
+    assert told in capsys.readouterr().out
+    assert 20 <= found.seconds < 3600 and found.share <= tuned.MARGIN
     assert cli.main(["check", str(SMALL), "--device", "cpu"]) == 0
     told = next(line for line in capsys.readouterr().out.splitlines() if "tried" in line)
     assert f"with {gib:g} GiB on cpu" in told and f"{found.seconds} s" in told

@@ -33,11 +33,18 @@ class Tuned:
     """How many of those fit at once."""
     most: float
     """Seconds beyond which nothing was tried."""
+    share: float = MARGIN
+    """How much of what fits is recommended."""
 
     @property
     def seconds(self) -> int:
         """The ``max_batch_seconds`` to choose; 0 where not even one of the longest utterances fits."""
-        return int(min(self.most, MARGIN * min(n * edge for n, edge in zip(self.fits, self.edges, strict=True))))
+        return int(min(self.most, self.share * self.at_once))
+
+    @property
+    def at_once(self) -> float:
+        """Seconds that fit in each bucket."""
+        return min(n * edge for n, edge in zip(self.fits, self.edges, strict=True))
 
 
 def model_of(modules: Mapping[str, nn.Module]) -> list:
