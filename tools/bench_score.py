@@ -34,7 +34,8 @@ DIFFICULTIES = ((0, 0, 0.05, 0.15, 0.3), (0, 0.1, 0.15, 0.2, 0.25))
 def utterances(count: int, words: tuple[int, int], difficulties: Sequence[float], rng: random.Random,
                ) -> list[tuple[list[str], list[str]]]:
     """Pairs of what was said and what was heard, with a few frequent words and many rare ones."""
-    vocabulary = ["".join(rng.choices("etaoinshrdlu", k=rng.choice([2, 3, 3, 4, 4, 5, 6, 7, 8]))) for _ in range(5000)]
+    sizes = rng.choices([2, 3, 3, 4, 4, 5, 6, 7, 8, 10], k=5000)
+    vocabulary = ["".join(rng.choices("etaoinshrdlu", k=size)) for size in sizes]
     weights = [1 / (rank + 2) for rank in range(len(vocabulary))]
     pairs = []
     for _ in range(count):

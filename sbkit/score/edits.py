@@ -8,17 +8,17 @@ alignment that is asked for, goes the same way back as SpeechBrain, for many pai
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from operator import ne
 from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from rapidfuzz.distance import Levenshtein, Prefix
 from rapidfuzz.process import cpdist
 
-Tokens = Sequence[str]
+from sbkit.score.texts import UTF_32, Tokens, as_tokens
 
 EQUAL, INSERTION, DELETION, SUBSTITUTION = "=IDS"
 _INSERT, _DELETE, _DIAGONAL = 1, 2, 3
@@ -29,10 +29,7 @@ _AN_EDIT, _A_STEP, _SUBSTITUTIONS = 1 << 34, 1 << 32, (1 << 32) - 1
 _STEPS = 3 * _A_STEP
 _FAR = 1 << 60  # no way leads here
 
-_FIRST, _CHARACTERS = 0x10000, 0x100000  # those that stand for tokens begin here, and are so many
-_UTF_32 = f"utf-32-{sys.byteorder[0]}e"
-_AT_ONCE = 10_000  # pairs whose tokens share them
-_FRONT = 500_000  # cells of all fronts that are held at once
+_FRONT = 100_000  # cells of all fronts that are held at once
 _CELLS = 16_000_000  # bytes of the table that is held at once
 
 
@@ -50,67 +47,28 @@ class Counts(NamedTuple):
 
 def count(references: Sequence[Tokens], hypotheses: Sequence[Tokens]) -> Counts:
     """The edits that turn each reference into its hypothesis."""
-    return _of_those_that_differ(references, hypotheses, lambda *sides: sides)
-
-
-def count_words(references: Sequence[str], hypotheses: Sequence[str]) -> Counts:
-    """The same for texts, counted by words; between words, and nowhere else, stands one space (see ``is_spaced``)."""
-    return _of_those_that_differ(references, hypotheses, _as_characters)
-
-
-def is_spaced(texts: Sequence[str]) -> bool:
-    """Whether each text is words with one space between them, and nothing else.
-
-    A look at all of them at once. Of texts with rare characters, that might be spaces of another kind, it says no.
-    """
-    joined = " ".join(texts)
-    letters = np.frombuffer(joined.encode(errors="surrogatepass"), np.uint8)
-    spaces = letters == ord(" ")
-    return (len(letters) > 0 and not spaces[0] and not spaces[-1] and not np.any(spaces[1:] & spaces[:-1])
-            and (bool(letters.min() > 31) if joined.isascii() else joined.isprintable()))
-
-
-def _of_those_that_differ(references: Sequence, hypotheses: Sequence, convert: Callable) -> Counts:
     differ = np.fromiter(map(ne, references, hypotheses), dtype=bool, count=len(references))
-    counts = Counts(*np.zeros((3, len(references)), dtype=np.int64))
     wrong = np.flatnonzero(differ)
-    parts = np.split(wrong, range(_AT_ONCE, len(wrong), _AT_ONCE))
-    while parts:
-        part = parts.pop()
-        pairs = convert(_pick(references, part), _pick(hypotheses, part))
-        if pairs is None:
-            parts += np.array_split(part, 2)
-            continue
-        for column, found in zip(counts, _count(*pairs), strict=True):
-            column[part] = found
-    return counts
+    refs, hyps = _pick(references, wrong), _pick(hypotheses, wrong)
+    return _spread(differ, _count(refs, hyps, _lengths(hyps) - _lengths(refs)))
 
 
-def _as_characters(references: list[str], hypotheses: list[str]) -> tuple[list[Tokens], list[Tokens]] | None:
-    """Texts with a character in the place of each word, by Arrow's dictionary; None where several have too many.
-
-    Strings are what rapidfuzz is fastest with, and splitting takes longer than all the rest.
-    """
-    if not references:
-        return [], []
-    letters = (" \n ".join(references + hypotheses) + " ").encode(errors="surrogatepass")
-    ends = np.flatnonzero(np.frombuffer(letters, np.uint8) == ord(" ")) + 1
-    words = pa.Array.from_buffers(pa.large_binary(), len(ends), [
-        None, pa.py_buffer(np.concatenate([[0], ends])), pa.py_buffer(letters)]).dictionary_encode()
-    if len(words.dictionary) > _CHARACTERS:
-        return None if len(references) > 1 else ([references[0].split()], [hypotheses[0].split()])
-    codes = words.indices.to_numpy()
-    characters = codes + np.int32(_FIRST)
-    characters[codes == words.dictionary.index(b"\n ").as_py()] = ord("\n")
-    nothing = words.dictionary.index(b" ").as_py()  # what an empty text is
-    if nothing >= 0:
-        characters = characters[codes != nothing]
-    texts = characters.tobytes().decode(_UTF_32).split("\n")
-    return texts[:len(references)], texts[len(references):]
+def count_words(references: pa.Array, hypotheses: pa.Array) -> Counts:
+    """The same for texts (see ``texts.as_texts``), counted by words."""
+    differ = pc.not_equal(references, hypotheses)
+    refs, hyps, longer = as_tokens(references.filter(differ), hypotheses.filter(differ))
+    return _spread(np.asarray(differ), _count(refs, hyps, longer))
 
 
-def _count(references: list[Tokens], hypotheses: list[Tokens]) -> Counts:
-    longer = _lengths(hypotheses) - _lengths(references)
+def _spread(differ: np.ndarray, found: Counts) -> Counts:
+    """Counts of the pairs that ``differ`` [N] among those of all."""
+    counts = np.zeros((3, len(differ)), dtype=np.int64)
+    counts[:, differ] = found
+    return Counts(*counts)
+
+
+def _count(references: list[Tokens], hypotheses: list[Tokens], longer: np.ndarray) -> Counts:
+    """Of pairs whose hypothesis is ``longer`` by so many tokens, [N] int64."""
     edits = _distances(references, hypotheses, 1)
     # edits = substitutions + |longer| + 2 * (insertions that a deletion elsewhere makes up for), which bounds the
     # substitutions from above. From below it is the distance in which one costs two: no alignment has less.
@@ -202,7 +160,7 @@ def _encode(references: list[Tokens], hypotheses: list[Tokens]) -> tuple[np.ndar
     encoded = []
     for side, padding in ((references, -1), (hypotheses, -2)):
         if all(isinstance(tokens, str) for tokens in (*references, *hypotheses)):
-            flat = np.frombuffer("".join(side).encode(_UTF_32, "surrogatepass"), dtype=np.int32)
+            flat = np.frombuffer("".join(side).encode(UTF_32, "surrogatepass"), dtype=np.int32)
         else:
             flat = np.array([numbers[token] for tokens in side for token in tokens], dtype=np.int32)
         lengths = _lengths(side)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
+import pyarrow as pa
 
 from sbkit.console import atomic_write
 from sbkit.errors import SbkitError
@@ -24,8 +24,8 @@ from sbkit.score.edits import (
     align,
     count,
     count_words,
-    is_spaced,
 )
+from sbkit.score.texts import as_texts, empty, word_count, words_of
 
 GAP = "<eps>"  # stands where an alignment has no token, as in SpeechBrain's file
 
@@ -79,10 +79,11 @@ class ErrorRates:
         self.unit = unit
         self.space = space
         self.ids: dict[str, None] = {}
-        # Characters or lists of words; texts as long as there is nothing else, since few of them need to be split.
-        self._references: list[str | Tokens] = []
-        self._hypotheses: list[str | Tokens] = []
-        self._texts = unit == "word"
+        # Characters or lists of words. What can be kept as texts stands in blocks, as long as there is nothing else.
+        self._references: list[Tokens] = []
+        self._hypotheses: list[Tokens] = []
+        nothing = pa.array([], pa.large_string())
+        self._blocks: list[tuple[pa.Array, pa.Array]] | None = [(nothing, nothing)] if unit == "word" else None
         self._counts: Counts | None = None
 
     def __len__(self) -> int:
@@ -94,11 +95,15 @@ class ErrorRates:
         if not len(ids) == len(references) == len(hypotheses):
             raise SbkitError(f"{len(ids)} ids, {len(references)} references and {len(hypotheses)} hypotheses "
                              "can't be paired")
-        texts, (refs, hyps) = self._taken(references, hypotheses)
-        if not all(refs):
-            _refuse([name for name, ref in zip(ids, refs, strict=True) if not ref], "an empty reference",
-                    "correct the transcript or leave the utterance out")
-        if not texts and None in hyps:
+        block = None if self._blocks is None else _block(references, hypotheses)
+        if block is None:
+            refs, hyps = self._tokens(references), self._tokens(hypotheses)
+            unspoken = [not ref for ref in refs]
+        else:
+            unspoken = empty(block[0])
+        _refuse([ids[i] for i in np.flatnonzero(unspoken)], "an empty reference",
+                "correct the transcript or leave the utterance out")
+        if block is None and None in hyps:
             _refuse([name for name, hyp in zip(ids, hyps, strict=True) if hyp is None], "no hypothesis",
                     "one that is empty is '', and is scored")
         before = len(self.ids)
@@ -108,39 +113,40 @@ class ErrorRates:
             seen = Counter([*ids, *self.ids])
             _refuse([name for name in dict.fromkeys(ids) if seen[name] > 1], "an id that occurs more than once",
                     "each utterance is scored once")
-        if self._texts and not texts:
-            self._references, self._hypotheses = list(self.references), list(self.hypotheses)
-            self._texts = False
+        self._counts = None
+        if block is not None:
+            self._blocks.append(block)
+            return
+        if self._blocks is not None:
+            self._references, self._hypotheses, self._blocks = list(self.references), list(self.hypotheses), None
         self._references += refs
         self._hypotheses += hyps
-        self._counts = None
 
-    def _taken(self, *sides: Sequence[str | Tokens]) -> tuple[bool, list[Sequence[str | Tokens]]]:
-        """Whether both sides stay texts, with single spaces then, and what is to be kept of them."""
-        if self._texts:
-            with suppress(TypeError):  # there are not texts alone
-                return True, [_spaced(side) for side in sides]
-        words = [side if str not in map(type, side) else
-                 [text.split() if isinstance(text, str) else text for text in side] for side in sides]
-        if self.unit == "word":
-            return False, words
-        return False, [[word if word is None else self.space.join(word) for word in side] for side in words]
+    def _tokens(self, side: Sequence[str | Tokens]) -> list[Tokens]:
+        words = [text.split() if isinstance(text, str) else text for text in side]
+        return words if self.unit == "word" else [each if each is None else self.space.join(each) for each in words]
+
+    def _texts(self) -> tuple[pa.Array, pa.Array]:
+        """All references and all hypotheses, in one block."""
+        if len(self._blocks) > 1:
+            self._blocks = [tuple(map(pa.concat_arrays, zip(*self._blocks, strict=True)))]
+        return self._blocks[0]
 
     @property
     def references(self) -> Sequence[Tokens]:
         """The tokens of each reference, in the order in which they were added."""
-        return _Split(self._references) if self._texts else self._references
+        return self._references if self._blocks is None else _Split(self._texts()[0])
 
     @property
     def hypotheses(self) -> Sequence[Tokens]:
-        return _Split(self._hypotheses) if self._texts else self._hypotheses
+        return self._hypotheses if self._blocks is None else _Split(self._texts()[1])
 
     def merge(self, others: Iterable[ErrorRates]) -> ErrorRates:
         """Take what others collected, for instance other ranks; gives itself back."""
         for other in others:
             if (other.unit, other.space) != (self.unit, self.space):
                 raise SbkitError(f"rates by {other.unit} can't be merged into rates by {self.unit}")
-            self.add(list(other.ids), other._references, other._hypotheses)
+            self.add(list(other.ids), other.references, other.hypotheses)
         return self
 
     @property
@@ -149,7 +155,8 @@ class ErrorRates:
         if self._counts is None:
             if not self.ids:
                 raise SbkitError("there is nothing to score: no utterance was added")
-            self._counts = (count_words if self._texts else count)(self._references, self._hypotheses)
+            self._counts = (count(self._references, self._hypotheses) if self._blocks is None else
+                            count_words(*self._texts()))
         return self._counts
 
     @property
@@ -160,12 +167,13 @@ class ErrorRates:
     @property
     def lengths(self) -> np.ndarray:
         """Tokens of each reference, [N] int64."""
-        lengths = (text.count(" ") + 1 for text in self._references) if self._texts else map(len, self._references)
-        return np.fromiter(lengths, np.int64, len(self))
+        if self._blocks is not None:
+            return words_of(self._texts()[0]).counts
+        return np.fromiter(map(len, self._references), np.int64, len(self))
 
     def _size(self) -> int:
         """Tokens of all references."""
-        return " ".join(self._references).count(" ") + 1 if self._texts else sum(map(len, self._references))
+        return sum(map(len, self._references)) if self._blocks is None else word_count(self._texts()[0])
 
     @property
     def rate(self) -> float:
@@ -196,8 +204,9 @@ class ErrorRates:
     def alignments(self) -> list[str]:
         """Each utterance's alignment as steps ``=``, ``S``, ``D``, ``I`` (see ``edits.align``)."""
         wrong = np.flatnonzero(self.edits).tolist()
-        ways = [EQUAL * len(reference) for reference in self.references]
-        found = align([self.references[i] for i in wrong], [self.hypotheses[i] for i in wrong])
+        references, hypotheses = self.references, self.hypotheses
+        ways = [EQUAL * len(reference) for reference in references]
+        found = align([references[i] for i in wrong], [hypotheses[i] for i in wrong])
         for i, way in zip(wrong, found, strict=True):
             ways[i] = way
         return ways
@@ -226,19 +235,27 @@ class ErrorRates:
 class _Split(Sequence[Tokens]):
     """The words of texts; each is split when it is looked at."""
 
-    def __init__(self, texts: Sequence[str]):
+    def __init__(self, texts: pa.Array):
         self.texts = texts
 
     def __len__(self) -> int:
         return len(self.texts)
 
     def __getitem__(self, index: int) -> Tokens:
-        return self.texts[index].split()
+        return self.texts[index].as_py().split()
+
+    def __iter__(self) -> Iterator[Tokens]:
+        return (text.split() for text in self.texts.to_pylist())
 
 
-def _spaced(texts: Sequence[str]) -> Sequence[str]:
-    """The texts with one space between words and none around, as nearly all of them come."""
-    return texts if is_spaced(texts) or is_spaced([*filter(None, texts)]) else [" ".join(x.split()) for x in texts]
+def _block(*sides: Sequence[str | Tokens]) -> tuple[pa.Array, ...] | None:
+    """The sides as texts, if each can be; the second is not tried for nothing."""
+    texts = []
+    for side in sides:
+        texts.append(as_texts(side))
+        if texts[-1] is None:
+            return None
+    return tuple(texts)
 
 
 def score(references: Mapping[str, str | Tokens], hypotheses: Mapping[str, str | Tokens], unit: str = "word",

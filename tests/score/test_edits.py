@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from speechbrain.utils.edit_distance import alignment, count_ops, op_table
 
 from sbkit.score import edits
-from sbkit.score.edits import align, count, count_words, is_spaced
+from sbkit.score.edits import align, count
 
 SEQUENCES = st.lists(st.sampled_from("abc"), max_size=9)
 
@@ -33,31 +33,6 @@ def check(references, hypotheses):
 @given(st.lists(st.tuples(SEQUENCES, SEQUENCES), max_size=6))
 def test_equal_speechbrain_on_any_batch(pairs):
     check([reference for reference, _ in pairs], [hypothesis for _, hypothesis in pairs])
-
-
-WORDS = st.lists(st.sampled_from(["a", "ab", "abc", "ä", "家", "\ud800"]), max_size=9)
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(WORDS, WORDS), max_size=6), st.sampled_from([3, edits._CHARACTERS]))
-def test_texts_are_counted_by_words_however_many_share_their_characters(pairs, characters):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(edits, "_CHARACTERS", characters)
-        for counts in (count_words([" ".join(ref) for ref, _ in pairs], [" ".join(hyp) for _, hyp in pairs]),
-                       count([ref for ref, _ in pairs], [hyp for _, hyp in pairs])):
-            found = list(zip(*(column.tolist() for column in counts), strict=True))
-            assert found == [speechbrain(*pair)[1] for pair in pairs]
-
-
-@settings(deadline=None)
-@given(st.lists(st.text(st.sampled_from("ab  \t\n\x00\x1f\x85\xa0\u2003\u3000ä"), max_size=4), max_size=3))
-def test_texts_are_spaced_where_splitting_and_joining_changes_nothing(texts):
-    if is_spaced(texts):
-        assert texts == [" ".join(text.split()) for text in texts] and all(texts)
-
-
-def test_plain_texts_are_seen_to_be_spaced():
-    assert is_spaced(["the cat", "größe", "राम की"]) and is_spaced(["a"]) and not is_spaced(["a", ""])
 
 
 def test_equal_speechbrain_on_every_short_pair():
