@@ -24,7 +24,8 @@ from sbkit.data.manifest import Manifest
 from sbkit.data.plan import Batching, Plan
 from sbkit.errors import SbkitError
 from sbkit.recipe import arguments, load, tuned
-from sbkit.recipe.bill import TOKENS_PER_SECOND, Measured, longest_utterance
+from sbkit.recipe.bill import Measured, longest_utterance
+from sbkit.recipe.flops import TOKENS_PER_SECOND
 from sbkit.recipe.reading import read
 from sbkit.recipe.source import Findings
 from sbkit.train import device as devices
@@ -36,7 +37,7 @@ MOST_BUCKETS = 6
 #: Steps that ``sbkit check --measure`` times, after one that isn't, and seconds after which it stops early.
 STEPS, PATIENCE = 4, 60.0
 #: What a run on a CPU holds beside its steps: tables of the corpus, transcripts; and each process that reads audio.
-BESIDE, READER = 256 << 20, 224 << 20
+BESIDE, READER = 192 << 20, 128 << 20
 _LETTERS_PER_SECOND = 16
 
 
@@ -116,10 +117,11 @@ class Bounded:
     ---------
     words : the command line of the recipe
     size : bytes for a whole run, of which a trial gets what the run doesn't hold beside its steps
+    slack : the kernel refuses no less than so many times that, as it counts what is reserved; what is used decides
     """
 
-    def __init__(self, words: list[str], size: int):
-        self.words, self.size = words, size
+    def __init__(self, words: list[str], size: int, slack: float = 1.0):
+        self.words, self.size, self.slack = words, size, slack
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([__name__])  # so that each process starts with everything imported
         self._process: Any = None
@@ -148,7 +150,7 @@ class Bounded:
 
     def _start(self) -> None:
         self._pipe, theirs = self._context.Pipe()
-        self._process = self._context.Process(target=_answer, args=(theirs, self.words, self.size))
+        self._process = self._context.Process(target=_answer, args=(theirs, self.words, self.size, self.slack))
         self._process.start()
         theirs.close()
 
@@ -160,33 +162,32 @@ class Bounded:
             self._process = None
 
 
-def _answer(pipe: Connection, words: list[str], size: int) -> None:
+def _answer(pipe: Connection, words: list[str], size: int, slack: float) -> None:
     """The process: says of each batch that it's asked about whether it fits."""
     request = arguments.parse(words)
     memory.keep_freed_memory()  # as a run does
     with trial(request, torch.device("cpu")) as made:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # last words of libraries that have no memory
         workers = getattr(made.brain.hparams, "num_workers", 2)
-        memory.bound(size - BESIDE - workers * READER)
+        size -= BESIDE + workers * READER
+        memory.bound(int(slack * size))
         while True:
             try:
                 asked = pipe.recv()
             except EOFError:
                 return
             try:
-                with _read_ahead(*asked, workers):
-                    fits, mistake = made.fits(*asked), ""
+                ahead = _read_ahead(*asked, workers)
+                with mmap.mmap(-1, max(ahead, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS):
+                    fits, mistake = made.fits(*asked) and memory.peak() + ahead <= size, ""
             except Exception as error:
                 fits, mistake = False, "" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
             pipe.send((fits, mistake))
 
 
-@contextlib.contextmanager
-def _read_ahead(utterances: int, seconds: float, workers: int) -> Iterator[None]:
-    """Room for the batches that a run's processes have read meanwhile."""
-    size = round(utterances * seconds * SAMPLE_RATE) * torch.float32.itemsize * (PREFETCH + 1) * workers
-    with mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS):
-        yield
+def _read_ahead(utterances: int, seconds: float, workers: int) -> int:
+    """Bytes of the batches that a run's processes have read meanwhile."""
+    return round(max(0.0, utterances * seconds) * SAMPLE_RATE) * torch.float32.itemsize * (PREFETCH + 1) * workers
 
 
 # ---------------------------------------------------------------------------------------------- measuring

@@ -24,6 +24,8 @@ from sbkit.trials import Bounded, Trial, trial
 PRECISION = 0.04
 #: Batches of a rehearsal, and the share of their size that is tried where they had no room.
 REHEARSED, LESS = 12, 0.9
+#: What a rehearsal on a CPU may reserve, of what it may use: memory in pieces is reserved and not used.
+SLACK = 2.0
 #: Share of a CPU's free memory that is tried with: the rest is for processes that read audio, and for everybody else.
 FREE_SHARE = 0.8
 
@@ -40,6 +42,7 @@ def tune(argv: list[str]) -> int:
         if found is None:
             with _fits(made, words, gib) as fits:
                 counts = search(made.edges, fits, made.most_seconds / tuned.MARGIN)
+            with _fits(made, words, gib, SLACK) as fits:
                 found = rehearse(tuned.Tuned(gib, made.edges, counts, made.most_seconds), fits)
             tuned.remember(made.cache, found)
         else:
@@ -84,10 +87,10 @@ def _allowed(asked: float | None, device: torch.device) -> float:
 
 
 @contextlib.contextmanager
-def _fits(made: Trial, words: list[str], gib: float) -> Iterator[Callable[[int, float], bool]]:
+def _fits(made: Trial, words: list[str], gib: float, slack: float = 1.0) -> Iterator[Callable[[int, float], bool]]:
     """What says whether so many utterances of so many seconds have room."""
     if made.device.type == "cpu":
-        with Bounded(words, int(gib * GIB)) as bounded:
+        with Bounded(words, int(gib * GIB), slack) as bounded:
             yield bounded.fits
         return
     there = torch.cuda.get_device_properties(made.device).total_memory / GIB

@@ -113,7 +113,7 @@ def test_a_command_tunes_once_for_each_amount_of_memory(tmp_path, monkeypatch, c
     assert "found before" in capsys.readouterr().err and _Fake.tried == tried
     assert cli.main(["tune", str(SMALL), "--fresh"]) == 0 and _Fake.tried == 2 * tried
     assert cli.main(["tune", str(SMALL), "--memory", "40"]) == 0 and _Fake.tried == 3 * tried
-    assert shares == [1.0, 1.0, 0.5]
+    assert shares == [1.0] * 4 + [0.5] * 2  # searched and rehearsed each time
 
 
 @pytest.mark.parametrize("words, told", [

@@ -87,10 +87,15 @@ def bound(size: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (allowed, hard))
 
 
+def peak() -> int:
+    """The most bytes that this process has held."""
+    return _now()["VmHWM"]
+
+
 def _now() -> dict[str, int]:
     lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
     return {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)
-            if name in ("VmData", "VmRSS")}
+            if name in ("VmData", "VmRSS", "VmHWM")}
 
 
 def total() -> int:
