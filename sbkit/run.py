@@ -139,10 +139,12 @@ def _fit_and_test(hparams: dict[str, Any], request: Any, device: Any, manifests:
 
     tokenizer = hparams["tokenizer"].load()
     tokenizer.check(hparams["output_neurons"])
+    operations = _operations(hparams, manifests["train"].durations)
     brain = hparams["brain"](
         modules=hparams["modules"], opt_class=hparams.get("opt_class"), hparams=hparams,
         run_opts=request.run_opts, checkpointer=hparams.get("checkpointer"),
     )
+    brain.utilisation = _utilisation(operations, device, brain.precision)
     _write_down(brain, device)
     batching = hparams["batching"]
     reading = {
@@ -167,6 +169,31 @@ def _fit_and_test(hparams: dict[str, Any], request: Any, device: Any, manifests:
     with test_set:
         brain.evaluate(test_set, min_key="WER")
     return brain
+
+
+def _operations(hparams: dict[str, Any], durations: Any) -> float | None:
+    """What a second of this corpus's audio takes in training, of modules that no Brain has moved to a device yet."""
+    from sbkit.recipe import flops
+    from sbkit.train import ranks
+
+    if not ranks.is_main() or not flops.countable(hparams):
+        return None
+    try:
+        return flops.operations_per_second(hparams, flops.typical_seconds(durations))
+    except Exception as error:  # an operation that stand-ins don't know: training itself may well know it
+        logger.info("Model FLOPs can't be counted, so no utilisation is told: %s: %s", type(error).__name__, error)
+        return None
+
+
+def _utilisation(operations: float | None, device: Any, precision: str) -> Any:
+    from sbkit.recipe.speed import peak_of
+    from sbkit.train.utilisation import Utilisation
+
+    if operations is None:
+        return None
+    found = Utilisation(operations, *peak_of(device, precision))
+    logger.info("Model FLOPs: %s", found)
+    return found
 
 
 def _write_down(brain: Any, device: Any) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
@@ -23,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from sbkit.nn.accelerate import accelerate, restore
 from sbkit.nn.recognizer import Recognizer
 from sbkit.recipe.build import Built
+from sbkit.recipe.flops import loss_on
 from sbkit.recipe.ownership import Owned
 from sbkit.recipe.report import Section
 from sbkit.recipe.shapes import Trace, stand_ins
@@ -39,7 +39,6 @@ USABLE = 0.85
 EFFICIENCY = 0.35
 #: Seconds of the longest utterance where nobody says.
 LONGEST = 20.0
-TOKENS_PER_SECOND = 6
 _STATES = {"SGD": 0, "Adagrad": 1, "RMSprop": 1, "Lion": 1, "Adafactor": 0}
 
 
@@ -113,34 +112,13 @@ def count(built: Built, owned: Owned, recognizer: Recognizer, precision: str, ba
             alive = _Alive({t.untyped_storage()._cdata for t in weights})
             with FlopCounterMode(display=False) as operations, alive:
                 with torch.autocast("cpu", half or torch.bfloat16, enabled=half is not None):
-                    loss = _forward(hparams, recognizer, utterances, longest)
+                    loss = loss_on(hparams, recognizer, utterances, longest)
                 loss.backward()
     finally:
         modules.zero_grad(set_to_none=True)
         if swapped:
             restore(modules)
     return Cost(utterances, longest, alive.peak, float(operations.get_total_flops()))
-
-
-def _forward(hparams: Any, model: Recognizer, utterances: int, seconds: float) -> torch.Tensor:
-    """Something like the loss, with the tensors that the loss holds."""
-    rate = getattr(hparams, "sample_rate", 16000)
-    samples = torch.full((utterances,), round(seconds * rate))
-    signals = torch.empty(utterances, round(seconds * rate))
-    tokens = torch.ones(utterances, max(1, round(TOKENS_PER_SECOND * seconds)), dtype=torch.long)
-    views = 2 if getattr(hparams, "consistency", 0.0) else 1
-    feats, frames = model.features(signals, samples, views=views)
-    tokens = tokens.repeat(views, 1)
-    loss = torch.zeros(())
-    if getattr(hparams, "ctc_weight", 1.0) < 1.0 and getattr(hparams, "seq_lin", None) is not None:
-        encoded, _, decoded = model.encode_and_decode(feats, frames, tokens)
-        scores = hparams.seq_lin(decoded).float().flatten(0, 1)
-        loss = functional.cross_entropy(scores, tokens.flatten(), label_smoothing=0.1)
-    else:
-        encoded, _ = model.encode(feats, frames)
-    log_probs = model.ctc_lin(encoded).float().log_softmax(-1)
-    lattice = torch.empty(*log_probs.shape[:2], 2 * tokens.shape[1] + 1)  # what CTC keeps for its backward
-    return loss + log_probs.sum() + lattice.sum()
 
 
 def longest_utterance(hparams: Mapping[str, Any]) -> float:

@@ -12,7 +12,7 @@ import logging
 import re
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +31,7 @@ from sbkit.recipe.values import static
 #: Seconds of the two utterances that are sent through.
 LENGTHS = (3.0, 1.7)
 _TOKENS = 9
-_NEEDED = ("compute_features", "ctc_lin")
+NEEDED = ("compute_features", "ctc_lin")
 #: Keys whose code the forward runs.
 PATH = frozenset(("compute_features", "normalize", "CNN", "Transformer", "encoder", "ctc_lin", "seq_lin"))
 # (what came, what was wanted) in torch's words.
@@ -78,15 +78,15 @@ def stand_ins() -> Iterator[FakeTensorMode]:
         logging.disable(told)
 
 
-def encoder_key(built: Built) -> str | None:
+def encoder_key(hparams: Mapping[str, Any]) -> str | None:
     """The key of the encoder, by the names that recipes use."""
-    return next((key for key in ("Transformer", "encoder") if built.hparams.get(key) is not None), None)
+    return next((key for key in ("Transformer", "encoder") if hparams.get(key) is not None), None)
 
 
 def lacking(built: Built) -> str:
     """Why no forward can be run; empty where it can."""
-    keys = [key for key in _NEEDED if built.hparams.get(key) is None]
-    if encoder_key(built) is None:
+    keys = [key for key in NEEDED if built.hparams.get(key) is None]
+    if encoder_key(built.hparams) is None:
         keys.append("Transformer")
     return f"the forward: {', '.join(keys)} {'is' if len(keys) == 1 else 'are'} missing or not built" if keys else ""
 
@@ -103,7 +103,7 @@ def trace(built: Built, findings: Findings) -> Trace:
                 return found
             found.recognizer = Recognizer.from_hparams(hparams)
             with stand_ins():
-                _run(found, hparams, encoder_key(built), "cpu")
+                _run(found, hparams, encoder_key(built.hparams), "cpu")
     return found
 
 
@@ -117,7 +117,7 @@ def trace_moved(built: Built, before: Trace, modules: nn.ModuleDict, findings: F
     # Without cuDNN: an LSTM would ask it, and so a driver that may not be there, how to lay out its weights.
     with _telling(found, built, findings), torch.no_grad(), stand_ins(), torch.backends.cudnn.flags(enabled=False):
         modules.to_empty(device="cuda:0")
-        _run(found, SimpleNamespace(**built.hparams), encoder_key(built), "cuda:0")
+        _run(found, SimpleNamespace(**built.hparams), encoder_key(built.hparams), "cuda:0")
     return found
 
 

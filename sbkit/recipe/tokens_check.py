@@ -83,7 +83,7 @@ def _check_special(built: Built, size: int, findings: Findings) -> None:
 
 def _check_embedding(built: Built, size: int, findings: Findings) -> None:
     """The decoder's table of tokens has a row for each of them."""
-    key = encoder_key(built)
+    key = encoder_key(built.hparams)
     model = built.hparams.get(key) if key else None
     target = getattr(model, "custom_tgt_module", None)
     if not isinstance(target, nn.Module):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sbkit.score import report_charts as charts
@@ -65,7 +65,22 @@ def tiles(run: RunData) -> Markup:
     if trained:
         steps = run.epochs[-1].get("step", 0)
         cells.append(_tile("Training", _hours(trained), f"{len(run.epochs)} epochs, {steps:,} steps"))
+    speed = run.epochs[-1].get("audio_s_per_s") if run.epochs else None
+    if speed:
+        cells.append(_tile("Training speed", f"{speed:.3g}\N{NO-BREAK SPACE}s/s", _speed_details(run.epochs[-1])))
     return tag("div", cells, class_="tiles")
+
+
+def _speed_details(epoch: Mapping[str, Any]) -> str:
+    """What the last epoch says beside its seconds of audio a second."""
+    found = ["audio a second"]
+    if epoch.get("padding_share") is not None:
+        found.append(f"padding {percent(epoch['padding_share'])}")
+    if epoch.get("mfu") is not None:
+        found.append(f"MFU {percent(epoch['mfu'])}")
+    elif epoch.get("flops_per_s"):
+        found.append(f"{epoch['flops_per_s'] / 1e12:.3g} TFLOP/s")
+    return ", ".join(found)
 
 
 def _tile(name: str, value: str, more: str, big: bool = False) -> Markup:

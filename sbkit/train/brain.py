@@ -32,6 +32,7 @@ from sbkit.train.signals import StopSignals
 from sbkit.train.step import Facts, Loss, Step, as_loss
 from sbkit.train.tally import Mean
 from sbkit.train.timing import StepBudget
+from sbkit.train.utilisation import Utilisation
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +106,8 @@ class Brain(sb.core.Brain):
         self._first_step_checked = self._told_dropped = self._validates = False
         self._budget = StepBudget(device)
         self._progress: Progress | None = None
+        self.utilisation: Utilisation | None = None
+        """Set before ``fit``, each epoch says how much of the device's arithmetic it used."""
         self._between = Between(self)
         self._parts = Parts(self)
         self._ema = getattr(self.hparams, "ema", None)

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from sbkit.nn.peek import Peek
 from sbkit.train.timing import StepBudget
+from sbkit.train.utilisation import Utilisation
 
 Value = torch.Tensor | float | None | Callable[[], "torch.Tensor | float | None"]
 
@@ -48,18 +49,19 @@ class StageDisplay:
     budget: where the share of time spent waiting for data is read from
     scale: how many ranks do the same: multiplies the audio seconds of this one
     colour: the bar's, in a terminal
+    utilisation: what a second of audio costs, where somebody counted it
     """
 
     def __init__(
         self, stage: str, total_steps: int | None, initial: int = 0, show: bool = True, *,
         budget: StepBudget | None = None, scale: float = 1.0, colour: str | None = None,
-        out: IO[str] | None = None,
+        out: IO[str] | None = None, utilisation: Utilisation | None = None,
     ):
         self.stage, self.total, self.done, self.show = stage, total_steps, initial, show
         self._initial = initial
         self._out = sys.stderr if out is None else out
         self._terminal = show and self._out.isatty()
-        self._budget, self._scale = budget, scale
+        self._budget, self._scale, self._utilisation = budget, scale, utilisation
         self._loss = self._lr = None
         self._peeks: dict[str, Peek] = {}
         self._shown: dict[str, float] = {}
@@ -158,8 +160,12 @@ class StageDisplay:
             text = f"lr {self._shown['lr']:.1e}"
             pieces.append(_Piece(4, text, text))
         if seconds > seconds_then:
-            speed = _count((seconds - seconds_then) / span * self._scale)
-            pieces.append(_Piece(2, f"audio {speed} s/s", f"{speed} s/s"))
+            speed = (seconds - seconds_then) / span
+            shown = _count(speed * self._scale)
+            pieces.append(_Piece(2, f"audio {shown} s/s", f"{shown} s/s"))
+            if self._utilisation is not None:
+                used = self._utilisation.words(speed)
+                pieces.append(_Piece(6, used, used))
         waits = self._budget.share("data") if self._budget is not None else None
         if waits is not None:
             colour = _YELLOW if waits > _SLOW_DATA else None

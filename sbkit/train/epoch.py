@@ -33,10 +33,11 @@ def train(brain: Any, train_set: Any, epoch: Any, show: bool) -> None:
     display = StageDisplay(
         f"train {epoch}", steps, initial=done, show=show,
         budget=brain._budget, scale=ranks.world_size(), colour=brain.tqdm_barcolor["train"] or None,
+        utilisation=brain.utilisation,
     )
     brain._budget.reset()
     brain._progress = Progress(display, brain.metrics_log, brain._budget, epoch,
-                               getattr(brain.hparams, "log_interval", 10.0))
+                               getattr(brain.hparams, "log_interval", 10.0), brain.utilisation)
     stepped = True
     with brain._budget.active(), display:
         for batch in _timed(brain, batches):

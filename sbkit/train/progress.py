@@ -13,6 +13,7 @@ from sbkit.train.metrics import MetricsLog
 from sbkit.train.step import Facts
 from sbkit.train.tally import Mean
 from sbkit.train.timing import StepBudget
+from sbkit.train.utilisation import Utilisation
 
 logger = logging.getLogger(__name__)
 
@@ -25,12 +26,13 @@ class Progress:
     display: the bar
     metrics: where a line goes every ``interval`` seconds; None: nowhere
     budget: where the step's time goes
+    utilisation: what a second of audio costs, where somebody counted it
     """
 
     def __init__(self, display: StageDisplay, metrics: MetricsLog | None, budget: StepBudget, epoch: Any,
-                 interval: float):
+                 interval: float, utilisation: Utilisation | None = None):
         self.display, self.metrics, self.budget = display, metrics, budget
-        self.epoch, self.interval = epoch, interval
+        self.epoch, self.interval, self.utilisation = epoch, interval, utilisation
         self.skipped = 0
         self._start = self._last = time.monotonic()
         self._seconds = self._padded = self._whole = self._whole_padded = 0.0
@@ -63,7 +65,7 @@ class Progress:
         self.metrics.write(
             "step", epoch=self.epoch, step=fact.number, loss=self._loss.value() if self._loss.count else None,
             **{name: mean.value() for name, mean in self._extras.items()}, lr=lr, grad_norm=self._norm,
-            audio_s_per_s=speed or None, data_wait_share=self.budget.share("data"),
+            audio_s_per_s=speed or None, **self._used(speed), data_wait_share=self.budget.share("data"),
             padding_share=1 - self._seconds / self._padded if self._padded else None,
             skipped_steps=self.skipped, **({"loss_scale": fact.scale} if fact.scale != 1 else {}),
         )
@@ -75,12 +77,27 @@ class Progress:
         took = time.monotonic() - self._start
         sections = self.budget.totals()
         total = sections.pop("total") or 1.0
+        speed = self._whole * ranks.world_size() / took
+        padding = 1 - self._whole / self._whole_padded if self._whole_padded else None
         if ranks.is_main() and self._steps:
-            logger.info("epoch %s: %s", self.epoch, self.budget.line())
+            logger.info("epoch %s: %s%s", self.epoch, self.budget.line(), self._words(speed, padding))
         if self.metrics is not None:
             self.metrics.write(
                 "epoch", epoch=self.epoch, step=step, train_loss=loss, train_seconds=round(took, 3),
-                audio_s_per_s=self._whole * ranks.world_size() / took or None, skipped_steps=self.skipped,
-                padding_share=1 - self._whole / self._whole_padded if self._whole_padded else None,
+                audio_s_per_s=speed or None, **self._used(speed), skipped_steps=self.skipped,
+                padding_share=padding,
                 time_shares={name: round(value / total, 4) for name, value in sections.items()},
             )
+
+    def _used(self, speed: float) -> dict[str, float | None]:
+        """Of the devices' arithmetic, at so many seconds of audio a second on all of them together."""
+        if self.utilisation is None or not speed:
+            return {}
+        return {"flops_per_s": self.utilisation.rate(speed),
+                "mfu": self.utilisation.share(speed / ranks.world_size())}
+
+    def _words(self, speed: float, padding: float | None) -> str:
+        if not speed or padding is None:
+            return ""
+        used = f", {self.utilisation.words(speed / ranks.world_size())}" if self.utilisation is not None else ""
+        return f"; audio {speed:.3g} s/s, padding {100 * padding:.0f} %{used}"

@@ -1,0 +1,95 @@
+"""A step's arithmetic: counted right, on a copy, and set against what the device's data sheet says."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from runs import TINY
+
+from sbkit.recipe import flops, load, speed
+from sbkit.train.utilisation import Utilisation
+
+RECIPE = Path(__file__).parents[2] / "hparams" / "ctc.yaml"
+SECONDS = 4.0
+
+
+@pytest.fixture(scope="module")
+def hparams():
+    return load.load(RECIPE, {**TINY, "dropout": 0.0})
+
+
+def by_hand(width=16, bins=80, channels=4):
+    """Products of the flagship's layers for 401 feature frames, by their formulas, and of three times as much where
+    gradients of weights and inputs follow; the first convolution has no gradient of its input to compute."""
+    filterbank = 2 * 401 * 201 * bins
+    frames = 401 + 16  # and the guard that the front end pads with
+    first = 2 * 9 * channels * (frames // 2) * (bins // 2)
+    second = 2 * 9 * channels**2 * (frames // 4) * (bins // 4)
+    projection, attention = bins // 4 * channels * width, (3 + 1) * width**2
+    feed_forward, convolution = 4 * width**2, (2 + 1) * width**2 + 15 * width
+    linear = 2 * 101 * (projection + attention + feed_forward + convolution + width * 28)
+    scores = 2 * 2 * 101**2 * width
+    return filterbank + 2 * first + 3 * (second + linear + scores)
+
+
+def test_it_is_what_the_formulas_say(hparams):
+    found = flops.operations_per_second(hparams, SECONDS) * SECONDS
+    assert found == pytest.approx(by_hand(), rel=0.05)
+
+
+def test_nothing_of_the_recipe_is_touched(hparams):
+    before = {name: value.clone() for name, value in hparams["model"].state_dict().items()}
+    generator, kinds = torch.get_rng_state(), [type(module) for module in hparams["model"].modules()]
+    flops.operations_per_second(hparams, SECONDS)
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert [type(module) for module in hparams["model"].modules()] == kinds
+    assert all(parameter.grad is None for parameter in hparams["model"].parameters())
+    assert all(torch.equal(value, before[name]) for name, value in hparams["model"].state_dict().items())
+
+
+def test_what_the_loss_does_not_reach_costs_nothing(hparams):
+    alone = flops.operations_per_second(hparams, SECONDS)
+    joint = flops.operations_per_second({**hparams, "ctc_weight": 0.3}, SECONDS)
+    twice = flops.operations_per_second({**hparams, "consistency": 0.2}, SECONDS)
+    assert joint > 1.01 * alone
+    assert twice == pytest.approx(2 * alone - 2 * 401 * 201 * 80 / SECONDS), "the views share their features"
+
+
+def test_the_typical_length_costs_what_all_lengths_cost():
+    durations = np.array([1.0, 2.0, 9.0], dtype=np.float32)
+    cost = lambda seconds: 5 * seconds + 3 * seconds**2  # noqa: E731
+    typical = flops.typical_seconds(durations)
+    assert cost(typical) / typical == pytest.approx(cost(durations).sum() / durations.sum())
+
+
+@pytest.mark.parametrize("name, precision, peak", [
+    ("NVIDIA H200", "bf16", 989e12), ("NVIDIA H200 NVL", "bf16", 836e12), ("NVIDIA H100 PCIe", "fp16", 756e12),
+    ("NVIDIA H100 80GB HBM3", "bf16", 989e12), ("NVIDIA GH200 480GB", "bf16", 990e12),
+    ("NVIDIA A100-SXM4-80GB", "fp32", 19.5e12), ("NVIDIA L40S", "bf16", 362e12), ("NVIDIA L4", "bf16", 121e12),
+    ("NVIDIA GeForce RTX 4090", "bf16", 165.2e12), ("NVIDIA GeForce RTX 3090 Ti", "bf16", None),
+    ("NVIDIA A10G", "bf16", None), ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16", None), ("Some card", "bf16", None),
+])
+def test_a_gpu_is_known_by_its_name(monkeypatch, name, precision, peak):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "highest")
+    found, source = speed.peak_of(torch.device("cuda"), precision)
+    assert found == peak and (peak is not None or source == name)
+
+
+def test_tf32_counts_where_it_was_switched_on(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    assert speed.peak_of(torch.device("cuda"), "fp32")[0] == 495e12
+
+
+def test_a_cpu_is_measured():
+    found, source = speed.peak_of(torch.device("cpu"), "fp32")
+    assert found > 1e8 and source == "a large matrix product here"
+
+
+def test_a_share_is_told_only_where_the_device_is_known():
+    known, unknown = Utilisation(6e8, 2e11, "its data sheet"), Utilisation(6e8, None, "Some card")
+    assert known.share(100.0) == pytest.approx(0.3) and known.words(100.0) == "MFU 30 %"
+    assert unknown.share(100.0) is None and unknown.words(100.0) == "60 GFLOP/s"
+    assert "200 GFLOP/s, by its data sheet" in str(known) and "not known of Some card" in str(unknown)
