@@ -21,7 +21,7 @@ def levels(p: float, like: Tensor) -> int:
     if not plain or not _COARSE <= p <= 1 - _COARSE:
         return 0
     rest, lower = math.modf(p * _LEVELS)
-    return int(lower) + (rest > 0 and torch.rand(()).item() < rest)
+    return int(lower) + bool(rest > 0 and torch.rand(()).numpy() < rest)  # no item(): nothing waits for a device
 
 
 def draw(shape: torch.Size) -> Tensor:
