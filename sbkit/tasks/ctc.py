@@ -21,6 +21,7 @@ from sbkit.nn.recognizer import Recognizer
 from sbkit.nn.taps import stack, tapped
 from sbkit.tasks.asr import ASR, Row, choices
 from sbkit.train.step import Loss
+from sbkit.train.timing import section
 
 
 class Scores(NamedTuple):
@@ -67,8 +68,9 @@ class CTC(ASR):
         """Waveforms [B, S] to scores [B, T, V]."""
         model, training = self.recognizer, stage == Stage.TRAIN
         views = self.views if training else 1
-        feats, frames = model.features(batch.signals, batch.signal_lengths, training=training, views=views,
-                                       counted=batch.weight != 0)
+        with section("features"):
+            feats, frames = model.features(batch.signals, batch.signal_lengths, training=training, views=views,
+                                           counted=batch.weight != 0)
         if not training:
             encoded, frames = model.encode(feats, frames)
             joint = stage == Stage.TEST and isinstance(self.decoder, JointSearch)

@@ -44,6 +44,8 @@ class StepBudget:
     what remains after the last gradient is computed makes the step longer. ``exposed_all_reduce(loss)`` puts
     a mark between the two, so the time after it until backward returns is counted as "all-reduce".
 
+    While torch's profiler runs (``--profile_training``), sections are spans of its trace.
+
         budget = StepBudget(device)
         with budget.active():
             with budget("data"): batch = next(batches)
@@ -64,6 +66,7 @@ class StepBudget:
         )
         self._sections = {name: _Section(self, name) for name in SECTIONS}
         self._open: list[str] = []
+        self._spans: list[torch.profiler.record_function | None] = []  # the same, by name in a profiler's trace
         self._thread = threading.get_ident()
         self.reset()
 
@@ -74,6 +77,7 @@ class StepBudget:
         self._steps = 0
         self._marks: deque[tuple[Any, str | None]] = deque()
         self._open.clear()
+        self._spans.clear()
         self._last = self._clock.now()
 
     @contextlib.contextmanager
@@ -154,8 +158,15 @@ class StepBudget:
     def _enter(self, name: str) -> None:
         self._mark()
         self._open.append(name)
+        span = torch.profiler.record_function(name) if torch.autograd._profiler_enabled() else None
+        self._spans.append(span)
+        if span is not None:
+            span.__enter__()
 
     def _leave(self) -> None:
+        span = self._spans.pop()
+        if span is not None:
+            span.__exit__(None, None, None)
         self._mark()
         self._open.pop()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -223,3 +224,28 @@ def test_waiting_for_another_rank_shows_as_all_reduce(tmp_path):
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert found.returncode == 0, found.stderr
+
+
+def test_a_profile_shows_the_parts_of_a_step(tmp_path):
+    def step(budget):
+        with budget("data"):
+            x = torch.ones(4, 4, requires_grad=True)
+        with budget("forward"), budget("features"):
+            loss = (x @ x).sum()
+        with budget("backward"):
+            budget.exposed_all_reduce(loss)
+            loss.backward()
+        budget.step()
+
+    budget, path = StepBudget("cpu"), tmp_path / "trace.json"
+    step(budget)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step(budget)
+    step(budget)
+    profile.export_chrome_trace(str(path))
+    spans = {event["name"]: event for event in json.loads(path.read_text())["traceEvents"]
+             if event.get("cat") == "user_annotation"}
+    assert spans.keys() == {"data", "forward", "features", "backward"}
+    inner, outer = spans["features"], spans["forward"]
+    assert outer["ts"] <= inner["ts"] and inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"]
+    assert not budget._spans and set(budget.totals()) >= {"data", "features", "backward"}
