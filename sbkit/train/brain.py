@@ -17,7 +17,7 @@ from speechbrain.utils.checkpoints import mark_as_loader, mark_as_saver, registe
 from speechbrain.utils.run_opts import RunOptions
 
 from sbkit.nn.accelerate import accelerate
-from sbkit.train import loaders, options, parallel, precision, ranks, rng, sharding
+from sbkit.train import compiling, loaders, options, parallel, precision, ranks, rng, sharding
 from sbkit.train.between import FLAGS, Between
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.culprit import Suspect
@@ -106,6 +106,7 @@ class Brain(sb.core.Brain):
         self._first_step_checked = self._told_dropped = self._validates = False
         self._budget = StepBudget(device)
         self._progress: Progress | None = None
+        self.compiled = False
         self.utilisation: Utilisation | None = None
         """Set before ``fit``, each epoch says how much of the device's arithmetic it used."""
         self._between = Between(self)
@@ -142,6 +143,17 @@ class Brain(sb.core.Brain):
             for written in self.checkpointer.recoverables.values():
                 if hasattr(written, "start_afresh"):
                     written.start_afresh()
+
+    def _compile(self) -> None:
+        """``--compile`` in place and by layers (see ``compiling``); ``--jit`` as SpeechBrain does it."""
+        if not self.compile:
+            super()._compile()
+            return
+        count = compiling.compile_blocks(self.modules, self.compile_module_keys, self.device, mode=self.compile_mode,
+                                         fullgraph=self.compile_using_fullgraph)
+        self.compiled = count > 0
+        if self.compiled:
+            logger.info("--compile: %d layers are compiled as the first epoch reaches them", count)
 
     def _wrap_distributed(self) -> None:
         """Wrap all modules at once (see ``parallel`` and ``sharding``)."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from sbkit.train import ranks
+from sbkit.train import compiling, ranks
 from sbkit.train.display import StageDisplay
 from sbkit.train.metrics import MetricsLog
 from sbkit.train.step import Facts
@@ -27,12 +27,15 @@ class Progress:
     metrics: where a line goes every ``interval`` seconds; None: nowhere
     budget: where the step's time goes
     utilisation: what a second of audio costs, where somebody counted it
+    compiled: layers run compiled, so that graphs compiled in an epoch are worth telling
     """
 
     def __init__(self, display: StageDisplay, metrics: MetricsLog | None, budget: StepBudget, epoch: Any,
-                 interval: float, utilisation: Utilisation | None = None):
+                 interval: float, utilisation: Utilisation | None = None,
+                 compiled: bool = False):
         self.display, self.metrics, self.budget = display, metrics, budget
         self.epoch, self.interval, self.utilisation = epoch, interval, utilisation
+        self._graphs = compiling.graphs() if compiled else None
         self.skipped = 0
         self._start = self._last = time.monotonic()
         self._seconds = self._padded = self._whole = self._whole_padded = 0.0
@@ -78,13 +81,15 @@ class Progress:
         sections = self.budget.totals()
         total = sections.pop("total") or 1.0
         speed = self._whole * ranks.world_size() / took
+        graphs = {} if self._graphs is None else {"graphs_compiled": compiling.graphs() - self._graphs}
         padding = 1 - self._whole / self._whole_padded if self._whole_padded else None
         if ranks.is_main() and self._steps:
-            logger.info("epoch %s: %s%s", self.epoch, self.budget.line(), self._words(speed, padding))
+            compiled = "".join(f", graphs compiled {count}" for count in graphs.values())
+            logger.info("epoch %s: %s%s%s", self.epoch, self.budget.line(), self._words(speed, padding), compiled)
         if self.metrics is not None:
             self.metrics.write(
                 "epoch", epoch=self.epoch, step=step, train_loss=loss, train_seconds=round(took, 3),
-                audio_s_per_s=speed or None, **self._used(speed), skipped_steps=self.skipped,
+                audio_s_per_s=speed or None, **self._used(speed), **graphs, skipped_steps=self.skipped,
                 padding_share=padding,
                 time_shares={name: round(value / total, 4) for name, value in sections.items()},
             )

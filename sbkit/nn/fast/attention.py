@@ -56,6 +56,22 @@ class RelPosMHAXL(attention.RelPosMHAXL):
         return (out, None) if return_attn_weights else out
 
 
+@torch.library.custom_op("sbkit::rotary_table", mutates_args=(),
+                         schema="(SymInt length, int size, ScalarType dtype, Device device) -> Tensor")
+def _rotary_table(length: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """SpeechBrain's cosines and sines [2, T, K], of which a compiler sees the shape only.
+
+    Traced, its memo would tie a graph to one length, so that each length is compiled anew.
+    """
+    table = attention._get_precomputed_values(length, size, dtype, device)
+    return torch.stack([table.cosines[:length], table.sines[:length]])
+
+
+@_rotary_table.register_fake
+def _(length: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(2, length, size, dtype=dtype, device=device)
+
+
 class RoPEMHA(attention.RoPEMHA):
     """Self-attention with rotary positions: [B, T, D] -> [B, T, D]; one mask row a key, pairs swapped by a view."""
 
@@ -93,9 +109,11 @@ class RoPEMHA(attention.RoPEMHA):
     @staticmethod
     def _rotate(x: Tensor) -> Tensor:
         """Rotate the pairs of the last dimension by their position: [B, T, H, 2, size]."""
-        table = attention._get_precomputed_values(x.shape[1], x.shape[-1], x.dtype, x.device)
-        cosines = table.cosines[: x.shape[1], None, None]
-        sines = table.sines[: x.shape[1], None, None]
+        if torch.compiler.is_dynamo_compiling():
+            cosines, sines = torch.ops.sbkit.rotary_table(x.shape[1], x.shape[-1], x.dtype, x.device)[:, :, None, None]
+        else:
+            table = attention._get_precomputed_values(x.shape[1], x.shape[-1], x.dtype, x.device)
+            cosines, sines = table.cosines[: x.shape[1], None, None], table.sines[: x.shape[1], None, None]
         swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
         return x * cosines + swapped * sines
 

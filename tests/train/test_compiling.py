@@ -1,0 +1,81 @@
+"""--compile: one graph for all layers and lengths, the same objects and keys, and a run where nothing compiles."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import sbkit
+from sbkit.errors import SbkitError
+from sbkit.train import compiling
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return x + self.lin(x).relu()
+
+
+def stacked():
+    return nn.ModuleDict({"model": nn.ModuleList([nn.ModuleList([Layer(), Layer(), Layer()]), nn.Linear(4, 2)])})
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    torch.compiler.reset()
+    compiling._compiled.cache_clear()
+    compiling._why_not.cache_clear()
+    monkeypatch.setattr(compiling.torch, "compile", lambda f, mode=None, _compile=torch.compile, **kwargs: _compile(
+        f, backend="eager", **kwargs))
+    yield
+    torch.compiler.reset()
+
+
+def test_layers_are_compiled_once_for_all_lengths_and_stay_what_they_were():
+    modules = stacked()
+    layers, keys = list(modules["model"][0]), list(modules.state_dict())
+    x = torch.randn(2, 9, 4)
+    expected = [layer(x) for layer in layers]
+    seen = []
+    assert compiling.compile_blocks(modules, None, "cpu") == 3
+    assert list(modules["model"][0]) == layers and list(modules.state_dict()) == keys
+    assert all(type(layer).__name__ == "Layer" and isinstance(layer, Layer) for layer in layers)
+    before = compiling.graphs()
+    for layer, value in zip(layers, expected, strict=True):
+        hook = layer.register_forward_hook(lambda module, inputs, output: seen.append(output))
+        torch.testing.assert_close(layer(x), value)
+        hook.remove()
+    assert len(seen) == 3, "a hook that comes and goes is called, and compiles nothing anew"
+    for length in (3, 17, 40):
+        for layer in layers:
+            layer(torch.randn(5, length, 4))
+    assert compiling.graphs() - before == 1
+
+
+def test_a_machine_without_a_compiler_says_so_once_and_trains(monkeypatch, caplog):
+    def broken(function, **kwargs):
+        def run(*args):
+            raise RuntimeError("no working C++ compiler\nmore")
+        return run
+
+    monkeypatch.setattr(compiling.torch, "compile", broken)
+    caplog.set_level(logging.WARNING)
+    modules = stacked()
+    brain = sbkit.Brain(modules, torch.optim.SGD, {}, {"device": "cpu", "compile": True})
+    brain._compile()
+    told = [record.message for record in caplog.records if "--compile" in record.message]
+    assert told == ["--compile: this machine can't compile for cpu, so the run goes on without it: "
+                    "RuntimeError: no working C++ compiler"]
+    assert not brain.compiled and not any(isinstance(m, compiling._Compiled) for m in brain.modules.modules())
+
+
+def test_keys_choose_and_a_wrong_one_is_named():
+    modules = nn.ModuleDict({"one": nn.Linear(4, 4), "two": nn.ModuleList([Layer(), Layer()])})
+    assert compiling.compile_blocks(modules, ["one"], "cpu") == 1
+    assert isinstance(modules["one"], compiling._Compiled) and not isinstance(modules["two"][0], compiling._Compiled)
+    with pytest.raises(SbkitError, match="there is no tow under modules"):
+        compiling.compile_blocks(modules, ["tow"], "cpu")
