@@ -4,10 +4,12 @@ import logging
 
 import pytest
 import torch
+from speechbrain.lobes.models.transformer.TransformerASR import TransformerASR
 from torch import nn
 
 import sbkit
 from sbkit.errors import SbkitError
+from sbkit.nn.accelerate import accelerate
 from sbkit.train import compiling
 
 
@@ -54,6 +56,28 @@ def test_layers_are_compiled_once_for_all_lengths_and_stay_what_they_were():
         for layer in layers:
             layer(torch.randn(5, length, 4))
     assert compiling.graphs() - before == 1
+
+
+def test_a_flagship_layer_compiles_once_for_all_lengths():
+    model = TransformerASR(
+        input_size=8, tgt_vocab=5, d_model=8, nhead=2, num_encoder_layers=2, num_decoder_layers=0, d_ffn=8,
+        dropout=0.1, encoder_module="conformer", attention_type="RoPEMHA", kernel_size=3, normalize_before=True,
+        causal=False)
+    accelerate(model)
+    assert compiling.compile_blocks(nn.ModuleDict({"model": model}), None, "cpu") == 2
+    model.eval()
+    x, lengths = torch.randn(3, 33, 8), torch.tensor([1.0, 0.8, 0.5])
+    with torch.no_grad():
+        compiled = model.encode(x, lengths)
+        with torch.compiler.set_stance("force_eager"):
+            torch.testing.assert_close(compiled, model.encode(x, lengths), atol=1e-5, rtol=1e-4)
+    model.train()
+    counts = []
+    for length in (21, 40, 70, 35, 130):
+        before = compiling.graphs()
+        model.encode(torch.randn(4, length, 8), torch.tensor([1.0, 0.8, 0.5, 0.3])).sum().backward()
+        counts.append(compiling.graphs() - before)
+    assert counts[0] > 0 and counts[1:] == [0, 0, 0, 0], "a length compiled anew"
 
 
 def test_a_machine_without_a_compiler_says_so_once_and_trains(monkeypatch, caplog):
