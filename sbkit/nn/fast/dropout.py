@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -44,7 +45,12 @@ def keep(bits: Tensor, drop: int, dtype: torch.dtype) -> Tensor:
 
 def _dropped(x: Tensor, bits: Tensor, drop: int) -> Tensor:
     kept = keep(bits, drop, x.dtype)
-    return torch.addcmul(kept.new_zeros(()), kept, x, value=factor(drop), out=kept)
+    return torch.addcmul(_zero(x.dtype), kept, x, value=factor(drop), out=kept)
+
+
+@functools.cache
+def _zero(dtype: torch.dtype) -> Tensor:
+    return torch.zeros((), dtype=dtype)
 
 
 class _Dropped(torch.autograd.Function):
