@@ -358,6 +358,7 @@ try:
         for batch in loader.at(epoch):
             if epoch == 1 and batch.step == 0:
                 print(*[worker.pid for worker in loader._loader._iterator._workers], flush=True)
+                time.sleep(1)  # the signal comes here: a run's own handler never interrupts torch's loader halfway
             time.sleep(0.01)
 except KeyboardInterrupt:
     for batch in loader.at(epoch + 1):  # the run ends in order: its workers still serve it
