@@ -24,7 +24,7 @@ from sbkit.data.batch import SAMPLE_RATE, Batch, DevicePrefetcher
 from sbkit.data.manifest import Manifest
 from sbkit.data.options import check_number
 from sbkit.data.plan import EpochPlan, Plan
-from sbkit.data.reader import Encoder, Failure, Reader, Request, quiet_worker
+from sbkit.data.reader import Encoder, Failure, Reader, Request, quiet_worker, starting_workers
 from sbkit.errors import SbkitError
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,8 @@ class _Loader:
         self._turn += 1
         turn = self._turn
         self._requests.source = source
-        with _plain_errors():
+        starts = self.workers and self._loader._iterator is None
+        with _plain_errors(), starting_workers() if starts else contextlib.nullcontext():
             batches = iter(self._loader)
         while True:
             if turn != self._turn:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import os
 import signal
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -127,13 +129,34 @@ def _pad(rows: Sequence[np.ndarray | list[int]], dtype: torch.dtype) -> torch.Te
     return out
 
 
+#: What reaches whole process groups, and is meant for the run.
+_GROUP_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
+
+
+@contextlib.contextmanager
+def starting_workers() -> Iterator[None]:
+    """Worker processes that begin within it have these signals held back until :func:`quiet_worker` is ready for them.
+
+    Else one that is still starting dies of a Ctrl-C, and its run waits for it.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _GROUP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def quiet_worker(worker: int) -> None:
     """Ctrl-C and SIGTERM reach whole process groups; the run decides when its workers end, and tells them.
 
     A worker whose run is gone notices within seconds and ends.
     """
+    run = multiprocessing.parent_process()
+    if multiprocessing.get_start_method() != "forkserver" and os.getppid() != run.pid:
+        os._exit(0)  # the run was killed while this started, which torch's own watch over it would never see
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # SLURM's warning, meant for the run
     # Exit code 0: torch raises an error in the run, wherever it is, when a worker is killed.
     signal.signal(signal.SIGALRM, lambda *_: os._exit(0))
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(SECONDS_AFTER_SIGTERM))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _GROUP_SIGNALS)

@@ -151,4 +151,3 @@ def worker_ignore_signals(worker_id: int = 0) -> None:
     the training with it before its checkpoint.
     """
     quiet_worker(worker_id)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)

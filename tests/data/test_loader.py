@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -356,9 +357,8 @@ try:
     while True:
         epoch += 1
         for batch in loader.at(epoch):
-            if epoch == 1 and batch.step == 2:  # both workers have started
+            if epoch == 1 and batch.step == 0:
                 print(*[worker.pid for worker in loader._loader._iterator._workers], flush=True)
-                time.sleep(1)  # the signal comes here: a run's own handler never interrupts torch's loader halfway
             time.sleep(0.01)
 except KeyboardInterrupt:
     for batch in loader.at(epoch + 1):  # the run ends in order: its workers still serve it
@@ -391,12 +391,33 @@ def test_ctrl_c_reaches_the_run_and_leaves_no_workers(manifest, tmp_path):
     assert not any(map(alive, workers))
 
 
+def _starts_slowly(say):
+    say.send("begun")
+    time.sleep(1)
+    reader.quiet_worker(0)
+    say.send("ready")
+
+
+@pytest.mark.parametrize("number", sorted(reader._GROUP_SIGNALS))
+def test_a_worker_that_is_still_starting_does_not_die_of_what_is_meant_for_its_run(number):
+    fork = multiprocessing.get_context("fork")
+    hear, say = fork.Pipe(duplex=False)
+    with reader.starting_workers():
+        worker = fork.Process(target=_starts_slowly, args=(say,))
+        worker.start()
+    assert hear.recv() == "begun"
+    os.kill(worker.pid, number)
+    assert hear.poll(10) and hear.recv() == "ready"
+    worker.join(10)
+    assert worker.exitcode == 0
+
+
 @pytest.mark.slow
 def test_workers_end_when_their_run_is_killed(manifest, tmp_path):
     process, workers = run_script(manifest, tmp_path)
     process.kill()
     process.wait()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 20
     while any(map(alive, workers)) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not any(map(alive, workers))
