@@ -156,7 +156,8 @@ def _use_kernels(log_probs: torch.Tensor, targets: torch.Tensor) -> bool:
 def _kernels_work(device: torch.device) -> bool:
     """Once per device: do the kernels compile there and give what torch gives on the CPU?"""
     mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode(0)  # this one comparison may wait
+    if mode:  # setting it is worth a warning to torch
+        torch.cuda.set_sync_debug_mode(0)  # this one comparison may wait
     try:
         with torch.enable_grad():
             expected, found = (_rehearse(by, on) for by, on in ((_by_torch, "cpu"), (_by_kernels, device)))
@@ -166,7 +167,8 @@ def _kernels_work(device: torch.device) -> bool:
     except Exception as error:  # no Triton, no compiler, an unknown card: torch's kernels do it, more slowly
         reason = f"{type(error).__name__}: {error}"
     finally:
-        torch.cuda.set_sync_debug_mode(mode)
+        if mode:
+            torch.cuda.set_sync_debug_mode(mode)
     logger.warning("sbkit's CTC kernels can't be used on %s, torch's are (they make the host wait): %s",
                    device, reason)
     return False

@@ -82,15 +82,17 @@ class Progress:
         total = sections.pop("total") or 1.0
         speed = self._whole * ranks.world_size() / took
         graphs = {} if self._graphs is None else {"graphs_compiled": compiling.graphs() - self._graphs}
+        waits, waiting = self.budget.waits.a_step(), self.budget.waits.words()
         padding = 1 - self._whole / self._whole_padded if self._whole_padded else None
         if ranks.is_main() and self._steps:
-            compiled = "".join(f", graphs compiled {count}" for count in graphs.values())
-            logger.info("epoch %s: %s%s%s", self.epoch, self.budget.line(), self._words(speed, padding), compiled)
+            more = [f"graphs compiled {count}" for count in graphs.values()] + ([waiting] if waiting else [])
+            logger.info("epoch %s: %s%s%s", self.epoch, self.budget.line(), self._words(speed, padding),
+                        "".join(f", {each}" for each in more))
         if self.metrics is not None:
             self.metrics.write(
                 "epoch", epoch=self.epoch, step=step, train_loss=loss, train_seconds=round(took, 3),
                 audio_s_per_s=speed or None, **self._used(speed), **graphs, skipped_steps=self.skipped,
-                padding_share=padding,
+                padding_share=padding, **({} if waits is None else {"host_waits_per_step": round(waits, 3)}),
                 time_shares={name: round(value / total, 4) for name, value in sections.items()},
             )
 

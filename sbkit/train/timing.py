@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from sbkit.train.waits import HostWaits
+
 SECTIONS = ("data", "copy", "features", "forward", "loss", "backward", "all-reduce", "optimizer")
 
 # Inside these nothing is split further: a forward that activation checkpointing repeats is "backward".
@@ -64,6 +66,7 @@ class StepBudget:
         self._clock: _HostClock | _CudaClock = (
             _CudaClock(self.device) if self.device.type == "cuda" and enabled else _HostClock()
         )
+        self.waits = HostWaits(self.device, enabled)
         self._sections = {name: _Section(self, name) for name in SECTIONS}
         self._open: list[str] = []
         self._spans: list[torch.profiler.record_function | None] = []  # the same, by name in a profiler's trace
@@ -79,6 +82,7 @@ class StepBudget:
         self._open.clear()
         self._spans.clear()
         self._last = self._clock.now()
+        self.waits.reset()
 
     @contextlib.contextmanager
     def active(self) -> Iterator[StepBudget]:
@@ -86,7 +90,8 @@ class StepBudget:
         global _current
         before, _current = _current, self
         try:
-            yield self
+            with self.waits:
+                yield self
         finally:
             _current = before
 
@@ -102,6 +107,7 @@ class StepBudget:
         if not self.enabled:
             return
         self._mark()
+        self.waits.step()
         self._steps += 1
         if self._steps % _DRAIN_EVERY == 0:
             self._drain(wait=False)
@@ -111,7 +117,8 @@ class StepBudget:
         """What happens inside (validation, a checkpoint) is no part of any step."""
         self._mark()
         try:
-            yield
+            with self.waits.pause():
+                yield
         finally:
             if self.enabled:
                 self._marks.append((self._clock.now(), None))
