@@ -7,16 +7,20 @@ import time
 
 import torch
 
-#: Dense 10^12 operations a second by the makers' data sheets: with bf16 or fp16 inputs and fp32 sums, with TF32, with
-#: fp32. The first entry whose words stand in the card's name counts, so the longer names come first.
+#: Dense 10^12 operations a second by the makers' data sheets: of tensor cores with bf16 or fp16 inputs and fp32 sums,
+#: of tensor cores with TF32, with fp32. The sheets' larger figures are for sparse matrices (twice the dense ones) and,
+#: for GeForce, for fp16 sums besides; a training step has neither.
+#: The first entry whose words stand in the card's name counts, so the longer names come first.
 PEAKS = {
-    "GB200": (2500, 1250, 80), "B200": (2250, 1125, 75), "GH200": (990, 495, 67),
+    "GB200": (2500, 1250, 80), "B200": (2250, 1100, 75), "GH200": (990, 495, 67),
     "H200 NVL": (836, 418, 60), "H200": (989, 495, 67), "H100 NVL": (836, 418, 60), "H100 PCIe": (756, 378, 51),
-    "H100": (989, 495, 67), "H800": (989, 495, 67), "A100": (312, 156, 19.5), "A800": (312, 156, 19.5),
+    "H100": (989, 495, 67), "H800 PCIe": (756, 378, 51), "H800": (989, 495, 67),
+    "A100": (312, 156, 19.5), "A800": (312, 156, 19.5),
     "A40": (149.7, 74.8, 37.4), "A30": (165, 82, 10.3), "A10": (125, 62.5, 31.2),
     "L40S": (362, 183, 91.6), "L40": (181, 90.5, 90.5), "L4": (121, 60, 30.3),
     "RTX 5090": (209.5, 104.8, 104.8), "RTX 4090": (165.2, 82.6, 82.6), "RTX 3090": (71, 35.6, 35.6),
-    "RTX 6000 Ada": (364.2, 182.1, 91.1), "RTX A6000": (154.8, 77.4, 38.7), "MI300X": (1307, 654, 163.4),
+    "RTX 6000 Ada": (364.2, 182.1, 91.1), "RTX A6000": (154.8, 77.4, 38.7),
+    "MI325X": (1307, 654, 163.4), "MI300X": (1307, 654, 163.4),
 }
 
 
@@ -30,7 +34,7 @@ def peak_of(device: torch.device, precision: str) -> tuple[float | None, str]:
     name = torch.cuda.get_device_name(device)
     column = 0 if precision in ("bf16", "fp16") else 2 if torch.get_float32_matmul_precision() == "highest" else 1
     for words, peaks in PEAKS.items():
-        if re.search(rf"\b{words}\b(?! (?:Ti|D)\b)", name) and "MIG" not in name:  # a slice of a card
+        if re.search(rf"\b{words}\b(?! (?:Ti|D|Laptop)\b)", name) and "MIG" not in name:  # MIG: a slice of a card
             return peaks[column] * 1e12, f"the {words}'s data sheet"
     return None, name
 

@@ -68,7 +68,9 @@ def test_the_typical_length_costs_what_all_lengths_cost():
     ("NVIDIA H100 80GB HBM3", "bf16", 989e12), ("NVIDIA GH200 480GB", "bf16", 990e12),
     ("NVIDIA A100-SXM4-80GB", "fp32", 19.5e12), ("NVIDIA L40S", "bf16", 362e12), ("NVIDIA L4", "bf16", 121e12),
     ("NVIDIA GeForce RTX 4090", "bf16", 165.2e12), ("NVIDIA GeForce RTX 3090 Ti", "bf16", None),
-    ("NVIDIA A10G", "bf16", None), ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16", None), ("Some card", "bf16", None),
+    ("NVIDIA H800 PCIe", "bf16", 756e12), ("NVIDIA B200", "bf16", 2250e12),
+    ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", None), ("NVIDIA A10G", "bf16", None),
+    ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16", None), ("Some card", "bf16", None),
 ])
 def test_a_gpu_is_known_by_its_name(monkeypatch, name, precision, peak):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
