@@ -8,18 +8,20 @@ alignment that is asked for, goes the same way back as SpeechBrain, for many pai
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
+from itertools import compress
 from operator import ne
 from typing import NamedTuple
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 from rapidfuzz.distance import Levenshtein, Prefix
 from rapidfuzz.process import cpdist
 
-from sbkit.score.texts import UTF_32, Tokens, as_tokens
+from sbkit.score.bits import MOST, count_short
+from sbkit.score.texts import Tokens, Words, words_of_lists, words_of_texts
 
+UTF_32 = f"utf-32-{sys.byteorder[0]}e"
 EQUAL, INSERTION, DELETION, SUBSTITUTION = "=IDS"
 _INSERT, _DELETE, _DIAGONAL = 1, 2, 3
 
@@ -29,6 +31,7 @@ _AN_EDIT, _A_STEP, _SUBSTITUTIONS = 1 << 34, 1 << 32, (1 << 32) - 1
 _STEPS = 3 * _A_STEP
 _FAR = 1 << 60  # no way leads here
 
+_AT_ONCE = 10_000  # pairs whose words are held as numbers at once
 _FRONT = 100_000  # cells of all fronts that are held at once
 _CELLS = 16_000_000  # bytes of the table that is held at once
 
@@ -47,24 +50,42 @@ class Counts(NamedTuple):
 
 def count(references: Sequence[Tokens], hypotheses: Sequence[Tokens]) -> Counts:
     """The edits that turn each reference into its hypothesis."""
-    differ = np.fromiter(map(ne, references, hypotheses), dtype=bool, count=len(references))
-    wrong = np.flatnonzero(differ)
-    refs, hyps = _pick(references, wrong), _pick(hypotheses, wrong)
+    differ, refs, hyps = _different(references, hypotheses)
     return _spread(differ, _count(refs, hyps, _lengths(hyps) - _lengths(refs)))
 
 
-def count_words(references: pa.Array, hypotheses: pa.Array) -> Counts:
-    """The same for texts (see ``texts.as_texts``), counted by words."""
-    differ = pc.not_equal(references, hypotheses)
-    refs, hyps, longer = as_tokens(references.filter(differ), hypotheses.filter(differ))
-    return _spread(np.asarray(differ), _count(refs, hyps, longer))
+def count_words(references: Sequence[str | Tokens], hypotheses: Sequence[str | Tokens]) -> Counts:
+    """The same for spaced texts, or for lists of words, counted by words."""
+    differ, refs, hyps = _different(references, hypotheses)
+    counts = [_count_words(refs[start:start + _AT_ONCE], hyps[start:start + _AT_ONCE])
+              for start in range(0, len(refs), _AT_ONCE)]
+    return _spread(differ, np.concatenate(counts, axis=1) if counts else 0)
 
 
-def _spread(differ: np.ndarray, found: Counts) -> Counts:
+def _different(references: Sequence, hypotheses: Sequence) -> tuple[np.ndarray, list, list]:
+    """Whether each pair differs, [N] bool, and those that do."""
+    differ = bytes(map(ne, references, hypotheses))
+    return np.frombuffer(differ, bool), list(compress(references, differ)), list(compress(hypotheses, differ))
+
+
+def _spread(differ: np.ndarray, found: Counts | np.ndarray) -> Counts:
     """Counts of the pairs that ``differ`` [N] among those of all."""
     counts = np.zeros((3, len(differ)), dtype=np.int64)
     counts[:, differ] = found
     return Counts(*counts)
+
+
+def _count_words(references: list[str | Tokens], hypotheses: list[str | Tokens]) -> Counts:
+    pairs = len(references)
+    texts = isinstance(references[0], str)
+    words = (words_of_texts if texts else words_of_lists)(references + hypotheses)
+    if words is None or words.counts.max() > MOST:
+        if texts:
+            references, hypotheses = ([text.split() for text in side] for side in (references, hypotheses))
+        return count(references, hypotheses)
+    refs, hyps = (Words(words.numbers, words.begins[side], words.counts[side])
+                  for side in (slice(pairs), slice(pairs, None)))
+    return _completed(*count_short(refs, hyps), hyps.counts - refs.counts)
 
 
 def _count(references: list[Tokens], hypotheses: list[Tokens], longer: np.ndarray) -> Counts:
@@ -83,7 +104,11 @@ def _count(references: list[Tokens], hypotheses: list[Tokens], longer: np.ndarra
         group = order[start:start + at_once]
         which = some[group]
         substitutions[which] = _preferred(_pick(references, group), _pick(hypotheses, group), edits[which])
-    insertions = (edits - substitutions - abs(longer)) // 2 + np.maximum(longer, 0)
+    return _completed(edits, substitutions, longer)
+
+
+def _completed(edits: np.ndarray, substitutions: np.ndarray, longer: np.ndarray) -> Counts:
+    insertions = (edits - substitutions + longer) // 2
     return Counts(insertions, insertions - longer, substitutions)
 
 

@@ -6,11 +6,9 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
-import pyarrow as pa
 
 from sbkit.console import atomic_write
 from sbkit.errors import SbkitError
@@ -25,7 +23,7 @@ from sbkit.score.edits import (
     count,
     count_words,
 )
-from sbkit.score.texts import as_texts, empty, word_count, words_of
+from sbkit.score.texts import Spaced, spaced
 
 GAP = "<eps>"  # stands where an alignment has no token, as in SpeechBrain's file
 
@@ -78,12 +76,13 @@ class ErrorRates:
             raise SbkitError(f"error rates are counted by 'word' or by 'character', not by '{unit}'")
         self.unit = unit
         self.space = space
-        self.ids: dict[str, None] = {}
-        # Characters or lists of words. What can be kept as texts stands in blocks, as long as there is nothing else.
-        self._references: list[Tokens] = []
-        self._hypotheses: list[Tokens] = []
-        nothing = pa.array([], pa.large_string())
-        self._blocks: list[tuple[pa.Array, pa.Array]] | None = [(nothing, nothing)] if unit == "word" else None
+        self.ids: list[str] = []
+        self._known: set[str] = set()
+        # Texts, as long as all are and words are counted; else lists of words, or characters.
+        self._are_texts = unit == "word"
+        self._references: list[str | Tokens] = []
+        self._hypotheses: list[str | Tokens] = []
+        self._size = 0  # tokens of all references
         self._counts: Counts | None = None
 
     def __len__(self) -> int:
@@ -95,58 +94,49 @@ class ErrorRates:
         if not len(ids) == len(references) == len(hypotheses):
             raise SbkitError(f"{len(ids)} ids, {len(references)} references and {len(hypotheses)} hypotheses "
                              "can't be paired")
-        block = None if self._blocks is None else _block(references, hypotheses)
-        if block is None:
-            refs, hyps = self._tokens(references), self._tokens(hypotheses)
-            unspoken = [not ref for ref in refs]
-        else:
-            unspoken = empty(block[0])
-        _refuse([ids[i] for i in np.flatnonzero(unspoken)], "an empty reference",
-                "correct the transcript or leave the utterance out")
-        if block is None and None in hyps:
+        texts = _texts(references, hypotheses) if self._are_texts else None
+        refs, hyps = ((self._tokens(references), self._tokens(hypotheses)) if texts is None else
+                      (side.texts for side in texts))
+        if not all(refs):
+            _refuse([name for name, ref in zip(ids, refs, strict=True) if not ref], "an empty reference",
+                    "correct the transcript or leave the utterance out")
+        if not all(hyps):
             _refuse([name for name, hyp in zip(ids, hyps, strict=True) if hyp is None], "no hypothesis",
                     "one that is empty is '', and is scored")
-        before = len(self.ids)
-        self.ids.update(dict.fromkeys(ids))
-        if len(self.ids) < before + len(ids):
-            self.ids = dict.fromkeys(islice(self.ids, before))
+        self._known.update(ids)
+        if len(self._known) < len(self.ids) + len(ids):
+            self._known = set(self.ids)
             seen = Counter([*ids, *self.ids])
             _refuse([name for name in dict.fromkeys(ids) if seen[name] > 1], "an id that occurs more than once",
                     "each utterance is scored once")
+        self.ids += ids
         self._counts = None
-        if block is not None:
-            self._blocks.append(block)
-            return
-        if self._blocks is not None:
-            self._references, self._hypotheses, self._blocks = list(self.references), list(self.hypotheses), None
+        if self._are_texts and texts is None:
+            self._references, self._hypotheses, self._are_texts = list(self.references), list(self.hypotheses), False
         self._references += refs
         self._hypotheses += hyps
+        self._size += sum(map(len, refs)) if texts is None else texts[0].words
 
     def _tokens(self, side: Sequence[str | Tokens]) -> list[Tokens]:
-        words = [text.split() if isinstance(text, str) else text for text in side]
-        return words if self.unit == "word" else [each if each is None else self.space.join(each) for each in words]
-
-    def _texts(self) -> tuple[pa.Array, pa.Array]:
-        """All references and all hypotheses, in one block."""
-        if len(self._blocks) > 1:
-            self._blocks = [tuple(map(pa.concat_arrays, zip(*self._blocks, strict=True)))]
-        return self._blocks[0]
+        if any(issubclass(kind, str) for kind in set(map(type, side))):
+            side = [text.split() if isinstance(text, str) else text for text in side]
+        return side if self.unit == "word" else [each if each is None else self.space.join(each) for each in side]
 
     @property
     def references(self) -> Sequence[Tokens]:
         """The tokens of each reference, in the order in which they were added."""
-        return self._references if self._blocks is None else _Split(self._texts()[0])
+        return _Split(self._references) if self._are_texts else self._references
 
     @property
     def hypotheses(self) -> Sequence[Tokens]:
-        return self._hypotheses if self._blocks is None else _Split(self._texts()[1])
+        return _Split(self._hypotheses) if self._are_texts else self._hypotheses
 
     def merge(self, others: Iterable[ErrorRates]) -> ErrorRates:
         """Take what others collected, for instance other ranks; gives itself back."""
         for other in others:
             if (other.unit, other.space) != (self.unit, self.space):
                 raise SbkitError(f"rates by {other.unit} can't be merged into rates by {self.unit}")
-            self.add(list(other.ids), other.references, other.hypotheses)
+            self.add(other.ids, other._references, other._hypotheses)
         return self
 
     @property
@@ -155,8 +145,8 @@ class ErrorRates:
         if self._counts is None:
             if not self.ids:
                 raise SbkitError("there is nothing to score: no utterance was added")
-            self._counts = (count(self._references, self._hypotheses) if self._blocks is None else
-                            count_words(*self._texts()))
+            count_all = count_words if self.unit == "word" else count
+            self._counts = count_all(self._references, self._hypotheses)
         return self._counts
 
     @property
@@ -167,23 +157,17 @@ class ErrorRates:
     @property
     def lengths(self) -> np.ndarray:
         """Tokens of each reference, [N] int64."""
-        if self._blocks is not None:
-            return words_of(self._texts()[0]).counts
-        return np.fromiter(map(len, self._references), np.int64, len(self))
-
-    def _size(self) -> int:
-        """Tokens of all references."""
-        return sum(map(len, self._references)) if self._blocks is None else word_count(self._texts()[0])
+        return np.fromiter(map(len, self.references), np.int64, len(self))
 
     @property
     def rate(self) -> float:
         """The error rate in per cent."""
-        return 100.0 * int(self.edits.sum()) / self._size()
+        return 100.0 * int(self.edits.sum()) / self._size
 
     def summary(self) -> dict[str, float | int]:
         """SpeechBrain's ``ErrorRateStats.summarize()``: the same keys, the same numbers."""
         insertions, deletions, substitutions = (int(kind.sum()) for kind in self.counts)
-        edits, tokens = insertions + deletions + substitutions, self._size()
+        edits, tokens = insertions + deletions + substitutions, self._size
         wrong = int(np.count_nonzero(self.edits))
         return {
             "WER": 100.0 * edits / tokens, "SER": 100.0 * wrong / len(self), "num_edits": edits,
@@ -235,27 +219,25 @@ class ErrorRates:
 class _Split(Sequence[Tokens]):
     """The words of texts; each is split when it is looked at."""
 
-    def __init__(self, texts: pa.Array):
+    def __init__(self, texts: list[str]):
         self.texts = texts
 
     def __len__(self) -> int:
         return len(self.texts)
 
     def __getitem__(self, index: int) -> Tokens:
-        return self.texts[index].as_py().split()
+        return self.texts[index].split()
 
     def __iter__(self) -> Iterator[Tokens]:
-        return (text.split() for text in self.texts.to_pylist())
+        return map(str.split, self.texts)
 
 
-def _block(*sides: Sequence[str | Tokens]) -> tuple[pa.Array, ...] | None:
-    """The sides as texts, if each can be; the second is not tried for nothing."""
-    texts = []
-    for side in sides:
-        texts.append(as_texts(side))
-        if texts[-1] is None:
-            return None
-    return tuple(texts)
+def _texts(references: Sequence[str | Tokens], hypotheses: Sequence[str | Tokens]) -> tuple[Spaced, Spaced] | None:
+    """The sides, if all are texts."""
+    try:
+        return spaced(references), spaced(hypotheses)
+    except TypeError:
+        return None
 
 
 def score(references: Mapping[str, str | Tokens], hypotheses: Mapping[str, str | Tokens], unit: str = "word",
