@@ -19,7 +19,7 @@ from rapidfuzz.distance import Levenshtein, Prefix
 from rapidfuzz.process import cpdist
 
 from sbkit.score.bits import MOST, count_short
-from sbkit.score.texts import Tokens, Words, words_of_lists, words_of_texts
+from sbkit.score.texts import Tokens, Words, words_of
 
 UTF_32 = f"utf-32-{sys.byteorder[0]}e"
 EQUAL, INSERTION, DELETION, SUBSTITUTION = "=IDS"
@@ -54,8 +54,8 @@ def count(references: Sequence[Tokens], hypotheses: Sequence[Tokens]) -> Counts:
     return _spread(differ, _count(refs, hyps, _lengths(hyps) - _lengths(refs)))
 
 
-def count_words(references: Sequence[str | Tokens], hypotheses: Sequence[str | Tokens]) -> Counts:
-    """The same for spaced texts, or for lists of words, counted by words."""
+def count_words(references: Sequence[str], hypotheses: Sequence[str]) -> Counts:
+    """The same for texts (see ``texts.as_texts``), counted by words."""
     differ, refs, hyps = _different(references, hypotheses)
     counts = [_count_words(refs[start:start + _AT_ONCE], hyps[start:start + _AT_ONCE])
               for start in range(0, len(refs), _AT_ONCE)]
@@ -75,16 +75,12 @@ def _spread(differ: np.ndarray, found: Counts | np.ndarray) -> Counts:
     return Counts(*counts)
 
 
-def _count_words(references: list[str | Tokens], hypotheses: list[str | Tokens]) -> Counts:
-    pairs = len(references)
-    texts = isinstance(references[0], str)
-    words = (words_of_texts if texts else words_of_lists)(references + hypotheses)
-    if words is None or words.counts.max() > MOST:
-        if texts:
-            references, hypotheses = ([text.split() for text in side] for side in (references, hypotheses))
-        return count(references, hypotheses)
+def _count_words(references: list[str], hypotheses: list[str]) -> Counts:
+    words = words_of(references + hypotheses)
+    if words.counts.max() > MOST:
+        return count(*([text.split() for text in side] for side in (references, hypotheses)))
     refs, hyps = (Words(words.numbers, words.begins[side], words.counts[side])
-                  for side in (slice(pairs), slice(pairs, None)))
+                  for side in (slice(len(references)), slice(len(references), None)))
     return _completed(*count_short(refs, hyps), hyps.counts - refs.counts)
 
 

@@ -23,7 +23,7 @@ from sbkit.score.edits import (
     count,
     count_words,
 )
-from sbkit.score.texts import Spaced, spaced
+from sbkit.score.texts import Spaced, as_texts
 
 GAP = "<eps>"  # stands where an alignment has no token, as in SpeechBrain's file
 
@@ -118,9 +118,8 @@ class ErrorRates:
         self._size += sum(map(len, refs)) if texts is None else texts[0].words
 
     def _tokens(self, side: Sequence[str | Tokens]) -> list[Tokens]:
-        if any(issubclass(kind, str) for kind in set(map(type, side))):
-            side = [text.split() if isinstance(text, str) else text for text in side]
-        return side if self.unit == "word" else [each if each is None else self.space.join(each) for each in side]
+        words = [text.split() if isinstance(text, str) else text for text in side]
+        return words if self.unit == "word" else [each if each is None else self.space.join(each) for each in words]
 
     @property
     def references(self) -> Sequence[Tokens]:
@@ -145,7 +144,7 @@ class ErrorRates:
         if self._counts is None:
             if not self.ids:
                 raise SbkitError("there is nothing to score: no utterance was added")
-            count_all = count_words if self.unit == "word" else count
+            count_all = count_words if self._are_texts else count
             self._counts = count_all(self._references, self._hypotheses)
         return self._counts
 
@@ -232,12 +231,14 @@ class _Split(Sequence[Tokens]):
         return map(str.split, self.texts)
 
 
-def _texts(references: Sequence[str | Tokens], hypotheses: Sequence[str | Tokens]) -> tuple[Spaced, Spaced] | None:
-    """The sides, if all are texts."""
-    try:
-        return spaced(references), spaced(hypotheses)
-    except TypeError:
-        return None
+def _texts(*sides: Sequence[str | Tokens]) -> list[Spaced] | None:
+    """The sides as texts, if each can be; the second is not tried for nothing."""
+    texts = []
+    for side in sides:
+        texts.append(as_texts(side))
+        if texts[-1] is None:
+            return None
+    return texts
 
 
 def score(references: Mapping[str, str | Tokens], hypotheses: Mapping[str, str | Tokens], unit: str = "word",

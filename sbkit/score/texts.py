@@ -13,6 +13,7 @@ import numpy as np
 Tokens = Sequence[str]
 
 _SPACE, _LINE = b" \n"
+_LISTS = 200  # of words that are looked at together: at each further look they are in the core's own cache
 _SOME_OF_EIGHT = np.array([(1 << 8 * kept) - 1 for kept in range(9)], dtype=np.uint64)
 _TABLE = 14  # bits of a place in the table in which long words are found again: it stays in a core's own cache
 _MIX = 0x9E3779B97F4A7C15
@@ -37,7 +38,32 @@ class Spaced(NamedTuple):
     words: int  # of all
 
 
-def spaced(texts: Sequence[str]) -> Spaced:
+def as_texts(side: Sequence[str | Tokens]) -> Spaced | None:
+    """Texts, or lists of words; None where there is something else, or a word that a text would not give back."""
+    try:
+        return _spaced(side)
+    except TypeError:
+        return _joined(side)
+
+
+def _joined(side: Sequence[str | Tokens]) -> Spaced | None:
+    texts: list[str] = []
+    lengths: list[int] = []
+    for start in range(0, len(side), _LISTS):
+        part = side[start:start + _LISTS]
+        if any(issubclass(kind, str) for kind in set(map(type, part))):
+            part = [words.split() if isinstance(words, str) else words for words in part]
+        try:
+            texts += map(" ".join, part)
+        except TypeError:
+            return None
+        lengths += map(len, part)
+    found = _spaced(texts)  # no text has fewer words than its list, but that of a single empty one
+    same = found.texts == texts and found.words == sum(lengths) and texts.count("") == lengths.count(0)
+    return found if same else None
+
+
+def _spaced(texts: Sequence[str]) -> Spaced:
     if not texts:
         return Spaced(texts, 0)
     joined = "\n".join(texts)
@@ -49,7 +75,7 @@ def spaced(texts: Sequence[str]) -> Spaced:
     return Spaced(texts, int(np.count_nonzero(breaks)) - (0 if all(texts) else texts.count("")))
 
 
-def words_of_texts(texts: Sequence[str]) -> Words:
+def words_of(texts: Sequence[str]) -> Words:
     """Of spaced texts."""
     letters = _letters("\n".join(texts))
     ends = np.flatnonzero(_breaks(letters))
@@ -59,21 +85,6 @@ def words_of_texts(texts: Sequence[str]) -> Words:
     counts = lines - begins
     counts[starts.take(begins) == ends.take(begins)] = 0  # an empty line is no word
     return Words(_numbers(letters, starts, ends - starts), begins, counts)
-
-
-def words_of_lists(lists: Sequence[Tokens]) -> Words | None:
-    """None where a word is no text, or has a space or a line's end in it."""
-    try:
-        letters = _letters("\n".join(map(" ".join, lists)))
-    except TypeError:
-        return None
-    counts = np.fromiter(map(len, lists), np.int64, len(lists))
-    lines = np.cumsum(np.maximum(counts, 1))
-    ends = np.flatnonzero(_breaks(letters))
-    if len(ends) != lines[-1]:
-        return None
-    starts = _shifted(ends + 1)
-    return Words(_numbers(letters, starts, ends - starts), _shifted(lines), counts)
 
 
 def _letters(joined: str) -> np.ndarray:

@@ -11,7 +11,7 @@ from speechbrain.utils.edit_distance import count_ops, op_table
 
 from sbkit.score import bits, edits, texts
 from sbkit.score.edits import count, count_words
-from sbkit.score.texts import spaced, words_of_lists, words_of_texts
+from sbkit.score.texts import as_texts, words_of
 
 # Some begin alike for eight letters and for sixteen, some end there.
 WORDS = ["a", "ab", "abcdefgh", "abcdefghi", "bcdefghi", "abcdefghabcdefghi", "abcdefghabcdefghj", "ä", "家", "राममममम"]
@@ -32,8 +32,7 @@ def test_texts_are_counted_by_words_however_many_at_once(pairs, limits):
         for limit, value in zip(((edits, "_AT_ONCE"), (bits, "_CELLS"), (texts, "_TABLE"), (edits, "MOST")), limits,
                                 strict=True):
             patch.setattr(*limit, value)
-        check(count_words(*([" ".join(words) for words in side] for side in sides)), pairs)
-        check(count_words(*sides), pairs)
+        check(count_words(*(as_texts(side).texts for side in sides)), pairs)
     check(count(*sides), pairs)
 
 
@@ -43,38 +42,42 @@ def test_sequences_that_fill_an_integer_and_longer_ones_are_counted():
     pairs = [[rng.choices("abc", k=size) for size in (rows, columns)] for rows in sizes for columns in sizes]
     longer = [[rng.choices("abc", k=64), rng.choices("abc", k=60)], [["a"], ["a"] * 70]]
     for some in (pairs, pairs[:20] + longer):
-        check(count_words(*zip(*some, strict=True)), some)
+        check(count_words(*(as_texts(side).texts for side in zip(*some, strict=True))), some)
 
 
-@given(st.lists(st.lists(st.sampled_from(["a", "abcdefghi", "ä", "", "new york", "x\u3000y", "b\nc", "\ud800"]),
-                         max_size=3), min_size=1, max_size=5))
-@example([[""], ["new york"]])
-@example([[""], []])
-def test_words_of_lists_have_equal_numbers_where_they_are_equal(lists):
-    words = words_of_lists(lists)
-    if words is None:
-        assert {"new york", "b\nc"} & {word for words in lists for word in words}
+@given(st.lists(st.lists(st.sampled_from(
+    ["a", "abcdefghi", "ä", "", "new york", "x\u3000y", "b\nc", "\u200d", "\ud800"]), max_size=3), max_size=5),
+    st.sampled_from([2, 200]))
+@example([[""], ["new york"]], 2)
+def test_lists_of_words_become_texts_that_give_them_back_or_none(lists, at_once):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(texts, "_LISTS", at_once)
+        joined = as_texts(lists)
+    if joined is None:
+        assert any(word.split() != [word] for words in lists for word in words)
     else:
-        found = [words.numbers[begin:begin + many].tolist()
-                 for begin, many in zip(words.begins, words.counts, strict=True)]
-        names = {number: word for numbers, each in zip(found, lists, strict=True)
-                 for number, word in zip(numbers, each, strict=True)}
-        assert [[names[number] for number in numbers] for numbers in found] == lists
-        assert len(set(names.values())) == len(names)
+        assert [text.split() for text in joined.texts] == lists and joined.words == sum(map(len, lists))
+
+
+@given(st.lists(TEXTS, min_size=1, max_size=5))
+def test_words_have_equal_numbers_where_they_are_equal(lists):
+    words = words_of([" ".join(each) for each in lists])
+    assert words.counts.tolist() == list(map(len, lists))
+    pairs = {(word, number) for each, begin in zip(lists, words.begins.tolist(), strict=True)
+             for word, number in zip(each, words.numbers[begin:].tolist(), strict=False)}
+    assert len(pairs) == len({word for word, _ in pairs}) == len({number for _, number in pairs})
 
 
 @settings(deadline=None)
 @given(st.lists(st.text(st.sampled_from("ab  \t\n\x00\x1f\x85\xa0\u2003\u3000ä\ud800"), max_size=4), max_size=3))
 def test_texts_keep_their_words_with_one_space_between(found):
     expected = [text.split() for text in found]
-    one = spaced(found)
+    one = as_texts(found)
     assert list(one.texts) == list(map(" ".join, expected)) and one.words == sum(map(len, expected))
     if found:
-        assert words_of_texts(one.texts).counts.tolist() == list(map(len, expected))
+        assert words_of(one.texts).counts.tolist() == list(map(len, expected))
 
 
-def test_what_is_no_text_is_no_words():
-    assert words_of_lists([["a"], [1, 2]]) is None
-    with pytest.raises(TypeError):
-        spaced(["a", None])
-    assert count_words([[1, 2]], [[1, 3]]).substitutions.tolist() == [1]
+def test_what_is_no_text_is_none():
+    assert as_texts(["a", None]) is None and as_texts([["a"], [1, 2]]) is None
+    assert as_texts(["a", ["b", "c"]]).texts == ["a", "b c"]
