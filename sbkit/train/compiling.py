@@ -65,7 +65,10 @@ def _parts(module: nn.Module) -> list[nn.Module]:
 
 @functools.cache
 def _compiled(kind: type, mode: str | None, fullgraph: bool) -> type:
-    run = torch.compile(kind.forward, mode=mode, fullgraph=fullgraph, dynamic=True)
+    options = torch._inductor.list_mode_options(mode or "default", dynamic=True)
+    # On a CPU it gives what lies beside a convolution strides of one length, so that each length is compiled anew.
+    options["layout_optimization"] = False
+    run = torch.compile(kind.forward, options=options, fullgraph=fullgraph, dynamic=True)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return run(self, *args, **kwargs)

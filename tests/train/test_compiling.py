@@ -31,7 +31,7 @@ def fresh(monkeypatch):
     torch.compiler.reset()
     compiling._compiled.cache_clear()
     compiling._why_not.cache_clear()
-    monkeypatch.setattr(compiling.torch, "compile", lambda f, mode=None, _compile=torch.compile, **kwargs: _compile(
+    monkeypatch.setattr(compiling.torch, "compile", lambda f, options=None, _compile=torch.compile, **kwargs: _compile(
         f, backend="eager", **kwargs))
     yield
     torch.compiler.reset()
@@ -78,6 +78,16 @@ def test_a_flagship_layer_compiles_once_for_all_lengths():
         model.encode(torch.randn(4, length, 8), torch.tensor([1.0, 0.8, 0.5, 0.3])).sum().backward()
         counts.append(compiling.graphs() - before)
     assert counts[0] > 0 and counts[1:] == [0, 0, 0, 0], "a length compiled anew"
+
+
+@pytest.mark.parametrize("mode", [None, "max-autotune"])
+def test_a_mode_is_kept_and_layouts_of_one_length_are_not_asked_for(monkeypatch, mode):
+    """With inductor's layouts on a CPU, the flagship's attention weights were of one length (seen with torch 2.11)."""
+    asked = []
+    monkeypatch.setattr(compiling.torch, "compile", lambda f, **kwargs: asked.append(kwargs) or f)
+    assert compiling.compile_blocks(stacked(), None, "cpu", mode=mode) == 3
+    options, = (kwargs["options"] for kwargs in asked if "options" in kwargs)
+    assert options["layout_optimization"] is False and options.get("max_autotune", False) == (mode is not None)
 
 
 def test_a_machine_without_a_compiler_says_so_once_and_trains(monkeypatch, caplog):
