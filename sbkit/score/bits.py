@@ -14,7 +14,7 @@ from sbkit.score.texts import Words
 
 MOST = 63  # tokens of a sequence, that fit an integer with a bit to spare
 
-_CELLS = 1_000_000  # of all tables that are held at once: about what a core's own cache holds
+_CELLS = 2_000_000  # of all tables that are held at once
 _BITS = (1 << np.arange(8, dtype=np.uint8))[:, None]
 _ONES = np.array([number.bit_count() for number in range(256)], np.uint8)
 

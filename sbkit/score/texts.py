@@ -59,25 +59,25 @@ def _joined(side: Sequence[str | Tokens]) -> Spaced | None:
             return None
         lengths += map(len, part)
     found = _spaced(texts)  # no text has fewer words than its list, but that of a single empty one
-    same = found.texts == texts and found.words == sum(lengths) and texts.count("") == lengths.count(0)
-    return found if same else None
+    if not (found.texts is texts or found.texts == texts) or found.words != sum(lengths):
+        return None
+    return found if all(texts) or texts.count("") == lengths.count(0) else None
 
 
 def _spaced(texts: Sequence[str]) -> Spaced:
     if not texts:
         return Spaced(texts, 0)
-    joined = "\n".join(texts)
-    letters = _letters(joined)
+    letters = _letters(texts)
     breaks = _breaks(letters)
-    if not _is_spaced(letters[:-7], breaks, len(texts)) or not (joined.isascii() or "".join(texts).isprintable()):
+    if not _is_spaced(letters[:-7], breaks, texts):
         texts = [" ".join(text.split()) for text in texts]
-        breaks = _breaks(_letters("\n".join(texts)))
+        breaks = _breaks(_letters(texts))
     return Spaced(texts, int(np.count_nonzero(breaks)) - (0 if all(texts) else texts.count("")))
 
 
 def words_of(texts: Sequence[str]) -> Words:
     """Of spaced texts."""
-    letters = _letters("\n".join(texts))
+    letters = _letters(texts)
     ends = np.flatnonzero(_breaks(letters))
     lines = np.flatnonzero(letters.take(ends) == _LINE) + 1
     begins = _shifted(lines)
@@ -87,9 +87,9 @@ def words_of(texts: Sequence[str]) -> Words:
     return Words(_numbers(letters, starts, ends - starts), begins, counts)
 
 
-def _letters(joined: str) -> np.ndarray:
-    """Lines as UTF-8, [L + 7] uint8: from each of the first L, eight letters can be read."""
-    return np.frombuffer((joined + "\n" + "\0" * 7).encode(errors="surrogatepass"), np.uint8)
+def _letters(texts: Sequence[str]) -> np.ndarray:
+    """A line of UTF-8 for each text, [L + 7] uint8: from each of the first L, eight letters can be read."""
+    return np.frombuffer("\n".join([*texts, "\0" * 7]).encode(errors="surrogatepass"), np.uint8)
 
 
 def _breaks(letters: np.ndarray) -> np.ndarray:
@@ -98,15 +98,14 @@ def _breaks(letters: np.ndarray) -> np.ndarray:
     return (letters == _SPACE) | (letters == _LINE)
 
 
-def _is_spaced(letters: np.ndarray, breaks: np.ndarray, texts: int) -> bool:
-    """Whether so many texts are as many lines, and spaces are single and between words.
-
-    Other spaces than those of ASCII it does not know.
-    """
-    if letters[0] == _SPACE or np.count_nonzero(letters < _SPACE) > texts:
+def _is_spaced(letters: np.ndarray, breaks: np.ndarray, texts: Sequence[str]) -> bool:
+    """Whether the texts' lines have no other spaces than single ones between words. Rare characters may say no."""
+    if letters[0] == _SPACE or np.count_nonzero(letters < _SPACE) > len(texts):
         return False
     double = np.flatnonzero(breaks[1:] & breaks[:-1])  # the ends of lines can follow on each other
-    return not np.any((letters[double] == _SPACE) | (letters[double + 1] == _SPACE))
+    if np.any((letters[double] == _SPACE) | (letters[double + 1] == _SPACE)):
+        return False
+    return bool(letters.max() < 128) or "".join(texts).isprintable()
 
 
 def _shifted(ends: np.ndarray) -> np.ndarray:
