@@ -31,7 +31,7 @@ from sbkit.train.progress import Progress
 from sbkit.train.signals import StopSignals
 from sbkit.train.step import Facts, Loss, Step, as_loss
 from sbkit.train.tally import Mean
-from sbkit.train.timing import StepBudget
+from sbkit.train.timing import StepBudget, profiler
 from sbkit.train.utilisation import Utilisation
 
 logger = logging.getLogger(__name__)
@@ -82,6 +82,8 @@ class Brain(sb.core.Brain):
         )
         if hparams is None:
             self.hparams = SimpleNamespace()
+        if self.profiler is not None:
+            self.profiler = profiler(self.profile_warmup, self.profile_steps, self.hparams.output_folder)
         if getattr(self.hparams, "accelerate", True):
             accelerate(self.modules)
             for features in (value for value in vars(self.hparams).values() if isinstance(value, torch.nn.Module)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections import deque
@@ -32,6 +33,16 @@ def section(name: str) -> contextlib.AbstractContextManager:
     if budget is None or torch.compiler.is_compiling():
         return _NOTHING
     return budget(name)
+
+
+def profiler(warmup: int, steps: int, folder: str | os.PathLike) -> torch.profiler.profile:
+    """SpeechBrain's, which leaves ``steps`` steps in ``folder/profiler_logs``, without the stack of Python's functions.
+
+    Those begin or end in the middle of our spans, which Perfetto then leaves out.
+    """
+    return torch.profiler.profile(
+        schedule=torch.profiler.schedule(wait=0, warmup=warmup, active=steps, repeat=1), record_shapes=True,
+        on_trace_ready=torch.profiler.tensorboard_trace_handler(os.path.join(folder, "profiler_logs")))
 
 
 class StepBudget:

@@ -11,6 +11,7 @@ import time
 
 import pytest
 import torch
+from toys import ToyTrainLoader, brain
 
 from sbkit.train import timing
 from sbkit.train.timing import StepBudget, section
@@ -249,3 +250,22 @@ def test_a_profile_shows_the_parts_of_a_step(tmp_path):
     inner, outer = spans["features"], spans["forward"]
     assert outer["ts"] <= inner["ts"] and inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"]
     assert not budget._spans and set(budget.totals()) >= {"data", "features", "backward"}
+
+
+def test_perfetto_can_draw_every_span_of_a_profile(tmp_path):
+    """It leaves out a span that begins in one and ends outside it, so all of a thread's must lie within each other."""
+    toy = brain(hparams={"output_folder": str(tmp_path)}, profile_training=True, profile_warmup=1, profile_steps=2)
+    with pytest.raises(SystemExit):
+        toy.fit([1], ToyTrainLoader(6))
+    path, = (tmp_path / "profiler_logs").glob("*.json")
+    spans = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
+    names = [span["name"] for span in spans]
+    for name in ("data", "forward", "loss", "backward", "optimizer"):
+        assert names.count(name) == 2
+    threads = {}
+    for span in sorted(spans, key=lambda span: (span["ts"], -span["dur"])):
+        around = threads.setdefault((span["pid"], span["tid"]), [])
+        while around and around[-1] <= span["ts"]:
+            around.pop()
+        assert not around or span["ts"] + span["dur"] <= around[-1], span
+        around.append(span["ts"] + span["dur"])
