@@ -75,13 +75,18 @@ def _spread(differ: np.ndarray, found: Counts | np.ndarray) -> Counts:
     return Counts(*counts)
 
 
-def _count_words(references: list[str], hypotheses: list[str]) -> Counts:
+def _count_words(references: list[str], hypotheses: list[str]) -> np.ndarray:
+    """[3, N] int64"""
     words = words_of(references + hypotheses)
-    if words.counts.max() > MOST:
-        return count(*([text.split() for text in side] for side in (references, hypotheses)))
-    refs, hyps = (Words(words.numbers, words.begins[side], words.counts[side])
-                  for side in (slice(len(references)), slice(len(references), None)))
-    return _completed(*count_short(refs, hyps), hyps.counts - refs.counts)
+    begins, sizes = (of.reshape(2, -1) for of in (words.begins, words.counts))
+    long = sizes.max(axis=0) > MOST
+    short = ~long if long.any() else slice(None)
+    counts = np.empty((3, len(references)), np.int64)
+    refs, hyps = (Words(words.numbers, begins[side, short], sizes[side, short]) for side in (0, 1))
+    counts[:, short] = _completed(*count_short(refs, hyps), hyps.counts - refs.counts)
+    if long.any():
+        counts[:, long] = count(*([text.split() for text in compress(side, long)] for side in (references, hypotheses)))
+    return counts
 
 
 def _count(references: list[Tokens], hypotheses: list[Tokens], longer: np.ndarray) -> Counts:
