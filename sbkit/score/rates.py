@@ -97,10 +97,10 @@ class ErrorRates:
         texts = _texts(references, hypotheses) if self._are_texts else None
         refs, hyps = ((self._tokens(references), self._tokens(hypotheses)) if texts is None else
                       (side.texts for side in texts))
-        if not all(refs):
+        if texts is None or texts[0].empty:
             _refuse([name for name, ref in zip(ids, refs, strict=True) if not ref], "an empty reference",
                     "correct the transcript or leave the utterance out")
-        if not all(hyps):
+        if texts is None:
             _refuse([name for name, hyp in zip(ids, hyps, strict=True) if hyp is None], "no hypothesis",
                     "one that is empty is '', and is scored")
         self._known.update(ids)

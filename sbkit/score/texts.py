@@ -36,6 +36,7 @@ class Spaced(NamedTuple):
 
     texts: Sequence[str]
     words: int  # of all
+    empty: int  # texts without words
 
 
 def as_texts(side: Sequence[str | Tokens]) -> Spaced | None:
@@ -59,20 +60,20 @@ def _joined(side: Sequence[str | Tokens]) -> Spaced | None:
             return None
         lengths += map(len, part)
     found = _spaced(texts)  # no text has fewer words than its list, but that of a single empty one
-    if not (found.texts is texts or found.texts == texts) or found.words != sum(lengths):
-        return None
-    return found if all(texts) or texts.count("") == lengths.count(0) else None
+    same = found.words == sum(lengths) and found.empty == lengths.count(0)
+    return found if same and (found.texts is texts or found.texts == texts) else None
 
 
 def _spaced(texts: Sequence[str]) -> Spaced:
     if not texts:
-        return Spaced(texts, 0)
+        return Spaced(texts, 0, 0)
     letters = _letters(texts)
     breaks = _breaks(letters)
     if not _is_spaced(letters[:-7], breaks, texts):
         texts = [" ".join(text.split()) for text in texts]
         breaks = _breaks(_letters(texts))
-    return Spaced(texts, int(np.count_nonzero(breaks)) - (0 if all(texts) else texts.count("")))
+    empty = int(breaks[0]) + int(np.count_nonzero(breaks[1:] & breaks[:-1]))
+    return Spaced(texts, int(np.count_nonzero(breaks)) - empty, empty)
 
 
 def words_of(texts: Sequence[str]) -> Words:
