@@ -155,7 +155,8 @@ class Brain(sb.core.Brain):
                                          fullgraph=self.compile_using_fullgraph)
         self.compiled = count > 0
         if self.compiled:
-            logger.info("--compile: %d layers are compiled as the first epoch reaches them", count)
+            logger.info("--compile: %d layers are compiled as the first epoch reaches them%s", count,
+                        "; on a CPU, steps have been longer with it" if self.device_type == "cpu" else "")
 
     def _wrap_distributed(self) -> None:
         """Wrap all modules at once (see ``parallel`` and ``sharding``)."""
