@@ -60,18 +60,22 @@ def _joined(side: Sequence[str | Tokens]) -> Spaced | None:
             return None
         lengths += map(len, part)
     found = _spaced(texts)  # no text has fewer words than its list, but that of a single empty one
-    same = found.words == sum(lengths) and found.empty == lengths.count(0)
-    return found if same and (found.texts is texts or found.texts == texts) else None
+    if found is None or found.words != sum(lengths) or found.empty != lengths.count(0):
+        return None
+    return found if found.texts is texts or found.texts == texts else None
 
 
-def _spaced(texts: Sequence[str]) -> Spaced:
+def _spaced(texts: Sequence[str]) -> Spaced | None:
     if not texts:
         return Spaced(texts, 0, 0)
     letters = _letters(texts)
     breaks = _breaks(letters)
     if not _is_spaced(letters[:-7], breaks, texts):
         texts = [" ".join(text.split()) for text in texts]
-        breaks = _breaks(_letters(texts))
+        letters = _letters(texts)
+        if not letters[:-7].all():  # a word that ends with zeros would have the number of the one without
+            return None
+        breaks = _breaks(letters)
     empty = int(breaks[0]) + int(np.count_nonzero(breaks[1:] & breaks[:-1]))
     return Spaced(texts, int(np.count_nonzero(breaks)) - empty, empty)
 

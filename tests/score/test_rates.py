@@ -60,6 +60,12 @@ def test_batches_merge_to_the_whole_and_survive_pickling():
         ErrorRates("character").merge([whole])
 
 
+def test_words_are_compared_to_their_last_character():
+    rates = ErrorRates()
+    rates.add(["1", "2"], ["a b", "a\0 b"], ["a\0 b", "a\0 b"])
+    assert rates.edits.tolist() == [1, 0]
+
+
 def test_a_number_asked_for_early_counts_what_comes_later_too():
     rates = ErrorRates()
     rates.add(["1"], ["a b"], ["a b"])

@@ -73,6 +73,9 @@ def test_words_have_equal_numbers_where_they_are_equal(lists):
 def test_texts_keep_their_words_with_one_space_between(found):
     expected = [text.split() for text in found]
     one = as_texts(found)
+    if one is None:
+        assert any("\0" in text for text in found)
+        return
     assert list(one.texts) == list(map(" ".join, expected)) and one.words == sum(map(len, expected))
     if found:
         assert words_of(one.texts).counts.tolist() == list(map(len, expected))
