@@ -5,7 +5,7 @@ import torch
 
 from sbkit.nn.fast import dropout
 from sbkit.nn.fast.attend import attend, turned_heads
-from sbkit.nn.fast.attention import RoPEMHA
+from sbkit.nn.fast.attention import RelPosMHAXL, RoPEMHA
 
 P, SCALE = 0.3, 0.25
 
@@ -48,6 +48,17 @@ def test_an_utterance_that_is_all_padding_gives_numbers():
     out = attend(q, q, q, torch.zeros(1, 1, 1, 4, dtype=torch.bool), P, SCALE)
     out.sum().backward()
     assert out.isfinite().all() and q.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", [RelPosMHAXL, RoPEMHA])
+def test_values_with_a_bias_train_in_bf16(kind):
+    torch.manual_seed(0)
+    layer = kind(16, 2, dropout=P, vbias=True)
+    x, positions = torch.randn(2, 7, 16), torch.randn(1, 13, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, _ = layer(x, x, x, pos_embs=positions if kind is RelPosMHAXL else None)
+    out.sum().backward()
+    assert out.dtype == torch.bfloat16 and layer.value_bias_weight.grad.abs().max() > 0
 
 
 @pytest.mark.parametrize("precision, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])

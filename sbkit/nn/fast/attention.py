@@ -41,7 +41,7 @@ class RelPosMHAXL(attention.RelPosMHAXL):
         b, t, heads, size = *query.shape[:2], self.num_heads, self.head_dim
         q, k, v = functional.linear(query, self.in_proj_weight).view(b, t, heads, 3 * size).chunk(3, dim=-1)
         if self.vbias is not None:
-            v = v + self.value_bias_weight.view(1, 1, heads, size)
+            v = (v + self.value_bias_weight.view(1, 1, heads, size)).to(k.dtype)  # the weight is fp32 under autocast
         positions = self.linear_pos(pos_embs).view(1, -1, heads, size)
         with_u = (q + self.pos_bias_u.view(1, 1, heads, size)).transpose(1, 2)
         with_v = (q + self.pos_bias_v.view(1, 1, heads, size)).transpose(1, 2)
@@ -87,7 +87,7 @@ class RoPEMHA(attention.RoPEMHA):
         turn = self._turned if qkv.device.type == "cpu" and not torch.compiler.is_compiling() else self._rotated
         q, k, v = turn(qkv)
         if self.vbias is not None:
-            v = v + self.value_bias_weight.view(1, heads, 1, size)
+            v = (v + self.value_bias_weight.view(1, heads, 1, size)).to(k.dtype)
         out = attend(q, k, v, _key_mask(key_padding_mask), self.dropout if self.training else 0.0, self.scale)
         out = self.out_proj(out.transpose(1, 2).reshape(b, t, heads * size))
         return (out, None) if return_attn_weights else out
