@@ -5,6 +5,8 @@ An object for each word, or a look at each text, takes Python longer than all th
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,10 +19,7 @@ _LISTS = 200  # of words that are looked at together: at each further look they 
 _SOME_OF_EIGHT = np.array([(1 << 8 * kept) - 1 for kept in range(9)], dtype=np.uint64)
 _TABLE = 14  # bits of a place in the table in which long words are found again: it stays in a core's own cache
 _MIX = 0x9E3779B97F4A7C15
-
-# Once a large block was freed, glibc keeps what is freed later, up to that size. Else the arrays of each call are made
-# of memory that the kernel gives page by page, which takes longer than to count.
-np.empty(24 << 20, np.uint8)
+_LARGE = 1 << 17  # bytes that glibc takes from the kernel anew each time, at first
 
 
 class Words(NamedTuple):
@@ -94,7 +93,21 @@ def words_of(texts: Sequence[str]) -> Words:
 
 def _letters(texts: Sequence[str]) -> np.ndarray:
     """A line of UTF-8 for each text, [L + 7] uint8: from each of the first L, eight letters can be read."""
-    return np.frombuffer("\n".join([*texts, "\0" * 7]).encode(errors="surrogatepass"), np.uint8)
+    letters = "\n".join([*texts, "\0" * 7]).encode(errors="surrogatepass")
+    if len(letters) > _LARGE:
+        _keep_freed()
+    return np.frombuffer(letters, np.uint8)
+
+
+@functools.cache
+def _keep_freed() -> None:
+    """Once a large block was freed, glibc keeps what is freed later, up to that size.
+
+    Else the arrays of each call are made of memory that the kernel gives page by page, which takes longer than the
+    counting.
+    """
+    with contextlib.suppress(MemoryError):  # of a process with a bound, which keeps nothing
+        np.empty(24 << 20, np.uint8)
 
 
 def _breaks(letters: np.ndarray) -> np.ndarray:

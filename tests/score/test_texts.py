@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import platform
 import random
+import subprocess
+import sys
 
 import pytest
 from hypothesis import example, given, settings
@@ -84,3 +87,21 @@ def test_texts_keep_their_words_with_one_space_between(found):
 def test_what_is_no_text_is_none():
     assert as_texts(["a", None]) is None and as_texts([["a"], [1, 2]]) is None
     assert as_texts(["a", ["b", "c"]]).texts == ["a", "b c"]
+
+
+COUNTING = """
+import resource
+from sbkit.score.edits import count_words
+sides = [[f"{word} {i} said a word or two and said them again" for i in range(5000)] for word in ("he", "she")]
+for _ in range(4):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    count_words(*sides)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="what is freed is another library's business")
+def test_many_texts_are_counted_in_memory_that_is_there():
+    found = subprocess.run([sys.executable, "-c", COUNTING], capture_output=True, text=True, check=True)
+    pages = list(map(int, found.stdout.split()))
+    assert pages[0] > 500 and max(pages[2:]) < 100, "pages that the kernel gave anew in each call"
