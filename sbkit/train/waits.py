@@ -17,6 +17,8 @@ FIRST, LOOKED_AT = 5, 100  # steps of an epoch that are passed over, and the ste
 
 _WAIT = r"called a synchronizing \w+ operation"
 _NOTICE = "Synchronization debug mode is a prototype feature"  # torch's, when the mode is first set
+# Else each place is told once. They stay, and touch no other warning.
+_FILTERS = (("always", _WAIT), ("ignore", _NOTICE))
 _WARN = 1  # as ``torch.cuda.get_sync_debug_mode()`` gives it
 
 
@@ -80,8 +82,10 @@ class HostWaits:
         return f"host waits {waits:.3g} a step, most of them at {'/'.join(Path(file).parts[-2:])}:{line}"
 
     def _start(self) -> None:
-        warnings.filterwarnings("always", _WAIT)  # else each place is told once; these stay, they touch no other
-        warnings.filterwarnings("ignore", _NOTICE)
+        there = {(action, getattr(message, "pattern", None)) for action, message, *_ in warnings.filters}
+        for wanted in _FILTERS:
+            if wanted not in there:  # each change makes Python forget which warnings it has shown
+                warnings.filterwarnings(*wanted)
         self._shown, warnings.showwarning = warnings.showwarning, self._show
         torch.cuda.set_sync_debug_mode(_WARN)
         self._looking = True

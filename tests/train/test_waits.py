@@ -88,6 +88,18 @@ def test_the_waits_of_the_steps_after_the_first_few_are_counted_and_not_shown(ca
     assert (counter.a_step(), counter.words(), card.mode) == (0, "host waits 0 a step", 0)
 
 
+def test_what_was_warned_of_once_is_not_told_again_in_later_epochs(card):
+    counter = HostWaits(CUDA)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("default")
+        for told in (2, 0, 0):  # the second time as the filters change
+            seen.clear()
+            with counter:
+                steps(counter, waits.FIRST + 4, lambda: (card.wait(), warnings.warn("something else", stacklevel=1)))
+            assert [str(each.message) for each in seen] == ["something else"] * told and counter.a_step() == 1
+            counter.reset()
+
+
 def test_only_what_belongs_to_the_steps_counts(card, shown):
     counter = HostWaits(CUDA)
     with counter:
