@@ -142,7 +142,7 @@ class Recognizer:
 
 def _by_rows(layer: Callable[[Tensor], Tensor], x: Tensor, at_once: int) -> Tensor:
     """``layer(x)``, whose rows do not see each other: on a CPU without gradients so many [B, at_once] at once."""
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or x.device.type != "cpu":
+        return layer(x)  # a compiler must not see the sizes compared: its graph would be theirs alone
     rows = max(1, at_once // max(1, x.shape[1]))
-    if torch.is_grad_enabled() or x.device.type != "cpu" or rows >= len(x) or torch.compiler.is_compiling():
-        return layer(x)
-    return torch.cat([layer(part) for part in x.split(rows)])
+    return layer(x) if rows >= len(x) else torch.cat([layer(part) for part in x.split(rows)])

@@ -19,12 +19,12 @@ _BITS = (1 << np.arange(8, dtype=np.uint8))[:, None]
 _ONES = np.array([number.bit_count() for number in range(256)], np.uint8)
 
 
-def _ones(numbers: np.ndarray) -> np.ndarray:
+def _ones_by_table(numbers: np.ndarray) -> np.ndarray:
     """How many bits of each are set, [B] uint8."""
     return _ONES[numbers.view(np.uint8)].reshape(len(numbers), -1).sum(1, dtype=np.uint8)
 
 
-_ones = getattr(np, "bitwise_count", _ones)  # from numpy 2 on
+_ones = getattr(np, "bitwise_count", _ones_by_table)  # from numpy 2 on
 
 
 def count_short(references: Words, hypotheses: Words) -> tuple[np.ndarray, np.ndarray]:

@@ -7,6 +7,7 @@ from speechbrain.lobes.models.convolution import ConvolutionFrontEnd
 from speechbrain.lobes.models.transformer.TransformerASR import TransformerASR
 from speechbrain.processing.features import InputNormalization
 
+from sbkit.nn import recognizer
 from sbkit.nn.accelerate import accelerate
 from sbkit.nn.recognizer import Recognizer
 
@@ -40,6 +41,29 @@ def test_an_utterance_scores_the_same_alone_and_in_any_batch(model):
         alone, [count] = model.log_probs(signals[row : row + 1, :n], torch.tensor([n]))
         assert count == frames[row] == alone.shape[1]
         torch.testing.assert_close(together[row, :count], alone[0], atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_a_batch_in_pieces_comes_out_as_the_whole(model, monkeypatch):
+    signals, samples = 0.1 * torch.randn(5, 16000), torch.tensor([16000, 16000, 9000, 8000, 16000])
+    whole, _ = model.log_probs(signals, samples)
+    seen, features = [], model.compute_features
+    monkeypatch.setattr(model, "compute_features", lambda rows: seen.append(len(rows)) or features(rows))
+    monkeypatch.setattr(recognizer, "FRAMES_AT_ONCE", 250)  # two utterances of a second
+    pieces, _ = model.log_probs(signals, samples)
+    assert seen == [2, 2, 1]
+    torch.testing.assert_close(pieces, whole, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_a_graph_of_features_serves_every_size():
+    class Pieces(torch.nn.Module):
+        def forward(self, x):
+            return recognizer._by_rows(torch.sin, x, 4000)
+
+    any_size = torch.export.Dim.DYNAMIC
+    graph = torch.export.export(Pieces(), (torch.zeros(2, 50, 4),), dynamic_shapes=({0: any_size, 1: any_size},))
+    assert graph.module()(torch.zeros(7, 5000, 4)).shape == (7, 5000, 4)
 
 
 def test_frames_of_a_number_of_samples(model):

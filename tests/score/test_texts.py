@@ -39,7 +39,10 @@ def test_texts_are_counted_by_words_however_many_at_once(pairs, limits):
     check(count(*sides), pairs)
 
 
-def test_sequences_that_fill_an_integer_and_longer_ones_are_counted():
+@pytest.mark.parametrize("by_table", [False, True], ids=["numpy's own count of bits", "numpy 1.26"])
+def test_sequences_that_fill_an_integer_and_longer_ones_are_counted(monkeypatch, by_table):
+    if by_table:
+        monkeypatch.setattr(bits, "_ones", bits._ones_by_table)
     rng = random.Random(7)
     sizes = [1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 62, 63]
     pairs = [[rng.choices("abc", k=size) for size in (rows, columns)] for rows in sizes for columns in sizes]
