@@ -1,9 +1,10 @@
 """Insertions, deletions and substitutions between token sequences, counted and aligned as SpeechBrain does.
 
 Several shortest alignments can exist, and they can differ in how many edits are substitutions. SpeechBrain
-takes Kaldi's: walking back from the end it prefers an insertion to a deletion to a diagonal step. Counting
-is by rapidfuzz wherever all shortest alignments agree, which is nearly everywhere; the rest, and every
-alignment that is asked for, goes the same way back as SpeechBrain, for many pairs at a time.
+takes Kaldi's: walking back from the end it prefers an insertion to a deletion to a diagonal step. Words of short
+utterances are counted in ``bits``, all else is by rapidfuzz wherever all shortest alignments agree, which is nearly
+everywhere; the rest, and every alignment that is asked for, goes the same way back as SpeechBrain, for many pairs at
+a time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Word and character error rates over a test set: SpeechBrain's numbers and wer_test.txt, by rapidfuzz."""
+"""Word and character error rates over a test set: SpeechBrain's numbers and wer_test.txt, faster."""
 
 from __future__ import annotations
 
