@@ -84,12 +84,12 @@ def compare(a: ErrorRates, b: ErrorRates, confidence: float = 0.95, resamples: i
 def _refuse_other_references(a: ErrorRates, b: ErrorRates) -> None:
     if (a.unit, a.space) != (b.unit, b.space):
         raise SbkitError(f"a rate by {a.unit} can't be compared with one by {b.unit}")
-    alone = [*(name for name in a.ids if name not in b.ids), *(name for name in b.ids if name not in a.ids)]
+    ours, theirs = (dict(zip(rates.ids, rates.references, strict=True)) for rates in (a, b))
+    alone = [*(name for name in ours if name not in theirs), *(name for name in theirs if name not in ours)]
     if alone:
         raise SbkitError(f"{len(alone)} utterances were scored in one run only: {some(alone)}",
                          hint="compare runs on the same corpus")
-    theirs = dict(zip(b.ids, b.references, strict=True))
-    changed = [name for name, ref in zip(a.ids, a.references, strict=True) if list(ref) != list(theirs[name])]
+    changed = [name for name, reference in ours.items() if list(reference) != list(theirs[name])]
     if changed:
         raise SbkitError(f"{len(changed)} utterances differ in their reference: {some(changed)}",
                          hint="both runs need the same text rules")

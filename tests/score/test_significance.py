@@ -77,6 +77,21 @@ def test_equal_runs_do_not_differ_whatever_their_order():
     assert "no significant difference" in str(result)
 
 
+def test_each_utterance_is_found_among_many_at_once():
+    class Name(str):
+        looked_at = 0
+        __hash__ = str.__hash__
+
+        def __eq__(self, other):
+            Name.looked_at += 1
+            return str.__eq__(self, other)
+
+    a, b = (run([0] * 500, names=[Name(f"u{i}") for i in range(500)], words=1) for _ in range(2))
+    Name.looked_at = 0
+    assert compare(a, b, resamples=10).difference == 0
+    assert 0 < Name.looked_at < 20 * 500
+
+
 def test_runs_on_other_corpora_are_refused():
     with pytest.raises(SbkitError, match="scored in one run only: u2"):
         compare(run([1, 2, 3]), run([1, 2]))
