@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -79,7 +80,7 @@ def columns(results: Results) -> dict[str, list[str]]:
 def by_value(results: Results, values: Sequence[str], name: str = "") -> list[Group]:
     """A group for each value: ages in their order, others by size, small ones together."""
     array = np.array([value or UNKNOWN for value in values], dtype=object)
-    sizes = {value: int((array == value).sum()) for value in dict.fromkeys(array)}
+    sizes = Counter(array.tolist())
     ranked = sorted(sizes, key=lambda value: (value == UNKNOWN, -sizes[value]))
     if name == "age":
         ranked.sort(key=lambda value: (value == UNKNOWN, _AGES.index(value) if value in _AGES else -1, value))
