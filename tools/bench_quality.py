@@ -57,11 +57,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         more = ["--data_folder", args.data] if args.data else []
         more += ["--output_folder", str(Path(folder) / "run")]
-        bench_train.prepare([*rest, *more])
+        overrides = bench_train.prepare([*rest, *more])
         for seed in args.seeds.split(","):
             for side, results in found.items():
                 command = [sys.executable, __file__, "--side", side, "--device", args.device, "--minutes",
-                           str(args.minutes), "--precision", args.precision, *more, *rest, "--seed", seed]
+                           str(args.minutes), "--precision", args.precision, *overrides, "--seed", seed]
                 done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
                 results.append(json.loads(done.stdout.splitlines()[-1]))
                 print(f"seed {seed} {side}: {results[-1]}", file=sys.stderr)

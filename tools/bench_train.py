@@ -62,7 +62,7 @@ def compare(args: argparse.Namespace, rest: list[str], folder: Path) -> dict:
     from sbkit import environment
 
     overrides = [*rest, "--output_folder", str(folder / "run")] + (["--data_folder", args.data] if args.data else [])
-    prepare(overrides)
+    overrides = prepare(overrides)
     sides = {}
     for precision in args.precisions.split(","):
         for side in ("stock", "sbkit"):
@@ -85,10 +85,14 @@ def compare(args: argparse.Namespace, rest: list[str], folder: Path) -> dict:
     return {"audio_s_per_s": times, "peak_mib": memory, "environment": environment.describe(), "arguments": rest}
 
 
-def prepare(overrides: list[str]) -> None:
+def prepare(overrides: list[str]) -> list[str]:
+    """Manifests and tokenizer; gives the overrides with those that follow from the corpus's text."""
     from sbkit import run
+    from sbkit.recipe import arguments, load
 
-    run.prepare([str(RECIPE), *overrides])
+    request = arguments.parse([str(RECIPE), *overrides])
+    follows = run._prepare(load.load(request.path, request.overrides), request.overrides)
+    return overrides + [f"--{name}={value}" for name, value in follows.items()]
 
 
 class Side:
@@ -174,7 +178,7 @@ def seconds_of(batches: list) -> float:
     return sum(float(batch.signal_lengths.sum()) / 16000 for batch in batches)
 
 
-def planned(hparams: dict) -> tuple:
+def planned(hparams: dict, round_seconds: float = 0.0) -> tuple:
     """sbkit's loader of the training set, and the batches that a step is measured with."""
     import itertools
 
@@ -183,7 +187,7 @@ def planned(hparams: dict) -> tuple:
 
     manifest, tokenizer = hparams["corpus"].load()["train"], hparams["tokenizer"].load()
     loader = TrainLoader(manifest, tokenizer, Plan(manifest.durations, hparams["batching"]),
-                         workers=hparams["num_workers"])
+                         workers=hparams["num_workers"], round_seconds=round_seconds)
     return loader, list(itertools.islice(loader.at(1), STEP_BATCHES))
 
 
@@ -197,7 +201,7 @@ def ours(hparams: dict, request: SimpleNamespace) -> SimpleNamespace:
     manifests, tokenizer = hparams["corpus"].load(), hparams["tokenizer"].load()
     brain = hparams["brain"](modules=hparams["modules"], opt_class=hparams["opt_class"], hparams=hparams,
                              run_opts=request.run_opts)
-    train, kept = planned(hparams)
+    train, kept = planned(hparams, hparams["batching"].rounding(brain.device_type, brain.precision))
     valid, test = (EvalLoader(manifests[split], tokenizer, max_batch_seconds=hparams["max_batch_seconds"],
                               workers=hparams["num_workers"]) for split in ("dev", "test"))
     brain.hparams.train_logger.log_stats = lambda *_, **__: None

@@ -29,6 +29,8 @@ MIN_STEPS_PER_BUCKET = 2
 #: before in another order. Below ``LEAST_STEPS`` full ones nobody minds padding, and larger steps are better ones.
 MOST_PADDING, LEAST_STEPS = 0.02, 10
 NARROWER = ((2, STEP_COST), (1, STEP_COST), (1, 0.02), (1, 0.01))
+#: In bf16 on a CPU, code is made for each new number of frames (20 ms a step, and memory): more padding is cheaper.
+ROUND_SECONDS = 0.32
 #: Places where an edge between buckets may be put; more would not save padding worth the time.
 EDGE_CANDIDATES = 600
 
@@ -46,6 +48,8 @@ class Batching:
         cost least, padding and incomplete steps weighed against each other; more where padding exceeds 2 %.
     max_batch_utterances: a second limit on a micro-batch; ``null``: none.
     seed: of the order of utterances and steps.
+    round_seconds: batches are padded to a multiple of it where ``max_batch_seconds`` leaves room, so that what is
+        prepared for one shape serves again; 0: not; ``null``: 0.32 on a CPU in bf16, else 0.
     sort: ``ascending`` or ``descending`` takes the first epoch (epoch 1) in order of duration; every
         later epoch is shuffled. ``null`` or ``random``: every epoch is.
     """
@@ -56,17 +60,25 @@ class Batching:
     max_batch_utterances: int | None = None
     seed: int = 1234
     sort: str | None = None
+    round_seconds: float | None = None
 
     def __post_init__(self):
         for name in ("max_batch_seconds", "step_seconds", "buckets", "max_batch_utterances"):
             check_number(f"batching: {name}", getattr(self, name), above=0, optional=name != "max_batch_seconds",
                          whole=name in ("buckets", "max_batch_utterances"))
+        check_number("batching: round_seconds", self.round_seconds, least=0, optional=True)
         check_number("batching: seed", self.seed, whole=True)
         if self.sort not in (None, "random", "ascending", "descending"):
             raise SbkitError(f"batching: sort is {self.sort!r}",
                              hint="it is one of ascending, descending, random")
         if self.step_seconds is None:
             self.step_seconds = self.max_batch_seconds
+
+    def rounding(self, device_type: str, precision: str) -> float:
+        """Seconds to whose next multiple batches are padded on such a device."""
+        if self.round_seconds is not None:
+            return self.round_seconds
+        return ROUND_SECONDS if (device_type, precision) == ("cpu", "bf16") else 0.0
 
 
 class Plan:

@@ -43,12 +43,17 @@ class Request(NamedTuple):
 
 
 class Reader(Dataset):
-    """Reads one micro-batch per request; the part that runs in a worker process."""
+    """Reads one micro-batch per request; the part that runs in a worker process.
+
+    Arguments
+    ---------
+    round_to: samples to whose next multiple a batch is padded, unless it then exceeds ``most`` samples in all; 0: none
+    """
 
     def __init__(self, manifest: Manifest, tokenizer: Encoder | None, *, augment: Augment | None = None,
-                 seed: int = 0, sample_rate: int = SAMPLE_RATE):
+                 seed: int = 0, sample_rate: int = SAMPLE_RATE, round_to: int = 0, most: int = 0):
         self.manifest, self.tokenizer, self.augment = manifest, tokenizer, augment
-        self.seed, self.sample_rate = seed, sample_rate
+        self.seed, self.sample_rate, self.round_to, self.most = seed, sample_rate, round_to, most
         self._sharded = len(manifest) > 0 and "?offset=" in manifest.wavs[0] and hasattr(os, "posix_fadvise")
 
     def __len__(self) -> int:
@@ -87,10 +92,16 @@ class Reader(Dataset):
         lengths = [len(signal) for signal in signals]
         tokens = [self.tokenizer.encode(text) for text in texts] if self.tokenizer else [[] for _ in texts]
         return Batch(
-            ids=ids, signals=_pad(signals, torch.float32), signal_lengths=torch.tensor(lengths),
+            ids=ids, signals=_pad(signals, torch.float32, self._width(lengths)), signal_lengths=torch.tensor(lengths),
             tokens=_pad(tokens, torch.int64), token_lengths=torch.tensor([len(line) for line in tokens]),
             texts=texts, damaged=damaged, samples=sum(lengths), sample_rate=self.sample_rate, **place,
         )
+
+    def _width(self, lengths: list[int]) -> int:
+        """Samples that each row of the batch gets."""
+        longest = max(lengths)
+        rounded = -(-longest // self.round_to) * self.round_to if self.round_to else longest
+        return rounded if rounded * len(lengths) <= self.most else longest
 
     def signal(self, row: int, name: str, epoch: int) -> np.ndarray:
         """One utterance's waveform ``[S]`` float32, augmented as its epoch wants it."""
@@ -115,9 +126,9 @@ class Failure:
         raise self.error from cause
 
 
-def _pad(rows: Sequence[np.ndarray | list[int]], dtype: torch.dtype) -> torch.Tensor:
-    """Rows to ``[B, longest]``, 0-padded; in a worker, in shared memory from the start."""
-    shape = len(rows), max(map(len, rows))
+def _pad(rows: Sequence[np.ndarray | list[int]], dtype: torch.dtype, width: int = 0) -> torch.Tensor:
+    """Rows to ``[B, width]`` or more, 0-padded; in a worker, in shared memory from the start."""
+    shape = len(rows), max(width, *map(len, rows))
     if torch.utils.data.get_worker_info() is not None and shape[1]:
         storage = torch.UntypedStorage._new_shared(shape[0] * shape[1] * dtype.itemsize)  # comes zeroed
         out = torch.empty(0, dtype=dtype).set_(storage, 0, shape, (shape[1], 1))
@@ -130,7 +141,7 @@ def _pad(rows: Sequence[np.ndarray | list[int]], dtype: torch.dtype) -> torch.Te
 
 
 #: What reaches whole process groups, and is meant for the run.
-_GROUP_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
+_GROUP_SIGNALS = {getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)}
 
 
 @contextlib.contextmanager

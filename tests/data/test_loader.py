@@ -94,6 +94,20 @@ def test_a_batch_holds_the_plans_utterances_padded_with_zeros(manifest):
     assert sorted(seen) == sorted(manifest.ids)
 
 
+def test_batches_are_padded_to_a_multiple_where_they_stay_within_the_limit(manifest):
+    tight = Batching(max_batch_seconds=2, step_seconds=8)
+    plain, rounded = (list(make(manifest, batching=tight, round_seconds=each).at(1)) for each in (0, 0.32))
+    grown = 0
+    for batch, wider in zip(plain, rounded, strict=True):
+        longest, width = batch.signals.shape[1], wider.signals.shape[1]
+        room = 2 * 16000 // len(batch)
+        assert width == longest if -(-longest // 5120) * 5120 > room else (width % 5120 == 0 and width - longest < 5120)
+        assert torch.equal(wider.signals[:, :longest], batch.signals) and not wider.signals[:, longest:].any()
+        assert torch.equal(wider.signal_lengths, batch.signal_lengths) and wider.ids == batch.ids
+        grown += width > longest
+    assert 0 < grown < len(plain)
+
+
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize("workers", [1, 3])
 def test_the_number_of_workers_changes_nothing(manifest, workers):
