@@ -14,16 +14,21 @@ from torch.optim import Optimizer
 _FUSED_ON = ("cpu", "cuda", "xpu", "mps")
 
 
-def apply(optimizers: Sequence[Optimizer], found_inf: torch.Tensor) -> None:
-    """``optimizer.step()``, unless ``found_inf`` (scalar, 0 or 1, on the device).
+def apply(optimizers: Sequence[Optimizer], multiplier: torch.Tensor, found_inf: torch.Tensor) -> None:
+    """All gradients times ``multiplier``, then ``optimizer.step()``, unless ``found_inf``; both scalars on the device.
 
-    Fused optimizers look at it themselves, on the device. For the others it is read here, once for all of
-    them: on the CPU that costs nothing, on a card it is the step's one host sync.
+    Fused optimizers look at ``found_inf`` (0 or 1) themselves, on the device, and a single one multiplies while it
+    reads the gradients. For the others it is read here, once for all of them: on the CPU that costs nothing, on a card
+    it is the step's one host sync.
     """
+    divisor = 1 / multiplier if len(optimizers) == 1 and skips_itself(optimizers[0]) else None
+    grads = gradients(optimizers)
+    if divisor is None and grads:
+        torch._foreach_mul_(grads, multiplier)
     stop: bool | None = None
     for optimizer in optimizers:
         if skips_itself(optimizer):
-            optimizer.grad_scale, optimizer.found_inf = None, found_inf
+            optimizer.grad_scale, optimizer.found_inf = divisor, found_inf
             try:
                 optimizer.step()
             finally:

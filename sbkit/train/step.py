@@ -214,10 +214,8 @@ class Step:
             finite = finite & torch.isfinite(self._sums[0])
         if max_norm is not None and max_norm > 0:
             multiplier = multiplier * torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        if grads:
-            torch._foreach_mul_(grads, multiplier)
         found_inf = (~finite).float()
-        apply(optimizers, found_inf)
+        apply(optimizers, multiplier, found_inf)
         self._keep_facts(norm, found_inf, scale)
         if scale is not None:
             self.scaler.adjust(found_inf)
