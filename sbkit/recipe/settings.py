@@ -39,7 +39,7 @@ _COUNT, _SHARE = Range(0, whole=True), Range(0, 1)
 NUMBERS = {
     "output_neurons": Range(1, whole=True), "sample_rate": Range(1, whole=True), "num_workers": _COUNT,
     "keep_checkpoints": _COUNT, "keep_every": _COUNT, "average_checkpoints": _COUNT, "ctc_weight": _SHARE,
-    "intermediate_ctc": _SHARE, "label_smoothing": _SHARE, "consistency": Range(0),
+    "intermediate_ctc": _SHARE, "label_smoothing": _SHARE, "consistency": Range(0), "ema_decay": _SHARE,
 }
 #: Of those, where nothing may be given.
 _OPTIONAL = ("keep_every",)

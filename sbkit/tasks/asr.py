@@ -57,7 +57,8 @@ class ASR(Brain):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         if self._ema is not None and getattr(self.hparams, "average_checkpoints", 1) > 1:
-            raise SbkitError("ema and average_checkpoints both average weights", hint="use one of them")
+            raise SbkitError("ema and average_checkpoints both average weights",
+                             hint="use one of them: ema_decay: 0, or average_checkpoints: 1")
 
     def on_fit_start(self) -> None:
         super().on_fit_start()
