@@ -22,7 +22,7 @@ from sbkit.train.between import FLAGS, Between
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.culprit import Suspect
 from sbkit.train.epoch import train
-from sbkit.train.evaluation import evaluate
+from sbkit.train.evaluation import evaluate, validate
 from sbkit.train.forward_state import ForwardState
 from sbkit.train.metrics import MetricsLog
 from sbkit.train.oom import Parts, told
@@ -59,7 +59,7 @@ class Brain(sb.core.Brain):
     output_folder : where ``metrics.jsonl`` and culprit reports go
     log_interval : seconds between lines of ``metrics.jsonl`` (10)
     tensorboard : write the same numbers for TensorBoard (False)
-    ema : a ``sbkit.train.averaging.EMA``: updated after each step, used in validation and test
+    ema : a ``sbkit.train.averaging.EMA``: updated after each step, used in validation and test; decay 0: none
     fsdp, activation_checkpointing : for models that do not fit on a device, see ``sbkit.train.sharding``
     share_validation : True shares ordinary datasets out over ranks in validation and test. Else every rank
         evaluates all of them, as in SpeechBrain, because recipes compute their metrics on each rank.
@@ -113,16 +113,11 @@ class Brain(sb.core.Brain):
         """Set before ``fit``, each epoch says how much of the device's arithmetic it used."""
         self._between = Between(self)
         self._parts = Parts(self)
-        self._ema = getattr(self.hparams, "ema", None)
+        ema = getattr(self.hparams, "ema", None)
+        self._ema = ema if getattr(ema, "decay", 1) > 0 else None
         self._rng = rng.RngState(int(getattr(self.hparams, "seed", 0) or 0), lambda: self.optimizer_step, device)
-        self.metrics_log = self._open_metrics()
+        self.metrics_log = None if self.debug else MetricsLog.of(self.hparams)
         self._add_recoverables()
-
-    def _open_metrics(self) -> MetricsLog | None:
-        folder = getattr(self.hparams, "output_folder", None)
-        if folder is None or self.debug:
-            return None
-        return MetricsLog(folder, tensorboard=getattr(self.hparams, "tensorboard", False))
 
     def _add_recoverables(self) -> None:
         if self.checkpointer is None:
@@ -151,12 +146,9 @@ class Brain(sb.core.Brain):
         if not self.compile:
             super()._compile()
             return
-        count = compiling.compile_blocks(self.modules, self.compile_module_keys, self.device, mode=self.compile_mode,
-                                         fullgraph=self.compile_using_fullgraph)
-        self.compiled = count > 0
-        if self.compiled:
-            logger.info("--compile: %d layers are compiled as the first epoch reaches them%s", count,
-                        "; on a CPU, steps have been longer with it" if self.device_type == "cpu" else "")
+        self.compiled = compiling.compile_blocks(
+            self.modules, self.compile_module_keys, self.device, mode=self.compile_mode,
+            fullgraph=self.compile_using_fullgraph) > 0
 
     def _wrap_distributed(self) -> None:
         """Wrap all modules at once (see ``parallel`` and ``sharding``)."""
@@ -326,16 +318,7 @@ class Brain(sb.core.Brain):
                 self.checkpointer.wait()
 
     def _loader(self, dataset: Any, stage: Stage, kwargs: dict | None) -> Any:
-        """A loader, made here if only a dataset was given."""
-        if stage is Stage.TRAIN and self._plan_driven and self.checkpointer is not None and hasattr(
-                dataset, "load_state_dict"):
-            self.checkpointer.add_recoverable("loader", loaders.Counts(dataset), optional_load=True)
-        if dataset is None or loaders.is_loader(dataset) or (stage is Stage.TRAIN and self._plan_driven):
-            return dataset
-        kwargs = dict(kwargs or {})
-        if stage is not Stage.TRAIN and self._shares_validation:
-            kwargs = loaders.shared(dataset, kwargs)
-        return self.make_dataloader(dataset, stage=stage, **kwargs)
+        return loaders.made(self, dataset, stage, kwargs or {})
 
     @property
     def _shares_validation(self) -> bool:
@@ -358,21 +341,8 @@ class Brain(sb.core.Brain):
     # ------------------------------------------------------------ validation and test
 
     def _fit_valid(self, valid_set: Any, epoch: Any, enable: bool) -> None:
-        if valid_set is None:
-            return
-        with torch.no_grad():
-            try:
-                self.on_stage_start(Stage.VALID, epoch)
-                loss = evaluate(self, valid_set, Stage.VALID, f"valid {epoch}", enable)
-                self.step = 0
-                ranks.meet("validated")
-                if ranks.any_of(self._between.flags())["stop"]:  # saved as at the end of training
-                    self.step, self._epoch_step, self._average, self.nonfinite_count = self._trained
-                    self._between.leave()
-            finally:
-                if self.checkpointer is not None:
-                    self.checkpointer.drop()
-            self.on_stage_end(Stage.VALID, loss, epoch)
+        if valid_set is not None:
+            validate(self, valid_set, epoch, enable)
 
     def evaluate(
         self, test_set: Any, max_key: str | None = None, min_key: str | None = None,

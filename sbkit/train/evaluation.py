@@ -1,4 +1,4 @@
-"""One pass over a validation or test set."""
+"""One pass over a validation or test set, and what an epoch's validation is besides."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from speechbrain.core import Stage
 from torch import nn
 
@@ -67,3 +68,20 @@ def evaluate(brain: Any, loader: Any, stage: Stage, name: str, show: bool) -> fl
     if over_ranks:
         ranks.meet(name)
     return average if brain._averages_itself else mean.value(over_ranks)
+
+
+@torch.no_grad()
+def validate(brain: Any, loader: Any, epoch: Any, show: bool) -> None:
+    """An epoch's validation between its hooks; a run that is told to stop leaves as it was at the end of training."""
+    try:
+        brain.on_stage_start(Stage.VALID, epoch)
+        loss = evaluate(brain, loader, Stage.VALID, f"valid {epoch}", show)
+        brain.step = 0
+        ranks.meet("validated")
+        if ranks.any_of(brain._between.flags())["stop"]:
+            brain.step, brain._epoch_step, brain._average, brain.nonfinite_count = brain._trained
+            brain._between.leave()
+    finally:
+        if brain.checkpointer is not None:
+            brain.checkpointer.drop()
+    brain.on_stage_end(Stage.VALID, loss, epoch)

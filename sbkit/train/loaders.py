@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
+from speechbrain.core import Stage
 from speechbrain.dataio.batch import PaddedBatch
 from speechbrain.dataio.dataloader import LoopedLoader
 from speechbrain.dataio.dataset import DynamicItemDataset
@@ -112,6 +113,18 @@ def on_device(batches: Iterable, loader: Any, device: str) -> Iterable:
     if hasattr(loader, "to_device"):
         return loader.to_device(batches, device)
     return (batch.to(device) if hasattr(batch, "to") else batch for batch in batches)
+
+
+def made(brain: Any, dataset: Any, stage: Stage, kwargs: dict[str, Any]) -> Any:
+    """What a Brain goes through in ``stage``: the loader that it was given, or one made of the dataset."""
+    planned = stage is Stage.TRAIN and brain._plan_driven
+    if planned and brain.checkpointer is not None and hasattr(dataset, "load_state_dict"):
+        brain.checkpointer.add_recoverable("loader", Counts(dataset), optional_load=True)
+    if dataset is None or planned or is_loader(dataset):
+        return dataset
+    if stage is not Stage.TRAIN and brain._shares_validation:
+        kwargs = shared(dataset, kwargs)
+    return brain.make_dataloader(dataset, stage=stage, **kwargs)
 
 
 class ShareSampler(Sampler):

@@ -47,6 +47,12 @@ class MetricsLog:
         self._writer = None
         self._step: int | None = None  # of the last line that had one
 
+    @classmethod
+    def of(cls, hparams: Any) -> MetricsLog | None:
+        """Where a recipe has it: in its ``output_folder``."""
+        folder = getattr(hparams, "output_folder", None)
+        return None if folder is None else cls(folder, tensorboard=getattr(hparams, "tensorboard", False))
+
     def write(self, kind: str, **values: Any) -> None:
         """Add one line. Always in it: ``time`` (seconds since 1970) and ``kind``."""
         if not self.enabled:

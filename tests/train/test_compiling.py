@@ -113,3 +113,8 @@ def test_keys_choose_and_a_wrong_one_is_named():
     assert isinstance(modules["one"], compiling._Compiled) and not isinstance(modules["two"][0], compiling._Compiled)
     with pytest.raises(SbkitError, match="there is no tow under modules"):
         compiling.compile_blocks(modules, ["tow"], "cpu")
+
+
+def test_an_unknown_mode_is_told_with_those_there_are():
+    with pytest.raises(SbkitError, match=r"no mode 'fast'; .*reduce-overhead"):
+        compiling._compiled(nn.Linear, "fast", False)

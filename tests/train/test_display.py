@@ -37,11 +37,11 @@ def clock(monkeypatch):
 
 
 class Budget(StepBudget):
-    waits = 0.01
+    waited = 0.01
 
     def share(self, name):
         assert name == "data"
-        return self.waits
+        return self.waited
 
 
 def train(display, clock, steps, **values):
@@ -122,7 +122,7 @@ def test_the_last_state_stays_and_a_note_stands_above_it(clock):
 def test_colour_only_where_it_says_something(clock, monkeypatch):
     def raw(**values):
         terminal, budget = Terminal(140), Budget()
-        budget.waits = values.pop("waits", 0.01)
+        budget.waited = values.pop("waits", 0.01)
         shown = StageDisplay("train", 10, out=terminal.out, budget=budget)
         train(shown, clock, 2, **values)
         return terminal.text()
