@@ -98,17 +98,15 @@ class Brain(sb.core.Brain):
         self.nonfinite_count = 0
         self._epoch: Any = None
         self._epoch_step = 0  # optimizer steps done in this epoch
-        self._plan_driven = False
         self._last_batch: int | None = None  # the number of an epoch's last batch, where it is known
         self._parallel: parallel.Alone | None = None
         self._steps = Step(device, scaler=self.scaler, flags=FLAGS)
         self._forward_state = ForwardState(self.modules)
         self._buffers = parallel.Buffers(self.modules)
         self._found = SimpleNamespace(outputs=None, raw=None, loss=None)
-        self._first_step_checked = self._told_dropped = self._validates = False
+        self._plan_driven = self._first_step_checked = self._told_dropped = self._validates = self.compiled = False
         self._budget = StepBudget(device)
         self._progress: Progress | None = None
-        self.compiled = False
         self.utilisation: Utilisation | None = None
         """Set before ``fit``, each epoch says how much of the device's arithmetic it used."""
         self._between = Between(self)
