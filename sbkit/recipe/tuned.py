@@ -62,7 +62,8 @@ def place(model: list, hparams: Mapping[str, Any], precision: str, device: torch
         optimizer = optimizer.func
     facts = [
         model, torch.cuda.get_device_name(device) if cuda else device.type, precision, torch.__version__,
-        [str(hparams.get(key)) for key in _KEYS], str(optimizer), hparams.get("ema") is not None and getattr(hparams["ema"], "decay", 1) > 0,
+        [str(hparams.get(key)) for key in _KEYS], str(optimizer),
+        hparams.get("ema") is not None and getattr(hparams["ema"], "decay", 1) > 0,
     ]
     key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     home = os.environ.get("SBKIT_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sbkit"
