@@ -29,7 +29,7 @@ MIN_STEPS_PER_BUCKET = 2
 #: before in another order. Below ``LEAST_STEPS`` full ones nobody minds padding, and larger steps are better ones.
 MOST_PADDING, LEAST_STEPS = 0.02, 10
 NARROWER = ((2, STEP_COST), (1, STEP_COST), (1, 0.02), (1, 0.01))
-#: In bf16 on a CPU, code is made for each new number of frames (20 ms a step, and memory): more padding is cheaper.
+#: In bf16 on a CPU, oneDNN makes code for each new number of frames (20 ms a step, and memory): padding is cheaper.
 ROUND_SECONDS = 0.32
 #: Places where an edge between buckets may be put; more would not save padding worth the time.
 EDGE_CANDIDATES = 600
