@@ -48,10 +48,10 @@ class Batching:
         cost least, padding and incomplete steps weighed against each other; more where padding exceeds 2 %.
     max_batch_utterances: a second limit on a micro-batch; ``null``: none.
     seed: of the order of utterances and steps.
-    round_seconds: batches are padded to a multiple of it where ``max_batch_seconds`` leaves room, so that what is
-        prepared for one shape serves again; 0: not; ``null``: 0.32 on a CPU in bf16, else 0.
     sort: ``ascending`` or ``descending`` takes the first epoch (epoch 1) in order of duration; every
         later epoch is shuffled. ``null`` or ``random``: every epoch is.
+    round_seconds: batches are padded to a multiple of it where ``max_batch_seconds`` leaves room, so that what is
+        prepared for one shape serves again; 0: not; ``null``: 0.32 on a CPU in bf16, else 0.
     """
 
     max_batch_seconds: float

@@ -17,13 +17,12 @@ _FUSED_ON = ("cpu", "cuda", "xpu", "mps")
 def apply(optimizers: Sequence[Optimizer], multiplier: torch.Tensor, found_inf: torch.Tensor) -> None:
     """All gradients times ``multiplier``, then ``optimizer.step()``, unless ``found_inf``; both scalars on the device.
 
-    Fused optimizers look at ``found_inf`` (0 or 1) themselves, on the device, and a single one multiplies while it
-    reads the gradients. For the others it is read here, once for all of them: on the CPU that costs nothing, on a card
-    it is the step's one host sync.
+    A single fused optimizer multiplies while it reads the gradients. Fused ones look at ``found_inf`` (0 or 1)
+    themselves, on the device. For the others it is read here, once for all of them: on the CPU that costs nothing, on
+    a card it is the step's one host sync.
     """
     divisor = 1 / multiplier if len(optimizers) == 1 and skips_itself(optimizers[0]) else None
-    grads = gradients(optimizers)
-    if divisor is None and grads:
+    if divisor is None and (grads := gradients(optimizers)):
         torch._foreach_mul_(grads, multiplier)
     stop: bool | None = None
     for optimizer in optimizers:
