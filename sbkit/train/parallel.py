@@ -85,6 +85,7 @@ class Wrapped(Alone):
     def __init__(self, shell: Shell, find_unused_parameters: bool = True):
         super().__init__(shell)
         self.world = ranks.world_size()
+        ranks.closed_first(self)
         # Buffers are `Buffers`' business: DDP would send all of them, constant tables too, at each step.
         # device_ids stays empty: the batch is moved by who knows what it is.
         self.ddp = _Quiet(
@@ -103,6 +104,9 @@ class Wrapped(Alone):
 
     def finish(self) -> None:
         average_gradients([p for p in self.shell.parameters() if p.requires_grad])
+
+    def close(self) -> None:
+        self.ddp = None
 
 
 class _Quiet(DistributedDataParallel):

@@ -7,17 +7,22 @@ outlast, and it can't be told that the process it waits for has failed.
 
 from __future__ import annotations
 
+import atexit
 import datetime
+import gc
 import logging
 import os
 import pickle
+import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # once there is a group it is too late: its default arguments would hold that
 from speechbrain.utils.distributed import MainProcessContext, ddp_prevent_block
 
 from sbkit.errors import SbkitError
@@ -32,12 +37,15 @@ _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 3.0
 # Without torchrun's agent the store lives in rank 0: it stays this long for the others to hear why it goes.
 _FAREWELL_SECONDS = 2.0
+# For threads that wait to run Python for the last time.
+_LAST_BREATH_SECONDS = 0.05
 _FAILED_KEY, _HEARD_KEY = "sbkit/failed", "sbkit/heard"
 
 _calls: dict[str, int] = {}
 _cpu_group: dist.ProcessGroup | None = None
 _started_here = False
 _failed_here = False
+_holders: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class PeerFailed(SystemExit):
@@ -94,15 +102,39 @@ def init(device: torch.device, backend: str | None = None) -> None:
         backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend=backend, timeout=COLLECTIVE_TIMEOUT)
     _started_here = True
+    atexit.register(_at_exit)
+
+
+def closed_first(holder: Any) -> None:
+    """``holder.close()`` lets go of the process group; it is called before the group is left, if it lives by then."""
+    _holders.add(holder)
 
 
 def shutdown() -> None:
-    """Leave the process group that ``init`` joined."""
+    """Leave the process group that ``init`` joined.
+
+    gloo's threads still hold tensors of the last collective for a moment. One that lets go of them while Python
+    ends takes the whole process with it (SIGABRT, and a run that was done has failed). The group's end waits for
+    its threads, but only comes once nothing holds the group. After a failure nothing is waited for: a collective
+    may be under way that others will never join.
+    """
     global _started_here, _cpu_group, _failed_here
     if _started_here and connected():
+        _cpu_group = None
+        if not _failed_here:
+            for holder in list(_holders):
+                holder.close()
+            gc.collect()
         dist.destroy_process_group()
+        time.sleep(_LAST_BREATH_SECONDS)  # threads of a group that something holds all the same
     _started_here, _cpu_group, _failed_here = False, None, False
     _calls.clear()
+
+
+def _at_exit() -> None:
+    """For scripts of one's own, which end without a word to us."""
+    if getattr(sys, "last_value", None) is None:
+        shutdown()
 
 
 def cpu_group() -> dist.ProcessGroup | None:
@@ -182,11 +214,14 @@ def any_of(flags: dict[str, bool]) -> dict[str, bool]:
 @contextmanager
 def failing_together() -> Iterator[None]:
     """Whatever leaves this block as an exception on one rank ends the ranks that wait for it."""
+    global _failed_here
     try:
         yield
+    except PeerFailed:
+        _failed_here = True
+        raise
     except BaseException as error:
-        if not isinstance(error, PeerFailed):
-            announce_failure(error)
+        announce_failure(error)
         raise
 
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -168,3 +172,48 @@ def test_a_signal_to_one_rank_in_validation_stops_all_and_the_run_goes_on_exactl
     (again, steps, losses_again), _ = results(run, tmp_path / "cut", 3, None, None, True)
     assert steps == 15 and furthest(whole, again) == 0.0
     assert losses_again == losses[-4:]  # from the end of the second epoch's training on
+
+
+def trained_and_left():
+    """The threads of the process group before and after it was left, while the Brain still lives."""
+    trained = brain()
+    trained.fit(range(1, 2), ToyTrainLoader(2, 4, ranks.rank(), 2))
+    before = group_threads()
+    ranks.shutdown()
+    return before, group_threads(), trained.optimizer_step
+
+
+def group_threads():
+    names = (task / "comm" for task in Path("/proc/self/task").iterdir())
+    return sum("gloo" in name.read_text() for name in names)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the system doesn't list a process's threads")
+def test_leaving_the_group_waits_for_its_threads():
+    """One that still drops a tensor while Python ends aborts the process: a run that was done has failed."""
+    for before, after, steps in results(trained_and_left):
+        assert before > 0 and after == 0 and steps > 0
+
+
+ENDS_AT_ONCE = """
+import atexit, pathlib, torch
+names = lambda: [task.read_text() for task in pathlib.Path("/proc/self/task").glob("*/comm")]
+atexit.register(lambda: print("at the end", sum("gloo" in name for name in names())))  # runs after all others
+from sbkit.train import parallel, ranks
+ranks.init(torch.device("cpu"))
+layer = torch.nn.Linear(4, 4)
+wrapped = parallel.Wrapped(parallel.Shell(torch.nn.ModuleList([layer]), lambda x: layer(x).sum()), False)
+wrapped(torch.ones(2, 4)).backward()
+print("before", sum("gloo" in name for name in names()))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the system doesn't list a process's threads")
+def test_a_script_of_ones_own_leaves_the_group_at_its_end():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
+           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    done = subprocess.run([sys.executable, "-c", ENDS_AT_ONCE], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.split("\n")[:2] == ["before 2", "at the end 0"], done
