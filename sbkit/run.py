@@ -153,10 +153,10 @@ def _fit_and_test(hparams: dict[str, Any], request: Any, device: Any, manifests:
     }
     augment = hparams.get("augment")
     longest = augment.stretch if augment is not None else 1.0  # speed perturbation makes some utterances longer
-    plan = Plan(manifests["train"].durations * longest, batching, ids=manifests["train"].ids)
+    plan = Plan(manifests["train"].durations * longest, batching, ids=manifests["train"].ids,
+                round_seconds=batching.rounding(brain.device_type, brain.precision))
     train_set = TrainLoader(
-        manifests["train"], tokenizer, plan, min_micros=brain.grad_accumulation_factor, augment=augment,
-        round_seconds=batching.rounding(brain.device_type, brain.precision), **reading,
+        manifests["train"], tokenizer, plan, min_micros=brain.grad_accumulation_factor, augment=augment, **reading,
     )
     valid_set, test_set = (
         EvalLoader(manifests[split], tokenizer, max_batch_seconds=batching.max_batch_seconds, **reading)

@@ -186,8 +186,8 @@ def planned(hparams: dict, round_seconds: float = 0.0) -> tuple:
     from sbkit.data.plan import Plan
 
     manifest, tokenizer = hparams["corpus"].load()["train"], hparams["tokenizer"].load()
-    loader = TrainLoader(manifest, tokenizer, Plan(manifest.durations, hparams["batching"]),
-                         workers=hparams["num_workers"], round_seconds=round_seconds)
+    plan = Plan(manifest.durations, hparams["batching"], round_seconds=round_seconds)
+    loader = TrainLoader(manifest, tokenizer, plan, workers=hparams["num_workers"])
     return loader, list(itertools.islice(loader.at(1), STEP_BATCHES))
 
 

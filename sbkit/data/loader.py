@@ -155,8 +155,6 @@ class TrainLoader(_Loader):
     rank, world: which part of each step to read.
     min_micros: micro-batches per step at least (gradient accumulation).
     augment: ``sbkit.data.augment.Augment`` or ``None``; seeded by (plan's seed, epoch, utterance).
-    round_seconds: batches are padded to a multiple of it, where they stay within ``max_batch_seconds``, so that
-        they come in few shapes; 0: not.
     reading: ``workers``, ``pin_memory``, ``prefetch``, ``timeout``, ``max_damaged_share``, ``damaged_floor``,
         see ``_Loader``.
 
@@ -167,7 +165,7 @@ class TrainLoader(_Loader):
 
     def __init__(self, manifest: Manifest, tokenizer: Encoder | None, plan: Plan, *, rank: int = 0,
                  world: int = 1, min_micros: int = 1, augment: Augment | None = None,
-                 sample_rate: int = SAMPLE_RATE, round_seconds: float = 0.0, **reading: Any):
+                 sample_rate: int = SAMPLE_RATE, **reading: Any):
         if len(plan.durations) != len(manifest):
             raise ValueError(f"a plan for {len(plan.durations)} utterances, a manifest of {len(manifest)}")
         if augment is not None:
@@ -176,7 +174,7 @@ class TrainLoader(_Loader):
         self._epoch: tuple[int, EpochPlan] | None = None
         most = plan.batching.max_batch_seconds
         reader = Reader(manifest, tokenizer, augment=augment, seed=plan.batching.seed, sample_rate=sample_rate,
-                        round_to=round(round_seconds * sample_rate), most=int(most * sample_rate))
+                        round_to=round(plan.round_seconds * sample_rate), most=int(most * sample_rate))
         super().__init__(reader, most, **reading)
 
     def steps(self, epoch: int = 1) -> int:

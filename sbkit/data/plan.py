@@ -1,9 +1,9 @@
 """The plan of an epoch: which utterances make which optimizer step, from durations alone.
 
-The steps depend on (durations, batching, epoch) only. Ranks, workers and micro-batches decide who
-computes which part of a step, never what is in it, so a run on eight GPUs with accumulation takes the
-same optimizer steps as a run on one. Anything about step N is answered without walking through the
-steps before it, so resuming costs nothing.
+The steps depend on (durations, what they are rounded to, batching, epoch) only. Ranks, workers and
+micro-batches decide who computes which part of a step, never what is in it, so a run on eight GPUs with
+accumulation takes the same optimizer steps as a run on one. Anything about step N is answered without
+walking through the steps before it, so resuming costs nothing.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Batching:
     seed: of the order of utterances and steps.
     sort: ``ascending`` or ``descending`` takes the first epoch (epoch 1) in order of duration; every
         later epoch is shuffled. ``null`` or ``random``: every epoch is.
-    round_seconds: batches are padded to a multiple of it where ``max_batch_seconds`` leaves room, so that what is
+    round_seconds: batches are padded to a multiple of it, as far as ``max_batch_seconds`` allows, so that what is
         prepared for one shape serves again; 0: not; ``null``: 0.32 on a CPU in bf16, else 0.
     """
 
@@ -86,9 +86,11 @@ class Plan:
 
     Arguments
     ---------
-    durations: ``[N]``, seconds of each utterance.
+    durations: ``[N]``, seconds of each utterance; the plan's own are rounded up.
     batching: see ``Batching``.
     ids: names for error messages.
+    round_seconds: what ``Batching.rounding`` gives for a device. Buckets and batches are made of rounded durations:
+        fewer buckets, in each as many utterances as fit, and so few shapes.
 
     An utterance longer than ``max_batch_seconds`` is an error that names it: it would not fit on the device.
 
@@ -98,10 +100,13 @@ class Plan:
     """
 
     def __init__(self, durations: Sequence[float] | np.ndarray, batching: Batching,
-                 ids: Sequence[str] | None = None):
-        self.batching = batching
+                 ids: Sequence[str] | None = None, round_seconds: float = 0.0):
+        self.batching, self.round_seconds = batching, round_seconds
         self.durations = np.ascontiguousarray(durations, dtype=np.float32)
         _refuse(self.durations, batching, ids)
+        if round_seconds:
+            rounded = (np.ceil(self.durations / round_seconds - 1e-4) * round_seconds).astype(np.float32)
+            self.durations = np.maximum(self.durations, np.minimum(rounded, np.float32(batching.max_batch_seconds)))
         edges = _edges(self.durations, batching)
         # The bucket of each utterance; small integers sort in linear time.
         self._bucket = np.searchsorted(edges, self.durations, side="left").astype(np.uint16)

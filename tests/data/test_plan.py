@@ -30,9 +30,11 @@ durations = st.lists(st.integers(1, 240).map(lambda eighths: eighths / 8), min_s
 
 @settings(max_examples=150, deadline=None)
 @given(durations, st.floats(30, 300), st.floats(1, 600), st.one_of(st.none(), st.integers(1, 20)),
-       st.integers(1, 50), st.sampled_from([None, "ascending", "descending"]))
-def test_every_utterance_is_in_one_step_and_steps_keep_their_size(seconds, most, step, buckets, epoch, sort):
-    plan = Plan(seconds, Batching(most, step, buckets=buckets, sort=sort))
+       st.integers(1, 50), st.sampled_from([None, "ascending", "descending"]), st.sampled_from([0, 0.32, 3]))
+def test_every_utterance_is_in_one_step_and_steps_keep_their_size(seconds, most, step, buckets, epoch, sort, rounded):
+    plan = Plan(seconds, Batching(most, step, buckets=buckets, sort=sort), round_seconds=rounded)
+    assert np.all(plan.durations >= np.float32(seconds)) and np.all(plan.durations <= np.float32(most))
+    assert np.all(plan.durations - seconds <= rounded + 1e-3)
     steps = steps_of(plan, epoch)
     assert sorted(i for members in steps for i in members) == list(range(len(seconds)))
     assert all(steps) and len(steps) == len(plan)
@@ -43,9 +45,9 @@ def test_every_utterance_is_in_one_step_and_steps_keep_their_size(seconds, most,
 
 @settings(max_examples=150, deadline=None)
 @given(durations, st.floats(30, 100), st.floats(1, 600), st.integers(1, 9), st.integers(1, 4),
-       st.one_of(st.none(), st.integers(1, 5)))
-def test_shares_of_a_step_are_all_of_it_and_fit(seconds, most, step, world, min_micros, utts):
-    plan = Plan(seconds, Batching(most, step, max_batch_utterances=utts))
+       st.one_of(st.none(), st.integers(1, 5)), st.sampled_from([0, 0.32]))
+def test_shares_of_a_step_are_all_of_it_and_fit(seconds, most, step, world, min_micros, utts, rounded):
+    plan = Plan(seconds, Batching(most, step, max_batch_utterances=utts), round_seconds=rounded)
     epoch = plan.epoch(1)
     for i in range(min(epoch.steps, 3)):
         shares = [epoch.share(i, rank, world, min_micros) for rank in range(world)]
@@ -108,6 +110,20 @@ def test_a_step_is_asked_for_without_those_before_it():
         assert later.step(i).tolist() == whole.step(i).tolist()
         for part, same in zip(later.share(i, 1, 2), whole.share(i, 1, 2), strict=True):
             assert part.tolist() == same.tolist()
+
+
+def test_rounded_durations_make_few_shapes_and_no_more_steps():
+    seconds, batching = corpus(30000), Batching(100)
+    shapes, padded = [], []
+    for rounded in (0, 0.32):
+        plan = Plan(seconds, batching, round_seconds=rounded)
+        epoch = plan.epoch(1)
+        steps = [epoch.step(i) for i in range(epoch.steps)]
+        shapes.append({(len(step), round(float(plan.durations[step].max()), 3)) for step in steps})
+        padded.append(sum(len(step) * float(plan.durations[step].max()) for step in steps))
+        if rounded:
+            assert all(abs(width / 0.32 - round(width / 0.32)) < 1e-2 for _, width in shapes[-1])
+    assert 5 * len(shapes[1]) < len(shapes[0]) and padded[1] < 1.06 * padded[0]
 
 
 def test_little_is_padding_and_steps_are_full():
