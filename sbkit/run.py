@@ -42,7 +42,7 @@ def train(argv: list[str]) -> int:
             hparams = load.load(request.path, request.overrides)
             load.require(hparams, request.path, *NEEDED)
             ranks.run_on_main(_open_folder, hparams, request)
-            follows = ranks.run_on_main(_prepare, hparams, request.overrides)
+            follows = ranks.run_on_main(prepare_data, hparams, request.overrides)
             if follows:
                 request.overrides.update(follows)
                 hparams = load.load(request.path, request.overrides)
@@ -85,7 +85,7 @@ def prepare(argv: list[str]) -> int:
     with oom.told("cpu", hint=oom.BOUND_HINT):
         hparams = load.load(request.path, request.overrides)
         load.require(hparams, request.path, "corpus", "tokenizer")
-        _prepare(hparams, request.overrides)
+        prepare_data(hparams, request.overrides)
     return 0
 
 
@@ -107,7 +107,7 @@ def _open_folder(hparams: dict[str, Any], request: Any) -> None:
                          hint="choose another place with --output_folder") from error
 
 
-def _prepare(hparams: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+def prepare_data(hparams: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
     """Manifests and the tokenizer, once, by one rank; the others read what it wrote.
 
     Gives the overrides that follow from the text: how many characters there are is nothing that a recipe, whose
@@ -154,7 +154,7 @@ def _fit_and_test(hparams: dict[str, Any], request: Any, device: Any, manifests:
     augment = hparams.get("augment")
     longest = augment.stretch if augment is not None else 1.0  # speed perturbation makes some utterances longer
     plan = Plan(manifests["train"].durations * longest, batching, ids=manifests["train"].ids,
-                round_seconds=batching.rounding(brain.device_type, brain.precision))
+                round_seconds=batching.rounding(device.type, brain.compile))
     train_set = TrainLoader(
         manifests["train"], tokenizer, plan, min_micros=brain.grad_accumulation_factor, augment=augment, **reading,
     )

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -24,6 +23,8 @@ import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
+
+from bench_growth import peak_mib
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -91,7 +92,7 @@ def prepare(overrides: list[str]) -> list[str]:
     from sbkit.recipe import arguments, load
 
     request = arguments.parse([str(RECIPE), *overrides])
-    follows = run._prepare(load.load(request.path, request.overrides), request.overrides)
+    follows = run.prepare_data(load.load(request.path, request.overrides), request.overrides)
     return overrides + [f"--{name}={value}" for name, value in follows.items()]
 
 
@@ -154,7 +155,7 @@ def work(args: argparse.Namespace, rest: list[str]) -> None:
     for line in sys.stdin:
         piece = line.strip()
         if piece == "memory":
-            found = {"mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+            found = {"mib": peak_mib()}
         else:
             do = getattr(side, piece)
             if piece in WARMED_UP:
@@ -201,7 +202,7 @@ def ours(hparams: dict, request: SimpleNamespace) -> SimpleNamespace:
     manifests, tokenizer = hparams["corpus"].load(), hparams["tokenizer"].load()
     brain = hparams["brain"](modules=hparams["modules"], opt_class=hparams["opt_class"], hparams=hparams,
                              run_opts=request.run_opts)
-    train, kept = planned(hparams, hparams["batching"].rounding(brain.device_type, brain.precision))
+    train, kept = planned(hparams, hparams["batching"].rounding(brain.device_type, brain.compile))
     valid, test = (EvalLoader(manifests[split], tokenizer, max_batch_seconds=hparams["max_batch_seconds"],
                               workers=hparams["num_workers"]) for split in ("dev", "test"))
     brain.hparams.train_logger.log_stats = lambda *_, **__: None

@@ -29,7 +29,8 @@ MIN_STEPS_PER_BUCKET = 2
 #: before in another order. Below ``LEAST_STEPS`` full ones nobody minds padding, and larger steps are better ones.
 MOST_PADDING, LEAST_STEPS = 0.02, 10
 NARROWER = ((2, STEP_COST), (1, STEP_COST), (1, 0.02), (1, 0.01))
-#: In bf16 on a CPU, oneDNN makes code for each new number of frames (20 ms a step, and memory): padding is cheaper.
+#: On a CPU oneDNN makes code for each new number of frames (in bf16 20 ms a step, and memory), and on a card
+#: ``--compile`` records each: padding is cheaper.
 ROUND_SECONDS = 0.32
 #: Places where an edge between buckets may be put; more would not save padding worth the time.
 EDGE_CANDIDATES = 600
@@ -51,7 +52,7 @@ class Batching:
     sort: ``ascending`` or ``descending`` takes the first epoch (epoch 1) in order of duration; every
         later epoch is shuffled. ``null`` or ``random``: every epoch is.
     round_seconds: batches are padded to a multiple of it, as far as ``max_batch_seconds`` allows, so that what is
-        prepared for one shape serves again; 0: not; ``null``: 0.32 on a CPU in bf16, else 0.
+        prepared for one shape serves again; 0: not; ``null``: 0.32 on a CPU and with ``--compile``, else 0.
     """
 
     max_batch_seconds: float
@@ -74,11 +75,11 @@ class Batching:
         if self.step_seconds is None:
             self.step_seconds = self.max_batch_seconds
 
-    def rounding(self, device_type: str, precision: str) -> float:
+    def rounding(self, device_type: str, compiled: bool = False) -> float:
         """Seconds to whose next multiple batches are padded on such a device."""
         if self.round_seconds is not None:
             return self.round_seconds
-        return ROUND_SECONDS if (device_type, precision) == ("cpu", "bf16") else 0.0
+        return ROUND_SECONDS if device_type == "cpu" or compiled else 0.0
 
 
 class Plan:

@@ -17,9 +17,9 @@ except ImportError:  # Windows
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -2, -3, -4, -8
 _KEEP = {_MMAP_MAX: 0, _TRIM_THRESHOLD: 2**31 - 1, _TOP_PAD: 64 << 20, _ARENA_MAX: 1}
 _GIVE_BACK = {_MMAP_MAX: 65536, _MMAP_THRESHOLD: 1 << 20, _TRIM_THRESHOLD: 1 << 20, _TOP_PAD: 0, _ARENA_MAX: 1}
-#: oneDNN keeps the code that it made for so many shapes of products and convolutions: those of a few steps. With its
-#: own 1,024, few of which batches of ever new lengths use again, a run in bf16 grew by another 0.4 GiB in an epoch.
-_SHAPES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
+#: oneDNN keeps what it prepared for so many shapes of products and convolutions, 0.4 to 0.8 MiB for each: of its own
+#: 1,024 a run in bf16 grew by another 0.4 GiB in an epoch. A process with a bound keeps those of a few steps.
+_SHAPES, _SHAPES_IF_BOUNDED = "384", "128"
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
@@ -31,8 +31,8 @@ def keep_freed_memory() -> bool:
     whether it took effect: it doesn't outside glibc, nor in a process with a bound (``ulimit -d``), whose
     memory had better go back (see ``give_back``).
     """
-    for name, value in _SHAPES.items():
-        os.environ.setdefault(name, value)  # read when the first product or convolution is prepared
+    shapes = _SHAPES_IF_BOUNDED if bounded() else _SHAPES  # read when the first product or convolution is prepared
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", shapes)
     if bounded():
         give_back()
         return False

@@ -229,8 +229,8 @@ print(time.perf_counter() - start, re.search(r"VmHWM:\\s+(\\d+)", open("/proc/se
     assert seconds < 3 and kilobytes < 1e6
 
 
-@pytest.mark.parametrize("given, device, precision, expected", [
-    (None, "cpu", "bf16", 0.32), (None, "cpu", "fp32", 0.0), (None, "cuda", "bf16", 0.0), (0, "cpu", "bf16", 0),
-    (0.5, "cuda", "bf16", 0.5)])
-def test_shapes_are_rounded_where_that_saves_time_or_as_asked(given, device, precision, expected):
-    assert Batching(120, 30, round_seconds=given).rounding(device, precision) == expected
+@pytest.mark.parametrize("given, device, compiled, expected", [
+    (None, "cpu", False, 0.32), (None, "cuda", False, 0.0), (None, "cuda", True, 0.32), (0, "cpu", False, 0),
+    (0.5, "cuda", False, 0.5)])
+def test_shapes_are_rounded_where_that_saves_time_or_as_asked(given, device, compiled, expected):
+    assert Batching(120, 30, round_seconds=given).rounding(device, compiled) == expected
