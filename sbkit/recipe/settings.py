@@ -61,6 +61,41 @@ def check_settings(root: Node, findings: Findings) -> None:
                 _tell(root, key, f"it is {_shown(value)}, and must be {NUMBERS[key]}", findings)
         elif key in _COUNTED and not _is_number(value):
             _tell(root, key, f"it is {_shown(value)}, and must be a number", findings)
+    if "brain" in root.value:
+        _check_averaged(root, findings)
+
+
+def _check_averaged(root: Node, findings: Findings) -> None:
+    """An average of checkpoints needs as many, of weights that aren't averages themselves."""
+    key = "average_checkpoints"
+    count = _known(root, key, 1)
+    if count is None or count < 2:
+        return
+    kept, for_good = _known(root, "keep_checkpoints", 1), _known(root, "keep_every", 0)
+    if _averages(root):
+        _tell(root, key, "ema averages weights as well", findings,
+              f"use one of them: ema_decay: 0, or {key}: 1")
+    elif for_good == 0 and kept is not None and kept < count:
+        _tell(root, key, f"it is {count}, but keep_checkpoints is {kept}: there won't be as many", findings,
+              f"set keep_checkpoints to {count} or more")
+
+
+def _known(root: Node, key: str, default: int) -> int | None:
+    """A number as the run reads it; None where it's known later, or is wrong and told."""
+    value = static(root.value[key]) if key in root.value else default
+    if value is None and key in _OPTIONAL:
+        return default
+    return value if value in NUMBERS[key] else None
+
+
+def _averages(root: Node) -> bool:
+    """Whether ``ema`` keeps a moving average, as a Brain asks its ``decay``."""
+    node = root.value.get("ema")
+    if node is None or static(node) is None or static(node) is UNKNOWN:
+        return False
+    decay = node.value.get("decay") if isinstance(node.value, dict) else None
+    value = static(decay) if decay is not None else 1
+    return isinstance(value, (int, float)) and value > 0
 
 
 def _check_precision(root: Node, key: str, value: Any, findings: Findings) -> None:

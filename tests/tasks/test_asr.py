@@ -3,13 +3,16 @@
 import json
 from types import SimpleNamespace
 
+import pytest
 import torch
 from speechbrain.core import Stage
 
 from sbkit.data.batch import Batch, stand_in
+from sbkit.errors import SbkitError
 from sbkit.score.report_data import read
 from sbkit.score.report_findings import findings
 from sbkit.tasks.asr import ASR, Row
+from sbkit.train.averaging import EMA
 from sbkit.train.metrics import MetricsLog
 from sbkit.train.train_log import TrainLog
 
@@ -80,3 +83,11 @@ def test_validation_tells_too(tmp_path, caplog):
     brain.evaluate_batch(batch("a", damaged=[("b", "b.mp3: empty")]), Stage.VALID)
     brain.on_stage_end(Stage.VALID, 0.0, 1)
     assert "valid unread: 1" in (tmp_path / "train_log.txt").read_text()
+
+
+def test_a_script_of_ones_own_is_told_of_two_averages_before_it_trains():
+    """A recipe is told by its check."""
+    net = torch.nn.Linear(2, 2)
+    with pytest.raises(SbkitError, match="both average weights"):
+        Parrot({"net": net}, hparams={"ema": EMA(net, 0.9), "average_checkpoints": 2}, run_opts={"device": "cpu"})
+    Parrot({"net": net}, hparams={"ema": EMA(net, 0.0), "average_checkpoints": 2}, run_opts={"device": "cpu"})
