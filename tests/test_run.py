@@ -25,14 +25,14 @@ def hparams(tmp_path):
 
 
 def test_a_vocabulary_of_characters_follows_from_the_corpus(hparams, capsys):
-    assert run._prepare(hparams, {}) == {"output_neurons": NEEDED}
+    assert run.prepare_data(hparams, {}) == {"output_neurons": NEEDED}
     assert f"output_neurons: {NEEDED}, what the characters of this corpus need (the recipe says 28)" in (
         capsys.readouterr().err)
     assert hparams["tokenizer"].load().size == NEEDED
     again = hparams | {"output_neurons": NEEDED, "tokenizer": Tokenizer(hparams["tokenizer"].folder, NEEDED, "char")}
-    assert run._prepare(again, {"output_neurons": NEEDED}) == {}
+    assert run.prepare_data(again, {"output_neurons": NEEDED}) == {}
     resumed = hparams | {"tokenizer": Tokenizer(hparams["tokenizer"].folder, 28, "char")}
-    assert run._prepare(resumed, {}) == {"output_neurons": NEEDED}
+    assert run.prepare_data(resumed, {}) == {"output_neurons": NEEDED}
 
 
 @pytest.mark.parametrize("change", ["on the command line", "not the tokenizer's"])
@@ -41,4 +41,4 @@ def test_a_number_that_is_meant_is_not_changed(hparams, change):
     if not overrides:
         hparams["output_neurons"] = 30
     with pytest.raises(SbkitError, match=rf"exactly {NEEDED} entries; set vocab_size \(and output_neurons\) to"):
-        run._prepare(hparams, overrides)
+        run.prepare_data(hparams, overrides)
