@@ -52,6 +52,9 @@ class Counts(NamedTuple):
 def count(references: Sequence[Tokens], hypotheses: Sequence[Tokens]) -> Counts:
     """The edits that turn each reference into its hypothesis."""
     differ, refs, hyps = _different(references, hypotheses)
+    if not _are_strings(refs, hyps):  # rapidfuzz compares hashes: an empty word has that of the letter zero
+        number = _Numbers().__getitem__
+        refs, hyps = ([list(map(number, tokens)) for tokens in side] for side in (refs, hyps))
     return _spread(differ, _count(refs, hyps, _lengths(hyps) - _lengths(refs)))
 
 
@@ -86,7 +89,8 @@ def _count_words(references: list[str], hypotheses: list[str]) -> np.ndarray:
     refs, hyps = (Words(words.numbers, begins[side, short], sizes[side, short]) for side in (0, 1))
     counts[:, short] = _completed(*count_short(refs, hyps), hyps.counts - refs.counts)
     if long.any():
-        counts[:, long] = count(*([text.split() for text in compress(side, long)] for side in (references, hypotheses)))
+        split = ([text.split() for text in compress(side, long)] for side in (references, hypotheses))
+        counts[:, long] = _count(*split, sizes[1, long] - sizes[0, long])
     return counts
 
 
@@ -107,6 +111,10 @@ def _count(references: list[Tokens], hypotheses: list[Tokens], longer: np.ndarra
         which = some[group]
         substitutions[which] = _preferred(_pick(references, group), _pick(hypotheses, group), edits[which])
     return _completed(edits, substitutions, longer)
+
+
+def _are_strings(*sides: list[Tokens]) -> bool:
+    return all(isinstance(tokens, str) for side in sides for tokens in side)
 
 
 def _completed(edits: np.ndarray, substitutions: np.ndarray, longer: np.ndarray) -> Counts:
@@ -186,7 +194,7 @@ def _encode(references: list[Tokens], hypotheses: list[Tokens]) -> tuple[np.ndar
     numbers = _Numbers()
     encoded = []
     for side, padding in ((references, -1), (hypotheses, -2)):
-        if all(isinstance(tokens, str) for tokens in (*references, *hypotheses)):
+        if _are_strings(references, hypotheses):
             flat = np.frombuffer("".join(side).encode(UTF_32, "surrogatepass"), dtype=np.int32)
         else:
             flat = np.array([numbers[token] for tokens in side for token in tokens], dtype=np.int32)

@@ -7,7 +7,7 @@ import pickle
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from speechbrain.utils.metric_stats import ErrorRateStats
 
@@ -17,6 +17,10 @@ from tools import bench_score
 
 WORDS = st.lists(st.sampled_from(["a", "the", "cat", "house", "größe", "राम"]), max_size=8)
 PAIRS = st.lists(st.tuples(WORDS.filter(len), WORDS), min_size=1, max_size=8)
+
+# Words that no text would give back, and what is no word.
+ODD = st.lists(st.text("aä😀 \n\0\u2003\ud800", max_size=3) | st.just("abcdefghi") | st.integers(0, 2), max_size=4)
+GIVEN = ODD | ODD.map(tuple) | st.text("aä😀  \n\0\u2003\ud800", max_size=6) | WORDS.map(" ".join)
 
 
 def both(pairs, unit="word"):
@@ -35,6 +39,23 @@ def both(pairs, unit="word"):
 def test_summary_equals_speechbrain(pairs, unit):
     ours, theirs = both(pairs, unit)
     assert ours.summary() == theirs.summarize()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.lists(st.tuples(GIVEN, GIVEN), max_size=4), min_size=1, max_size=3))
+@example([[(["\0", "a"], ["", 97])]])  # Python gives each pair one hash, or rapidfuzz
+def test_any_words_in_any_form_are_counted_as_speechbrain_counts_them_as_lists(batches):
+    ours, theirs = ErrorRates(), ErrorRateStats()
+    for batch in batches:
+        refs, hyps = ([each.split() if isinstance(each, str) else list(each) for each in side]
+                      for side in (zip(*batch, strict=True) if batch else ([], [])))
+        some = [i for i, ref in enumerate(refs) if ref and ref[0] != ""]
+        names = [f"utterance {len(ours) + i}" for i in range(len(some))]
+        ours.add(names, [batch[i][0] for i in some], [batch[i][1] for i in some])
+        theirs.append(names, [hyps[i] for i in some], [refs[i] for i in some])
+    if len(ours):
+        assert ours.summary() == theirs.summarize()
+        assert [list(words) for words in ours.references] == [row["ref_tokens"] for row in theirs.scores]
 
 
 @settings(max_examples=100, deadline=None)
@@ -79,6 +100,8 @@ def test_what_cannot_be_scored_is_named_and_nothing_of_it_is_taken():
     rates.add(["old"], ["a"], ["a"])
     with pytest.raises(SbkitError, match="2 utterances have an empty reference: u1, u3"):
         rates.add(["u1", "u2", "u3"], ["", "b", "  "], ["a", "b", "c"])
+    with pytest.raises(SbkitError, match="2 utterances have an empty reference: u1, u3"):
+        rates.add(["u1", "u2", "u3"], [[""], ["b"], ["", "c"]], [["a"], [""], ["c"]])
     with pytest.raises(SbkitError, match="1 utterance has no hypothesis: u2"):
         rates.add(["u1", "u2"], ["a", "b"], ["a", None])
     with pytest.raises(SbkitError, match="more than once: u1"):
