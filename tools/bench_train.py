@@ -179,15 +179,16 @@ def seconds_of(batches: list) -> float:
     return sum(float(batch.signal_lengths.sum()) / 16000 for batch in batches)
 
 
-def planned(hparams: dict, round_seconds: float = 0.0) -> tuple:
-    """sbkit's loader of the training set, and the batches that a step is measured with."""
+def planned(hparams: dict, device: str) -> tuple:
+    """sbkit's loader of the training set, and the batches that a step of either side is measured with."""
     import itertools
 
     from sbkit.data.loader import TrainLoader
     from sbkit.data.plan import Plan
 
     manifest, tokenizer = hparams["corpus"].load()["train"], hparams["tokenizer"].load()
-    plan = Plan(manifest.durations, hparams["batching"], round_seconds=round_seconds)
+    plan = Plan(manifest.durations, hparams["batching"],
+                round_seconds=hparams["batching"].rounding(device.split(":")[0]))
     loader = TrainLoader(manifest, tokenizer, plan, workers=hparams["num_workers"])
     return loader, list(itertools.islice(loader.at(1), STEP_BATCHES))
 
@@ -202,7 +203,7 @@ def ours(hparams: dict, request: SimpleNamespace) -> SimpleNamespace:
     manifests, tokenizer = hparams["corpus"].load(), hparams["tokenizer"].load()
     brain = hparams["brain"](modules=hparams["modules"], opt_class=hparams["opt_class"], hparams=hparams,
                              run_opts=request.run_opts)
-    train, kept = planned(hparams, hparams["batching"].rounding(brain.device_type, brain.compile))
+    train, kept = planned(hparams, request.run_opts.device)
     valid, test = (EvalLoader(manifests[split], tokenizer, max_batch_seconds=hparams["max_batch_seconds"],
                               workers=hparams["num_workers"]) for split in ("dev", "test"))
     brain.hparams.train_logger.log_stats = lambda *_, **__: None
@@ -315,7 +316,8 @@ def stock(hparams: dict, request: SimpleNamespace) -> SimpleNamespace:
     brain = Stock(hparams["modules"], hparams["opt_class"], hparams, options)
     brain.on_fit_start()
     rows = {name: row for row, name in enumerate(train_set.data_ids)}
-    kept = [sb.dataio.batch.PaddedBatch([train_set[rows[name]] for name in batch.ids]) for batch in planned(hparams)[1]]
+    kept = [sb.dataio.batch.PaddedBatch([train_set[rows[name]] for name in batch.ids])
+            for batch in planned(hparams, request.run_opts.device)[1]]
     hours = {split: float(sum(row["duration"] for row in data.data.values())) for split, data in
              (("train", train_set), ("dev", valid_set))}
 
