@@ -73,14 +73,15 @@ def crdnn(width):
 
 VARIANTS = {
     "the flagship": {},
-    "global normalisation": {"norm": "global"},
     "none": {"norm": None, "frontend": None, "encoder": lambda size: transformer(size, encoder_module="transformer")},
-    "mfcc": {"features": MFCC(n_mfcc=MELS, n_mels=20, deltas=False, context=False)},
-    "relative positions": {"encoder": lambda size: transformer(size, attention_type="RelPosMHAXL")},
+    "mfcc, one block": {
+        "features": MFCC(n_mfcc=MELS, n_mels=20, deltas=False, context=False), "frontend": lambda: front(1),
+        "encoder": lambda size: transformer(2 * size)},
+    "relative positions, global normalisation": {
+        "norm": "global", "encoder": lambda size: transformer(size, attention_type="RelPosMHAXL")},
     "branchformer": {"encoder": lambda size: transformer(
         size, encoder_module="branchformer", attention_type="RelPosMHAXL")},
     "crdnn": {"encoder": crdnn, "frontend": None},
-    "one block": {"frontend": lambda: front(1), "encoder": lambda size: transformer(2 * size)},
 }
 LEAKING = ("branchformer", "crdnn")  # their layers see what a batch is padded with
 QUICK = ("the flagship",)
