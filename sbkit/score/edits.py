@@ -10,7 +10,7 @@ a time.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import compress
 from operator import ne
 from typing import NamedTuple
@@ -32,7 +32,7 @@ _AN_EDIT, _A_STEP, _SUBSTITUTIONS = 1 << 34, 1 << 32, (1 << 32) - 1
 _STEPS = 3 * _A_STEP
 _FAR = 1 << 60  # no way leads here
 
-_AT_ONCE = 10_000  # pairs whose words are held as numbers at once
+_AT_ONCE = 10_000  # pairs whose tokens are held as numbers at once
 _FRONT = 100_000  # cells of all fronts that are held at once
 _CELLS = 16_000_000  # bytes of the table that is held at once
 
@@ -51,32 +51,30 @@ class Counts(NamedTuple):
 
 def count(references: Sequence[Tokens], hypotheses: Sequence[Tokens]) -> Counts:
     """The edits that turn each reference into its hypothesis."""
-    differ, refs, hyps = _different(references, hypotheses)
-    if not _are_strings(refs, hyps):  # rapidfuzz compares hashes: an empty word has that of the letter zero
-        number = _Numbers().__getitem__
-        refs, hyps = ([list(map(number, tokens)) for tokens in side] for side in (refs, hyps))
-    return _spread(differ, _count(refs, hyps, _lengths(hyps) - _lengths(refs)))
+    return _in_parts(references, hypotheses, _count_tokens)
 
 
 def count_words(references: Sequence[str], hypotheses: Sequence[str]) -> Counts:
     """The same for texts (see ``texts.as_texts``), counted by words."""
-    differ, refs, hyps = _different(references, hypotheses)
-    counts = [_count_words(refs[start:start + _AT_ONCE], hyps[start:start + _AT_ONCE])
-              for start in range(0, len(refs), _AT_ONCE)]
-    return _spread(differ, np.concatenate(counts, axis=1) if counts else 0)
+    return _in_parts(references, hypotheses, _count_words)
 
 
-def _different(references: Sequence, hypotheses: Sequence) -> tuple[np.ndarray, list, list]:
-    """Whether each pair differs, [N] bool, and those that do."""
+def _in_parts(references: Sequence, hypotheses: Sequence, count_part: Callable[[list, list], Counts | np.ndarray],
+              ) -> Counts:
     differ = bytes(map(ne, references, hypotheses))
-    return np.frombuffer(differ, bool), list(compress(references, differ)), list(compress(hypotheses, differ))
-
-
-def _spread(differ: np.ndarray, found: Counts | np.ndarray) -> Counts:
-    """Counts of the pairs that ``differ`` [N] among those of all."""
+    refs, hyps = (list(compress(side, differ)) for side in (references, hypotheses))
+    parts = [count_part(refs[start:start + _AT_ONCE], hyps[start:start + _AT_ONCE])
+             for start in range(0, len(refs), _AT_ONCE)]
     counts = np.zeros((3, len(differ)), dtype=np.int64)
-    counts[:, differ] = found
+    counts[:, np.frombuffer(differ, bool)] = np.concatenate(parts, axis=1) if parts else 0
     return Counts(*counts)
+
+
+def _count_tokens(references: list[Tokens], hypotheses: list[Tokens]) -> Counts:
+    if not _are_strings(references, hypotheses):  # rapidfuzz compares hashes: an empty word has that of the letter zero
+        number = _Numbers().__getitem__
+        references, hypotheses = ([list(map(number, tokens)) for tokens in side] for side in (references, hypotheses))
+    return _count(references, hypotheses, _lengths(hypotheses) - _lengths(references))
 
 
 def _count_words(references: list[str], hypotheses: list[str]) -> np.ndarray:
