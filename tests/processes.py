@@ -1,4 +1,4 @@
-"""Run a function in several processes that are ranks of one job on this machine, as torchrun would."""
+"""Run a function in several processes that are ranks of one job on this machine, as torchrun would, or as a program."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import multiprocessing
 import os
 import pickle
 import socket
+import sys
+import tempfile
 import time
 import traceback
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 # A server that has imported everything forks the ranks: the first launch is slow, the others are not.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "sbkit.train.brain"])
+_CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "sbkit.train.brain"])
 
 
 class Outcome(NamedTuple):
@@ -86,3 +89,34 @@ def _run(pipe, rank, world, port, fn, args) -> None:
     if error is None:
         ranks.shutdown()
     os._exit(0)
+
+
+class Ended(NamedTuple):
+    """How a program ended: its exit code (negative: the signal that killed it) and what it said."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def program(fn, *args: str, timeout: float = 120, **environment: str) -> Ended:
+    """``fn(*args)`` as a program whose imports are done already; what it started may outlive it, as after a kill."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        process = _CONTEXT.Process(target=_program, args=(str(out), str(err), environment, fn, args))
+        process.start()
+        process.join(timeout)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            raise AssertionError(f"{fn.__name__}{args} hangs:\n{err.read_text()}")
+        return Ended(process.exitcode, out.read_text(), err.read_text())
+
+
+def _program(out, err, environment, fn, args) -> None:
+    for stream, path in ((sys.stdout, out), (sys.stderr, err)):
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(handle, stream.fileno())
+        os.close(handle)
+    os.environ.update(environment)
+    fn(*args)

@@ -151,8 +151,11 @@ def saving(folder, at, asynchronous, name, finely):
 
 def fresh(folder, name):
     """A folder with checkpoint 1."""
+    made = f"{folder}.{name}"
+    if not os.path.exists(made):
+        in_a_process(lambda: Run(made).save(1, name))
     shutil.rmtree(folder, ignore_errors=True)
-    in_a_process(lambda: Run(folder).save(1, name))
+    shutil.copytree(made, folder)
 
 
 def every_point(folder, asynchronous, name, finely):
