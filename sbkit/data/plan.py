@@ -177,7 +177,7 @@ class EpochPlan:
 
     @property
     def padding_share(self) -> float:
-        """Share of padding in what is computed when each step is one batch: the most it can be."""
+        """Share of padding, beyond the rounding, when each step is one batch: the most it can be."""
         if not len(self._members):
             return 0.0
         ordered = self.durations[self._members]

@@ -81,7 +81,16 @@ def read(path: str | Path) -> NGram:
         levels.append(_level(path, order, lines, words, levels))
     if end < 0 or not data.startswith(b"\n\\end\\", end):
         raise SbkitError(f"{path} is truncated: it has no \\end\\", hint="get or write the file again")
-    return NGram([word.decode("utf-8", "replace") for word in words], levels)
+    return NGram([word_of(path, word) for word in words], levels)
+
+
+def word_of(path: Path, word: bytes) -> str:
+    """A word of a model; one that is no UTF-8 would be one that nobody says."""
+    try:
+        return word.decode("utf-8")
+    except UnicodeDecodeError:
+        raise SbkitError(f"{path}: the word {word.decode('utf-8', 'replace')!r} is no UTF-8",
+                         hint="convert the file to UTF-8, such as by iconv -f latin1 -t utf-8") from None
 
 
 def _bytes(path: Path) -> bytes:
@@ -158,6 +167,8 @@ def _columns(path: Path, order: int, lines: list[bytes], words: dict[bytes, int]
         if width == order + 1 and not odd:
             raise SbkitError(f"{path}: a {order}-gram's probability is no number") from None
         raise SbkitError(f"{path}: a {order}-gram's probability or back-off is no number") from None
+    if not ((log10 < 1e-4).all() and (backoff < np.inf).all()):  # nor is NaN; some tools round to just above 0
+        raise SbkitError(f"{path}: a {order}-gram's probability is above 1, or it or its back-off is no number")
     if order == 1:
         before = len(words)
         for word in fields[1::width]:

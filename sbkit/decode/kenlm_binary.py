@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from sbkit.console import atomic_write
+from sbkit.decode.arpa import word_of
 from sbkit.decode.language_model import BEGIN, END, LN10, UNKNOWN, LanguageModel
 from sbkit.decode.ngram import NGram
 from sbkit.errors import SbkitError
@@ -81,7 +82,7 @@ class KenLM(LanguageModel):
         words = data[at:].tobytes().split(b"\0")[:-1]
         if not words or words[0] != UNKNOWN.encode() or len(words) not in (self.counts[0], self.counts[0] + 1):
             raise self._truncated()
-        self.words = [word.decode("utf-8", "replace") for word in words]
+        self.words = [word_of(self.path, word) for word in words]
         self.ids = {word: i for i, word in enumerate(self.words)}
         self.unknown, self.end = 0, self.ids.get(END, 0)
         self._contexts = np.zeros((1, order - 1), np.int64)  # words of each history, the last one first

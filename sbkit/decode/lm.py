@@ -24,6 +24,9 @@ from sbkit.errors import SbkitError
 
 logger = logging.getLogger(__name__)
 
+#: Of a language model's words, so many may be unknown to the tokens without a word about it.
+_STRANGE_SHARE = 0.05
+
 UNITS = ("word", "piece")
 _LOOK = 10_000  # words that are looked at to see whether a model fits
 
@@ -209,12 +212,15 @@ def unit_of(model: LanguageModel, pieces: Pieces, unit: str | None = None, name:
 
 def _refuse_unspellable(words: list[str], pieces: Pieces, name: str) -> None:
     strange = [word for word in words if not pieces.spells(word)]
-    if len(strange) * 2 <= len(words):
+    if len(strange) <= _STRANGE_SHARE * len(words):
         return
     hint = "estimate it from text that is written like the transcripts, such as theirs: sbkit lm"
     for change, case in ((str.lower, "lower"), (str.upper, "upper")):
         if sum(pieces.spells(change(word)) for word in words) * 2 > len(words):
             hint = f"the tokens are in {case} case and the language model isn't: " + hint
             break
-    raise SbkitError(f"{name} doesn't fit this model's tokens: {100 * len(strange) / len(words):.0f} % of its words "
-                     f"can't be spelled with them, such as {strange[0]!r}", hint=hint)
+    share = f"{100 * len(strange) / len(words):.0f} % of its words can't be spelled with them, such as {strange[0]!r}"
+    if len(strange) * 2 <= len(words):
+        logger.warning("%s knows words that this model can't write: by its tokens, %s; %s", name, share, hint)
+        return
+    raise SbkitError(f"{name} doesn't fit this model's tokens: {share}", hint=hint)

@@ -98,6 +98,7 @@ class Brain(sb.core.Brain):
         self.nonfinite_count = 0
         self._epoch: Any = None
         self._epoch_step = 0  # optimizer steps done in this epoch
+        self._epoch_steps: int | None = None  # that its plan has
         self._last_batch: int | None = None  # the number of an epoch's last batch, where it is known
         self._parallel: parallel.Alone | None = None
         self._steps = Step(device, scaler=self.scaler, flags=FLAGS)
@@ -380,7 +381,8 @@ class Brain(sb.core.Brain):
         """SpeechBrain's three keys, and what going on exactly needs."""
         state = {
             "step": self.step, "avg_train_loss": self.avg_train_loss, "optimizer_step": self.optimizer_step,
-            "epoch_step": self._epoch_step, "loss_sums": [self._average.total, self._average.count],
+            "epoch_step": self._epoch_step, "epoch_steps": self._epoch_steps,
+            "loss_sums": [self._average.total, self._average.count],
             "nonfinite_count": self.nonfinite_count, "got_through": self._parts.got_through,
         }
         with open(path, "w", encoding="utf-8") as out:
@@ -395,6 +397,7 @@ class Brain(sb.core.Brain):
         if end_of_epoch:
             state = {"step": 0, "avg_train_loss": 0.0}
         self.step, self._epoch_step = state["step"], state.get("epoch_step", 0)
+        self._epoch_steps = state.get("epoch_steps")
         self.nonfinite_count = state.get("nonfinite_count", 0)
         self.avg_train_loss = state["avg_train_loss"]
         self._average.total, self._average.count = state.get("loss_sums", (0.0, 0.0))

@@ -65,8 +65,15 @@ def _batches(brain: Any, train_set: Any, epoch: Any) -> tuple[Iterable, int | No
     """The epoch's batches from where it stands, and how many the bar counts to."""
     brain._last_batch = brain.debug_batches if brain.debug else None
     if brain._plan_driven:
-        batches = train_set.at(epoch, brain._epoch_step)
-        return loaders.on_device(batches, train_set, brain.device), train_set.steps(epoch)
+        begun, steps = brain._epoch_steps, train_set.steps(epoch)
+        if brain._epoch_step and begun not in (None, steps):
+            logger.warning(
+                "Epoch %s was begun with %d steps and has %d now (another corpus or other batching; its round_seconds "
+                "follows the device and --compile): some of its utterances are heard twice or not at all.",
+                epoch, begun, steps)
+        brain._epoch_steps = steps
+        batches = train_set.at(epoch, min(brain._epoch_step, steps))
+        return loaders.on_device(batches, train_set, brain.device), steps
     loaders.set_epoch(epoch, brain.train_sampler, train_set)
     length = loaders.length(train_set)
     if length is not None:

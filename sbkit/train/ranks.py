@@ -88,7 +88,11 @@ def init(device: torch.device, backend: str | None = None) -> None:
     on the CPU; on the CPU it is gloo whatever was asked for, since NCCL can't work there.
     """
     global _started_here
-    if connected() or not launched():
+    if not launched():
+        return
+    atexit.unregister(_at_exit)
+    atexit.register(_at_exit, os.getpid())
+    if connected():
         return
     missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
@@ -102,7 +106,6 @@ def init(device: torch.device, backend: str | None = None) -> None:
         backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend=backend, timeout=COLLECTIVE_TIMEOUT)
     _started_here = True
-    atexit.register(_at_exit)
 
 
 def closed_first(holder: Any) -> None:
@@ -111,30 +114,38 @@ def closed_first(holder: Any) -> None:
 
 
 def shutdown() -> None:
-    """Leave the process group that ``init`` joined.
+    """Leave the process group that ``init`` joined."""
+    global _started_here, _failed_here
+    if _started_here:
+        _leave_group()
+    _started_here = _failed_here = False
+    _calls.clear()
+
+
+def _leave_group() -> None:
+    """Leave the process group, and let its threads come to their end.
 
     gloo's threads still hold tensors of the last collective for a moment. One that lets go of them while Python
     ends takes the whole process with it (SIGABRT, and a run that was done has failed). The group's end waits for
     its threads, but only comes once nothing holds the group. After a failure nothing is waited for: a collective
     may be under way that others will never join.
     """
-    global _started_here, _cpu_group, _failed_here
-    if _started_here and connected():
-        _cpu_group = None
-        if not _failed_here:
-            for holder in list(_holders):
-                holder.close()
-            gc.collect()
+    global _cpu_group
+    _cpu_group = None
+    if not _failed_here:
+        for holder in list(_holders):
+            holder.close()
+        _holders.clear()
+        gc.collect()
+    if connected():
         dist.destroy_process_group()
-        time.sleep(_LAST_BREATH_SECONDS)  # threads of a group that something holds all the same
-    _started_here, _cpu_group, _failed_here = False, None, False
-    _calls.clear()
+    time.sleep(_LAST_BREATH_SECONDS)  # threads of a group that something holds all the same
 
 
-def _at_exit() -> None:
-    """For scripts of one's own, which end without a word to us."""
-    if getattr(sys, "last_value", None) is None:
-        shutdown()
+def _at_exit(process: int) -> None:
+    """For scripts of one's own, which end without a word to us, and may have joined or left the group themselves."""
+    if os.getpid() == process and (connected() or _holders) and getattr(sys, "last_value", None) is None:
+        _leave_group()
 
 
 def cpu_group() -> dist.ProcessGroup | None:

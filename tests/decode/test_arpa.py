@@ -175,11 +175,20 @@ def test_contradictions_are_named(whole, old, new, message):
         arpa.read(whole)
 
 
-def test_a_probability_that_is_no_number(whole):
+@pytest.mark.parametrize("wrong", ["x-1.5", "nan", "inf", "2.5"])
+def test_a_probability_that_is_none(whole, wrong):
     text = whole.read_text()
     line = next(line for line in text.splitlines() if line.endswith("\t<s> a b"))
-    whole.write_text(text.replace(line, "x" + line))
+    whole.write_text(text.replace(line, wrong + "\t<s> a b"))
     with pytest.raises(SbkitError, match="3-gram's probability"):
+        arpa.read(whole)
+
+
+def test_a_model_in_another_encoding_is_named_with_its_word(whole):
+    text = whole.read_text()
+    assert "ö" in text
+    whole.write_text(text, encoding="latin1")
+    with pytest.raises(SbkitError, match="is no UTF-8; convert the file to UTF-8"):
         arpa.read(whole)
 
 

@@ -118,6 +118,16 @@ def test_a_model_of_something_else_is_refused(sentences, pieces, message):
         lm.unit_of(model(*sentences), Pieces(pieces), name="lm.arpa")
 
 
+def test_a_model_with_some_words_in_another_case_is_named_and_taken(caplog):
+    some = model(" ".join([*(f"{a}{b}" for a in "abc" for b in "ehot"), "The", "Dog"]))
+    assert lm.unit_of(some, Pieces(LETTERS), name="lm.arpa") == "word"
+    assert "lm.arpa knows words that this model can't write: by its tokens, 14 % of its words" in caplog.text
+    assert "the tokens are in lower case" in caplog.text
+    caplog.clear()
+    lm.unit_of(model("the cat", "the dog"), Pieces(LETTERS))
+    assert not caplog.text
+
+
 def test_what_the_unit_has_to_be_can_be_said():
     words, pieces = model("the cat sat", "a dog"), model("▁the ▁c at", "▁a ▁d og")
     assert lm.unit_of(words, Pieces(WORDS)) == lm.unit_of(words, Pieces(WORDS), "word") == "word"

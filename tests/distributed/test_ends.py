@@ -196,24 +196,29 @@ def test_leaving_the_group_waits_for_its_threads():
 
 
 ENDS_AT_ONCE = """
-import atexit, pathlib, torch
+import atexit, pathlib, torch, torch.distributed as dist
 names = lambda: [task.read_text() for task in pathlib.Path("/proc/self/task").glob("*/comm")]
 atexit.register(lambda: print("at the end", sum("gloo" in name for name in names())))  # runs after all others
 from sbkit.train import parallel, ranks
+{joins}
 ranks.init(torch.device("cpu"))
 layer = torch.nn.Linear(4, 4)
 wrapped = parallel.Wrapped(parallel.Shell(torch.nn.ModuleList([layer]), lambda x: layer(x).sum()), False)
 wrapped(torch.ones(2, 4)).backward()
 print("before", sum("gloo" in name for name in names()))
+{leaves}
 """
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the system doesn't list a process's threads")
-def test_a_script_of_ones_own_leaves_the_group_at_its_end():
+@pytest.mark.parametrize("joins, leaves", [
+    ("", ""), ("dist.init_process_group('gloo')", ""), ("", "dist.destroy_process_group()")])
+def test_a_script_of_ones_own_leaves_the_group_at_its_end(joins, leaves):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    done = subprocess.run([sys.executable, "-c", ENDS_AT_ONCE], env=env, capture_output=True, text=True, timeout=120)
+    code = ENDS_AT_ONCE.format(joins=joins, leaves=leaves)
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stdout.split("\n")[:2] == ["before 2", "at the end 0"], done

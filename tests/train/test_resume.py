@@ -32,13 +32,13 @@ class Stopping(ToyBrain):
             raise Stop
 
 
-def run(folder, die_at=None, **run_opts):
+def run(folder, die_at=None, steps=5, **run_opts):
     counter = EpochCounter(3)
     toy = brain(Stopping, checkpointer=Checkpointer(folder, {"counter": counter}), hparams={"die_at": die_at},
                 ckpt_interval_steps=4, **run_opts)
     toy.checkpointer.add_recoverable("model", toy.hparams.model)
     try:
-        toy.fit(counter, ToyTrainLoader(5, 6, micros=2), ToyEvalLoader(5))
+        toy.fit(counter, ToyTrainLoader(steps, 6, micros=2), ToyEvalLoader(5))
     finally:
         toy.checkpointer.wait()  # a process that ends waits too
     return toy
@@ -199,6 +199,16 @@ def test_positions_are_saved_between_steps_only(tmp_path):
     # every 4 micro-batches are due, steps have 2, and the run died in the fifth step
     assert (saved["step"], saved["epoch_step"], saved["optimizer_step"]) == (8, 4, 4)
     assert saved["avg_train_loss"] == pytest.approx(saved["loss_sums"][0] / saved["loss_sums"][1])
+
+
+@pytest.mark.parametrize("steps, in_all", [(7, 7 + 7 + 7), (2, 4 + 2 + 2)])
+def test_an_epoch_that_is_planned_anew_in_its_middle_goes_on_and_says_so(tmp_path, caplog, steps, in_all):
+    with pytest.raises(Stop):
+        run(tmp_path, die_at=4)  # after 4 of 5 steps
+    assert "was begun with" not in caplog.text
+    again = run(tmp_path, steps=steps)
+    assert f"Epoch 1 was begun with 5 steps and has {steps} now" in caplog.text
+    assert again.optimizer_step == in_all
 
 
 def test_an_epoch_s_checkpoint_taken_at_the_end_of_training_starts_the_next_epoch_at_its_beginning(tmp_path):
