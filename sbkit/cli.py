@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -55,6 +56,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"error: {error}", file=sys.stderr)
         _tell_torchrun(error)
         return error.exit_code
+    except KeyboardInterrupt:  # outside of training's steps, which save a checkpoint first
+        if "--debug" in argv:
+            traceback.print_exc()
+        if os.environ.get("RANK", "0") == "0":
+            print("\nstopped by Ctrl-C; the same command does what is missing", file=sys.stderr)
+        return 128 + signal.SIGINT
     except BrokenPipeError:  # `sbkit ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

@@ -21,6 +21,15 @@ def test_commands_of_a_recipe_explain_themselves(command, capsys):
     assert f"usage: sbkit {command} RECIPE.yaml" in capsys.readouterr().out
 
 
+def test_ctrl_c_outside_of_training_is_one_line(capsys, monkeypatch):
+    def interrupted(argv):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sbkit.cli._dispatch", interrupted)
+    assert main(["evaluate", "run"]) == 130
+    assert capsys.readouterr().err == "\nstopped by Ctrl-C; the same command does what is missing\n"
+
+
 def test_shard_packs_a_manifest(tmp_path, capsys):
     import numpy as np
     import soundfile

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gzip
 import io
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -145,6 +147,17 @@ def _rows(level: Level, context: np.ndarray, word: np.ndarray, size: np.int64) -
     return np.where(keys[at] == wanted, at, -1)
 
 
+def _probable(log10: Any) -> Any:
+    return log10 < 1e-4  # some tools round to just above 0
+
+
+def _makes_sense(fields: list[bytes], order: int) -> bool:
+    try:
+        return _probable(float(fields[0])) and (len(fields) == order + 1 or float(fields[-1]) < math.inf)
+    except ValueError:
+        return False
+
+
 def _columns(path: Path, order: int, lines: list[bytes], words: dict[bytes, int]) -> tuple[np.ndarray, ...]:
     """Probabilities [N], backoffs [N] and word ids [N] or [N, order] of some lines."""
     fields = b" ".join(lines).split()
@@ -164,11 +177,11 @@ def _columns(path: Path, order: int, lines: list[bytes], words: dict[bytes, int]
         backoff = np.array(fields[width - 1::width], dtype=np.float32) if width == order + 2 \
             else np.zeros(len(lines), np.float32)
     except ValueError:
-        if width == order + 1 and not odd:
-            raise SbkitError(f"{path}: a {order}-gram's probability is no number") from None
-        raise SbkitError(f"{path}: a {order}-gram's probability or back-off is no number") from None
-    if not ((log10 < 1e-4).all() and (backoff < np.inf).all()):  # nor is NaN; some tools round to just above 0
-        raise SbkitError(f"{path}: a {order}-gram's probability is above 1, or it or its back-off is no number")
+        log10 = backoff = np.full(len(lines), np.nan)
+    if not (_probable(log10).all() and (backoff < np.inf).all()):  # nor is NaN
+        line = next((line for line in lines if not _makes_sense(line.split(), order)), lines[0])
+        raise SbkitError(f"{path}: the line {line.decode('utf-8', 'replace')!r} has no {order}-gram's probability (a "
+                         "logarithm, at most 0) and back-off", hint="get or write the file again")
     if order == 1:
         before = len(words)
         for word in fields[1::width]:
