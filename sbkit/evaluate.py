@@ -137,30 +137,45 @@ def _corpus(request: Request, hparams: dict[str, Any]) -> tuple[str, Path]:
 
 
 def _prepare(request: Request, own: Any, source: Any) -> tuple[str, Path]:
-    """The split's manifest, its texts by the rules of the run's own."""
+    """The split's manifest: of the run's own corpus by its options, of another with texts by its rules."""
     from sbkit.data.corpus import Corpus
 
     title = request.name or (Path(str(source).split("?")[0]).name.split(".")[0] if source else "demo")
     if isinstance(source, str) and source.endswith(_ONE_FILE):
         source = {"test": source}
-    settings = {"language": own.language, "text": own.text, "only": ("test",)}
-    if request.on is None:
-        settings |= {"columns": own.columns, "data_root": own.data_root}
     corpora = request.folder / "corpora"
+
+    def corpus_of(split: str, folder: Path) -> Corpus:
+        if request.on is None:
+            return own.only_split(split, folder)
+        return Corpus(source, own.language, folder, splits={"test": split}, text=own.text, only=("test",))
+
     split = request.split
-    if split is None:
-        names = Corpus(source, folder=corpora / title, **settings).names()
-        split = next((name for name in names if name.lower() in _TEST), names[0] if len(names) == 1 else None)
+    with _naming_the_run(request):
         if split is None:
-            raise SbkitError(f"{source} has no test split (it has {', '.join(names) or 'none'})",
-                             hint="choose one with --split")
-    if split.lower() not in _TEST and request.name is None:
-        title += f"-{split}"
-    corpus = Corpus(source, folder=corpora / title, splits={"test": split}, **settings)
-    with _writing(corpora):
-        corpus.prepare()
+            names = corpus_of("test", corpora / title).names()
+            split = next((name for name in names if name.lower() in _TEST), names[0] if len(names) == 1 else None)
+            if split is None:
+                raise SbkitError(f"{source} has no test split (it has {', '.join(names) or 'none'})",
+                                 hint="choose one with --split")
+        if split.lower() not in _TEST and request.name is None:
+            title += f"-{split}"
+        corpus = corpus_of(split, corpora / title)
+        with _writing(corpora):
+            corpus.prepare()
     print(corpus.summary(), file=sys.stderr)
     return title, corpus.manifest_path("test")
+
+
+@contextlib.contextmanager
+def _naming_the_run(request: Request) -> Iterator[None]:
+    """Whose corpus it is where that was not said in the command."""
+    try:
+        yield
+    except SbkitError as error:
+        if request.on is not None:
+            raise
+        raise SbkitError(f"the corpus of {request.run}: {error.message}", hint=error.hint) from error
 
 
 def _tell_of_strange_characters(tokenizer: Any, path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import json
 import logging
@@ -158,6 +159,17 @@ class Corpus:
             raise SbkitError(f"{self.report_path} is damaged ({error})",
                              hint="remove it and prepare the corpus again") from None
         return {split: Manifest.read(self.manifest_path(split)) for split in names}
+
+    def only_split(self, name: str, folder: str | Path) -> Corpus:
+        """Another split of the same source by the same options, as the test split of a corpus in ``folder``.
+
+        What the source must unpack goes there too, unless a ``cache_folder`` was chosen.
+        """
+        corpus = copy.copy(self)
+        corpus.folder, corpus.splits, corpus.only, corpus.report = Path(folder), {"test": [name]}, ("test",), None
+        if self.cache_folder == self.folder / "audio":
+            corpus.cache_folder = corpus.folder / "audio"
+        return corpus
 
     def names(self) -> list[str]:
         """What the source calls its splits."""

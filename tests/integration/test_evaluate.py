@@ -8,7 +8,10 @@ import runs
 from processes import results
 
 from sbkit.cli import main
+from sbkit.data.corpus import Corpus
+from sbkit.data.manifest import Manifest
 from sbkit.decode import lm
+from sbkit.evaluate import Request, _prepare
 from sbkit.score import utterances
 from sbkit.tasks.restore import load_run
 
@@ -91,6 +94,22 @@ def test_any_corpus_by_the_rules_of_the_run(run, home, capsys):
     assert result(run, "dev-best")["utterances"] == 5
 
 
+def test_another_split_of_the_runs_own_corpus_is_prepared_by_its_options(home, capsys, monkeypatch):
+    made = []
+
+    def make(out, **options):
+        made.append(options)
+        return home / "data"
+
+    monkeypatch.setattr("sbkit.data.demo.make_demo_corpus", make)
+    shutil.copy(home / "data" / "test.csv", home / "data" / "extra.csv")
+    own = Corpus(None, "en", home / "own", demo_hours=0.1, demo_seed=7, skip_short_texts=["test"], short_text=5)
+    name, path = _prepare(Request(home / "run", split="extra", out=home / "out"), own, own.source)
+    assert name == "demo-extra" and made[0]["hours"] == 0.1 and made[0]["seed"] == 7
+    assert all(len(text.split()) == 5 for text in Manifest.read(path).texts)
+    assert not (home / "own").exists(), "the run's own manifests stay as they are"
+
+
 def test_results_can_go_elsewhere(run, tmp_path):
     assert evaluate(run, "--out", tmp_path / "here") == 0
     assert (tmp_path / "here" / "test-best" / "result.json").is_file()
@@ -132,7 +151,7 @@ def test_characters_that_the_model_cannot_write_are_counted(run, home, caplog):
     (["--on", "{home}/silent"], "3 no text"),
     (["--on", "{home}/textless"], "has no column for the text"),
     (["--checkpoint", "nosuch"], "there is no checkpoint 'nosuch'"),
-    (["--split", "other"], "has no split 'other'"),
+    (["--split", "other"], "the corpus of {home}/run: {home}/data has no split 'other'"),
     (["--average", "0"], "makes no sense"),
     (["--max-wer", "low"], "invalid float value"),
     (["--tune-lm"], "there is no language model to weigh; name one: --lm FILE.arpa"),
@@ -164,7 +183,7 @@ def test_every_wrong_command_is_one_line(run, home, capsys, words, message):
         shutil.copy(home / "data" / "test.csv", two / f"{name}.csv")
     assert evaluate(run, *(word.format(home=home) for word in words)) == 2
     told = capsys.readouterr()
-    assert message in told.err and "Traceback" not in told.err and not told.out
+    assert message.format(home=home) in told.err and "Traceback" not in told.err and not told.out
 
 
 def test_a_folder_that_is_no_run_is_told_so(home, capsys):
