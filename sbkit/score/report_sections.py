@@ -157,7 +157,7 @@ def where(results: Results, other: Results | None) -> Markup:
     durations, values, speakers = groups.breakdown(results)
     before = None if other is None else groups.breakdown(other)
     blocks = [charts.bars("By duration", durations, mean=results.words.rate,
-                          note="Line: the whole test set. Whiskers: 95 % interval.")]
+                          note="Dashed line: this run's whole test set. Whiskers: 95 % interval.")]
     for name, found in values.items():
         blocks.append(_table(f"By {name}", found, before.values.get(name, []) if before else []))
     if speakers:
@@ -172,8 +172,9 @@ def where(results: Results, other: Results | None) -> Markup:
 
 
 def _table(title: str, rows: Sequence[Group], before: Sequence[Group] = ()) -> Markup:
-    top = max([group.high or group.rate for group in rows] + [1e-9])
-    earlier = {group.label: group.rate for group in before}
+    shown = {group.label for group in rows}
+    earlier = {group.label: group.rate for group in before if group.label in shown}
+    top = max([group.high or group.rate for group in rows] + [*earlier.values(), 1e-9])
     lines = []
     for group in rows:
         marks = [tag("i", class_="fill", style=f"width:{100 * group.rate / top:.1f}%")]
@@ -181,7 +182,7 @@ def _table(title: str, rows: Sequence[Group], before: Sequence[Group] = ()) -> M
             marks.append(tag("i", class_="range", style=f"left:{100 * group.low / top:.1f}%;"
                                                         f"width:{100 * (group.high - group.low) / top:.1f}%"))
         if group.label in earlier:
-            marks.append(tag("i", class_="before", style=f"left:{min(100.0, 100 * earlier[group.label] / top):.1f}%",
+            marks.append(tag("i", class_="before", style=f"left:{100 * earlier[group.label] / top:.1f}%",
                              title=f"the other run: {earlier[group.label]:.1f}"))
         lines.append(tag("tr", tag("th", short(group.label, 34), title=group.label, scope="row"),
                          tag("td", tag("div", marks, class_="track", title=charts.describe(group)), class_="wide"),

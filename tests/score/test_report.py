@@ -167,6 +167,17 @@ def test_against_another_run_it_says_who_is_better_and_where(tmp_path, wav):
     assert "No significant difference (+0.00 points of WER)" in Page(write_report(run, against=run)).text
 
 
+def test_marks_of_the_run_compared_with_stand_where_its_rates_are(tmp_path):
+    heard = runs.told()
+    right = [dataclasses.replace(one, hypothesis=one.reference) for one in heard]
+    page = Page(write_report(runs.run_that_tells(tmp_path / "right", right),
+                             against=runs.run_that_tells(tmp_path / "other", heard)))
+    marks = [re.fullmatch(r"left:([\d.]+)%", mark["style"])[1] for mark in page.all("i", **{"class": "before"})]
+    tables = page.source.count('<table class="groups">')
+    assert marks.count("100.0") == tables < len(marks), "the highest in each table alone is at its end"
+    assert re.search(r"\.mean \{ stroke: var\(--soft\)", page.source), "no line has the colour of the marks"
+
+
 def test_runs_that_cannot_be_compared_are_told_so(tmp_path, capsys):
     run = runs.run_that_tells(tmp_path / "run", runs.told())
     other = runs.run_that_tells(tmp_path / "other", runs.told(50))
