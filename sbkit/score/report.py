@@ -16,10 +16,11 @@ from sbkit.score import report_sections as sections
 from sbkit.score.markup import Markup, tag, text
 from sbkit.score.report_audio import Clips
 from sbkit.score.report_cards import Cards
-from sbkit.score.report_compare import comparison
+from sbkit.score.report_compare import comparison, verdict
 from sbkit.score.report_data import RunData, read
 from sbkit.score.report_findings import findings
 from sbkit.score.report_suspects import can_tell, suspects
+from sbkit.score.significance import Comparison, compare
 
 NAME = "report.html"
 _PAGE = Path(__file__).with_name("page.html")
@@ -30,7 +31,7 @@ _TITLES = {"first": "Look first", "against": "Compared", "curves": "Training", "
 
 def write_report(run: str | Path, *, against: str | Path | None = None, out: str | Path | None = None,
                  title: str | None = None, utterances: int = 24, audio_megabytes: float = 8.0) -> Path:
-    """Make the page of a run from what is in its folder; gives its path.
+    """Make the page of a run from what is in its folder; gives its path. A comparison's verdict is printed as well.
 
     Arguments
     ---------
@@ -46,23 +47,27 @@ def write_report(run: str | Path, *, against: str | Path | None = None, out: str
     if other is not None and (data.results is None or other.results is None):
         missing = data if data.results is None else other
         raise SbkitError(f"{missing.folder} has no scored test set to compare", hint="let the run finish first")
+    words = None if other is None else compare(other.results.words, data.results.words)
     path = Path(out) if out is not None else data.folder / NAME
-    page = _page(data, other, title or data.name, utterances, Clips(audio_megabytes))
+    page = _page(data, other, words, title or data.name, utterances, Clips(audio_megabytes))
     try:
         with atomic_write(path) as file:
             file.write(page)
     except OSError as error:
         raise SbkitError(f"cannot write {path}: {error.strerror}", hint="choose another place with --out") from error
+    if words is not None:
+        print(verdict(words).replace("−", "-"))  # a sign that any console has
     return path
 
 
-def _page(data: RunData, other: RunData | None, title: str, count: int, clips: Clips) -> str:
+def _page(data: RunData, other: RunData | None, words: Comparison | None, title: str, count: int, clips: Clips,
+          ) -> str:
     parts: dict[str, Markup | None] = {}
     results = data.results
     suspected = suspects(results) if results is not None else []
     cards = None if results is None else Cards(results, clips)
     if other is not None:
-        parts["against"] = comparison(data, other, cards, count // 4)
+        parts["against"] = comparison(data, other, words, cards, count // 4)
     parts["first"] = sections.standing_out(findings(data, suspected))
     parts["curves"] = sections.training(data, other)
     if results is not None:

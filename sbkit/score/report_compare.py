@@ -13,9 +13,8 @@ from sbkit.score.report_sections import KEY, section
 from sbkit.score.significance import Comparison, compare
 
 
-def comparison(run: RunData, other: RunData, cards: Cards, count: int) -> Markup:
-    """``run`` against ``other`` on the same test set; another one is an error that says so."""
-    words = compare(other.results.words, run.results.words)
+def comparison(run: RunData, other: RunData, words: Comparison, cards: Cards, count: int) -> Markup:
+    """``run`` against ``other``, which differ in ``words``, on the same test set."""
     characters = compare(other.results.characters, run.results.characters)
     place = {one.id: i for i, one in enumerate(other.results.heard)}
     theirs = np.array([place[one.id] for one in run.results.heard])
