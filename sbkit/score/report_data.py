@@ -117,8 +117,8 @@ def read(run: str | Path, heard: str | Path | None = None) -> RunData:
     if (folder / RESULT).is_file():
         return replace(read(_run_of(folder), folder / EVALUATED), folder=folder, scored=_json(folder / RESULT))
     if not (folder / METRICS).is_file() and not (folder / RECIPE).is_file():
-        raise SbkitError(f"{folder} is no run: it has no {METRICS} and no {RECIPE}",
-                         hint="name the output_folder of a training")
+        missing = f"is no run: it has no {METRICS} and no {RECIPE}" if folder.is_dir() else "is not there"
+        raise SbkitError(f"{folder} {missing}", hint="name the output_folder of a training")
     lines = _metrics(folder / METRICS)
     heard = Path(heard) if heard is not None else folder / HEARD
     rows = utterances.read(heard) if heard.is_file() else []

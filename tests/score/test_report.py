@@ -196,7 +196,9 @@ def test_runs_that_cannot_be_compared_are_told_so(tmp_path, capsys):
     with pytest.raises(SbkitError, match="unscored has no scored test set"):
         write_report(run, against=unscored)
     assert main(["report", str(run), "--against", str(tmp_path / "nowhere")]) == 2
-    assert "nowhere is no run" in capsys.readouterr().err
+    assert "nowhere is not there; name the output_folder of a training" in capsys.readouterr().err
+    assert main(["report", str(tmp_path)]) == 2
+    assert f"{tmp_path} is no run: it has no metrics.jsonl" in capsys.readouterr().err
 
 
 def test_damaged_files_are_named(tmp_path):
