@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
-import textwrap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from speechbrain.utils.run_opts import RunOptions
-
+from sbkit.recipe.names import RUN_OPTIONS, check_names, hparams_read
 from sbkit.recipe.report import did_you_mean, listed
 from sbkit.recipe.resolve import flatten, resolve
 from sbkit.recipe.settings import check_settings
@@ -20,8 +17,6 @@ from sbkit.recipe.values import check_text
 
 _TAGS = ("!new:", "!name:", "!apply:", "!applyref:", "!module:")
 _ALL_TAGS = (*_TAGS, "!ref", "!copy", "!include:", "!PLACEHOLDER", "!tuple")
-#: Keys that a Brain reads where they are there: adding one is no typo.
-RUN_OPTIONS = tuple(name for name in RunOptions.__dataclass_fields__ if name != "overridden_args")
 
 
 def read(path: Path, overrides: Mapping[str, Any], findings: Findings, needed: Iterable[str] = ()) -> Node | None:
@@ -30,7 +25,8 @@ def read(path: Path, overrides: Mapping[str, Any], findings: Findings, needed: I
     needed: keys without which a recipe that names a brain can't be run
     """
     needed = tuple(needed)
-    root = resolve(Path(path), overrides, findings, flags=RUN_OPTIONS)
+    referred: set[str] = set()
+    root = resolve(Path(path), overrides, findings, flags=RUN_OPTIONS, referred=referred)
     if root is None:
         return None
     root = flatten(root)
@@ -47,6 +43,7 @@ def read(path: Path, overrides: Mapping[str, Any], findings: Findings, needed: I
                    or (f.file, f.line, f.key) not in mistaken]
     _check_needed(root, needed, findings, Path(path))
     _check_brain(root, findings, set(needed))
+    check_names(root, referred, findings)
     return root
 
 
@@ -149,22 +146,3 @@ def _check_brain(root: Node, findings: Findings, told: set[str]) -> None:
         findings.warning("missing-key", brain.place, "brain",
                          f"{cls.__name__} reads the key {name}, which the recipe lacks",
                          f"is it {near}, spelt otherwise?" if near else f"add {name}: VALUE")
-
-
-def hparams_read(cls: type) -> set[str]:
-    """Attributes of ``self.hparams`` that a Brain's own code reads without asking whether they're there."""
-    found: set[str] = set()
-    for base in cls.__mro__:
-        if base.__module__.partition(".")[0] in ("speechbrain", "builtins") or base.__name__ == "Brain":
-            continue  # SpeechBrain sets its defaults itself
-        try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
-        except (OSError, TypeError, SyntaxError):
-            continue
-        asked = {a.value for call in ast.walk(tree) if isinstance(call, ast.Call)
-                 and getattr(call.func, "id", "") in ("getattr", "hasattr") for a in call.args
-                 if isinstance(a, ast.Constant) and isinstance(a.value, str)}
-        found |= {node.attr for node in ast.walk(tree)
-                  if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
-                  and isinstance(node.value, ast.Attribute) and node.value.attr == "hparams"} - asked
-    return found

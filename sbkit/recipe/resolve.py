@@ -19,10 +19,12 @@ _REFERENCE = re.compile(r"<[^>]*>")
 PLACEHOLDER = "!PLACEHOLDER"
 
 
-def resolve(path: Path, overrides: Mapping[str, Any], findings: Findings, flags: Iterable[str] = ()) -> Node | None:
+def resolve(path: Path, overrides: Mapping[str, Any], findings: Findings, flags: Iterable[str] = (),
+            referred: set[str] | None = None) -> Node | None:
     """The recipe as one tree: includes read, overrides applied, references replaced by what they name.
 
-    What several places refer to is one Node. ``flags`` are options that may be meant by a misspelt override.
+    What several places refer to is one Node. ``flags`` are options that may be meant by a misspelt override;
+    into ``referred`` go the keys that references name.
     """
     files = _chain(path, findings)
     if not files:
@@ -37,6 +39,8 @@ def resolve(path: Path, overrides: Mapping[str, Any], findings: Findings, flags:
     placed = reach({k: v for k, v in overrides.items() if k not in unknown}, [(p, r.value) for p, r in files])
     override(root, placed, findings)
     _tell_shadowed(files, findings)
+    if referred is not None:
+        referred |= {part for _, tree in files for part in _named(tree)}
     _Resolver(root, path, findings, (path.resolve(),)).run()
     _tell_cycles(root, findings)
     return root
@@ -88,6 +92,12 @@ def _tell_shadowed(files: list[tuple[Path, Node]], findings: Findings) -> None:
 def _refers(root: Node, key: Any) -> bool:
     named = re.compile(rf"<{re.escape(str(key))}[\[.>]")
     return any(node.tag in ("!ref", "!copy") and node.scalar and named.search(str(node.value)) for node in root.walk())
+
+
+def _named(root: Node) -> set[str]:
+    """The parts of all references: ``a`` and ``b`` of <a[b]>."""
+    texts = [str(node.value) for node in root.walk() if node.tag in ("!ref", "!copy") and node.scalar]
+    return {part for text in texts for match in _REFERENCE.findall(text) for part in re.split(r"[<>\[\].]", match)}
 
 
 class _Resolver:

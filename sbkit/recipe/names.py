@@ -1,0 +1,87 @@
+"""Top-level keys that the code reads by name, and those of a recipe that nothing reads: often they are misspelt."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Collection
+
+from speechbrain.utils.run_opts import RunOptions
+
+from sbkit.recipe.report import did_you_mean
+from sbkit.recipe.signatures import locate
+from sbkit.recipe.source import Findings, Node
+
+#: Keys that a Brain reads where they are there: adding one is no typo.
+RUN_OPTIONS = tuple(name for name in RunOptions.__dataclass_fields__ if name != "overridden_args")
+#: What sbkit reads of a recipe with a ``brain``.
+READ = frozenset((
+    "accelerate", "activation_checkpointing", "augment", "average_checkpoints", "batching", "blank_index",
+    "bos_index", "brain", "checkpointer", "CNN", "compute_features", "consistency", "consistency_warmup", "corpus",
+    "ctc_lin", "ctc_weight", "decoder", "ema", "encoder", "eos_index", "epoch_counter", "experiment", "hop_length",
+    "intermediate_ctc", "intermediate_layers", "keep_checkpoints", "keep_every", "label_smoothing", "language",
+    "log_interval", "max_batch_seconds", "model", "modules", "n_mels", "normalize", "num_workers", "opt_class",
+    "output_folder", "output_neurons", "pretrainer", "sample_rate", "schedule", "seed", "seq_lin",
+    "share_validation", "spec_augment", "tensorboard", "tokenizer", "train_logger", "Transformer",
+))
+
+
+def check_names(root: Node, referred: Collection[str], findings: Findings) -> None:
+    """Warn of keys without any effect that nearly are a key with one.
+
+    referred: keys that the recipe's references name
+    """
+    if "brain" not in root.value:  # a script of one's own reads what it likes
+        return
+    read, asked = _brain_names(root)
+    useful = READ | set(RUN_OPTIONS) | read | asked | {key for key in referred if key in root.value}
+    told = {finding.key for finding in findings}
+    lacking = read - set(root.value) | told  # told as missing, with what they're near to
+    for key in root.value:
+        if not isinstance(key, str) or key in useful | told or key.startswith("__") or re.search(r"\d", key):
+            continue
+        place = root.place_of(key)
+        beside = {each for each in useful if each in root.value and root.place_of(each).file == place.file}
+        options = useful - beside - lacking
+        # who writes both into one file means two things, save where a letter is the difference
+        near = did_you_mean(key, options, cutoff=0.75) or did_you_mean(key, beside - lacking, cutoff=0.95)
+        if near:
+            longer = sorted(each for each in options if each.startswith(f"{key}_"))
+            findings.warning("unread-key", place, key, "nothing reads this key, and no reference names it",
+                             f"did you mean {' or '.join(longer if near in longer else [near])}?")
+
+
+def _brain_names(root: Node) -> tuple[set[str], set[str]]:
+    """What ``hparams_named`` finds in the class under ``brain``."""
+    brain = root.value["brain"]
+    cls = locate(brain.tag[len("!name:"):]) if brain.tag.startswith("!name:") and not brain.wrong else None
+    return hparams_named(cls) if inspect.isclass(cls) else (set(), set())
+
+
+def hparams_read(cls: type) -> set[str]:
+    """Attributes of ``self.hparams`` that a Brain's own code reads without asking whether they're there."""
+    read, asked = hparams_named(cls)
+    return read - asked
+
+
+def hparams_named(cls: type) -> tuple[set[str], set[str]]:
+    """Attributes of ``self.hparams`` that a Brain's own code reads; names that it asks for by getattr or hasattr."""
+    read: set[str] = set()
+    asked_for: set[str] = set()
+    for base in cls.__mro__:
+        if base.__module__.partition(".")[0] in ("speechbrain", "builtins") or base.__name__ == "Brain":
+            continue  # SpeechBrain sets its defaults itself
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
+        except (OSError, TypeError, SyntaxError):
+            continue
+        asked = {a.value for call in ast.walk(tree) if isinstance(call, ast.Call)
+                 and getattr(call.func, "id", "") in ("getattr", "hasattr") for a in call.args
+                 if isinstance(a, ast.Constant) and isinstance(a.value, str)}
+        read |= {node.attr for node in ast.walk(tree)
+                 if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+                 and isinstance(node.value, ast.Attribute) and node.value.attr == "hparams"} - asked
+        asked_for |= asked
+    return read, asked_for
