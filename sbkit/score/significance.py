@@ -87,11 +87,13 @@ def _refuse_other_references(a: ErrorRates, b: ErrorRates) -> None:
     ours, theirs = (dict(zip(rates.ids, rates.references, strict=True)) for rates in (a, b))
     alone = [*(name for name in ours if name not in theirs), *(name for name in theirs if name not in ours)]
     if alone:
-        raise SbkitError(f"{len(alone)} utterances were scored in one run only: {some(alone)}",
+        were = "utterances were" if len(alone) > 1 else "utterance was"
+        raise SbkitError(f"{len(alone)} {were} scored in one run only: {some(alone)}",
                          hint="compare runs on the same corpus")
     changed = [name for name, reference in ours.items() if list(reference) != list(theirs[name])]
     if changed:
-        raise SbkitError(f"{len(changed)} utterances differ in their reference: {some(changed)}",
+        differ = "utterances differ in their" if len(changed) > 1 else "utterance differs in its"
+        raise SbkitError(f"{len(changed)} {differ} reference: {some(changed)}",
                          hint="both runs need the same text rules")
 
 

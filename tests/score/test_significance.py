@@ -93,10 +93,12 @@ def test_each_utterance_is_found_among_many_at_once():
 
 
 def test_runs_on_other_corpora_are_refused():
-    with pytest.raises(SbkitError, match="scored in one run only: u2"):
+    with pytest.raises(SbkitError, match="1 utterance was scored in one run only: u2"):
         compare(run([1, 2, 3]), run([1, 2]))
-    with pytest.raises(SbkitError, match="differ in their reference: u0, u1"):
+    with pytest.raises(SbkitError, match="2 utterances differ in their reference: u0, u1"):
         compare(run([1, 2]), run([1, 2], words=9))
+    with pytest.raises(SbkitError, match="1 utterance differs in its reference: u0"):
+        compare(run([1]), run([1], words=9))
     with pytest.raises(SbkitError, match="by word can't be compared with one by character"):
         compare(run([1]), ErrorRates("character"))
 
