@@ -25,6 +25,7 @@ from sbkit.score.edits import (
 )
 from sbkit.score.texts import Spaced, as_texts
 
+_NOTHING = "there is nothing to score: no utterance was added"
 GAP = "<eps>"  # stands where an alignment has no token, as in SpeechBrain's file
 
 
@@ -88,6 +89,11 @@ class ErrorRates:
     def __len__(self) -> int:
         return len(self.ids)
 
+    def __repr__(self) -> str:
+        name = "WER" if self.unit == "word" else "CER"
+        utterances = f"{len(self):,} utterance{'' if len(self) == 1 else 's'}"
+        return f"ErrorRates({f'{name} {self.rate:.2f} %' if self.ids else f'no {name} yet'}, {utterances})"
+
     def add(self, ids: Sequence[str], references: Sequence[str | Tokens],
             hypotheses: Sequence[str | Tokens]) -> None:
         """Take a batch: texts, or lists of words. Nothing is taken of a batch that can't be scored."""
@@ -144,7 +150,7 @@ class ErrorRates:
         """The edits of each utterance, in the order in which they were added."""
         if self._counts is None:
             if not self.ids:
-                raise SbkitError("there is nothing to score: no utterance was added")
+                raise SbkitError(_NOTHING)
             count_all = count_words if self._are_texts else count
             self._counts = count_all(self._references, self._hypotheses)
         return self._counts
@@ -248,6 +254,8 @@ def score(references: Mapping[str, str | Tokens], hypotheses: Mapping[str, str |
     rates = ErrorRates(unit)
     _refuse([name for name in hypotheses if name not in references], "a hypothesis but no reference",
             "score a system on the corpus that it transcribed")
+    if not references:
+        raise SbkitError(_NOTHING)
     rates.add(list(references), list(references.values()), [hypotheses.get(i) for i in references])
     return rates
 

@@ -123,6 +123,14 @@ def test_scores_by_id_and_names_ids_without_a_partner():
         score({"u1": "a"}, {"u1": "a", "u9": "b"})
     with pytest.raises(SbkitError, match="no hypothesis: u2"):
         score({"u1": "a", "u2": "b"}, {"u1": "a"})
+    with pytest.raises(SbkitError, match="nothing to score"):
+        score({}, {})
+
+
+def test_rates_show_what_they_are():
+    assert repr(score({"u1": "a b", "u2": "c"}, {"u2": "c", "u1": "a x"})) == "ErrorRates(WER 33.33 %, 2 utterances)"
+    assert repr(score({"u1": "ab"}, {"u1": "ab"}, "character")) == "ErrorRates(CER 0.00 %, 1 utterance)"
+    assert repr(ErrorRates()) == "ErrorRates(no WER yet, 0 utterances)"
 
 
 def test_many_names_are_cut_short():
