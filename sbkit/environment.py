@@ -54,7 +54,7 @@ def describe() -> dict[str, str]:
     facts = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
     facts |= {name: version_of(name) or "not installed" for name in _PACKAGES}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    facts["cpu"] = f"{_cpu_name()}, {cores} cores"
+    facts["cpu"] = f"{_cpu_name()}, {cores} core{'' if cores == 1 else 's'}"
     import torch
 
     if torch.cuda.is_available():

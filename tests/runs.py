@@ -44,7 +44,7 @@ def run_that_tells(folder: Path, heard: list[Heard] | None, epochs: int = 6, ste
     """A run's folder with all that the report reads, and no model."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = [{"time": 1.7e9, "kind": "run", "command": "torchrun train.py hparams/ctc.yaml --lr 1e-3 <&>",
-              "devices": 2, "environment": {"torch": "2.11.0", "cpu": "a processor"}}]
+              "devices": 2, "parameters": 1234567, "environment": {"torch": "2.11.0", "cpu": "a processor"}}]
     for epoch in range(1, epochs + 1):
         for step in range(2, steps + 1, 2):
             at = (epoch - 1) * steps + step

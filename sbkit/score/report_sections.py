@@ -299,6 +299,7 @@ def making(run: RunData) -> Markup:
         when = datetime.datetime.fromtimestamp(start["time"]).astimezone().strftime("%Y-%m-%d %H:%M %Z")
         facts = {"started": when, **{name: value for name, value in start.items()
                                      if name not in ("time", "kind", "command", "environment")},
+                 **({"parameters": f"{start['parameters']:,}"} if "parameters" in start else {}),
                  **(start.get("environment") or {})}
         parts += [tag("pre", start.get("command", ""), class_="command"), _facts(facts)]
     if len(run.starts) > 1:
