@@ -7,10 +7,13 @@ holds them, which takes no time; keys that HyperPyYAML drops (``__set_seed``) ar
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
+import linecache
 import random
 import tempfile
+import textwrap
 import traceback
 from collections.abc import Iterator
 from typing import Any
@@ -195,5 +198,14 @@ def _name(target: Any) -> str:
 def _first(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     if not lines and isinstance(error, AssertionError):  # the line itself names what it doesn't like
-        lines = [traceback.extract_tb(error.__traceback__)[-1].line.rstrip("([{ ")]
+        lines = [_statement(traceback.extract_tb(error.__traceback__)[-1])]
     return lines[0] if lines and lines[0] else type(error).__name__
+
+
+def _statement(frame: traceback.FrameSummary) -> str:
+    """What stands at a line, and behind it where the statement goes on."""
+    lines = linecache.getlines(frame.filename)[(frame.lineno or 1) - 1:][:20]
+    for end in range(1, len(lines) + 1):
+        with contextlib.suppress(SyntaxError):
+            return ast.unparse(ast.parse(textwrap.dedent("".join(lines[:end]))))
+    return frame.line or ""

@@ -5,41 +5,22 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from speechbrain.utils.run_opts import RunOptions
 
+from sbkit.recipe.choices import COUNT, SHARE, SIZE, Range
 from sbkit.recipe.report import did_you_mean, listed
 from sbkit.recipe.signatures import locate
 from sbkit.recipe.source import UNKNOWN, Findings, Node
 from sbkit.recipe.values import static
 
-
-class Range(NamedTuple):
-    """The numbers that a key may have."""
-
-    least: float = -math.inf
-    most: float = math.inf
-    whole: bool = False
-
-    def __contains__(self, value: Any) -> bool:
-        kinds = int if self.whole else (int, float)
-        return isinstance(value, kinds) and not isinstance(value, bool) and self.least <= value <= self.most
-
-    def __str__(self) -> str:
-        kind = "a whole number" if self.whole else "a number"
-        if self.most < math.inf:
-            return f"{kind} from {self.least:g} to {self.most:g}"
-        return kind + (f", {self.least:g} or more" if self.least > -math.inf else "")
-
-
-_COUNT, _SHARE = Range(0, whole=True), Range(0, 1)
 #: What a run with a ``brain`` reads; a script of one's own may mean something else by these names.
 NUMBERS = {
-    "output_neurons": Range(1, whole=True), "sample_rate": Range(1, whole=True), "num_workers": _COUNT,
-    "keep_checkpoints": _COUNT, "keep_every": _COUNT, "average_checkpoints": _COUNT, "ctc_weight": _SHARE,
-    "intermediate_ctc": _SHARE, "label_smoothing": _SHARE, "consistency": Range(0), "ema_decay": _SHARE,
+    "output_neurons": SIZE, "sample_rate": SIZE, "num_workers": COUNT, "keep_checkpoints": COUNT,
+    "keep_every": COUNT, "average_checkpoints": COUNT, "ctc_weight": SHARE, "intermediate_ctc": SHARE,
+    "label_smoothing": SHARE, "consistency": Range(0), "ema_decay": SHARE,
 }
 #: Of those, where nothing may be given.
 _OPTIONAL = ("keep_every",)

@@ -16,6 +16,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
+from sbkit.recipe.choices import check_choices
 from sbkit.recipe.report import did_you_mean, listed
 from sbkit.recipe.source import UNKNOWN, Findings, Node
 from sbkit.recipe.values import is_tuple, looks_like_number, static
@@ -137,6 +138,7 @@ def bind(target: Any, node: Node, findings: Findings, partial: bool = False) -> 
             if near:
                 findings.warning("unknown-argument", node.place_of(key), node.key_of(key),
                                  f"{name} has no argument {key} of its own and passes it on", f"did you mean {near}?")
+    check_choices(target, named, node, findings)
     missing = [p.name for p in (*by_place, *by_name.values()) if p.default is kinds.empty and p.name not in filled]
     missing = list(dict.fromkeys(missing))
     if missing and not partial:
