@@ -18,6 +18,7 @@ from sbkit.recipe import bill, devices, ownership, shapes, tokens_check, tuned
 from sbkit.recipe.build import Built, build
 from sbkit.recipe.reading import read
 from sbkit.recipe.report import Report
+from sbkit.recipe.settings import check_options
 from sbkit.recipe.source import Findings, Node
 from sbkit.recipe.speed import native_precision
 
@@ -33,7 +34,7 @@ def check(
     Arguments
     ---------
     path, overrides : the YAML and values that differ from it
-    run_opts : SpeechBrain's run options: device and precision of the bill
+    run_opts : SpeechBrain's run options: numbers that can't be, device and precision of the bill
     deep : also build the objects and look at ownership, devices, shapes, vocabulary and cost
     needed : keys that a run needs, where the recipe names a brain
     prepared : look at the labels of what an earlier run prepared
@@ -41,6 +42,7 @@ def check(
     """
     started = time.perf_counter()
     report, findings = Report(str(path)), Findings()
+    check_options(run_opts, findings)
     root = read(Path(path), overrides or {}, findings, needed)
     if root is not None and deep:
         _look_deeper(root, findings, report, run_opts, prepared, measure)

@@ -13,7 +13,7 @@ from speechbrain.utils.run_opts import RunOptions
 from sbkit.recipe.choices import COUNT, SHARE, SIZE, Range
 from sbkit.recipe.report import did_you_mean, listed
 from sbkit.recipe.signatures import locate
-from sbkit.recipe.source import UNKNOWN, Findings, Node
+from sbkit.recipe.source import UNKNOWN, Findings, Node, Place
 from sbkit.recipe.values import static
 
 #: What a run with a ``brain`` reads; a script of one's own may mean something else by these names.
@@ -27,6 +27,7 @@ _OPTIONAL = ("keep_every",)
 _PRECISIONS = ("auto", *next(a.choices for a in RunOptions._create_parser()._actions if a.dest == "precision"))
 _COUNTED = {field.name: type(field.default) for field in dataclasses.fields(RunOptions)
             if type(field.default) in (int, float)}
+_LEAST = {"grad_accumulation_factor": 1, "nonfinite_patience": 0, "max_grad_norm": 0}
 
 
 def check_settings(root: Node, findings: Findings) -> None:
@@ -42,8 +43,30 @@ def check_settings(root: Node, findings: Findings) -> None:
                 _tell(root, key, f"it is {_shown(value)}, and must be {NUMBERS[key]}", findings)
         elif key in _COUNTED and not _is_number(value):
             _tell(root, key, f"it is {_shown(value)}, and must be a number", findings)
+        elif _too_low(key, value):
+            _tell_low(root.place_of(key), key, key, value, findings)
     if "brain" in root.value:
         _check_averaged(root, findings)
+
+
+def check_options(run_opts: Any, findings: Findings) -> None:
+    """The same for what was given as options of the run."""
+    for name in sorted(getattr(run_opts, "overridden_args", ())):
+        value = getattr(run_opts, name, None)
+        if _too_low(name, value):
+            _tell_low(Place(), f"--{name}", name, value, findings)
+
+
+def _too_low(name: str, value: Any) -> bool:
+    return name in _LEAST and value is not None and _is_number(value) and float(value) < _LEAST[name]
+
+
+def _tell_low(place: Place, written: str, name: str, value: Any, findings: Findings) -> None:
+    if name == "max_grad_norm":
+        findings.warning("setting", place, written, f"it is {value}, so no gradient would be clipped",
+                         "write 0 if that is meant")
+    else:
+        findings.error("setting", place, written, f"it is {value}, and must be {_LEAST[name]} or more")
 
 
 def _check_averaged(root: Node, findings: Findings) -> None:
