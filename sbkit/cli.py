@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import json
 import os
+import re
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from sbkit.errors import SbkitError
 
@@ -89,10 +91,23 @@ def _dispatch(argv: list[str]) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """Says what is wrong in one line, and what may have been meant."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
+        """Nothing is left to the parser above, which knows none of this command's options."""
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            options = [word for action in self._actions for word in action.option_strings]
+            self._refuse(f"unrecognized arguments: {' '.join(unknown)}", unknown[0].partition("=")[0], options)
+        return known, unknown
 
     def error(self, message: str) -> NoReturn:
-        raise SbkitError(message, hint=f"see {self.prog} --help")
+        choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
+        self._refuse(message, *(choice[1], re.findall(r"[\w-]+", choice[2])) if choice else ("", []))
+
+    def _refuse(self, message: str, word: str, options: list[str]) -> NoReturn:
+        near = difflib.get_close_matches(word, options, n=1)
+        raise SbkitError(message, hint=(f"did you mean {near[0]}? " if near else "") + f"see {self.prog} --help")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -21,6 +21,20 @@ def test_commands_of_a_recipe_explain_themselves(command, capsys):
     assert f"usage: sbkit {command} RECIPE.yaml" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("words, told", [
+    ("evaluate run --maxwer 15", "arguments: --maxwer 15; did you mean --max-wer? see sbkit evaluate --help"),
+    ("evaluate run --max_wer=15", "arguments: --max_wer=15; did you mean --max-wer? see sbkit evaluate --help"),
+    ("report run qqq", "unrecognized arguments: qqq; see sbkit report --help"),
+    ("evaluat run", "; did you mean evaluate? see sbkit --help"),
+    ("trian recipe.yaml", "; did you mean train? see sbkit --help"),
+    ("evaluate run --precision bf61", "; did you mean bf16? see sbkit evaluate --help"),
+])
+def test_a_misspelt_word_gets_the_one_that_was_meant(words, told, capsys):
+    assert main(words.split()) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and line.endswith(told)
+
+
 def test_ctrl_c_outside_of_training_is_one_line(capsys, monkeypatch):
     def interrupted(argv):
         raise KeyboardInterrupt
