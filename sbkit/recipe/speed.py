@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 
@@ -24,6 +25,10 @@ PEAKS = {
 }
 
 
+#: The fastest of the products within it counts: others that compute for a moment are not to be taken for a slow device.
+LOOK_SECONDS = 0.3
+
+
 def peak_of(device: torch.device, precision: str) -> tuple[float | None, str]:
     """Operations a second that training could reach at most, and what says so; None for a card that isn't in the table.
 
@@ -44,18 +49,18 @@ def speed_of(device: torch.device, precision: str) -> float | None:
     if device.type not in ("cuda", "cpu") or (device.type == "cuda" and not torch.cuda.is_available()):
         return None
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
-    size = 4096 if device.type == "cuda" else 512
+    size = 4096 if device.type == "cuda" else 1024
     left, right = torch.ones(2, size, size, device=device, dtype=dtype)
     wait = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
-    fastest = float("inf")
-    for _ in range(5):
+    fastest, until = float("inf"), time.perf_counter() + LOOK_SECONDS
+    while time.perf_counter() < until or math.isinf(fastest):
         wait()
         started = time.perf_counter()
-        _ = left @ right
+        product = left @ right
         wait()
         fastest = min(fastest, time.perf_counter() - started)
     if device.type == "cuda":
-        del left, right, _
+        del left, right, product
         torch.cuda.empty_cache()
     return 2 * size**3 / fastest
 
