@@ -347,7 +347,7 @@ def _report(args: argparse.Namespace) -> int:
     from sbkit.score.report import write_report
 
     print(write_report(args.run, against=args.against, out=args.out, utterances=args.utterances,
-                       audio_megabytes=args.audio_mb))
+                       audio_megabytes=args.audio_mb, tell=print))
     return 0
 
 

@@ -206,11 +206,11 @@ def unit_of(model: LanguageModel, pieces: Pieces, unit: str | None = None, name:
     if not pieces.opens.any():
         raise SbkitError(f"none of this model's {len(pieces)} tokens begins a word, so that words can't be scored",
                          hint=f"is {pieces.separator!r} what parts words? null makes a word of every token")
-    _refuse_unspellable(words, pieces, name)
+    _check_spelling(words, pieces, name)
     return unit
 
 
-def _refuse_unspellable(words: list[str], pieces: Pieces, name: str) -> None:
+def _check_spelling(words: list[str], pieces: Pieces, name: str) -> None:
     strange = [word for word in words if not pieces.spells(word)]
     if len(strange) <= _STRANGE_SHARE * len(words):
         return

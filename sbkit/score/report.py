@@ -6,6 +6,7 @@ import base64
 import datetime
 import hashlib
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,9 @@ _TITLES = {"first": "Look first", "against": "Compared", "curves": "Training", "
 
 
 def write_report(run: str | Path, *, against: str | Path | None = None, out: str | Path | None = None,
-                 title: str | None = None, utterances: int = 24, audio_megabytes: float = 8.0) -> Path:
-    """Make the page of a run from what is in its folder; gives its path. A comparison's verdict is printed as well.
+                 title: str | None = None, utterances: int = 24, audio_megabytes: float = 8.0,
+                 tell: Callable[[str], object] = lambda verdict: None) -> Path:
+    """Make the page of a run from what is in its folder; gives its path.
 
     Arguments
     ---------
@@ -41,6 +43,7 @@ def write_report(run: str | Path, *, against: str | Path | None = None, out: str
     title : its heading, by default the run's folder
     utterances : how many to show of the worst and of suspected labels (of better and worse ones a quarter)
     audio_megabytes : what recordings may add to the page
+    tell : takes the verdict of a comparison
     """
     data = read(run)
     other = None if against is None else read(against)
@@ -56,7 +59,7 @@ def write_report(run: str | Path, *, against: str | Path | None = None, out: str
     except OSError as error:
         raise SbkitError(f"cannot write {path}: {error.strerror}", hint="choose another place with --out") from error
     if words is not None:
-        print(verdict(words).replace("−", "-"))  # a sign that any console has
+        tell(verdict(words).replace("−", "-"))  # a sign that any console has
     return path
 
 
