@@ -1,0 +1,119 @@
+"""A step of the flagship on stand-ins of a GPU, on a machine that may have none.
+
+A tensor left on the CPU fails it, as it would on a GPU; so does looking at a value. Backward can't run on stand-ins:
+its gradients are made up. What is on the device without a kernel is in ``test_no_host_sync`` and ``tests/nn``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from runs import TINY
+from speechbrain.core import Stage
+from test_no_host_sync import RECIPE, batch_of
+from torch._subclasses.fake_tensor import DataDependentOutputException
+
+from sbkit.nn import ctc
+from sbkit.recipe import load
+from sbkit.recipe.shapes import gpu_stand_ins, stand_ins
+from sbkit.tasks.ctc import CTC
+from sbkit.train import precision, step
+
+CUDA = torch.device("cuda:0")
+pytestmark = pytest.mark.skipif(not gpu_stand_ins(), reason="this torch has no stand-ins of a GPU without a driver")
+
+
+def losses_on_the_device(log_probs, targets, input_lengths, target_lengths, blank):
+    """Where the kernels would be, which need a card."""
+    return log_probs.sum((1, 2)) + 0 * (input_lengths + target_lengths + targets.sum(1))
+
+
+@pytest.fixture
+def peeked(monkeypatch):
+    """Tensors that are copied aside for the host."""
+    found = []
+    monkeypatch.setattr(step, "Peek", found.append)
+    monkeypatch.setattr(ctc, "_kernels_work", lambda device: True)
+    monkeypatch.setattr(ctc, "_by_kernels", losses_on_the_device)
+    return found
+
+
+def step_on_stand_ins(folder: Path, brain_class=CTC, parts=(), **overrides):
+    """Two micro-batches and the update, all on stand-ins; ``parts``: (line, its other version) of the recipe."""
+    text = RECIPE.read_text()
+    for line, other in parts:
+        assert text.count(line) == 1
+        text = text.replace(line, other)
+    (folder / "ctc.yaml").write_text(text)
+    hparams = load.load(folder / "ctc.yaml", {**TINY, "output_folder": str(folder / "run"), **overrides})
+    brain = brain_class(hparams["modules"], hparams["opt_class"], hparams, {"device": "cpu", "noprogressbar": True},
+                        hparams["checkpointer"])
+    brain.on_stage_start(Stage.TRAIN, 1)
+    batches = [batch_of(0, micro) for micro in range(2)]
+    brain.modules.to("meta")
+    own = set(brain.modules.modules())
+    beside = [module for module in (hparams["compute_features"], hparams["spec_augment"]) if module not in own]
+    with stand_ins(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # autocast finds no card
+        for module in (brain.modules, *beside):
+            module.to_empty(device=CUDA)
+        brain.device, brain.device_type = CUDA, CUDA.type
+        brain.scaler = precision.Scaler(CUDA.type, enabled=brain.precision == "fp16")
+        brain.init_optimizers()
+        brain.modules.train()
+        brain._steps = step.Step(CUDA, scaler=brain.scaler)
+        for batch in batches:
+            batch = batch.to(CUDA)
+            loss = brain.compute_objectives(brain.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN)
+            brain._steps.add(loss)
+            assert brain._steps.scaled(loss).device == CUDA
+        for parameter in brain.modules.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        brain._steps.update([brain.optimizer], 5.0)
+        if brain._ema is not None:
+            brain._ema.update()
+
+
+@pytest.mark.parametrize("overrides", [
+    {}, {"precision": "bf16"}, {"precision": "fp16"}, {"ctc_weight": 0.3}, {"ctc_weight": 0.3, "precision": "fp16"},
+    {"consistency": 0.2}, {"intermediate_ctc": 0.3, "num_encoder_layers": 2}, {"ema_decay": 0.99},
+], ids=lambda overrides: " ".join(f"{key}={value}" for key, value in overrides.items()) or "as it is")
+def test_all_of_a_step_is_on_the_device_and_no_value_is_looked_at(overrides, tmp_path, peeked):
+    step_on_stand_ins(tmp_path, **overrides)
+    assert [tensor.device for tensor in peeked] == [CUDA]
+
+
+@pytest.mark.parametrize("encoder", ["conformer", "transformer", "branchformer"])
+@pytest.mark.parametrize("attention", ["RelPosMHAXL", "regularMHA"])
+@pytest.mark.parametrize("norm", ["sentence", "global"])
+def test_so_with_other_parts(encoder, attention, norm, tmp_path, peeked):
+    step_on_stand_ins(tmp_path, parts=[
+        ("encoder_module: conformer", f"encoder_module: {encoder}"),
+        ("attention_type: RoPEMHA", f"attention_type: {attention}"), ("norm_type: sentence", f"norm_type: {norm}")])
+    assert [tensor.device for tensor in peeked] == [CUDA]
+
+
+class LeavesBehind(CTC):
+    def compute_forward(self, batch, stage):
+        scores = super().compute_forward(batch, stage)
+        return scores._replace(ctc=scores.ctc + torch.zeros(scores.ctc.shape[-1]))
+
+
+class Looks(CTC):
+    def compute_objectives(self, scores, batch, stage):
+        loss = super().compute_objectives(scores, batch, stage)
+        self.shown = loss.total.item()
+        return loss
+
+
+def test_a_tensor_that_was_left_behind_is_found(tmp_path, peeked):
+    with pytest.raises(Exception, match=r"[Ff]ound two different devices|on different devices"):
+        step_on_stand_ins(tmp_path, LeavesBehind)
+
+
+def test_a_value_that_is_looked_at_is_found(tmp_path, peeked):
+    with pytest.raises(DataDependentOutputException):
+        step_on_stand_ins(tmp_path, Looks)
