@@ -91,6 +91,11 @@ def _backward(emit, targets, frames, tokens, alpha, losses, outer, grad, frames_
         beta = tl.where(alive, _logaddexp3(after, one, two), never)
 
 
+def warps(block: int) -> int:
+    """That share the states of a frame."""
+    return max(1, min(8, block // 64))
+
+
 class Sequences(torch.autograd.Function):
     """Negative log-likelihood [B] from what each frame says of the blank and of the utterance's own labels.
 
@@ -110,7 +115,7 @@ class Sequences(torch.autograd.Function):
         losses = emit.new_empty(batch)
         block = max(triton.next_power_of_2(states), 32)
         _forward[(batch,)](emit, targets, frames, tokens, alpha, losses, frames_max, width - 1, BLOCK=block,
-                           num_warps=max(1, min(8, block // 64)), num_stages=1)
+                           num_warps=warps(block), num_stages=1)
         ctx.save_for_backward(emit, targets, frames, tokens, alpha, losses)
         return losses
 
@@ -123,6 +128,6 @@ class Sequences(torch.autograd.Function):
         grad = torch.zeros_like(emit)
         block = max(triton.next_power_of_2(2 * width - 1), 32)
         _backward[(batch,)](emit, targets, frames, tokens, alpha, losses, outer.contiguous(), grad,
-                            frames_max, width - 1, BLOCK=block, num_warps=max(1, min(8, block // 64)),
+                            frames_max, width - 1, BLOCK=block, num_warps=warps(block),
                             num_stages=1)
         return grad, None, None, None

@@ -149,6 +149,25 @@ def test_the_gpu_kernels_compute_the_same():
     assert found.returncode == 0, found.stdout + found.stderr
 
 
+@pytest.mark.parametrize("generation", [75, 80, 90, 100])
+def test_the_gpu_kernels_compile_for_cards_that_are_not_here(generation):
+    triton = pytest.importorskip("triton", minversion="3.6", reason="older ones compile for the card that is there")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from sbkit.nn import ctc_kernels
+
+    floats, integers = dict.fromkeys(("emit", "alpha", "losses", "outer", "grad"), "*fp32"), dict.fromkeys(
+        ("targets", "frames", "tokens"), "*i64")
+    known = {**floats, **integers, "frames_max": "i32", "tokens_max": "i32", "BLOCK": "constexpr"}
+    for kernel in (ctc_kernels._forward, ctc_kernels._backward):
+        for block in (32, 128, 2048):  # the least, a usual one, the most
+            source = ASTSource(kernel, {name: known[name] for name in kernel.arg_names}, constexprs={"BLOCK": block})
+            made = triton.compile(source, target=GPUTarget("cuda", generation, 32),
+                                  options={"num_warps": ctc_kernels.warps(block), "num_stages": 1})
+            assert made.asm["cubin"] and made.metadata.shared <= 48 << 10
+
+
 def interpret() -> None:
     """What that process does: the kernels on the CPU against torch, and the rehearsal a GPU begins with."""
     import numpy
