@@ -46,7 +46,7 @@ def train(argv: list[str]) -> int:
             if follows:
                 request.overrides.update(follows)
                 hparams = load.load(request.path, request.overrides)
-                ranks.run_on_main(_open_folder, hparams, request)
+                ranks.run_on_main(_open_folder, hparams, request, describe=False)
             if request.check:
                 ranks.run_on_main(preflight.before_training, hparams)
             manifests = hparams["corpus"].load()
@@ -89,8 +89,8 @@ def prepare(argv: list[str]) -> int:
     return 0
 
 
-def _open_folder(hparams: dict[str, Any], request: Any) -> None:
-    """The run's folder with the resolved recipe, the log and what it runs on."""
+def _open_folder(hparams: dict[str, Any], request: Any, describe: bool = True) -> None:
+    """The run's folder with the resolved recipe, the log and what it runs on (``describe``: it takes pip a while)."""
     from speechbrain.core import create_experiment_directory
 
     from sbkit.recipe import load
@@ -100,7 +100,7 @@ def _open_folder(hparams: dict[str, Any], request: Any) -> None:
     try:
         create_experiment_directory(
             folder, hyperparams_to_save=str(request.path), overrides=overrides,
-            log_config=request.run_opts.log_config or str(LOG_CONFIG),
+            log_config=request.run_opts.log_config or str(LOG_CONFIG), save_env_desc=describe,
         )
     except OSError as error:
         raise SbkitError(f"cannot write into {folder}: {error.strerror}",
