@@ -106,6 +106,7 @@ class Brain(sb.core.Brain):
         self._buffers = parallel.Buffers(self.modules)
         self._found = SimpleNamespace(outputs=None, raw=None, loss=None)
         self._plan_driven = self._first_step_checked = self._told_dropped = self._validates = self.compiled = False
+        self._graphs = compiling.CudaGraphs()
         self._budget = StepBudget(device)
         self._progress: Progress | None = None
         self.utilisation: Utilisation | None = None
@@ -148,6 +149,8 @@ class Brain(sb.core.Brain):
         self.compiled = compiling.compile_blocks(
             self.modules, self.compile_module_keys, self.device, mode=self.compile_mode,
             fullgraph=self.compile_using_fullgraph) > 0
+        if self.compiled:
+            self._graphs.look(self.device, self.compile_mode)
 
     def _wrap_distributed(self) -> None:
         """Wrap all modules at once (see ``parallel`` and ``sharding``)."""
@@ -223,6 +226,8 @@ class Brain(sb.core.Brain):
                 if last:
                     self._budget.exposed_all_reduce(loss.total)
                 self._steps.scaled(loss).backward()
+                if not last:
+                    self._graphs.keep_gradients(self.modules)
         return loss
 
     def _exchange(self) -> None:

@@ -96,6 +96,37 @@ def _tiny(x: torch.Tensor) -> torch.Tensor:
     return x * 2 + 1
 
 
+class CudaGraphs:
+    """What layers that run as CUDA graphs ask of a loop: what a replay gives lies where the next one writes.
+
+    on: whether they do; else nothing is done
+    """
+
+    on = False
+
+    def look(self, device: torch.device | str, mode: str | None) -> None:
+        """Whether this mode of torch.compile records them there."""
+        options = torch._inductor.list_mode_options(mode or "default")
+        self.on = torch.device(device).type == "cuda" and bool(options.get("triton.cudagraphs"))
+
+    def next_batch(self) -> None:
+        """What the layers gave before is not looked at any more.
+
+        Without it torch takes each layer for the first of a new batch where there is no backward to come, and what it
+        is given, out of the layer before, for overwritten.
+        """
+        if self.on:
+            torch.compiler.cudagraph_mark_step_begin()
+
+    def keep_gradients(self, modules: nn.Module) -> None:
+        """Take gradients that another batch is to be added to out of the memory that its backward writes into."""
+        held = [parameter for parameter in modules.parameters() if parameter.grad is not None] if self.on else []
+        if held:
+            kept = torch._foreach_mul([parameter.grad for parameter in held], 1.0)
+            for parameter, grad in zip(held, kept, strict=True):
+                parameter.grad = grad
+
+
 def graphs() -> int:
     """How many graphs this process has compiled so far: after warm-up it grows no more."""
     from torch._dynamo.utils import counters

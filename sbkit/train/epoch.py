@@ -47,6 +47,7 @@ def train(brain: Any, train_set: Any, epoch: Any, show: bool) -> None:
             before = brain.optimizer_step
             if stepped and brain._own_fit_batch:
                 brain._forward_state.keep()
+            brain._graphs.next_batch()
             loss = brain.fit_batch(batch)
             if brain._averages_batches:
                 brain.avg_train_loss = brain.update_average(one_number(loss), brain.avg_train_loss)

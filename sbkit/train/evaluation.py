@@ -54,6 +54,7 @@ def evaluate(brain: Any, loader: Any, stage: Stage, name: str, show: bool) -> fl
             if brain._between.asked_to_stop:
                 break
             brain.step += 1
+            brain._graphs.next_batch()
             loss = brain._parts.evaluate(batch, stage)
             if brain._averages_itself:
                 average = brain.update_average(one_number(loss), average)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from speechbrain.lobes.models.transformer.TransformerASR import TransformerASR
 from torch import nn
+from toys import ToyEvalLoader, ToyTrainLoader, brain, furthest, state
 
 import sbkit
 from sbkit.errors import SbkitError
@@ -118,3 +119,61 @@ def test_keys_choose_and_a_wrong_one_is_named():
 def test_an_unknown_mode_is_told_with_those_there_are():
     with pytest.raises(SbkitError, match=r"no mode 'fast'; .*reduce-overhead"):
         compiling._compiled(nn.Linear, "fast", False)
+
+
+@pytest.mark.parametrize("device, mode, on", [
+    ("cuda:0", "reduce-overhead", True), ("cuda", "max-autotune", True), ("cuda", "max-autotune-no-cudagraphs", False),
+    ("cuda", None, False), ("cpu", "reduce-overhead", False)])
+def test_it_is_known_which_modes_record_cuda_graphs(device, mode, on):
+    graphs = compiling.CudaGraphs()
+    graphs.look(device, mode)
+    assert graphs.on is on
+
+
+def test_with_cuda_graphs_each_batch_is_announced_and_gradients_outlive_it(monkeypatch):
+    """Replays write over what came before: here gradients as backward left them are spoilt at the next batch."""
+    written, announced = [], []
+
+    def announce():
+        announced.append(len(written))
+        for grad in written:
+            grad.fill_(float("nan"))
+        written.clear()
+
+    def trained(graphs):
+        toy = brain()
+        toy._graphs.on = graphs
+        for parameter in toy.modules.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda parameter: written.append(parameter.grad))
+        toy.fit(range(1, 3), ToyTrainLoader(steps=3, micros=3), ToyEvalLoader())
+        return state(toy)
+
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", announce)
+    assert furthest(trained(graphs=False), trained(graphs=True)) == 0
+    assert len(announced) == 2 * (3 * 3 + len(ToyEvalLoader())) and max(announced) > 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_training_and_validation_run_as_cuda_graphs(monkeypatch):
+    monkeypatch.undo()  # the real compiler
+    results = []
+    for options in ({}, {"compile": True, "compile_mode": "reduce-overhead"}):
+        torch.manual_seed(0)
+        modules = nn.ModuleDict({"model": nn.ModuleList([Layer(), Layer(), Layer()])})
+
+        class Stack(sbkit.Brain):
+            def compute_forward(self, batch, stage):
+                x = batch.x[:, None, :4].expand(-1, 8, -1)
+                for layer in self.modules.model:
+                    x = layer(x)
+                return x
+
+            def compute_objectives(self, x, batch, stage):
+                return x.square().mean()
+
+        stack = Stack(modules, lambda params: torch.optim.SGD(params, lr=0.01), {},
+                      {"device": "cuda:0", "noprogressbar": True, **options})
+        stack.fit(range(1, 4), ToyTrainLoader(steps=4, micros=3), ToyEvalLoader())
+        results.append([parameter.detach().cpu() for parameter in modules.parameters()])
+    for plain, graphed in zip(*results, strict=True):
+        torch.testing.assert_close(plain, graphed, rtol=1e-4, atol=1e-5)
