@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from sbkit.recipe.report import did_you_mean, listed
-from sbkit.recipe.source import Findings, Node
+from sbkit.recipe.source import UNKNOWN, Findings, Node
 from sbkit.recipe.values import static
 
 
@@ -45,8 +46,63 @@ ARGUMENTS: dict[str, dict[str, tuple[str, ...] | Range]] = {
 }
 
 
+class Clash(NamedTuple):
+    """Arguments of which each is right, and all together are not."""
+
+    met: Callable[[Mapping[str, Any]], bool]
+    """Of all arguments, those left out with what they are by default."""
+    key: str
+    """The argument to blame."""
+    message: str
+    suggestion: str
+    fails: bool = True
+    """False where it runs, or only the decoder fails."""
+
+
+#: By the name of a class in SpeechBrain, as above; ``tests/recipe/test_choices.py`` tries every combination.
+CLASHES: dict[str, tuple[Clash, ...]] = {
+    "TransformerInterface": (
+        Clash(lambda a: (a["encoder_module"], a["attention_type"]) == ("branchformer", "RoPEMHA"), "attention_type",
+              "SpeechBrain's Branchformer has no attention_type 'RoPEMHA', it has regularMHA, RelPosMHAXL, hypermixing",
+              "write RelPosMHAXL, or encoder_module: conformer"),
+        Clash(lambda a: a["attention_type"] == "RoPEMHA" and _odd_heads(a["d_model"], a["nhead"]), "nhead",
+              "RoPEMHA turns pairs of values, and d_model / nhead is an odd number",
+              "choose nhead so that it is an even one, or attention_type: RelPosMHAXL"),
+        Clash(lambda a: a["causal"] is True and a["attention_type"] == "hypermixing", "causal",
+              "hypermixing hears all frames at once, causal or not: a frame depends on those that come after it",
+              "write causal: false, or choose another attention_type", fails=False),
+        Clash(lambda a: a["causal"] is True and a["attention_type"] != "hypermixing"
+              and a["encoder_module"] == "branchformer", "causal",
+              "the Branchformer's convolutions are not causal: a frame depends on those that come after it",
+              "write causal: false, or encoder_module: conformer", fails=False),
+        Clash(lambda a: a["encoder_module"] == "conformer" and a["causal"] is False and _even(a["kernel_size"]),
+              "kernel_size", "the Conformer's convolutions give a frame less than they get where kernel_size is even",
+              "write an odd number"),
+    ),
+    "TransformerASR": (
+        Clash(lambda a: a["attention_type"] == "regularMHA" and a["positional_encoding"] is None,
+              "positional_encoding", "with attention_type 'regularMHA' TransformerASR fails without one",
+              "write fixed_abs_sine, or attention_type: RelPosMHAXL"),
+        Clash(lambda a: a["attention_type"] == "hypermixing" and a["positional_encoding"] is None
+              and a["num_decoder_layers"] != 0,
+              "positional_encoding",
+              "with attention_type 'hypermixing' the decoder of TransformerASR fails without one",
+              "write fixed_abs_sine, which changes nothing in the encoder, or num_decoder_layers: 0", fails=False),
+    ),
+}
+
+
+def _even(number: Any) -> bool:
+    return isinstance(number, int) and number > 0 and number % 2 == 0
+
+
+def _odd_heads(size: Any, heads: Any) -> bool:
+    numbers = isinstance(size, int) and isinstance(heads, int) and heads > 0 and size % heads == 0
+    return numbers and size // heads % 2 == 1
+
+
 def check_choices(target: Any, named: Mapping[Any, Node], node: Node, findings: Findings) -> None:
-    """Tell of every named argument that its class can't use."""
+    """Tell of every named argument that its class can't use, by itself or beside the others."""
     if not inspect.isclass(target) or not target.__module__.startswith("speechbrain."):
         return  # a class of one's own may know more
     for base in target.__mro__:
@@ -57,6 +113,23 @@ def check_choices(target: Any, named: Mapping[Any, Node], node: Node, findings: 
             if problem:
                 findings.error("wrong-value", node.place_of(key), node.key_of(key), *problem)
                 node.wrong = True
+    if not node.wrong:
+        _check_clashes(target, named, node, findings)
+
+
+def _check_clashes(target: type, named: Mapping[Any, Node], node: Node, findings: Findings) -> None:
+    clashes = [clash for base in target.__mro__ if base.__module__.startswith("speechbrain.")
+               for clash in CLASHES.get(base.__name__, ())]
+    if not clashes:
+        return
+    given = defaultdict(lambda: UNKNOWN)
+    given.update((name, parameter.default) for name, parameter in inspect.signature(target).parameters.items())
+    given.update((key, UNKNOWN if child.spoilt else static(child)) for key, child in named.items())
+    for clash in clashes:
+        if clash.met(given):
+            tell = findings.error if clash.fails else findings.warning
+            tell("wrong-value", node.place_of(clash.key), node.key_of(clash.key), clash.message, clash.suggestion)
+            node.wrong = node.wrong or clash.fails
 
 
 def _problem(name: str, key: str, value: Any, wanted: tuple[str, ...] | Range) -> tuple[str, str] | None:

@@ -2,9 +2,11 @@
 
 import ast
 import inspect
+import itertools
 import textwrap
 
 import pytest
+import torch
 from speechbrain.lobes.features import Fbank
 from speechbrain.lobes.models.transformer.Transformer import TransformerInterface
 from speechbrain.lobes.models.transformer.TransformerASR import TransformerASR
@@ -54,3 +56,59 @@ def test_an_assertion_of_several_lines_is_shown_whole():
         TransformerASR(tgt_vocab=3, input_size=4, d_model=4, nhead=2, attention_type="RoPE", causal=False)
     said = build._first(caught.value)
     assert said.startswith("assert attention_type in [") and said.endswith("'RoPEMHA']")
+
+
+TINY = {"tgt_vocab": 7, "input_size": 6, "d_model": 8, "nhead": 2, "num_encoder_layers": 1, "d_ffn": 16, "dropout": 0.0,
+        "kernel_size": 3, "csgu_linear_units": 16, "normalize_before": True}
+WAYS = {"encoder_module": ARGUMENTS["TransformerInterface"]["encoder_module"],
+        "attention_type": ARGUMENTS["TransformerInterface"]["attention_type"],
+        "positional_encoding": ("fixed_abs_sine", None), "causal": (False, True), "num_decoder_layers": (0, 1)}
+
+
+def told(given: dict) -> list[tuple[str, str]]:
+    findings, node = Findings(), from_python(given, "Transformer")
+    check_choices(TransformerASR, node.value, node, findings)
+    return [(found.severity, found.key.removeprefix("Transformer.")) for found in findings]
+
+
+@torch.no_grad()
+def tried(given: dict) -> tuple[bool, bool, bool]:
+    """Whether SpeechBrain's encoder fails, its decoder fails, and a frame depends on those behind it."""
+    net = TransformerASR(**given).eval()
+    one = torch.randn(2, 9, 6, generator=torch.Generator().manual_seed(0))
+    other = one.clone()
+    other[:, 6:] += 1
+    try:
+        heard = [net.encode(each)[:, :6] for each in (one, other)]
+    except (AttributeError, UnboundLocalError, AssertionError, RuntimeError):
+        return True, False, False
+    try:
+        if given["num_decoder_layers"]:
+            net(one, torch.ones(2, 4, dtype=torch.long))
+    except AttributeError:
+        return False, True, False
+    return False, False, not torch.allclose(*heard, atol=1e-5)
+
+
+@pytest.mark.parametrize("values", [*itertools.product(*WAYS.values())], ids=str)
+def test_arguments_that_clash_are_told_and_no_others(values):
+    given = {**TINY, **dict(zip(WAYS, values, strict=True))}
+    encoder_fails, decoder_fails, looks_ahead = tried(given)
+    found = told(given)
+    assert encoder_fails == any(severity == "error" for severity, _ in found)
+    assert decoder_fails == (("warning", "positional_encoding") in found)
+    if not encoder_fails and not decoder_fails:
+        assert (given["causal"] and looks_ahead) == (("warning", "causal") in found)
+
+
+@pytest.mark.parametrize("module, causal, size", [("conformer", False, 4), ("conformer", True, 4),
+                                                  ("transformer", False, 4), ("conformer", False, 5)])
+def test_the_size_of_a_conformers_kernel(module, causal, size):
+    given = {**TINY, "encoder_module": module, "causal": causal, "kernel_size": size, "num_decoder_layers": 0}
+    assert tried(given)[0] == (told(given) == [("error", "kernel_size")])
+
+
+@pytest.mark.parametrize("attention, size", [("RoPEMHA", 6), ("RoPEMHA", 8), ("RelPosMHAXL", 6)])
+def test_rotary_positions_need_heads_of_an_even_size(attention, size):
+    given = {**TINY, "attention_type": attention, "d_model": size, "num_decoder_layers": 0, "causal": False}
+    assert tried(given)[0] == (told(given) == [("error", "nhead")])
