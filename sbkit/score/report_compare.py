@@ -12,6 +12,8 @@ from sbkit.score.report_data import Results, RunData, rate
 from sbkit.score.report_sections import KEY, section
 from sbkit.score.significance import Comparison, compare
 
+MEASURES = ("the other run", "this run", "points", "95 % interval", "p")
+
 
 def comparison(run: RunData, other: RunData, words: Comparison, cards: Cards, count: int) -> Markup:
     """``run`` against ``other``, which differ in ``words``, on the same test set."""
@@ -23,9 +25,10 @@ def comparison(run: RunData, other: RunData, words: Comparison, cards: Cards, co
     better = [int(i) for i in order if change[i] < 0]
     worse = [int(i) for i in order[::-1] if change[i] > 0]
     same = len(change) - len(better) - len(worse)
-    rows = [_row("WER", words), _row("CER", characters)]
-    head = tag("tr", *(tag("th", name) for name in ("", "the other run", "this run", "points", "95 % interval", "p")))
-    table = tag("div", tag("table", tag("thead", head), tag("tbody", rows), class_="plain"), class_="scroll")
+    head = tag("tr", tag("th", ""), tag("th", "WER"), tag("th", "CER"))
+    rows = [tag("tr", tag("th", name, scope="row"), tag("td", one), tag("td", two))  # narrow enough for a phone
+            for name, one, two in zip(MEASURES, _column(words), _column(characters), strict=True)]
+    table = tag("table", tag("thead", head), tag("tbody", rows), class_="plain compared")
 
     def listed(title: str, indices: list[int]) -> list[Any]:
         if not indices:
@@ -49,10 +52,9 @@ def verdict(words: Comparison) -> str:
     return f"Significantly {how}: {_signed(words.difference)} points of WER"
 
 
-def _row(name: str, found: Comparison) -> Markup:
-    cells = (rate(found.rate_a), rate(found.rate_b), _signed(found.difference),
-             f"{_signed(found.low)} to\N{NO-BREAK SPACE}{_signed(found.high)}", f"{found.p_value:.4f}")
-    return tag("tr", tag("th", name, scope="row"), [tag("td", cell) for cell in cells])
+def _column(found: Comparison) -> tuple[str, ...]:
+    return (rate(found.rate_a), rate(found.rate_b), _signed(found.difference),
+            f"{_signed(found.low)} to\N{NO-BREAK SPACE}{_signed(found.high)}", f"{found.p_value:.4f}")
 
 
 def _signed(points: float) -> str:

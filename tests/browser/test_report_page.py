@@ -65,6 +65,15 @@ def test_nothing_is_wider_than_the_screen(browser, page, screen):
     assert sticking_out == []
 
 
+@pytest.mark.parametrize("width", [320, 400])
+def test_a_phone_shows_all_of_a_comparison(browser, page, width):
+    browser.open(page, width=width, height=800, phone=True)
+    cells = browser.run("[...document.querySelectorAll('#against tr > *')].map((e) => "
+                        "[e.innerText, e.getBoundingClientRect().right])")
+    assert [text for text, _ in cells[3::3]] == ["the other run", "this run", "points", "95 % interval", "p"]
+    assert max(right for _, right in cells) <= width
+
+
 def test_every_player_has_its_recording_and_plays_it_alone(browser, page):
     browser.open(page)
     browser.run(LOADED)
