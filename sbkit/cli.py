@@ -143,7 +143,7 @@ def _parser() -> argparse.ArgumentParser:
                           help="best, last, or names of checkpoints: a row of the table each")
     evaluate.add_argument("--average", type=int, default=1, metavar="N", help="the mean of the N best (or last)")
     evaluate.add_argument("--max-wer", type=float, metavar="PERCENT", help="exit with 1 when a WER is higher")
-    evaluate.add_argument("--name", help="of the folder of results (default: the corpus's)")
+    evaluate.add_argument("--name", help="what the folder of results begins with (default: the corpus)")
     evaluate.add_argument("--out", type=Path, metavar="FOLDER", help="for results (default: RUN/evaluations)")
     _add_search(evaluate)
     evaluate.add_argument("--tune-lm", action="store_true", help="find the two weights on the run's dev split first")

@@ -21,6 +21,7 @@ FOLDER = "evaluations"  # in the run's folder
 OVER_LIMIT = 1  # exit code
 _TEST = ("test", "testing")  # what a corpus may call the split that is scored unless another is named
 _ONE_FILE = (".csv", ".json", ".jsonl", ".parquet")
+_SCORED = ("manifest", "checkpoints", "decoder", "precision")  # of result.json: what makes it another result
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Request:
     checkpoints : ``best``, ``last``, names of checkpoints
     average : score the mean of this many instead
     max_wer : per cent; more than this makes the exit code 1
-    name : of the results, which the checkpoint's follows; by default the corpus's
+    name : of the results, which the checkpoint's and the search's options follow; by default the corpus's
     out : the folder that results go to, by default ``RUN/evaluations``
     lm : a language model (ARPA or KenLM's binary) to search with
     tune_lm : find the two weights below on the run's dev split first
@@ -79,6 +80,7 @@ class Scored(NamedTuple):
     words: Any
     characters: Any
     facts: dict[str, Any]
+    replaced: str = ""  # the command of another result that had the same name
 
 
 def evaluate(request: Request) -> int:
@@ -212,8 +214,7 @@ def _results(request: Request, hparams: dict[str, Any], brain: Any, name: str, p
         scored.facts.update(
             run=str(request.run.resolve()), corpus=request.on, manifest=str(path.resolve()), checkpoint=label,
             checkpoints=used, folder=str(request.folder / f"{name}-{label}"))
-        ranks.run_on_main(_write, scored, manifest)
-        yield scored
+        yield scored._replace(replaced=ranks.run_on_main(_write, scored, manifest))
 
 
 def _score(request: Request, hparams: dict[str, Any], brain: Any, manifest: Any, label: str) -> Scored:
@@ -289,7 +290,8 @@ def _batch_seconds(hparams: dict[str, Any]) -> float:
 # ---------------------------------------------------------------- results
 
 
-def _write(scored: Scored, manifest: Any) -> None:
+def _write(scored: Scored, manifest: Any) -> str:
+    """All files of a result; gives how another result was made that had been there."""
     from sbkit import searches
     from sbkit.environment import command, describe
     from sbkit.score import utterances
@@ -297,6 +299,7 @@ def _write(scored: Scored, manifest: Any) -> None:
     from sbkit.score.report_data import EVALUATED, RESULT
 
     folder = Path(scored.facts["folder"])
+    replaced = _another(folder / RESULT, scored.facts)
     with _writing(folder):
         scored.words.write(folder / "wer.txt")
         scored.characters.write(folder / "cer.txt")
@@ -307,6 +310,18 @@ def _write(scored: Scored, manifest: Any) -> None:
             json.dump({**scored.facts, "command": command(), "environment": describe()}, out, indent=1,
                       ensure_ascii=False)
         write_report(folder, title=f"{Path(scored.facts['run']).name} on {folder.name}")
+    return replaced
+
+
+def _another(path: Path, facts: dict[str, Any]) -> str:
+    """The command and the rate of the result that is there, if it's not of the same checkpoint, corpus and search."""
+    try:
+        there = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ""
+    if all(there.get(key) == facts.get(key) for key in _SCORED):
+        return ""
+    return f"{there.get('command')} (WER {there.get('WER', float('nan')):.2f} %)"
 
 
 @contextlib.contextmanager
@@ -326,6 +341,8 @@ def _tell(results: Sequence[Scored], max_wer: float | None) -> int:
          for facts in (scored.facts for scored in results)]))
     for scored in results:
         print(scored.facts["folder"])
+        if scored.replaced:
+            print(f"  replaced the result of {scored.replaced}; another --name keeps both")
         for what, ids in (("could not be read", list(scored.facts["damaged"])),
                           ("have no reference", scored.facts["without_reference"])):
             if ids:

@@ -23,7 +23,7 @@ def train(argv: list[str]) -> int:
     """``sbkit train RECIPE.yaml [--key value ...]``; returns the exit code."""
     check_torch_pair()
     memory.reserve_little()
-    from sbkit import preflight
+    from sbkit import preflight, tested
     from sbkit.recipe import arguments, load
     from sbkit.train import device as devices
     from sbkit.train import oom, ranks
@@ -49,10 +49,19 @@ def train(argv: list[str]) -> int:
                 ranks.run_on_main(_open_folder, hparams, request, describe=False)
             if request.check:
                 ranks.run_on_main(preflight.before_training, hparams)
+            done = ranks.run_on_main(tested.done, hparams, request)
+            if done and not request.run_opts.test_only:
+                if ranks.is_main():
+                    print(done)
+                return 0
+            ranks.run_on_main(tested.forget, hparams)
             manifests = hparams["corpus"].load()
             brain = _fit_and_test(hparams, request, device, manifests)
             ranks.run_on_main(_show, brain, Path(hparams["output_folder"]), manifests["test"],
                               hparams["corpus"].left_out("test"))
+            if (done or not request.run_opts.test_only) and not brain.test_unread:
+                ranks.run_on_main(tested.keep, hparams, request,
+                                  {"WER": brain.test_words.rate, "CER": brain.test_characters.rate})
     finally:
         ranks.shutdown()
     return 0

@@ -75,12 +75,13 @@ def _joint(request: Any, hparams: dict[str, Any], asked: dict[str, Any]) -> Join
 
 
 def label(request: Any) -> str:
-    """What the name of the results says of the search."""
-    if request.joint:
-        return "-joint"
-    if request.lm:
-        return f"-{Path(request.lm).name.split('.')[0]}"
-    return "-beam" if request.beam or request.nbest or request.hot_words or request.word_score is not None else ""
+    """What the name of the results says of the search: all that was asked for, as in ``-joint-ctc0.2-beam10``."""
+    numbers = {"lm": request.lm_weight, "word": request.word_score, "ctc": request.ctc_weight, "beam": request.beam,
+               "nbest": request.nbest}
+    said = [("joint", request.joint), (request.lm and Path(request.lm).name.split(".")[0], request.lm),
+            ("tuned", request.tune_lm), ("hot", request.hot_words),
+            *((f"{name}{value:g}", True) for name, value in numbers.items() if value is not None)]
+    return "".join(f"-{word}" for word, asked in said if asked)
 
 
 def describe(search: Any) -> dict[str, Any]:

@@ -198,12 +198,13 @@ def test_a_language_model_is_weighed_on_dev_and_used_on_test(run, tmp_path, caps
     lm.build(Manifest.read(run / "manifests" / "train.csv").texts, model, order=2)
     assert evaluate(run, "--lm", model, "--tune-lm", "--beam", 8) == 0
     assert "tuned on 5 utterances of dev: --lm-weight" in capsys.readouterr().out
-    facts = result(run, "test-best-three")
+    facts = result(run, "test-best-three-tuned-beam8")
     weights = facts["decoder"]
     assert weights["dev_WER"] <= 100 and weights["beam"] == 8 and facts["utterances"] == 9
     again = ["--lm-weight", weights["lm_weight"], "--word-score", weights["word_score"], "--beam", 8, "--name", "again"]
     assert evaluate(run, "--lm", model, *again) == 0
-    assert result(run, "again-best-three")["WER"] == facts["WER"]
+    [folder] = (run / "evaluations").glob("again-best-three-lm*-word*-beam8")
+    assert result(run, folder.name)["WER"] == facts["WER"]
 
 
 def nbest(run, name):
@@ -212,8 +213,8 @@ def nbest(run, name):
 
 def test_a_search_needs_no_language_model_and_tells_its_scores(run, tmp_path, capsys):
     assert evaluate(run, "--beam", 20, "--nbest", 3) == 0
-    lines = nbest(run, "test-best-beam")
-    heard = utterances.read(run / "evaluations" / "test-best-beam" / "utterances.jsonl")
+    lines = nbest(run, "test-best-beam20-nbest3")
+    heard = utterances.read(run / "evaluations" / "test-best-beam20-nbest3" / "utterances.jsonl")
     assert [line["id"] for line in lines] == [one.id for one in heard]
     assert [line["hypotheses"][0]["text"] for line in lines] == [one.hypothesis for one in heard]
     assert max(len(line["hypotheses"]) for line in lines) == 3
@@ -221,21 +222,35 @@ def test_a_search_needs_no_language_model_and_tells_its_scores(run, tmp_path, ca
         scores = [one["score"] for one in line["hypotheses"]]
         assert scores == sorted(scores, reverse=True)
         assert scores == pytest.approx([one["acoustic"] for one in line["hypotheses"]])  # nothing else counts
-    facts = result(run, "test-best-beam")["decoder"]
+    facts = result(run, "test-best-beam20-nbest3")["decoder"]
     assert facts["beam"] == 20 and facts["lm"] is None and facts["word_score"] == 0.0
     # A phrase that is worth enough is heard, written by the run's rules.
     (tmp_path / "phrases.txt").write_text("River, GREEN!=400\n")
     assert evaluate(run, "--hot-word", f"@{tmp_path / 'phrases.txt'}", "--hot-word", "ladder=2", "--name", "hot") == 0
-    assert result(run, "hot-best-beam")["decoder"]["hot_words"] == {"river green": 400.0, "ladder": 2.0}
-    assert any("river green" in line["hypotheses"][0]["text"] for line in nbest(run, "hot-best-beam"))
+    assert result(run, "hot-best-hot")["decoder"]["hot_words"] == {"river green": 400.0, "ladder": 2.0}
+    assert any("river green" in line["hypotheses"][0]["text"] for line in nbest(run, "hot-best-hot"))
 
 
 def test_a_run_with_a_decoder_is_searched_jointly(home, capsys):
     joint = runs.run_with_model(home / "joint", home / "data", (70.0,), ctc_weight=0.4)
     assert evaluate(joint, "--joint", "--beam", 4, "--nbest", 2) == 0
-    lines = nbest(joint, "test-best-joint")
+    lines = nbest(joint, "test-best-joint-beam4-nbest2")
     assert len(lines) == 9 and all(len(line["hypotheses"]) == 2 for line in lines)
-    assert result(joint, "test-best-joint")["decoder"] == {"joint": True, "ctc_weight": 0.4, "beam": 4}
+    assert result(joint, "test-best-joint-beam4-nbest2")["decoder"] == {"joint": True, "ctc_weight": 0.4, "beam": 4}
+
+
+def test_a_result_keeps_others_and_says_which_it_replaces(run, tmp_path, capsys):
+    out = ("--out", tmp_path)
+    assert evaluate(run, "--beam", 5, *out) == evaluate(run, "--beam", 6, *out) == evaluate(run, *out) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["test-best", "test-best-beam5", "test-best-beam6"]
+    assert evaluate(run, "--beam", 5, *out) == 0
+    assert "replaced" not in capsys.readouterr().out, "the same once more"
+    hot = ("--hot-word", "ladder=2", *out)
+    assert evaluate(run, *hot) == evaluate(run, *hot[:1], "ladder=3", *hot[2:]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    [line] = [line for line in lines if "replaced the result of" in line]
+    assert f"(WER {json.loads((tmp_path / 'test-best-hot' / 'result.json').read_text())['WER']:.2f} %)" in line
+    assert "; another --name keeps both" in line and lines[lines.index(line) - 1] == str(tmp_path / "test-best-hot")
 
 
 def score_on_a_rank(run, name):
