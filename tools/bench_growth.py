@@ -106,8 +106,12 @@ def plan(size: int) -> dict:
     return {"seconds": time.perf_counter() - started, "mib": peak_mib() - before}
 
 
-def peak_mib() -> float:
-    """The most that this process has held."""
+def peak_mib(device: str = "cpu") -> float:
+    """The most that this process has held, of the device's memory where that is a GPU."""
+    if device.startswith("cuda"):
+        import torch
+
+        return torch.cuda.max_memory_allocated() / 2**20
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (2**20 if sys.platform == "darwin" else 2**10)  # macOS counts bytes, Linux KiB
 
