@@ -53,8 +53,6 @@ def open_run(run: str | Path, checkpoint: str = restore.BEST, mean_of: int = 1) 
     if not isinstance(recognizer, Recognizer):
         raise SbkitError(f"{type(brain).__name__} has no CTC recogniser to export",
                          hint="sbkit exports runs whose brain is sbkit.tasks.ctc.CTC or derived from it")
-    if float(getattr(brain.hparams, "ctc_weight", 1.0)) <= 0:
-        raise SbkitError("ctc_weight is 0, so the CTC head that would be exported was never trained")
     tokenizer = hparams.get("tokenizer")
     if not hasattr(tokenizer, "pieces"):
         raise SbkitError("the recipe has no tokenizer of sbkit.data.tokens", hint="its pieces go into tokens.txt")

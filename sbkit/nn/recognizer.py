@@ -122,9 +122,12 @@ class Recognizer:
         return encoded[0] if isinstance(encoded, tuple) else encoded, frames
 
     def encode_and_decode(self, feats: Tensor, frames: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """As :meth:`encode`, with the attention decoder's states [B, U, D] for tokens [B, U] beside it."""
+        """As :meth:`encode`, with the attention decoder's states [B, U, D] for tokens [B, U] beside it.
+
+        What tokens are padded with is looked at by what stands behind it alone: no token is taken for padding.
+        """
         source, frames = self.embed(feats, frames)
-        encoded, decoded = self.encoder(source, tokens, frames / source.shape[1], pad_idx=0)
+        encoded, decoded = self.encoder(source, tokens, frames / source.shape[1], pad_idx=-1)
         return encoded, frames, decoded
 
     def decode(self, tokens: Tensor, encoded: Tensor, frames: Tensor) -> Tensor:

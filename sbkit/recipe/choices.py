@@ -19,13 +19,18 @@ class Range(NamedTuple):
     least: float = -math.inf
     most: float = math.inf
     whole: bool = False
+    above: bool = False
+    """The least itself is none of them."""
 
     def __contains__(self, value: Any) -> bool:
-        kinds = int if self.whole else (int, float)
-        return isinstance(value, kinds) and not isinstance(value, bool) and self.least <= value <= self.most
+        if not isinstance(value, int if self.whole else (int, float)) or isinstance(value, bool):
+            return False
+        return self.least <= value <= self.most and not (self.above and value == self.least)
 
     def __str__(self) -> str:
         kind = "a whole number" if self.whole else "a number"
+        if self.above:
+            return f"{kind} above {self.least:g}" + (f", up to {self.most:g}" if self.most < math.inf else "")
         if self.most < math.inf:
             return f"{kind} from {self.least:g} to {self.most:g}"
         return kind + (f", {self.least:g} or more" if self.least > -math.inf else "")

@@ -39,6 +39,8 @@ class Clips:
                             bitrate_mode="VARIABLE", compression_level=_COMPRESSION)
         except AudioError as error:
             return None, f"the recording can't be read: {error.cause}"
+        except soundfile.LibsndfileError as error:  # some are built without MP3
+            return None, f"not embedded: {error}"
         uri = "data:audio/mpeg;base64," + base64.b64encode(encoded.getvalue()).decode()
         if len(uri) > self.left:
             self.left = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -70,11 +71,15 @@ def compare(a: ErrorRates, b: ErrorRates, confidence: float = 0.95, resamples: i
     """Whether ``b`` differs from ``a``: a paired bootstrap for the interval, matched pairs for the p-value.
 
     The p-value is a permutation test: were both runs alike, each utterance's difference in edits could
-    as well have the other sign.
+    as well have the other sign. Of many utterances both are by the normal distribution.
     """
     _refuse_other_references(a, b)
     order = {name: i for i, name in enumerate(b.ids)}
     difference = b.edits[[order[name] for name in a.ids]] - a.edits
+    if len(difference) > NORMAL_FROM:
+        reach = _normal_reach(difference, a.lengths, confidence)
+        middle = b.rate - a.rate
+        return Comparison(a.rate, b.rate, middle - reach, middle + reach, _normal_p(difference), confidence)
     drawn = np.concatenate([
         edits / lengths for edits, lengths in _resampled(np.stack([difference, a.lengths]), resamples, seed)])
     low, high = _bounds(100 * drawn, confidence)
@@ -114,10 +119,21 @@ def _bounds(values: np.ndarray, confidence: float) -> tuple[float, float]:
 
 
 def _normal_bounds(edits: np.ndarray, lengths: np.ndarray, confidence: float) -> tuple[float, float]:
+    rate, reach = 100 * float(edits.sum() / lengths.sum()), _normal_reach(edits, lengths, confidence)
+    return max(0.0, rate - reach), rate + reach
+
+
+def _normal_reach(edits: np.ndarray, lengths: np.ndarray, confidence: float) -> float:
+    """How far from the ratio of the sums its bounds are, in per cent."""
     rate = edits.sum() / lengths.sum()
     deviation = float(np.sqrt(np.square(edits - rate * lengths).sum()) / lengths.sum())
-    reach = NormalDist().inv_cdf(0.5 + confidence / 2) * deviation
-    return 100 * max(0.0, float(rate) - reach), 100 * (float(rate) + reach)
+    return 100 * NormalDist().inv_cdf(0.5 + confidence / 2) * deviation
+
+
+def _normal_p(difference: np.ndarray) -> float:
+    """That of a sum of signs drawn at random, each times its difference."""
+    deviation = math.sqrt(np.square(difference.astype(np.float64)).sum())
+    return math.erfc(abs(float(difference.sum())) / deviation / math.sqrt(2)) if deviation else 1.0
 
 
 def _permutation_p(difference: np.ndarray, resamples: int, seed: int) -> float:

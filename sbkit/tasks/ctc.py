@@ -53,6 +53,9 @@ class CTC(ASR):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        if not 0 < self.hparams.ctc_weight <= 1:
+            raise SbkitError(f"ctc_weight is {self.hparams.ctc_weight}",
+                             hint="give a number above 0, up to 1: validation goes by what the CTC head hears")
         # Now, and not in the first forward: it tries the layers out, which a culprit's examination would see.
         self.recognizer = Recognizer.from_hparams(self.hparams)
         self.decoder = getattr(self.hparams, "decoder", None)
@@ -71,18 +74,16 @@ class CTC(ASR):
         with section("features"):
             feats, frames = model.features(batch.signals, batch.signal_lengths, training=training, views=views,
                                            counted=batch.weight != 0)
-        if not training:
-            encoded, frames = model.encode(feats, frames)
-            joint = stage == Stage.TEST and isinstance(self.decoder, JointSearch)
-            return Scores(model.ctc_lin(encoded), frames, encoded=encoded if joint else None)
-        with tapped(model.encoder, self._tapped_layers()) as states:
+        with tapped(model.encoder, self._tapped_layers() if training else []) as states:
             if self.joint:
                 tokens = functional.pad(self._labels(batch), (1, 0), value=self.hparams.bos_index)
                 encoded, frames, decoded = model.encode_and_decode(feats, frames, tokens.repeat(views, 1))
                 attention = self.hparams.seq_lin(decoded)
             else:
                 (encoded, frames), attention = model.encode(feats, frames), None
-        return Scores(model.ctc_lin(encoded), frames, attention, [model.ctc_lin(state) for state in states])
+        searched = stage == Stage.TEST and isinstance(self.decoder, JointSearch)
+        return Scores(model.ctc_lin(encoded), frames, attention, [model.ctc_lin(state) for state in states],
+                      encoded if searched else None)
 
     def compute_objectives(self, scores: Scores, batch: Batch, stage: Stage) -> Loss:
         """Sum over the batch, and the tokens it is a mean over; with two views, over both."""
@@ -96,7 +97,7 @@ class CTC(ASR):
             total = torch.lerp(total, torch.stack(within).mean(), self.hparams.intermediate_ctc)
         if stage == Stage.TRAIN and self.views > 1:
             log_probs = scores.ctc.log_softmax(-1, dtype=torch.float32)
-            total = total + self._consistency_weight() * consistency(log_probs, scores.frames)
+            total = total + self._consistency_weight() * consistency(log_probs, scores.frames * ctc.feasible)
         if scores.attention is not None:
             weight = self.hparams.ctc_weight
             total = weight * total + (1 - weight) * self._cross_entropy(scores.attention, batch, ctc.feasible)

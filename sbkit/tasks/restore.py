@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from hyperpyyaml import load_hyperpyyaml
 from ruamel.yaml import YAML
-from speechbrain.utils.checkpoints import Checkpoint
+from speechbrain.utils.checkpoints import DEFAULT_SAVE_HOOKS, Checkpoint, get_default_hook
 from speechbrain.utils.run_opts import RunOptions
 
 from sbkit.errors import SbkitError
@@ -18,6 +18,7 @@ from sbkit.recipe import load
 from sbkit.recipe.arguments import import_beside
 from sbkit.train.averaging import EMA, average
 from sbkit.train.brain import Brain
+from sbkit.train.checkpoint_state import TENSORS
 
 RECIPE = "hyperparams.yaml"  # as SpeechBrain names the resolved recipe in a run's folder
 BEST, LAST = "best", "last"
@@ -120,10 +121,15 @@ def take_weights(brain: Brain, checkpoint: str = BEST, mean_of: int = 1) -> list
 
 
 def _take_mean(shelf: Any, count: int, key: str | None) -> list[Checkpoint]:
-    used: list[Checkpoint] = []
-    for name, obj in sorted(shelf.recoverables.items(), key=lambda item: isinstance(item[1], EMA)):
-        state, used = average(shelf, name, count, min_key=key)
-        (obj.module if isinstance(obj, EMA) else obj).load_state_dict(state)
+    """The mean of all weights; a normaliser's statistics and the like are the best checkpoint's."""
+    weights = {name: obj for name, obj in shelf.recoverables.items() if isinstance(obj, EMA) or (
+        name not in shelf.custom_load_hooks and get_default_hook(obj, DEFAULT_SAVE_HOOKS) in TENSORS)}
+    means = {name: average(shelf, name, count, min_key=key) for name in weights}
+    used = next(iter(means.values()))[1]
+    if len(weights) < len(shelf.recoverables):
+        shelf.load_checkpoint(used[0])
+    for name, obj in sorted(weights.items(), key=lambda item: isinstance(item[1], EMA)):
+        (obj.module if isinstance(obj, EMA) else obj).load_state_dict(means[name][0])
     return used
 
 

@@ -15,6 +15,7 @@ from sbkit.decode.beam import BeamSearch, Hypothesis
 from sbkit.decode.fusion import Weights
 from sbkit.decode.greedy import greedy
 from sbkit.decode.posteriors import Events
+from sbkit.errors import SbkitError
 from sbkit.score.edits import count
 from sbkit.train import ranks
 
@@ -64,12 +65,16 @@ def tune(recorder: Recorder, rows: Sequence[Any]) -> Tuned:
     The rows are what the task made of the recorder's transcripts on this rank, in their order.
     """
     search, batch = recorder.search, Events.join(recorder.batches)
-    said = [row.reference.split() for row in rows]
+    scored = [i for i, row in enumerate(rows) if row.reference.split()]
+    said = [rows[i].reference.split() for i in scored]
     total = sum(ranks.gather_objects(sum(map(len, said))))
+    if not total:
+        raise SbkitError("no utterance of the dev split has a reference, so nothing tells how much the language model "
+                         "should count", hint="give --lm-weight and --word-score instead of --tune-lm")
     tried: dict[tuple[float, float], float] = {}
 
     def rate(heard: list[list[str]]) -> float:
-        wrong = int(count(said, heard).edits.sum()) if said else 0
+        wrong = int(count(said, [heard[i] for i in scored]).edits.sum()) if said else 0
         return 100 * sum(ranks.gather_objects(wrong)) / total
 
     def attempt(pairs: Iterable[tuple[float, float]]) -> tuple[float, float]:

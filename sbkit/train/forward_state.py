@@ -34,8 +34,8 @@ class ForwardState:
 
     Tensors of one type lie side by side in one piece of memory, so that keeping and putting back are a few
     kernels whatever their number. Numbers on the host and tensors that got another shape can't be chosen on the
-    device: only for a step that has such (as ``InputNormalization``, which waits in each forward anyway) is it
-    asked whether the step counts.
+    device: only for a step that has such (as SpeechBrain's own ``InputNormalization``, which waits in each forward
+    anyway) is it asked whether the step counts.
     """
 
     def __init__(self, modules: nn.Module):

@@ -41,20 +41,21 @@ class DeviceMean:
     """Sum over count of losses that stay on the device until ``value`` is asked for."""
 
     def __init__(self, device: torch.device | str):
-        self._sums = torch.zeros(2, device=device)
+        self._sums = torch.zeros(3, device=device)  # of losses, of what they count for, and losses left out
 
     def add(self, loss: Any) -> None:
         """A ``Loss`` or one number; what is not finite is left out."""
         loss = loss if isinstance(loss, Loss) else Loss(one_number(loss), 1.0)
         total = loss.total.detach().to(self._sums).reshape(())
         count = loss.count if isinstance(loss.count, torch.Tensor) else torch.full_like(total, loss.count)
-        both = torch.stack([total, count.to(total).reshape(())])
-        self._sums += torch.where(torch.isfinite(total), both, torch.zeros_like(both))
+        zero, one = torch.zeros_like(total), torch.ones_like(total)
+        self._sums += torch.where(torch.isfinite(total), torch.stack([total, count.to(total).reshape(()), zero]),
+                                  torch.stack([zero, zero, one]))
 
     def value(self, over_ranks: bool = False) -> float:
-        """The mean of this rank, or of all."""
-        total, count = (ranks.sum_across(self._sums) if over_ranks else self._sums).tolist()
-        return total / count if count else 0.0
+        """The mean of this rank, or of all; nan where nothing but losses that were left out came."""
+        total, count, left_out = (ranks.sum_across(self._sums) if over_ranks else self._sums).tolist()
+        return total / count if count else math.nan if left_out else 0.0
 
 
 def one_number(loss: Any) -> torch.Tensor:

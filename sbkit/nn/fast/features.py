@@ -8,6 +8,8 @@ from speechbrain.utils.distributed import ddp_all_reduce
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from sbkit.errors import SbkitError
+
 
 class STFT(features.STFT):
     """[B, S] to [B, T, F, 2]; the window stays where the signals are."""
@@ -39,6 +41,15 @@ class InputNormalization(features.InputNormalization):
 
     _counting = True
 
+    def forward(self, x: Tensor, lengths: Tensor | None = None, epoch: int | None = None) -> Tensor:
+        if self.glob_mean.device != x.device:  # neither buffers nor parameters: a checkpoint leaves them where it likes
+            self.glob_mean, self.glob_std = self.glob_mean.to(x.device), self.glob_std.to(x.device)
+        if self.norm_type == "global" and not self.glob_mean.numel() and not self._should_update(epoch):
+            raise SbkitError("InputNormalization with norm_type global has no statistics: it has seen no training, and "
+                             "the checkpoint holds none",
+                             hint="add it to the checkpointer's recoverables and train, or use norm_type: sentence")
+        return super().forward(x, lengths, epoch)
+
     def uncounted(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
         """As a call, but ``x`` enters no statistics; those of the other ranks, which may be in a call, do."""
         self._counting = False
@@ -56,7 +67,7 @@ class InputNormalization(features.InputNormalization):
         variance = _over_ranks(apart.square().sum(dims)) / divisor
         if not self.glob_mean.numel():
             self.glob_mean, self.glob_std = torch.zeros_like(mean), torch.ones_like(mean)
-        before, spread = self.glob_mean.to(x.device), self.glob_std.to(x.device)
+        before, spread = self.glob_mean, self.glob_std
         count = self.count + number.double()
         share = (number / count.clamp(min=1)).float()
         self.glob_mean = torch.lerp(before, mean, share)
