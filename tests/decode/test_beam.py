@@ -192,6 +192,14 @@ def test_where_all_is_clear_tokens_lie_where_greedy_decoding_puts_them():
                      ("a", pytest.approx(1.36), pytest.approx(1.4))]
 
 
+def test_a_transcript_is_as_sure_as_its_tokens_are_in_the_mean():
+    frames = np.concatenate([peaked([1, 0], sure=0.9), peaked([2, 0, 3, 3], sure=0.6)])
+    (one,), (silent,) = decode(BeamSearch(PIECES), frames, peaked([0, 0, 0]))
+    assert one.spans.ids.tolist() == [1, 2, 3]
+    assert one.confidence == pytest.approx((0.9 + 0.6 + 0.6) / 3, abs=1e-4)
+    assert silent.text == "" and silent.confidence is None
+
+
 def test_a_token_begins_where_it_is_most_likely_not_where_it_first_could():
     log_probs = peaked([0, 0, 0, 1, 0])
     log_probs[0] = np.log([0.97, 0.01, 0.01, 0.005, 0.005])

@@ -9,10 +9,12 @@ from functools import partial
 import pytest
 import torch
 from processes import outcomes, results
+from speechbrain.processing.features import InputNormalization
 from torch import nn
 from toys import ToyBrain, ToyEvalLoader, ToyTrainLoader, brain, furthest, layers, state
 
 from sbkit.errors import SbkitError
+from sbkit.nn.accelerate import accelerate
 from sbkit.train import ranks
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.ranks import PeerFailed
@@ -145,14 +147,37 @@ class BufferBrain(ToyBrain):
 def train_buffers():
     toy = brain(BufferBrain, modules=WithBuffer())
     toy.fit(range(1, 3), ToyTrainLoader(3, 8, ranks.rank(), ranks.world_size()))
-    return state(toy), toy._buffers._changing
+    return state(toy), toy._buffers._changing, statistics(ranks.rank(), ranks.world_size())
+
+
+def statistics(rank, world):
+    """What a normaliser has counted of four batches; the last share of the third is a stand-in."""
+    norm = InputNormalization()
+    accelerate(norm)
+    lengths = torch.tensor([0.2, 1.0, 0.5, 0.9, 0.7])
+    for seed in range(4):
+        x = seed + (1 + seed) * torch.randn(5, 30, 4, generator=torch.Generator().manual_seed(seed))
+        x[3:] += 5
+        if seed == 2 and rank:
+            norm.uncounted(100 * torch.randn(1, 7, 4))
+        elif world > 1:
+            share = slice(3, 5) if rank else slice(0, 3)
+            norm(x[share], lengths[share])
+        else:
+            counted = 3 if seed == 2 else 5
+            norm(x[:counted], lengths[:counted])
+    return float(norm.count), norm.glob_mean, norm.glob_std
 
 
 def test_buffers_that_training_writes_stay_equal():
-    (first, changing), (second, _) = results(train_buffers)
+    (first, changing, counted), (second, _, others) = results(train_buffers)
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert first["model.seen"].abs().sum() > 0
     assert "model.table" not in changing and "model.norm.running_mean" in changing
+    # A normaliser's statistics are no buffers: each rank has those of all frames.
+    for one, other, alone in zip(counted, others, statistics(0, 1), strict=True):
+        torch.testing.assert_close(one, alone, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 class LateBrain(BufferBrain):

@@ -13,6 +13,7 @@ from speechbrain.nnet.attention import MultiheadAttention
 from speechbrain.nnet.CNN import Conv2d
 from speechbrain.processing.features import InputNormalization
 
+from sbkit.errors import SbkitError
 from sbkit.nn.accelerate import FASTER, accelerate, restore
 from sbkit.nn.fast.attention import relative_shift
 from sbkit.nn.fast.dropout import dropout
@@ -240,3 +241,29 @@ def test_running_statistics_don_t_make_the_host_wait():
         for _ in range(2):
             norm(torch.randn(2, 30, 4), torch.tensor([1.0, 0.5]))
     assert not syncs.found, syncs.found
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_statistics_go_where_the_features_are(training):
+    norm = InputNormalization()
+    accelerate(norm)
+    norm(torch.randn(2, 30, 4))
+    norm.train(training)
+    out = norm(torch.randn(2, 30, 4, device="meta"), torch.tensor([1.0, 0.5], device="meta"))
+    assert out.device == norm.glob_mean.device == norm.glob_std.device == torch.device("meta")
+
+
+def test_evaluation_without_statistics_is_told():
+    norm, x = InputNormalization(), torch.randn(2, 30, 4)
+    accelerate(norm)
+    norm.eval()
+    for evaluate in (norm, norm.uncounted, lambda x: norm.train()(x, epoch=norm.update_until_epoch)):
+        with pytest.raises(SbkitError, match="no statistics: it has seen no training"):
+            evaluate(x)
+    norm.train()(x)
+    expected = (x - norm.glob_mean) / norm.glob_std
+    torch.testing.assert_close(norm.eval()(x), expected)
+    for norm_type in ("sentence", "batch"):
+        other = InputNormalization(norm_type=norm_type)
+        accelerate(other)
+        assert other.eval()(x).isfinite().all()

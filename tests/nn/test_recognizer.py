@@ -77,3 +77,25 @@ def test_log_probs_are_normalised_fp32(model):
     scores, _ = model.log_probs(torch.randn(1, 8000), torch.tensor([8000]))
     assert scores.dtype == torch.float32
     torch.testing.assert_close(scores.exp().sum(-1), torch.ones(scores.shape[:2]))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("attention", ["RoPEMHA", "RelPosMHAXL", "regularMHA"])
+def test_the_decoder_takes_no_token_for_padding(attention):
+    """Its states are those that a search sees, whatever stands behind the tokens and whichever these are."""
+    torch.manual_seed(0)
+    encoder = TransformerASR(
+        input_size=8, tgt_vocab=12, d_model=16, nhead=2, num_encoder_layers=1, num_decoder_layers=2, d_ffn=16,
+        encoder_module="conformer", attention_type=attention, kernel_size=3, normalize_before=True, causal=False)
+    accelerate(encoder.eval())
+    model = Recognizer(torch.nn.Identity(), encoder, torch.nn.Linear(16, 12))
+    feats, frames = torch.randn(2, 9, 8), torch.tensor([9, 6])
+    spoken = [torch.tensor([1, 4, 0, 0, 5]), torch.tensor([1, 0, 7])]
+    expected, _ = model.encode(feats, frames)
+    for filling in (0, 3, 11):
+        tokens = torch.nn.utils.rnn.pad_sequence(spoken, batch_first=True, padding_value=filling)
+        encoded, _, decoded = model.encode_and_decode(feats, frames, tokens)
+        torch.testing.assert_close(encoded, expected)
+        for row, (said, count) in enumerate(zip(spoken, frames.tolist(), strict=True)):
+            alone = model.decode(said[None], encoded[row : row + 1, :count], frames[row : row + 1])
+            torch.testing.assert_close(decoded[row, : len(said)], alone[0], atol=1e-5, rtol=1e-4)

@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 import runs
+import soundfile
 
 from sbkit.cli import main
 from sbkit.errors import SbkitError
@@ -134,6 +135,16 @@ def test_recordings_fill_no_more_than_they_may_and_each_is_in_it_once(tmp_path, 
 def test_a_recording_that_is_gone_is_said_on_its_card(tmp_path):
     page = Page(write_report(runs.run_that_tells(tmp_path / "run", runs.told(wav="/nowhere.wav"))))
     assert "the recording can't be read: no such file" in page.text and not page.all("audio")
+
+
+def test_without_an_mp3_encoder_the_page_has_no_sound_and_says_so(tmp_path, wav, monkeypatch):
+    def no_mp3(*args, **kwargs):
+        raise soundfile.LibsndfileError(1)
+
+    run = runs.run_that_tells(tmp_path / "run", runs.told(wav=wav))
+    monkeypatch.setattr(soundfile, "write", no_mp3)
+    page = Page(write_report(run))
+    assert "not embedded: " in page.text and not page.all("audio") and page.all("article")
 
 
 def test_a_run_that_has_just_begun_has_a_page_too(tmp_path):

@@ -6,16 +6,18 @@ import numpy as np
 import pytest
 
 from sbkit.errors import SbkitError
+from sbkit.score import significance
 from sbkit.score.rates import ErrorRates
 from sbkit.score.significance import compare, interval
 
 
 def run(wrong, names=None, words=10):
-    """A run whose utterance i has ``wrong[i]`` substitutions in ``words`` words."""
+    """A run whose utterance i has ``wrong[i]`` substitutions in ``words`` words, or in ``words[i]``."""
     rates = ErrorRates()
+    sizes = np.broadcast_to(words, len(wrong)).tolist()
     rates.add(
-        names or [f"u{i}" for i in range(len(wrong))], [["w"] * words for _ in wrong],
-        [["x"] * int(count) + ["w"] * (words - int(count)) for count in wrong])
+        names or [f"u{i}" for i in range(len(wrong))], [["w"] * size for size in sizes],
+        [["x"] * int(count) + ["w"] * (size - int(count)) for count, size in zip(wrong, sizes, strict=True)])
     return rates
 
 
@@ -77,6 +79,13 @@ def test_equal_runs_do_not_differ_whatever_their_order():
     assert "no significant difference" in str(result)
 
 
+def test_the_p_value_is_that_of_all_ways_to_draw_the_signs():
+    """Of six that are all one worse, two ways of 64 are as far off: all up and all down."""
+    worse, better = run([2] * 6), run([1] * 6)
+    for a, b in ((worse, better), (better, worse)):
+        assert compare(a, b).p_value == pytest.approx(2 / 64, abs=0.006)
+
+
 def test_each_utterance_is_found_among_many_at_once():
     class Name(str):
         looked_at = 0
@@ -104,8 +113,6 @@ def test_runs_on_other_corpora_are_refused():
 
 
 def test_many_utterances_have_the_interval_that_drawing_them_would_give(monkeypatch):
-    from sbkit.score import significance
-
     drawn = np.random.default_rng(0)
     lengths = drawn.integers(3, 15, 12_000)
     edits = drawn.binomial(lengths, drawn.beta(1, 8, 12_000))
@@ -114,3 +121,29 @@ def test_many_utterances_have_the_interval_that_drawing_them_would_give(monkeypa
     slow = significance.interval_of(edits, lengths)
     width = slow[1] - slow[0]
     assert np.abs(np.subtract(quick, slow)).max() < 0.06 * width
+
+
+@pytest.mark.parametrize("share, likely", [(0.98, True), (1.4, False)])
+def test_many_utterances_are_compared_as_drawing_them_would(share, likely, monkeypatch):
+    drawn = np.random.default_rng(1)
+    lengths = drawn.integers(2, 30, 3000)
+    hard = 0.7 * drawn.beta(1, 8, 3000)
+    a, b = run(drawn.binomial(lengths, hard), words=lengths), run(drawn.binomial(lengths, share * hard), words=lengths)
+    slow = compare(a, b, confidence=0.9)
+    assert (slow.p_value > 0.02) == likely
+    monkeypatch.setattr(significance, "NORMAL_FROM", 2999)
+    for name in ("_resampled", "_permutation_p"):
+        monkeypatch.setattr(significance, name, None)  # nothing is drawn
+    quick = compare(a, b, confidence=0.9)
+    width = slow.high - slow.low
+    assert (quick.rate_a, quick.rate_b, quick.confidence) == (slow.rate_a, slow.rate_b, slow.confidence)
+    assert (quick.low, quick.high) == pytest.approx((slow.low, slow.high), abs=0.04 * width)
+    assert quick.p_value == pytest.approx(slow.p_value, abs=0.015)
+
+
+def test_many_utterances_that_do_not_differ_have_p_1(monkeypatch):
+    monkeypatch.setattr(significance, "NORMAL_FROM", 2)
+    result = compare(run([1, 2, 3]), run([1, 2, 3]))
+    assert (result.difference, result.low, result.high, result.p_value) == (0, 0, 0, 1)
+    result = compare(run([1, 2, 3]), run([2, 1, 3]))
+    assert result.p_value == 1 and result.low == -result.high < 0, "as many better as worse"

@@ -11,7 +11,7 @@ from sbkit.data.batch import Batch, stand_in
 from sbkit.errors import SbkitError
 from sbkit.score.report_data import read
 from sbkit.score.report_findings import findings
-from sbkit.tasks.asr import ASR, Row
+from sbkit.tasks.asr import ASR, Row, score
 from sbkit.train.averaging import EMA
 from sbkit.train.metrics import MetricsLog
 from sbkit.train.train_log import TrainLog
@@ -91,3 +91,13 @@ def test_a_script_of_ones_own_is_told_of_two_averages_before_it_trains():
     with pytest.raises(SbkitError, match="both average weights"):
         Parrot({"net": net}, hparams={"ema": EMA(net, 0.9), "average_checkpoints": 2}, run_opts={"device": "cpu"})
     Parrot({"net": net}, hparams={"ema": EMA(net, 0.0), "average_checkpoints": 2}, run_opts={"device": "cpu"})
+
+
+def test_what_has_no_reference_is_named_and_not_scored(caplog):
+    rows = [Row("a", "", "uh uh uh"), Row("b", "one two", "one"), Row("c", " ", ""), Row("d", "six ten", "six ten")]
+    words, characters = score(rows)
+    assert words.ids == characters.ids == ["b", "d"]
+    assert words.rate == 25.0 and characters.rate == pytest.approx(100 * 4 / 14)
+    assert "2 utterances have no reference and are not scored: a, c" in caplog.text
+    caplog.clear()
+    assert len(score(rows[1:2])[0]) == 1 and not caplog.text

@@ -1,5 +1,6 @@
 """The flagship's loss and its switches: what each adds, by hand, and that what is off changes nothing."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,8 @@ import torch
 from speechbrain.core import Stage
 
 from sbkit.data.batch import Batch
+from sbkit.decode.joint import JointSearch
+from sbkit.errors import SbkitError
 from sbkit.nn.consistency import consistency
 from sbkit.nn.ctc import ctc_loss
 from sbkit.recipe import load
@@ -33,9 +36,18 @@ def batch():
                  token_lengths=torch.tensor([4, 2]), texts=["", ""], samples=27_000)
 
 
-def loss(made, batch):
-    scores = made.compute_forward(batch, Stage.TRAIN)
-    return scores, made.compute_objectives(scores, batch, Stage.TRAIN)
+@pytest.fixture
+def hopeless(batch):
+    """The batch, with an utterance before it that has two frames for four tokens."""
+    return Batch(ids=["short", *batch.ids], signals=torch.cat([batch.signals[1:], batch.signals]),
+                 signal_lengths=torch.tensor([700, 16_000, 11_000]),
+                 tokens=torch.cat([torch.tensor([[6, 3, 3, 8]]), batch.tokens]), token_lengths=torch.tensor([4, 4, 2]),
+                 texts=["", "", ""], samples=27_700)
+
+
+def loss(made, batch, stage=Stage.TRAIN):
+    scores = made.compute_forward(batch, stage)
+    return scores, made.compute_objectives(scores, batch, stage)
 
 
 def plain(scores, frames, batch):
@@ -109,3 +121,98 @@ def test_all_of_it_with_the_attention_decoder(tmp_path, batch):
     assert scores.attention.shape == (4, 5, 28)
     found.total.backward()
     assert torch.isfinite(found.total) and made.utterance_losses(scores, batch).shape == (2,)
+
+
+@pytest.mark.parametrize("weight", [0.0, -0.5, 1.5, float("nan")])
+def test_a_weight_that_leaves_ctc_untrained_is_refused(tmp_path, weight):
+    with pytest.raises(SbkitError, match=f"ctc_weight is {weight}"):
+        brain(tmp_path, ctc_weight=weight)
+
+
+@pytest.mark.parametrize("given", [{}, {"ctc_weight": 0.3}, {"intermediate_ctc": 0.3}, {"consistency": 0.2}], ids=str)
+def test_an_utterance_too_short_for_its_tokens_counts_for_nothing(tmp_path, batch, hopeless, given):
+    made = brain(tmp_path, **given)
+    _, expected = loss(made, batch)
+    _, found = loss(made, hopeless)
+    assert found.count == expected.count
+    torch.testing.assert_close(found.total, expected.total, rtol=1e-4, atol=1e-3)
+
+
+def test_views_that_differ_cost_nothing_where_the_utterance_is_too_short(tmp_path, batch, hopeless):
+    made = brain(tmp_path, consistency=0.2, dropout=0.5)
+    scores, found = loss(made, hopeless)
+    log_probs, rows = scores.ctc.log_softmax(-1), [1, 2, 4, 5]
+    short = consistency(log_probs[[0, 3]], scores.frames[[0, 3]])
+    assert short > 0
+    apart = consistency(log_probs[rows], scores.frames[rows])
+    made.hparams.schedule.total_steps = 0
+    expected = plain(scores.ctc[rows], scores.frames[rows], batch.repeated(2)) + 0.2 * apart
+    torch.testing.assert_close(found.total, expected)
+    assert found.count == 12
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.5])
+def test_the_decoders_part_is_the_smoothed_cross_entropy_of_tokens_and_end(tmp_path, batch, smoothing):
+    scores, found = loss(brain(tmp_path, ctc_weight=0.3, label_smoothing=smoothing), batch)
+    log_probs, spoken = scores.attention.log_softmax(-1), 0.0
+    for row, tokens in enumerate([[3, 4, 4, 5, 2], [6, 7, 2]]):
+        for place, token in enumerate(tokens):
+            here = log_probs[row, place]
+            spoken -= (1 - smoothing) * here[token] + smoothing * here.mean()
+    expected = 0.3 * plain(scores.ctc, scores.frames, batch) + 0.7 * spoken
+    torch.testing.assert_close(found.total, expected)
+
+
+def test_of_a_stand_in_no_transcript_is_made(tmp_path, batch):
+    made = brain(tmp_path)
+    made.rows = []
+    for stage in (Stage.VALID, Stage.TEST):
+        loss(made, dataclasses.replace(batch, weight=0.0), stage)
+    assert made.rows == []
+
+
+class Letters:
+    """Just enough of a tokenizer."""
+
+    def decode(self, ids):
+        return " ".join(map(str, ids))
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.3])
+def test_validations_loss_is_trainings_and_it_transcribes(tmp_path, batch, hopeless, weight):
+    made = brain(tmp_path, ctc_weight=weight)
+    made.hparams.tokenizer = Letters()
+    for given in (batch, hopeless):
+        made.modules.train()
+        scores, expected = loss(made, given)
+        made.modules.eval()
+        made.hparams.intermediate_ctc = 0.3  # for training alone
+        for stage in (Stage.VALID, Stage.TEST):
+            made.rows = []
+            with torch.no_grad():
+                heard, found = loss(made, given, stage)
+            assert (found.count == expected.count) and not heard.intermediate and heard.encoded is None
+            torch.testing.assert_close(found.total, expected.total, rtol=1e-5, atol=1e-4)
+            best = [row[:n] for row, n in zip(scores.ctc.argmax(-1), scores.frames, strict=True)]
+            paths = [[int(token) for token in row.unique_consecutive() if token] for row in best]
+            assert [(row.id, row.hypothesis) for row in made.rows] == [
+                (name, Letters().decode(path)) for name, path in zip(given.ids, paths, strict=True)]
+        made.hparams.intermediate_ctc = 0.0
+
+
+def test_a_joint_search_hears_the_test_with_the_decoder(tmp_path, batch):
+    made = brain(tmp_path, ctc_weight=0.3)
+    made.hparams.tokenizer, made.rows = Letters(), []
+    made.decoder = JointSearch(beam=4)
+    made.modules.eval()
+    with torch.no_grad():
+        _, expected = loss(made, batch, Stage.VALID)
+        scores, found = loss(made, batch, Stage.TEST)
+        straight = made.decoder.decode(scores.ctc.log_softmax(-1), scores.frames, made._next_token(scores))
+        one, two = (made._next_token(scores)(torch.tensor(tokens), torch.arange(2))
+                    for tokens in ([[1], [1]], [[1, 3], [1, 6]]))
+    torch.testing.assert_close(found.total, expected.total)
+    torch.testing.assert_close(torch.stack([one, two], 1), scores.attention[:, :2].log_softmax(-1))
+    assert [row.id for row in made.rows] == ["a", "b", "a", "b"]
+    assert [row.hypothesis for row in made.rows[2:]] == [several[0].text for several in straight]
+    assert [bool(row.nbest) for row in made.rows] == [False, False, True, True]

@@ -64,6 +64,37 @@ def test_the_mean_is_of_the_best_and_has_their_mean_as_weights(run):
         torch.testing.assert_close(now[key], value.float(), rtol=1e-6, atol=1e-7)
 
 
+def test_a_mean_has_the_statistics_of_the_best_checkpoint(run, tmp_path):
+    """Those of a normaliser are no weights, and their squares don't add up to a mean."""
+    moved = tmp_path / "run"
+    shutil.copytree(run, moved)
+    for each in (moved / "save").glob("CKPT*"):
+        shutil.rmtree(each)
+
+    def with_normaliser():
+        hparams = restore.read_run(moved)
+        hparams["normalize"].norm_type = "global"
+        hparams["checkpointer"].add_recoverable("normalizer", hparams["normalize"])
+        return restore.build(hparams, "cpu")
+
+    trained = with_normaliser()
+    norm, weight = trained.hparams.normalize, next(trained.hparams.model.parameters())
+    for value, rate in ((1.0, 70.0), (2.0, 40.0), (6.0, 55.0)):
+        norm.count, norm.glob_mean, norm.glob_std = int(10 * value), torch.full((80,), value), torch.full((80,), value)
+        weight.data.fill_(value)
+        trained.checkpointer.save_checkpoint(name=f"at{rate:.0f}", meta={"WER": rate})
+    trained.checkpointer.wait()
+    for checkpoint, mean, best in (("best", 4.0, 2.0), ("last", 4.0, 6.0)):
+        brain = with_normaliser()
+        used = restore.take_weights(brain, checkpoint, mean_of=2)
+        assert [one.meta["WER"] for one in used] == ([40.0, 55.0] if checkpoint == "best" else [55.0, 40.0])
+        norm, weight = brain.hparams.normalize, next(brain.hparams.model.parameters())
+        assert torch.equal(weight.detach(), torch.full_like(weight, mean))
+        assert norm.count == 10 * best
+        assert torch.equal(norm.glob_mean, torch.full((80,), best))
+        assert torch.equal(norm.glob_std, torch.full((80,), best))
+
+
 def test_a_moving_average_is_what_is_loaded_where_the_run_kept_one(run, tmp_path):
     from sbkit.train.averaging import EMA
 

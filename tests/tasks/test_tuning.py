@@ -9,6 +9,7 @@ from processes import results
 from sbkit.data.manifest import Manifest
 from sbkit.decode.beam import BeamSearch
 from sbkit.decode.fusion import Weights
+from sbkit.errors import SbkitError
 from sbkit.tasks import tuning
 from sbkit.tasks.asr import Row
 
@@ -51,6 +52,22 @@ def test_the_best_weights_are_found_on_and_beyond_the_grid(lm, word):
     assert abs(found.weights.lm - lm) < 0.2 and abs(found.weights.word - word) < 0.8
     assert found.weights.unknown == Weights().unknown
     assert found.greedy == pytest.approx(95.0)
+
+
+def test_an_utterance_without_a_reference_does_not_count():
+    class Heard(Search):
+        def search(self, batch, weights):
+            return [[SimpleNamespace(text="uh " * 7)], *super().search(batch, weights), [SimpleNamespace(text="")]]
+
+    rows = [Row("t", "", "b b b"), Row("u", " ".join("a" * 20), "b a"), Row("v", " ", "b")]
+    found = tuning.tune(SimpleNamespace(search=Heard(0.6, 2.0), batches=[]), rows)
+    assert found == tune(0.6, 2.0) and found.rate == 0.0
+
+
+@pytest.mark.parametrize("rows", [[], [Row("t", "", "b b b"), Row("v", " ", "")]], ids=len)
+def test_without_a_reference_nothing_can_be_tuned(rows):
+    with pytest.raises(SbkitError, match="no utterance of the dev split has a reference"):
+        tuning.tune(SimpleNamespace(search=Search(0.6, 2.0), batches=[]), rows)
 
 
 def tune_on_a_rank():

@@ -253,6 +253,21 @@ def test_a_bad_step_is_skipped_and_its_loss_is_in_no_mean(tmp_path, caplog):
     assert [path.name for path in (tmp_path / "culprits").iterdir()]
 
 
+def test_what_backward_makes_of_a_stand_in_reaches_no_weight():
+    def fit(value):
+        def touch(batch):
+            if batch.micro == 1:
+                batch.weight, batch.x[:] = 0.0, value
+
+        toy = brain(nonfinite_patience=0)
+        toy.fit(range(1, 2), ToyTrainLoader(3, 6, micros=2, touch=touch))
+        return state(toy), toy.ends
+
+    (spoilt, ends), (expected, expected_ends) = fit(math.nan), fit(1.0)
+    assert furthest(expected, state(brain())) > 0.01
+    assert all(torch.equal(spoilt[name], value) for name, value in expected.items()) and ends == expected_ends
+
+
 def test_patience_counts_the_bad_steps_of_an_epoch(tmp_path):
     hparams = {"output_folder": str(tmp_path)}
     toy = brain(hparams=hparams, nonfinite_patience=2)

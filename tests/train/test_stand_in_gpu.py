@@ -1,7 +1,8 @@
 """A step of the flagship on stand-ins of a GPU, on a machine that may have none.
 
 A tensor left on the CPU fails it, as it would on a GPU; so does looking at a value. Backward can't run on stand-ins:
-its gradients are made up. What is on the device without a kernel is in ``test_no_host_sync`` and ``tests/nn``.
+its gradients are made up. That nothing waits for the device is in ``test_no_host_sync``, and what the kernels give
+in ``tests/nn``.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ def peeked(monkeypatch):
     return found
 
 
-def step_on_stand_ins(folder: Path, brain_class=CTC, parts=(), **overrides):
-    """Two micro-batches and the update, all on stand-ins; ``parts``: (line, its other version) of the recipe."""
+def made(folder: Path, brain_class=CTC, parts=(), **overrides):
+    """Recipe and Brain without their numbers; ``parts``: (line, its other version) of the recipe."""
     text = RECIPE.read_text()
     for line, other in parts:
         assert text.count(line) == 1
@@ -51,16 +52,27 @@ def step_on_stand_ins(folder: Path, brain_class=CTC, parts=(), **overrides):
     hparams = load.load(folder / "ctc.yaml", {**TINY, "output_folder": str(folder / "run"), **overrides})
     brain = brain_class(hparams["modules"], hparams["opt_class"], hparams, {"device": "cpu", "noprogressbar": True},
                         hparams["checkpointer"])
-    brain.on_stage_start(Stage.TRAIN, 1)
-    batches = [batch_of(0, micro) for micro in range(2)]
     brain.modules.to("meta")
+    return hparams, brain
+
+
+def onto_the_device(hparams, brain):
+    """Among stand-ins."""
     own = set(brain.modules.modules())
     beside = [module for module in (hparams["compute_features"], hparams["spec_augment"]) if module not in own]
+    for module in (brain.modules, *beside):
+        module.to_empty(device=CUDA)
+    brain.device, brain.device_type = CUDA, CUDA.type
+
+
+def step_on_stand_ins(*args, **overrides):
+    """Two micro-batches and the update, all on stand-ins."""
+    hparams, brain = made(*args, **overrides)
+    brain.on_stage_start(Stage.TRAIN, 1)
+    batches = [batch_of(0, micro) for micro in range(2)]
     with stand_ins(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # autocast finds no card
-        for module in (brain.modules, *beside):
-            module.to_empty(device=CUDA)
-        brain.device, brain.device_type = CUDA, CUDA.type
+        onto_the_device(hparams, brain)
         brain.scaler = precision.Scaler(CUDA.type, enabled=brain.precision == "fp16")
         brain.init_optimizers()
         brain.modules.train()
@@ -94,6 +106,19 @@ def test_so_with_other_parts(encoder, attention, norm, tmp_path, peeked):
         ("encoder_module: conformer", f"encoder_module: {encoder}"),
         ("attention_type: RoPEMHA", f"attention_type: {attention}"), ("norm_type: sentence", f"norm_type: {norm}")])
     assert [tensor.device for tensor in peeked] == [CUDA]
+
+
+@pytest.mark.parametrize("overrides", [{}, {"ctc_weight": 0.3}], ids=str)
+def test_statistics_that_a_checkpoint_left_on_the_cpu_are_moved_in_evaluation(overrides, tmp_path, peeked):
+    hparams, brain = made(tmp_path, parts=[("norm_type: sentence", "norm_type: global")], **overrides)
+    brain.modules.eval()
+    batch, norm = batch_of(0, 0), hparams["normalize"]
+    statistics = torch.zeros(80), torch.ones(80)
+    with stand_ins(), torch.no_grad():
+        onto_the_device(hparams, brain)
+        norm.glob_mean, norm.glob_std = statistics
+        scores = brain.compute_forward(batch.to(CUDA), Stage.VALID)
+        assert scores.ctc.device == norm.glob_mean.device == norm.glob_std.device == CUDA
 
 
 class LeavesBehind(CTC):
