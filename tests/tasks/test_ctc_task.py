@@ -165,7 +165,7 @@ def test_the_decoders_part_is_the_smoothed_cross_entropy_of_tokens_and_end(tmp_p
 
 def test_of_a_stand_in_no_transcript_is_made(tmp_path, batch):
     made = brain(tmp_path)
-    made.rows = []
+    made.hparams.tokenizer, made.rows = Letters(), []
     for stage in (Stage.VALID, Stage.TEST):
         loss(made, dataclasses.replace(batch, weight=0.0), stage)
     assert made.rows == []
