@@ -42,12 +42,13 @@ class InputNormalization(features.InputNormalization):
     _counting = True
 
     def forward(self, x: Tensor, lengths: Tensor | None = None, epoch: int | None = None) -> Tensor:
-        if self.glob_mean.device != x.device:  # neither buffers nor parameters: a checkpoint leaves them where it likes
+        if self.norm_type == "global":
+            # Neither buffers nor parameters: a checkpoint leaves them where it likes.
             self.glob_mean, self.glob_std = self.glob_mean.to(x.device), self.glob_std.to(x.device)
-        if self.norm_type == "global" and not self.glob_mean.numel() and not self._should_update(epoch):
-            raise SbkitError("InputNormalization with norm_type global has no statistics: it has seen no training, and "
-                             "the checkpoint holds none",
-                             hint="add it to the checkpointer's recoverables and train, or use norm_type: sentence")
+            if not self.glob_mean.numel() and not self._should_update(epoch):
+                raise SbkitError("InputNormalization with norm_type global has no statistics: it has seen no training, "
+                                 "and the checkpoint holds none",
+                                 hint="add it to the checkpointer's recoverables and train, or use norm_type: sentence")
         return super().forward(x, lengths, epoch)
 
     def uncounted(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
