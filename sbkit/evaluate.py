@@ -21,7 +21,7 @@ FOLDER = "evaluations"  # in the run's folder
 OVER_LIMIT = 1  # exit code
 _TEST = ("test", "testing")  # what a corpus may call the split that is scored unless another is named
 _ONE_FILE = (".csv", ".json", ".jsonl", ".parquet")
-_SCORED = ("manifest", "checkpoints", "decoder", "precision")  # of result.json: what makes it another result
+_SCORED = ("source", "manifest", "checkpoints", "decoder", "precision")  # of result.json: what makes it another result
 
 
 @dataclass(frozen=True)
@@ -212,8 +212,9 @@ def _results(request: Request, hparams: dict[str, Any], brain: Any, name: str, p
         if brain.decoder is not None:
             scored.facts["decoder"] = {**searches.describe(brain.decoder), **tuned}
         scored.facts.update(
-            run=str(request.run.resolve()), corpus=request.on, manifest=str(path.resolve()), checkpoint=label,
-            checkpoints=used, folder=str(request.folder / f"{name}-{label}"))
+            run=str(request.run.resolve()), corpus=request.on, source=_source(request.on),
+            manifest=str(path.resolve()), checkpoint=label, checkpoints=used,
+            folder=str(request.folder / f"{name}-{label}"))
         yield scored._replace(replaced=ranks.run_on_main(_write, scored, manifest))
 
 
@@ -311,6 +312,11 @@ def _write(scored: Scored, manifest: Any) -> str:
                       ensure_ascii=False)
         write_report(folder, title=f"{Path(scored.facts['run']).name} on {folder.name}")
     return replaced
+
+
+def _source(on: str | None) -> str | None:
+    """A corpus by one name, however it was given."""
+    return str(Path(on).resolve()) if on and Path(on).exists() else on
 
 
 def _another(path: Path, facts: dict[str, Any]) -> str:

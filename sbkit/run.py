@@ -24,6 +24,7 @@ def train(argv: list[str]) -> int:
     check_torch_pair()
     memory.reserve_little()
     from sbkit import preflight, tested
+    from sbkit.kept import Kept
     from sbkit.recipe import arguments, load
     from sbkit.train import device as devices
     from sbkit.train import oom, ranks
@@ -41,27 +42,29 @@ def train(argv: list[str]) -> int:
                 ranks.run_on_main(preflight.before_run, request, NEEDED)
             hparams = load.load(request.path, request.overrides)
             load.require(hparams, request.path, *NEEDED)
-            ranks.run_on_main(_open_folder, hparams, request)
-            follows = ranks.run_on_main(prepare_data, hparams, request.overrides)
-            if follows:
-                request.overrides.update(follows)
-                hparams = load.load(request.path, request.overrides)
-                ranks.run_on_main(_open_folder, hparams, request, describe=False)
-            if request.check:
-                ranks.run_on_main(preflight.before_training, hparams)
-            done = ranks.run_on_main(tested.done, hparams, request)
-            if done and not request.run_opts.test_only:
-                if ranks.is_main():
-                    print(done)
-                return 0
-            ranks.run_on_main(tested.forget, hparams)
-            manifests = hparams["corpus"].load()
-            brain = _fit_and_test(hparams, request, device, manifests)
-            ranks.run_on_main(_show, brain, Path(hparams["output_folder"]), manifests["test"],
-                              hparams["corpus"].left_out("test"))
-            if (done or not request.run_opts.test_only) and not brain.test_unread:
-                ranks.run_on_main(tested.keep, hparams, request,
-                                  {"WER": brain.test_words.rate, "CER": brain.test_characters.rate})
+            with Kept(Path(hparams["output_folder"]), ranks.is_main()) as kept:
+                ranks.run_on_main(_open_folder, hparams, request)
+                follows = ranks.run_on_main(prepare_data, hparams, request.overrides)
+                if follows:
+                    request.overrides.update(follows)
+                    hparams = load.load(request.path, request.overrides)
+                    ranks.run_on_main(_open_folder, hparams, request, describe=False)
+                if request.check:
+                    ranks.run_on_main(preflight.before_training, hparams)
+                done = ranks.run_on_main(tested.done, hparams, request)
+                if done and not request.run_opts.test_only:
+                    if ranks.is_main():
+                        print(done)
+                    return 0
+                ranks.run_on_main(tested.forget, hparams)
+                manifests = hparams["corpus"].load()
+                kept.begins()
+                brain = _fit_and_test(hparams, request, device, manifests)
+                ranks.run_on_main(_show, brain, Path(hparams["output_folder"]), manifests["test"],
+                                  hparams["corpus"].left_out("test"))
+                if (done or not request.run_opts.test_only) and not brain.test_unread:
+                    ranks.run_on_main(tested.keep, hparams, request,
+                                      {"WER": brain.test_words.rate, "CER": brain.test_characters.rate})
     finally:
         ranks.shutdown()
     return 0
@@ -173,6 +176,9 @@ def _fit_and_test(hparams: dict[str, Any], request: Any, device: Any, manifests:
     )
     if "schedule" in hparams:
         hparams["schedule"].total_steps = train_set.steps() * hparams["epoch_counter"].limit
+    if request.run_opts.test_only and not brain.checkpointer.list_checkpoints():
+        raise SbkitError(f"--test_only: {brain.checkpointer.checkpoints_dir} holds no checkpoint to test",
+                         hint="train first, or name the folder of a run with --output_folder")
     with train_set, valid_set:
         brain.fit(hparams["epoch_counter"], train_set, valid_set)
     with test_set:

@@ -83,6 +83,24 @@ def test_killed_in_its_test_it_tests_when_started_again(started, place):
     assert started("--number_of_epochs", "3")[1] == (0, 0)
 
 
+def test_a_start_that_is_refused_leaves_the_run_as_it_was(started, tmp_path):
+    out = tmp_path / "out"
+    assert started()[0] == 0
+    kept = [out / "hyperparams.yaml", out / "tested.json", *(out / "manifests").glob("*.*")]
+    before = {path: path.read_bytes() for path in kept}
+    lines = (tmp_path / "data" / "train.csv").read_text().splitlines()
+    (tmp_path / "data" / "train.csv").write_text("\n".join(lines[:-2]) + "\n")
+    assert started("--d_model", "24")[0] == 2
+    assert {path: path.read_bytes() for path in kept} == before and not (out / ".before-this-start").exists()
+    (tmp_path / "data" / "train.csv").write_text("\n".join(lines) + "\n")
+    assert started()[:2] == (0, (0, 0)), "and it is still done"
+
+
+def test_what_was_never_trained_is_not_tested(started, tmp_path):
+    code, added, _ = started("--test_only")
+    assert (code, added) == (2, (0, 0))
+
+
 def test_another_test_set_is_tested(started, tmp_path):
     assert started()[0] == 0
     lines = (tmp_path / "data" / "test.csv").read_text().splitlines()
