@@ -20,7 +20,8 @@ from sbkit.recipe.values import static
 NUMBERS = {
     "number_of_epochs": SIZE, "output_neurons": SIZE, "sample_rate": SIZE, "num_workers": COUNT,
     "keep_checkpoints": SIZE, "keep_every": COUNT, "average_checkpoints": COUNT,
-    "ctc_weight": Range(0, 1, above=True), "intermediate_ctc": SHARE, "label_smoothing": SHARE, "consistency": Range(0), "ema_decay": SHARE,
+    "ctc_weight": Range(0, 1, above=True), "intermediate_ctc": SHARE, "label_smoothing": SHARE,
+    "consistency": Range(0), "ema_decay": SHARE,
 }
 #: Of those, where nothing may be given.
 _OPTIONAL = ("keep_every",)
