@@ -36,7 +36,7 @@ PLAN = [20_000, 200_000, 2_000_000]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--only", default="", metavar="A,B", help="of: " + ", ".join([*SWEEPS, "plan"]))
     parser.add_argument("--json", type=Path)

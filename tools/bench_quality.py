@@ -41,7 +41,7 @@ class Clock:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--minutes", type=float, default=6.0)
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--device", default="cpu")

@@ -35,7 +35,7 @@ STEP_BATCHES = 12  # the same ones on both sides, again and again: a step's figu
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--data", help="a corpus (default: the demo corpus)")
@@ -151,6 +151,8 @@ def work(args: argparse.Namespace, rest: list[str]) -> None:
     hparams = load.load(request.path, request.overrides | same)
     hparams["schedule"].total_steps = 10**6
     side = SIDES[args.side](hparams, request)
+    if side.brain.precision != request.run_opts.precision:
+        raise SystemExit(f"{args.side} trains in {side.brain.precision}, not in {request.run_opts.precision}")
     for line in sys.stdin:
         piece = line.strip()
         if piece == "memory":
