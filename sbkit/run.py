@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ def train(argv: list[str]) -> int:
     """``sbkit train RECIPE.yaml [--key value ...]``; returns the exit code."""
     check_torch_pair()
     memory.reserve_little()
-    from sbkit import preflight, tested
+    from sbkit import preflight
     from sbkit.kept import Kept
     from sbkit.recipe import arguments, load
     from sbkit.train import device as devices
@@ -43,31 +44,39 @@ def train(argv: list[str]) -> int:
             hparams = load.load(request.path, request.overrides)
             load.require(hparams, request.path, *NEEDED)
             with Kept(Path(hparams["output_folder"]), ranks.is_main()) as kept:
-                ranks.run_on_main(_open_folder, hparams, request)
-                follows = ranks.run_on_main(prepare_data, hparams, request.overrides)
-                if follows:
-                    request.overrides.update(follows)
-                    hparams = load.load(request.path, request.overrides)
-                    ranks.run_on_main(_open_folder, hparams, request, describe=False)
-                if request.check:
-                    ranks.run_on_main(preflight.before_training, hparams)
-                done = ranks.run_on_main(tested.done, hparams, request)
-                if done and not request.run_opts.test_only:
-                    if ranks.is_main():
-                        print(done)
-                    return 0
-                ranks.run_on_main(tested.forget, hparams)
-                manifests = hparams["corpus"].load()
-                kept.begins()
-                brain = _fit_and_test(hparams, request, device, manifests)
-                ranks.run_on_main(_show, brain, Path(hparams["output_folder"]), manifests["test"],
-                                  hparams["corpus"].left_out("test"))
-                if (done or not request.run_opts.test_only) and not brain.test_unread:
-                    ranks.run_on_main(tested.keep, hparams, request,
-                                      {"WER": brain.test_words.rate, "CER": brain.test_characters.rate})
+                _train(hparams, request, device, kept)
     finally:
         ranks.shutdown()
     return 0
+
+
+def _train(hparams: dict[str, Any], request: Any, device: Any, kept: Any) -> None:
+    from sbkit import preflight, tested
+    from sbkit.recipe import load
+    from sbkit.train import ranks
+
+    ranks.run_on_main(_open_folder, hparams, request)
+    follows = ranks.run_on_main(prepare_data, hparams, request.overrides)
+    if follows:
+        request.overrides.update(follows)
+        hparams = load.load(request.path, request.overrides)
+        ranks.run_on_main(_open_folder, hparams, request, describe=False)
+    if request.check:
+        ranks.run_on_main(preflight.before_training, hparams)
+    done = ranks.run_on_main(tested.done, hparams, request)
+    test_only = request.run_opts.test_only
+    if done and not test_only:
+        if ranks.is_main():
+            print(done)
+        return
+    ranks.run_on_main(tested.forget, hparams)
+    manifests = hparams["corpus"].load()
+    brain = _fit_and_test(hparams, request, device, manifests, kept)
+    ranks.run_on_main(_show, brain, Path(hparams["output_folder"]), manifests["test"],
+                      hparams["corpus"].left_out("test"))
+    if (done or not test_only) and not brain.test_unread:  # a test alone does not make a run done
+        ranks.run_on_main(tested.keep, hparams, request,
+                          {"WER": brain.test_words.rate, "CER": brain.test_characters.rate})
 
 
 def check(argv: list[str]) -> int:
@@ -144,7 +153,7 @@ def prepare_data(hparams: dict[str, Any], overrides: dict[str, Any]) -> dict[str
     return follows
 
 
-def _fit_and_test(hparams: dict[str, Any], request: Any, device: Any, manifests: dict[str, Any]) -> Any:
+def _fit_and_test(hparams: dict[str, Any], request: Any, device: Any, manifests: dict[str, Any], kept: Any) -> Any:
     from sbkit.data.loader import EvalLoader, TrainLoader
     from sbkit.data.plan import Plan
     from sbkit.train import ranks
@@ -180,10 +189,16 @@ def _fit_and_test(hparams: dict[str, Any], request: Any, device: Any, manifests:
         raise SbkitError(f"--test_only: {brain.checkpointer.checkpoints_dir} holds no checkpoint to test",
                          hint="train first, or name the folder of a run with --output_folder")
     with train_set, valid_set:
-        brain.fit(hparams["epoch_counter"], train_set, valid_set)
+        brain.fit(_from_here_on(kept, hparams["epoch_counter"]), train_set, valid_set)
     with test_set:
         brain.evaluate(test_set, min_key="WER")
     return brain
+
+
+def _from_here_on(kept: Any, epochs: Iterable[int]) -> Iterator[int]:
+    """The first epoch is asked for once the newest checkpoint was found to fit."""
+    kept.begins()
+    yield from epochs
 
 
 def _operations(hparams: dict[str, Any], durations: Any) -> float | None:
