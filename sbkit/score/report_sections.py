@@ -118,7 +118,7 @@ def training(run: RunData, other: RunData | None) -> Markup | None:
         charts.curves("Gradient norm", curve("grad_norm", "gradient norm"), ticks),
     ]
     drawn = [each for each in drawn if each is not None]
-    lead = None if other is None else "Dashed: the run compared with."
+    lead = "Dashed: the run compared with." if other is not None and (other.steps or other.epochs) else None
     return section("curves", "Training", tag("div", drawn, class_="charts"), lead=lead) if drawn else None
 
 
@@ -167,7 +167,7 @@ def where(results: Results, other: Results | None) -> Markup:
         if not few:
             blocks.append(charts.histogram("WER of the speakers", [group.rate for group in speakers], "WER %",
                                            note="How many speakers have which WER."))
-    lead = None if other is None else "Orange marks: the run compared with."
+    lead = "Orange marks: the run compared with." if before and (values or speakers) else None
     return section("where", "Where the errors are", tag("div", blocks, class_="columns"), lead=lead)
 
 

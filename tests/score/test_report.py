@@ -198,6 +198,17 @@ def test_marks_of_the_run_compared_with_stand_where_its_rates_are(tmp_path):
     assert re.search(r"\.mean \{ stroke: var\(--soft\)", page.source), "no line has the colour of the marks"
 
 
+def test_marks_and_lines_are_spoken_of_where_there_are_some(tmp_path):
+    keys = ("Orange marks", "Dashed: the run compared with")
+    told = runs.told()
+    whole, other = (runs.run_that_tells(tmp_path / name, told) for name in ("whole", "other"))
+    assert all(key in Page(write_report(whole, against=other)).text for key in keys)
+    nobody = [dataclasses.replace(one, speaker="", meta={}) for one in told]
+    plain, silent = (runs.run_that_tells(tmp_path / name, nobody) for name in ("plain", "silent"))
+    (silent / "metrics.jsonl").unlink()
+    assert not any(key in Page(write_report(plain, against=silent)).text for key in keys)
+
+
 def test_runs_that_cannot_be_compared_are_told_so(tmp_path, capsys):
     run = runs.run_that_tells(tmp_path / "run", runs.told())
     other = runs.run_that_tells(tmp_path / "other", runs.told(50))
