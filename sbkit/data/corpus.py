@@ -7,7 +7,6 @@ import copy
 import hashlib
 import json
 import logging
-import os
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 import sbkit
+from sbkit.cache import cache_folder
 from sbkit.console import atomic_write
 from sbkit.data import left_out
 from sbkit.data.lock import locked
@@ -207,10 +207,8 @@ class Corpus:
         from sbkit.data.demo import FORMAT, make_demo_corpus  # needs the optional speech synthesiser
 
         language = self.language or "en"
-        home = os.environ.get("SBKIT_CACHE") or Path(
-            os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sbkit"
         name = f"demo-{language}-{self.demo_hours:g}h-seed{self.demo_seed}-v{FORMAT}"
-        return make_demo_corpus(Path(home) / name, hours=self.demo_hours, language=language,
+        return make_demo_corpus(cache_folder() / name, hours=self.demo_hours, language=language,
                                 seed=self.demo_seed, workers=self.workers, show_progress=show_progress)
 
     def _choose(self, source: Source) -> dict[str, list[str]]:

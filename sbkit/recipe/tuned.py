@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sbkit.cache import cache_folder
 from sbkit.console import atomic_write
 
 #: Share of what was found to fit that is recommended: memory fragments, and some texts are longer than others.
@@ -66,8 +66,7 @@ def place(model: list, hparams: Mapping[str, Any], precision: str, device: torch
         hparams.get("ema") is not None and getattr(hparams["ema"], "decay", 1) > 0,
     ]
     key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
-    home = os.environ.get("SBKIT_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sbkit"
-    return Path(home) / "tune" / f"{key}.json"
+    return cache_folder() / "tune" / f"{key}.json"
 
 
 def remembered(path: Path) -> list[Tuned]:
