@@ -16,7 +16,6 @@ from speechbrain.processing.features import InputNormalization
 from sbkit.errors import SbkitError
 from sbkit.nn.accelerate import FASTER, accelerate, restore
 from sbkit.nn.fast.attention import relative_shift
-from sbkit.nn.fast.dropout import dropout
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 6e-2}
 
@@ -158,27 +157,6 @@ def test_a_users_subclass_is_left_alone():
     module = torch.nn.Sequential(Mine(0.1), torch.nn.Dropout(0.1))
     accelerate(module)
     assert type(module[0]) is Mine and type(module[1]) is FASTER[torch.nn.Dropout]
-
-
-@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 1.0])
-def test_dropout_drops_the_share_it_is_told_and_keeps_the_mean(p):
-    torch.manual_seed(0)
-    x = torch.ones(400, 500, requires_grad=True)
-    out = dropout(x, p, training=True)
-    assert (out == 0).float().mean().item() == pytest.approx(p, abs=0.005)
-    if p < 1:
-        assert out.mean().item() == pytest.approx(1.0, abs=0.01)
-    out.sum().backward()
-    assert torch.equal(x.grad, out.detach()), "the gradient passes where the value passed, with the same scale"
-
-
-def test_dropout_repeats_with_the_seed_and_differs_without():
-    x = torch.ones(33, 7)
-    torch.manual_seed(3)
-    first, second = dropout(x, 0.3, True), dropout(x, 0.3, True)
-    torch.manual_seed(3)
-    assert torch.equal(dropout(x, 0.3, True), first) and not torch.equal(first, second)
-    assert torch.equal(dropout(x, 0.3, False), x)
 
 
 @pytest.mark.parametrize("options", [{}, {"deltas": True, "context": True}, {"filter_shape": "gaussian"},

@@ -26,7 +26,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, p: float, scale
 
 
 class _Attend(torch.autograd.Function):
-    """Kept for the backward: what came in, the weights and their random bits; not the dropped weights."""
+    """Kept for the backward: what came in, and the weights; neither their mask nor the dropped weights."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, drop: int, scale: float) -> Tensor:
@@ -36,18 +36,20 @@ class _Attend(torch.autograd.Function):
             if bias is not None:
                 scores.add_(bias)
             weights = scores.softmax(-1)
-            bits = dropout.draw(weights.shape)
-            ctx.save_for_backward(q, k, v, weights, bits)
-            ctx.drop, ctx.scale = drop, scale
-            return (dropout.keep(bits, drop, v.dtype).mul_(weights) @ v).mul_(dropout.factor(drop))
+            words = dropout.draw(weights.numel())
+            kept = dropout.keep(words, drop, weights)
+            ctx.save_for_backward(q, k, v, weights)
+            ctx.words, ctx.drop, ctx.scale = words, drop, scale
+            return (dropout.select(weights, kept) @ v).mul_(dropout.factor(drop))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, weights, bits = ctx.saved_tensors
-        grad = grad.contiguous() * dropout.factor(ctx.drop)
-        kept = dropout.keep(bits, ctx.drop, weights.dtype)
-        of_scores = torch._softmax_backward_data((grad @ v.transpose(-1, -2)).mul_(kept), weights, -1, weights.dtype)
-        of_v = kept.mul_(weights).transpose(-1, -2) @ grad
+        q, k, v, weights = ctx.saved_tensors
+        grad, kept = grad.contiguous() * dropout.factor(ctx.drop), dropout.keep(ctx.words, ctx.drop, weights)
+        of_dropped = grad @ v.transpose(-1, -2)
+        of_weights = dropout.select(of_dropped, kept, out=of_dropped)
+        of_scores = torch._softmax_backward_data(of_weights, weights, -1, weights.dtype)
+        of_v = dropout.select(weights, kept).transpose(-1, -2) @ grad
         of_q, of_k = (of_scores @ k).mul_(ctx.scale), of_scores.transpose(-1, -2) @ q
         return of_q, of_k, of_v, of_scores if ctx.needs_input_grad[3] else None, None, None
 
