@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 
 from speechbrain.lobes.models.transformer import Conformer
@@ -14,6 +15,9 @@ from sbkit.nn.fast import conformer as fast_conformer
 from sbkit.nn.fast import convolution as fast_convolution
 from sbkit.nn.fast import dropout as fast_dropout
 from sbkit.nn.fast import features as fast_features
+from sbkit.nn.native import library
+
+logger = logging.getLogger(__name__)
 
 FASTER: dict[type, type] = {
     nn.Dropout: fast_dropout.Dropout,
@@ -42,6 +46,15 @@ def accelerate(module: nn.Module) -> Counter[str]:
 def restore(module: nn.Module) -> Counter[str]:
     """Give every layer its original class back."""
     return _swap(module, {fast: slow for slow, fast in FASTER.items()})
+
+
+def compile_kernels(module: nn.Module) -> None:
+    """Where ``module`` has layers that can be trained on a CPU by compiled kernels, see to it that they are."""
+    if any(isinstance(layer, fast_conformer.ConformerEncoderLayer) for layer in module.modules()):
+        why_not = library.load()
+        if why_not is not None:
+            logger.info("this run does without sbkit's compiled kernels, so its steps take about a third longer: %s",
+                        why_not)
 
 
 def _swap(module: nn.Module, table: dict[type, type]) -> Counter[str]:

@@ -16,7 +16,7 @@ from speechbrain.core import Stage
 from speechbrain.utils.checkpoints import mark_as_loader, mark_as_saver, register_checkpoint_hooks
 from speechbrain.utils.run_opts import RunOptions
 
-from sbkit.nn.accelerate import accelerate
+from sbkit.nn.accelerate import accelerate, compile_kernels
 from sbkit.train import compiling, loaders, options, parallel, precision, ranks, rng, sharding
 from sbkit.train.between import FLAGS, Between
 from sbkit.train.checkpoint import Checkpointer
@@ -132,6 +132,8 @@ class Brain(sb.core.Brain):
 
     def on_fit_start(self) -> None:
         """Compile, wrap, make optimizers, go on from the newest checkpoint; as SpeechBrain does."""
+        if self.device_type == "cpu":
+            compile_kernels(self.modules)
         self._compile()
         self._wrap_distributed()
         self.init_optimizers()

@@ -6,9 +6,13 @@ from typing import Any
 
 import torch
 from speechbrain.lobes.models.transformer import Conformer
-from speechbrain.nnet import attention
-from torch import Tensor
+from speechbrain.nnet import activations, attention, normalization
+from torch import Tensor, nn
 from torch.nn import functional
+
+from sbkit.nn.fast import dropout, fused
+from sbkit.nn.fast.attention import RoPEMHA
+from sbkit.nn.fast.dropout import Dropout
 
 
 class ConvolutionModule(Conformer.ConvolutionModule):
@@ -42,20 +46,113 @@ class ConvolutionModule(Conformer.ConvolutionModule):
 
 
 class ConformerEncoderLayer(Conformer.ConformerEncoderLayer):
-    """[B, T, D] to [B, T, D]; halving and adding are one pass."""
+    """[B, T, D] to [B, T, D]; halving and adding are one pass, and on a CPU all between two products is."""
 
     def forward(
         self, x: Tensor, src_mask: Tensor | None = None, src_key_padding_mask: Tensor | None = None,
         pos_embs: Tensor | None = None, dynchunktrain_config: Any = None,
     ) -> tuple[Tensor, Tensor | None]:
         mask = None if src_key_padding_mask is None else src_key_padding_mask.unsqueeze(-1)
-        x = torch.add(x, self.ffn_module1(x), alpha=0.5)
-        normed = self.norm1(x)
-        attended, weights = self.mha_layer(normed, normed, normed, attn_mask=src_mask,
-                                           key_padding_mask=src_key_padding_mask, pos_embs=pos_embs)
-        x = attended + x
-        x = x + self.convolution_module(x, mask, dynchunktrain_config=dynchunktrain_config)
-        return self.norm2(torch.add(x, self.ffn_module2(x), alpha=0.5)), weights
+        dtype = fused.precision(x)
+        x = x if dtype is None else x.float()  # what the layers add to stays in float
+        x = _feed_forward(self.ffn_module1, x, dtype)
+        x, weights = _attend(self, x, src_mask, src_key_padding_mask, pos_embs, dtype)
+        x = _convolution(self.convolution_module, x, mask, dynchunktrain_config, dtype)
+        return _norm(self.norm2, _feed_forward(self.ffn_module2, x, dtype), dtype and torch.float32), weights
+
+
+def _norm(module: nn.Module, x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """``module`` of ``x``, in ``dtype`` where that is given and the module is SpeechBrain's."""
+    if dtype is None or type(module) is not normalization.LayerNorm or not fused.plain(module, module.norm):
+        return module(x)
+    return fused.norm(x, module.norm, dtype) if fused.fits(module.norm) else module(x)
+
+
+def _feed_forward(module: nn.Module, x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """x plus half of ``module`` of it."""
+    parts = dtype and _parts(module, nn.LayerNorm, _FEED_FORWARDS, _DROPOUTS)
+    layers = parts and fused.plain(parts[1]) and _parts(parts[1].ffn, nn.Linear, _SILUS, _DROPOUTS, nn.Linear)
+    if layers and fused.fits(parts[0]) and _biased(layers[0], layers[3]):
+        inner, outer = _share(layers[2]), _share(parts[2])
+        if inner is not None and outer is not None:
+            return fused.feed_forward(x, parts[0], layers[0], layers[3], inner, outer, 0.5, dtype)
+    return torch.add(x, module(x), alpha=0.5)
+
+
+def _attend(layer: nn.Module, x: Tensor, mask: Tensor | None, keys: Tensor | None, positions: Tensor | None,
+            dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
+    """x plus attention to its norm; and the weights, where the layer gives them."""
+    summed = _rotary(layer, x, mask, keys, dtype)
+    if summed is not None:
+        return summed, None
+    normed = _norm(layer.norm1, x, dtype)
+    attended, weights = layer.mha_layer(normed, normed, normed, attn_mask=mask, key_padding_mask=keys,
+                                        pos_embs=positions)
+    return attended + x, weights
+
+
+def _rotary(layer: nn.Module, x: Tensor, mask: Tensor | None, keys: Tensor | None,
+            dtype: torch.dtype | None) -> Tensor | None:
+    """x plus attention to its norm, where its positions are rotary; else None."""
+    mha, norm = layer.mha_layer, layer.norm1
+    if dtype is None or mask is not None or type(mha) is not RoPEMHA or type(norm) is not normalization.LayerNorm:
+        return None
+    if not mha._qkv_same_embed_dim or mha.vbias is not None or mha.head_dim % 2 or x.shape[1] > fused.WIDEST:
+        return None
+    whole = (fused.plain(mha, mha.out_proj, norm, norm.norm) and type(mha.out_proj) is nn.Linear
+             and fused.fits(norm.norm) and _biased(mha.out_proj) and fused.single(mha.in_proj_weight))
+    p = mha.dropout if mha.training else 0.0
+    if not whole or (p and not dropout.levels(p)):
+        return None
+    t, size = x.shape[1], mha.head_dim
+    angles = attention._get_precomputed_values(t, size, torch.float32, x.device)
+    table = angles.cosines[:t].contiguous(), angles.sines[:t].contiguous()
+    return fused.attention(x, keys, norm.norm, mha.in_proj_weight, mha.out_proj, table, mha.num_heads, mha.scale, p,
+                           dtype)
+
+
+def _convolution(module: nn.Module, x: Tensor, mask: Tensor | None, chunks: Any, dtype: torch.dtype | None) -> Tensor:
+    """x plus ``module`` of it."""
+    if dtype is not None and type(module) is ConvolutionModule and chunks is None and fused.plain(module):
+        first = _parts(module.bottleneck, nn.Conv1d, nn.GLU)
+        behind = _parts(module.after_conv, nn.LayerNorm, _SILUS, nn.Linear, _DROPOUTS)
+        around = module.conv
+        whole = (first and behind and type(around) is nn.Conv1d and fused.plain(around, module.layer_norm)
+                 and not module.causal and around.dilation == (1,) and around.kernel_size[0] % 2
+                 and fused.fits(module.layer_norm) and fused.fits(behind[0])
+                 and _biased(first[0], around, behind[2]))
+        p = whole and _share(behind[3])
+        if whole and p is not None:
+            return fused.convolution(x, mask, module.layer_norm, first[0], around, behind[0], behind[2], p, dtype)
+    return x + module(x, mask, dynchunktrain_config=chunks)
+
+
+_DROPOUTS = (nn.Dropout, Dropout)
+_SILUS = (nn.SiLU, activations.Swish)
+
+
+def _parts(module: nn.Module, *kinds: type | tuple[type, ...]) -> list[nn.Module] | None:
+    """What stands in a plain Sequential of exactly these; else None."""
+    if type(module) is not nn.Sequential or len(module) != len(kinds):
+        return None
+    found = list(module)
+    for part, kind in zip(found, kinds, strict=True):
+        if type(part) not in (kind if isinstance(kind, tuple) else (kind,)):
+            return None
+        if type(part) is activations.Swish and part.beta != 1:
+            return None
+    return found if fused.plain(module, *found) else None
+
+
+def _biased(*layers: nn.Module) -> bool:
+    return all(layer.bias is not None and fused.single(layer.weight, layer.bias) for layer in layers)
+
+
+def _share(layer: nn.Dropout) -> float | None:
+    """What it drops now; None where its masks are torch's own."""
+    if not layer.training or layer.p == 0:
+        return 0.0
+    return layer.p if dropout.levels(layer.p) and not layer.inplace else None
 
 
 class PositionalwiseFeedForward(attention.PositionalwiseFeedForward):
@@ -63,3 +160,6 @@ class PositionalwiseFeedForward(attention.PositionalwiseFeedForward):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.ffn(x)
+
+
+_FEED_FORWARDS = (attention.PositionalwiseFeedForward, PositionalwiseFeedForward)

@@ -1,0 +1,281 @@
+"""A Conformer layer's parts in training on a CPU: matrix products by torch, all between them by ``sbkit.nn.native``.
+
+Each is one node of the graph with its backward written out. What they compute is what the modules do one by one, and
+their dropout masks are the same ones; under autocast what stays between two products is rounded less often.
+"""
+
+from __future__ import annotations
+
+from ctypes import byref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from sbkit.nn.fast import dropout
+from sbkit.nn.native.library import WIDEST, Dropout, call, loaded
+
+_KNOWN = (torch.float32, torch.bfloat16)
+
+
+def precision(x: Tensor) -> torch.dtype | None:
+    """What activations are held in where these are used for ``x``; None where they aren't."""
+    if not loaded() or type(x) not in (Tensor, nn.Parameter) or x.device.type != "cpu":
+        return None
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing() or not x.numel():
+        return None
+    wanted = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32
+    return wanted if wanted in _KNOWN and x.dtype in (torch.float32, wanted) else None
+
+
+def plain(*modules: nn.Module) -> bool:
+    """Whether a module may be passed over: it has nothing to be called with it."""
+    return not torch.nn.modules.module._has_any_global_hook() and not any(
+        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in modules)
+
+
+def fits(norm: nn.Module) -> bool:
+    """Whether this is a layer norm over the last dimension that the kernels know."""
+    return (type(norm) is nn.LayerNorm and len(norm.normalized_shape) == 1 and norm.normalized_shape[0] <= WIDEST // 2
+            and norm.weight is not None and norm.bias is not None and single(norm.weight, norm.bias))
+
+
+def single(*parameters: Tensor) -> bool:
+    """Whether these are plain parameters in float32: no shard of one, nothing made of others."""
+    return all(type(p) is nn.Parameter and p.dtype == torch.float32 for p in parameters)
+
+
+class _Drop:
+    """One dropout of a block: its words, to be summed in the kernels, forward and backward."""
+
+    def __init__(self, count: int, p: float):
+        self.words = dropout.draw(count) if p else None
+        if self.words is None:
+            self.given = Dropout(None, None, 1, 0, 1.0)
+        else:
+            drop = dropout.levels(p)
+            self.given = Dropout(self.words.one.data_ptr(), self.words.other.data_ptr(), self.words.odd,
+                                 dropout.lowest(drop), dropout.factor(drop))
+
+    @property
+    def pointer(self) -> Any:
+        return byref(self.given)
+
+
+_NOTHING = _Drop(0, 0.0)
+
+
+class _Rows:
+    """Calls kernels on ``count`` rows for activations of ``dtype``."""
+
+    def __init__(self, count: int, dtype: torch.dtype):
+        self.count, self.dtype, self.threads = count, dtype, torch.get_num_threads()
+
+    def __call__(self, name: str, columns: int, *arguments: Any) -> None:
+        call(name, self.dtype, *arguments, self.count, columns, self.threads)
+
+    def empty(self, columns: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(self.count, columns, dtype=dtype or self.dtype)
+
+    def sums(self, columns: int) -> Tensor:
+        """What a kernel's threads sum into: the first row comes to hold the result."""
+        return torch.zeros(self.threads, columns)
+
+    def normalise(self, x: Tensor, norm: tuple[Tensor, Tensor, float], silu: bool = False) -> tuple[Tensor, ...]:
+        """The normalised rows; with what :meth:`unnormalise` needs."""
+        columns = x.shape[-1]
+        out, mean, rstd = self.empty(columns), torch.empty(self.count), torch.empty(self.count)
+        narrow = x.dtype != torch.float32
+        self("norm_forward", columns, x, narrow, *norm, silu, out, mean, rstd)
+        return out, mean, rstd
+
+    def unnormalise(self, grad: Tensor, x: Tensor, gain: Tensor, shift: Tensor, mean: Tensor, rstd: Tensor,
+                    add: Tensor | None = None, silu: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of x (plus ``add``), gain and shift."""
+        columns, narrow = x.shape[-1], x.dtype != torch.float32
+        out, sums = torch.empty_like(x), self.sums(2 * columns)
+        self("norm_backward", columns, grad, x, narrow, gain, shift, silu, mean, rstd, add, out, sums)
+        return out, sums[0, :columns], sums[0, columns:]
+
+
+def _weights(dtype: torch.dtype, *tensors: Tensor) -> list[Tensor]:
+    return [x.to(dtype) for x in tensors]
+
+
+def _of_weight(grad: Tensor, x: Tensor) -> Tensor:
+    return (grad.t() @ x).float()
+
+
+class _FeedForward(torch.autograd.Function):
+    """x + weight * dropped(linear(dropped(silu(linear(norm(x))))))."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gain: Tensor, shift: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor,
+                eps: float, inner: float, outer: float, weight: float, dtype: torch.dtype) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            x, columns, wide = x.contiguous(), x.shape[-1], w1.shape[0]
+            rows = _Rows(x.numel() // columns, dtype)
+            normed, mean, rstd = rows.normalise(x, (gain, shift, eps))
+            w1, b1, w2, b2 = _weights(dtype, w1, b1, w2, b2)
+            hidden = torch.addmm(b1, normed, w1.t())
+            active, ctx.inner = rows.empty(wide), _Drop(rows.count * wide, inner)
+            rows("silu_forward", wide, hidden, active, ctx.inner.pointer)
+            added, out, ctx.outer = torch.addmm(b2, active, w2.t()), torch.empty_like(x), _Drop(x.numel(), outer)
+            rows("add_forward", columns, x, added, weight, None, ctx.outer.pointer, out)
+            ctx.save_for_backward(x, gain, shift, mean, rstd, normed, hidden, active, w1, w2)
+            ctx.rows, ctx.weight = rows, weight
+            return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, gain, shift, mean, rstd, normed, hidden, active, w1, w2 = ctx.saved_tensors
+        rows, grad, columns, wide = ctx.rows, grad.contiguous(), x.shape[-1], w1.shape[0]
+        of_added, of_b2 = rows.empty(columns), rows.sums(columns)
+        rows("add_backward", columns, grad, ctx.weight, None, ctx.outer.pointer, of_added, of_b2)
+        of_hidden, of_b1 = of_added @ w2, rows.sums(wide)
+        rows("silu_backward", wide, of_hidden, hidden, ctx.inner.pointer, of_b1)
+        of_x, of_gain, of_shift = rows.unnormalise(of_hidden @ w1, x, gain, shift, mean, rstd, grad)
+        return (of_x, of_gain, of_shift, _of_weight(of_hidden, normed), of_b1[0], _of_weight(of_added, active),
+                of_b2[0], *[None] * 5)
+
+
+class _Convolution(torch.autograd.Function):
+    """x + dropped(linear(silu(norm(depthwise(glu(linear(norm(x)))))))), without it in rows that are skipped."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, skip: Tensor | None, gain1: Tensor, shift1: Tensor, w1: Tensor, b1: Tensor,
+                kernel: Tensor, bias: Tensor, gain2: Tensor, shift2: Tensor, w2: Tensor, b2: Tensor,
+                eps: tuple[float, float], p: float, dtype: torch.dtype) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            x, (b, t, columns) = x.contiguous(), x.shape
+            rows = _Rows(b * t, dtype)
+            normed, *of_norm1 = rows.normalise(x, (gain1, shift1, eps[0]))
+            w1, b1, w2, b2 = _weights(dtype, w1.squeeze(-1), b1, w2, b2)
+            kernel = kernel.squeeze(1).t().contiguous()
+            wide = torch.addmm(b1, normed, w1.t())
+            gated, around = rows.empty(columns), rows.empty(columns)
+            rows("glu_forward", columns, wide, skip, gated)
+            rows("depthwise_forward", columns, gated, kernel, bias, around, len(kernel), t)
+            active, *of_norm2 = rows.normalise(around, (gain2, shift2, eps[1]), silu=True)
+            added, out, ctx.drop = torch.addmm(b2, active, w2.t()), torch.empty_like(x), _Drop(x.numel(), p)
+            rows("add_forward", columns, x, added, 1.0, skip, ctx.drop.pointer, out)
+            ctx.save_for_backward(x, skip, gain1, shift1, *of_norm1, normed, w1, wide, gated, kernel, around, gain2,
+                                  shift2, *of_norm2, active, w2)
+            ctx.rows = rows
+            return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x, skip, gain1, shift1, mean1, rstd1, normed, w1, wide, gated, kernel, around, gain2, shift2, mean2, rstd2,
+         active, w2) = ctx.saved_tensors
+        rows, grad, (_, t, columns) = ctx.rows, grad.contiguous(), x.shape
+        of_added, of_b2 = rows.empty(columns), rows.sums(columns)
+        rows("add_backward", columns, grad, 1.0, skip, ctx.drop.pointer, of_added, of_b2)
+        of_around, of_gain2, of_shift2 = rows.unnormalise(of_added @ w2, around, gain2, shift2, mean2, rstd2, silu=True)
+        of_gated, of_taps = torch.empty_like(gated), rows.sums((len(kernel) + 1) * columns)
+        rows("depthwise_backward", columns, of_around, gated, kernel, of_gated, of_taps, len(kernel), t)
+        of_taps = of_taps[0].view(-1, columns)
+        of_wide, of_b1 = torch.empty_like(wide), rows.sums(2 * columns)
+        rows("glu_backward", columns, of_gated, wide, skip, of_wide, of_b1)
+        of_x, of_gain1, of_shift1 = rows.unnormalise(of_wide @ w1, x, gain1, shift1, mean1, rstd1, grad)
+        return (of_x, None, of_gain1, of_shift1, _of_weight(of_wide, normed)[..., None], of_b1[0],
+                of_taps[:-1].t()[:, None], of_taps[-1], of_gain2, of_shift2, _of_weight(of_added, active), of_b2[0],
+                *[None] * 3)
+
+
+class _Attention(torch.autograd.Function):
+    """x + linear(softmax(turned queries by turned keys), dropped, by values), of norm(x): attention to itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, skip: Tensor | None, gain: Tensor, shift: Tensor, w1: Tensor, w2: Tensor,
+                b2: Tensor, table: tuple[Tensor, Tensor], heads: int, scale: float, eps: float, p: float,
+                dtype: torch.dtype) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            x, (b, t, columns) = x.contiguous(), x.shape
+            rows, size = _Rows(b * t, dtype), columns // heads
+            normed, mean, rstd = rows.normalise(x, (gain, shift, eps))
+            w1, w2, b2 = _weights(dtype, w1, w2, b2)
+            query, key, value = (torch.empty(b * heads, t, size, dtype=dtype) for _ in range(3))
+            rows("heads_forward", size, normed @ w1.t(), *table, scale, query, key, value, heads, t)
+            weights, pairs = query @ key.transpose(1, 2), _Rows(b * heads * t, dtype)
+            dropped, drop = torch.empty_like(weights), _Drop(weights.numel(), p)
+            pairs("softmax_forward", t, weights, skip, drop.pointer, dropped, heads * t)
+            heard = (dropped @ value).view(b, heads, t, size).transpose(1, 2).reshape(-1, columns)
+            added, out = torch.addmm(b2, heard, w2.t()), torch.empty_like(x)
+            rows("add_forward", columns, x, added, 1.0, None, _NOTHING.pointer, out)
+            ctx.save_for_backward(x, gain, shift, mean, rstd, normed, w1, query, key, value, weights, heard, w2, *table)
+            ctx.rows, ctx.pairs, ctx.drop, ctx.scale, ctx.heads = rows, pairs, drop, scale, heads
+            return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x, gain, shift, mean, rstd, normed, w1, query, key, value, weights, heard, w2,
+         *table) = ctx.saved_tensors
+        rows, heads, grad, (b, t, columns) = ctx.rows, ctx.heads, grad.contiguous(), x.shape
+        size = columns // heads
+        of_added, of_b2 = rows.empty(columns), rows.sums(columns)
+        rows("add_backward", columns, grad, 1.0, None, _NOTHING.pointer, of_added, of_b2)
+        of_heard = (of_added @ w2).view(b, t, heads, size).transpose(1, 2).reshape(-1, t, size)
+        of_scores, dropped = of_heard @ value.transpose(1, 2), torch.empty_like(weights)
+        ctx.pairs("softmax_backward", t, of_scores, weights, ctx.drop.pointer, dropped)
+        of_query, of_key = of_scores @ key, of_scores.transpose(1, 2) @ query
+        of_value = dropped.transpose(1, 2) @ of_heard
+        of_all = rows.empty(3 * columns)
+        rows("heads_backward", size, of_query, of_key, of_value, *table, ctx.scale, of_all, heads, t)
+        of_x, of_gain, of_shift = rows.unnormalise(of_all @ w1, x, gain, shift, mean, rstd, grad)
+        return (of_x, None, of_gain, of_shift, _of_weight(of_all, normed), _of_weight(of_added, heard), of_b2[0],
+                *[None] * 6)
+
+
+class _Norm(torch.autograd.Function):
+    """Layer norm of float, to ``dtype``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gain: Tensor, shift: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+        x = x.contiguous()
+        ctx.rows = _Rows(x.numel() // x.shape[-1], dtype)
+        out, *kept = ctx.rows.normalise(x, (gain, shift, eps))
+        ctx.save_for_backward(x, gain, shift, *kept)
+        return out.view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *ctx.rows.unnormalise(grad.contiguous(), *ctx.saved_tensors), None, None
+
+
+def attention(x: Tensor, skip: Tensor | None, before: nn.LayerNorm, w1: Tensor, second: nn.Linear,
+              table: tuple[Tensor, Tensor], heads: int, scale: float, p: float, dtype: torch.dtype) -> Tensor:
+    """x plus what attention to itself makes of it; ``skip`` [B, T] is True where nothing is to be attended to.
+
+    table: cosines and sines [T, size] in fp32 as SpeechBrain lays them out
+    """
+    return _Attention.apply(x, _bytes(skip), before.weight, before.bias, w1, second.weight, second.bias, table, heads,
+                            scale, before.eps, p, dtype)
+
+
+def _bytes(skip: Tensor | None) -> Tensor | None:
+    return None if skip is None else skip.contiguous().view(torch.uint8)
+
+
+def norm(x: Tensor, layer: nn.LayerNorm, dtype: torch.dtype) -> Tensor:
+    return _Norm.apply(x, layer.weight, layer.bias, layer.eps, dtype)
+
+
+def feed_forward(x: Tensor, layer: nn.LayerNorm, first: nn.Linear, second: nn.Linear, inner: float, outer: float,
+                 weight: float, dtype: torch.dtype) -> Tensor:
+    """x + ``weight`` times what the layers make of it."""
+    return _FeedForward.apply(x, layer.weight, layer.bias, first.weight, first.bias, second.weight, second.bias,
+                              layer.eps, inner, outer, weight, dtype)
+
+
+def convolution(x: Tensor, skip: Tensor | None, before: nn.LayerNorm, first: nn.Conv1d, around: nn.Conv1d,
+                behind: nn.LayerNorm, second: nn.Linear, p: float, dtype: torch.dtype) -> Tensor:
+    """x plus what the layers make of it, where ``skip`` [B, T, 1] isn't True."""
+    return _Convolution.apply(x, _bytes(skip), before.weight, before.bias, first.weight, first.bias, around.weight,
+                              around.bias, behind.weight, behind.bias, second.weight, second.bias,
+                              (before.eps, behind.eps), p, dtype)

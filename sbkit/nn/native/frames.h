@@ -1,0 +1,195 @@
+/* Kernels that know which rows are frames of one utterance: the depthwise convolution, and attention's parts. */
+
+/* Convolution over the frames of each utterance, a kernel [taps, columns] of its own for each column, taps odd. */
+API void OUT(depthwise_forward)(const T *restrict x, const float *restrict kernel, const float *restrict bias,
+                                T *restrict out, int taps, int64_t frames, int64_t rows, int64_t columns, int threads) {
+#pragma omp parallel num_threads(threads)
+    {
+        int64_t first, end;
+        float sum[WIDEST];
+        share(rows, &first, &end);
+        for (int64_t i = first; i < end; i++) {
+            memcpy(sum, bias, columns * sizeof(float));
+            for (int64_t k = 0; k < taps; k++) {
+                const int64_t away = k - taps / 2, frame = i % frames + away;
+                if (frame < 0 || frame >= frames) continue;
+                const T *restrict from = x + (i + away) * columns;
+                const float *restrict by = kernel + k * columns;
+#pragma omp simd
+                for (int64_t j = 0; j < columns; j++) sum[j] += LOAD(from[j]) * by[j];
+            }
+#pragma omp simd
+            for (int64_t j = 0; j < columns; j++) out[i * columns + j] = STORE(sum[j]);
+        }
+    }
+}
+
+/* Of depthwise_forward. sums [threads, taps + 1, columns] come to hold the gradients of kernel and bias. */
+API void OUT(depthwise_backward)(const T *restrict grad, const T *restrict x, const float *restrict kernel,
+                                 T *restrict to, float *restrict sums, int taps, int64_t frames, int64_t rows,
+                                 int64_t columns, int threads) {
+#pragma omp parallel num_threads(threads)
+    {
+        int64_t first, end;
+        float sum[WIDEST], down[WIDEST];
+        float *restrict of_kernel = sums + omp_get_thread_num() * (taps + 1) * columns;
+        float *restrict of_bias = of_kernel + taps * columns;
+        share(rows, &first, &end);
+        for (int64_t i = first; i < end; i++) {
+            memset(sum, 0, columns * sizeof(float));
+#pragma omp simd
+            for (int64_t j = 0; j < columns; j++) {
+                down[j] = LOAD(grad[i * columns + j]);
+                of_bias[j] += down[j];
+            }
+            for (int64_t k = 0; k < taps; k++) {
+                const int64_t away = k - taps / 2, frame = i % frames;
+                if (frame + away >= 0 && frame + away < frames) {
+                    const T *restrict from = x + (i + away) * columns;
+                    float *restrict mine = of_kernel + k * columns;
+#pragma omp simd
+                    for (int64_t j = 0; j < columns; j++) mine[j] += down[j] * LOAD(from[j]);
+                }
+                if (frame - away >= 0 && frame - away < frames) {
+                    const T *restrict from = grad + (i - away) * columns;
+                    const float *restrict by = kernel + k * columns;
+#pragma omp simd
+                    for (int64_t j = 0; j < columns; j++) sum[j] += LOAD(from[j]) * by[j];
+                }
+            }
+#pragma omp simd
+            for (int64_t j = 0; j < columns; j++) to[i * columns + j] = STORE(sum[j]);
+        }
+    }
+    gather(sums, (taps + 1) * columns, threads);
+}
+
+/* A row of queries, keys and values [heads, 3, size] for each frame to three tensors [utterances, heads, frames, size].
+   Pairs of queries and keys are turned by their frame's angles, whose cosines and sines are [frames, size], the first
+   sine of each pair with a minus; queries are multiplied by scale. */
+API void OUT(heads_forward)(const T *restrict x, const float *restrict cosines, const float *restrict sines,
+                            float scale, T *restrict query, T *restrict key, T *restrict value, int64_t heads,
+                            int64_t frames, int64_t rows, int64_t size, int threads) {
+#pragma omp parallel num_threads(threads)
+    {
+        int64_t first, end;
+        share(rows, &first, &end);
+        for (int64_t i = first; i < end; i++) {
+            const int64_t frame = i % frames;
+            const float *restrict c = cosines + frame * size, *restrict s = sines + frame * size;
+            for (int64_t h = 0; h < heads; h++) {
+                const T *restrict q = x + (i * heads + h) * 3 * size, *restrict k = q + size;
+                const int64_t at = ((i / frames * heads + h) * frames + frame) * size;
+#pragma omp simd
+                for (int64_t j = 0; j < size; j += 2) {
+                    const float q0 = LOAD(q[j]), q1 = LOAD(q[j + 1]), k0 = LOAD(k[j]), k1 = LOAD(k[j + 1]);
+                    query[at + j] = STORE((q0 * c[j] + q1 * s[j]) * scale);
+                    query[at + j + 1] = STORE((q1 * c[j + 1] + q0 * s[j + 1]) * scale);
+                    key[at + j] = STORE(k0 * c[j] + k1 * s[j]);
+                    key[at + j + 1] = STORE(k1 * c[j + 1] + k0 * s[j + 1]);
+                }
+                memcpy(value + at, k + size, size * sizeof(T));
+            }
+        }
+    }
+}
+
+/* Of heads_forward. */
+API void OUT(heads_backward)(const T *restrict query, const T *restrict key, const T *restrict value,
+                             const float *restrict cosines, const float *restrict sines, float scale, T *restrict to,
+                             int64_t heads, int64_t frames, int64_t rows, int64_t size, int threads) {
+#pragma omp parallel num_threads(threads)
+    {
+        int64_t first, end;
+        share(rows, &first, &end);
+        for (int64_t i = first; i < end; i++) {
+            const int64_t frame = i % frames;
+            const float *restrict c = cosines + frame * size, *restrict s = sines + frame * size;
+            for (int64_t h = 0; h < heads; h++) {
+                T *restrict q = to + (i * heads + h) * 3 * size, *restrict k = q + size;
+                const int64_t at = ((i / frames * heads + h) * frames + frame) * size;
+#pragma omp simd
+                for (int64_t j = 0; j < size; j += 2) {
+                    const float q0 = LOAD(query[at + j]) * scale, q1 = LOAD(query[at + j + 1]) * scale;
+                    const float k0 = LOAD(key[at + j]), k1 = LOAD(key[at + j + 1]);
+                    q[j] = STORE(q0 * c[j] + q1 * s[j + 1]);
+                    q[j + 1] = STORE(q1 * c[j + 1] + q0 * s[j]);
+                    k[j] = STORE(k0 * c[j] + k1 * s[j + 1]);
+                    k[j + 1] = STORE(k1 * c[j + 1] + k0 * s[j]);
+                }
+                memcpy(k + size, value + at, size * sizeof(T));
+            }
+        }
+    }
+}
+
+/* Rows of scores become their softmax in place, and out that with dropout. Each group of so many rows has a row of
+   skip: columns where that is 1 weigh nothing, or all the same where it is 1 throughout. */
+API void OUT(softmax_forward)(T *restrict scores, const uint8_t *restrict skip, const Dropout *from, T *restrict out,
+                              int64_t group, int64_t rows, int64_t columns, int threads) {
+    const Dropout drop = *from;
+#pragma omp parallel num_threads(threads)
+    {
+        int64_t first, end;
+        float row[WIDEST];
+        share(rows, &first, &end);
+        for (int64_t i = first; i < end; i++) {
+            const int64_t at = i * columns;
+            float most = -1e30f, sum = 0;
+            if (skip) {
+                const uint8_t *restrict without = skip + i / group * columns;
+#pragma omp simd
+                for (int64_t j = 0; j < columns; j++) row[j] = without[j] ? -1e30f : LOAD(scores[at + j]);
+            } else {
+#pragma omp simd
+                for (int64_t j = 0; j < columns; j++) row[j] = LOAD(scores[at + j]);
+            }
+#pragma omp simd reduction(max : most)
+            for (int64_t j = 0; j < columns; j++) most = row[j] > most ? row[j] : most;
+#pragma omp simd reduction(+ : sum)
+            for (int64_t j = 0; j < columns; j++) {
+                const float below = row[j] - most;
+                row[j] = below < -80.0f ? 0.0f : exponential(below); /* products of what is not quite 0 are slow */
+                sum += row[j];
+            }
+            const float share_of = 1.0f / sum;
+            if (drop.one) {
+#pragma omp simd
+                for (int64_t j = 0; j < columns; j++) {
+                    const float weight = row[j] * share_of;
+                    scores[at + j] = STORE(weight);
+                    out[at + j] = STORE(weight * kept(drop, at + j));
+                }
+            } else {
+#pragma omp simd
+                for (int64_t j = 0; j < columns; j++) out[at + j] = scores[at + j] = STORE(row[j] * share_of);
+            }
+        }
+    }
+}
+
+/* Of softmax_forward, in the place of grad; out is what that gave. */
+API void OUT(softmax_backward)(T *restrict grad, const T *restrict weights, const Dropout *from, T *restrict out,
+                               int64_t rows, int64_t columns, int threads) {
+    const Dropout drop = *from;
+#pragma omp parallel num_threads(threads)
+    {
+        int64_t first, end;
+        float row[WIDEST], down[WIDEST];
+        share(rows, &first, &end);
+        for (int64_t i = first; i < end; i++) {
+            const int64_t at = i * columns;
+            float along = 0;
+#pragma omp simd reduction(+ : along)
+            for (int64_t j = 0; j < columns; j++) {
+                const float keep = drop.one ? kept(drop, at + j) : 1.0f;
+                row[j] = LOAD(weights[at + j]);
+                down[j] = LOAD(grad[at + j]) * keep;
+                along += down[j] * row[j];
+                out[at + j] = STORE(row[j] * keep);
+            }
+#pragma omp simd
+            for (int64_t j = 0; j < columns; j++) grad[at + j] = STORE(row[j] * (down[j] - along));
+        }
+    }
+}

@@ -1,0 +1,107 @@
+/* What lies between the matrix products of a Conformer's layer, each in one pass over memory; forward and backward.
+
+   Written once and compiled twice: for activations T in float (names end in _f32) and in bfloat16 (_bf16). All
+   arithmetic is in float. Rows are frames, columns are features. What is summed over rows is summed by each thread
+   over its own rows first, so that the same number of threads gives the same result; such sums come in as zeros. Rows
+   of up to WIDEST columns are held in float on the stack. Nothing here allocates or calls out. */
+
+#include <stdint.h>
+#include <string.h>
+#ifdef _OPENMP
+#include <omp.h>
+#else
+#define omp_get_thread_num() 0
+#define omp_get_num_threads() 1
+#endif
+
+#define API __attribute__((visibility("default")))
+
+/* Keeps element i where one[i] + odd * other[i], as 16 bits, is at least lowest; one is null where nothing drops. */
+typedef struct {
+    const int16_t *restrict one, *restrict other;
+    int32_t odd, lowest;
+    float factor;
+} Dropout;
+
+static inline float kept(const Dropout drop, int64_t i) {
+    const uint32_t sum = (uint16_t)drop.one[i] + (uint32_t)drop.odd * (uint16_t)drop.other[i];
+    return (int16_t)(uint16_t)sum >= drop.lowest ? drop.factor : 0.0f;
+}
+
+static inline float as_float(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+static inline uint32_t as_bits(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return bits;
+}
+
+/* exp(x) to 2 units in the last place, in operations that a compiler turns into vectors; NaN stays NaN. */
+static inline float exponential(float x) {
+    x = x > 88.0f ? 88.0f : x;
+    x = x < -87.0f ? -87.0f : x;
+    const float shifted = x * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: the sum is rounded to a whole number */
+    const float whole = shifted - 12582912.0f;
+    const float rest = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
+    float sum = 1.9875691500e-4f;
+    sum = sum * rest + 1.3981999507e-3f;
+    sum = sum * rest + 8.3334519073e-3f;
+    sum = sum * rest + 4.1665795894e-2f;
+    sum = sum * rest + 1.6666665459e-1f;
+    sum = sum * rest + 5.0000001201e-1f;
+    sum = sum * rest * rest + rest + 1.0f;
+    return sum * as_float((as_bits(shifted) << 23) + 0x3f800000u);
+}
+
+static inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
+
+static inline float silu(float x) { return x * sigmoid(x); }
+
+static inline float silu_slope(float x) {
+    const float s = sigmoid(x);
+    return s * (1.0f + x * (1.0f - s));
+}
+
+static inline float from_bf16(uint16_t value) { return as_float((uint32_t)value << 16); }
+
+/* To the nearest, ties to even. What a NaN is rounded by is masked away: it would turn some into -0. */
+static inline uint16_t to_bf16(float value) {
+    const uint32_t bits = as_bits(value), number = (bits & 0x7fffffffu) > 0x7f800000u ? 0u : ~0u;
+    return (uint16_t)((bits + ((0x7fffu + ((bits >> 16) & 1u)) & number)) >> 16);
+}
+
+/* This thread's share of the rows. */
+static inline void share(int64_t rows, int64_t *first, int64_t *end) {
+    const int64_t threads = omp_get_num_threads(), me = omp_get_thread_num();
+    *first = rows * me / threads;
+    *end = rows * (me + 1) / threads;
+}
+
+/* sums [threads, columns] into its first row. */
+static void gather(float *restrict sums, int64_t columns, int threads) {
+    for (int t = 1; t < threads; t++)
+#pragma omp simd
+        for (int64_t j = 0; j < columns; j++) sums[j] += sums[t * columns + j];
+}
+
+#define T float
+#define OUT(name) name##_f32
+#define LOAD(x) (x)
+#define STORE(x) (x)
+#include "rows.h"
+#include "frames.h"
+#undef T
+#undef OUT
+#undef LOAD
+#undef STORE
+
+#define T uint16_t
+#define OUT(name) name##_bf16
+#define LOAD(x) from_bf16(x)
+#define STORE(x) to_bf16(x)
+#include "rows.h"
+#include "frames.h"

@@ -1,0 +1,231 @@
+/* Kernels that know rows alone: layer norm, SiLU, the sum of a block and what it adds, and the gated linear unit. */
+
+/* out = normalised x * gain + shift, through SiLU where act; x is float, or T where narrow. mean and rstd are kept. */
+API void OUT(norm_forward)(const void *x, int narrow, const float *restrict gain, const float *restrict shift,
+                           float eps, int act, T *restrict out, float *restrict mean, float *restrict rstd,
+                           int64_t rows, int64_t columns, int threads) {
+#pragma omp parallel num_threads(threads)
+    {
+        int64_t first, end;
+        float row[WIDEST];
+        share(rows, &first, &end);
+        for (int64_t i = first; i < end; i++) {
+            if (narrow)
+#pragma omp simd
+                for (int64_t j = 0; j < columns; j++) row[j] = LOAD(((const T *)x)[i * columns + j]);
+            else
+                memcpy(row, (const float *)x + i * columns, columns * sizeof(float));
+            float sum = 0, squares = 0;
+#pragma omp simd reduction(+ : sum)
+            for (int64_t j = 0; j < columns; j++) sum += row[j];
+            const float middle = sum / columns;
+#pragma omp simd reduction(+ : squares)
+            for (int64_t j = 0; j < columns; j++) squares += (row[j] - middle) * (row[j] - middle);
+            const float scale = 1.0f / __builtin_sqrtf(squares / columns + eps);
+            T *restrict to = out + i * columns;
+            if (act)
+#pragma omp simd
+                for (int64_t j = 0; j < columns; j++)
+                    to[j] = STORE(silu((row[j] - middle) * scale * gain[j] + shift[j]));
+            else
+#pragma omp simd
+                for (int64_t j = 0; j < columns; j++) to[j] = STORE((row[j] - middle) * scale * gain[j] + shift[j]);
+            mean[i] = middle;
+            rstd[i] = scale;
+        }
+    }
+}
+
+/* Of norm_forward: to, float or T where narrow, is the gradient of x, plus add where that is given. sums [threads, 2,
+   columns] come to hold the gradients of gain and shift. */
+API void OUT(norm_backward)(const T *restrict grad, const void *x, int narrow, const float *restrict gain,
+                            const float *restrict shift, int act, const float *restrict mean,
+                            const float *restrict rstd, const float *restrict add, void *to, float *restrict sums,
+                            int64_t rows, int64_t columns, int threads) {
+#pragma omp parallel num_threads(threads)
+    {
+        int64_t first, end;
+        float row[WIDEST], down[WIDEST];
+        float *restrict of_gain = sums + omp_get_thread_num() * 2 * columns, *restrict of_shift = of_gain + columns;
+        share(rows, &first, &end);
+        for (int64_t i = first; i < end; i++) {
+            const int64_t at = i * columns;
+            if (narrow)
+#pragma omp simd
+                for (int64_t j = 0; j < columns; j++) row[j] = (LOAD(((const T *)x)[at + j]) - mean[i]) * rstd[i];
+            else
+#pragma omp simd
+                for (int64_t j = 0; j < columns; j++) row[j] = (((const float *)x)[at + j] - mean[i]) * rstd[i];
+            if (act)
+#pragma omp simd
+                for (int64_t j = 0; j < columns; j++)
+                    down[j] = LOAD(grad[at + j]) * silu_slope(row[j] * gain[j] + shift[j]);
+            else
+#pragma omp simd
+                for (int64_t j = 0; j < columns; j++) down[j] = LOAD(grad[at + j]);
+            float sum = 0, along = 0;
+#pragma omp simd reduction(+ : sum, along)
+            for (int64_t j = 0; j < columns; j++) {
+                of_shift[j] += down[j];
+                of_gain[j] += down[j] * row[j];
+                down[j] *= gain[j];
+                sum += down[j];
+                along += down[j] * row[j];
+            }
+            sum /= columns;
+            along /= columns;
+            if (narrow)
+#pragma omp simd
+                for (int64_t j = 0; j < columns; j++)
+                    ((T *)to)[at + j] = STORE(rstd[i] * (down[j] - sum - row[j] * along));
+            else if (add)
+#pragma omp simd
+                for (int64_t j = 0; j < columns; j++)
+                    ((float *)to)[at + j] = add[at + j] + rstd[i] * (down[j] - sum - row[j] * along);
+            else
+#pragma omp simd
+                for (int64_t j = 0; j < columns; j++)
+                    ((float *)to)[at + j] = rstd[i] * (down[j] - sum - row[j] * along);
+        }
+    }
+    gather(sums, 2 * columns, threads);
+}
+
+/* out = SiLU(x), with dropout. */
+API void OUT(silu_forward)(const T *restrict x, T *restrict out, const Dropout *from, int64_t rows, int64_t columns,
+                           int threads) {
+    const Dropout drop = *from;
+#pragma omp parallel num_threads(threads)
+    {
+        int64_t first, end;
+        share(rows * columns, &first, &end);
+        if (drop.one)
+#pragma omp simd
+            for (int64_t i = first; i < end; i++) out[i] = STORE(silu(LOAD(x[i])) * kept(drop, i));
+        else
+#pragma omp simd
+            for (int64_t i = first; i < end; i++) out[i] = STORE(silu(LOAD(x[i])));
+    }
+}
+
+/* Of silu_forward, in the place of grad. sums [threads, columns] come to hold its sum over the rows. */
+API void OUT(silu_backward)(T *restrict grad, const T *restrict x, const Dropout *from, float *restrict sums,
+                            int64_t rows, int64_t columns, int threads) {
+    const Dropout drop = *from;
+#pragma omp parallel num_threads(threads)
+    {
+        int64_t first, end;
+        float *restrict mine = sums + omp_get_thread_num() * columns;
+        share(rows, &first, &end);
+        for (int64_t i = first; i < end; i++) {
+            const int64_t at = i * columns;
+#pragma omp simd
+            for (int64_t j = 0; j < columns; j++) {
+                float value = LOAD(grad[at + j]) * silu_slope(LOAD(x[at + j]));
+                if (drop.one) value *= kept(drop, at + j);
+                mine[j] += value;
+                grad[at + j] = STORE(value);
+            }
+        }
+    }
+    gather(sums, columns, threads);
+}
+
+/* out = x + weight * what, with dropout, and without what in rows where skip is 1. */
+API void OUT(add_forward)(const float *restrict x, const T *restrict what, float weight, const uint8_t *restrict skip,
+                          const Dropout *from, float *restrict out, int64_t rows, int64_t columns, int threads) {
+    const Dropout drop = *from;
+#pragma omp parallel num_threads(threads)
+    {
+        int64_t first, end;
+        share(rows, &first, &end);
+        for (int64_t i = first; i < end; i++) {
+            const int64_t at = i * columns;
+            if (skip && skip[i])
+                memcpy(out + at, x + at, columns * sizeof(float));
+            else if (drop.one)
+#pragma omp simd
+                for (int64_t j = 0; j < columns; j++)
+                    out[at + j] = x[at + j] + LOAD(what[at + j]) * (weight * kept(drop, at + j));
+            else
+#pragma omp simd
+                for (int64_t j = 0; j < columns; j++) out[at + j] = x[at + j] + LOAD(what[at + j]) * weight;
+        }
+    }
+}
+
+/* Of add_forward with regard to what. sums [threads, columns] come to hold its sum over the rows. */
+API void OUT(add_backward)(const float *restrict grad, float weight, const uint8_t *restrict skip, const Dropout *from,
+                           T *restrict to, float *restrict sums, int64_t rows, int64_t columns, int threads) {
+    const Dropout drop = *from;
+#pragma omp parallel num_threads(threads)
+    {
+        int64_t first, end;
+        float *restrict mine = sums + omp_get_thread_num() * columns;
+        share(rows, &first, &end);
+        for (int64_t i = first; i < end; i++) {
+            const int64_t at = i * columns;
+            if (skip && skip[i]) {
+                memset(to + at, 0, columns * sizeof(T));
+                continue;
+            }
+#pragma omp simd
+            for (int64_t j = 0; j < columns; j++) {
+                float value = grad[at + j] * weight;
+                if (drop.one) value *= kept(drop, at + j);
+                mine[j] += value;
+                to[at + j] = STORE(value);
+            }
+        }
+    }
+    gather(sums, columns, threads);
+}
+
+/* out = the first half of x's columns times the sigmoid of the second; 0 in rows where skip is 1. */
+API void OUT(glu_forward)(const T *restrict x, const uint8_t *restrict skip, T *restrict out, int64_t rows,
+                          int64_t columns, int threads) {
+#pragma omp parallel num_threads(threads)
+    {
+        int64_t first, end;
+        share(rows, &first, &end);
+        for (int64_t i = first; i < end; i++) {
+            const T *restrict value = x + i * 2 * columns, *restrict gate = value + columns;
+            T *restrict to = out + i * columns;
+            if (skip && skip[i])
+                memset(to, 0, columns * sizeof(T));
+            else
+#pragma omp simd
+                for (int64_t j = 0; j < columns; j++) to[j] = STORE(LOAD(value[j]) * sigmoid(LOAD(gate[j])));
+        }
+    }
+}
+
+/* Of glu_forward. sums [threads, 2 * columns] come to hold its sum over the rows. */
+API void OUT(glu_backward)(const T *restrict grad, const T *restrict x, const uint8_t *restrict skip, T *restrict to,
+                           float *restrict sums, int64_t rows, int64_t columns, int threads) {
+#pragma omp parallel num_threads(threads)
+    {
+        int64_t first, end;
+        float *restrict of_value = sums + omp_get_thread_num() * 2 * columns, *restrict of_gate = of_value + columns;
+        share(rows, &first, &end);
+        for (int64_t i = first; i < end; i++) {
+            const T *restrict value = x + i * 2 * columns, *restrict gate = value + columns;
+            const T *restrict down = grad + i * columns;
+            T *restrict to_value = to + i * 2 * columns, *restrict to_gate = to_value + columns;
+            if (skip && skip[i]) {
+                memset(to_value, 0, 2 * columns * sizeof(T));
+                continue;
+            }
+#pragma omp simd
+            for (int64_t j = 0; j < columns; j++) {
+                const float s = sigmoid(LOAD(gate[j])), g = LOAD(down[j]) * s;
+                const float of_g = g * LOAD(value[j]) * (1.0f - s);
+                of_value[j] += g;
+                of_gate[j] += of_g;
+                to_value[j] = STORE(g);
+                to_gate[j] = STORE(of_g);
+            }
+        }
+    }
+    gather(sums, 2 * columns, threads);
+}

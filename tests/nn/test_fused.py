@@ -1,0 +1,284 @@
+"""A Conformer's layers by compiled kernels against the same layers by torch's, with the same dropout masks."""
+
+import copy
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from speechbrain.lobes.models.transformer.Conformer import ConformerEncoder
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from sbkit.nn import accelerate as accelerating
+from sbkit.nn.accelerate import accelerate, compile_kernels
+from sbkit.nn.fast import fused
+from sbkit.nn.native import library
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """Compiled once for all tests here."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def kernels(cache, monkeypatch):
+    monkeypatch.setenv("SBKIT_CACHE", str(cache))
+    monkeypatch.delenv("SBKIT_KERNELS", raising=False)
+    why_not = library.load()
+    if why_not is not None:
+        pytest.skip(f"no kernels here: {why_not}")
+    yield
+    library.unload()
+
+
+def encoder(width=16, heads=2, dropout=0.2, **options):
+    torch.manual_seed(0)
+    module = ConformerEncoder(2, width, 3 * width, heads, dropout=dropout,
+                              **{"attention_type": "RoPEMHA", "kernel_size": 7, **options})
+    accelerate(module)
+    with torch.no_grad():  # gains of 1 and shifts of 0 would hide what they do
+        for p in module.parameters():
+            if p.dim() == 1:
+                p.add_(torch.randn(p.shape) * 0.2)
+    return module
+
+
+def padding(*lengths):
+    return torch.arange(max(lengths)) >= torch.tensor(lengths)[:, None]
+
+
+def outcome(module, x, mask, amp=False, by_kernels=True, recomputed=False):
+    """Output outside the padding, and the gradients by name; and how often kernels were called."""
+    module.zero_grad()
+    x = x.clone().requires_grad_()
+    calls = []
+    if by_kernels:
+        library.load()
+        plain_call = fused.call
+    else:
+        library.unload()
+    with pytest.MonkeyPatch.context() as patch:
+        if by_kernels:
+            patch.setattr(fused, "call", lambda name, *rest: (calls.append(name), plain_call(name, *rest)))
+        torch.manual_seed(7)
+        positions = torch.zeros(1, 2 * x.shape[1] - 1, x.shape[2])
+
+        def run(x):
+            return module(x, src_key_padding_mask=mask, pos_embs=positions)[0]
+
+        with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+            out = checkpoint(run, x, use_reentrant=False) if recomputed else run(x)
+        kept = torch.ones(x.shape[:2], dtype=torch.bool) if mask is None else ~mask
+        weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+        (out.float() * weights)[kept].sum().backward()
+    grads = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    return out.detach().float()[kept], grads | {"x": x.grad}, calls
+
+
+def far(ours, theirs):
+    return ((ours - theirs).norm() / theirs.norm().clamp(min=0.1)).item()  # some gradients are 0 but for rounding
+
+
+def assert_same(module, x, mask=None, tolerance=1e-5):
+    fast, fast_grads, calls = outcome(module, x, mask)
+    slow, slow_grads, none = outcome(module, x, mask, by_kernels=False)
+    assert not none and calls
+    assert far(fast, slow) < tolerance
+    assert fast_grads.keys() == slow_grads.keys()
+    for name, grad in slow_grads.items():
+        assert fast_grads[name].dtype == grad.dtype and fast_grads[name].shape == grad.shape, name
+        assert far(fast_grads[name], grad) < 5 * tolerance, name
+    return calls
+
+
+EVERY = {f"{part}_{way}" for part in ("norm", "silu", "add", "glu", "depthwise", "heads", "softmax")
+         for way in ("forward", "backward")}
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("mask", [None, padding(9, 1, 5)], ids=["whole", "padded"])
+def test_every_part_is_what_torch_computes(dropout, mask):
+    calls = assert_same(encoder(dropout=dropout), torch.randn(3, 9, 16), mask)
+    assert set(calls) == EVERY
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=4), st.integers(1, 5), st.integers(1, 9),
+       st.sampled_from([1, 3, 31]), st.sampled_from([1, 2, 3, 5]))
+def test_any_shape_and_any_number_of_threads(lengths, heads, pairs, taps, threads):
+    module = encoder(2 * pairs * heads, heads, kernel_size=taps)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        assert_same(module, torch.randn(len(lengths), max(lengths), 2 * pairs * heads), padding(*lengths), 3e-5)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_in_bf16_it_is_nearer_to_fp32_than_torch_is():
+    module, x, mask = encoder(64, 4), torch.randn(4, 60, 64), padding(60, 31, 50, 8)
+    exact, exact_grads, _ = outcome(module, x, mask, by_kernels=False)
+    slow, slow_grads, _ = outcome(module, x, mask, amp=True, by_kernels=False)
+    fast, fast_grads, calls = outcome(module, x, mask, amp=True)
+    assert set(calls) == EVERY and fast_grads.keys() == exact_grads.keys()
+    assert far(fast, exact) < far(slow, exact) * 1.05 < 1e-2
+    ours, theirs = ({name: far(grads[name], grad) for name, grad in exact_grads.items()}
+                    for grads in (fast_grads, slow_grads))
+    assert all(ours[name] < 1.5 * theirs[name] + 1e-6 for name in ours), (ours, theirs)
+    assert sum(ours.values()) < sum(theirs.values())
+
+
+@pytest.mark.parametrize("amp", [False, True])
+def test_a_batch_that_is_all_padding_gives_numbers_and_no_gradient(amp):
+    module, x = encoder(), torch.randn(2, 5, 16)
+    mask = torch.tensor([[False] * 5, [True] * 5])
+    _, grads, calls = outcome(module, x, mask, amp)
+    assert calls and all(grad.isfinite().all() for grad in grads.values())
+    assert not grads["x"][1].any()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("amp", [False, True])
+def test_what_is_no_number_stays_none(value, amp):
+    module, x = encoder(), torch.randn(2, 5, 16)
+    x[0, 2, 3] = value
+    out, grads, calls = outcome(module, x, None, amp)
+    assert calls and out[:5].isnan().any(-1).all(), "each frame attends to the one that is broken"
+    assert out[5:].isfinite().all()
+    assert grads["layers.0.norm1.norm.weight"].isnan().all()
+
+
+def test_the_same_seed_gives_the_same_bits():
+    module, x, mask = encoder(), torch.randn(3, 30, 16), padding(30, 4, 22)
+    one, two = outcome(module, x, mask), outcome(module, x, mask)
+    assert torch.equal(one[0], two[0]) and all(torch.equal(one[1][name], two[1][name]) for name in one[1])
+
+
+def test_activation_checkpointing_draws_the_same_masks_again():
+    module, x, mask = encoder(), torch.randn(3, 12, 16), padding(12, 4, 9)
+    kept, kept_grads, _ = outcome(module, x, mask)
+    again, again_grads, _ = outcome(module, x, mask, recomputed=True)
+    assert torch.equal(kept, again) and all(torch.equal(kept_grads[name], again_grads[name]) for name in kept_grads)
+
+
+def test_frozen_parameters_get_no_gradient_and_the_others_theirs():
+    module, x = encoder(), torch.randn(2, 6, 16)
+    for name, p in module.named_parameters():
+        p.requires_grad_("ffn_module1" not in name)
+    assert_same(module, x)
+    assert all((p.grad is None) == ("ffn_module1" in name) for name, p in module.named_parameters())
+
+
+@pytest.mark.parametrize("options", [{"attention_type": "RelPosMHAXL"}, {"kernel_size": 5, "causal": True},
+                                     {"activation": nn.GELU}, {"dropout": 0.001}, {"bias": False}])
+def test_other_layers_go_by_torch_where_they_differ_and_come_out_the_same(options):
+    calls = assert_same(encoder(**options), torch.randn(2, 11, 16), padding(11, 6))
+    assert set(calls) != EVERY
+
+
+def test_what_is_no_training_step_goes_by_torch():
+    module, x = encoder(), torch.randn(2, 6, 16)
+    with torch.no_grad():
+        assert fused.precision(x) is None
+    assert fused.precision(x.double()) is None and fused.precision(x.to("meta")) is None
+    assert fused.precision(x) is torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert fused.precision(x) is torch.bfloat16
+    with torch.autocast("cpu", torch.float16):
+        assert fused.precision(x) is None
+    module.double()
+    assert not outcome(module, x.double(), None)[2]
+
+
+def change(module, what):
+    layer = module.layers[0]
+    if what == "a hook":
+        layer.ffn_module1[1].ffn[0].register_forward_hook(lambda layer, args, out: 2 * out)
+    elif what == "a subclass":
+        layer.convolution_module.conv.__class__ = type("Mine", (nn.Conv1d,), {"forward": lambda self, x: 0 * x})
+    else:
+        nn.utils.parametrizations.weight_norm(layer.ffn_module2[1].ffn[3])
+
+
+@pytest.mark.parametrize("what", ["a hook", "a subclass", "a parametrization"])
+def test_a_part_that_a_user_changed_is_run_as_it_is(what):
+    module = encoder()
+    changed = copy.deepcopy(module)
+    change(changed, what)
+    x = torch.randn(2, 6, 16)
+    calls, before = assert_same(changed, x), outcome(module, x, None)[2]
+    assert 0 < len(calls) < len(before)
+
+
+@pytest.fixture
+def fresh(tmp_path, monkeypatch):
+    library.unload()
+    monkeypatch.setenv("SBKIT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_they_are_compiled_once(fresh, monkeypatch):
+    assert library.load() is None
+    (built,) = (fresh / "kernels").iterdir()
+    library.unload()
+    monkeypatch.setattr(library, "_compile", lambda *given: pytest.fail("compiled again"))
+    assert library.load() is None and library.loaded() and built.stat().st_mode & 0o022 == 0
+
+
+def no_compiler(monkeypatch, fresh):
+    monkeypatch.setattr(library.shutil, "which", lambda name: None)
+    return "no C compiler"
+
+
+def a_compiler_that_fails(monkeypatch, fresh):
+    (fresh.parent / "bad.h").write_text("")
+    monkeypatch.setattr(library, "FLAGS", [*library.FLAGS, "-include", "not-there.h"])
+    return "not-there.h"
+
+
+def turned_off(monkeypatch, fresh):
+    monkeypatch.setenv("SBKIT_KERNELS", "0")
+    return "SBKIT_KERNELS=0"
+
+
+def no_openmp(monkeypatch, fresh):
+    monkeypatch.setattr(library.re, "match", lambda *given: None)
+    return "OpenMP"
+
+
+def a_folder_others_write_to(monkeypatch, fresh):
+    (fresh / "kernels").mkdir(parents=True)
+    (fresh / "kernels").chmod(0o777)
+    return "others may write"
+
+
+def a_cache_that_is_a_file(monkeypatch, fresh):
+    fresh.write_text("")
+    return str(fresh)
+
+
+@pytest.mark.parametrize("trouble", [no_compiler, a_compiler_that_fails, turned_off, no_openmp,
+                                     a_folder_others_write_to, a_cache_that_is_a_file])
+def test_without_them_training_goes_on_and_the_log_says_why(trouble, fresh, monkeypatch, caplog):
+    why = trouble(monkeypatch, fresh)
+    with caplog.at_level(logging.INFO, accelerating.logger.name):
+        compile_kernels(encoder())
+    assert why in caplog.text and not library.loaded()
+    assert not outcome(encoder(), torch.randn(2, 6, 16), None, by_kernels=False)[2]
+
+
+def test_a_model_without_such_layers_compiles_nothing(fresh):
+    compile_kernels(nn.Linear(2, 2))
+    assert not library.loaded() and not fresh.exists()
+
+
+def test_processes_that_start_together_all_get_them(fresh):
+    start = "from sbkit.nn.native import library; import sys; sys.exit(library.load() and 1)"
+    running = [subprocess.Popen([sys.executable, "-c", start]) for _ in range(3)]
+    assert [process.wait(120) for process in running] == [0, 0, 0]
+    assert len(list((fresh / "kernels").iterdir())) == 1
