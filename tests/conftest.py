@@ -1,4 +1,4 @@
-"""What all tests need: Ctrl-C as in a terminal, and no imports by tools that only look around."""
+"""What all tests need: Ctrl-C as in a terminal, no imports by tools that only look around, kernels of their own."""
 
 import signal
 import sys
@@ -21,3 +21,11 @@ def pytest_collection_modifyitems():
 
 def _name(kind):
     return kind.__name__
+
+
+@pytest.fixture(autouse=True)
+def _kernels_of_its_own():
+    """A test that trains leaves compiled kernels in its process; the next one is to run as if it were the first."""
+    yield
+    if "sbkit.nn.native.library" in sys.modules:
+        sys.modules["sbkit.nn.native.library"].unload()

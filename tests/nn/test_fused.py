@@ -32,8 +32,6 @@ def kernels(cache, monkeypatch):
     why_not = library.load()
     if why_not is not None:
         pytest.skip(f"no kernels here: {why_not}")
-    yield
-    library.unload()
 
 
 def encoder(width=16, heads=2, dropout=0.2, **options):

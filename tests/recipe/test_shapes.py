@@ -158,7 +158,8 @@ def test_the_counted_memory_is_what_a_step_allocates(tmp_path):
         _ = model.ctc_lin(encoded).log_softmax(-1).sum() + hparams["seq_lin"](decoded).sum()
     for parameter in nn.ModuleDict(hparams["modules"]).parameters():
         kept.pop(parameter.untyped_storage().data_ptr(), None)
-    assert sum(kept.values()) < values["batch_bytes"] < 2.5 * sum(kept.values())
+    # counted with dropout masks, as a GPU keeps them, and with what comes and goes in between
+    assert sum(kept.values()) < values["batch_bytes"] < 3 * sum(kept.values())
 
 
 def test_the_largest_batch_fits_and_no_larger_one():

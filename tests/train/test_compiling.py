@@ -11,6 +11,7 @@ from toys import ToyEvalLoader, ToyTrainLoader, brain, furthest, state
 import sbkit
 from sbkit.errors import SbkitError
 from sbkit.nn.accelerate import accelerate
+from sbkit.nn.native import library
 from sbkit.train import compiling
 
 
@@ -59,7 +60,10 @@ def test_layers_are_compiled_once_for_all_lengths_and_stay_what_they_were():
     assert compiling.graphs() - before == 1
 
 
-def test_a_flagship_layer_compiles_once_for_all_lengths():
+@pytest.mark.parametrize("with_kernels", [False, True])
+def test_a_flagship_layer_compiles_once_for_all_lengths(with_kernels):
+    if with_kernels and library.load() is not None:
+        pytest.skip("no kernels here")
     model = TransformerASR(
         input_size=8, tgt_vocab=5, d_model=8, nhead=2, num_encoder_layers=2, num_decoder_layers=0, d_ffn=8,
         dropout=0.1, encoder_module="conformer", attention_type="RoPEMHA", kernel_size=3, normalize_before=True,

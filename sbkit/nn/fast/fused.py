@@ -21,9 +21,9 @@ _KNOWN = (torch.float32, torch.bfloat16)
 
 def precision(x: Tensor) -> torch.dtype | None:
     """What activations are held in where these are used for ``x``; None where they aren't."""
-    if not loaded() or type(x) not in (Tensor, nn.Parameter) or x.device.type != "cpu":
+    if torch.compiler.is_compiling() or not loaded() or type(x) not in (Tensor, nn.Parameter):
         return None
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing() or not x.numel():
+    if x.device.type != "cpu" or not torch.is_grad_enabled() or torch.jit.is_tracing() or not x.numel():
         return None
     wanted = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32
     return wanted if wanted in _KNOWN and x.dtype in (torch.float32, wanted) else None
