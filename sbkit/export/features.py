@@ -93,13 +93,15 @@ class Traced(nn.Module):
 
 def express(features: nn.Module, hop_samples: int) -> nn.Module:
     """The front end as a module that exports; a ``SbkitError`` says why it can't be one."""
-    known = type(features) in (lobes.Fbank, lobes.MFCC)
+    known = type(features) in (lobes.Fbank, FASTER[lobes.Fbank], lobes.MFCC)
     return (Features if known else Traced)(features, hop_samples).eval()
 
 
 def refuse_transforms(program: torch.export.ExportedProgram, name: str) -> None:
     """Refuse a traced graph that has Fourier transforms or complex numbers in it."""
     for node in program.graph.nodes:
+        if node.op != "call_function":
+            continue  # buffers may be named so too
         target = str(node.target)
         value = node.meta.get("val")
         if "stft" in target or "fft" in target or (isinstance(value, Tensor) and value.is_complex()):

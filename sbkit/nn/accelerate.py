@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections import Counter
 
+from speechbrain.lobes import features as lobes
+from speechbrain.lobes.models import convolution
 from speechbrain.lobes.models.transformer import Conformer
 from speechbrain.nnet import CNN, attention
 from speechbrain.processing import features
@@ -22,12 +24,14 @@ logger = logging.getLogger(__name__)
 FASTER: dict[type, type] = {
     nn.Dropout: fast_dropout.Dropout,
     CNN.Conv2d: fast_convolution.Conv2d,
+    convolution.ConvBlock: fast_convolution.ConvBlock,
     Conformer.ConformerEncoderLayer: fast_conformer.ConformerEncoderLayer,
     Conformer.ConvolutionModule: fast_conformer.ConvolutionModule,
     attention.PositionalwiseFeedForward: fast_conformer.PositionalwiseFeedForward,
     attention.RelPosMHAXL: fast_attention.RelPosMHAXL,
     attention.RoPEMHA: fast_attention.RoPEMHA,
     attention.MultiheadAttention: fast_attention.MultiheadAttention,
+    lobes.Fbank: fast_features.Fbank,
     features.STFT: fast_features.STFT,
     features.Filterbank: fast_features.Filterbank,
     features.InputNormalization: fast_features.InputNormalization,
@@ -50,7 +54,8 @@ def restore(module: nn.Module) -> Counter[str]:
 
 def compile_kernels(module: nn.Module) -> None:
     """Where ``module`` has layers that can be trained on a CPU by compiled kernels, see to it that they are."""
-    if any(isinstance(layer, fast_conformer.ConformerEncoderLayer) for layer in module.modules()):
+    served = fast_conformer.ConformerEncoderLayer, fast_convolution.ConvBlock
+    if any(isinstance(layer, served) for layer in module.modules()):
         why_not = library.load()
         if why_not is not None:
             logger.info("this run does without sbkit's compiled kernels, so its steps take about a third longer: %s",

@@ -73,7 +73,7 @@ def _feed_forward(module: nn.Module, x: Tensor, dtype: torch.dtype | None) -> Te
     parts = dtype and _parts(module, nn.LayerNorm, _FEED_FORWARDS, _DROPOUTS)
     layers = parts and fused.plain(parts[1]) and _parts(parts[1].ffn, nn.Linear, _SILUS, _DROPOUTS, nn.Linear)
     if layers and fused.fits(parts[0]) and _biased(layers[0], layers[3]):
-        inner, outer = _share(layers[2]), _share(parts[2])
+        inner, outer = dropout.share(layers[2]), dropout.share(parts[2])
         if inner is not None and outer is not None:
             return fused.feed_forward(x, parts[0], layers[0], layers[3], inner, outer, 0.5, dtype)
     return torch.add(x, module(x), alpha=0.5)
@@ -121,7 +121,7 @@ def _convolution(module: nn.Module, x: Tensor, mask: Tensor | None, chunks: Any,
                  and not module.causal and around.dilation == (1,) and around.kernel_size[0] % 2
                  and fused.fits(module.layer_norm) and fused.fits(behind[0])
                  and _biased(first[0], around, behind[2]))
-        p = whole and _share(behind[3])
+        p = whole and dropout.share(behind[3])
         if whole and p is not None:
             return fused.convolution(x, mask, module.layer_norm, first[0], around, behind[0], behind[2], p, dtype)
     return x + module(x, mask, dynchunktrain_config=chunks)
@@ -146,13 +146,6 @@ def _parts(module: nn.Module, *kinds: type | tuple[type, ...]) -> list[nn.Module
 
 def _biased(*layers: nn.Module) -> bool:
     return all(layer.bias is not None and fused.single(layer.weight, layer.bias) for layer in layers)
-
-
-def _share(layer: nn.Dropout) -> float | None:
-    """What it drops now; None where its masks are torch's own."""
-    if not layer.training or layer.p == 0:
-        return 0.0
-    return layer.p if dropout.levels(layer.p) and not layer.inplace else None
 
 
 class PositionalwiseFeedForward(attention.PositionalwiseFeedForward):

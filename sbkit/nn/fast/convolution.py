@@ -1,13 +1,17 @@
-"""SpeechBrain's Conv2d without its transposes and copies: channels stay last in memory throughout."""
+"""SpeechBrain's Conv2d and the blocks of its front end without transposes and copies: channels stay last throughout."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from speechbrain.nnet import CNN
-from torch import Tensor
+from speechbrain.lobes.models import convolution
+from speechbrain.nnet import CNN, containers, normalization
+from torch import Tensor, nn
 from torch.nn import functional
+
+from sbkit.nn.fast import fused
+from sbkit.nn.fast.dropout import Dropout, share
 
 
 class _ReflectPad(torch.autograd.Function):
@@ -78,3 +82,36 @@ class Conv2d(CNN.Conv2d):
             for i in (-1, -2)
         )
         return (time[0], freq[0]) if time[0] == time[1] and freq[0] == freq[1] else None
+
+
+class ConvBlock(convolution.ConvBlock):
+    """[B, T, F] or [B, T, F, C] to [B, T', F', C']; on a CPU a norm, its activation and dropout are one pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = _through(self.convs, x)
+        return self.drop(out + self.reduce_conv(x)) if self.reduce_conv else out
+
+
+def _through(layers: nn.Module, x: Tensor) -> Tensor:
+    if type(layers) is not containers.Sequential or not fused.plain(layers):
+        return layers(x)
+    rest = list(layers.values())
+    while rest:
+        normed = _normed(x, *rest[:3]) if len(rest) > 2 else None
+        x, rest = (rest[0](x), rest[1:]) if normed is None else (normed, rest[3:])
+    return x
+
+
+def _normed(x: Tensor, norm: nn.Module, activation: nn.Module, drop: nn.Module) -> Tensor | None:
+    """What the three make of x; None where they aren't to be passed over."""
+    kinds = type(norm), type(activation), type(drop)
+    if kinds not in _FUSED or activation.inplace:
+        return None
+    dtype, p = fused.precision(x), share(drop)
+    if dtype is None or p is None or not fused.plain(norm, norm.norm, activation, drop):
+        return None
+    fitting = fused.fits(norm.norm, 2) and x.shape[-2:] == norm.norm.normalized_shape
+    return fused.norm(x, norm.norm, dtype, activation.negative_slope, p) if fitting else None
+
+
+_FUSED = {(normalization.LayerNorm, nn.LeakyReLU, kind) for kind in (nn.Dropout, Dropout)}

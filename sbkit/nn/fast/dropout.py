@@ -121,6 +121,13 @@ def dropout(x: Tensor, p: float, training: bool) -> Tensor:
     return _Dropped.apply(x, drop) if drop else nn.functional.dropout(x, p, training)
 
 
+def share(layer: nn.Dropout) -> float | None:
+    """What ``layer`` drops now; None where its masks are torch's own."""
+    if not layer.training or layer.p == 0:
+        return 0.0
+    return layer.p if levels(layer.p) and not layer.inplace else None
+
+
 class Dropout(nn.Dropout):
     """``torch.nn.Dropout``, drawn cheaply on a CPU."""
 

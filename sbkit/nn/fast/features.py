@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import torch
+from speechbrain.lobes import features as lobes
 from speechbrain.processing import features
+from speechbrain.utils.autocast import fwd_default_precision
 from speechbrain.utils.distributed import ddp_all_reduce
 from torch import Tensor
 from torch.distributed import ReduceOp
 
 from sbkit.errors import SbkitError
+
+
+class Fbank(lobes.Fbank):
+    """[B, S] to [B, T, features]; the power of the spectrum is made in two passes, not in four."""
+
+    @fwd_default_precision(cast_inputs=torch.float32)
+    def forward(self, wav: Tensor) -> Tensor:
+        squares = self.compute_STFT(wav).square()
+        fbanks = self.compute_fbanks(squares.select(-1, 0) + squares.select(-1, 1))
+        if self.deltas:
+            first = self.compute_deltas(fbanks)
+            fbanks = torch.cat([fbanks, first, self.compute_deltas(first)], dim=2)
+        return self.context_window(fbanks) if self.context else fbanks
 
 
 class STFT(features.STFT):

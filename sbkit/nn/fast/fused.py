@@ -6,8 +6,9 @@ their dropout masks are the same ones; under autocast what stays between two pro
 
 from __future__ import annotations
 
+import math
 from ctypes import byref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,10 +36,11 @@ def plain(*modules: nn.Module) -> bool:
         m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in modules)
 
 
-def fits(norm: nn.Module) -> bool:
-    """Whether this is a layer norm over the last dimension that the kernels know."""
-    return (type(norm) is nn.LayerNorm and len(norm.normalized_shape) == 1 and norm.normalized_shape[0] <= WIDEST // 2
-            and norm.weight is not None and norm.bias is not None and single(norm.weight, norm.bias))
+def fits(norm: nn.Module, dimensions: int = 1) -> bool:
+    """Whether this is a layer norm, over so many last dimensions, that the kernels know."""
+    return (type(norm) is nn.LayerNorm and len(norm.normalized_shape) == dimensions
+            and math.prod(norm.normalized_shape) <= WIDEST and norm.weight is not None and norm.bias is not None
+            and single(norm.weight, norm.bias))
 
 
 def single(*parameters: Tensor) -> bool:
@@ -66,6 +68,20 @@ class _Drop:
 _NOTHING = _Drop(0, 0.0)
 
 
+class _After(NamedTuple):
+    """What a norm is followed by: SiLU, or a factor for what is below zero; and dropout."""
+
+    smooth: bool = False
+    slope: float = 1.0
+    drop: _Drop = _NOTHING
+
+    def given(self) -> tuple[Any, ...]:
+        return self.smooth, self.slope, self.drop.pointer
+
+
+_PLAIN, _SILU = _After(), _After(smooth=True)
+
+
 class _Rows:
     """Calls kernels on ``count`` rows for activations of ``dtype``."""
 
@@ -82,20 +98,21 @@ class _Rows:
         """What a kernel's threads sum into: the first row comes to hold the result."""
         return torch.zeros(self.threads, columns)
 
-    def normalise(self, x: Tensor, norm: tuple[Tensor, Tensor, float], silu: bool = False) -> tuple[Tensor, ...]:
+    def normalise(self, x: Tensor, norm: tuple[Tensor, Tensor, float],
+                  after: _After = _PLAIN) -> tuple[Tensor, ...]:
         """The normalised rows; with what :meth:`unnormalise` needs."""
         columns = x.shape[-1]
         out, mean, rstd = self.empty(columns), torch.empty(self.count), torch.empty(self.count)
         narrow = x.dtype != torch.float32
-        self("norm_forward", columns, x, narrow, *norm, silu, out, mean, rstd)
+        self("norm_forward", columns, x, narrow, *norm, *after.given(), out, mean, rstd)
         return out, mean, rstd
 
     def unnormalise(self, grad: Tensor, x: Tensor, gain: Tensor, shift: Tensor, mean: Tensor, rstd: Tensor,
-                    add: Tensor | None = None, silu: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+                    add: Tensor | None = None, after: _After = _PLAIN) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of x (plus ``add``), gain and shift."""
         columns, narrow = x.shape[-1], x.dtype != torch.float32
         out, sums = torch.empty_like(x), self.sums(2 * columns)
-        self("norm_backward", columns, grad, x, narrow, gain, shift, silu, mean, rstd, add, out, sums)
+        self("norm_backward", columns, grad, x, narrow, gain, shift, *after.given(), mean, rstd, add, out, sums)
         return out, sums[0, :columns], sums[0, columns:]
 
 
@@ -117,25 +134,25 @@ class _FeedForward(torch.autograd.Function):
             x, columns, wide = x.contiguous(), x.shape[-1], w1.shape[0]
             rows = _Rows(x.numel() // columns, dtype)
             normed, mean, rstd = rows.normalise(x, (gain, shift, eps))
-            w1, b1, w2, b2 = _weights(dtype, w1, b1, w2, b2)
-            hidden = torch.addmm(b1, normed, w1.t())
+            w1, w2 = _weights(dtype, w1, w2)
+            hidden = normed @ w1.t()
             active, ctx.inner = rows.empty(wide), _Drop(rows.count * wide, inner)
-            rows("silu_forward", wide, hidden, active, ctx.inner.pointer)
-            added, out, ctx.outer = torch.addmm(b2, active, w2.t()), torch.empty_like(x), _Drop(x.numel(), outer)
-            rows("add_forward", columns, x, added, weight, None, ctx.outer.pointer, out)
-            ctx.save_for_backward(x, gain, shift, mean, rstd, normed, hidden, active, w1, w2)
+            rows("silu_forward", wide, hidden, b1, ctx.inner.pointer, active)
+            out, ctx.outer = torch.empty_like(x), _Drop(x.numel(), outer)
+            rows("add_forward", columns, x, active @ w2.t(), b2, weight, None, ctx.outer.pointer, out)
+            ctx.save_for_backward(x, gain, shift, mean, rstd, normed, hidden, b1, active, w1, w2)
             ctx.rows, ctx.weight = rows, weight
             return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, gain, shift, mean, rstd, normed, hidden, active, w1, w2 = ctx.saved_tensors
+        x, gain, shift, mean, rstd, normed, hidden, b1, active, w1, w2 = ctx.saved_tensors
         rows, grad, columns, wide = ctx.rows, grad.contiguous(), x.shape[-1], w1.shape[0]
         of_added, of_b2 = rows.empty(columns), rows.sums(columns)
         rows("add_backward", columns, grad, ctx.weight, None, ctx.outer.pointer, of_added, of_b2)
         of_hidden, of_b1 = of_added @ w2, rows.sums(wide)
-        rows("silu_backward", wide, of_hidden, hidden, ctx.inner.pointer, of_b1)
+        rows("silu_backward", wide, of_hidden, hidden, b1, ctx.inner.pointer, of_b1)
         of_x, of_gain, of_shift = rows.unnormalise(of_hidden @ w1, x, gain, shift, mean, rstd, grad)
         return (of_x, of_gain, of_shift, _of_weight(of_hidden, normed), of_b1[0], _of_weight(of_added, active),
                 of_b2[0], *[None] * 5)
@@ -152,16 +169,16 @@ class _Convolution(torch.autograd.Function):
             x, (b, t, columns) = x.contiguous(), x.shape
             rows = _Rows(b * t, dtype)
             normed, *of_norm1 = rows.normalise(x, (gain1, shift1, eps[0]))
-            w1, b1, w2, b2 = _weights(dtype, w1.squeeze(-1), b1, w2, b2)
+            w1, w2 = _weights(dtype, w1.squeeze(-1), w2)
             kernel = kernel.squeeze(1).t().contiguous()
-            wide = torch.addmm(b1, normed, w1.t())
+            wide = normed @ w1.t()
             gated, around = rows.empty(columns), rows.empty(columns)
-            rows("glu_forward", columns, wide, skip, gated)
+            rows("glu_forward", columns, wide, b1, skip, gated)
             rows("depthwise_forward", columns, gated, kernel, bias, around, len(kernel), t)
-            active, *of_norm2 = rows.normalise(around, (gain2, shift2, eps[1]), silu=True)
-            added, out, ctx.drop = torch.addmm(b2, active, w2.t()), torch.empty_like(x), _Drop(x.numel(), p)
-            rows("add_forward", columns, x, added, 1.0, skip, ctx.drop.pointer, out)
-            ctx.save_for_backward(x, skip, gain1, shift1, *of_norm1, normed, w1, wide, gated, kernel, around, gain2,
+            active, *of_norm2 = rows.normalise(around, (gain2, shift2, eps[1]), _SILU)
+            out, ctx.drop = torch.empty_like(x), _Drop(x.numel(), p)
+            rows("add_forward", columns, x, active @ w2.t(), b2, 1.0, skip, ctx.drop.pointer, out)
+            ctx.save_for_backward(x, skip, gain1, shift1, *of_norm1, normed, w1, wide, b1, gated, kernel, around, gain2,
                                   shift2, *of_norm2, active, w2)
             ctx.rows = rows
             return out
@@ -169,17 +186,18 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x, skip, gain1, shift1, mean1, rstd1, normed, w1, wide, gated, kernel, around, gain2, shift2, mean2, rstd2,
+        (x, skip, gain1, shift1, mean1, rstd1, normed, w1, wide, b1, gated, kernel, around, gain2, shift2, mean2, rstd2,
          active, w2) = ctx.saved_tensors
         rows, grad, (_, t, columns) = ctx.rows, grad.contiguous(), x.shape
         of_added, of_b2 = rows.empty(columns), rows.sums(columns)
         rows("add_backward", columns, grad, 1.0, skip, ctx.drop.pointer, of_added, of_b2)
-        of_around, of_gain2, of_shift2 = rows.unnormalise(of_added @ w2, around, gain2, shift2, mean2, rstd2, silu=True)
+        of_around, of_gain2, of_shift2 = rows.unnormalise(of_added @ w2, around, gain2, shift2, mean2, rstd2,
+                                                          after=_SILU)
         of_gated, of_taps = torch.empty_like(gated), rows.sums((len(kernel) + 1) * columns)
         rows("depthwise_backward", columns, of_around, gated, kernel, of_gated, of_taps, len(kernel), t)
         of_taps = of_taps[0].view(-1, columns)
         of_wide, of_b1 = torch.empty_like(wide), rows.sums(2 * columns)
-        rows("glu_backward", columns, of_gated, wide, skip, of_wide, of_b1)
+        rows("glu_backward", columns, of_gated, wide, b1, skip, of_wide, of_b1)
         of_x, of_gain1, of_shift1 = rows.unnormalise(of_wide @ w1, x, gain1, shift1, mean1, rstd1, grad)
         return (of_x, None, of_gain1, of_shift1, _of_weight(of_wide, normed)[..., None], of_b1[0],
                 of_taps[:-1].t()[:, None], of_taps[-1], of_gain2, of_shift2, _of_weight(of_added, active), of_b2[0],
@@ -197,15 +215,15 @@ class _Attention(torch.autograd.Function):
             x, (b, t, columns) = x.contiguous(), x.shape
             rows, size = _Rows(b * t, dtype), columns // heads
             normed, mean, rstd = rows.normalise(x, (gain, shift, eps))
-            w1, w2, b2 = _weights(dtype, w1, w2, b2)
+            w1, w2 = _weights(dtype, w1, w2)
             query, key, value = (torch.empty(b * heads, t, size, dtype=dtype) for _ in range(3))
             rows("heads_forward", size, normed @ w1.t(), *table, scale, query, key, value, heads, t)
             weights, pairs = query @ key.transpose(1, 2), _Rows(b * heads * t, dtype)
             dropped, drop = torch.empty_like(weights), _Drop(weights.numel(), p)
             pairs("softmax_forward", t, weights, skip, drop.pointer, dropped, heads * t)
             heard = (dropped @ value).view(b, heads, t, size).transpose(1, 2).reshape(-1, columns)
-            added, out = torch.addmm(b2, heard, w2.t()), torch.empty_like(x)
-            rows("add_forward", columns, x, added, 1.0, None, _NOTHING.pointer, out)
+            out = torch.empty_like(x)
+            rows("add_forward", columns, x, heard @ w2.t(), b2, 1.0, None, _NOTHING.pointer, out)
             ctx.save_for_backward(x, gain, shift, mean, rstd, normed, w1, query, key, value, weights, heard, w2, *table)
             ctx.rows, ctx.pairs, ctx.drop, ctx.scale, ctx.heads = rows, pairs, drop, scale, heads
             return out
@@ -232,20 +250,24 @@ class _Attention(torch.autograd.Function):
 
 
 class _Norm(torch.autograd.Function):
-    """Layer norm of float, to ``dtype``."""
+    """Layer norm over the dimensions that ``gain`` has, with what follows it, to ``dtype``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gain: Tensor, shift: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-        x = x.contiguous()
-        ctx.rows = _Rows(x.numel() // x.shape[-1], dtype)
-        out, *kept = ctx.rows.normalise(x, (gain, shift, eps))
-        ctx.save_for_backward(x, gain, shift, *kept)
-        return out.view(x.shape)
+    def forward(ctx: Any, x: Tensor, gain: Tensor, shift: Tensor, eps: float, slope: float, p: float,
+                dtype: torch.dtype) -> Tensor:
+        x, shape = x.contiguous(), x.shape
+        flat = x.view(-1, gain.numel())
+        ctx.rows, ctx.after = _Rows(len(flat), dtype), _After(False, slope, _Drop(x.numel(), p))
+        out, *kept = ctx.rows.normalise(flat, (gain, shift, eps), ctx.after)
+        ctx.save_for_backward(flat, gain, shift, *kept)
+        return out.view(shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *ctx.rows.unnormalise(grad.contiguous(), *ctx.saved_tensors), None, None
+        saved = ctx.saved_tensors
+        of_x, *of_norm = ctx.rows.unnormalise(grad.contiguous(), *saved, after=ctx.after)
+        return of_x.view(grad.shape), *(sums.view(saved[1].shape) for sums in of_norm), *[None] * 4
 
 
 def attention(x: Tensor, skip: Tensor | None, before: nn.LayerNorm, w1: Tensor, second: nn.Linear,
@@ -262,8 +284,9 @@ def _bytes(skip: Tensor | None) -> Tensor | None:
     return None if skip is None else skip.contiguous().view(torch.uint8)
 
 
-def norm(x: Tensor, layer: nn.LayerNorm, dtype: torch.dtype) -> Tensor:
-    return _Norm.apply(x, layer.weight, layer.bias, layer.eps, dtype)
+def norm(x: Tensor, layer: nn.LayerNorm, dtype: torch.dtype, slope: float = 1.0, p: float = 0.0) -> Tensor:
+    """The norm of x; what is below zero times ``slope``, and dropped by ``p``."""
+    return _Norm.apply(x, layer.weight, layer.bias, layer.eps, slope, p, dtype)
 
 
 def feed_forward(x: Tensor, layer: nn.LayerNorm, first: nn.Linear, second: nn.Linear, inner: float, outer: float,

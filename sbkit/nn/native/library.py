@@ -42,14 +42,14 @@ class Dropout(Structure):
 _SIZES = [c_int64, c_int64, c_int]  # rows, columns, threads
 _DROP = POINTER(Dropout)
 _ARGUMENTS: dict[str, list[Any]] = {
-    "norm_forward": [c_void_p, c_int, c_void_p, c_void_p, c_float, c_int, *[c_void_p] * 3],
-    "norm_backward": [*[c_void_p] * 2, c_int, c_void_p, c_void_p, c_int, *[c_void_p] * 5],
-    "silu_forward": [c_void_p, c_void_p, _DROP],
-    "silu_backward": [c_void_p, c_void_p, _DROP, c_void_p],
-    "add_forward": [c_void_p, c_void_p, c_float, c_void_p, _DROP, c_void_p],
+    "norm_forward": [c_void_p, c_int, c_void_p, c_void_p, c_float, c_int, c_float, _DROP, *[c_void_p] * 3],
+    "norm_backward": [*[c_void_p] * 2, c_int, c_void_p, c_void_p, c_int, c_float, _DROP, *[c_void_p] * 5],
+    "silu_forward": [c_void_p, c_void_p, _DROP, c_void_p],
+    "silu_backward": [*[c_void_p] * 3, _DROP, c_void_p],
+    "add_forward": [*[c_void_p] * 3, c_float, c_void_p, _DROP, c_void_p],
     "add_backward": [c_void_p, c_float, c_void_p, _DROP, c_void_p, c_void_p],
-    "glu_forward": [c_void_p] * 3,
-    "glu_backward": [c_void_p] * 5,
+    "glu_forward": [c_void_p] * 4,
+    "glu_backward": [c_void_p] * 6,
     "depthwise_forward": [*[c_void_p] * 4, c_int, c_int64],
     "depthwise_backward": [*[c_void_p] * 5, c_int, c_int64],
     "heads_forward": [*[c_void_p] * 3, c_float, *[c_void_p] * 3, c_int64, c_int64],

@@ -1,9 +1,11 @@
 /* Kernels that know rows alone: layer norm, SiLU, the sum of a block and what it adds, and the gated linear unit. */
 
-/* out = normalised x * gain + shift, through SiLU where act; x is float, or T where narrow. mean and rstd are kept. */
+/* out = normalised x * gain + shift through an activation, with dropout; x is float, or T where narrow. The activation
+   is SiLU where smooth, else what is below zero is multiplied by slope. mean and rstd are kept. */
 API void OUT(norm_forward)(const void *x, int narrow, const float *restrict gain, const float *restrict shift,
-                           float eps, int act, T *restrict out, float *restrict mean, float *restrict rstd,
-                           int64_t rows, int64_t columns, int threads) {
+                           float eps, int smooth, float slope, const Dropout *from, T *restrict out,
+                           float *restrict mean, float *restrict rstd, int64_t rows, int64_t columns, int threads) {
+    const Dropout drop = *from;
 #pragma omp parallel num_threads(threads)
     {
         int64_t first, end;
@@ -22,14 +24,22 @@ API void OUT(norm_forward)(const void *x, int narrow, const float *restrict gain
 #pragma omp simd reduction(+ : squares)
             for (int64_t j = 0; j < columns; j++) squares += (row[j] - middle) * (row[j] - middle);
             const float scale = 1.0f / __builtin_sqrtf(squares / columns + eps);
-            T *restrict to = out + i * columns;
-            if (act)
+            const int64_t at = i * columns;
+            if (smooth)
 #pragma omp simd
-                for (int64_t j = 0; j < columns; j++)
-                    to[j] = STORE(silu((row[j] - middle) * scale * gain[j] + shift[j]));
+                for (int64_t j = 0; j < columns; j++) row[j] = silu((row[j] - middle) * scale * gain[j] + shift[j]);
             else
 #pragma omp simd
-                for (int64_t j = 0; j < columns; j++) to[j] = STORE((row[j] - middle) * scale * gain[j] + shift[j]);
+                for (int64_t j = 0; j < columns; j++) {
+                    const float value = (row[j] - middle) * scale * gain[j] + shift[j];
+                    row[j] = value > 0 ? value : value * slope;
+                }
+            if (drop.one)
+#pragma omp simd
+                for (int64_t j = 0; j < columns; j++) out[at + j] = STORE(row[j] * kept(drop, at + j));
+            else
+#pragma omp simd
+                for (int64_t j = 0; j < columns; j++) out[at + j] = STORE(row[j]);
             mean[i] = middle;
             rstd[i] = scale;
         }
@@ -39,9 +49,10 @@ API void OUT(norm_forward)(const void *x, int narrow, const float *restrict gain
 /* Of norm_forward: to, float or T where narrow, is the gradient of x, plus add where that is given. sums [threads, 2,
    columns] come to hold the gradients of gain and shift. */
 API void OUT(norm_backward)(const T *restrict grad, const void *x, int narrow, const float *restrict gain,
-                            const float *restrict shift, int act, const float *restrict mean,
-                            const float *restrict rstd, const float *restrict add, void *to, float *restrict sums,
-                            int64_t rows, int64_t columns, int threads) {
+                            const float *restrict shift, int smooth, float slope, const Dropout *from,
+                            const float *restrict mean, const float *restrict rstd, const float *restrict add,
+                            void *to, float *restrict sums, int64_t rows, int64_t columns, int threads) {
+    const Dropout drop = *from;
 #pragma omp parallel num_threads(threads)
     {
         int64_t first, end;
@@ -56,13 +67,17 @@ API void OUT(norm_backward)(const T *restrict grad, const void *x, int narrow, c
             else
 #pragma omp simd
                 for (int64_t j = 0; j < columns; j++) row[j] = (((const float *)x)[at + j] - mean[i]) * rstd[i];
-            if (act)
 #pragma omp simd
-                for (int64_t j = 0; j < columns; j++)
-                    down[j] = LOAD(grad[at + j]) * silu_slope(row[j] * gain[j] + shift[j]);
-            else
+            for (int64_t j = 0; j < columns; j++) down[j] = LOAD(grad[at + j]);
+            if (drop.one)
 #pragma omp simd
-                for (int64_t j = 0; j < columns; j++) down[j] = LOAD(grad[at + j]);
+                for (int64_t j = 0; j < columns; j++) down[j] *= kept(drop, at + j);
+            if (smooth)
+#pragma omp simd
+                for (int64_t j = 0; j < columns; j++) down[j] *= silu_slope(row[j] * gain[j] + shift[j]);
+            else if (slope != 1)
+#pragma omp simd
+                for (int64_t j = 0; j < columns; j++) down[j] *= row[j] * gain[j] + shift[j] > 0 ? 1 : slope;
             float sum = 0, along = 0;
 #pragma omp simd reduction(+ : sum, along)
             for (int64_t j = 0; j < columns; j++) {
@@ -91,26 +106,30 @@ API void OUT(norm_backward)(const T *restrict grad, const void *x, int narrow, c
     gather(sums, 2 * columns, threads);
 }
 
-/* out = SiLU(x), with dropout. */
-API void OUT(silu_forward)(const T *restrict x, T *restrict out, const Dropout *from, int64_t rows, int64_t columns,
-                           int threads) {
+/* out = SiLU(x + bias), with dropout. */
+API void OUT(silu_forward)(const T *restrict x, const float *restrict bias, const Dropout *from, T *restrict out,
+                           int64_t rows, int64_t columns, int threads) {
     const Dropout drop = *from;
 #pragma omp parallel num_threads(threads)
     {
         int64_t first, end;
-        share(rows * columns, &first, &end);
-        if (drop.one)
+        share(rows, &first, &end);
+        for (int64_t i = first; i < end; i++) {
+            const int64_t at = i * columns;
+            if (drop.one)
 #pragma omp simd
-            for (int64_t i = first; i < end; i++) out[i] = STORE(silu(LOAD(x[i])) * kept(drop, i));
-        else
+                for (int64_t j = 0; j < columns; j++)
+                    out[at + j] = STORE(silu(LOAD(x[at + j]) + bias[j]) * kept(drop, at + j));
+            else
 #pragma omp simd
-            for (int64_t i = first; i < end; i++) out[i] = STORE(silu(LOAD(x[i])));
+                for (int64_t j = 0; j < columns; j++) out[at + j] = STORE(silu(LOAD(x[at + j]) + bias[j]));
+        }
     }
 }
 
 /* Of silu_forward, in the place of grad. sums [threads, columns] come to hold its sum over the rows. */
-API void OUT(silu_backward)(T *restrict grad, const T *restrict x, const Dropout *from, float *restrict sums,
-                            int64_t rows, int64_t columns, int threads) {
+API void OUT(silu_backward)(T *restrict grad, const T *restrict x, const float *restrict bias, const Dropout *from,
+                            float *restrict sums, int64_t rows, int64_t columns, int threads) {
     const Dropout drop = *from;
 #pragma omp parallel num_threads(threads)
     {
@@ -121,7 +140,7 @@ API void OUT(silu_backward)(T *restrict grad, const T *restrict x, const Dropout
             const int64_t at = i * columns;
 #pragma omp simd
             for (int64_t j = 0; j < columns; j++) {
-                float value = LOAD(grad[at + j]) * silu_slope(LOAD(x[at + j]));
+                float value = LOAD(grad[at + j]) * silu_slope(LOAD(x[at + j]) + bias[j]);
                 if (drop.one) value *= kept(drop, at + j);
                 mine[j] += value;
                 grad[at + j] = STORE(value);
@@ -131,9 +150,10 @@ API void OUT(silu_backward)(T *restrict grad, const T *restrict x, const Dropout
     gather(sums, columns, threads);
 }
 
-/* out = x + weight * what, with dropout, and without what in rows where skip is 1. */
-API void OUT(add_forward)(const float *restrict x, const T *restrict what, float weight, const uint8_t *restrict skip,
-                          const Dropout *from, float *restrict out, int64_t rows, int64_t columns, int threads) {
+/* out = x + weight * (what + bias), with dropout, and x alone in rows where skip is 1. */
+API void OUT(add_forward)(const float *restrict x, const T *restrict what, const float *restrict bias, float weight,
+                          const uint8_t *restrict skip, const Dropout *from, float *restrict out, int64_t rows,
+                          int64_t columns, int threads) {
     const Dropout drop = *from;
 #pragma omp parallel num_threads(threads)
     {
@@ -146,10 +166,11 @@ API void OUT(add_forward)(const float *restrict x, const T *restrict what, float
             else if (drop.one)
 #pragma omp simd
                 for (int64_t j = 0; j < columns; j++)
-                    out[at + j] = x[at + j] + LOAD(what[at + j]) * (weight * kept(drop, at + j));
+                    out[at + j] = x[at + j] + (LOAD(what[at + j]) + bias[j]) * (weight * kept(drop, at + j));
             else
 #pragma omp simd
-                for (int64_t j = 0; j < columns; j++) out[at + j] = x[at + j] + LOAD(what[at + j]) * weight;
+                for (int64_t j = 0; j < columns; j++)
+                    out[at + j] = x[at + j] + (LOAD(what[at + j]) + bias[j]) * weight;
         }
     }
 }
@@ -181,9 +202,9 @@ API void OUT(add_backward)(const float *restrict grad, float weight, const uint8
     gather(sums, columns, threads);
 }
 
-/* out = the first half of x's columns times the sigmoid of the second; 0 in rows where skip is 1. */
-API void OUT(glu_forward)(const T *restrict x, const uint8_t *restrict skip, T *restrict out, int64_t rows,
-                          int64_t columns, int threads) {
+/* out = the first half of the columns of x + bias times the sigmoid of the second; 0 in rows where skip is 1. */
+API void OUT(glu_forward)(const T *restrict x, const float *restrict bias, const uint8_t *restrict skip,
+                          T *restrict out, int64_t rows, int64_t columns, int threads) {
 #pragma omp parallel num_threads(threads)
     {
         int64_t first, end;
@@ -195,14 +216,16 @@ API void OUT(glu_forward)(const T *restrict x, const uint8_t *restrict skip, T *
                 memset(to, 0, columns * sizeof(T));
             else
 #pragma omp simd
-                for (int64_t j = 0; j < columns; j++) to[j] = STORE(LOAD(value[j]) * sigmoid(LOAD(gate[j])));
+                for (int64_t j = 0; j < columns; j++)
+                    to[j] = STORE((LOAD(value[j]) + bias[j]) * sigmoid(LOAD(gate[j]) + bias[columns + j]));
         }
     }
 }
 
 /* Of glu_forward. sums [threads, 2 * columns] come to hold its sum over the rows. */
-API void OUT(glu_backward)(const T *restrict grad, const T *restrict x, const uint8_t *restrict skip, T *restrict to,
-                           float *restrict sums, int64_t rows, int64_t columns, int threads) {
+API void OUT(glu_backward)(const T *restrict grad, const T *restrict x, const float *restrict bias,
+                           const uint8_t *restrict skip, T *restrict to, float *restrict sums, int64_t rows,
+                           int64_t columns, int threads) {
 #pragma omp parallel num_threads(threads)
     {
         int64_t first, end;
@@ -218,8 +241,8 @@ API void OUT(glu_backward)(const T *restrict grad, const T *restrict x, const ui
             }
 #pragma omp simd
             for (int64_t j = 0; j < columns; j++) {
-                const float s = sigmoid(LOAD(gate[j])), g = LOAD(down[j]) * s;
-                const float of_g = g * LOAD(value[j]) * (1.0f - s);
+                const float s = sigmoid(LOAD(gate[j]) + bias[columns + j]), g = LOAD(down[j]) * s;
+                const float of_g = g * (LOAD(value[j]) + bias[j]) * (1.0f - s);
                 of_value[j] += g;
                 of_gate[j] += of_g;
                 to_value[j] = STORE(g);
