@@ -2,8 +2,12 @@
 
 import copy
 import logging
+import os
+import platform
+import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +19,7 @@ from speechbrain.nnet.normalization import BatchNorm2d
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from sbkit import cache
 from sbkit.nn import accelerate as accelerating
 from sbkit.nn.accelerate import accelerate, compile_kernels
 from sbkit.nn.fast import fused
@@ -22,18 +27,18 @@ from sbkit.nn.native import library
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory):
+def shared(tmp_path_factory):
     """Compiled once for all tests here."""
     return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture(autouse=True)
-def kernels(cache, monkeypatch):
-    monkeypatch.setenv("SBKIT_CACHE", str(cache))
+def kernels(shared, monkeypatch):
+    monkeypatch.setenv("SBKIT_CACHE", str(shared))
     monkeypatch.delenv("SBKIT_KERNELS", raising=False)
-    why_not = library.load()
-    if why_not is not None:
-        pytest.skip(f"no kernels here: {why_not}")
+    if platform.system() != "Linux" or shutil.which("gcc") is None:
+        pytest.skip("the kernels need Linux and gcc")
+    assert library.load() is None
 
 
 def encoder(width=16, heads=2, dropout=0.2, **options):
@@ -53,18 +58,21 @@ def padding(*lengths):
 
 
 def outcome(module, x, mask, amp=False, by_kernels=True, recomputed=False):
-    """Output outside the padding, and the gradients by name; and how often kernels were called."""
-    module.zero_grad()
-    x = x.clone().requires_grad_()
-    calls = []
+    """Output outside the padding, and the gradients by name; and which kernels were called."""
     if by_kernels:
         library.load()
-        plain_call = fused.call
     else:
         library.unload()
+    return step(module, x, mask, amp, recomputed)
+
+
+def step(module, x, mask, amp=False, recomputed=False):
+    """The same, with kernels or without as it now is."""
+    module.zero_grad()
+    x = x.clone().requires_grad_()
+    calls, plain_call = [], fused.call
     with pytest.MonkeyPatch.context() as patch:
-        if by_kernels:
-            patch.setattr(fused, "call", lambda name, *rest: (calls.append(name), plain_call(name, *rest)))
+        patch.setattr(fused, "call", lambda name, *rest: (calls.append(name), plain_call(name, *rest)))
         torch.manual_seed(7)
 
         def run(x):
@@ -256,6 +264,94 @@ def test_a_part_that_a_user_changed_is_run_as_it_is(what):
     assert 0 < len(calls) < len(before)
 
 
+def with_autocast_behind(module, x, mask, amp):
+    """The forward is an island in fp32, or in bf16; the backward isn't."""
+    x = x.clone().requires_grad_()
+    torch.manual_seed(7)
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+            out, _ = module(x, src_key_padding_mask=mask)
+    with torch.autocast("cpu", torch.float16 if amp else torch.bfloat16):
+        out.float().square().sum().backward()
+    return [out, x.grad, *(p.grad for p in module.parameters())]
+
+
+@pytest.mark.parametrize("amp", [False, True])
+def test_a_backward_under_another_autocast_is_that_of_the_forward(amp):
+    x, mask, found = torch.randn(3, 9, 16), padding(9, 1, 5), []
+    for load in (library.load, library.unload):
+        load()
+        found.append(with_autocast_behind(encoder(), x, mask, amp))
+    for ours, theirs in zip(*found, strict=True):
+        assert far(ours.detach(), theirs.detach()) < (0.1 if amp else 1e-2)
+
+
+@pytest.mark.parametrize("mask", [
+    padding(9, 1, 5).long(), padding(9, 1, 5).float(), padding(9, 5)[:1].expand(3, 9), padding(9, 5)[:1],
+    padding(8, 1, 5), padding(12, 1, 5)], ids=["whole numbers", "floats", "expanded", "one for all", "short", "long"])
+def test_masks_mean_what_they_mean_to_torch(mask):
+    module, x, found = encoder(), torch.randn(3, 9, 16), []
+    for load in (library.load, library.unload):
+        load()
+        torch.manual_seed(7)
+        try:
+            found.append(module(x, src_key_padding_mask=mask)[0])
+        except (RuntimeError, TypeError) as error:
+            found.append(type(error))
+    ours, theirs = found
+    assert ours is theirs if isinstance(theirs, type) else far(ours.detach(), theirs.detach()) < 1e-5
+
+
+@pytest.mark.parametrize("width", [8, 24, 9000])
+def test_features_of_another_width_are_refused(width):
+    with pytest.raises(RuntimeError):
+        encoder()(torch.randn(2, 5, width))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_another_default_type_is_of_no_account(dtype):
+    module, x = encoder(), torch.randn(2, 6, 16)
+    _, expected, _ = outcome(module, x, None)
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(dtype)
+        _, grads, calls = outcome(module, x, None)
+    finally:
+        torch.set_default_dtype(before)
+    assert calls and all(grad.isfinite().all() and grad.shape == expected[name].shape for name, grad in grads.items())
+
+
+def test_parameters_that_are_no_one_piece_of_memory_are_left_to_torch():
+    module = encoder()
+    norm = module.layers[0].norm1.norm
+    norm.weight = nn.Parameter(torch.rand(32)[::2])
+    assert_same(module, torch.randn(2, 6, 16))
+
+
+def test_tables_made_without_gradients_serve_a_training():
+    module, x = encoder(), torch.randn(2, 77, 16)
+    with torch.inference_mode():
+        module(x)
+    assert outcome(module, x, None)[2]
+
+
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
+def test_what_comes_out_has_the_type_that_torch_gives_it(given):
+    module, x, kinds = encoder(), torch.randn(2, 6, 16).to(given), []
+    for load in (library.load, library.unload):
+        load()
+        with torch.autocast("cpu", torch.bfloat16):
+            kinds.append((module.layers[0](x)[0].dtype, module(x)[0].dtype))
+    assert kinds[0] == kinds[1]
+
+
+def test_a_kernel_refuses_what_it_would_misread():
+    good = torch.zeros(4, 8)
+    for bad in (good.double(), good.t(), good.to("meta"), good[:, ::2]):
+        with pytest.raises(TypeError, match="no kernel takes"):
+            library.call("glu_forward", torch.float32, bad, good, None, good, 4, 4, 1)
+
+
 @pytest.fixture
 def fresh(tmp_path, monkeypatch):
     library.unload()
@@ -277,7 +373,6 @@ def no_compiler(monkeypatch, fresh):
 
 
 def a_compiler_that_fails(monkeypatch, fresh):
-    (fresh.parent / "bad.h").write_text("")
     monkeypatch.setattr(library, "FLAGS", [*library.FLAGS, "-include", "not-there.h"])
     return "not-there.h"
 
@@ -287,9 +382,24 @@ def turned_off(monkeypatch, fresh):
     return "SBKIT_KERNELS=0"
 
 
+def a_compiler_that_speaks_in_tongues(monkeypatch, fresh):
+    script = fresh.parent / "gcc"
+    script.write_text("#!/bin/sh\nprintf '\\377\\376 error: \\200' >&2\nexit 1\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("CC", str(script))
+    return "gcc failed: "
+
+
 def no_openmp(monkeypatch, fresh):
-    monkeypatch.setattr(library.re, "match", lambda *given: None)
+    monkeypatch.setattr(library.ctypes, "cast", lambda *given: SimpleNamespace(value=None))
     return "OpenMP"
+
+
+def no_home(monkeypatch, fresh):
+    for name in ("SBKIT_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(cache.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    return "no home"
 
 
 def a_folder_others_write_to(monkeypatch, fresh):
@@ -303,14 +413,37 @@ def a_cache_that_is_a_file(monkeypatch, fresh):
     return str(fresh)
 
 
-@pytest.mark.parametrize("trouble", [no_compiler, a_compiler_that_fails, turned_off, no_openmp,
-                                     a_folder_others_write_to, a_cache_that_is_a_file])
+@pytest.mark.parametrize("trouble", [no_compiler, a_compiler_that_fails, a_compiler_that_speaks_in_tongues, turned_off,
+                                     no_openmp, no_home, a_folder_others_write_to, a_cache_that_is_a_file])
 def test_without_them_training_goes_on_and_the_log_says_why(trouble, fresh, monkeypatch, caplog):
     why = trouble(monkeypatch, fresh)
     with caplog.at_level(logging.INFO, accelerating.logger.name):
         compile_kernels(encoder())
-    assert why in caplog.text and not library.loaded()
-    assert not outcome(encoder(), torch.randn(2, 6, 16), None, by_kernels=False)[2]
+    assert why in caplog.text
+    out, grads, calls = step(encoder(), torch.randn(2, 6, 16), None)
+    assert not calls and out.isfinite().all() and all(grad.isfinite().all() for grad in grads.values())
+
+
+@pytest.mark.parametrize("spoil", [
+    lambda path: os.truncate(path, path.stat().st_size // 2), lambda path: os.truncate(path, 0),
+    lambda path: path.write_bytes(path.read_bytes()[:-4096] + bytes(4096)), lambda path: path.chmod(0o666)])
+def test_what_was_cut_off_or_may_be_anothers_is_compiled_anew(spoil, fresh):
+    assert library.load() is None
+    (built,) = (fresh / "kernels").iterdir()
+    whole = built.read_bytes()
+    library.unload()  # the process still has the old file mapped: another one may spoil it
+    shutil.copy(built, fresh / "copy")
+    built.unlink()
+    shutil.move(fresh / "copy", built)
+    spoil(built)
+    assert library.load() is None and built.read_bytes() == whole and not built.stat().st_mode & 0o077
+
+
+def test_they_use_the_openmp_that_torch_uses_whatever_else_was_imported():
+    code = "torch; from sbkit.nn.native import library; print(library._openmp())"
+    found = [subprocess.run([sys.executable, "-c", f"import {first}{code}"], capture_output=True, text=True,
+                            check=True).stdout for first in ("", "sentencepiece, ")]
+    assert found[0] == found[1] and "torch" in found[0]
 
 
 def test_a_model_without_such_layers_compiles_nothing(fresh):

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sbkit.nn.fast import dropout
+from sbkit.nn.fast.autocast import without_autocast
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, p: float, scale: float) -> Tensor:
@@ -29,20 +30,21 @@ class _Attend(torch.autograd.Function):
     """Kept for the backward: what came in, and the weights; neither their mask nor the dropped weights."""
 
     @staticmethod
+    @without_autocast
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, drop: int, scale: float) -> Tensor:
-        with torch.autocast("cpu", enabled=False):
-            q = q * scale
-            scores = q @ k.transpose(-1, -2)
-            if bias is not None:
-                scores.add_(bias)
-            weights = scores.softmax(-1)
-            words = dropout.draw(weights.numel())
-            kept = dropout.keep(words, drop, weights)
-            ctx.save_for_backward(q, k, v, weights)
-            ctx.words, ctx.drop, ctx.scale = words, drop, scale
-            return (dropout.select(weights, kept) @ v).mul_(dropout.factor(drop))
+        q = q * scale
+        scores = q @ k.transpose(-1, -2)
+        if bias is not None:
+            scores.add_(bias)
+        weights = scores.softmax(-1)
+        words = dropout.draw(weights.numel())
+        kept = dropout.keep(words, drop, weights)
+        ctx.save_for_backward(q, k, v, weights)
+        ctx.words, ctx.drop, ctx.scale = words, drop, scale
+        return (dropout.select(weights, kept) @ v).mul_(dropout.factor(drop))
 
     @staticmethod
+    @without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, weights = ctx.saved_tensors
         grad, kept = grad.contiguous() * dropout.factor(ctx.drop), dropout.keep(ctx.words, ctx.drop, weights)

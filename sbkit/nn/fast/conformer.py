@@ -53,26 +53,28 @@ class ConformerEncoderLayer(Conformer.ConformerEncoderLayer):
         pos_embs: Tensor | None = None, dynchunktrain_config: Any = None,
     ) -> tuple[Tensor, Tensor | None]:
         mask = None if src_key_padding_mask is None else src_key_padding_mask.unsqueeze(-1)
-        dtype = fused.precision(x)
-        x = x if dtype is None else x.float()  # what the layers add to stays in float
+        dtype, given = fused.precision(x), x.dtype
+        x = x if dtype is None else x.float()  # what the layers add to is in float until the end
         x = _feed_forward(self.ffn_module1, x, dtype)
         x, weights = _attend(self, x, src_mask, src_key_padding_mask, pos_embs, dtype)
         x = _convolution(self.convolution_module, x, mask, dynchunktrain_config, dtype)
-        return _norm(self.norm2, _feed_forward(self.ffn_module2, x, dtype), dtype and torch.float32), weights
+        return _norm(self.norm2, _feed_forward(self.ffn_module2, x, dtype), dtype and given), weights
 
 
 def _norm(module: nn.Module, x: Tensor, dtype: torch.dtype | None) -> Tensor:
     """``module`` of ``x``, in ``dtype`` where that is given and the module is SpeechBrain's."""
     if dtype is None or type(module) is not normalization.LayerNorm or not fused.plain(module, module.norm):
         return module(x)
-    return fused.norm(x, module.norm, dtype) if fused.fits(module.norm) else module(x)
+    return fused.norm(x, module.norm, dtype) if fused.fits(module.norm, x.shape[-1:]) else module(x)
 
 
 def _feed_forward(module: nn.Module, x: Tensor, dtype: torch.dtype | None) -> Tensor:
     """x plus half of ``module`` of it."""
     parts = dtype and _parts(module, nn.LayerNorm, _FEED_FORWARDS, _DROPOUTS)
     layers = parts and fused.plain(parts[1]) and _parts(parts[1].ffn, nn.Linear, _SILUS, _DROPOUTS, nn.Linear)
-    if layers and fused.fits(parts[0]) and _biased(layers[0], layers[3]):
+    columns = x.shape[-1:]
+    whole = layers and fused.fits(parts[0], columns) and _biased(len(layers[0].weight), layers[0])
+    if whole and _biased(columns[0], layers[3]):
         inner, outer = dropout.share(layers[2]), dropout.share(parts[2])
         if inner is not None and outer is not None:
             return fused.feed_forward(x, parts[0], layers[0], layers[3], inner, outer, 0.5, dtype)
@@ -100,7 +102,8 @@ def _rotary(layer: nn.Module, x: Tensor, mask: Tensor | None, keys: Tensor | Non
     if not mha._qkv_same_embed_dim or mha.vbias is not None or mha.head_dim % 2 or x.shape[1] > fused.WIDEST:
         return None
     whole = (fused.plain(mha, mha.out_proj, norm, norm.norm) and type(mha.out_proj) is nn.Linear
-             and fused.fits(norm.norm) and _biased(mha.out_proj) and fused.single(mha.in_proj_weight))
+             and fused.fits(norm.norm, x.shape[-1:]) and fused.masks(keys, x.shape[:2])
+             and _biased(x.shape[-1], mha.out_proj) and fused.single(mha.in_proj_weight))
     p = mha.dropout if mha.training else 0.0
     if not whole or (p and not dropout.levels(p)):
         return None
@@ -116,15 +119,23 @@ def _convolution(module: nn.Module, x: Tensor, mask: Tensor | None, chunks: Any,
     if dtype is not None and type(module) is ConvolutionModule and chunks is None and fused.plain(module):
         first = _parts(module.bottleneck, nn.Conv1d, nn.GLU)
         behind = _parts(module.after_conv, nn.LayerNorm, _SILUS, nn.Linear, _DROPOUTS)
-        around = module.conv
-        whole = (first and behind and type(around) is nn.Conv1d and fused.plain(around, module.layer_norm)
-                 and not module.causal and around.dilation == (1,) and around.kernel_size[0] % 2
-                 and fused.fits(module.layer_norm) and fused.fits(behind[0])
-                 and _biased(first[0], around, behind[2]))
+        around, columns = module.conv, x.shape[-1:]
+        whole = (first and behind and not module.causal and fused.plain(around, module.layer_norm)
+                 and fused.fits(module.layer_norm, columns) and fused.fits(behind[0], columns)
+                 and _convolves(first[0], 1) and first[0].kernel_size == (1,) and _convolves(around, columns[0])
+                 and fused.masks(mask, (*x.shape[:2], 1)) and _biased(2 * columns[0], first[0])
+                 and _biased(columns[0], around, behind[2]))
         p = whole and dropout.share(behind[3])
         if whole and p is not None:
             return fused.convolution(x, mask, module.layer_norm, first[0], around, behind[0], behind[2], p, dtype)
     return x + module(x, mask, dynchunktrain_config=chunks)
+
+
+def _convolves(layer: nn.Module, groups: int) -> bool:
+    """Whether this is a plain convolution over as many frames to each side."""
+    return (type(layer) is nn.Conv1d and layer.groups == groups and layer.kernel_size[0] % 2 == 1
+            and layer.padding == (layer.kernel_size[0] // 2,) and layer.padding_mode == "zeros"
+            and layer.stride == layer.dilation == (1,))
 
 
 _DROPOUTS = (nn.Dropout, Dropout)
@@ -144,8 +155,10 @@ def _parts(module: nn.Module, *kinds: type | tuple[type, ...]) -> list[nn.Module
     return found if fused.plain(module, *found) else None
 
 
-def _biased(*layers: nn.Module) -> bool:
-    return all(layer.bias is not None and fused.single(layer.weight, layer.bias) for layer in layers)
+def _biased(columns: int, *layers: nn.Module) -> bool:
+    """Whether these have biases and give so many columns."""
+    return all(layer.bias is not None and fused.single(layer.weight, layer.bias) and len(layer.weight) == columns
+               for layer in layers)
 
 
 class PositionalwiseFeedForward(attention.PositionalwiseFeedForward):

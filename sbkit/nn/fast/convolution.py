@@ -110,7 +110,7 @@ def _normed(x: Tensor, norm: nn.Module, activation: nn.Module, drop: nn.Module) 
     dtype, p = fused.precision(x), share(drop)
     if dtype is None or p is None or not fused.plain(norm, norm.norm, activation, drop):
         return None
-    fitting = fused.fits(norm.norm, 2) and x.shape[-2:] == norm.norm.normalized_shape
+    fitting = fused.fits(norm.norm, x.shape[-2:])
     return fused.norm(x, norm.norm, dtype, activation.negative_slope, p) if fitting else None
 
 

@@ -24,7 +24,7 @@ def levels(p: float, like: Tensor | None = None) -> int:
 
 
 class _Table:
-    """Random words, always the same; it grows to what is asked of it, and what it held stays at its place."""
+    """Random words, always the same; it grows to the largest mask so far, and what it held stays at its place."""
 
     def __init__(self, seed: int):
         self.seed, self.words = seed, torch.empty(0, dtype=torch.int16)
@@ -33,7 +33,8 @@ class _Table:
         words = self.words
         if len(words) < count + _STARTS:
             generator = torch.Generator().manual_seed(self.seed)
-            drawn = torch.empty(1 << (count + _STARTS).bit_length() - 2, dtype=torch.int64)
+            more = (count + _STARTS) // 4  # words come by four; a quarter more than needed, since batches differ
+            drawn = torch.empty(more + more // 4 + 1, dtype=torch.int64, device="cpu")
             self.words = words = drawn.random_(-(1 << 63), None, generator=generator).view(torch.int16)
         return words[first : first + count]
 
@@ -44,7 +45,7 @@ _TABLES = _Table(1), _Table(2)
 class Words(NamedTuple):
     """Random words of 16 bits that are yet to be summed: a stretch of one table plus an odd multiple of another's.
 
-    Where both begin and the multiple are drawn, so there are 2^47 such sums; any two words of one, and those at one
+    Where both begin and the multiple are drawn, so there are 2^46 such sums; any two words of one, and those at one
     place of any two, are independent but for what the tables' own generator leaves. It costs a tenth of drawing each,
     and nothing to keep.
     """
@@ -59,7 +60,8 @@ class Words(NamedTuple):
 
 def draw(count: int) -> Words:
     """So many random words, by one number from torch's CPU generator: a seed repeats them."""
-    drawn = int(torch.empty((), dtype=torch.int64).random_().numpy())  # no item(): nothing waits for a device
+    one = torch.empty((), dtype=torch.int64, device="cpu").random_()
+    drawn = int(one.numpy())  # no item(): nothing waits for a device
     first, second, odd = drawn % _STARTS, (drawn >> 16) % _STARTS, (drawn >> 32) % (_LEVELS // 2) | 1
     return Words(_TABLES[0].stretch(first, count), _TABLES[1].stretch(second, count), odd)
 

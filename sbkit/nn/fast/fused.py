@@ -6,7 +6,6 @@ their dropout masks are the same ones; under autocast what stays between two pro
 
 from __future__ import annotations
 
-import math
 from ctypes import byref
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from sbkit.nn.fast import dropout
+from sbkit.nn.fast.autocast import without_autocast
 from sbkit.nn.native.library import WIDEST, Dropout, call, loaded
 
 _KNOWN = (torch.float32, torch.bfloat16)
@@ -36,16 +36,22 @@ def plain(*modules: nn.Module) -> bool:
         m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in modules)
 
 
-def fits(norm: nn.Module, dimensions: int = 1) -> bool:
-    """Whether this is a layer norm, over so many last dimensions, that the kernels know."""
-    return (type(norm) is nn.LayerNorm and len(norm.normalized_shape) == dimensions
-            and math.prod(norm.normalized_shape) <= WIDEST and norm.weight is not None and norm.bias is not None
-            and single(norm.weight, norm.bias))
+def fits(norm: nn.Module, shape: torch.Size) -> bool:
+    """Whether this is a layer norm over such last dimensions that the kernels know."""
+    return (type(norm) is nn.LayerNorm and norm.normalized_shape == shape and shape.numel() <= WIDEST
+            and norm.weight is not None and norm.bias is not None and single(norm.weight, norm.bias))
 
 
 def single(*parameters: Tensor) -> bool:
-    """Whether these are plain parameters in float32: no shard of one, nothing made of others."""
-    return all(type(p) is nn.Parameter and p.dtype == torch.float32 for p in parameters)
+    """Whether these are plain parameters in float32 and one piece of memory: no shards, nothing made of others."""
+    return all(type(p) is nn.Parameter and p.dtype == torch.float32 and p.device.type == "cpu" and p.is_contiguous()
+               for p in parameters)
+
+
+def masks(skip: Tensor | None, frames: tuple[int, ...]) -> bool:
+    """Whether ``skip`` says of each of ``frames``, and in a way that the kernels know, whether to pass it over."""
+    return skip is None or (type(skip) is Tensor and skip.dtype == torch.bool and skip.device.type == "cpu"
+                            and skip.shape == frames)
 
 
 class _Drop:
@@ -92,18 +98,17 @@ class _Rows:
         call(name, self.dtype, *arguments, self.count, columns, self.threads)
 
     def empty(self, columns: int, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.empty(self.count, columns, dtype=dtype or self.dtype)
+        return torch.empty(self.count, columns, dtype=dtype or self.dtype, device="cpu")
 
     def sums(self, columns: int) -> Tensor:
         """What a kernel's threads sum into: the first row comes to hold the result."""
-        return torch.zeros(self.threads, columns)
+        return torch.zeros(self.threads, columns, dtype=torch.float32, device="cpu")
 
     def normalise(self, x: Tensor, norm: tuple[Tensor, Tensor, float],
                   after: _After = _PLAIN) -> tuple[Tensor, ...]:
         """The normalised rows; with what :meth:`unnormalise` needs."""
-        columns = x.shape[-1]
-        out, mean, rstd = self.empty(columns), torch.empty(self.count), torch.empty(self.count)
-        narrow = x.dtype != torch.float32
+        columns, narrow = x.shape[-1], x.dtype != torch.float32
+        out, mean, rstd = self.empty(columns), self.empty(1, torch.float32), self.empty(1, torch.float32)
         self("norm_forward", columns, x, narrow, *norm, *after.given(), out, mean, rstd)
         return out, mean, rstd
 
@@ -120,32 +125,33 @@ def _weights(dtype: torch.dtype, *tensors: Tensor) -> list[Tensor]:
     return [x.to(dtype) for x in tensors]
 
 
-def _of_weight(grad: Tensor, x: Tensor) -> Tensor:
-    return (grad.t() @ x).float()
+def _of_weight(grad: Tensor, x: Tensor, wanted: bool) -> Tensor | None:
+    return (grad.t() @ x).float() if wanted else None
 
 
 class _FeedForward(torch.autograd.Function):
     """x + weight * dropped(linear(dropped(silu(linear(norm(x))))))."""
 
     @staticmethod
+    @without_autocast
     def forward(ctx: Any, x: Tensor, gain: Tensor, shift: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor,
                 eps: float, inner: float, outer: float, weight: float, dtype: torch.dtype) -> Tensor:
-        with torch.autocast("cpu", enabled=False):
-            x, columns, wide = x.contiguous(), x.shape[-1], w1.shape[0]
-            rows = _Rows(x.numel() // columns, dtype)
-            normed, mean, rstd = rows.normalise(x, (gain, shift, eps))
-            w1, w2 = _weights(dtype, w1, w2)
-            hidden = normed @ w1.t()
-            active, ctx.inner = rows.empty(wide), _Drop(rows.count * wide, inner)
-            rows("silu_forward", wide, hidden, b1, ctx.inner.pointer, active)
-            out, ctx.outer = torch.empty_like(x), _Drop(x.numel(), outer)
-            rows("add_forward", columns, x, active @ w2.t(), b2, weight, None, ctx.outer.pointer, out)
-            ctx.save_for_backward(x, gain, shift, mean, rstd, normed, hidden, b1, active, w1, w2)
-            ctx.rows, ctx.weight = rows, weight
-            return out
+        x, columns, wide = x.contiguous(), x.shape[-1], w1.shape[0]
+        rows = _Rows(x.numel() // columns, dtype)
+        normed, mean, rstd = rows.normalise(x, (gain, shift, eps))
+        w1, w2 = _weights(dtype, w1, w2)
+        hidden = normed @ w1.t()
+        active, ctx.inner = rows.empty(wide), _Drop(rows.count * wide, inner)
+        rows("silu_forward", wide, hidden, b1, ctx.inner.pointer, active)
+        out, ctx.outer = torch.empty_like(x), _Drop(x.numel(), outer)
+        rows("add_forward", columns, x, active @ w2.t(), b2, weight, None, ctx.outer.pointer, out)
+        ctx.save_for_backward(x, gain, shift, mean, rstd, normed, hidden, b1, active, w1, w2)
+        ctx.rows, ctx.weight = rows, weight
+        return out
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, gain, shift, mean, rstd, normed, hidden, b1, active, w1, w2 = ctx.saved_tensors
         rows, grad, columns, wide = ctx.rows, grad.contiguous(), x.shape[-1], w1.shape[0]
@@ -154,37 +160,38 @@ class _FeedForward(torch.autograd.Function):
         of_hidden, of_b1 = of_added @ w2, rows.sums(wide)
         rows("silu_backward", wide, of_hidden, hidden, b1, ctx.inner.pointer, of_b1)
         of_x, of_gain, of_shift = rows.unnormalise(of_hidden @ w1, x, gain, shift, mean, rstd, grad)
-        return (of_x, of_gain, of_shift, _of_weight(of_hidden, normed), of_b1[0], _of_weight(of_added, active),
-                of_b2[0], *[None] * 5)
+        return (of_x, of_gain, of_shift, _of_weight(of_hidden, normed, ctx.needs_input_grad[3]), of_b1[0],
+                _of_weight(of_added, active, ctx.needs_input_grad[5]), of_b2[0], *[None] * 5)
 
 
 class _Convolution(torch.autograd.Function):
     """x + dropped(linear(silu(norm(depthwise(glu(linear(norm(x)))))))), without it in rows that are skipped."""
 
     @staticmethod
+    @without_autocast
     def forward(ctx: Any, x: Tensor, skip: Tensor | None, gain1: Tensor, shift1: Tensor, w1: Tensor, b1: Tensor,
                 kernel: Tensor, bias: Tensor, gain2: Tensor, shift2: Tensor, w2: Tensor, b2: Tensor,
                 eps: tuple[float, float], p: float, dtype: torch.dtype) -> Tensor:
-        with torch.autocast("cpu", enabled=False):
-            x, (b, t, columns) = x.contiguous(), x.shape
-            rows = _Rows(b * t, dtype)
-            normed, *of_norm1 = rows.normalise(x, (gain1, shift1, eps[0]))
-            w1, w2 = _weights(dtype, w1.squeeze(-1), w2)
-            kernel = kernel.squeeze(1).t().contiguous()
-            wide = normed @ w1.t()
-            gated, around = rows.empty(columns), rows.empty(columns)
-            rows("glu_forward", columns, wide, b1, skip, gated)
-            rows("depthwise_forward", columns, gated, kernel, bias, around, len(kernel), t)
-            active, *of_norm2 = rows.normalise(around, (gain2, shift2, eps[1]), _SILU)
-            out, ctx.drop = torch.empty_like(x), _Drop(x.numel(), p)
-            rows("add_forward", columns, x, active @ w2.t(), b2, 1.0, skip, ctx.drop.pointer, out)
-            ctx.save_for_backward(x, skip, gain1, shift1, *of_norm1, normed, w1, wide, b1, gated, kernel, around, gain2,
-                                  shift2, *of_norm2, active, w2)
-            ctx.rows = rows
-            return out
+        x, (b, t, columns) = x.contiguous(), x.shape
+        rows = _Rows(b * t, dtype)
+        normed, *of_norm1 = rows.normalise(x, (gain1, shift1, eps[0]))
+        w1, w2 = _weights(dtype, w1.squeeze(-1), w2)
+        kernel = kernel.squeeze(1).t().contiguous()
+        wide = normed @ w1.t()
+        gated, around = rows.empty(columns), rows.empty(columns)
+        rows("glu_forward", columns, wide, b1, skip, gated)
+        rows("depthwise_forward", columns, gated, kernel, bias, around, len(kernel), t)
+        active, *of_norm2 = rows.normalise(around, (gain2, shift2, eps[1]), _SILU)
+        out, ctx.drop = torch.empty_like(x), _Drop(x.numel(), p)
+        rows("add_forward", columns, x, active @ w2.t(), b2, 1.0, skip, ctx.drop.pointer, out)
+        ctx.save_for_backward(x, skip, gain1, shift1, *of_norm1, normed, w1, wide, b1, gated, kernel, around, gain2,
+                              shift2, *of_norm2, active, w2)
+        ctx.rows = rows
+        return out
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x, skip, gain1, shift1, mean1, rstd1, normed, w1, wide, b1, gated, kernel, around, gain2, shift2, mean2, rstd2,
          active, w2) = ctx.saved_tensors
@@ -199,40 +206,41 @@ class _Convolution(torch.autograd.Function):
         of_wide, of_b1 = torch.empty_like(wide), rows.sums(2 * columns)
         rows("glu_backward", columns, of_gated, wide, b1, skip, of_wide, of_b1)
         of_x, of_gain1, of_shift1 = rows.unnormalise(of_wide @ w1, x, gain1, shift1, mean1, rstd1, grad)
-        return (of_x, None, of_gain1, of_shift1, _of_weight(of_wide, normed)[..., None], of_b1[0],
-                of_taps[:-1].t()[:, None], of_taps[-1], of_gain2, of_shift2, _of_weight(of_added, active), of_b2[0],
-                *[None] * 3)
+        of_w1 = _of_weight(of_wide, normed, ctx.needs_input_grad[4])
+        return (of_x, None, of_gain1, of_shift1, None if of_w1 is None else of_w1[..., None], of_b1[0],
+                of_taps[:-1].t()[:, None], of_taps[-1], of_gain2, of_shift2,
+                _of_weight(of_added, active, ctx.needs_input_grad[10]), of_b2[0], *[None] * 3)
 
 
 class _Attention(torch.autograd.Function):
     """x + linear(softmax(turned queries by turned keys), dropped, by values), of norm(x): attention to itself."""
 
     @staticmethod
+    @without_autocast
     def forward(ctx: Any, x: Tensor, skip: Tensor | None, gain: Tensor, shift: Tensor, w1: Tensor, w2: Tensor,
                 b2: Tensor, table: tuple[Tensor, Tensor], heads: int, scale: float, eps: float, p: float,
                 dtype: torch.dtype) -> Tensor:
-        with torch.autocast("cpu", enabled=False):
-            x, (b, t, columns) = x.contiguous(), x.shape
-            rows, size = _Rows(b * t, dtype), columns // heads
-            normed, mean, rstd = rows.normalise(x, (gain, shift, eps))
-            w1, w2 = _weights(dtype, w1, w2)
-            query, key, value = (torch.empty(b * heads, t, size, dtype=dtype) for _ in range(3))
-            rows("heads_forward", size, normed @ w1.t(), *table, scale, query, key, value, heads, t)
-            weights, pairs = query @ key.transpose(1, 2), _Rows(b * heads * t, dtype)
-            dropped, drop = torch.empty_like(weights), _Drop(weights.numel(), p)
-            pairs("softmax_forward", t, weights, skip, drop.pointer, dropped, heads * t)
-            heard = (dropped @ value).view(b, heads, t, size).transpose(1, 2).reshape(-1, columns)
-            out = torch.empty_like(x)
-            rows("add_forward", columns, x, heard @ w2.t(), b2, 1.0, None, _NOTHING.pointer, out)
-            ctx.save_for_backward(x, gain, shift, mean, rstd, normed, w1, query, key, value, weights, heard, w2, *table)
-            ctx.rows, ctx.pairs, ctx.drop, ctx.scale, ctx.heads = rows, pairs, drop, scale, heads
-            return out
+        x, (b, t, columns) = x.contiguous(), x.shape
+        rows, size = _Rows(b * t, dtype), columns // heads
+        normed, mean, rstd = rows.normalise(x, (gain, shift, eps))
+        w1, w2 = _weights(dtype, w1, w2)
+        query, key, value = (rows.empty(columns).view(b * heads, t, size) for _ in range(3))
+        rows("heads_forward", size, normed @ w1.t(), *table, scale, query, key, value, heads, t)
+        weights, pairs = query @ key.transpose(1, 2), _Rows(b * heads * t, dtype)
+        dropped, drop = torch.empty_like(weights), _Drop(weights.numel(), p)
+        pairs("softmax_forward", t, weights, skip, drop.pointer, dropped, heads * t)
+        heard = (dropped @ value).view(b, heads, t, size).transpose(1, 2).reshape(-1, columns)
+        out = torch.empty_like(x)
+        rows("add_forward", columns, x, heard @ w2.t(), b2, 1.0, None, _NOTHING.pointer, out)
+        ctx.save_for_backward(x, gain, shift, mean, rstd, normed, w1, query, key, value, weights, heard, w2)
+        ctx.rows, ctx.pairs, ctx.drop, ctx.scale, ctx.heads, ctx.table = rows, pairs, drop, scale, heads, table
+        return out
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x, gain, shift, mean, rstd, normed, w1, query, key, value, weights, heard, w2,
-         *table) = ctx.saved_tensors
+        x, gain, shift, mean, rstd, normed, w1, query, key, value, weights, heard, w2 = ctx.saved_tensors
         rows, heads, grad, (b, t, columns) = ctx.rows, ctx.heads, grad.contiguous(), x.shape
         size = columns // heads
         of_added, of_b2 = rows.empty(columns), rows.sums(columns)
@@ -243,16 +251,17 @@ class _Attention(torch.autograd.Function):
         of_query, of_key = of_scores @ key, of_scores.transpose(1, 2) @ query
         of_value = dropped.transpose(1, 2) @ of_heard
         of_all = rows.empty(3 * columns)
-        rows("heads_backward", size, of_query, of_key, of_value, *table, ctx.scale, of_all, heads, t)
+        rows("heads_backward", size, of_query, of_key, of_value, *ctx.table, ctx.scale, of_all, heads, t)
         of_x, of_gain, of_shift = rows.unnormalise(of_all @ w1, x, gain, shift, mean, rstd, grad)
-        return (of_x, None, of_gain, of_shift, _of_weight(of_all, normed), _of_weight(of_added, heard), of_b2[0],
-                *[None] * 6)
+        return (of_x, None, of_gain, of_shift, _of_weight(of_all, normed, ctx.needs_input_grad[4]),
+                _of_weight(of_added, heard, ctx.needs_input_grad[5]), of_b2[0], *[None] * 6)
 
 
 class _Norm(torch.autograd.Function):
     """Layer norm over the dimensions that ``gain`` has, with what follows it, to ``dtype``."""
 
     @staticmethod
+    @without_autocast
     def forward(ctx: Any, x: Tensor, gain: Tensor, shift: Tensor, eps: float, slope: float, p: float,
                 dtype: torch.dtype) -> Tensor:
         x, shape = x.contiguous(), x.shape
@@ -264,6 +273,7 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         of_x, *of_norm = ctx.rows.unnormalise(grad.contiguous(), *saved, after=ctx.after)

@@ -10,7 +10,6 @@ import ctypes
 import hashlib
 import os
 import platform
-import re
 import shutil
 import subprocess
 import tempfile
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 
 from sbkit.cache import cache_folder
+from sbkit.console import atomic_write
 
 SOURCES = [Path(__file__).with_name(name) for name in ("kernels.c", "rows.h", "frames.h")]
 #: Columns of a row that the kernels hold at most.
@@ -71,14 +71,15 @@ def load() -> str | None:
     if _functions:
         return None
     try:
-        library = ctypes.CDLL(str(_built()))
-    except (Unavailable, OSError, subprocess.SubprocessError) as error:
-        return str(error)
-    for name, arguments in _ARGUMENTS.items():
-        for dtype, suffix in _SUFFIX.items():
-            function = getattr(library, f"{name}_{suffix}")
-            function.argtypes, function.restype = [*arguments, *_SIZES], None
-            _functions[name, dtype] = function
+        library, found = ctypes.CDLL(str(_built())), {}
+        for name, arguments in _ARGUMENTS.items():
+            for dtype, suffix in _SUFFIX.items():
+                function = getattr(library, f"{name}_{suffix}")
+                function.argtypes, function.restype = [*arguments, *_SIZES], None
+                found[name, dtype] = function
+    except Exception as error:  # whatever it is: training goes without
+        return str(error) or type(error).__name__
+    _functions.update(found)
     return None
 
 
@@ -92,8 +93,14 @@ def loaded() -> bool:
 
 
 def call(name: str, dtype: torch.dtype, *arguments: Any) -> None:
-    """Run a kernel for activations of ``dtype``; tensors, contiguous all, are given by their addresses."""
-    _functions[name, dtype](*[x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments])
+    """Run a kernel for activations of ``dtype``; tensors are given by their addresses."""
+    _functions[name, dtype](*[_address(x, dtype) if isinstance(x, torch.Tensor) else x for x in arguments])
+
+
+def _address(x: torch.Tensor, dtype: torch.dtype) -> int:
+    if x.device.type != "cpu" or not x.is_contiguous() or x.dtype not in (dtype, torch.float32, torch.uint8):
+        raise TypeError(f"no kernel takes a tensor on {x.device} in {x.dtype} with strides {x.stride()}")
+    return x.data_ptr()
 
 
 def _built() -> Path:
@@ -105,34 +112,50 @@ def _built() -> Path:
     compiler = next(filter(None, map(shutil.which, [os.environ.get("CC") or "gcc", "gcc", "cc", "clang"])), None)
     if compiler is None:
         raise Unavailable("there is no C compiler (gcc, cc or clang) on this machine")
-    runtime = _openmp()
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=_SECONDS).stdout
+    runtime, folder, version = _openmp(), _folder(), _run([compiler, "--version"])
     parts = [*(source.read_text(encoding="utf-8") for source in SOURCES), version, *FLAGS, str(runtime), _processor()]
-    path = _folder() / f"kernels-{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:24]}.so"
-    if not path.exists():
-        _compile(compiler, runtime, path)
+    key = _digest("|".join(parts).encode())
+    for path in folder.glob(f"{key}-*.so"):
+        if _is_sound(path):
+            return path
+    return _compile(compiler, runtime, folder, key)
+
+
+def _compile(compiler: str, runtime: Path, folder: Path, key: str) -> Path:
+    """Linked with the OpenMP that torch uses: another one's threads would fight with torch's for the cores."""
+    with tempfile.TemporaryDirectory(dir=folder) as aside:
+        objects, library = Path(aside) / "kernels.o", Path(aside) / "kernels.so"
+        _run([compiler, *FLAGS, "-c", str(SOURCES[0]), "-o", str(objects)])
+        _run([compiler, "-shared", str(objects), str(runtime), "-o", str(library)])
+        made = library.read_bytes()
+    path = folder / f"{key}-{_digest(made)}.so"
+    with atomic_write(path, "wb") as out:
+        out.write(made)
+    path.chmod(0o600)
     return path
 
 
-def _compile(compiler: str, runtime: Path, path: Path) -> None:
-    """Linked with the OpenMP that torch has loaded: another one's threads would fight with torch's for the cores."""
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        objects, library = Path(folder) / "kernels.o", Path(folder) / "kernels.so"
-        for command in ([compiler, *FLAGS, "-c", str(SOURCES[0]), "-o", str(objects)],
-                        [compiler, "-shared", str(objects), str(runtime), "-o", str(library)]):
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
-            if done.returncode:
-                lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
-                raise Unavailable(f"{Path(compiler).name} failed: {lines[0] if lines else done.returncode}")
-        os.replace(library, path)  # whole or not at all, whoever else compiles it now
+def _run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS)
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+        raise Unavailable(f"{Path(command[0]).name} failed: {lines[0] if lines else done.returncode}")
+    return done.stdout
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:24]
 
 
 def _openmp() -> Path:
-    """The OpenMP library in this process, which torch brought."""
+    """The OpenMP library whose functions torch calls; other packages may have brought others into this process."""
+    called = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).omp_get_max_threads
+    address = ctypes.cast(called, c_void_p).value or 0
     for line in Path("/proc/self/maps").read_text().splitlines():
-        path = Path(line.split(maxsplit=5)[-1])
-        if re.match(r"lib(gomp|iomp5|omp)\b.*\.so", path.name):
-            return path
+        place, *_, path = line.split(maxsplit=5)
+        first, end = (int(bound, 16) for bound in place.split("-"))
+        if first <= address < end:
+            return Path(path)
     raise Unavailable("torch's OpenMP library was not found")
 
 
@@ -146,7 +169,16 @@ def _folder() -> Path:
     """Where compiled code is kept: nobody else may write there, since it is run."""
     folder = cache_folder() / "kernels"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    state = folder.stat()
-    if state.st_uid != os.getuid() or state.st_mode & 0o022:
-        raise Unavailable(f"others may write to {folder}, so nothing from there is run")
+    if not _is_ours(folder.resolve()):
+        raise Unavailable(f"{folder} is another user's, or others may write to it: nothing from there is run")
     return folder
+
+
+def _is_sound(path: Path) -> bool:
+    """Whether this is what was compiled: whole, and by this user."""
+    return _is_ours(path) and path.is_file() and _digest(path.read_bytes()) == path.stem.split("-")[1]
+
+
+def _is_ours(path: Path) -> bool:
+    state = path.lstat()
+    return state.st_uid == os.getuid() and not state.st_mode & 0o022
