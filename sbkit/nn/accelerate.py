@@ -58,7 +58,7 @@ def compile_kernels(module: nn.Module) -> None:
     if any(isinstance(layer, served) for layer in module.modules()):
         why_not = library.load()
         if why_not is not None:
-            logger.info("this run does without sbkit's compiled kernels, so its steps take about a third longer: %s",
+            logger.info("this run does without sbkit's compiled kernels, so its steps take about a quarter longer: %s",
                         why_not)
 
 
