@@ -174,7 +174,8 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="one page about a run: its curves, its errors, what to fix next")
     report.add_argument("run", metavar="RUN", type=Path, help="the output folder of a training, or RUN/evaluations/...")
     report.add_argument("--against", metavar="OTHER", type=Path, help="another one on the same test set")
-    report.add_argument("--out", metavar="FILE", type=Path, help="where the page goes (default: RUN/report.html)")
+    report.add_argument("--out", metavar="FILE", type=Path,
+                        help="where the page goes (default: RUN/report.html, or RUN/report-against-OTHER.html)")
     report.add_argument("--utterances", type=int, default=24, metavar="N", help="to show of each kind")
     report.add_argument("--audio-mb", type=float, default=8.0, metavar="MB", help="that recordings may add to the page")
     report.set_defaults(call=_report)

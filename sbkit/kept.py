@@ -6,7 +6,10 @@ import contextlib
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
+from sbkit.errors import SbkitError
+from sbkit.recipe import load
 from sbkit.score.report_data import RECIPE
 from sbkit.tested import NAME as TESTED
 
@@ -31,6 +34,20 @@ class Kept:
             shutil.rmtree(self.aside, ignore_errors=True)
             self._here = False
 
+    def changes(self) -> list[str]:
+        """The values of the recipe that are others than the run had before, before it begins."""
+        if not self._here:
+            return []
+        try:
+            before, now = (_values(load.read_plain(folder / RECIPE)) for folder in (self.aside, self.folder))
+        except SbkitError:  # not kept, or not the run's
+            return []
+        changed = {key: (before.get(key, "nothing"), now.get(key, "nothing")) for key in {**before, **now}
+                   if before.get(key) != now.get(key)}
+        named = {change for key, change in changed.items() if "." not in key}  # others only refer to these
+        return [f"{key} {one} -> {other}" for key, (one, other) in changed.items()
+                if "." not in key or (one, other) not in named]
+
     def __enter__(self) -> Kept:
         if self._here:
             shutil.rmtree(self.aside, ignore_errors=True)  # of a start that was killed
@@ -51,6 +68,16 @@ class Kept:
             for path in filter(Path.is_file, [*self.aside.rglob("*")]):
                 os.replace(path, self.folder / path.relative_to(self.aside))
         self.begins()
+
+
+def _values(tree: Any, key: str = "") -> dict[str, str]:
+    """Each value of a recipe by its dotted key."""
+    if not isinstance(tree, (dict, list)):
+        return {key: "null" if tree is None else str(getattr(tree, "value", tree))}
+    found: dict[str, str] = {}
+    for at, part in tree.items() if isinstance(tree, dict) else enumerate(tree):
+        found |= _values(part, f"{key}.{at}" if key else str(at))
+    return found
 
 
 def _link(source: str, target: str) -> None:

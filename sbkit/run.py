@@ -189,14 +189,20 @@ def _fit_and_test(hparams: dict[str, Any], request: Any, device: Any, manifests:
         raise SbkitError(f"--test_only: {brain.checkpointer.checkpoints_dir} holds no checkpoint to test",
                          hint="train first, or name the folder of a run with --output_folder")
     with train_set, valid_set:
-        brain.fit(_from_here_on(kept, hparams["epoch_counter"]), train_set, valid_set)
+        resumed = brain.checkpointer is not None and bool(brain.checkpointer.list_checkpoints())
+        brain.fit(_from_here_on(kept, hparams["epoch_counter"], resumed), train_set, valid_set)
     with test_set:
         brain.evaluate(test_set, min_key="WER")
     return brain
 
 
-def _from_here_on(kept: Any, epochs: Iterable[int]) -> Iterator[int]:
+def _from_here_on(kept: Any, epochs: Iterable[int], resumed: bool) -> Iterator[int]:
     """The first epoch is asked for once the newest checkpoint was found to fit."""
+    from sbkit.recipe.report import listed
+
+    changes = kept.changes()
+    if resumed and changes:
+        logger.warning("This run goes on with other values than it had: %s", listed(changes))
     kept.begins()
     yield from epochs
 

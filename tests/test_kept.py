@@ -68,3 +68,21 @@ def test_a_folder_that_cannot_be_written_is_the_starts_own_error(folder, monkeyp
     monkeypatch.setattr(Kept, "_keep", lambda self: (_ for _ in ()).throw(PermissionError(13, "no")))
     with pytest.raises(ValueError, match="the start's own"), Kept(folder):
         raise ValueError("the start's own")
+
+
+def test_the_values_that_changed_are_known_until_the_run_begins(folder):
+    (folder / "hyperparams.yaml").write_text("lr: 0.001\nd: &d 3\nold: 1\nopt: !name:torch.optim.Adam\n  lr: 0.001\n"
+                                             "sizes: [1, 2]\nbetas: !tuple (1, 2)\n")
+    with Kept(folder) as kept:
+        assert kept.changes() == []
+        (folder / "hyperparams.yaml").write_text("lr: 0.5\nd: 3\nnew: null\nopt: !name:torch.optim.Adam\n  lr: 0.5\n"
+                                                 "sizes: [1, 3]\nbetas: !tuple (1, 2)\n")
+        assert kept.changes() == ["lr 0.001 -> 0.5", "old 1 -> nothing", "sizes.1 2 -> 3", "new nothing -> null"]
+        kept.begins()
+        assert kept.changes() == []
+
+
+def test_a_recipe_that_cannot_be_read_has_no_changes(folder):
+    with Kept(folder) as kept:
+        (folder / "hyperparams.yaml").write_text("{")
+        assert kept.changes() == []

@@ -46,6 +46,13 @@ class _Requests(Sampler):
         return self.source
 
 
+class _Workers(DataLoader):
+    """As many workers as a recipe says; torch would warn where there are fewer cores, but they also wait for files."""
+
+    def check_worker_number_rationality(self) -> None:
+        """Nothing to tell."""
+
+
 class _Loader:
     """Worker processes, the count of damaged recordings, and orderly ends: what both loaders share.
 
@@ -76,7 +83,7 @@ class _Loader:
             batch_bytes = int(max_batch_seconds * reader.sample_rate * torch.float32.itemsize)
             parallel = {"prefetch_factor": _prefetch_that_fits(prefetch, workers, batch_bytes),
                         "persistent_workers": True, "timeout": timeout, "worker_init_fn": quiet_worker}
-        self._loader = DataLoader(
+        self._loader = _Workers(
             reader, sampler=self._requests, batch_size=None, collate_fn=_as_it_is, num_workers=workers,
             pin_memory=pin_memory and torch.cuda.is_available(),
             generator=torch.Generator(),  # the global one would be drawn from at every epoch

@@ -1,4 +1,4 @@
-"""What arguments of SpeechBrain's classes may be, where the class itself says it late, dimly or not at all."""
+"""What arguments of SpeechBrain's and torch's classes may be, where they say it late, dimly or not at all."""
 
 from __future__ import annotations
 
@@ -36,8 +36,11 @@ class Range(NamedTuple):
         return kind + (f", {self.least:g} or more" if self.least > -math.inf else "")
 
 
-SIZE, COUNT, SHARE = Range(1, whole=True), Range(0, whole=True), Range(0, 1)
-#: By the name of a class in SpeechBrain, those derived from it in SpeechBrain included: texts to choose from, numbers.
+SIZE, COUNT, SHARE, POSITIVE = Range(1, whole=True), Range(0, whole=True), Range(0, 1), Range(0, above=True)
+#: What is less was meant in kHz.
+HERTZ = Range(1000, whole=True)
+_LIBRARIES = ("speechbrain.", "torch.")
+#: By the name of a class of these libraries, those derived from it there included: texts to choose from, numbers.
 ARGUMENTS: dict[str, dict[str, tuple[str, ...] | Range]] = {
     "TransformerInterface": {
         "encoder_module": ("transformer", "conformer", "branchformer"),
@@ -47,7 +50,8 @@ ARGUMENTS: dict[str, dict[str, tuple[str, ...] | Range]] = {
         "input_size": SIZE, "tgt_vocab": SIZE,
     },
     "Linear": {"n_neurons": SIZE, "input_size": SIZE},
-    "Fbank": {"n_mels": SIZE, "n_fft": SIZE, "sample_rate": SIZE},
+    "Fbank": {"n_mels": SIZE, "n_fft": SIZE, "sample_rate": HERTZ, "win_length": POSITIVE, "hop_length": POSITIVE},
+    "Optimizer": {"lr": Range(0), "weight_decay": Range(0)},
 }
 
 
@@ -70,6 +74,9 @@ CLASHES: dict[str, tuple[Clash, ...]] = {
         Clash(lambda a: (a["encoder_module"], a["attention_type"]) == ("branchformer", "RoPEMHA"), "attention_type",
               "SpeechBrain's Branchformer has no attention_type 'RoPEMHA', it has regularMHA, RelPosMHAXL, hypermixing",
               "write RelPosMHAXL, or encoder_module: conformer"),
+        Clash(lambda a: _indivisible(a["d_model"], a["nhead"]), "nhead",
+              "the heads of attention share d_model out evenly, and nhead doesn't divide it",
+              "choose an nhead that does, or another d_model"),
         Clash(lambda a: a["attention_type"] == "RoPEMHA" and _odd_heads(a["d_model"], a["nhead"]), "nhead",
               "RoPEMHA turns pairs of values, and d_model / nhead is an odd number",
               "choose nhead so that it is an even one, or attention_type: RelPosMHAXL"),
@@ -94,7 +101,24 @@ CLASHES: dict[str, tuple[Clash, ...]] = {
               "with attention_type 'hypermixing' the decoder of TransformerASR fails without one",
               "write fixed_abs_sine, which changes nothing in the encoder, or num_decoder_layers: 0", fails=False),
     ),
+    "Fbank": (
+        Clash(lambda a: _longer(a["win_length"], a["sample_rate"], a["n_fft"]), "win_length",
+              "a window has more samples than n_fft; win_length and hop_length are in milliseconds, n_fft in samples",
+              "write win_length: 25 and hop_length: 10, or a larger n_fft"),
+        Clash(lambda a: _longer(a["hop_length"], 1000, a["win_length"]), "hop_length",
+              "windows are further apart than they are long, so that audio between them isn't heard; both are in "
+              "milliseconds", "write hop_length: 10", fails=False),
+    ),
 }
+
+
+def _indivisible(size: Any, parts: Any) -> bool:
+    return isinstance(size, int) and isinstance(parts, int) and parts > 0 and size % parts != 0
+
+
+def _longer(milliseconds: Any, rate: Any, most: Any) -> bool:
+    numbers = all(isinstance(number, (int, float)) for number in (milliseconds, rate, most))
+    return numbers and round(milliseconds * rate / 1000) > most
 
 
 def _even(number: Any) -> bool:
@@ -108,10 +132,10 @@ def _odd_heads(size: Any, heads: Any) -> bool:
 
 def check_choices(target: Any, named: Mapping[Any, Node], node: Node, findings: Findings) -> None:
     """Tell of every named argument that its class can't use, by itself or beside the others."""
-    if not inspect.isclass(target) or not target.__module__.startswith("speechbrain."):
+    if not inspect.isclass(target) or not target.__module__.startswith(_LIBRARIES):
         return  # a class of one's own may know more
     for base in target.__mro__:
-        wanted = ARGUMENTS.get(base.__name__, {}) if base.__module__.startswith("speechbrain.") else {}
+        wanted = ARGUMENTS.get(base.__name__, {}) if base.__module__.startswith(_LIBRARIES) else {}
         for key in wanted.keys() & named.keys():
             value = static(named[key])
             problem = None if named[key].spoilt else _problem(target.__name__, key, value, wanted[key])
@@ -123,7 +147,7 @@ def check_choices(target: Any, named: Mapping[Any, Node], node: Node, findings: 
 
 
 def _check_clashes(target: type, named: Mapping[Any, Node], node: Node, findings: Findings) -> None:
-    clashes = [clash for base in target.__mro__ if base.__module__.startswith("speechbrain.")
+    clashes = [clash for base in target.__mro__ if base.__module__.startswith(_LIBRARIES)
                for clash in CLASHES.get(base.__name__, ())]
     if not clashes:
         return
@@ -141,7 +165,7 @@ def _problem(name: str, key: str, value: Any, wanted: tuple[str, ...] | Range) -
     """Message and suggestion; None where nothing is wrong, or where another check tells of its type."""
     if isinstance(wanted, Range):
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if number and not wanted.least <= value <= wanted.most:
+        if number and value not in wanted._replace(whole=False):
             return f"{name} wants {key} to be {wanted}, this is {value!r}", ""
     elif isinstance(value, str) and value not in wanted:
         near = did_you_mean(value, wanted, cutoff=0.5)

@@ -39,7 +39,7 @@ def write_report(run: str | Path, *, against: str | Path | None = None, out: str
     ---------
     run : the output folder of a training, finished or not, or of an evaluation
     against : another run, to compare with on the same test set
-    out : where the page goes, by default ``RUN/report.html``
+    out : where the page goes, by default ``RUN/report.html``, of a comparison ``RUN/report-against-OTHER.html``
     title : its heading, by default the run's folder
     utterances : how many to show of the worst and of suspected labels (of better and worse ones a quarter)
     audio_megabytes : what recordings may add to the page
@@ -51,7 +51,8 @@ def write_report(run: str | Path, *, against: str | Path | None = None, out: str
         missing = data if data.results is None else other
         raise SbkitError(f"{missing.folder} has no scored test set to compare", hint="let the run finish first")
     words = None if other is None else compare(other.results.words, data.results.words)
-    path = Path(out) if out is not None else data.folder / NAME
+    name = NAME if other is None else f"report-against-{other.folder.resolve().name}.html"  # beside the run's own
+    path = data.folder / name if out is None else Path(out)
     page = _page(data, other, words, title or data.name, utterances, Clips(audio_megabytes))
     try:
         with atomic_write(path) as file:

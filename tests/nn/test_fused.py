@@ -15,6 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from speechbrain.lobes.models.convolution import ConvolutionFrontEnd
 from speechbrain.lobes.models.transformer.Conformer import ConformerEncoder
+from speechbrain.nnet import attention
 from speechbrain.nnet.normalization import BatchNorm2d
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -78,7 +79,7 @@ def step(module, x, mask, amp=False, recomputed=False):
         def run(x):
             if isinstance(module, ConvolutionFrontEnd):
                 return module(x)
-            positions = torch.zeros(1, 2 * x.shape[1] - 1, x.shape[2])
+            positions = torch.randn(1, 2 * x.shape[1] - 1, x.shape[2], generator=torch.Generator().manual_seed(2))
             return module(x, src_key_padding_mask=mask, pos_embs=positions)[0]
 
         with torch.autocast("cpu", torch.bfloat16, enabled=amp):
@@ -106,23 +107,29 @@ def assert_same(module, x, mask=None, tolerance=1e-5):
     return calls
 
 
-EVERY = {f"{part}_{way}" for part in ("norm", "silu", "add", "glu", "depthwise", "heads", "softmax")
-         for way in ("forward", "backward")}
+def every(kind):
+    heads = "relative" if kind == "RelPosMHAXL" else "heads"
+    return {f"{part}_{way}" for part in ("norm", "silu", "add", "glu", "depthwise", heads, "softmax")
+            for way in ("forward", "backward")}
 
 
+BOTH = ["RoPEMHA", "RelPosMHAXL"]
+
+
+@pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("mask", [None, padding(9, 1, 5)], ids=["whole", "padded"])
-def test_every_part_is_what_torch_computes(dropout, mask):
-    calls = assert_same(encoder(dropout=dropout), torch.randn(3, 9, 16), mask)
-    assert set(calls) == EVERY
+def test_every_part_is_what_torch_computes(kind, dropout, mask):
+    calls = assert_same(encoder(dropout=dropout, attention_type=kind), torch.randn(3, 9, 16), mask)
+    assert set(calls) == every(kind)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=40)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=4), st.integers(1, 5), st.integers(1, 9),
-       st.sampled_from([1, 3, 31]), st.sampled_from([1, 2, 3, 5]))
-def test_any_shape_and_any_number_of_threads(lengths, heads, pairs, taps, threads):
+       st.sampled_from([1, 3, 31]), st.sampled_from([1, 2, 3, 5]), st.sampled_from(BOTH))
+def test_any_shape_and_any_number_of_threads(lengths, heads, pairs, taps, threads, kind):
     assume(pairs * heads > 2)  # the norm of two values is 1 and -1 whatever they are: gradients are rounding
-    module = encoder(2 * pairs * heads, heads, kernel_size=taps)
+    module = encoder(2 * pairs * heads, heads, kernel_size=taps, attention_type=kind)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
@@ -170,12 +177,14 @@ def test_another_front_end_goes_by_torch(options):
     assert not calls and all(grad.isfinite().all() for grad in grads.values())
 
 
-def test_in_bf16_it_is_nearer_to_fp32_than_torch_is():
-    module, x, mask = encoder(64, 4), torch.randn(4, 60, 64), padding(60, 31, 50, 8)
+@pytest.mark.parametrize("kind", BOTH)
+def test_in_bf16_it_is_nearer_to_fp32_than_torch_is(kind):
+    module, x = encoder(64, 4, attention_type=kind), torch.randn(4, 60, 64)
+    mask = padding(60, 31, 50, 8)
     exact, exact_grads, _ = outcome(module, x, mask, by_kernels=False)
     slow, slow_grads, _ = outcome(module, x, mask, amp=True, by_kernels=False)
     fast, fast_grads, calls = outcome(module, x, mask, amp=True)
-    assert set(calls) == EVERY and fast_grads.keys() == exact_grads.keys()
+    assert set(calls) == every(kind) and fast_grads.keys() == exact_grads.keys()
     assert far(fast, exact) < far(slow, exact) * 1.05 < 1e-2
     ours, theirs = ({name: far(grads[name], grad) for name, grad in exact_grads.items()}
                     for grads in (fast_grads, slow_grads))
@@ -224,11 +233,44 @@ def test_frozen_parameters_get_no_gradient_and_the_others_theirs():
     assert all((p.grad is None) == ("ffn_module1" in name) for name, p in module.named_parameters())
 
 
-@pytest.mark.parametrize("options", [{"attention_type": "RelPosMHAXL"}, {"kernel_size": 5, "causal": True},
-                                     {"activation": nn.GELU}, {"dropout": 0.001}, {"bias": False}])
+@pytest.mark.parametrize("options", [
+    {"attention_type": "RelPosMHAXL", "causal": True},
+    {"kernel_size": 5, "causal": True}, {"activation": nn.GELU}, {"dropout": 0.001}, {"bias": False}])
 def test_other_layers_go_by_torch_where_they_differ_and_come_out_the_same(options):
     calls = assert_same(encoder(**options), torch.randn(2, 11, 16), padding(11, 6))
-    assert set(calls) != EVERY
+    assert set(calls) != every("RoPEMHA") and set(calls) != every("RelPosMHAXL")
+
+
+def test_relative_positions_take_heads_of_an_odd_width():
+    calls = assert_same(encoder(15, 3, attention_type="RelPosMHAXL"), torch.randn(3, 9, 15), padding(9, 1, 5))
+    assert set(calls) == every("RelPosMHAXL")
+
+
+@pytest.mark.parametrize("given", [(1, 15, 16), (2, 17, 16), (1, 17, 12), (17, 16), None])
+def test_positions_of_another_shape_are_what_they_are_to_torch(given):
+    layer, x, found = encoder(attention_type="RelPosMHAXL").layers[0], torch.randn(2, 9, 16), []
+    positions = None if given is None else torch.randn(given)
+    for load in (library.load, library.unload):
+        load()
+        torch.manual_seed(7)
+        try:
+            found.append(layer(x, pos_embs=positions)[0])
+        except (RuntimeError, TypeError) as error:
+            found.append(type(error))
+    ours, theirs = found
+    assert ours is theirs if isinstance(theirs, type) else far(ours.detach(), theirs.detach()) < 1e-5
+
+
+def test_positions_that_are_learnt_and_hooked_get_their_gradient():
+    layer, x, found = encoder(attention_type="RelPosMHAXL").layers[0], torch.randn(2, 9, 16), []
+    layer.mha_layer.linear_pos.register_forward_hook(lambda layer, args, out: 2 * out)
+    for load in (library.load, library.unload):
+        load()
+        torch.manual_seed(7)
+        positions = torch.linspace(-2, 2, 17 * 16).view(1, 17, 16).requires_grad_()
+        layer(x, pos_embs=positions)[0].square().sum().backward()
+        found.append(positions.grad)
+    assert far(*found) < 5e-5
 
 
 def test_what_is_no_training_step_goes_by_torch():
@@ -329,7 +371,8 @@ def test_parameters_that_are_no_one_piece_of_memory_are_left_to_torch():
     assert_same(module, torch.randn(2, 6, 16))
 
 
-def test_tables_made_without_gradients_serve_a_training():
+def test_tables_made_without_gradients_serve_a_training(monkeypatch):
+    monkeypatch.setattr(attention._get_precomputed_values, "memo", {})  # SpeechBrain's own layers can't use such ones
     module, x = encoder(), torch.randn(2, 77, 16)
     with torch.inference_mode():
         module(x)

@@ -16,7 +16,8 @@ from sbkit.recipe import build
 from sbkit.recipe.choices import ARGUMENTS, check_choices
 from sbkit.recipe.source import Findings, from_python
 
-CLASSES = {cls.__name__: cls for cls in (TransformerInterface, Linear, Fbank)}
+CLASSES = {cls.__name__: cls for cls in (TransformerInterface, Linear, Fbank, torch.optim.Optimizer)}
+DERIVED = {"TransformerInterface": TransformerASR, "Optimizer": torch.optim.AdamW}
 
 
 def compared_with(cls: type, name: str) -> set[str]:
@@ -35,7 +36,7 @@ def test_the_choices_are_the_installed_classs(name):
 def test_every_argument_of_the_table_is_one_of_its_class():
     assert ARGUMENTS.keys() == CLASSES.keys()
     for name, arguments in ARGUMENTS.items():
-        derived = {"TransformerInterface": TransformerASR}.get(name, CLASSES[name])
+        derived = DERIVED.get(name, CLASSES[name])
         taken = set(inspect.signature(CLASSES[name]).parameters) | set(inspect.signature(derived).parameters)
         assert arguments.keys() <= taken
 
@@ -112,3 +113,38 @@ def test_the_size_of_a_conformers_kernel(module, causal, size):
 def test_rotary_positions_need_heads_of_an_even_size(attention, size):
     given = {**TINY, "attention_type": attention, "d_model": size, "num_decoder_layers": 0, "causal": False}
     assert tried(given)[0] == (told(given) == [("error", "nhead")])
+
+
+@pytest.mark.parametrize("size, heads", [(8, 3), (8, 4), (6, 3), (8, 16)])
+@pytest.mark.parametrize("attention", ["RelPosMHAXL", "regularMHA"])
+def test_heads_share_the_model_out_evenly(attention, size, heads):
+    given = {**TINY, "attention_type": attention, "d_model": size, "nhead": heads, "num_decoder_layers": 0,
+             "causal": False}
+    try:
+        TransformerASR(**given)
+    except AssertionError:
+        assert told(given) == [("error", "nhead")]
+    else:
+        assert told(given) == []
+
+
+@pytest.mark.parametrize("given, key", [
+    ({}, None), ({"win_length": 400}, "win_length"), ({"win_length": 400, "hop_length": 160, "n_fft": 8192}, None),
+    ({"n_fft": 256}, "win_length"), ({"sample_rate": 8000, "n_fft": 200}, None), ({"sample_rate": 16}, "sample_rate"),
+    ({"hop_length": 0}, "hop_length")])
+def test_windows_are_in_milliseconds(given, key):
+    findings, node = Findings(), from_python(given, "compute_features")
+    check_choices(Fbank, node.value, node, findings)
+    assert [found.key.removeprefix("compute_features.") for found in findings] == ([key] if key else [])
+    try:
+        Fbank(**given)(torch.zeros(1, 16000))
+    except (RuntimeError, ZeroDivisionError, ValueError):
+        assert key
+    else:
+        assert key in (None, "sample_rate")
+
+
+def test_windows_with_gaps_between_them_are_warned_of():
+    findings, node = Findings(), from_python({"hop_length": 160}, "compute_features")
+    check_choices(Fbank, node.value, node, findings)
+    assert [(found.severity, found.key) for found in findings] == [("warning", "compute_features.hop_length")]

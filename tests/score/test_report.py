@@ -5,6 +5,7 @@ import dataclasses
 import hashlib
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 import runs
@@ -178,13 +179,20 @@ def test_against_another_run_it_says_who_is_better_and_where(tmp_path, wav):
     assert "No significant difference (+0.00 points of WER)" in Page(write_report(run, against=run)).text
 
 
+def test_a_comparison_leaves_the_runs_own_page_alone(tmp_path):
+    run = runs.run_that_tells(tmp_path / "run", runs.told())
+    own = write_report(run)
+    before, both = own.read_bytes(), write_report(run, against=_other(tmp_path, run))
+    assert both == run / "report-against-other.html" and own.read_bytes() == before != both.read_bytes()
+
+
 def test_the_command_tells_who_is_better_in_the_pages_words(tmp_path, capsys):
     run = runs.run_that_tells(tmp_path / "run", runs.told())
     other = _other(tmp_path, run)
     assert main(["report", str(other), "--against", str(run)]) == 0
     told, path = capsys.readouterr().out.splitlines()
-    assert path == str(other / "report.html") and told.startswith("Significantly better: -")
-    assert told.replace("-", "−") in Page(other / "report.html").text
+    assert path == str(other / "report-against-run.html") and told.startswith("Significantly better: -")
+    assert told.replace("-", "−") in Page(Path(path)).text
 
 
 def test_marks_of_the_run_compared_with_stand_where_its_rates_are(tmp_path):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sbkit.nn.fast import dropout, fused
-from sbkit.nn.fast.attention import RoPEMHA
+from sbkit.nn.fast.attention import RelPosMHAXL, RoPEMHA
 from sbkit.nn.fast.dropout import Dropout
 
 
@@ -84,34 +84,46 @@ def _feed_forward(module: nn.Module, x: Tensor, dtype: torch.dtype | None) -> Te
 def _attend(layer: nn.Module, x: Tensor, mask: Tensor | None, keys: Tensor | None, positions: Tensor | None,
             dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
     """x plus attention to its norm; and the weights, where the layer gives them."""
-    summed = _rotary(layer, x, mask, keys, dtype)
-    if summed is not None:
-        return summed, None
+    if dtype is not None and mask is None and _attends_as_known(layer.mha_layer, layer.norm1, x, keys):
+        summed = _to_itself(layer.mha_layer, layer.norm1.norm, x, keys, positions, dtype)
+        if summed is not None:
+            return summed, None
     normed = _norm(layer.norm1, x, dtype)
     attended, weights = layer.mha_layer(normed, normed, normed, attn_mask=mask, key_padding_mask=keys,
                                         pos_embs=positions)
     return attended + x, weights
 
 
-def _rotary(layer: nn.Module, x: Tensor, mask: Tensor | None, keys: Tensor | None,
-            dtype: torch.dtype | None) -> Tensor | None:
-    """x plus attention to its norm, where its positions are rotary; else None."""
-    mha, norm = layer.mha_layer, layer.norm1
-    if dtype is None or mask is not None or type(mha) is not RoPEMHA or type(norm) is not normalization.LayerNorm:
-        return None
-    if not mha._qkv_same_embed_dim or mha.vbias is not None or mha.head_dim % 2 or x.shape[1] > fused.WIDEST:
-        return None
-    whole = (fused.plain(mha, mha.out_proj, norm, norm.norm) and type(mha.out_proj) is nn.Linear
-             and fused.fits(norm.norm, x.shape[-1:]) and fused.masks(keys, x.shape[:2])
-             and _biased(x.shape[-1], mha.out_proj) and fused.single(mha.in_proj_weight))
+def _attends_as_known(mha: nn.Module, norm: nn.Module, x: Tensor, keys: Tensor | None) -> bool:
+    """Whether this is one of the attentions that the kernels know."""
+    if type(mha) not in (RoPEMHA, RelPosMHAXL) or type(norm) is not normalization.LayerNorm:
+        return False
     p = mha.dropout if mha.training else 0.0
-    if not whole or (p and not dropout.levels(p)):
+    return bool(mha._qkv_same_embed_dim and mha.vbias is None and x.shape[1] <= fused.WIDEST
+                and fused.plain(mha, mha.out_proj, norm, norm.norm) and type(mha.out_proj) is nn.Linear
+                and fused.fits(norm.norm, x.shape[-1:]) and fused.masks(keys, x.shape[:2])
+                and _biased(x.shape[-1], mha.out_proj) and fused.single(mha.in_proj_weight)
+                and (not p or dropout.levels(p)))
+
+
+def _to_itself(mha: nn.Module, norm: nn.LayerNorm, x: Tensor, keys: Tensor | None, positions: Tensor | None,
+               dtype: torch.dtype) -> Tensor | None:
+    """x plus attention to its norm, where its positions are as expected; else None."""
+    t, size, p = x.shape[1], mha.head_dim, mha.dropout if mha.training else 0.0
+    if type(mha) is RoPEMHA:
+        if size % 2:
+            return None
+        angles = attention._get_precomputed_values(t, size, torch.float32, x.device)
+        table = angles.cosines[:t].contiguous(), angles.sines[:t].contiguous()
+        return fused.rotary_attention(x, keys, norm, mha.in_proj_weight, mha.out_proj, table, mha.num_heads, mha.scale,
+                                      p, dtype)
+    if mha.mask_pos_future or not fused.single(mha.pos_bias_u, mha.pos_bias_v) or type(positions) is not Tensor:
         return None
-    t, size = x.shape[1], mha.head_dim
-    angles = attention._get_precomputed_values(t, size, torch.float32, x.device)
-    table = angles.cosines[:t].contiguous(), angles.sines[:t].contiguous()
-    return fused.attention(x, keys, norm.norm, mha.in_proj_weight, mha.out_proj, table, mha.num_heads, mha.scale, p,
-                           dtype)
+    places = mha.linear_pos(positions)
+    if type(places) is not Tensor or places.shape != (1, 2 * t - 1, x.shape[-1]) or places.device != x.device:
+        return None
+    return fused.relative_attention(x, keys, norm, mha.in_proj_weight, mha.pos_bias_u, mha.pos_bias_v, places[0],
+                                    mha.out_proj, mha.num_heads, mha.scale, p, dtype)
 
 
 def _convolution(module: nn.Module, x: Tensor, mask: Tensor | None, chunks: Any, dtype: torch.dtype | None) -> Tensor:

@@ -213,26 +213,39 @@ class _Convolution(torch.autograd.Function):
 
 
 class _Attention(torch.autograd.Function):
-    """x + linear(softmax(turned queries by turned keys), dropped, by values), of norm(x): attention to itself."""
+    """x + linear(softmax(queries by keys), dropped, by values), of norm(x): attention to itself.
+
+    Either ``table`` turns queries and keys, or ``positions`` [2 T - 1, D] are what queries are compared with beside
+    keys, by their distance, with a bias of their own each: ``near`` and ``far``.
+    """
 
     @staticmethod
     @without_autocast
-    def forward(ctx: Any, x: Tensor, skip: Tensor | None, gain: Tensor, shift: Tensor, w1: Tensor, w2: Tensor,
-                b2: Tensor, table: tuple[Tensor, Tensor], heads: int, scale: float, eps: float, p: float,
+    def forward(ctx: Any, x: Tensor, skip: Tensor | None, gain: Tensor, shift: Tensor, w1: Tensor, near: Tensor | None,
+                far: Tensor | None, positions: Tensor | None, w2: Tensor, b2: Tensor,
+                table: tuple[Tensor, Tensor] | None, heads: int, scale: float, eps: float, p: float,
                 dtype: torch.dtype) -> Tensor:
         x, (b, t, columns) = x.contiguous(), x.shape
         rows, size = _Rows(b * t, dtype), columns // heads
         normed, mean, rstd = rows.normalise(x, (gain, shift, eps))
         w1, w2 = _weights(dtype, w1, w2)
         query, key, value = (rows.empty(columns).view(b * heads, t, size) for _ in range(3))
-        rows("heads_forward", size, normed @ w1.t(), *table, scale, query, key, value, heads, t)
+        away, places, distances = None, None, None
+        if positions is None:
+            rows("heads_forward", size, normed @ w1.t(), *table, scale, query, key, value, heads, t)
+        else:
+            away = rows.empty(columns).view(heads, b * t, size)
+            rows("relative_forward", size, normed @ w1.t(), near, far, scale, query, away, key, value, heads, t)
+            places = positions.to(dtype).view(-1, heads, size).permute(1, 2, 0).contiguous()
+            distances = away @ places
         weights, pairs = query @ key.transpose(1, 2), _Rows(b * heads * t, dtype)
         dropped, drop = torch.empty_like(weights), _Drop(weights.numel(), p)
-        pairs("softmax_forward", t, weights, skip, drop.pointer, dropped, heads * t)
+        pairs("softmax_forward", t, weights, distances, skip, drop.pointer, dropped, heads)
         heard = (dropped @ value).view(b, heads, t, size).transpose(1, 2).reshape(-1, columns)
         out = torch.empty_like(x)
         rows("add_forward", columns, x, heard @ w2.t(), b2, 1.0, None, _NOTHING.pointer, out)
-        ctx.save_for_backward(x, gain, shift, mean, rstd, normed, w1, query, key, value, weights, heard, w2)
+        ctx.save_for_backward(x, gain, shift, mean, rstd, normed, w1, query, away, places, key, value, weights, heard,
+                              w2)
         ctx.rows, ctx.pairs, ctx.drop, ctx.scale, ctx.heads, ctx.table = rows, pairs, drop, scale, heads, table
         return out
 
@@ -240,21 +253,28 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     @without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, gain, shift, mean, rstd, normed, w1, query, key, value, weights, heard, w2 = ctx.saved_tensors
+        x, gain, shift, mean, rstd, normed, w1, query, away, places, key, value, weights, heard, w2 = ctx.saved_tensors
         rows, heads, grad, (b, t, columns) = ctx.rows, ctx.heads, grad.contiguous(), x.shape
         size = columns // heads
         of_added, of_b2 = rows.empty(columns), rows.sums(columns)
         rows("add_backward", columns, grad, 1.0, None, _NOTHING.pointer, of_added, of_b2)
         of_heard = (of_added @ w2).view(b, t, heads, size).transpose(1, 2).reshape(-1, t, size)
         of_scores, dropped = of_heard @ value.transpose(1, 2), torch.empty_like(weights)
-        ctx.pairs("softmax_backward", t, of_scores, weights, ctx.drop.pointer, dropped)
+        of_distances = None if away is None else away.new_empty(heads, b * t, 2 * t - 1)
+        ctx.pairs("softmax_backward", t, of_scores, weights, ctx.drop.pointer, dropped, of_distances, heads)
         of_query, of_key = of_scores @ key, of_scores.transpose(1, 2) @ query
-        of_value = dropped.transpose(1, 2) @ of_heard
-        of_all = rows.empty(3 * columns)
-        rows("heads_backward", size, of_query, of_key, of_value, *ctx.table, ctx.scale, of_all, heads, t)
+        of_value, of_all = dropped.transpose(1, 2) @ of_heard, rows.empty(3 * columns)
+        of_relative: tuple[Tensor | None, ...] = None, None, None
+        if of_distances is None:
+            rows("heads_backward", size, of_query, of_key, of_value, *ctx.table, ctx.scale, of_all, heads, t)
+        else:
+            of_away, of_biases = of_distances @ places.transpose(1, 2), rows.sums(2 * columns)
+            rows("relative_backward", size, of_query, of_away, of_key, of_value, ctx.scale, of_all, of_biases, heads, t)
+            of_places = away.transpose(1, 2) @ of_distances
+            of_relative = (of_biases[0, :columns], of_biases[0, columns:], of_places.permute(2, 0, 1).flatten(1))
         of_x, of_gain, of_shift = rows.unnormalise(of_all @ w1, x, gain, shift, mean, rstd, grad)
-        return (of_x, None, of_gain, of_shift, _of_weight(of_all, normed, ctx.needs_input_grad[4]),
-                _of_weight(of_added, heard, ctx.needs_input_grad[5]), of_b2[0], *[None] * 6)
+        return (of_x, None, of_gain, of_shift, _of_weight(of_all, normed, ctx.needs_input_grad[4]), *of_relative,
+                _of_weight(of_added, heard, ctx.needs_input_grad[8]), of_b2[0], *[None] * 6)
 
 
 class _Norm(torch.autograd.Function):
@@ -280,14 +300,22 @@ class _Norm(torch.autograd.Function):
         return of_x.view(grad.shape), *(sums.view(saved[1].shape) for sums in of_norm), *[None] * 4
 
 
-def attention(x: Tensor, skip: Tensor | None, before: nn.LayerNorm, w1: Tensor, second: nn.Linear,
-              table: tuple[Tensor, Tensor], heads: int, scale: float, p: float, dtype: torch.dtype) -> Tensor:
+def rotary_attention(x: Tensor, skip: Tensor | None, before: nn.LayerNorm, w1: Tensor, second: nn.Linear,
+                     table: tuple[Tensor, Tensor], heads: int, scale: float, p: float, dtype: torch.dtype) -> Tensor:
     """x plus what attention to itself makes of it; ``skip`` [B, T] is True where nothing is to be attended to.
 
     table: cosines and sines [T, size] in fp32 as SpeechBrain lays them out
     """
-    return _Attention.apply(x, _bytes(skip), before.weight, before.bias, w1, second.weight, second.bias, table, heads,
-                            scale, before.eps, p, dtype)
+    return _Attention.apply(x, _bytes(skip), before.weight, before.bias, w1, None, None, None, second.weight,
+                            second.bias, table, heads, scale, before.eps, p, dtype)
+
+
+def relative_attention(x: Tensor, skip: Tensor | None, before: nn.LayerNorm, w1: Tensor, near: Tensor, far: Tensor,
+                       positions: Tensor, second: nn.Linear, heads: int, scale: float, p: float, dtype: torch.dtype,
+                       ) -> Tensor:
+    """The same with positions [2 T - 1, D] as they come out of their layer, and the biases of SpeechBrain's queries."""
+    return _Attention.apply(x, _bytes(skip), before.weight, before.bias, w1, near.flatten(), far.flatten(),
+                            positions, second.weight, second.bias, None, heads, scale, before.eps, p, dtype)
 
 
 def _bytes(skip: Tensor | None) -> Tensor | None:

@@ -123,10 +123,75 @@ API void OUT(heads_backward)(const T *restrict query, const T *restrict key, con
     }
 }
 
-/* Rows of scores become their softmax in place, and out that with dropout. Each group of so many rows has a row of
-   skip: columns where that is 1 weigh nothing, or all the same where it is 1 throughout. */
-API void OUT(softmax_forward)(T *restrict scores, const uint8_t *restrict skip, const Dropout *from, T *restrict out,
-                              int64_t group, int64_t rows, int64_t columns, int threads) {
+/* As heads_forward for relative positions: nothing is turned; queries come with either bias [heads, size], and those
+   with the second, which distances are compared with, as [heads, utterances, frames, size]. */
+API void OUT(relative_forward)(const T *restrict x, const float *restrict near, const float *restrict far, float scale,
+                               T *restrict query, T *restrict away, T *restrict key, T *restrict value, int64_t heads,
+                               int64_t frames, int64_t rows, int64_t size, int threads) {
+#pragma omp parallel num_threads(threads)
+    {
+        int64_t first, end;
+        share(rows, &first, &end);
+        for (int64_t i = first; i < end; i++)
+            for (int64_t h = 0; h < heads; h++) {
+                const T *restrict q = x + (i * heads + h) * 3 * size;
+                const float *restrict u = near + h * size, *restrict v = far + h * size;
+                const int64_t at = ((i / frames * heads + h) * frames + i % frames) * size;
+                const int64_t apart = (h * rows + i) * size;
+#pragma omp simd
+                for (int64_t j = 0; j < size; j++) {
+                    query[at + j] = STORE((LOAD(q[j]) + u[j]) * scale);
+                    away[apart + j] = STORE((LOAD(q[j]) + v[j]) * scale);
+                }
+                memcpy(key + at, q + size, size * sizeof(T));
+                memcpy(value + at, q + 2 * size, size * sizeof(T));
+            }
+    }
+}
+
+/* Of relative_forward. sums [threads, 2, heads, size] come to hold the gradients of the biases. */
+API void OUT(relative_backward)(const T *restrict query, const T *restrict away, const T *restrict key,
+                                const T *restrict value, float scale, T *restrict to, float *restrict sums,
+                                int64_t heads, int64_t frames, int64_t rows, int64_t size, int threads) {
+#pragma omp parallel num_threads(threads)
+    {
+        int64_t first, end;
+        float *restrict of_near = sums + omp_get_thread_num() * 2 * heads * size;
+        float *restrict of_far = of_near + heads * size;
+        share(rows, &first, &end);
+        for (int64_t i = first; i < end; i++)
+            for (int64_t h = 0; h < heads; h++) {
+                T *restrict q = to + (i * heads + h) * 3 * size;
+                float *restrict u = of_near + h * size, *restrict v = of_far + h * size;
+                const int64_t at = ((i / frames * heads + h) * frames + i % frames) * size;
+                const int64_t apart = (h * rows + i) * size;
+#pragma omp simd
+                for (int64_t j = 0; j < size; j++) {
+                    const float one = LOAD(query[at + j]) * scale, other = LOAD(away[apart + j]) * scale;
+                    u[j] += one;
+                    v[j] += other;
+                    q[j] = STORE(one + other);
+                }
+                memcpy(q + size, key + at, size * sizeof(T));
+                memcpy(q + 2 * size, value + at, size * sizeof(T));
+            }
+    }
+    gather(sums, 2 * heads * size, threads);
+}
+
+/* Where row i of scores [utterances, heads, columns, columns] has its columns among those of all distances [heads,
+   utterances, columns, 2 * columns - 1]: a later frame's lie further to the left. */
+static inline int64_t OUT(shifted)(int64_t i, int64_t heads, int64_t rows, int64_t columns) {
+    const int64_t frame = i % columns, head = i / columns % heads, utterance = i / columns / heads;
+    return (head * (rows / heads) + utterance * columns + frame) * (2 * columns - 1) + columns - 1 - frame;
+}
+
+/* Rows of scores [utterances, heads, columns, columns], to which those of distances are added where given, become their
+   softmax in place, and out that with dropout. Each utterance has a row of skip: columns where that is 1 weigh nothing,
+   or all the same where it is 1 throughout. */
+API void OUT(softmax_forward)(T *restrict scores, const T *restrict distances, const uint8_t *restrict skip,
+                              const Dropout *from, T *restrict out, int64_t heads, int64_t rows, int64_t columns,
+                              int threads) {
     const Dropout drop = *from;
 #pragma omp parallel num_threads(threads)
     {
@@ -136,13 +201,18 @@ API void OUT(softmax_forward)(T *restrict scores, const uint8_t *restrict skip, 
         for (int64_t i = first; i < end; i++) {
             const int64_t at = i * columns;
             float most = -1e30f, sum = 0;
-            if (skip) {
-                const uint8_t *restrict without = skip + i / group * columns;
+            if (distances) {
+                const T *restrict add = distances + OUT(shifted)(i, heads, rows, columns);
 #pragma omp simd
-                for (int64_t j = 0; j < columns; j++) row[j] = without[j] ? -1e30f : LOAD(scores[at + j]);
+                for (int64_t j = 0; j < columns; j++) row[j] = LOAD(scores[at + j]) + LOAD(add[j]);
             } else {
 #pragma omp simd
                 for (int64_t j = 0; j < columns; j++) row[j] = LOAD(scores[at + j]);
+            }
+            if (skip) {
+                const uint8_t *restrict without = skip + i / columns / heads * columns;
+#pragma omp simd
+                for (int64_t j = 0; j < columns; j++) row[j] = without[j] ? -1e30f : row[j];
             }
 #pragma omp simd reduction(max : most)
             for (int64_t j = 0; j < columns; j++) most = row[j] > most ? row[j] : most;
@@ -168,9 +238,10 @@ API void OUT(softmax_forward)(T *restrict scores, const uint8_t *restrict skip, 
     }
 }
 
-/* Of softmax_forward, in the place of grad; out is what that gave. */
+/* Of softmax_forward, in the place of grad and, where given, in distances, whose other columns become 0; out is what
+   that gave. */
 API void OUT(softmax_backward)(T *restrict grad, const T *restrict weights, const Dropout *from, T *restrict out,
-                               int64_t rows, int64_t columns, int threads) {
+                               T *restrict distances, int64_t heads, int64_t rows, int64_t columns, int threads) {
     const Dropout drop = *from;
 #pragma omp parallel num_threads(threads)
     {
@@ -190,6 +261,13 @@ API void OUT(softmax_backward)(T *restrict grad, const T *restrict weights, cons
             }
 #pragma omp simd
             for (int64_t j = 0; j < columns; j++) grad[at + j] = STORE(row[j] * (down[j] - along));
+            if (distances) {
+                const int64_t frame = i % columns;
+                T *restrict to = distances + OUT(shifted)(i, heads, rows, columns);
+                memset(to - (columns - 1 - frame), 0, (columns - 1 - frame) * sizeof(T));
+                memcpy(to, grad + at, columns * sizeof(T));
+                memset(to + columns, 0, frame * sizeof(T));
+            }
         }
     }
 }

@@ -54,8 +54,10 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "depthwise_backward": [*[c_void_p] * 5, c_int, c_int64],
     "heads_forward": [*[c_void_p] * 3, c_float, *[c_void_p] * 3, c_int64, c_int64],
     "heads_backward": [*[c_void_p] * 5, c_float, c_void_p, c_int64, c_int64],
-    "softmax_forward": [c_void_p, c_void_p, _DROP, c_void_p, c_int64],
-    "softmax_backward": [c_void_p, c_void_p, _DROP, c_void_p],
+    "relative_forward": [*[c_void_p] * 3, c_float, *[c_void_p] * 4, c_int64, c_int64],
+    "relative_backward": [*[c_void_p] * 4, c_float, c_void_p, c_void_p, c_int64, c_int64],
+    "softmax_forward": [*[c_void_p] * 3, _DROP, c_void_p, c_int64],
+    "softmax_backward": [*[c_void_p] * 2, _DROP, c_void_p, c_void_p, c_int64],
 }
 _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
