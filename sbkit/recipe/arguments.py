@@ -57,7 +57,7 @@ def import_beside(recipe: Path) -> None:
 
 def _raise(message: str) -> None:
     message = message.replace("the following arguments are required: param_file", "no recipe given")
-    raise SbkitError(message, hint="usage: torchrun train.py hparams/ctc.yaml [--key value ...]")
+    raise SbkitError(message, hint="name it first: hparams/ctc.yaml [--key value ...]; --help says more")
 
 
 def locate(name: str) -> Path:

@@ -140,8 +140,7 @@ def check_choices(target: Any, named: Mapping[Any, Node], node: Node, findings: 
             value = static(named[key])
             problem = None if named[key].spoilt else _problem(target.__name__, key, value, wanted[key])
             if problem:
-                findings.error("wrong-value", node.place_of(key), node.key_of(key), *problem)
-                node.wrong = True
+                findings.error("wrong-value", node.blame(key), node.key_of(key), *problem)
     if not node.wrong:
         _check_clashes(target, named, node, findings)
 
@@ -157,15 +156,15 @@ def _check_clashes(target: type, named: Mapping[Any, Node], node: Node, findings
     for clash in clashes:
         if clash.met(given):
             tell = findings.error if clash.fails else findings.warning
-            tell("wrong-value", node.place_of(clash.key), node.key_of(clash.key), clash.message, clash.suggestion)
-            node.wrong = node.wrong or clash.fails
+            place = node.blame(clash.key) if clash.fails else node.place_of(clash.key)
+            tell("wrong-value", place, node.key_of(clash.key), clash.message, clash.suggestion)
 
 
 def _problem(name: str, key: str, value: Any, wanted: tuple[str, ...] | Range) -> tuple[str, str] | None:
     """Message and suggestion; None where nothing is wrong, or where another check tells of its type."""
     if isinstance(wanted, Range):
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if number and value not in wanted._replace(whole=False):
+        if (number and value not in wanted._replace(whole=False)) or (isinstance(value, str) and value.isalpha()):
             return f"{name} wants {key} to be {wanted}, this is {value!r}", ""
     elif isinstance(value, str) and value not in wanted:
         near = did_you_mean(value, wanted, cutoff=0.5)

@@ -99,7 +99,7 @@ def trace(built: Built, findings: Findings) -> Trace:
         found.tried = True
         with _telling(found, built, findings), torch.no_grad():
             hparams = SimpleNamespace(**built.hparams)
-            if not _front_end_fits(built, hparams, findings):
+            if not _front_end_fits(built, hparams, findings) or not _has_its_decoder(built, findings):
                 return found
             found.recognizer = Recognizer.from_hparams(hparams)
             with stand_ins():
@@ -170,6 +170,19 @@ def _front_end_fits(built: Built, hparams: Any, findings: Findings) -> bool:
             return False
         frontend(feats)
     return True
+
+
+def _has_its_decoder(built: Built, findings: Findings) -> bool:
+    """Whether joint training finds a decoder in the encoder's class, where that is SpeechBrain's."""
+    node = built.nodes[encoder_key(built.hparams)]
+    layers = node.value.get("num_decoder_layers") if isinstance(node.value, dict) else None
+    weight = built.hparams.get("ctc_weight", 1.0)
+    if built.hparams.get("seq_lin") is None or weight >= 1 or layers is None or static(layers) != 0:
+        return True
+    findings.error("forward", built.nodes["ctc_weight"].place, "ctc_weight",
+                   f"it is {weight:g}, so the attention decoder trains, but {node.key}.num_decoder_layers is 0",
+                   "write ctc_weight: 1.0, or give the decoder layers")
+    return False
 
 
 def _stages(model: Recognizer, hparams: Any, encoder: str, device: str) -> Iterator[tuple[str, str, torch.Size]]:

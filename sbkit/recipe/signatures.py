@@ -190,11 +190,12 @@ def _compare(name: str, parameter: inspect.Parameter, hints: Mapping[str, Any], 
         wanted = "null or a value"
     if wanted is None:
         return
-    place = node.place_of(key) if isinstance(key, str) else value.place
     message = f"{name} wants {parameter.name} to be {wanted}, this is {_shown(given)}"
     if isinstance(given, (int, float)) and fits(hint, Node(str(given), value.place, value.key, quoted=True)):
+        place = node.place_of(key) if isinstance(key, str) else value.place
         findings.warning("wrong-type", place, node.key_of(key), message, f'write "{given}"')
         return
+    place = node.blame(key) if isinstance(key, str) else value.place
     findings.error("wrong-type", place, node.key_of(key), message, _mend(given, hint, value))
     node.wrong = True
 

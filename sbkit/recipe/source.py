@@ -79,6 +79,19 @@ class Node:
             return f"{self.key}[{key}]"
         return f"{self.key}.{key}" if self.key else str(key)
 
+    def blame(self, key: Any) -> Place:
+        """Mark what is wrong with one of its keys; where its value was given: there, or on the command line.
+
+        One value of the command line serves many keys and is told once.
+        """
+        self.wrong = True
+        child = self.value.get(key) if isinstance(self.value, dict) else None
+        source = None if child is None else child.source
+        if source is None or source.place.line:
+            return self.place_of(key)
+        source.wrong = True
+        return source.place
+
     @property
     def spoilt(self) -> bool:
         """Whether a mistake is reported already, here or where its value comes from: it can't be built."""

@@ -48,7 +48,10 @@ def check_sizes(built: Built, traced: Trace, findings: Findings) -> None:
 def check_corpus(built: Built, findings: Findings) -> None:
     """A corpus that was named on the command line is there; one that a recipe names may be on another machine."""
     corpus, node = built.hparams.get("corpus"), built.nodes.get("corpus")
-    if not hasattr(corpus, "check_there") or not isinstance(node.value, dict) or "source" not in node.value:
+    if not hasattr(corpus, "check_there") or not isinstance(node.value, dict):
+        return
+    _check_longest(built, findings)
+    if "source" not in node.value:
         return
     given = node.value["source"].source or node.value["source"]
     if given.place.line:
@@ -57,6 +60,21 @@ def check_corpus(built: Built, findings: Findings) -> None:
         corpus.check_there()
     except SbkitError as error:
         findings.error("no-corpus", given.place, f"--{given.key}", error.message, error.hint or "")
+
+
+def _check_longest(built: Built, findings: Findings) -> None:
+    """What the corpus lets in fits into a batch."""
+    longest = getattr(built.hparams["corpus"], "max_duration", None)
+    most = getattr(built.hparams.get("batching"), "max_batch_seconds", None)
+    if longest is None or most is None:
+        return
+    stretch = getattr(built.hparams.get("augment"), "stretch", 1.0)
+    if longest * stretch > most:
+        node = built.nodes["corpus"]
+        slowed = f", {longest * stretch:g} s when they are slowed down" if stretch > 1 else ""
+        findings.warning("batch", node.place_of("max_duration"), node.key_of("max_duration"),
+                         f"utterances of {longest:g} s are let in{slowed}, and a batch holds {most:g} s: training "
+                         "would end at one that doesn't fit", "lower it, or raise max_batch_seconds")
 
 
 def _check_special(built: Built, size: int, findings: Findings) -> None:
