@@ -30,10 +30,7 @@ class Outcome(NamedTuple):
 
 def outcomes(fn, *args, world: int = 2, timeout: float = 120) -> list[Outcome]:
     """Each rank's end; ``fn(*args)`` is a function at the top of its module."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    pipes, processes = [], []
+    port, pipes, processes = _free_port(), [], []
     for rank in range(world):
         ours, theirs = _CONTEXT.Pipe(duplex=False)
         process = _CONTEXT.Process(target=_run, args=(theirs, rank, world, port, fn, args))
@@ -65,12 +62,22 @@ def results(fn, *args, **kwargs) -> list:
     return [outcome.value for outcome in found]
 
 
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def _place(rank: int, world: int, port: int) -> dict[str, str]:
+    """What torchrun tells each process of a job."""
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+
+
 def _run(pipe, rank, world, port, fn, args) -> None:
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo",
-    )
+    os.environ.update(_place(rank, world, port))
     torch.set_num_threads(1)
+    multiprocessing.set_start_method("fork", force=True)  # of its own children, as in a program that nobody forked
     start = time.monotonic()
     value = error = None
     try:
@@ -101,16 +108,30 @@ class Ended(NamedTuple):
 
 def program(fn, *args: str, timeout: float = 120, **environment: str) -> Ended:
     """``fn(*args)`` as a program whose imports are done already; what it started may outlive it, as after a kill."""
+    (ended,) = programs(1, fn, *args, timeout=timeout, **environment)
+    return ended
+
+
+def programs(world: int, fn, *args: str, timeout: float = 120, **environment: str) -> list[Ended]:
+    """The same in several processes at once that are ranks of one job."""
     with tempfile.TemporaryDirectory() as folder:
-        out, err = Path(folder, "out"), Path(folder, "err")
-        process = _CONTEXT.Process(target=_program, args=(str(out), str(err), environment, fn, args))
-        process.start()
-        process.join(timeout)
-        if process.exitcode is None:
-            process.kill()
-            process.join()
-            raise AssertionError(f"{fn.__name__}{args} hangs:\n{err.read_text()}")
-        return Ended(process.exitcode, out.read_text(), err.read_text())
+        streams = [(Path(folder, f"out{rank}"), Path(folder, f"err{rank}")) for rank in range(world)]
+        port, processes = _free_port(), []
+        for rank, (out, err) in enumerate(streams):
+            job = _place(rank, world, port) if world > 1 else {}
+            processes.append(_CONTEXT.Process(target=_program, args=(str(out), str(err), job | environment, fn, args)))
+            processes[-1].start()
+        until = time.monotonic() + timeout
+        for process in processes:
+            process.join(max(0.0, until - time.monotonic()))
+        hanging = [rank for rank, process in enumerate(processes) if process.exitcode is None]
+        for rank in hanging:
+            processes[rank].kill()
+            processes[rank].join()
+        if hanging:
+            raise AssertionError(f"{fn.__name__}{args} hangs:\n{streams[hanging[0]][1].read_text()}")
+        return [Ended(process.exitcode, out.read_text(), err.read_text())
+                for process, (out, err) in zip(processes, streams, strict=True)]
 
 
 def _program(out, err, environment, fn, args) -> None:
@@ -119,4 +140,5 @@ def _program(out, err, environment, fn, args) -> None:
         os.dup2(handle, stream.fileno())
         os.close(handle)
     os.environ.update(environment)
+    multiprocessing.set_start_method("fork", force=True)  # of its own children, as in a program that nobody forked
     fn(*args)

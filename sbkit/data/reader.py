@@ -6,10 +6,11 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -157,14 +158,18 @@ def starting_workers() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def _end_with(run: Any) -> None:
+    run.join()
+    os._exit(0)
+
+
 def quiet_worker(worker: int) -> None:
     """Ctrl-C and SIGTERM reach whole process groups; the run decides when its workers end, and tells them.
 
-    A worker whose run is gone notices within seconds and ends.
+    A worker whose run is gone ends, however it was started and however early that was: torch's own watch is over the
+    process that is its parent by then.
     """
-    run = multiprocessing.parent_process()
-    if multiprocessing.get_start_method() != "forkserver" and os.getppid() != run.pid:
-        os._exit(0)  # the run was killed while this started, which torch's own watch over it would never see
+    threading.Thread(target=_end_with, args=(multiprocessing.parent_process(),), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # SLURM's warning, meant for the run
     # Exit code 0: torch raises an error in the run, wherever it is, when a worker is killed.

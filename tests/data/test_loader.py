@@ -361,11 +361,12 @@ def test_a_plan_of_another_corpus_is_refused(manifest):
 
 
 SCRIPT = """
-import sys, time
+import multiprocessing, sys, time
 import numpy as np
 from sbkit.data.loader import TrainLoader
 from sbkit.data.manifest import Manifest
 from sbkit.data.plan import Batching, Plan
+multiprocessing.set_start_method(sys.argv[2])
 manifest = Manifest.read(sys.argv[1])
 loader = TrainLoader(manifest, None, Plan(manifest.durations, Batching(4)), workers=2)
 epoch = 0
@@ -391,9 +392,9 @@ def alive(pid: int) -> bool:
         return False
 
 
-def run_script(manifest: Manifest, tmp_path: Path) -> tuple[subprocess.Popen, list[int]]:
+def run_script(manifest: Manifest, tmp_path: Path, method: str = "fork") -> tuple[subprocess.Popen, list[int]]:
     manifest.write(tmp_path / "m.csv")
-    process = subprocess.Popen([sys.executable, "-c", SCRIPT, str(tmp_path / "m.csv")],
+    process = subprocess.Popen([sys.executable, "-c", SCRIPT, str(tmp_path / "m.csv"), method],
                                stdout=subprocess.PIPE, text=True, start_new_session=True)
     return process, [int(pid) for pid in process.stdout.readline().split()]
 
@@ -429,8 +430,10 @@ def test_a_worker_that_is_still_starting_does_not_die_of_what_is_meant_for_its_r
 
 
 @pytest.mark.slow
-def test_workers_end_when_their_run_is_killed(manifest, tmp_path):
-    process, workers = run_script(manifest, tmp_path)
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_workers_end_when_their_run_is_killed(manifest, tmp_path, method):
+    process, workers = run_script(manifest, tmp_path, method)
+    assert len(workers) == 2 and all(map(alive, workers))
     process.kill()
     process.wait()
     deadline = time.monotonic() + 20

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import resume_run
-from processes import Ended, program
+from processes import Ended, programs
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,14 +51,14 @@ def train(folder, place="", processes=1, python=False, **environment):
     """Train to the end or to the place where it is killed; (exit code, what it printed, its log).
 
     Most runs save the seconds of their imports. ``python`` has a Python of its own begin and end around them, whose
-    hashes of texts are others too.
+    hashes of texts are others too. Of several processes it's the first one's end, and everyone's log.
     """
     arguments = [str(folder), *([place] if place else [])]
-    if processes == 1 and not python:
-        done = program(resume_run.main, *arguments, **environment)
+    if not python:
+        ends = programs(processes, resume_run.main, *arguments, **environment)
+        done = ends[0]._replace(stderr="\n".join(end.stderr for end in ends))
     else:
-        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-        command = [sys.executable, *(launch if processes > 1 else []), resume_run.__file__, *arguments]
+        command = [sys.executable, resume_run.__file__, *arguments]
         env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:  # pipes wait for orphans
             code = subprocess.run(command, stdout=out, stderr=err, timeout=300, env=env).returncode
