@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,12 @@ class Kept:
             before, now = (_values(load.read_plain(folder / RECIPE)) for folder in (self.aside, self.folder))
         except SbkitError:  # not kept, or not the run's
             return []
-        changed = {key: (before.get(key, "nothing"), now.get(key, "nothing")) for key in {**before, **now}
-                   if before.get(key) != now.get(key)}
-        named = {change for key, change in changed.items() if "." not in key}  # others only refer to these
-        return [f"{key} {one} -> {other}" for key, (one, other) in changed.items()
-                if "." not in key or (one, other) not in named]
+        changed: dict[tuple[str, str], list[str]] = {}
+        for key in before | now:
+            change = before.get(key, "nothing"), now.get(key, "nothing")
+            if change[0] != change[1]:
+                changed.setdefault(change, []).append(key)
+        return [f"{', '.join(keys)}: {one} -> {other}" for (one, other), keys in changed.items()]
 
     def __enter__(self) -> Kept:
         if self._here:
@@ -70,13 +72,22 @@ class Kept:
         self.begins()
 
 
-def _values(tree: Any, key: str = "") -> dict[str, str]:
-    """Each value of a recipe by its dotted key."""
-    if not isinstance(tree, (dict, list)):
-        return {key: "null" if tree is None else str(getattr(tree, "value", tree))}
+def _values(recipe: dict[str, Any]) -> dict[str, str]:
+    """Each tag and each value of a recipe by its dotted key; what many refer to by the shortest one alone."""
     found: dict[str, str] = {}
-    for at, part in tree.items() if isinstance(tree, dict) else enumerate(tree):
-        found |= _values(part, f"{key}.{at}" if key else str(at))
+    waiting, seen = deque(load.flatten(recipe).items()), set()
+    while waiting:
+        key, part = waiting.popleft()
+        tag = getattr(getattr(part, "tag", None), "value", None) or ""
+        if not isinstance(part, (dict, list)):
+            value = "null" if part is None else str(getattr(part, "value", part))
+            found[key] = f"{tag} {value}".strip()
+        elif id(part) not in seen:
+            seen.add(id(part))
+            if tag:
+                found[key] = str(tag)
+            inside = part.items() if isinstance(part, dict) else enumerate(part)
+            waiting.extend((f"{key}.{at}", one) for at, one in inside)
     return found
 
 

@@ -198,11 +198,9 @@ def _fit_and_test(hparams: dict[str, Any], request: Any, device: Any, manifests:
 
 def _from_here_on(kept: Any, epochs: Iterable[int], resumed: bool) -> Iterator[int]:
     """The first epoch is asked for once the newest checkpoint was found to fit."""
-    from sbkit.recipe.report import listed
-
     changes = kept.changes()
     if resumed and changes:
-        logger.warning("This run goes on with other values than it had: %s", listed(changes))
+        logger.warning("This run goes on with other values than it had: %s", "; ".join(changes))
     kept.begins()
     yield from epochs
 

@@ -2,6 +2,7 @@
 
 import signal
 import sys
+from collections import Counter
 
 import pytest
 
@@ -11,8 +12,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 @pytest.hookimpl(tryfirst=True, hookwrapper=True)
-def pytest_collection_modifyitems():
-    """hypothesis asks each module for its file; SpeechBrain's redirections then import k2 and others."""
+def pytest_collection_modifyitems(items):
+    """Files with slow tests first, so that at the end no process waits for another.
+
+    hypothesis asks each module for its file; SpeechBrain's redirections then import k2 and others.
+    """
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -slow[item.path])
     lazy = [name for name, module in sys.modules.items() if "LazyModule" in map(_name, type(module).__mro__)]
     for name in lazy:
         del sys.modules[name]

@@ -1,8 +1,12 @@
 """What a start writes over is put back by an error, until the run begins."""
 
+from pathlib import Path
+
 import pytest
+from hyperpyyaml import resolve_references
 
 from sbkit.kept import Kept
+from sbkit.recipe import load
 
 
 @pytest.fixture
@@ -70,19 +74,47 @@ def test_a_folder_that_cannot_be_written_is_the_starts_own_error(folder, monkeyp
         raise ValueError("the start's own")
 
 
-def test_the_values_that_changed_are_known_until_the_run_begins(folder):
-    (folder / "hyperparams.yaml").write_text("lr: 0.001\nd: &d 3\nold: 1\nopt: !name:torch.optim.Adam\n  lr: 0.001\n"
-                                             "sizes: [1, 2]\nbetas: !tuple (1, 2)\n")
+def changes(folder, before, now):
+    (folder / "hyperparams.yaml").write_text(before)
     with Kept(folder) as kept:
         assert kept.changes() == []
-        (folder / "hyperparams.yaml").write_text("lr: 0.5\nd: 3\nnew: null\nopt: !name:torch.optim.Adam\n  lr: 0.5\n"
-                                                 "sizes: [1, 3]\nbetas: !tuple (1, 2)\n")
-        assert kept.changes() == ["lr 0.001 -> 0.5", "old 1 -> nothing", "sizes.1 2 -> 3", "new nothing -> null"]
+        (folder / "hyperparams.yaml").write_text(now)
+        found = kept.changes()
         kept.begins()
         assert kept.changes() == []
+    return found
+
+
+def test_the_values_that_changed_are_known_until_the_run_begins(folder):
+    before = "lr: 0.001\nd: 3\nold: 1\nopt: !name:torch.optim.Adam\n  lr: 0.001\nsizes: [1, 2]\nbetas: !tuple (1, 2)\n"
+    now = "lr: 0.5\nd: 3\nnew: null\nopt: !name:torch.optim.Adam\n  lr: 0.5\nsizes: [1, 3]\nbetas: !tuple (1, 2)\n"
+    assert changes(folder, before, now) == [
+        "lr, opt.lr: 0.001 -> 0.5", "old: 1 -> nothing", "sizes.1: 2 -> 3", "new: nothing -> null"]
+
+
+def test_another_class_is_a_change(folder):
+    before = "brain: !name:mine.Brain\nopt: !name:torch.optim.Adam\n  lr: 1\n"
+    assert changes(folder, before, before.replace("mine", "yours").replace("Adam", "AdamW")) == [
+        "brain: !name:mine.Brain -> !name:yours.Brain", "opt: !name:torch.optim.Adam -> !name:torch.optim.AdamW"]
+
+
+def test_what_many_refer_to_and_what_a_recipe_rests_on_is_told_once(folder, tmp_path):
+    """Written as a run writes it."""
+    told = []
+    root = Path(__file__).parents[1]
+    for recipe in (root / "hparams" / "ctc.yaml", root / "recipes/CommonVoice/ASR/CTC/hparams/fr.yaml"):
+        texts = []
+        for given in ({"data_folder": "here"}, {"data_folder": "here", "number_of_epochs": 21, "n_mels": 40}):
+            with open(recipe) as stream:
+                texts.append(resolve_references(stream, load.place(given, load.chain(recipe))).read())
+        told.append(changes(folder, *texts))
+    for found in told:
+        (epochs,) = [line for line in found if line.startswith("number_of_epochs")]
+        assert epochs.endswith("-> 21") and "recipe" not in str(found)
+        (mels,) = [line for line in found if line.startswith("n_mels, ")]
+        (width,) = [line for line in found if line not in (epochs, mels)]
+        assert mels.endswith(": 80 -> 40") and width == "Transformer.input_size: 640 -> 320"
 
 
 def test_a_recipe_that_cannot_be_read_has_no_changes(folder):
-    with Kept(folder) as kept:
-        (folder / "hyperparams.yaml").write_text("{")
-        assert kept.changes() == []
+    assert changes(folder, "lr: 1", "{") == []

@@ -166,10 +166,13 @@ def _end_with(run: Any) -> None:
 def quiet_worker(worker: int) -> None:
     """Ctrl-C and SIGTERM reach whole process groups; the run decides when its workers end, and tells them.
 
-    A worker whose run is gone ends, however it was started and however early that was: torch's own watch is over the
-    process that is its parent by then.
+    A worker whose run is gone ends, however it was started: torch's own watch is over the process that is its parent
+    by now, which need not be the run.
     """
-    threading.Thread(target=_end_with, args=(multiprocessing.parent_process(),), daemon=True).start()
+    run = multiprocessing.parent_process()
+    if multiprocessing.get_start_method() != "forkserver" and os.getppid() != run.pid:
+        os._exit(0)  # the run was killed while this started; what it forked besides may keep the thread from seeing it
+    threading.Thread(target=_end_with, args=(run,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # SLURM's warning, meant for the run
     # Exit code 0: torch raises an error in the run, wherever it is, when a worker is killed.

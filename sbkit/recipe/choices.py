@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from sbkit.recipe.report import did_you_mean, listed
 from sbkit.recipe.source import UNKNOWN, Findings, Node
-from sbkit.recipe.values import static
+from sbkit.recipe.values import looks_like_number, static
 
 
 class Range(NamedTuple):
@@ -68,7 +68,7 @@ class Clash(NamedTuple):
     """False where it runs, or only the decoder fails."""
 
 
-#: By the name of a class in SpeechBrain, as above; ``tests/recipe/test_choices.py`` tries every combination.
+#: By the name of a class, as above; ``tests/recipe/test_choices.py`` tries every combination.
 CLASHES: dict[str, tuple[Clash, ...]] = {
     "TransformerInterface": (
         Clash(lambda a: (a["encoder_module"], a["attention_type"]) == ("branchformer", "RoPEMHA"), "attention_type",
@@ -102,10 +102,11 @@ CLASHES: dict[str, tuple[Clash, ...]] = {
               "write fixed_abs_sine, which changes nothing in the encoder, or num_decoder_layers: 0", fails=False),
     ),
     "Fbank": (
-        Clash(lambda a: _longer(a["win_length"], a["sample_rate"], a["n_fft"]), "win_length",
+        Clash(lambda a: _numbers(a["win_length"], a["sample_rate"], a["n_fft"])
+              and round(a["win_length"] * a["sample_rate"] / 1000) > a["n_fft"], "win_length",
               "a window has more samples than n_fft; win_length and hop_length are in milliseconds, n_fft in samples",
               "write win_length: 25 and hop_length: 10, or a larger n_fft"),
-        Clash(lambda a: _longer(a["hop_length"], 1000, a["win_length"]), "hop_length",
+        Clash(lambda a: _numbers(a["hop_length"], a["win_length"]) and a["hop_length"] > a["win_length"], "hop_length",
               "windows are further apart than they are long, so that audio between them isn't heard; both are in "
               "milliseconds", "write hop_length: 10", fails=False),
     ),
@@ -116,9 +117,8 @@ def _indivisible(size: Any, parts: Any) -> bool:
     return isinstance(size, int) and isinstance(parts, int) and parts > 0 and size % parts != 0
 
 
-def _longer(milliseconds: Any, rate: Any, most: Any) -> bool:
-    numbers = all(isinstance(number, (int, float)) for number in (milliseconds, rate, most))
-    return numbers and round(milliseconds * rate / 1000) > most
+def _numbers(*values: Any) -> bool:
+    return all(isinstance(value, (int, float)) and math.isfinite(value) for value in values)
 
 
 def _even(number: Any) -> bool:
@@ -136,7 +136,7 @@ def check_choices(target: Any, named: Mapping[Any, Node], node: Node, findings: 
         return  # a class of one's own may know more
     for base in target.__mro__:
         wanted = ARGUMENTS.get(base.__name__, {}) if base.__module__.startswith(_LIBRARIES) else {}
-        for key in wanted.keys() & named.keys():
+        for key in filter(named.__contains__, wanted):
             value = static(named[key])
             problem = None if named[key].spoilt else _problem(target.__name__, key, value, wanted[key])
             if problem:
@@ -164,7 +164,8 @@ def _problem(name: str, key: str, value: Any, wanted: tuple[str, ...] | Range) -
     """Message and suggestion; None where nothing is wrong, or where another check tells of its type."""
     if isinstance(wanted, Range):
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if (number and value not in wanted._replace(whole=False)) or (isinstance(value, str) and value.isalpha()):
+        text = isinstance(value, str) and looks_like_number(value) is None
+        if text or (number and value not in wanted._replace(whole=False)):
             return f"{name} wants {key} to be {wanted}, this is {value!r}", ""
     elif isinstance(value, str) and value not in wanted:
         near = did_you_mean(value, wanted, cutoff=0.5)

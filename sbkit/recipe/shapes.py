@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from speechbrain.lobes.models.transformer.Transformer import TransformerInterface
 from speechbrain.nnet import attention
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
@@ -177,7 +178,8 @@ def _has_its_decoder(built: Built, findings: Findings) -> bool:
     node = built.nodes[encoder_key(built.hparams)]
     layers = node.value.get("num_decoder_layers") if isinstance(node.value, dict) else None
     weight = built.hparams.get("ctc_weight", 1.0)
-    if built.hparams.get("seq_lin") is None or weight >= 1 or layers is None or static(layers) != 0:
+    theirs = isinstance(built.hparams[encoder_key(built.hparams)], TransformerInterface)
+    if not theirs or built.hparams.get("seq_lin") is None or weight >= 1 or layers is None or static(layers) != 0:
         return True
     findings.error("forward", built.nodes["ctc_weight"].place, "ctc_weight",
                    f"it is {weight:g}, so the attention decoder trains, but {node.key}.num_decoder_layers is 0",

@@ -197,7 +197,7 @@ def _compare(name: str, parameter: inspect.Parameter, hints: Mapping[str, Any], 
         return
     place = node.blame(key) if isinstance(key, str) else value.place
     findings.error("wrong-type", place, node.key_of(key), message, _mend(given, hint, value))
-    node.wrong = True
+    node.wrong = value.wrong = True
 
 
 def _is_factory(value: Node) -> bool:

@@ -82,15 +82,15 @@ class Node:
     def blame(self, key: Any) -> Place:
         """Mark what is wrong with one of its keys; where its value was given: there, or on the command line.
 
-        One value of the command line serves many keys and is told once.
+        A value that many refer to is told once.
         """
         self.wrong = True
         child = self.value.get(key) if isinstance(self.value, dict) else None
-        source = None if child is None else child.source
-        if source is None or source.place.line:
+        if child is None:
             return self.place_of(key)
-        source.wrong = True
-        return source.place
+        source = child.source or child
+        child.wrong = source.wrong = True
+        return self.place_of(key) if source.place.line else source.place
 
     @property
     def spoilt(self) -> bool:

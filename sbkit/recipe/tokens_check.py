@@ -46,7 +46,10 @@ def check_sizes(built: Built, traced: Trace, findings: Findings) -> None:
 
 
 def check_corpus(built: Built, findings: Findings) -> None:
-    """A corpus that was named on the command line is there; one that a recipe names may be on another machine."""
+    """What a corpus lets in fits into a batch, and one that was named on the command line is there.
+
+    One that a recipe names may be on another machine.
+    """
     corpus, node = built.hparams.get("corpus"), built.nodes.get("corpus")
     if not hasattr(corpus, "check_there") or not isinstance(node.value, dict):
         return
@@ -69,7 +72,7 @@ def _check_longest(built: Built, findings: Findings) -> None:
     if longest is None or most is None:
         return
     stretch = getattr(built.hparams.get("augment"), "stretch", 1.0)
-    if longest * stretch > most:
+    if longest * stretch > most * (1 + 1e-6):
         node = built.nodes["corpus"]
         slowed = f", {longest * stretch:g} s when they are slowed down" if stretch > 1 else ""
         findings.warning("batch", node.place_of("max_duration"), node.key_of("max_duration"),

@@ -51,7 +51,7 @@ def write_report(run: str | Path, *, against: str | Path | None = None, out: str
         missing = data if data.results is None else other
         raise SbkitError(f"{missing.folder} has no scored test set to compare", hint="let the run finish first")
     words = None if other is None else compare(other.results.words, data.results.words)
-    name = NAME if other is None else f"report-against-{other.folder.resolve().name}.html"  # beside the run's own
+    name = NAME if other is None else f"report-against-{other.name.replace('/', '-')}.html"  # beside the run's own
     path = data.folder / name if out is None else Path(out)
     page = _page(data, other, words, title or data.name, utterances, Clips(audio_megabytes))
     try:

@@ -58,6 +58,11 @@ def padding(*lengths):
     return torch.arange(max(lengths)) >= torch.tensor(lengths)[:, None]
 
 
+def positions(x):
+    """As many as there are distances between its frames."""
+    return torch.randn(1, 2 * x.shape[1] - 1, x.shape[2], generator=torch.Generator().manual_seed(2))
+
+
 def outcome(module, x, mask, amp=False, by_kernels=True, recomputed=False):
     """Output outside the padding, and the gradients by name; and which kernels were called."""
     if by_kernels:
@@ -79,8 +84,7 @@ def step(module, x, mask, amp=False, recomputed=False):
         def run(x):
             if isinstance(module, ConvolutionFrontEnd):
                 return module(x)
-            positions = torch.randn(1, 2 * x.shape[1] - 1, x.shape[2], generator=torch.Generator().manual_seed(2))
-            return module(x, src_key_padding_mask=mask, pos_embs=positions)[0]
+            return module(x, src_key_padding_mask=mask, pos_embs=positions(x))[0]
 
         with torch.autocast("cpu", torch.bfloat16, enabled=amp):
             out = checkpoint(run, x, use_reentrant=False) if recomputed else run(x)
@@ -192,19 +196,21 @@ def test_in_bf16_it_is_nearer_to_fp32_than_torch_is(kind):
     assert sum(ours.values()) < sum(theirs.values())
 
 
+@pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("amp", [False, True])
-def test_a_batch_that_is_all_padding_gives_numbers_and_no_gradient(amp):
-    module, x = encoder(), torch.randn(2, 5, 16)
+def test_a_batch_that_is_all_padding_gives_numbers_and_no_gradient(amp, kind):
+    module, x = encoder(attention_type=kind), torch.randn(2, 5, 16)
     mask = torch.tensor([[False] * 5, [True] * 5])
     _, grads, calls = outcome(module, x, mask, amp)
     assert calls and all(grad.isfinite().all() for grad in grads.values())
     assert not grads["x"][1].any()
 
 
+@pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("amp", [False, True])
-def test_what_is_no_number_stays_none(value, amp):
-    module, x = encoder(), torch.randn(2, 5, 16)
+def test_what_is_no_number_stays_none(value, amp, kind):
+    module, x = encoder(attention_type=kind), torch.randn(2, 5, 16)
     x[0, 2, 3] = value
     out, grads, calls = outcome(module, x, None, amp)
     assert calls and out[:5].isnan().any(-1).all(), "each frame attends to the one that is broken"
@@ -212,21 +218,24 @@ def test_what_is_no_number_stays_none(value, amp):
     assert grads["layers.0.norm1.norm.weight"].isnan().all()
 
 
-def test_the_same_seed_gives_the_same_bits():
-    module, x, mask = encoder(), torch.randn(3, 30, 16), padding(30, 4, 22)
+@pytest.mark.parametrize("kind", BOTH)
+def test_the_same_seed_gives_the_same_bits(kind):
+    module, x, mask = encoder(attention_type=kind), torch.randn(3, 30, 16), padding(30, 4, 22)
     one, two = outcome(module, x, mask), outcome(module, x, mask)
     assert torch.equal(one[0], two[0]) and all(torch.equal(one[1][name], two[1][name]) for name in one[1])
 
 
-def test_activation_checkpointing_draws_the_same_masks_again():
-    module, x, mask = encoder(), torch.randn(3, 12, 16), padding(12, 4, 9)
+@pytest.mark.parametrize("kind", BOTH)
+def test_activation_checkpointing_draws_the_same_masks_again(kind):
+    module, x, mask = encoder(attention_type=kind), torch.randn(3, 12, 16), padding(12, 4, 9)
     kept, kept_grads, _ = outcome(module, x, mask)
     again, again_grads, _ = outcome(module, x, mask, recomputed=True)
     assert torch.equal(kept, again) and all(torch.equal(kept_grads[name], again_grads[name]) for name in kept_grads)
 
 
-def test_frozen_parameters_get_no_gradient_and_the_others_theirs():
-    module, x = encoder(), torch.randn(2, 6, 16)
+@pytest.mark.parametrize("kind", BOTH)
+def test_frozen_parameters_get_no_gradient_and_the_others_theirs(kind):
+    module, x = encoder(attention_type=kind), torch.randn(2, 6, 16)
     for name, p in module.named_parameters():
         p.requires_grad_("ffn_module1" not in name)
     assert_same(module, x)
@@ -249,12 +258,12 @@ def test_relative_positions_take_heads_of_an_odd_width():
 @pytest.mark.parametrize("given", [(1, 15, 16), (2, 17, 16), (1, 17, 12), (17, 16), None])
 def test_positions_of_another_shape_are_what_they_are_to_torch(given):
     layer, x, found = encoder(attention_type="RelPosMHAXL").layers[0], torch.randn(2, 9, 16), []
-    positions = None if given is None else torch.randn(given)
+    embeddings = None if given is None else torch.randn(given)
     for load in (library.load, library.unload):
         load()
         torch.manual_seed(7)
         try:
-            found.append(layer(x, pos_embs=positions)[0])
+            found.append(layer(x, pos_embs=embeddings)[0])
         except (RuntimeError, TypeError) as error:
             found.append(type(error))
     ours, theirs = found
@@ -267,10 +276,28 @@ def test_positions_that_are_learnt_and_hooked_get_their_gradient():
     for load in (library.load, library.unload):
         load()
         torch.manual_seed(7)
-        positions = torch.linspace(-2, 2, 17 * 16).view(1, 17, 16).requires_grad_()
-        layer(x, pos_embs=positions)[0].square().sum().backward()
-        found.append(positions.grad)
+        embeddings = torch.linspace(-2, 2, 17 * 16).view(1, 17, 16).requires_grad_()
+        layer(x, pos_embs=embeddings)[0].square().sum().backward()
+        found.append(embeddings.grad)
     assert far(*found) < 5e-5
+
+
+@pytest.mark.parametrize("kind, name, shape", [
+    ("RelPosMHAXL", "pos_bias_u", (8,)), ("RelPosMHAXL", "pos_bias_v", (4, 8)),
+    ("RelPosMHAXL", "in_proj_weight", (40, 16)), ("RoPEMHA", "in_proj_weight", (40, 16))])
+def test_parameters_of_another_shape_are_refused_as_by_torch(kind, name, shape):
+    layer, x = encoder(attention_type=kind).layers[0], torch.randn(2, 9, 16)
+    setattr(layer.mha_layer, name, nn.Parameter(torch.randn(shape)))
+    with pytest.raises(RuntimeError):
+        layer(x, pos_embs=positions(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+def test_positions_of_another_type_are_refused_as_by_torch(dtype):
+    layer, x = encoder(attention_type="RelPosMHAXL").layers[0], torch.randn(2, 9, 16)
+    layer.mha_layer.linear_pos.register_forward_hook(lambda layer, args, out: out.to(dtype))
+    with pytest.raises(RuntimeError):
+        layer(x, pos_embs=positions(x))
 
 
 def test_what_is_no_training_step_goes_by_torch():
@@ -289,7 +316,9 @@ def test_what_is_no_training_step_goes_by_torch():
 
 def change(module, what):
     layer = module.layers[0]
-    if what == "a hook":
+    if what == "a forward of its own":
+        layer.mha_layer.forward = lambda x, *given, **options: (0.5 * x, None)
+    elif what == "a hook":
         layer.ffn_module1[1].ffn[0].register_forward_hook(lambda layer, args, out: 2 * out)
     elif what == "a subclass":
         layer.convolution_module.conv.__class__ = type("Mine", (nn.Conv1d,), {"forward": lambda self, x: 0 * x})
@@ -297,7 +326,7 @@ def change(module, what):
         nn.utils.parametrizations.weight_norm(layer.ffn_module2[1].ffn[3])
 
 
-@pytest.mark.parametrize("what", ["a hook", "a subclass", "a parametrization"])
+@pytest.mark.parametrize("what", ["a hook", "a subclass", "a parametrization", "a forward of its own"])
 def test_a_part_that_a_user_changed_is_run_as_it_is(what):
     module = encoder()
     changed = copy.deepcopy(module)
@@ -308,37 +337,39 @@ def test_a_part_that_a_user_changed_is_run_as_it_is(what):
 
 
 def with_autocast_behind(module, x, mask, amp):
-    """The forward is an island in fp32, or in bf16; the backward isn't."""
+    """The forward is an island in fp32, or in bf16; the backward of the kernels isn't (torch refuses some mixtures)."""
     x = x.clone().requires_grad_()
     torch.manual_seed(7)
     with torch.autocast("cpu", torch.bfloat16):
         with torch.autocast("cpu", torch.bfloat16, enabled=amp):
-            out, _ = module(x, src_key_padding_mask=mask)
-    with torch.autocast("cpu", torch.float16 if amp else torch.bfloat16):
+            out, _ = module(x, src_key_padding_mask=mask, pos_embs=positions(x))
+    with torch.autocast("cpu", torch.float16 if amp else torch.bfloat16, enabled=library.loaded()):
         out.float().square().sum().backward()
     return [out, x.grad, *(p.grad for p in module.parameters())]
 
 
+@pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("amp", [False, True])
-def test_a_backward_under_another_autocast_is_that_of_the_forward(amp):
+def test_a_backward_under_another_autocast_is_that_of_the_forward(amp, kind):
     x, mask, found = torch.randn(3, 9, 16), padding(9, 1, 5), []
     for load in (library.load, library.unload):
         load()
-        found.append(with_autocast_behind(encoder(), x, mask, amp))
+        found.append(with_autocast_behind(encoder(attention_type=kind), x, mask, amp))
     for ours, theirs in zip(*found, strict=True):
         assert far(ours.detach(), theirs.detach()) < (0.1 if amp else 1e-2)
 
 
+@pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("mask", [
     padding(9, 1, 5).long(), padding(9, 1, 5).float(), padding(9, 5)[:1].expand(3, 9), padding(9, 5)[:1],
     padding(8, 1, 5), padding(12, 1, 5)], ids=["whole numbers", "floats", "expanded", "one for all", "short", "long"])
-def test_masks_mean_what_they_mean_to_torch(mask):
-    module, x, found = encoder(), torch.randn(3, 9, 16), []
+def test_masks_mean_what_they_mean_to_torch(mask, kind):
+    module, x, found = encoder(attention_type=kind), torch.randn(3, 9, 16), []
     for load in (library.load, library.unload):
         load()
         torch.manual_seed(7)
         try:
-            found.append(module(x, src_key_padding_mask=mask)[0])
+            found.append(module(x, src_key_padding_mask=mask, pos_embs=positions(x))[0])
         except (RuntimeError, TypeError) as error:
             found.append(type(error))
     ours, theirs = found

@@ -103,6 +103,7 @@ def _attends_as_known(mha: nn.Module, norm: nn.Module, x: Tensor, keys: Tensor |
                 and fused.plain(mha, mha.out_proj, norm, norm.norm) and type(mha.out_proj) is nn.Linear
                 and fused.fits(norm.norm, x.shape[-1:]) and fused.masks(keys, x.shape[:2])
                 and _biased(x.shape[-1], mha.out_proj) and fused.single(mha.in_proj_weight)
+                and mha.in_proj_weight.shape == (3 * x.shape[-1], x.shape[-1])
                 and (not p or dropout.levels(p)))
 
 
@@ -117,10 +118,14 @@ def _to_itself(mha: nn.Module, norm: nn.LayerNorm, x: Tensor, keys: Tensor | Non
         table = angles.cosines[:t].contiguous(), angles.sines[:t].contiguous()
         return fused.rotary_attention(x, keys, norm, mha.in_proj_weight, mha.out_proj, table, mha.num_heads, mha.scale,
                                       p, dtype)
-    if mha.mask_pos_future or not fused.single(mha.pos_bias_u, mha.pos_bias_v) or type(positions) is not Tensor:
+    biases = mha.pos_bias_u, mha.pos_bias_v
+    if not fused.single(*biases) or any(bias.numel() != x.shape[-1] for bias in biases) or mha.mask_pos_future:
+        return None
+    if type(positions) is not Tensor or positions.shape[:-1] != (1, 2 * t - 1):
         return None
     places = mha.linear_pos(positions)
-    if type(places) is not Tensor or places.shape != (1, 2 * t - 1, x.shape[-1]) or places.device != x.device:
+    if type(places) is not Tensor or places.shape[1:] != (2 * t - 1, x.shape[-1]) or places.device != x.device \
+            or places.dtype not in (torch.float32, dtype):
         return None
     return fused.relative_attention(x, keys, norm, mha.in_proj_weight, mha.pos_bias_u, mha.pos_bias_v, places[0],
                                     mha.out_proj, mha.num_heads, mha.scale, p, dtype)

@@ -33,7 +33,8 @@ def precision(x: Tensor) -> torch.dtype | None:
 def plain(*modules: nn.Module) -> bool:
     """Whether a module may be passed over: it has nothing to be called with it."""
     return not torch.nn.modules.module._has_any_global_hook() and not any(
-        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in modules)
+        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks or "forward" in vars(m)
+        for m in modules)
 
 
 def fits(norm: nn.Module, shape: torch.Size) -> bool:
