@@ -101,13 +101,25 @@ def test_front_end_equals_the_original(frames, precision):
 @pytest.mark.parametrize("options", [
     {"padding": "valid"}, {"stride": (2, 1)}, {"kernel_size": (5, 3)}, {"kernel_size": (3, 1)}, {"dilation": (2, 1)},
     {"groups": 2}, {"bias": False}, {"swap": True}, {"padding_mode": "constant"}, {"weight_norm": True},
-    {"padding": "causal"}, {"max_norm": 0.5},
+    {"padding": "causal"}, {"max_norm": 0.5}, {"kernel_size": (1, 1)}, {"kernel_size": (1, 1), "stride": (2, 3)},
+    {"kernel_size": (1, 1), "stride": (3, 2), "groups": 2, "bias": False}, {"kernel_size": (1, 3), "stride": (2, 2)},
 ])
 def test_conv2d_equals_the_original_with_every_option(options):
     torch.manual_seed(0)
     module = Conv2d(**{"out_channels": 6, "kernel_size": (3, 3), "in_channels": 4, **options})
     x = torch.randn(2, 14, 9, 4)
     assert_same(module, lambda m: m(x))
+
+
+def test_kernels_of_one_value_are_convolved_without_a_stride(monkeypatch):
+    """With channels last and a stride the backward of torch's convolution spoils the heap."""
+    module = ConvolutionFrontEnd((8, 10, 20), num_blocks=2, num_layers_per_block=1, out_channels=[6, 4],
+                                 kernel_sizes=[3, 3], strides=[2, 2], residuals=[True, True])
+    accelerate(module)
+    strides, plain = [], torch.nn.functional.conv2d
+    monkeypatch.setattr(torch.nn.functional, "conv2d", lambda *given: (strides.append(given[3]), plain(*given))[1])
+    module(torch.randn(3, 17, 20)).sum().backward()
+    assert strides == [(2, 2), (2, 2)], "of the two larger kernels"
 
 
 @pytest.mark.parametrize("causal", [False, True])
