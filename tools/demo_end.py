@@ -15,6 +15,7 @@ def main(run: Path) -> None:
         print(f"\n{clip.wav}\nreference   {clip.text}\nhypothesis  {model.transcribe(clip.wav).text}")
     print(f"\nWhat it gets wrong, curves and players: {run / 'report.html'}"
           f"\nThe model, for other runtimes too:     {run / 'bundle'}"
+          f"\nTry it: sbkit transcribe {run / 'bundle'} {clip.wav}"
           "\nReal data: torchrun --nproc_per_node=8 train.py recipes/CommonVoice/ASR/CTC/hparams/fr.yaml "
           "--data_folder CV_FOLDER/fr")
 

@@ -57,7 +57,9 @@ def compile_kernels(module: nn.Module) -> None:
     served = fast_conformer.ConformerEncoderLayer, fast_convolution.ConvBlock
     if any(isinstance(layer, served) for layer in module.modules()):
         why_not = library.load()
-        if why_not is not None:
+        if why_not is None:
+            logger.info("layers of this run are trained by sbkit's compiled kernels")
+        else:
             logger.info("this run does without sbkit's compiled kernels, so its steps take about a quarter longer: %s",
                         why_not)
 

@@ -91,6 +91,9 @@ def _refuse_other_references(a: ErrorRates, b: ErrorRates) -> None:
         raise SbkitError(f"a rate by {a.unit} can't be compared with one by {b.unit}")
     ours, theirs = (dict(zip(rates.ids, rates.references, strict=True)) for rates in (a, b))
     alone = [*(name for name in ours if name not in theirs), *(name for name in theirs if name not in ours)]
+    if len(alone) == len(ours) + len(theirs):
+        raise SbkitError(f"the runs have no utterance in common: one scored {len(ours)}, the other {len(theirs)}",
+                         hint="compare runs on the same corpus")
     if alone:
         were = "utterances were" if len(alone) > 1 else "utterance was"
         raise SbkitError(f"{len(alone)} {were} scored in one run only: {some(alone)}",

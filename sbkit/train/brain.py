@@ -270,7 +270,7 @@ class Brain(sb.core.Brain):
             self._steps.reset()
             return
         if not self._first_step_checked:
-            parallel.tell_unreached(self.modules)
+            parallel.tell_unreached(self.modules, vars(self.hparams))
         self._steps.number = self.optimizer_step
         skipped = self._steps.update(optimizers, self.max_grad_norm)
         self._forward_state.put_back(skipped)

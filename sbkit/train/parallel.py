@@ -13,7 +13,7 @@ import functools
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -322,12 +322,24 @@ def unreached(modules: nn.Module) -> list[str]:
     return sorted([*shortened, *(name for name in missing if not name.startswith(covered or ("\0",)))])
 
 
-def tell_unreached(modules: nn.Module) -> None:
-    """After the first backward: name what is trained in vain."""
+def tell_unreached(modules: nn.Module, recipe: Mapping[str, Any]) -> None:
+    """After the first backward: name what is trained in vain, by the keys of the recipe where it has some."""
     names = unreached(modules)
     if names and ranks.is_main():
-        logger.warning("The loss does not reach these parameters, so they are not trained: %s",
-                       ", ".join(names).replace("_orig_mod.", ""))
+        keys = {id(value): key for key, value in recipe.items() if isinstance(value, nn.Module)}
+        keyed = {path: keys[id(module)] for path, module in modules.named_modules() if id(module) in keys}
+        logger.warning("The loss does not reach these parameters, so they are not trained (right for a part that the "
+                       "recipe leaves out, such as a decoder): %s",
+                       ", ".join(_by_key(name, keyed) for name in names).replace("_orig_mod.", ""))
+
+
+def _by_key(name: str, keyed: Mapping[str, str]) -> str:
+    """``model.1.decoder`` as ``Transformer.decoder``, where that is the key of ``model.1``."""
+    parts = name.split(".")
+    for count in range(len(parts), 0, -1):
+        if key := keyed.get(".".join(parts[:count])):
+            return ".".join([key, *parts[count:]])
+    return name
 
 
 def talks_in_forward(module: nn.Module) -> bool:

@@ -104,6 +104,8 @@ def test_each_utterance_is_found_among_many_at_once():
 def test_runs_on_other_corpora_are_refused():
     with pytest.raises(SbkitError, match="1 utterance was scored in one run only: u2"):
         compare(run([1, 2, 3]), run([1, 2]))
+    with pytest.raises(SbkitError, match="no utterance in common: one scored 2, the other 1"):
+        compare(run([1, 2]), run([1], names=["u9"]))
     with pytest.raises(SbkitError, match="2 utterances differ in their reference: u0, u1"):
         compare(run([1, 2]), run([1, 2], words=9))
     with pytest.raises(SbkitError, match="1 utterance differs in its reference: u0"):
