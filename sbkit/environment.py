@@ -8,6 +8,7 @@ import shlex
 import sys
 from importlib import metadata
 
+from sbkit.cores import usable_cores
 from sbkit.errors import SbkitError
 
 _PACKAGES = ("sbkit", "torch", "torchaudio", "speechbrain", "hyperpyyaml", "datasets", "sentencepiece", "numpy")
@@ -53,7 +54,7 @@ def describe() -> dict[str, str]:
     """Versions and hardware as shown at the start of a run, in its report and in a bundle."""
     facts = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
     facts |= {name: version_of(name) or "not installed" for name in _PACKAGES}
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = usable_cores()
     facts["cpu"] = f"{_cpu_name()}, {cores} core{'' if cores == 1 else 's'}"
     import torch
 

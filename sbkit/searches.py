@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sbkit.console import atomic_write
+from sbkit.cores import usable_cores
 from sbkit.data.manifest import Manifest
 from sbkit.decode import kenlm_binary
 from sbkit.decode.beam import BeamSearch
@@ -135,7 +136,7 @@ def _processes(search: BeamSearch, utterances: int) -> Iterator[None]:
     """Search in as many processes as pay."""
     before = search.workers
     if search.lm is None or kenlm_binary.recognise(search.lm) or os.path.getsize(search.lm) < _LARGE:
-        search.workers = max(before, min((os.cpu_count() or 1) // ranks.world_size(), utterances // _PAYS) - 1)
+        search.workers = max(before, min(usable_cores() // ranks.world_size(), utterances // _PAYS) - 1)
     try:
         yield
     finally:

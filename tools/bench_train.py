@@ -241,8 +241,11 @@ def ours(hparams: dict, request: SimpleNamespace) -> SimpleNamespace:
 
 def stock(hparams: dict, request: SimpleNamespace) -> SimpleNamespace:
     """SpeechBrain's Brain and data pipeline, put together as its CTC recipes do."""
+    import functools
+
     import speechbrain as sb
     import torch
+    import torchaudio
     from speechbrain.dataio.dataloader import SaveableDataLoader
     from speechbrain.dataio.dataset import DynamicItemDataset
     from speechbrain.dataio.sampler import DynamicBatchSampler
@@ -283,8 +286,13 @@ def stock(hparams: dict, request: SimpleNamespace) -> SimpleNamespace:
 
     @sb.utils.data_pipeline.takes("wav")
     @sb.utils.data_pipeline.provides("sig")
-    def audio(wav):
-        return sb.dataio.dataio.read_audio(wav)
+    def audio(wav):  # as read_audio does, which says nothing of the rate; recipes read the file twice to know it
+        signal, rate = sb.dataio.audio_io.load(wav)
+        return resampler(rate)(signal.mean(0))
+
+    @functools.cache
+    def resampler(rate):
+        return torchaudio.transforms.Resample(rate, hparams["sample_rate"])
 
     @sb.utils.data_pipeline.takes("wrd")
     @sb.utils.data_pipeline.provides("wrd", "tokens")

@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from sbkit.console import progress
+from sbkit.cores import usable_cores
 from sbkit.data import demo_voice
 from sbkit.data.demo_sentences import GRAMMARS, Grammar, expand, numbers_grammar
 from sbkit.errors import SbkitError
@@ -196,7 +197,7 @@ def _pool(workers: int | None, language: str) -> Iterator[Run]:
 
     Results come in order. Spawned, not forked: the caller may hold CUDA or threads.
     """
-    pool = ProcessPoolExecutor(workers or _cores(), mp_context=multiprocessing.get_context("spawn"))
+    pool = ProcessPoolExecutor(workers or usable_cores(), mp_context=multiprocessing.get_context("spawn"))
 
     def run(function: Callable, jobs: Iterable[tuple]) -> Iterator[Any]:
         return pool.map(_call, ((function, job) for job in jobs), chunksize=8)
@@ -210,10 +211,6 @@ def _pool(workers: int | None, language: str) -> Iterator[Run]:
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _call(job: tuple[Callable, tuple]) -> Any:

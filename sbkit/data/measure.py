@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from sbkit.console import progress
+from sbkit.cores import usable_cores
 from sbkit.data.audio import AudioError, audio_info
 
 logger = logging.getLogger(__name__)
@@ -30,11 +31,7 @@ _HELPER = ["-m", "sbkit.data.measure"]
 
 def default_workers() -> int:
     """Twice the cores this process may use, since headers are waited for; 32 at most."""
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except AttributeError:  # not Linux
-        cores = os.cpu_count() or 1
-    return min(32, 2 * cores)
+    return min(32, 2 * usable_cores())
 
 
 def measure(wavs: Sequence[str], *, workers: int | None = None, journal: Path | None = None,

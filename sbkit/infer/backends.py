@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import warnings
 import zipfile
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from sbkit.cores import usable_cores
 from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.infer import device as devices
@@ -46,7 +46,7 @@ class Onnx:
         width = self._session.get_outputs()[0].shape[2]
         self.width = width if isinstance(width, int) else None
         self.running = Running(
-            wanted.text, device, self._session.get_providers()[0], model, path.name, threads or os.cpu_count() or 1,
+            wanted.text, device, self._session.get_providers()[0], model, path.name, threads or usable_cores(),
             {"onnxruntime": devices.runtime_version()}, note)
 
     def __call__(self, signals: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

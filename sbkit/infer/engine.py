@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from sbkit.cores import quota_cores
 from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.export.layout import Config
@@ -94,6 +95,7 @@ class Engine:
 
     def _open(self, path: Path, model: str, wanted: Wanted, threads: int | None, compile: str | None) -> None:
         self._check_file(path)
+        threads = threads or quota_cores()
         if model == layout.TORCH:
             self._backend = Torch(path, model, wanted, threads, self._worker, compile)
         else:

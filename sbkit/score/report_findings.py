@@ -131,6 +131,11 @@ def _training(run: RunData) -> Iterator[Finding]:
         yield Finding(
             float(np.mean(waiting)), f"The device waited for data during {percent(np.mean(waiting))} of a step",
             "More num_workers, a faster disk or shards (sbkit shard) give that time back.", "curves")
+    held = [epoch["core_wait_share"] for epoch in run.epochs if epoch.get("core_wait_share") is not None]
+    if held and np.mean(held) > _WAITING:
+        yield Finding(
+            float(np.mean(held)), f"Other work kept training from a core during {percent(np.mean(held))} of the time",
+            "All threads wait for the slowest: give OMP_NUM_THREADS as many as there are free cores.", "curves")
     skipped = sum(epoch.get("skipped_steps") or 0 for epoch in run.epochs)
     if skipped:
         yield Finding(

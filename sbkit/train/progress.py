@@ -83,6 +83,7 @@ class Progress:
         speed = self._whole * ranks.world_size() / took
         graphs = {} if self._graphs is None else {"graphs_compiled": compiling.graphs() - self._graphs}
         waits, waiting = self.budget.waits.a_step(), self.budget.waits.words()
+        held = self.budget.contention.share()
         padding = 1 - self._whole / self._whole_padded if self._whole_padded else None
         if ranks.is_main() and self._steps:
             more = [f"graphs compiled {count}" for count in graphs.values()] + ([waiting] if waiting else [])
@@ -93,6 +94,7 @@ class Progress:
                 "epoch", epoch=self.epoch, step=step, train_loss=loss, train_seconds=round(took, 3),
                 audio_s_per_s=speed or None, **self._used(speed), **graphs, skipped_steps=self.skipped,
                 padding_share=padding, **({} if waits is None else {"host_waits_per_step": round(waits, 3)}),
+                **({} if held is None else {"core_wait_share": round(held, 4)}),
                 time_shares={name: round(value / total, 4) for name, value in sections.items()},
             )
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from sbkit.train.contention import Contention
 from sbkit.train.waits import HostWaits
 
 SECTIONS = ("data", "copy", "features", "forward", "loss", "backward", "all-reduce", "optimizer")
@@ -78,6 +79,7 @@ class StepBudget:
             _CudaClock(self.device) if self.device.type == "cuda" and enabled else _HostClock()
         )
         self.waits = HostWaits(self.device, enabled)
+        self.contention = Contention(self.device)
         self._sections = {name: _Section(self, name) for name in SECTIONS}
         self._open: list[str] = []
         self._spans: list[torch.profiler.record_function | None] = []  # the same, by name in a profiler's trace
@@ -94,6 +96,7 @@ class StepBudget:
         self._spans.clear()
         self._last = self._clock.now()
         self.waits.reset()
+        self.contention.reset()
 
     @contextlib.contextmanager
     def active(self) -> Iterator[StepBudget]:
@@ -119,6 +122,7 @@ class StepBudget:
             return
         self._mark()
         self.waits.step()
+        self.contention.step()
         self._steps += 1
         if self._steps % _DRAIN_EVERY == 0:
             self._drain(wait=False)

@@ -139,9 +139,10 @@ def test_training_that_should_go_on_or_waited_or_lost_data_stands_out(tmp_path):
     assert "10.0\N{NO-BREAK SPACE}% of the training rows were left out" in told
     metrics = run / "metrics.jsonl"
     metrics.write_text(metrics.read_text().replace('"data": 0.02', '"data": 0.3').replace(
-        '"skipped_steps": 0', '"skipped_steps": 2'))
+        '"skipped_steps": 0', '"skipped_steps": 2, "core_wait_share": 0.4'))
     told = headlines(run)
     assert "waited for data during 30" in told and "12 steps were skipped" in told
+    assert "Other work kept training from a core during 40" in told
 
 
 # ---------------------------------------------------------------- curves

@@ -1,0 +1,65 @@
+"""How many of a machine's cores this process may use: a container may leave it fewer than it sees."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+_GROUP = Path("/proc/self/cgroup")
+_MOUNT = Path("/sys/fs/cgroup")
+
+
+def usable_cores() -> int:
+    """Those that this process may run on, no more than its quota pays for."""
+    return quota_cores() or _seen()
+
+
+def quota_cores() -> int | None:
+    """What a container's quota (``docker --cpus``, a limit of Kubernetes) comes to, where that is fewer than are seen.
+
+    Libraries start a thread for each core they see; beyond its quota a process is stopped, with whatever its other
+    threads wait for. Half a core counts as none: threads that share one wait for each other.
+    """
+    cores = max(1, int(min(_quotas(), default=_seen())))
+    return cores if cores < _seen() else None
+
+
+def keep_to_quota() -> None:
+    """As many threads for torch as there are cores for them, unless ``OMP_NUM_THREADS`` says how many."""
+    import torch
+
+    cores = quota_cores()
+    if cores is not None and "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > cores:
+        torch.set_num_threads(cores)
+
+
+def _seen() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _quotas() -> Iterator[float]:
+    """In cores, of this process's control group and of all above it, in version 1 and 2 of Linux's control groups."""
+    for line in _read(_GROUP).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        mount = _MOUNT / "cpu" if controllers else _MOUNT
+        folder = mount / path.strip("/")
+        if ".." in folder.parts or not folder.is_dir():  # a container's own root is called as the host calls it
+            folder = mount
+        while True:
+            quota = (_read(folder / "cpu.cfs_quota_us") + " " + _read(folder / "cpu.cfs_period_us") if controllers
+                     else _read(folder / "cpu.max")).split()
+            if len(quota) == 2 and quota[0].isdecimal() and int(quota[1]):  # not "max", not -1
+                yield int(quota[0]) / int(quota[1])
+            if folder == mount:
+                break
+            folder = folder.parent
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,83 @@
+"""Cores: what is seen, less what a container's quota takes away, in both versions of control groups."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sbkit import cores
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """A machine of 16 cores, and a function that writes what its control groups say."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(16)), raising=False)
+    monkeypatch.setattr(cores, "_GROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(cores, "_MOUNT", tmp_path / "mount")
+
+    def write(group: str, **files: str) -> None:
+        (tmp_path / "cgroup").write_text(group)
+        for name, text in files.items():
+            path = tmp_path / "mount" / name.replace("__", "/").replace("_dot_", ".")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text + "\n")
+
+    return write
+
+
+def test_without_control_groups_all_that_are_seen_are_usable(machine):
+    assert cores.usable_cores() == 16 and cores.quota_cores() is None
+
+
+@pytest.mark.parametrize("quota, expected", [
+    ("max 100000", None), ("400000 100000", 4), ("250000 100000", 2), ("50000 100000", 1), ("1600000 100000", None),
+    ("9900000 100000", None), ("", None), ("0 0", None)])
+def test_a_containers_quota(machine, quota, expected):
+    machine("0::/\n", cpu_dot_max=quota)
+    assert cores.quota_cores() == expected and cores.usable_cores() == (expected or 16)
+
+
+def test_a_slice_of_systemd_and_all_above_it_count(machine):
+    machine("0::/user.slice/work\n", user_dot_slice__work__cpu_dot_max="800000 100000",
+            user_dot_slice__cpu_dot_max="300000 100000")
+    assert cores.usable_cores() == 3
+
+
+def test_a_group_that_the_container_does_not_see_is_its_root(machine):
+    for group in ("0::/kubepods/pod1/abc\n", "0::/../../other\n"):
+        machine(group, cpu_dot_max="200000 100000")
+        assert cores.usable_cores() == 2
+
+
+@pytest.mark.parametrize("quota, expected", [("-1", 16), ("300000", 3)])
+def test_control_groups_of_version_1(machine, quota, expected):
+    machine("5:memory:/m\n4:cpu,cpuacct:/docker/1\n0::/\n", cpu__docker__1__cpu_dot_cfs_quota_us=quota,
+            cpu__docker__1__cpu_dot_cfs_period_us="100000")
+    assert cores.usable_cores() == expected
+
+
+@given(st.lists(st.tuples(st.integers(1, 10**8), st.integers(1000, 10**6)), min_size=1, max_size=5))
+def test_the_least_quota_of_all_groups_counts(quotas):
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(cores, "_seen", lambda: 64)
+        patched.setattr(cores, "_quotas", lambda: (quota / period for quota, period in quotas))
+        least = min(quota / period for quota, period in quotas)
+        assert cores.usable_cores() == max(1, min(64, math.floor(least)))
+
+
+def test_torch_starts_no_more_threads_than_the_quota_pays_for(machine, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    machine("0::/\n", cpu_dot_max="100000 100000")
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        cores.keep_to_quota()
+        assert torch.get_num_threads() == 1
+        torch.set_num_threads(2)
+        monkeypatch.setenv("OMP_NUM_THREADS", "2")
+        cores.keep_to_quota()
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
