@@ -25,6 +25,12 @@ def quota_cores() -> int | None:
     return cores if cores < _seen() else None
 
 
+def threads_to_ask_for() -> int | None:
+    """Of a library that goes by all cores of the machine, where this process may use fewer; None: it is right."""
+    cores = usable_cores()
+    return cores if cores < (os.cpu_count() or 1) else None
+
+
 def keep_to_quota() -> None:
     """As many threads for torch as there are cores for them, unless ``OMP_NUM_THREADS`` says how many."""
     import torch
@@ -40,18 +46,21 @@ def _seen() -> int:
 
 def _quotas() -> Iterator[float]:
     """In cores, of this process's control group and of all above it, in version 1 and 2 of Linux's control groups."""
-    for line in _read(_GROUP).splitlines():
+    second = _MOUNT / "unified" if (_MOUNT / "unified").is_dir() else _MOUNT  # beside version 1, or alone
+    for line in _read(_GROUP).split("\n"):
+        if line.count(":") < 2:
+            continue
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
-        mount = _MOUNT / "cpu" if controllers else _MOUNT
+        mount = _MOUNT / "cpu" if controllers else second
         folder = mount / path.strip("/")
         if ".." in folder.parts or not folder.is_dir():  # a container's own root is called as the host calls it
             folder = mount
         while True:
             quota = (_read(folder / "cpu.cfs_quota_us") + " " + _read(folder / "cpu.cfs_period_us") if controllers
                      else _read(folder / "cpu.max")).split()
-            if len(quota) == 2 and quota[0].isdecimal() and int(quota[1]):  # not "max", not -1
+            if len(quota) == 2 and all(map(str.isdecimal, quota)) and int(quota[1]):  # not "max", not -1
                 yield int(quota[0]) / int(quota[1])
             if folder == mount:
                 break
@@ -60,6 +69,6 @@ def _quotas() -> Iterator[float]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text()
+        return path.read_text(errors="replace")
     except OSError:
         return ""

@@ -33,7 +33,7 @@ def test_without_control_groups_all_that_are_seen_are_usable(machine):
 
 @pytest.mark.parametrize("quota, expected", [
     ("max 100000", None), ("400000 100000", 4), ("250000 100000", 2), ("50000 100000", 1), ("1600000 100000", None),
-    ("9900000 100000", None), ("", None), ("0 0", None)])
+    ("9900000 100000", None), ("", None), ("0 0", None), ("100000 abc", None), ("abc", None)])
 def test_a_containers_quota(machine, quota, expected):
     machine("0::/\n", cpu_dot_max=quota)
     assert cores.quota_cores() == expected and cores.usable_cores() == (expected or 16)
@@ -49,6 +49,29 @@ def test_a_group_that_the_container_does_not_see_is_its_root(machine):
     for group in ("0::/kubepods/pod1/abc\n", "0::/../../other\n"):
         machine(group, cpu_dot_max="200000 100000")
         assert cores.usable_cores() == 2
+
+
+def test_lines_that_no_kernel_writes_end_nothing(machine, tmp_path):
+    machine("\n\nnonsense\n0::/a\x0bb\n", cpu_dot_max="200000 100000")
+    assert cores.usable_cores() == 2
+    (tmp_path / "cgroup").write_bytes(b"0::/\xff\n")
+    assert cores.usable_cores() == 2
+
+
+def test_version_2_beside_version_1(machine):
+    machine("1:cpu:/\n0::/\n", cpu__cpu_dot_cfs_quota_us="-1", cpu__cpu_dot_cfs_period_us="100000",
+            unified__cpu_dot_max="500000 100000")
+    assert cores.usable_cores() == 5
+
+
+def test_a_library_is_asked_for_fewer_threads_than_the_machine_has_cores(machine, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 16)
+    assert cores.threads_to_ask_for() is None
+    machine("0::/\n", cpu_dot_max="200000 100000")
+    assert cores.threads_to_ask_for() == 2
+    machine("0::/\n", cpu_dot_max="max 100000")
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {3, 4, 5})
+    assert cores.threads_to_ask_for() == 3
 
 
 @pytest.mark.parametrize("quota, expected", [("-1", 16), ("300000", 3)])

@@ -24,7 +24,7 @@ def test_two_releases_are_told_in_one_line_with_what_to_install():
 
 @pytest.mark.parametrize("cores, told", [(1, ", 1 core"), (2, ", 2 cores")])
 def test_versions_and_hardware(monkeypatch, cores, told):
-    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(cores)), raising=False)
+    monkeypatch.setattr("sbkit.environment.usable_cores", lambda: cores)
     facts = describe()
     assert facts["torch"].startswith("2.") and facts["cpu"].endswith(told)
 

@@ -39,6 +39,7 @@ import soundfile
 import torch
 
 from sbkit.console import table
+from sbkit.cores import usable_cores
 from sbkit.data.audio import audio_info, read_utterance, resample
 from sbkit.data.corpus import Corpus
 from sbkit.data.loader import TrainLoader
@@ -399,7 +400,7 @@ def main() -> None:
         bench_plan(bench, args.plan_utterances)
     print(bench.show())
     if args.json:
-        machine = {"python": platform.python_version(), "torch": torch.__version__, "cores": os.cpu_count(),
+        machine = {"python": platform.python_version(), "torch": torch.__version__, "cores": usable_cores(),
                    "machine": platform.machine(), "rounds": args.rounds, "sample_rate": rate}
         args.json.write_text(json.dumps({"rows": bench.rows, "with": machine}, indent=1) + "\n")
 

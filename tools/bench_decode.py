@@ -39,6 +39,7 @@ import sentencepiece
 import torch
 
 from sbkit.console import table
+from sbkit.cores import usable_cores
 from sbkit.decode import lm
 from sbkit.decode.beam import BeamSearch
 from sbkit.decode.fusion import Weights
@@ -266,7 +267,7 @@ def main() -> None:
     parser.add_argument("--utterances", type=int, default=64, help="searched at once, as sbkit evaluate does")
     parser.add_argument("--beam", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="processes beside")
+    parser.add_argument("--workers", type=int, default=max(1, usable_cores() - 1), help="processes beside")
     parser.add_argument("--json", type=Path, help="write the results here, too")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -286,7 +287,7 @@ def main() -> None:
                 [[row["vocabulary"], row["search"], shown(row["audio_seconds_per_second"]), round(row["spread"]),
                   f"{row['times_SpeechBrain']:.1f}", row["WER"]] for row in rows]))
     if args.json:
-        machine = {"python": platform.python_version(), "torch": torch.__version__, "cores": os.cpu_count(),
+        machine = {"python": platform.python_version(), "torch": torch.__version__, "cores": usable_cores(),
                    "machine": platform.machine(), "beam": args.beam, "rounds": args.rounds}
         args.json.write_text(json.dumps({"rows": rows, "with": machine}, indent=1) + "\n")
 

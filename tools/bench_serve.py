@@ -17,7 +17,6 @@ import contextlib
 import io
 import itertools
 import json
-import os
 import platform
 import subprocess
 import sys
@@ -31,6 +30,7 @@ import numpy as np
 import soundfile
 
 from sbkit.console import table
+from sbkit.cores import usable_cores
 from sbkit.export import layout
 from sbkit.export.layout import Config
 from sbkit.export.vocabulary import write_tokens
@@ -218,7 +218,7 @@ def main() -> int:
         for mode in MODES:
             servers[mode] = Server(bundle, mode, args)
             stack.callback(servers[mode].close)
-        print(f"{servers['batched'].running}; {os.cpu_count()} cores; {len(clips)} clips of "
+        print(f"{servers['batched'].running}; {usable_cores()} cores; {len(clips)} clips of "
               f"{np.mean([seconds for _, seconds in clips]):.1f} s on average", file=sys.stderr)
         with httpx.Client(timeout=600) as client:
             expected = {mode: [ask(client, each.url, clip) for clip, _ in clips] for mode, each in servers.items()}
@@ -245,7 +245,7 @@ def main() -> int:
     lost = sum(row["lost"] for row in found)
     print(f"{lost} lost of {len(found) * args.rounds * args.requests} requests")
     if args.json:
-        args.json.write_text(json.dumps({"model": running, "cores": os.cpu_count(), "machine": platform.platform(),
+        args.json.write_text(json.dumps({"model": running, "cores": usable_cores(), "machine": platform.platform(),
                                          "rows": found}, indent=1) + "\n")
     return 1 if lost else 0
 

@@ -286,7 +286,7 @@ def stock(hparams: dict, request: SimpleNamespace) -> SimpleNamespace:
 
     @sb.utils.data_pipeline.takes("wav")
     @sb.utils.data_pipeline.provides("sig")
-    def audio(wav):  # as read_audio does, which says nothing of the rate; recipes read the file twice to know it
+    def audio(wav):  # read_audio says nothing of the rate; recipes open the file twice to know it
         signal, rate = sb.dataio.audio_io.load(wav)
         return resampler(rate)(signal.mean(0))
 

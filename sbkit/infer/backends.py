@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from sbkit.cores import usable_cores
+from sbkit.cores import keep_to_quota, threads_to_ask_for, usable_cores
 from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.infer import device as devices
@@ -38,6 +38,7 @@ class Onnx:
     """ONNX Runtime; imports neither torch nor speechbrain."""
 
     def __init__(self, path: Path, model: str, wanted: Wanted, threads: int | None):
+        threads = threads or threads_to_ask_for()
         self._session, device, note = devices.open_session(str(path), wanted, threads)
         names = [each.name for each in self._session.get_inputs()], [each.name for each in self._session.get_outputs()]
         if names != (list(layout.INPUTS), list(layout.OUTPUTS)):
@@ -70,6 +71,8 @@ class Torch:
         device, note = _torch_device(wanted, torch)
         if threads:
             torch.set_num_threads(threads)
+        else:
+            keep_to_quota()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of read-only buffers, which nobody writes to
             module = torch.export.load(path).module()

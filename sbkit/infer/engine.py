@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 
-from sbkit.cores import quota_cores
 from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.export.layout import Config
@@ -36,7 +35,7 @@ class Engine:
     folder : a bundle
     model : ``onnx``, ``int8`` or ``torch``; ``auto`` takes the first that is there
     device : ``auto``, ``cpu``, ``cuda`` or ``cuda:N``; what can't be met is refused here
-    threads : of one run on the CPU; None for all
+    threads : of one run on the CPU; None for all that this process may use
     compile : a mode of ``torch.compile``, for ``model="torch"``
     buckets : shapes (utterances, seconds) that a compiled model is made for
     """
@@ -95,7 +94,6 @@ class Engine:
 
     def _open(self, path: Path, model: str, wanted: Wanted, threads: int | None, compile: str | None) -> None:
         self._check_file(path)
-        threads = threads or quota_cores()
         if model == layout.TORCH:
             self._backend = Torch(path, model, wanted, threads, self._worker, compile)
         else:

@@ -134,8 +134,8 @@ def _training(run: RunData) -> Iterator[Finding]:
     held = [epoch["core_wait_share"] for epoch in run.epochs if epoch.get("core_wait_share") is not None]
     if held and np.mean(held) > _WAITING:
         yield Finding(
-            float(np.mean(held)), f"Other work kept training from a core during {percent(np.mean(held))} of the time",
-            "All threads wait for the slowest: give OMP_NUM_THREADS as many as there are free cores.", "curves")
+            float(np.mean(held)), f"Training waited for a core during {percent(np.mean(held))} of the time",
+            "All its threads wait for the slowest: give OMP_NUM_THREADS as many as there are free cores.", "curves")
     skipped = sum(epoch.get("skipped_steps") or 0 for epoch in run.epochs)
     if skipped:
         yield Finding(

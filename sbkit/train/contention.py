@@ -1,4 +1,4 @@
-"""Whether other work keeps a training on a CPU from its cores: Linux counts how long a thread that could run waits."""
+"""Whether a training on a CPU has its cores to itself: Linux counts how long a thread that could run waits for one."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from pathlib import Path
 
 import torch
 
+from sbkit.train import ranks
+
 logger = logging.getLogger(__name__)
 
 _THREADS = Path("/proc/self/task")
 _LOOK_AFTER = 20.0  # seconds of an epoch
+_LEAST = 2.0  # of a shorter one
 _WORTH_TELLING = 0.15
 
 
@@ -38,19 +41,31 @@ class Contention:
         passed = time.monotonic() - self._began
         if not self._counts or passed <= 0:
             return None
-        return min(1.0, max(seconds - self._before.get(thread, 0.0) for thread, seconds in _waited().items()) / passed)
+        waited = (seconds - self._before.get(thread, 0.0) for thread, seconds in _waited().items())
+        return min(1.0, max(waited, default=0.0) / passed)
 
     def step(self) -> None:
-        """After a step: tells once in a run, and soon, what is slow."""
-        if self._looked or not self._counts or time.monotonic() - self._began < _LOOK_AFTER:
-            return
+        """After a step: tells soon what is slow."""
+        if not self._looked and self._counts and time.monotonic() - self._began >= _LOOK_AFTER:
+            self._tell()
+
+    def close(self) -> float | None:
+        """The epoch is over: tells if there was no time before. Gives its share."""
+        if not self._looked and self._counts and time.monotonic() - self._began >= _LEAST:
+            self._tell()
+        return self.share()
+
+    def _tell(self) -> None:
+        """Once in a run."""
         self._looked, share = True, self.share()
         if share > _WORTH_TELLING:
             self._told = True
-            logger.warning(
-                "Other work on this machine kept training from a core for %.0f %% of the time, and its %d threads all "
-                "wait for the slowest. Say how many cores are free: OMP_NUM_THREADS=%d, for example",
-                100 * share, torch.get_num_threads(), max(1, torch.get_num_threads() // 2))
+            if ranks.is_main():
+                threads = torch.get_num_threads()
+                logger.warning(
+                    "Training waited for a core %.0f %% of the time, and its %d threads all wait for the slowest. "
+                    "Other work here, num_workers or other ranks take the cores: give OMP_NUM_THREADS=%d, or as many "
+                    "as are free", 100 * share, threads, max(1, threads // 2))
 
 
 def _waited() -> dict[str, float]:
@@ -62,7 +77,9 @@ def _waited() -> dict[str, float]:
         return found
     for thread in threads:
         try:
-            found[thread] = int((_THREADS / thread / "schedstat").read_text().split()[1]) / 1e9
-        except (OSError, ValueError, IndexError):  # it has just ended; or this kernel doesn't count
+            ran, waited = map(int, (_THREADS / thread / "schedstat").read_text().split()[:2])
+        except (OSError, ValueError):  # it has just ended
             continue
+        if ran:  # else this kernel doesn't count
+            found[thread] = waited / 1e9
     return found

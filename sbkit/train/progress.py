@@ -83,7 +83,7 @@ class Progress:
         speed = self._whole * ranks.world_size() / took
         graphs = {} if self._graphs is None else {"graphs_compiled": compiling.graphs() - self._graphs}
         waits, waiting = self.budget.waits.a_step(), self.budget.waits.words()
-        held = self.budget.contention.share()
+        held = self.budget.contention.close()
         padding = 1 - self._whole / self._whole_padded if self._whole_padded else None
         if ranks.is_main() and self._steps:
             more = [f"graphs compiled {count}" for count in graphs.values()] + ([waiting] if waiting else [])

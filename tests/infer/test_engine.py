@@ -278,6 +278,25 @@ def test_a_compiled_model_answers_many_threads(bundle):
     assert found == [[i + 1] * 5 + [0] for i in range(16)]
 
 
+@pytest.mark.parametrize("threads, said, expected", [(None, None, 1), (None, "2", 2), (2, None, 2)])
+def test_a_containers_quota_is_kept_to_unless_somebody_says_otherwise(bundle, monkeypatch, threads, said, expected):
+    monkeypatch.setattr("sbkit.cores._quotas", lambda: [1.5])
+    monkeypatch.setattr("sbkit.cores._seen", lambda: 4)
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if said:
+        monkeypatch.setenv("OMP_NUM_THREADS", said)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        with Engine(bundle, model="torch", device="cpu", threads=threads) as engine:
+            assert engine.running.threads == expected
+    finally:
+        torch.set_num_threads(before)
+    with Engine(bundle, model="onnx", device="cpu", threads=threads) as engine:
+        assert engine.running.threads == (threads or 1)
+
+
 def test_compile_is_for_torch(bundle):
     with pytest.raises(SbkitError, match="compile is for the model torch"):
         Engine(bundle, compile="default")

@@ -142,7 +142,7 @@ def test_training_that_should_go_on_or_waited_or_lost_data_stands_out(tmp_path):
         '"skipped_steps": 0', '"skipped_steps": 2, "core_wait_share": 0.4'))
     told = headlines(run)
     assert "waited for data during 30" in told and "12 steps were skipped" in told
-    assert "Other work kept training from a core during 40" in told
+    assert "Training waited for a core during 40" in told
 
 
 # ---------------------------------------------------------------- curves

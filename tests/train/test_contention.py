@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import subprocess
@@ -10,6 +11,7 @@ import time
 
 import pytest
 import torch
+from toys import ToyTrainLoader, brain
 
 from sbkit.train import contention
 from sbkit.train.contention import Contention
@@ -63,7 +65,7 @@ def test_it_is_told_once_and_soon(clock, caplog):
     counted.step()
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert "kept training from a core for 48 % of the time, and its 4 threads all wait" in record.message
+    assert "waited for a core 48 % of the time, and its 4 threads all wait" in record.message
     assert "OMP_NUM_THREADS=2" in record.message
 
 
@@ -76,6 +78,34 @@ def test_later_epochs_are_looked_at_as_well(clock, caplog):
     clock.waited(t1=23.0)
     counted.step()
     assert len(caplog.records) == 1
+
+
+def test_an_epoch_that_is_over_before_is_told_at_its_end(clock, caplog):
+    counted = Contention(CPU)
+    clock.now += 1
+    clock.waited(t1=3.0)
+    assert counted.close() == 1.0 and not caplog.records  # a second says nothing
+    clock.now += 4
+    counted.step()
+    assert not caplog.records and counted.close() == pytest.approx(0.2)
+    assert len(caplog.records) == 1 and counted.close() is not None and len(caplog.records) == 1
+
+
+def test_one_rank_tells_it(clock, caplog, monkeypatch):
+    monkeypatch.setattr(contention.ranks, "is_main", lambda: False)
+    counted = Contention(CPU)
+    clock.now += 30
+    clock.waited(t1=30.0)
+    counted.step()
+    assert counted.close() > 0.9 and not caplog.records
+
+
+def test_counts_that_can_no_longer_be_read_end_nothing(clock, monkeypatch, tmp_path):
+    counted = Contention(CPU)
+    monkeypatch.setattr(contention, "_THREADS", tmp_path / "elsewhere")
+    clock.now += 30
+    counted.step()
+    assert counted.close() == 0.0
 
 
 @pytest.mark.parametrize("device, threads, there", [("cuda", 4, True), ("cpu", 1, True), ("cpu", 4, False)])
@@ -93,10 +123,21 @@ def test_nothing_is_counted_where_it_says_nothing(clock, monkeypatch, tmp_path, 
 def test_an_odd_line_and_a_thread_that_ends_are_passed_over(clock, tmp_path):
     counted = Contention(CPU)
     (tmp_path / "t1" / "schedstat").write_text("")
+    (tmp_path / "t3").mkdir()
+    (tmp_path / "t3" / "schedstat").write_text("0 9000000000 0\n")
     (tmp_path / "t4").mkdir()
     clock.now += 10
     clock.waited(t2=51.0)
     assert counted.share() == pytest.approx(0.1)
+
+
+def test_an_epochs_line_has_its_share(monkeypatch, tmp_path):
+    monkeypatch.setattr(Contention, "share", lambda self: 0.25)
+    toy = brain(hparams={"output_folder": str(tmp_path)})
+    toy.fit([1], ToyTrainLoader(3))
+    toy.metrics_log.flush()
+    epoch = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert epoch["kind"] == "epoch" and epoch["core_wait_share"] == 0.25
 
 
 @pytest.mark.skipif(not contention._waited(), reason="this system doesn't tell how long threads waited")
