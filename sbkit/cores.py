@@ -11,18 +11,13 @@ _MOUNT = Path("/sys/fs/cgroup")
 
 
 def usable_cores() -> int:
-    """Those that this process may run on, no more than its quota pays for."""
-    return quota_cores() or _seen()
-
-
-def quota_cores() -> int | None:
-    """What a container's quota (``docker --cpus``, a limit of Kubernetes) comes to, where that is fewer than are seen.
+    """Those that this process may run on, no more than a container's quota (``docker --cpus``, Kubernetes' limits).
 
     Libraries start a thread for each core they see; beyond its quota a process is stopped, with whatever its other
     threads wait for. Half a core counts as none: threads that share one wait for each other.
     """
-    cores = max(1, int(min(_quotas(), default=_seen())))
-    return cores if cores < _seen() else None
+    seen = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, int(min([seen, *_quotas()])))
 
 
 def threads_to_ask_for() -> int | None:
@@ -31,17 +26,12 @@ def threads_to_ask_for() -> int | None:
     return cores if cores < (os.cpu_count() or 1) else None
 
 
-def keep_to_quota() -> None:
-    """As many threads for torch as there are cores for them, unless ``OMP_NUM_THREADS`` says how many."""
+def keep_to_usable_cores() -> None:
+    """No more threads for torch than there are cores for them, unless ``OMP_NUM_THREADS`` says how many."""
     import torch
 
-    cores = quota_cores()
-    if cores is not None and "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > cores:
-        torch.set_num_threads(cores)
-
-
-def _seen() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > usable_cores():
+        torch.set_num_threads(usable_cores())
 
 
 def _quotas() -> Iterator[float]:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from sbkit.cores import keep_to_quota, threads_to_ask_for, usable_cores
+from sbkit.cores import keep_to_usable_cores, threads_to_ask_for, usable_cores
 from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.infer import device as devices
@@ -72,7 +72,7 @@ class Torch:
         if threads:
             torch.set_num_threads(threads)
         else:
-            keep_to_quota()
+            keep_to_usable_cores()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of read-only buffers, which nobody writes to
             module = torch.export.load(path).module()

@@ -16,7 +16,7 @@ from speechbrain.core import Stage
 from speechbrain.utils.checkpoints import mark_as_loader, mark_as_saver, register_checkpoint_hooks
 from speechbrain.utils.run_opts import RunOptions
 
-from sbkit.cores import keep_to_quota
+from sbkit.cores import keep_to_usable_cores
 from sbkit.nn.accelerate import accelerate, compile_kernels
 from sbkit.train import compiling, loaders, options, parallel, precision, ranks, rng, sharding
 from sbkit.train.between import FLAGS, Between
@@ -76,7 +76,7 @@ class Brain(sb.core.Brain):
         run_opts, hparams = options.clean(run_opts, hparams)
         device = torch.device(options.pick(run_opts, hparams, "device"))
         ranks.init(device, options.pick(run_opts, hparams, "distributed_backend"))
-        keep_to_quota()
+        keep_to_usable_cores()
         super().__init__(
             modules=options.check_modules(modules), opt_class=opt_class, hparams=hparams,
             run_opts=precision.hide_fp16(run_opts, hparams, device.type),

@@ -46,17 +46,17 @@ class Contention:
 
     def step(self) -> None:
         """After a step: tells soon what is slow."""
-        if not self._looked and self._counts and time.monotonic() - self._began >= _LOOK_AFTER:
-            self._tell()
+        self._look(_LOOK_AFTER)
 
     def close(self) -> float | None:
         """The epoch is over: tells if there was no time before. Gives its share."""
-        if not self._looked and self._counts and time.monotonic() - self._began >= _LEAST:
-            self._tell()
+        self._look(_LEAST)
         return self.share()
 
-    def _tell(self) -> None:
-        """Once in a run."""
+    def _look(self, after: float) -> None:
+        """Once in an epoch, until it was told."""
+        if self._looked or not self._counts or time.monotonic() - self._began < after:
+            return
         self._looked, share = True, self.share()
         if share > _WORTH_TELLING:
             self._told = True
