@@ -51,7 +51,8 @@ class Running:
     def __str__(self) -> str:
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         asked = "" if self.asked == self.device else f", asked for {self.asked}"
-        return (f"{self.file} on {self.device} ({self.provider}, {self.threads} threads, {versions}{asked}"
+        threads = f"{self.threads} thread{'' if self.threads == 1 else 's'}"
+        return (f"{self.file} on {self.device} ({self.provider}, {threads}, {versions}{asked}"
                 f"{f'; {self.note}' if self.note else ''})")
 
 
