@@ -1,4 +1,4 @@
-"""What all tests need: Ctrl-C as in a terminal, no imports by tools that only look around, kernels of their own."""
+"""What all tests need: Ctrl-C as in a terminal, quiet imports, as many cards as they ask for, kernels of their own."""
 
 import signal
 import sys
@@ -23,6 +23,17 @@ def pytest_collection_modifyitems(items):
     for name in lazy:
         del sys.modules[name]
     yield
+
+
+def pytest_runtest_setup(item):
+    """A test marked ``gpu`` runs where there are as many CUDA cards as it asks for: ``gpu``, ``gpu(cards=2)``."""
+    marker = item.get_closest_marker("gpu")
+    if marker is not None:
+        import torch
+
+        asked, found = marker.kwargs.get("cards", 1), torch.cuda.device_count()
+        if found < asked:
+            pytest.skip(f"needs {asked} CUDA card{'s' if asked > 1 else ''}, and torch finds {found or 'none'} here")
 
 
 def _name(kind):

@@ -210,7 +210,7 @@ def interpret() -> None:
             assert not ctc._kernels_work.__wrapped__(torch.device("cpu")), "wrong kernels must not be used"
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_no_host_sync_on_a_gpu():
     logits, targets, frames, labels = random_case(1, batch=16, frames=200, vocabulary=50, labels=40)
     logits = logits.float().cuda().requires_grad_()

@@ -195,7 +195,7 @@ def test_importing_it_does_not_import_the_compiler():
     assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_no_host_sync_on_a_gpu():
     labels, lengths = torch.tensor([[1, 9], [1, 1]]).cuda(), torch.tensor([2, 1]).cuda()
     log = GuardLog()

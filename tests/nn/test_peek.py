@@ -25,7 +25,7 @@ def test_any_type_and_gradients(dtype):
     assert Peek(tensor).item() == 1
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_no_host_sync_on_a_gpu():
     tensor = torch.arange(4.0, device="cuda")
     torch.cuda.set_sync_debug_mode("error")

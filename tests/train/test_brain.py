@@ -21,7 +21,6 @@ from sbkit.train.between import NotFinite
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.step import Loss
 
-NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 ADAMW = partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1)
 
 
@@ -123,7 +122,7 @@ def test_the_scaler_is_saved_and_goes_on(tmp_path):
     assert again.scaler.get_scale() == scale
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("micros", [1, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_training_step_never_waits_for_the_device(device, micros, precision):

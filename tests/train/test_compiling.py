@@ -157,7 +157,7 @@ def test_with_cuda_graphs_each_batch_is_announced_and_gradients_outlive_it(monke
     assert len(announced) == 2 * (3 * 3 + len(ToyEvalLoader())) and max(announced) > 0
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_training_and_validation_run_as_cuda_graphs(monkeypatch):
     monkeypatch.undo()  # the real compiler
     results = []

@@ -183,7 +183,7 @@ class Reading(torch.autograd.Function):
         return gradient * 2
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_a_gpus_waits_in_forward_and_backward_are_counted(shown):
     budget = StepBudget("cuda")
     x = torch.ones(4, device="cuda", requires_grad=True)
