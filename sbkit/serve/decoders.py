@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import queue
 import select
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,13 +19,14 @@ from typing import IO, Any
 
 import numpy as np
 
+from sbkit import helper_process
 from sbkit.errors import SbkitError
 from sbkit.serve.decoder_process import READY
 from sbkit.serve.errors import invalid
 from sbkit.serve.job import Job
 from sbkit.serve.limits import Limits
 
-_COMMAND = (sys.executable, "-m", "sbkit.serve.decoder_process")
+_COMMAND = tuple(helper_process.command("sbkit.serve.decoder_process"))
 _PASSED_ON = ("PATH", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "SYSTEMROOT")
 _OWN_MEMORY = 1 << 30  # Python, numpy, libsndfile and blocks of samples; address space, not memory in use
 _HIGHEST_RATE = 192_000
@@ -65,9 +64,7 @@ class _Decoder:
 
     def __init__(self, command: Sequence[str], memory: int, file_bytes: int):
         self._socket, theirs = socket.socketpair()
-        environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
-        environment |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OPENBLAS_NUM_THREADS": "1",
-                        "OMP_NUM_THREADS": "1"}
+        environment = helper_process.environment(_PASSED_ON) | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         with theirs:
             self._process = subprocess.Popen(
                 [*command, str(theirs.fileno()), str(memory), str(file_bytes)], pass_fds=[theirs.fileno()],

@@ -153,10 +153,22 @@ def test_decoders_are_told_no_secret_and_have_limits(tmp_path, monkeypatch):
     finally:
         decoders.close()
     told = out.read_text()
-    assert "SBKIT_API_KEY" not in told and "PYTHONPATH" in told
+    assert "SBKIT_API_KEY" not in told and "OMP_NUM_THREADS" in told
     memory, size, core, cpu = eval(told[told.index("]") + 1:])
     assert memory == ((1 << 30) + (4 << 20),) * 2 and size == (4 * 192_000 * 120,) * 2 and core == (0, 0)
     assert 7 <= cpu[0] <= 20
+
+
+def test_a_decoder_imports_nothing_from_the_folder_that_the_server_was_started_in(tmp_path, monkeypatch):
+    for name in ("soxr", "numpy", "sbkit"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    monkeypatch.chdir(tmp_path)
+    decoders = Decoders(Limits(decoders=1))
+    try:
+        assert len(decode(decoders, serving.wav("a"))) == len(bundles.say("a"))
+    finally:
+        decoders.close()
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_recording_is_counted_while_it_is_decoded_whatever_its_header_says(monkeypatch):
