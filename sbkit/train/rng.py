@@ -135,7 +135,8 @@ class RngState:
         return state
 
     def _set(self, state: dict[str, torch.Tensor]) -> None:
-        restore(state, self.device)
+        """The other cards' by their numbers first: the run's own may have had another number when it was saved."""
         for device in range(torch.cuda.device_count()):
             if f"cuda:{device}" in state:
                 torch.cuda.set_rng_state(state[f"cuda:{device}"], device)
+        restore(state, self.device)

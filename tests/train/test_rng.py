@@ -92,3 +92,42 @@ def test_state_from_another_kind_of_device_is_left_alone(tmp_path):
     first = draw()
     checkpointer.load_checkpoint(checkpointer.find_checkpoint())
     assert draw() == first
+
+
+class Cards:
+    """Stand-ins for two cards' generators."""
+
+    def __init__(self, monkeypatch, *states):
+        self.states = [torch.tensor([state]) for state in states]
+        for name, stand_in in {
+            "is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: len(self.states),
+            "get_rng_state_all": lambda: list(self.states), "get_rng_state": lambda device: self.states[device.index],
+            "set_rng_state": self.set,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, stand_in)
+
+    def set(self, state, device):
+        self.states[device if isinstance(device, int) else device.index] = state
+
+
+@pytest.mark.parametrize("before, after", [(0, 1), (1, 0), (1, 1)])
+def test_a_run_that_goes_on_on_another_card_has_the_generator_of_the_one_it_had(tmp_path, monkeypatch, before, after):
+    cards = Cards(monkeypatch, 10, 11)
+    checkpointer = Checkpointer(tmp_path, {"rng": RngState(device=f"cuda:{before}")})
+    checkpointer.save_checkpoint()
+    cards.states = [torch.tensor([0]), torch.tensor([0])]
+    checkpointer.recoverables["rng"].device = f"cuda:{after}"
+    checkpointer.recover_if_possible()
+    assert cards.states[after] == 10 + before and cards.states[1 - after] == 11 - after
+
+
+@pytest.mark.gpu
+def test_a_card_s_numbers_go_on_whatever_its_number_is(tmp_path):
+    before, after = torch.device("cuda", 0), torch.device("cuda", torch.cuda.device_count() - 1)
+    checkpointer = Checkpointer(tmp_path, {"rng": RngState(device=before)})
+    torch.rand(5, device=before), torch.rand(9, device=after)  # so that two cards differ
+    checkpointer.save_checkpoint()
+    expected = torch.rand(3, device=before)
+    checkpointer.recoverables["rng"].device = after
+    checkpointer.recover_if_possible()
+    assert torch.equal(torch.rand(3, device=after).cpu(), expected.cpu())
