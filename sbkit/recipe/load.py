@@ -21,6 +21,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from sbkit.errors import SbkitError
 from sbkit.recipe.arguments import check_known
+from sbkit.recipe.source import ShallowComposer
 
 BASE = "recipe"
 _INCLUDE = "!include:"
@@ -29,14 +30,16 @@ _INCLUDE = "!include:"
 def read_plain(path: Path) -> dict[str, Any]:
     """The YAML as a tree with its tags, nothing imported and nothing built."""
     try:
-        tree = YAML().load(path.read_text(encoding="utf-8"))
+        yaml = YAML()
+        yaml.Composer = ShallowComposer
+        tree = yaml.load(path.read_text(encoding="utf-8"))
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
         raise SbkitError(f"{path}{where}: {error.problem or error.context}") from error
     except UnicodeDecodeError as error:
         raise SbkitError(f"{path} is not UTF-8 text: {error}") from error
-    except (YAMLError, RecursionError) as error:
+    except YAMLError as error:
         raise SbkitError(f"{path} is no YAML: {str(error).splitlines()[0]}") from error
     except OSError as error:
         raise SbkitError(f"cannot read {path}: {error.strerror}") from error

@@ -10,6 +10,7 @@ from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml import nodes as yaml_nodes
+from ruamel.yaml.composer import Composer, ComposerError
 from ruamel.yaml.error import MarkedYAMLError, YAMLError, YAMLStreamError
 from ruamel.yaml.reader import ReaderError
 
@@ -17,6 +18,8 @@ from sbkit.recipe.report import COMMAND_LINE, ERROR, WARNING, Finding, did_you_m
 
 BASE = "recipe"
 INCLUDE = "!include:"
+#: Lists and mappings within each other that a file may have; a recipe that a person wrote has a dozen.
+MAX_DEPTH = 100
 _YAML_TAG = "tag:yaml.org,2002:"
 _MERGE = _YAML_TAG + "merge"
 _PLAIN_TAGS = frozenset(_YAML_TAG + kind for kind in (
@@ -132,12 +135,34 @@ class Findings(list):
 # -------------------------------------------------------------------------------------------------- files
 
 
+class ShallowComposer(Composer):
+    """ruamel's, which descends as deep as a text has brackets; this one counts and ends in time."""
+
+    depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.depth == MAX_DEPTH:
+            raise ComposerError(None, None, f"it is nested too deeply, more than {MAX_DEPTH} levels",
+                                self.parser.peek_event().start_mark)
+        self.depth += 1
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self.depth -= 1
+
+
+def _compose(text: str) -> yaml_nodes.Node | None:
+    yaml = YAML(pure=True)
+    yaml.Composer = ShallowComposer
+    return yaml.compose(text)
+
+
 def read_file(path: Path, findings: Findings, prefix: str = "") -> Node | None:
     """A YAML as a tree of Nodes, nothing imported or resolved; None where it can't be read at all."""
     name, text = str(path), ""
     try:
         text = path.read_text(encoding="utf-8")
-        tree = YAML(pure=True).compose(text)
+        tree = _compose(text)
         root = _Converter(name, findings).node(tree, prefix) if isinstance(tree, yaml_nodes.MappingNode) else None
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -150,9 +175,6 @@ def read_file(path: Path, findings: Findings, prefix: str = "") -> Node | None:
     except (UnicodeDecodeError, ReaderError) as error:
         findings.error("syntax", Place(name), "", f"this is no UTF-8 text: {str(error).splitlines()[0]}",
                        "save the file as UTF-8")
-        return None
-    except RecursionError:
-        findings.error("syntax", Place(name), "", "it is nested too deeply to be read", "is a bracket repeated?")
         return None
     except OSError as error:
         findings.error("no-file", Place(name), "", f"cannot be read: {error.strerror}")
@@ -180,6 +202,8 @@ def _glued_colon(text: str, line: int) -> tuple[int, int] | None:
 
 
 def _advice(problem: str, text: str, line: int) -> str:
+    if "nested too deeply" in problem:
+        return "is a bracket repeated?"
     if "\\t" in problem or "tab" in problem:
         return "indent with spaces, YAML takes no tabs"
     if "space behind the colon" in problem:

@@ -1,12 +1,15 @@
 """A folder of broken recipes, one mistake each: every one gets the message in its first lines, and no other."""
 
+import inspect
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
 
 from sbkit.errors import SbkitError
+from sbkit.recipe import source
 from sbkit.recipe.arguments import parse_overrides
 from sbkit.recipe.check import check
 from sbkit.recipe.load import load
@@ -53,7 +56,7 @@ def test_text_that_is_not_utf8_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize("text, told", [
-    ("sizes: " + 600 * "[" + 600 * "]", "nested too deeply"),
+    ("sizes:\n  " + 600 * "[" + 600 * "]", "nested too deeply"),
     ("sizes: 3\0", "special characters are not allowed"),
     ("%YAML 1.2\n---\nsizes: 3", "takes no directives"),
 ])
@@ -64,6 +67,21 @@ def test_text_that_breaks_the_reader_is_one_error(tmp_path, text, told):
     assert told in error.message and "\n" not in str(error)
     with pytest.raises(SbkitError, match=r"recipe\.yaml"):
         load(path, {})
+
+
+@pytest.mark.parametrize("recursion", [400, 30_000])
+def test_how_deep_a_recipe_may_be_is_counted_whatever_python_allows(tmp_path, recursion):
+    path = tmp_path / "recipe.yaml"
+    for levels, told in ((source.MAX_DEPTH - 1, []), (source.MAX_DEPTH, [2])):
+        path.write_text(f"first: 1\nsizes: {levels * '['}{levels * ']'}")
+        before = sys.getrecursionlimit()
+        sys.setrecursionlimit(recursion + len(inspect.stack(0)))
+        try:
+            findings = source.Findings()
+            source.read_file(path, findings)
+        finally:
+            sys.setrecursionlimit(before)
+        assert [finding.line for finding in findings] == told
 
 
 def test_a_layer_that_is_left_out_is_told_once(tmp_path):
