@@ -240,6 +240,12 @@ def _parser() -> argparse.ArgumentParser:
     _add_search(serve)
     serve.set_defaults(call=_serve)
 
+    doctor = commands.add_parser("doctor", help="what this machine offers and what stands in the way")
+    doctor.add_argument("--json", action="store_true", help="for programs")
+    doctor.add_argument("--data", metavar="FOLDER", type=Path, help="a corpus to read from, to see how fast it comes")
+    doctor.add_argument("--run", metavar="RUN", type=Path, help="the output folder of a training to look at")
+    doctor.set_defaults(call=_doctor)
+
     for command in commands.choices.values():
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
@@ -350,6 +356,12 @@ def _report(args: argparse.Namespace) -> int:
     print(write_report(args.run, against=args.against, out=args.out, utterances=args.utterances,
                        audio_megabytes=args.audio_mb, tell=print))
     return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from sbkit.doctor.command import Request, doctor
+
+    return doctor(Request(data=args.data, run=args.run, json=args.json))
 
 
 def _replay(args: argparse.Namespace) -> int:

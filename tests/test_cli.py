@@ -10,7 +10,7 @@ def test_help_lists_every_command(capsys):
         main(["--help"])
     assert done.value.code == 0
     out = capsys.readouterr().out
-    others = ["demo-data", "shard", "evaluate", "lm", "report", "export", "transcribe", "serve"]
+    others = ["demo-data", "shard", "evaluate", "lm", "report", "export", "transcribe", "serve", "doctor"]
     for command in [*RECIPE_COMMANDS, *others]:
         assert command in out
 

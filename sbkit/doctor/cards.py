@@ -1,0 +1,168 @@
+"""NVIDIA's driver and cards: whether torch can use them, what they are, and what slows them down."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from sbkit.doctor import probe
+from sbkit.doctor.finding import IN_THE_WAY, NOTE, Asked, Finding
+
+_SECONDS = 10
+_DRIVER = Path("/proc/driver/nvidia/version")
+#: The oldest driver on Linux for each CUDA, by NVIDIA's table of compatibility.
+_OLDEST = {"13": "580", "12": "525", "11": "450"}
+_CARD = ("index", "name", "memory.total", "memory.used", "ecc.errors.uncorrected.volatile.total", "mig.mode.current",
+         "persistence_mode", "temperature.gpu", "clocks.sm", "clocks.max.sm", "power.limit", "power.default_limit")
+#: Reasons by which a clock is held down, as ``nvidia-smi -q -d PERFORMANCE`` calls them; idling is none.
+_SLOWED = {"HW Slowdown": "the board", "HW Thermal Slowdown": "heat", "SW Thermal Slowdown": "heat",
+           "HW Power Brake Slowdown": "the machine's power supply", "SW Power Cap": "its power limit",
+           "SW Power Capping": "its power limit"}
+
+
+def driver(asked: Asked) -> Iterator[Finding]:
+    """Whether there is one, and whether it is new enough for this torch."""
+    torch = probe.asked("torch").get("torch", {})
+    text = _smi()
+    version = re.search(r"Driver Version: *([\d.]+)", text) or re.search(r"Kernel Module[^\d]*([\d.]+)", _proc())
+    newest = re.search(r"CUDA Version: *([\d.]+)", text)
+    if version is None:
+        yield Finding("NVIDIA driver", "none: training and models run on the CPU", NOTE if torch.get("cuda") else "ok",
+                      "where there is a card: install its driver; a container needs --gpus all"
+                      if torch.get("cuda") else "")
+        return
+    found = f"{version[1]}" + (f", for CUDA up to {newest[1]}" if newest else "")
+    if torch.get("available"):
+        yield Finding("NVIDIA driver", found)
+    elif torch and not torch["cuda"]:
+        yield Finding("NVIDIA driver", f"{found}; this torch is built without CUDA", IN_THE_WAY,
+                      "install a torch with CUDA: pip uninstall -y torch torchaudio; "
+                      "pip install 'torch>=2.7,<2.12' 'torchaudio>=2.7,<2.12'")
+    elif torch:
+        yield Finding("NVIDIA driver", *_unusable(found, version[1], torch["cuda"]))
+
+
+def _unusable(found: str, version: str, cuda: str) -> tuple[str, str, str]:
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if hidden is not None and not re.search(r"\d|GPU|MIG", hidden):
+        return (f"{found}; CUDA_VISIBLE_DEVICES={hidden!r} hides all cards", NOTE, "unset CUDA_VISIBLE_DEVICES")
+    major = cuda.split(".")[0]
+    oldest = _OLDEST.get(major, "0")
+    if int(version.split(".")[0]) < int(oldest):
+        return (f"{found}; torch is built for CUDA {cuda}, which needs {oldest} or newer", IN_THE_WAY,
+                f"update the driver to {oldest}, or take a torch of an older CUDA: pip install 'torch>=2.7,<2.12' "
+                "'torchaudio>=2.7,<2.12' --index-url https://download.pytorch.org/whl/cu126")
+    return (f"{found}; torch finds no card that works", IN_THE_WAY,
+            "does nvidia-smi list cards? a container needs --gpus all; after an update of the driver: reboot")
+
+
+def cards(asked: Asked) -> Iterator[Finding]:
+    """Each card that torch sees."""
+    facts = probe.asked("torch").get("cards", {})
+    if "error" in facts:
+        yield Finding("cards", f"torch can't use them: {facts['error']}", IN_THE_WAY, "does nvidia-smi list them?")
+    for index, card in enumerate(facts.get("cards", [])):
+        major, minor = card["capability"]
+        found = (f"{card['name']}, {card['free'] / 2**30:.1f} of {card['total'] / 2**30:.1f} GiB free, "
+                 f"compute capability {major}.{minor}")
+        if not _runs_on(facts["architectures"], major, minor):
+            yield Finding(f"cuda:{index}", f"{found}; this torch has no code for it", IN_THE_WAY,
+                          f"take a torch that has: it was built for {', '.join(facts['architectures'])}")
+        elif card["free"] < 0.9 * card["total"]:
+            yield Finding(f"cuda:{index}", found, NOTE, "another process holds memory there: nvidia-smi lists it")
+        else:
+            yield Finding(f"cuda:{index}", found)
+    if facts.get("without_peer_access"):
+        pairs = ", ".join(f"{a} and {b}" for a, b in facts["without_peer_access"])
+        yield Finding("between cards", f"no direct access between {pairs}: NCCL copies through the host", NOTE,
+                      "nvidia-smi topo -m shows how they are connected")
+
+
+def _runs_on(architectures: list[str], major: int, minor: int) -> bool:
+    """Whether there is machine code for a card of this generation, or what its driver can make some of."""
+    for each in architectures:
+        kind, _, number = each.partition("_")
+        has = divmod(int(re.sub(r"\D", "", number)), 10)
+        if has <= (major, minor) and (kind == "compute" or has[0] == major):
+            return True
+    return not architectures
+
+
+def health(asked: Asked) -> Iterator[Finding]:
+    """What nvidia-smi says of each card: errors of its memory, slices, persistence, power and heat."""
+    for row in _smi(f"--query-gpu={','.join(_CARD)}", "--format=csv,noheader,nounits").splitlines():
+        values = [value.strip() for value in row.split(",")]
+        if len(values) != len(_CARD):
+            continue
+        card = dict(zip(_CARD, values, strict=True))
+        what = f"card {card['index']}"
+        told = [f"{card['temperature.gpu']} °C", f"SM clock {card['clocks.sm']} of {card['clocks.max.sm']} MHz",
+                f"persistence {_word(card['persistence_mode'])}", f"MIG {_word(card['mig.mode.current'])}"]
+        mends = []
+        errors = card["ecc.errors.uncorrected.volatile.total"]
+        told.append(f"ECC errors {errors}" if errors.isdecimal() else "no ECC")
+        if errors.isdecimal() and int(errors):
+            mends.append("its memory has errors: restart the machine, and have the card looked at if they come again")
+        if card["mig.mode.current"] == "Enabled":
+            mends.append("MIG slices can't talk to each other by NCCL: train on one slice, or turn MIG off")
+        if _lower(card["power.limit"], card["power.default_limit"]):
+            mends.append(f"its power limit is {card['power.limit']} W of {card['power.default_limit']}")
+        yield Finding(what, ", ".join(told), NOTE if mends else "ok", "; ".join(mends))
+
+
+def _word(value: str) -> str:
+    return {"Enabled": "on", "Disabled": "off"}.get(value, "unknown")
+
+
+def _lower(limit: str, usual: str) -> bool:
+    try:
+        return float(limit) < 0.98 * float(usual)
+    except ValueError:
+        return False
+
+
+def clocks(asked: Asked) -> Iterator[Finding]:
+    """Whether a clock is held down now, or was since the driver was loaded: a run before this was as slow as that."""
+    text = _smi("-q", "-d", "PERFORMANCE")
+    for index, part in enumerate(re.split(r"^GPU \S+$", text, flags=re.MULTILINE)[1:]):
+        now = {_SLOWED[name] for name, state in re.findall(r"^ +([\w ]+?) +: (Active|Not Active)$", part, re.MULTILINE)
+               if name in _SLOWED and state == "Active"}
+        past = {_SLOWED[name]: int(micros) / 1e6
+                for name, micros in re.findall(r"^ +([\w ]+?) +: (\d+) us$", part, re.MULTILINE)
+                if name in _SLOWED and int(micros) > 60e6}
+        told = [f"held down now by {each}" for each in sorted(now)]
+        told += [f"was held down by {each} for {seconds / 60:.0f} min" for each, seconds in sorted(past.items())]
+        mend = "cooling, power supply or power limit (nvidia-smi -q -d POWER) keep it from its speed"
+        yield Finding(f"clock of card {index}", "; ".join(told) or "not held down",
+                      NOTE if told else "ok", mend if told else "")
+
+
+def libraries(asked: Asked) -> Iterator[Finding]:
+    """cuDNN and NCCL as this torch brings them."""
+    facts = probe.asked("torch").get("libraries", {})
+    if "error" in facts:
+        yield Finding("cuDNN, NCCL", f"can't be told: {facts['error']}", NOTE)
+    elif facts.get("cudnn") or facts.get("nccl"):
+        cudnn, nccl = facts["cudnn"], facts["nccl"]
+        told = [f"cuDNN {cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}"] if cudnn else []
+        told += [f"NCCL {'.'.join(map(str, nccl))}"] if nccl else []
+        yield Finding("CUDA libraries", ", ".join(told))
+
+
+def _smi(*words: str) -> str:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ""
+    done = subprocess.run([program, *words], capture_output=True, text=True, errors="replace", timeout=_SECONDS)
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _proc() -> str:
+    try:
+        return _DRIVER.read_text(errors="replace")
+    except OSError:
+        return ""

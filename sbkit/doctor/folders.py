@@ -1,0 +1,146 @@
+"""Folders that sbkit reads and writes: whether it may, room on their disks and speed, and files from the future."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+from sbkit.cache import cache_folder
+from sbkit.doctor.finding import IN_THE_WAY, NOTE, Asked, Finding
+
+_LITTLE_DISK = 5 << 30
+_BLOCK = 1 << 20
+_SECONDS = 1.0  # of reading, and of writing
+_MOST = 256 << 20  # bytes of each
+#: Below it 8 data workers that read FLAC wait for a disk.
+_SLOW = 50e6
+_LOOKED_AT = 2000  # files of a data folder
+_AHEAD = 60.0  # seconds: clocks of machines that share a folder differ by less
+
+
+def caches(asked: Asked) -> Iterator[Finding]:
+    """Where sbkit, torch's compiler and Hugging Face keep things, and temporary files."""
+    triton = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton"
+    hub = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
+    for what, folder, variable in (("sbkit's cache", cache_folder(), "SBKIT_CACHE"),
+                                   ("Triton's cache", Path(triton), "TRITON_CACHE_DIR"),
+                                   ("Hugging Face", Path(hub), "HF_HOME"),
+                                   ("temporary", Path(tempfile.gettempdir()), "TMPDIR")):
+        may, free = _may_write(folder), _free(folder)
+        if not may:
+            yield Finding(what, f"{folder} can't be written", NOTE, f"export {variable}=FOLDER: one that can")
+        elif free < _LITTLE_DISK:
+            yield Finding(what, f"{folder}, {_gib(free)} free", NOTE, f"make room, or export {variable}=FOLDER")
+        else:
+            yield Finding(what, f"{folder}, {_gib(free)} free")
+
+
+def data(asked: Asked) -> Iterator[Finding]:
+    """The corpus that was named: is it there, and how fast does it come."""
+    if asked.data is None:
+        return
+    if not asked.data.exists():
+        yield Finding("data", f"{asked.data} is not there", IN_THE_WAY, "give --data a folder or file that is")
+        return
+    read, seconds, files = _read(asked.data)
+    if not files:
+        yield Finding("data", f"{asked.data}: no file in it can be read", IN_THE_WAY,
+                      "is it the right folder, and may this user read it?")
+        return
+    speed = read / max(seconds, 1e-6)
+    slow = speed < _SLOW and seconds > 0.2
+    yield Finding("data", f"{asked.data}: {speed / 1e6:.0f} MB/s, {files / max(seconds, 1e-6):.0f} files/s, one reader "
+                          "(files in the page cache come faster)",
+                  NOTE if slow else "ok",
+                  "sbkit shard packs many small files into few large ones; or copy the data to a local disk"
+                  if slow else "")
+
+
+def _read(path: Path) -> tuple[int, float, int]:
+    """Bytes, seconds and files of reading for a second, spread over the folder."""
+    paths = [path] if path.is_file() else list(islice(_files(path), _LOOKED_AT))
+    step = max(1, len(paths) // 200)
+    began, read, files = time.perf_counter(), 0, 0
+    for each in paths[::step]:
+        try:
+            with open(each, "rb", buffering=0) as source:
+                while (block := source.read(_BLOCK)) and read < _MOST and time.perf_counter() - began < _SECONDS:
+                    read += len(block)
+            files += 1
+        except OSError:
+            continue
+        if read >= _MOST or time.perf_counter() - began >= _SECONDS:
+            break
+    return read, time.perf_counter() - began, files
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for parent, _, names in os.walk(folder):
+        yield from (Path(parent) / name for name in names)
+
+
+def output(asked: Asked) -> Iterator[Finding]:
+    """Where runs go: the folder that was named, else ``results`` here."""
+    folder = asked.run or Path("results")
+    if not _may_write(folder):
+        yield Finding("output", f"{folder} can't be written", IN_THE_WAY, "give --output_folder one that can")
+        return
+    speed, free = _write_speed(_there(folder)), _free(folder)
+    little, slow = free < _LITTLE_DISK, speed < _SLOW
+    yield Finding("output", f"{folder}: {_gib(free)} free, written at {speed / 1e6:.0f} MB/s",
+                  NOTE if little or slow else "ok",
+                  "a checkpoint needs three times its model's size: make room" if little else
+                  "checkpoints take long: a local disk, or a longer ckpt_interval_minutes" if slow else "")
+
+
+def _write_speed(folder: Path) -> float:
+    """Bytes a second that reach the disk, of a file that leaves nothing behind."""
+    block, written, began = os.urandom(_BLOCK), 0, time.perf_counter()
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        while written < _MOST / 4 and time.perf_counter() - began < _SECONDS / 2:
+            written += file.write(block)
+        os.fsync(file.fileno())
+    return written / (time.perf_counter() - began)
+
+
+def time_stamps(asked: Asked) -> Iterator[Finding]:
+    """Files of a run that lie in the future: a clock was set back, or the folder's machine has another time."""
+    if asked.run is None:
+        return
+    if not asked.run.is_dir():
+        yield Finding("run", f"{asked.run} is not there", IN_THE_WAY, "give --run the output folder of a training")
+        return
+    now, newest = time.time(), 0.0
+    for path in islice(_files(asked.run), _LOOKED_AT):
+        newest = max(newest, path.lstat().st_mtime)
+    ahead = newest - now
+    wrong = ahead > _AHEAD
+    found = (f"the newest file of {asked.run} is of {ahead / 60:.0f} min in the future" if wrong else
+             f"no file of {asked.run} lies in the future" if newest else f"{asked.run} is empty")
+    yield Finding("clock", found, NOTE if wrong else "ok",
+                  "set this machine's clock (timedatectl): which checkpoint is the newest goes by it" if wrong else "")
+
+
+def _there(folder: Path) -> Path:
+    """The folder, or the nearest above it that exists."""
+    folder = folder.absolute()
+    while not folder.is_dir() and folder != folder.parent:
+        folder = folder.parent
+    return folder
+
+
+def _may_write(folder: Path) -> bool:
+    return os.access(_there(folder), os.W_OK | os.X_OK)
+
+
+def _free(folder: Path) -> int:
+    state = os.statvfs(_there(folder))
+    return state.f_bavail * state.f_frsize
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.0f} GiB" if size >= 10 << 30 else f"{size / 2**30:.1f} GiB"

@@ -1,0 +1,79 @@
+"""Cores, memory, shared memory, open files, and the language of file names."""
+
+from __future__ import annotations
+
+import locale
+import os
+import resource
+import sys
+from collections.abc import Iterator
+
+from sbkit.cores import usable_cores
+from sbkit.doctor.finding import NOTE, Asked, Finding
+from sbkit.train import memory
+
+SHARED_MEMORY = "/dev/shm"
+#: Bytes that a few batches of a few data workers take.
+_SHARED = 2 << 30
+_LITTLE_MEMORY = 4 << 30
+_FILES = 4096
+
+
+def cores(asked: Asked) -> Iterator[Finding]:
+    """Those that may be used, and what libraries would take without being told."""
+    usable, seen = usable_cores(), os.cpu_count() or 1
+    found = f"{usable} usable"
+    found += f" of {seen}: affinity or a container's quota leaves no more" if usable < seen else ""
+    threads = os.environ.get("OMP_NUM_THREADS")
+    found += f"; OMP_NUM_THREADS={threads}" if threads else ""
+    if usable < 2:
+        yield Finding("cores", found, NOTE, "data workers and training share it: give the container two or more")
+    elif threads and threads.isdecimal() and int(threads) > usable:
+        yield Finding("cores", found, NOTE, f"threads would wait for each other: OMP_NUM_THREADS={usable}")
+    else:
+        yield Finding("cores", found)
+
+
+def main_memory(asked: Asked) -> Iterator[Finding]:
+    """Free and in all, no more than a container may have; and this process's own bound."""
+    total, free = memory.total(), memory.available()
+    found = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
+    found += "; bounded for this process (ulimit -v or -d)" if memory.bounded() else ""
+    little = free < _LITTLE_MEMORY
+    yield Finding("memory", found, NOTE if little else "ok",
+                  "sbkit tune --memory finds batches that fit" if little else "")
+
+
+def shared_memory(asked: Asked) -> Iterator[Finding]:
+    """Where batches of data workers wait for the run."""
+    if not os.path.isdir(SHARED_MEMORY):
+        yield Finding("shared memory", f"no {SHARED_MEMORY} on this system")
+        return
+    state = os.statvfs(SHARED_MEMORY)
+    free, total = state.f_bavail * state.f_frsize, state.f_blocks * state.f_frsize
+    little = free < _SHARED
+    yield Finding("shared memory", f"{SHARED_MEMORY}: {free / 2**30:.2f} of {total / 2**30:.2f} GiB free",
+                  NOTE if little else "ok",
+                  "fewer batches are read ahead: docker run --shm-size=8g, or fewer workers" if little else "")
+
+
+def open_files(asked: Asked) -> Iterator[Finding]:
+    """How many this process may have; each batch on its way from a worker holds some."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    told = f"{_limit(soft)} (at most {_limit(hard)})"
+    little = soft != resource.RLIM_INFINITY and soft < _FILES
+    yield Finding("open files", told, NOTE if little else "ok",
+                  f"ulimit -n {min(65536, hard) if hard != resource.RLIM_INFINITY else 65536}, before a run with "
+                  "many data workers" if little else "")
+
+
+def _limit(value: int) -> str:
+    return "no limit" if value == resource.RLIM_INFINITY else str(value)
+
+
+def language(asked: Asked) -> Iterator[Finding]:
+    """Transcripts and file names are UTF-8."""
+    names, text = sys.getfilesystemencoding(), locale.getpreferredencoding(False)
+    wrong = {names.lower(), text.lower()} - {"utf-8", "utf8"}
+    yield Finding("locale", f"file names {names}, text {text}", NOTE if wrong else "ok",
+                  "export LANG=C.UTF-8 PYTHONUTF8=1: names and transcripts are UTF-8" if wrong else "")

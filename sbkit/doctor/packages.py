@@ -1,0 +1,119 @@
+"""Python, the packages that sbkit needs, torch with torchaudio, ONNX Runtime, and compilers."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sysconfig
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from sbkit.doctor import probe
+from sbkit.doctor.finding import IN_THE_WAY, NOTE, Asked, Finding
+from sbkit.environment import check_torch_pair, version_of
+from sbkit.errors import SbkitError
+
+_PAIR = ("torch", "torchaudio")
+
+
+def python(asked: Asked) -> Iterator[Finding]:
+    """Of which version, and on what."""
+    from packaging.specifiers import SpecifierSet
+
+    found = f"{platform.python_version()}, {platform.system()} {platform.release()} {platform.machine()}"
+    wanted = metadata.metadata("sbkit")["Requires-Python"]
+    if SpecifierSet(wanted).contains(platform.python_version(), prereleases=True):
+        yield Finding("Python", found)
+    else:
+        yield Finding("Python", found, IN_THE_WAY, f"sbkit needs {wanted}: make PYTHON=python3.12 install")
+
+
+def needed(asked: Asked) -> Iterator[Finding]:
+    """What sbkit requires beside torch and torchaudio, as its package says."""
+    from packaging.requirements import Requirement
+
+    wanted = [Requirement(line) for line in metadata.requires("sbkit") or [] if "extra ==" not in line]
+    fits = []
+    for each in wanted:
+        version = version_of(each.name)
+        if version is not None and each.specifier.contains(version, prereleases=True):
+            fits.append(f"{each.name} {version}")
+        else:
+            yield Finding(each.name, version or "not installed", IN_THE_WAY, f"pip install '{each}'")
+    yield Finding("packages", f"sbkit {version_of('sbkit')}; {len(fits)} of the {len(wanted)} that it needs fit: "
+                              + ", ".join(name for name in fits if name.split()[0] not in _PAIR))
+
+
+def torch_pair(asked: Asked) -> Iterator[Finding]:
+    """Whether both can be imported, together."""
+    facts = probe.asked("torch")
+    yield from _pair(facts)
+    torch = facts.get("torch", {})
+    if "error" in torch or not torch:
+        yield Finding("torch", f"{version_of('torch')} can't be imported: {torch.get('error') or facts['ended']}",
+                      IN_THE_WAY, "install it anew: pip install --force-reinstall 'torch>=2.7,<2.12' "
+                                  "'torchaudio>=2.7,<2.12'")
+        return
+    built = f"CUDA {torch['cuda']}" if torch["cuda"] else f"ROCm {torch['hip']}" if torch["hip"] else "the CPU alone"
+    yield Finding("torch", f"{torch['version']}, built for {built}")
+    audio = facts.get("torchaudio", {})
+    if "error" in audio or not audio:
+        yield Finding("torchaudio", f"{version_of('torchaudio')} doesn't work: {audio.get('error') or facts['ended']}",
+                      IN_THE_WAY, "install the one that was made with this torch: pip install --force-reinstall "
+                                  f"--no-deps 'torchaudio=={'.'.join(torch['version'].split('.')[:2])}.*'")
+    else:
+        yield Finding("torchaudio", audio["version"])
+
+
+def _pair(facts: dict) -> Iterator[Finding]:
+    try:
+        check_torch_pair()
+    except SbkitError as error:
+        yield Finding("torch pair", error.message, IN_THE_WAY, error.hint or "")
+
+
+def onnxruntime(asked: Asked) -> Iterator[Finding]:
+    """Which build is there, and which devices it was built for."""
+    builds = [f"{name} {version}" for name in ("onnxruntime", "onnxruntime-gpu") if (version := version_of(name))]
+    if not builds:
+        yield Finding("onnxruntime", "not installed: training needs none, ONNX models do", NOTE,
+                      "pip install onnxruntime (for CUDA: onnxruntime-gpu)")
+    elif len(builds) == 2:
+        yield Finding("onnxruntime", f"{' and '.join(builds)}: each overwrote files of the other", IN_THE_WAY,
+                      "pip uninstall -y onnxruntime onnxruntime-gpu, then install the one that you want")
+    else:
+        facts = probe.asked("onnxruntime")
+        found = facts.get("onnxruntime", {})
+        if "error" in found or not found:
+            yield Finding("onnxruntime", f"{builds[0]} can't be imported: {found.get('error') or facts['ended']}",
+                          IN_THE_WAY, "install it anew: pip install --force-reinstall onnxruntime")
+            return
+        names = ", ".join(name.removesuffix("ExecutionProvider") for name in found["providers"])
+        cards = probe.asked("torch").get("cards", {}).get("cards")
+        unused = cards and "CUDAExecutionProvider" not in found["providers"]
+        yield Finding("onnxruntime", f"{builds[0]}, built for {names}", NOTE if unused else "ok",
+                      "ONNX models run on the CPU; for the GPU: pip uninstall -y onnxruntime; "
+                      "pip install onnxruntime-gpu" if unused else "")
+
+
+def compilers(asked: Asked) -> Iterator[Finding]:
+    """A C compiler for the kernels of the CPU, and what Triton needs for those of a GPU."""
+    wanted = [os.environ.get("CC") or "gcc", "gcc", "cc", "clang"]
+    compiler = next(filter(None, map(shutil.which, wanted)), None)
+    why_not = probe.asked("torch").get("kernels", {})
+    why_not = why_not.get("error") or why_not.get("why_not")
+    mend = "apt install gcc" if compiler is None else "training on a CPU goes without, more slowly"
+    yield Finding("C compiler", compiler or "none (gcc, cc or clang)", "ok" if compiler else NOTE,
+                  "" if compiler else mend)
+    yield Finding("CPU kernels", f"not used: {why_not}" if why_not else "compiled and loaded",
+                  NOTE if why_not else "ok", mend if why_not else "")
+    triton, header = version_of("triton"), Path(sysconfig.get_paths()["include"]) / "Python.h"
+    missing = [what for what, there in (("triton", triton), ("a C compiler", compiler), ("Python.h", header.is_file()))
+               if not there]
+    mends = {"triton": "pip install triton", "a C compiler": "apt install gcc", "Python.h": "apt install python3-dev"}
+    yield Finding("Triton", (triton or "not installed") + (f"; {', '.join(missing)} missing" if missing else ""),
+                  NOTE if missing else "ok",
+                  "kernels of a GPU and --compile need it: " + "; ".join(mends[each] for each in missing)
+                  if missing else "")

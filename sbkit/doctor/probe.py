@@ -1,0 +1,107 @@
+"""What torch and onnxruntime say of themselves, asked in processes of their own: a broken one may end its process.
+
+``python -m sbkit.doctor.probe torch`` prints a line of JSON for each part that answers: ``[part, facts]``.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+#: A cold start of torch from a network folder takes long.
+_SECONDS = 60
+
+
+@cache
+def asked(library: str) -> dict[str, Any]:
+    """Each part's facts, or ``{"error": ...}``; a part that is absent was not reached, and ``ended`` says why."""
+    command = [sys.executable, "-m", __name__, library]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS)
+        output, ended = done.stdout, _how(done)
+    except subprocess.TimeoutExpired as late:
+        output, ended = (late.stdout or b"").decode(errors="replace"), f"no answer within {_SECONDS} s"
+    lines = (json.loads(line) for line in output.splitlines() if line.startswith('["'))
+    return {"ended": ended, **dict(lines)}
+
+
+def _how(done: subprocess.CompletedProcess[str]) -> str:
+    """Why the process ended, where it did so before its end."""
+    if done.returncode < 0:
+        return f"the process that imported it was ended by {signal.Signals(-done.returncode).name}"
+    return "" if not done.returncode else (done.stderr.strip().splitlines() or ["it ended without a word"])[-1]
+
+
+def _torch() -> dict[str, Any]:
+    import torch
+
+    return {"version": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip,
+            "available": torch.cuda.is_available(), "threads": torch.get_num_threads()}
+
+
+def _cards() -> dict[str, Any]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return {"cards": []}
+    cards = []
+    for index in range(torch.cuda.device_count()):
+        card = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        cards.append({"name": card.name, "capability": [card.major, card.minor], "total": total, "free": free})
+    peers = [[a, b] for a in range(len(cards)) for b in range(len(cards))
+             if a < b and not torch.cuda.can_device_access_peer(a, b)]
+    return {"cards": cards, "architectures": torch.cuda.get_arch_list(), "without_peer_access": peers}
+
+
+def _libraries() -> dict[str, Any]:
+    import torch
+
+    nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
+    return {"cudnn": torch.backends.cudnn.version(), "nccl": list(torch.cuda.nccl.version()) if nccl else None}
+
+
+def _torchaudio() -> dict[str, Any]:
+    import torchaudio
+
+    torchaudio.functional.melscale_fbanks(201, 0.0, 8000.0, 80, 16000)
+    return {"version": torchaudio.__version__}
+
+
+def _kernels() -> dict[str, Any]:
+    from sbkit.nn.native import library
+
+    return {"why_not": library.load()}
+
+
+def _onnxruntime() -> dict[str, Any]:
+    import onnxruntime
+
+    return {"version": onnxruntime.__version__, "providers": onnxruntime.get_available_providers()}
+
+
+_PARTS: dict[str, dict[str, Callable[[], dict[str, Any]]]] = {
+    "torch": {"torch": _torch, "cards": _cards, "libraries": _libraries, "kernels": _kernels,
+              "torchaudio": _torchaudio},
+    "onnxruntime": {"onnxruntime": _onnxruntime},
+}
+
+
+def main(library: str) -> None:
+    """Print what each part says, as it says it."""
+    for part, ask in _PARTS[library].items():
+        try:
+            facts = ask()
+        except Exception as error:
+            lines = str(error).strip().splitlines()
+            facts = {"error": f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__}
+        print(json.dumps([part, facts]), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

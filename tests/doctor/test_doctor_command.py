@@ -1,0 +1,58 @@
+"""The table and the JSON of the doctor, of this machine and of findings that are bad."""
+
+import json
+import subprocess
+import sys
+
+from sbkit.cli import main
+from sbkit.doctor import command
+from sbkit.doctor.finding import IN_THE_WAY, NOTE, Finding
+
+BAD = [
+    Finding("torch", "2.11.0, built for CUDA 13.0"),
+    Finding("NVIDIA driver", "550.54, for CUDA up to 12.4; torch is built for CUDA 13.0, which needs 580 or newer",
+            IN_THE_WAY, "update the driver to 580, or take a torch of an older CUDA"),
+    Finding("shared memory", "/dev/shm: 0.06 of 0.06 GiB free", NOTE, "docker run --shm-size=8g, or fewer workers"),
+]
+
+
+def test_this_machine_is_told_in_a_table_of_80_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    for what in ("Python", "packages", "torch", "torchaudio", "NVIDIA driver", "onnxruntime", "C compiler", "cores",
+                 "memory", "shared memory", "open files", "locale", "temporary", "output"):
+        assert any(f"  {what}  " in line for line in lines), what
+    assert lines[-1].startswith("nothing is in the way of sbkit")
+
+
+def test_nothing_of_torch_is_imported_here():
+    code = "import sys; from sbkit.cli import main; main(['doctor']); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
+
+
+def test_what_is_in_the_way_ends_with_1_and_says_what_to_do(capsys, monkeypatch):
+    monkeypatch.setattr(command, "examine", lambda asked: BAD)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["doctor"]) == 1
+    assert capsys.readouterr().out == """\
+ok          torch          2.11.0, built for CUDA 13.0
+in the way  NVIDIA driver  550.54, for CUDA up to 12.4; torch is built for CUDA
+                           13.0, which needs 580 or newer
+                           -> update the driver to 580, or take a torch of an
+                              older CUDA
+note        shared memory  /dev/shm: 0.06 of 0.06 GiB free
+                           -> docker run --shm-size=8g, or fewer workers
+
+1 in the way of sbkit, 1 note
+"""
+
+
+def test_the_same_for_programs(capsys, monkeypatch):
+    monkeypatch.setattr(command, "examine", lambda asked: BAD)
+    assert main(["doctor", "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["in_the_way"] == 1
+    assert [each["verdict"] for each in told["findings"]] == ["ok", "in the way", "note"]
+    assert told["findings"][2]["mend"] == "docker run --shm-size=8g, or fewer workers"
