@@ -13,6 +13,8 @@ from typing import IO, Any
 
 from tqdm import tqdm
 
+from sbkit import disk
+
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[Any]], indent: str = "") -> str:
     """Align columns: numbers to the right, words to the left.
@@ -65,22 +67,24 @@ class ForPeople(logging.Filter):
 
 @contextlib.contextmanager
 def atomic_write(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
-    """Write aside, sync, rename: the file under ``path`` is whole, or what it was before."""
+    """Write aside, sync, rename: the file under ``path`` is whole, or what it was before, also after a power cut."""
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     binary = "b" in mode
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with open(handle, mode, encoding=None if binary else "utf-8", newline=None if binary else "") as out:
-            yield out
-            out.flush()
-            os.fsync(out.fileno())
-        os.chmod(name, 0o666 & ~_umask())
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
-        raise
+    with disk.told(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with open(handle, mode, encoding=None if binary else "utf-8", newline=None if binary else "") as out:
+                yield out
+                out.flush()
+                os.fchmod(out.fileno(), 0o666 & ~_umask())
+                os.fsync(out.fileno())
+            os.replace(name, path)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name)
+            raise
+        disk.sync_folder(path.parent)
 
 
 def _umask() -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import json
@@ -21,6 +20,7 @@ import yaml
 from speechbrain.utils.checkpoints import CKPT_PREFIX, METAFNAME, PARAMFILE_EXT
 from speechbrain.utils.distributed import get_rank
 
+from sbkit import disk
 from sbkit.errors import SbkitError
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,6 @@ SUMS_NAME = f"{CKPT_PREFIX}.sums.json"  # SpeechBrain reads only *.ckpt and CKPT
 WRITING, REPLACED, DELETED = ".tmp-", ".old-", ".del-"  # hidden: neither SpeechBrain nor we list them
 CHUNK = 1 << 22
 DAY = 24 * 3600.0
-DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO}
 
 
 class CheckpointError(SbkitError, RuntimeError):
@@ -73,7 +72,7 @@ def seal(folder: Path, meta: dict[str, Any]) -> None:
     _write_text(folder / SUMS_NAME, json.dumps({"files": sums}, indent=1, sort_keys=True))
     _write_text(folder / METAFNAME, "# yamllint disable\n" + yaml.safe_dump(meta))
     for inner in sorted({file.parent for file in _files(folder)} | {folder}):
-        sync_folder(inner)
+        disk.sync_folder(inner)
 
 
 def publish(written: Path, final: Path) -> None:
@@ -90,7 +89,7 @@ def publish(written: Path, final: Path) -> None:
         if replaced is not None:
             os.rename(replaced, final)
         raise
-    sync_folder(final.parent)
+    disk.sync_folder(final.parent)
     if replaced is not None:
         shutil.rmtree(replaced, ignore_errors=True)
 
@@ -101,7 +100,7 @@ def retire(path: Path) -> None:
     if hidden.exists():
         shutil.rmtree(hidden)
     os.rename(path, hidden)
-    sync_folder(path.parent)
+    disk.sync_folder(path.parent)
     shutil.rmtree(hidden)
 
 
@@ -137,18 +136,6 @@ def _in_use(path: Path) -> bool:
     finally:
         os.close(handle)
     return False
-
-
-def sync_folder(path: Path) -> None:
-    """Make renames and new names in a folder survive a power cut."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems can't
-            raise
-    finally:
-        os.close(handle)
 
 
 def _write_text(path: Path, text: str) -> None:
@@ -245,36 +232,11 @@ def _torn(file: Path) -> str | None:
 # ---------------------------------------------------------------- full disks
 
 
-def disk_error(error: BaseException) -> OSError | None:
-    """The OSError of a full, read-only or broken disk behind ``error``, if that is what it was."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, OSError) and seen.errno in DISK_ERRORS:
-            return seen
-        seen = seen.__cause__ or seen.__context__
-    return None
-
-
 def explain_disk(error: OSError, final: Path, needed: int, last_good: Path | None) -> CheckpointError:
     """Say in plain words why a checkpoint could not be written, and which one is still there."""
-    free = "unknown"
-    with contextlib.suppress(OSError):
-        free = size(shutil.disk_usage(final.parent).free)
     kept = f"the last good one, {last_good}, is kept" if last_good else "there is no earlier one"
-    return CheckpointError(
-        f"the checkpoint {final} could not be written: {os.strerror(error.errno or 0)} "
-        f"(it needs about {size(needed)}, free: {free}); {kept}",
-        hint="make room or raise the quota there, then run the same command to resume",
-    )
-
-
-def size(count: float) -> str:
-    """A number of bytes for people: ``size(1_200_000_000)`` is ``'1.2 GB'``."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
+    return CheckpointError(f"the checkpoint {disk.explain(error, final, needed)}; {kept}",
+                           hint="make room or raise the quota there, then run the same command to resume")
 
 
 def bytes_in(folder: Path, but: Container[str] = ()) -> int:

@@ -13,6 +13,7 @@ from speechbrain.utils.checkpoints import Checkpoint, ckpt_recency
 from speechbrain.utils.distributed import MainProcessContext, main_process_only
 from speechbrain.utils.epoch_loop import EpochCounter
 
+from sbkit import disk
 from sbkit.train import checkpoint_files as files
 from sbkit.train import checkpoint_shelf as shelf
 from sbkit.train import ranks
@@ -191,12 +192,12 @@ class Saving(stock.Checkpointer):
             try:
                 self._call_save_hook(name, obj, folder / f"{name}{stock.PARAMFILE_EXT}", pending, copy)
             except Exception as error:
-                disk = files.disk_error(error)
-                if disk is None:
+                found = disk.refusal(error)
+                if found is None:
                     if pending is not None:
                         pending.discard()
                     raise
-                refusal = refusal or OSError(disk.errno, disk.strerror)
+                refusal = refusal or OSError(found.errno, found.strerror)
         return refusal
 
     def _call_save_hook(
@@ -235,11 +236,11 @@ class Saving(stock.Checkpointer):
         self._saved = None
         needed = pending.needed()
         pending.discard()
-        disk = files.disk_error(error)
-        if disk is None:
+        refused = disk.refusal(error)
+        if refused is None:
             raise error
         good = next(iter(self._find()), None)
-        told = files.explain_disk(disk, pending.final, needed, good and good.path)
+        told = files.explain_disk(refused, pending.final, needed, good and good.path)
         self._failures += 1
         if pending.end_of_epoch or self._failures >= PATIENCE:
             raise told from error
