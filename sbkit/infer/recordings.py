@@ -81,18 +81,14 @@ def _decoded(source: str | os.PathLike | bytes | BinaryIO, name: str, rate: int,
             file.seek(at)
         file.seekable = lambda: False  # else soundfile seeks after each read, which is slow and for MP3s inexact
         size = round(_BLOCK_SECONDS * own)
-        while at < first:  # where seeking isn't exact, what lies before is decoded too
-            at += len(file.read(min(size, first - at)))
+        if first > at:  # where seeking isn't exact, what lies before is decoded too
+            at += sum(map(len, _reads(file, name, first - at, size)))
+            if at < first:
+                raise AudioError(name, f"cut off: it ends after {at / own:.2f} of {file.frames / own:.2f} s, before "
+                                       f"the stretch from {start:.2f} s on")
         resampler = soxr.ResampleStream(own, rate, 1, dtype="float32", quality="MQ") if own != rate else None
         read = 0
-        while read < wanted:
-            try:
-                block = file.read(min(size, wanted - read), dtype="float32", always_2d=True)
-            except soundfile.LibsndfileError as error:
-                raise AudioError(name, f"damaged or cut off after {read / own:.2f} of {wanted / own:.2f} s: "
-                                       f"{error.error_string}") from None
-            if not len(block):
-                break
+        for block in _reads(file, name, wanted, size):
             read += len(block)
             signal = audio._mono(block) if block.shape[1] > 1 else block[:, 0]
             if not np.isfinite(signal.sum()):
@@ -104,7 +100,22 @@ def _decoded(source: str | os.PathLike | bytes | BinaryIO, name: str, rate: int,
         if resampler is not None and read < wanted and len(rest := resampler.resample_chunk(
                 np.zeros(0, dtype=np.float32), last=True)):
             yield rest
+        if read < min(wanted, 1) or (wanted - read) / own > max(_LOST_SECONDS, 0.1 * wanted / own):
+            raise AudioError(name, f"cut off: {read / own:.2f} of {wanted / own:.2f} s can be read")
         if not read:
             raise AudioError(name, "holds no audio")
-        if (wanted - read) / own > max(_LOST_SECONDS, 0.1 * wanted / own):
-            raise AudioError(name, f"cut off: {read / own:.2f} of {wanted / own:.2f} s can be read")
+
+
+def _reads(file: soundfile.SoundFile, name: str, frames: int, size: int) -> Iterator[np.ndarray]:
+    """The next ``frames`` in blocks [S, C] of ``size``; fewer where the recording gives nothing more."""
+    read = 0
+    while read < frames:
+        try:
+            block = file.read(min(size, frames - read), dtype="float32", always_2d=True)
+        except soundfile.LibsndfileError as error:
+            raise AudioError(name, f"damaged or cut off after {read / file.samplerate:.2f} of "
+                                   f"{frames / file.samplerate:.2f} s: {error.error_string}") from None
+        if not len(block):
+            return
+        yield block
+        read += len(block)

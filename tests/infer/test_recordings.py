@@ -104,6 +104,15 @@ def test_what_was_cut_off_is_named(tmp_path):
         joined(Recording(b""))
 
 
+@pytest.mark.parametrize("start, duration", [(15.0, 2.0), (15.0, 0.2), (15.0, None), (0.0, None)])
+@pytest.mark.parametrize("mode", ["CONSTANT", "VARIABLE"])
+def test_a_stretch_behind_the_cut_of_an_mp3_ends(mode, start, duration):
+    """What lies before a stretch is decoded where the bit rate varies, and there it never came to the stretch."""
+    data = encoded("mp3", 16_000, seconds=20.0, bitrate_mode=mode, compression_level=0.5)
+    with pytest.raises(AudioError, match="cut off"):
+        joined(Recording(data[: len(data) * 2 // 5], start=start, duration=duration))
+
+
 def test_not_a_number_in_a_file_is_refused(tmp_path):
     signal = speech(2.0, 16_000)
     signal[9_000] = np.nan
