@@ -10,6 +10,7 @@ from speechbrain.core import Stage
 
 from sbkit.errors import SbkitError
 from sbkit.score.rates import ErrorRates
+from sbkit.train import sharding
 from sbkit.train.averaging import average
 from sbkit.train.brain import Brain
 
@@ -78,7 +79,7 @@ class ASR(Brain):
         count = getattr(self.hparams, "average_checkpoints", 1)
         if self.checkpointer is not None and count > 1:
             state, used = average(self.checkpointer, "model", count, max_key=max_key, min_key=min_key)
-            self.hparams.model.load_state_dict(state)
+            sharding.take(self.hparams.model, state)
             logger.info("Testing the average of %d checkpoints", len(used))
 
     def on_stage_start(self, stage: Stage, epoch: int | None = None) -> None:

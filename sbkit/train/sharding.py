@@ -13,7 +13,7 @@ import fnmatch
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -194,15 +194,18 @@ def load_whole(obj: nn.Module | torch.optim.Optimizer, path: str | os.PathLike, 
     del end_of_epoch
     state = load_file(path)
     if isinstance(obj, nn.Module):
-        state = hook_on_loading_state_dict_checkpoint(state)
-        own = obj.state_dict()
-        state = {key: _divided(value, own.get(key)) for key, value in state.items()}
-        obj.load_state_dict(state, strict=True)
+        take(obj, hook_on_loading_state_dict_checkpoint(state))
         return
     params = [p for group in obj.param_groups for p in group["params"]]
     for i, entry in state["state"].items():
         state["state"][i] = {key: _divided(value, params[i]) for key, value in entry.items()}
     obj.load_state_dict(state)
+
+
+def take(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Give a module the state dict of an undivided one; where it is divided, every rank takes part and its share."""
+    own = module.state_dict()
+    module.load_state_dict({key: _divided(value, own.get(key)) for key, value in state.items()}, strict=True)
 
 
 def _whole(value: Any) -> Any:

@@ -11,7 +11,10 @@ from processes import results
 from toys import SIZE, ToyBrain, ToyEvalLoader, ToyTrainLoader, brain, furthest, state
 
 from sbkit.errors import SbkitError
+from sbkit.tasks import restore
+from sbkit.tasks.asr import ASR
 from sbkit.train import ranks, sharding
+from sbkit.train.averaging import average
 from sbkit.train.checkpoint import Checkpointer
 
 
@@ -102,6 +105,54 @@ def test_a_checkpoint_goes_on_divided_or_not(tmp_path):
     whole, _ = results(go_on, {}, tmp_path)
     assert divided[1] == whole[1] == 12
     assert furthest(divided[0], whole[0]) < 1e-5
+
+
+class Averaged(DeepBrain, ASR):
+    """Tests the mean of its two best checkpoints, as a recogniser does."""
+
+    def on_stage_start(self, stage, epoch=None):
+        super().on_stage_start(stage, epoch)
+        if stage.name == "TEST":
+            self.tested = sharding._whole(state(self))
+
+    def on_stage_end(self, stage, stage_loss, epoch=None):
+        if stage.name == "VALID":
+            self.checkpointer.save_checkpoint(meta={"WER": 10.0 - epoch})
+
+
+def score_the_mean(options, folder, card=False):
+    place = ranks.rank(), ranks.world_size()
+    on = {"device": f"cuda:{place[0]}"} if card else {}
+    model = modules()
+    toy = brain(Averaged, modules=model, hparams={"average_checkpoints": 2, **options},
+                checkpointer=Checkpointer(folder, {"model": model}), **on)
+    toy.fit(range(1, 4), ToyTrainLoader(2, 6, *place, 2), ToyEvalLoader(9, *place))
+    toy.checkpointer.wait()
+    loss = toy.evaluate(ToyEvalLoader(9, *place), min_key="WER")
+    expected, used = average(toy.checkpointer, "model", 2, min_key="WER")
+    afterwards = brain(Averaged, modules=(model := modules()), checkpointer=Checkpointer(folder, {"model": model}))
+    assert restore.take_weights(afterwards, restore.BEST, 2) == used  # as `sbkit evaluate --average 2`
+    return loss, toy.tested, expected, state(afterwards)
+
+
+@pytest.mark.slow
+def test_the_mean_of_checkpoints_is_tested_divided_or_not(tmp_path):
+    (expected, _, _, _), _ = results(score_the_mean, {}, tmp_path / "ddp")
+    for loss, *found in results(score_the_mean, {"fsdp": True}, tmp_path / "fsdp"):
+        assert loss == pytest.approx(expected, rel=1e-5)
+        assert_the_mean_was_tested(*found)
+
+
+@pytest.mark.slow
+@pytest.mark.gpu(cards=2)
+def test_so_it_is_on_cards(tmp_path):
+    for _, *found in results(score_the_mean, {"fsdp": True}, tmp_path, True):
+        assert_the_mean_was_tested(*found)
+
+
+def assert_the_mean_was_tested(tested, mean, evaluated):
+    for name, value in mean.items():
+        assert torch.equal(tested[f"model.{name}"], value) and torch.equal(evaluated[f"model.{name}"], value)
 
 
 @pytest.mark.parametrize("wanted", [["Layer"], [Layer], ["layers.*"], "Layer"])
