@@ -6,11 +6,13 @@ would run in every helper. ``-P`` forbids that from Python 3.11 on; what is done
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+_SWITCH = "PYTHONSAFEPATH"
 _HOME = str(Path(__file__).resolve().parents[1])
 #: ``sys`` and ``runpy`` apart, nothing is imported before the path is right; "" stands for the working directory.
 _RUN = ("import sys; sys.path[:] = [each for each in sys.path if each]; home, module = sys.argv[1:3]; "
@@ -30,3 +32,21 @@ def environment(names: Iterable[str] | None = None) -> dict[str, str]:
     path = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
     passed.pop("PYTHONPATH", None)
     return passed | ({"PYTHONPATH": os.pathsep.join(path)} if path else {})
+
+
+@contextlib.contextmanager
+def away_from_here() -> Iterator[None]:
+    """Processes that multiprocessing starts within it (``spawn``, ``forkserver``, and what it starts beside a pool that
+    is made) import nothing from the working directory before they are given this process's ``sys.path``.
+
+    Python 3.10 knows no such switch.
+    """
+    before = os.environ.get(_SWITCH)
+    os.environ[_SWITCH] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_SWITCH]
+        else:
+            os.environ[_SWITCH] = before

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from sbkit import helper_process
 from sbkit.data.batch import SAMPLE_RATE, Batch
 from sbkit.data.loader import PREFETCH
 from sbkit.data.manifest import Manifest
@@ -123,7 +124,8 @@ class Bounded:
     def __init__(self, words: list[str], size: int, slack: float = 1.0):
         self.words, self.size, self.slack = words, size, slack
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([__name__])  # so that each process starts with everything imported
+        if sys.version_info >= (3, 11):  # below that, what is imported beforehand may be the working directory's
+            self._context.set_forkserver_preload([__name__])  # so that each process starts with everything imported
         self._process: Any = None
         self._pipe: Any = None
 
@@ -151,7 +153,8 @@ class Bounded:
     def _start(self) -> None:
         self._pipe, theirs = self._context.Pipe()
         self._process = self._context.Process(target=_answer, args=(theirs, self.words, self.size, self.slack))
-        self._process.start()
+        with helper_process.away_from_here():
+            self._process.start()
         theirs.close()
 
     def _end(self) -> None:

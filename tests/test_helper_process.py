@@ -1,13 +1,18 @@
 """Helper processes import nothing from where they happen to stand."""
 
 import json
+import multiprocessing
 import os
 import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from sbkit import helper_process
 
+SMALL = Path(__file__).parent / "recipe" / "small.yaml"
 LOOK = "import json, sys; print(json.dumps([__name__, sys.argv[1:], sys.path]))\n"
 
 
@@ -41,3 +46,42 @@ def test_the_environment_is_this_ones_or_what_is_named_of_it(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "")
     assert helper_process.environment()["SECRET"] == "1" and "PYTHONPATH" not in helper_process.environment()
     assert helper_process.environment(["LANG", "NO_SUCH"]) == {"LANG": "C"}
+
+
+safe_path = pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no switch for it")
+
+
+def leave_traps(folder, *names):
+    """Modules that, imported, leave the file ``ran``."""
+    for name in names:
+        (folder / f"{name}.py").write_text("open('ran', 'a').write(__name__); raise ImportError('not this one')")
+    return folder / "ran"
+
+
+@safe_path
+def test_spawned_processes_import_nothing_from_the_working_directory(tmp_path, monkeypatch):
+    ran = leave_traps(tmp_path, "pickle", "socket", "signal")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    with helper_process.away_from_here():
+        pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+        asked = pool.submit(os.getpid)
+    with pool:
+        assert asked.result(60) != os.getpid()
+    assert not ran.exists() and "PYTHONSAFEPATH" not in os.environ
+
+
+@pytest.mark.slow
+@safe_path
+def test_trials_import_nothing_from_the_working_directory(tmp_path):
+    ran = leave_traps(tmp_path, "numpy", "soxr")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "tries.py").write_text(
+        "from sbkit.trials import Bounded\n"
+        "if __name__ == '__main__':\n"
+        f"    with Bounded([{str(SMALL)!r}, '--device', 'cpu'], 1 << 34) as bounded:\n"
+        "        print(bounded.fits(1, 1.0))\n")
+    done = subprocess.run([sys.executable, str(tmp_path / "elsewhere" / "tries.py")], cwd=tmp_path, text=True,
+                          capture_output=True, timeout=300, env=helper_process.environment() | {
+                              "PYTHONPATH": helper_process._HOME, "SBKIT_CACHE": str(tmp_path / "cache")})
+    assert done.stdout == "True\n" and not ran.exists(), done.stderr

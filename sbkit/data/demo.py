@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from sbkit import helper_process
 from sbkit.console import progress
 from sbkit.cores import usable_cores
 from sbkit.data import demo_voice
@@ -197,10 +198,12 @@ def _pool(workers: int | None, language: str) -> Iterator[Run]:
 
     Results come in order. Spawned, not forked: the caller may hold CUDA or threads.
     """
-    pool = ProcessPoolExecutor(workers or usable_cores(), mp_context=multiprocessing.get_context("spawn"))
+    with helper_process.away_from_here():
+        pool = ProcessPoolExecutor(workers or usable_cores(), mp_context=multiprocessing.get_context("spawn"))
 
     def run(function: Callable, jobs: Iterable[tuple]) -> Iterator[Any]:
-        return pool.map(_call, ((function, job) for job in jobs), chunksize=8)
+        with helper_process.away_from_here():
+            return pool.map(_call, ((function, job) for job in jobs), chunksize=8)
 
     try:
         yield run

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from sbkit import helper_process
 from sbkit.console import progress
 from sbkit.cores import usable_cores
 from sbkit.data.audio import AudioError, audio_info
@@ -26,7 +26,7 @@ _CHUNK = 256
 # Below this, starting processes takes longer than measuring (some 60 microseconds a file).
 _WORTH_PROCESSES = 2000
 _JOURNAL_SECONDS = 5.0
-_HELPER = ["-m", "sbkit.data.measure"]
+_COMMAND = tuple(helper_process.command("sbkit.data.measure"))
 
 
 def default_workers() -> int:
@@ -108,7 +108,7 @@ def _measured(chunks: list[list[int]], wavs: Sequence[str],
 
 
 class _Processes:
-    """Helper processes that read headers: ``python -m sbkit.data.measure``, a line of JSON in, a line out.
+    """Helper processes that read headers, this module run by itself: a line of JSON in, a line out.
 
     Neither forks (a process with threads or a GPU must not) nor multiprocessing's spawn (it runs the user's
     script again); and a recording that crashes libsndfile costs one helper process, not the run.
@@ -128,15 +128,13 @@ class _Processes:
         with cls(1) as processes:
             works = processes._ask(processes._all[0], []) == []
         if not works:
-            logger.warning("`%s` does not run: measuring in one process", " ".join([sys.executable, *_HELPER]))
+            logger.warning("a helper process does not run here (%s): measuring in one process", sys.executable)
         return works
 
     def _start(self) -> subprocess.Popen:
-        home = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join(part for part in (home, os.environ.get("PYTHONPATH")) if part)
         process = subprocess.Popen(
-            [sys.executable, *_HELPER], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": path}, text=True, encoding="utf-8")
+            _COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            env=helper_process.environment(), text=True, encoding="utf-8")
         self._all.append(process)
         return process
 

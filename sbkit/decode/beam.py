@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from sbkit import helper_process
 from sbkit.decode import lm as language_models
 from sbkit.decode.fusion import Fusion, Weights
 from sbkit.decode.hotwords import HotWords
@@ -222,9 +223,11 @@ class BeamSearch:
         if self._pool is None:
             self.load()  # what is wrong is said once, and here
             # A fresh process: a fork of one with threads and a device may hang.
-            self._pool = ProcessPoolExecutor(self.workers, get_context("spawn"), _begin, (self,))
+            with helper_process.away_from_here():
+                self._pool = ProcessPoolExecutor(self.workers, get_context("spawn"), _begin, (self,))
         try:
-            waiting = [self._pool.submit(_go_on, part, weights) for part in parts[1:]]
+            with helper_process.away_from_here():
+                waiting = [self._pool.submit(_go_on, part, weights) for part in parts[1:]]
             return [self._search(parts[0], weights), *(future.result() for future in waiting)]
         except BrokenProcessPool as error:
             self.close()

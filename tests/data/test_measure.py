@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -44,7 +45,7 @@ def test_a_recording_that_crashes_the_decoder_is_named_and_others_are_measured(w
         "    wavs = json.loads(line)\n"
         "    if any(wav.endswith('/5.wav') for wav in wavs): os._exit(139)\n"
         "    print(json.dumps([measure_one(wav) for wav in wavs]), flush=True)\n")
-    monkeypatch.setattr(module, "_HELPER", [str(helper)])
+    monkeypatch.setattr(module, "_COMMAND", [sys.executable, str(helper)])
     seconds, causes = measure(wavs, workers=2, show_progress=False)
     assert causes == {5: "crashes the decoder"}
     assert np.isfinite(np.delete(seconds, 5)).all()
@@ -52,9 +53,19 @@ def test_a_recording_that_crashes_the_decoder_is_named_and_others_are_measured(w
 
 def test_where_helpers_do_not_run_it_is_measured_without(wavs, monkeypatch, caplog):
     monkeypatch.setattr(module, "_WORTH_PROCESSES", 1)
-    monkeypatch.setattr(module, "_HELPER", ["-c", "import no_such_module"])
+    monkeypatch.setattr(module, "_COMMAND", [sys.executable, "-c", "import no_such_module"])
     seconds, causes = measure(wavs, workers=2, show_progress=False)
     assert np.isfinite(seconds).all() and causes == {} and "does not run" in caplog.text
+
+
+def test_helpers_import_nothing_from_the_folder_they_are_started_in(wavs, tmp_path, monkeypatch, caplog):
+    (tmp_path / "here").mkdir()
+    for name in ("soxr", "numpy"):
+        (tmp_path / "here" / f"{name}.py").write_text("open('ran', 'w').close(); raise ImportError('not this one')")
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(module, "_WORTH_PROCESSES", 1)
+    seconds, _ = measure(wavs, workers=2, show_progress=False)
+    assert np.isfinite(seconds).all() and not (tmp_path / "here" / "ran").exists() and caplog.text == ""
 
 
 def test_an_interrupted_measurement_goes_on(wavs, tmp_path, monkeypatch):
