@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +15,7 @@ import torch
 import sbkit
 from sbkit.console import progress
 from sbkit.errors import SbkitError
-from sbkit.export import clips, graph, layout, parity, readme, sherpa, source, speechbrain
+from sbkit.export import clips, graph, layout, parity, publish, readme, sherpa, source, speechbrain
 from sbkit.export.layout import Config
 from sbkit.export.runners import RUNNERS
 from sbkit.export.source import Trained
@@ -58,27 +56,16 @@ class Request:
 
 def export(request: Request) -> int:
     """Make the bundle and print what it does; the exit code."""
+    to = request.to.resolve()  # where a link leads
+    publish.tidy(to)
     _check(request)
     trained = source.open_run(request.run, request.checkpoint, request.average)
-    aside = _room_beside(request.to.absolute())
-    try:
+    with publish.room_beside(to) as aside:
         comparison = _fill(aside, trained, request)
-        _publish(aside, request.to, request.force)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        publish.publish(aside, to, request.force)
     print(comparison.table())
     print(f"\n{request.to}  (use it: sbkit transcribe {request.to} FILES...)")
     return 0
-
-
-def _room_beside(to: Path) -> Path:
-    """An empty folder on the disk where the bundle will be."""
-    try:
-        to.parent.mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix=f".{to.name}.", dir=to.parent))
-    except OSError as error:
-        raise SbkitError(f"cannot write into {to.parent}: {error.strerror}",
-                         hint="choose another place with --to") from error
 
 
 def _check(request: Request) -> None:
@@ -211,18 +198,3 @@ def _describe(folder: Path, config: Config, comparison: parity.Comparison, reque
         path.chmod(0o644)
         config.files[path.name] = layout.fingerprint(path)
     (folder / layout.CONFIG).write_text(config.to_json(), encoding="utf-8")
-
-
-def _publish(aside: Path, to: Path, force: bool) -> None:
-    """Synced to the disk and renamed: the bundle is there as a whole, or as it was."""
-    for path in aside.iterdir():
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
-    aside.chmod(0o755)
-    if to.exists() and force:
-        old = Path(tempfile.mkdtemp(prefix=f".{to.name}.", dir=to.absolute().parent))
-        os.rename(to, old)
-        os.rename(aside, to)
-        shutil.rmtree(old)
-    else:
-        os.rename(aside, to)

@@ -125,7 +125,8 @@ def least_samples(program: torch.export.ExportedProgram) -> int:
 def write_torch(program: torch.export.ExportedProgram, path: Path) -> None:
     """Write ``model.pt2``: the graph as JSON and the weights as bytes; no pickle is in it."""
     program.example_inputs = None  # they would be one
-    torch.export.save(program, path)
+    with open(path, "wb") as file:  # a full disk stays an OSError
+        torch.export.save(program, file)
 
 
 def write_onnx(program: torch.export.ExportedProgram, path: Path, metadata: dict[str, str]) -> None:

@@ -76,7 +76,10 @@ class Config:
             values = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             problem = f"{folder} is no bundle: it has no {CONFIG}" if path.parent.is_dir() else f"{folder} is not there"
-            raise SbkitError(problem, hint="sbkit export RUN --to BUNDLE makes one") from None
+            hint = "sbkit export RUN --to BUNDLE makes one"
+            if (before := replaced(folder)).is_dir() and not path.parent.exists():
+                hint = f"an export that was killed left the one that was there as {before}: give it its name back"
+            raise SbkitError(problem, hint=hint) from None
         except (OSError, ValueError) as error:
             raise SbkitError(f"{path} cannot be read: {error}") from error
         return cls._from_json(values, path)
@@ -122,3 +125,9 @@ def fingerprint(path: Path) -> dict[str, Any]:
         while block := file.read(1 << 20):
             digest.update(block)
     return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+
+
+def replaced(folder: str | Path) -> Path:
+    """Where a bundle lies while another one takes its place, on a disk that can't exchange two folders."""
+    path = Path(folder).resolve()
+    return path.with_name(f".{path.name}.replaced")

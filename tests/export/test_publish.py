@@ -1,0 +1,149 @@
+"""A bundle at its place is whole or as it was, whatever ends an export, and the next one tidies up."""
+
+import errno
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "integration"))
+from kill_points import Killer
+
+from sbkit.errors import SbkitError
+from sbkit.export import layout, publish
+from sbkit.export.layout import Config
+
+FILES = (layout.CONFIG, layout.TOKENS, layout.MODELS[layout.ONNX])
+FAILED, DONE, UNDISTURBED = 3, 4, 5
+
+
+def fill(folder, number):
+    for name in FILES:
+        (folder / name).write_text(str(number))
+
+
+def export(to, number, force=True):
+    """What an export does around its work."""
+    publish.tidy(to)
+    with publish.room_beside(to) as aside:
+        fill(aside, number)
+        publish.publish(aside, to, force)
+
+
+def bundle(to):
+    """Which export's bundle stands at its place, None for none; one of two would be wrong."""
+    if not to.exists():
+        return None
+    found = {(to / name).read_text() for name in FILES}
+    assert len(found) == 1 and len(list(to.iterdir())) == len(FILES)
+    return int(found.pop())
+
+
+def hidden(to):
+    return [path.name for path in to.parent.iterdir() if path != to]
+
+
+class Failing(Killer):
+    """Operation number ``at`` is refused, and with ``all`` every one behind it."""
+
+    def __init__(self, at, after):
+        self.after = after
+        super().__init__(at)
+
+    def tick(self, name):
+        self.done += 1
+        if self.done == self.at or (self.after and self.done > self.at):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def in_a_fork(work):
+    """How a process ends that does this: its exit code, or minus the signal."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            os.close(2)
+            code = work()
+        except (SbkitError, OSError):
+            code = FAILED
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def each_point(to, disturb, exchange):
+    """What stands there after an export that was disturbed at each of its operations in turn."""
+    at, found = 1, []
+    while True:
+        def work(at=at):
+            disturber, swap = disturb(at), publish._exchange
+            publish._exchange = lambda *names: exchange and (disturber.tick("exchange"), swap(*names))[1]
+            export(to, 2)
+            return DONE if disturber.done >= at else UNDISTURBED
+
+        export(to, 1)
+        ended = in_a_fork(work)
+        assert ended in (-signal.SIGKILL, FAILED, DONE, UNDISTURBED)
+        if ended in (DONE, UNDISTURBED):
+            assert bundle(to) == 2
+        if ended == UNDISTURBED:
+            return found
+        assert bundle(to) is not None or not exchange
+        publish.tidy(to)
+        found.append(bundle(to))
+        assert hidden(to) == []
+        at += 1
+
+
+@pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two renames"])
+@pytest.mark.parametrize("disturb", [Killer, lambda at: Failing(at, False), lambda at: Failing(at, True)],
+                         ids=["killed", "one error", "errors from there on"])
+def test_at_every_operation_the_bundle_is_whole_or_as_it_was(tmp_path, disturb, exchange):
+    found = each_point(tmp_path / "b", disturb, exchange)
+    assert len(found) > 8 and set(found) == {1, 2}
+
+
+def test_what_a_killed_export_left_is_said_at_the_next(tmp_path, caplog):
+    to = tmp_path / "b"
+    export(to, 1)
+
+    def killed():
+        with publish.room_beside(to):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    in_a_fork(killed)
+    left, = hidden(to)
+    export(to, 2)
+    assert f"Removed {to.parent / left}, which an export that was killed had left" in caplog.text
+    assert bundle(to) == 2 and hidden(to) == []
+
+
+def test_a_bundle_that_a_killed_export_was_replacing_is_named_and_put_back(tmp_path, caplog):
+    to = tmp_path / "b"
+    export(to, 1)
+    os.rename(to, layout.replaced(to))
+    with pytest.raises(SbkitError, match=r"b is not there; an export that was killed left .* as .*/\.b\.replaced"):
+        Config.read(to)
+    publish.tidy(to)
+    assert bundle(to) == 1 and "that one is back" in caplog.text
+
+
+def test_the_room_of_an_export_under_way_stays(tmp_path):
+    to = tmp_path / "b"
+    with publish.room_beside(to) as aside:
+        fill(aside, 1)
+        publish.tidy(to)
+        publish.publish(aside, to, False)
+    assert bundle(to) == 1 and hidden(to) == []
+
+
+def test_a_place_taken_meanwhile_is_not_replaced_unasked(tmp_path):
+    to = tmp_path / "b"
+    with pytest.raises(SbkitError, match="the bundle cannot be moved to"), publish.room_beside(to) as aside:
+        fill(aside, 2)
+        to.mkdir()
+        fill(to, 1)
+        publish.publish(aside, to, False)
+    assert bundle(to) == 1 and hidden(to) == []
