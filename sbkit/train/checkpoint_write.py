@@ -16,6 +16,7 @@ from speechbrain.utils.checkpoints import PARAMFILE_EXT, Checkpoint
 
 from sbkit.train import checkpoint_files as files
 from sbkit.train import checkpoint_state as states
+from sbkit.train import ending
 
 
 @dataclass
@@ -95,6 +96,7 @@ class Writer:
             job()
         else:
             self._thread = thread
+            ending.let_finish(thread)
 
     def settle(self) -> None:
         """Wait for the job; raise what it raised."""

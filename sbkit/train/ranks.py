@@ -13,12 +13,14 @@ import gc
 import logging
 import os
 import pickle
+import signal
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from contextlib import contextmanager, suppress
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +28,7 @@ import torch.distributed.nn  # once there is a group it is too late: its default
 from speechbrain.utils.distributed import MainProcessContext, ddp_prevent_block
 
 from sbkit.errors import SbkitError
+from sbkit.train import ending
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -37,6 +40,8 @@ _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 3.0
 # Without torchrun's agent the store lives in rank 0: it stays this long for the others to hear why it goes.
 _FAREWELL_SECONDS = 2.0
+# A rank that hears of another one's failure and can't act on it, since it sits in a collective, is given this long.
+_WATCH_SECONDS, _PATIENCE_SECONDS = 0.5, 4.0
 # For threads that wait to run Python for the last time.
 _LAST_BREATH_SECONDS = 0.05
 _FAILED_KEY, _HEARD_KEY = "sbkit/failed", "sbkit/heard"
@@ -45,7 +50,9 @@ _calls: dict[str, int] = {}
 _cpu_group: dist.ProcessGroup | None = None
 _started_here = False
 _failed_here = False
+_heard: int | None = None  # the exit code of the rank that failed first
 _holders: weakref.WeakSet[Any] = weakref.WeakSet()
+_watched: threading.Event | None = None
 
 
 class PeerFailed(SystemExit):
@@ -93,6 +100,7 @@ def init(device: torch.device, backend: str | None = None) -> None:
     atexit.unregister(_at_exit)
     atexit.register(_at_exit, os.getpid())
     if connected():
+        _watch()
         return
     missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
@@ -106,6 +114,7 @@ def init(device: torch.device, backend: str | None = None) -> None:
         backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend=backend, timeout=COLLECTIVE_TIMEOUT)
     _started_here = True
+    _watch()
 
 
 def closed_first(holder: Any) -> None:
@@ -114,8 +123,10 @@ def closed_first(holder: Any) -> None:
 
 
 def shutdown() -> None:
-    """Leave the process group that ``init`` joined."""
+    """Leave the process group that ``init`` joined; one in which a rank has failed is left when the process ends."""
     global _started_here, _failed_here
+    if ending.is_due():
+        return
     if _started_here:
         _leave_group()
     _started_here = _failed_here = False
@@ -127,16 +138,17 @@ def _leave_group() -> None:
 
     gloo's threads still hold tensors of the last collective for a moment. One that lets go of them while Python
     ends takes the whole process with it (SIGABRT, and a run that was done has failed). The group's end waits for
-    its threads, but only comes once nothing holds the group. After a failure nothing is waited for: a collective
-    may be under way that others will never join.
+    its threads, but only comes once nothing holds the group.
     """
-    global _cpu_group
+    global _cpu_group, _watched
     _cpu_group = None
-    if not _failed_here:
-        for holder in list(_holders):
-            holder.close()
-        _holders.clear()
-        gc.collect()
+    if _watched is not None:
+        _watched.set()
+        _watched = None
+    for holder in list(_holders):
+        holder.close()
+    _holders.clear()
+    gc.collect()
     if connected():
         dist.destroy_process_group()
     time.sleep(_LAST_BREATH_SECONDS)  # threads of a group that something holds all the same
@@ -144,8 +156,13 @@ def _leave_group() -> None:
 
 def _at_exit(process: int) -> None:
     """For scripts of one's own, which end without a word to us, and may have joined or left the group themselves."""
-    if os.getpid() == process and (connected() or _holders) and getattr(sys, "last_value", None) is None:
+    if os.getpid() != process or not (connected() or _holders) or ending.is_due():
+        return
+    error = getattr(sys, "last_value", None)
+    if error is None:
         _leave_group()
+    else:
+        announce_failure(error)
 
 
 def cpu_group() -> dist.ProcessGroup | None:
@@ -225,25 +242,44 @@ def any_of(flags: dict[str, bool]) -> dict[str, bool]:
 @contextmanager
 def failing_together() -> Iterator[None]:
     """Whatever leaves this block as an exception on one rank ends the ranks that wait for it."""
-    global _failed_here
     try:
         yield
     except PeerFailed:
-        _failed_here = True
         raise
     except BaseException as error:
+        if (code := _broke_by_a_peer(error)) is not None:
+            logger.debug("what this rank met then", exc_info=error)
+            _leave(code, grace=0.0)
         announce_failure(error)
         raise
 
 
-def announce_failure(error: BaseException) -> None:
-    """Let the ranks that wait in this module know that this one is going."""
+def _broke_by_a_peer(error: BaseException) -> int | None:
+    """The exit code of the rank whose end this error tells of: gloo's collectives break when one has gone."""
+    if isinstance(error, RuntimeError) and connected():
+        with suppress(RuntimeError):  # the store has gone as well
+            return _peer_failed()
+    return None
+
+
+def _failed(error: BaseException) -> int:
+    """This rank is to end by an error; gives its exit code."""
     global _failed_here
-    if not connected() or _failed_here:
-        return
     _failed_here = True
     code = error.code if isinstance(error, SystemExit) else getattr(error, "exit_code", 1)
-    farewell = pickle.dumps((rank(), code if isinstance(code, int) else 1))
+    if isinstance(error, KeyboardInterrupt):
+        code = 128 + signal.SIGINT
+    code = code if isinstance(code, int) else 1
+    if world_size() > 1:
+        ending.due(code)
+    return code
+
+
+def announce_failure(error: BaseException) -> None:
+    """Let the other ranks know that this one is going."""
+    if not connected() or _failed_here:
+        return
+    farewell = pickle.dumps((rank(), _failed(error)))
     try:
         _store().set(f"{_FAILED_KEY}/{rank()}", b"1")
         _store().set(_FAILED_KEY, farewell)
@@ -268,9 +304,8 @@ def _say_unless_main_does(error: BaseException, until: float) -> None:
 
 def raise_on_main(error: SbkitError) -> None:
     """For a mistake that every rank has found: rank 0 raises it, the others end quietly."""
-    global _failed_here
     if not connected() or is_main():
-        _failed_here = True  # nobody waits to be told
+        _failed(error)  # nobody waits to be told
         raise error
     _leave(error.exit_code)
 
@@ -280,27 +315,60 @@ def _alone() -> bool:
     return ddp_prevent_block() or world_size() == 1
 
 
-def _leave(code: int) -> None:
-    time.sleep(_GRACE_SECONDS)
-    raise PeerFailed(code or 1)
+def _leave(code: int, grace: float = _GRACE_SECONDS) -> NoReturn:
+    """End this rank quietly."""
+    error = PeerFailed(code or 1)
+    _failed(error)
+    time.sleep(grace)
+    raise error from None
 
 
 def _wait_for(key: str) -> bytes:
     store, pause = _store(), _POLL_SECONDS
     try:
-        while not store.check([key]):
-            if store.check([_FAILED_KEY]):
-                failed, code = pickle.loads(store.get(_FAILED_KEY))
-                if failed != rank():
-                    store.add(_HEARD_KEY, 1)
-                    logger.info("Rank %d ends because rank %d failed.", rank(), failed)
-                    _leave(code)
+        while _heard is not None or not store.check([key]):
+            if (code := _peer_failed()) is not None:
+                _leave(code)
             time.sleep(pause)
             pause = min(pause * 1.5, 0.5)
         return store.get(key)
     except dist.DistError:
+        if _heard is not None:
+            _leave(_heard)
         logger.error("Rank %d ends: rank 0, which it waited for, is gone.", rank())
-        raise PeerFailed(1) from None
+        _leave(1, grace=0.0)
+
+
+def _peer_failed() -> int | None:
+    """The exit code of the rank that has failed, if another one has; it is told that this one knows."""
+    global _heard
+    if _heard is None and _store().check([_FAILED_KEY]):
+        failed, code = pickle.loads(_store().get(_FAILED_KEY))
+        if failed != rank():
+            _heard = code or 1
+            _store().add(_HEARD_KEY, 1)
+            logger.info("Rank %d ends because rank %d failed.", rank(), failed)
+    return _heard
+
+
+def _watch() -> None:
+    """Have a thread end this process if another rank fails and this one, in a collective, can't hear of it."""
+    global _watched
+    if world_size() > 1 and _watched is None:
+        _watched = threading.Event()
+        threading.Thread(target=_watch_peers, args=(_watched,), name="peers", daemon=True).start()
+
+
+def _watch_peers(over: threading.Event) -> None:
+    while not over.wait(_WATCH_SECONDS):
+        try:
+            code = _peer_failed()
+        except (RuntimeError, ValueError):  # the store or the group has gone: the run is over, or its launcher ends it
+            return
+        if code is not None:
+            if not over.wait(_PATIENCE_SECONDS) and not _failed_here:
+                ending.now(code)
+            return
 
 
 def _key(what: str) -> str:
