@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import multiprocessing
 import os
@@ -28,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from sbkit import helper_process
+from sbkit import disk, helper_process
 from sbkit.console import progress
 from sbkit.cores import usable_cores
 from sbkit.data import demo_voice
@@ -134,11 +135,13 @@ def make_demo_corpus(out: str | os.PathLike, hours: float = 1.0, language: str =
         ))
         _write_tables(aside, clips, milliseconds, language)
         (aside / "demo.json").write_text(json.dumps({**made_with, "synthetic": "espeak-ng"}, indent=1) + "\n")
+        disk.sync_file_system(aside)
         try:
             os.rename(aside, folder)
         except OSError:
             if not _finished(folder, made_with):  # another process made the same meanwhile
                 raise
+        disk.sync_folder(folder.parent)
     return folder
 
 
@@ -180,7 +183,8 @@ def _temporary_folder(folder: Path) -> Iterator[Path]:
         folder.parent.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
         aside.chmod(0o755)
-        yield aside
+        with disk.told(folder):
+            yield aside
     except OSError as error:
         reason = error.strerror or error
         raise SbkitError(f"cannot write the embedded corpus to {folder}: {reason}") from error
@@ -332,11 +336,9 @@ def _record(clip: Clip, path: Path) -> int:
     """Write the clip's MP3; how long it is in milliseconds."""
     import soundfile
 
-    samples = _sound(clip)
-    try:
-        soundfile.write(path, samples, SAMPLE_RATE, format="MP3")
-    except soundfile.LibsndfileError as error:
-        raise SbkitError(f"cannot write {path}: {error.error_string}", hint="is the disk full?") from error
+    samples, encoded = _sound(clip), io.BytesIO()
+    soundfile.write(encoded, samples, SAMPLE_RATE, format="MP3")
+    path.write_bytes(encoded.getvalue())  # by Python: of a full disk libsndfile says "System error"
     return round(len(samples) * 1000 / SAMPLE_RATE)
 
 

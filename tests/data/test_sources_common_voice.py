@@ -14,9 +14,11 @@ from corpora import NEW_COLUMNS, OLD_COLUMNS, SECONDS, archive, common_voice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sbkit import disk
 from sbkit.data.corpus import Corpus
 from sbkit.data.sources import archive as archive_module
 from sbkit.data.sources import open_source
+from sbkit.data.sources.archive import is_unpacked
 from sbkit.errors import SbkitError
 
 SENTENCES = ['He said "no', "a, b; c", "costs $word", "", "last one\u2028really"]
@@ -202,6 +204,38 @@ def test_a_damaged_download_is_named_and_an_interrupted_unpacking_goes_on(downlo
     partial = tmp_path / "m" / "audio" / "cv 21 fr.partial"
     assert all((final / path.relative_to(partial)).stat().st_mtime_ns == when for path, when in times.items())
     assert not partial.exists()
+
+
+def test_clips_are_on_the_disk_before_they_are_stamped_and_that_before_the_name(download, tmp_path, monkeypatch):
+    """A power cut takes what was not synced; the order of these calls is what can be tested without one."""
+    done, final = [], tmp_path / "m" / "audio" / "cv 21 fr"
+    for name in ("sync_file_system", "sync_folder"):
+        call = getattr(disk, name)
+
+        def noted(path, name=name, call=call):
+            call(path)
+            done.append((name, Path(path), is_unpacked(download, Path(path)), final.exists()))
+
+        monkeypatch.setattr(disk, name, noted)
+    prepare(download, tmp_path / "m")
+    partial = final.with_name("cv 21 fr.partial")
+    assert done[:3] == [("sync_file_system", partial, False, False), ("sync_folder", partial, True, False),
+                        ("sync_folder", final.parent, False, True)]
+
+
+def test_what_was_unpacked_before_the_machine_went_down_is_not_trusted(download, tmp_path, monkeypatch):
+    """Its files may have their size and none of their bytes."""
+    sync = disk.sync_file_system
+    monkeypatch.setattr(disk, "sync_file_system", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        prepare(download, tmp_path / "m")
+    clips = list((tmp_path / "m" / "audio" / "cv 21 fr.partial").rglob("*.mp3"))
+    for clip in clips:
+        clip.write_bytes(bytes(clip.stat().st_size))
+    monkeypatch.setattr(disk, "sync_file_system", sync)
+    monkeypatch.setattr(disk, "uptime_id", lambda: "another")
+    wavs = prepare(download, tmp_path / "m")["train"].wavs
+    assert len(clips) > 3 and all(any(Path(wav).read_bytes()) for wav in wavs)
 
 
 def hostile(path: Path, *members: tuple[tarfile.TarInfo, bytes]) -> Path:

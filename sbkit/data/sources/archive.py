@@ -12,7 +12,8 @@ import zlib
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-from sbkit.console import progress
+from sbkit import disk
+from sbkit.console import atomic_write, progress
 from sbkit.data.lock import locked
 from sbkit.data.sources.base import Rows, Source, stamp
 from sbkit.data.sources.common_voice import CommonVoice
@@ -21,7 +22,8 @@ from sbkit.errors import SbkitError
 logger = logging.getLogger(__name__)
 
 SUFFIXES = (".tar.gz", ".tgz", ".tar")
-_STAMP = ".unpacked.json"
+_STAMP = ".unpacked.json"  # says of which archive the folder holds all
+_BEGUN = ".begun.json"  # and this of which it may hold a part
 # MP3s don't compress: an archive that grows more than this is no release but a bomb. Small ones may.
 _MOST_GROWTH, _ALWAYS_ALLOWED = 20, 256 << 20
 # Long names and other notes between the files; a real one has a few hundred bytes.
@@ -69,10 +71,14 @@ class CommonVoiceArchive(Source):
 
 def is_unpacked(archive: Path, into: Path) -> bool:
     """Whether ``into`` holds the whole of this version of the archive."""
+    return _read(into / _STAMP) == stamp(archive)
+
+
+def _read(path: Path) -> Any:
     try:
-        return json.loads((into / _STAMP).read_text(encoding="utf-8")) == stamp(archive)
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return False
+        return None
 
 
 def unpack(archive: Path, into: Path, show_progress: bool = True) -> Path:
@@ -88,15 +94,21 @@ def unpack(archive: Path, into: Path, show_progress: bool = True) -> Path:
 
 def _unpack_aside(archive: Path, into: Path, show_progress: bool) -> None:
     partial = into.with_name(into.name + ".partial")
-    if not is_unpacked(archive, partial):  # of another archive, or of an older version of this one
+    begun = {"archive": stamp(archive), "uptime": disk.uptime_id()}
+    if _read(partial / _BEGUN) != begun:  # of another archive, or from before the power failed
         shutil.rmtree(partial, ignore_errors=True)
     try:
-        partial.mkdir(parents=True, exist_ok=True)
-        (partial / _STAMP).write_text(json.dumps(stamp(archive)), encoding="utf-8")
-        _check_space(archive, partial)
-        _unpack(archive, partial, show_progress)
-        shutil.rmtree(into, ignore_errors=True)
-        os.replace(partial, into)
+        with disk.told(partial):
+            partial.mkdir(parents=True, exist_ok=True)
+            (partial / _BEGUN).write_text(json.dumps(begun), encoding="utf-8")
+            _check_space(archive, partial)
+            _unpack(archive, partial, show_progress)
+            disk.sync_file_system(partial)
+            with atomic_write(partial / _STAMP) as file:
+                json.dump(stamp(archive), file)
+            shutil.rmtree(into, ignore_errors=True)
+            os.replace(partial, into)
+            disk.sync_folder(into.parent)
     except (EOFError, zlib.error, gzip.BadGzipFile, tarfile.TarError) as error:
         raise SbkitError(f"{archive}: damaged or not wholly downloaded ({error})",
                          hint="compare its size and checksum with the download page") from None
