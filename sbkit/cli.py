@@ -205,7 +205,8 @@ def _parser() -> argparse.ArgumentParser:
                             help="write a file for each recording, and skip what is there already")
     transcribe.add_argument("--format", dest="formats", default=["txt"], type=lambda text: text.split(","),
                             metavar="A,B", help="of txt,json,srt,vtt,ctm (default: txt)")
-    transcribe.add_argument("--model", default="auto", help="onnx, int8 or torch (default: the first that is there)")
+    transcribe.add_argument("--model", default="auto", help="onnx, int8 (on a CPU) or torch (default: the first "
+                            "that is there)")
     transcribe.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     transcribe.add_argument("--threads", type=_count, help="of the model on the CPU (default: all it may use)")
     transcribe.add_argument("--readers", type=_count, default=2, help="threads that decode audio (2)")
@@ -221,7 +222,8 @@ def _parser() -> argparse.ArgumentParser:
                        help="BUNDLE, called as its folder, or NAME=BUNDLE; several are served side by side")
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
     serve.add_argument("--port", type=int, default=8000)
-    serve.add_argument("--model", default="auto", help="onnx, int8 or torch (default: the first that is there)")
+    serve.add_argument("--model", default="auto", help="onnx, int8 (on a CPU) or torch (default: the first "
+                            "that is there)")
     serve.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     serve.add_argument("--threads", type=_count, help="of each model on the CPU (default: all it may use)")
     serve.add_argument("--batch-seconds", type=_above, metavar="S", help="audio in one batch, padding counted")

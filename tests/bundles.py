@@ -99,7 +99,8 @@ def write_torch(path: Path) -> None:
 
         def forward(self, signals, lengths):
             every = torch.nn.functional.pad(signals, (0, FRAME))[:, ::FRAME]
-            scores = -20.0 * (every[..., None] * LEVELS - self.tokens).square()
+            inside = torch.arange(every.shape[1], device=signals.device) < lengths[:, None] // FRAME + 1
+            scores = -20.0 * (every.masked_fill(~inside, 0.0)[..., None] * LEVELS - self.tokens).square()
             return scores.log_softmax(-1), lengths // FRAME + 1
 
     example = (torch.rand(2, 4 * FRAME), torch.tensor([4 * FRAME, FRAME]))

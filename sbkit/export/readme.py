@@ -23,7 +23,8 @@ log_probs, frames = session.run(None, {{"signals": signal[None], "lengths": np.a
 
 ```python
 import torch
-model = torch.export.load("model.pt2").module()
+program = torch.export.load("model.pt2")  # on a GPU: torch.export.passes.move_to_device_pass(program, "cuda")
+model = program.module()
 log_probs, frames = model(torch.from_numpy(signal)[None], torch.tensor([len(signal)]))
 ```
 """,

@@ -50,6 +50,9 @@ def compile_blocks(modules: nn.ModuleDict, keys: Iterable[str] | None, device: t
         logger.warning("--compile: this machine can't compile for %s, so the run goes on without it: %s", device,
                        reason)
         return 0
+    # Within DDP dynamo cuts what it compiles at the edges of DDP's buckets, so that gradients can go round before a
+    # graph ends. Layers are smaller than that: they would lose their fusions, and gain nothing.
+    torch._dynamo.config.optimize_ddp = False
     for module in found.values():
         if not isinstance(module, _Compiled):
             module.__class__ = _compiled(type(module), mode, fullgraph)

@@ -15,6 +15,7 @@ from torch import nn
 
 from sbkit.errors import SbkitError
 from sbkit.export import graph, runners, source
+from sbkit.infer.backends import moved
 from sbkit.nn.accelerate import accelerate
 from sbkit.nn.lengths import LengthRule
 from sbkit.nn.recognizer import Recognizer
@@ -112,9 +113,25 @@ def test_every_runtime_says_what_the_recogniser_says(name, tmp_path):
         together = run(signals)
         worst = max(np.abs(mine - theirs).max() for mine, theirs in zip(expected, together, strict=True))
         assert (worst > 1e-3) == (name in LEAKING), f"{worst:.2g} in a batch"
+    elsewhere = moved(torch.export.load(tmp_path / "m.pt2"), torch.device("meta")).module()
+    found = elsewhere(torch.zeros(2, 30_000, device="meta"), torch.zeros(2, dtype=torch.long, device="meta"))
+    assert {each.device.type for each in (*elsewhere.state_dict().values(), *found)} == {"meta"}
     session = onnxruntime.InferenceSession(str(tmp_path / "m.onnx"))
     assert [each.shape[:2] for each in session.get_inputs()] == [["batch", "samples"], ["batch"]]
     assert session.get_modelmeta().custom_metadata_map == {"a": "b"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_program_says_on_a_card_what_the_recogniser_says(name, tmp_path):
+    model = recognizer(**VARIANTS[name])
+    graph.write_torch(graph.trace(graph.Graph(model)), tmp_path / "m.pt2")
+    module = moved(torch.export.load(tmp_path / "m.pt2"), torch.device("cuda", 0)).module()
+    signal = torch.from_numpy(sound(24_001))[None]
+    with torch.no_grad(), torch.backends.cudnn.flags(allow_tf32=False):
+        expected = model.log_probs(signal, torch.tensor([24_001]))[0]
+        found = module(signal.cuda(), torch.tensor([24_001]).cuda())[0].cpu()
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-3)
 
 
 def test_the_recogniser_is_left_as_it_was():

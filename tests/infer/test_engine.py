@@ -131,6 +131,24 @@ class Dropping(onnxruntime.InferenceSession):
         super().__init__(path, options, providers=["CPUExecutionProvider"])
 
 
+class Cuda(onnxruntime.InferenceSession):
+    """As ONNX Runtime on a card: it says that it took CUDA, with the options that it was given and its own defaults."""
+
+    asked = ignored = ()
+
+    def __init__(self, path, options, providers, enable_fallback=1):
+        assert enable_fallback == 0
+        Cuda.asked = providers
+        super().__init__(path, options, providers=["CPUExecutionProvider"])
+
+    def get_providers(self):
+        return [each if isinstance(each, str) else each[0] for each in self.asked]
+
+    def get_provider_options(self):
+        given = {name: value for name, value in self.asked[0][1].items() if name not in self.ignored}
+        return {"CUDAExecutionProvider": {"use_tf32": "1", **given}, "CPUExecutionProvider": {}}
+
+
 @pytest.fixture
 def claims_cuda(monkeypatch):
     providers = ["CUDAExecutionProvider", "CPUExecutionProvider"]
@@ -146,6 +164,37 @@ def test_a_session_that_dropped_cuda_in_silence_is_refused(bundle, monkeypatch, 
         Engine(bundle, device="cuda:2")
     assert Dropping.asked[0][0] == "CUDAExecutionProvider" and Dropping.asked[0][1]["device_id"] == "2"
     assert claims_cuda, "the CUDA libraries are loaded before the session is made"
+
+
+@pytest.mark.parametrize("ignored, told", [((), ""), (("use_tf32",), "computes with TF32")])
+def test_a_session_on_cuda_is_told_not_to_round_to_tf32_and_read_back(bundle, monkeypatch, claims_cuda, ignored, told):
+    monkeypatch.setattr(onnxruntime, "InferenceSession", Cuda)
+    monkeypatch.setattr(Cuda, "ignored", ignored)
+    with Engine(bundle, device="cuda:1") as engine:
+        running = engine.running
+        assert (running.device, running.provider) == ("cuda:1", "CUDAExecutionProvider")
+        assert told in running.note and bool(told) == bool(running.note)
+    (provider, options), spare = Cuda.asked
+    assert (provider, spare) == ("CUDAExecutionProvider", "CPUExecutionProvider")
+    assert options == {"device_id": "1", "use_tf32": "0", "cudnn_conv_algo_search": "HEURISTIC"}
+
+
+@pytest.fixture(scope="module")
+def eight_bits(tmp_path_factory):
+    return bundles.make(tmp_path_factory.mktemp("bundle") / "b", models={"int8": "model.onnx"})
+
+
+def test_eight_bits_are_refused_on_a_gpu_where_their_products_would_run_on_the_cpu(eight_bits, claims_cuda):
+    with pytest.raises(SbkitError, match=r"cuda:1 was asked for.*8-bit products on the CPU alone; take --model onnx"):
+        Engine(eight_bits, device="cuda:1")
+
+
+def test_eight_bits_by_themselves_go_to_the_cpu_and_say_why(eight_bits, monkeypatch, claims_cuda):
+    monkeypatch.setattr(onnxruntime, "InferenceSession", Dropping)
+    with Engine(eight_bits, device="auto") as engine:
+        assert Dropping.asked == ["CPUExecutionProvider"]
+        assert (engine.running.asked, engine.running.device) == ("auto", "cpu")
+        assert engine.running.note == "8-bit products run on the CPU alone"
 
 
 def test_auto_tells_that_cuda_was_dropped(bundle, monkeypatch, claims_cuda):
@@ -181,6 +230,37 @@ def test_torch_refuses_a_gpu_that_is_not_there(bundle):
         pytest.skip("there is one")
     with pytest.raises(SbkitError, match=r"cuda was asked for.*sees 0 CUDA devices"):
         Engine(bundle, model="torch", device="cuda")
+
+
+@pytest.fixture
+def on_meta(monkeypatch):
+    """A device that isn't the one that programs are traced on, where there is no other."""
+    monkeypatch.setattr(backends, "_torch_device", lambda *_: (torch.device("meta"), ""))
+    return torch.zeros(3, 9 * bundles.FRAME, device="meta"), torch.zeros(3, dtype=torch.long, device="meta")
+
+
+def test_a_program_runs_on_another_device_than_it_was_traced_on(bundle, on_meta):
+    backend = backends.Torch(bundle / "model.pt2", "torch", device.Wanted.parse("cuda"), None, Worker(), None)
+    assert backend.running.device == "meta"
+    assert [(each.device.type, list(each.shape)) for each in backend._module(*on_meta)] == [
+        ("meta", [3, 10, len(bundles.PIECES)]), ("meta", [3])]
+
+
+def test_a_torch_that_leaves_parts_behind_says_what_is_needed(bundle, on_meta, monkeypatch):
+    monkeypatch.setattr("torch.export.passes.move_to_device_pass", lambda program, _: program)
+    with pytest.raises(SbkitError, match=r"torch 2\..* leaves a part of the model on cpu; pip install 'torch>=2\.9"):
+        backends.Torch(bundle / "model.pt2", "torch", device.Wanted.parse("cuda"), None, Worker(), None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compile", [None, "reduce-overhead"])
+def test_a_program_says_the_same_on_a_card(bundle, compile):
+    signals = [bundles.say("a word"), bundles.say("and another")]
+    with Engine(bundle, model="torch", device="cpu") as here, Engine(
+            bundle, model="torch", device="cuda", compile=compile, buckets=[(2, 2.0)] if compile else None) as there:
+        assert there.running.device == "cuda:0"
+        for mine, theirs in zip(here.run(signals), there.run(signals), strict=True):
+            np.testing.assert_allclose(theirs, mine, atol=1e-3)
 
 
 @pytest.mark.parametrize("wrong", ["gpu", "cuda:", "cpu:0", "cuda:x", ""])
