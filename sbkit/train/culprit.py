@@ -46,6 +46,7 @@ def report(
     epoch: int | None = None,
     what: str = "loss",
     scale: float = 1.0,
+    sum_scale: float = 1.0,
     lr: float | None = None,
     limit: int = 10,
 ) -> str:
@@ -62,13 +63,14 @@ def report(
     folder: the run's
     suspects: this rank's micro-batches: each a ``Suspect``, a pair like one, or the batch itself
     what: what was not finite: "loss" or "gradient"
-    scale: what the loss was multiplied by
+    scale, sum_scale: what the loss was multiplied by: the loss scale, and what makes it a mean's
     lr: the learning rate, for the report
     limit: how many reports a rank saves in one run
     """
     suspects = [_suspect(one) for one in suspects]
-    context = {"step": step, "epoch": epoch, "rank": ranks.rank(), "what": what, "scale": scale, "lr": lr,
-               "precision": str(getattr(brain, "precision", "fp32")), "device": str(brain.device)}
+    context = {"step": step, "epoch": epoch, "rank": ranks.rank(), "what": what, "scale": scale,
+               "sum_scale": sum_scale, "lr": lr, "precision": str(getattr(brain, "precision", "fp32")),
+               "device": str(brain.device)}
     there = Path(folder) / FOLDER
     if all(ranks.gather_objects(len(_saved_by(there, ranks.rank())) >= limit)):
         return f"{_head(context)} {there} describes {limit} such steps already."
@@ -112,7 +114,7 @@ def _account(brain: Any, suspect: Suspect, micro: int, context: Mapping[str, Any
     # The gradients of this look are nobody else's business.
     with brain.no_sync() if hasattr(brain, "no_sync") else contextlib.nullcontext():
         found = examine(runner(brain), brain.modules, suspect.batch, rng=suspect.rng, device=brain.device,
-                        scale=context["scale"])
+                        scale=context["scale"] * context["sum_scale"])
     ids = utterance_ids(suspect.batch)
     if found.what == "loss" and not found.utterance_losses and not found.error and not ranks.connected():
         found.utterance_losses = alone(brain, suspect)

@@ -17,7 +17,32 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class Scaler(torch.amp.GradScaler):
-    """torch's loss scaler; ``adjust`` is its ``update`` for a step that found its infinities itself."""
+    """torch's loss scaler; ``adjust`` is its ``update`` for a step that found its infinities itself.
+
+    The scale is meant for a mean. ``sum_scale`` is what sums are multiplied by besides, 1 / their count or a little
+    less: else the first scale is hundreds of times too high, and falls by half with each step that it spoils. It is
+    a power of two, so that dividing by it takes nothing away, and a tensor on the device: nothing waits for it.
+    """
+
+    sum_scale: torch.Tensor | None = None
+
+    def follow(self, count: torch.Tensor) -> None:
+        """Sums from now on are of about so many, a scalar on the device; 0 and what is not finite say nothing."""
+        mean = 1 / count
+        scale = mean / (2 * torch.frexp(mean).mantissa)  # the power of two below
+        before = torch.ones_like(scale) if self.sum_scale is None else self.sum_scale
+        self.sum_scale = torch.where((count > 0) & torch.isfinite(count), scale, before)
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's, and the one of sums."""
+        own = {} if self.sum_scale is None else {"sum_scale": float(self.sum_scale)}
+        return {**super().state_dict(), **own}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with both; a state of torch's own has but one."""
+        super().load_state_dict(dict(state))
+        if "sum_scale" in state:
+            self.sum_scale = torch.full((), state["sum_scale"], device=self._device)
 
     def adjust(self, found_inf: torch.Tensor) -> None:
         torch._amp_update_scale_(
@@ -26,7 +51,7 @@ class Scaler(torch.amp.GradScaler):
         )
 
     def factor(self) -> torch.Tensor | None:
-        """What a loss is multiplied by, on the device; None when nothing is scaled."""
+        """What a mean is multiplied by, on the device; None when nothing is scaled."""
         return self._get_scale_async() if self.is_enabled() else None
 
 

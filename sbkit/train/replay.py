@@ -77,7 +77,7 @@ def _again(brain: Any, one: Mapping[str, Any], tensors: Mapping[str, torch.Tenso
     batch = unpack(one["tree"], _under(f"{at}batch/", tensors), brain.device)
     suspect = Suspect(batch, _under(f"{at}rng/", tensors) or None)
     found = examine(runner(brain), brain.modules, suspect.batch, rng=suspect.rng, device=brain.device,
-                    scale=saved["scale"], keep_layers=True)
+                    scale=saved["scale"] * saved.get("sum_scale", 1.0), keep_layers=True)
     ids = utterance_ids(suspect.batch)
     if not found.utterance_losses and not found.error:
         found.utterance_losses = alone(brain, suspect)

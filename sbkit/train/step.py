@@ -5,9 +5,11 @@ rank has contributed, so the gradients are multiplied once, right before the upd
 
     world / (count over all ranks and micro-batches)  x  1 / loss scale (fp16)  x  clip factor
 
-(``world`` since gradients arrive averaged over ranks). Whether anything was not finite is found on the
-device too and handed to the fused optimizer, which then leaves parameters and states alone. What a person
-or the training loop wants to know of a step is copied aside and read one step later. No host sync.
+(``world`` since gradients arrive averaged over ranks). In fp16 gradients of a sum would overflow where those of a
+mean do not, so sums are made nearly a mean by the count of the step before, a power of two that the factor undoes
+exactly. Whether anything was not finite is found on the device too and handed to the fused optimizer, which then
+leaves parameters and states alone. What a person or the training loop wants to know of a step is copied aside and
+read one step later. No host sync.
 """
 
 from __future__ import annotations
@@ -79,7 +81,8 @@ class Facts:
     count: float
     norm: float  # of the gradient of the mean, before clipping
     skipped: bool  # something was not finite, so nothing was updated
-    scale: float  # of the loss (1 unless fp16)
+    scale: float  # of a mean (1 unless fp16)
+    sum_scale: float  # what sums were multiplied by besides (1 unless fp16)
     flags: dict[str, float]  # how many ranks raised each flag
     extras: dict[str, tuple[float, float]]
     batches: list[Any] = field(repr=False, default_factory=list)  # this rank's micro-batches
@@ -117,6 +120,7 @@ class Step:
         self.device, self.world, self.scaler, self.flag_names = device, world, scaler, list(flags)
         self.batches: list[Any] = []
         self._sums: torch.Tensor | None = None
+        self._sum_scale: torch.Tensor | None = None
         self._extras: list[str] = []
         self._work: dist.Work | None = None
         self._announced = False
@@ -137,6 +141,7 @@ class Step:
     def reset(self) -> None:
         """Forget the micro-batches counted so far."""
         self._sums, self._work, self._announced, self._normalised, self.batches = None, None, False, False, []
+        self._sum_scale = None
 
     def add(self, loss: Loss, batch: Any = None) -> None:
         """Count one micro-batch in."""
@@ -150,6 +155,8 @@ class Step:
         for name in self._extras:
             values += extras[name]
         row = torch.stack([self._scalar(v) for v in values])
+        if self._sums is None:
+            self._sum_scale = self._sum_scale_of(row[1])
         self._sums = row if self._sums is None else self._sums + row
         if batch is not None:
             self.batches.append(batch)
@@ -173,9 +180,20 @@ class Step:
             self._work = dist.all_reduce(self._sums, async_op=True)
         self._announced = True
 
+    def _sum_scale_of(self, count: torch.Tensor) -> torch.Tensor | None:
+        """What fp16 multiplies this step's sums by, the same on all ranks; a run's first counts go round for it."""
+        if self.scaler is None or not self.scaler.is_enabled():
+            return None
+        if self.scaler.sum_scale is None:
+            count = count.clone()
+            if self.world > 1:
+                dist.all_reduce(count)
+            self.scaler.follow(count / self.world)
+        return self.scaler.sum_scale
+
     def scaled(self, loss: Loss) -> torch.Tensor:
         """What ``backward`` is called on."""
-        return loss.total if self.scaler is None else self.scaler.scale(loss.total)
+        return loss.total if self._sum_scale is None else self.scaler.scale(loss.total * self._sum_scale)
 
     def _factor(self) -> torch.Tensor | None:
         """What makes the summed gradients those of the mean; None when nothing is left to divide."""
@@ -187,7 +205,11 @@ class Step:
             self._work = None
         count = self._sums[1]
         # A step of stand-ins only has count 0 and gradient 0.
-        return torch.where(count > 0, self.world / count, torch.zeros_like(count))
+        factor = torch.where(count > 0, self.world / count, torch.zeros_like(count))
+        if self._sum_scale is None:
+            return factor
+        self.scaler.follow(count / self.world)
+        return factor / self._sum_scale
 
     def normalise(self, optimizers: Iterable[Optimizer]) -> None:
         """Only divide: for a recipe with an ``optimizers_step`` of its own, which expects mean gradients."""
@@ -229,9 +251,10 @@ class Step:
     def _keep_facts(self, norm: torch.Tensor, found_inf: torch.Tensor, scale: torch.Tensor | None) -> None:
         self.number += 1
         ones = torch.ones((), device=self.device)
-        tail = torch.stack([norm.float(), found_inf, ones if scale is None else scale.float()])
+        tail = torch.stack([norm.float(), found_inf, ones if scale is None else scale.float(),
+                            ones if self._sum_scale is None else self._sum_scale])
         sums = self._sums if self._sums is not None else torch.zeros(0, device=self.device)
-        facts = Facts(0.0, 0.0, 0.0, False, 1.0, {}, dict.fromkeys(self._extras, (0.0, 0.0)),
+        facts = Facts(0.0, 0.0, 0.0, False, 1.0, 1.0, {}, dict.fromkeys(self._extras, (0.0, 0.0)),
                       self.batches, self.number)
         self._pending.append((Peek(torch.cat([tail, sums])), facts))
         self.reset()
@@ -252,11 +275,11 @@ class Step:
 
     def _read(self, arrived: Peek, facts: Facts) -> Facts:
         values = arrived.numpy().tolist()
-        facts.norm, facts.skipped, facts.scale = values[0], values[1] > 0, values[2]
-        if len(values) == 3:  # a recipe's own fit_batch, whose losses were never counted here
+        facts.norm, facts.skipped, facts.scale, facts.sum_scale = values[0], values[1] > 0, values[2], values[3]
+        if len(values) == 4:  # a recipe's own fit_batch, whose losses were never counted here
             return facts
-        facts.total, facts.count = values[3:5]
-        rest = values[5:]
+        facts.total, facts.count = values[4:6]
+        rest = values[6:]
         for i, name in enumerate(facts.extras):
             facts.extras[name] = (rest[2 * i], rest[2 * i + 1])
         facts.flags = dict(zip(self.flag_names, rest[2 * len(facts.extras):], strict=True))

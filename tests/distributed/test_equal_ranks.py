@@ -46,6 +46,29 @@ def test_any_number_of_ranks_and_micro_batches_trains_the_same(alone, micros, wo
     assert [loss for _, loss in ends] == pytest.approx([loss for _, loss in alone[1]], rel=1e-5)
 
 
+class Small(ToyBrain):
+    """Its gradients are small enough for fp16's first loss scale."""
+
+    def compute_objectives(self, predictions, batch, stage):
+        loss = super().compute_objectives(predictions, batch, stage)
+        return loss._replace(total=loss.total / 20)
+
+
+def train_in_fp16(micros):
+    toy = brain(Small, partial(torch.optim.SGD, lr=0.5), precision="fp16")
+    rank, world = ranks.rank(), ranks.world_size()
+    toy.fit([1], ToyTrainLoader(6, 40, rank, world, micros))
+    return state(toy), toy.scaler.state_dict(), toy.ends
+
+
+def test_so_in_fp16_whose_loss_scale_all_ranks_share():
+    expected, _, ends = train_in_fp16(1)
+    (first, scale, _), (second, other, other_ends) = results(train_in_fp16, 2)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert scale == other and scale["scale"] == 65536.0 and scale["sum_scale"] in (2.0**-6, 2.0**-7)  # of some 60
+    assert furthest(first, expected) < 0.01 and other_ends[0][1] == pytest.approx(ends[0][1], rel=0.01)
+
+
 def test_a_layer_that_the_loss_never_reaches_is_neither_trained_nor_decayed(alone):
     untouched = layers()[3].weight
     assert torch.equal(alone[0]["model.3.weight"], untouched)

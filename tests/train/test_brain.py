@@ -114,12 +114,50 @@ def test_the_scaler_is_saved_and_goes_on(tmp_path):
     toy.fit(range(1, 2), ToyTrainLoader())
     toy.checkpointer.save_checkpoint()
     toy.checkpointer.wait()
-    scale = toy.scaler.get_scale()
-    assert scale != 65536.0  # sums are large: the first scale overflows
+    toy.scaler.update(2.0**9)
+    toy.checkpointer.save_checkpoint()
+    toy.checkpointer.wait()
     again = brain(precision="fp16", checkpointer=Checkpointer(tmp_path))
     again.on_fit_start()
     again.scaler.scale(torch.ones(()))
-    assert again.scaler.get_scale() == scale
+    assert again.scaler.get_scale() == 2.0**9 and again.scaler.sum_scale == toy.scaler.sum_scale < 1
+
+
+class Long(ToyBrain):
+    """A mean over some ten thousand frames, whose sum is as much larger than it."""
+
+    def compute_objectives(self, predictions, batch, stage):
+        loss = super().compute_objectives(predictions, batch, stage)
+        return Loss(loss.total * 25, loss.count * 500)
+
+    def _count_in(self, fact):
+        super()._count_in(fact)
+        self.facts = [*getattr(self, "facts", []), fact]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_in_fp16_a_sum_of_many_overflows_no_more_than_its_mean(device):
+    sgd = partial(torch.optim.SGD, lr=0.5)
+    exact, half = brain(Long, sgd, device=device), brain(Long, sgd, device=device, precision="fp16")
+    for toy in (exact, half):
+        toy.fit(range(1, 3), ToyTrainLoader(micros=2))
+    assert not any(fact.skipped for fact in half.facts) and half.scaler.get_scale() == 65536.0
+    for one, other in zip(exact.facts, half.facts, strict=True):
+        assert other.norm == pytest.approx(one.norm, rel=0.01) and other.loss == pytest.approx(one.loss, rel=0.01)
+
+
+def test_in_fp16_a_step_that_overflows_is_skipped_and_one_that_is_nan_is_looked_into(tmp_path, caplog):
+    toy = brain(Long, precision="fp16", hparams={"output_folder": str(tmp_path)}, nonfinite_patience=3)
+
+    def spoil(batch):
+        if batch.step in (2, 4):
+            batch.x[0, 0] = 7e4 if batch.step == 2 else math.nan
+
+    toy.fit([1], ToyTrainLoader(6, touch=spoil))
+    assert [fact.number for fact in toy.facts if fact.skipped] == [3, 5]
+    assert "Step 5 was skipped" in caplog.text and "Step 3 was skipped" not in caplog.text
+    (told,) = (json.loads(path.read_text()) for path in tmp_path.glob("culprits/*/culprit.json"))
+    assert told["scale"] == 2.0**15 and told["sum_scale"] == toy.facts[4].sum_scale < 2.0**-12
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -145,6 +145,29 @@ def test_the_loss_scale_falls_after_an_overflow_and_does_not_enter_the_update():
     assert scaler.get_scale() == 2.0**10
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 480, 5000.5, 1e9])
+def test_sums_are_scaled_by_the_power_of_two_next_below_one_by_their_count(count):
+    scaler = Scaler("cpu")
+    scaler.follow(torch.tensor(float(count)))
+    found = scaler.sum_scale.item()
+    assert math.frexp(found)[0] == 0.5 and 0.5 < found * count <= 1
+    for nothing in (0.0, math.nan, math.inf):
+        scaler.follow(torch.tensor(nothing))
+        assert scaler.sum_scale == found
+
+
+def test_what_scales_sums_follows_their_counts_and_enters_no_bit_of_an_update():
+    rows = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
+    net, reference, scaler = model(), model(), Scaler("cpu")
+    for size, scale in ((1, 1.0), (3, 1 / 2), (4, 1 / 8), (4, 1 / 8)):  # of the step before
+        parts = [rows[:size], rows[size : 2 * size]]
+        found = take(net, torch.optim.SGD(net.parameters(), 0.1), parts, max_norm=0.5, scaler=scaler)
+        expected = take(reference, torch.optim.SGD(reference.parameters(), 0.1), parts, max_norm=0.5)
+        assert (found.sum_scale, expected.sum_scale) == (scale, 1.0) and found.norm == expected.norm
+        net.zero_grad(), reference.zero_grad()
+    assert all(torch.equal(value, reference.state_dict()[name]) for name, value in net.state_dict().items())
+
+
 @pytest.mark.parametrize("opt_class, becomes_fused", [
     (torch.optim.AdamW, True), (partial(torch.optim.AdamW, lr=0.1), True),
     (partial(partial(torch.optim.SGD, lr=0.1), momentum=0.9), True),
