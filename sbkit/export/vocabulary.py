@@ -49,9 +49,14 @@ class Vocabulary:
                      separator=self.config.word_separator,
                      pause=None if pause_seconds is None else pause_seconds / frame)
 
+    @property
+    def space(self) -> str:
+        """Between words."""
+        return "" if self.config.word_separator is None else " "
+
     def text(self, found: Sequence[Word]) -> str:
         """What the words say together."""
-        return ("" if self.config.word_separator is None else " ").join(word.text for word in found)
+        return self.space.join(word.text for word in found)
 
 
 def write_tokens(path: Path, pieces: list[str], blank_id: int) -> None:

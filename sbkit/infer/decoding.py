@@ -35,6 +35,12 @@ class Decoder(Protocol):
     def tokens(self, recordings: Sequence[Sequence[Any]]) -> list[list[Found]]:
         """The tokens of recordings, each given as its stretches in order."""
 
+    def frames(self, kept: Any) -> int:
+        """Of a stretch."""
+
+    def after(self, stretches: Sequence[Any], frame: int) -> list[Any]:
+        """What of stretches lies from a frame on, where a token begins; asked of one that joins them."""
+
 
 class Greedy:
     """The best label of every frame."""
@@ -57,6 +63,13 @@ class Greedy:
             spans = collapse(labels[None].astype(np.int64), confidence[None], blank_id=self._blank)[0]
             found.append([Found(0, spans)])
         return found
+
+    def frames(self, kept: tuple[np.ndarray, np.ndarray]) -> int:
+        return len(kept[0])
+
+    def after(self, stretches: Sequence[tuple[np.ndarray, np.ndarray]], frame: int) -> list[Any]:
+        labels, confidence = map(np.concatenate, zip(*stretches, strict=True))
+        return [(labels[frame:].copy(), confidence[frame:].copy())]
 
 
 class Beam:
@@ -102,6 +115,12 @@ class Beam:
                 frame += frames
             found.append(parts)
         return found
+
+    def frames(self, kept: tuple[Any, int]) -> int:
+        return kept[1]
+
+    def after(self, stretches: Sequence[tuple[Any, int]], frame: int) -> list[Any]:
+        raise NotImplementedError("a search ends at the end of each stretch")
 
 
 def decoder(vocabulary: Vocabulary, search: Mapping[str, Any] | None) -> Decoder:

@@ -66,8 +66,8 @@ def words(found: Sequence[Found], vocabulary: Vocabulary) -> list[Word]:
     return [word for part in found for word in vocabulary.words(part.spans, part.frame * frame, PAUSE_SECONDS)]
 
 
-def transcript(name: str, heard: Heard, found: Sequence[Found], vocabulary: Vocabulary) -> Transcript:
-    """Of a recording that is whole."""
-    config, spoken = vocabulary.config, words(found, vocabulary)
+def transcript(name: str, heard: Heard, spoken: list[Word], vocabulary: Vocabulary) -> Transcript:
+    """Of a recording that is whole, with its words."""
+    config = vocabulary.config
     return Transcript(name, vocabulary.text(spoken), spoken, heard.samples / config.sample_rate, config.language,
                       config.word_separator is not None)

@@ -15,7 +15,7 @@ from sbkit.data.audio import AudioError
 from sbkit.infer.chunks import Chunk, cut
 from sbkit.infer.decoding import decoder
 from sbkit.infer.engine import Engine
-from sbkit.infer.heard import Heard, transcript
+from sbkit.infer.heard import Heard, transcript, words
 from sbkit.infer.recordings import Recording
 from sbkit.infer.transcript import Transcript
 
@@ -177,7 +177,8 @@ class Pipeline:
         done = list(zip(ready.items(), found, strict=True))
         ready.clear()
         for (index, heard), parts in done:
-            yield Done(index, transcript(recordings[index].id, heard, parts, self.engine.vocabulary), None)
+            spoken = words(parts, self.engine.vocabulary)
+            yield Done(index, transcript(recordings[index].id, heard, spoken, self.engine.vocabulary), None)
 
 
 def batch_seconds(engine: Engine) -> float:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 
 import numpy as np
 
 from sbkit.decode.spans import Word
 from sbkit.infer.chunks import Chunk, cut
-from sbkit.infer.heard import Heard, transcript, words
+from sbkit.infer.heard import Heard, transcript
+from sbkit.infer.settling import Settling
 from sbkit.infer.transcript import Transcript
 from sbkit.serve.job import Job
 from sbkit.serve.registry import Served
@@ -27,56 +28,43 @@ def recognise(served: Served, blocks: Iterable[np.ndarray], job: Job,
     job : cancels it
     told : hears more of the text whenever there is more; all that it heard, joined, is the transcript's text
     """
-    heard, tell = Heard(), None if told is None else _Telling(served, told)
+    heard, settling = Heard(), Settling(served.decoder, served.vocabulary)
+    tell = None if told is None else _Telling(served, told)
     waiting: deque[tuple[int, Chunk, Future]] = deque()
 
     def take() -> None:
         number, chunk, future = waiting.popleft()
         heard.add(number, chunk, job.result(future), served.frame_samples, served.decoder)
+        new, heard.stretches = heard.stretches, []
+        settling.more(new)
         if tell is not None:
-            tell.more(heard)
+            tell.more(settling.words)
 
-    number = 0
-    for chunk in cut(blocks, served.config.sample_rate, served.frame_samples, served.chunk_seconds):
+    chunks = cut(blocks, served.config.sample_rate, served.frame_samples, served.chunk_seconds)
+    for number, chunk in enumerate(chunks):
         job.check()
         waiting.append((number, chunk, job.watch(served.batcher.submit(chunk.signal))))
-        number += 1
         if len(waiting) >= _AHEAD:
             take()
     while waiting:
         take()
-    heard.expected = number
-    found = served.decoder.tokens([heard.stretches])[0]
-    done = transcript("", heard, found, served.vocabulary)
+    settling.end()
     if tell is not None:
-        tell.rest(done.text)
-    return done
+        tell.more(settling.words)
+    return transcript("", heard, settling.words, served.vocabulary)
 
 
 class _Telling:
-    """Tells the text as it grows; what was told never changes."""
+    """Tells the text of settled words as they come."""
 
     def __init__(self, served: Served, told: Callable[[str], None]):
-        self._served, self._told = served, told
-        self._text = ""
-        self._stretches = 0
-        self._before: list[Word] = []
+        self._vocabulary, self._told = served.vocabulary, told
+        self._count = 0
 
-    def more(self, heard: Heard) -> None:
-        """After another chunk."""
-        new, self._stretches = heard.stretches[self._stretches :], len(heard.stretches)
-        if not new:
-            return
-        decoder, vocabulary = self._served.decoder, self._served.vocabulary
-        if decoder.joins:  # the last word may go on
-            found = words(decoder.tokens([heard.stretches])[0], vocabulary)[:-1]
-            self.rest(vocabulary.text(found))
-        else:
-            self._before += words(decoder.tokens([new])[0], vocabulary)
-            self.rest(vocabulary.text(self._before))
-
-    def rest(self, text: str) -> None:
-        """Tell what of the text was not told yet."""
-        if len(text) > len(self._text):
-            self._told(text[len(self._text) :])
-            self._text = text
+    def more(self, words: Sequence[Word]) -> None:
+        """What of the words was not told yet."""
+        new = words[self._count :]
+        if new:
+            text = self._vocabulary.text(new)
+            self._told(self._vocabulary.space + text if self._count else text)
+            self._count += len(new)
