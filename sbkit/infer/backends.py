@@ -39,7 +39,8 @@ class Onnx:
 
     def __init__(self, path: Path, model: str, wanted: Wanted, threads: int | None):
         threads = threads or threads_to_ask_for()
-        self._session, device, note = devices.open_session(str(path), wanted, threads)
+        where, why = devices.for_eight_bits(wanted) if model == layout.INT8 else (wanted, "")
+        self._session, device, note = devices.open_session(str(path), where, threads)
         names = [each.name for each in self._session.get_inputs()], [each.name for each in self._session.get_outputs()]
         if names != (list(layout.INPUTS), list(layout.OUTPUTS)):
             raise SbkitError(f"{path} takes {names[0]} and gives {names[1]}; a bundle's model takes "
@@ -48,7 +49,7 @@ class Onnx:
         self.width = width if isinstance(width, int) else None
         self.running = Running(
             wanted.text, device, self._session.get_providers()[0], model, path.name, threads or usable_cores(),
-            {"onnxruntime": devices.runtime_version()}, note)
+            {"onnxruntime": devices.runtime_version()}, why or note)
 
     def __call__(self, signals: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         log_probs, frames = self._session.run(None, dict(zip(layout.INPUTS, (signals, lengths), strict=True)))
@@ -75,9 +76,9 @@ class Torch:
             keep_to_usable_cores()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of read-only buffers, which nobody writes to
-            module = torch.export.load(path).module()
+            module = moved(torch.export.load(path), device).module()
         self._torch, self._device = torch, device
-        self._module = compiled(module.to(device), compile_mode, worker) if compile_mode else module.to(device)
+        self._module = compiled(module, compile_mode, worker) if compile_mode else module
         self.running = Running(
             wanted.text, str(device), f"torch.compile {compile_mode}" if compile_mode else "torch.export", model,
             path.name, torch.get_num_threads(), {"torch": str(torch.__version__)}, note)
@@ -89,6 +90,24 @@ class Torch:
             # Copied out here: with CUDA graphs the next run overwrites what this one returned.
             log_probs, frames = (each.detach().to("cpu", copy=True).numpy() for each in found)
         return log_probs, frames
+
+
+def moved(program: Any, device: Any) -> Any:
+    """A program on another device than it was traced on: weights, constants, and devices that its nodes name.
+
+    ``module().to(device)`` would move the weights alone. The pass of a torch before 2.9 leaves out what is nested.
+    """
+    import torch
+    from torch.export.passes import move_to_device_pass
+
+    program = move_to_device_pass(program, str(device))
+    kinds = {value.type for part in program.graph_module.modules() if isinstance(part, torch.fx.GraphModule)
+             for node in part.graph.nodes for value in (*node.args, *node.kwargs.values())
+             if isinstance(value, torch.device)}
+    if kinds - {device.type}:
+        raise SbkitError(f"torch {torch.__version__} leaves a part of the model on {', '.join(kinds - {device.type})}",
+                         hint="pip install 'torch>=2.9,<2.12', or take --model onnx")
+    return program
 
 
 def compiled(module: Any, mode: str, worker: Worker) -> Any:

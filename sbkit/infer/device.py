@@ -10,6 +10,9 @@ from typing import Any
 from sbkit.errors import SbkitError
 
 CUDA, CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
+#: cuDNN is asked for an algorithm rather than to try all of them for each new length; sums of fp32 stay fp32, where
+#: TF32 would round the quiet bands of the features, which are in the graph, to 10 bits.
+_CUDA_OPTIONS = {"cudnn_conv_algo_search": "HEURISTIC", "use_tf32": "0"}
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,19 @@ def _version(name: str) -> str | None:
         return None
 
 
+def for_eight_bits(wanted: Wanted) -> tuple[Wanted, str]:
+    """Where a model of 8-bit products runs, and why: ONNX Runtime has no CUDA kernel for them.
+
+    ``DynamicQuantizeLinear`` has none at all, and ``MatMulInteger`` none for the unsigned bytes that it gives: with
+    CUDA each product would copy its input to the CPU, be computed there, and copy the result back.
+    """
+    if wanted.explicit_gpu:
+        raise SbkitError(f"{wanted.text} was asked for, and ONNX Runtime computes 8-bit products on the CPU alone",
+                         hint="take --model onnx on a GPU, or --device cpu")
+    note = "8-bit products run on the CPU alone" if wanted.kind == "auto" else ""
+    return Wanted(wanted.text, "cpu"), note
+
+
 def open_session(path: str, wanted: Wanted, threads: int | None) -> tuple[Any, str, str]:
     """An ONNX Runtime session on the device that was wanted, the device it is on, and a note.
 
@@ -94,8 +110,7 @@ def open_session(path: str, wanted: Wanted, threads: int | None) -> tuple[Any, s
     if there and wanted.kind != "cpu":
         if hasattr(onnxruntime, "preload_dlls"):
             onnxruntime.preload_dlls()  # of CUDA and cuDNN as pip installs them, which the loader doesn't look for
-        options = {"device_id": str(wanted.index), "cudnn_conv_algo_search": "HEURISTIC"}
-        providers.insert(0, (CUDA, options))
+        providers.insert(0, (CUDA, {"device_id": str(wanted.index), **_CUDA_OPTIONS}))
     elif wanted.kind == "auto":
         note = "this onnxruntime has no CUDA"
     settings = onnxruntime.SessionOptions()
@@ -115,7 +130,10 @@ def open_session(path: str, wanted: Wanted, threads: int | None) -> tuple[Any, s
                          hint="are the CUDA and cuDNN libraries of this onnxruntime-gpu installed? "
                               "pip install 'onnxruntime-gpu[cuda,cudnn]' brings them")
     if actual == CUDA:
-        return session, f"cuda:{wanted.index}", note
+        taken = session.get_provider_options()[CUDA]
+        if taken.get("use_tf32") != "0":
+            note = f"onnxruntime {runtime_version()} computes with TF32, of 10 bits, and can't be told not to"
+        return session, f"cuda:{taken['device_id']}", note
     if there and wanted.kind == "auto" and not note:
         note = f"onnxruntime fell back to {actual}"
     return session, "cpu", note
