@@ -4,15 +4,21 @@ import logging
 
 import pytest
 import torch
+from speechbrain.lobes.models.transformer.Conformer import ConformerEncoder
 from speechbrain.lobes.models.transformer.TransformerASR import TransformerASR
+from speechbrain.nnet import attention
 from torch import nn
 from toys import ToyEvalLoader, ToyTrainLoader, brain, furthest, state
 
 import sbkit
 from sbkit.errors import SbkitError
 from sbkit.nn.accelerate import accelerate
+from sbkit.nn.fast.attention import rotary_table
 from sbkit.nn.native import library
 from sbkit.train import compiling
+from sbkit.train.parallel import Shell, Wrapped
+
+COMPILE = torch.compile
 
 
 class Layer(nn.Module):
@@ -83,6 +89,92 @@ def test_a_flagship_layer_compiles_once_for_all_lengths(with_kernels):
         model.encode(torch.randn(4, length, 8), torch.tensor([1.0, 0.8, 0.5, 0.3])).sum().backward()
         counts.append(compiling.graphs() - before)
     assert counts[0] > 0 and counts[1:] == [0, 0, 0, 0], "a length compiled anew"
+
+
+def conformer(layers=1):
+    model = ConformerEncoder(layers, 8, 16, 2, kernel_size=3, dropout=0.0, attention_type="RoPEMHA")
+    accelerate(model)
+    return model
+
+
+def test_a_compiled_layer_leaves_nothing_in_the_memory_of_its_graphs(monkeypatch):
+    """SpeechBrain's memo of rotary tables, filled while CUDA graphs warm up, would lie where a replay writes."""
+    monkeypatch.setattr(attention._get_precomputed_values, "memo", {})
+    model, x = conformer(), torch.randn(2, 9, 8)
+    assert compiling.compile_blocks(nn.ModuleDict({"model": model, "other": conformer(2)}), ["model"], "cpu") == 1
+    compiled, _ = model(x)
+    assert attention._get_precomputed_values.memo == {}
+    with torch.compiler.set_stance("force_eager"):
+        expected, _ = model(x)
+    assert attention._get_precomputed_values.memo != {}
+    torch.testing.assert_close(compiled, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("length, size, dtype", [(1, 2, torch.float32), (700, 36, torch.float32),
+                                                 (300, 64, torch.bfloat16), (50, 10, torch.float64)])
+def test_rotary_tables_are_speechbrains(length, size, dtype):
+    table = attention._get_precomputed_values(length, size, dtype, torch.device("cpu"))
+    for ours, theirs in zip(rotary_table(length, size, dtype, torch.device("cpu")), (table.cosines, table.sines),
+                            strict=True):
+        torch.testing.assert_close(ours, theirs[:length], rtol=0, atol=1e-6)
+
+
+class Wide(nn.Module):
+    """Its parameters are more than DDP's first bucket holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(600, 600), nn.Linear(600, 600)
+
+    def forward(self, x):
+        return self.other(self.one(x).relu())
+
+
+@pytest.fixture
+def one_rank():
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_layers_are_compiled_whole_within_ddp(monkeypatch, one_rank, device):
+    pieces = []
+
+    def counted(graph, inputs):
+        pieces.append(graph)
+        return graph
+
+    monkeypatch.setattr(torch._dynamo.config, "optimize_ddp", True)
+
+    monkeypatch.setattr(compiling.torch, "compile", lambda f, options=None, _compile=COMPILE, **kwargs: _compile(
+        f, backend=counted, **kwargs))
+    modules = nn.ModuleDict({"model": nn.ModuleList([Wide(), Wide()])}).to(device)
+    assert compiling.compile_blocks(modules, None, device) == 2
+    pieces.clear()  # of the trial whether there is a compiler
+    wrapped = Wrapped(Shell(modules, lambda x: modules["model"][1](modules["model"][0](x)).sum()))
+    wrapped(torch.ones(3, 600, device=device)).backward()
+    assert len(pieces) == 2  # the first layer's input needs no gradient, the second's does
+    wrapped.close()
+
+
+@pytest.mark.gpu
+def test_rotary_attention_runs_as_cuda_graphs(monkeypatch):
+    monkeypatch.undo()  # the real compiler
+    torch.compiler.reset()
+    monkeypatch.setattr(attention._get_precomputed_values, "memo", {})
+    model, x = conformer(2).cuda(), torch.randn(2, 40, 8, device="cuda")
+    expected = [model(part)[0].detach() for part in (x, x[:, :31])]
+    attention._get_precomputed_values.memo.clear()
+    compiling.compile_blocks(nn.ModuleDict({"model": model}), None, "cuda", mode="reduce-overhead")
+    for _ in range(4):  # warm-up, recording, replays
+        for part, value in zip((x, x[:, :31]), expected, strict=True):
+            torch.compiler.cudagraph_mark_step_begin()
+            found, _ = model(part)
+            torch.testing.assert_close(found, value, rtol=1e-3, atol=1e-4)
+            found.sum().backward()
+            model.zero_grad()
 
 
 @pytest.mark.parametrize("mode", [None, "max-autotune"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from speechbrain.nnet import attention
 from torch import Tensor
@@ -56,20 +58,18 @@ class RelPosMHAXL(attention.RelPosMHAXL):
         return (out, None) if return_attn_weights else out
 
 
-@torch.library.custom_op("sbkit::rotary_table", mutates_args=(),
-                         schema="(SymInt length, int size, ScalarType dtype, Device device) -> Tensor")
-def _rotary_table(length: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """SpeechBrain's cosines and sines [2, T, K], of which a compiler sees the shape only.
+def rotary_table(length: int, size: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """SpeechBrain's cosines and sines [T, K] as operations: for a compiler, which makes them a part of its kernels.
 
-    Traced, its memo would tie a graph to one length, so that each length is compiled anew.
+    SpeechBrain's memo would tie a graph to one length. And what fills it while CUDA graphs warm up lies in the memory
+    of those graphs, where the next replay writes.
     """
-    table = attention._get_precomputed_values(length, size, dtype, device)
-    return torch.stack([table.cosines[:length], table.sines[:length]])
-
-
-@_rotary_table.register_fake
-def _(length: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(2, length, size, dtype=dtype, device=device)
+    exact = torch.promote_types(dtype, torch.float32)
+    speeds = torch.exp(torch.arange(0, size, 2, dtype=exact, device=device) * -(math.log(10000.0) / size))
+    angles = torch.arange(length, dtype=exact, device=device)[:, None] * speeds
+    cosines, sines = angles.cos(), angles.sin()
+    return (torch.stack([cosines, cosines], -1).flatten(-2).to(dtype),
+            torch.stack([-sines, sines], -1).flatten(-2).to(dtype))
 
 
 class RoPEMHA(attention.RoPEMHA):
@@ -110,7 +110,8 @@ class RoPEMHA(attention.RoPEMHA):
     def _rotate(x: Tensor) -> Tensor:
         """Rotate the pairs of the last dimension by their position: [B, T, H, 2, size]."""
         if torch.compiler.is_dynamo_compiling():
-            cosines, sines = torch.ops.sbkit.rotary_table(x.shape[1], x.shape[-1], x.dtype, x.device)[:, :, None, None]
+            cosines, sines = rotary_table(x.shape[1], x.shape[-1], x.dtype, x.device)
+            cosines, sines = cosines[:, None, None], sines[:, None, None]
         else:
             table = attention._get_precomputed_values(x.shape[1], x.shape[-1], x.dtype, x.device)
             cosines, sines = table.cosines[: x.shape[1], None, None], table.sines[: x.shape[1], None, None]
