@@ -133,6 +133,7 @@ def _parser() -> argparse.ArgumentParser:
     shard.add_argument("--shard-size-mb", type=float, default=512)
     shard.add_argument("--data-root", help="what $data_root in the manifest stands for")
     shard.add_argument("--workers", type=int, default=2)
+    _add_schemes(shard)
     shard.set_defaults(call=_shard)
 
     evaluate = commands.add_parser("evaluate", help="score any checkpoint of a run on any corpus")
@@ -178,6 +179,7 @@ def _parser() -> argparse.ArgumentParser:
                         help="where the page goes (default: RUN/report.html, or RUN/report-against-OTHER.html)")
     report.add_argument("--utterances", type=int, default=24, metavar="N", help="to show of each kind")
     report.add_argument("--audio-mb", type=float, default=8.0, metavar="MB", help="that recordings may add to the page")
+    _add_schemes(report)
     report.set_defaults(call=_report)
 
     replay = commands.add_parser("replay", help="run a step that was not finite again, layer by layer")
@@ -214,6 +216,7 @@ def _parser() -> argparse.ArgumentParser:
     transcribe.add_argument("--chunk-seconds", type=_above, metavar="S", help="longest that the model hears at once")
     transcribe.add_argument("--references", metavar="FILE", help="manifest.csv or lines name<TAB>text: show the WER")
     transcribe.add_argument("--overwrite", action="store_true", help="do again what is in the folder")
+    _add_schemes(transcribe)
     _add_search(transcribe)
     transcribe.set_defaults(call=_transcribe)
 
@@ -253,6 +256,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_schemes(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--schemes", type=lambda text: text.split(","), default=[], metavar="A,B",
+                         help="kinds of URL that may be opened among recordings, such as https,s3 (default: none)")
+
+
 def _add_search(command: argparse.ArgumentParser) -> None:
     command.add_argument("--lm", metavar="FILE", help="a language model: ARPA, or KenLM's binary")
     command.add_argument("--lm-weight", type=float, metavar="W", help="what its scores are multiplied by")
@@ -274,14 +282,18 @@ def _demo_data(args: argparse.Namespace) -> int:
 
 
 def _shard(args: argparse.Namespace) -> int:
+    from sbkit.data.existing import check_opened
     from sbkit.data.manifest import Manifest
+    from sbkit.data.remote import Remote, check_schemes
     from sbkit.data.shards import write_shards
 
     source, out = Path(args.manifest), Path(args.out)
     if (out / f"{source.stem}.csv").resolve() == source.resolve():
         raise SbkitError(f"{source}: the manifest of the shards would replace it", hint="choose another folder")
+    rows = Manifest.read(source, args.data_root, remote=Remote(check_schemes("--schemes", args.schemes)))
+    check_opened(rows.wavs, rows.remote, source)
     manifest = write_shards(
-        Manifest.read(source, args.data_root), out, name=source.stem, shard_size_mb=args.shard_size_mb,
+        rows, out, name=source.stem, shard_size_mb=args.shard_size_mb,
         encode=args.encode, workers=args.workers,
     )
     print(f"{len(manifest)} utterances, {manifest.hours:.2f} hours: {out / source.stem}.csv")
@@ -353,10 +365,12 @@ def _lm(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
+    from sbkit.data.remote import Remote, check_schemes
     from sbkit.score.report import write_report
 
+    remote = Remote(check_schemes("--schemes", args.schemes))
     print(write_report(args.run, against=args.against, out=args.out, utterances=args.utterances,
-                       audio_megabytes=args.audio_mb, tell=print))
+                       audio_megabytes=args.audio_mb, remote=remote, tell=print))
     return 0
 
 

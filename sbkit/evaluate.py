@@ -97,10 +97,10 @@ def evaluate(request: Request) -> int:
     try:
         with ranks.failing_together():
             hparams = restore.read_run(request.run)
-            name, path = ranks.run_on_main(_corpus, request, hparams)
+            name, path, remote = ranks.run_on_main(_corpus, request, hparams)
             brain = restore.build(hparams, request.device, eval_precision=request.precision)
             brain.decoder = searches.build(request, hparams)
-            results = list(_results(request, hparams, brain, name, path))
+            results = list(_results(request, hparams, brain, name, path, remote))
             return _tell(results, request.max_wer) if ranks.is_main() else 0
     finally:
         ranks.shutdown()
@@ -123,23 +123,24 @@ def replay(folder: Path, device: str | None = None) -> str:
 # ---------------------------------------------------------------- the corpus
 
 
-def _corpus(request: Request, hparams: dict[str, Any]) -> tuple[str, Path]:
-    """What the results are called, and the manifest to score."""
+def _corpus(request: Request, hparams: dict[str, Any]) -> tuple[str, Path, Any]:
+    """What the results are called, the manifest to score, and which URLs in it may be opened."""
     own = hparams.get("corpus")
     if own is None or "tokenizer" not in hparams:
         raise SbkitError(f"the recipe of {request.run} names no corpus or no tokenizer",
                          hint="sbkit evaluate is for runs of sbkit train")
-    prepared = own.manifest_path(request.split or "test")
-    if request.on is None and prepared.is_file():
-        name, path = request.name or prepared.stem, prepared
+    split = request.split or "test"
+    if request.on is None and own.manifest_path(split).is_file():
+        name, corpus = request.name or split, own
     else:
-        name, path = _prepare(request, own, own.source if request.on is None else request.on)
-    _tell_of_strange_characters(hparams["tokenizer"], path)
-    return name, path
+        split = "test"
+        name, corpus = _prepare(request, own, own.source if request.on is None else request.on)
+    _tell_of_strange_characters(hparams["tokenizer"], corpus.manifest(split).texts)
+    return name, corpus.manifest_path(split), corpus.remote
 
 
-def _prepare(request: Request, own: Any, source: Any) -> tuple[str, Path]:
-    """The split's manifest: of the run's own corpus by its options, of another with texts by its rules."""
+def _prepare(request: Request, own: Any, source: Any) -> tuple[str, Any]:
+    """A corpus whose test split is the one to score: the run's own by its options, another with texts by its rules."""
     from sbkit.data.corpus import Corpus
 
     title = request.name or (Path(str(source).split("?")[0]).name.split(".")[0] if source else "demo")
@@ -150,7 +151,8 @@ def _prepare(request: Request, own: Any, source: Any) -> tuple[str, Path]:
     def corpus_of(split: str, folder: Path) -> Corpus:
         if request.on is None:
             return own.only_split(split, folder)
-        return Corpus(source, own.language, folder, splits={"test": split}, text=own.text, only=("test",))
+        return Corpus(source, own.language, folder, splits={"test": split}, text=own.text, only=("test",),
+                      schemes=own.schemes, url_megabytes=own.url_megabytes, url_seconds=own.url_seconds)
 
     split = request.split
     with _naming_the_run(request):
@@ -166,7 +168,7 @@ def _prepare(request: Request, own: Any, source: Any) -> tuple[str, Path]:
         with _writing(corpora):
             corpus.prepare()
     print(corpus.summary(), file=sys.stderr)
-    return title, corpus.manifest_path("test")
+    return title, corpus
 
 
 @contextlib.contextmanager
@@ -180,10 +182,8 @@ def _naming_the_run(request: Request) -> Iterator[None]:
         raise SbkitError(f"the corpus of {request.run}: {error.message}", hint=error.hint) from error
 
 
-def _tell_of_strange_characters(tokenizer: Any, path: Path) -> None:
-    from sbkit.data.manifest import Manifest
-
-    strange = tokenizer.coverage(Manifest.read(path).texts)
+def _tell_of_strange_characters(tokenizer: Any, texts: Sequence[str]) -> None:
+    strange = tokenizer.coverage(texts)
     if strange:
         listed = ", ".join(f"{char!r} x {times}" for char, times in strange.most_common(10))
         logger.warning("The model cannot write %d characters of these texts, so each is an error: %s",
@@ -193,13 +193,14 @@ def _tell_of_strange_characters(tokenizer: Any, path: Path) -> None:
 # ---------------------------------------------------------------- scoring
 
 
-def _results(request: Request, hparams: dict[str, Any], brain: Any, name: str, path: Path) -> Iterator[Scored]:
+def _results(request: Request, hparams: dict[str, Any], brain: Any, name: str, path: Path,
+             remote: Any) -> Iterator[Scored]:
     from sbkit import searches
     from sbkit.data.manifest import Manifest
     from sbkit.tasks import restore
     from sbkit.train import ranks
 
-    manifest = Manifest.read(path)
+    manifest = Manifest.read(path, remote=remote)
     for choice in request.checkpoints:
         used = [Path(ckpt.path).name for ckpt in restore.take_weights(brain, choice, request.average)]
         label = choice if choice in (restore.BEST, restore.LAST) else used[0]
@@ -310,7 +311,7 @@ def _write(scored: Scored, manifest: Any) -> str:
         with atomic_write(folder / RESULT) as out:
             json.dump({**scored.facts, "command": command(), "environment": describe()}, out, indent=1,
                       ensure_ascii=False)
-        write_report(folder, title=f"{Path(scored.facts['run']).name} on {folder.name}")
+        write_report(folder, title=f"{Path(scored.facts['run']).name} on {folder.name}", remote=manifest.remote)
     return replaced
 
 

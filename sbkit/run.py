@@ -263,16 +263,16 @@ def _show(brain: Any, folder: Path, manifest: Any, left_out: str | None) -> None
     if brain.test_unread:
         print(tell_unread("test", brain.test_unread, len(brain.test_rows)))
     print(f"every alignment: {folder / 'wer_test.txt'}")
-    _report(brain, folder)
+    _report(brain, folder, manifest)
 
 
-def _report(brain: Any, folder: Path) -> None:
+def _report(brain: Any, folder: Path, manifest: Any) -> None:
     """The page about the run. What it is made from is safe by now, so that it cannot fail the run."""
     from sbkit.score.report import write_report
 
     if brain.metrics_log is not None:
         brain.metrics_log.flush()
     try:
-        print(f"what it gets wrong, to look at and to hear: {write_report(folder)}", flush=True)
+        print(f"what it gets wrong, to look at and to hear: {write_report(folder, remote=manifest.remote)}", flush=True)
     except (SbkitError, OSError) as error:
         logger.warning("The report could not be made: %s", error)

@@ -99,7 +99,7 @@ def describe(search: Any) -> dict[str, Any]:
 def tune(brain: Any, hparams: dict[str, Any], hear: Callable[[Manifest], Any]) -> dict[str, Any]:
     """Give the brain's search the weights that make the fewest errors on dev; what is to be said of it."""
     search = brain.decoder
-    manifest = tuning.some_of(Manifest.read(hparams["corpus"].manifest_path("dev")))
+    manifest = tuning.some_of(hparams["corpus"].manifest("dev"))
     brain.decoder = recorder = tuning.Recorder(search)
     hear(manifest)
     with _processes(search, len(recorder)):

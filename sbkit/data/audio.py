@@ -24,6 +24,7 @@ import soundfile
 import soxr
 
 from sbkit.data import mp3
+from sbkit.data.remote import NOWHERE, Remote
 from sbkit.errors import SbkitError
 
 #: Longest stretch that one call decodes. A header can claim anything; memory is finite.
@@ -61,14 +62,14 @@ class AudioError(SbkitError):
 
 def read_audio(
     wav: str | os.PathLike | bytes | BinaryIO, *, start: float = 0.0, duration: float | None = None,
-    sample_rate: int | None = 16_000, speed: float = 1.0, slack: float = 0.0,
+    sample_rate: int | None = 16_000, speed: float = 1.0, slack: float = 0.0, remote: Remote = NOWHERE,
 ) -> np.ndarray:
     """Decode, mix to mono, resample: one open, one pass.
 
     Arguments
     ---------
-    wav: a path, a member of an uncompressed tar (``shard.tar?offset=1536&size=20480``; also a URL that
-        fsspec can open), the bytes of a file, or a binary file.
+    wav: a path, a member of an uncompressed tar (``shard.tar?offset=1536&size=20480``), a URL of either that
+        ``remote`` allows, the bytes of a file, or a binary file.
     start, duration: the stretch to read, in seconds; without ``duration`` all that follows ``start``.
         Only this stretch is decoded, except where libsndfile cannot seek exactly: from the beginning in
         MP3s of variable bit rate, and from some seconds before the end in Ogg Vorbis.
@@ -83,7 +84,7 @@ def read_audio(
     Raises ``AudioError`` for whatever is missing, damaged, cut off, empty, not finite or absurdly long.
     """
     name = describe(wav)
-    with _opened(wav, name) as (file, exact):
+    with _opened(wav, name, remote) as (file, exact):
         rate, frames = file.samplerate, file.frames
         first = round(start * rate)
         if first >= frames:
@@ -115,10 +116,11 @@ def read_audio(
 
 
 def read_utterance(wav: str, start: float, duration: float, *, sample_rate: int = 16_000,
-                   speed: float = 1.0) -> np.ndarray:
+                   speed: float = 1.0, remote: Remote = NOWHERE) -> np.ndarray:
     """What a row of a manifest names, ``[S]``; ``AudioError`` where the recording does not have all of it."""
     slack = 0.0 if start else longer(duration)
-    signal = read_audio(wav, start=start, duration=duration, sample_rate=sample_rate, speed=speed, slack=slack)
+    signal = read_audio(wav, start=start, duration=duration, sample_rate=sample_rate, speed=speed, slack=slack,
+                        remote=remote)
     check_whole(wav, duration, len(signal) * speed / sample_rate)
     return signal
 
@@ -140,9 +142,9 @@ def resample(signal: np.ndarray, rate: float, to_rate: float) -> np.ndarray:
     return soxr.resample(signal, rate, to_rate, "MQ")
 
 
-def audio_info(wav: str | os.PathLike | bytes | BinaryIO) -> tuple[float, int, int]:
+def audio_info(wav: str | os.PathLike | bytes | BinaryIO, remote: Remote = NOWHERE) -> tuple[float, int, int]:
     """What the header says: (seconds, sample rate, channels). Decodes nothing."""
-    with _opened(wav, describe(wav)) as (file, _):
+    with _opened(wav, describe(wav), remote) as (file, _):
         return file.frames / file.samplerate, file.samplerate, file.channels
 
 
@@ -155,12 +157,12 @@ def describe(wav: str | os.PathLike | bytes | BinaryIO) -> str:
     return f"<{getattr(wav, 'name', 'audio file')}>"
 
 
-def read_bytes(wav: str | os.PathLike) -> bytes:
+def read_bytes(wav: str | os.PathLike, remote: Remote = NOWHERE) -> bytes:
     """The encoded bytes behind a path or a shard member."""
     path, offset, size = split_member(os.fspath(wav))
     try:
         if "://" in path:
-            data = _remote(path, offset, size)
+            data = remote.read(path, offset, size)
         elif size is None:
             with open(path, "rb") as file:
                 return file.read()
@@ -182,15 +184,15 @@ def split_member(wav: str) -> tuple[str, int, int | None]:
 
 
 @contextlib.contextmanager
-def _opened(wav: str | os.PathLike | bytes | BinaryIO,
-            name: str) -> Iterator[tuple[soundfile.SoundFile, int]]:
+def _opened(wav: str | os.PathLike | bytes | BinaryIO, name: str,
+            remote: Remote = NOWHERE) -> Iterator[tuple[soundfile.SoundFile, int]]:
     """An open recording with a plausible header, and the last frame that can be sought exactly."""
     handle = data = file = None
     try:
         if isinstance(wav, (str, os.PathLike)):
             path = os.fspath(wav)
             if ("?" in path and _MEMBER.match(path)) or "://" in path:
-                data = read_bytes(path)
+                data = read_bytes(path, remote)
             else:
                 handle = os.open(path, os.O_RDONLY)
         else:
@@ -266,18 +268,6 @@ def _mono(signal: np.ndarray) -> np.ndarray:
         out += signal[:, channel]
     out /= signal.shape[1]
     return out
-
-
-def _remote(url: str, offset: int, size: int | None) -> bytes:
-    import fsspec  # comes with `datasets`; only who reads from an object store pays for the import
-
-    try:
-        filesystem, inside = fsspec.core.url_to_fs(url)
-        return filesystem.cat_file(inside, **({} if size is None else {"start": offset, "end": offset + size}))
-    except OSError:
-        raise
-    except Exception as error:  # no credentials, a package that is not installed: each store's client has its own
-        raise AudioError(url, str(error) or type(error).__name__) from error
 
 
 def will_need(wavs: Iterable[str]) -> None:

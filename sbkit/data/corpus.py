@@ -18,11 +18,13 @@ import sbkit
 from sbkit.cache import cache_folder
 from sbkit.console import atomic_write
 from sbkit.data import left_out
+from sbkit.data.existing import check_opened, refused
 from sbkit.data.lock import locked
 from sbkit.data.manifest import Manifest
 from sbkit.data.options import check_number, texts
 from sbkit.data.prepare import MISSING, UNDECODABLE, Limits, SplitReport, prepare_split, recording_keys, summarize
-from sbkit.data.sources import Named, Rows, Source, check_there, join_rows, open_source
+from sbkit.data.remote import NOWHERE, SCHEMES, Remote, check_schemes, scheme_of
+from sbkit.data.sources import Named, Rows, Source, check_there, join_rows, on_hub, open_source
 from sbkit.data.sources.base import check_columns
 from sbkit.data.text import TextRules
 from sbkit.errors import SbkitError
@@ -60,6 +62,9 @@ class Corpus:
     check_audio : "sample" compares some listed durations with the audio, "all" opens every recording
     columns : a source's column names by role, ``{audio: speech, text: raw_transcription}``
     data_root : what ``$data_root`` stands for and relative paths start from, by default their file's folder
+    schemes : kinds of URL that rows may name, ``[https]``; by default that of ``data_root``, ``hf`` of a dataset on the
+        hub, and none of any other
+    url_megabytes, url_seconds : that one recording behind a URL may have and take
     cache_folder : where audio goes that must be unpacked, by default beside the manifests
     workers : processes that measure, by default from the machine
     demo_hours, demo_seed : size and seed of the demo corpus
@@ -72,6 +77,8 @@ class Corpus:
                  only: Sequence[str] = SPLITS,
                  skip_short_texts: Sequence[str] = (), short_text: int = 3, check_audio: str = "sample",
                  columns: Mapping[str, str] | None = None, data_root: str | Path | None = None,
+                 schemes: Sequence[str] | None = None, url_megabytes: float = NOWHERE.megabytes,
+                 url_seconds: float = NOWHERE.seconds,
                  cache_folder: str | Path | None = None, workers: int | None = None,
                  demo_hours: float = 1.0, demo_seed: int = 1234):
         _check_shapes(source, splits=splits, columns=columns, text=text)
@@ -88,6 +95,8 @@ class Corpus:
         self.check_audio = check_audio
         self.columns = check_columns(columns)
         self.data_root = data_root
+        self.schemes = None if schemes is None else check_schemes("corpus: schemes", texts("corpus: schemes", schemes))
+        self.url_megabytes, self.url_seconds = url_megabytes, url_seconds
         self.cache_folder = Path(cache_folder) if cache_folder else self.folder / "audio"
         self.workers = workers
         self.demo_hours, self.demo_seed = demo_hours, demo_seed
@@ -99,7 +108,8 @@ class Corpus:
             check_number(f"corpus: {name}", getattr(self, name), least=0, optional=True)
         check_number("corpus: short_text", self.short_text, least=0, whole=True)
         check_number("corpus: workers", self.workers, above=0, whole=True, optional=True)
-        check_number("corpus: demo_hours", self.demo_hours, above=0)
+        for name in ("demo_hours", "url_megabytes", "url_seconds"):
+            check_number(f"corpus: {name}", getattr(self, name), above=0)
         for option in ("splits", "limit_splits", "skip_short_texts", "only"):
             alien = [name for name in getattr(self, option) if name not in SPLITS]
             if alien:
@@ -115,6 +125,22 @@ class Corpus:
 
     def manifest_path(self, split: str) -> Path:
         return self.folder / f"{split}.csv"
+
+    @property
+    def remote(self) -> Remote:
+        """Which URLs among the recordings may be opened: what the recipe allows, or what the corpus itself is."""
+        schemes = self.schemes
+        if schemes is None:
+            hub = isinstance(self.source, (str, Path)) and on_hub(self.source)
+            own = "hf" if hub else scheme_of(str(self.data_root))
+            schemes = (own,) if own in SCHEMES else ()
+        return Remote(schemes, self.url_megabytes, self.url_seconds)
+
+    def manifest(self, split: str) -> Manifest:
+        """The prepared manifest of a split; an error where it has URLs that may not be opened."""
+        found = Manifest.read(self.manifest_path(split), remote=self.remote)
+        check_opened(found.wavs, found.remote, self.manifest_path(split))
+        return found
 
     @property
     def report_path(self) -> Path:
@@ -158,7 +184,7 @@ class Corpus:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise SbkitError(f"{self.report_path} is damaged ({error})",
                              hint="remove it and prepare the corpus again") from None
-        return {split: Manifest.read(self.manifest_path(split)) for split in names}
+        return {split: self.manifest(split) for split in names}
 
     def only_split(self, name: str, folder: str | Path) -> Corpus:
         """Another split of the same source by the same options, as the test split of a corpus in ``folder``.
@@ -252,6 +278,9 @@ class Corpus:
             "check_audio": self.check_audio, "columns": self.columns,
             "data_root": None if self.data_root is None else str(self.data_root),
             **({} if self.only == SPLITS else {"only": self.only}),
+            **({} if self.schemes is None else {"schemes": self.schemes}),
+            **{name: getattr(self, name) for name in ("url_megabytes", "url_seconds")
+               if getattr(self, name) != getattr(NOWHERE, name.removeprefix("url_"))},
         }
 
     def _fingerprint(self, source: Source) -> str:
@@ -278,10 +307,14 @@ class Corpus:
                 logger.info("corpus: %s was left out and has come or changed since: preparing %s again",
                             mended, self.folder)
                 return None
+            ready = {split: Manifest.read(self.manifest_path(split), remote=self.remote) for split in report["splits"]}
+            if any(refused(manifest.wavs, self.remote).any() for manifest in ready.values()):
+                logger.info("corpus: rows are URLs that may not be opened: preparing %s again", self.folder)
+                return None
         except (SbkitError, OSError, ValueError, KeyError, TypeError):
             return None
         self.report = report
-        return {split: Manifest.read(self.manifest_path(split)) for split in report["splits"]}
+        return ready
 
     def _prepare(self, source: Source, fingerprint: str, show: bool,
                  needed: Sequence[str]) -> dict[str, Manifest]:
@@ -298,7 +331,7 @@ class Corpus:
             manifests[split], reports[split] = prepare_split(
                 split, rows.pop(split), self.text, self._limits(split), taken=taken if split == "train" else (),
                 listings=listings, check_audio=self.check_audio, journal=journal, workers=self.workers,
-                show_progress=show)
+                remote=self.remote, show_progress=show)
             self._refuse_empty(reports[split])
             taken.append(recording_keys(manifests[split].wavs, manifests[split].starts))
         ordered = [split for split in SPLITS if split in manifests]

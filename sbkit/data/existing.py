@@ -1,4 +1,4 @@
-"""Which recordings are there: one listing of a large folder rather than a question per file."""
+"""Which recordings are there (one listing of a large folder rather than a question per file), and may be opened."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import pyarrow.compute as pc
 
 from sbkit.data.audio import split_member
 from sbkit.data.manifest import Column
+from sbkit.data.remote import Remote
+from sbkit.errors import SbkitError
 
 # Listing a folder beats asking for each file from about this many rows on.
 _WORTH_LISTING = 20
@@ -47,6 +49,25 @@ def existing(wavs: Column, listings: dict[str, pa.Array | None] | None = None) -
             sizes[shard] = os.path.getsize(shard) if os.path.isfile(shard) else -1
         result[i] = offset + size <= sizes[shard]
     return result
+
+
+def refused(wavs: Column, remote: Remote) -> np.ndarray:
+    """Which recordings are URLs that may not be opened, [N] booleans."""
+    urls = pc.match_substring(wavs.arrow, "://")
+    if not pc.any(urls).as_py():
+        return np.zeros(len(wavs), bool)
+    allowed = pc.and_not(pc.match_substring_regex(wavs.arrow, f"^(?i:{'|'.join(remote.schemes)})://"),
+                         pc.match_substring(wavs.arrow, "::"))
+    return _np(pc.and_not(urls, allowed))
+
+
+def check_opened(wavs: Column, remote: Remote, where: object) -> None:
+    """Refuse a list with URLs that may not be opened, and tell how that is allowed."""
+    at = np.flatnonzero(refused(wavs, remote))
+    if len(at):
+        first = wavs[int(at[0])]
+        raise SbkitError(f"{where}: {len(at):,} of its {len(wavs):,} recordings are URLs such as {first}",
+                         hint=remote.refusal(first))
 
 
 def file_version(wav: str) -> tuple[str, str]:

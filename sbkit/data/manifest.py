@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 import pyarrow as pa
@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 
 from sbkit.console import atomic_write
 from sbkit.data.delimited import read_delimited
+from sbkit.data.remote import NOWHERE, Remote
 from sbkit.errors import SbkitError
 
 REQUIRED = ("ID", "duration", "wav", "wrd")
@@ -99,12 +100,14 @@ class Manifest:
     speakers : N strings, by default empty
     starts : N seconds into the file, by default 0
     meta : further columns by name, N strings each
+    remote : which URLs among ``wavs`` may be opened
     """
 
     def __init__(self, *, ids: Sequence[str], durations: Sequence[float] | np.ndarray, wavs: Sequence[str],
                  texts: Sequence[str], speakers: Sequence[str] | None = None,
                  starts: Sequence[float] | np.ndarray | None = None,
-                 meta: Mapping[str, Sequence[str]] | None = None):
+                 meta: Mapping[str, Sequence[str]] | None = None, remote: Remote = NOWHERE):
+        self.remote = remote
         self.ids = Column(ids)
         n = len(self.ids)
         self.durations = np.ascontiguousarray(durations, dtype=np.float32)
@@ -150,19 +153,19 @@ class Manifest:
         return Manifest(
             ids=self.ids.take(indices), durations=self.durations[indices], wavs=self.wavs.take(indices),
             texts=self.texts.take(indices), speakers=self.speakers.take(indices), starts=self.starts[indices],
-            meta={name: column.take(indices) for name, column in self.meta.items()},
+            meta={name: column.take(indices) for name, column in self.meta.items()}, remote=self.remote,
         )
 
-    def replace(self, **columns: Sequence) -> Manifest:
+    def replace(self, **columns: Any) -> Manifest:
         """The same rows with some columns exchanged, e.g. ``replace(wavs=...)`` after copying audio."""
         own = {name: getattr(self, name)
-               for name in ("ids", "durations", "wavs", "texts", "speakers", "starts", "meta")}
+               for name in ("ids", "durations", "wavs", "texts", "speakers", "starts", "meta", "remote")}
         return Manifest(**{**own, **columns})
 
     # ------------------------------------------------------------------ files
 
     @classmethod
-    def read(cls, path: str | Path, data_root: str | Path | None = None) -> Manifest:
+    def read(cls, path: str | Path, data_root: str | Path | None = None, remote: Remote = NOWHERE) -> Manifest:
         """Read a CSV.
 
         ``$data_root`` at the start of ``wav`` becomes ``data_root``, by default the CSV's folder.
@@ -182,7 +185,7 @@ class Manifest:
             texts=texts, speakers=csv.find("spk_id"),
             starts=None if start is None else to_seconds(path, "start", pc.if_else(
                 pc.equal(start, ""), pa.scalar("0", pa.large_string()), start)),
-            meta={name: column for name, column in csv.columns.items() if name not in OWN},
+            meta={name: column for name, column in csv.columns.items() if name not in OWN}, remote=remote,
         )
 
     def write(self, path: str | Path, data_root: str | Path | None = None) -> None:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from dataclasses import astuple
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from sbkit import helper_process
 from sbkit.console import progress
 from sbkit.cores import usable_cores
 from sbkit.data.audio import AudioError, audio_info
+from sbkit.data.remote import NOWHERE, Remote
 
 logger = logging.getLogger(__name__)
 
@@ -34,13 +36,14 @@ def default_workers() -> int:
     return min(32, 2 * usable_cores())
 
 
-def measure(wavs: Sequence[str], *, workers: int | None = None, journal: Path | None = None,
+def measure(wavs: Sequence[str], *, workers: int | None = None, journal: Path | None = None, remote: Remote = NOWHERE,
             what: str = "measuring", show_progress: bool = True) -> tuple[np.ndarray, dict[int, str]]:
     """Length of each recording.
 
     Arguments
     ---------
     wavs : N recordings
+    remote : which URLs may be opened
     journal : a file that remembers results, so that a later call goes on where this one was stopped
 
     Returns
@@ -61,7 +64,7 @@ def measure(wavs: Sequence[str], *, workers: int | None = None, journal: Path | 
                                               show=show_progress) as bar:
         bar.update(len(wavs) - len(todo))
         chunks = [todo[i : i + _CHUNK] for i in range(0, len(todo), _CHUNK)]
-        for chunk, results in _measured(chunks, wavs, workers or default_workers()):
+        for chunk, results in _measured(chunks, wavs, remote, workers or default_workers()):
             for i, result in zip(chunk, results, strict=True):
                 _store(seconds, causes, i, result)
                 if not isinstance(result, str):  # what failed is tried again
@@ -70,10 +73,10 @@ def measure(wavs: Sequence[str], *, workers: int | None = None, journal: Path | 
     return seconds, causes
 
 
-def measure_one(wav: str) -> float | str:
+def measure_one(wav: str, remote: Remote = NOWHERE) -> float | str:
     """Seconds of a recording, or why it can't be read."""
     try:
-        return audio_info(wav)[0]
+        return audio_info(wav, remote)[0]
     except AudioError as error:
         return error.cause
 
@@ -85,13 +88,13 @@ def _store(seconds: np.ndarray, causes: dict[int, str], i: int, result: float | 
         seconds[i] = result
 
 
-def _measured(chunks: list[list[int]], wavs: Sequence[str],
+def _measured(chunks: list[list[int]], wavs: Sequence[str], remote: Remote,
               workers: int) -> Iterator[tuple[list[int], list[float | str]]]:
     if workers <= 1 or sum(map(len, chunks)) < _WORTH_PROCESSES or not _Processes.work():
         for chunk in chunks:
-            yield chunk, [measure_one(wavs[i]) for i in chunk]
+            yield chunk, [measure_one(wavs[i], remote) for i in chunk]
         return
-    with _Processes(min(workers, len(chunks))) as processes, ThreadPoolExecutor(workers) as threads:
+    with _Processes(min(workers, len(chunks)), remote) as processes, ThreadPoolExecutor(workers) as threads:
         waiting = {}
         remaining = iter(chunks)
         try:
@@ -114,7 +117,8 @@ class _Processes:
     script again); and a recording that crashes libsndfile costs one helper process, not the run.
     """
 
-    def __init__(self, count: int):
+    def __init__(self, count: int, remote: Remote):
+        self._remote = astuple(remote)
         self._free: list[subprocess.Popen] = []
         self._all: list[subprocess.Popen] = []
         self._lock = threading.Lock()
@@ -125,7 +129,7 @@ class _Processes:
     @classmethod
     def work(cls) -> bool:
         """Whether such processes run here at all; else every recording would seem to crash them."""
-        with cls(1) as processes:
+        with cls(1, NOWHERE) as processes:
             works = processes._ask(processes._all[0], []) == []
         if not works:
             logger.warning("a helper process does not run here (%s): measuring in one process", sys.executable)
@@ -154,10 +158,9 @@ class _Processes:
                 self._free.append(process)
         return results
 
-    @staticmethod
-    def _ask(process: subprocess.Popen, wavs: list[str]) -> list[float | str] | None:
+    def _ask(self, process: subprocess.Popen, wavs: list[str]) -> list[float | str] | None:
         try:
-            process.stdin.write(json.dumps(wavs) + "\n")
+            process.stdin.write(json.dumps([wavs, self._remote]) + "\n")
             process.stdin.flush()
             answer = process.stdout.readline()
         except (OSError, ValueError):
@@ -216,7 +219,9 @@ def _read_journal(path: Path | None) -> dict[str, float]:
 
 def _main() -> None:
     for line in sys.stdin:
-        print(json.dumps([measure_one(wav) for wav in json.loads(line)]), flush=True)
+        wavs, allowed = json.loads(line)
+        remote = Remote(*allowed)
+        print(json.dumps([measure_one(wav, remote) for wav in wavs]), flush=True)
 
 
 if __name__ == "__main__":

@@ -17,17 +17,18 @@ import pyarrow.compute as pc
 from sbkit.console import progress, table
 from sbkit.data import left_out
 from sbkit.data.audio import longer
-from sbkit.data.existing import existing
+from sbkit.data.existing import existing, refused
 from sbkit.data.manifest import Column, Manifest, join
 from sbkit.data.measure import measure
+from sbkit.data.remote import NOWHERE, Remote
 from sbkit.data.sources.base import Rows, unique_ids
 from sbkit.data.text import TextRules, count_words
 
 logger = logging.getLogger(__name__)
 
 #: Why a row can be left out; the first that applies is the one counted.
-MALFORMED, MISSING, UNDECODABLE = "malformed row", "missing clip", "undecodable"
-REASONS = (MALFORMED, "repeated id", "also in dev or test", MISSING, "no text", UNDECODABLE,
+MALFORMED, REFUSED, MISSING, UNDECODABLE = "malformed row", "refused URL", "missing clip", "undecodable"
+REASONS = (MALFORMED, REFUSED, "repeated id", "also in dev or test", MISSING, "no text", UNDECODABLE,
            "too short", "too long", "alphabet", "few words")
 _CODE = {reason: i for i, reason in enumerate(REASONS, 1)}  # 0: kept
 
@@ -77,7 +78,7 @@ class SplitReport:
 
 def prepare_split(split: str, rows: Rows, rules: TextRules, limits: Limits, *, taken: Sequence[pa.Array] = (),
                   listings: dict[str, pa.Array | None] | None = None, check_audio: str = "sample",
-                  journal: Path | None = None, workers: int | None = None,
+                  journal: Path | None = None, workers: int | None = None, remote: Remote = NOWHERE,
                   show_progress: bool = True) -> tuple[Manifest, SplitReport]:
     """Normalise, measure, filter.
 
@@ -87,6 +88,7 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: Limits, *, t
     taken : recordings of other splits (:func:`recording_keys`) that must not be in this one
     listings : what folders hold, shared between splits of one folder
     check_audio : "sample" compares some listed durations with the audio, "all" opens every recording
+    remote : which URLs may be opened
     """
     rows = _with_starts(rows)
     report = SplitReport(split, rows.origin, len(rows) + len(rows.malformed))
@@ -96,6 +98,9 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: Limits, *, t
     def leave_out(reason: str, mask: np.ndarray) -> None:
         why[(why == 0) & mask] = _CODE[reason]
 
+    urls = refused(rows.wavs, remote)
+    leave_out(REFUSED, urls)
+    details.update((int(i), remote.refusal(rows.wavs[i])) for i in np.flatnonzero(urls))
     if not _first_of_each(rows.ids.arrow).all():
         # The same recording twice is one too many. Several of one id (of a sentence, say) are not: they are numbered.
         same = join(rows.ids.arrow, recording_keys(rows.wavs, rows.starts), separator="@")
@@ -112,7 +117,8 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: Limits, *, t
         show=show_progress and len(rows) >= _WORTH_A_BAR)]
     leave_out("no text", np.array([not text for text in texts], bool))
 
-    durations = _durations(split, rows, why, details, report, check_audio, journal, workers, show_progress)
+    durations = _durations(split, rows, why, details, report, check_audio, journal, workers, remote,
+                           show_progress)
     details.update((int(i), f"nothing is left from {rows.starts[i]:.2f} s on")
                    for i in np.flatnonzero((why == 0) & (durations <= 0)))
     leave_out(UNDECODABLE, ~(durations > 0))
@@ -136,7 +142,7 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: Limits, *, t
     kept = np.flatnonzero(why == 0)
     everything = Manifest(
         ids=rows.ids, durations=np.nan_to_num(durations), wavs=rows.wavs, texts=texts, speakers=rows.speakers,
-        starts=rows.starts, meta=rows.meta)
+        starts=rows.starts, meta=rows.meta, remote=remote)
     manifest = everything.select(kept)
     report.kept, report.hours = len(manifest), manifest.hours
     report.outside_alphabet = dict(outside.most_common(100))
@@ -163,7 +169,7 @@ def recording_keys(wavs: Column, starts: np.ndarray) -> pa.Array:
 
 
 def _durations(split: str, rows: Rows, why: np.ndarray, details: dict[int, str], report: SplitReport,
-               check_audio: str, journal: Path | None, workers: int | None, show: bool) -> np.ndarray:
+               check_audio: str, journal: Path | None, workers: int | None, remote: Remote, show: bool) -> np.ndarray:
     """Seconds of each usable row, NaN where its recording can't be read; listed ones are checked."""
     durations = rows.durations.copy()
     durations[(durations == 0) & (rows.starts == 0)] = np.nan  # nobody measured them
@@ -175,7 +181,7 @@ def _durations(split: str, rows: Rows, why: np.ndarray, details: dict[int, str],
         sample = listed[np.unique(np.linspace(0, len(listed) - 1, min(_SAMPLE, len(listed)), dtype=int))]
 
     def look(at: np.ndarray, what: str) -> np.ndarray:
-        seconds, causes = measure([rows.wavs[i] for i in at], workers=workers, journal=journal,
+        seconds, causes = measure([rows.wavs[i] for i in at], workers=workers, journal=journal, remote=remote,
                                   what=f"{split}: {what}", show_progress=show and len(at) >= _WORTH_A_BAR)
         details.update((int(at[j]), cause) for j, cause in causes.items())
         return seconds

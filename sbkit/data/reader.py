@@ -111,7 +111,7 @@ class Reader(Dataset):
         rng = None if self.augment is None else self.augment.rng(self.seed, epoch, name)
         speed = 1.0 if rng is None else self.augment.speed(rng)
         signal = read_utterance(manifest.wavs[row], start, duration, sample_rate=self.sample_rate,
-                                speed=speed)
+                                speed=speed, remote=manifest.remote)
         return signal if rng is None else self.augment(signal, rng)
 
 

@@ -39,6 +39,7 @@ from sbkit.data.existing import file_version
 from sbkit.data.lock import locked
 from sbkit.data.manifest import Manifest, Utterance
 from sbkit.data.options import check_number
+from sbkit.data.remote import Remote
 from sbkit.errors import SbkitError
 
 #: Files looked at to guess how large a copied recording is.
@@ -69,6 +70,7 @@ class _Job:
     first: int
     rows: list[Utterance]
     encode: str | None
+    remote: Remote
 
     @property
     def index(self) -> Path:
@@ -118,7 +120,8 @@ def _write_shards(manifest: Manifest, out: Path, name: str, shard_size_mb: float
     _check_space(out, name, manifest, per_second)
     bounds = _bounds(manifest.durations[order], shard_size_mb * 1e6 / per_second)
     jobs = (
-        _Job(out / f"{name}-{i:06d}.tar", first, [manifest.row(row) for row in order[first:stop]], encode)
+        _Job(out / f"{name}-{i:06d}.tar", first, [manifest.row(row) for row in order[first:stop]], encode,
+             manifest.remote)
         for i, (first, stop) in enumerate(itertools.pairwise(bounds.tolist()))
     )
     done: dict[int, dict] = {}
@@ -167,7 +170,7 @@ def _write(job: _Job) -> dict:
     with atomic_write(job.path, "wb") as file:
         for i, row in enumerate(job.rows):
             try:
-                data, suffix, seconds = _encoded(row, job.encode)
+                data, suffix, seconds = _encoded(row, job.encode, job.remote)
             except AudioError as error:
                 left_out.append((i, error.cause, *file_version(row.wav)))
                 continue
@@ -196,11 +199,11 @@ def _finished(job: _Job, fingerprint: str) -> dict | None:
     return None
 
 
-def _encoded(row: Utterance, encode: str | None) -> tuple[bytes, str, float]:
+def _encoded(row: Utterance, encode: str | None, remote: Remote) -> tuple[bytes, str, float]:
     """(bytes of a file, its suffix, seconds) of one recording."""
     whole = row.start == 0 and encode is None
     if whole:
-        data = read_bytes(row.wav)
+        data = read_bytes(row.wav, remote)
         seconds = audio_info(data)[0]
         # A segment that begins its file is copied only where it is all of it.
         whole = seconds <= row.duration + longer(row.duration)
@@ -209,7 +212,7 @@ def _encoded(row: Utterance, encode: str | None) -> tuple[bytes, str, float]:
         path = split_member(row.wav)[0]
         return data, tar.suffix(data, path), round(seconds, 4)
     kind = ENCODINGS[encode or "flac"]
-    signal = read_utterance(row.wav, row.start, row.duration, sample_rate=SAMPLE_RATE)
+    signal = read_utterance(row.wav, row.start, row.duration, sample_rate=SAMPLE_RATE, remote=remote)
     file = io.BytesIO()
     soundfile.write(file, signal, SAMPLE_RATE, format=kind.format, subtype=kind.subtype)
     return file.getvalue(), kind.suffix, round(len(signal) / SAMPLE_RATE, 4)

@@ -48,7 +48,7 @@ def choose(corpus: Any, sample_rate: int, count: int) -> Clips:
         longest = float(durations.max()) if len(durations) else 0.0
     found: list[Clip] = []
     if manifests and manifests["test"].is_file():
-        found = _utterances(Manifest.read(manifests["test"]), sample_rate, count)
+        found = _utterances(corpus.manifest("test"), sample_rate, count)
     origin = f"{len(found)} utterances of the run's test split" if found else "noise: the run's audio is not at hand"
     if not found:
         found = [Clip(_noise(seconds, sample_rate), None, f"{seconds:g} s of noise") for seconds in _SYNTHETIC_SECONDS]
@@ -65,7 +65,8 @@ def _utterances(manifest: Manifest, sample_rate: int, count: int) -> list[Clip]:
     for i in order[places]:
         row = manifest.row(int(i))
         try:
-            signal = read_utterance(row.wav, row.start, row.duration, sample_rate=sample_rate)
+            signal = read_utterance(row.wav, row.start, row.duration, sample_rate=sample_rate,
+                                    remote=manifest.remote)
         except AudioError:  # moved or damaged since: the others will do
             continue
         clips.append(Clip(signal, row.text, row.id))

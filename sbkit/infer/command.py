@@ -37,6 +37,7 @@ class Request:
     formats : of ``txt, json, srt, vtt, ctm``
     overwrite : do again what is there
     references : a manifest, or lines ``name<TAB>text``, to score against
+    schemes : kinds of URL that manifests may name
     lm, lm_weight, word_score, beam : of a search with a language model
     hot_words : phrases to expect, each with ``=BOOST`` behind it or not; ``@FILE`` has one in each line
     """
@@ -53,6 +54,7 @@ class Request:
     readers: int = 2
     overwrite: bool = False
     references: str | None = None
+    schemes: Sequence[str] = ()
     lm: str | None = None
     lm_weight: float | None = None
     word_score: float | None = None
@@ -68,7 +70,7 @@ class Request:
 def transcribe(request: Request) -> int:
     """Do it; the exit code."""
     formats = check_formats(request.formats)
-    recordings = collect(request.files, request.references)
+    recordings = collect(request.files, request.references, request.schemes)
     if request.output is None and len(recordings) > 1 and set(formats) & {"srt", "vtt"}:
         raise SbkitError("subtitles of several recordings need a place for their files", hint="add --output FOLDER")
     if request.output is None and len(formats) > 1:

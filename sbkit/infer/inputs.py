@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from sbkit.data.remote import Remote, check_schemes, scheme_of
 from sbkit.errors import SbkitError
 from sbkit.infer.recordings import Recording
 
@@ -19,13 +20,17 @@ SUFFIXES = (".aif", ".aifc", ".aiff", ".au", ".caf", ".flac", ".mp3", ".oga", ".
             ".wav", ".wave")
 
 
-def collect(names: Sequence[str], references: str | None = None) -> list[Recording]:
-    """The recordings behind the names, each with an id that is no other's."""
+def collect(names: Sequence[str], references: str | None = None, schemes: Sequence[str] = ()) -> list[Recording]:
+    """The recordings behind the names, each with an id that is no other's.
+
+    schemes : kinds of URL that manifests may name; one that stands among the names itself is opened
+    """
+    allowed = check_schemes("--schemes", schemes)
     if not names:
         raise SbkitError("no recordings were named", hint="give files, folders, a manifest.csv, or - for stdin")
     found: list[Recording] = []
     for name in names:
-        found += _behind(name)
+        found += _behind(name, allowed)
     if not found:
         raise SbkitError(f"there is no audio in {', '.join(names)}", hint=f"looked for {', '.join(SUFFIXES)}")
     _make_unique(found)
@@ -34,7 +39,7 @@ def collect(names: Sequence[str], references: str | None = None) -> list[Recordi
     return found
 
 
-def _behind(name: str) -> Iterator[Recording]:
+def _behind(name: str, schemes: tuple[str, ...]) -> Iterator[Recording]:
     if name == STDIN:
         yield Recording(_from_stdin(), "stdin", called="standard input")
         return
@@ -43,11 +48,11 @@ def _behind(name: str) -> Iterator[Recording]:
         for file in sorted(each for each in path.rglob("*") if each.suffix.lower() in SUFFIXES and each.is_file()):
             yield Recording(str(file), _shown(file.relative_to(path).with_suffix("")))
     elif path.suffix.lower() in (".csv", ".tsv") and path.is_file():
-        yield from _rows(path)
+        yield from _rows(path, Remote(schemes))
     elif not path.exists() and "?offset=" not in name and "://" not in name:
         raise SbkitError(f"{name}: no such file")
     else:
-        yield Recording(name, _shown(path.stem))
+        yield Recording(name, _shown(path.stem), remote=Remote(tuple(filter(None, [scheme_of(name)]))))
 
 
 def _shown(path: str | os.PathLike) -> str:
@@ -55,11 +60,11 @@ def _shown(path: str | os.PathLike) -> str:
     return os.fsencode(path).decode("utf-8", "replace")
 
 
-def _rows(path: Path) -> Iterator[Recording]:
+def _rows(path: Path, remote: Remote) -> Iterator[Recording]:
     from sbkit.data.manifest import Manifest
 
     for row in Manifest.read(path):
-        yield Recording(row.wav, row.id, row.start, row.duration, row.text.strip() or None)
+        yield Recording(row.wav, row.id, row.start, row.duration, row.text.strip() or None, remote=remote)
 
 
 def _from_stdin() -> str:

@@ -13,6 +13,7 @@ import soxr
 
 from sbkit.data import audio
 from sbkit.data.audio import AudioError
+from sbkit.data.remote import NOWHERE, Remote
 
 _BLOCK_SECONDS = 10.0
 _LOST_SECONDS = 1.0  # a recording may end this much before its header says so without a word about it
@@ -33,6 +34,8 @@ class Recording:
     reference: str | None = None
     called: str = ""
     """How messages call it, where that isn't its path."""
+    remote: Remote = NOWHERE
+    """Which URLs may be opened, should it be one."""
 
     @property
     def name(self) -> str:
@@ -49,14 +52,14 @@ class Recording:
             return self.duration
         if isinstance(self.audio, np.ndarray):
             return len(self.audio) / rate
-        return max(audio.audio_info(self.audio)[0] - self.start, 0.0)
+        return max(audio.audio_info(self.audio, self.remote)[0] - self.start, 0.0)
 
     def blocks(self, rate: int) -> Iterator[np.ndarray]:
         """Mono float32 blocks at ``rate``; ``AudioError`` for what can't be read."""
         if isinstance(self.audio, np.ndarray):
             yield from _samples(self.audio, self.name)
         else:
-            yield from _decoded(self.audio, self.name, rate, self.start, self.duration)
+            yield from _decoded(self.audio, self.name, rate, self.start, self.duration, self.remote)
 
 
 def _samples(signal: np.ndarray, name: str) -> Iterator[np.ndarray]:
@@ -69,8 +72,8 @@ def _samples(signal: np.ndarray, name: str) -> Iterator[np.ndarray]:
 
 
 def _decoded(source: str | os.PathLike | bytes | BinaryIO, name: str, rate: int, start: float,
-             duration: float | None) -> Iterator[np.ndarray]:
-    with audio._opened(source, name) as (file, exact):
+             duration: float | None, remote: Remote) -> Iterator[np.ndarray]:
+    with audio._opened(source, name, remote) as (file, exact):
         own = file.samplerate
         first = round(start * own)
         if first >= file.frames:

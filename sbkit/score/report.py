@@ -12,6 +12,7 @@ from typing import Any
 
 import sbkit
 from sbkit.console import atomic_write
+from sbkit.data.remote import NOWHERE, Remote
 from sbkit.errors import SbkitError
 from sbkit.score import report_sections as sections
 from sbkit.score.markup import Markup, tag, text
@@ -32,7 +33,7 @@ _TITLES = {"first": "Look first", "against": "Compared", "curves": "Training", "
 
 def write_report(run: str | Path, *, against: str | Path | None = None, out: str | Path | None = None,
                  title: str | None = None, utterances: int = 24, audio_megabytes: float = 8.0,
-                 tell: Callable[[str], object] = lambda verdict: None) -> Path:
+                 remote: Remote = NOWHERE, tell: Callable[[str], object] = lambda verdict: None) -> Path:
     """Make the page of a run from what is in its folder; gives its path.
 
     Arguments
@@ -43,6 +44,7 @@ def write_report(run: str | Path, *, against: str | Path | None = None, out: str
     title : its heading, by default the run's folder
     utterances : how many to show of the worst and of suspected labels (of better and worse ones a quarter)
     audio_megabytes : what recordings may add to the page
+    remote : which URLs among the recordings may be opened
     tell : takes the verdict of a comparison
     """
     data = read(run)
@@ -53,7 +55,7 @@ def write_report(run: str | Path, *, against: str | Path | None = None, out: str
     words = None if other is None else compare(other.results.words, data.results.words)
     name = NAME if other is None else f"report-against-{other.name.replace('/', '-')}.html"  # beside the run's own
     path = data.folder / name if out is None else Path(out)
-    page = _page(data, other, words, title or data.name, utterances, Clips(audio_megabytes))
+    page = _page(data, other, words, title or data.name, utterances, Clips(audio_megabytes, remote))
     try:
         with atomic_write(path) as file:
             file.write(page)

@@ -8,6 +8,7 @@ import io
 import soundfile
 
 from sbkit.data.audio import AudioError, read_audio
+from sbkit.data.remote import NOWHERE, Remote
 from sbkit.score.utterances import Heard
 
 _RATE = 16_000
@@ -18,7 +19,8 @@ _LONGEST = 120.0  # seconds of one recording
 class Clips:
     """Gives data URIs until ``megabytes`` of page are used up; what can't be had is said instead."""
 
-    def __init__(self, megabytes: float):
+    def __init__(self, megabytes: float, remote: Remote = NOWHERE):
+        self.remote = remote
         self.left = int(megabytes * 1e6)
         self.megabytes = megabytes
         self._known: dict[str, tuple[str | None, str | None]] = {}
@@ -33,7 +35,8 @@ class Clips:
         if self.left <= 0:
             return None, f"not embedded: the page's {self.megabytes:g} MB for recordings are used up"
         try:
-            signal = read_audio(one.wav, start=one.start, duration=min(one.duration, _LONGEST), sample_rate=_RATE)
+            signal = read_audio(one.wav, start=one.start, duration=min(one.duration, _LONGEST), sample_rate=_RATE,
+                                remote=self.remote)
             encoded = io.BytesIO()
             soundfile.write(encoded, signal, _RATE, format="MP3", subtype="MPEG_LAYER_III",
                             bitrate_mode="VARIABLE", compression_level=_COMPRESSION)

@@ -221,22 +221,6 @@ def test_few_shards_stay_open(tmp_path, monkeypatch):
     assert len(os.listdir("/proc/self/fd")) == before + 3
 
 
-def test_members_of_an_object_store_are_read_by_range():
-    fsspec = pytest.importorskip("fsspec")
-    data = encoded(speechlike(0.5), 16000)
-    with fsspec.open("memory://bucket/shard.tar", "wb") as file:
-        file.write(bytes(1024) + data + bytes(1024))
-    signal = read_audio(f"memory://bucket/shard.tar?offset=1024&size={len(data)}")
-    assert np.array_equal(signal, read_audio(data))
-
-
-def test_a_store_that_cannot_be_asked_is_told():
-    with pytest.raises(AudioError, match=r"nowhere://bucket/a.wav: Protocol not known: nowhere"):
-        audio_info("nowhere://bucket/a.wav")
-    with pytest.raises(AudioError, match=r"memory://bucket/gone.tar.*no such file"):
-        read_audio("memory://bucket/gone.tar?offset=0&size=4")
-
-
 # ---------------------------------------------------------------- damage
 
 

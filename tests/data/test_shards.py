@@ -107,7 +107,7 @@ def test_shards_in_an_object_store_are_a_corpus(manifest, tmp_path):
     assert len(there) == 20 and all(wav.startswith("memory://bucket/corpus/train-") for wav in there.wavs)
     before = by_id(result)
     for row in there:
-        assert np.array_equal(read_audio(row.wav), read_audio(before[row.id].wav))
+        assert np.array_equal(read_audio(row.wav, remote=there.remote), read_audio(before[row.id].wav))
 
 
 def test_the_folder_can_be_moved(manifest, tmp_path):
@@ -165,10 +165,10 @@ def test_two_packings_into_one_folder_take_turns(manifest, tmp_path, caplog):
 def test_processes_that_outlive_a_killed_packing_do_not_hold_its_lock(manifest, tmp_path, monkeypatch):
     encoded = shards._encoded
 
-    def open_locks(row, encode):
+    def open_locks(*asked):
         held = [os.path.realpath(file.path) for file in os.scandir("/proc/self/fd") if file.is_symlink()]
         assert not [path for path in held if path.endswith(".lock")]
-        return encoded(row, encode)
+        return encoded(*asked)
 
     monkeypatch.setattr(shards, "_encoded", open_locks)
     assert len(pack(manifest, tmp_path, workers=2)) == 20

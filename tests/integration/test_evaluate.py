@@ -105,9 +105,9 @@ def test_another_split_of_the_runs_own_corpus_is_prepared_by_its_options(home, c
     monkeypatch.setattr("sbkit.data.demo.make_demo_corpus", make)
     shutil.copy(home / "data" / "test.csv", home / "data" / "extra.csv")
     own = Corpus(None, "en", home / "own", demo_hours=0.1, demo_seed=7, skip_short_texts=["test"], short_text=5)
-    name, path = _prepare(Request(home / "run", split="extra", out=home / "out"), own, own.source)
+    name, corpus = _prepare(Request(home / "run", split="extra", out=home / "out"), own, own.source)
     assert name == "demo-extra" and made[0]["hours"] == 0.1 and made[0]["seed"] == 7
-    assert all(len(text.split()) == 5 for text in Manifest.read(path).texts)
+    assert all(len(text.split()) == 5 for text in corpus.manifest("test").texts)
     assert not (home / "own").exists(), "the run's own manifests stay as they are"
 
 
@@ -193,7 +193,6 @@ def test_a_folder_that_is_no_run_is_told_so(home, capsys):
 
 
 def test_a_language_model_is_weighed_on_dev_and_used_on_test(run, tmp_path, capsys):
-    from sbkit.data.manifest import Manifest
 
     model = tmp_path / "three.arpa"
     lm.build(Manifest.read(run / "manifests" / "train.csv").texts, model, order=2)

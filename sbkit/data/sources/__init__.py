@@ -30,6 +30,6 @@ found by name (see ``ALIASES`` in ``base.py``); the corpus's ``columns`` names t
 """
 
 from sbkit.data.sources.base import Rows, Source, join_rows
-from sbkit.data.sources.detect import Named, check_there, open_source
+from sbkit.data.sources.detect import Named, check_there, on_hub, open_source
 
-__all__ = ["Named", "Rows", "Source", "check_there", "join_rows", "open_source"]
+__all__ = ["Named", "Rows", "Source", "check_there", "join_rows", "on_hub", "open_source"]

@@ -63,11 +63,15 @@ def check_there(source: Named) -> None:
             if not path.exists():
                 raise SbkitError(f"{path}: no such file")
         return
-    path = Path(source)
-    on_hub = str(source).startswith(("hf://", _HUB_PAGE)) or (
-        len(path.parts) == 2 and not path.is_absolute() and not path.parent.exists() and not path.suffix)
-    if not on_hub and not path.exists():
+    if not on_hub(source) and not Path(source).exists():
         raise SbkitError(f"{source}: no such file or folder", hint=_EXPECTED)
+
+
+def on_hub(source: str | Path) -> bool:
+    """Whether a source's name is that of a dataset on the hub."""
+    path = Path(source)
+    return str(source).startswith(("hf://", _HUB_PAGE)) or (
+        len(path.parts) == 2 and not path.is_absolute() and not path.parent.exists() and not path.suffix)
 
 
 def _open_folder(path: Path, cache: Path, language: str | None, columns: Mapping[str, str],

@@ -1,0 +1,261 @@
+"""A row's URL is asked for only where that was allowed, no further than it says, and neither for long nor for much."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import json
+import threading
+import time
+
+import fsspec
+import numpy as np
+import pytest
+from sounds import encoded, speechlike
+
+from sbkit.data import measure, remote
+from sbkit.data.audio import AudioError, audio_info, read_audio
+from sbkit.data.corpus import Corpus
+from sbkit.data.manifest import Manifest
+from sbkit.data.reader import Reader, Request
+from sbkit.data.remote import Remote
+from sbkit.data.shards import write_shards
+from sbkit.errors import SbkitError
+from sbkit.score.report_audio import Clips
+from sbkit.score.utterances import Heard
+
+WAV = encoded(speechlike(0.5), 16000)
+MEMORY = Remote(("memory",))
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """Notes what it is asked for; some paths are answered badly."""
+
+    daemon_threads = True
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), _Answers)
+        self.asked, self.headers, self.sent = [], [], 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class _Answers(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.server.asked.append(self.path)
+        self.server.headers.append(dict(self.headers))
+        name = self.path.strip("/").partition("?")[0]
+        getattr(self, f"give_{name}", self.give)()
+
+    def give(self, status: int = 200, data: bytes = WAV, **headers: str) -> None:
+        self.send_response(status)
+        for key, value in {"Content-Length": str(len(data)), **headers}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        self.wfile.write(data)
+
+    def give_part(self):
+        first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
+        self.give(206, (bytes(100) + WAV)[first : last + 1])
+
+    def give_moved(self):
+        self.give(302, b"", Location=f"http://localhost:{self.server.server_port}/elsewhere")
+
+    def give_file(self):
+        self.give(302, b"", Location="file:///etc/passwd")
+
+    def give_gone(self):
+        self.give(404, b"")
+
+    def give_cut(self):
+        self.give(200, WAV[:100], **{"Content-Length": str(len(WAV))})
+
+    def give_endless(self):
+        self.send_response(200)
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            while True:
+                self.server.sent += self.wfile.write(bytes(1 << 16))
+
+    def give_trickle(self):
+        self.send_response(200)
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            for _ in range(600):
+                self.wfile.write(b"R")
+                time.sleep(0.1)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def server():
+    with Server() as made:
+        threading.Thread(target=made.serve_forever, daemon=True).start()
+        yield made
+        made.shutdown()
+
+
+def corpus(folder, rows: dict[str, list[str]], **options) -> Corpus:
+    for split, wavs in rows.items():
+        lines = [f"{split}{i},{wav},{split} says {i}" for i, wav in enumerate(wavs)]
+        (folder / f"{split}.csv").write_text("\n".join(["ID,wav,wrd", *lines]) + "\n")
+    return Corpus(folder, "en", folder / "manifests", only=tuple(rows), **options)
+
+
+@pytest.fixture
+def local(tmp_path):
+    (tmp_path / "here.wav").write_bytes(WAV)
+    return tmp_path / "here.wav"
+
+
+# ---------------------------------------------------------------- what is opened
+
+
+def test_a_local_corpus_asks_nobody(tmp_path, local, server, monkeypatch):
+    monkeypatch.setenv("TOKEN", "secret")
+    wavs = [str(local), f"{server.url}/a", f"reference://x::{server.url}/ref.json", f"simplecache::{server.url}/b",
+            f"{server.url}/t.tar?offset=0&size=10", "reference://x", "ftp://127.0.0.1/a", "file:///etc/passwd"]
+    made = corpus(tmp_path, {"train": wavs})
+    manifest = made.prepare(show_progress=False)["train"]
+    entry = made.report["splits"]["train"]
+    assert list(manifest.wavs) == [str(local)] and server.asked == []
+    assert (entry["rows"], entry["kept"], entry["left_out"]["refused URL"]["count"]) == (8, 1, 7)
+    told = "\n".join(entry["left_out"]["refused URL"]["examples"])
+    assert "corpus.schemes: [http]" in told and "within a URL (::) is never opened" in told
+    assert "begin with file:// are never opened" in told and "begin with reference:// are never opened" in told
+    assert (tmp_path / "manifests" / "left_out.csv").read_text().count("refused URL") == 7
+
+
+def test_a_recipe_allows_a_kind_of_url_and_no_other(tmp_path, server):
+    wavs = [f"{server.url}/a", f"reference://x::{server.url}/ref.json", f"{server.url}/moved", "https://127.0.0.1:1/a"]
+    made = corpus(tmp_path, {"train": wavs}, schemes=["http"])
+    manifest = made.prepare(show_progress=False)["train"]
+    left_out = made.report["splits"]["train"]["left_out"]
+    assert list(manifest.wavs) == wavs[:1] and server.asked == ["/a", "/moved"]
+    assert left_out["refused URL"]["count"] == 2 and left_out["undecodable"]["count"] == 1
+    reader = Reader(manifest, None)
+    batch = reader.read(Request(1, 0, 0, 1, np.array([0])))
+    assert batch.signal_lengths.tolist() == [8000] and not batch.damaged
+    assert all(set(sent) <= {"Host", "Range", "Accept-Encoding"} for sent in server.headers)
+    packed = write_shards(manifest, tmp_path / "shards", show_progress=False, workers=1)
+    assert len(read_audio(packed.wavs[0])) == 8000
+
+
+def test_a_corpus_in_a_store_may_name_that_store_alone(tmp_path, server):
+    with fsspec.open("memory://bucket/fr/a.wav", "wb") as file:
+        file.write(WAV)
+    wavs = ["$data_root/a.wav", "memory://bucket/fr/a.wav", f"{server.url}/a", "s3://bucket/a.wav"]
+    made = corpus(tmp_path, {"train": wavs}, data_root="memory://bucket/fr")
+    assert len(made.prepare(show_progress=False)["train"]) == 2
+    assert made.report["splits"]["train"]["left_out"]["refused URL"]["count"] == 2 and server.asked == []
+    assert corpus(tmp_path, {"train": wavs}, data_root="memory://b", schemes=["s3"]).remote.schemes == ("s3",)
+    assert Corpus("hf://owner/name").remote.schemes == Corpus("no-such-owner/name").remote.schemes == ("hf",)
+
+
+def test_manifests_of_before_say_how_their_urls_are_allowed(tmp_path, local, server):
+    rows = {"train": [str(local)], "test": [f"{server.url}/a"]}
+    made = corpus(tmp_path, rows, schemes=["http"])
+    made.prepare(show_progress=False)
+    made.schemes = None  # what a recipe says that is older than the option
+    for read in (made.load, lambda: made.manifest("test")):
+        with pytest.raises(SbkitError, match=r"test\.csv: 1 of its 1 recordings are URLs such as http://") as caught:
+            read()
+        assert "corpus.schemes: [http]" in caught.value.hint
+    report = json.loads(made.report_path.read_text())
+    report["fingerprint"] = made._fingerprint(made._open(False))
+    made.report_path.write_text(json.dumps(report))
+    server.asked.clear()
+    with pytest.raises(SbkitError, match="all 1 rows of the test split left out: 1 refused URL"):
+        made.prepare(show_progress=False)
+    assert server.asked == []
+
+
+def test_a_report_opens_no_urls_unless_told_to(server):
+    one = Heard("a", "a", "b", None, 0.5, f"{server.url}/a")
+    uri, why = Clips(1).get(one)
+    assert uri is None and "--schemes http" in why and server.asked == []
+    assert Clips(1, Remote(("http",))).get(one)[0].startswith("data:audio/mpeg")
+
+
+def test_processes_that_measure_know_what_is_allowed(server, monkeypatch):
+    monkeypatch.setattr(measure, "_WORTH_PROCESSES", 1)
+    seconds, causes = measure.measure([f"{server.url}/a"] * 2, workers=2, remote=Remote(("http",)), show_progress=False)
+    assert seconds.tolist() == [0.5, 0.5] and causes == {}
+    _, causes = measure.measure([f"{server.url}/a"] * 2, workers=2, show_progress=False)
+    assert "only where that is allowed" in causes[0] and server.asked == ["/a", "/a"]
+
+
+def test_a_scheme_that_is_never_opened_can_not_be_allowed():
+    for scheme in ("reference", "file", "simplecache", "S3"):
+        with pytest.raises(SbkitError, match="corpus: schemes names"):
+            Corpus("x", schemes=[scheme])
+        assert Remote((scheme,)).refusal(f"{scheme.lower()}://x")
+
+
+# ---------------------------------------------------------------- how much, and for how long
+
+
+def test_members_of_an_object_store_are_read_by_range():
+    with fsspec.open("memory://bucket/shard.tar", "wb") as file:
+        file.write(bytes(1024) + WAV + bytes(1024))
+    signal = read_audio(f"memory://bucket/shard.tar?offset=1024&size={len(WAV)}", remote=MEMORY)
+    assert np.array_equal(signal, read_audio(WAV))
+    with pytest.raises(AudioError, match=r"memory://bucket/gone\.tar.*no such file"):
+        read_audio("memory://bucket/gone.tar?offset=0&size=4", remote=MEMORY)
+    with pytest.raises(AudioError, match=r"larger than 0\.001 MB"):
+        read_audio("memory://bucket/shard.tar?offset=0&size=1001", remote=Remote(("memory",), megabytes=0.001))
+
+
+@pytest.mark.parametrize("path, told", [
+    ("moved", r"leads on to http://localhost:\d+/elsewhere, and redirects are not followed"),
+    ("file", "leads on to file:///etc/passwd"),
+    ("gone", "no such file"),
+    ("cut", "the connection ended after 100 of"),
+    ("a?offset=5&size=9", "gives no parts of files"),
+    ("endless", r"larger than 0\.1 MB \(corpus.url_megabytes\)"),
+])
+def test_an_answer_that_is_no_recording_is_told(server, path, told):
+    with pytest.raises(AudioError, match=told):
+        audio_info(f"{server.url}/{path}", Remote(("http",), megabytes=0.1))
+    assert len(server.asked) == 1 and server.sent < 30e6, "what is sent beyond the limit lies in the system's buffers"
+
+
+def test_a_part_of_a_file_is_asked_for_by_range(server):
+    signal = read_audio(f"{server.url}/part?offset=100&size={len(WAV)}", remote=Remote(("http",)))
+    assert np.array_equal(signal, read_audio(WAV))
+
+
+def test_a_server_that_trickles_is_left(server):
+    started = time.monotonic()
+    with pytest.raises(AudioError, match=r"not there after 0\.5 s"):
+        audio_info(f"{server.url}/trickle", Remote(("http",), seconds=0.5))
+    assert time.monotonic() - started < 30, "sixty seconds are what it would take"
+
+
+def test_a_store_that_does_not_answer_is_left(monkeypatch):
+    def hangs(*args, **kwargs):
+        raise fsspec.exceptions.FSTimeoutError
+
+    monkeypatch.setattr(fsspec.implementations.memory.MemoryFileSystem, "cat_file", hangs)
+    with pytest.raises(AudioError, match="not there after 120 s"):
+        audio_info("memory://bucket/a.wav", MEMORY)
+
+
+def test_what_a_client_raises_is_told_in_its_words(monkeypatch):
+    def lacks(*args):
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr(remote, "_from_store", lacks)
+    with pytest.raises(AudioError, match=r"s3://bucket/a\.wav: Install s3fs"):
+        audio_info("s3://bucket/a.wav", Remote(("s3",)))
+
+
+def test_a_manifest_keeps_what_is_allowed(tmp_path):
+    Manifest(ids=["a"], durations=[1], wavs=["memory://a"], texts=["a"]).write(tmp_path / "a.csv")
+    manifest = Manifest.read(tmp_path / "a.csv", remote=MEMORY)
+    assert manifest.select([0]).replace(texts=["b"]).remote == MEMORY
+    assert Manifest.read(tmp_path / "a.csv").remote.schemes == ()
