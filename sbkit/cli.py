@@ -24,13 +24,18 @@ RECIPE_HELP = """usage: sbkit {command} RECIPE.yaml [--key value ...]
 Any key of the YAML can be overridden: --d_model 256 --number_of_epochs 3 --data_folder /data/cv/fr
 Beside them SpeechBrain's run options work: --device --precision --debug --test_only --noprogressbar
 --ckpt_interval_minutes --grad_accumulation_factor --max_grad_norm --compile --profile_training ...
---no-check starts a run without the check of its recipe."""
+--no-check starts a run without the check of its recipe.
+
+A recipe is code: what it names is imported and called, by check too. For one that you don't trust: check --no-run."""
+
+RUNS_CODE = "The recipe in a run's folder is code, which this imports and calls: name only runs that you trust."
 
 #: Commands that take a recipe and overrides, as SpeechBrain's scripts do. argparse below never sees these words.
 RECIPE_COMMANDS = {
     "train": "Train, test and report. On several devices: torchrun --nproc_per_node=8 train.py RECIPE.yaml ...",
     "check": "Say all that is wrong with a recipe, what it costs and what fits. --json for programs, --measure to run "
-             "a few steps.",
+             "a few steps.\n--no-run imports nothing but speechbrain, torch and sbkit, builds and calls nothing, and "
+             "lists what it could not see.",
     "tune": "Find the largest batch that fits, by trying; remembered per model, device and precision (--fresh).\n"
             "--memory GIB: what a run may take (default: the whole GPU; on a CPU most of what is free).",
     "prepare": "Only prepare the corpus and the tokenizer, and say what was left out and why.",
@@ -136,7 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_schemes(shard)
     shard.set_defaults(call=_shard)
 
-    evaluate = commands.add_parser("evaluate", help="score any checkpoint of a run on any corpus")
+    evaluate = commands.add_parser("evaluate", help="score any checkpoint of a run on any corpus", epilog=RUNS_CODE)
     evaluate.add_argument("run", metavar="RUN", type=Path, help="the output folder of a training")
     evaluate.add_argument("--on", metavar="CORPUS", help="a corpus of any kind (default: the run's own)")
     evaluate.add_argument("--split", help="of the corpus (default: its test split)")
@@ -157,7 +162,7 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--workers", type=int, help="processes that read audio")
     evaluate.set_defaults(call=_evaluate)
 
-    lm = commands.add_parser("lm", help="estimate a language model from text, for a search with --lm")
+    lm = commands.add_parser("lm", epilog=RUNS_CODE, help="estimate a language model from text, for a search with --lm")
     lm.add_argument("sources", metavar="TEXT", nargs="+",
                     help="text files (.gz too), - for stdin, manifests, and runs: their training transcripts")
     lm.add_argument("--out", metavar="FILE", type=Path, required=True, help="ARPA (.gz: compressed), or .bin: KenLM's")
@@ -182,12 +187,13 @@ def _parser() -> argparse.ArgumentParser:
     _add_schemes(report)
     report.set_defaults(call=_report)
 
-    replay = commands.add_parser("replay", help="run a step that was not finite again, layer by layer")
+    replay = commands.add_parser("replay", epilog=RUNS_CODE,
+                                 help="run a step that was not finite again, layer by layer")
     replay.add_argument("folder", metavar="FOLDER", type=Path, help="RUN/culprits/step-N-rank-R, or RUN for the newest")
     replay.add_argument("--device")
     replay.set_defaults(call=_replay)
 
-    export = commands.add_parser("export", help="make a bundle of a run that others can use")
+    export = commands.add_parser("export", help="make a bundle of a run that others can use", epilog=RUNS_CODE)
     export.add_argument("run", metavar="RUN", type=Path, help="the output folder of a training")
     export.add_argument("--to", metavar="BUNDLE", type=Path, required=True, help="the folder to make")
     export.add_argument("--checkpoint", default="best", help="best, last, or the name of one (default: best)")

@@ -9,22 +9,25 @@ from typing import Any
 from sbkit.errors import SbkitError
 
 #: Words of ``sbkit check`` that are no keys of a recipe.
-FLAGS = ("--json", "--measure")
+FLAGS = ("--json", "--measure", "--no-run")
 
 
 def check(argv: list[str], needed: tuple[str, ...]) -> int:
-    """``sbkit check RECIPE.yaml [--key value ...] [--json] [--measure]``; exit code 1 where something is wrong."""
+    """``sbkit check RECIPE.yaml [--key value ...] [--json] [--measure | --no-run]``; exit code 1 where it's wrong."""
     from sbkit.recipe import arguments
     from sbkit.recipe.check import check as look
 
     chosen = {flag for flag in FLAGS if flag in argv}
-    request = arguments.parse([word for word in argv if word not in FLAGS])
+    if {"--measure", "--no-run"} <= chosen:
+        raise SbkitError("--measure runs steps of the recipe, and --no-run nothing of it", hint="leave out one of them")
+    run = "--no-run" not in chosen
+    request = arguments.parse([word for word in argv if word not in FLAGS], beside=run)
     measure = None
     if "--measure" in chosen:
         from sbkit.trials import measurement
 
         measure = measurement(request)
-    report = look(request.path, request.overrides, run_opts=request.run_opts, needed=needed, measure=measure)
+    report = look(request.path, request.overrides, run_opts=request.run_opts, needed=needed, run=run, measure=measure)
     if "--json" in chosen:
         print(report.json())
     else:

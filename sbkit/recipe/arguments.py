@@ -28,8 +28,11 @@ class Request:
     check: bool = True
 
 
-def parse(argv: list[str]) -> Request:
-    """Split ``argv`` into the YAML, the run options and the overrides of YAML keys."""
+def parse(argv: list[str], beside: bool = True) -> Request:
+    """Split ``argv`` into the YAML, the run options and the overrides of YAML keys.
+
+    beside: what lies beside the YAML can be imported from now on
+    """
     parser = RunOptions._create_parser()
     parser.allow_abbrev = False  # --debug_b is a typo, not --debug_batches
     parser.error = _raise
@@ -43,7 +46,8 @@ def parse(argv: list[str]) -> Request:
     given, rest = parser.parse_known_args(argv)
     given = vars(given)
     path = locate(given.pop("param_file"))
-    import_beside(path)
+    if beside:
+        import_beside(path)
     check = not given.pop("no_check", False)
     run_opts = RunOptions(**given, param_file=str(path), overridden_args=set(given) | {"param_file"})
     return Request(path, run_opts, parse_overrides(rest), check)

@@ -1,6 +1,7 @@
-"""Builds a recipe's objects as HyperPyYAML does, remembering which line each comes from, and leaving no trace.
+"""Builds a recipe's objects as HyperPyYAML does, remembering which line each comes from.
 
-The check looks at objects, so they must be built. But a check may run while a training writes into the same
+The check looks at objects, so they must be built: what the YAML names is imported and called, ``!apply:`` too, and
+may do whatever a program can. But a check may run while a training writes into the same
 folder, so a checkpointer gets a folder of its own that goes when the check is over; weights are left as memory
 holds them, which takes no time; keys that HyperPyYAML drops (``__set_seed``) aren't called.
 """

@@ -1,4 +1,4 @@
-"""Checks a whole recipe: reads it, builds it without a trace, and looks at all that would cost hours later."""
+"""Checks a whole recipe: reads it, builds it as a run does, and looks at all that would cost hours later."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from sbkit.recipe.report import Report
 from sbkit.recipe.settings import check_options
 from sbkit.recipe.source import Findings, Node
 from sbkit.recipe.speed import native_precision
+from sbkit.recipe.unseen import nothing_from
 
 logger = logging.getLogger(__name__)
 
 
 def check(
-    path: str | Path, overrides: Mapping[str, Any] | None = None, *, run_opts: Any = None, deep: bool = True,
+    path: str | Path, overrides: Mapping[str, Any] | None = None, *, run_opts: Any = None, run: bool = True,
     needed: Iterable[str] = (), prepared: bool = True, measure: Callable[[], bill.Measured] | None = None,
 ) -> Report:
     """Everything that is wrong with a recipe, all at once.
@@ -35,16 +36,22 @@ def check(
     ---------
     path, overrides : the YAML and values that differ from it
     run_opts : SpeechBrain's run options: numbers that can't be, device and precision of the bill
-    deep : also build the objects and look at ownership, devices, shapes, vocabulary and cost
+    run : import what the recipe names, build its objects and look at ownership, devices, shapes, vocabulary and cost;
+        else nothing is built or called, and only SpeechBrain, torch and sbkit are imported
     needed : keys that a run needs, where the recipe names a brain
     prepared : look at the labels of what an earlier run prepared
     measure : runs a few steps for the bill
     """
     started = time.perf_counter()
-    report, findings = Report(str(path)), Findings()
+    report, findings = Report(str(path), built=run), Findings()
     check_options(run_opts, findings)
-    root = read(Path(path), overrides or {}, findings, needed)
-    if root is not None and deep:
+    if run:
+        root = read(Path(path), overrides or {}, findings, needed)
+    else:
+        with nothing_from(Path.cwd(), Path(path).parent, Path(path).parent.parent):
+            root = read(Path(path), overrides or {}, findings, needed, unseen=report.notes)
+        report.notes.append("modules, devices, shapes, labels and cost: nothing is built with --no-run")
+    if root is not None and run:
         _look_deeper(root, findings, report, run_opts, prepared, measure)
     report.add(findings)
     report.seconds = time.perf_counter() - started

@@ -13,16 +13,19 @@ from sbkit.recipe.resolve import flatten, resolve
 from sbkit.recipe.settings import check_settings
 from sbkit.recipe.signatures import bind, locate
 from sbkit.recipe.source import UNKNOWN, Findings, Node, Place
+from sbkit.recipe.unseen import hide
 from sbkit.recipe.values import check_text
 
 _TAGS = ("!new:", "!name:", "!apply:", "!applyref:", "!module:")
 _ALL_TAGS = (*_TAGS, "!ref", "!copy", "!include:", "!PLACEHOLDER", "!tuple")
 
 
-def read(path: Path, overrides: Mapping[str, Any], findings: Findings, needed: Iterable[str] = ()) -> Node | None:
+def read(path: Path, overrides: Mapping[str, Any], findings: Findings, needed: Iterable[str] = (),
+         unseen: list[str] | None = None) -> Node | None:
     """The recipe as one tree of resolved values; what is wrong with it goes into ``findings``.
 
     needed: keys without which a recipe that names a brain can't be run
+    unseen: takes what was not looked at; without it, everything that the recipe names is imported
     """
     needed = tuple(needed)
     referred: set[str] = set()
@@ -31,6 +34,8 @@ def read(path: Path, overrides: Mapping[str, Any], findings: Findings, needed: I
         return None
     root = flatten(root)
     nodes = list(root.walk())
+    if unseen is not None:
+        unseen += hide(root)
     for node in nodes:  # texts first: an argument that refers to one isn't told a second time
         for child in node.children():
             if child.scalar and child.value is not UNKNOWN:

@@ -72,6 +72,8 @@ class Report:
     notes: list[str] = field(default_factory=list)
     """What was not looked at, and why."""
     seconds: float = 0.0
+    built: bool = True
+    """Whether the recipe's objects were looked at too."""
 
     def add(self, found: Iterable[Finding]) -> None:
         """Take in findings, each once."""
@@ -107,7 +109,8 @@ class Report:
     def verdict(self) -> str:
         """One line that sums it up."""
         if not self.errors and not self.warnings:
-            return f"{self.recipe}: nothing wrong ({self.seconds:.1f} s)"
+            seen = "" if self.built else " in what can be seen without running it"
+            return f"{self.recipe}: nothing wrong{seen} ({self.seconds:.1f} s)"
         counts = [_count(len(self.errors), "error"), _count(len(self.warnings), "warning")]
         return f"{self.recipe}: {' and '.join(filter(None, counts))} ({self.seconds:.1f} s)"
 

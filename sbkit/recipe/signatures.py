@@ -30,8 +30,15 @@ _TRUTHS = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 # ---------------------------------------------------------------------------------------------- names
 
 
-def locate(name: str) -> Any:
+class Outside(LookupError):
+    """A name that leads, at once or on the way, to what other packages have."""
+
+
+def locate(name: str, packages: tuple[str, ...] | None = None) -> Any:
     """The object that a dotted name means; LookupError says what is wrong with it.
+
+    packages: where it must lie, every step on the way to it too (``torch.os.system`` doesn't); else it is ``Outside``,
+        and nothing of any other package was imported for its sake
 
     >>> locate("collections.OrderedDict")
     <class 'collections.OrderedDict'>
@@ -42,6 +49,10 @@ def locate(name: str) -> Any:
     parts = name.split(".")
     if not all(part.isidentifier() for part in parts):
         raise LookupError(f"{name!r} is no name of a class or function", "write it as module.Class")
+    if packages is not None:
+        _refuse_outside(parts[0], packages)
+        if any(part.startswith("_") for part in parts):
+            raise Outside("names that begin with _ are not looked up")
     found, used = None, 0
     for i in range(1, len(parts) + 1):
         module = ".".join(parts[:i])
@@ -70,7 +81,14 @@ def locate(name: str) -> Any:
             raise LookupError(f"{owner} has no {parts[i]}", hint) from None
         except Exception as error:  # lazily imported by SpeechBrain, and its import fails
             raise LookupError(f"importing {'.'.join(parts[: i + 1])} fails: {_first(error)}", "") from error
+        if packages is not None:
+            _refuse_outside(found.__name__ if inspect.ismodule(found) else getattr(found, "__module__", None), packages)
     return found
+
+
+def _refuse_outside(module: Any, packages: tuple[str, ...]) -> None:
+    if str(module).partition(".")[0] not in packages:
+        raise Outside(f"it is no part of {', '.join(packages[:-1])} or {packages[-1]}, so it is not imported")
 
 
 def _first(error: BaseException) -> str:
