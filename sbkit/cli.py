@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from sbkit import disk
 from sbkit.errors import SbkitError
 
 RECIPE_HELP = """usage: sbkit {command} RECIPE.yaml [--key value ...]
@@ -55,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; a mistake of the user's is one line on stderr and exit code 2."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _dispatch(argv)
+        with disk.told(os.environ.get("TMPDIR", "/tmp")):  # what isn't told by its own place is a temporary file
+            return _dispatch(argv)
     except SbkitError as error:
         if "--debug" in argv:
             traceback.print_exc()
@@ -79,7 +81,8 @@ def _tell_torchrun(error: SbkitError) -> None:
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         text = f"error: {error}"
         extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
-        Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}), encoding="utf-8")
+        with contextlib.suppress(OSError):  # a full disk may be what it tells of
+            Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}), encoding="utf-8")
 
 
 def _dispatch(argv: list[str]) -> int:

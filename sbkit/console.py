@@ -65,6 +65,22 @@ class ForPeople(logging.Filter):
         return record.levelno >= logging.WARNING or record.name.startswith("sbkit")
 
 
+class LogFile(logging.FileHandler):
+    """log.txt. A full disk costs lines of it, and one line to say so rather than a traceback for each."""
+
+    _told = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """What ``emit`` does where it failed."""
+        error = sys.exc_info()[1]
+        refused = error and disk.refusal(error)
+        if not refused:
+            super().handleError(record)
+        elif not self._told:
+            self._told = True
+            print(f"warning: {disk.explain(refused, self.baseFilename)}. Lines of it are lost", file=sys.stderr)
+
+
 @contextlib.contextmanager
 def atomic_write(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
     """Write aside, sync, rename: the file under ``path`` is whole, or what it was before, also after a power cut."""

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,6 @@ from sbkit.errors import SbkitError
 
 #: What a full, read-only or broken disk answers, and one on which nobody may have more or larger files.
 ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO}
-_WORDS = {os.strerror(number): number for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)}
 HINT = "make room or raise the quota there, then run the same command again"
 
 
@@ -90,24 +90,20 @@ def told(path: str | os.PathLike) -> Iterator[None]:
 def refusal(error: BaseException) -> OSError | None:
     """The OSError of a full, read-only or broken disk behind ``error``, if that is what it was.
 
-    Libraries in other languages have errors of their own, with the kernel's words in them.
+    Libraries in Rust, such as safetensors, have errors of their own, which end with the kernel's number.
     """
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OSError) and seen.errno in ERRORS:
             return seen
-        number = None if isinstance(seen, (OSError, SbkitError)) else _in_words(seen)
-        if number is not None:
-            return OSError(number, os.strerror(number))
+        number = re.search(r"\(os error (\d+)\)", str(seen))
+        if number is not None and int(number[1]) in ERRORS:
+            return OSError(int(number[1]), os.strerror(int(number[1])))
         seen = seen.__cause__ or seen.__context__
     return None
 
 
-def _in_words(error: BaseException) -> int | None:
-    return next((number for words, number in _WORDS.items() if words in str(error)), None)
-
-
-def explain(error: OSError, path: str | os.PathLike, needed: int | None = None) -> str:
+def explain(error: OSError, path: str | os.PathLike, needed: float | None = None) -> str:
     """What the disk did not take, why, what it would need and what is free."""
     what = "could not be read or written" if error.errno == errno.EIO else "could not be written"
     needs = "" if needed is None else f"it needs about {size(needed)}, "
@@ -123,12 +119,25 @@ def size(count: float) -> str:
     return f"{count:.1f} TB"
 
 
+def check_room(path: str | os.PathLike, needed: float, hint: str) -> None:
+    """Refuse to begin what would fill the disk of ``path`` before it is done."""
+    if needed > _usable(_status(Path(path))):
+        raise SbkitError(explain(OSError(errno.ENOSPC, ""), path, needed), hint=hint)
+
+
 def _free(path: Path) -> str:
     """What is free on the disk that ``path`` is, or would be, on."""
     try:
-        there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
-        found = os.statvfs(there)
+        found = _status(path)
     except OSError:
         return "unknown"
-    free = size(found.f_bavail * found.f_frsize)
-    return f"{free}, but there are as many files as it can hold" if found.f_files and not found.f_favail else free
+    full = "" if not found.f_files or found.f_favail else ", but there are as many files as it can hold"
+    return size(_usable(found)) + full
+
+
+def _status(path: Path) -> os.statvfs_result:
+    return os.statvfs(next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists()))
+
+
+def _usable(found: os.statvfs_result) -> int:
+    return found.f_bavail * found.f_frsize

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from sbkit import disk
 from sbkit.environment import check_torch_pair, command, describe
 from sbkit.errors import SbkitError
 from sbkit.train import memory
@@ -43,7 +44,8 @@ def train(argv: list[str]) -> int:
                 ranks.run_on_main(preflight.before_run, request, NEEDED)
             hparams = load.load(request.path, request.overrides)
             load.require(hparams, request.path, *NEEDED)
-            with Kept(Path(hparams["output_folder"]), ranks.is_main()) as kept:
+            folder = Path(hparams["output_folder"])
+            with disk.told(folder), Kept(folder, ranks.is_main()) as kept:
                 _train(hparams, request, device, kept)
     finally:
         ranks.shutdown()
@@ -119,10 +121,11 @@ def _open_folder(hparams: dict[str, Any], request: Any, describe: bool = True) -
     folder = hparams["output_folder"]
     overrides = load.place(request.overrides, load.chain(request.path))
     try:
-        create_experiment_directory(
-            folder, hyperparams_to_save=str(request.path), overrides=overrides,
-            log_config=request.run_opts.log_config or str(LOG_CONFIG), save_env_desc=describe,
-        )
+        with disk.told(folder):
+            create_experiment_directory(
+                folder, hyperparams_to_save=str(request.path), overrides=overrides,
+                log_config=request.run_opts.log_config or str(LOG_CONFIG), save_env_desc=describe,
+            )
     except OSError as error:
         raise SbkitError(f"cannot write into {folder}: {error.strerror}",
                          hint="choose another place with --output_folder") from error

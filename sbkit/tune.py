@@ -44,7 +44,10 @@ def tune(argv: list[str]) -> int:
                 counts = search(made.edges, fits, made.most_seconds / tuned.MARGIN)
             with _fits(made, words, gib, SLACK) as fits:
                 found = rehearse(tuned.Tuned(gib, made.edges, counts, made.most_seconds), fits)
-            tuned.remember(made.cache, found)
+            try:
+                tuned.remember(made.cache, found)
+            except SbkitError as error:  # what was found is worth telling all the same
+                print(f"warning: not remembered: {error}", file=sys.stderr)
         else:
             print(f"found before, in {made.cache} (--fresh tries again)", file=sys.stderr)
     print(_told(made, found))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import hashlib
 import json
 import logging
+import os
+import shutil
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 import sbkit
+from sbkit import disk
 from sbkit.cache import cache_folder
 from sbkit.console import atomic_write
 from sbkit.data import left_out
@@ -41,6 +43,7 @@ SPLIT_NAMES = {
 # Raise when the same input must give other manifests than before.
 _FORMAT = 2
 _JOURNAL = ".durations-"
+_ASIDE = ".new"
 
 
 class Corpus:
@@ -169,8 +172,9 @@ class Corpus:
                 self._check_needed(source, needed, ready)
                 return ready
             try:
-                return self._prepare(source, fingerprint, show_progress, needed)
-            except OSError as error:  # a full disk, a folder that may not be written
+                with disk.told(self.folder):
+                    return self._prepare(source, fingerprint, show_progress, needed)
+            except OSError as error:  # a folder that may not be written
                 raise SbkitError(f"{error.filename or self.folder}: {error.strerror or error}") from error
 
     def load(self) -> dict[str, Manifest]:
@@ -340,22 +344,35 @@ class Corpus:
             "source": {"kind": source.kind, "where": source.where, "splits": chosen},
             "options": self._options(), "seconds": round(time.monotonic() - started, 1), "splits": {},
         }
-        with contextlib.suppress(FileNotFoundError):
-            self.report_path.unlink()  # from here until it is back, the folder counts as unprepared
-        for split in ordered:
-            manifests[split].write(self.manifest_path(split))
-            entry = {"sha256": _sha256(self.manifest_path(split)), **reports[split].facts()}
-            report["splits"][split] = entry
-        left_out.write(self.folder, [table for split in ordered for table in reports[split].tables])
-        for split in SPLITS:
-            if split not in manifests:
-                self.manifest_path(split).unlink(missing_ok=True)  # of an earlier source
-        with atomic_write(self.report_path) as file:
-            json.dump(report, file, indent=1, ensure_ascii=False)
+        self._write(manifests, {split: reports[split] for split in ordered}, report)
         for path in self.folder.glob(f"{_JOURNAL}*"):  # with those of other options that were given up
             path.unlink(missing_ok=True)
         self.report = report
         return {split: manifests[split] for split in ordered}
+
+    def _write(self, manifests: Mapping[str, Manifest], reports: Mapping[str, SplitReport], report: dict) -> None:
+        """All files aside, where a full disk refuses them while the old ones stand, and then in their places."""
+        aside = self.folder / _ASIDE
+        shutil.rmtree(aside, ignore_errors=True)  # of a preparation that was killed
+        try:
+            for split, found in reports.items():
+                path = aside / self.manifest_path(split).name
+                manifests[split].write(path)
+                report["splits"][split] = {"sha256": _sha256(path), **found.facts()}
+            left_out.write(aside, [table for found in reports.values() for table in found.tables])
+            written = list(aside.iterdir())
+            with atomic_write(aside / self.report_path.name) as file:
+                json.dump(report, file, indent=1, ensure_ascii=False)
+            self.report_path.unlink(missing_ok=True)  # from here until it is back, the folder counts as unprepared
+            for path in written:
+                os.replace(path, self.folder / path.name)
+            for split in SPLITS:
+                if split not in manifests:
+                    self.manifest_path(split).unlink(missing_ok=True)  # of an earlier source
+            os.replace(aside / self.report_path.name, self.report_path)
+            disk.sync_folder(self.folder)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
 
     @staticmethod
     def _read(source: Source, split: str, names: Sequence[str], show: bool) -> Rows:

@@ -20,7 +20,6 @@ import json
 import multiprocessing
 import os
 import re
-import shutil
 from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -31,6 +30,7 @@ from typing import NamedTuple, TextIO
 import numpy as np
 import soundfile
 
+from sbkit import disk
 from sbkit.console import atomic_write, progress
 from sbkit.data import tar
 from sbkit.data.audio import AudioError, audio_info, check_whole, longer, read_bytes, read_utterance, split_member
@@ -242,10 +242,7 @@ def _bytes_per_second(manifest: Manifest) -> float:
 def _check_space(out: Path, name: str, manifest: Manifest, per_second: float) -> None:
     needed = manifest.hours * 3600 * per_second
     there = sum(file.stat().st_size for file in out.glob(f"{name}-*.tar"))
-    free = shutil.disk_usage(out).free
-    if needed - there > free:
-        raise SbkitError(f"{out}: the shards take about {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free",
-                         hint="choose another folder, or copy the files as they are (no encode)")
+    disk.check_room(out, needed - there, "choose another folder, or copy the files as they are (no encode)")
 
 
 def _manifest(manifest: Manifest, order: np.ndarray, shards: list[dict], out: Path) -> Manifest:

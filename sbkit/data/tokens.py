@@ -233,13 +233,15 @@ class Tokenizer:
                         for i in range(processor.vocab_size()))
         stored = {"fingerprint": fingerprint, "options": self.options(), "texts": len(texts),
                   "model_sha256": hashlib.sha256(model.getvalue()).hexdigest()}
-        # The fingerprint goes first: a model without one would count as somebody else's.
-        with atomic_write(self.path.with_suffix(".json")) as file:
-            json.dump(stored, file, indent=1, ensure_ascii=False)
-        with atomic_write(self.path.with_suffix(".vocab")) as file:
-            file.write(vocab)
-        with atomic_write(self.path, "wb") as file:
-            file.write(model.getvalue())
+        # All or none where a disk is full. The last one appears first: a model without a fingerprint would count as
+        # somebody else's.
+        with (atomic_write(self.path, "wb") as whole, atomic_write(self.path.with_suffix(".vocab")) as listed,
+              atomic_write(self.path.with_suffix(".json")) as facts):
+            whole.write(model.getvalue())
+            listed.write(vocab)
+            json.dump(stored, facts, indent=1, ensure_ascii=False)
+            for file in (whole, listed, facts):
+                file.flush()
 
     def _explained(self, error: Exception) -> SbkitError:
         if match := _TOO_LARGE.search(str(error)):

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from sbkit import disk
 from sbkit.data.remote import Remote, check_schemes, scheme_of
 from sbkit.errors import SbkitError
 from sbkit.infer.recordings import Recording
@@ -75,7 +76,7 @@ def _from_stdin() -> str:
     import atexit
 
     atexit.register(_remove, name)
-    with open(handle, "wb") as file:
+    with disk.told(name), open(handle, "wb") as file:
         shutil.copyfileobj(sys.stdin.buffer, file, 1 << 20)
     return name
 

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 from speechbrain.core import Stage
 
+from sbkit import disk
 from sbkit.train import ranks
 from sbkit.train.causes import causes
 from sbkit.train.examine import Findings, Ran, Values, before, examine, losses_alone
@@ -240,8 +241,11 @@ def _save(
         aside.chmod(0o755)
         shutil.rmtree(final, ignore_errors=True)  # of an earlier attempt at the same step
         aside.rename(final)
-    except OSError as error:
-        logger.warning("The culprit of step %s could not be saved in %s: %s", context["step"], there, error)
+    except Exception as error:
+        refused = error if isinstance(error, OSError) else disk.refusal(error)  # safetensors has an error of its own
+        if refused is None:
+            raise
+        logger.warning("The culprit of step %s is not kept: %s", context["step"], disk.explain(refused, final))
         if aside is not None:
             shutil.rmtree(aside, ignore_errors=True)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
 import os
 import time
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 from speechbrain.utils.checkpoints import mark_as_loader, mark_as_saver, register_checkpoint_hooks
 from speechbrain.utils.distributed import if_main_process
 
+from sbkit import disk
 from sbkit.errors import SbkitError
 from sbkit.nn.peek import Peek
 from sbkit.train.resumable import ResumableFile
@@ -42,7 +45,6 @@ class MetricsLog:
         self.enabled = if_main_process() if enabled is None else enabled
         self._file = ResumableFile(self.path, _written_again)
         self._waiting: deque[dict[str, Any]] = deque()
-        self._told = False
         self._writer_class = _tensorboard() if tensorboard and self.enabled else None
         self._writer = None
         self._step: int | None = None  # of the last line that had one
@@ -67,26 +69,33 @@ class MetricsLog:
     def flush(self) -> None:
         """Wait for values still on their way, and write them."""
         self._write_ready(wait=True)
-        if self._writer is not None:
-            self._writer.flush()
+        with self._drawing():
+            if self._writer is not None:
+                self._writer.flush()
 
     def close(self) -> None:
         self.flush()
-        if self._writer is not None:
-            self._writer.close()
+        with self._drawing():
+            if self._writer is not None:
+                self._writer.close()
+                self._writer = None
+
+    @contextlib.contextmanager
+    def _drawing(self) -> Iterator[None]:
+        """TensorBoard's writer ends at a full disk; another one begins when metrics.jsonl takes lines again."""
+        try:
+            yield
+        except OSError as error:
+            logger.warning("%s. TensorBoard lacks some points", disk.explain(error, self.path.parent / "tensorboard"))
             self._writer = None
 
     def _write_ready(self, wait: bool = False) -> None:
         while self._waiting and (wait or _arrived(self._waiting[0])):
             line = {k: _plain(v) for k, v in self._waiting.popleft().items()}
-            try:
-                self._file.append(json.dumps(line, ensure_ascii=False, allow_nan=False))
-            except OSError as error:  # a full disk costs lines; whether it ends the run is its checkpoints' business
-                if not self._told:
-                    logger.warning("%s could not be written, lines of it are lost: %s", self.path, error)
-                self._told = True
-            if self._writer_class is not None:
-                self._to_tensorboard(line)
+            self._file.append(json.dumps(line, ensure_ascii=False, allow_nan=False))
+            if self._writer_class is not None and not self._file.waiting:
+                with self._drawing():
+                    self._to_tensorboard(line)
 
     def _to_tensorboard(self, line: dict[str, Any]) -> None:
         self._step = step = line.get("step", self._step)

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+from sbkit import disk
 from sbkit.console import atomic_write
+
+logger = logging.getLogger(__name__)
+
+_MOST_WAITING = 100_000  # lines; some tens of megabytes
 
 
 class ResumableFile:
@@ -19,6 +26,8 @@ class ResumableFile:
     because a run that goes on from there writes it anew.
     Dropping waits for that line, since an evaluation loads a checkpoint too (the best one, with later lines
     behind it) and must drop nothing. A last line that a crash left unfinished is dropped in any case.
+    Lines that a full disk refuses wait in memory until it takes them: whether it ends the run is its checkpoints'
+    business.
 
     Arguments
     ---------
@@ -32,9 +41,26 @@ class ResumableFile:
         self._resume_at: int | None = None
         self._trained = False
         self._clean = False
+        self._told = False
+        self.waiting: deque[str] = deque(maxlen=_MOST_WAITING)
 
     def append(self, line: str) -> None:
-        """Add ``line``."""
+        """Add ``line``, after those that wait."""
+        self.waiting.append(line)
+        self._write_waiting()
+
+    def _write_waiting(self) -> None:
+        try:
+            while self.waiting:
+                self._write(self.waiting[0])
+                self.waiting.popleft()
+            self._told = False
+        except OSError as error:
+            if not self._told:
+                logger.warning("%s. Its lines wait in memory until there is room", disk.explain(error, self.path))
+            self._told = True
+
+    def _write(self, line: str) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         try:
@@ -53,6 +79,7 @@ class ResumableFile:
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the present length into a checkpoint file."""
+        self._write_waiting()
         if self._resume_at is not None and not self._trained:
             length = self._resume_at  # resumed, nothing trained since: lines beyond are still to be dropped
         else:

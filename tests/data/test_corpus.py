@@ -284,7 +284,7 @@ def test_a_full_disk_is_one_error(release, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device", "/disk/train.csv")
 
     monkeypatch.setattr("sbkit.data.manifest.Manifest.write", full)
-    with pytest.raises(SbkitError, match=r"/disk/train\.csv: No space left"):
+    with pytest.raises(SbkitError, match=r"/disk/train\.csv could not be written: No space left"):
         prepare(release, tmp_path / "m")
 
 

@@ -292,8 +292,8 @@ def test_only_clips_and_tables_are_unpacked(tmp_path):
 
 
 def test_a_disk_that_is_too_small_is_told_before(download, tmp_path, monkeypatch):
-    monkeypatch.setattr(archive_module.shutil, "disk_usage", lambda _: type("usage", (), {"free": 10}))
-    with pytest.raises(SbkitError, match=r"needs .* GB, 0.0 GB are free; set the corpus's cache_folder"):
+    monkeypatch.setattr(disk, "_usable", lambda _: 10)
+    with pytest.raises(SbkitError, match=r"\(it needs about .* kB, free: 10 bytes\); set the corpus's cache_folder"):
         prepare(download, tmp_path / "m")
 
 

@@ -272,7 +272,7 @@ def test_the_folder_is_json_and_tensors_no_pickle(tmp_path):
 def test_a_disk_that_cannot_be_written_costs_the_report_not_the_run(tmp_path, caplog):
     (tmp_path / "culprits").write_text("a file where the folder should be", encoding="utf-8")
     assert "first layer" in told(Recipe("layer"), clips(), tmp_path)
-    assert "could not be saved" in caplog.text
+    assert "could not be written" in caplog.text
 
 
 def test_a_stand_in_is_never_guilty(tmp_path):

@@ -118,11 +118,7 @@ def _unpack_aside(archive: Path, into: Path, show_progress: bool) -> None:
 
 def _check_space(archive: Path, folder: Path) -> None:
     done = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    free, needed = shutil.disk_usage(folder).free, archive.stat().st_size - done
-    if free < needed:
-        raise SbkitError(
-            f"{folder}: unpacking {archive.name} needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free",
-            hint="set the corpus's cache_folder to a larger disk")
+    disk.check_room(folder, archive.stat().st_size - done, "set the corpus's cache_folder to a larger disk")
 
 
 def _unpack(archive: Path, folder: Path, show_progress: bool) -> None:

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from sbkit import disk
 from sbkit.console import atomic_write, progress
 from sbkit.data import tar
 from sbkit.data.audio import AudioError, audio_info
@@ -39,7 +40,7 @@ def store_rows(tables: Tables, folder: Path, name: str, origin: str, *, total: i
     after the last shard, and a finished split is read from its tables alone. Rows without bytes keep their
     path.
     """
-    with locked(folder / f".{name}.lock"):
+    with locked(folder / f".{name}.lock"), disk.told(folder):
         if not is_stored(folder, name):
             for left in folder.glob(f".{name}-*.tar.*"):  # by a process that was killed
                 left.unlink()
@@ -132,7 +133,8 @@ class _Shard:
     def discard(self) -> None:
         """Remove what was not finished."""
         if self.file is not None:
-            self.file.close()
+            with contextlib.suppress(OSError):  # a full disk, for what was to be written yet
+                self.file.close()
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.file.name)
 
