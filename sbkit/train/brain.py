@@ -53,6 +53,9 @@ class Brain(sb.core.Brain):
     - ``compute_objectives`` gets fp32 whatever ``precision`` is, and runs under autocast as in SpeechBrain:
       a layer called there computes in ``precision``, a loss in fp32.
     - A step whose loss or gradient is not finite changes nothing, on all ranks alike.
+    - On several ranks a step sees the same utterances as on one, and its gradient differs by rounding and by what is
+      masked at random: each rank draws for itself on its device and by numpy (dropout, SpecAugment). Python's
+      ``random``, and beside a card torch on the host, give all ranks the same: for what all must decide alike.
 
     Keys of ``hparams`` beside SpeechBrain's:
 
@@ -165,6 +168,7 @@ class Brain(sb.core.Brain):
         self._parallel = sharding.wrap(self, self._forward)
         self._steps = Step(torch.device(self.device), self._parallel.world, self.scaler, FLAGS)
         self._forward_state = ForwardState(self.modules)
+        self._rng.part()  # now that all have rank 0's weights
 
     @property
     def _own_fit_batch(self) -> bool:

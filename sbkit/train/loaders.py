@@ -10,15 +10,17 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
+import torch
 from speechbrain.core import Stage
 from speechbrain.dataio.batch import PaddedBatch
 from speechbrain.dataio.dataloader import LoopedLoader
 from speechbrain.dataio.dataset import DynamicItemDataset
+from speechbrain.dataio.sampler import DistributedSamplerWrapper
 from speechbrain.utils.checkpoints import mark_as_loader, mark_as_saver, register_checkpoint_hooks
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler
 
 from sbkit.errors import SbkitError
-from sbkit.train import ranks
+from sbkit.train import ranks, rng
 
 logger = logging.getLogger(__name__)
 
@@ -120,11 +122,41 @@ def made(brain: Any, dataset: Any, stage: Stage, kwargs: dict[str, Any]) -> Any:
     planned = stage is Stage.TRAIN and brain._plan_driven
     if planned and brain.checkpointer is not None and hasattr(dataset, "load_state_dict"):
         brain.checkpointer.add_recoverable("loader", Counts(dataset), optional_load=True)
-    if dataset is None or planned or is_loader(dataset):
+    if dataset is None or planned:
         return dataset
-    if stage is not Stage.TRAIN and brain._shares_validation:
-        kwargs = shared(dataset, kwargs)
-    return brain.make_dataloader(dataset, stage=stage, **kwargs)
+    if not is_loader(dataset):
+        if stage is not Stage.TRAIN and brain._shares_validation:
+            kwargs = shared(dataset, kwargs)
+        dataset = brain.make_dataloader(dataset, stage=stage, **kwargs)
+    if ranks.world_size() > 1:
+        _draw_alike(dataset, brain._rng.seed, brain.device)
+    return dataset
+
+
+def _draw_alike(loader: Any, seed: int, device: torch.device | str) -> None:
+    for sampler in (getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)):
+        name = {DistributedSamplerWrapper: "sampler", ShareSampler: "whole"}.get(type(sampler))
+        if name and not isinstance(getattr(sampler, name), Alike):
+            setattr(sampler, name, Alike(getattr(sampler, name), seed, device))
+
+
+class Alike(Sampler):
+    """Another sampler's order, drawn alike by all ranks whatever they drew before: each takes its share of it."""
+
+    def __init__(self, whole: Any, seed: int, device: torch.device | str):
+        self.whole, self.seed, self.device, self.epoch = whole, seed, device, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Another order; the sampler is told, too, if it wants to know."""
+        self.epoch = int(epoch)
+        set_epoch(epoch, self.whole)
+
+    def __iter__(self) -> Iterator:
+        with rng.seeded(self.seed, self.epoch, device=self.device):
+            return iter(list(self.whole))
+
+    def __len__(self) -> int:
+        return len(self.whole)
 
 
 class ShareSampler(Sampler):

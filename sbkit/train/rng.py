@@ -1,11 +1,12 @@
-"""The random numbers of a run: captured as tensors, saved for every rank, set again when it resumes."""
+"""The random numbers of a run: captured as tensors, each rank's own where it masks, saved, set again on resuming."""
 
 from __future__ import annotations
 
 import logging
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -57,19 +58,51 @@ def restore(state: dict[str, torch.Tensor], device: torch.device | str = "cpu") 
 
 def seed_all(*parts: int) -> None:
     """Seed every generator from numbers such as a seed, a rank and a step: other numbers, other streams."""
+    words = _words(*parts)
+    random.seed(words[0])
+    np.random.seed(words[1])
+    torch.manual_seed(words[2] << 32 | words[3])  # the GPUs' too
+
+
+def _words(*parts: int) -> list[int]:
     entropy = [len(parts), *(part & 0xFFFFFFFF for part in parts)]  # zeros at the end alone would not count
-    words = np.random.SeedSequence(entropy).generate_state(4)
-    random.seed(int(words[0]))
-    np.random.seed(int(words[1]))
-    torch.manual_seed(int(words[2]) << 32 | int(words[3]))  # the GPUs' too
+    return np.random.SeedSequence(entropy).generate_state(4).tolist()
+
+
+@contextmanager
+def seeded(*parts: int, device: torch.device | str = "cpu") -> Iterator[None]:
+    """Within it, numbers follow from ``parts`` alone; afterwards all go on as if nothing had been drawn."""
+    before = capture(device)
+    seed_all(*parts)
+    try:
+        yield
+    finally:
+        restore(before, device)
+
+
+def part_ranks(rank: int, step: int, device: torch.device | str) -> None:
+    """Give this rank numbers of its own where masks are drawn, on ``device`` and by numpy; follows from torch's seed.
+
+    All ranks are seeded alike until here, so that they begin with the same weights. Row 3 of each rank's batch would
+    get the same dropout and the same masks in each step. What is drawn by Python, and beside a card by torch on the
+    host, stays alike: by that a layer is dropped, or a chunk's size chosen, on all ranks or on none.
+    """
+    device = torch.device(device)
+    words = _words(torch.initial_seed(), rank, step)
+    np.random.seed(words[1])
+    seed = words[2] << 32 | words[3]
+    if device.type == "cpu":
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.get_device_module(device).manual_seed_all(seed)
 
 
 @partial(register_checkpoint_hooks, save_on_main_only=False)
 class RngState:
     """A recoverable that makes dropout after a resume what it would have been without the stop.
 
-    Saved for every rank in one file. On another number of ranks there is no state to continue: each rank
-    is then seeded anew from (seed, rank, step), which is said in the log.
+    Saved for every rank in one file. On another number of ranks there is no state to continue: all are then seeded
+    anew from seed and step, and parted, which is said in the log.
 
     What runs between loading and the first step (starting workers, a stage's hooks) draws random numbers
     too. For a checkpoint from the middle of an epoch, call ``restore`` right before the first step: the
@@ -94,6 +127,11 @@ class RngState:
         self.seed, self.device = seed, device
         self.step = step or (lambda: 0)
         self._again: Callable[[], None] | None = None
+
+    def part(self) -> None:
+        """From now on each of several ranks draws its own masks (see ``part_ranks``); one alone goes on as it is."""
+        if ranks.world_size() > 1:
+            part_ranks(ranks.rank(), int(self.step()), self.device)
 
     def restore(self) -> bool:
         """Set the generators once more to a loaded mid-epoch state; says whether there was one."""
@@ -123,9 +161,13 @@ class RngState:
                 logger.info("The checkpoint is of %d processes, now there are %d: random numbers are seeded "
                             "anew from seed %d, the rank and step %d",
                             len(saved["ranks"]), world, self.seed, saved["step"])
-            apply = partial(seed_all, self.seed, rank, saved["step"])
+            apply = partial(self._seed_anew, rank, saved["step"])
         apply()
         self._again = None if end_of_epoch else apply
+
+    def _seed_anew(self, rank: int, step: int) -> None:
+        seed_all(self.seed, step)
+        part_ranks(rank, step, self.device)
 
     def _captured(self) -> dict[str, torch.Tensor]:
         state = capture(self.device)

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import os
+import random
 import tempfile
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from processes import outcomes, results
+from speechbrain.dataio.sampler import DistributedSamplerWrapper
 from speechbrain.processing.features import InputNormalization
 from torch import nn
+from torch.utils.data import DataLoader, RandomSampler
 from toys import ToyBrain, ToyEvalLoader, ToyTrainLoader, brain, furthest, layers, state
 
 from sbkit.errors import SbkitError
 from sbkit.nn.accelerate import accelerate
+from sbkit.nn.spec_augment import SpecAugment
 from sbkit.train import ranks
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.ranks import PeerFailed
@@ -124,6 +129,69 @@ def test_a_fit_batch_of_a_recipe_s_own_keeps_ranks_equal_and_averages_gradients(
     toy = brain(Reference)
     toy.fit(range(1, 3), ToyTrainLoader(4, 8))
     assert furthest(first, state(toy)) < 1e-5
+
+
+class Masking(ToyBrain):
+    """Rows are masked by torch and by numpy, and a layer is left out by Python."""
+
+    def compute_forward(self, batch, stage):
+        if stage.name == "TRAIN":
+            ones = torch.ones(1, 20, 40)
+            masks = (SpecAugment(fill="zero")(ones), torch.nn.functional.dropout(ones), torch.tensor(np.random.rand(9)))
+            self.masks = [*getattr(self, "masks", []), *masks]
+            self.left_out = [*getattr(self, "left_out", []), random.random() < 0.5]
+        return super().compute_forward(batch, stage)
+
+
+def train_masked(seed):
+    torch.manual_seed(seed), random.seed(seed), np.random.seed(seed)
+    toy = brain(Masking)
+    toy.fit([1], ToyTrainLoader(4, 8, ranks.rank(), ranks.world_size()))
+    return toy.masks, toy.left_out, state(toy)
+
+
+def test_each_rank_draws_masks_of_its_own_while_what_python_decides_holds_for_all():
+    (first, decided, weights), (second, also, others) = results(train_masked, 3)
+    assert decided == also and all(torch.equal(weights[name], others[name]) for name in weights)
+    assert not any(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    (again, _, _), _ = results(train_masked, 3)
+    assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+
+
+class LegacyBrain(ToyBrain):
+    """SpeechBrain's way: a dataset, a scalar loss."""
+
+    def compute_forward(self, batch, stage):
+        self.seen = [*getattr(self, "seen", []), *([float(batch[0, 0])] if stage.name == "VALID" else [])]
+        return self.modules.model[2](torch.tanh(self.modules.model[0](batch)))
+
+    def compute_objectives(self, predictions, batch, stage):
+        return (predictions.squeeze(-1) - batch.sum(-1)).square().mean()
+
+
+class Listing(LegacyBrain):
+    def compute_forward(self, batch, stage):
+        torch.rand(1 + ranks.rank())  # whatever each rank draws, all see one order
+        self.seen = [*getattr(self, "seen", []), *(10 * batch[:, 0]).round().int().tolist()]
+        return super().compute_forward(batch, stage)
+
+
+def shuffled(ready):
+    data = [torch.tensor([float(i)] * 6) / 10 for i in range(12)]
+    sampler = RandomSampler(data)
+    toy = brain(Listing, hparams={"seed": 7})
+    if ready:
+        toy.fit([1, 2], DataLoader(data, sampler=DistributedSamplerWrapper(sampler, shuffle=False)))
+    else:
+        toy.fit([1, 2], data, train_loader_kwargs={"sampler": sampler})
+    return toy.seen
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_shares_of_an_order_drawn_at_random_hold_all_of_it_once(ready):
+    first, second = results(shuffled, ready)
+    epochs = [first[:6] + second[:6], first[6:] + second[6:]]
+    assert all(sorted(epoch) == list(range(12)) for epoch in epochs) and epochs[0] != epochs[1]
 
 
 class Drifting(ToyBrain):
@@ -256,17 +324,6 @@ def legacy(world, share):
     one = {"batch_size": 1}
     toy.fit(range(1, 3), data, data[:5], train_loader_kwargs=one, valid_loader_kwargs=one)
     return state(toy), toy.ends, toy.optimizer_step, toy.seen
-
-
-class LegacyBrain(ToyBrain):
-    """SpeechBrain's way: a dataset, a scalar loss."""
-
-    def compute_forward(self, batch, stage):
-        self.seen = [*getattr(self, "seen", []), *([float(batch[0, 0])] if stage.name == "VALID" else [])]
-        return self.modules.model[2](torch.tanh(self.modules.model[0](batch)))
-
-    def compute_objectives(self, predictions, batch, stage):
-        return (predictions.squeeze(-1) - batch.sum(-1)).square().mean()
 
 
 def test_plain_datasets_are_trained_in_shares_and_their_last_accumulation_is_a_step():

@@ -9,7 +9,7 @@ import torch
 
 from sbkit.train import ranks
 from sbkit.train.checkpoint import Checkpointer
-from sbkit.train.rng import RngState, capture, restore, seed_all
+from sbkit.train.rng import RngState, capture, part_ranks, restore, seed_all, seeded
 
 
 def draw():
@@ -70,12 +70,60 @@ def test_on_another_number_of_ranks_they_are_seeded_by_seed_rank_and_step(tmp_pa
         with caplog.at_level(logging.INFO):
             checkpointer.recoverables["rng"]._load(checkpointer.find_checkpoint().paramfiles["rng"], True)
         drawn.append(draw())
-        seed_all(3, rank, 77)
+        seed_all(3, 77)
+        part_ranks(rank, 77, "cpu")
         assert draw() == drawn[-1]
         monkeypatch.undo()
-    assert drawn[0] != drawn[1]
+    assert drawn[0][2:] != drawn[1][2:] and drawn[0][:2] == drawn[1][:2]
     assert "is of 1 processes, now there are 2" in caplog.text
     assert "seed 3, the rank and step 77" in caplog.text
+
+
+def drawn_by(rank, monkeypatch, device="cpu", world=2, step=0):
+    """What a rank draws: by Python, twice by numpy, and by torch on the host."""
+    monkeypatch.setattr(ranks, "world_size", lambda: world)
+    monkeypatch.setattr(ranks, "rank", lambda: rank)
+    seed_all(5)
+    RngState(step=lambda: step, device=device).part()
+    return draw()
+
+
+def test_ranks_draw_masks_of_their_own_and_decide_alike(monkeypatch):
+    first, again, second, later = (drawn_by(rank, monkeypatch, step=step) for rank, step in
+                                   ((0, 0), (0, 0), (1, 0), (0, 9)))
+    assert first == again and first[:2] == second[:2] == later[:2]  # Python's
+    for place in (2, 3, 4):  # numpy's and torch's
+        assert len({str(drawn[place]) for drawn in (first, second, later)}) == 3
+    seed_all(5)
+    assert draw() == drawn_by(0, monkeypatch, world=1)
+
+
+def test_beside_a_card_torch_on_the_host_draws_alike_too(monkeypatch):
+    seeds = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    first, second = (drawn_by(rank, monkeypatch, device="cuda:0") for rank in (0, 1))
+    assert first[4] == second[4] and first[2] != second[2] and len({*seeds}) == 3
+
+
+def test_numbers_drawn_from_a_seed_of_their_own_leave_all_others_as_they_were():
+    before = capture()
+    with seeded(1, 2):
+        first = draw()
+    with seeded(1, 2):
+        assert draw() == first
+    with pytest.raises(KeyError), seeded(1, 3):
+        assert draw() != first
+        raise KeyError
+    assert all(torch.equal(value, before[name]) for name, value in capture().items())
+
+
+@pytest.mark.gpu
+def test_ranks_draw_masks_of_their_own_on_a_card(monkeypatch):
+    drawn = []
+    for rank in (0, 1, 0):
+        drawn_by(rank, monkeypatch, device="cuda")
+        drawn.append(torch.nn.functional.dropout(torch.ones(1000, device="cuda")))
+    assert torch.equal(drawn[0], drawn[2]) and not torch.equal(drawn[0], drawn[1])
 
 
 def test_seeds_of_other_parts_give_other_numbers():
