@@ -169,6 +169,7 @@ class Brain(sb.core.Brain):
         self._steps = Step(torch.device(self.device), self._parallel.world, self.scaler, FLAGS)
         self._forward_state = ForwardState(self.modules)
         self._rng.part()  # now that all have rank 0's weights
+        self._parts.begin()
 
     @property
     def _own_fit_batch(self) -> bool:
@@ -396,7 +397,7 @@ class Brain(sb.core.Brain):
             "step": self.step, "avg_train_loss": self.avg_train_loss, "optimizer_step": self.optimizer_step,
             "epoch_step": self._epoch_step, "epoch_steps": self._epoch_steps,
             "loss_sums": [self._average.total, self._average.count],
-            "nonfinite_count": self.nonfinite_count, "got_through": self._parts.got_through,
+            "nonfinite_count": self.nonfinite_count, **self._parts.state_dict(),
         }
         with open(path, "w", encoding="utf-8") as out:
             yaml.safe_dump(state, out)
@@ -406,7 +407,7 @@ class Brain(sb.core.Brain):
         with open(path, encoding="utf-8") as file:
             state = yaml.safe_load(file)
         self.optimizer_step = state.get("optimizer_step", state["step"])
-        self._parts.got_through = state.get("got_through", 0.0)
+        self._parts.load_state_dict(state)
         if end_of_epoch:
             state = {"step": 0, "avg_train_loss": 0.0}
         self.step, self._epoch_step = state["step"], state.get("epoch_step", 0)

@@ -10,8 +10,9 @@ import torch
 
 from sbkit.errors import SbkitError
 from sbkit.recipe.speed import native_precision
+from sbkit.train import memory
 
-__all__ = ["device_type", "native_precision", "resolve"]
+__all__ = ["described", "device_type", "native_precision", "resolve"]
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,22 @@ def resolve(device: Any = None) -> torch.device:
         raise SbkitError(f"device '{resolved}' was found but can't be used: {_first_line(error)}",
                          hint="run with --device cpu, or mend the driver") from error
     return resolved
+
+
+def described(device: Any) -> str:
+    """A device by its name and memory, such as "NVIDIA H200, 140 GiB"; two that can hold as much are called the same.
+
+    >>> described("meta")
+    'meta'
+    """
+    device = _parse(device)
+    name, size = device.type, 0
+    if device.type == "cpu" and memory.can_bound():
+        size = memory.total()
+    elif hasattr(getattr(torch, device.type, None), "get_device_properties"):
+        found = getattr(torch, device.type).get_device_properties(device)
+        name, size = found.name, found.total_memory
+    return f"{name}, {size / 2**30:.0f} GiB" if size else name
 
 
 def _parse(device: Any) -> torch.device:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from sbkit.errors import SbkitError
+from sbkit.train import device as devices
 from sbkit.train import memory, ranks, rng
 from sbkit.train.parallel import talks_in_forward
 from sbkit.train.saved_batch import utterance_ids
@@ -75,9 +76,32 @@ class Parts:
         """Micro-batches that were computed in parts, since ``tell`` was last called."""
         self.got_through = 0.0
         """Planned size of the largest step that no rank had to cut; the same on all ranks."""
+        self.conditions: list[str] | None = None
+        """What memory depends on beside the size of a batch, on all ranks; known once they train."""
         self._threads = Threads()
         # Of this step: micro-batch, parts it was computed in, generators before it.
         self._done: list[tuple[Any, int, dict[str, torch.Tensor]]] = []
+
+    def begin(self) -> None:
+        """Learn from all ranks on what they train."""
+        brain = self.brain
+        recomputed = getattr(brain.hparams, "activation_checkpointing", None)
+        own = f"{devices.described(brain.device)} in {brain.precision}"
+        own += ", compiled" * bool(brain.compile) + f", activation_checkpointing: {recomputed}" * bool(recomputed)
+        self.conditions = sorted(set(ranks.gather_objects(own)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run need not try again, and where that holds."""
+        return {"got_through": self.got_through, "got_through_on": self.conditions}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up what was got through where nothing has changed that memory depends on."""
+        size, on = state.get("got_through", 0.0), state.get("got_through_on")
+        same = self.conditions is not None and on == self.conditions
+        self.got_through = size if same else 0.0
+        if size and self.conditions is not None and not same and ranks.is_main():
+            logger.info("The run was on %s and is on %s now: which batches fit is found out anew",
+                        "; ".join(on or ["other devices"]), "; ".join(self.conditions))
 
     def run(self, batch: Any, last: bool) -> Loss:
         """Forward and backward of a micro-batch, the last of its step or not; gives its whole loss."""

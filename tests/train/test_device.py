@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -108,3 +111,15 @@ def test_precision_auto_becomes_one_that_the_device_has():
     assert hparams["precision"] in ("fp32", "bf16")
     opts, _ = clean({"device": "cpu", "precision": "auto"}, None)
     assert opts.precision in ("fp32", "bf16")
+
+
+def test_a_device_is_described_by_its_name_and_memory(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties",
+                        lambda device: SimpleNamespace(name="A card", total_memory=80 << 30))
+    assert devices.described("cuda:1") == "A card, 80 GiB"
+    assert devices.described("cpu").startswith("cpu")
+
+
+@pytest.mark.gpu
+def test_a_card_is_described_by_its_name_and_memory():
+    assert re.fullmatch(r".+, \d+ GiB", devices.described("cuda"))

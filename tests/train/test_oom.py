@@ -16,6 +16,7 @@ from toys import ToyBrain, ToyEvalLoader, ToyTrainLoader, batch_of, brain, furth
 from sbkit.data.batch import Batch
 from sbkit.errors import SbkitError
 from sbkit.train import memory, oom, ranks
+from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.step import Loss
 
 
@@ -303,6 +304,44 @@ def test_rows_of_any_batch():
 def test_the_toys_are_batches_too():
     part = oom.rows(batch_of([1, 2, 3], micro=1, micros=2), 1, 3)
     assert part.ids == [2, 3] and part.last and isinstance(Loss(part.x.sum(), 2).mean, torch.Tensor)
+
+
+def saved_and_resumed(folder, caplog, **changed):
+    """What a run takes for granted that goes on from one that got through 4.0; ``changed``: its options."""
+    toy = brain(checkpointer=Checkpointer(folder))
+    toy.on_fit_start()
+    toy._parts.got_through = 4.0
+    toy.checkpointer.save_checkpoint()
+    toy.checkpointer.wait()
+    again = brain(checkpointer=Checkpointer(folder), **changed)
+    with caplog.at_level("INFO", logger="sbkit.train.oom"):
+        again.on_fit_start()
+    return again._parts.got_through
+
+
+def test_what_was_got_through_holds_on_the_same_device(tmp_path, caplog):
+    assert saved_and_resumed(tmp_path, caplog) == 4.0 and "found out anew" not in caplog.text
+
+
+def test_what_was_got_through_does_not_hold_on_a_card_with_less_memory(tmp_path, caplog, monkeypatch):
+    found = iter(["a card, 80 GiB", "a card, 24 GiB"])
+    monkeypatch.setattr(oom.devices, "described", lambda device: next(found))
+    assert saved_and_resumed(tmp_path, caplog) == 0.0
+    assert "was on a card, 80 GiB in fp32 and is on a card, 24 GiB in fp32 now" in caplog.text
+
+
+@pytest.mark.parametrize("changed", [
+    {"precision": "bf16"}, {"hparams": {"activation_checkpointing": ["Linear"]}}], ids=str)
+def test_nor_does_it_where_a_step_takes_more_memory(tmp_path, caplog, changed):
+    assert saved_and_resumed(tmp_path, caplog, **changed) == 0.0 and "found out anew" in caplog.text
+
+
+def test_nor_does_that_of_a_checkpoint_which_does_not_say_where(caplog):
+    toy = brain()
+    toy.on_fit_start()
+    with caplog.at_level("INFO", logger="sbkit.train.oom"):
+        toy._parts.load_state_dict({"got_through": 4.0})
+    assert toy._parts.got_through == 0.0 and "was on other devices and is on" in caplog.text
 
 
 # ------------------------------------------------------------------------------------------------ ranks
