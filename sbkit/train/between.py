@@ -92,7 +92,7 @@ class Between:
                 told = culprit.report(
                     brain, Path(getattr(brain.hparams, "output_folder", ".")), fact.batches, step=fact.number,
                     epoch=brain._epoch, what=what, scale=fact.scale, sum_scale=fact.sum_scale,
-                    lr=brain._learning_rate,
+                    lr=brain._learning_rate, late=fact.late,
                 )
         if ranks.is_main():
             logger.warning("Step %d was skipped, number %d in this epoch (nonfinite_patience puts up with %d):\n%s",

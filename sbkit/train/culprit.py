@@ -49,6 +49,7 @@ def report(
     scale: float = 1.0,
     sum_scale: float = 1.0,
     lr: float | None = None,
+    late: int = 0,
     limit: int = 10,
 ) -> str:
     """Find out why step ``step`` was not finite; every rank calls it, and every rank gets the same text.
@@ -66,11 +67,13 @@ def report(
     what: what was not finite: "loss" or "gradient"
     scale, sum_scale: what the loss was multiplied by: the loss scale, and what makes it a mean's
     lr: the learning rate, for the report
+    late: steps that were done since: a card tells of a step when the next one is done, and so the weights that the
+        batch is run with, and that are saved, have moved on by as many
     limit: how many reports a rank saves in one run
     """
     suspects = [_suspect(one) for one in suspects]
     context = {"step": step, "epoch": epoch, "rank": ranks.rank(), "what": what, "scale": scale,
-               "sum_scale": sum_scale, "lr": lr, "precision": str(getattr(brain, "precision", "fp32")),
+               "sum_scale": sum_scale, "lr": lr, "late": late, "precision": str(getattr(brain, "precision", "fp32")),
                "device": str(brain.device)}
     there = Path(folder) / FOLDER
     if all(ranks.gather_objects(len(_saved_by(there, ranks.rank())) >= limit)):
@@ -196,7 +199,15 @@ def text(accounts: Sequence[Mapping[str, Any]], context: Mapping[str, Any], ther
 
 def _head(context: Mapping[str, Any]) -> str:
     epoch = "" if context["epoch"] is None else f" of epoch {context['epoch']}"
-    return f"Step {context['step']}{epoch}: the {context['what']} is not finite; the step was skipped."
+    weights = f" It is looked at with the weights {moved(context)}." if context["late"] else ""
+    return f"Step {context['step']}{epoch}: the {context['what']} is not finite; the step was skipped.{weights}"
+
+
+def moved(context: Mapping[str, Any]) -> str:
+    """Which weights a report was made with that came late."""
+    late = context["late"]
+    return (f"after step {context['step'] + late}, {late} step{'s' * (late > 1)} later: on a card what a step gave is "
+            "known by then")
 
 
 def _saved_by(there: Path, rank: int) -> list[Path]:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from sbkit.console import table
 from sbkit.errors import SbkitError
 from sbkit.train.causes import causes
-from sbkit.train.culprit import FOLDER, Suspect, alone, bad_ids, describe, runner, some
+from sbkit.train.culprit import FOLDER, Suspect, alone, bad_ids, describe, moved, runner, some
 from sbkit.train.examine import Findings, Layer, examine
 from sbkit.train.saved_batch import unpack, utterance_ids
 
@@ -35,9 +35,9 @@ def find(folder: str | os.PathLike) -> Path:
 def replay(brain: Any, folder: str | os.PathLike, *, weights: bool = True) -> str:
     """Run the culprit in ``folder`` through ``brain``; what the report said, and a table of all layers.
 
-    The brain must be the run's: same YAML, same modules, in the run's precision. The weights of the moment
-    are taken from the culprit's folder (``weights=True``) where they were kept; otherwise the brain's are
-    used as they are, those of a checkpoint that is, and the text says so.
+    The brain must be the run's: same YAML, same modules, in the run's precision. The weights of the moment of the
+    report, on a card a step later, are taken from the culprit's folder (``weights=True``) where they were kept;
+    otherwise the brain's are used as they are, those of a checkpoint that is. The text says which.
     """
     folder = find(folder)
     saved = read(folder)
@@ -46,10 +46,16 @@ def replay(brain: Any, folder: str | os.PathLike, *, weights: bool = True) -> st
     brain.modules.train()
     lines = [f"Step {saved['step']} of rank {saved['rank']}, {saved['precision']} on {saved['device']}; "
              f"the {saved['what']} was not finite.",
-             "Weights: " + ("those of that step." if exact else "the checkpoint's, not those of that step.")]
+             f"Weights: {_weights(exact, saved)}."]
     for one in saved["batches"]:
         lines += ["", *_again(brain, one, tensors, saved)]
     return "\n".join(lines)
+
+
+def _weights(exact: bool, saved: Mapping[str, Any]) -> str:
+    if not exact:
+        return "the checkpoint's, not those of that step"
+    return f"those {moved(saved)}" if saved.get("late") else "those of that step"
 
 
 def read(folder: Path) -> dict[str, Any]:

@@ -87,6 +87,7 @@ class Facts:
     extras: dict[str, tuple[float, float]]
     batches: list[Any] = field(repr=False, default_factory=list)  # this rank's micro-batches
     number: int = 0  # of the optimizer step, from 1
+    late: int = 0  # steps that were done since, when its values came
 
     @property
     def loss(self) -> float:
@@ -275,6 +276,7 @@ class Step:
 
     def _read(self, arrived: Peek, facts: Facts) -> Facts:
         values = arrived.numpy().tolist()
+        facts.late = self.number - facts.number
         facts.norm, facts.skipped, facts.scale, facts.sum_scale = values[0], values[1] > 0, values[2], values[3]
         if len(values) == 4:  # a recipe's own fit_batch, whose losses were never counted here
             return facts

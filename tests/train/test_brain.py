@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from host_syncs import HostSyncs
+from safetensors.torch import load_file
 from speechbrain.core import Stage
 from speechbrain.processing.features import InputNormalization
 from speechbrain.utils.run_opts import RunOptions
@@ -19,7 +20,8 @@ from sbkit.errors import SbkitError
 from sbkit.train.averaging import EMA
 from sbkit.train.between import NotFinite
 from sbkit.train.checkpoint import Checkpointer
-from sbkit.train.step import Loss
+from sbkit.train.replay import replay
+from sbkit.train.step import Loss, Step
 
 ADAMW = partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1)
 
@@ -133,6 +135,50 @@ class Long(ToyBrain):
     def _count_in(self, fact):
         super()._count_in(fact)
         self.facts = [*getattr(self, "facts", []), fact]
+
+
+class Behind(Step):
+    """Gives what it knows of a step when the next one is done, as where a device runs behind."""
+
+    def facts(self, wait=False):
+        held = [] if wait else self._pending[-1:]
+        self._pending = self._pending[:len(self._pending) - len(held)]
+        taken, self._pending = super().facts(wait), held
+        return taken
+
+
+class Weights(ToyBrain):
+    """Remembers its weights after each step."""
+
+    def on_fit_batch_end(self, batch, outputs, loss, should_step):
+        self.after = [*getattr(self, "after", []), self.modules.model[0].weight.detach().clone()]
+
+
+def bad_third_step(folder, **options):
+    """A run whose third step is not finite, what it told, and what it saved."""
+    toy = brain(Weights, hparams={"output_folder": str(folder)}, nonfinite_patience=3, **options)
+    toy.fit([1], ToyTrainLoader(6, touch=lambda batch: batch.x.fill_(math.nan if batch.step == 2 else 1.0)))
+    (culprit,) = folder.glob("culprits/*")
+    kept = load_file(culprit / "model.safetensors")["model.0.weight"]
+    return toy, json.loads((culprit / "culprit.json").read_text()), kept, replay(toy, culprit)
+
+
+def test_a_report_says_which_weights_it_was_made_with(tmp_path, caplog, monkeypatch):
+    toy, told, kept, again = bad_third_step(tmp_path / "at-once")
+    assert told["late"] == 0 and torch.equal(kept, toy.after[2]) and "Weights: those of that step." in again
+    assert "It is looked at with" not in caplog.text
+    monkeypatch.setattr("sbkit.train.brain.Step", Behind)
+    toy, told, kept, again = bad_third_step(tmp_path / "late")
+    assert told["late"] == 1 and torch.equal(kept, toy.after[3]) and not torch.equal(kept, toy.after[2])
+    assert "Step 3 of epoch 1: the loss is not finite; the step was skipped. It is looked at with the weights after " \
+           "step 4, 1 step later" in caplog.text
+    assert "Weights: those after step 4, 1 step later" in again
+
+
+@pytest.mark.gpu
+def test_on_a_card_a_report_is_made_with_the_weights_of_a_step_later(tmp_path):
+    toy, told, kept, again = bad_third_step(tmp_path, device="cuda")
+    assert told["late"] == 1 and torch.equal(kept, toy.after[3].cpu()) and "Weights: those after step 4" in again
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
