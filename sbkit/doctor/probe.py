@@ -1,6 +1,6 @@
 """What torch and onnxruntime say of themselves, asked in processes of their own: a broken one may end its process.
 
-``python -m sbkit.doctor.probe torch`` prints a line of JSON for each part that answers: ``[part, facts]``.
+This module, run with the word ``torch``, prints a line of JSON for each part that answers: ``[part, facts]``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+from sbkit import helper_process
+
 #: A cold start of torch from a network folder takes long.
 _SECONDS = 60
 
@@ -20,9 +22,10 @@ _SECONDS = 60
 @cache
 def asked(library: str) -> dict[str, Any]:
     """Each part's facts, or ``{"error": ...}``; a part that is absent was not reached, and ``ended`` says why."""
-    command = [sys.executable, "-m", __name__, library]
+    command = [*helper_process.command(__name__), library]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS,
+                              env=helper_process.environment())
         output, ended = done.stdout, _how(done)
     except subprocess.TimeoutExpired as late:
         output, ended = (late.stdout or b"").decode(errors="replace"), f"no answer within {_SECONDS} s"
