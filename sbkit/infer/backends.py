@@ -69,7 +69,10 @@ class Torch:
         refuse_pickles(path)
         import torch
 
+        from sbkit.nn import attention_kernel
+
         device, note = _torch_device(wanted, torch)
+        attention_kernel.leave_cudnn()
         if threads:
             torch.set_num_threads(threads)
         else:

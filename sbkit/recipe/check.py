@@ -14,12 +14,13 @@ import torch
 from torch import nn
 
 from sbkit.errors import SbkitError
+from sbkit.nn import attention_kernel
 from sbkit.recipe import bill, devices, ownership, shapes, tokens_check, tuned
 from sbkit.recipe.build import Built, build
 from sbkit.recipe.reading import read
 from sbkit.recipe.report import Report
 from sbkit.recipe.settings import check_options
-from sbkit.recipe.source import Findings, Node
+from sbkit.recipe.source import Findings, Node, Place
 from sbkit.recipe.speed import native_precision
 from sbkit.recipe.unseen import nothing_from
 
@@ -110,7 +111,23 @@ def _bill(built: Built, owned: ownership.Owned, traced: shapes.Trace, findings: 
         return None
     tried = tuned.remembered(tuned.place(tuned.model_of(owned.roots), built.hparams, precision, device))
     made.check_fits(findings, built.nodes.get("max_batch_seconds"), tried)
-    return bill.section(made, _hours(built), made.cost.batch_seconds, tried)
+    section = bill.section(made, _hours(built), made.cost.batch_seconds, tried)
+    section.remarks += _attention(built, owned, device, precision, findings)
+    return section
+
+
+def _attention(built: Built, owned: ownership.Owned, device: torch.device, precision: str,
+               findings: Findings) -> list[str]:
+    """What attends on the card at hand; a warning where that is slow."""
+    told = []
+    accelerated = built.hparams.get("accelerate", True)
+    for kernel in attention_kernel.kernels(owned.roots.values(), device, precision, accelerated):
+        told.append(f"attention on {device}: torch's {kernel.name} kernel ({kernel.why})")
+        if not kernel.fused:
+            node = built.nodes.get("nhead")
+            findings.warning("slow-attention", node.place if node else Place(), node.key if node else "nhead",
+                             f"attention on {device} is not fused: {kernel.why}", kernel.mend)
+    return told
 
 
 def _hours(built: Built) -> float | None:

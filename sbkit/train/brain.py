@@ -17,6 +17,7 @@ from speechbrain.utils.checkpoints import mark_as_loader, mark_as_saver, registe
 from speechbrain.utils.run_opts import RunOptions
 
 from sbkit.cores import keep_to_usable_cores
+from sbkit.nn import attention_kernel
 from sbkit.nn.accelerate import accelerate, compile_kernels
 from sbkit.train import compiling, loaders, options, parallel, precision, ranks, rng, sharding
 from sbkit.train.between import FLAGS, Between
@@ -139,6 +140,9 @@ class Brain(sb.core.Brain):
         """Compile, wrap, make optimizers, go on from the newest checkpoint; as SpeechBrain does."""
         if self.device_type == "cpu":
             compile_kernels(self.modules)
+        if ranks.is_main():
+            attention_kernel.tell([self.modules], torch.device(self.device), self.precision,
+                                  getattr(self.hparams, "accelerate", True))
         self._compile()
         self._wrap_distributed()
         self.init_optimizers()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from sbkit.errors import SbkitError
+from sbkit.nn import attention_kernel
 from sbkit.recipe.speed import native_precision
 from sbkit.train import memory
 
@@ -67,6 +68,8 @@ def resolve(device: Any = None) -> torch.device:
     except RuntimeError as error:
         raise SbkitError(f"device '{resolved}' was found but can't be used: {_first_line(error)}",
                          hint="run with --device cpu, or mend the driver") from error
+    if resolved.type == "cuda":
+        attention_kernel.leave_cudnn()
     return resolved
 
 

@@ -230,7 +230,7 @@ print(time.perf_counter() - start, re.search(r"VmHWM:\\s+(\\d+)", open("/proc/se
 
 
 @pytest.mark.parametrize("given, device, compiled, expected", [
-    (None, "cpu", False, 0.32), (None, "cuda", False, 0.0), (None, "cuda", True, 0.32), (0, "cpu", False, 0),
+    (None, "cpu", False, 0.32), (None, "cuda", False, 0.16), (None, "cuda", True, 0.32), (0, "cpu", False, 0),
     (0.5, "cuda", False, 0.5)])
 def test_shapes_are_rounded_where_that_saves_time_or_as_asked(given, device, compiled, expected):
     assert Batching(120, 30, round_seconds=given).rounding(device, compiled) == expected

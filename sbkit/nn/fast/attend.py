@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from sbkit.nn.attention_kernel import WHOLE
 from sbkit.nn.fast import dropout
 from sbkit.nn.fast.autocast import without_autocast
 
@@ -19,11 +20,23 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, p: float, scale
     """
     drop = dropout.levels(p, q) if p else 0
     if not drop:
-        return functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=p, scale=scale)
+        fused = padded if q.device.type == "cuda" else functional.scaled_dot_product_attention
+        return fused(q, k, v, attn_mask=bias, dropout_p=p, scale=scale)
     if bias is not None and bias.dtype == torch.bool:
         never = torch.finfo(v.dtype).min / 2  # finite: no NaN where all is padding
         bias = torch.zeros(bias.shape, dtype=v.dtype).masked_fill_(~bias, never)
     return _Attend.apply(q, k, v, bias, drop, scale)
+
+
+def padded(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """The same by one of a card's fused kernels, which take whole multiples of columns: those added are zero.
+
+    options: of scaled_dot_product_attention, ``scale`` among them, since there it would follow from the columns
+    """
+    size = v.shape[-1]
+    if missing := -size % WHOLE:
+        q, k, v = (functional.pad(x, (0, missing)) for x in (q, k, v))
+    return functional.scaled_dot_product_attention(q, k, v, **options)[..., :size]
 
 
 class _Attend(torch.autograd.Function):
