@@ -20,30 +20,32 @@ def hide(root: Node) -> list[str]:
     """Make unknown what a look may not import; where each of that stands, and what is called there."""
     told = {}
     for node in list(root.walk()):
-        why = _why_unseen(node)
+        why, known = _why_unseen(node.tag)
         if why:
-            told[node.place.file, node.place.line, node.place.column, node.key] = f"{node.place}: {node.key}: {why}"
+            told[node.place.file, node.place.line, node.place.column, node.key] = ": ".join(filter(None, (
+                str(node.place), node.key, why)))
+        if not known:
+            node.tag = ""
+            node.value = node.value if node is root else UNKNOWN  # the keys of a file with a tag can be looked at
     return [told[place] for place in sorted(told)]
 
 
-def _why_unseen(node: Node) -> str:
-    tag, (kind, _, name) = node.tag, node.tag.partition(":")
+def _why_unseen(tag: str) -> tuple[str, bool]:
+    """What to say of a tag, if anything, and whether what it names may be looked up."""
+    kind, _, name = tag.partition(":")
     if tag.startswith("!!python/"):
-        node.value, node.tag = UNKNOWN, ""
-        return f"{tag} runs Python when it is read"
+        return f"{tag} runs Python when it is read", False
     if tag == "!apply:getattr":  # what a reference <key.attribute> becomes
-        node.value, node.tag = UNKNOWN, ""
-        return "an attribute of what is not built"
+        return "an attribute of what is not built", False
     if kind not in (*_CALLED, "!new", "!name", "!module") or not name:
-        return ""
+        return "", True
     try:
         locate(name, PACKAGES)
     except Outside as error:
-        node.value, node.tag = UNKNOWN, ""
-        return f"{tag}: {error}"
+        return f"{tag}: {error}", False
     except LookupError:  # told with the other mistakes
-        return ""
-    return f"{tag} is called when the recipe is loaded" if kind in _CALLED else ""
+        return "", True
+    return (f"{tag} is called when the recipe is loaded" if kind in _CALLED else ""), True
 
 
 @contextlib.contextmanager

@@ -79,6 +79,12 @@ def test_what_can_be_seen_decides_the_exit_code(hostile, capsys):
     assert "nothing wrong in what can be seen without running it" in capsys.readouterr().out
 
 
+def test_a_tag_on_a_whole_file_is_left_alone_and_its_keys_are_looked_at(hostile):
+    hostile.write_text("!new:traps.Model\na: !new:torch.nn.Linear {in_features: 3, out_feature: 4}\n")
+    report = check(hostile, run=False)
+    assert [error.line for error in report.errors] == [2] and "!new:traps.Model" in report.notes[0]
+
+
 def test_mistakes_in_a_recipe_are_found_as_ever(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(SMALL.read_text())
