@@ -46,7 +46,15 @@ RECIPE_COMMANDS = {
 SERVE_LIMITS = {
     "max-upload-mb": "megabytes of one request", "max-audio-seconds": "of one recording, decoded",
     "max-requests": "in the house at once; the next one gets a 429", "max-active": "of those, worked on at once",
-    "max-live": "live sessions at once", "request-seconds": "for one request, upload and all",
+    "max-live": "live sessions at once",
+    "client-share": "of the places for requests, and for live sessions, that one address may have; this machine's "
+                    "own address has no share, nor has who comes through a proxy there",
+    "max-connections": "open at once, if ulimit -n allows it; one that asks for nothing gives way to a new one",
+    "max-disk-mb": "that uploads and decoded audio may take of the temporary folder, and never more than half of "
+                   "what is free there; the next one gets a 503",
+    "min-upload-kbs": "kilobytes a second that an upload has to come in at",
+    "upload-grace-seconds": "before that is looked at",
+    "request-seconds": "for one request, upload and all",
     "decoders": "processes that decode audio", "decode-seconds": "of processor time to decode one recording",
     "idle-seconds": "that a live session may send nothing",
 }
@@ -245,8 +253,15 @@ def _parser() -> argparse.ArgumentParser:
                        help="keys, one a line (one alone: SBKIT_API_KEY in the environment)")
     serve.add_argument("--allow-origin", dest="allow_origins", action="append", default=[], metavar="URL",
                        help="a web page elsewhere that may use this server (again for more; * for all)")
+    serve.add_argument("--allow-host", dest="allow_hosts", action="append", default=[], metavar="NAME",
+                       help="a name that this server answers to (again for more). On this machine's own address it "
+                            "answers to localhost, 127.0.0.1 and [::1] alone; on others to every name unless this is "
+                            "given")
+    serve.add_argument("--trust-proxy", dest="trust_proxies", action="append", default=[], metavar="ADDRESS",
+                       help="a proxy whose X-Forwarded-For says who asks (again for more). Without it nobody's does: "
+                            "all who come through a proxy on another machine share one address, see --client-share")
     serve.add_argument("--grace-seconds", type=_above, default=30.0, metavar="S",
-                       help="for what is in flight at SIGTERM (30)")
+                       help="in all, for what is in flight at SIGTERM (30)")
     for name, what in SERVE_LIMITS.items():
         usual = getattr(Limits, name.replace("-", "_"))
         serve.add_argument(f"--{name}", type=type(usual), default=argparse.SUPPRESS,

@@ -16,17 +16,21 @@ from starlette.requests import ClientDisconnect
 
 import sbkit
 from sbkit.infer.transcript import Transcript
-from sbkit.serve import asked, metrics, page, replies
+from sbkit.serve import asked, clients, metrics, page, replies
 from sbkit.serve.asked import Asked
 from sbkit.serve.decoders import Decoders
-from sbkit.serve.errors import ApiError, failed, invalid, not_ready
+from sbkit.serve.disk import Disk, Held
+from sbkit.serve.doors import Doors
+from sbkit.serve.errors import ApiError, failed, invalid, not_ready, stopping
 from sbkit.serve.gate import REQUEST_ID, Gate, Keys
+from sbkit.serve.hosts import Hosts
 from sbkit.serve.job import Job
 from sbkit.serve.limits import Limits
 from sbkit.serve.live import Floor
 from sbkit.serve.metrics import Metrics
 from sbkit.serve.recognise import recognise
 from sbkit.serve.registry import Registry
+from sbkit.serve.upload import Upload
 from sbkit.serve.work import Left, Rooms
 
 _log = logging.getLogger(__name__)
@@ -45,8 +49,13 @@ class State:
     decoders: Decoders | None = None
     stopping: bool = False
     floor: Floor | None = None
+    disk: Disk | None = None
+    doors: Doors | None = None
     loop: asyncio.AbstractEventLoop | None = None
     """That the application runs in, once it does."""
+
+    def __post_init__(self) -> None:
+        self.disk = self.disk or Disk(self.limits.disk_bytes)
 
     def stop(self) -> None:
         """Let nobody in any more, and end live sessions with what was said so far; from any thread."""
@@ -65,7 +74,7 @@ class State:
         return [each.fault for each in self.registry or () if each.fault]
 
 
-def make(state: State, keys: Keys | None = None, origins: tuple[str, ...] = ()) -> Callable:
+def make(state: State, keys: Keys | None = None, origins: tuple[str, ...] = (), hosts: Hosts | None = None) -> Callable:
     """The ASGI application around a state."""
     rooms = Rooms(state.limits, state.metrics)
     floor = state.floor = Floor(state.limits, state.metrics)
@@ -73,6 +82,8 @@ def make(state: State, keys: Keys | None = None, origins: tuple[str, ...] = ()) 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         state.loop = asyncio.get_running_loop()
+        if state.doors is not None:
+            state.loop.set_exception_handler(state.doors.failed)
         yield
         state.loop = None
         rooms.close()
@@ -116,17 +127,21 @@ def make(state: State, keys: Keys | None = None, origins: tuple[str, ...] = ()) 
     @app.post("/v1/audio/transcriptions", response_model=None)
     async def transcriptions(request: Request) -> Response:
         with contextlib.ExitStack() as stay:
-            stay.enter_context(rooms.place())
-            visit = rooms.visit(request)
+            stay.enter_context(rooms.place(clients.address(request.scope)))
+            held = stay.enter_context(contextlib.closing(state.disk.hold()))
+            upload = Upload(request, state.limits, held)
+            visit = rooms.visit(upload.request)
             stay.callback(visit.close)
             try:
-                ask = await visit.read(asked.read(request, state.loaded))
-                found = visit.stream(lambda told: _transcribe(state, ask, visit.job, told))
+                ask = await visit.read(asked.read(upload.request, state.loaded))
+                found = visit.stream(lambda told: _transcribe(state, ask, held, visit.job, told))
                 await anext(found)  # it is audio; from here on a stream can only end with an event
                 if ask.stream:
                     return _Streamed(_events(found, request.scope[REQUEST_ID]), stay.pop_all())
                 transcript = await anext(found)
             except (Left, ClientDisconnect):
+                if state.stopping:  # the client is there, and what it asked for was cut off at the deadline
+                    raise stopping() from None
                 return Response(status_code=_CLIENT_LEFT)
             return replies.reply(transcript, ask.response_format, ask.granularities)
 
@@ -134,7 +149,7 @@ def make(state: State, keys: Keys | None = None, origins: tuple[str, ...] = ()) 
     async def live(websocket: WebSocket) -> None:
         try:
             registry = state.loaded()
-            place = floor.place()
+            place = floor.place(clients.address(websocket.scope))
         except ApiError as error:
             state.metrics.refused.add(reason=error.code or str(error.status))
             await websocket.send_denial_response(_said(error))
@@ -142,15 +157,16 @@ def make(state: State, keys: Keys | None = None, origins: tuple[str, ...] = ()) 
         with place:
             await floor.session(websocket, registry)
 
-    return Gate(app, keys or Keys(()), origins, state.limits.upload_bytes, state.metrics)
+    return Gate(app, keys or Keys(()), origins, state.limits.upload_bytes, state.metrics, hosts,
+                lambda: state.stopping)
 
 
 # ---------------------------------------------------------------------- a transcription
 
 
-def _transcribe(state: State, ask: Asked, job: Job, told: Callable[[Any], None]) -> Transcript:
+def _transcribe(state: State, ask: Asked, held: Held, job: Job, told: Callable[[Any], None]) -> Transcript:
     """In a thread: tells that the upload is audio, then, for a stream, pieces of the text."""
-    with ask.upload:
+    with contextlib.closing(held), ask.upload:
         wave = state.decoders.decode(ask.upload, ask.served.config.sample_rate, job)
     told(_DECODED)
     try:

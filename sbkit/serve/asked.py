@@ -11,6 +11,7 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException
 
+from sbkit.serve.disk import with_room
 from sbkit.serve.errors import invalid
 from sbkit.serve.registry import Registry, Served
 
@@ -42,7 +43,8 @@ async def read(request: Request, registry: Callable[[], Registry]) -> Asked:
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise invalid("a compressed body is refused; send it as it is")
     try:
-        form = await request.form(max_files=1, max_fields=_FIELDS, max_part_size=_FIELD_BYTES)
+        with with_room():
+            form = await request.form(max_files=1, max_fields=_FIELDS, max_part_size=_FIELD_BYTES)
     except (HTTPException, MultiPartException) as error:
         raise invalid(f"the form can't be read: {getattr(error, 'detail', None) or error}") from None
     except (ValueError, KeyError, TypeError, UnicodeError) as error:  # of headers that no browser writes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ipaddress
+import functools
 import logging
 import os
 import signal
@@ -18,13 +18,14 @@ from types import FrameType
 from typing import Any
 
 from sbkit.errors import SbkitError
+from sbkit.serve.hosts import Hosts, loopback
 from sbkit.serve.limits import Limits
 
 KEY_VARIABLE = "SBKIT_API_KEY"
 _NEEDED = ("fastapi", "uvicorn", "python_multipart", "websockets")
 _LIVE_FRAME_BYTES = 8 << 20
-_BACKLOG = 128
 _LOOK_SECONDS = 0.2
+_LAST_SECONDS = 3.0  # to end what was cut off
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,11 @@ class Request:
     bundles : ``BUNDLE`` or ``NAME=BUNDLE``
     api_key_file : keys, one a line; the environment's SBKIT_API_KEY is one too
     allow_origins : of web pages elsewhere that may use this server
+    allow_hosts : names that it answers to beside its own
+    trust_proxies : addresses of proxies whose word on who asks is taken
     batching : False runs every signal alone
     search : options of a search with a language model and hot words
-    grace_seconds : for what is in flight when the server is told to stop
+    grace_seconds : in all, for what is in flight when the server is told to stop
     """
 
     bundles: Sequence[str]
@@ -51,6 +54,8 @@ class Request:
     search: dict[str, Any] | None = None
     api_key_file: Path | None = None
     allow_origins: Sequence[str] = ()
+    allow_hosts: Sequence[str] = ()
+    trust_proxies: Sequence[str] = ()
     grace_seconds: float = 30.0
     limits: Limits = field(default_factory=Limits)
 
@@ -65,14 +70,17 @@ def serve(request: Request) -> int:
     bundles = named(request.bundles)
     keys = _keys(request.api_key_file)
     with _bound(request.host, request.port) as listening:
-        if not keys and not _loopback(request.host):
+        if not keys and not loopback(request.host):
             print(f"anybody who reaches {request.host} may use this server; {KEY_VARIABLE} or --api-key-file close it",
                   file=sys.stderr)
         return _Running(request, bundles, keys, listening).run()
 
 
 def _keys(path: Path | None) -> list[str]:
-    keys = [os.environ[KEY_VARIABLE].strip()] if os.environ.get(KEY_VARIABLE, "").strip() else []
+    keys = [os.environ[KEY_VARIABLE].strip()] if KEY_VARIABLE in os.environ else []
+    if "" in keys:
+        raise SbkitError(f"{KEY_VARIABLE} is set and blank: everybody could use this server",
+                         hint="give it the key, or unset it to serve without one")
     if path is None:
         return keys
     try:
@@ -100,31 +108,32 @@ def _bound(host: str, port: int) -> socket.socket:
     return listening
 
 
-def _loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 class _Running:
     """The server runs in a thread, the models are loaded in another, and this one waits for signals."""
 
     def __init__(self, request: Request, bundles: dict[str, Path], keys: list[str], listening: socket.socket):
         import uvicorn
 
+        from sbkit.serve import doors
         from sbkit.serve.app import State, make
         from sbkit.serve.connection import Impatient
         from sbkit.serve.gate import Keys
 
         self._request, self._bundles, self._listening = request, bundles, listening
         self._state = State(request.limits)
-        app = make(self._state, Keys(keys), tuple(request.allow_origins))
+        places = doors.places(request.limits)
+        if places.most < request.limits.max_connections:
+            print(f"{places.most} connections may be open at once, by the files that this process may open (ulimit -n)",
+                  file=sys.stderr)
+        self._state.doors = doors.Doors(places.most, self._state.metrics)
+        app = make(self._state, Keys(keys), tuple(request.allow_origins), Hosts(request.host, request.allow_hosts))
         self._server = uvicorn.Server(uvicorn.Config(
-            app, log_level="warning", access_log=False, server_header=False, lifespan="on", http=Impatient,
-            ws="auto", ws_max_size=_LIVE_FRAME_BYTES, ws_per_message_deflate=False, backlog=_BACKLOG,
-            timeout_graceful_shutdown=max(1, round(request.grace_seconds))))
+            app, log_level="warning", access_log=False, server_header=False, lifespan="on",
+            http=functools.partial(Impatient, self._state.doors), ws="auto", ws_max_size=_LIVE_FRAME_BYTES,
+            ws_per_message_deflate=False, backlog=places.backlog, proxy_headers=bool(request.trust_proxies),
+            forwarded_allow_ips=",".join(request.trust_proxies)))
         self._problem: BaseException | None = None
+        self._guard: threading.Timer | None = None
 
     def run(self) -> int:
         """Until the end."""
@@ -142,11 +151,13 @@ class _Running:
             while serving.is_alive():
                 serving.join(_LOOK_SECONDS)
                 if self._state.stopping and not self._server.should_exit:
-                    self._finish_live()
+                    self._finish()
         finally:
             for each, handler in before.items():
                 signal.signal(each, handler)
             self._close()
+            if self._guard is not None and not any(map(_keeps_the_process, threading.enumerate())):
+                self._guard.cancel()
         if self._problem is not None:
             raise self._problem
         return 0 if self._state.stopping else 1
@@ -165,7 +176,7 @@ class _Running:
         request, state = self._request, self._state
         options = registry.Options(request.model, request.device, request.threads, request.batch_seconds,
                                    request.chunk_seconds, request.batching, request.search)
-        state.decoders = Decoders(request.limits, restarted=state.metrics.decoders.add)
+        state.decoders = Decoders(request.limits, restarted=state.metrics.decoders.add, disk=state.disk)
         loaded = registry.load(self._bundles, options,
                                lambda name, rows: state.metrics.batches.observe(rows, model=name))
         state.decoders.check()
@@ -181,15 +192,33 @@ class _Running:
             self._server.force_exit = self._server.should_exit = True
         self._state.stop()
 
-    def _finish_live(self) -> None:
-        """uvicorn cuts sockets off when it ends, and waits for requests only."""
+    def _finish(self) -> None:
+        """What is in flight, sessions and requests, until one deadline; uvicorn cuts sockets off when it ends, and
+        waits for requests only."""
         until = time.monotonic() + self._request.grace_seconds
+        self._guard = threading.Timer(self._request.grace_seconds + _LAST_SECONDS, self._give_up)
+        self._guard.daemon = True
+        self._guard.start()
         while self._state.floor.inside and time.monotonic() < until and not self._server.should_exit:
             time.sleep(_LOOK_SECONDS / 4)
+        self._server.config.timeout_graceful_shutdown = max(until - time.monotonic(), _LOOK_SECONDS)
         self._server.should_exit = True
+
+    def _give_up(self) -> None:
+        """A model that never comes back would keep the process for ever."""
+        print(f"not all could be ended within {self._request.grace_seconds:g} s; what is left is dropped",
+              file=sys.stderr, flush=True)
+        if self._state.decoders is not None:
+            self._state.decoders.close()
+        os._exit(1)
 
     def _close(self) -> None:
         if self._state.decoders is not None:
             self._state.decoders.close()
         if self._state.registry is not None:
             self._state.registry.close()
+
+
+def _keeps_the_process(thread: threading.Thread) -> bool:
+    """Whether Python waits for it at its end."""
+    return thread.is_alive() and not thread.daemon and thread is not threading.current_thread()

@@ -1,7 +1,7 @@
 """The process that decodes audio for the server: it gets open files and limits, has no secrets, and may die.
 
 Started by ``sbkit.serve.decoders``. An order is a line of JSON with two open files behind it, the upload and
-the place for float32 samples; the answer is a line of JSON.
+the place for float32 samples; the answer is a line of JSON. Before it, lines may ask for room on the disk.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import resource
 import socket
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -28,15 +29,25 @@ MAX_CHANNELS = 32
 MAX_RATE = 384_000
 #: Full scale is 1, that of files which hold 16-bit numbers as floats 32768; beyond lies what a model overflows on.
 LOUDEST = 1e6
-READY = b"ready\n"
+READY, YES, NO = b"ready\n", b"y", b"n"
 
 
 class TooLong(Exception):
     """More seconds than the order allows."""
 
 
-def decode(file: BinaryIO, out: BinaryIO, rate: int, max_seconds: float) -> dict[str, Any]:
-    """Write an upload as float32 samples at ``rate``; what is to be said about it."""
+class NoRoom(Exception):
+    """The server has no more of the disk to give."""
+
+
+def decode(file: BinaryIO, out: BinaryIO, rate: int, max_seconds: float,
+           room: Callable[[int], bool] = lambda size: True) -> dict[str, Any]:
+    """Write an upload as float32 samples at ``rate``; what is to be said about it.
+
+    Arguments
+    ---------
+    room : is asked whether there is room for so many bytes: first by what the header says, then as it grows
+    """
     try:
         data = file.read()
         seconds, own, channels = audio.audio_info(data)
@@ -46,7 +57,7 @@ def decode(file: BinaryIO, out: BinaryIO, rate: int, max_seconds: float) -> dict
             raise AudioError("", f"its header claims {own} samples a second; more than {MAX_RATE} are refused")
         if seconds > max_seconds:
             raise TooLong(f"{seconds:.1f} s long")
-        samples = 0
+        samples, granted = 0, 0
         for block in Recording(data).blocks(rate):
             loudest = float(np.abs(block).max())
             if loudest > LOUDEST:
@@ -54,7 +65,11 @@ def decode(file: BinaryIO, out: BinaryIO, rate: int, max_seconds: float) -> dict
             samples += len(block)
             if samples > max_seconds * rate:
                 raise TooLong(f"longer than {max_seconds:g} s")
-            out.write(block)
+            if 4 * samples > granted:
+                granted = max(4 * samples, 0 if granted else 4 * int(seconds * rate))
+                if not room(granted):
+                    raise NoRoom
+            _write(out, memoryview(block).cast("B"))
         out.flush()
         if not samples:
             raise AudioError("", "holds no audio")
@@ -63,12 +78,22 @@ def decode(file: BinaryIO, out: BinaryIO, rate: int, max_seconds: float) -> dict
         return {"refused": error.cause}
     except TooLong as error:
         return {"too_long": str(error)}
+    except NoRoom:
+        return {"no_room": granted}
     except MemoryError:
         return {"refused": "takes more memory to decode than a recording should"}
     except OSError as error:
         if error.errno == errno.EFBIG:
             return {"too_long": "longer than that"}
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return {"full": error.errno}
         return {"failed": str(error)}
+
+
+def _write(out: BinaryIO, data: memoryview) -> None:
+    """All of it: a disk that is nearly full takes a part and says so by the count alone."""
+    while data:
+        data = data[out.write(data) :]
 
 
 def _limit(memory: int, file_bytes: int) -> None:
@@ -100,8 +125,14 @@ def main(handle: int, memory: int, file_bytes: int) -> None:
             order = json.loads(line)
             _limit_cpu(order["cpu_seconds"])
             with os.fdopen(handles[0], "rb") as file, os.fdopen(handles[1], "wb", buffering=0) as out:
-                answer = decode(file, out, order["rate"], order["seconds"])
+                answer = decode(file, out, order["rate"], order["seconds"], lambda size: _room(server, size))
             server.sendall(json.dumps(answer).encode() + b"\n")
+
+
+def _room(server: socket.socket, size: int) -> bool:
+    """Ask the server, which answers with a byte."""
+    server.sendall(json.dumps({"room": size}).encode() + b"\n")
+    return server.recv(1) == YES
 
 
 if __name__ == "__main__":

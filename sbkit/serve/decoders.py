@@ -21,8 +21,9 @@ import numpy as np
 
 from sbkit import helper_process
 from sbkit.errors import SbkitError
-from sbkit.serve.decoder_process import READY
-from sbkit.serve.errors import invalid
+from sbkit.serve.decoder_process import NO, READY, YES
+from sbkit.serve.disk import Disk, Held, said_of, with_room
+from sbkit.serve.errors import ApiError, invalid, no_room, not_ready
 from sbkit.serve.job import Job
 from sbkit.serve.limits import Limits
 
@@ -38,25 +39,37 @@ _BLOCK = 1 << 18  # samples
 class Wave:
     """Decoded samples at the model's rate, in a file without a name."""
 
-    def __init__(self, file: IO[bytes], samples: int):
-        self._file, self.samples = file, samples
+    def __init__(self, file: IO[bytes], samples: int, held: Held):
+        self._file, self.samples, self._held = file, samples, held
 
     def blocks(self) -> Iterator[np.ndarray]:
         """float32 [S], one after another."""
         self._file.seek(0)
         left = self.samples
         while left:
-            block = np.frombuffer(self._file.read(4 * min(left, _BLOCK)), dtype=np.float32)
+            data = self._file.read(4 * min(left, _BLOCK))
+            if not data:
+                raise RuntimeError(f"the last {left} of {self.samples} decoded samples are not there")
+            block = np.frombuffer(data, dtype=np.float32)
             left -= len(block)
             yield block
 
     def close(self) -> None:
         """Give its space back."""
         self._file.close()
+        self._held.close()
 
 
 class Died(Exception):
-    """A decoder ended, or took too long, over an order."""
+    """A decoder ended over an order."""
+
+
+class TookTooLong(Died):
+    """So it was ended."""
+
+
+class NotStarted(Died):
+    """It never took an order."""
 
 
 class _Decoder:
@@ -70,30 +83,43 @@ class _Decoder:
                 [*command, str(theirs.fileno()), str(memory), str(file_bytes)], pass_fds=[theirs.fileno()],
                 env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                 start_new_session=True)  # Ctrl-C is for the server, which finishes what is in flight
-        self._ready = False
+        self._ready = self._used = False
+
+    @property
+    def fresh(self) -> bool:
+        """Whether it lives and never did anything: what it dies of then is the order."""
+        return not self._used and self._process.poll() is None
 
     def start(self, job: Job) -> None:
         """Wait until it takes orders."""
         if not self._ready:
-            if self._line(job, _START_SECONDS) != READY:
-                raise Died("could not be started")
+            try:
+                if self._line(job, time.monotonic() + _START_SECONDS) != READY:
+                    raise NotStarted("could not be started")
+            except Died as error:
+                raise NotStarted(str(error)) from None
             self._ready = True
 
-    def decode(self, order: dict[str, Any], files: Sequence[int], job: Job, seconds: float) -> dict[str, Any]:
-        """Its answer."""
+    def decode(self, order: dict[str, Any], files: Sequence[int], room: Callable[[int], bool], job: Job,
+               seconds: float) -> dict[str, Any]:
+        """Its answer; ``room`` says whether it may write so many bytes."""
         self.start(job)
+        until = time.monotonic() + seconds
         try:
             socket.send_fds(self._socket, [json.dumps(order).encode() + b"\n"], list(files))
+            while "room" in (answer := json.loads(self._line(job, until))):
+                self._socket.sendall(YES if room(answer["room"]) else NO)
         except OSError:
             raise Died("ended") from None
-        return json.loads(self._line(job, seconds))
+        self._used = True
+        return answer
 
-    def _line(self, job: Job, seconds: float) -> bytes:
-        until, found = time.monotonic() + seconds, b""
+    def _line(self, job: Job, until: float) -> bytes:
+        found = b""
         while not found.endswith(b"\n"):
             job.check()
             if time.monotonic() > until:
-                raise Died("took too long")
+                raise TookTooLong("took too long")
             if select.select([self._socket], [], [], _LOOK_SECONDS)[0]:
                 try:
                     part = self._socket.recv(1 << 16)
@@ -119,11 +145,13 @@ class Decoders:
     limits : of what is decoded
     restarted : is called when one was replaced
     command : what to start in their place, for tests
+    disk : where the samples lie
     """
 
     def __init__(self, limits: Limits, restarted: Callable[[], None] | None = None,
-                 command: Sequence[str] = _COMMAND):
+                 command: Sequence[str] = _COMMAND, disk: Disk | None = None):
         self._limits, self._command = limits, command
+        self._disk = disk or Disk(limits.disk_bytes)
         self._restarted = restarted or (lambda: None)
         self._memory = _OWN_MEMORY + 4 * limits.upload_bytes
         self._file_bytes = int(4 * _HIGHEST_RATE * (limits.max_audio_seconds + 60))
@@ -143,35 +171,60 @@ class Decoders:
 
     def decode(self, upload: IO[bytes], rate: int, job: Job) -> Wave:
         """The samples of an upload; ``ApiError`` with the reason where there are none."""
-        out = tempfile.TemporaryFile(prefix="sbkit-")  # noqa: SIM115  the wave owns it
-        try:
-            answer = self._ask(upload, out, rate, job)
-            if "refused" in answer:
-                raise invalid(f"the audio {_as_clause(answer['refused'])}", "file", "invalid_audio")
-            if "too_long" in answer:
-                raise invalid(f"the audio is {answer['too_long']}; the limit of this server is "
-                              f"{self._limits.max_audio_seconds:g} s", "file", "audio_too_long")
-            if "failed" in answer:
-                raise RuntimeError(f"a recording could not be decoded: {answer['failed']}")
-            return Wave(out, answer["samples"])
-        except BaseException:
-            out.close()
-            raise
+        with contextlib.ExitStack() as undo:
+            held = undo.enter_context(contextlib.closing(self._disk.hold()))
+            with with_room():
+                out = undo.enter_context(tempfile.TemporaryFile(prefix="sbkit-"))
+                upload.fileno()  # from here on it lies on the disk
+            samples = self._samples(self._ask(upload, out, held, rate, job), held)
+            held.keep(4 * samples)
+            undo.pop_all()
+            return Wave(out, samples, held)
 
-    def _ask(self, upload: IO[bytes], out: IO[bytes], rate: int, job: Job) -> dict[str, Any]:
+    def _samples(self, answer: dict[str, Any], held: Held) -> int:
+        """How many there are, by a decoder's answer."""
+        if "refused" in answer:
+            raise invalid(f"the audio {_as_clause(answer['refused'])}", "file", "invalid_audio")
+        if "too_long" in answer:
+            raise invalid(f"the audio is {answer['too_long']}; the limit of this server is "
+                          f"{self._limits.max_audio_seconds:g} s", "file", "audio_too_long")
+        if "no_room" in answer:
+            held.grow(answer["no_room"])  # which says why
+            raise no_room("there was no room on the server's disk")
+        if "full" in answer:
+            raise said_of(OSError(answer["full"], ""))
+        if "failed" in answer:
+            raise RuntimeError(f"a recording could not be decoded: {answer['failed']}")
+        return answer["samples"]
+
+    def _ask(self, upload: IO[bytes], out: IO[bytes], held: Held, rate: int, job: Job) -> dict[str, Any]:
+        """Of a decoder; where one dies that did something before, or that lay idle, a fresh one is asked again."""
         order = {"rate": rate, "seconds": self._limits.max_audio_seconds, "cpu_seconds": self._limits.decode_seconds}
+
+        def room(size: int) -> bool:
+            with contextlib.suppress(ApiError):
+                held.grow(size)
+                return True
+            return False
+
         decoder = self._take(job)
-        try:
-            upload.seek(0)
-            answer = decoder.decode(order, (upload.fileno(), out.fileno()), job, 2 * self._limits.decode_seconds)
-        except BaseException as error:
-            self._replace(decoder)
-            if isinstance(error, Died):
-                raise invalid(f"the audio can't be decoded: its decoder {error}; is the file damaged?", "file",
-                              "invalid_audio") from None
-            raise
-        self._free.put(decoder)
-        return answer
+        while True:
+            fresh = decoder.fresh
+            try:
+                upload.seek(0)
+                out.seek(0)
+                out.truncate()
+                answer = decoder.decode(order, (upload.fileno(), out.fileno()), room, job,
+                                        2 * self._limits.decode_seconds)
+            except BaseException as error:
+                decoder = self._replaced(decoder)
+                again = type(error) is Died and not fresh and decoder is not None
+                if not again:
+                    self._free.put(decoder)
+                    raise (_blamed(error) if isinstance(error, Died) else error) from None
+            else:
+                self._free.put(decoder)
+                return answer
 
     def _take(self, job: Job) -> _Decoder:
         while True:
@@ -190,19 +243,26 @@ class Decoders:
         self._all.add(decoder)
         return decoder
 
-    def _replace(self, decoder: _Decoder) -> None:
+    def _replaced(self, decoder: _Decoder) -> _Decoder | None:
+        """Another in its place; None where the machine has no room for a process now."""
         self._all.discard(decoder)
         decoder.close()
         self._restarted()
         try:
-            self._free.put(self._started())
-        except OSError:  # the machine has no room for a process now
-            self._free.put(None)
+            return self._started()
+        except OSError:
+            return None
 
     def close(self) -> None:
         """End all."""
         for each in list(self._all):
             each.close()
+
+
+def _blamed(error: Died) -> ApiError:
+    if isinstance(error, NotStarted):
+        return not_ready(f"a process that decodes audio {error}")
+    return invalid(f"the audio can't be decoded: its decoder {error}; is the file damaged?", "file", "invalid_audio")
 
 
 def _as_clause(cause: str) -> str:

@@ -67,6 +67,29 @@ def not_ready(why: str = "the models are still being loaded") -> ApiError:
                     headers={"retry-after": "2"})
 
 
+def no_room(why: str) -> ApiError:
+    """On the disk, or for another open file."""
+    return ApiError(503, f"{why}; try again later", type=SERVER, code="no_room", headers={"retry-after": "5"})
+
+
+def too_slow(how: str) -> ApiError:
+    """An upload that would hold its place for ever."""
+    return ApiError(408, f"the upload {how}", code="upload_too_slow", headers={"connection": "close"})
+
+
+def stopping() -> ApiError:
+    """Who asks now is to ask another server."""
+    error = not_ready("the server is stopping")
+    error.headers["connection"] = "close"
+    return error
+
+
+def wrong_host(host: str) -> ApiError:
+    """A name that isn't this server's."""
+    return ApiError(421, f"this server doesn't answer to the name {host[:80]!r}; start it with --allow-host NAME",
+                    code="host_not_allowed")
+
+
 def broken(fault: str) -> ApiError:
     """The device is gone, and stays so until the server is started again."""
     return ApiError(503, f"the device failed ({fault}); the server has to be started again", type=SERVER,

@@ -12,7 +12,8 @@ import uuid
 from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 
-from sbkit.serve.errors import ApiError, failed, too_large, unauthorized
+from sbkit.serve.errors import ApiError, failed, stopping, too_large, unauthorized, wrong_host
+from sbkit.serve.hosts import Hosts
 from sbkit.serve.metrics import Metrics
 
 Scope = MutableMapping[str, Any]
@@ -26,6 +27,8 @@ REQUEST_ID = "sbkit.request_id"
 _FORM_BYTES = 1 << 16
 #: Open to all: the page, which asks for the key, and what tells whether the server lives.
 _OPEN = frozenset({"/", "/health", "/ready"})
+#: Asked by who watches over the server, whatever else it refuses.
+PROBES = frozenset({"/health", "/ready", "/metrics"})
 _COUNTED = _OPEN | {"/metrics", "/v1/models", "/v1/audio/transcriptions", "/v1/audio/live"}
 _log = logging.getLogger(__name__)
 
@@ -59,11 +62,14 @@ class Gate:
     keys : that open what is not open to all; none where everybody may in
     origins : pages of other servers that may ask, as ``https://example.org``; ``*`` for all
     upload_bytes : the largest file
+    hosts : the names that it answers to; None for all
+    stopping : whether nothing new is to be begun
     """
 
-    def __init__(self, app: Callable, keys: Keys, origins: Iterable[str], upload_bytes: int, metrics: Metrics):
+    def __init__(self, app: Callable, keys: Keys, origins: Iterable[str], upload_bytes: int, metrics: Metrics,
+                 hosts: Hosts | None = None, stopping: Callable[[], bool] = lambda: False):
         self._app, self._keys, self._origins = app, keys, frozenset(origins)
-        self._upload_bytes, self._metrics = upload_bytes, metrics
+        self._upload_bytes, self._metrics, self._hosts, self._stopping = upload_bytes, metrics, hosts, stopping
 
     async def __call__(self, scope: Scope, receive: Callable, send: Callable) -> None:
         if scope["type"] == "lifespan":
@@ -77,7 +83,11 @@ class Gate:
         answer = _Answer(send, self._extra(headers))
         scope[REQUEST_ID] = answer.id
         try:
+            if self._hosts is not None and not self._hosts.allow(headers.get("host")):
+                raise wrong_host(headers["host"])
             self._origin(headers)
+            if self._stopping() and path not in PROBES:
+                raise stopping()
             if scope["type"] == "http" and scope["method"] == "OPTIONS" and "origin" in headers:
                 await answer.say(204, {"access-control-allow-methods": "GET, POST",
                                        "access-control-allow-headers": headers.get(

@@ -23,6 +23,16 @@ class Limits:
     """Of those, how many are worked on at once; so many recordings lie decoded in the temporary folder."""
     max_live: int = 16
     """Live sessions at once."""
+    client_share: float = 0.5
+    """Of the places for requests, and of those for live sessions, that one address may have."""
+    max_connections: int = 1024
+    """Open at once; fewer where this process may not open so many files."""
+    max_disk_mb: float = 8192.0
+    """That uploads and decoded recordings may take of the temporary folder, all together."""
+    min_upload_kbs: float = 16.0
+    """Kilobytes a second that an upload has to come in at, ..."""
+    upload_grace_seconds: float = 10.0
+    """... after so many seconds."""
     request_seconds: float = 300.0
     """For one request, from its first byte to the answer."""
     decoders: int = 2
@@ -42,3 +52,8 @@ class Limits:
     def upload_bytes(self) -> int:
         """As a number of bytes."""
         return int(self.max_upload_mb * MEGABYTE)
+
+    @property
+    def disk_bytes(self) -> int:
+        """As a number of bytes."""
+        return int(self.max_disk_mb * MEGABYTE)

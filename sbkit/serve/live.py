@@ -31,7 +31,8 @@ from fastapi import WebSocket, WebSocketDisconnect
 from sbkit.decode.spans import Word
 from sbkit.infer.heard import words
 from sbkit.infer.transcript import PAUSE_SECONDS
-from sbkit.serve.errors import ApiError, busy, failed, invalid, not_ready, too_late
+from sbkit.serve.clients import Shares
+from sbkit.serve.errors import ApiError, busy, failed, invalid, too_late
 from sbkit.serve.gate import REQUEST_ID
 from sbkit.serve.job import Job
 from sbkit.serve.limits import Limits
@@ -54,6 +55,7 @@ class Floor:
 
     def __init__(self, limits: Limits, metrics: Metrics):
         self._limits, self._metrics = limits, metrics
+        self._shares = Shares(limits.max_live, limits.client_share)
         self.inside = 0
         """Sessions at the moment."""
         self._sessions: set[_Session] = set()
@@ -65,21 +67,22 @@ class Floor:
         for session in self._sessions:
             session.end()
 
-    def place(self) -> contextlib.AbstractContextManager:
-        """For one session; ``ApiError`` 429 where there is none."""
-        if self._ending:
-            raise not_ready("the server is stopping")
+    def place(self, client: str | None) -> contextlib.AbstractContextManager:
+        """For one session of a client; ``ApiError`` 429 where there is none."""
         if self.inside >= self._limits.max_live:
             raise busy(f"{self.inside} live sessions are open already", 30)
+        share = contextlib.ExitStack()
+        share.enter_context(self._shares.place(client, "live sessions"))
         self.inside += 1
-        return self._leaving()
+        return self._leaving(share)
 
     @contextlib.contextmanager
-    def _leaving(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            self.inside -= 1
+    def _leaving(self, share: contextlib.ExitStack) -> Iterator[None]:
+        with share:
+            try:
+                yield
+            finally:
+                self.inside -= 1
 
     async def session(self, websocket: WebSocket, registry: Registry) -> None:
         """From the handshake to the end."""

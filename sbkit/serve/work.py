@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 
-from sbkit.serve.errors import ApiError, busy, too_late
+from sbkit.serve.clients import Shares
+from sbkit.serve.errors import busy, too_late, too_slow
 from sbkit.serve.job import Cancelled, Job
 from sbkit.serve.limits import Limits
 from sbkit.serve.metrics import Metrics
@@ -30,23 +31,25 @@ class Rooms:
     def __init__(self, limits: Limits, metrics: Metrics):
         self._limits, self._metrics = limits, metrics
         self._threads = ThreadPoolExecutor(limits.max_active, thread_name_prefix="sbkit-request")
+        self._shares = Shares(limits.max_requests, limits.client_share)
         self._mean = 1.0
         self.inside = 0
         """Requests in the house."""
 
     @contextlib.contextmanager
-    def place(self) -> Iterator[None]:
-        """For one request; ``ApiError`` 429 where there is none."""
+    def place(self, client: str | None = None) -> Iterator[None]:
+        """For one request of a client; ``ApiError`` 429 where there is none."""
         if self.inside >= self._limits.max_requests:
             raise busy(f"{self.inside} requests are in work or wait already",
                        self._mean * self.inside / self._limits.max_active)
-        self.inside += 1
-        began = time.monotonic()
-        try:
-            yield
-        finally:
-            self.inside -= 1
-            self._mean += _SMOOTH * (time.monotonic() - began - self._mean)
+        with self._shares.place(client, "requests in work or waiting"):
+            self.inside += 1
+            began = time.monotonic()
+            try:
+                yield
+            finally:
+                self.inside -= 1
+                self._mean += _SMOOTH * (time.monotonic() - began - self._mean)
 
     def visit(self, request: Request) -> Visit:
         """One request's stay; its clock starts now."""
@@ -72,7 +75,7 @@ class Visit:
             return await asyncio.wait_for(reading, max(self._until - time.monotonic(), 0.0))
         except (asyncio.TimeoutError, TimeoutError):
             self._metrics.cancelled.add(reason="slow upload")
-            raise ApiError(408, f"the upload took longer than {self._seconds:g} s", code="upload_too_slow") from None
+            raise too_slow(f"took longer than {self._seconds:g} s") from None
 
     async def stream(self, call: Callable[[Callable[[Any], None]], T]) -> AsyncIterator[Any]:
         """What a call in a thread tells, as it does; the last is what it returns. It ends early, and the call with it,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import threading
 import time
@@ -12,7 +13,7 @@ import numpy as np
 import soundfile
 import uvicorn
 
-from sbkit.serve import command, registry
+from sbkit.serve import command, doors, registry
 from sbkit.serve.app import State, make
 from sbkit.serve.connection import Impatient
 from sbkit.serve.decoders import Decoders
@@ -59,18 +60,21 @@ class Serving:
 
 
 @contextlib.contextmanager
-def serving(folder, names=("level",), limits=None, keys=(), origins=(), loaded=True, **options):
+def serving(folder, names=("level",), limits=None, keys=(), origins=(), loaded=True, hosts=None, proxies=(), **options):
     """A server around the bundle that lies in ``folder``."""
     state = State(limits or Limits(decoders=1))
+    state.doors = doors.Doors(state.limits.max_connections, state.metrics)
     if loaded:
-        state.decoders = Decoders(state.limits, restarted=state.metrics.decoders.add)
+        state.decoders = Decoders(state.limits, restarted=state.metrics.decoders.add, disk=state.disk)
         state.decoders.check()
         state.registry = registry.load(
             dict.fromkeys(names, folder), registry.Options(device="cpu", threads=1, **options),
             lambda name, rows: state.metrics.batches.observe(rows, model=name))
     listening = command._bound("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(make(state, Keys(keys), tuple(origins)), log_level="error", lifespan="on",
-                                           http=Impatient, timeout_graceful_shutdown=5))
+    server = uvicorn.Server(uvicorn.Config(
+        make(state, Keys(keys), tuple(origins), hosts), log_level="error", lifespan="on",
+        http=functools.partial(Impatient, state.doors), timeout_graceful_shutdown=5,
+        proxy_headers=bool(proxies), forwarded_allow_ips=",".join(proxies)))
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()
     try:

@@ -92,6 +92,74 @@ def test_a_decoder_that_goes_wrong_is_replaced(tmp_path, code, words):
         decoders.close()
 
 
+def test_a_decoder_that_died_while_nobody_asked_is_replaced_and_no_file_blamed_for_it():
+    """Whether it had done something before or not."""
+    restarts = []
+    decoders = Decoders(Limits(decoders=1), lambda: restarts.append(1))
+    try:
+        decoders.check()
+        for text in ("a", "b"):
+            [decoder] = decoders._all
+            decoder._process.kill()
+            decoder._process.wait()
+            assert len(decode(decoders, serving.wav(text))) == len(bundles.say(text))
+        assert restarts == [1, 1]
+    finally:
+        decoders.close()
+
+
+def test_a_file_is_blamed_once_a_fresh_decoder_died_of_it_too(tmp_path):
+    """The first was good for one file, and what it left behind might be what killed it."""
+    script = tmp_path / "decoder.py"
+    script.write_text(textwrap.dedent("""
+        import os, sys
+        from sbkit.serve import decoder_process
+        real = decoder_process.decode
+        def act(file, *rest):
+            if file.read() == b"deadly":
+                os._exit(1)
+            file.seek(0)
+            return real(file, *rest)
+        decoder_process.decode = act
+        decoder_process.main(*map(int, sys.argv[1:4]))
+    """))
+    restarts = []
+    decoders = Decoders(Limits(decoders=1), lambda: restarts.append(1), [sys.executable, str(script)])
+    try:
+        decode(decoders, serving.wav("a"))
+        with pytest.raises(ApiError, match="its decoder ended; is the file damaged") as error:
+            decode(decoders, b"deadly")
+        assert error.value.code == "invalid_audio" and restarts == [1, 1]
+        with pytest.raises(ApiError):
+            decode(decoders, b"deadly")
+        assert restarts == [1, 1, 1], "it was fresh"
+        assert len(decode(decoders, serving.wav("b"))) == len(bundles.say("b"))
+    finally:
+        decoders.close()
+
+
+def test_a_decoder_that_never_starts_is_no_files_fault(tmp_path):
+    flag = tmp_path / "broken"
+    code = f"import os, sys\nif os.path.exists({str(flag)!r}): sys.exit()\n" \
+           "from sbkit.serve import decoder_process\ndecoder_process.main(*map(int, sys.argv[1:4]))"
+    decoders = Decoders(Limits(decoders=1), command=[sys.executable, "-c", code])
+    try:
+        decoders.check()
+        flag.touch()
+        for each in decoders._all:
+            each._process.kill()
+            each._process.wait()
+        with pytest.raises(ApiError, match="a process that decodes audio ended") as error:
+            decode(decoders, serving.wav("a"))
+        assert error.value.status == 503
+        flag.unlink()
+        with contextlib.suppress(ApiError):  # the one that was started meanwhile
+            decode(decoders, serving.wav("a"))
+        assert len(decode(decoders, serving.wav("b"))) == len(bundles.say("b"))
+    finally:
+        decoders.close()
+
+
 def test_a_client_that_leaves_ends_the_decoder(tmp_path):
     decoders = Decoders(Limits(decoders=1), command=acting(tmp_path, "time.sleep(60)"))
     try:

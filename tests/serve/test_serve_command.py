@@ -127,6 +127,72 @@ def test_sigterm_lets_a_live_session_finish(bundle):
     assert process.returncode == 0
 
 
+def test_who_comes_while_it_stops_is_sent_away_and_the_probes_are_answered(server):
+    state = server.state
+    state.stopping = True
+    try:
+        for method, path in (("GET", "/v1/models"), ("POST", "/v1/audio/transcriptions"), ("GET", "/")):
+            answer = httpx.request(method, server.url + path)
+            assert answer.status_code == 503 and answer.headers["connection"] == "close"
+            assert answer.json()["error"]["message"] == "the server is stopping"
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        assert httpx.get(f"{server.url}/ready").json() == {"ready": False, "why": "stopping"}
+    finally:
+        state.stopping = False
+
+
+STUCK = """
+import sys, time
+from sbkit.cli import main
+from sbkit.infer import backends
+real, calls = backends.Onnx.__call__, []
+def call(self, *batch):
+    calls.append(1)
+    if len(calls) > 1:
+        time.sleep(1000)
+    return real(self, *batch)
+backends.Onnx.__call__ = call
+sys.exit(main(["serve", *sys.argv[1:]]))
+"""
+
+
+def test_one_deadline_ends_all_even_a_model_that_never_comes_back(bundle):
+    """A live session, a request in the model and an upload that trickles: none of them adds its own time."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", STUCK, f"level={bundle}", "--port", "0", "--threads", "1", "--grace-seconds", "2"],
+        stderr=subprocess.PIPE, text=True)
+    url = ready(process)
+    port = int(url.rsplit(":", 1)[1])
+    with connect(url.replace("http", "ws") + "/v1/audio/live") as session, \
+            socket.create_connection(("127.0.0.1", port)) as upload:
+        session.send(json.dumps({"type": "start", "model": "level", "sample_rate": bundles.RATE}))
+        session.recv(10)
+        session.send((bundles.say("hello") * 32767).astype("<i2").tobytes())
+        upload.sendall(b"POST /v1/audio/transcriptions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99\r\n"
+                       b"content-type: multipart/form-data; boundary=x\r\n\r\n--x")
+        answers = []
+
+        def ask():
+            answers.append(httpx.post(f"{url}/v1/audio/transcriptions", data={"model": "level"}, timeout=60,
+                                      files={"file": ("a.wav", serving.wav("a"))}))
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        serving.until(lambda: "sbkit_requests_inside 2" in httpx.get(f"{url}/metrics").text)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+        asking.join()
+    assert answers[0].status_code == 503 and "stopping" in answers[0].text
+    assert process.returncode == 1 and "not all could be ended within 2 s" in err
+
+
+@pytest.mark.parametrize("blank", ["", "  ", "\n"])
+def test_a_blank_key_does_not_open_the_server_to_everybody(bundle, monkeypatch, blank):
+    monkeypatch.setenv(command.KEY_VARIABLE, blank)
+    with pytest.raises(SbkitError, match=r"SBKIT_API_KEY is set and blank.*unset it to serve without one"):
+        command.serve(command.Request([str(bundle)], port=0))
+
+
 def test_refused_sockets_are_no_errors_in_the_log(bundle):
     process = start(f"level={bundle}", "--port", 0, "--threads", 1, env={command.KEY_VARIABLE: "secret"})
     url = ready(process)

@@ -1,0 +1,154 @@
+"""How many connections there may be, so that there is a file left for each thing that has to be opened.
+
+Where all places are taken, the connection that has asked for nothing for longest gives way to a new one. Where all are
+at work, a few more are let in to ask whether the server lives; whatever else they ask is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import logging
+import resource
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from sbkit.errors import SbkitError
+from sbkit.serve.errors import ApiError, no_room
+from sbkit.serve.gate import PROBES, Scope
+from sbkit.serve.limits import Limits
+from sbkit.serve.metrics import Metrics
+
+_BACKLOG = 128
+_SPARE = 8
+_FEWEST = 8
+_OWN_FILES = 48  # Python's, the models', the event loop's
+_SAY_SECONDS = 60.0
+_NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Connections that may be open, and those that may wait to be taken."""
+
+    most: int
+    backlog: int
+
+
+def places(limits: Limits) -> Places:
+    """As many as the limits say and open files allow, of which this process asks for more where it may have them."""
+    needed = _OWN_FILES + limits.max_requests + limits.max_active + 2 * limits.decoders + _SPARE
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = needed + _BACKLOG + limits.max_connections
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft == resource.RLIM_INFINITY:
+        soft = wanted
+    left = soft - needed
+    if left < 2 * _FEWEST:
+        raise SbkitError(f"this process may open {soft} files, and {needed + 2 * _FEWEST} are needed",
+                         hint="raise it (ulimit -n), or lower --max-requests and --max-active")
+    backlog = min(_BACKLOG, left // 3)  # those are taken all at once, before the first of them can be refused
+    return Places(min(limits.max_connections, left - backlog), backlog)
+
+
+class Connection(Protocol):
+    """As the doors see it."""
+
+    idle_since: float | None
+    """None while it is at work."""
+
+    def refuse(self, answer: bytes) -> None:
+        """Say so and close it."""
+
+
+class Doors:
+    """Lets connections in.
+
+    Arguments
+    ---------
+    most : open at once
+    """
+
+    def __init__(self, most: int, metrics: Metrics):
+        self._most, self._metrics = most, metrics
+        self._leaving: set[Connection] = set()
+        self._said = -_SAY_SECONDS
+
+    def enter(self, new: Connection, connections: Collection[Any]) -> bool:
+        """Whether a new one of the connections is let in for everything."""
+        if len(connections) - len(self._leaving) <= self._most:
+            return True
+        self._say("%d connections are open, as many as this server takes (--max-connections, ulimit -n)", self._most)
+        if self._close_idle(connections, new):
+            return True
+        if len(connections) - len(self._leaving) > self._most + _SPARE:
+            self._refuse(new)
+        return False
+
+    def left(self, connection: Connection) -> None:
+        """It is closed."""
+        self._leaving.discard(connection)
+
+    def failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """What the event loop tells of errors: that no file is left to accept with comes many times a second."""
+        error = context.get("exception")
+        if isinstance(error, OSError) and error.errno in _NO_FILES:
+            self._say("a connection can't be accepted: %s (ulimit -n)", error.strerror)
+        else:
+            loop.default_exception_handler(context)
+
+    def only_probes(self, app: Callable) -> Callable:
+        """The application for who is let in to ask whether the server lives."""
+
+        async def answer(scope: Scope, receive: Callable, send: Callable) -> None:
+            if scope["path"] in PROBES:
+                await app(scope, receive, send)
+                return
+            self._metrics.refused.add(reason="too_many_connections")
+            error = _full()
+            body, headers = _said(error)
+            await send({"type": "http.response.start", "status": error.status, "headers": headers})
+            await send({"type": "http.response.body", "body": body})
+
+        return answer
+
+    def _close_idle(self, connections: Collection[Any], new: Connection) -> bool:
+        """Close the one that has asked for nothing for longest, if there is any."""
+        idle = [each for each in connections if each is not new and each not in self._leaving
+                and getattr(each, "idle_since", None) is not None]
+        if idle:
+            self._refuse(min(idle, key=lambda each: each.idle_since))
+        return bool(idle)
+
+    def _refuse(self, connection: Connection) -> None:
+        self._metrics.refused.add(reason="too_many_connections")
+        self._leaving.add(connection)
+        error = _full()
+        body, headers = _said(error)
+        lines = [b"HTTP/1.1 503 Service Unavailable", *(b": ".join(each) for each in headers), b"", body]
+        connection.refuse(b"\r\n".join(lines))
+
+    def _say(self, what: str, *values: Any) -> None:
+        """Once a minute."""
+        if time.monotonic() - self._said >= _SAY_SECONDS:
+            self._said = time.monotonic()
+            _log.warning(what, *values)
+
+
+def _full() -> ApiError:
+    error = no_room("this server has as many connections as it takes")
+    error.code = "too_many_connections"
+    return error
+
+
+def _said(error: ApiError) -> tuple[bytes, list[tuple[bytes, bytes]]]:
+    body = json.dumps(error.body).encode()
+    headers = {**error.headers, "content-type": "application/json", "content-length": str(len(body)),
+               "connection": "close"}
+    return body, [(name.encode(), value.encode()) for name, value in headers.items()]

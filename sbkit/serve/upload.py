@@ -1,0 +1,47 @@
+"""A request's body while it comes in: it has to come fast enough, and to have room on the disk."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import MutableMapping
+from typing import Any
+
+from fastapi import Request
+
+from sbkit.serve.disk import Held
+from sbkit.serve.errors import too_slow
+from sbkit.serve.limits import Limits
+
+
+class Upload:
+    """Wraps a request; what is asked for in its place is :attr:`request`.
+
+    Arguments
+    ---------
+    held : its part of the disk: as much as the request says it is long, or else as much as came
+    """
+
+    def __init__(self, request: Request, limits: Limits, held: Held):
+        self._receive, self._limits, self._held = request.receive, limits, held
+        self._came, self._waited, self._whole = 0, 0.0, False
+        held.grow(int(request.headers.get("content-length", "0")))
+        self.request = Request(request.scope, self._next)
+
+    async def _next(self) -> MutableMapping[str, Any]:
+        """What comes next. The clock runs only while the client is waited for."""
+        if self._whole:
+            return await self._receive()
+        least = self._limits.min_upload_kbs * 1024
+        began = time.monotonic()
+        try:
+            message = await asyncio.wait_for(
+                self._receive(), max(self._limits.upload_grace_seconds + self._came / least - self._waited, 0.01))
+        except (asyncio.TimeoutError, TimeoutError):
+            self._whole = True
+            raise too_slow(f"comes in at less than {self._limits.min_upload_kbs:g} KB a second") from None
+        self._waited += time.monotonic() - began
+        self._came += len(message.get("body", b""))
+        self._whole = not message.get("more_body")
+        self._held.grow(self._came)
+        return message

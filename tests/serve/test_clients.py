@@ -1,0 +1,124 @@
+"""One client's share of the places, and what an upload that holds one has to keep up with."""
+
+import http.client
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+import serving
+import websockets
+from websockets.sync.client import connect
+
+from sbkit.serve.clients import Shares, address
+from sbkit.serve.errors import ApiError
+from sbkit.serve.limits import Limits
+
+
+@pytest.mark.parametrize("client, found", [
+    (None, None), (("testclient", 1), None), (("127.0.0.1", 1), None), (("::1", 1), None), (("127.8.9.1", 1), None),
+    (("::ffff:127.0.0.1", 1), None), (("192.0.2.7", 1), "192.0.2.7"), (("::ffff:192.0.2.7", 1), "192.0.2.7"),
+    (("2001:db8:1:2:3:4:5:6", 1), "2001:db8:1:2::/64"), (("fe80::1%eth0", 1), "fe80::/64"),
+])
+def test_a_client_is_an_address_or_a_network_of_one_house_and_this_machine_is_nobody(client, found):
+    assert address({"client": client}) == found
+
+
+def test_a_client_has_its_share_and_gets_it_back():
+    shares = Shares(10, 0.2)
+    with shares.place("a", "requests"), shares.place("b", "requests"), shares.place("a", "requests"):
+        with pytest.raises(ApiError, match="your address has 2 requests") as refused, shares.place("a", "requests"):
+            pass
+        assert refused.value.status == 429 and refused.value.headers["retry-after"]
+        with shares.place(None, "requests"), shares.place("b", "requests"):
+            pass
+    assert not shares._taken
+    with Shares(1, 0.01).place("a", "requests"):
+        pass  # at least one
+
+
+def post(server, text, **headers):
+    return httpx.post(f"{server.base}/audio/transcriptions", data={"model": "level"}, timeout=30,
+                      files={"file": ("a.wav", serving.wav(text))}, headers=headers)
+
+
+def test_one_client_leaves_places_for_the_others(bundle):
+    limits = Limits(decoders=1, max_requests=4, max_live=2)
+    mallory, alice = {"x-forwarded-for": "192.0.2.1"}, {"x-forwarded-for": "203.0.113.9, 192.0.2.2"}
+    with serving.serving(bundle, limits=limits, proxies=("127.0.0.1",)) as server:
+        with ThreadPoolExecutor(4) as pool, server.held() as go:
+            inside = [pool.submit(post, server, text, **mallory) for text in ("a", "b")]
+            serving.until(lambda: server.counted("sbkit_requests_inside") == 2)
+            answer = post(server, "c", **mallory)
+            assert answer.status_code == 429 and "your address" in answer.json()["error"]["message"]
+            inside += [pool.submit(post, server, "c", **alice)]
+            serving.until(lambda: server.counted("sbkit_requests_inside") == 3)
+            go.set()
+            assert [each.result().json()["text"] for each in inside] == ["a", "b", "c"]
+        with connect(server.live, additional_headers=mallory):
+            with pytest.raises(websockets.InvalidStatus) as refused:
+                connect(server.live, additional_headers=mallory)
+            assert refused.value.response.status_code == 429
+            with connect(server.live, additional_headers=alice):
+                pass
+
+
+def test_nobodys_word_on_who_asks_is_taken_unless_it_is_a_proxys(bundle):
+    """Else who writes another address into each request has no bound, and could use up somebody else's share."""
+    with serving.serving(bundle, limits=Limits(decoders=1, max_requests=2, client_share=0.1)) as server:
+        with ThreadPoolExecutor(2) as pool, server.held() as go:
+            inside = [pool.submit(post, server, "a", **{"x-forwarded-for": "192.0.2.1"}) for _ in range(2)]
+            serving.until(lambda: server.counted("sbkit_requests_inside") == 2)
+            go.set()
+            assert [each.result().status_code for each in inside] == [200, 200]
+
+
+def upload(port, length):
+    client = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    client.putrequest("POST", "/v1/audio/transcriptions")
+    client.putheader("content-type", "multipart/form-data; boundary=x")
+    client.putheader("content-length", str(length))
+    client.endheaders()
+    return client
+
+
+def test_an_upload_that_comes_too_slowly_loses_its_place_and_a_slow_one_does_not(bundle):
+    limits = Limits(decoders=1, min_upload_kbs=8, upload_grace_seconds=1.0)
+    with serving.serving(bundle, limits=limits) as server:
+        request = httpx.Request("POST", server.url, data={"model": "level"},
+                                files={"file": ("a.wav", serving.wav("slow " * 10))})
+        body, answers = request.read(), []
+
+        def slow():
+            client = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+            pieces = (body[i : i + 4096] for i in range(0, len(body), 4096))
+            client.request("POST", "/v1/audio/transcriptions",
+                           (time.sleep(0.05) or piece for piece in pieces), dict(request.headers))
+            answers.append(json.load(client.getresponse()))
+
+        good = threading.Thread(target=slow)
+        good.start()
+        client, gone = upload(server.port, 1_000_000), threading.Event()
+        client.send(b"--x\r\n")
+
+        def trickle():
+            while not gone.wait(0.05):
+                try:
+                    client.send(b"a")
+                except OSError:
+                    return
+
+        drops = threading.Thread(target=trickle)
+        drops.start()
+        answer = client.getresponse()
+        assert answer.status == 408 and answer.getheader("connection") == "close"
+        error = json.load(answer)["error"]
+        assert error["code"] == "upload_too_slow" and "less than 8 KB a second" in error["message"]
+        gone.set()
+        drops.join()
+        client.close()
+        good.join()
+        assert answers[0]["text"] == " ".join(["slow"] * 10)
+        assert server.counted("sbkit_requests_inside") == 0 and server.state.disk.held == 0

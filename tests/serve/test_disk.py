@@ -1,0 +1,122 @@
+"""A disk that is full or nearly so: all is written or it is said, and what all may take together is bounded."""
+
+import errno
+import io
+import tempfile
+
+import httpx
+import numpy as np
+import pytest
+import serving
+
+from sbkit.serve import decoder_process, disk
+from sbkit.serve.decoders import Decoders, Wave
+from sbkit.serve.disk import Disk
+from sbkit.serve.errors import ApiError
+from sbkit.serve.job import Job
+from sbkit.serve.limits import MEGABYTE, Limits
+
+
+class Nearly(io.BytesIO):
+    """Takes a part of what is written, as files on a disk that is nearly full do, and then nothing."""
+
+    def __init__(self, most, part):
+        super().__init__()
+        self.most, self.part = most, part
+
+    def write(self, data):
+        if self.tell() >= self.most:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(bytes(data[: min(self.part, self.most - self.tell())]))
+
+
+def post(server, data):
+    return httpx.post(f"{server.base}/audio/transcriptions", data={"model": "level"}, files={"file": ("a", data)},
+                      timeout=60)
+
+
+def test_all_is_written_however_little_is_taken_at_once():
+    out = Nearly(1 << 30, 1001)
+    answer = decoder_process.decode(io.BytesIO(serving.wav("hello")), out, 16_000, 60.0)
+    assert len(out.getvalue()) == 4 * answer["samples"] > 0
+
+
+def test_a_disk_that_fills_up_is_said():
+    answer = decoder_process.decode(io.BytesIO(serving.wav("hello")), Nearly(10_000, 4_000), 16_000, 60.0)
+    assert answer == {"full": errno.ENOSPC}
+
+
+def test_samples_that_are_not_there_are_an_error_and_no_wait():
+    file = tempfile.TemporaryFile()  # noqa: SIM115
+    file.write(np.zeros(1000, dtype=np.float32).tobytes())
+    wave = Wave(file, 1500, Disk(1 << 20).hold())
+    with pytest.raises(RuntimeError, match="last 500 of 1500 decoded samples"):
+        list(wave.blocks())
+    wave.close()
+
+
+def test_parts_are_promised_up_to_the_bound_and_given_back(monkeypatch):
+    free = 1 << 40
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: type("Usage", (), {"free": free}))
+    room = Disk(10 * MEGABYTE)
+    first, second = room.hold(), room.hold()
+    first.grow(6 * MEGABYTE)
+    first.grow(MEGABYTE)  # it has more
+    with pytest.raises(ApiError, match="may take 10 MB on this server's disk now and 6 of them are in use; this one "
+                                       "needs 5 MB more") as refused:
+        second.grow(5 * MEGABYTE)
+    assert refused.value.status == 503 and refused.value.headers["retry-after"]
+    first.keep(MEGABYTE)
+    second.grow(5 * MEGABYTE)
+    first.close()
+    second.close()
+    second.close()
+    assert room.held == 0
+    free = MEGABYTE
+    with pytest.raises(ApiError):
+        first.grow(MEGABYTE)  # half of what is free is not ours
+
+
+def test_a_decoder_asks_for_room_by_the_header_and_gives_back_what_it_did_not_need():
+    decoders = Decoders(Limits(decoders=1), disk=Disk(4 * MEGABYTE))
+    try:
+        with tempfile.TemporaryFile() as file:
+            file.write(serving.silence(120, 16_000))  # 7.7 MB of samples
+            file.flush()
+            with pytest.raises(ApiError, match="needs 8 MB more") as refused:
+                decoders.decode(file, 16_000, Job())
+            assert refused.value.status == 503 and decoders._disk.held == 0
+        with tempfile.TemporaryFile() as file:
+            file.write(serving.wav("hello"))
+            file.flush()
+            wave = decoders.decode(file, 16_000, Job())
+            assert decoders._disk.held == 4 * wave.samples
+            wave.close()
+        assert decoders._disk.held == 0
+    finally:
+        decoders.close()
+
+
+def test_a_request_beyond_the_bound_gets_503_and_the_next_one_is_answered(bundle):
+    with serving.serving(bundle, limits=Limits(decoders=1, max_disk_mb=2)) as server:
+        for data in (bytes(3 * MEGABYTE), serving.silence(60, 16_000)):  # too much itself, and too much decoded
+            answer = post(server, data)
+            assert answer.status_code == 503 and answer.headers["retry-after"]
+            assert answer.json()["error"]["code"] == "no_room" and "on this server's disk" in answer.text
+        assert post(server, serving.wav("good")).json()["text"] == "good"
+        assert server.state.disk.held == 0 and server.counted("sbkit_requests_inside") == 0
+
+
+@pytest.mark.parametrize("code, words", [(errno.ENOSPC, "temporary folder is full"),
+                                         (errno.EMFILE, "as many files open as it may")])
+def test_an_upload_that_finds_no_room_is_told_so(server, monkeypatch, code, words):
+    """Starlette keeps large uploads in a file of its own."""
+    def full(*_):
+        raise OSError(code, "no")
+
+    monkeypatch.setattr(tempfile.SpooledTemporaryFile, "rollover", full)
+    for data in (bytes(2 * MEGABYTE), serving.wav("small")):
+        answer = post(server, data)
+        assert answer.status_code == 503 and words in answer.json()["error"]["message"]
+    monkeypatch.undo()
+    assert post(server, serving.wav("good")).json()["text"] == "good"

@@ -1,0 +1,99 @@
+"""More connections than there is room for: who asks for nothing gives way, the rest is told, and it is logged once."""
+
+import contextlib
+import errno
+import json
+import logging
+import resource
+import socket
+import threading
+
+import httpx
+import pytest
+import serving
+import websockets
+from websockets.sync.client import connect
+
+from sbkit.errors import SbkitError
+from sbkit.serve import doors
+from sbkit.serve.limits import Limits
+from sbkit.serve.metrics import Metrics
+
+
+def post(server, text):
+    return httpx.post(f"{server.base}/audio/transcriptions", data={"model": "level"}, timeout=30,
+                      files={"file": ("a.wav", serving.wav(text))})
+
+
+def test_who_asks_for_nothing_gives_way_and_is_told_why(bundle, caplog):
+    limits = Limits(decoders=1, max_connections=4)
+    with serving.serving(bundle, limits=limits) as server, contextlib.ExitStack() as all_:
+        caplog.set_level(logging.WARNING)
+        silent = [all_.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=20))
+                  for _ in range(40)]
+        for text in ("a", "b", "c"):
+            assert httpx.get(f"{server.url}/health", timeout=20).status_code == 200
+            assert post(server, text).json()["text"] == text
+        said = silent[0].recv(10_000)
+        head, _, body = said.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 503 ") and b"connection: close" in head and b"retry-after" in head
+        assert json.loads(body)["error"]["code"] == "too_many_connections"
+        assert server.counted("sbkit_refused_total") >= 36
+        told = [each for each in caplog.records if "connections are open" in each.getMessage()]
+        assert len(told) == 1 and "4 connections" in told[0].getMessage()
+
+
+def test_where_all_are_at_work_the_probes_are_answered_and_others_get_a_503(bundle):
+    with serving.serving(bundle, limits=Limits(decoders=1, max_connections=2)) as server:
+        with server.held() as go:
+            at_work = [threading.Thread(target=post, args=(server, "a")) for _ in range(2)]
+            for each in at_work:
+                each.start()
+            serving.until(lambda: server.counted("sbkit_requests_inside") == 2)
+            for _ in range(30):
+                assert httpx.get(f"{server.url}/health", timeout=20).status_code == 200
+            answer = post(server, "b")
+            assert answer.status_code == 503 and answer.headers["retry-after"]
+            assert answer.json()["error"]["code"] == "too_many_connections"
+            with pytest.raises(websockets.InvalidStatus) as refused:
+                connect(server.live)
+            assert refused.value.response.status_code == 503
+            go.set()
+            for each in at_work:
+                each.join()
+        assert post(server, "c").json()["text"] == "c"
+        with connect(server.live):
+            pass
+
+
+@pytest.mark.parametrize("soft, hard, most, backlog", [
+    (200, 200, 40, 20), (1024, 1 << 20, 1024, 128), (1024, 1024, 756, 128), (resource.RLIM_INFINITY,) * 2 + (1024, 128),
+    (256, resource.RLIM_INFINITY, 1024, 128),
+])
+def test_as_many_as_open_files_allow(monkeypatch, soft, hard, most, backlog):
+    set_ = []
+    monkeypatch.setattr(doors.resource, "getrlimit", lambda what: (soft, hard))
+    monkeypatch.setattr(doors.resource, "setrlimit", lambda what, to: set_.append(to))
+    assert doors.places(Limits()) == doors.Places(most, backlog)
+    assert all(new > soft and old == hard for new, old in set_ if soft != hard)
+
+
+def test_too_few_files_are_told_at_the_start(monkeypatch):
+    monkeypatch.setattr(doors.resource, "getrlimit", lambda what: (100, 100))
+    monkeypatch.setattr(doors.resource, "setrlimit", lambda *_: None)
+    with pytest.raises(SbkitError, match=r"may open 100 files, and 156 are needed.*ulimit -n"):
+        doors.places(Limits())
+
+
+def test_that_no_file_is_left_to_accept_with_is_said_once(caplog):
+    """asyncio tells of it for each place in the queue, again and again."""
+    told = []
+    loop = type("Loop", (), {"default_exception_handler": lambda self, context: told.append(context)})()
+    house = doors.Doors(4, Metrics())
+    for _ in range(1000):
+        house.failed(loop, {"message": "socket.accept() out of system resource",
+                            "exception": OSError(errno.EMFILE, "Too many open files")})
+    assert [each.getMessage() for each in caplog.records] == [
+        "a connection can't be accepted: Too many open files (ulimit -n)"] and not told
+    house.failed(loop, {"message": "else", "exception": OSError(errno.EIO, "no")})
+    assert len(told) == 1

@@ -1,0 +1,43 @@
+"""The names that a server answers to: others are how a page elsewhere reaches into this machine (DNS rebinding)."""
+
+import httpx
+import pytest
+import serving
+import websockets
+from websockets.sync.client import connect
+
+from sbkit.serve.hosts import Hosts
+
+
+@pytest.mark.parametrize("host, allowed", [
+    ("localhost", True), ("localhost:8000", True), ("LOCALHOST.:80", True), ("127.0.0.1:1", True), ("[::1]", True),
+    ("[::1]:8000", True), (None, True), ("speech.lan:8000", True), ("evil.example", False), ("", False),
+    ("127.0.0.1.evil.example", False), ("localhost@evil.example", False), ("evil.example:localhost", False),
+    ("127.0.0.2", False), ("[::2]:80", False), ("localhost:80:80", False), ("::1", False),
+])
+def test_on_this_machines_address_only_its_own_names_and_those_allowed(host, allowed):
+    assert Hosts("127.0.0.1", ["Speech.lan"]).allow(host) is allowed
+
+
+def test_on_other_addresses_every_name_unless_names_are_given():
+    assert Hosts("0.0.0.0").allow("anything.example") and Hosts("::").allow("anything.example")
+    given = Hosts("192.0.2.1", ["speech.example"])
+    assert given.allow("speech.example:80") and given.allow("192.0.2.1:80") and not given.allow("evil.example")
+    assert Hosts("::1").allow("[::1]:80") and not Hosts("::1").allow("evil.example")
+    assert Hosts("127.0.0.2").allow("127.0.0.2:80")
+
+
+def test_a_wrong_name_is_refused_on_every_path_and_by_the_socket(bundle):
+    with serving.serving(bundle, hosts=Hosts("127.0.0.1")) as server:
+        for path in ("/", "/health", "/v1/models", "/metrics", "/v1/audio/live"):
+            answer = httpx.get(server.url + path, headers={"host": f"evil.example:{server.port}"})
+            assert answer.status_code == 421 and answer.json()["error"]["code"] == "host_not_allowed"
+            assert "--allow-host" in answer.json()["error"]["message"]
+        with pytest.raises(websockets.InvalidStatus) as refused:
+            connect(f"ws://evil.example:{server.port}/v1/audio/live",
+                    sock=__import__("socket").create_connection(("127.0.0.1", server.port)))
+        assert refused.value.response.status_code == 421
+        for host in ("127.0.0.1", "localhost"):
+            assert httpx.get(f"http://127.0.0.1:{server.port}/v1/models", headers={"host": host}).status_code == 200
+        with connect(server.live):
+            pass
