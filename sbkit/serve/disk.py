@@ -27,6 +27,7 @@ class Disk:
 
     def __init__(self, most: int):
         self._most = most
+        self._folder = tempfile.gettempdir()  # settled now: where it is full, Python would later take another one
         self._lock = threading.Lock()
         self.held = 0
         """Bytes that were promised to somebody."""
@@ -38,7 +39,7 @@ class Disk:
     def _change(self, more: int) -> None:
         with self._lock:
             if more > 0:
-                most = min(self._most, (shutil.disk_usage(tempfile.gettempdir()).free + self.held) // 2)
+                most = min(self._most, (shutil.disk_usage(self._folder).free + self.held) // 2)
                 if self.held + more > most:
                     raise no_room(f"uploads and decoded audio may take {most // MEGABYTE} MB on this server's disk now "
                                   f"and {self.held // MEGABYTE} of them are in use; this one needs "

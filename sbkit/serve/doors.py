@@ -41,20 +41,20 @@ class Places:
 
 def places(limits: Limits) -> Places:
     """As many as the limits say and open files allow, of which this process asks for more where it may have them."""
-    needed = _OWN_FILES + limits.max_requests + limits.max_active + 2 * limits.decoders + _SPARE
+    needed = _OWN_FILES + limits.max_active + 2 * limits.decoders + _SPARE
+    uploads = min(limits.max_requests, limits.max_connections)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = needed + _BACKLOG + limits.max_connections
+    wanted = needed + _BACKLOG + limits.max_connections + uploads
     if soft != resource.RLIM_INFINITY and soft < wanted:
         soft = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    if soft == resource.RLIM_INFINITY:
-        soft = wanted
-    left = soft - needed
-    if left < 2 * _FEWEST:
-        raise SbkitError(f"this process may open {soft} files, and {needed + 2 * _FEWEST} are needed",
-                         hint="raise it (ulimit -n), or lower --max-requests and --max-active")
+    left = (wanted if soft == resource.RLIM_INFINITY else soft) - needed
+    if left < 3 * _FEWEST:
+        raise SbkitError(f"this process may open {soft} files, and {needed + 3 * _FEWEST} are needed",
+                         hint="raise it (ulimit -n), or lower --max-active")
     backlog = min(_BACKLOG, left // 3)  # those are taken all at once, before the first of them can be refused
-    return Places(min(limits.max_connections, left - backlog), backlog)
+    most = max((left - backlog) // 2, left - backlog - uploads)  # an upload is a file beside its connection
+    return Places(min(limits.max_connections, most), backlog)
 
 
 class Connection(Protocol):

@@ -67,7 +67,7 @@ def test_where_all_are_at_work_the_probes_are_answered_and_others_get_a_503(bund
 
 
 @pytest.mark.parametrize("soft, hard, most, backlog", [
-    (200, 200, 40, 20), (1024, 1 << 20, 1024, 128), (1024, 1024, 756, 128), (resource.RLIM_INFINITY,) * 2 + (1024, 128),
+    (200, 200, 41, 41), (1024, 1 << 20, 1024, 128), (1024, 1024, 756, 128), (resource.RLIM_INFINITY,) * 2 + (1024, 128),
     (256, resource.RLIM_INFINITY, 1024, 128),
 ])
 def test_as_many_as_open_files_allow(monkeypatch, soft, hard, most, backlog):
@@ -78,10 +78,15 @@ def test_as_many_as_open_files_allow(monkeypatch, soft, hard, most, backlog):
     assert all(new > soft and old == hard for new, old in set_ if soft != hard)
 
 
+def test_many_requests_need_no_more_files_than_there_are_connections(monkeypatch):
+    monkeypatch.setattr(doors.resource, "getrlimit", lambda what: (1024, 1024))
+    assert doors.places(Limits(max_requests=4096)).most == 410
+
+
 def test_too_few_files_are_told_at_the_start(monkeypatch):
-    monkeypatch.setattr(doors.resource, "getrlimit", lambda what: (100, 100))
+    monkeypatch.setattr(doors.resource, "getrlimit", lambda what: (99, 99))
     monkeypatch.setattr(doors.resource, "setrlimit", lambda *_: None)
-    with pytest.raises(SbkitError, match=r"may open 100 files, and 156 are needed.*ulimit -n"):
+    with pytest.raises(SbkitError, match=r"may open 99 files, and 100 are needed.*ulimit -n"):
         doors.places(Limits())
 
 

@@ -3,6 +3,8 @@
 import contextlib
 import json
 import random
+import re
+import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import bundles
@@ -12,6 +14,7 @@ import serving
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
+from sbkit.serve.hosts import Hosts
 from sbkit.serve.limits import Limits
 
 INPUTS = 2000
@@ -59,8 +62,19 @@ FORM = (b'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\nlevel\r\n'
         b'--b\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\n\r\n')
 
 
+HOSTS = ("evil.example", "127.0.0.1.evil.example", "localhost@evil.example", "[::2]:80", "127.0.0.1:80:80", "0.0.0.0")
+
+
 def hostile(rng, samples):
-    """A form that no client of ours would send; its audio may be fine."""
+    """A request that no client of ours would send; its audio may be fine."""
+    body = strange_form(rng, samples)
+    if rng.random() < 0.2:  # a page elsewhere whose name points here, or who says that somebody else asks
+        body.setdefault("headers", {}).update(rng.choice(
+            ({"host": rng.choice(HOSTS)}, {"origin": "http://evil.example"}, {"x-forwarded-for": "203.0.113.1"})))
+    return body
+
+
+def strange_form(rng, samples):
     kind = rng.randrange(4)
     if kind == 0:  # fields of all sorts
         data = {rng.choice(FIELDS): rng.choice(WORDS) for _ in range(rng.randint(0, 5))}
@@ -81,23 +95,71 @@ def hostile(rng, samples):
     return {"content": bytes(body), "headers": headers}
 
 
+POST = (b"POST /v1/audio/transcriptions HTTP/1.1\r\nhost: localhost\r\n"
+        b"content-type: multipart/form-data; boundary=b\r\n")
+CHUNKS = (b"zz\r\n", b"ffffffffff\r\n", b"-1\r\n", b"5\r\nab")
+
+
+def rude(rng, port, samples, silent):
+    """What no HTTP client would send, or not all of it: it gets an answer that refuses it, or none."""
+    body = FORM + rng.choice(samples)
+    length = b"content-length: %d\r\n\r\n"
+    words = rng.choice((
+        POST + length % (2 * len(body)) + body,  # cut off
+        POST + length % (1 << 40), POST + length % -1, POST + b"content-length: 1\r\ncontent-length: 2\r\n\r\na",
+        POST + b"transfer-encoding: chunked\r\n\r\n" + rng.choice(CHUNKS),
+        POST[: rng.randrange(1, len(POST))], POST + b"x: " + b"y" * 100_000, b"\0" * 100,
+        rng.randbytes(200) + b"\r\n\r\n",
+        b"GET /v1/audio/live HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n",
+        POST + b"expect: 100-continue\r\n" + length % 10,
+    ))
+    silent.append(socket.create_connection(("127.0.0.1", port), timeout=30))  # which asks for nothing, ever
+    if len(silent) > 100:
+        silent.pop(0).close()
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as asking:
+        said = b""
+        with contextlib.suppress(ConnectionError):
+            asking.sendall(words)
+            asking.shutdown(socket.SHUT_WR)
+            while data := asking.recv(1 << 16):
+                said += data
+    said = said.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n").removeprefix(b"HTTP/1.1 100 \r\n\r\n")
+    assert not said or re.match(rb"HTTP/1.1 (4\d\d|503) ", said), (words[:200], said[:200])
+    return True
+
+
 @pytest.mark.timeout(300)
 def test_whatever_comes_is_refused_with_a_reason_and_the_next_good_request_is_right(bundle, samples):
     """What is damaged may be audio still; it goes on until so many were refused."""
-    limits = Limits(max_upload_mb=1, max_audio_seconds=120, decoders=2, decode_seconds=5, request_seconds=60)
-    with serving.serving(bundle, limits=limits) as server, httpx.Client(timeout=60) as client:
-        url = f"{server.base}/audio/transcriptions"
+    limits = Limits(max_upload_mb=1, max_audio_seconds=120, decoders=2, decode_seconds=5, request_seconds=60,
+                    max_connections=24, max_disk_mb=12, upload_grace_seconds=5)
+    with contextlib.ExitStack() as all_:
+        server = all_.enter_context(serving.serving(bundle, limits=limits, hosts=Hosts("127.0.0.1")))
+        client = all_.enter_context(httpx.Client(timeout=60))
+        url, silent = f"{server.base}/audio/transcriptions", []
+        all_.callback(lambda: [each.close() for each in silent])
+
+        def ask(**body):
+            try:
+                return client.post(url, **body)
+            except httpx.TransportError:  # a connection that it kept for later had to give way
+                return client.post(url, **body)
 
         def send(number):
             rng = random.Random(number)
-            if number % 4:
+            if number % 5 == 1:
+                return rude(rng, server.port, samples, silent)
+            if number % 5:
                 body = {"data": {"model": "level"}, "files": {"file": ("a.wav", damaged(rng, samples))}}
             else:
                 body = hostile(rng, samples)
-            answer = client.post(url, **body)
+            answer = ask(**body)
             if answer.status_code == 200:
                 return False
             said = answer.json()["error"]
+            if answer.status_code == 503:
+                assert said["code"] in ("no_room", "too_many_connections") and answer.headers["retry-after"]
+                return True
             assert 400 <= answer.status_code < 500, (number, answer.status_code, said)
             assert said["message"] and said["type"] == "invalid_request_error" and "Traceback" not in said["message"]
             return True
@@ -107,11 +169,12 @@ def test_whatever_comes_is_refused_with_a_reason_and_the_next_good_request_is_ri
             while refused < INPUTS:
                 refused += sum(pool.map(send, range(sent, sent + 100)))
                 sent += 100
-                good = client.post(url, data={"model": "level"}, files={"file": ("a.wav", samples[0])})
+                good = ask(data={"model": "level"}, files={"file": ("a.wav", samples[0])})
                 assert good.json()["text"] == GOOD
         assert sent < 3 * INPUTS
         assert client.get(f"{server.url}/health").json()["status"] == "ok"
-        assert server.counted("sbkit_requests_inside") == 0
+        serving.until(lambda: server.counted("sbkit_requests_inside") == 0)
+        assert server.state.disk.held == 0
         print(f"{refused} of {sent} refused, {server.counted('sbkit_decoder_restarts_total'):.0f} decoders replaced")
 
 
