@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
+import signal
 import socket
 import sys
 import tempfile
@@ -142,3 +144,33 @@ def _program(out, err, environment, fn, args) -> None:
     os.environ.update(environment)
     multiprocessing.set_start_method("fork", force=True)  # of its own children, as in a program that nobody forked
     fn(*args)
+
+
+class Beside:
+    """``fn(pipe, *args)`` in a process beside this one while the block lasts; ``pipe`` is our end of its pipe."""
+
+    def __init__(self, fn, *args, **environment: str):
+        self.pipe, theirs = _CONTEXT.Pipe()
+        self.process = _CONTEXT.Process(target=_beside, args=(fn, theirs, environment, args))
+        self.process.start()
+        theirs.close()
+
+    def kill(self) -> None:
+        """It alone: what it started lives on."""
+        self.process.kill()
+        self.process.join()
+
+    def __enter__(self) -> Beside:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.join()
+        self.pipe.close()
+
+
+def _beside(fn, pipe, environment, args) -> None:
+    os.setsid()
+    os.environ.update(environment)
+    fn(pipe, *args)

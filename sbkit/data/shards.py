@@ -25,7 +25,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import NamedTuple
 
 import numpy as np
 import soundfile
@@ -107,14 +107,14 @@ def write_shards(
     if not len(manifest):
         raise SbkitError("the manifest is empty: there is nothing to write into shards")
     try:
-        with locked(Path(out) / f".{name}.lock") as lock:
-            return _write_shards(manifest, Path(out), name, shard_size_mb, encode, workers, show_progress, lock)
+        with locked(Path(out) / f".{name}.lock"):
+            return _write_shards(manifest, Path(out), name, shard_size_mb, encode, workers, show_progress)
     except OSError as error:  # a full disk, a folder that may not be written
         raise SbkitError(f"{error.filename or out}: {error.strerror or error}") from error
 
 
 def _write_shards(manifest: Manifest, out: Path, name: str, shard_size_mb: float, encode: str | None, workers: int,
-                  show_progress: bool, lock: TextIO) -> Manifest:
+                  show_progress: bool) -> Manifest:
     order = np.random.Generator(np.random.PCG64(_SHUFFLE_SEED)).permutation(len(manifest))
     per_second = ENCODINGS[encode].bytes_per_second if encode else _bytes_per_second(manifest)
     _check_space(out, name, manifest, per_second)
@@ -126,7 +126,7 @@ def _write_shards(manifest: Manifest, out: Path, name: str, shard_size_mb: float
     )
     done: dict[int, dict] = {}
     with progress(what="writing shards", total=len(manifest), unit="utt", show=show_progress) as bar:
-        for index in _run(jobs, workers, lock):
+        for index in _run(jobs, workers):
             done[index["first"]] = index
             bar.update(len(index["kept"]) + len(index["left_out"]))
     shards = [done[first] for first in sorted(done)]
@@ -136,15 +136,14 @@ def _write_shards(manifest: Manifest, out: Path, name: str, shard_size_mb: float
     return result
 
 
-def _run(jobs: Iterable[_Job], workers: int, lock: TextIO) -> Iterator[dict]:
+def _run(jobs: Iterable[_Job], workers: int) -> Iterator[dict]:
     if workers <= 1:
         yield from map(_write, jobs)
         return
     jobs = iter(jobs)
     waiting: set[Future] = set()
-    # Fork: the rows are there already, and no script is run a second time. The lock stays with us: processes that
-    # outlive us (kill -9) would hold it for ever.
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork"), initializer=lock.close) as pool:
+    # Fork: the rows are there already, and no script is run a second time.
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
         try:
             while True:
                 while len(waiting) < 2 * workers and (job := next(jobs, None)) is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import logging
@@ -21,6 +20,7 @@ from speechbrain.utils.checkpoints import CKPT_PREFIX, METAFNAME, PARAMFILE_EXT
 from speechbrain.utils.distributed import get_rank
 
 from sbkit import disk
+from sbkit.data.lock import Lock
 from sbkit.errors import SbkitError
 
 logger = logging.getLogger(__name__)
@@ -29,6 +29,7 @@ SUMS_NAME = f"{CKPT_PREFIX}.sums.json"  # SpeechBrain reads only *.ckpt and CKPT
 WRITING, REPLACED, DELETED = ".tmp-", ".old-", ".del-"  # hidden: neither SpeechBrain nor we list them
 CHUNK = 1 << 22
 DAY = 24 * 3600.0
+PATIENCE = 2.0  # seconds that another process may take to tidy up
 
 
 class CheckpointError(SbkitError, RuntimeError):
@@ -38,20 +39,28 @@ class CheckpointError(SbkitError, RuntimeError):
 # ---------------------------------------------------------------- writing
 
 
-def begin(folder: Path, name: str) -> tuple[Path, int]:
-    """Make the hidden folder in which checkpoint ``name`` is written; returns it and the handle of its lock.
+def begin(folder: Path, name: str) -> tuple[Path, Lock]:
+    """Make the hidden folder in which checkpoint ``name`` is written; returns it and its lock.
 
-    The kernel drops the lock when the process dies, however it dies: that is how ``sweep`` tells a
-    folder left by a killed run from one that another run is writing right now.
+    That is how a folder left by a killed run is told from one that another process is writing right now, which is
+    an error: two runs would make one checkpoint.
     """
     path = folder / f"{WRITING}{name}"
-    if path.exists():
-        shutil.rmtree(path)
-    os.makedirs(path)
-    handle = os.open(path, os.O_RDONLY)
-    with contextlib.suppress(OSError):  # a file system without locks: sweep goes by age there
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return path, handle
+    os.makedirs(folder, exist_ok=True)
+    until = time.monotonic() + PATIENCE
+    while True:
+        with contextlib.suppress(FileExistsError, FileNotFoundError):  # another process was quicker
+            if path.exists():
+                _remove(path)
+            os.mkdir(path)
+            lock = Lock(path)
+            if lock.take() is not False and lock.is_at(path):
+                return path, lock
+            lock.close()
+        if time.monotonic() > until:
+            raise CheckpointError(f"the checkpoint {folder / name} is being written by another process",
+                                  hint="let each run have an output folder of its own")
+        time.sleep(0.1)
 
 
 def write_state(state: Any, path: Path) -> None:
@@ -111,31 +120,37 @@ def sweep(folder: Path) -> list[str]:
         name = path.name
         if not name.startswith((WRITING + CKPT_PREFIX, REPLACED + CKPT_PREFIX, DELETED + CKPT_PREFIX)):
             continue
-        final = path.with_name(name[len(WRITING):])
+        final, writing = (path.with_name(start + name[len(WRITING):]) for start in ("", WRITING))
         try:
-            if name.startswith(WRITING) and _in_use(path):
-                continue
-            if name.startswith(REPLACED) and not final.exists():
-                os.rename(path, final)
-                continue
-            shutil.rmtree(path)
-            gone.append(name)
+            if name.startswith(REPLACED):
+                if writing.exists() and _in_use(writing):  # a run that lives is between its two renames
+                    continue
+                if not final.exists():
+                    os.rename(path, final)
+                    continue
+            if _remove(path, unless_older=DAY if path == writing else 0.0):
+                gone.append(name)
         except OSError as error:  # a folder we may only read, or another process was quicker
             logger.debug("could not remove %s: %s", path, error)
     return gone
 
 
 def _in_use(path: Path) -> bool:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return time.time() - path.stat().st_mtime < DAY
-    finally:
-        os.close(handle)
-    return False
+    with Lock(path) as lock:
+        return lock.take(shared=True) is False
+
+
+def _remove(path: Path, unless_older: float = 0.0) -> bool:
+    """Delete a hidden folder, unless a living process holds it; gives whether it is gone.
+
+    unless_older : seconds, for a file system without locks
+    """
+    with Lock(path) as lock:
+        held = lock.take()
+        if held is False or (held is None and time.time() - path.stat().st_mtime < unless_older):
+            return False
+        shutil.rmtree(path)
+    return True
 
 
 def _write_text(path: Path, text: str) -> None:

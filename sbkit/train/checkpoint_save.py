@@ -123,6 +123,7 @@ class Saving(stock.Checkpointer):
 
         Tensors are not copied: until then nothing may change them. A disk that refuses it is no error.
         """
+        self.drop()
         pending: PendingCheckpoint | None = None
 
         def begin() -> Path | None:

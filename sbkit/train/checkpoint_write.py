@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import os
 import sys
 import threading
 import weakref
@@ -14,6 +13,7 @@ from typing import Any
 
 from speechbrain.utils.checkpoints import PARAMFILE_EXT, Checkpoint
 
+from sbkit.data.lock import Lock
 from sbkit.train import checkpoint_files as files
 from sbkit.train import checkpoint_state as states
 from sbkit.train import ending
@@ -29,7 +29,7 @@ class PendingCheckpoint:
     verbosity: int
     folder: Path | None = None  # the hidden one that is written to
     names: dict[str, str] = field(default_factory=dict)  # recoverable -> its file's name
-    _lock: int | None = None
+    _lock: Lock | None = None
     _states: dict[str, tuple[Any, Callable[[], None]]] = field(default_factory=dict)
 
     @property
@@ -71,7 +71,7 @@ class PendingCheckpoint:
     def _release(self) -> None:
         self._states.clear()
         if self._lock is not None:
-            os.close(self._lock)
+            self._lock.close()
             self._lock = None
 
 

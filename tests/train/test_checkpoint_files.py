@@ -1,14 +1,17 @@
 """Checkpoint folders on disk: whole or absent, and never someone else's."""
 
+import contextlib
 import errno
 import json
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import Beside
 
 from sbkit.train import checkpoint_files as files
 
@@ -19,7 +22,7 @@ def written(folder, text="weights", name=NAME):
     path, lock = files.begin(folder, name)
     (path / "model.ckpt").write_text(text)
     files.seal(path, {"unixtime": 1.0})
-    os.close(lock)
+    lock.close()
     return path
 
 
@@ -41,7 +44,7 @@ def test_files_in_folders_are_summed_too(tmp_path):
     (path / "lm.ckpt").mkdir()
     (path / "lm.ckpt" / "weights").write_bytes(b"x" * 10)
     files.seal(path, {"unixtime": 1.0})
-    os.close(lock)
+    lock.close()
     assert files.damage(path) is None
     (path / "lm.ckpt" / "weights").write_bytes(b"x" * 9 + b"y")
     assert files.damage(path) == "lm.ckpt/weights does not have the checksum it was written with"
@@ -53,7 +56,7 @@ def test_any_flipped_bit_is_found(tmp_path_factory, data, where, bit):
     path, lock = files.begin(folder, NAME)
     (path / "model.ckpt").write_bytes(data)
     files.seal(path, {"unixtime": 1.0})
-    os.close(lock)
+    lock.close()
     assert files.damage(path) is None
     broken = bytearray(data)
     broken[int(where * len(data))] ^= 1 << bit
@@ -77,7 +80,7 @@ def test_sweep_removes_what_a_dead_process_was_writing(tmp_path):
 
 def test_sweep_leaves_what_a_living_process_is_writing(tmp_path):
     script = ("import sys, time; from pathlib import Path; from sbkit.train import checkpoint_files as f\n"
-              f"f.begin(Path(sys.argv[1]), {NAME!r}); print('ready', flush=True); time.sleep(60)")
+              f"held = f.begin(Path(sys.argv[1]), {NAME!r}); print('ready', flush=True); time.sleep(60)")
     with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout.readline() == b"ready\n"
@@ -85,6 +88,63 @@ def test_sweep_leaves_what_a_living_process_is_writing(tmp_path):
         finally:
             process.kill()
     assert files.sweep(tmp_path) == [files.WRITING + NAME]
+
+
+def writes(pipe, folder):
+    """Write a checkpoint, and stay between the two renames of its publication."""
+    path, lock = files.begin(folder, NAME)
+    (path / "model.ckpt").write_text("of the first run")
+    os.rename(folder / NAME, folder / (files.REPLACED + NAME))
+    pipe.send("writes")
+    pipe.recv()
+    lock.close()
+
+
+def test_a_folder_that_a_living_process_writes_is_refused_to_a_second_one(tmp_path):
+    published(tmp_path)
+    with Beside(writes, tmp_path) as other:
+        assert other.pipe.recv() == "writes"
+        with pytest.raises(files.CheckpointError, match="is being written by another process; let each"):
+            files.begin(tmp_path, NAME)
+        path = tmp_path / (files.WRITING + NAME)
+        assert (path / "model.ckpt").read_text() == "of the first run"
+        other.kill()
+        files.begin(tmp_path, NAME)[1].close()
+        assert list(path.iterdir()) == []
+
+
+def test_sweep_leaves_a_living_process_between_the_two_renames_of_a_replacement(tmp_path):
+    published(tmp_path)
+    with Beside(writes, tmp_path) as other:
+        assert other.pipe.recv() == "writes"
+        assert files.sweep(tmp_path) == []
+        assert sorted(path.name for path in tmp_path.iterdir()) == [files.REPLACED + NAME, files.WRITING + NAME]
+        other.kill()
+        assert files.sweep(tmp_path) == [files.WRITING + NAME]
+        assert (tmp_path / NAME / "model.ckpt").read_text() == "weights"
+
+
+def test_many_that_begin_the_same_checkpoint_never_share_its_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "PATIENCE", 0.0)
+    for attempt in range(30):
+        (tmp_path / str(attempt)).mkdir()
+        (tmp_path / str(attempt) / (files.WRITING + NAME)).mkdir()  # of a killed one
+        together, began = threading.Barrier(4), []
+
+        def begin(folder=tmp_path / str(attempt), together=together, began=began):
+            together.wait()
+            with contextlib.suppress(files.CheckpointError):
+                began.append(files.begin(folder, NAME))
+
+        threads = [threading.Thread(target=begin) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(began) <= 1
+        assert all(lock.is_at(path) for path, lock in began)
+        for _, lock in began:
+            lock.close()
 
 
 def test_sweep_touches_nothing_else(tmp_path):

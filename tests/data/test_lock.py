@@ -1,0 +1,39 @@
+"""Locks of the kernel: held by one process, and by nothing that it forks."""
+
+import os
+import signal
+import time
+
+from sbkit.data.lock import Lock
+
+
+def test_what_is_forked_from_a_holder_holds_nothing(tmp_path):
+    with Lock(tmp_path) as lock, Lock(tmp_path) as other:
+        assert lock.take() is True and other.take() is False
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+        try:
+            assert other.take() is False
+            os.close(lock.handle)  # as the kernel does when the holder dies
+            lock.handle = None
+            assert other.take(wait=True) is True
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def test_many_may_share_what_nobody_holds_alone(tmp_path):
+    with Lock(tmp_path) as one, Lock(tmp_path) as two, Lock(tmp_path) as alone:
+        assert one.take(shared=True) and two.take(shared=True) and alone.take() is False
+
+
+def test_what_was_open_is_not_what_has_its_name_by_now(tmp_path):
+    (tmp_path / "folder").mkdir()
+    with Lock(tmp_path / "folder") as lock:
+        assert lock.is_at(tmp_path / "folder")
+        (tmp_path / "folder").rename(tmp_path / "other")
+        assert not lock.is_at(tmp_path / "folder")
+        (tmp_path / "folder").mkdir()
+        assert not lock.is_at(tmp_path / "folder")
