@@ -39,11 +39,16 @@ def is_due() -> bool:
     return _due is not None and _due[0] == os.getpid()
 
 
-def now(code: int) -> None:
-    """End this process and its workers."""
-    until = time.monotonic() + _WRITING_SECONDS
+def finish_writing(patience: float = _WRITING_SECONDS) -> None:
+    """Wait until nothing is being written, or so many seconds."""
+    until = time.monotonic() + patience
     for thread in list(_writing):
         thread.join(max(0.0, until - time.monotonic()))
+
+
+def now(code: int, patience: float = _WRITING_SECONDS) -> None:
+    """End this process and its workers."""
+    finish_writing(patience)
     for child in multiprocessing.active_children():
         child.kill()  # data workers don't listen to less
     for stream in (sys.stdout, sys.stderr):

@@ -28,7 +28,7 @@ import torch.distributed.nn  # once there is a group it is too late: its default
 from speechbrain.utils.distributed import MainProcessContext, ddp_prevent_block
 
 from sbkit.errors import SbkitError
-from sbkit.train import ending
+from sbkit.train import ending, launcher
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -97,6 +97,7 @@ def init(device: torch.device, backend: str | None = None) -> None:
     global _started_here
     if not launched():
         return
+    launcher.watch()
     atexit.unregister(_at_exit)
     atexit.register(_at_exit, os.getpid())
     if connected():
@@ -247,6 +248,7 @@ def failing_together() -> Iterator[None]:
     except PeerFailed:
         raise
     except BaseException as error:
+        launcher.leave_if_gone()
         if (code := _broke_by_a_peer(error)) is not None:
             logger.debug("what this rank met then", exc_info=error)
             _leave(code, grace=0.0)
