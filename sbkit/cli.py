@@ -33,7 +33,8 @@ RUNS_CODE = "The recipe in a run's folder is code, which this imports and calls:
 
 #: Commands that take a recipe and overrides, as SpeechBrain's scripts do. argparse below never sees these words.
 RECIPE_COMMANDS = {
-    "train": "Train, test and report. On several devices: torchrun --nproc_per_node=8 train.py RECIPE.yaml ...",
+    "train": "Train, test and report. On several devices: torchrun --nproc_per_node=8 train.py RECIPE.yaml ...\n"
+             "The same command resumes a run. One run at a time holds an output_folder: a second start is refused.",
     "check": "Say all that is wrong with a recipe, what it costs and what fits. --json for programs, --measure to run "
              "a few steps.\n--no-run imports nothing but speechbrain, torch and sbkit, builds and calls nothing, and "
              "lists what it could not see.",

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import os
 import shutil
 from collections import deque
 from pathlib import Path
 from typing import Any
 
+from sbkit import disk
 from sbkit.errors import SbkitError
 from sbkit.recipe import load
 from sbkit.score.report_data import RECIPE
 from sbkit.tested import NAME as TESTED
 
+logger = logging.getLogger(__name__)
+
 _FILES, _FOLDER = (RECIPE, "run.py", TESTED), "manifests"
+#: What lies there is whole: it gets and loses this name in one step.
 _ASIDE = ".before-this-start"
+_PART, _GONE = f"{_ASIDE}.part", f"{_ASIDE}.gone"
 
 
 class Kept:
     """Within it, what a start writes over is kept aside, and put back by an error before the run ``begins``.
+
+    A start that is killed leaves it aside: the next one puts it back first.
 
     folder : of the run
     here : whether this process is the one that writes there
@@ -27,12 +34,12 @@ class Kept:
 
     def __init__(self, folder: Path, here: bool = True):
         self.folder, self.aside = folder, folder / _ASIDE
-        self._here = here and (folder / RECIPE).is_file()
+        self._here = here
 
     def begins(self) -> None:
         """From here on what was written stands."""
         if self._here:
-            shutil.rmtree(self.aside, ignore_errors=True)
+            _drop(self.folder)
             self._here = False
 
     def changes(self) -> list[str]:
@@ -52,24 +59,76 @@ class Kept:
 
     def __enter__(self) -> Kept:
         if self._here:
-            shutil.rmtree(self.aside, ignore_errors=True)  # of a start that was killed
-            with contextlib.suppress(OSError):  # a folder that can't be written: the start says so
-                self._keep()
+            put_back(self.folder)
+            self._here = (self.folder / RECIPE).is_file()
+        if self._here:
+            try:
+                with disk.told(self.folder):
+                    self._keep()
+            except OSError as error:
+                raise SbkitError(f"cannot write into {self.folder}: {error.strerror}",
+                                 hint="choose another place with --output_folder") from error
         return self
 
     def _keep(self) -> None:
-        self.aside.mkdir()
+        part = self.folder / _PART
+        part.mkdir()
         for name in _FILES:
             if (self.folder / name).is_file():
-                shutil.copy2(self.folder / name, self.aside / name)
+                shutil.copy2(self.folder / name, part / name)
+        disk.sync_files(part)
         if (self.folder / _FOLDER).is_dir():
-            shutil.copytree(self.folder / _FOLDER, self.aside / _FOLDER, copy_function=_link)
+            (part / _FOLDER).mkdir()
+            for path in _manifests(self.folder):
+                _link(path, part / _FOLDER / path.name)
+            disk.sync_folder(part / _FOLDER)
+        os.rename(part, self.aside)
+        disk.sync_folder(self.folder)
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if kind is not None and self._here:
-            for path in filter(Path.is_file, [*self.aside.rglob("*")]):
-                os.replace(path, self.folder / path.relative_to(self.aside))
+            put_back(self.folder)
         self.begins()
+
+
+def put_back(folder: Path) -> None:
+    """Make a run's folder what it was before a start that was refused or killed, and tidy up after that.
+
+    Manifests belong together: where the run had some, those that it hadn't go. Killed meanwhile, it is done again.
+    """
+    aside = folder / _ASIDE
+    if aside.is_dir():
+        kept = [path.relative_to(aside) for path in sorted(aside.rglob("*")) if path.is_file()]
+        if any(path.parent.name for path in kept):
+            for path in _manifests(folder):
+                if path.relative_to(folder) not in kept:
+                    path.unlink()
+        for path in kept:
+            (folder / path).parent.mkdir(exist_ok=True)
+            between = (folder / path).with_name(f".{path.name}.back")
+            between.unlink(missing_ok=True)
+            _link(aside / path, between)
+            os.replace(between, folder / path)
+            between.unlink(missing_ok=True)  # still there where both were one file already
+        logger.info("%s is again as it was before a start that came to nothing", folder)
+    _drop(folder)
+
+
+def _drop(folder: Path) -> None:
+    """Forget what was kept aside, at once and not file by file."""
+    aside, gone = folder / _ASIDE, folder / _GONE
+    shutil.rmtree(gone, ignore_errors=True)
+    if aside.is_dir():
+        os.rename(aside, gone)
+    for path in (gone, folder / _PART):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _manifests(folder: Path) -> list[Path]:
+    """What preparation writes for a run to read; not what it unpacks, nor its notes to itself."""
+    there = folder / _FOLDER
+    return [path for path in there.iterdir() if path.is_file() and not path.name.startswith(".")] \
+        if there.is_dir() else []
 
 
 def _values(recipe: dict[str, Any]) -> dict[str, str]:
@@ -91,7 +150,7 @@ def _values(recipe: dict[str, Any]) -> dict[str, str]:
     return found
 
 
-def _link(source: str, target: str) -> None:
+def _link(source: Path, target: Path) -> None:
     """Manifests are replaced and never written into, so that a second name keeps them; they may be large."""
     try:
         os.link(source, target)

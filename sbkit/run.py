@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 from sbkit import disk
 from sbkit.environment import check_torch_pair, command, describe
 from sbkit.errors import SbkitError
-from sbkit.train import memory
+from sbkit.train import launcher, memory
 
 logger = logging.getLogger(__name__)
 
@@ -23,13 +24,12 @@ NEEDED = ("brain", "modules", "output_folder", "corpus", "tokenizer", "output_ne
 
 def train(argv: list[str]) -> int:
     """``sbkit train RECIPE.yaml [--key value ...]``; returns the exit code."""
+    launcher.watch()
     check_torch_pair()
     memory.reserve_little()
-    from sbkit import preflight
-    from sbkit.kept import Kept
     from sbkit.recipe import arguments, load
     from sbkit.train import device as devices
-    from sbkit.train import oom, ranks
+    from sbkit.train.signals import EndSignals
 
     request = arguments.parse(argv)
     if not request.check:  # which tells it together with all else
@@ -37,6 +37,18 @@ def train(argv: list[str]) -> int:
     device = devices.resolve(request.run_opts.device)
     if device.type == "cpu":
         memory.keep_freed_memory()
+    with EndSignals():
+        _run(request, device)
+    return 0
+
+
+def _run(request: Any, device: Any) -> None:
+    from sbkit import preflight
+    from sbkit.kept import Kept
+    from sbkit.recipe import load
+    from sbkit.run_lock import RunLock
+    from sbkit.train import oom, ranks
+
     ranks.init(device, request.run_opts.distributed_backend)
     try:
         with ranks.failing_together(), oom.told(device):
@@ -45,11 +57,10 @@ def train(argv: list[str]) -> int:
             hparams = load.load(request.path, request.overrides)
             load.require(hparams, request.path, *NEEDED)
             folder = Path(hparams["output_folder"])
-            with disk.told(folder), Kept(folder, ranks.is_main()) as kept:
+            with disk.told(folder), RunLock(folder), Kept(folder, ranks.is_main()) as kept:
                 _train(hparams, request, device, kept)
     finally:
         ranks.shutdown()
-    return 0
 
 
 def _train(hparams: dict[str, Any], request: Any, device: Any, kept: Any) -> None:
@@ -101,14 +112,21 @@ def prepare(argv: list[str]) -> int:
     """``sbkit prepare RECIPE.yaml [--key value ...]``: manifests and tokenizer, and the table of what was left out."""
     check_torch_pair()
     memory.reserve_little()
+    from sbkit.kept import put_back
     from sbkit.recipe import arguments, load
+    from sbkit.run_lock import RunLock
     from sbkit.train import oom
+    from sbkit.train.signals import EndSignals
 
     request = arguments.parse(argv)
-    with oom.told("cpu", hint=oom.BOUND_HINT):
+    with EndSignals(), oom.told("cpu", hint=oom.BOUND_HINT):
         hparams = load.load(request.path, request.overrides)
         load.require(hparams, request.path, "corpus", "tokenizer")
-        prepare_data(hparams, request.overrides)
+        folder = hparams.get("output_folder")
+        with RunLock(Path(folder), runs=False) if folder else contextlib.nullcontext():
+            if folder:
+                put_back(Path(folder))
+            prepare_data(hparams, request.overrides)
     return 0
 
 

@@ -1,10 +1,14 @@
 """What a start writes over is put back by an error, until the run begins."""
 
+import errno
+import itertools
+import os
 from pathlib import Path
 
 import pytest
 from hyperpyyaml import resolve_references
 
+from sbkit.errors import SbkitError
 from sbkit.kept import Kept
 from sbkit.recipe import load
 
@@ -52,12 +56,98 @@ def test_without_an_error_nothing_is_put_back(folder):
     assert texts(folder)["hyperparams.yaml"] == "now" and not (folder / ".before-this-start").exists()
 
 
-def test_what_a_killed_start_left_is_not_taken_for_this_ones(folder):
-    (folder / ".before-this-start").mkdir()
-    (folder / ".before-this-start" / "hyperparams.yaml").write_text("older")
+def test_what_a_killed_start_left_is_put_back_by_the_next(folder):
+    before = texts(folder)
+    Kept(folder).__enter__()
+    written_over(folder)
+    (folder / "manifests" / "dev.csv").write_text("of the start that was killed")
     with pytest.raises(ValueError), Kept(folder):
+        written_over(folder)
         raise ValueError
-    assert texts(folder)["hyperparams.yaml"] == "before"
+    assert texts(folder) == before and not list(folder.glob(".before*"))
+
+
+def test_a_run_without_manifests_keeps_those_that_a_refused_start_made(folder):
+    (folder / "manifests" / "train.csv").unlink()
+    with pytest.raises(ValueError), Kept(folder):
+        written_over(folder)
+        raise ValueError
+    assert texts(folder)["manifests/train.csv"] == "now"
+
+
+def test_what_is_unpacked_beside_manifests_is_left_alone(folder):
+    (folder / "manifests" / "audio").mkdir()
+    (folder / "manifests" / "audio" / "clip").write_text("before")
+    with pytest.raises(ValueError), Kept(folder):
+        assert not list((folder / ".before-this-start").rglob("clip"))
+        (folder / "manifests" / "audio" / "new clip").write_text("now")
+        raise ValueError
+    assert {"manifests/audio/clip", "manifests/audio/new clip"} < set(texts(folder))
+
+
+OPERATIONS = ("mkdir", "rename", "replace", "link", "unlink", "rmdir")
+
+
+def killed_at(operation, work):
+    """Whether ``work``, in a process of its own, was killed before its so-many-th operation on the disk."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    left = itertools.count(operation, -1)
+
+    def counted(original):
+        return lambda *args, **kwargs: original(*args, **kwargs) if next(left) else os._exit(9)
+
+    for name in OPERATIONS:
+        setattr(os, name, counted(getattr(os, name)))
+    try:
+        work()
+    except ZeroDivisionError:
+        os._exit(0)
+    finally:
+        os._exit(1)
+
+
+def refused(folder, number):
+    with Kept(folder):
+        (folder / "hyperparams.yaml").write_text(f"start {number}")
+        (folder / "new.csv").write_text(f"start {number}")
+        os.replace(folder / "new.csv", folder / "manifests" / "train.csv")
+        (folder / "manifests" / "dev.csv").write_text(f"start {number}")
+        raise ZeroDivisionError
+
+
+def test_killed_at_any_operation_the_next_start_still_puts_back_all(folder):
+    before, operation = texts(folder), 0
+    while killed_at(operation, lambda: refused(folder, 1)):
+        again = 0
+        while killed_at(again, lambda: refused(folder, 2)):  # a start after it is killed in turn, ever later
+            again += 9
+        with pytest.raises(ZeroDivisionError):
+            refused(folder, 3)
+        (folder / "new.csv").unlink(missing_ok=True)  # the test's own
+        assert texts(folder) == before and not list(folder.glob(".before*")), operation
+        operation += 1 if operation < 12 else 3
+    assert operation > 20
+
+
+def begun(folder):
+    with Kept(folder) as kept:
+        (folder / "hyperparams.yaml").write_text("of the run that began")
+        kept.begins()
+        raise ZeroDivisionError
+
+
+def test_killed_while_a_run_begins_it_has_begun_or_not(folder):
+    found, operation = [], 0
+    while killed_at(operation, lambda: begun(folder)):
+        with pytest.raises(ZeroDivisionError):
+            refused(folder, 2)
+        assert not list(folder.glob(".before*"))
+        found.append(texts(folder)["hyperparams.yaml"])
+        (folder / "hyperparams.yaml").write_text("before")
+        operation += 1
+    assert set(found) == {"before", "of the run that began"} and found == sorted(found)
 
 
 @pytest.mark.parametrize("here", [True, False])
@@ -68,10 +158,10 @@ def test_a_new_folder_and_other_ranks_are_left_alone(tmp_path, here):
         kept.begins()
 
 
-def test_a_folder_that_cannot_be_written_is_the_starts_own_error(folder, monkeypatch):
-    monkeypatch.setattr(Kept, "_keep", lambda self: (_ for _ in ()).throw(PermissionError(13, "no")))
-    with pytest.raises(ValueError, match="the start's own"), Kept(folder):
-        raise ValueError("the start's own")
+def test_where_there_is_no_room_to_keep_it_aside_nothing_is_written_over(folder, monkeypatch):
+    monkeypatch.setattr(Kept, "_keep", lambda self: (_ for _ in ()).throw(OSError(errno.ENOSPC, "no", str(folder))))
+    with pytest.raises(SbkitError, match="could not be written: No space left"), Kept(folder):
+        raise AssertionError("it began")
 
 
 def changes(folder, before, now):

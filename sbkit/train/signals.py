@@ -10,7 +10,7 @@ SIGUSR1  138  SLURM's warning before the time limit: ``#SBATCH --signal=USR1@300
 ======== ==== ==========================================================================================
 
 The numbers are exit codes, 128 + signal, which is what schedulers and shells take for "ended by this
-signal". torchrun ends with code 1 after any of them, and dies of a SIGUSR1, leaving its processes alone, unless
+signal". torchrun ends with code 1 after any of them, and dies of a SIGUSR1, with which its processes end too, unless
 it is started with ``--signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1`` (torch 2.9 on; earlier
 ``TORCHELASTIC_SIGNALS_TO_HANDLE``): it then passes it on. ``tools/launch_slurm.sh`` needs none of this.
 """
@@ -24,11 +24,11 @@ import threading
 import time
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 from sbkit.data.reader import quiet_worker
 from sbkit.errors import SbkitError
-from sbkit.train import ranks
+from sbkit.train import launcher, ranks
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,58 @@ class Stopped(SbkitError, SystemExit):
                    hint="run the same command to resume", exit_code=128 + signum)
 
 
-class StopSignals:
+class _Caught:
+    """Signals that are caught while it is entered: ``_note`` in the main thread, ``_heard`` in one of its own.
+
+    The C part of the handler wakes that thread, also while the main one waits inside a collective or a kernel.
+    """
+
+    def __init__(self, signals: tuple[int, ...]):
+        self.signals = signals
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> _Caught:
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        for signum in self.signals:
+            self._before[signum] = signal.signal(signum, self._note)
+        reading, self._writing = os.pipe()
+        os.set_blocking(self._writing, False)
+        _wakeups.add(self._writing)
+        self._wakeup_before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
+        self._watcher = threading.Thread(target=self._watch, args=(reading,), name="stop-signals", daemon=True)
+        self._watcher.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if not self._before:
+            return
+        signal.set_wakeup_fd(self._wakeup_before)
+        self._give_back()
+        _wakeups.discard(self._writing)
+        os.write(self._writing, b"\0")  # closing would not end the watcher while a forked process lives
+        self._watcher.join()
+        os.close(self._writing)
+
+    def _give_back(self) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler if handler is not None else signal.SIG_DFL)
+        self._before = {}
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        raise NotImplementedError
+
+    def _heard(self, signum: int) -> None:
+        raise NotImplementedError
+
+    def _watch(self, reading: int) -> None:
+        while signum := os.read(reading, 1)[0]:
+            if signum in self.signals:
+                self._heard(signum)
+        os.close(reading)
+
+
+class StopSignals(_Caught):
     """Catches stop signals while it is entered; ``signum`` is the first one that came, else None.
 
         with StopSignals() as stop:
@@ -69,43 +120,24 @@ class StopSignals:
                     raise Stopped.by(stop.signum, step, path)
 
     A signal that came too late to be acted on is raised as ``Stopped`` when this is left, and so never lost.
-    A thread, woken by the C part of the signal handler, writes the line to stderr and leaves at the
-    second Ctrl-C: that works while the main thread waits inside a collective or a kernel.
+    A thread writes the line to stderr and leaves at the second Ctrl-C.
     """
 
     def __init__(self, signals: tuple[int, ...] = STOP_SIGNALS):
-        self.signals = signals
+        super().__init__(signals)
         self.signum: int | None = None
-        self._before: dict[int, Any] = {}
+        self._first: float | None = None
 
     def __enter__(self) -> StopSignals:
-        if threading.current_thread() is not threading.main_thread():
+        super().__enter__()
+        if not self._before:
             logger.warning("Training runs in a thread: stop signals can't be caught there")
-            return self
-        for signum in self.signals:
-            self._before[signum] = signal.signal(signum, self._note)
-        reading, self._writing = os.pipe()
-        os.set_blocking(self._writing, False)
-        _wakeups.add(self._writing)
-        self._wakeup_before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
-        self._watcher = threading.Thread(
-            target=self._watch, args=(reading,), name="stop-signals", daemon=True
-        )
-        self._watcher.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if not self._before:
-            return
-        signal.set_wakeup_fd(self._wakeup_before)
-        for signum, handler in self._before.items():
-            signal.signal(signum, handler if handler is not None else signal.SIG_DFL)
-        self._before = {}
-        _wakeups.discard(self._writing)
-        os.write(self._writing, b"\0")  # closing would not end the watcher while a forked process lives
-        self._watcher.join()
-        os.close(self._writing)
-        if kind is None and self.signum is not None:
+        caught = bool(self._before)
+        super().__exit__(kind, *error)
+        if caught and kind is None and self.signum is not None:
             ranks.raise_on_main(Stopped(
                 f"stopped by {signal.Signals(self.signum).name} when training had ended",
                 hint="run the same command to go on from there", exit_code=128 + self.signum,
@@ -116,21 +148,59 @@ class StopSignals:
         if self.signum is None:
             self.signum = signum
 
-    def _watch(self, reading: int) -> None:
+    def _heard(self, signum: int) -> None:
+        now = time.monotonic()
         echo = LAUNCHER_ECHO_SECONDS if "TORCHELASTIC_RUN_ID" in os.environ else ECHO_SECONDS
-        first: float | None = None
-        while signum := os.read(reading, 1)[0]:
-            now = time.monotonic()
-            if signum not in self.signals:
-                continue
-            if first is None:
-                first = now
-                if os.environ.get("LOCAL_RANK", "0") == "0":
-                    os.write(2, f"\n{signal.Signals(signum).name}: saving a checkpoint after this step, then "
-                                "stopping (Ctrl-C once more leaves at once)\n".encode())
-            elif signum == signal.SIGINT and now - first > echo:
-                os._exit(128 + signal.SIGINT)
-        os.close(reading)
+        if self._first is None:
+            self._first = now
+            launcher.stopping()
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                os.write(2, f"\n{signal.Signals(signum).name}: saving a checkpoint after this step, then "
+                            "stopping (Ctrl-C once more leaves at once)\n".encode())
+        elif signum == signal.SIGINT and now - self._first > echo:
+            os._exit(128 + signal.SIGINT)
+
+
+class EndSignals(_Caught):
+    """What stops training after a checkpoint ends all else in order: ``Stopped`` is raised wherever the main thread is.
+
+    Ctrl-C does that without it. Where the main thread is inside C code for longer than ``PATIENCE`` seconds, the
+    process ends all the same.
+    """
+
+    PATIENCE = 10.0
+    _entered: ClassVar[set[EndSignals]] = set()
+
+    def __init__(self) -> None:
+        super().__init__(tuple(signum for signum in STOP_SIGNALS if signum != signal.SIGINT))
+        self._came, self._left = False, threading.Event()
+
+    def __enter__(self) -> EndSignals:
+        super().__enter__()
+        EndSignals._entered.add(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        EndSignals._entered.discard(self)
+        self._left.set()
+        super().__exit__(*error)
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        del frame
+        if not self._came:  # else it is ending
+            self._came = True
+            raise _stopped(signum)
+
+    def _heard(self, signum: int) -> None:
+        if not self._left.wait(self.PATIENCE):
+            if os.environ.get("RANK", "0") == "0":
+                os.write(2, f"error: {_stopped(signum)}\n".encode())
+            os._exit(128 + signum)
+
+
+def _stopped(signum: int) -> Stopped:
+    return Stopped(f"stopped by {signal.Signals(signum).name}", hint="the same command does what is missing",
+                   exit_code=128 + signum)
 
 
 def _forget_wakeup() -> None:
@@ -141,7 +211,15 @@ def _forget_wakeup() -> None:
             signal.set_wakeup_fd(before)
 
 
+def _forget_end() -> None:
+    """A forked process ends by a signal as it would otherwise."""
+    for caught in EndSignals._entered:
+        caught._give_back()
+    EndSignals._entered.clear()
+
+
 os.register_at_fork(after_in_child=_forget_wakeup)
+os.register_at_fork(after_in_child=_forget_end)
 
 
 def worker_ignore_signals(worker_id: int = 0) -> None:

@@ -272,3 +272,59 @@ def test_under_torchrun(tmp_path, signum, to_all):
         returned, _, err = script.end()
     assert returned != 0
     assert (tmp_path / "saved0").exists() and (tmp_path / "saved1").exists(), err
+
+
+ENDS = """
+    import ctypes, os, signal, time
+    from sbkit.train.signals import EndSignals
+    EndSignals.PATIENCE = 2.0
+    with EndSignals():
+        try:
+            print("ready", flush=True)
+            {waits}
+        finally:
+            print("tidied up", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum, code", [(signal.SIGTERM, 143), (signal.SIGUSR1, 138)])
+def test_outside_of_training_a_signal_ends_it_in_order(signum, code):
+    with Script(ENDS.format(waits="time.sleep(60)")) as script:
+        script.send(signum)
+        returned, out, err = script.end()
+    assert (returned, out, err) == (code, "tidied up\n", "")
+
+
+@pytest.mark.slow
+def test_outside_of_training_a_signal_ends_c_code_too():
+    waits = "mutex = ctypes.create_string_buffer(64); [ctypes.CDLL(None).pthread_mutex_lock(mutex) for _ in range(2)]"
+    with Script(ENDS.format(waits=waits)) as script:
+        script.send(signal.SIGTERM)
+        returned, _, err = script.end()
+    assert returned == 143 and err == "error: stopped by SIGTERM; the same command does what is missing\n"
+
+
+def test_what_is_forked_outside_of_training_ends_by_a_signal():
+    with signals.EndSignals():
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.write(writing, b"ready")
+            time.sleep(60)
+            os._exit(0)
+        os.read(reading, 5)
+        os.kill(child, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_training_within_has_its_signals_to_itself():
+    with pytest.raises(Stopped, match="by SIGTERM; the same command does what is missing"), signals.EndSignals():
+        with pytest.raises(Acted), StopSignals() as stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.05)
+            assert stop.signum == signal.SIGTERM
+            raise Acted
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1)
