@@ -64,7 +64,7 @@ class Remote:
             return f"URLs that begin with {url.partition('://')[0]}:// are never opened"
         if scheme not in self.schemes:
             return (f"{scheme}:// URLs are opened only where that is allowed "
-                    f"(corpus.schemes: [{scheme}] in a recipe, --schemes {scheme} in a command)")
+                    f"(corpus.schemes: [{scheme}] in the recipe; --schemes {scheme} of shard, report and transcribe)")
         return ""
 
     def read(self, url: str, offset: int = 0, size: int | None = None) -> bytes:
