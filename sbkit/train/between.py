@@ -20,7 +20,7 @@ from sbkit.train.step import Facts
 logger = logging.getLogger(__name__)
 
 #: What any rank may raise with a step, so that all act on it at the same one.
-FLAGS = ("stop", "save", "look")
+FLAGS = ("stop", "save", "look", "graph")
 
 
 class NotFinite(SbkitError, ValueError):
@@ -44,7 +44,8 @@ class Between:
         """What this rank has to tell the others with this step."""
         minutes = (time.monotonic() - self._saved_at) / 60
         due = ranks.is_main() and 0 < self.brain.ckpt_interval_minutes < minutes
-        return {"stop": self.asked_to_stop, "save": due, "look": self.brain._forward_state.surprise}
+        return {"stop": self.asked_to_stop, "save": due, "look": self.brain._forward_state.surprise,
+                "graph": self.brain._parallel is not None and bool(self.brain._parallel.changed)}
 
     @property
     def asked_to_stop(self) -> bool:
@@ -64,6 +65,8 @@ class Between:
         guard.poll()
         if raised["look"]:
             self.brain._buffers.look()
+        if raised["graph"]:
+            self.search()
         if raised["stop"]:
             self.leave()
         due = 0 < self.brain.ckpt_interval_steps <= self._batches
@@ -101,6 +104,19 @@ class Between:
             ranks.raise_on_main(NotFinite(
                 f"the {what} of {brain.nonfinite_count} steps of this epoch was not finite",
                 hint="see the reports above; nonfinite_patience sets how many are put up with"))
+
+    def search(self) -> None:
+        """Some backward reached other parameters than the first step did: from here on each one looks for them."""
+        brain = self.brain
+        names = sorted({name for part in ranks.gather_objects(sorted(brain._parallel.changed)) for name in part})
+        brain._graph_changes = True
+        brain._parallel.search()
+        if ranks.is_main():
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            logger.warning(
+                "The loss reaches other parameters than in the first step (%s%s): from here on each backward looks for "
+                "what it does not reach, which makes it wait for the device; --find_unused_parameters does so from the "
+                "start", ", ".join(name.removeprefix("owned.") for name in names[:3]), more)
 
     def save(self) -> None:
         """An intra-epoch checkpoint, with everything that has been computed so far counted in."""

@@ -95,8 +95,8 @@ class Brain(sb.core.Brain):
             for features in (value for value in vars(self.hparams).values() if isinstance(value, torch.nn.Module)):
                 accelerate(features)  # which have no weights, and so aren't among the modules
         self.rank, self.device_type = ranks.rank(), device.type
-        self._find_unused = self.find_unused_parameters or not options.given(
-            run_opts, hparams, "find_unused_parameters")
+        self._find_unused_given = options.given(run_opts, hparams, "find_unused_parameters")
+        self._find_unused = self.find_unused_parameters or not self._find_unused_given
         self.precision, self.eval_precision = precision.chosen(run_opts, hparams)
         self.training_ctx = precision.autocast(device.type, self.precision)
         self.evaluation_ctx = precision.autocast(device.type, self.eval_precision)
@@ -112,6 +112,7 @@ class Brain(sb.core.Brain):
         self._buffers = parallel.Buffers(self.modules)
         self._found = SimpleNamespace(outputs=None, raw=None, loss=None)
         self._plan_driven = self._first_step_checked = self._told_dropped = self._validates = self.compiled = False
+        self._graph_changes = False  # from step to step, so that each backward looks for what it does not reach
         self._graphs = compiling.CudaGraphs()
         self._budget = StepBudget(device)
         self._progress: Progress | None = None
@@ -238,7 +239,10 @@ class Brain(sb.core.Brain):
             with self._budget("backward"), parallel.zeroed_if(loss.weightless, self.modules):
                 if last:
                     self._budget.exposed_all_reduce(loss.total)
-                self._steps.scaled(loss).backward()
+                scaled = self._steps.scaled(loss)
+                scaled.backward()
+                if self._parallel is not None:
+                    self._parallel.complete(scaled)
                 if not last:
                     self._graphs.keep_gradients(self.modules)
         return loss
@@ -282,11 +286,15 @@ class Brain(sb.core.Brain):
             return
         if not self._first_step_checked:
             parallel.tell_unreached(self.modules, vars(self.hparams))
+            if self._parallel is not None and not self._graph_changes:
+                self._parallel.note_unreached()
         self._steps.number = self.optimizer_step
         skipped = self._steps.update(optimizers, self.max_grad_norm)
         self._forward_state.put_back(skipped)
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=True)
+        if self._parallel is not None:
+            self._parallel.settle()
         if self._ema is not None:
             self._ema.update(skipped)
         self.optimizer_step += 1
@@ -401,7 +409,7 @@ class Brain(sb.core.Brain):
             "step": self.step, "avg_train_loss": self.avg_train_loss, "optimizer_step": self.optimizer_step,
             "epoch_step": self._epoch_step, "epoch_steps": self._epoch_steps,
             "loss_sums": [self._average.total, self._average.count],
-            "nonfinite_count": self.nonfinite_count, **self._parts.state_dict(),
+            "nonfinite_count": self.nonfinite_count, "graph_changes": self._graph_changes, **self._parts.state_dict(),
         }
         with open(path, "w", encoding="utf-8") as out:
             yaml.safe_dump(state, out)
@@ -412,6 +420,7 @@ class Brain(sb.core.Brain):
             state = yaml.safe_load(file)
         self.optimizer_step = state.get("optimizer_step", state["step"])
         self._parts.load_state_dict(state)
+        self._graph_changes = state.get("graph_changes", False)
         if end_of_epoch:
             state = {"step": 0, "avg_train_loss": 0.0}
         self.step, self._epoch_step = state["step"], state.get("epoch_step", 0)

@@ -1,7 +1,7 @@
 """The one wrap: gradients are averaged over ranks however a recipe reaches a layer, and ranks stay equal.
 
 ``Brain`` runs forward and loss inside one ``Shell`` that owns all its modules. With several processes DDP
-wraps that shell, and nothing else, so ``self.modules.x`` stays the module it was. A recipe with a
+wraps that shell (see ``ddp``), and nothing else, so ``self.modules.x`` stays the module it was. A recipe with a
 ``fit_batch`` of its own calls layers and ``backward`` as it likes (a GAN, two optimizers): there the
 parameters themselves report their gradients, which are averaged at the end of each backward.
 """
@@ -11,8 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +18,6 @@ import torch
 import torch.distributed as dist
 from speechbrain.processing.features import InputNormalization
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from sbkit.errors import SbkitError
 from sbkit.train import ranks
@@ -55,6 +52,8 @@ class Alone:
     world = 1
     #: Whether gradients may be averaged after a backward as well as during it.
     can_wait = False
+    #: Parameters, by name, that were reached at first and then were not, or the other way round.
+    changed: frozenset[str] | set[str] = frozenset()
 
     def __init__(self, shell: Shell):
         self.shell = shell
@@ -69,79 +68,21 @@ class Alone:
     def finish(self) -> None:
         """Average what was accumulated under ``no_sync`` and never followed by a backward outside it."""
 
+    def complete(self, loss: torch.Tensor) -> None:
+        """After ``loss.backward()``: see to it that gradients of what it did not reach go round too."""
+
+    def note_unreached(self) -> None:
+        """Before the update: take a look at what the first step did not reach."""
+
+    def settle(self) -> None:
+        """After the update: go by what ``note_unreached`` saw."""
+
     def gathered(self) -> contextlib.AbstractContextManager:
         """Within it each rank can evaluate on its own."""
         return contextlib.nullcontext()
 
     def close(self) -> None:
         """Take the wrap off; a new ``fit`` makes a new one."""
-
-
-class Wrapped(Alone):
-    """DDP around the shell."""
-
-    can_wait = True
-
-    def __init__(self, shell: Shell, find_unused_parameters: bool = True):
-        super().__init__(shell)
-        self.world = ranks.world_size()
-        ranks.closed_first(self)
-        # Buffers are `Buffers`' business: DDP would send all of them, constant tables too, at each step.
-        # device_ids stays empty: the batch is moved by who knows what it is.
-        self.ddp = _Quiet(
-            shell, find_unused_parameters=find_unused_parameters, broadcast_buffers=False,
-            gradient_as_bucket_view=True,
-        )
-        with torch.no_grad():
-            for buffer in shell.buffers():  # once, as with the parameters: all ranks start from rank 0's
-                dist.broadcast(buffer.detach(), src=0)
-
-    def __call__(self, batch: Any) -> torch.Tensor:
-        return self.ddp(batch)
-
-    def no_sync(self) -> contextlib.AbstractContextManager:
-        return self.ddp.no_sync()
-
-    def finish(self) -> None:
-        average_gradients([p for p in self.shell.parameters() if p.requires_grad])
-
-    def close(self) -> None:
-        self.ddp = None
-
-
-class _Quiet(DistributedDataParallel):
-    """DDP that keeps its advice to itself.
-
-    When all parameters are reached it advises, once on every rank, to switch off the search for those that are
-    not; a recipe that drops layers now and then would hang by it. It says so in C++, between a forward and its
-    backward: stderr is looked through for this one moment, in which nothing of the recipe runs.
-    """
-
-    _advised = False
-
-    def _post_forward(self, output: Any) -> Any:
-        if self._advised or not (self.find_unused_parameters and self.require_backward_grad_sync):
-            return super()._post_forward(output)
-        self._advised = True
-        with _without_advice():
-            return super()._post_forward(output)
-
-
-@contextlib.contextmanager
-def _without_advice() -> Iterator[None]:
-    """Within it, stderr is held back; afterwards all of it is passed on but for the advice."""
-    with tempfile.TemporaryFile() as held:
-        stderr = os.dup(2)
-        os.dup2(held.fileno(), 2)
-        try:
-            yield
-        finally:
-            os.dup2(stderr, 2)
-            held.seek(0)
-            for line in held.read().splitlines(keepends=True):
-                if b"find_unused_parameters=True was specified" not in line:
-                    os.write(2, line)
-            os.close(stderr)
 
 
 class Hooked(Alone):

@@ -29,6 +29,7 @@ from sbkit.errors import SbkitError
 from sbkit.train import parallel, ranks
 from sbkit.train.checkpoint_files import write_state
 from sbkit.train.checkpoint_state import load_file
+from sbkit.train.ddp import Wrapped
 from sbkit.train.parallel import Alone, Shell
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,9 @@ def wrap(brain: Any, run: Callable[[Any], torch.Tensor]) -> Alone:
     if ranks.world_size() == 1 or not any(p.requires_grad for p in shell.parameters()):
         return Alone(shell)
     if not fsdp:
-        return parallel.Hooked(shell) if brain._own_fit_batch else parallel.Wrapped(shell, brain._find_unused)
+        if brain._own_fit_batch:
+            return parallel.Hooked(shell)
+        return Wrapped(shell, brain._find_unused, settles=not brain._find_unused_given)
     if brain._own_fit_batch or brain._ema is not None:
         other = "a fit_batch of the recipe's own" if brain._own_fit_batch else "ema"
         raise SbkitError(f"fsdp does not go together with {other}", hint="leave one of them out")

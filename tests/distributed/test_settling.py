@@ -1,0 +1,92 @@
+"""DDP looks for what a backward does not reach in the first step only, and goes on right where that changes."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from processes import results
+from toys import ToyBrain, ToyTrainLoader, brain, furthest, layers, state
+
+from sbkit.train import ranks
+
+pytestmark = pytest.mark.slow
+SEARCHING = {"find_unused_parameters": True}
+
+
+def trained(cls, options, micros=1, epochs=2):
+    """Weights, what DDP tells of its last step, what it searches, and warnings."""
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("sbkit").addHandler(handler)
+    toy = brain(cls, modules=layers(), **options)
+    rank, world = ranks.rank(), ranks.world_size()
+    toy.fit(range(1, epochs + 1), ToyTrainLoader(6, 8, rank, world, micros))
+    facts = toy._parallel.ddp._get_ddp_logging_data()
+    kept = {name: tensor.cpu() for name, tensor in state(toy).items()}
+    order = {name: facts.get(name) for name in
+             ("find_unused_parameters", "has_rebuilt_buckets", "rebuilt_per_bucket_param_indices",
+              "prev_iteration_grad_ready_order_indices")}
+    left = toy.optimizer.state_dict()
+    return kept, order, toy._parallel.searches, [line for line in said if "reaches other" in line], \
+        (sorted(left["state"]), left["param_groups"][0]["params"])
+
+
+@pytest.mark.parametrize("micros", [1, 3])
+def test_after_the_first_step_nothing_is_searched_and_buckets_follow_readiness(micros):
+    (first, order, searches, said, left), (second, *_) = results(trained, ToyBrain, {}, micros)
+    (expected, before, searched, _, kept), _ = results(trained, ToyBrain, SEARCHING, micros)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert furthest(first, expected) == 0.0 and left == kept and not said
+    assert searched and before["find_unused_parameters"] and not before["has_rebuilt_buckets"]
+    assert not searches and not order["find_unused_parameters"] and order["has_rebuilt_buckets"]
+    ready = order["prev_iteration_grad_ready_order_indices"].split(", ")
+    assert len(ready) == 5  # weight and bias of two layers, and a weight; not those of the fourth
+    assert order["rebuilt_per_bucket_param_indices"].replace(",", " ").split() == [each.strip() for each in ready]
+    assert torch.equal(first["model.3.weight"], layers()[3].weight)
+
+
+class Drops(ToyBrain):
+    """From the fourth step on a rank or the other leaves a layer out, which both know from the first step."""
+
+    def compute_forward(self, batch, stage):
+        if self.optimizer_step < 3 or (self.optimizer_step + ranks.rank()) % 3:
+            return super().compute_forward(batch, stage)
+        model = self.hparams.model
+        return model[2](torch.tanh(model[0](batch.x))).squeeze(-1)
+
+
+class Late(ToyBrain):
+    """From the fourth step on the second rank reaches a layer that nobody knows from the first step."""
+
+    def compute_forward(self, batch, stage):
+        found = super().compute_forward(batch, stage)
+        if self.optimizer_step >= 3 and ranks.rank() == 1:
+            found = found + self.hparams.model[3](torch.tanh(self.hparams.model[0](batch.x))).sum(-1)
+        return found
+
+
+def test_a_layer_that_one_rank_leaves_out_now_and_then_is_trained_as_with_the_search():
+    (first, _, searches, said, _), (second, _, _, unsaid, _) = results(trained, Drops, {})
+    (expected, *_), _ = results(trained, Drops, SEARCHING)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert searches and len(said) == 1 and "model.1.weight" in said[0] and not unsaid
+    assert furthest(first, expected) < 1e-6
+
+
+def test_a_layer_that_is_reached_later_is_noticed_and_trained_from_then_on():
+    (first, _, searches, said, _), (second, *_) = results(trained, Late, {})
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert searches and len(said) == 1 and "model.3.weight" in said[0]
+    assert not torch.equal(first["model.3.weight"], layers()[3].weight)
+
+
+@pytest.mark.gpu(cards=2)
+def test_so_on_two_cards():
+    """No search: no host wait for the map of used parameters, and the same weights."""
+    (first, order, searches, *_), (second, *_) = results(trained, ToyBrain, {"device": "cuda"})
+    (expected, *_), _ = results(trained, ToyBrain, {"device": "cuda", **SEARCHING})
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert furthest(first, expected) < 1e-5 and not searches and order["has_rebuilt_buckets"]
