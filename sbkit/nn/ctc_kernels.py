@@ -101,33 +101,32 @@ class Sequences(torch.autograd.Function):
 
     emit: [B, T, 1 + U] fp32 log-probabilities: the blank's, then those of ``targets``
     targets: [B, U] int64, U at least 1; frames, tokens: [B] int64
+    block: a power of two, at least 2 x U + 1
     """
 
     @staticmethod
     def forward(
         ctx: torch.autograd.function.FunctionCtx, emit: torch.Tensor, targets: torch.Tensor,
-        frames: torch.Tensor, tokens: torch.Tensor,
+        frames: torch.Tensor, tokens: torch.Tensor, block: int,
     ) -> torch.Tensor:
         emit, targets = emit.contiguous(), targets.contiguous()
         batch, frames_max, width = emit.shape
-        states = 2 * width - 1
-        alpha = emit.new_empty(batch, frames_max, states)
+        alpha = emit.new_empty(batch, frames_max, 2 * width - 1)
         losses = emit.new_empty(batch)
-        block = max(triton.next_power_of_2(states), 32)
         _forward[(batch,)](emit, targets, frames, tokens, alpha, losses, frames_max, width - 1, BLOCK=block,
                            num_warps=warps(block), num_stages=1)
         ctx.save_for_backward(emit, targets, frames, tokens, alpha, losses)
+        ctx.block = block
         return losses
 
     @staticmethod
     def backward(
         ctx: torch.autograd.function.FunctionCtx, outer: torch.Tensor
-    ) -> tuple[torch.Tensor, None, None, None]:
+    ) -> tuple[torch.Tensor, None, None, None, None]:
         emit, targets, frames, tokens, alpha, losses = ctx.saved_tensors
         batch, frames_max, width = emit.shape
         grad = torch.zeros_like(emit)
-        block = max(triton.next_power_of_2(2 * width - 1), 32)
         _backward[(batch,)](emit, targets, frames, tokens, alpha, losses, outer.contiguous(), grad,
-                            frames_max, width - 1, BLOCK=block, num_warps=warps(block),
+                            frames_max, width - 1, BLOCK=ctx.block, num_warps=warps(ctx.block),
                             num_stages=1)
-        return grad, None, None, None
+        return grad, None, None, None, None

@@ -139,14 +139,28 @@ def test_lengths_that_cannot_be_are_refused(frames, labels, named):
         ctc_loss(torch.zeros(1, 4, 3), torch.tensor([[1, 2]]), torch.tensor(frames), torch.tensor(labels))
 
 
-def test_the_gpu_kernels_compute_the_same():
+@pytest.mark.parametrize("part", ["short", pytest.param("long", marks=pytest.mark.slow)])
+def test_the_gpu_kernels_compute_the_same(part):
     """Triton's interpreter must be chosen before Triton is first imported, hence another process."""
     pytest.importorskip("triton", minversion="3.6", reason="older interpreters of Triton fail with today's numpy")
     found = subprocess.run(
-        [sys.executable, __file__], capture_output=True, text=True, timeout=300,
+        [sys.executable, __file__, part], capture_output=True, text=True, timeout=500,
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert found.returncode == 0, found.stdout + found.stderr
+
+
+@pytest.mark.parametrize("labels, block", [(17, 64), (31, 64), (32, 128), (60, 128), (300, 1024), (1023, 2048)])
+def test_kernels_are_rehearsed_for_the_block_that_is_about_to_be_used(labels, block, monkeypatch):
+    asked = []
+    monkeypatch.setattr(ctc, "_kernels_work", lambda device, block: asked.append((device.type, block)))
+    log_probs = mock.Mock(device=torch.device("cuda", 0), dtype=torch.float32)
+    assert not ctc._use_kernels(log_probs, torch.ones(2, labels))
+    assert asked == [("cuda", block)]
+    example = []
+    ctc._rehearse(lambda log_probs, targets, *_: example.append(targets.shape) or log_probs.sum(), torch.float32,
+                  "cpu", block)
+    assert example == [(4, block // 2 - 1)], "the most labels that the block takes"
 
 
 @pytest.mark.parametrize("generation", [75, 80, 90, 100])
@@ -168,7 +182,33 @@ def test_the_gpu_kernels_compile_for_cards_that_are_not_here(generation):
             assert made.asm["cubin"] and made.metadata.shared <= 48 << 10
 
 
-def interpret() -> None:
+def long_case(labels: int):
+    """Two utterances that have a path, one of them as long as the tensors."""
+    frames = 3 * labels // 2 + 3
+    generator = torch.Generator().manual_seed(labels)
+    logits = torch.randn(2, frames, 7, generator=generator, dtype=torch.float64)
+    targets = torch.randint(1, 7, (2, labels), generator=generator)
+    return logits, targets, torch.tensor([frames, frames // 4]), torch.tensor([labels, labels // 8])
+
+
+def compare(logits, *rest, device="cpu", loss=1e-5, gradient=1e-5) -> None:
+    """The kernels with torch in double precision, both of losses of any weight."""
+    mine, theirs = logits.float().to(device).requires_grad_(), logits.clone().requires_grad_()
+    with mock.patch.object(ctc, "_use_kernels", lambda *_: True):
+        found = ctc_loss(mine, *(each.to(device) for each in rest))
+    expected = reference(theirs, *rest)
+    assert torch.equal(found.feasible.cpu(), expected.isfinite())
+    expected = expected.masked_fill(~expected.isfinite(), 0).float()
+    torch.testing.assert_close(found.losses.cpu(), expected, rtol=loss, atol=1e-5)
+    weights = torch.rand(len(logits))
+    (found.losses * weights.to(device)).sum().backward()
+    losses = torch.nn.functional.ctc_loss(theirs.log_softmax(-1).transpose(0, 1), *rest, reduction="none",
+                                          zero_infinity=True)
+    (losses * weights).sum().backward()
+    torch.testing.assert_close(mine.grad.cpu(), theirs.grad.float(), rtol=1e-4, atol=gradient)
+
+
+def interpret(part: str) -> None:
     """What that process does: the kernels on the CPU against torch, and the rehearsal a GPU begins with."""
     import numpy
     from triton.runtime import interpreter
@@ -181,33 +221,40 @@ def interpret() -> None:
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = patched
+    quiet = {"set_sync_debug_mode": lambda mode: None, "get_sync_debug_mode": lambda: 0}
+    with mock.patch.multiple(torch.cuda, **quiet):
+        {"short": interpret_short, "long": interpret_long}[part](ctc._kernels_work.__wrapped__, torch.device("cpu"))
+
+
+def interpret_short(work, cpu) -> None:
     from sbkit.nn.ctc_kernels import Sequences
 
     for seed, labels, frames in ((0, 7, 14), (1, 1, 9), (2, 0, 5), (3, 20, 45), (4, 3, 1), (5, 5, 2)):
-        logits, *rest = random_case(seed, labels=labels, frames=frames)
-        mine, theirs = logits.float().requires_grad_(), logits.clone().requires_grad_()
-        with mock.patch.object(ctc, "_use_kernels", lambda *_: True):
-            found = ctc_loss(mine, *rest)
-        expected = reference(theirs, *rest)
-        assert torch.equal(found.feasible, expected.isfinite())
-        expected = expected.masked_fill(~found.feasible, 0).float()
-        torch.testing.assert_close(found.losses, expected, rtol=1e-5, atol=1e-5)
-        weights = torch.rand(len(logits))
-        (found.losses * weights).sum().backward()
-        losses = torch.nn.functional.ctc_loss(theirs.log_softmax(-1).transpose(0, 1), *rest, reduction="none",
-                                              zero_infinity=True)
-        (losses * weights).sum().backward()
-        torch.testing.assert_close(mine.grad, theirs.grad.float(), rtol=1e-4, atol=1e-5)
+        compare(*random_case(seed, labels=labels, frames=frames))
+    for labels in (5, 40):
+        compare(*long_case(labels), gradient=1e-4)
 
     wrong = ctc._by_kernels(torch.zeros(2, 3, 4).log_softmax(-1), torch.tensor([[1, 2], [1, 2]]),
                             torch.tensor([4, 3]), torch.tensor([2, 2]), 0)
     assert wrong.isnan().tolist() == [True, False], "a length beyond the tensor must not go unnoticed"
 
-    quiet = {"set_sync_debug_mode": lambda mode: None, "get_sync_debug_mode": lambda: 0}
-    with mock.patch.multiple(torch.cuda, **quiet):
-        assert ctc._kernels_work.__wrapped__(torch.device("cpu"))
-        with mock.patch.object(Sequences, "apply", lambda emit, *_: emit.sum((1, 2))):
-            assert not ctc._kernels_work.__wrapped__(torch.device("cpu")), "wrong kernels must not be used"
+    sound = Sequences.apply
+    with mock.patch.object(Sequences, "apply", lambda emit, *rest: sound(emit, *rest) + (rest[-1] > 64)):
+        assert work(cpu, 64), "of 17 labels"
+        assert not work(cpu, 128), "wrong kernels for 60 labels must not be used, though those for 17 are right"
+
+
+def interpret_long(work, cpu) -> None:
+    for labels in (130, 300):
+        compare(*long_case(labels), gradient=1e-3)
+    assert work(cpu, ctc._block(1023))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("labels", [5, 17, 40, 60, 130, 300, 1023])
+def test_on_a_gpu_the_kernels_are_used_and_compute_the_same(labels):
+    assert ctc._kernels_work.__wrapped__(torch.device("cuda", 0), ctc._block(labels))
+    compare(*long_case(labels), device="cuda", loss=1e-4, gradient=5e-3)
 
 
 @pytest.mark.gpu
@@ -227,4 +274,4 @@ def test_no_host_sync_on_a_gpu():
 
 
 if __name__ == "__main__":
-    interpret()
+    interpret(sys.argv[1])
