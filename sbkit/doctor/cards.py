@@ -82,6 +82,17 @@ def cards(asked: Asked) -> Iterator[Finding]:
                       "nvidia-smi topo -m shows how they are connected")
 
 
+def attention(asked: Asked) -> Iterator[Finding]:
+    """Which of torch's kernels attends, for some sizes of a head."""
+    facts = probe.asked("torch").get("attention", {})
+    if "error" in facts:
+        yield Finding("attention", f"can't be told: {facts['error']}", NOTE)
+    for index, card in enumerate(facts.get("cards", [])):
+        told = [f"{name} for heads of {', '.join(map(str, heads))}" for name, heads in card["kernels"].items()]
+        yield Finding("attention", f"cuda:{index} in {card['precision']}, masked: {'; '.join(told)} "
+                                   "(sbkit pads heads to what is fused)")
+
+
 def _runs_on(architectures: list[str], major: int, minor: int) -> bool:
     """Whether there is machine code for a card of this generation, or what its driver can make some of."""
     for each in architectures:

@@ -6,20 +6,22 @@ import json
 import shutil
 import textwrap
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from sbkit.doctor import cards, folders, machine, packages
+from sbkit.doctor import cards, folders, machine, packages, probe
 from sbkit.doctor.finding import IN_THE_WAY, NOTE, Asked, Check, Finding, look
 
 #: In the order of the table; what a check is called where it fails.
 CHECKS: tuple[tuple[str, Check], ...] = (
     ("Python", packages.python), ("packages", packages.needed), ("torch", packages.torch_pair),
-    ("NVIDIA driver", cards.driver), ("cards", cards.cards), ("CUDA libraries", cards.libraries),
-    ("health of cards", cards.health), ("clock of cards", cards.clocks), ("onnxruntime", packages.onnxruntime),
-    ("compilers", packages.compilers), ("cores", machine.cores), ("memory", machine.main_memory),
-    ("shared memory", machine.shared_memory), ("open files", machine.open_files), ("locale", machine.language),
-    ("caches", folders.caches), ("data", folders.data), ("output", folders.output), ("clock", folders.time_stamps),
+    ("NVIDIA driver", cards.driver), ("cards", cards.cards), ("attention", cards.attention),
+    ("CUDA libraries", cards.libraries), ("health of cards", cards.health), ("clock of cards", cards.clocks),
+    ("onnxruntime", packages.onnxruntime), ("compilers", packages.compilers), ("cores", machine.cores),
+    ("memory", machine.main_memory), ("shared memory", machine.shared_memory), ("open files", machine.open_files),
+    ("locale", machine.language), ("caches", folders.caches), ("data", folders.data), ("output", folders.output),
+    ("clock", folders.time_stamps),
 )
 _WIDEST = 120
 
@@ -41,7 +43,9 @@ def doctor(request: Request) -> int:
 
 
 def examine(asked: Asked) -> list[Finding]:
-    """What all checks find."""
+    """What all checks find; what torch and onnxruntime say of themselves is asked first, of both at once."""
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(probe.asked, probe.LIBRARIES))
     return [finding for what, check in CHECKS for finding in look(what, check, asked)]
 
 

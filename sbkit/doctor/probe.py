@@ -6,6 +6,7 @@ This module, run with the word ``torch``, prints a line of JSON for each part th
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -16,7 +17,9 @@ from typing import Any
 from sbkit import helper_process
 
 #: A cold start of torch from a network folder takes long.
-_SECONDS = 60
+_SECONDS = 120
+#: Sizes of heads: those of recipes, and one that no fused kernel takes as it is.
+_HEADS = (32, 36, 64, 80, 128)
 
 
 @cache
@@ -62,6 +65,23 @@ def _cards() -> dict[str, Any]:
     return {"cards": cards, "architectures": torch.cuda.get_arch_list(), "without_peer_access": peers}
 
 
+def _attention() -> dict[str, Any]:
+    """Of each card: the kernel for each of some sizes of a head, with a mask, in the half precision it computes in."""
+    import torch
+
+    from sbkit.nn import attention_kernel
+
+    cudnn, found = os.environ.get(attention_kernel.CUDNN) == "1", []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        capability = torch.cuda.get_device_capability(index)
+        half = torch.bfloat16 if capability >= (8, 0) else torch.float16
+        made = {head: attention_kernel.kernel(capability, half, head, cudnn=cudnn) for head in _HEADS}
+        found.append({"precision": "bf16" if half == torch.bfloat16 else "fp16",
+                      "kernels": {kernel.name: [head for head in made if made[head].name == kernel.name]
+                                  for kernel in made.values()}})
+    return {"cards": found}
+
+
 def _libraries() -> dict[str, Any]:
     import torch
 
@@ -89,10 +109,12 @@ def _onnxruntime() -> dict[str, Any]:
 
 
 _PARTS: dict[str, dict[str, Callable[[], dict[str, Any]]]] = {
-    "torch": {"torch": _torch, "cards": _cards, "libraries": _libraries, "kernels": _kernels,
+    "torch": {"torch": _torch, "cards": _cards, "attention": _attention, "libraries": _libraries, "kernels": _kernels,
               "torchaudio": _torchaudio},
     "onnxruntime": {"onnxruntime": _onnxruntime},
 }
+
+LIBRARIES = tuple(_PARTS)
 
 
 def main(library: str) -> None:

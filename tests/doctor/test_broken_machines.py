@@ -1,0 +1,243 @@
+"""What the doctor says where something is broken, too old, twice there, or too little."""
+
+import collections
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from sbkit.doctor import cards, finding, folders, machine, packages, probe
+from sbkit.doctor.finding import IN_THE_WAY, NOTE, OK, Asked, Finding, look
+
+SMI = """\
+| NVIDIA-SMI 550.54.14    Driver Version: 550.54.14    CUDA Version: 12.4     |
+"""
+PERFORMANCE = """
+GPU 00000000:01:00.0
+    Performance State                     : P0
+    Clocks Event Reasons
+        Idle                              : Not Active
+        SW Power Cap                      : Not Active
+        HW Slowdown                       : Active
+            HW Thermal Slowdown           : Active
+            HW Power Brake Slowdown       : Not Active
+    Clocks Event Reasons Counters
+        SW Power Capping                  : 540000000 us
+        SW Thermal Slowdown               : 0 us
+
+GPU 00000000:02:00.0
+    Performance State                     : P8
+    Clocks Event Reasons
+        Idle                              : Active
+"""
+TORCH = {"version": "2.11.0+cu130", "cuda": "13.0", "hip": None, "available": True, "threads": 8}
+H100 = {"name": "NVIDIA H100", "capability": [9, 0], "total": 80 << 30, "free": 79 << 30}
+
+
+@pytest.fixture
+def says(monkeypatch):
+    """Let torch and onnxruntime say what a test gives; what isn't given was never reached."""
+    def answer(ended="", **parts):
+        monkeypatch.setattr(probe, "asked", lambda library: {"ended": ended, **parts})
+    return answer
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Let these packages be installed, and no others."""
+    def there(**versions):
+        found = {name.replace("_", "-"): version for name, version in versions.items()}
+        for module in (packages, sys.modules["sbkit.environment"]):
+            monkeypatch.setattr(module, "version_of", found.get)
+    return there
+
+
+def only(check, asked=None):
+    (found,) = look("it", check, asked or Asked())
+    return found
+
+
+# ---------------------------------------------------------------- packages
+
+
+def test_a_mixed_pair_is_in_the_way_with_what_to_install(says, installed):
+    installed(torch="2.13.0", torchaudio="2.11.0")
+    says(torch=TORCH | {"version": "2.13.0"}, torchaudio={"error": "OSError: undefined symbol: _ZN3c10"})
+    pair, torch, audio = look("torch", packages.torch_pair, Asked())
+    assert (pair.what, pair.verdict) == ("torch pair", IN_THE_WAY) and "torchaudio==2.13.*" in pair.mend
+    assert torch.verdict == OK
+    assert (audio.verdict, audio.found) == (IN_THE_WAY, "2.11.0 doesn't work: OSError: undefined symbol: _ZN3c10")
+
+
+def test_a_torch_that_ends_its_process_is_a_line(monkeypatch, installed):
+    installed(torch="2.11.0", torchaudio="2.11.0")
+    probe.asked.cache_clear()
+    monkeypatch.setattr(probe.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, -11, "", ""))
+    assert only(packages.torch_pair).found == (
+        "2.11.0 can't be imported: the process that imported it was ended by SIGSEGV")
+    probe.asked.cache_clear()
+
+
+def test_both_builds_of_onnxruntime_are_in_the_way(says, installed):
+    installed(onnxruntime="1.23.0", onnxruntime_gpu="1.23.0")
+    says()
+    found = only(packages.onnxruntime)
+    assert found.verdict == IN_THE_WAY and found.mend.startswith("pip uninstall -y onnxruntime onnxruntime-gpu")
+
+
+def test_an_onnxruntime_without_cuda_beside_a_card_is_noted(says, installed):
+    installed(onnxruntime="1.23.0")
+    says(onnxruntime={"version": "1.23.0", "providers": ["CPUExecutionProvider"]}, cards={"cards": [H100]})
+    found = only(packages.onnxruntime)
+    assert (found.verdict, found.found) == (NOTE, "onnxruntime 1.23.0, built for CPU")
+    assert "onnxruntime-gpu" in found.mend
+
+
+def test_a_package_that_is_missing_or_too_old_is_named_with_the_range(installed, monkeypatch):
+    installed(numpy="1.20", tqdm="4.70")
+    wanted = ["numpy>=1.26", "tqdm>=4.66", "soxr>=0.5", 'onnx>=1.17; extra == "export"']
+    monkeypatch.setattr(packages.metadata, "requires", lambda _: wanted)
+    numpy, soxr, rest = look("packages", packages.needed, Asked())
+    assert numpy == Finding("numpy", "1.20", IN_THE_WAY, "pip install 'numpy>=1.26'")
+    assert soxr == Finding("soxr", "not installed", IN_THE_WAY, "pip install 'soxr>=0.5'")
+    assert rest.found.endswith("1 of the 3 that it needs fit: tqdm 4.70")
+
+
+def test_without_a_compiler_triton_and_the_kernels_say_what_they_miss(says, monkeypatch):
+    says(kernels={"why_not": "there is no C compiler"})
+    monkeypatch.setattr(packages.shutil, "which", lambda name: None)
+    compiler, kernels, triton = look("compilers", packages.compilers, Asked())
+    assert [each.verdict for each in (compiler, kernels, triton)] == [NOTE] * 3
+    assert compiler.mend == "apt install gcc" and "a C compiler" in triton.found
+
+
+# ---------------------------------------------------------------- cards
+
+
+@pytest.mark.parametrize("torch, visible, verdict, told, mend", [
+    ({"available": False}, None, IN_THE_WAY, "torch is built for CUDA 13.0, which needs 580 or newer", "whl/cu126"),
+    ({"available": False, "cuda": "12.8"}, None, IN_THE_WAY, "torch finds no card that works", "--gpus all"),
+    ({"available": False}, "", NOTE, "CUDA_VISIBLE_DEVICES='' hides all cards", "unset"),
+    ({"available": False, "cuda": None}, None, IN_THE_WAY, "this torch is built without CUDA", "pip uninstall -y"),
+    ({}, None, OK, "550.54.14, for CUDA up to 12.4", ""),
+])
+def test_a_driver_and_whether_torch_can_use_it(says, monkeypatch, torch, visible, verdict, told, mend):
+    says(torch=TORCH | torch)
+    monkeypatch.setattr(cards, "_smi", lambda *words: SMI)
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    found = only(cards.driver)
+    assert found.verdict == verdict and told in found.found and mend in found.mend and bool(mend) == bool(found.mend)
+
+
+def test_cards_that_are_taken_or_too_new_or_far_from_each_other(says):
+    taken, new = H100 | {"free": 9 << 30}, H100 | {"name": "NVIDIA B300", "capability": [11, 0]}
+    says(cards={"cards": [H100, taken, new], "architectures": ["sm_80", "sm_90"], "without_peer_access": [[0, 2]]})
+    sound, busy, unknown, apart = look("cards", cards.cards, Asked())
+    assert sound == Finding("cuda:0", "NVIDIA H100, 79.0 of 80.0 GiB free, compute capability 9.0")
+    assert busy.verdict == NOTE and "another process" in busy.mend
+    assert unknown.verdict == IN_THE_WAY and "no code for it" in unknown.found
+    assert apart.verdict == NOTE and "0 and 2" in apart.found
+
+
+@pytest.mark.parametrize("architectures, capability, runs", [
+    (["sm_80", "sm_90"], (8, 6), True), (["sm_80", "sm_90"], (7, 5), False), (["sm_90a"], (9, 0), True),
+    (["sm_80", "compute_90"], (12, 0), True), (["sm_90"], (12, 0), False), (["sm_90", "sm_120"], (12, 0), True),
+])
+def test_code_runs_on_cards_of_its_generation_and_on_newer_ones_where_the_driver_compiles(architectures, capability,
+                                                                                          runs):
+    assert cards._runs_on(architectures, *capability) == runs
+
+
+def test_attention_names_the_kernel_for_each_size_of_a_head(says):
+    says(attention={"cards": [{"precision": "bf16", "kernels": {"memory-efficient": [32, 64], "math": [36]}}]})
+    assert only(cards.attention).found.startswith(
+        "cuda:0 in bf16, masked: memory-efficient for heads of 32, 64; math for heads of 36")
+
+
+def test_clocks_that_are_held_down_say_by_what(monkeypatch):
+    monkeypatch.setattr(cards, "_smi", lambda *words: PERFORMANCE)
+    hot, idle = look("clocks", cards.clocks, Asked())
+    assert hot.verdict == NOTE
+    assert hot.found == "held down now by heat; held down now by the board; was held down by its power limit for 9 min"
+    assert (idle.verdict, idle.found) == (OK, "not held down")
+
+
+def test_a_card_with_errors_and_slices_is_noted(monkeypatch):
+    row = "0, NVIDIA A100, 81920, 10, 3, Enabled, Disabled, 35, 210, 1410, 300.00, 400.00\n"
+    monkeypatch.setattr(cards, "_smi", lambda *words: row)
+    found = only(cards.health)
+    assert found.verdict == NOTE and "SM clock 210 of 1410 MHz" in found.found and "persistence off" in found.found
+    assert all(word in found.mend for word in ("memory has errors", "MIG slices", "300.00 W of 400.00"))
+
+
+# ---------------------------------------------------------------- machine and folders
+
+
+def test_little_shared_memory_as_docker_gives(monkeypatch):
+    state = collections.namedtuple("State", "f_bavail f_frsize f_blocks")(16_000, 4096, 16_384)
+    monkeypatch.setattr(machine.os, "statvfs", lambda _: state)
+    monkeypatch.setattr(machine.os.path, "isdir", lambda _: True)
+    found = only(machine.shared_memory)
+    assert (found.verdict, found.found) == (NOTE, "/dev/shm: 0.06 of 0.06 GiB free") and "--shm-size" in found.mend
+
+
+@pytest.mark.parametrize("usable, threads, verdict, mend", [
+    (1, None, NOTE, "two or more"), (4, "16", NOTE, "OMP_NUM_THREADS=4"), (4, "4", OK, ""), (4, None, OK, "")])
+def test_cores_and_threads_that_fight_for_them(monkeypatch, usable, threads, verdict, mend):
+    monkeypatch.setattr(machine, "usable_cores", lambda: usable)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if threads:
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    found = only(machine.cores)
+    assert found.verdict == verdict and mend in found.mend
+
+
+def test_few_open_files_and_names_that_are_not_utf8(monkeypatch):
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda _: (256, 1024))
+    monkeypatch.setattr(machine.sys, "getfilesystemencoding", lambda: "ascii")
+    assert only(machine.open_files).mend.startswith("ulimit -n 1024")
+    assert only(machine.language).verdict == NOTE
+
+
+def test_a_run_from_the_future_and_a_corpus_that_is_not_there(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    assert only(folders.time_stamps, Asked(run=tmp_path)).verdict == OK
+    os.utime(tmp_path / "metrics.jsonl", (time.time() + 7200,) * 2)
+    found = only(folders.time_stamps, Asked(run=tmp_path))
+    assert found.verdict == NOTE and "120 min in the future" in found.found and "timedatectl" in found.mend
+    assert only(folders.data, Asked(data=tmp_path / "absent")).verdict == IN_THE_WAY
+    assert only(folders.data, Asked(data=tmp_path)).verdict == OK
+
+
+def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(folders.os, "access", lambda *_: False)
+    assert only(folders.output, Asked(run=tmp_path)).verdict == IN_THE_WAY
+    assert {each.verdict for each in look("caches", folders.caches, Asked())} == {NOTE}
+
+
+# ---------------------------------------------------------------- whatever else
+
+
+def test_a_check_that_breaks_or_never_answers_is_a_line():
+    def broken(asked):
+        yield Finding("one", "well")
+        raise ZeroDivisionError("of all things\nand more")
+
+    one, rest = look("disk", broken, Asked())
+    assert one.verdict == OK
+    assert rest == Finding("disk", "can't be told: ZeroDivisionError: of all things", NOTE)
+    (late,) = look("disk", lambda asked: time.sleep(60), Asked(), patience=0.05)
+    assert late.found == "no answer within 0.05 s"
+
+
+def test_neither_home_nor_user_nor_host_are_told(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path / "alice"))
+    monkeypatch.setattr(finding, "_user", lambda: "alice")
+    monkeypatch.setattr(finding.socket, "gethostname", lambda: "gpu-box-7")
+    told = f"{tmp_path}/alice/.venv, /data/alice/cv and nfs on gpu-box-7:/export, not malice"
+    assert finding.without_names(told) == "~/.venv, /data/USER/cv and nfs on HOST:/export, not malice"
