@@ -131,7 +131,7 @@ class _Running:
             app, log_level="warning", access_log=False, server_header=False, lifespan="on",
             http=functools.partial(Impatient, self._state.doors), ws="auto", ws_max_size=_LIVE_FRAME_BYTES,
             ws_per_message_deflate=False, backlog=places.backlog, proxy_headers=bool(request.trust_proxies),
-            forwarded_allow_ips=",".join(request.trust_proxies)))
+            forwarded_allow_ips=",".join(request.trust_proxies), timeout_graceful_shutdown=request.grace_seconds))
         self._problem: BaseException | None = None
         self._guard: threading.Timer | None = None
 

@@ -233,7 +233,8 @@ class Decoders:
                 found = self._free.get(timeout=_LOOK_SECONDS)
                 break
         try:
-            return found or self._started()
+            with with_room():
+                return found or self._started()
         except BaseException:
             self._free.put(None)
             raise

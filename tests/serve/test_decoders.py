@@ -182,16 +182,20 @@ def test_a_machine_without_room_for_a_process_costs_a_request_and_not_the_server
 
     def failing(*args):
         if full:
-            raise BlockingIOError(11, "Resource temporarily unavailable")
+            raise full[0]
         return real(*args)
 
     monkeypatch.setattr(decoders_module, "_Decoder", failing)
     try:
-        full.append(True)
+        full.append(BlockingIOError(11, "Resource temporarily unavailable"))
         with pytest.raises(ApiError):
             decode(instances, serving.wav("a"))
         with pytest.raises(BlockingIOError):
             decode(instances, serving.wav("b"))
+        full[:] = [OSError(24, "Too many open files")]
+        with pytest.raises(ApiError, match="as many files open as it may") as error:
+            decode(instances, serving.wav("b"))
+        assert error.value.status == 503
         full.clear()
         assert len(decode(instances, serving.wav("c"))) == len(bundles.say("c"))
     finally:
