@@ -34,12 +34,12 @@ def room_beside(to: Path) -> Iterator[Path]:
     except OSError as error:
         raise SbkitError(f"cannot write into {to.parent}: {error.strerror}",
                          hint="choose another place with --to") from error
-    try:
-        with disk.told(to):
+    with disk.told(to):  # what is free is what is free without it
+        try:
             yield aside
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-        os.close(handle)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+            os.close(handle)
 
 
 def publish(aside: Path, to: Path, force: bool) -> None:
