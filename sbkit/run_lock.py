@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sbkit import processes
+from sbkit import disk, processes
 from sbkit.data.lock import Lock
 from sbkit.environment import command
 from sbkit.errors import SbkitError
@@ -76,10 +76,11 @@ class RunLock:
 
     def _take(self) -> None:
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            before = self._newest()
-            while not self._follow(before):
+            with disk.told(self.folder):
+                self.folder.mkdir(parents=True, exist_ok=True)
                 before = self._newest()
+                while not self._follow(before):
+                    before = self._newest()
         except OSError as error:
             raise SbkitError(f"cannot write into {self.folder}: {error.strerror}",
                              hint="choose another place with --output_folder") from error

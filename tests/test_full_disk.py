@@ -34,6 +34,8 @@ from sbkit.export import publish
 from sbkit.infer import command, inputs
 from sbkit.infer.recordings import Recording
 from sbkit.infer.transcript import Transcript
+from sbkit.kept import Kept
+from sbkit.run_lock import RunLock
 from sbkit.score import utterances
 from sbkit.score.rates import ErrorRates
 from sbkit.score.report import write_report
@@ -162,6 +164,19 @@ def test_the_last_good_state_stays_and_the_same_command_goes_on(write, left, giv
     assert state(to) == before
     write(to, 2, given)
     assert state(to) != before
+
+
+def test_a_start_is_refused_before_it_changes_the_run(room, given):
+    run = runs.run_that_tells(room.path / "run", given.heard)
+    before = state(run)
+    with room.full():
+        with pytest.raises(SbkitError, match=rf"{run}\S* could not be written: {REFUSED} \("), RunLock(run):
+            pass
+        with pytest.raises(SbkitError, match=rf"{run}\S* could not be written: {REFUSED} \("), Kept(run):
+            pass
+    with RunLock(run), Kept(run):
+        pass
+    assert before.items() <= state(run).items()
 
 
 # ------------------------------------------------------------------ what a training step writes
