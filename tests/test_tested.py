@@ -57,7 +57,7 @@ def test_done_is_said_once_all_is_done_and_only_then(started, tmp_path):
     out = tmp_path / "out"
     epoch = 2  # lines of metrics.jsonl
     assert started()[:2] == (0, (epoch, 1))
-    files = {path: path.read_bytes() for path in out.glob("*") if path.is_file() and path.name != "log.txt"}
+    files = {path: path.read_bytes() for path in out.glob("[!.]*") if path.is_file() and path.name != "log.txt"}
     code, added, said = started("--noprogressbar")
     assert (code, added) == (0, (0, 0))
     assert said.startswith(f"nothing left to do: {out} is trained and tested, test WER ") and "wer_test.txt" in said
