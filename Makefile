@@ -6,13 +6,14 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.sbkit-installed$(subst /,_,$(CURDIR))
 OUT    ?= results/demo
 
-.PHONY: help install demo test test-fast lint format bench clean
+.PHONY: help install demo test test-fast lint format bench gpu clean
 
 help:
 	@echo "make demo       synthesise speech, train a recogniser on it, score it, use it (minutes, no GPU)"
 	@echo "make test       every test, the slow ones too (make test-fast leaves them out)"
 	@echo "make lint       ruff"
 	@echo "make bench      speed against stock SpeechBrain in the same run"
+	@echo "make gpu        what works on this machine's CUDA cards, and how fast: ten minutes, gpu-report.md"
 
 install: $(STAMP)
 
@@ -48,5 +49,8 @@ bench: $(STAMP)
 	$(BIN)/python tools/bench_decode.py
 	$(BIN)/python tools/bench_score.py
 
+gpu: $(STAMP)
+	$(BIN)/python -m sbkit doctor --gpu
+
 clean:
-	rm -rf results build *.egg-info .pytest_cache .ruff_cache
+	rm -rf results gpu-report* build *.egg-info .pytest_cache .ruff_cache

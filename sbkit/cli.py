@@ -274,6 +274,14 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="for programs")
     doctor.add_argument("--data", metavar="FOLDER", type=Path, help="a corpus to read from, to see how fast it comes")
     doctor.add_argument("--run", metavar="RUN", type=Path, help="the output folder of a training to look at")
+    doctor.add_argument("--gpu", action="store_true",
+                        help="prove on this machine's cards what works and how fast, in ten minutes, and write a page")
+    doctor.add_argument("--rehearse", action="store_true", help="with --gpu: the same checks small, on the CPU")
+    doctor.add_argument("--only", type=lambda text: text.split(","), default=[], metavar="CHECK[,CHECK]",
+                        help="with --gpu: these checks alone")
+    doctor.add_argument("--out", type=Path, default=Path("gpu-report"), metavar="FILE",
+                        help="with --gpu: the page's name without .md and .json (default: gpu-report)")
+    doctor.add_argument("--minutes", type=_above, default=10.0, metavar="M", help="with --gpu: at most so many (10)")
     doctor.set_defaults(call=_doctor)
 
     for command in commands.choices.values():
@@ -400,6 +408,15 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
+    alone = [name for name, given in (("--data", args.data), ("--run", args.run), ("--json", args.json)) if given]
+    proving = [name for name, given in (("--rehearse", args.rehearse), ("--only", args.only)) if given]
+    if (alone if args.gpu else proving):
+        raise SbkitError(f"{(alone if args.gpu else proving)[0]} goes {'without' if args.gpu else 'with'} --gpu")
+    if args.gpu:
+        from sbkit.doctor.gpu import command
+
+        return command.prove(command.Request(rehearse=args.rehearse, out=args.out, only=args.only,
+                                             minutes=args.minutes))
     from sbkit.doctor.command import Request, doctor
 
     return doctor(Request(data=args.data, run=args.run, json=args.json))

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Training speed against stock SpeechBrain: the flagship's YAML, both sides in turn, in one run.
+"""Training speed against stock SpeechBrain: a CTC recipe (the flagship's), both sides in turn, in one run.
 
-    python tools/bench_train.py [--rounds 3] [--device cpu] [--data FOLDER] [--json FILE] [--key value ...]
+    python tools/bench_train.py [--recipe hparams/ctc.yaml] [--rounds 3] [--device cpu] [--data FOLDER] [--json FILE]
+        [--key value ...]
 
 Each side lives in a process of its own and does one piece of work when it is its turn, so that both see the same
 machine and neither's allocator touches the other's. Stock is SpeechBrain's own Brain, data pipeline
@@ -36,6 +37,7 @@ STEP_BATCHES = 12  # the same ones on both sides, again and again: a step's figu
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--recipe", type=Path, default=RECIPE, help="stock has its CTC loss alone: --ctc_weight 1.0")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--data", help="a corpus (default: the demo corpus)")
@@ -62,12 +64,12 @@ def compare(args: argparse.Namespace, rest: list[str], folder: Path) -> dict:
     from sbkit import environment
 
     overrides = [*rest, "--output_folder", str(folder / "run")] + (["--data_folder", args.data] if args.data else [])
-    overrides = prepare(overrides)
+    overrides = prepare(args.recipe, overrides)
     sides = {}
     for precision in args.precisions.split(","):
         for side in ("stock", "sbkit"):
-            command = [sys.executable, __file__, "--side", side, "--device", args.device, *overrides,
-                       "--precision", precision, "--eval_precision", precision]
+            command = [sys.executable, __file__, "--side", side, "--recipe", str(args.recipe), "--device", args.device,
+                       *overrides, "--precision", precision, "--eval_precision", precision]
             sides[f"{side} {precision}"] = Side(command)
     times: dict[str, dict[str, list[float]]] = {}
     try:
@@ -85,12 +87,12 @@ def compare(args: argparse.Namespace, rest: list[str], folder: Path) -> dict:
     return {"audio_s_per_s": times, "peak_mib": memory, "environment": environment.describe(), "arguments": rest}
 
 
-def prepare(overrides: list[str]) -> list[str]:
+def prepare(recipe: Path, overrides: list[str]) -> list[str]:
     """Manifests and tokenizer; gives the overrides with those that follow from the corpus's text."""
     from sbkit import run
     from sbkit.recipe import arguments, load
 
-    request = arguments.parse([str(RECIPE), *overrides])
+    request = arguments.parse([str(recipe), *overrides])
     follows = run.prepare_data(load.load(request.path, request.overrides), request.overrides)
     return overrides + [f"--{name}={value}" for name, value in follows.items()]
 
@@ -142,7 +144,7 @@ def work(args: argparse.Namespace, rest: list[str]) -> None:
     answer, sys.stdout = sys.stdout, sys.stderr  # whatever a library prints is no answer
     from sbkit.recipe import arguments, load
 
-    request = arguments.parse([str(RECIPE), "--device", args.device, *rest])
+    request = arguments.parse([str(args.recipe), "--device", args.device, *rest])
     if args.side == "sbkit" and args.device == "cpu":
         from sbkit.train.memory import keep_freed_memory
 

@@ -230,6 +230,7 @@ def section(bill: Bill, hours: float | None, planned: float, tried: Sequence[Tun
         "largest_max_batch_seconds": {f"{size} GB": int(bill.largest(size * 1e9)) for size in SIZES},
         "tried_max_batch_seconds": {f"{one.gib:g} GiB": one.seconds for one in tried},
         "hours_per_100_hours": bill.hours_per_100, "measured": bill.measured is not None, "device": bill.device,
+        "measured_bytes": bill.measured.peak_bytes if bill.measured is not None else None,
     }
     return Section("The bill", ["what", "how much"], rows, _remarks(bill), values)
 

@@ -1,0 +1,130 @@
+"""A check of the cards: what it looks at, what is expected of it, and what its verdicts come to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+OK, SHORT, FAILED, NOT_RUN = "as expected", "short", "failed", "not run"
+#: Listed, and no fault: what would be needed isn't here (two cards, a package); a target of a card, on a CPU.
+NOT_SHOWN, REHEARSED = "not shown here", "rehearsed"
+#: What makes the command's exit code 1: a proof that wasn't made is none.
+BAD = (SHORT, FAILED, NOT_RUN)
+
+
+@dataclass(frozen=True)
+class Expect:
+    """One line of the report before anybody has looked."""
+
+    key: str
+    what: str
+    expected: str
+    cards: int = 1
+
+
+@dataclass(frozen=True)
+class Check:
+    """Runs in a process of its own.
+
+    function: ``module:function``, the module as seen from this package; it gets a ``Bench``
+    seconds: its share of the ten minutes
+    """
+
+    name: str
+    title: str
+    function: str
+    seconds: float
+    expects: tuple[Expect, ...]
+
+    @property
+    def cards(self) -> int:
+        """The least that are needed for any of its lines."""
+        return min(each.cards for each in self.expects)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a check has found, of one of its lines."""
+
+    key: str
+    seen: str
+    verdict: str
+    figures: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a check's process ended: ``""`` at its end by itself, else what happened."""
+
+    seconds: float
+    how: str = ""
+    late: bool = False
+    """It was ended for want of time."""
+
+
+@dataclass
+class Result:
+    """A check with what became of each of its lines."""
+
+    check: Check
+    seen: list[Seen]
+    notes: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    log: str = ""
+
+    def lines(self) -> list[tuple[Expect, Seen]]:
+        """What was expected and what was seen, line by line."""
+        return list(zip(self.check.expects, self.seen, strict=True))
+
+    @property
+    def verdict(self) -> str:
+        """The worst of its lines."""
+        return next((bad for bad in (FAILED, SHORT, NOT_RUN) if any(each.verdict == bad for each in self.seen)),
+                    next((good for good in (OK, REHEARSED) if any(each.verdict == good for each in self.seen)),
+                         NOT_SHOWN))
+
+
+def complete(check: Check, found: Iterable[Seen], notes: list[str], ended: Ended, cards: int, log: str) -> Result:
+    """A result in which each line has a verdict, also where the check ended before it came to it."""
+    by_key = {each.key: each for each in found}
+    lines = []
+    for expect in check.expects:
+        if expect.key in by_key:
+            lines.append(by_key[expect.key])
+        elif expect.cards > cards:
+            lines.append(Seen(expect.key, f"needs {expect.cards} cards", NOT_SHOWN))
+        elif ended.late:
+            lines.append(Seen(expect.key, ended.how, NOT_RUN))
+        else:
+            lines.append(Seen(expect.key, ended.how or "the check ended without a word of it", FAILED))
+    return Result(check, lines, notes, ended.seconds, log)
+
+
+def left_out(check: Check, why: str, verdict: str) -> Result:
+    """A check that wasn't begun."""
+    return Result(check, [Seen(each.key, why, verdict) for each in check.expects])
+
+
+def passed(results: Sequence[Result]) -> bool:
+    """Whether nothing falls short, and all was run that could be."""
+    return not any(each.verdict in BAD for result in results for each in result.seen)
+
+
+def headline(results: Sequence[Result]) -> str:
+    """The verdict in one line.
+
+    >>> kernels = Check("kernels", "", "", 1, (Expect("losses", "losses", ""), Expect("speed", "speed", "")))
+    >>> headline([Result(kernels, [Seen("losses", "", OK), Seen("speed", "", SHORT)])])
+    '1 of 2 as expected; short: kernels (speed)'
+    """
+    lines = [(result.check.name, expect.what, seen.verdict) for result in results for expect, seen in result.lines()]
+    judged = [line for line in lines if line[2] not in (NOT_SHOWN, REHEARSED)]
+    words = [f"{sum(line[2] == OK for line in judged)} of {len(judged)} as expected"]
+    for verdict in (SHORT, FAILED):
+        named = [f"{check} ({what})" for check, what, which in lines if which == verdict]
+        words += [f"{verdict}: {', '.join(named)}"] if named else []
+    for verdict in (NOT_RUN, NOT_SHOWN, REHEARSED):
+        count = sum(line[2] == verdict for line in lines)
+        words += [f"{count} {verdict}"] if count else []
+    return "; ".join(words)

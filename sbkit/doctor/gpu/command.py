@@ -1,0 +1,125 @@
+"""``sbkit doctor --gpu``: all checks in order of their worth, a line as each one ends, and the report."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import sbkit
+from sbkit.cores import usable_cores
+from sbkit.doctor.gpu import report, runner
+from sbkit.doctor.gpu.budget import Budget, chosen
+from sbkit.doctor.gpu.catalogue import CHECKS
+from sbkit.doctor.gpu.check import BAD, NOT_RUN, NOT_SHOWN, Check, Result, headline, left_out, passed
+from sbkit.doctor.gpu.machine import Machine, lines
+from sbkit.errors import SbkitError
+
+MINUTES = 10.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to prove.
+
+    rehearse : on the CPU with small sizes: that the checks themselves work
+    out : of the report, without its ending
+    only : names of checks; none: all
+    minutes : for everything
+    """
+
+    rehearse: bool = False
+    out: Path = Path("gpu-report")
+    only: Sequence[str] = ()
+    minutes: float = MINUTES
+
+
+def prove(request: Request) -> int:
+    """Run the checks and write the report; 1 where one falls short or wasn't run."""
+    asked, checkout = _asked(request.only), _checkout()
+    machine = Machine.look(request.rehearse)
+    started, stamp = time.monotonic(), time.time()
+    logs = Path(f"{request.out}-logs").absolute()
+    logs.mkdir(parents=True, exist_ok=True)
+    _say(f"{len(asked)} checks on {machine.name}, {request.minutes:g} minutes at most; logs in {logs}")
+    with tempfile.TemporaryDirectory(prefix="sbkit-gpu-") as home:
+        results = _run(asked, request, machine, checkout, Path(home), logs)
+    made = report.Made(stamp, time.monotonic() - started, request.rehearse, request.minutes, lines(), results)
+    written = report.write(made, request.out)
+    _say(f"\n{headline(results)}\n{' '.join(map(str, written))}")
+    return 0 if passed(results) else 1
+
+
+def _asked(only: Sequence[str]) -> list[Check]:
+    known = [check.name for check in CHECKS]
+    unknown = [name for name in only if name not in known]
+    if unknown:
+        raise SbkitError(f"there is no check {', '.join(unknown)}", hint=f"choose of {','.join(known)}")
+    return [check for check in CHECKS if not only or check.name in only]
+
+
+def _run(asked: list[Check], request: Request, machine: Machine, checkout: Path, home: Path, logs: Path
+         ) -> list[Result]:
+    """A result of each; in a rehearsal, where nothing is timed, two at once."""
+    results = {check.name: left_out(check, f"needs {check.cards} cards", NOT_SHOWN)
+               for check in asked if check.cards > machine.cards}
+    possible = [check for check in asked if check.name not in results]
+    timely = chosen(possible, 60 * request.minutes)
+    results |= {check.name: left_out(check, f"no time was left within {request.minutes:g} minutes", NOT_RUN)
+                for check in possible if check not in timely}
+    settings = {"device": machine.device, "rehearse": request.rehearse, "cards": machine.cards, "gib": machine.gib,
+                "checkout": checkout, "home": home}
+    os.environ["PYTHONPATH"] = _path(checkout)
+    budget, ended = Budget(timely, 60 * request.minutes), len(results)
+    for result in results.values():
+        _tell(result, 0, len(asked))
+
+    def one(check: Check) -> Result:
+        nonlocal ended
+        result = runner.run(check, settings, logs, budget.limit(check))
+        ended += 1
+        _tell(result, ended, len(asked))
+        return result
+
+    with ThreadPoolExecutor(min(2, usable_cores()) if request.rehearse else 1) as pool:
+        try:
+            results |= {result.check.name: result for result in pool.map(one, timely)}
+        except BaseException:  # Ctrl-C: what runs is ended, what waits isn't begun
+            runner.stopping.set()
+            pool.shutdown(cancel_futures=True)
+            raise
+    return [results[check.name] for check in asked]
+
+
+def _checkout() -> Path:
+    """The folder that this package lies in, which holds what the checks run: recipes, tools and tests."""
+    folder = Path(sbkit.__file__).resolve().parents[1]
+    if not all((folder / name).is_dir() for name in ("hparams", "recipes", "tools", "tests")):
+        raise SbkitError(f"this needs a checkout of sbkit, with its recipes, tools and tests, and {folder} is none",
+                         hint="start it in one: make gpu")
+    return folder
+
+
+def _path(checkout: Path) -> str:
+    """For all that is started, wherever: packages may lie in folders that this one names."""
+    others = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join(dict.fromkeys([str(checkout), *(os.path.abspath(each) for each in others if each)]))
+
+
+def _tell(result: Result, place: int, count: int) -> None:
+    """A line as a check ends."""
+    number = f"[{place:2}/{count}]" if place else " " * len(f"[{count:2}/{count}]")
+    bad = [f"{expect.what}: {seen.seen}" for expect, seen in result.lines()
+           if seen.verdict == result.verdict and result.verdict in BAD]
+    more = f"  {bad[0]}" if bad else ""
+    _say(f"{number} {result.check.name:<10} {result.seconds:6.1f} s  {result.verdict}{more}")
+
+
+def _say(text: Any) -> None:
+    print(text, file=sys.stderr, flush=True)

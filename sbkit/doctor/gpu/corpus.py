@@ -1,0 +1,92 @@
+"""A corpus of tones, made in seconds: each letter has its own, so that a model learns to read it within some steps."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from sbkit.doctor.gpu.bench import Bench
+
+RATE = 16_000
+LETTERS = "abcdefghijklmnopqrst"
+LETTER_SECONDS, GAP_SECONDS = 0.07, 0.03
+#: Of a clip, as Common Voice's are spread.
+SHORTEST, LONGEST = 1.5, 11.0
+#: How often the long corpus has each.
+AGAIN = 10
+
+
+def corpus(bench: Bench) -> Path:
+    """The folder with ``train.csv``, ``dev.csv`` and ``test.csv``, made by the check that comes first."""
+    folder = bench.home / "corpus"
+    with bench.alone("corpus"):
+        if not (folder / "test.csv").exists():  # the last that is written
+            hours = bench.size({"train": 1.0, "dev": 0.05, "test": 0.05}, {"train": 0.012, "dev": 0.002, "test": 0.002})
+            write(folder, hours, longest=bench.size(LONGEST, 2.5))
+    return folder
+
+
+def long_corpus(bench: Bench) -> Path:
+    """The same recordings again and again, as other utterances: an epoch is long enough that its start is no part."""
+    once, folder = corpus(bench), bench.home / "long-corpus"
+    with bench.alone("long-corpus"):
+        if not folder.exists():
+            head, *rows = (once / "train.csv").read_text(encoding="utf-8").splitlines()
+            lines = [f"again{i}-{row}" for i in range(bench.size(AGAIN, 1)) for row in rows]
+            aside = folder.with_name("aside")
+            aside.mkdir()
+            (aside / "train.csv").write_text("\n".join([head, *lines]) + "\n", encoding="utf-8")
+            for name in ("dev.csv", "test.csv"):
+                (aside / name).write_text((once / name).read_text(encoding="utf-8"), encoding="utf-8")
+            aside.rename(folder)
+    return folder
+
+
+def write(folder: Path, hours: dict[str, float], longest: float = LONGEST, seed: int = 1234) -> Path:
+    """So many hours of each split, in SpeechBrain's CSVs over 16-bit WAV files."""
+    import soundfile
+
+    drawn, words = np.random.default_rng(seed), _lexicon(random.Random(seed))
+    tones = {letter: _tone(i) for i, letter in enumerate(LETTERS)} | {" ": np.zeros(_samples(GAP_SECONDS * 2))}
+    gap = np.zeros(_samples(GAP_SECONDS))
+    for split, amount in hours.items():
+        (folder / "clips").mkdir(parents=True, exist_ok=True)
+        lines, seconds = ["ID,duration,wav,spk_id,wrd"], 0.0
+        while seconds < 3600 * amount:
+            text = _sentence(drawn, words, drawn.uniform(SHORTEST, longest))
+            parts = [part for letter in text for part in (tones[letter], gap)]
+            signal = np.concatenate([gap, *parts]) * drawn.uniform(0.1, 0.5)
+            signal = signal + 0.003 * drawn.standard_normal(len(signal), dtype=np.float32)
+            name = f"{split}{len(lines):06d}"
+            soundfile.write(folder / "clips" / f"{name}.wav", signal.astype(np.float32), RATE, subtype="PCM_16")
+            length = len(signal) / RATE
+            lines.append(f"{name},{length},{folder / 'clips' / name}.wav,speaker{len(lines) % 7},{text}")
+            seconds += length
+        (folder / f"{split}.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return folder
+
+
+def _lexicon(rng: random.Random) -> list[str]:
+    return ["".join(rng.choices(LETTERS, k=rng.randint(2, 7))) for _ in range(2000)]
+
+
+def _sentence(drawn: np.random.Generator, words: list[str], seconds: float) -> str:
+    most = int(seconds / (LETTER_SECONDS + GAP_SECONDS))
+    text = words[drawn.integers(len(words))]
+    while len(longer := f"{text} {words[drawn.integers(len(words))]}") <= most:
+        text = longer
+    return text
+
+
+def _tone(place: int) -> np.ndarray:
+    """From 300 Hz up, in steps of a tenth, with soft ends."""
+    samples = _samples(LETTER_SECONDS)
+    return np.sin(2 * np.pi * 300 * 1.12**place * np.arange(samples) / RATE) * np.hanning(samples) ** 0.25
+
+
+def _samples(seconds: float) -> int:
+    return round(seconds * RATE)

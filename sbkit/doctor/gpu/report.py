@@ -1,0 +1,119 @@
+"""``gpu-report.md`` for people and ``gpu-report.json`` for programs: what was expected, what was seen, on what."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sbkit.console import atomic_write
+from sbkit.doctor.finding import without_names
+from sbkit.doctor.gpu.check import BAD, FAILED, Result, headline, passed
+
+FORMAT = 1
+#: Lines of a failed check's log that the page shows.
+LAST_LINES = 15
+SMALL = " Small sizes on a CPU: the figures say nothing of a card, only that each check works."
+
+
+@dataclass(frozen=True)
+class Made:
+    """All that the report tells of."""
+
+    at: float
+    seconds: float
+    rehearsal: bool
+    minutes: float
+    machine: Sequence[tuple[str, str]]
+    results: Sequence[Result]
+
+
+def write(made: Made, out: Path) -> tuple[Path, Path]:
+    """Both files, whole or not at all."""
+    written = Path(f"{out}.md"), Path(f"{out}.json")
+    for path, text in zip(written, (page(made), json.dumps(facts(made), indent=1) + "\n"), strict=True):
+        with atomic_write(path) as file:
+            file.write(text)
+    return written
+
+
+def facts(made: Made) -> dict[str, Any]:
+    """The report as JSON; keys are only ever added."""
+    checks = []
+    for result in made.results:
+        lines = [{"what": expect.what, "expected": expect.expected, **asdict(seen)}
+                 for expect, seen in result.lines()]
+        checks.append({"name": result.check.name, "title": result.check.title, "verdict": result.verdict,
+                       "seconds": round(result.seconds, 1), "command": _command(made, result), "notes": result.notes,
+                       "lines": lines})
+    return {"format": FORMAT, "ok": passed(made.results), "verdict": headline(made.results),
+            "rehearsal": made.rehearsal, "at": round(made.at), "seconds": round(made.seconds, 1),
+            "machine": dict(made.machine), "checks": checks}
+
+
+def page(made: Made) -> str:
+    """The page in Markdown."""
+    day = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(made.at))
+    blocks = [
+        "# Rehearsal of the GPU report, on a CPU" if made.rehearsal else "# GPU report",
+        f"**{headline(made.results)}.**",
+        f"`{_command(made)}`, {day}, {_clock(made.seconds)}.{SMALL if made.rehearsal else ''}",
+        "## Machine",
+        _table(["what", "found"], made.machine),
+        "## Checks",
+        _table(["check", "what", "expected", "seen", "verdict"], _rows(made.results)),
+        "## Each alone",
+        *(block for result in made.results for block in _details(made, result)),
+    ]
+    return without_names("\n\n".join(blocks)) + "\n"
+
+
+def _rows(results: Sequence[Result]) -> Iterable[list[str]]:
+    for result in results:
+        for i, (expect, seen) in enumerate(result.lines()):
+            verdict = f"**{seen.verdict}**" if seen.verdict in BAD else seen.verdict
+            yield ["" if i else result.check.name, expect.what, expect.expected, seen.seen, verdict]
+
+
+def _details(made: Made, result: Result) -> Iterable[str]:
+    yield f"### {result.check.name}: {result.check.title}"
+    yield f"`{_command(made, result)}`, {result.seconds:.1f} s, {result.verdict}."
+    if result.notes:
+        yield "\n".join(f"- {note}" for note in result.notes)
+    figures = [("" if i else expect.what, name, _figure(value)) for expect, seen in result.lines()
+               for i, (name, value) in enumerate(seen.figures.items())]
+    if figures:
+        yield _table(["of", "figure", "value"], figures)
+    if result.verdict == FAILED and result.log and Path(result.log).exists():
+        lines = Path(result.log).read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
+        yield "    " + "\n    ".join(lines)
+
+
+def _command(made: Made, result: Result | None = None) -> str:
+    words = ["sbkit doctor --gpu", *(["--rehearse"] if made.rehearsal else [])]
+    return " ".join([*words, *([f"--only {result.check.name}"] if result is not None else [])])
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(_cell(value) for value in row)} |" for row in lines)
+
+
+def _cell(text: str) -> str:
+    """In one line, with nothing that ends the cell."""
+    return " ".join(str(text).replace("|", "\\|").split())
+
+
+def _figure(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _clock(seconds: float) -> str:
+    """
+    >>> _clock(492.4)
+    '8 min 12 s'
+    """
+    return f"{int(seconds) // 60} min {int(seconds) % 60} s"

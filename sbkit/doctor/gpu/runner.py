@@ -1,0 +1,108 @@
+"""Runs a check in a process of its own, with a limit: a crash or a hang in one doesn't take the others along."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from sbkit import helper_process
+from sbkit.doctor.gpu.bench import Bench
+from sbkit.doctor.gpu.check import Check, Ended, Result, Seen, complete
+
+# A server that has imported everything, and never asked for a card, forks the checks.
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload([f"{__package__}.preloaded"])
+_POLL = 0.05
+#: Set by who wants all checks that run to end now.
+stopping = threading.Event()
+
+
+def run(check: Check, settings: dict[str, Any], logs: Path, limit: float) -> Result:
+    """Run it for so many seconds at most; what it has said by then counts."""
+    log = logs / f"{check.name}.log"
+    home = Path(settings["home"])
+    folder = home / check.name
+    folder.mkdir(parents=True)
+    bench = Bench(check.name, folder=folder, **settings)
+    process = _CONTEXT.Process(target=_check, args=(check.function, bench, str(log)))
+    started = time.monotonic()
+    with helper_process.away_from_here():
+        process.start()
+    try:
+        while process.exitcode is None and time.monotonic() - started < limit and not stopping.is_set():
+            process.join(_POLL)
+        late = process.exitcode is None
+    finally:
+        _end(process)
+    seconds = time.monotonic() - started
+    found, notes = _read(folder / "seen.jsonl")
+    how = f"cut off after {seconds:.0f} s, its limit" if late else _how(process.exitcode, log)
+    return complete(check, found, notes, Ended(seconds, how, late), settings["cards"], str(log))
+
+
+def _end(process: Any) -> None:
+    """The process and what it started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    if process.exitcode is None:
+        process.kill()
+    process.join()
+
+
+def _how(code: int, log: Path) -> str:
+    if not code:
+        return ""
+    if code < 0:
+        return f"its process was ended by {signal.Signals(-code).name}"
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return lines[-1] if lines else f"its process ended with code {code}"
+
+
+def _read(told: Path) -> tuple[list[Seen], list[str]]:
+    found, notes = [], []
+    if told.exists():
+        for line in told.read_text(encoding="utf-8").splitlines():
+            facts = json.loads(line)
+            if "note" in facts:
+                notes.append(facts["note"])
+            else:
+                found.append(Seen(**facts))
+    return found, notes
+
+
+def _check(function: str, bench: Bench, log: str) -> None:
+    """The process."""
+    os.setsid()  # what it starts is ended with it
+    os.environ.pop("PYTHONSAFEPATH", None)  # the server's: a tool imports what lies beside it
+    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    for stream in (1, 2):
+        os.dup2(handle, stream)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    multiprocessing.set_start_method("fork", force=True)  # of its own children, as in a program that nobody forked
+    code = 0
+    try:
+        if bench.rehearse:
+            import torch
+
+            torch.set_num_threads(1)
+            torch._dynamo.config.disable = True
+        module, name = function.split(":")
+        getattr(importlib.import_module(module, __package__), name)(bench)
+    except BaseException as error:
+        traceback.print_exc()
+        lines = str(error).strip().splitlines()
+        print(f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__, file=sys.stderr)
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

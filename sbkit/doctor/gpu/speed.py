@@ -1,0 +1,81 @@
+"""A step, an epoch and a validation against stock SpeechBrain, by ``tools/bench_train.py``."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+from sbkit.doctor.gpu.bench import ProgramFailed
+from sbkit.doctor.gpu.catalogue import LEAST_MFU, STEP_RATIO
+
+if TYPE_CHECKING:
+    from sbkit.doctor.gpu.bench import Bench
+
+#: At least so many times stock's best precision.
+TARGETS = {"step": STEP_RATIO, "epoch": 1.0, "validation": 1.0}
+
+
+def flagship(bench: Bench) -> None:
+    """In fp32 and bf16."""
+    _judge(bench, measured(bench, "flagship", "fp32,bf16"))
+
+
+def large(bench: Bench) -> None:
+    """In bf16 alone, as the recipe says: four such models in two precisions would not fit on a card."""
+    found = measured(bench, "large", "bf16")
+    _judge(bench, found)
+    best = max(statistics.median(values) for side, values in found["audio_s_per_s"]["step"].items() if "sbkit" in side)
+    operations, peak, source = bench.call(_operations, bench)
+    share = best * operations / peak if peak else None
+    seen = f"{100 * share:.1f} % by {source}" if share is not None else f"what 100 % would be is not known of {source}"
+    bench.measured("mfu", seen, share is not None and share >= LEAST_MFU, operations_per_audio_second=operations,
+                   peak=peak, audio_s_per_s=best)
+
+
+def measured(bench: Bench, recipe: str, precisions: str) -> dict[str, Any]:
+    """What the tool found, each side in turn."""
+    path, *rest = bench.words(recipe, ctc_weight=1.0)
+    device, rest = rest[1], rest[2:]
+    out = bench.folder / "bench.json"
+    command = [sys.executable, str(bench.checkout / "tools" / "bench_train.py"), "--recipe", path, "--device", device,
+               "--rounds", str(bench.size(2, 1)), "--precisions", bench.size(precisions, "fp32"), "--json", str(out),
+               *rest]
+    print(" ".join(command), flush=True)
+    done = subprocess.run(command, cwd=bench.checkout, stdin=subprocess.DEVNULL, check=False)
+    if done.returncode:
+        raise ProgramFailed(f"tools/bench_train.py ended with code {done.returncode}")
+    return json.loads(out.read_text(encoding="utf-8"))
+
+
+def ratio(sides: dict[str, list[float]]) -> float:
+    """sbkit's best precision to stock's best, of medians."""
+    medians = {name: statistics.median(values) for name, values in sides.items()}
+    best = {side: max(value for name, value in medians.items() if name.startswith(side)) for side in ("sbkit", "stock")}
+    return best["sbkit"] / best["stock"]
+
+
+def _judge(bench: Bench, found: dict[str, Any]) -> None:
+    for piece, target in TARGETS.items():
+        sides = found["audio_s_per_s"][piece]
+        figures = {f"{name}, audio s/s": statistics.median(values) for name, values in sides.items()}
+        if piece == "step":
+            figures |= {f"{name}, peak MiB": mib for name, mib in found["peak_mib"].items()}
+        bench.measured(piece, f"{ratio(sides):.2f} times", ratio(sides) >= target, **figures)
+
+
+def _operations(bench: Bench) -> tuple[float, float | None, str]:
+    """What a second of the corpus's audio takes in training, the device's peak, and what says so."""
+    import torch
+
+    from sbkit.data.manifest import Manifest
+    from sbkit.doctor.gpu.corpus import corpus
+    from sbkit.recipe import arguments, flops, load, speed
+
+    request = arguments.parse(bench.words("large", ctc_weight=1.0))
+    hparams = load.load(request.path, {**request.overrides, "output_folder": str(bench.folder / "counted")})
+    durations = Manifest.read(corpus(bench) / "train.csv").durations
+    operations = flops.operations_per_second(hparams, flops.typical_seconds(durations))
+    return operations, *speed.peak_of(torch.device(bench.device), "bf16")

@@ -1,0 +1,68 @@
+"""What checks read out of traces, results and runs."""
+
+import subprocess
+import sys
+
+import pytest
+import soundfile
+
+from sbkit.doctor.gpu import corpus, memory, pair, speed, suite, training
+
+
+def kernel(name, start, length, cat="kernel"):
+    return {"ph": "X", "cat": cat, "name": name, "ts": start, "dur": length}
+
+
+def test_overlap_is_communication_with_another_kernel_beside_it():
+    events = [kernel("ncclDevKernel_AllReduce_Sum_f32", 0, 10), kernel("gemm", 4, 3), kernel("gemm", 5, 20),
+              kernel("ncclDevKernel_AllReduce_Sum_f32", 30, 10), kernel("aten::mm", 30, 10, "cpu_op"),
+              {"ph": "i", "name": "nothing", "ts": 3}]
+    assert pair.overlap(events) == (20, 6)
+
+
+def test_without_cards_it_is_of_operations():
+    assert pair.overlap([kernel("gloo:all_reduce", 0, 10, "user_annotation"), kernel("aten::mm", 8, 10, "cpu_op")]) == \
+        (10, 2)
+
+
+def test_the_ratio_is_of_the_best_precisions():
+    assert speed.ratio({"stock fp32": [10, 12, 11], "stock bf16": [20], "sbkit fp32": [30], "sbkit bf16": [50, 60, 40]}
+                       ) == 2.5
+
+
+@pytest.mark.parametrize("losses, skipped, good", [
+    ([3.0, 2.0], [0, 0], True), ([3.0, 3.1], [0, 0], False), ([3.0, 2.0], [1, 0], False), ([3.0, None], [0, 0], False)])
+def test_a_run_learns_where_its_loss_falls_and_no_step_was_skipped(losses, skipped, good):
+    lines = [{"train_loss": loss, "skipped_steps": count} for loss, count in zip(losses, skipped, strict=True)]
+    assert training.learns(lines)[0] is good
+
+
+def test_outcomes_of_a_junit_file(tmp_path):
+    path = tmp_path / "junit.xml"
+    path.write_text("<testsuites><testsuite><testcase name='a'/><testcase name='b'><skipped/></testcase>"
+                    "<testcase name='c'><failure/></testcase><testcase name='d'><error/></testcase></testsuite>"
+                    "</testsuites>")
+    assert suite.outcomes(path) == ({"passed": 1, "failed": 2, "skipped": 1}, ["c", "d"])
+
+
+def test_the_bill_is_found_in_what_the_check_printed():
+    printed = 'a warning\n{\n "sections": {"x": {"values": {}}, "y": {"values": {"weights_bytes": 7}}}\n}\nthe end\n'
+    assert memory._bill(printed) == {"weights_bytes": 7}
+
+
+def test_the_corpus_of_tones_is_as_long_as_was_asked_and_the_same_each_time(tmp_path):
+    made = [corpus.write(tmp_path / name, {"train": 0.005, "test": 0.001}, longest=3.0) for name in ("one", "two")]
+    tables = [(folder / "train.csv").read_text().replace(str(folder), "") for folder in made]
+    assert tables[0] == tables[1]
+    rows = [line.split(",") for line in tables[0].splitlines()[1:]]
+    assert 18 <= sum(float(row[1]) for row in rows) < 22 and len({row[0] for row in rows}) == len(rows)
+    signal, rate = soundfile.read(made[0] / "clips" / f"{rows[0][0]}.wav")
+    assert rate == 16_000 and abs(len(signal) / rate - float(rows[0][1])) < 1e-6 and abs(signal).max() > 0.05
+
+
+def test_what_checks_are_forked_from_never_asks_the_driver():
+    """CUDA would work in none of the processes that are forked from one that has asked."""
+    code = ("import torch, sys; asked = []; torch._C._cuda_getDeviceCount = lambda: asked.append(1) or 0\n"
+            "torch._C._cuda_init = lambda: asked.append(1)\n"
+            "import sbkit.doctor.gpu.preloaded; assert 'speechbrain' in sys.modules; sys.exit(len(asked))")
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,0 +1,41 @@
+"""The whole of ``sbkit doctor --gpu --rehearse``: no check can be broken before a card comes."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from sbkit.cli import main
+from sbkit.doctor import probe
+from sbkit.doctor.gpu.catalogue import CHECKS
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1600)  # a minute and a half on two cores that are free
+def test_every_check_runs_on_a_cpu(tmp_path):
+    out = tmp_path / "report"
+    words = ["--gpu", "--rehearse", "--minutes", "25", "--out", str(out)]
+    done = subprocess.run([sys.executable, "-m", "sbkit", "doctor", *words], capture_output=True, text=True)
+    page = out.with_suffix(".md").read_text()
+    assert done.returncode == 0, f"{done.stderr}\n{page}"
+    told = json.loads(out.with_suffix(".json").read_text())
+    assert [check["name"] for check in told["checks"]] == [check.name for check in CHECKS]
+    verdicts = {line["verdict"] for check in told["checks"] for line in check["lines"]}
+    assert verdicts == {"as expected", "rehearsed"} and told["ok"], page
+    ended = [line for line in done.stderr.splitlines() if line.startswith("[")]
+    assert len(ended) == len(CHECKS) and told["verdict"] in done.stderr
+
+
+def test_without_a_card_it_says_so(capsys, monkeypatch):
+    monkeypatch.setattr(probe, "asked", lambda library: {"cards": {"cards": []}})
+    assert main(["doctor", "--gpu"]) == 1
+    assert "torch finds no CUDA card" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words, told", [
+    (["--gpu", "--rehearse", "--only", "kernel"], "there is no check kernel"),
+    (["--rehearse"], "--rehearse goes with --gpu"), (["--gpu", "--json"], "--json goes without --gpu")])
+def test_words_that_make_no_sense_are_refused(words, told, capsys):
+    assert main(["doctor", *words]) == 2
+    assert told in capsys.readouterr().err
