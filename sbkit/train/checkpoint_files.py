@@ -149,6 +149,8 @@ def _remove(path: Path, unless_older: float = 0.0) -> bool:
         held = lock.take()
         if held is False or (held is None and time.time() - path.stat().st_mtime < unless_older):
             return False
+        if not lock.is_at(path):  # another process removed it first, and has made one of its own since
+            return False
         shutil.rmtree(path)
     return True
 
