@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -48,12 +49,18 @@ def prove(request: Request) -> int:
     logs = Path(f"{request.out}-logs").absolute()
     logs.mkdir(parents=True, exist_ok=True)
     _say(f"{len(asked)} checks on {machine.name}, {request.minutes:g} minutes at most; logs in {logs}")
+    signal.signal(signal.SIGTERM, _leave)
     with tempfile.TemporaryDirectory(prefix="sbkit-gpu-") as home:
         results = _run(asked, request, machine, checkout, Path(home), logs)
     made = report.Made(stamp, time.monotonic() - started, request.rehearse, request.minutes, lines(), results)
     written = report.write(made, request.out)
     _say(f"\n{headline(results)}\n{' '.join(map(str, written))}")
     return 0 if passed(results) else 1
+
+
+def _leave(signum: int, frame: Any) -> None:
+    """As after Ctrl-C: the checks that run are ended first."""
+    raise SystemExit(128 + signum)
 
 
 def _asked(only: Sequence[str]) -> list[Check]:
@@ -83,14 +90,15 @@ def _run(asked: list[Check], request: Request, machine: Machine, checkout: Path,
     def one(check: Check) -> Result:
         nonlocal ended
         result = runner.run(check, settings, logs, budget.limit(check))
-        ended += 1
-        _tell(result, ended, len(asked))
+        if not runner.stopping.is_set():
+            ended += 1
+            _tell(result, ended, len(asked))
         return result
 
     with ThreadPoolExecutor(min(2, usable_cores()) if request.rehearse else 1) as pool:
         try:
             results |= {result.check.name: result for result in pool.map(one, timely)}
-        except BaseException:  # Ctrl-C: what runs is ended, what waits isn't begun
+        except BaseException:  # Ctrl-C, SIGTERM: what runs is ended, what waits isn't begun
             runner.stopping.set()
             pool.shutdown(cancel_futures=True)
             raise

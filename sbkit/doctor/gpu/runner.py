@@ -82,7 +82,7 @@ def _read(told: Path) -> tuple[list[Seen], list[str]]:
 
 def _check(function: str, bench: Bench, log: str) -> None:
     """The process."""
-    os.setsid()  # what it starts is ended with it
+    os.setpgid(0, 0)  # what it starts is ended with it
     os.environ.pop("PYTHONSAFEPATH", None)  # the server's: a tool imports what lies beside it
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     for stream in (1, 2):

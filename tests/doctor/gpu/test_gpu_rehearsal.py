@@ -1,8 +1,11 @@
 """The whole of ``sbkit doctor --gpu --rehearse``: no check can be broken before a card comes."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -25,6 +28,21 @@ def test_every_check_runs_on_a_cpu(tmp_path):
     assert verdicts == {"as expected", "rehearsed"} and told["ok"], page
     ended = [line for line in done.stderr.splitlines() if line.startswith("[")]
     assert len(ended) == len(CHECKS) and told["verdict"] in done.stderr
+
+
+@pytest.mark.slow
+def test_a_signal_ends_the_checks_that_run_too(tmp_path):
+    out, home = tmp_path / "report", tmp_path / "tmp"
+    home.mkdir()
+    words = ["--gpu", "--rehearse", "--only", "resume,pair", "--out", str(out)]
+    with subprocess.Popen([sys.executable, "-m", "sbkit", "doctor", *words], stderr=subprocess.DEVNULL,
+                          env={**os.environ, "TMPDIR": str(home)}) as doctor:
+        until = time.monotonic() + 120
+        while not list((tmp_path / "report-logs").glob("*.log")) and time.monotonic() < until:
+            time.sleep(0.1)
+        doctor.terminate()
+        assert doctor.wait(60) == 128 + signal.SIGTERM
+    assert not list(home.glob("sbkit-gpu-*")) and not out.with_suffix(".md").exists()
 
 
 def test_without_a_card_it_says_so(capsys, monkeypatch):
