@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+import sbkit
 from sbkit.cli import main
 from sbkit.doctor import probe
 from sbkit.doctor.gpu.catalogue import CHECKS
@@ -49,6 +50,12 @@ def test_without_a_card_it_says_so(capsys, monkeypatch):
     monkeypatch.setattr(probe, "asked", lambda library: {"cards": {"cards": []}})
     assert main(["doctor", "--gpu"]) == 1
     assert "torch finds no CUDA card" in capsys.readouterr().err
+
+
+def test_without_a_checkout_it_says_what_it_needs(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(sbkit, "__file__", str(tmp_path / "sbkit" / "__init__.py"))
+    assert main(["doctor", "--gpu", "--rehearse"]) == 2
+    assert "needs a checkout of sbkit" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words, told", [
