@@ -55,8 +55,9 @@ class Wrapped(Alone):
         again = self.ddp is not None
         self.close()
         left_out = self._unreached or {}
+        ids = set(map(id, left_out.values()))  # one that layers share has a name in each
         self.shell._ddp_params_and_buffers_to_ignore = [
-            name for name, p in self.shell.named_parameters(remove_duplicate=False) if name in left_out]
+            name for name, p in self.shell.named_parameters(remove_duplicate=False) if id(p) in ids]
         self._handles = [p.register_post_accumulate_grad_hook(functools.partial(self._late, name))
                          for name, p in left_out.items()]
         # Buffers are `Buffers`' business: DDP would send all of them, constant tables too, at each step.

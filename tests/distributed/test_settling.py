@@ -83,6 +83,21 @@ def test_a_layer_that_is_reached_later_is_noticed_and_trained_from_then_on():
     assert not torch.equal(first["model.3.weight"], layers()[3].weight)
 
 
+class TwoNames(ToyBrain):
+    """Nothing reaches a weight that two layers share, such as that of an embedding and its output layer."""
+
+    def __init__(self, modules, *args, **kwargs):
+        shared = torch.nn.Linear(8, 3)
+        shared.weight = modules["model"][3].weight
+        super().__init__({**modules, "shared": shared}, *args, **kwargs)
+
+
+def test_what_two_unreached_layers_share_is_not_waited_for():
+    (first, order, searches, said, _), (second, *_) = results(trained, TwoNames, {})
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not searches and order["has_rebuilt_buckets"] and not said
+
+
 @pytest.mark.gpu(cards=2)
 def test_so_on_two_cards():
     """No search: no host wait for the map of used parameters, and the same weights."""
