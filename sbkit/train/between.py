@@ -65,7 +65,7 @@ class Between:
         guard.poll()
         if raised["look"]:
             self.brain._buffers.look()
-        if raised["graph"]:
+        if raised["graph"] and not self.brain._parallel.searches:  # on a card, the step before tells of it once more
             self.search()
         if raised["stop"]:
             self.leave()

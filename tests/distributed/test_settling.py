@@ -59,11 +59,13 @@ class Drops(ToyBrain):
 
 
 class Late(ToyBrain):
-    """From the fourth step on the second rank reaches a layer that nobody knows from the first step."""
+    """At some step the second rank reaches a layer that nobody knows from the first step, and does so from then on."""
+
+    since = 3
 
     def compute_forward(self, batch, stage):
         found = super().compute_forward(batch, stage)
-        if self.optimizer_step >= 3 and ranks.rank() == 1:
+        if self.optimizer_step >= self.since and ranks.rank() == 1:
             found = found + self.hparams.model[3](torch.tanh(self.hparams.model[0](batch.x))).sum(-1)
         return found
 
@@ -76,8 +78,24 @@ def test_a_layer_that_one_rank_leaves_out_now_and_then_is_trained_as_with_the_se
     assert furthest(first, expected) < 1e-6
 
 
-def test_a_layer_that_is_reached_later_is_noticed_and_trained_from_then_on():
-    (first, _, searches, said, _), (second, *_) = results(trained, Late, {})
+class LateOnACard(Late):
+    """What a step tells is known when the next one is done."""
+
+    since = 2
+
+    def on_stage_start(self, stage, epoch=None):
+        def facts(wait=False):
+            ready = len(steps._pending) - (not wait)
+            taken, steps._pending = steps._pending[:max(ready, 0)], steps._pending[max(ready, 0):]
+            return [steps._read(*entry) for entry in taken]
+
+        steps = self._steps
+        steps.facts = facts
+
+
+@pytest.mark.parametrize("cls", [Late, LateOnACard])
+def test_a_layer_that_is_reached_later_is_noticed_and_trained_from_then_on(cls):
+    (first, _, searches, said, _), (second, *_) = results(trained, cls, {})
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert searches and len(said) == 1 and "model.3.weight" in said[0]
     assert not torch.equal(first["model.3.weight"], layers()[3].weight)
