@@ -5,18 +5,19 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Iterable, Mapping
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hyperpyyaml.core import parse_arithmetic
-
+from sbkit.recipe.arithmetic import compute
 from sbkit.recipe.load import place as reach
 from sbkit.recipe.report import did_you_mean, listed
 from sbkit.recipe.source import BASE, INCLUDE, UNKNOWN, Findings, Node, Place, override, read_file
 
 _REFERENCE = re.compile(r"<[^>]*>")
 PLACEHOLDER = "!PLACEHOLDER"
+_LONGEST = 10_000  # characters of a text that references are put into; each can double it
 
 
 def resolve(path: Path, overrides: Mapping[str, Any], findings: Findings, flags: Iterable[str] = (),
@@ -161,12 +162,16 @@ class _Resolver:
                 return self._unknown(node)
             pieces += [text[end : match.start()], value]
             end = match.end()
-        inner = self._follow("".join([*pieces, text[end:]]), node, seen)
+        whole = "".join([*pieces, text[end:]])
+        if len(whole) > _LONGEST:
+            self._error("bad-ref", node, f"with what it refers to, this text has more than {_LONGEST} characters")
+            return self._unknown(node)
+        inner = self._follow(whole, node, seen)
         if isinstance(inner.value, str) and not inner.tag:
             try:
-                inner = self._scalar(node, parse_arithmetic(inner.value))
+                inner = self._scalar(node, compute(inner.value))
             except (ArithmeticError, ValueError) as error:
-                self._error("bad-ref", node, f"{inner.value} can't be computed: {error}")
+                self._error("bad-ref", node, f"{_short(inner.value)} can't be computed: {error}")
                 return self._unknown(node)
         inner.computed = True
         return inner
@@ -254,21 +259,30 @@ class _Resolver:
 
     def _tell_circle(self, target: Node, node: Node) -> bool:
         """Whether references that aren't replaced yet lead from ``target`` in a circle."""
-        ways = [[node, target]]
-        while ways:
-            way = ways.pop()
-            if way[-1] in way[:-1]:
-                circle = way[way.index(way[-1]):]
-                if not circle[0].wrong:
-                    self._error("circular-ref", circle[0],
+        way, branches, done = [node], [iter([target])], set()
+        while branches:
+            found = next(branches[-1], None)
+            if found is None:
+                branches.pop()
+                done.add(id(way.pop()))
+            elif found in way:
+                circle = [*way[way.index(found):], found]
+                if not found.wrong:
+                    self._error("circular-ref", found,
                                 f"this reference comes back to itself: {' -> '.join(n.key for n in circle)}",
-                                f"give {circle[0].key} a value")
+                                f"give {found.key} a value")
                 for each in way:
                     each.wrong = True
                 return True
-            names = _REFERENCE.findall(str(way[-1].value)) if way[-1].tag in ("!ref", "!copy") else []
-            ways += [[*way, found] for found in map(self._quietly, names) if found is not None]
+            elif id(found) not in done:
+                way.append(found)
+                branches.append(self._referred(found))
         return False
+
+    def _referred(self, node: Node) -> Iterator[Node]:
+        """What a reference that isn't replaced yet names, as far as it is there."""
+        names = _REFERENCE.findall(str(node.value)) if node.tag in ("!ref", "!copy") else []
+        return filter(None, map(self._quietly, names))
 
     def _quietly(self, text: str) -> Node | None:
         told, self.findings = self.findings, Findings()
@@ -318,6 +332,10 @@ class _Resolver:
         _Resolver(root, path, self.findings, (*self.inside, path.resolve())).run()
         root.wrong = any(f.code == "syntax" for f in self.findings[before:])
         return copy.deepcopy(root)  # HyperPyYAML reads it anew: it shares nothing with the file around it
+
+
+def _short(text: str) -> str:
+    return textwrap.shorten(text, 80, placeholder=" ...")
 
 
 def _tell_cycles(root: Node, findings: Findings) -> None:
