@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
 LABELS = (5, 40, 130, 300, 1023)
 LOSSES, GRADIENTS = 1e-4, 5e-3
-LAYERS = {"fp32": 1e-3, "bf16": 0.05}
+LAYERS = {"fp32": 1e-3, "bf16": 0.1}
 
 
 def check(bench: Bench) -> None:
@@ -21,12 +22,14 @@ def check(bench: Bench) -> None:
     bench.stand_in("torch's CTC in fp32 in the place of the kernels, which need a card; tests/nn/test_ctc.py runs them "
                    "in Triton's interpreter")
     losses, gradients = {}, {}
-    used = bench.call(_used, bench.device)
+    sizes = bench.size(LABELS, LABELS[:3])
+    used = bench.call(_used, bench.device, sizes)
     bench.measured("used", "they do" if used else "they don't, torch's are used: the log says why", used)
-    for labels in bench.size(LABELS, LABELS[:3]):
+    for labels in sizes:
         losses[str(labels)], gradients[str(labels)] = bench.call(ctc, bench.device, labels)
     bench.found("losses", _worst(losses), max(losses.values()) <= LOSSES, **losses)
-    bench.found("gradients", _worst(gradients), max(gradients.values()) <= GRADIENTS, **gradients)
+    bench.found("gradients", _worst(gradients),
+                all(gradients[str(labels)] <= _most(labels) for labels in sizes), **gradients)
     for precision, most in LAYERS.items():
         apart = bench.call(layers, bench.device, bench.recipe("flagship"), precision, bench.rehearse)
         bench.found(precision, _worst(apart), max(apart.values()) <= most, **apart)
@@ -40,12 +43,17 @@ def _worst(apart: dict[str, float]) -> str:
     return f"at most {apart[name]:.1e} apart ({name})"
 
 
-def _used(device: str) -> bool:
+def _most(labels: int) -> float:
+    """How far gradients may be: of fp32 alone torch's own are 1 % off with 1023 labels."""
+    return max(GRADIENTS, 1e-5 * (2 * labels + 1))
+
+
+def _used(device: str, sizes: Sequence[int]) -> bool:
     import torch
 
     from sbkit.nn import ctc
 
-    return device != "cpu" and ctc._kernels_work(torch.device(device))
+    return device != "cpu" and all([ctc._kernels_work(torch.device(device), ctc._block(labels)) for labels in sizes])
 
 
 def ctc(device: str, labels: int) -> tuple[float, float]:

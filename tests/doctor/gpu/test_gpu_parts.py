@@ -2,11 +2,13 @@
 
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import soundfile
 
-from sbkit.doctor.gpu import corpus, memory, pair, speed, suite, training
+from sbkit.doctor.gpu import corpus, kernels, memory, pair, speed, suite, training
+from sbkit.nn import ctc
 
 
 def kernel(name, start, length, cat="kernel"):
@@ -23,6 +25,17 @@ def test_overlap_is_communication_with_another_kernel_beside_it():
 def test_without_cards_it_is_of_operations():
     assert pair.overlap([kernel("gloo:all_reduce", 0, 10, "user_annotation"), kernel("aten::mm", 8, 10, "cpu_op")]) == \
         (10, 2)
+
+
+def test_kernels_are_rehearsed_for_each_number_of_labels(monkeypatch):
+    asked = mock.create_autospec(ctc._kernels_work.__wrapped__, side_effect=lambda device, block: block < 2048)
+    monkeypatch.setattr(ctc, "_kernels_work", asked)
+    assert kernels._used("cuda:0", (5, 300)) and not kernels._used("cuda:0", (5, 1023))
+    assert [call.args[1] for call in asked.call_args_list] == [32, 1024, 32, 2048]
+
+
+def test_gradients_of_many_labels_may_be_as_far_off_as_fp32_makes_torchs_own():
+    assert kernels.ctc("cpu", 1023)[1] > kernels.GRADIENTS and kernels.ctc("cpu", 1023)[1] < kernels._most(1023)
 
 
 def test_the_ratio_is_of_the_best_precisions():
