@@ -157,10 +157,15 @@ class RunLock:
     def _beat(self) -> None:
         while not self._over.wait(BEAT):
             with contextlib.suppress(OSError):  # the disk is away for a moment
-                os.utime(self._lock.handle)
-                if self._newest() > self._number:
+                if self._followed():
                     launcher.leave(f"{self.folder} was taken over by another run, while this one gave no sign of life "
                                    "for long: it ends here")
+                os.utime(self._lock.handle)
+
+    def _followed(self) -> bool:
+        """Whether another one holds the folder by now, this one or a new one of the same name."""
+        newest = self._newest()
+        return newest > self._number or (newest == self._number and not self._lock.is_at(self._path(newest)))
 
 
 class _Holder:
@@ -180,9 +185,9 @@ class _Holder:
         """See how it is by now."""
         try:
             with Lock(self.path) as lock:
-                locked = lock.take(shared=True) is False
+                free = lock.take(shared=True)
                 self.facts = self._read()
-                self.lives = self._judge(locked, os.fstat(lock.handle).st_mtime_ns)
+                self.lives = self._judge(free, os.fstat(lock.handle).st_mtime_ns)
         except FileNotFoundError:  # another one holds the folder by now
             self.lives = False
 
@@ -192,13 +197,13 @@ class _Holder:
         except ValueError:  # it has just begun
             return {}
 
-    def _judge(self, locked: bool, beat: int) -> bool | None:
-        if locked:
+    def _judge(self, free: bool | None, beat: int) -> bool | None:
+        if free is False:
             return True
         if "ended" in self.facts:
             return False
         if self.facts.get("machine") == processes.machine():
-            if self.facts["locked"]:
+            if self.facts["locked"] and free:
                 return False
             if self.facts["namespace"] == processes.namespace():
                 return processes.born(self.facts["pid"]) == self.facts["born"]

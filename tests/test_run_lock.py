@@ -1,7 +1,9 @@
 """One run at a time in a folder: who is refused, who waits, and whose lock is taken over."""
 
+import errno
 import json
 import os
+import shutil
 import threading
 import time
 
@@ -210,6 +212,41 @@ def test_a_holder_that_was_taken_for_dead_ends(tmp_path):
         written(tmp_path, 2)
         other.process.join(60)
         assert other.process.exitcode == 1
+
+
+@pytest.mark.parametrize("removed", [False, True], ids=["another number", "a new folder of the same name"])
+def test_a_holder_sees_another_one_though_its_own_file_is_stale(tmp_path, monkeypatch, removed):
+    """On NFS nothing can be asked of a file that another machine removed."""
+    def stale(*args, **options):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    folder, told = tmp_path / "run", threading.Event()
+    monkeypatch.setattr(run_lock, "BEAT", 0.05)
+    monkeypatch.setattr(run_lock.launcher, "leave", lambda reason: told.set())
+    with RunLock(folder):
+        monkeypatch.setattr(run_lock.os, "utime", stale)
+        assert not told.wait(0.3)
+        if removed:
+            shutil.rmtree(folder)
+            folder.mkdir()
+        written(folder, 1 if removed else 2)
+        assert told.wait(30)
+
+
+def test_a_holder_whose_folder_was_removed_goes_on(tmp_path, monkeypatch):
+    told = threading.Event()
+    monkeypatch.setattr(run_lock, "BEAT", 0.05)
+    monkeypatch.setattr(run_lock.launcher, "leave", lambda reason: told.set())
+    with RunLock(tmp_path / "run"):
+        shutil.rmtree(tmp_path / "run")
+        assert not told.wait(0.3)
+
+
+def test_a_process_lives_that_holds_a_lock_which_cannot_be_seen_from_here(tmp_path, monkeypatch):
+    monkeypatch.setattr(Lock, "take", lambda self, **how: None)
+    written(tmp_path, locked=True)
+    with pytest.raises(SbkitError, match="is held by another run"):
+        RunLock(tmp_path).__enter__()
 
 
 def test_a_folder_that_cannot_be_made_is_told(tmp_path):
