@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -39,7 +40,7 @@ class Decoder(Protocol):
         """Of a stretch."""
 
     def after(self, stretches: Sequence[Any], frame: int) -> list[Any]:
-        """What of stretches lies from a frame on, where a token begins; asked of one that joins them."""
+        """What of stretches lies from a frame on: their end, or one where a token begins if it joins them."""
 
 
 class Greedy:
@@ -120,7 +121,8 @@ class Beam:
         return kept[1]
 
     def after(self, stretches: Sequence[tuple[Any, int]], frame: int) -> list[Any]:
-        raise NotImplementedError("a search ends at the end of each stretch")
+        ends = accumulate(map(self.frames, stretches))
+        return [each for each, end in zip(stretches, ends, strict=True) if end > frame]
 
 
 def decoder(vocabulary: Vocabulary, search: Mapping[str, Any] | None) -> Decoder:

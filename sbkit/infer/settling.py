@@ -42,9 +42,9 @@ class Settling:
 
     def end(self) -> None:
         """Nothing follows."""
-        if self._open:
+        if self._frames:
             self.words += words(self._found(), self._vocabulary)
-        self._go_on_from(self._first + self._frames)
+            self._go_on_from(self._first + self._frames)
 
     def _found(self) -> list[Found]:
         """Of what is open."""
@@ -65,6 +65,6 @@ class Settling:
         self._enough = 2 * self._frames
 
     def _go_on_from(self, frame: int) -> None:
-        self._open = self._decoder.after(self._open, frame - self._first) if frame < self._first + self._frames else []
+        self._open = self._decoder.after(self._open, frame - self._first)
         self._frames -= frame - self._first
         self._first, self._enough = frame, 0
