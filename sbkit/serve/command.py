@@ -70,7 +70,7 @@ def serve(request: Request) -> int:
     bundles = named(request.bundles)
     keys = _keys(request.api_key_file)
     with _bound(request.host, request.port) as listening:
-        if not keys and not loopback(request.host):
+        if not keys and not loopback(listening.getsockname()[0]):
             print(f"anybody who reaches {request.host} may use this server; {KEY_VARIABLE} or --api-key-file close it",
                   file=sys.stderr)
         return _Running(request, bundles, keys, listening).run()
@@ -126,7 +126,8 @@ class _Running:
             print(f"{places.most} connections may be open at once, by the files that this process may open (ulimit -n)",
                   file=sys.stderr)
         self._state.doors = doors.Doors(places.most, self._state.metrics)
-        app = make(self._state, Keys(keys), tuple(request.allow_origins), Hosts(request.host, request.allow_hosts))
+        hosts = Hosts(listening.getsockname()[0], request.allow_hosts, request.host)
+        app = make(self._state, Keys(keys), tuple(request.allow_origins), hosts)
         self._server = uvicorn.Server(uvicorn.Config(
             app, log_level="warning", access_log=False, server_header=False, lifespan="on",
             http=functools.partial(Impatient, self._state.doors), ws="auto", ws_max_size=_LIVE_FRAME_BYTES,

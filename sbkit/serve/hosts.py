@@ -8,12 +8,9 @@ from collections.abc import Iterable
 _OWN = ("localhost", "127.0.0.1", "[::1]")
 
 
-def loopback(host: str) -> bool:
-    """Whether only this machine reaches it."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+def loopback(address: str) -> bool:
+    """Whether only this machine reaches an address."""
+    return ipaddress.ip_address(address).is_loopback
 
 
 class Hosts:
@@ -21,13 +18,15 @@ class Hosts:
 
     Arguments
     ---------
-    listening : the address that is listened on; a loopback address answers to its own names alone
+    address : that is listened on; a loopback address answers to its own names alone
     allowed : further names; given with another address, it too answers to these and its own alone
+    called : what the address was called when the server was started
     """
 
-    def __init__(self, listening: str, allowed: Iterable[str] = ()):
-        self._names = frozenset(map(_name, [*_OWN, f"[{listening}]" if ":" in listening else listening, *allowed]))
-        self._all = not (loopback(listening) or list(allowed))
+    def __init__(self, address: str, allowed: Iterable[str] = (), called: str = ""):
+        own = [*_OWN, *(f"[{each}]" if ":" in each else each for each in (address, called) if each)]
+        self._names = frozenset(map(_name, [*own, *allowed]))
+        self._all = not (loopback(address) or list(allowed))
 
     def allow(self, host: str | None) -> bool:
         """Whether it is one of them, at any port; a request without any comes from no browser."""

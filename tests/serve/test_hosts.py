@@ -6,6 +6,7 @@ import serving
 import websockets
 from websockets.sync.client import connect
 
+from sbkit.serve import command
 from sbkit.serve.hosts import Hosts
 
 
@@ -25,6 +26,13 @@ def test_on_other_addresses_every_name_unless_names_are_given():
     assert given.allow("speech.example:80") and given.allow("192.0.2.1:80") and not given.allow("evil.example")
     assert Hosts("::1").allow("[::1]:80") and not Hosts("::1").allow("evil.example")
     assert Hosts("127.0.0.2").allow("127.0.0.2:80")
+
+
+@pytest.mark.parametrize("called", ["LOCALHOST", "127.1", "0x7f000001"])
+def test_however_this_machines_address_is_called_it_is_one(called):
+    with command._bound(called, 0) as listening:
+        hosts = Hosts(listening.getsockname()[0], called=called)
+    assert hosts.allow("localhost:80") and hosts.allow(called) and not hosts.allow("evil.example")
 
 
 def test_a_wrong_name_is_refused_on_every_path_and_by_the_socket(bundle):
