@@ -59,13 +59,6 @@ def sync_file_system(path: str | os.PathLike) -> None:
         os.close(handle)
 
 
-def uptime_id() -> str:
-    """Which start of the machine this is; files of an earlier one that were not synced may hold anything."""
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return ""
-
-
 # ---------------------------------------------------------------- full disks
 
 

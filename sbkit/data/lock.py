@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,6 +80,21 @@ def _close_all() -> None:
 
 if fcntl is not None:  # the kernel drops a lock once nobody has the file open any more, the holder's workers included
     os.register_at_fork(after_in_child=_close_all)
+
+
+def remove_unheld(folder: Path, unless_older: float = 0.0) -> bool:
+    """Delete a folder, unless a living process holds it; gives whether this one did.
+
+    unless_older : seconds, for a file system without locks
+    """
+    with Lock(folder) as lock:
+        free = lock.take()
+        if free is False or not lock.is_at(folder):  # another process deleted it, and may have made it anew
+            return False
+        if free is None and time.time() - folder.stat().st_mtime < unless_older:
+            return False
+        shutil.rmtree(folder)
+    return True
 
 
 @contextlib.contextmanager

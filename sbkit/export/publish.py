@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
 import glob
 import logging
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from sbkit import disk
+from sbkit.data.lock import Lock, remove_unheld
 from sbkit.errors import SbkitError
 from sbkit.export import layout
 
@@ -30,7 +29,7 @@ def room_beside(to: Path) -> Iterator[Path]:
     """An empty folder on the disk where the bundle will be; gone at the end, whatever is in it then."""
     try:
         to.parent.mkdir(parents=True, exist_ok=True)
-        aside, handle = _room(to)
+        aside, lock = _room(to)
     except OSError as error:
         raise SbkitError(f"cannot write into {to.parent}: {error.strerror}",
                          hint="choose another place with --to") from error
@@ -39,7 +38,7 @@ def room_beside(to: Path) -> Iterator[Path]:
             yield aside
         finally:
             shutil.rmtree(aside, ignore_errors=True)
-            os.close(handle)
+            lock.close()
 
 
 def publish(aside: Path, to: Path, force: bool) -> None:
@@ -69,41 +68,19 @@ def tidy(to: Path) -> None:
             logger.warning("An export to %s was killed while it replaced the bundle there: that one is back", to)
     for left in (replaced, *to.parent.glob(f".{glob.escape(to.name)}.making-*")):
         with contextlib.suppress(OSError):
-            if _dropped(left):
+            if remove_unheld(left, unless_older=_DAY):
                 logger.warning("Removed %s, which an export that was killed had left", left)
 
 
-def _room(to: Path) -> tuple[Path, int]:
-    """A folder and the handle of its lock, which the kernel drops however this process ends."""
+def _room(to: Path) -> tuple[Path, Lock]:
+    """A folder and its lock, which the kernel drops however this process ends."""
     while True:
         path = Path(tempfile.mkdtemp(prefix=f".{to.name}.making-", dir=to.parent))
-        handle = os.open(path, os.O_RDONLY)
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        if path.exists():
-            return path, handle
-        os.close(handle)  # somebody tidied it away before it was locked
-
-
-def _dropped(path: Path) -> bool:
-    """Delete a folder in which no process writes any more; whether it is gone."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        if _free(handle):
-            shutil.rmtree(path, ignore_errors=True)
-    finally:
-        os.close(handle)  # only now: who makes a folder anew waits for the lock, and sees that it is gone
-    return not path.exists()
-
-
-def _free(handle: int) -> bool:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks
-        return time.time() - os.fstat(handle).st_mtime > _DAY
-    return True
+        with contextlib.suppress(FileNotFoundError):  # another export tidied it away before it was locked
+            lock = Lock(path)
+            if lock.take() is not False and lock.is_at(path):
+                return path, lock
+            lock.close()
 
 
 def _exchange(one: Path, other: Path) -> bool:

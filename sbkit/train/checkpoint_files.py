@@ -20,7 +20,7 @@ from speechbrain.utils.checkpoints import CKPT_PREFIX, METAFNAME, PARAMFILE_EXT
 from speechbrain.utils.distributed import get_rank
 
 from sbkit import disk
-from sbkit.data.lock import Lock
+from sbkit.data.lock import Lock, remove_unheld
 from sbkit.errors import SbkitError
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ def begin(folder: Path, name: str) -> tuple[Path, Lock]:
     while True:
         with contextlib.suppress(FileExistsError, FileNotFoundError):  # another process was quicker
             if path.exists():
-                _remove(path)
+                remove_unheld(path)
             os.mkdir(path)
             lock = Lock(path)
             if lock.take() is not False and lock.is_at(path):
@@ -128,7 +128,7 @@ def sweep(folder: Path) -> list[str]:
                 if not final.exists():
                     os.rename(path, final)
                     continue
-            if _remove(path, unless_older=DAY if path == writing else 0.0):
+            if remove_unheld(path, unless_older=DAY if path == writing else 0.0):
                 gone.append(name)
         except OSError as error:  # a folder we may only read, or another process was quicker
             logger.debug("could not remove %s: %s", path, error)
@@ -138,21 +138,6 @@ def sweep(folder: Path) -> list[str]:
 def _in_use(path: Path) -> bool:
     with Lock(path) as lock:
         return lock.take(shared=True) is False
-
-
-def _remove(path: Path, unless_older: float = 0.0) -> bool:
-    """Delete a hidden folder, unless a living process holds it; gives whether it is gone.
-
-    unless_older : seconds, for a file system without locks
-    """
-    with Lock(path) as lock:
-        held = lock.take()
-        if held is False or (held is None and time.time() - path.stat().st_mtime < unless_older):
-            return False
-        if not lock.is_at(path):  # another process removed it first, and has made one of its own since
-            return False
-        shutil.rmtree(path)
-    return True
 
 
 def _write_text(path: Path, text: str) -> None:

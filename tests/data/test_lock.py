@@ -4,7 +4,7 @@ import os
 import signal
 import time
 
-from sbkit.data.lock import Lock
+from sbkit.data.lock import Lock, remove_unheld
 
 
 def test_what_is_forked_from_a_holder_holds_nothing(tmp_path):
@@ -37,3 +37,22 @@ def test_what_was_open_is_not_what_has_its_name_by_now(tmp_path):
         assert not lock.is_at(tmp_path / "folder")
         (tmp_path / "folder").mkdir()
         assert not lock.is_at(tmp_path / "folder")
+
+
+def test_a_folder_made_anew_while_its_lock_was_asked_for_is_not_removed(tmp_path, monkeypatch):
+    """By one that removed the old one and holds the new one by now."""
+    folder, held, take = tmp_path / "folder", [], Lock.take
+    folder.mkdir()
+
+    def late(self, **how):
+        monkeypatch.setattr(Lock, "take", take)
+        folder.rmdir()
+        folder.mkdir()
+        held.append(Lock(folder))
+        assert held[0].take()
+        return take(self, **how)
+
+    monkeypatch.setattr(Lock, "take", late)
+    assert not remove_unheld(folder) and held[0].is_at(folder)
+    held[0].close()
+    assert remove_unheld(folder) and not folder.exists()

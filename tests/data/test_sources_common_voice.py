@@ -14,7 +14,7 @@ from corpora import NEW_COLUMNS, OLD_COLUMNS, SECONDS, archive, common_voice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sbkit import disk
+from sbkit import disk, processes
 from sbkit.data.corpus import Corpus
 from sbkit.data.sources import archive as archive_module
 from sbkit.data.sources import open_source
@@ -233,7 +233,7 @@ def test_what_was_unpacked_before_the_machine_went_down_is_not_trusted(download,
     for clip in clips:
         clip.write_bytes(bytes(clip.stat().st_size))
     monkeypatch.setattr(disk, "sync_file_system", sync)
-    monkeypatch.setattr(disk, "uptime_id", lambda: "another")
+    monkeypatch.setattr(processes, "machine", lambda: "another")
     wavs = prepare(download, tmp_path / "m")["train"].wavs
     assert len(clips) > 3 and all(any(Path(wav).read_bytes()) for wav in wavs)
 

@@ -12,7 +12,7 @@ import zlib
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-from sbkit import disk
+from sbkit import disk, processes
 from sbkit.console import atomic_write, progress
 from sbkit.data.lock import locked
 from sbkit.data.sources.base import Rows, Source, stamp
@@ -94,7 +94,7 @@ def unpack(archive: Path, into: Path, show_progress: bool = True) -> Path:
 
 def _unpack_aside(archive: Path, into: Path, show_progress: bool) -> None:
     partial = into.with_name(into.name + ".partial")
-    begun = {"archive": stamp(archive), "uptime": disk.uptime_id()}
+    begun = {"archive": stamp(archive), "uptime": processes.machine()}
     if _read(partial / _BEGUN) != begun:  # of another archive, or from before the power failed
         shutil.rmtree(partial, ignore_errors=True)
     try:
