@@ -53,7 +53,7 @@ def _used(device: str, sizes: Sequence[int]) -> bool:
 
     from sbkit.nn import ctc
 
-    return device != "cpu" and all([ctc._kernels_work(torch.device(device), ctc._block(labels)) for labels in sizes])
+    return device != "cpu" and all(ctc._kernels_work(torch.device(device), ctc._block(labels)) for labels in sizes)
 
 
 def ctc(device: str, labels: int) -> tuple[float, float]:
