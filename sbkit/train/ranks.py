@@ -341,14 +341,15 @@ def _wait_for(key: str) -> bytes:
         _leave(1, grace=0.0)
 
 
-def _peer_failed() -> int | None:
+def _peer_failed(store: Any = None) -> int | None:
     """The exit code of the rank that has failed, if another one has; it is told that this one knows."""
     global _heard
-    if _heard is None and _store().check([_FAILED_KEY]):
-        failed, code = pickle.loads(_store().get(_FAILED_KEY))
+    store = store or _store()
+    if _heard is None and store.check([_FAILED_KEY]):
+        failed, code = pickle.loads(store.get(_FAILED_KEY))
         if failed != rank():
             _heard = code or 1
-            _store().add(_HEARD_KEY, 1)
+            store.add(_HEARD_KEY, 1)
             logger.info("Rank %d ends because rank %d failed.", rank(), failed)
     return _heard
 
@@ -362,15 +363,25 @@ def _watch() -> None:
 
 
 def _watch_peers(over: threading.Event) -> None:
+    store = None
     while not over.wait(_WATCH_SECONDS):
         try:
-            code = _peer_failed()
+            store = store or _connection()
+            code = _peer_failed(store)
         except (RuntimeError, ValueError):  # the store or the group has gone: the run is over, or its launcher ends it
             return
         if code is not None:
             if not over.wait(_PATIENCE_SECONDS) and not _failed_here:
                 ending.now(code)
             return
+
+
+def _connection() -> Any:
+    """One to the store beside the main thread's, over which nobody can ask while that waits there for a key.
+
+    So it does where NCCL sets itself up. (A torch before 2.8 has but one.)
+    """
+    return _store().clone() if hasattr(dist.Store, "clone") else _store()
 
 
 def _key(what: str) -> str:
