@@ -107,12 +107,12 @@ class StageDisplay:
         elif self.show:
             print(text, file=self._out, flush=True)
 
-    def close(self) -> None:
-        """Draw the last state, whole, and leave it standing."""
+    def close(self, wait: bool = True) -> None:
+        """Draw the last state, whole (``wait``: for the device), and leave it standing."""
         if not self.show:
             return
         self.show = False
-        self._redraw(last=True)
+        self._redraw(wait)
         if self._bar is not None:
             self._bar.close()
 
@@ -120,7 +120,7 @@ class StageDisplay:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
+        self.close(wait=error[0] is None)  # a device may wait for ranks that have failed
 
     def line(self) -> str:
         """The state in words."""
@@ -178,10 +178,10 @@ class StageDisplay:
     def _percent(self) -> int:
         return math.floor(100 * self.done / self.total) if self.total else 0
 
-    def _redraw(self, last: bool = False) -> None:
+    def _redraw(self, wait: bool = False) -> None:
         now = time.monotonic()
-        self._look("loss", self._loss, wait=last)
-        self._look("lr", self._lr, wait=last)
+        self._look("loss", self._loss, wait)
+        self._look("lr", self._lr, wait)
         self._window.append((now, self.done, self._seconds))
         while len(self._window) > 2 and now - self._window[1][0] >= _WINDOW_SECONDS:
             self._window.popleft()

@@ -196,6 +196,21 @@ def test_a_value_still_on_its_way_is_shown_when_it_has_come(clock, monkeypatch):
     assert "loss 2.000" in out.getvalue() or "loss 1.000" in out.getvalue()
 
 
+def test_after_an_error_nothing_is_waited_for(clock, monkeypatch):
+    class Never(display_module.Peek):
+        ready = False
+
+        def item(self):
+            raise AssertionError("the device never gets there")
+
+    monkeypatch.setattr(display_module, "Peek", Never)
+    out = io.StringIO()
+    with pytest.raises(KeyError), StageDisplay("train", 1000, out=out) as shown:
+        train(shown, clock, 60, loss=torch.tensor(1.0))
+        raise KeyError
+    assert "train: 60/1000" in out.getvalue()
+
+
 @pytest.mark.parametrize(("value", "text"), [(1.23456, "1.235"), (0.0, "0.000"), (1234.5, "1.23e+03"),
                                              (1e-5, "1.00e-05"), (float("inf"), "inf"), (-3.5, "-3.500")])
 def test_numbers_keep_their_meaning(value, text):
