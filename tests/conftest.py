@@ -5,6 +5,11 @@ import sys
 from collections import Counter
 
 import pytest
+from hypothesis import settings
+
+# How long one example takes is up to how busy the machine is.
+settings.register_profile("sbkit", deadline=None)
+settings.load_profile("sbkit")
 
 # A shell that starts us in the background has us, and what we start, ignore Ctrl-C. Tests of it need it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -147,16 +147,15 @@ def test_layers_are_compiled_whole_within_ddp(monkeypatch, one_rank, device):
         pieces.append(graph)
         return graph
 
-    monkeypatch.setattr(torch._dynamo.config, "optimize_ddp", True)
-
     monkeypatch.setattr(compiling.torch, "compile", lambda f, options=None, _compile=COMPILE, **kwargs: _compile(
         f, backend=counted, **kwargs))
     modules = nn.ModuleDict({"model": nn.ModuleList([Wide(), Wide()])}).to(device)
-    assert compiling.compile_blocks(modules, None, device) == 2
-    pieces.clear()  # of the trial whether there is a compiler
-    wrapped = Wrapped(Shell(modules, lambda x: modules["model"][1](modules["model"][0](x)).sum()))
-    wrapped(torch.ones(3, 600, device=device)).backward()
-    assert len(pieces) == 2  # the first layer's input needs no gradient, the second's does
+    with torch._dynamo.config.patch(optimize_ddp=True):  # monkeypatch would take the setting itself away
+        assert compiling.compile_blocks(modules, None, device) == 2
+        pieces.clear()  # of the trial whether there is a compiler
+        wrapped = Wrapped(Shell(modules, lambda x: modules["model"][1](modules["model"][0](x)).sum()))
+        wrapped(torch.ones(3, 600, device=device)).backward()
+        assert len(pieces) == 2  # the first layer's input needs no gradient, the second's does
     wrapped.close()
 
 
