@@ -161,8 +161,12 @@ class StopSignals(_Caught):
             os._exit(128 + signal.SIGINT)
 
 
+class _Ending(SystemExit):
+    """Raised wherever the main thread is; no mistake, so that nothing there takes it for one and goes on."""
+
+
 class EndSignals(_Caught):
-    """What stops training after a checkpoint ends all else in order: ``Stopped`` is raised wherever the main thread is.
+    """What stops training after a checkpoint ends all else in order, wherever the main thread is, with ``Stopped``.
 
     Ctrl-C does that without it. Where the main thread is inside C code for longer than ``PATIENCE`` seconds, the
     process ends all the same.
@@ -180,16 +184,18 @@ class EndSignals(_Caught):
         EndSignals._entered.add(self)
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *rest: object) -> None:
         EndSignals._entered.discard(self)
         self._left.set()
-        super().__exit__(*error)
+        super().__exit__(kind, error, *rest)
+        if isinstance(error, _Ending):
+            raise _stopped(error.code - 128) from None
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         del frame
         if not self._came:  # else it is ending
             self._came = True
-            raise _stopped(signum)
+            raise _Ending(128 + signum)
 
     def _heard(self, signum: int) -> None:
         if not self._left.wait(self.PATIENCE):

@@ -328,3 +328,15 @@ def test_training_within_has_its_signals_to_itself():
             raise Acted
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(1)
+
+
+def test_nothing_outside_of_training_takes_a_signal_for_a_mistake_and_goes_on():
+    """As what counts FLOPs or makes the report does with mistakes."""
+    went_on = False
+    with pytest.raises(Stopped, match="stopped by SIGTERM") as stopped, signals.EndSignals():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1)
+        except Exception:
+            went_on = True
+    assert not went_on and stopped.value.exit_code == 143
