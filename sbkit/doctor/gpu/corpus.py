@@ -17,7 +17,7 @@ LETTER_SECONDS, GAP_SECONDS = 0.07, 0.03
 #: Of a clip, as Common Voice's are spread.
 SHORTEST, LONGEST = 1.5, 11.0
 #: How often the long corpus has each.
-AGAIN = 10
+AGAIN = 6
 
 
 def corpus(bench: Bench) -> Path:
