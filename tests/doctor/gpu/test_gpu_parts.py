@@ -1,13 +1,17 @@
 """What checks read out of traces, results and runs."""
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import soundfile
+import torch
 
-from sbkit.doctor.gpu import corpus, kernels, memory, pair, speed, suite, training
+from sbkit.doctor.gpu import corpus, kernels, memory, pair, resume, speed, suite, training
+from sbkit.doctor.gpu.bench import Bench
 from sbkit.nn import ctc
 
 
@@ -71,6 +75,32 @@ def test_the_corpus_of_tones_is_as_long_as_was_asked_and_the_same_each_time(tmp_
     assert 18 <= sum(float(row[1]) for row in rows) < 22 and len({row[0] for row in rows}) == len(rows)
     signal, rate = soundfile.read(made[0] / "clips" / f"{rows[0][0]}.wav")
     assert rate == 16_000 and abs(len(signal) / rate - float(rows[0][1])) < 1e-6 and abs(signal).max() > 0.05
+
+
+@pytest.mark.parametrize("stopped, again, verdict", [(0.0, None, "as expected"), (3.0, 1.0, "as expected"),
+                                                     (6.0, 1.0, "short")])
+def test_a_resumed_run_may_be_off_by_some_times_what_two_runs_are_that_were_not_stopped(tmp_path, stopped, again,
+                                                                                         verdict):
+    class Runs(Bench):
+        def needed(self, words):
+            return self.program(words)
+
+        def program(self, words, **environment):
+            folder = Path(words[words.index("--output_folder") + 1])
+            moved = {"whole": 0.0, "first": stopped, "again": again}[folder.name]
+            (folder / "save" / "CKPT+1").mkdir(parents=True, exist_ok=True)
+            torch.save({"weight": torch.full((3,), 1.0 + moved)}, folder / "save" / "CKPT+1" / "model.ckpt")
+            return mock.Mock(code=143)
+
+        def call(self, function, *args):
+            return function(*args)
+
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "test.csv").touch()
+    bench = Runs("resume", "cuda:0", False, 1, 141.0, Path(resume.__file__).parents[3], tmp_path, tmp_path)
+    resume.check(bench)
+    assert [json.loads(line)["verdict"] for line in bench._told.read_text().splitlines() if "verdict" in line] == \
+        ["as expected", verdict]
 
 
 def test_what_checks_are_forked_from_never_asks_the_driver():
