@@ -22,6 +22,8 @@ import os
 import signal
 import threading
 import time
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar
@@ -169,15 +171,16 @@ class EndSignals(_Caught):
     """What stops training after a checkpoint ends all else in order, wherever the main thread is, with ``Stopped``.
 
     Ctrl-C does that without it. Where the main thread is inside C code for longer than ``PATIENCE`` seconds, the
-    process ends all the same.
+    process ends all the same. What is raised inside a destructor or a callback is lost, and raised again.
     """
 
-    PATIENCE = 10.0
+    PATIENCE, AGAIN = 10.0, 0.5
     _entered: ClassVar[set[EndSignals]] = set()
 
     def __init__(self) -> None:
         super().__init__(tuple(signum for signum in STOP_SIGNALS if signum != signal.SIGINT))
-        self._came, self._left = False, threading.Event()
+        self._raised: Callable[[], _Ending | None] = lambda: None
+        self._left = threading.Event()
 
     def __enter__(self) -> EndSignals:
         super().__enter__()
@@ -193,12 +196,20 @@ class EndSignals(_Caught):
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         del frame
-        if not self._came:  # else it is ending
-            self._came = True
-            raise _Ending(128 + signum)
+        if self._raised() is None:  # else it is ending
+            raise self._remembered(_Ending(128 + signum))
+
+    def _remembered(self, error: _Ending) -> _Ending:
+        """Only for as long as something raises or handles it: no variable of a frame on its way may hold it."""
+        self._raised = weakref.ref(error)
+        return error
 
     def _heard(self, signum: int) -> None:
-        if not self._left.wait(self.PATIENCE):
+        until = time.monotonic() + self.PATIENCE
+        while not self._left.wait(self.AGAIN) and time.monotonic() < until:
+            if self._raised() is None:
+                signal.pthread_kill(threading.main_thread().ident, signum)
+        if not self._left.is_set():
             if os.environ.get("RANK", "0") == "0":
                 os.write(2, f"error: {_stopped(signum)}\n".encode())
             os._exit(128 + signum)

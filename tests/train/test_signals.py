@@ -299,7 +299,8 @@ def test_outside_of_training_a_signal_ends_it_in_order(signum, code):
 @pytest.mark.slow
 def test_outside_of_training_a_signal_ends_c_code_too():
     waits = "mutex = ctypes.create_string_buffer(64); [ctypes.CDLL(None).pthread_mutex_lock(mutex) for _ in range(2)]"
-    with Script(ENDS.format(waits=waits)) as script:
+    late = 'import threading; threading.Timer(1.0, print, ("ready",), {"flush": True}).start()'  # by then it waits
+    with Script(ENDS.format(waits=waits).replace('print("ready", flush=True)', late)) as script:
         script.send(signal.SIGTERM)
         returned, _, err = script.end()
     assert returned == 143 and err == "error: stopped by SIGTERM; the same command does what is missing\n"
@@ -340,3 +341,17 @@ def test_nothing_outside_of_training_takes_a_signal_for_a_mistake_and_goes_on():
         except Exception:
             went_on = True
     assert not went_on and stopped.value.exit_code == 143
+
+
+def test_a_signal_that_a_destructor_swallowed_ends_it_all_the_same(monkeypatch):
+    class Swallows:
+        def __del__(self):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.05)
+
+    monkeypatch.setattr(sys, "unraisablehook", lambda lost: None)
+    monkeypatch.setattr(signals.EndSignals, "PATIENCE", 60.0)
+    with pytest.raises(Stopped, match="stopped by SIGTERM"), signals.EndSignals():
+        Swallows()
+        time.sleep(30)
+        pytest.fail("it went on")
