@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; a mistake of the user's is one line on stderr and exit code 2."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        with disk.told(os.environ.get("TMPDIR", "/tmp")):  # what isn't told by its own place is a temporary file
+        with disk.told(os.environ.get("TMPDIR", "/tmp"), "the output or a temporary file"):  # others are told before
             return _dispatch(argv)
     except SbkitError as error:
         if "--debug" in argv:

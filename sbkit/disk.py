@@ -63,10 +63,11 @@ def sync_file_system(path: str | os.PathLike) -> None:
 
 
 @contextlib.contextmanager
-def told(path: str | os.PathLike) -> Iterator[None]:
+def told(path: str | os.PathLike, called: str = "") -> Iterator[None]:
     """Say in one message which file a disk refused within this block.
 
     path : the file that is written there, or the folder of several
+    called : what is said in its place, where it may be another one
     """
     try:
         yield
@@ -77,7 +78,7 @@ def told(path: str | os.PathLike) -> Iterator[None]:
         if found is None:
             raise
         name = found.filename if found.filename and os.path.isdir(path) else path
-        raise SbkitError(explain(found, name), hint=HINT) from error
+        raise SbkitError(explain(found, name, called=called if name == path else ""), hint=HINT) from error
 
 
 def refusal(error: BaseException) -> OSError | None:
@@ -96,11 +97,12 @@ def refusal(error: BaseException) -> OSError | None:
     return None
 
 
-def explain(error: OSError, path: str | os.PathLike, needed: float | None = None) -> str:
+def explain(error: OSError, path: str | os.PathLike, needed: float | None = None, called: str = "") -> str:
     """What the disk did not take, why, what it would need and what is free."""
     what = "could not be read or written" if error.errno == errno.EIO else "could not be written"
     needs = "" if needed is None else f"it needs about {size(needed)}, "
-    return f"{os.fspath(path)} {what}: {os.strerror(error.errno or 0)} ({needs}free: {_free(Path(path))})"
+    free = f"free in {os.fspath(path)}" if called else "free"
+    return f"{called or os.fspath(path)} {what}: {os.strerror(error.errno or 0)} ({needs}{free}: {_free(Path(path))})"
 
 
 def size(count: float) -> str:

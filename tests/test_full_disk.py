@@ -253,8 +253,8 @@ def test_what_no_stage_tells_is_one_line_of_the_command(monkeypatch, capsys):
     monkeypatch.setenv("TMPDIR", "/tmp")
     monkeypatch.setattr("sbkit.cli._dispatch", full)
     assert main(["report", "run"]) == 2
-    assert re.fullmatch(r"error: /tmp could not be written: No space left on device \(free: .*\n",
-                        capsys.readouterr().err)
+    assert re.fullmatch(r"error: the output or a temporary file could not be written: No space left on device "
+                        r"\(free in /tmp: .*\n", capsys.readouterr().err)
 
 
 def test_what_is_free_says_when_it_is_files_that_are_too_many(tmp_path, monkeypatch):
