@@ -7,8 +7,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,11 +50,15 @@ def prove(request: Request) -> int:
     logs.mkdir(parents=True, exist_ok=True)
     _say(f"{len(asked)} checks on {machine.name}, {request.minutes:g} minutes at most; logs in {logs}")
     signal.signal(signal.SIGTERM, _leave)
+    about = lines()
+
+    def write(results: Sequence[Result]) -> tuple[Path, Path]:
+        made = report.Made(stamp, time.monotonic() - started, request.rehearse, request.minutes, about, results)
+        return report.write(made, request.out)
+
     with tempfile.TemporaryDirectory(prefix="sbkit-gpu-") as home:
-        results = _run(asked, request, machine, checkout, Path(home), logs)
-    made = report.Made(stamp, time.monotonic() - started, request.rehearse, request.minutes, lines(), results)
-    written = report.write(made, request.out)
-    _say(f"\n{headline(results)}\n{' '.join(map(str, written))}")
+        results = _run(asked, request, machine, checkout, Path(home), logs, write)
+    _say(f"\n{headline(results)}\n{' '.join(map(str, write(results)))}")
     return 0 if passed(results) else 1
 
 
@@ -71,9 +75,9 @@ def _asked(only: Sequence[str]) -> list[Check]:
     return [check for check in CHECKS if not only or check.name in only]
 
 
-def _run(asked: list[Check], request: Request, machine: Machine, checkout: Path, home: Path, logs: Path
-         ) -> list[Result]:
-    """A result of each; in a rehearsal, where nothing is timed, two at once."""
+def _run(asked: list[Check], request: Request, machine: Machine, checkout: Path, home: Path, logs: Path,
+         write: Callable[[Sequence[Result]], Any]) -> list[Result]:
+    """A result of each, written as each one ends; in a rehearsal, where nothing is timed, two at once."""
     results = {check.name: left_out(check, f"needs {check.cards} cards", NOT_SHOWN)
                for check in asked if check.cards > machine.cards}
     possible = [check for check in asked if check.name not in results]
@@ -86,18 +90,19 @@ def _run(asked: list[Check], request: Request, machine: Machine, checkout: Path,
     budget, ended = Budget(timely, 60 * request.minutes), len(results)
     for result in results.values():
         _tell(result, 0, len(asked))
+    results |= {check.name: left_out(check, "not ended yet", NOT_RUN) for check in timely}
 
     def one(check: Check) -> Result:
-        nonlocal ended
-        result = runner.run(check, settings, logs, budget.limit(check))
-        if not runner.stopping.is_set():
-            ended += 1
-            _tell(result, ended, len(asked))
-        return result
+        return runner.run(check, settings, logs, budget.limit(check))
 
     with ThreadPoolExecutor(min(2, usable_cores()) if request.rehearse else 1) as pool:
         try:
-            results |= {result.check.name: result for result in pool.map(one, timely)}
+            for done in as_completed([pool.submit(one, check) for check in timely]):
+                result = done.result()
+                results[result.check.name] = result
+                ended += 1
+                _tell(result, ended, len(asked))
+                write([results[check.name] for check in asked])
         except BaseException:  # Ctrl-C, SIGTERM: what runs is ended, what waits isn't begun
             runner.stopping.set()
             pool.shutdown(cancel_futures=True)

@@ -12,7 +12,9 @@ import pytest
 import sbkit
 from sbkit.cli import main
 from sbkit.doctor import probe
+from sbkit.doctor.gpu import command, report, runner
 from sbkit.doctor.gpu.catalogue import CHECKS
+from sbkit.doctor.gpu.check import NOT_RUN, OK, left_out
 
 
 @pytest.mark.slow
@@ -64,3 +66,14 @@ def test_without_a_checkout_it_says_what_it_needs(capsys, monkeypatch, tmp_path)
 def test_words_that_make_no_sense_are_refused(words, told, capsys):
     assert main(["doctor", *words]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_the_page_is_written_as_each_check_ends(tmp_path, monkeypatch):
+    pages, write = [], report.write
+    monkeypatch.setattr(runner, "run", lambda check, *rest: left_out(check, "seen", OK))
+    monkeypatch.setattr(report, "write", lambda made, out: pages.append(made.results) or write(made, out))
+    out = tmp_path / "report"
+    assert command.prove(command.Request(rehearse=True, out=out, only=["kernels", "tests"])) == 0
+    verdicts = [sorted(each.verdict for each in page) for page in pages]
+    assert verdicts == [sorted([OK, NOT_RUN]), [OK, OK], [OK, OK]]
+    assert json.loads(out.with_suffix(".json").read_text())["ok"]
