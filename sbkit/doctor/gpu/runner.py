@@ -19,9 +19,7 @@ from sbkit import helper_process
 from sbkit.doctor.gpu.bench import Bench
 from sbkit.doctor.gpu.check import Check, Ended, Result, Seen, complete
 
-# A server that has imported everything, and never asked for a card, forks the checks.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload([f"{__package__}.preloaded"])
 _POLL = 0.05
 #: Set by who wants all checks that run to end now.
 stopping = threading.Event()
@@ -34,6 +32,8 @@ def run(check: Check, settings: dict[str, Any], logs: Path, limit: float) -> Res
     folder = home / check.name
     folder.mkdir(parents=True)
     bench = Bench(check.name, folder=folder, **settings)
+    # A server that has imported everything, and never asked for a card, forks the checks.
+    _CONTEXT.set_forkserver_preload([f"{__package__}.preloaded"])
     process = _CONTEXT.Process(target=_check, args=(check.function, bench, str(log)))
     started = time.monotonic()
     with helper_process.away_from_here():
