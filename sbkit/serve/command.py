@@ -167,7 +167,8 @@ class _Running:
         try:
             self._fill()
         except BaseException as error:
-            self._problem = error
+            if not self._state.stopping:  # a stop takes the socket and the decoders from under it
+                self._problem = error
             self._server.should_exit = True
 
     def _fill(self) -> None:

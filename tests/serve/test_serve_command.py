@@ -113,6 +113,17 @@ def test_sigterm_finishes_what_is_in_flight_and_takes_nothing_new(bundle, tmp_pa
         httpx.get(f"{url}/health")
 
 
+def test_a_stop_while_the_models_are_loaded_is_no_error(bundle, monkeypatch):
+    """What is loaded finds the socket closed and the decoders gone: that is the stop's doing."""
+    def fill(running):
+        os.kill(os.getpid(), signal.SIGTERM)
+        serving.until(lambda: running._state.stopping)
+        raise OSError(9, "Bad file descriptor")
+
+    monkeypatch.setattr(command._Running, "_fill", fill)
+    assert command.serve(command.Request([str(bundle)], port=0)) == 0
+
+
 def test_sigterm_lets_a_live_session_finish(bundle):
     process = start(f"level={bundle}", "--port", 0, "--threads", 1)
     url = ready(process)
