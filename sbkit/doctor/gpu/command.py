@@ -53,7 +53,8 @@ def prove(request: Request) -> int:
     about = lines()
 
     def write(results: Sequence[Result]) -> tuple[Path, Path]:
-        made = report.Made(stamp, time.monotonic() - started, request.rehearse, request.minutes, about, results)
+        made = report.Made(stamp, time.monotonic() - started, request.rehearse, request.minutes, about, results,
+                           request.only)
         return report.write(made, request.out)
 
     with tempfile.TemporaryDirectory(prefix="sbkit-gpu-") as home:

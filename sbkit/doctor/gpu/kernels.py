@@ -24,14 +24,15 @@ def check(bench: Bench) -> None:
     losses, gradients = {}, {}
     sizes = bench.size(LABELS, LABELS[:3])
     used = bench.call(_used, bench.device, sizes)
-    bench.measured("used", "they do" if used else "they don't, torch's are used: the log says why", used)
+    unused = "not tried: they need a card" if bench.rehearse else "they don't, torch's are used: the log says why"
+    bench.measured("used", "they do" if used else unused, used)
     for labels in sizes:
         losses[str(labels)], gradients[str(labels)] = bench.call(ctc, bench.device, labels)
     bench.found("losses", _worst(losses), max(losses.values()) <= LOSSES, **losses)
     bench.found("gradients", _worst(gradients),
                 all(gradients[str(labels)] <= _most(labels) for labels in sizes), **gradients)
     for precision, most in LAYERS.items():
-        apart = bench.call(layers, bench.device, bench.recipe("flagship"), precision, bench.rehearse)
+        apart = bench.call(layers, bench.device, bench.recipe("flagship"), precision, bench.rehearse, bench.folder)
         bench.found(precision, _worst(apart), max(apart.values()) <= most, **apart)
     share, factor = bench.call(dropped, bench.device)
     bench.found("dropout", f"drops {100 * share:.2f} %, scales by {factor:.4f}",
@@ -82,14 +83,14 @@ def _losses(by: Any, logits: torch.Tensor, *rest: torch.Tensor) -> tuple[torch.T
     return losses.detach(), logits.grad
 
 
-def layers(device: str, recipe: Path, precision: str, small: bool) -> dict[str, float]:
+def layers(device: str, recipe: Path, precision: str, small: bool, folder: Path) -> dict[str, float]:
     """How far the flagship's CTC loss and its gradients, with sbkit's layers, are from those with SpeechBrain's."""
     import torch
 
     from sbkit.nn.accelerate import accelerate, restore
 
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    modules, run = _flagship(device, recipe, small)
+    modules, run = _flagship(device, recipe, small, folder)
     gather = functools.partial(_gather, modules, run, torch.device(device).type, precision)
     accelerate(modules)
     loss, grads = gather()
@@ -115,7 +116,7 @@ def _gather(modules: torch.nn.Module, run: Any, kind: str, precision: str) -> tu
     return loss.item(), {name: p.grad.float() for name, p in modules.named_parameters() if p.grad is not None}
 
 
-def _flagship(device: str, recipe: Path, small: bool) -> tuple[torch.nn.Module, Any]:
+def _flagship(device: str, recipe: Path, small: bool, folder: Path) -> tuple[torch.nn.Module, Any]:
     """The recipe's modules without dropout, and what gives their loss of a batch of noise."""
     import torch
 
@@ -124,7 +125,7 @@ def _flagship(device: str, recipe: Path, small: bool) -> tuple[torch.nn.Module, 
     from sbkit.recipe import load
 
     torch.manual_seed(0)
-    hparams = load.load(recipe, {"dropout": 0.0, **(SMALL if small else {})})
+    hparams = load.load(recipe, {"dropout": 0.0, "output_folder": str(folder / "layers"), **(SMALL if small else {})})
     modules = torch.nn.ModuleDict(hparams["modules"]).to(device)
     modules["features"] = hparams["compute_features"].to(device)
     for layer in modules.modules():

@@ -29,6 +29,7 @@ class Made:
     minutes: float
     machine: Sequence[tuple[str, str]]
     results: Sequence[Result]
+    only: Sequence[str] = ()
 
 
 def write(made: Made, out: Path) -> tuple[Path, Path]:
@@ -94,7 +95,8 @@ def _details(made: Made, result: Result) -> Iterable[str]:
 
 def _command(made: Made, result: Result | None = None) -> str:
     words = ["sbkit doctor --gpu", *(["--rehearse"] if made.rehearsal else [])]
-    return " ".join([*words, *([f"--only {result.check.name}"] if result is not None else [])])
+    only = made.only if result is None else [result.check.name]
+    return " ".join([*words, *([f"--only {','.join(only)}"] if only else [])])
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

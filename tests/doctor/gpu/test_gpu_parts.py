@@ -31,6 +31,15 @@ def test_without_cards_it_is_of_operations():
         (10, 2)
 
 
+def test_the_layers_leave_nothing_where_the_user_started(monkeypatch, tmp_path):
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    recipe = Path(kernels.__file__).parents[3] / "hparams" / "ctc.yaml"
+    kernels._flagship("cpu", recipe, True, tmp_path / "home")
+    assert not list(here.iterdir())
+
+
 def test_kernels_are_rehearsed_for_each_number_of_labels(monkeypatch):
     asked = mock.create_autospec(ctc._kernels_work.__wrapped__, side_effect=lambda device, block: block < 2048)
     monkeypatch.setattr(ctc, "_kernels_work", asked)

@@ -69,6 +69,10 @@ def test_a_rehearsal_says_that_it_is_one():
     assert "`sbkit doctor --gpu --rehearse`" in page and "the figures say nothing of a card" in page
 
 
+def test_the_page_names_the_command_that_made_it():
+    assert "\n`sbkit doctor --gpu --only kernels,pair`, 20" in report.page(made(only=["kernels", "pair"]))
+
+
 def test_both_files_are_written_beside_each_other_and_say_the_same(tmp_path):
     page, facts = report.write(made(), tmp_path / "deep" / "my.report")
     assert [page.name, facts.name] == ["my.report.md", "my.report.json"]
