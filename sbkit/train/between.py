@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +138,16 @@ class Between:
         checkpointer = self.brain.checkpointer
         if checkpointer is not None and not any(map(is_sharded, checkpointer.recoverables.values())):
             checkpointer.hold({INTRA_EPOCH_CKPT_FLAG: True})
+
+    @contextlib.contextmanager
+    def letting_go(self) -> Iterator[None]:
+        """An error within it lets go of the checkpoint that is held: this process may start the run once more."""
+        try:
+            yield
+        except BaseException:
+            if self.brain.checkpointer is not None:
+                self.brain.checkpointer.drop()
+            raise
 
     def leave(self) -> None:
         """Save and end, because some rank was sent a signal."""

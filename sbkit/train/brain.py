@@ -324,7 +324,8 @@ class Brain(sb.core.Brain):
         if self.test_only:
             logger.info("Test only mode, skipping training and validation stages.")
             return
-        with ranks.failing_together(), told(self.device), StopSignals() as self._between.signals:
+        with (ranks.failing_together(), told(self.device), StopSignals() as self._between.signals,
+              self._between.letting_go()):
             self._plan_driven = loaders.is_plan_driven(train_set)
             train_set = self._loader(train_set, Stage.TRAIN, train_loader_kwargs)
             valid_loader_kwargs = {"ckpt_prefix": None, **(valid_loader_kwargs or {})}

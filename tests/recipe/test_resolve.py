@@ -12,7 +12,7 @@ from sbkit.recipe.build import build
 from sbkit.recipe.load import load
 from sbkit.recipe.resolve import flatten, resolve
 from sbkit.recipe.source import Findings
-from sbkit.recipe.values import static
+from sbkit.recipe.values import is_tuple, static
 
 load_hyperpyyaml("a: 1")  # from here on it reads tuples the same way each time
 
@@ -73,7 +73,9 @@ def documents(draw):
 def test_values_are_hyperpyyamls_or_there_is_a_message(tmp_path, text):
     root, findings = read(tmp_path, text)
     errors = [f for f in findings if f.severity == "error"]
-    if not errors:  # else HyperPyYAML fails too, makes a text of a list, or doubles a text until memory ends
+    # of a tuple that references are put together to, each load in a process makes something else, which is told
+    changing = root is not None and any(node.computed and is_tuple(node.value) for node in root.walk())
+    if not errors and not changing:  # with errors HyperPyYAML fails too, makes a list a text, or never stops doubling one
         assert plain(root) == load_hyperpyyaml(text), text
 
 

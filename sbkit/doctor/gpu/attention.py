@@ -94,8 +94,8 @@ def _head(bench: Bench, name: str) -> int:
     """Of the recipe as it stands."""
     from sbkit.recipe import load
 
-    hparams = load.load(bench.recipe(name), {"data_folder": "none", "output_folder": str(bench.folder / name)})
-    return hparams["d_model"] // hparams["nhead"]
+    asked = load.load(bench.recipe(name), {"data_folder": "none", "output_folder": str(bench.folder / name)})
+    return asked["d_model"] // asked["nhead"]
 
 
 def kernel_of(device: str, head: int) -> str:
