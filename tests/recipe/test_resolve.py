@@ -75,7 +75,7 @@ def test_values_are_hyperpyyamls_or_there_is_a_message(tmp_path, text):
     errors = [f for f in findings if f.severity == "error"]
     # of a tuple that references are put together to, each load in a process makes something else, which is told
     changing = root is not None and any(node.computed and is_tuple(node.value) for node in root.walk())
-    if not errors and not changing:  # with errors HyperPyYAML fails too, makes a list a text, or never stops doubling one
+    if not errors and not changing:  # else HyperPyYAML fails too, makes a list a text, or doubles one for ever
         assert plain(root) == load_hyperpyyaml(text), text
 
 
