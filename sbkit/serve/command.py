@@ -156,6 +156,7 @@ class _Running:
         finally:
             for each, handler in before.items():
                 signal.signal(each, handler)
+            loading.join()  # Python's end aborts the process while another thread loads a model; the guard bounds it
             self._close()
             if self._guard is not None and not any(map(_keeps_the_process, threading.enumerate())):
                 self._guard.cancel()

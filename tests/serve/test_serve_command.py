@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 
 import bundles
 import httpx
@@ -118,10 +119,13 @@ def test_a_stop_while_the_models_are_loaded_is_no_error(bundle, monkeypatch):
     def fill(running):
         os.kill(os.getpid(), signal.SIGTERM)
         serving.until(lambda: running._state.stopping)
+        time.sleep(1)
+        ended.append(running)
         raise OSError(9, "Bad file descriptor")
 
+    ended = []
     monkeypatch.setattr(command._Running, "_fill", fill)
-    assert command.serve(command.Request([str(bundle)], port=0)) == 0
+    assert command.serve(command.Request([str(bundle)], port=0)) == 0 and ended
 
 
 def test_sigterm_lets_a_live_session_finish(bundle):
