@@ -19,6 +19,7 @@ import multiprocessing
 import os
 import random
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -203,7 +204,8 @@ def _pool(workers: int | None, language: str) -> Iterator[Run]:
     Results come in order. Spawned, not forked: the caller may hold CUDA or threads.
     """
     with helper_process.away_from_here():
-        pool = ProcessPoolExecutor(workers or usable_cores(), mp_context=multiprocessing.get_context("spawn"))
+        pool = ProcessPoolExecutor(workers or usable_cores(), mp_context=multiprocessing.get_context("spawn"),
+                                   initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN))
 
     def run(function: Callable, jobs: Iterable[tuple]) -> Iterator[Any]:
         with helper_process.away_from_here():
