@@ -72,8 +72,10 @@ class Between:
         if raised["stop"]:
             self.leave()
         due = 0 < self.brain.ckpt_interval_steps <= self._batches
-        if self.brain.checkpointer is not None and (due or raised["save"]):
-            self.save()
+        if self.brain.checkpointer is not None:
+            self.brain.checkpointer.look()  # a run that can't save should end now, not an epoch later
+            if due or raised["save"]:
+                self.save()
 
     def act_on(self, facts: list[Facts]) -> dict[str, bool]:
         """Count finished steps in, look into what was not finite; tells which flags were raised."""

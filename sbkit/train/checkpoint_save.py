@@ -80,6 +80,10 @@ class Saving(stock.Checkpointer):
         """
         return ranks.run_on_main(self._settle)
 
+    def look(self) -> None:
+        """Raise what has gone wrong in the background by now, on the rank that writes; wait for nothing."""
+        self._writer.look()
+
     def _save(
         self, meta: dict[str, Any], end_of_epoch: bool, name: str | None, verbosity: int,
         tidy: Callable[[], None] | None = None, keys: Sequence[str] = (),

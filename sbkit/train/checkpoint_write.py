@@ -78,7 +78,7 @@ class PendingCheckpoint:
 class Writer:
     """Runs one job at a time in the background; the interpreter waits for it at exit.
 
-    What a job raises is raised by the next ``settle``; if none follows, it is said at exit.
+    What a job raises is raised by the next ``look`` or ``settle``; if none follows, it is said at exit.
     """
 
     def __init__(self):
@@ -106,6 +106,11 @@ class Writer:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
+
+    def look(self) -> None:
+        """Raise what the job raised, if it has; wait for nothing."""
+        if self._error is not None:
+            self.settle()
 
     def _run(self, job: Callable[[], Any]) -> None:
         try:

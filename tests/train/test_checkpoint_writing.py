@@ -12,6 +12,7 @@ import time
 
 import pytest
 import torch
+from toys import ToyBrain, ToyTrainLoader, brain
 
 from sbkit.errors import SbkitError
 from sbkit.train import checkpoint_files as files
@@ -239,6 +240,39 @@ def test_in_mid_epoch_training_goes_on_twice_and_ends_the_third_time(
     with pytest.raises(SbkitError, match="No space left"):
         save()
     assert len(shown(tmp_path)) == 1
+
+
+def test_what_went_wrong_in_the_background_is_raised_by_the_next_look_which_waits_for_nothing(
+        tmp_path, model, monkeypatch):
+    ckpt = checkpointer(tmp_path, model, True)
+    disk, go_on = Full(monkeypatch), threading.Event()
+    refuse = files.write_state
+    monkeypatch.setattr(files, "write_state", lambda *args: go_on.wait(60) and refuse(*args))
+    assert disk.full
+    ckpt.save_checkpoint()
+    ckpt.look()
+    go_on.set()
+    ckpt._writer._thread.join()
+    with pytest.raises(SbkitError, match="No space left"):
+        ckpt.look()
+    ckpt.look()
+
+
+class Saving(ToyBrain):
+    """Saves as at the end of an epoch after its second step."""
+
+    def on_fit_batch_end(self, batch, outputs, loss, should_step):
+        if self.optimizer_step == 2:
+            self.checkpointer.save_checkpoint()
+            self.checkpointer._writer._thread.join()
+
+
+def test_a_run_that_could_not_save_ends_at_the_next_step_and_not_at_the_next_save(tmp_path, monkeypatch):
+    Full(monkeypatch)
+    toy = brain(Saving, checkpointer=Checkpointer(tmp_path))
+    with pytest.raises(SbkitError, match="No space left"):
+        toy.fit(range(1, 3), ToyTrainLoader())
+    assert toy.optimizer_step == 2
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS], ids=errno.errorcode.get)
