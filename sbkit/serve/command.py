@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import logging
 import os
@@ -103,8 +104,12 @@ def _bound(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         listening.close()
         reason = getattr(error, "strerror", None) or str(error)
-        raise SbkitError(f"{host}:{port} can't be listened on: {reason}",
-                         hint="another server may run there; choose another with --port") from None
+        hint = "choose another one with --port"
+        if getattr(error, "errno", None) == errno.EADDRINUSE:
+            hint = "another server may run there; choose another with --port"
+        elif isinstance(error, socket.gaierror) or getattr(error, "errno", None) == errno.EADDRNOTAVAIL:
+            hint = "give an address of this machine with --host"
+        raise SbkitError(f"{host}:{port} can't be listened on: {reason}", hint=hint) from None
     return listening
 
 
