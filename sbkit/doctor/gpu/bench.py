@@ -203,6 +203,7 @@ def _sbkit(words: list[str], output: str, cwd: Path, environment: dict[str, str]
     sys.stdout, sys.stderr = (open(stream, "w", buffering=1, closefd=False) for stream in (1, 2))  # noqa: SIM115
     os.environ.update(environment)
     os.chdir(cwd)
+    _own_threads()
     sys.argv = sys.orig_argv = ["sbkit", *words]
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     from sbkit.cli import main
@@ -217,8 +218,16 @@ def _sbkit(words: list[str], output: str, cwd: Path, environment: dict[str, str]
     os._exit(code or 0)
 
 
+def _own_threads() -> None:
+    """Make a forked process's pool of threads while it has but one: where two ask torch for it at once, it aborts."""
+    import torch
+
+    torch.set_num_threads(torch.get_num_threads())
+
+
 def _answer(pipe: Any, function: Callable[..., Any], args: tuple) -> None:
     value = error = None
+    _own_threads()
     try:
         value = function(*args)
     except BaseException as raised:

@@ -64,7 +64,8 @@ def prove(request: Request) -> int:
 
 
 def _leave(signum: int, frame: Any) -> None:
-    """As after Ctrl-C: the checks that run are ended first."""
+    """As after Ctrl-C: the checks that run are ended first, also where what is raised here is lost in a destructor."""
+    runner.stopping.set()
     raise SystemExit(128 + signum)
 
 
@@ -100,6 +101,8 @@ def _run(asked: list[Check], request: Request, machine: Machine, checkout: Path,
         try:
             for done in as_completed([pool.submit(one, check) for check in timely]):
                 result = done.result()
+                if runner.stopping.is_set():
+                    raise SystemExit(128 + signal.SIGTERM)
                 results[result.check.name] = result
                 ended += 1
                 _tell(result, ended, len(asked))
