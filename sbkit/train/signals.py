@@ -17,6 +17,7 @@ it is started with ``--signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1``
 
 from __future__ import annotations
 
+import abc
 import logging
 import os
 import signal
@@ -60,7 +61,7 @@ class Stopped(SbkitError, SystemExit):
                    hint="run the same command to resume", exit_code=128 + signum)
 
 
-class _Caught:
+class _Caught(abc.ABC):
     """Signals that are caught while it is entered: ``_note`` in the main thread, ``_heard`` in one of its own.
 
     The C part of the handler wakes that thread, also while the main one waits inside a collective or a kernel.
@@ -98,11 +99,13 @@ class _Caught:
             signal.signal(signum, handler if handler is not None else signal.SIG_DFL)
         self._before = {}
 
+    @abc.abstractmethod
     def _note(self, signum: int, frame: FrameType | None) -> None:
-        raise NotImplementedError
+        """Take a signal in, in the main thread."""
 
+    @abc.abstractmethod
     def _heard(self, signum: int) -> None:
-        raise NotImplementedError
+        """Act on a signal at once, in a thread of its own."""
 
     def _watch(self, reading: int) -> None:
         while signum := os.read(reading, 1)[0]:
