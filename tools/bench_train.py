@@ -32,6 +32,7 @@ sys.path.insert(0, str(ROOT))
 
 RECIPE = ROOT / "hparams" / "ctc.yaml"
 WARM_UP = {"step": "step", "validation": "validation", "epoch": "step"}  # what comes before each piece, uncounted
+NOT_OF_STOCK = {"spec_augment": None, "intermediate_ctc": 0.0, "ckpt_interval_minutes": 0}  # it has neither of the two
 STEP_BATCHES = 12  # the same ones on both sides, again and again: a step's figure has no audio reading in it
 
 
@@ -149,8 +150,7 @@ def work(args: argparse.Namespace, rest: list[str]) -> None:
         from sbkit.train.memory import keep_freed_memory
 
         keep_freed_memory()
-    same = {"spec_augment": None, "intermediate_ctc": 0.0, "ckpt_interval_minutes": 0}  # stock has neither of the two
-    hparams = load.load(request.path, request.overrides | same)
+    hparams = load.load(request.path, request.overrides | NOT_OF_STOCK)
     hparams["schedule"].total_steps = 10**6
     side = SIDES[args.side](hparams, request)
     if side.brain.precision != request.run_opts.precision:
@@ -205,8 +205,8 @@ def ours(hparams: dict, request: SimpleNamespace) -> SimpleNamespace:
     brain = hparams["brain"](modules=hparams["modules"], opt_class=hparams["opt_class"], hparams=hparams,
                              run_opts=request.run_opts)
     train, kept = planned(hparams, request.run_opts.device)
-    valid, test = (EvalLoader(manifests[split], tokenizer, max_batch_seconds=hparams["max_batch_seconds"],
-                              workers=hparams["num_workers"]) for split in ("dev", "test"))
+    valid = EvalLoader(manifests["dev"], tokenizer, max_batch_seconds=hparams["max_batch_seconds"],
+                       workers=hparams["num_workers"])
     brain.hparams.train_logger.log_stats = lambda *_, **__: None
     brain._plan_driven = True
     brain.on_fit_start()
@@ -233,12 +233,7 @@ def ours(hparams: dict, request: SimpleNamespace) -> SimpleNamespace:
         brain._fit_valid(valid, 1, enable=False)
         return manifests["dev"].hours * 3600
 
-    def word_errors() -> float:
-        brain.evaluate(test, progressbar=False)
-        return brain.test_words.rate
-
-    return SimpleNamespace(step=step, epoch=epoch, validation=validation, word_errors=word_errors, brain=brain,
-                           epoch_seconds=manifests["train"].hours * 3600)
+    return SimpleNamespace(step=step, epoch=epoch, validation=validation, brain=brain)
 
 
 def stock(hparams: dict, request: SimpleNamespace) -> SimpleNamespace:
@@ -324,19 +319,22 @@ def stock(hparams: dict, request: SimpleNamespace) -> SimpleNamespace:
                "eval_precision": request.run_opts.precision}
     brain = Stock(hparams["modules"], hparams["opt_class"], hparams, options)
     brain.on_fit_start()
-    rows = {name: row for row, name in enumerate(train_set.data_ids)}
-    kept = [sb.dataio.batch.PaddedBatch([train_set[rows[name]] for name in batch.ids])
-            for batch in planned(hparams, request.run_opts.device)[1]]
     hours = {split: float(sum(row["duration"] for row in data.data.values())) for split, data in
              (("train", train_set), ("dev", valid_set))}
 
+    @functools.cache
+    def kept():
+        rows = {name: row for row, name in enumerate(train_set.data_ids)}
+        return [sb.dataio.batch.PaddedBatch([train_set[rows[name]] for name in batch.ids])
+                for batch in planned(hparams, request.run_opts.device)[1]]
+
     def step() -> float:
         brain.modules.train()
-        for batch in kept:
+        for batch in kept():
             brain.step += 1
             brain.fit_batch(batch)
         return sum(float(batch.duration.sum()) if torch.is_tensor(batch.duration) else sum(batch.duration)
-                   for batch in kept)
+                   for batch in kept())
 
     def epoch() -> float:
         brain._fit_train(train, 1, enable=False)
@@ -346,12 +344,11 @@ def stock(hparams: dict, request: SimpleNamespace) -> SimpleNamespace:
         brain._fit_valid(valid, 1, enable=False)
         return hours["dev"]
 
-    def word_errors() -> float:
+    def evaluation() -> None:
         brain.evaluate(test, progressbar=False)
-        return brain.words.summarize("error_rate")
 
-    return SimpleNamespace(step=step, epoch=epoch, validation=validation, word_errors=word_errors, brain=brain,
-                           epoch_seconds=hours["train"])
+    return SimpleNamespace(step=step, epoch=epoch, validation=validation, evaluation=evaluation, brain=brain,
+                           epoch_steps=len(train))
 
 
 SIDES = {"stock": stock, "sbkit": ours}

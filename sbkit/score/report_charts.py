@@ -100,7 +100,7 @@ def histogram(title: str, values: Sequence[float], x_label: str, note: str | Non
             parts.append(tag("rect", tag("title", f"{low:g} to {high:g} %: {count}"), class_="bar", x=x(low) + 0.5,
                              width=round(x(high) - x(low) - 1, 1), y=y(count), height=round(y(0) - y(count), 1)))
     parts += [tag("text", f"{at:g}", x=x(at), y=HEIGHT - 22, text_anchor="middle")
-              for at in _nice_ticks(0, edges[-1], 6)]
+              for at in nice_ticks(0, edges[-1], 6)]
     parts.append(tag("text", x_label, x=(LEFT + WIDTH) / 2, y=HEIGHT - 7, text_anchor="middle", class_="dim"))
     return _figure(title, None, _svg(title, parts), note)
 
@@ -168,7 +168,7 @@ def _svg(title: str, parts: Sequence[Any], *more: Markup) -> Markup:
 
 def _grid(y: Scale, unit: str = "") -> Markup:
     lines = []
-    for value in _nice_ticks(y.low, y.high, 4):
+    for value in nice_ticks(y.low, y.high, 4):
         name = f"{value:.2g}".replace("e-0", "e-") if y.high < 1e-3 else f"{value:,.10g}"
         lines += [tag("line", class_="grid", x1=LEFT, x2=WIDTH - RIGHT, y1=y(value), y2=y(value)),
                   tag("text", f"{name}{unit}", x=LEFT - 6, y=y(value) + 3.5, text_anchor="end")]
@@ -213,7 +213,7 @@ def _nice_step(rough: float) -> float:
     return next(unit * power for unit in (1, 2, 2.5, 5, 10) if unit * power >= rough * (1 - 1e-9))
 
 
-def _nice_ticks(low: float, high: float, count: int) -> list[float]:
+def nice_ticks(low: float, high: float, count: int) -> list[float]:
     step = _nice_step((high - low) / count)
     return [low + i * step for i in range(int((high - low) / step + 1e-6) + 1)]
 

@@ -1,0 +1,120 @@
+"""The results of a comparison as one SVG: dev WER against hours of audio, and against minutes of training."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from sbkit.score.markup import Markup, tag
+from sbkit.score.report_charts import Scale, nice_ticks
+from tools.learning.results import SYSTEMS
+from tools.learning.table import NAMES
+
+WIDTH, HEIGHT = 430, 280  # of a panel
+LEFT, RIGHT, TOP, BOTTOM = 50, 16, 34, 44  # around its plot
+LEGEND = 34
+COLOURS = {"sbkit": "#2f62c9", "stock": "#c9641a", "nemo": "#23855b"}  # those of a run's report
+STYLE = """
+text { font: 12px system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; fill: #565b64; }
+.title { font-weight: 600; fill: #1d1f23; } .grid { stroke: #e1e1dc; } .whisker { stroke-width: 1.2; }
+.curve { fill: none; stroke-width: 2; stroke-linejoin: round; } .card { fill: #ffffff; }
+"""
+
+
+class Point(NamedTuple):
+    """The runs of one length of one system on one corpus."""
+
+    hours: float
+    minutes: float
+    low: float
+    mean: float
+    high: float
+
+
+PANELS = (("hours", "hours of audio trained on"), ("minutes", "minutes of training"))
+
+
+def figure(runs: Sequence[dict[str, Any]], corpora: Sequence[str]) -> str:
+    """A row of two panels for each corpus that has results; the rate on a logarithmic axis, seeds as whiskers."""
+    corpora = [corpus for corpus in corpora if any(run["corpus"] == corpus for run in runs)]
+    width, height = WIDTH * len(PANELS), LEGEND + HEIGHT * len(corpora)
+    parts: list[Any] = [tag("style", Markup(STYLE)), tag("rect", class_="card", width=width, height=height), _legend()]
+    for row, corpus in enumerate(corpora):
+        found = {system: points(runs, corpus, system) for system in SYSTEMS}
+        for column, (axis, label) in enumerate(PANELS):
+            parts.append(tag("g", _panel(f"{corpus}: dev WER", found, axis, label),
+                             transform=f"translate({column * WIDTH} {LEGEND + row * HEIGHT})"))
+    return tag("svg", *parts, xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {width} {height}",
+               width=width, height=height, role="img", aria_label="dev WER by audio and by minutes") + "\n"
+
+
+def points(runs: Sequence[dict[str, Any]], corpus: str, system: str) -> list[Point]:
+    """By length, the shortest first."""
+    lengths: dict[int, list[dict[str, Any]]] = {}
+    for run in runs:
+        if (run["corpus"], run["system"]) == (corpus, system):
+            lengths.setdefault(run["epochs"], []).append(run)
+    found = []
+    for _, seeds in sorted(lengths.items()):
+        rates = [run["dev_wer"] for run in seeds]
+        found.append(Point(seeds[0]["audio_hours"], statistics.mean(run["train_seconds"] for run in seeds) / 60,
+                           min(rates), statistics.mean(rates), max(rates)))
+    return found
+
+
+def _panel(title: str, found: dict[str, list[Point]], axis: str, label: str) -> list[Any]:
+    every = [point for points in found.values() for point in points]
+    bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
+    ticks = log_ticks(min(point.low for point in every), max(point.high for point in every))
+    rate = Scale(math.log10(ticks[0]), math.log10(ticks[-1]), bottom, TOP)
+    x = Scale(0, 1.05 * max(getattr(point, axis) for point in every), LEFT, right)
+    parts: list[Any] = [tag("text", title, class_="title", x=LEFT, y=TOP - 14)]
+    for value in ticks:
+        at = rate(math.log10(value))
+        parts += [tag("line", class_="grid", x1=LEFT, x2=right, y1=at, y2=at),
+                  tag("text", f"{value:g} %", x=LEFT - 6, y=at + 4, text_anchor="end")]
+    parts += [tag("text", f"{value:g}", x=x(value), y=bottom + 18, text_anchor="middle")
+              for value in nice_ticks(0, x.high, 6)]
+    parts.append(tag("text", label, x=(LEFT + right) / 2, y=bottom + 36, text_anchor="middle"))
+    for system, points in found.items():
+        parts += _curve(system, [(x(getattr(point, axis)), *(rate(math.log10(max(value, ticks[0]))) for value in
+                                                             (point.low, point.mean, point.high))) for point in points])
+    return parts
+
+
+def _curve(system: str, points: Sequence[tuple[float, float, float, float]]) -> list[Any]:
+    """Of (x, the least, the mean, the most) in the picture's coordinates."""
+    if not points:
+        return []
+    colour = COLOURS[system]
+    parts = [tag("polyline", class_="curve", stroke=colour, points=" ".join(f"{x:g},{y:g}" for x, _, y, _ in points))]
+    for x, low, mean, high in points:
+        if low != high:
+            parts.append(tag("line", class_="whisker", stroke=colour, x1=x, x2=x, y1=low, y2=high))
+        parts.append(tag("circle", cx=x, cy=mean, r=3.4, fill=colour))
+    return parts
+
+
+def _legend() -> Markup:
+    parts: list[Any] = []
+    for place, system in enumerate(SYSTEMS):
+        x = LEFT + 130 * place
+        parts += [tag("line", x1=x, x2=x + 20, y1=19, y2=19, stroke=COLOURS[system], stroke_width=3),
+                  tag("text", NAMES[system], x=x + 27, y=23)]
+    return tag("g", parts)
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """1, 2 and 5 times powers of ten, from at most the low to at least the high; rates below 0.1 % are drawn there.
+
+    >>> log_ticks(3.1, 94)
+    [2.0, 5.0, 10.0, 20.0, 50.0, 100.0]
+    """
+    low, high = max(low, 0.1), max(high, 0.2)
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    marks = [round(unit * 10.0**power, 6) for power in powers for unit in (1, 2, 5)]
+    first = max(i for i, mark in enumerate(marks) if mark <= low)
+    last = min(i for i, mark in enumerate(marks) if mark >= high)
+    return marks[first:max(last, first + 1) + 1]

@@ -1,0 +1,145 @@
+"""The results of a comparison on disk, one file a run, and what follows from them: speeds, fits, estimates."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sbkit.console import atomic_write
+from sbkit.errors import SbkitError
+
+SYSTEMS = ("sbkit", "stock", "nemo")
+#: Audio seconds a second on two cores in fp32, and seconds of a run that aren't training, before any was measured.
+GUESSED_SPEED = {"sbkit": 150.0, "stock": 70.0, "nemo": 60.0}
+GUESSED_REST = 60.0
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run: a system on a corpus with a seed, of so many epochs."""
+
+    corpus: str
+    system: str
+    seed: int
+    epochs: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.corpus}.{self.system}.{self.epochs}-epochs.seed-{self.seed}"
+
+
+@dataclass(frozen=True)
+class Length:
+    """How long a run is to be: epochs, or minutes of training."""
+
+    epochs: int | None = None
+    minutes: float | None = None
+
+    def __str__(self) -> str:
+        if self.epochs is None:
+            return f"{self.minutes:g} min"
+        return f"{self.epochs} epoch{'' if self.epochs == 1 else 's'}"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A run as it was asked for; how many epochs some minutes are is found when its turn comes."""
+
+    corpus: str
+    system: str
+    seed: int
+    length: Length
+
+
+def matrix(corpora: Sequence[str], systems: Sequence[str], seeds: Sequence[int], lengths: Sequence[Length],
+           ) -> Iterator[Asked]:
+    """All runs in the order in which they take place: a whole table of the first seed first, systems in turn."""
+    for seed in seeds:
+        for corpus in corpora:
+            for length in sorted(lengths, key=lambda one: (one.epochs is None, one.epochs or one.minutes)):
+                for system in systems:
+                    yield Asked(corpus, system, seed, length)
+
+
+class Results:
+    """A folder of results, all measured with the same options.
+
+    Arguments
+    ---------
+    out : the comparison's folder
+    options : device, precision, threads and keys of the recipe; a result of others is refused
+    """
+
+    def __init__(self, out: Path, options: dict[str, Any]):
+        self.folder, self.options = out / "results", options
+        self._fits_file = out / "fits.json"
+
+    def get(self, cell: Cell) -> dict[str, Any] | None:
+        """What is known of a run; None where it is still to be made."""
+        path = self.folder / f"{cell.name}.json"
+        return self._read(path) if path.is_file() else None
+
+    def put(self, cell: Cell, facts: dict[str, Any]) -> None:
+        with atomic_write(self.folder / f"{cell.name}.json") as file:
+            json.dump({**asdict(cell), "options": self.options, **facts}, file, indent=1, ensure_ascii=False)
+
+    def of(self, corpus: str | None = None, system: str | None = None, epochs: int | None = None) -> list[dict]:
+        """All that are there, by corpus, system and epochs where these are given."""
+        wanted = {"corpus": corpus, "system": system, "epochs": epochs}
+        found = [self._read(path) for path in sorted(self.folder.glob("*.json"))]
+        return [one for one in found if all(value in (None, one[key]) for key, value in wanted.items())]
+
+    def _read(self, path: Path) -> dict[str, Any]:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if found["options"] != self.options:
+            raise SbkitError(f"{path} was measured with other options: {found['options']}, now {self.options}",
+                             hint="choose another --out for these, or remove the results")
+        return found
+
+    def epoch_seconds(self, corpus: str, system: str) -> float | None:
+        """Of training, the median; the first epoch of a run compiles and warms up, and counts where it is alone."""
+        runs = [one["epoch_seconds"] for one in self.of(corpus, system)]
+        found = [seconds for run in runs for seconds in run[1:]] or [seconds for run in runs for seconds in run]
+        return statistics.median(found) if found else None
+
+    def fit(self, corpus: str, system: str, minutes: float) -> int | None:
+        """Epochs whose training comes closest to so many minutes; None of a system that has not run yet.
+
+        Once found they stay, for all seeds.
+        """
+        epochs, seconds = self.fitted(corpus, system, Length(minutes=minutes)), self.epoch_seconds(corpus, system)
+        if epochs is None and seconds is not None:
+            epochs = max(1, round(60 * minutes / seconds))
+            found = {**self._fits(), _fit_name(corpus, system, minutes): {"epochs": epochs, "epoch_seconds": seconds}}
+            with atomic_write(self._fits_file) as file:
+                json.dump(found, file, indent=1)
+        return epochs
+
+    def fitted(self, corpus: str, system: str, length: Length) -> int | None:
+        """Epochs of a length; None where minutes were not fitted yet."""
+        if length.epochs is not None:
+            return length.epochs
+        return self._fits().get(_fit_name(corpus, system, length.minutes), {}).get("epochs")
+
+    def _fits(self) -> dict[str, dict[str, Any]]:
+        return json.loads(self._fits_file.read_text(encoding="utf-8")) if self._fits_file.is_file() else {}
+
+    def estimate(self, asked: Asked, train_seconds: float | None) -> tuple[float, bool] | None:
+        """Minutes of a run, start to end, and whether they are more than a guess; None of an unknown corpus."""
+        epoch = self.epoch_seconds(asked.corpus, asked.system)
+        rests = [one["wall_seconds"] - sum(one["epoch_seconds"]) for one in self.of(asked.corpus, asked.system)]
+        rest = statistics.median(rests) if rests else GUESSED_REST
+        if asked.length.epochs is None:
+            return asked.length.minutes + rest / 60, epoch is not None
+        if epoch is None and train_seconds is None:
+            return None
+        each = epoch if epoch is not None else train_seconds / GUESSED_SPEED[asked.system]
+        return (asked.length.epochs * each + rest) / 60, epoch is not None
+
+
+def _fit_name(corpus: str, system: str, minutes: float) -> str:
+    return f"{corpus}.{system}.{minutes:g}-minutes"

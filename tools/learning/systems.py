@@ -1,0 +1,199 @@
+"""One run of one system in processes of its own: how it is started, how long it took, what it heard."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sbkit.errors import SbkitError
+from tools.learning.corpora import Corpus, read_lines
+from tools.learning.results import Cell
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = ROOT / "hparams" / "ctc.yaml"
+PEERS = ROOT / "tools" / "peers"
+NEMO = "nemo_toolkit[asr]==3.0.0"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is the same for all runs: where the network computes, in what, and with how many threads."""
+
+    device: str
+    precision: str
+    threads: int
+    nemo: Path  # the environment that --make-nemo makes
+    keys: Sequence[str] = ()  # of the recipe, for sbkit and stock SpeechBrain
+
+    def options(self) -> dict[str, Any]:
+        return {"device": self.device, "precision": self.precision, "threads": self.threads, "keys": list(self.keys)}
+
+
+@dataclass
+class Run:
+    """A run that is going on: its folder, its log, and the seconds of what a user would wait for."""
+
+    cell: Cell
+    corpus: Corpus
+    setting: Setting
+    folder: Path
+    log: Path
+    wall: float = 0.0
+
+    def call(self, command: Sequence[Any], waits: bool = True) -> None:
+        """A program, its messages into the log; ``waits``: a user of the system would wait for it too."""
+        env = {**os.environ, "OMP_NUM_THREADS": str(self.setting.threads), "PYTHONPATH": str(ROOT)}
+        words = [str(word) for word in command]
+        began = time.perf_counter()
+        with open(self.log, "a", encoding="utf-8") as log:
+            print("$", *words, file=log, flush=True)
+            code = subprocess.run(words, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                                  check=False).returncode
+        if code:
+            last = self.log.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()[-1]
+            raise SbkitError(f"{self.cell.name} ended with code {code}: {last}", hint=f"all it said: {self.log}")
+        self.wall += (time.perf_counter() - began) * waits
+
+    def keys(self) -> list[str]:
+        """Of the recipe, for this run."""
+        cell, setting = self.cell, self.setting
+        return ["--data_folder", self.corpus.source, "--language", self.corpus.language, "--output_folder",
+                str(self.folder / "run"), "--number_of_epochs", str(cell.epochs), "--seed", str(cell.seed),
+                "--device", setting.device, "--precision", setting.precision, *setting.keys]
+
+
+def train_sbkit(run: Run) -> dict[str, Any]:
+    """The flagship as ``make demo`` starts it; then what its last weights hear."""
+    run.call([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", ROOT / "train.py",
+              RECIPE, *run.keys()])
+    heard = {}
+    for split in ("dev", "test"):
+        run.call([sys.executable, "-m", "sbkit", "evaluate", run.folder / "run", "--checkpoint", "last", "--split",
+                  split, "--name", split, "--out", run.folder / "heard", "--device", run.setting.device], waits=False)
+        rows = read_lines(run.folder / "heard" / f"{split}-last" / "utterances.jsonl")
+        heard[split] = {row["id"]: row["hypothesis"] for row in rows}
+    return {**from_metrics(read_lines(run.folder / "run" / "metrics.jsonl")), "heard": heard}
+
+
+def from_metrics(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of a run's metrics.jsonl: each epoch's training, and what trained."""
+    about = next(line for line in lines if line["kind"] == "run")
+    epochs = [line for line in lines if line["kind"] == "epoch" and "train_seconds" in line]
+    return {"epoch_seconds": [line["train_seconds"] for line in epochs], "steps": epochs[-1]["step"],
+            "parameters": about["parameters"], "precision": about["precision"],
+            "versions": {name: about["environment"].get(name) for name in ("torch", "speechbrain", "sbkit", "cpu")}}
+
+
+def train_stock(run: Run) -> dict[str, Any]:
+    """SpeechBrain's own Brain and data pipeline with the flagship's model."""
+    answer = run.folder / "answer.json"
+    run.call([sys.executable, PEERS / "stock_ctc.py", answer, *run.keys()])
+    return json.loads(answer.read_text(encoding="utf-8"))
+
+
+def train_nemo(run: Run) -> dict[str, Any]:
+    """NeMo's small Conformer-CTC in its own environment."""
+    answer, setting = run.folder / "answer.json", run.setting
+    run.call([setting.nemo / "bin" / "python", PEERS / "nemo_ctc.py", run.corpus.manifests, answer, "--epochs",
+              run.cell.epochs, "--seed", run.cell.seed, "--device", setting.device, "--precision", setting.precision])
+    run.wall += run.corpus.convert_seconds
+    return json.loads(answer.read_text(encoding="utf-8"))
+
+
+TRAIN: dict[str, Callable[[Run], dict[str, Any]]] = {
+    "sbkit": train_sbkit, "stock": train_stock, "nemo": train_nemo,
+}
+
+
+def measure(run: Run) -> dict[str, Any]:
+    """Train and score; what a result's file says."""
+    run.folder.mkdir(parents=True)
+    run.log.parent.mkdir(parents=True, exist_ok=True)
+    run.log.unlink(missing_ok=True)
+    others = Others()
+    found = TRAIN[run.cell.system](run)
+    heard = found.pop("heard")
+    rates = {}
+    for split in ("dev", "test"):
+        rates |= score(split, run.corpus.references(split), heard[split])
+    return {**rates, "audio_hours": run.cell.epochs * run.corpus.train_hours,
+            "train_seconds": sum(found["epoch_seconds"]),
+            "wall_seconds": round(run.wall - found.pop("extra_seconds", 0.0), 1), **found,
+            "others_share": others.share(), "commit": commit(), "time": time.strftime("%Y-%m-%d %H:%M")}
+
+
+def score(split: str, references: dict[str, str], heard: dict[str, str]) -> dict[str, float]:
+    """WER and CER by sbkit's scorer, whoever heard it; every utterance that has words must be there."""
+    from sbkit.score.rates import ErrorRates
+
+    said = {name: text for name, text in references.items() if text.split()}
+    missing = [name for name in said if name not in heard]
+    if missing:
+        raise SbkitError(f"{len(missing)} of {len(said)} {split} utterances were not transcribed, such as {missing[0]}")
+    words, characters = ErrorRates("word"), ErrorRates("character")
+    for rates in (words, characters):
+        rates.add(list(said), list(said.values()), [heard[name] for name in said])
+    return {f"{split}_wer": round(words.rate, 3), f"{split}_cer": round(characters.rate, 3)}
+
+
+class Others:
+    """How much of the machine's cores others took meanwhile: a time measured beside much of it says little."""
+
+    def __init__(self):
+        self.began = self._now()
+
+    def share(self) -> float | None:
+        """Of all cores, 0 to 1, since this object was made; None where the system does not tell."""
+        if self.began is None:
+            return None
+        seconds, all_work, ours = (now - then for now, then in zip(self._now(), self.began, strict=True))
+        return round(max(0.0, all_work - ours) / (seconds * (os.cpu_count() or 1)), 3)
+
+    @staticmethod
+    def _now() -> tuple[float, float, float] | None:
+        """Seconds by the clock, of work on all cores, and of it that of children of this process."""
+        try:
+            ticks = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+        except OSError:
+            return None
+        user, nice, system, _, _, irq, softirq, steal = map(int, ticks)
+        own = resource.getrusage(resource.RUSAGE_CHILDREN)
+        work = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+        return time.perf_counter(), work, own.ru_utime + own.ru_stime
+
+
+def commit() -> str:
+    """Of sbkit's checkout; with a + where files of it were changed."""
+    found = subprocess.run(["git", "describe", "--always", "--dirty=+", "--exclude=*"], cwd=ROOT, capture_output=True,
+                           text=True, check=False)
+    return found.stdout.strip() or "unknown"
+
+
+def missing(system: str, setting: Setting) -> str | None:
+    """Why a system can't be measured here; None where it can."""
+    if system != "nemo":
+        return None
+    python = setting.nemo / "bin" / "python"
+    said = f"make it with: python tools/bench_learning.py --make-nemo --nemo {setting.nemo}"
+    if not python.exists():
+        return f"{setting.nemo} is no environment; {said}"
+    there = subprocess.run([python, "-c", "from importlib.metadata import version; version('nemo_toolkit')"],
+                           capture_output=True, check=False)
+    return None if there.returncode == 0 else f"{setting.nemo} has no NeMo; {said}"
+
+
+def make_nemo(folder: Path) -> None:
+    """An environment for NeMo alone: its torch is another than ours."""
+    for command in ([sys.executable, "-m", "venv", folder],
+                    [folder / "bin" / "python", "-m", "pip", "install", "--disable-pip-version-check", NEMO]):
+        code = subprocess.run([str(word) for word in command], check=False).returncode
+        if code:
+            raise SbkitError(f"NeMo's environment was not made: {' '.join(map(str, command))} ended with code {code}")

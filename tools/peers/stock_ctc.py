@@ -1,0 +1,61 @@
+#!/usr/bin/env python3
+"""Train the flagship's model by stock SpeechBrain for as many epochs as the keys say; time it and write what it hears.
+
+    python tools/peers/stock_ctc.py ANSWER.json --data_folder FOLDER --number_of_epochs 6 [--key value ...]
+
+The Brain, the data pipeline, the loss and the decoder are SpeechBrain's, put together in bench_train.py; the model, the
+seconds of a step, the optimizer and the schedule of its learning rate are those of hparams/ctc.yaml. It has neither
+SpecAugment nor intermediate CTC. It validates after each epoch, as SpeechBrain's recipes do.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import bench_train
+
+
+def main(answer: Path, keys: list[str]) -> None:
+    from sbkit.recipe import arguments, load
+
+    keys = bench_train.prepare(bench_train.RECIPE, keys)
+    request = arguments.parse([str(bench_train.RECIPE), *keys])
+    hparams = load.load(request.path, request.overrides | bench_train.NOT_OF_STOCK)
+    side = bench_train.stock(hparams, request)
+    epochs = hparams["epoch_counter"].limit
+    hparams["schedule"].total_steps = epochs * side.epoch_steps
+    seconds = []
+    for _ in range(epochs):
+        began = time.perf_counter()
+        side.epoch()
+        seconds.append(round(time.perf_counter() - began, 3))
+        side.validation()
+    heard = {"dev": transcripts(side.brain.words)}
+    side.evaluation()
+    heard["test"] = transcripts(side.brain.words)
+    answer.write_text(json.dumps({
+        "epoch_seconds": seconds, "steps": side.brain.optimizer_step, "heard": heard,
+        "parameters": sum(p.numel() for p in hparams["modules"]["model"].parameters()),
+        "precision": side.brain.precision, "versions": versions(),
+    }, ensure_ascii=False), encoding="utf-8")
+
+
+def transcripts(words) -> dict[str, str]:
+    """By id, of SpeechBrain's ErrorRateStats."""
+    return {row["key"]: " ".join(row["hyp_tokens"]) for row in words.scores}
+
+
+def versions() -> dict[str, str]:
+    from sbkit.environment import describe
+
+    facts = describe()
+    return {name: facts[name] for name in ("torch", "speechbrain")}
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
