@@ -210,6 +210,18 @@ def test_a_system_that_fails_leaves_the_others_and_is_tried_again(machine, tmp_p
     assert machine.ran == [("sbkit", 2), ("stock", 2), ("sbkit", 2)]
 
 
+def test_a_stop_is_a_line_and_leaves_no_result(machine, tmp_path, monkeypatch, capsys):
+    def stopped(run):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(systems, "measure", stopped)
+    assert bench(tmp_path, monkeypatch, "--epochs", "2", "--minutes", "") == 130
+    assert "the same command runs what is missing" in capsys.readouterr().err
+    monkeypatch.setattr(systems, "measure", machine.measure)
+    assert bench(tmp_path, monkeypatch, "--epochs", "2", "--minutes", "") == 0
+    assert machine.ran == [("sbkit", 2), ("stock", 2)]
+
+
 # ---------------------------------------------------------------- what is shown
 
 
@@ -249,6 +261,7 @@ def test_the_axis_of_rates_holds_them_all(low, high):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1600)  # a minute on two cores that are free
 def test_sbkit_and_stock_are_trained_and_scored(tmp_path):
     """The real programs, with a model of one small layer; NeMo isn't there."""
     asked = ["--corpora", "en:0.02", "--seeds", "1", "--epochs", "1", "--minutes", "", "--threads", "1"]
