@@ -19,7 +19,8 @@ runs that are there, or of one of two epochs that is made first.
 What is counted: *training* is the seconds of the epochs' training, reading audio included. *Wait* is all that a user
 waits for: start, preparation (for NeMo: MP3 to WAV), training, a validation after each epoch, the test. Every side has
 all cores by as many threads (OMP_NUM_THREADS); sbkit and stock decode MP3 in two more processes, NeMo reads its WAVs
-itself, at some 4,000 s of audio a second. WER is by sbkit's scorer, of what the weights at the end of the run hear, each frame's best.
+itself, at some 4,000 s of audio a second. WER is by sbkit's scorer, of what the weights at the end of the run hear,
+each frame's best.
 """
 
 from __future__ import annotations
