@@ -119,8 +119,7 @@ def _profile(brain: Any) -> None:
     if brain.profiler.step_num > brain.tot_prof_steps:
         logger.info("The profiler finished, training is stopped.")
         brain.profiler.stop()
-        ranks.meet("profiled")  # one still writes its trace while another is done, and would be ended with it
-        raise SystemExit(0)
+        ranks.end_together()  # one still writes its trace while another is done
 
 
 def _finish(brain: Any, epoch: Any, stepped: bool) -> None:

@@ -312,6 +312,23 @@ def raise_on_main(error: SbkitError) -> None:
     _leave(error.exit_code)
 
 
+def end_together() -> NoReturn:
+    """End all ranks with code 0, as all have come to do; the one that is first takes none for having failed.
+
+    A rank that is still busy is waited for. Rank 0, with which the store may go, ends when the others have heard.
+    """
+    done = SystemExit(0)
+    if not _alone():
+        meet("end")
+        key = _key("ends")
+        if is_main():
+            _wait_for(key)
+        elif _store().add(f"{key}/heard", 1) == world_size() - 1:
+            _store().set(key, b"1")
+        _failed(done)  # nobody waits to be told
+    raise done
+
+
 def _alone() -> bool:
     """Nobody to talk to: one process, or work that only the main process does."""
     return ddp_prevent_block() or world_size() == 1

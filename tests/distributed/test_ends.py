@@ -174,16 +174,20 @@ def test_a_signal_to_one_rank_in_validation_stops_all_and_the_run_goes_on_exactl
     assert losses_again == losses[-4:]  # from the end of the second epoch's training on
 
 
-def profiled(folder):
-    """The second rank's trace takes longer than a rank is waited for that has heard of another's end."""
+def profiled(folder, slow):
+    """One rank's trace takes longer than a rank is waited for that has heard of another's end, and it hears at once."""
+    ranks._WATCH_SECONDS, ranks._PATIENCE_SECONDS = 0.01, 0.5
     toy = brain(hparams={"output_folder": str(folder)}, profile_training=True, profile_warmup=1, profile_steps=1)
     stop = toy.profiler.stop
-    toy.profiler.stop = lambda: (time.sleep(6 * ranks.rank()), stop())
+    toy.profiler.stop = lambda: (time.sleep(2 * (ranks.rank() == slow)), stop())
     toy.fit([1], ToyTrainLoader(8, 6, ranks.rank(), 2))
 
 
-def test_ranks_that_were_profiled_end_when_all_have_written_their_traces(tmp_path):
-    assert [(type(each.error), each.error.code) for each in outcomes(profiled, tmp_path)] == [(SystemExit, 0)] * 2
+@pytest.mark.parametrize("slow", [0, 1])
+def test_ranks_that_were_profiled_end_when_all_have_written_their_traces(tmp_path, slow):
+    ends = outcomes(profiled, tmp_path, slow)
+    assert [(type(each.error), each.error.code) for each in ends] == [(SystemExit, 0)] * 2
+    assert len(list(tmp_path.glob("profiler_logs/*.json"))) == 2
 
 
 def trained_and_left():
