@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -34,6 +36,22 @@ def born(pid: int) -> str | None:
         return None if state in "ZX" else rest[18]  # a zombie has ended
     found = subprocess.run(["ps", "-p", str(pid), "-o", "lstart="], capture_output=True, text=True)
     return found.stdout.strip() or None
+
+
+def group_lives(group: int) -> bool:
+    """Whether a process of this group (``os.setpgid``) lives; one that has ended and that nobody waits for doesn't."""
+    if os.path.isdir("/proc/self"):
+        return any(int(own) == group and (state not in "ZX" or int(rest[14]) > 1)  # its first thread alone has ended
+                   for state, _, own, *rest in _stats())
+    found = subprocess.run(["ps", "-A", "-o", "pgid=,stat="], capture_output=True, text=True)
+    return any(int(own) == group and state[0] not in "ZX" for own, state in map(str.split, found.stdout.splitlines()))
+
+
+def _stats() -> Iterator[list[str]]:
+    """The facts of each process, from its state on."""
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has gone
+            yield file.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
 
 
 def job() -> str:

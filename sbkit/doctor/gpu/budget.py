@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -33,10 +32,8 @@ class Budget:
     def __init__(self, checks: Sequence[Check], seconds: float, clock: Callable[[], float] = time.monotonic):
         self._waiting = {check.name: check.seconds for check in checks}
         self._clock, self._until = clock, clock() + seconds - APART
-        self._lock = threading.Lock()
 
     def limit(self, check: Check) -> float:
         """Seconds for a check that starts now, so that each one behind it still has its share."""
-        with self._lock:
-            del self._waiting[check.name]
-            return max(0.0, self._until - self._clock() - sum(self._waiting.values()))
+        del self._waiting[check.name]
+        return max(0.0, self._until - self._clock() - sum(self._waiting.values()))

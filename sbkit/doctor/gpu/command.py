@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
+import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ from sbkit.doctor.gpu.machine import Machine, lines
 from sbkit.errors import SbkitError
 
 MINUTES = 10.0
+#: Seconds between two looks at the checks that run.
+_POLL = 0.05
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,6 @@ def prove(request: Request) -> int:
     logs = Path(f"{request.out}-logs").absolute()
     logs.mkdir(parents=True, exist_ok=True)
     _say(f"{len(asked)} checks on {machine.name}, {request.minutes:g} minutes at most; logs in {logs}")
-    signal.signal(signal.SIGTERM, _leave)
     about = lines()
 
     def write(results: Sequence[Result]) -> tuple[Path, Path]:
@@ -57,16 +60,52 @@ def prove(request: Request) -> int:
                            request.only)
         return report.write(made, request.out)
 
-    with tempfile.TemporaryDirectory(prefix="sbkit-gpu-") as home:
-        results = _run(asked, request, machine, checkout, Path(home), logs, write)
-    _say(f"\n{headline(results)}\n{' '.join(map(str, write(results)))}")
+    with _Stop() as stop, _folder() as home:
+        results = _run(asked, request, machine, checkout, home, logs, write, stop)
+        _say(f"\n{headline(results)}\n{' '.join(map(str, write(results)))}")
     return 0 if passed(results) else 1
 
 
-def _leave(signum: int, frame: Any) -> None:
-    """As after Ctrl-C: the checks that run are ended first, also where what is raised here is lost in a destructor."""
-    runner.stopping.set()
-    raise SystemExit(128 + signum)
+class _Stop:
+    """Signals that end the command, acted on between two looks at the checks: what is raised where one comes is lost
+    in a destructor, and cuts short what is being ended."""
+
+    def __init__(self) -> None:
+        self._signum: int | None = None
+
+    def __enter__(self) -> _Stop:
+        wanted = [signum for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+                  if signal.getsignal(signum) not in (signal.SIG_IGN, None)]  # under nohup, SIGHUP stays ignored
+        self._before = {signum: signal.signal(signum, self._note) for signum in wanted}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+        if kind is None:
+            self.if_asked()
+
+    def _note(self, signum: int, frame: Any) -> None:
+        self._signum = self._signum or signum
+
+    def if_asked(self) -> None:
+        """End the command if a signal has come."""
+        if self._signum == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self._signum is not None:
+            raise SystemExit(128 + self._signum)
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[Path]:
+    """A temporary folder; one that can't be removed is no reason to end otherwise."""
+    home = Path(tempfile.mkdtemp(prefix="sbkit-gpu-"))
+    try:
+        yield home
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+        if home.exists():
+            _say(f"{home} could not be removed; nothing needs it any more")
 
 
 def _asked(only: Sequence[str]) -> list[Check]:
@@ -78,8 +117,8 @@ def _asked(only: Sequence[str]) -> list[Check]:
 
 
 def _run(asked: list[Check], request: Request, machine: Machine, checkout: Path, home: Path, logs: Path,
-         write: Callable[[Sequence[Result]], Any]) -> list[Result]:
-    """A result of each, written as each one ends; in a rehearsal, where nothing is timed, two at once."""
+         write: Callable[[Sequence[Result]], Any], stop: _Stop) -> list[Result]:
+    """A result of each, written as each one ends."""
     results = {check.name: left_out(check, f"needs {check.cards} cards", NOT_SHOWN)
                for check in asked if check.cards > machine.cards}
     possible = [check for check in asked if check.name not in results]
@@ -93,25 +132,34 @@ def _run(asked: list[Check], request: Request, machine: Machine, checkout: Path,
     for result in results.values():
         _tell(result, 0, len(asked))
     results |= {check.name: left_out(check, "not ended yet", NOT_RUN) for check in timely}
-
-    def one(check: Check) -> Result:
-        return runner.run(check, settings, logs, budget.limit(check))
-
-    with ThreadPoolExecutor(min(2, usable_cores()) if request.rehearse else 1) as pool:
-        try:
-            for done in as_completed([pool.submit(one, check) for check in timely]):
-                result = done.result()
-                if runner.stopping.is_set():
-                    raise SystemExit(128 + signal.SIGTERM)
-                results[result.check.name] = result
-                ended += 1
-                _tell(result, ended, len(asked))
-                write([results[check.name] for check in asked])
-        except BaseException:  # Ctrl-C, SIGTERM: what runs is ended, what waits isn't begun
-            runner.stopping.set()
-            pool.shutdown(cancel_futures=True)
-            raise
+    starts = (runner.Running(check, settings, logs, budget.limit(check)) for check in timely)
+    at_once = min(2, usable_cores()) if request.rehearse else 1  # where nothing is timed
+    with contextlib.closing(_results(starts, at_once, stop)) as found:
+        for result in found:
+            results[result.check.name] = result
+            ended += 1
+            _tell(result, ended, len(asked))
+            write([results[check.name] for check in asked])
     return [results[check.name] for check in asked]
+
+
+def _results(starts: Iterator[runner.Running], at_once: int, stop: _Stop) -> Iterator[Result]:
+    """What comes of each check, as it ends; those that still run when this is left are ended."""
+    running: list[runner.Running] = []
+    try:
+        while True:
+            stop.if_asked()
+            running += itertools.islice(starts, at_once - len(running))
+            if not running:
+                return
+            for each in list(running):
+                if (result := each.result()) is not None:
+                    running.remove(each)
+                    yield result
+            time.sleep(_POLL)
+    finally:
+        for each in running:
+            each.end()
 
 
 def _checkout() -> Path:

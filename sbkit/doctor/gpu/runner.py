@@ -9,54 +9,57 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
 from pathlib import Path
 from typing import Any
 
-from sbkit import helper_process
+from sbkit import helper_process, processes
 from sbkit.doctor.gpu.bench import Bench
 from sbkit.doctor.gpu.check import Check, Ended, Result, Seen, complete
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _POLL = 0.05
-#: Set by who wants all checks that run to end now.
-stopping = threading.Event()
+#: That what a check started may take to go, once it is killed.
+_GOING_SECONDS = 30.0
 
 
-def run(check: Check, settings: dict[str, Any], logs: Path, limit: float) -> Result:
-    """Run it for so many seconds at most; what it has said by then counts."""
-    log = logs / f"{check.name}.log"
-    home = Path(settings["home"])
-    folder = home / check.name
-    folder.mkdir(parents=True)
-    bench = Bench(check.name, folder=folder, **settings)
-    # A server that has imported everything, and never asked for a card, forks the checks.
-    _CONTEXT.set_forkserver_preload([f"{__package__}.preloaded"])
-    process = _CONTEXT.Process(target=_check, args=(check.function, bench, str(log)))
-    started = time.monotonic()
-    with helper_process.away_from_here():
-        process.start()
-    try:
-        while process.exitcode is None and time.monotonic() - started < limit and not stopping.is_set():
-            process.join(_POLL)
-        late = process.exitcode is None
-    finally:
-        _end(process)
-    seconds = time.monotonic() - started
-    found, notes = _read(folder / "seen.jsonl")
-    how = f"cut off after {seconds:.0f} s, its limit" if late else _how(process.exitcode, log)
-    return complete(check, found, notes, Ended(seconds, how, late), settings["cards"], str(log))
+class Running:
+    """A check that runs, for so many seconds at most; what it has said by then counts."""
 
+    def __init__(self, check: Check, settings: dict[str, Any], logs: Path, limit: float):
+        self.check, self._limit, self._cards = check, limit, settings["cards"]
+        self._log, self._folder = logs / f"{check.name}.log", settings["home"] / check.name
+        self._folder.mkdir(parents=True)
+        bench = Bench(check.name, folder=self._folder, **settings)
+        # A server that has imported everything, and never asked for a card, forks the checks.
+        _CONTEXT.set_forkserver_preload([f"{__package__}.preloaded"])
+        self._process = _CONTEXT.Process(target=_check, args=(check.function, bench, str(self._log)))
+        self._started = time.monotonic()
+        with helper_process.away_from_here():
+            self._process.start()
 
-def _end(process: Any) -> None:
-    """The process and what it started."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    if process.exitcode is None:
-        process.kill()
-    process.join()
+    def result(self) -> Result | None:
+        """What came of it; None while it runs."""
+        seconds = time.monotonic() - self._started
+        late = self._process.exitcode is None
+        if late and seconds < self._limit:
+            return None
+        self.end()
+        found, notes = _read(self._folder / "seen.jsonl")
+        how = f"cut off after {seconds:.0f} s, its limit" if late else _how(self._process.exitcode, self._log)
+        return complete(self.check, found, notes, Ended(seconds, how, late), self._cards, str(self._log))
+
+    def end(self) -> None:
+        """End it and what it started, and see them gone: a killed process may still be making a file."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        if self._process.exitcode is None:
+            self._process.kill()
+        self._process.join()
+        until = time.monotonic() + _GOING_SECONDS
+        while processes.group_lives(self._process.pid) and time.monotonic() < until:
+            time.sleep(_POLL)
 
 
 def _how(code: int, log: Path) -> str:

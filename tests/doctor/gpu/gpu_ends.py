@@ -1,7 +1,9 @@
 """Checks that end in different ways."""
 
+import itertools
 import os
 import signal
+import threading
 import time
 
 
@@ -23,7 +25,18 @@ def raises(bench):
 
 def hangs(bench):
     bench.found("one", "fine", True)
-    if os.fork() == 0:
-        time.sleep(600)
+    for _ in range(4):
+        if os.fork() == 0:
+            writes(bench.folder)
     (bench.folder / "child").touch()
+    time.sleep(600)
+
+
+def writes(folder):
+    """Files without end, from a thread: the process counts as ended before its threads have."""
+    def on_and_on():
+        for number in itertools.count():
+            (folder / f"{os.getpid()}-{number % 100}").write_bytes(bytes(10_000))
+
+    threading.Thread(target=on_and_on).start()
     time.sleep(600)

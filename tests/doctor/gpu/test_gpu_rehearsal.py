@@ -1,10 +1,12 @@
 """The whole of ``sbkit doctor --gpu --rehearse``: no check can be broken before a card comes."""
 
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 import pytest
@@ -68,13 +70,86 @@ def test_words_that_make_no_sense_are_refused(words, told, capsys):
     assert told in capsys.readouterr().err
 
 
-def test_the_page_is_written_as_each_check_ends(tmp_path, monkeypatch):
+@pytest.fixture
+def no_table(monkeypatch):
+    """What stands in the machine's table is no matter here, and takes seconds to find."""
+    monkeypatch.setattr(command, "lines", lambda: [("torch", "2")])
+
+
+class _Ends:
+    """In the place of a check: it is as expected at once."""
+
+    def __init__(self, check, *rest):
+        self.check = check
+
+    def result(self):
+        return left_out(self.check, "seen", OK)
+
+
+def test_the_page_is_written_as_each_check_ends(tmp_path, monkeypatch, no_table):
     pages, write = [], report.write
-    monkeypatch.setattr(runner, "run", lambda check, *rest: left_out(check, "seen", OK))
+    monkeypatch.setattr(runner, "Running", _Ends)
     monkeypatch.setattr(report, "write", lambda made, out: pages.append(made.results) or write(made, out))
-    monkeypatch.setattr(signal, "signal", lambda *args: None)  # this process keeps its own
     out = tmp_path / "report"
     assert command.prove(command.Request(rehearse=True, out=out, only=["kernels", "tests"])) == 0
     verdicts = [sorted(each.verdict for each in page) for page in pages]
     assert verdicts == [sorted([OK, NOT_RUN]), [OK, OK], [OK, OK]]
     assert json.loads(out.with_suffix(".json").read_text())["ok"]
+
+
+class _Raises:
+    """What Python calls where it can raise nothing."""
+
+    def __del__(self):
+        signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_signal_is_acted_on_wherever_it_comes_and_what_was_started_is_ended(tmp_path, monkeypatch, no_table):
+    ended = []
+
+    class Runs(_Ends):
+        def result(self):
+            _Raises()
+
+        def end(self):
+            signal.raise_signal(signal.SIGTERM)  # once more, while it is at it
+            ended.append(self.check.name)
+
+    monkeypatch.setattr(runner, "Running", Runs)
+    monkeypatch.setattr(command, "usable_cores", lambda: 2)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as left:
+        command.prove(command.Request(rehearse=True, out=tmp_path / "report", only=["kernels", "tests", "pair"]))
+    assert left.value.code == 128 + signal.SIGTERM and ended == ["kernels", "pair"]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("signum, raised", [(signal.SIGTERM, SystemExit), (signal.SIGHUP, SystemExit),
+                                            (signal.SIGINT, KeyboardInterrupt)])
+def test_a_signal_that_comes_last_is_not_lost(signum, raised):
+    with pytest.raises(raised) as left, command._Stop():
+        signal.raise_signal(signum)
+    assert getattr(left.value, "code", 128 + signal.SIGINT) == 128 + signum
+
+
+def test_under_nohup_the_checks_outlive_the_terminal(monkeypatch):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with command._Stop():
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_folder_that_cannot_be_removed_is_told_of_and_no_more(tmp_path, monkeypatch, capsys, no_table):
+    monkeypatch.setattr(runner, "Running", _Ends)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "rmdir", _refuses)
+    request = command.Request(rehearse=True, out=tmp_path / "report", only=["kernels", "tests"])
+    assert command.prove(request) == 0
+    (left,) = tmp_path.glob("sbkit-gpu-*")
+    assert f"{left} could not be removed" in capsys.readouterr().err
+
+
+def _refuses(*args, **kwargs):
+    raise OSError(errno.EBUSY, "in use")
