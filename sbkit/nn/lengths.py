@@ -13,8 +13,8 @@ class LengthRule:
     """The number of output frames as a function of the number of input frames.
 
     A relative length times the padded length, rounded, depends on what else is in the batch. This
-    doesn't: it is found once, by running the layers on the ``meta`` device for T = 1, 2, 3, ... and
-    reading the period (the subsampling factor) off the result.
+    doesn't: it is found once, by running the layers for T = 1, 2, 3, ... and reading the period (the
+    subsampling factor) off the result.
 
     Arguments
     ---------
@@ -44,13 +44,16 @@ class LengthRule:
     @classmethod
     def probe(cls, module: torch.nn.Module, features: int) -> LengthRule:
         """Find the rule of ``module``, which maps [B, T, features] to [B, T', ...]."""
-        twin = copy.deepcopy(module).to("meta").eval()
+        # so few frames are computed ten times as fast as their shapes are worked out on the meta device
+        device = "meta" if any(each.is_meta for each in (*module.parameters(), *module.buffers())) else "cpu"
+        twin = copy.deepcopy(module).to(device).eval()
         outputs = [0]
-        for frames in range(1, _PROBED):
-            try:
-                outputs.append(twin(torch.empty(1, frames, features, device="meta")).shape[1])
-            except (RuntimeError, ValueError):  # shorter than a kernel or its reflected padding
-                outputs.append(0)
+        with torch.no_grad():
+            for frames in range(1, _PROBED):
+                try:
+                    outputs.append(twin(torch.zeros(1, frames, features, device=device)).shape[1])
+                except (RuntimeError, ValueError):  # shorter than a kernel or its reflected padding
+                    outputs.append(0)
         return cls(outputs)
 
     def __call__(self, frames: torch.Tensor | int) -> torch.Tensor | int:

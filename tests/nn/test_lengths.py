@@ -23,6 +23,11 @@ class Conv(torch.nn.Module):
         return self.conv(x.transpose(1, 2)).transpose(1, 2)
 
 
+def test_layers_without_weights_have_the_same_rule():
+    module = conv(5, 2, 2, 2)
+    assert LengthRule.probe(module, 3).outputs == LengthRule.probe(module.to("meta"), 3).outputs
+
+
 @settings(max_examples=30, deadline=None)
 @given(kernel=st.integers(1, 5), stride=st.integers(1, 3), layers=st.integers(1, 2), frames=st.integers(30, 4000))
 def test_the_rule_is_what_the_layers_do(kernel, stride, layers, frames):
