@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import shlex
+import subprocess
 import sys
 from importlib import metadata
 
@@ -62,6 +64,23 @@ def describe() -> dict[str, str]:
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         facts["gpu"] = ", ".join(f"{names.count(n)} x {n}" for n in dict.fromkeys(names))
     return facts
+
+
+def inventory() -> str:
+    """What SpeechBrain writes into ``env.log``, of this interpreter's packages: the ``pip`` that a shell finds may be
+    another one's, or none, and takes seconds."""
+    import torch
+
+    installed = {str(each.metadata["Name"]): each.version for each in metadata.distributions()}
+    packages = [f"{name}=={installed[name]}" for name in sorted(installed, key=str.lower)]
+    git = ""
+    with contextlib.suppress(OSError):  # it isn't installed
+        git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    card = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
+    parts = ["SpeechBrain system description", f"Python version:\n{sys.version}",
+             "\n".join(["Installed Python packages:", *packages]), f"Git revision:\n{git or 'none'}",
+             card if torch.cuda.is_available() else "CUDA not available"]
+    return f"\n{'=' * 30}\n".join(parts) + "\n"
 
 
 def command() -> str:

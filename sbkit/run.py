@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sbkit import disk
-from sbkit.environment import check_torch_pair, command, describe
+from sbkit.environment import check_torch_pair, command, describe, inventory
 from sbkit.errors import SbkitError
 from sbkit.train import launcher, memory
 
@@ -73,7 +73,7 @@ def _train(hparams: dict[str, Any], request: Any, device: Any, kept: Any) -> Non
     if follows:
         request.overrides.update(follows)
         hparams = load.load(request.path, request.overrides)
-        ranks.run_on_main(_open_folder, hparams, request, describe=False)
+        ranks.run_on_main(_open_folder, hparams, request)
     if request.check:
         ranks.run_on_main(preflight.before_training, hparams)
     done = ranks.run_on_main(tested.done, hparams, request)
@@ -130,8 +130,8 @@ def prepare(argv: list[str]) -> int:
     return 0
 
 
-def _open_folder(hparams: dict[str, Any], request: Any, describe: bool = True) -> None:
-    """The run's folder with the resolved recipe, the log and what it runs on (``describe``: it takes pip a while)."""
+def _open_folder(hparams: dict[str, Any], request: Any) -> None:
+    """The run's folder with the resolved recipe, the log and what it runs on."""
     from speechbrain.core import create_experiment_directory
 
     from sbkit.recipe import load
@@ -142,8 +142,9 @@ def _open_folder(hparams: dict[str, Any], request: Any, describe: bool = True) -
         with disk.told(folder):
             create_experiment_directory(
                 folder, hyperparams_to_save=str(request.path), overrides=overrides,
-                log_config=request.run_opts.log_config or str(LOG_CONFIG), save_env_desc=describe,
+                log_config=request.run_opts.log_config or str(LOG_CONFIG), save_env_desc=False,
             )
+            Path(folder, "env.log").write_text(inventory(), encoding="utf-8")
     except OSError as error:
         raise SbkitError(f"cannot write into {folder}: {error.strerror}",
                          hint="choose another place with --output_folder") from error

@@ -1,8 +1,10 @@
 """A torch and a torchaudio that do not load together are told apart before they are imported."""
 
+from importlib import metadata
+
 import pytest
 
-from sbkit.environment import check_torch_exports, check_torch_pair, describe
+from sbkit.environment import check_torch_exports, check_torch_pair, describe, inventory
 from sbkit.errors import SbkitError
 
 
@@ -33,3 +35,10 @@ def test_an_exporter_that_is_too_old_is_told():
     check_torch_exports("2.9.1+cu128")
     with pytest.raises(SbkitError, match=r"exporter of torch 2\.8\.0 fails"):
         check_torch_exports("2.8.0")
+
+
+def test_the_inventory_is_of_this_interpreters_packages_whatever_a_shell_would_find(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    lines = inventory().splitlines()
+    assert f"torch=={metadata.version('torch')}" in lines and f"pytest=={pytest.__version__}" in lines
+    assert lines[0] == "SpeechBrain system description" and lines[lines.index("Git revision:") + 1] == "none"
