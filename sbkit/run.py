@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterable, Iterator
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -134,20 +135,26 @@ def _open_folder(hparams: dict[str, Any], request: Any) -> None:
     """The run's folder with the resolved recipe, the log and what it runs on."""
     from speechbrain.core import create_experiment_directory
 
-    from sbkit.recipe import load
-
     folder = hparams["output_folder"]
-    overrides = load.place(request.overrides, load.chain(request.path))
     try:
         with disk.told(folder):
+            _save_recipe(Path(folder), request)
             create_experiment_directory(
-                folder, hyperparams_to_save=str(request.path), overrides=overrides,
-                log_config=request.run_opts.log_config or str(LOG_CONFIG), save_env_desc=False,
-            )
+                folder, log_config=request.run_opts.log_config or str(LOG_CONFIG), save_env_desc=False)
             Path(folder, "env.log").write_text(inventory(), encoding="utf-8")
     except OSError as error:
         raise SbkitError(f"cannot write into {folder}: {error.strerror}",
                          hint="choose another place with --output_folder") from error
+
+
+def _save_recipe(folder: Path, request: Any) -> None:
+    """The resolved recipe, with the head and under the name that SpeechBrain gives it."""
+    from sbkit.recipe import load
+    from sbkit.score.report_data import RECIPE
+
+    folder.mkdir(parents=True, exist_ok=True)
+    head = f"# Generated {date.today()} from:\n# {os.path.abspath(request.path)}\n# yamllint disable\n"
+    (folder / RECIPE).write_text(head + load.merged(request.path, request.overrides), encoding="utf-8")
 
 
 def prepare_data(hparams: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:

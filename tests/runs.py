@@ -92,7 +92,6 @@ TINY = {
 def run_with_model(folder: Path, data: Path, rates: tuple[float, ...] = (70.0, 40.0, 55.0), **keys: object) -> Path:
     """A run as training leaves it: recipe (with other values of some keys), tokenizer, manifests, and a checkpoint
     for each rate."""
-    from hyperpyyaml import resolve_references
 
     from sbkit.recipe import load
 
@@ -106,9 +105,7 @@ def run_with_model(folder: Path, data: Path, rates: tuple[float, ...] = (70.0, 4
     hparams = load.load(recipe, {**overrides, "output_neurons": size})
     tokenizer = hparams["tokenizer"].prepare(manifests["train"].texts)
     assert tokenizer.size == size
-    placed = load.place({**overrides, "output_neurons": size}, load.chain(recipe))
-    with open(recipe, encoding="utf-8") as file:
-        (folder / "hyperparams.yaml").write_text(resolve_references(file, placed).getvalue())
+    (folder / "hyperparams.yaml").write_text(load.merged(recipe, {**overrides, "output_neurons": size}))
     brain = hparams["brain"](hparams["modules"], hparams.get("opt_class"), hparams, {"device": "cpu"},
                              hparams["checkpointer"])
     brain.init_optimizers()

@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 
 import pytest
-from hyperpyyaml import resolve_references
 
 from sbkit.errors import SbkitError
 from sbkit.kept import Kept
@@ -195,8 +194,7 @@ def test_what_many_refer_to_and_what_a_recipe_rests_on_is_told_once(folder, tmp_
     for recipe in (root / "hparams" / "ctc.yaml", root / "recipes/CommonVoice/ASR/CTC/hparams/fr.yaml"):
         texts = []
         for given in ({"data_folder": "here"}, {"data_folder": "here", "number_of_epochs": 21, "n_mels": 40}):
-            with open(recipe) as stream:
-                texts.append(resolve_references(stream, load.place(given, load.chain(recipe))).read())
+            texts.append(load.merged(recipe, given))
         told.append(changes(folder, *texts))
     for found in told:
         (epochs,) = [line for line in found if line.startswith("number_of_epochs")]

@@ -16,76 +16,28 @@ from pathlib import Path
 from typing import Any
 
 from hyperpyyaml import load_hyperpyyaml
-from ruamel.yaml import YAML
-from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from sbkit.errors import SbkitError
 from sbkit.recipe.arguments import check_known
-from sbkit.recipe.source import ShallowComposer
+from sbkit.recipe.includes import Files, chain, keys, place, read_plain
+from sbkit.recipe.merging import merged
+from sbkit.recipe.source import BASE
 
-BASE = "recipe"
-_INCLUDE = "!include:"
-
-
-def read_plain(path: Path) -> dict[str, Any]:
-    """The YAML as a tree with its tags, nothing imported and nothing built."""
-    try:
-        yaml = YAML()
-        yaml.Composer = ShallowComposer
-        tree = yaml.load(path.read_text(encoding="utf-8"))
-    except MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
-        raise SbkitError(f"{path}{where}: {error.problem or error.context}") from error
-    except UnicodeDecodeError as error:
-        raise SbkitError(f"{path} is not UTF-8 text: {error}") from error
-    except YAMLError as error:
-        raise SbkitError(f"{path} is no YAML: {str(error).splitlines()[0]}") from error
-    except OSError as error:
-        raise SbkitError(f"cannot read {path}: {error.strerror}") from error
-    if not isinstance(tree, dict):
-        raise SbkitError(f"{path} holds no key: value pairs")
-    return tree
+__all__ = ["chain", "check_overrides", "flatten", "load", "merged", "place", "read_plain", "require"]
 
 
-def chain(path: Path) -> list[tuple[Path, dict[str, Any]]]:
-    """The recipe and those it rests on, each with its tree."""
-    found: list[tuple[Path, dict[str, Any]]] = []
-    while path is not None:
-        if any(path.resolve() == known.resolve() for known, _ in found):
-            raise SbkitError(f"{path} includes itself")
-        tree = read_plain(path)
-        found.append((path, tree))
-        tag = str(getattr(getattr(tree.get(BASE), "tag", None), "value", None) or "")
-        path = path.parent / tag[len(_INCLUDE) :] if tag.startswith(_INCLUDE) else None
-    return found
-
-
-def place(overrides: Mapping[str, Any], files: list[tuple[Path, dict[str, Any]]]) -> dict[str, Any]:
-    """Overrides as a tree that reaches, through the includes, the file that defines each key."""
-    placed: dict[str, Any] = {}
-    for key, value in overrides.items():
-        depth = max((i for i, (_, tree) in enumerate(files) if key in tree), default=0)
-        node = placed
-        for _ in range(depth):
-            node = node.setdefault(BASE, {})
-        node[key] = value
-    return placed
-
-
-def check_overrides(path: Path, overrides: Mapping[str, Any]) -> list[tuple[Path, dict[str, Any]]]:
+def check_overrides(path: Path, overrides: Mapping[str, Any]) -> Files:
     """Refuse an override of a key that no file of the chain has; gives the chain."""
     files = chain(path)
-    check_known(dict(overrides), [key for _, tree in files for key in tree], path)
+    check_known(dict(overrides), [key for _, tree in files for key in keys(tree)], path)
     return files
 
 
 def load(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Build the recipe's objects; whatever goes wrong is told with the file's name."""
-    files = check_overrides(path, overrides)
+    check_overrides(path, overrides)
     try:
-        with open(path, encoding="utf-8") as stream:
-            hparams = load_hyperpyyaml(stream, place(overrides, files))
+        hparams = load_hyperpyyaml(merged(path, overrides))
     except SbkitError:
         raise
     except OSError as error:

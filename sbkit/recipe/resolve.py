@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import re
 import textwrap
@@ -10,12 +11,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from sbkit.recipe import includes
 from sbkit.recipe.arithmetic import compute
-from sbkit.recipe.load import place as reach
+from sbkit.recipe.includes import Files, depth, keys
 from sbkit.recipe.report import did_you_mean, listed
-from sbkit.recipe.source import BASE, INCLUDE, UNKNOWN, Findings, Node, Place, override, read_file
+from sbkit.recipe.source import BASE, INCLUDE, REFERENCE, UNKNOWN, Findings, Node, Place, first_key, override, read_file
 
-_REFERENCE = re.compile(r"<[^>]*>")
 PLACEHOLDER = "!PLACEHOLDER"
 _LONGEST = 10_000  # characters of a text that references are put into; each can double it
 
@@ -30,14 +31,14 @@ def resolve(path: Path, overrides: Mapping[str, Any], findings: Findings, flags:
     files = _chain(path, findings)
     if not files:
         return None
-    known = [key for _, root in files for key in root.value if isinstance(key, str)]
+    known = [key for _, root in files for key in keys(root.value) if isinstance(key, str)]
     unknown = [key for key in overrides if key not in known]
     for key in unknown:
         near = did_you_mean(key, [*known, *flags])
         findings.error("unknown-override", Place(), f"--{key}", f"{path} has no key {key}",
                        f"did you mean --{near}?" if near else "define that key in the YAML first")
     root = files[0][1]
-    placed = reach({k: v for k, v in overrides.items() if k not in unknown}, [(p, r.value) for p, r in files])
+    placed = includes.place({k: v for k, v in overrides.items() if k not in unknown}, _trees(files))
     override(root, placed, findings)
     _tell_shadowed(files, findings)
     if referred is not None:
@@ -75,6 +76,26 @@ def _chain(path: Path, findings: Findings) -> list[tuple[Path, Node]]:
     return found
 
 
+def _trees(files: list[tuple[Path, Node]]) -> Files:
+    return [(path, root.value) for path, root in files]
+
+
+def _place(given: Node, files: Files) -> Node:
+    """What stands under an include, each key within the file of the chain that it belongs to."""
+    placed = Node({}, given.place, given.key)
+    for key, value in given.value.items():
+        into = placed
+        for _ in range(depth(key, files)):
+            into = into.value.setdefault(BASE, Node({}, given.place, BASE))
+        if key == BASE and BASE in into.value and isinstance(value.value, dict):
+            into = into.value[BASE]
+            into.value.update(value.value)
+            into.key_places.update({part: value.place_of(part) for part in value.value})
+        else:
+            into.value[key], into.key_places[key] = value, given.place_of(key)
+    return placed
+
+
 def _included(tag: str, path: Path) -> Path:
     return Path(os.path.normpath(path.parent / tag[len(INCLUDE):]))
 
@@ -98,7 +119,7 @@ def _refers(root: Node, key: Any) -> bool:
 def _named(root: Node) -> set[str]:
     """The parts of all references: ``a`` and ``b`` of <a[b]>."""
     texts = [str(node.value) for node in root.walk() if node.tag in ("!ref", "!copy") and node.scalar]
-    return {part for text in texts for match in _REFERENCE.findall(text) for part in re.split(r"[<>\[\].]", match)}
+    return {part for text in texts for match in REFERENCE.findall(text) for part in re.split(r"[<>\[\].]", match)}
 
 
 class _Resolver:
@@ -112,15 +133,23 @@ class _Resolver:
         """Resolve the tree in place."""
         self._walk(self.root)
 
-    def _walk(self, node: Node) -> Node:
-        """Replace what is inside, then the node itself."""
+    def _walk(self, node: Node, included: bool = False) -> Node:
+        """Replace what is inside, then the node itself.
+
+        included: it stands under an include, and a reference that isn't meant for this file is left to that one
+        """
         if id(node) in self.seen:  # shared, or inside itself
             return self.seen[id(node)]
         self.seen[id(node)] = node
         items = node.value.items() if isinstance(node.value, dict) else enumerate(node.value) if not node.scalar else ()
+        included = included or node.tag.startswith(INCLUDE)
         for key, child in list(items):
-            node.value[key] = self._walk(child)
-        found = self._replace(node)
+            node.value[key] = self._walk(child, included)
+        found = (self._leave(node) if included else None) or self._replace(node)
+        if included and found is not node and not found.scalar:
+            found = self._walk(found)  # it may stand below, and there it isn't resolved again
+        if included and node.tag and not found.tag and isinstance(found.value, dict):
+            found = dataclasses.replace(found, whole=True)
         self.seen[id(node)] = found
         return found
 
@@ -140,23 +169,38 @@ class _Resolver:
             return self._include(node)
         return node
 
+    def _leave(self, node: Node) -> Node | None:
+        """A reference that names keys of the included file, with those of this one replaced."""
+        if node.tag not in ("!ref", "!copy") or not node.scalar:
+            return None
+        text = str(node.value)
+        known = {part for part in REFERENCE.findall(text) if first_key(part) in self.root.value}
+        if known >= set(REFERENCE.findall(text)):
+            return None
+        for part in known:
+            value = self._as_text(part, node)
+            if value is None:
+                return self._unknown(node)
+            text = text.replace(part, value)
+        return Node(text, node.place, node.key, node.tag)
+
     # ------------------------------------------------------------ references
 
     def _follow(self, text: str, node: Node, seen: tuple[str, ...]) -> Node:
         """What a reference names, as a Node that others may share, or a scalar of its own."""
-        if not _REFERENCE.search(text):
+        if not REFERENCE.search(text):
             found = self._scalar(node, text)
             found.wrong = not seen and self._tell_literal(text, node)
             return found
         if len(seen) > 50:  # a circle that's told of where it is
             return self._unknown(node)
         seen = (*seen, text)
-        if _REFERENCE.fullmatch(text):
+        if REFERENCE.fullmatch(text):
             target = self._find(text.strip("<>"), node)
             return self._unknown(node) if target is None else self._take(target, node, seen)
         pieces: list[str] = []
         end = 0
-        for match in _REFERENCE.finditer(text):
+        for match in REFERENCE.finditer(text):
             value = self._as_text(match[0], node)
             if value is None:
                 return self._unknown(node)
@@ -182,7 +226,7 @@ class _Resolver:
             return self._unknown(node)
         if target.tag == PLACEHOLDER or target.value is UNKNOWN:
             return self._unknown(node)
-        if isinstance(target.value, str) and not target.tag and _REFERENCE.search(target.value):
+        if isinstance(target.value, str) and not target.tag and REFERENCE.search(target.value):
             return self._follow(target.value, node, seen)
         if node.tag == "!copy":
             for inner in target.walk():
@@ -243,8 +287,10 @@ class _Resolver:
         if base is not None and base is not branch and isinstance(base.value, dict) and part in base.value:
             suggestion = f"it stands under `{BASE}`: write <{BASE}[{part}]>"
         elif base is not None and base.tag.startswith(INCLUDE):
+            top, below = re.split(r"[.\[]", node.key)[0], base.tag[len(INCLUDE):]
             suggestion = (f"did you mean <{reference.replace(part, near)}>?" if near else
-                          f"a reference sees its own file only, not {base.tag[len(INCLUDE):]}")
+                          f"write <{part}>, a key of {below}" if branch is base else
+                          f"references see {below} under `{BASE}` only: indent {top}, as one of the keys there")
         elif near:
             suggestion = f"did you mean <{reference.replace(part, near)}>?"
         else:
@@ -281,7 +327,7 @@ class _Resolver:
 
     def _referred(self, node: Node) -> Iterator[Node]:
         """What a reference that isn't replaced yet names, as far as it is there."""
-        names = _REFERENCE.findall(str(node.value)) if node.tag in ("!ref", "!copy") else []
+        names = REFERENCE.findall(str(node.value)) if node.tag in ("!ref", "!copy") else []
         return filter(None, map(self._quietly, names))
 
     def _quietly(self, text: str) -> Node | None:
@@ -328,7 +374,7 @@ class _Resolver:
         if root is None:
             return self._unknown(node)
         if isinstance(node.value, dict):
-            override(root, node, self.findings)
+            override(root, _place(node, _trees(_chain(path, Findings()))), self.findings)
         _Resolver(root, path, self.findings, (*self.inside, path.resolve())).run()
         root.wrong = any(f.code == "syntax" for f in self.findings[before:])
         return copy.deepcopy(root)  # HyperPyYAML reads it anew: it shares nothing with the file around it

@@ -18,6 +18,9 @@ from sbkit.recipe.report import COMMAND_LINE, ERROR, WARNING, Finding, did_you_m
 
 BASE = "recipe"
 INCLUDE = "!include:"
+#: Tags that may stand alone; behind them a mapping is what they are called with, or what the file is read with.
+TAKES_PARTS = ("!new:", "!name:", "!apply:", "!applyref:", INCLUDE)
+REFERENCE = re.compile(r"<[^>]*>")
 #: Lists and mappings within each other that a file may have; a recipe that a person wrote has a dozen.
 MAX_DEPTH = 100
 _YAML_TAG = "tag:yaml.org,2002:"
@@ -34,6 +37,18 @@ class _Unknown:
 
 
 UNKNOWN = _Unknown()
+
+
+def first_key(reference: str) -> str:
+    """The top-level key that ``<key[part].attribute>`` looks for in its file."""
+    return reference.strip("<>").partition(".")[0].partition("[")[0]
+
+
+def own_name(key: str) -> str:
+    """A key as a reader knows it: what's indented under ``recipe`` are the recipe's own keys."""
+    while key.startswith(f"{BASE}."):
+        key = key.removeprefix(f"{BASE}.")
+    return key
 
 
 @dataclass(frozen=True)
@@ -67,10 +82,13 @@ class Node:
     """A mistake in it is reported already."""
     source: Node | None = None
     """The scalar that it's a reference to."""
+    dotted: bool = False
+    """A mapping of parts that were given one by one, as ``--a.b 1`` does."""
+    whole: bool = False
+    """A plain mapping that replaces what it overrides, as it was written as a reference."""
 
     def __post_init__(self):
-        while self.key.startswith(f"{BASE}."):  # what's indented under it are the recipe's own keys
-            self.key = self.key.removeprefix(f"{BASE}.")
+        self.key = own_name(self.key)
 
     def place_of(self, key: Any) -> Place:
         """Where one of its keys or items is written."""
@@ -292,7 +310,7 @@ def from_python(value: Any, key: str, place: Place = Place()) -> Node:
     """A value from the command line, or from a program, as a Node."""
     tag = getattr(getattr(value, "tag", None), "value", None) or ""
     if isinstance(value, Mapping):
-        node = Node({}, place, key, tag)
+        node = Node({}, place, key, tag, dotted=type(value) is dict)
         node.value = {k: from_python(v, f"{key}.{k}", place) for k, v in value.items()}
         return node
     if isinstance(value, (list, tuple)):
@@ -311,29 +329,45 @@ def _plain(value: Any) -> Any:
 
 
 def override(root: Node, given: Mapping[str, Any] | Node, findings: Findings) -> None:
-    """Put values into a tree by HyperPyYAML's rules: mappings are merged, everything else is replaced."""
+    """Put values into a tree: a plain mapping changes parts, everything else replaces what's there, whole."""
     written = given if isinstance(given, Node) else Node({}, Place(), "")
     for key, value in (given.value if isinstance(given, Node) else given).items():
         new = value if isinstance(value, Node) else from_python(value, root.key_of(key))
         target = root.value.get(key)
-        if not isinstance(new.value, dict) or target is None:
+        if target is None or new.tag or new.whole or not isinstance(new.value, dict):
             _tell_typo(root, key, new, findings)
             root.value[key] = new
             root.key_places[key] = written.place_of(key)
-        elif not isinstance(target.value, dict):
-            hint = (f"write `{key}: {target.tag} {{}}` in {target.place}" if target.tag.startswith(INCLUDE)
-                    else f"give {target.key} one value")
-            findings.error("override-structure", new.place, target.key,
-                           f"{target.key} has no parts that could be set one by one ({target.place})", hint)
-        else:
+        elif isinstance(target.value, dict):
             override(target, new, findings)
+        elif target.tag.startswith(TAKES_PARTS) and target.value in ("", None):
+            places = {part: new.place_of(part) for part in new.value}
+            root.value[key] = Node(new.value, target.place, target.key, target.tag, key_places=places)
+        elif not new.dotted and target.scalar and not target.tag:
+            root.value[key] = new
+            root.key_places[key] = written.place_of(key)
+        else:
+            findings.error("override-structure", new.place, target.key,
+                           f"{target.key} has no parts that could be set one by one ({target.place})", _advise(target))
+
+
+def _advise(target: Node) -> str:
+    """How to override what has no parts by name."""
+    if target.tag in ("!ref", "!copy"):
+        return f"it is {target.tag} {target.value}: set the parts of that, or replace {target.key} whole"
+    if isinstance(target.value, list) and target.tag:
+        return "its arguments are a list: write them there as key: value, or replace it whole"
+    if target.value is None:
+        return "it is null: give it a value, or !new:CLASS and its arguments"
+    return f"give {target.key} one value"
 
 
 def _tell_typo(root: Node, key: Any, new: Node, findings: Findings) -> None:
     """A key that is added to a mapping and nearly is one that's there."""
     if key in root.value or not isinstance(key, str) or root.tag.startswith(("!new:", "!name:", "!apply")):
         return  # arguments are compared with the signature
-    near = did_you_mean(key, [k for k in root.value if isinstance(k, str)], cutoff=0.85)
+    options = [k for k, old in root.value.items() if isinstance(k, str) and (old.tag or not new.tag)]
+    near = did_you_mean(key, options, cutoff=0.85)  # an object is no misspelt number
     if near and not re.search(r"\d", key):  # layer1 beside layer2 is no typo
         findings.error("unknown-override", new.place, root.key_of(key),
                        f"{root.key or 'the recipe'} has no key {key} to override", f"did you mean {near}?")

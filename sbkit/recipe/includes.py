@@ -1,0 +1,85 @@
+"""A recipe's files: which rests on which, and the file that each key of an override belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+
+from sbkit.errors import SbkitError
+from sbkit.recipe.source import BASE, INCLUDE, Node, ShallowComposer
+
+Files = list[tuple[Path, Mapping[str, Any]]]
+
+
+def read_plain(path: Path) -> dict[str, Any]:
+    """The YAML as a tree with its tags, nothing imported and nothing built."""
+    try:
+        yaml = YAML()
+        yaml.Composer = ShallowComposer
+        text = path.read_text(encoding="utf-8")
+        tree = yaml.load(text)
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
+        raise SbkitError(f"{path}{where}: {error.problem or error.context}") from error
+    except UnicodeDecodeError as error:
+        raise SbkitError(f"{path} is not UTF-8 text: {error}") from error
+    except YAMLError as error:
+        raise SbkitError(f"{path} is no YAML: {str(error).splitlines()[0]}") from error
+    except OSError as error:
+        raise SbkitError(f"cannot read {path}: {error.strerror}") from error
+    if text.startswith("%"):
+        raise SbkitError(f"{path}: a recipe takes no directives", hint="remove the lines down to ---")
+    if not isinstance(tree, dict):
+        raise SbkitError(f"{path} holds no key: value pairs")
+    return tree
+
+
+def tag_of(value: Any) -> str:
+    """``!new:torch.nn.Linear``, ``!ref``, ...; empty for plain data."""
+    return str(getattr(getattr(value, "tag", None), "value", None) or "")
+
+
+def chain(path: Path) -> Files:
+    """The recipe and those it rests on, each with its tree."""
+    found: Files = []
+    while path is not None:
+        if any(path.resolve() == known.resolve() for known, _ in found):
+            raise SbkitError(f"{path} includes itself")
+        tree = read_plain(path)
+        found.append((path, tree))
+        tag = tag_of(tree.get(BASE))
+        path = path.parent / tag[len(INCLUDE) :] if tag.startswith(INCLUDE) else None
+    return found
+
+
+def keys(tree: Mapping[str, Any]) -> Iterator[Any]:
+    """The keys of a recipe, and those that it gives to the one it rests on."""
+    for key, value in tree.items():
+        yield key
+        value = value.value if isinstance(value, Node) else value
+        if key == BASE and isinstance(value, Mapping):
+            yield from keys(value)
+
+
+def depth(key: Any, files: Files) -> int:
+    """Which of the files a key belongs to: the first that has it; the last, whose references see most, if none does."""
+    return next((i for i, (_, tree) in enumerate(files) if key in tree), len(files) - 1)
+
+
+def place(overrides: Mapping[str, Any], files: Files) -> dict[str, Any]:
+    """Overrides as a tree that reaches, through the includes, the file that each key belongs to."""
+    placed: dict[str, Any] = {}
+    for key, value in overrides.items():
+        node = placed
+        for _ in range(depth(key, files)):
+            node = node.setdefault(BASE, {})
+        if key == BASE and isinstance(value, Mapping):
+            node.setdefault(BASE, {}).update(value)
+        else:
+            node[key] = value
+    return placed

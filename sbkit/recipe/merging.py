@@ -1,0 +1,111 @@
+"""A recipe as one tree: overrides put in, includes read and references followed, as HyperPyYAML does it.
+
+It differs in two ways, so that a recipe which rests on another may exchange any part of it:
+
+- HyperPyYAML merges each mapping into what it overrides, and keeps the tag that was there. Here a value with a tag
+  (``!new:``, ``!name:``, ``!apply:``, ``!ref``, ...) replaces what it overrides, whole; a plain mapping changes parts,
+  of an object that is written without any arguments too.
+- A reference under an ``!include:`` that names no key of its own file means one of the included file.
+
+``resolve`` does the same for the check, on trees that know their lines.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hyperpyyaml import core
+from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap
+
+from sbkit.errors import SbkitError
+from sbkit.recipe.includes import chain, place, read_plain, tag_of
+from sbkit.recipe.source import INCLUDE, REFERENCE, TAKES_PARTS, first_key, own_name
+
+
+def merged(path: Path, overrides: Mapping[str, Any]) -> str:
+    """The YAML of a recipe that rests on no other and holds no references."""
+    return _merged(path, place(overrides, chain(path)), (path.resolve(),))
+
+
+def _merged(path: Path, overrides: Mapping[str, Any], inside: tuple[Path, ...], whole: frozenset[int] = frozenset(),
+            ) -> str:
+    tree = read_plain(path)
+    update(tree, overrides, path, whole)
+    _File(path, tree, inside).walk(tree, "")
+    text = io.StringIO()
+    YAML().dump(tree, text)
+    return text.getvalue()
+
+
+def update(tree: Any, given: Mapping[str, Any], path: Path, whole: frozenset[int] = frozenset(), within: str = "",
+           ) -> None:
+    """Put values into a tree.
+
+    whole: ids of plain mappings that replace what they override all the same
+    """
+    for key, value in given.items():
+        old = tree.get(key)
+        if key not in tree or tag_of(value) or id(value) in whole or not isinstance(value, Mapping):
+            tree[key] = value
+        elif isinstance(old, Mapping):
+            update(old, value, path, whole, f"{within}{key}.")
+        elif tag_of(old).startswith(TAKES_PARTS) and getattr(old, "value", None) in ("", None):
+            tree[key] = CommentedMap(value)
+            tree[key].yaml_set_ctag(old.tag)
+        elif type(value) is not dict and not isinstance(old, list) and not tag_of(old):  # written, and not part by part
+            tree[key] = value
+        else:
+            raise SbkitError(f"{path}: {own_name(within + str(key))} has no parts that could be set one by one",
+                             hint="sbkit check says more")
+
+
+class _File:
+    """One file, gone through from top to bottom."""
+
+    def __init__(self, path: Path, tree: dict[str, Any], inside: tuple[Path, ...]):
+        self.path, self.tree, self.inside = path, tree, inside
+        self.whole: set[int] = set()
+
+    def walk(self, node: Any, key: str, included: bool = False) -> Any:
+        """A node with everything in it resolved."""
+        tag = tag_of(node)
+        included = included or tag.startswith(INCLUDE)
+        if isinstance(node, (dict, list)):
+            for part, child in list(node.items() if isinstance(node, dict) else enumerate(node)):
+                node[part] = self.walk(child, f"{key}.{part}" if key else str(part), included)
+                if included and tag_of(child) and isinstance(node[part], Mapping) and not tag_of(node[part]):
+                    self.whole.add(id(node[part]))
+        if tag == "!PLACEHOLDER":
+            key = own_name(key)
+            raise SbkitError(f"{self.path}: {key} is left to you (!PLACEHOLDER)", hint=f"give it: --{key} VALUE")
+        if tag in ("!ref", "!copy"):
+            return self._follow(node, tag == "!copy", included)
+        if tag.startswith(INCLUDE):
+            return self._include(node, tag)
+        if tag.startswith("!applyref:"):
+            return core._applyref_function(tag[len("!applyref:"):], node)
+        return node
+
+    def _follow(self, node: Any, copy: bool, included: bool) -> Any:
+        foreign = [text for text in REFERENCE.findall(node.value) if first_key(text) not in self.tree]
+        if not included or not foreign:
+            found = core.recursive_resolve(node.value, [], self.tree, copy)
+            return self.walk(found, "") if included and isinstance(found, (dict, list)) else found
+
+        def known(match: Any) -> str:
+            text = match[0]
+            return text if text in foreign else str(core.recursive_resolve(text, [], self.tree, copy))
+
+        node.value = REFERENCE.sub(known, node.value)
+        return node
+
+    def _include(self, node: Any, tag: str) -> Any:
+        path = self.path.parent / tag[len(INCLUDE):]
+        if path.resolve() in self.inside:
+            raise SbkitError(f"{path} includes itself")
+        given = place(node, chain(path)) if isinstance(node, dict) else {}
+        return YAML().load(_merged(path, given, (*self.inside, path.resolve()), frozenset(self.whole)))

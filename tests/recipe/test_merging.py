@@ -1,0 +1,140 @@
+"""A recipe that rests on another exchanges any part of it; the check and the loader agree on what comes out."""
+
+import inspect
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from sbkit.errors import SbkitError
+from sbkit.recipe.arguments import parse_overrides
+from sbkit.recipe.build import build
+from sbkit.recipe.load import load, merged, read_plain
+from sbkit.recipe.reading import read
+from sbkit.recipe.resolve import flatten, resolve
+from sbkit.recipe.signatures import locate
+from sbkit.recipe.source import Findings
+
+FLAGSHIP = Path(__file__).parents[2] / "hparams" / "ctc.yaml"
+BASE = """\
+    lr: 0.5
+    masks: !new:collections.Counter
+        a: 1
+        b: 2
+    alone: !new:collections.Counter
+    sizes: {x: 1, y: 2}
+    parts:
+        masks: !ref <masks>
+        lr: !ref <lr>
+    nothing: null
+    """
+
+
+def both(tmp_path, text, *words, base=BASE):
+    """The recipe as it's loaded, which is as the check builds it."""
+    (tmp_path / "base.yaml").write_text(textwrap.dedent(base))
+    path = tmp_path / "recipe.yaml"
+    path.write_text(textwrap.dedent(text))
+    given, findings = parse_overrides(list(words)), Findings()
+    loaded = load(path, given)
+    root = flatten(resolve(path, given, findings))
+    with build(root, findings) as built:
+        assert findings == [] and built.hparams == loaded
+        for key, value in loaded.items():
+            assert type(built.hparams[key]) is type(value), key
+    assert "!ref" not in merged(path, given) and "!include" not in merged(path, given)
+    return loaded
+
+
+def over(*lines):
+    return "\n".join(["recipe: !include:base.yaml", *(f"    {line}" for line in lines)]) + "\n"
+
+
+@pytest.mark.parametrize("lines, expected", [
+    (["masks: !new:collections.OrderedDict {c: 3}"], {"c": 3}),
+    (["masks: !new:collections.Counter {a: 3}"], {"a": 3}),
+    (["masks: !apply:builtins.sorted [[2, 1]]"], [1, 2]),
+    (["masks: !name:collections.Counter"], locate("collections.Counter")),
+    (["masks: null"], None), (["masks: 3"], 3), (["masks: [1]"], [1]),
+    (["masks: {a: 3}"], {"a": 3, "b": 2}),
+    (["masks: {b: !new:fractions.Fraction [1, 2]}"], {"a": 1, "b": 0.5}),
+    (["masks: !ref <other>", "other: !new:collections.Counter {d: 4}"], {"d": 4}),
+    (["masks: !new:collections.Counter", "    c: !ref <lr> * 4"], {"c": 2}),
+    (["masks: !ref <sizes>"], {"x": 1, "y": 2}),
+])
+def test_what_has_a_tag_replaces_an_object_whole_and_a_mapping_changes_parts(tmp_path, lines, expected):
+    loaded = both(tmp_path, over(*lines))
+    assert loaded["masks"] == expected
+    assert loaded["parts"]["masks"] is loaded["masks"], "references elsewhere mean the new one"
+
+
+@pytest.mark.parametrize("line, key, expected", [
+    ("lr: !apply:builtins.abs [-2]", "lr", 2), ("nothing: {a: 1}", "nothing", {"a": 1}),
+    ("nothing: !new:collections.Counter {a: 1}", "nothing", {"a": 1}), ("alone: {a: 1}", "alone", {"a": 1}),
+    ("sizes: {x: 3}", "sizes", {"x": 3, "y": 2}), ("sizes: 3", "sizes", 3), ("sizes: [1]", "sizes", [1])])
+def test_a_scalar_may_become_an_object_and_the_other_way_round(tmp_path, line, key, expected):
+    assert both(tmp_path, over(line))[key] == expected
+
+
+def test_a_plain_mapping_of_its_own_replaces_where_it_is_referred_to(tmp_path):
+    text = over("sizes: !ref <mine>", "masks: !ref <object>") + "width: 4\nmine: {z: !ref <width>}\n".replace(
+        "{z: !ref <width>}", "\n    z: !ref <width>") + "object: !new:collections.Counter\n    c: !ref <width>\n"
+    loaded = both(tmp_path, text)
+    assert loaded["sizes"] == {"z": 4} and loaded["masks"] == {"c": 4}
+
+
+def test_a_reference_sees_the_own_file_and_what_it_rests_on(tmp_path):
+    loaded = both(tmp_path, "width: 4\n" + over("both: !ref <width> * <lr>", "own: !ref <width>", "theirs: !ref <lr>"))
+    assert (loaded["both"], loaded["own"], loaded["theirs"]) == (2, 4, 0.5)
+
+
+def test_keys_reach_the_file_that_they_belong_to_over_two_includes(tmp_path):
+    (tmp_path / "middle.yaml").write_text(over("lr: 2", "masks: !new:collections.Counter {m: 1}", "added: {a: 1}"))
+    text = "recipe: !include:middle.yaml\n    lr: 3\n    sizes: !new:collections.Counter\n        s: !ref <lr>\n"
+    loaded = both(tmp_path, text, "--masks.n", "2", "--added.b", "3")
+    assert loaded["parts"] == {"masks": {"m": 1, "n": 2}, "lr": 3}
+    assert loaded["sizes"] == {"s": 3} and loaded["added"] == {"a": 1, "b": 3}
+    nested = both(tmp_path, text.replace("    lr: 3", "    recipe: {lr: 4}\n    d: 1"))
+    assert nested["lr"] == nested["parts"]["lr"] == 4
+
+
+def test_the_command_line_has_the_last_word(tmp_path):
+    text = over("masks: !new:collections.Counter {m: 1}") + "lone: 1\n"
+    assert both(tmp_path, text, "--masks.n", "2", "--lone", "2")["parts"]["masks"] == {"m": 1, "n": 2}
+    assert both(tmp_path, text, "--masks", "null")["masks"] is None
+    assert both(tmp_path, text, "--masks", "!new:collections.OrderedDict {o: !ref <lr>}".replace("!ref <lr>", "5"))[
+        "masks"] == {"o": 5}
+    assert both(tmp_path, text, "--alone.a", "1")["alone"] == {"a": 1}
+
+
+def test_a_key_beside_the_include_is_overridden_where_it_wins(tmp_path):
+    assert both(tmp_path, over() + "nothing: 1\n", "--nothing", "2")["nothing"] == 2
+
+
+def test_parts_of_what_has_none_are_refused_without_a_check_too(tmp_path):
+    (tmp_path / "base.yaml").write_text(textwrap.dedent(BASE))
+    path = tmp_path / "recipe.yaml"
+    path.write_text(over("masks: null"))
+    for word in ("--masks.a", "--lr.a"):
+        with pytest.raises(SbkitError, match="has no parts"):
+            load(path, parse_overrides([word, "1"]))
+
+
+def test_every_argument_of_the_flagships_objects_can_be_given_on_the_command_line():
+    """Those that the YAML doesn't write, too."""
+    given = {}
+    for key, node in read_plain(FLAGSHIP).items():
+        tag = str(getattr(getattr(node, "tag", None), "value", None) or "")
+        if not key.startswith("__") and tag.startswith(("!new:", "!name:")) and not isinstance(node, list):
+            taken = inspect.signature(locate(tag.partition(":")[2])).parameters.values()
+            given[key] = {p.name: p.default for p in taken if isinstance(p.default, (bool, int, float, str))}
+    assert len(given) > 12 and "fill" in given["spec_augment"] and "sort" not in given["batching"]
+    findings = Findings()
+    root = read(FLAGSHIP, {key: parts for key, parts in given.items() if parts}, findings)
+    assert [f for f in findings if f.code in ("unknown-argument", "override-structure", "unknown-override")] == []
+    for key, parts in given.items():
+        assert set(parts) <= set(root.value[key].value or ()), key
+    findings.clear()
+    read(FLAGSHIP, {"spec_augment": {"time_mask": 0}}, findings)
+    assert [str(f) for f in findings] == [
+        "command line: error: spec_augment.time_mask: SpecAugment has no argument time_mask; did you mean time_masks?"]
