@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,6 +53,19 @@ def _stats() -> Iterator[list[str]]:
     for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has gone
             yield file.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+
+
+def free_port() -> int:
+    """A port of this machine at which nobody listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def torchrun_environment(rank: int, world: int, port: int) -> dict[str, str]:
+    """What torchrun tells each process of a job on this machine."""
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
 def job() -> str:

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+from sbkit.processes import free_port, torchrun_environment
 
 # A server that has imported everything forks the ranks: the first launch is slow, the others are not.
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -32,7 +33,7 @@ class Outcome(NamedTuple):
 
 def outcomes(fn, *args, world: int = 2, timeout: float = 120) -> list[Outcome]:
     """Each rank's end; ``fn(*args)`` is a function at the top of its module."""
-    port, pipes, processes = _free_port(), [], []
+    port, pipes, processes = free_port(), [], []
     for rank in range(world):
         ours, theirs = _CONTEXT.Pipe(duplex=False)
         process = _CONTEXT.Process(target=_run, args=(theirs, rank, world, port, fn, args))
@@ -64,16 +65,8 @@ def results(fn, *args, **kwargs) -> list:
     return [outcome.value for outcome in found]
 
 
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
 def _place(rank: int, world: int, port: int) -> dict[str, str]:
-    """What torchrun tells each process of a job."""
-    return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    return torchrun_environment(rank, world, port) | {"GLOO_SOCKET_IFNAME": "lo"}
 
 
 def _run(pipe, rank, world, port, fn, args) -> None:
@@ -118,7 +111,7 @@ def programs(world: int, fn, *args: str, timeout: float = 120, **environment: st
     """The same in several processes at once that are ranks of one job."""
     with tempfile.TemporaryDirectory() as folder:
         streams = [(Path(folder, f"out{rank}"), Path(folder, f"err{rank}")) for rank in range(world)]
-        port, processes = _free_port(), []
+        port, processes = free_port(), []
         for rank, (out, err) in enumerate(streams):
             job = _place(rank, world, port) if world > 1 else {}
             processes.append(_CONTEXT.Process(target=_program, args=(str(out), str(err), job | environment, fn, args)))

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from sbkit.processes import born
+
 ROOT = Path(__file__).parents[2]
 #: Trains two steps, waits where it can't be reached (in a collective that rank 1 never joins), and saves meanwhile.
 WORKER = """
@@ -52,14 +54,6 @@ def until(what, seconds):
         time.sleep(0.1)
 
 
-def lives(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 @pytest.mark.slow
 def test_processes_of_a_killed_torchrun_end_in_seconds_say_so_and_the_next_start_resumes(tmp_path):
     agent = torchrun(tmp_path)
@@ -68,7 +62,7 @@ def test_processes_of_a_killed_torchrun_end_in_seconds_say_so_and_the_next_start
     agent.kill()
     agent.wait()
     workers = [int(path.read_text()) for path in pids]
-    until(lambda: not any(map(lives, workers)), 30)
+    until(lambda: not any(map(born, workers)), 30)
     told = (tmp_path / "log").read_text()
     assert told.count(f"torchrun (process {agent.pid}), which started this process, is gone") == 2
     assert torchrun(tmp_path).wait(120) == 0
@@ -103,10 +97,10 @@ def test_only_what_torchrun_started_ends_with_its_parent(tmp_path, environment, 
     child = int(pid.read_text())
     try:
         if ends:
-            until(lambda: not lives(child), 60)
+            until(lambda: not born(child), 60)
         else:
             time.sleep(2)
-            assert lives(child)
+            assert born(child)
     finally:
-        if lives(child):
+        if born(child):
             os.kill(child, signal.SIGKILL)

@@ -9,7 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import _free_port, _place
+from processes import _place
+
+from sbkit.processes import born, free_port
 
 # Leaving the group waits for ever, as with NCCL while a peer sits in a collective. A collective that waits for ever
 # stands for NCCL's, too: gloo's ends with an error when a peer is gone.
@@ -60,7 +62,7 @@ def ends(folder: Path, fails: int, error: str, stuck: str | None, device: str = 
     """Exit codes, what was said on stderr, and the seconds it took from the failure to the last process's end."""
     settings = (f"folder, fails, stuck = pathlib.Path({str(folder)!r}), {fails}, {stuck!r}\n"
                 f"device = torch.device({device})\nfrom sbkit.errors import SbkitError\nerror = {error}")
-    port = _free_port()
+    port = free_port()
     streams = [(folder / f"stderr{rank}").open("w+") for rank in range(2)]
     jobs = [subprocess.Popen([sys.executable, "-c", JOB.format(settings=settings)], stderr=stream,
                              env=os.environ | _place(rank, 2, port)) for rank, stream in enumerate(streams)]
@@ -78,14 +80,6 @@ def ends(folder: Path, fails: int, error: str, stuck: str | None, device: str = 
     return codes, said, seconds
 
 
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("fails, error, code, stuck", [
     (1, 'ValueError("a damaged clip")', 1, ""),
@@ -101,9 +95,9 @@ def test_all_ranks_end_at_once_with_one_message(tmp_path, fails, error, code, st
     assert all((tmp_path / f"checkpoint{rank}").exists() for rank in range(2))
     workers = [int((tmp_path / f"worker{rank}").read_text()) for rank in range(2)]
     until = time.monotonic() + 10
-    while any(map(alive, workers)) and time.monotonic() < until:
+    while any(map(born, workers)) and time.monotonic() < until:
         time.sleep(0.1)
-    assert not any(map(alive, workers))
+    assert not any(map(born, workers))
 
 
 @pytest.mark.gpu(cards=2)

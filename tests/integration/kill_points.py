@@ -217,7 +217,7 @@ def main(folder):
     Run(f"{folder}/warm").save(1)  # what torch imports at its first use, it then does not in every fork
     report = {}
     for where, how in {
-        "finely": (False, None, True), "sync": (False, None, False), "async": (True, None, False),
+        "finely": (False, None, True), "async": (True, None, False),
         "replaced": (False, "best", False), "replaced, async": (True, "best", False),
     }.items():
         report[where] = every_point(f"{folder}/checkpoints", *how)

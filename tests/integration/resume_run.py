@@ -220,9 +220,14 @@ def report(brain, folder):
     }))
 
 
-if __name__ == "__main__":
+def script(*args):
+    """A script that tells why it was stopped."""
     try:
-        main(*sys.argv[1:])
+        main(*args)
     except Stopped as stopped:
         print(stopped, file=sys.stderr)
         raise
+
+
+if __name__ == "__main__":
+    script(*sys.argv[1:])

@@ -32,7 +32,7 @@ def test_killed_at_every_operation_on_the_disk(quick_disk):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(done.stdout)
-    for where in ("finely", "sync", "async", "replaced", "replaced, async"):
+    for where in ("finely", "async", "replaced", "replaced, async"):
         operations, found = report[where]["operations"], report[where]["found"]
         assert len(found) == len(operations)
         assert {"fsync", "rename", "unlink", "rmdir", "mkdir", "write"} <= set(operations)
@@ -55,7 +55,7 @@ def train(folder, place="", processes=1, python=False, **environment):
     """
     arguments = [str(folder), *([place] if place else [])]
     if not python:
-        ends = programs(processes, resume_run.main, *arguments, **environment)
+        ends = programs(processes, resume_run.script, *arguments, **environment)
         done = ends[0]._replace(stderr="\n".join(end.stderr for end in ends))
     else:
         command = [sys.executable, resume_run.__file__, *arguments]
@@ -128,12 +128,13 @@ def test_with_speechbrains_loader_too(runs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place, name, code", [
-    ("train:2:4:1", "SIGTERM", 143), ("train:1:0:0", "SIGINT", 130), ("train:2:8:2", "SIGUSR1", 138),
-    ("evaluating:2:2:0", "SIGTERM", 143), ("valid:2:0:0", "SIGTERM", 143), ("saving:3:0:0", "SIGTERM", 143)])
-def test_a_signal_ends_it_with_a_checkpoint_a_line_and_a_code(runs, never_stopped, place, name, code, request):
+@pytest.mark.parametrize("place, name, code, python", [
+    ("train:2:4:1", "SIGTERM", 143, True), ("train:1:0:0", "SIGINT", 130, True), ("train:2:8:2", "SIGUSR1", 138, True),
+    ("evaluating:2:2:0", "SIGTERM", 143, False), ("valid:2:0:0", "SIGTERM", 143, False),
+    ("saving:3:0:0", "SIGTERM", 143, False)])
+def test_a_signal_ends_it_with_a_checkpoint_a_line_and_a_code(runs, never_stopped, place, name, code, python, request):
     folder = runs / request.node.name.replace(":", "-")
-    returned, _, log = train(folder, place, python=True, SIGNAL=name, EVERY="0")
+    returned, _, log = train(folder, place, python=python, SIGNAL=name, EVERY="0")
     assert returned == code, log
     last = log.strip().splitlines()[-1]
     assert last.startswith(f"stopped by {name} ") and "run the same command to" in last

@@ -245,8 +245,7 @@ def interpret_short(work, cpu) -> None:
 
 
 def interpret_long(work, cpu) -> None:
-    for labels in (130, 300):
-        compare(*long_case(labels), gradient=1e-3)
+    compare(*long_case(300), gradient=1e-3)
     assert work(cpu, ctc._block(1023))
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from sbkit.doctor.gpu.check import NOT_SHOWN, OK, REHEARSED, SHORT, Seen
+from sbkit.processes import free_port, torchrun_environment
 
 T = TypeVar("T")
 
@@ -146,12 +147,12 @@ class Bench:
     def programs(self, lines: Sequence[Sequence[str]], ranks: bool = False, patience: float | None = None,
                  **environment: str) -> list[Program]:
         """Several at once; ``ranks``: those of one job; ``patience``: seconds after which they are killed."""
-        port = _free_port() if ranks else 0
+        port = free_port() if ranks else 0
         began, started, processes, outputs = time.time(), time.monotonic(), [], []
         for i, words in enumerate(lines):
             handle, name = tempfile.mkstemp(dir=self.folder, prefix=f"{words[0]}-", suffix=".txt")
             os.close(handle)
-            place = _place(i, len(lines), port) if ranks else {}
+            place = torchrun_environment(i, len(lines), port) if ranks else {}
             processes.append(_FORK.Process(target=_sbkit, args=(list(words), name, self.folder, place | environment)))
             processes[-1].start()
             outputs.append(Path(name))
@@ -239,17 +240,3 @@ def _answer(pipe: Any, function: Callable[..., Any], args: tuple) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # a library's own end may hang where its device has failed
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
-def _place(rank: int, world: int, port: int) -> dict[str, str]:
-    """What torchrun tells each process of a job."""
-    return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
