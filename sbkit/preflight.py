@@ -43,7 +43,8 @@ def before_run(request: Any, needed: tuple[str, ...]) -> None:
     """Check the recipe of a run that is about to start: errors end it, warnings are shown."""
     from sbkit.recipe.check import check as look
 
-    report = look(request.path, request.overrides, run_opts=request.run_opts, needed=needed, prepared=False)
+    report = look(request.path, request.overrides, run_opts=request.run_opts, needed=needed, prepared=False,
+                  priced=False)
     if report.errors:  # one message, so that torchrun's last lines hold it too
         raise SbkitError(f"{report.verdict()}; --no-check would start the run as it is\n{report.problems()}",
                          exit_code=1)

@@ -7,7 +7,7 @@ import pytest
 
 from sbkit import cli, preflight
 from sbkit.errors import SbkitError
-from sbkit.recipe import arguments
+from sbkit.recipe import arguments, bill
 from sbkit.recipe.report import JSON_FORMAT, Finding, Report
 from sbkit.run import NEEDED
 
@@ -85,6 +85,16 @@ def test_a_good_run_says_one_line(capsys):
     preflight.before_run(request(SMALL), NEEDED)
     assert capsys.readouterr().err.count("\n") == 1
     assert request(SMALL, "--no-check").check is False
+
+
+def test_a_bill_that_nobody_reads_is_made_only_where_a_batch_might_not_fit(monkeypatch, capsys):
+    made, make = [], bill.make
+    monkeypatch.setattr(bill, "make", lambda *args: made.append(make(*args)) or made[-1])
+    preflight.before_run(request(SMALL), NEEDED)
+    assert made == []
+    monkeypatch.setattr(bill, "memory_of", lambda device: 1)
+    preflight.before_run(request(SMALL), NEEDED)
+    assert len(made) == 1 and "max_batch_seconds" in capsys.readouterr().err
 
 
 def test_findings_are_sorted_and_told_once():

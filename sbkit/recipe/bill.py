@@ -15,14 +15,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
 
 from sbkit.nn.accelerate import accelerate, restore
 from sbkit.nn.recognizer import Recognizer
 from sbkit.recipe.build import Built
-from sbkit.recipe.flops import loss_on
+from sbkit.recipe.flops import Arithmetic, loss_on
 from sbkit.recipe.ownership import Owned
 from sbkit.recipe.report import Section
 from sbkit.recipe.shapes import Trace, stand_ins
@@ -69,15 +67,15 @@ class Measured:
     peak_bytes: int | None = None
 
 
-class _Alive(TorchDispatchMode):
-    """Counts the bytes of the tensors that live at once."""
+class _Alive(Arithmetic):
+    """Counts the bytes of the tensors that live at once, too."""
 
     def __init__(self, known: set[int]):
         super().__init__()
         self.known, self.alive, self.now, self.peak = known, {}, 0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Mapping | None = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        out = super().__torch_dispatch__(func, types, args, kwargs)
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
                 self._add(tensor.untyped_storage())
@@ -109,8 +107,7 @@ def count(built: Built, owned: Owned, recognizer: Recognizer, precision: str, ba
         with stand_ins() as mode, torch.enable_grad():
             # weights are counted apart: what shares their memory is no new tensor
             weights = [mode.from_tensor(t) for t in [*modules.parameters(), *modules.buffers()]]
-            alive = _Alive({t.untyped_storage()._cdata for t in weights})
-            with FlopCounterMode(display=False) as operations, alive:
+            with _Alive({t.untyped_storage()._cdata for t in weights}) as alive:
                 with torch.autocast("cpu", half or torch.bfloat16, enabled=half is not None):
                     loss = loss_on(hparams, recognizer, utterances, longest)
                 loss.backward()
@@ -118,7 +115,7 @@ def count(built: Built, owned: Owned, recognizer: Recognizer, precision: str, ba
         modules.zero_grad(set_to_none=True)
         if swapped:
             restore(modules)
-    return Cost(utterances, longest, alive.peak, float(operations.get_total_flops()))
+    return Cost(utterances, longest, alive.peak, float(alive.operations))
 
 
 def longest_utterance(hparams: Mapping[str, Any]) -> float:

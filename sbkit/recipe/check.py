@@ -29,7 +29,8 @@ logger = logging.getLogger(__name__)
 
 def check(
     path: str | Path, overrides: Mapping[str, Any] | None = None, *, run_opts: Any = None, run: bool = True,
-    needed: Iterable[str] = (), prepared: bool = True, measure: Callable[[], bill.Measured] | None = None,
+    needed: Iterable[str] = (), prepared: bool = True, priced: bool = True,
+    measure: Callable[[], bill.Measured] | None = None,
 ) -> Report:
     """Everything that is wrong with a recipe, all at once.
 
@@ -41,6 +42,7 @@ def check(
         else nothing is built or called, and only SpeechBrain, torch and sbkit are imported
     needed : keys that a run needs, where the recipe names a brain
     prepared : look at the labels of what an earlier run prepared
+    priced : make the bill even where there is no GPU that a batch might be too large for
     measure : runs a few steps for the bill
     """
     started = time.perf_counter()
@@ -53,14 +55,14 @@ def check(
             root = read(Path(path), overrides or {}, findings, needed, unseen=report.notes)
         report.notes.append("modules, devices, shapes, labels and cost: nothing is built with --no-run")
     if root is not None and run:
-        _look_deeper(root, findings, report, run_opts, prepared, measure)
+        _look_deeper(root, findings, report, run_opts, prepared, priced, measure)
     report.add(findings)
     report.seconds = time.perf_counter() - started
     return report
 
 
 def _look_deeper(root: Node, findings: Findings, report: Report, run_opts: Any, prepared: bool,
-                 measure: Callable[[], bill.Measured] | None) -> None:
+                 priced: bool, measure: Callable[[], bill.Measured] | None) -> None:
     with _quiet(), build(root, findings) as built:
         modules = ownership.check_modules(built, findings)
         if modules is None:
@@ -80,7 +82,7 @@ def _look_deeper(root: Node, findings: Findings, report: Report, run_opts: Any, 
         tokens_check.check_sizes(built, traced, findings)
         tokens_check.check_corpus(built, findings)
         labels, note = tokens_check.check_prepared(built, traced.recognizer, findings) if prepared else (None, "")
-        bill_section = _bill(built, owned, traced, findings, report, run_opts, measure)
+        bill_section = _bill(built, owned, traced, findings, report, run_opts, priced, measure)
         if complete:
             devices.prove(built, owned, table, traced, findings)
         sections = {"shapes": shapes.section(traced, built.hparams), "labels": labels, "bill": bill_section}
@@ -90,10 +92,12 @@ def _look_deeper(root: Node, findings: Findings, report: Report, run_opts: Any, 
 
 
 def _bill(built: Built, owned: ownership.Owned, traced: shapes.Trace, findings: Findings, report: Report,
-          run_opts: Any, measure: Callable[[], bill.Measured] | None) -> Any:
+          run_opts: Any, priced: bool, measure: Callable[[], bill.Measured] | None) -> Any:
     if not traced.complete:
         return None
     device = _device(run_opts)
+    if not priced and bill.memory_of(str(device)) is None:
+        return None
     precision = getattr(run_opts, "precision", None) if _chosen(run_opts, "precision") else None
     precision = precision or built.hparams.get("precision", "fp32")
     if precision == "auto":

@@ -1,13 +1,16 @@
 """A step's arithmetic: counted right, on a copy, and set against what the device's data sheet says."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from runs import TINY
+from torch.utils.flop_counter import FlopCounterMode
 
-from sbkit.recipe import flops, load, speed
+from sbkit.nn.recognizer import Recognizer
+from sbkit.recipe import flops, load, shapes, speed
 from sbkit.train.utilisation import Utilisation
 
 RECIPE = Path(__file__).parents[2] / "hparams" / "ctc.yaml"
@@ -36,6 +39,14 @@ def by_hand(width=16, bins=80, channels=4):
 def test_it_is_what_the_formulas_say(hparams):
     found = flops.operations_per_second(hparams, SECONDS) * SECONDS
     assert found == pytest.approx(by_hand(), rel=0.05)
+
+
+def test_it_is_what_torch_counts():
+    own = SimpleNamespace(**load.load(RECIPE, {**TINY, "ctc_weight": 0.3}))
+    model = Recognizer.from_hparams(own)
+    with shapes.stand_ins(), FlopCounterMode(display=False) as theirs, flops.Arithmetic() as ours:
+        flops.loss_on(own, model, 2, SECONDS).backward()
+    assert ours.operations == theirs.get_total_flops() > 0
 
 
 def test_nothing_of_the_recipe_is_touched(hparams):
