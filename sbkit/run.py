@@ -195,6 +195,8 @@ def _fit_and_test(hparams: dict[str, Any], request: Any, device: Any, manifests:
         run_opts=request.run_opts, checkpointer=hparams.get("checkpointer"),
     )
     brain.utilisation = _utilisation(operations, device, brain.precision)
+    if hasattr(brain, "hearing"):
+        brain.hearing.chance = tokenizer.entropy(manifests["train"].texts)
     _write_down(brain, device)
     batching = hparams["batching"]
     reading = {

@@ -6,9 +6,11 @@ import hashlib
 import io
 import json
 import logging
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 MODEL_TYPES = ("unigram", "bpe", "char")
 BLANK_ID = 0
+ENOUGH_TEXTS = 20_000  # to know how often each token occurs
 _TOO_LARGE = re.compile(r"Vocabulary size too high \(\d+\)\. Please set it to a value <= (\d+)")
 _TOO_SMALL = re.compile(r"Vocabulary size is smaller than required_chars\. \d+ vs (\d+)")
 
@@ -297,6 +300,13 @@ class Tokenizer:
             counts.update(text)
         unknown = {char for char in counts if char != " " and self._lacks(char)}
         return Counter({char: n for char, n in counts.items() if char in unknown})
+
+    def entropy(self, texts: Sequence[str]) -> float:
+        """Nats per token where only how often each token occurs is known; of many texts, some taken evenly."""
+        every = max(1, len(texts) // ENOUGH_TEXTS)
+        counts = Counter(chain.from_iterable(map(self.encode, texts[::every])))
+        total = counts.total()
+        return sum(count / total * math.log(total / count) for count in counts.values())
 
     def _lacks(self, char: str) -> bool:
         return BLANK_ID in self.processor.encode(char)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -23,6 +25,8 @@ class SpecAugment(nn.Module):
     time_warp: an utterance is stretched before a random frame and squeezed behind it, or the other way
         round, by at most so many frames; 0: not at all.
     fill: what masked values become: ``mean`` of the utterance, or ``zero``.
+    ramp: ``[a, b]``: no mask as long as the model hears less than ``a`` (see ``follow``), from there on wider and
+        wider ones, the whole from ``b`` on; ``null``: the whole from the first step.
 
     >>> features = torch.randn(4, 100, 80)
     >>> SpecAugment()(features, torch.tensor([100, 80, 60, 3])).shape
@@ -30,7 +34,8 @@ class SpecAugment(nn.Module):
     """
 
     def __init__(self, time_masks: int = 5, time_share: float = 0.05, frequency_masks: int = 2,
-                 frequency_width: int = 27, time_warp: int = 0, fill: str = "mean"):
+                 frequency_width: int = 27, time_warp: int = 0, fill: str = "mean",
+                 ramp: Sequence[float] | None = None):
         super().__init__()
         if not 0 <= time_share <= 1:
             raise ValueError(f"time_share is {time_share}, not a share between 0 and 1")
@@ -40,7 +45,17 @@ class SpecAugment(nn.Module):
             raise ValueError(f"fill is {fill!r}; it is one of mean, zero")
         self.time_masks, self.time_share = time_masks, time_share
         self.frequency_masks, self.frequency_width = frequency_masks, frequency_width
-        self.time_warp, self.fill = time_warp, fill
+        if ramp is not None and not (len(ramp) == 2 and 0 <= ramp[0] <= ramp[1] <= 1):
+            raise ValueError(f"ramp is {ramp!r}, not two shares between 0 and 1, the smaller one first")
+        self.time_warp, self.fill, self.ramp = time_warp, fill, ramp
+        self.strength = 1.0
+        """How wide masks are, of what the arguments say; without anybody to ``follow``, all of it."""
+
+    def follow(self, heard: float) -> None:
+        """Set the strength for a model that hears so much, of 0 (chance) to 1 (no loss)."""
+        if self.ramp is not None:
+            begin, whole = self.ramp
+            self.strength = min(1.0, max(0.0, (heard - begin) / max(whole - begin, 1e-6)))
 
     def forward(self, features: Tensor, lengths: Tensor | None = None) -> Tensor:
         """Features ``[B, T, F]`` and frame counts ``[B]`` (all T where absent) to features ``[B, T, F]``.
@@ -57,10 +72,11 @@ class SpecAugment(nn.Module):
         if self.time_warp:
             features = torch.where(exists[..., None], self._warped(features, lengths), features)
         counts = lengths[:, None].expand(batch, self.time_masks)
-        masked = _stretches(counts, counts * self.time_share, time)[:, :, None] & exists[..., None]
+        masked = _stretches(counts, counts * (self.time_share * self.strength), time)[:, :, None] & exists[..., None]
         if self.frequency_masks:
             widths = torch.full((batch, self.frequency_masks), bands, device=device)
-            banned = _stretches(widths, torch.full_like(widths, min(self.frequency_width, bands)), bands)
+            widest = widths.clamp(max=self.frequency_width) * self.strength
+            banned = _stretches(widths, widest, bands)
             masked = masked | banned[:, None, :] & exists[..., None]
         if self.fill == "zero":
             return features.masked_fill(masked, 0.0)
@@ -72,7 +88,7 @@ class SpecAugment(nn.Module):
         """Each utterance read along a path of two straight pieces that meet at a random frame."""
         last = (lengths - 1).float()[:, None]
         # The joint and where it moves to stay inside of the utterance, however short it is.
-        reach = torch.minimum(torch.full_like(last, self.time_warp), (last - 1).clamp(min=0) / 2)
+        reach = torch.minimum(torch.full_like(last, self.time_warp * self.strength), (last - 1).clamp(min=0) / 2)
         draw = torch.rand(2, len(lengths), 1, device=features.device)
         joint = reach + draw[0] * (last - 2 * reach)
         moved = joint + (2 * draw[1] - 1) * reach * 0.999
@@ -90,7 +106,7 @@ class SpecAugment(nn.Module):
     def extra_repr(self) -> str:
         return (f"time_masks={self.time_masks}, time_share={self.time_share}, "
                 f"frequency_masks={self.frequency_masks}, frequency_width={self.frequency_width}, "
-                f"time_warp={self.time_warp}")
+                f"time_warp={self.time_warp}, ramp={self.ramp}")
 
 
 def _stretches(sizes: Tensor, widest: Tensor, size: int) -> Tensor:

@@ -10,9 +10,11 @@ from speechbrain.core import Stage
 
 from sbkit.errors import SbkitError
 from sbkit.score.rates import ErrorRates
+from sbkit.tasks.hearing import Hearing
 from sbkit.train import sharding
 from sbkit.train.averaging import average
 from sbkit.train.brain import Brain
+from sbkit.train.step import Facts
 
 logger = logging.getLogger(__name__)
 
@@ -60,19 +62,31 @@ class ASR(Brain):
         if self._ema is not None and getattr(self.hparams, "average_checkpoints", 1) > 1:
             raise SbkitError("ema and average_checkpoints both average weights",
                              hint="use one of them: ema_decay: 0, or average_checkpoints: 1")
+        self.hearing = Hearing()
+        """Its ``chance`` is to be said before ``fit``, where a part of the recipe is to follow what is heard."""
+        if self.checkpointer is not None:
+            self.checkpointer.add_recoverable("hearing", self.hearing, optional_load=True)
 
     def on_fit_start(self) -> None:
         super().on_fit_start()
-        self._set_rate()
+        self._begin_step(self.optimizer_step + 1)
 
     def on_fit_batch_end(self, batch: Any, outputs: Any, loss: Any, should_step: bool) -> None:
         if should_step:
-            self._set_rate()
+            self._begin_step(self.optimizer_step + 1)
 
-    def _set_rate(self) -> None:
+    def on_step_known(self, facts: Facts) -> None:
+        total, tokens = facts.extras.get("ctc", (facts.total, facts.count))
+        self.hearing.count(facts.number, total, tokens)
+
+    def _begin_step(self, step: int) -> None:
+        """The learning rate and the strength of what makes the task harder, for the step to come."""
         schedule = getattr(self.hparams, "schedule", None)
         if schedule is not None and self.opt_class is not None:
-            schedule.apply(self.optimizer, self.optimizer_step + 1)
+            schedule.apply(self.optimizer, step)
+        harder = getattr(self.hparams, "spec_augment", None)
+        if self.hearing.known and hasattr(harder, "follow"):
+            harder.follow(self.hearing.at(step))
 
     def on_evaluate_start(self, max_key: str | None = None, min_key: str | None = None) -> None:
         super().on_evaluate_start(max_key=max_key, min_key=min_key)

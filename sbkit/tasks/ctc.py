@@ -101,8 +101,9 @@ class CTC(ASR):
         if scores.attention is not None:
             weight = self.hparams.ctc_weight
             total = weight * total + (1 - weight) * self._cross_entropy(scores.attention, batch, ctc.feasible)
-        if stage != Stage.TRAIN:
-            self._transcribe(scores, batch, stage)
+        if stage == Stage.TRAIN:
+            return Loss(total, tokens, {"ctc": (ctc.total, tokens)})
+        self._transcribe(scores, batch, stage)
         return Loss(total, tokens)
 
     @property

@@ -363,6 +363,10 @@ class Brain(sb.core.Brain):
         if not self._averages_batches:
             self._average.add(fact.total, fact.count)
         self._progress.step(fact, self._learning_rate)
+        self.on_step_known(fact)
+
+    def on_step_known(self, facts: Facts) -> None:
+        """Called with each optimizer step's losses and norm, the same on all ranks, once they have come to the host."""
 
     # ------------------------------------------------------------ validation and test
 
