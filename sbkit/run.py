@@ -205,8 +205,12 @@ def _fit_and_test(hparams: dict[str, Any], request: Any, device: Any, manifests:
     }
     augment = hparams.get("augment")
     longest = augment.stretch if augment is not None else 1.0  # speed perturbation makes some utterances longer
-    plan = Plan(manifests["train"].durations * longest, batching, ids=manifests["train"].ids,
+    epochs = hparams["epoch_counter"].limit
+    plan = Plan(manifests["train"].durations * longest, batching, ids=manifests["train"].ids, epochs=epochs,
                 round_seconds=batching.rounding(device.type, brain.compile))
+    if plan.passes > 1 and ranks.is_main():
+        logger.info("The corpus has %d steps: an epoch goes through it %d times, and the run has %d (least_steps: %d)",
+                    len(plan) // plan.passes, plan.passes, len(plan) * epochs, batching.least_steps)
     train_set = TrainLoader(
         manifests["train"], tokenizer, plan, min_micros=brain.grad_accumulation_factor, augment=augment, **reading,
     )
@@ -215,7 +219,7 @@ def _fit_and_test(hparams: dict[str, Any], request: Any, device: Any, manifests:
         for split in ("dev", "test")
     )
     if "schedule" in hparams:
-        hparams["schedule"].total_steps = train_set.steps() * hparams["epoch_counter"].limit
+        hparams["schedule"].total_steps = train_set.steps() * epochs
     if request.run_opts.test_only and not brain.checkpointer.list_checkpoints():
         raise SbkitError(f"--test_only: {brain.checkpointer.checkpoints_dir} holds no checkpoint to test",
                          hint="train first, or name the folder of a run with --output_folder")

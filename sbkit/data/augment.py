@@ -1,6 +1,6 @@
 """Waveform augmentation in the data workers: speed, noise, reverberation, gain; the same again under resume.
 
-Every utterance draws from a generator of its own, seeded by (seed, epoch, utterance), so neither the number
+Every utterance draws from a generator of its own, seeded by (seed, visit, utterance), so neither the number
 of workers nor where a run was stopped changes what it sounds like.
 
     augment: !new:sbkit.data.augment.Augment
@@ -64,10 +64,10 @@ class Augment:
                 stage.files.check()
 
     @staticmethod
-    def rng(seed: int, epoch: int, name: str) -> np.random.Generator:
-        """The generator of one utterance in one epoch."""
+    def rng(seed: int, visit: int, name: str) -> np.random.Generator:
+        """The generator of one utterance on one way through the corpus."""
         digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-        return np.random.Generator(np.random.PCG64([seed % 2**64, epoch, int.from_bytes(digest, "little")]))
+        return np.random.Generator(np.random.PCG64([seed % 2**64, visit, int.from_bytes(digest, "little")]))
 
     def speed(self, rng: np.random.Generator) -> float:
         """Draw the speed to read an utterance at."""

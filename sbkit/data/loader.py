@@ -211,7 +211,7 @@ class TrainLoader(_Loader):
             share = plan.share(step, self.rank, self.world, self.min_micros)
             most = plan.most(step, self.world, self.min_micros)
             for micro, rows in enumerate(share):
-                yield Request(epoch, step, micro, len(share), rows, most)
+                yield Request(epoch, step, micro, len(share), rows, most, self.plan.visit(epoch, step))
 
 
 class EvalLoader(_Loader):

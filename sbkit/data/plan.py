@@ -53,6 +53,8 @@ class Batching:
     seed: of the order of utterances and steps.
     sort: ``ascending`` or ``descending`` takes the first epoch (epoch 1) in order of duration; every
         later epoch is shuffled. ``null`` or ``random``: every epoch is.
+    least_steps: optimizer steps that a run takes at least: where ``number_of_epochs`` of the corpus hold fewer, an
+        epoch goes through the corpus several times. A recogniser needs some hundreds to hear anything; 0: none.
     round_seconds: batches are padded to a multiple of it, as far as ``max_batch_seconds`` allows, so that what is
         prepared for one shape serves again; 0: not; ``null``: 0.32 on a CPU and with ``--compile``, else 0.16.
     """
@@ -64,12 +66,14 @@ class Batching:
     seed: int = 1234
     sort: str | None = None
     round_seconds: float | None = None
+    least_steps: int = 0
 
     def __post_init__(self):
         for name in ("max_batch_seconds", "step_seconds", "buckets", "max_batch_utterances"):
             check_number(f"batching: {name}", getattr(self, name), above=0, optional=name != "max_batch_seconds",
                          whole=name in ("buckets", "max_batch_utterances"))
         check_number("batching: round_seconds", self.round_seconds, least=0, optional=True)
+        check_number("batching: least_steps", self.least_steps, least=0, whole=True)
         check_number("batching: seed", self.seed, whole=True)
         if self.sort not in (None, "random", "ascending", "descending"):
             raise SbkitError(f"batching: sort is {self.sort!r}",
@@ -94,6 +98,7 @@ class Plan:
     ids: names for error messages.
     round_seconds: what ``Batching.rounding`` gives for a device. Buckets and batches are made of rounded durations:
         fewer buckets, in each as many utterances as fit, and so few shapes.
+    epochs: of the run, by which ``Batching.least_steps`` goes.
 
     An utterance longer than ``max_batch_seconds`` is an error that names it: it would not fit on the device.
 
@@ -103,7 +108,7 @@ class Plan:
     """
 
     def __init__(self, durations: Sequence[float] | np.ndarray, batching: Batching,
-                 ids: Sequence[str] | None = None, round_seconds: float = 0.0):
+                 ids: Sequence[str] | None = None, round_seconds: float = 0.0, epochs: int | None = None):
         self.batching, self.round_seconds = batching, round_seconds
         self.durations = np.ascontiguousarray(durations, dtype=np.float32)
         _refuse(self.durations, batching, ids)
@@ -123,21 +128,36 @@ class Plan:
         lengths = np.concatenate(lengths) if lengths else np.zeros(0, np.int64)
         self._bounds = np.concatenate([[0], np.cumsum(lengths)])
         self.edges = edges
+        self.passes = max(1, -(-batching.least_steps // (len(lengths) * epochs))) if epochs else 1
+        """How often an epoch goes through the corpus."""
 
     def __len__(self) -> int:
         """Steps in an epoch."""
-        return len(self._bounds) - 1
+        return self.passes * (len(self._bounds) - 1)
 
     def epoch(self, epoch: int) -> EpochPlan:
-        """The plan of one epoch. Epochs count from 1; each has an order of its own."""
-        rng = np.random.Generator(np.random.PCG64([self.batching.seed % 2**64, epoch]))
+        """The plan of one epoch. Epochs count from 1; each, and each of its passes, has an order of its own."""
+        steps, size = len(self._bounds) - 1, len(self.durations)
+        passes = [self._pass(self.passes * (epoch - 1) + number) for number in range(1, self.passes + 1)]
+        bounds = [self._bounds[:1], *(self._bounds[1:] + i * size for i in range(self.passes))]
+        return EpochPlan(
+            self.durations, self.batching, np.concatenate([members for members, _ in passes]), np.concatenate(bounds),
+            np.concatenate([order + i * steps for i, (_, order) in enumerate(passes)]))
+
+    def visit(self, epoch: int, step: int) -> int:
+        """Which way through the corpus, of the run, a step of an epoch belongs to; counted from 1."""
+        return self.passes * (epoch - 1) + step // (len(self._bounds) - 1) + 1
+
+    def _pass(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Utterances as one way through the corpus lays them out, bucket by bucket, and the order of its steps."""
+        rng = np.random.Generator(np.random.PCG64([self.batching.seed % 2**64, number]))
         members = rng.permutation(len(self.durations))
         members = members[np.argsort(self._bucket[members], kind="stable")]
-        order = rng.permutation(len(self))
-        if epoch <= 1 and self.batching.sort in ("ascending", "descending"):
+        order = rng.permutation(len(self._bounds) - 1)
+        if number <= 1 and self.batching.sort in ("ascending", "descending"):
             # Steps are laid out bucket by bucket, the shortest first.
-            order = np.arange(len(self))[:: 1 if self.batching.sort == "ascending" else -1]
-        return EpochPlan(self.durations, self.batching, members, self._bounds, order)
+            order = np.arange(len(order))[:: 1 if self.batching.sort == "ascending" else -1]
+        return members, order
 
 
 class EpochPlan:

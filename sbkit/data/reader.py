@@ -41,6 +41,7 @@ class Request(NamedTuple):
     micros: int
     rows: np.ndarray
     most: float = 0.0
+    visit: int = 0  # which way through the corpus it is, of the run: each augments anew
 
 
 class Reader(Dataset):
@@ -80,7 +81,7 @@ class Reader(Dataset):
         for row in rows:
             name = self.manifest.ids[row]
             try:
-                signals.append(self.signal(row, name, request.epoch))
+                signals.append(self.signal(row, name, request.visit))
             except AudioError as error:
                 damaged.append((name, str(error)))
                 continue
@@ -104,11 +105,11 @@ class Reader(Dataset):
         rounded = -(-longest // self.round_to) * self.round_to if self.round_to else longest
         return rounded if rounded * len(lengths) <= self.most else longest
 
-    def signal(self, row: int, name: str, epoch: int) -> np.ndarray:
-        """One utterance's waveform ``[S]`` float32, augmented as its epoch wants it."""
+    def signal(self, row: int, name: str, visit: int) -> np.ndarray:
+        """One utterance's waveform ``[S]`` float32, augmented as this visit to it wants it."""
         manifest = self.manifest
         start, duration = float(manifest.starts[row]), float(manifest.durations[row])
-        rng = None if self.augment is None else self.augment.rng(self.seed, epoch, name)
+        rng = None if self.augment is None else self.augment.rng(self.seed, visit, name)
         speed = 1.0 if rng is None else self.augment.speed(rng)
         signal = read_utterance(manifest.wavs[row], start, duration, sample_rate=self.sample_rate,
                                 speed=speed, remote=manifest.remote)

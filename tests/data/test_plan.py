@@ -97,6 +97,29 @@ def test_every_epoch_has_other_steps_in_another_order_and_repeats_itself():
     assert steps_of(Plan(corpus(), Batching(100, seed=2)), 1) != epochs[0]
 
 
+def test_a_short_run_goes_through_the_corpus_several_times_in_an_epoch():
+    seconds = corpus(60)
+    once = Plan(seconds, Batching(100), epochs=3)
+    again = Plan(seconds, Batching(100, least_steps=200), epochs=3)
+    assert once.passes == 1 and len(again) * 3 >= 200 > (len(again) - len(once)) * 3
+    assert len(again) == again.passes * len(once)
+    for epoch in (1, 2, 3):
+        made = again.epoch(epoch)
+        assert made.steps == len(again)
+        for number in range(again.passes):
+            steps = range(number * len(once), (number + 1) * len(once))
+            heard = np.concatenate([made.step(i) for i in steps])
+            assert sorted(heard.tolist()) == list(range(60))  # each time everything once, as an epoch of its own would
+            visit = again.passes * (epoch - 1) + number + 1
+            assert {again.visit(epoch, i) for i in steps} == {visit}
+            assert [made.step(i).tolist() for i in steps] == steps_of(once, visit)
+
+
+@pytest.mark.parametrize("epochs, least", [(None, 500), (3, 0), (400, 500)])
+def test_a_run_that_is_long_enough_hears_everything_once_an_epoch(epochs, least):
+    assert Plan(corpus(60), Batching(100, least_steps=least), epochs=epochs).passes == 1
+
+
 def test_steps_depend_on_neither_micro_batches_nor_what_a_device_holds():
     options = ((50, 4), (400, None))
     plans = [Plan(corpus(), Batching(most, 400, max_batch_utterances=utts)) for most, utts in options]

@@ -1,0 +1,84 @@
+"""What a model has come to hear: from its loss, the same whenever values arrive, and after resuming."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sbkit.nn.spec_augment import SpecAugment
+from sbkit.tasks.hearing import LAG, Hearing
+
+
+@given(losses=st.lists(st.floats(0, 10), min_size=1, max_size=60), lates=st.lists(st.integers(0, LAG - 1), min_size=60))
+def test_when_values_arrive_makes_no_difference(losses, lates):
+    prompt, late, waiting = Hearing(3.0), Hearing(3.0), []
+    for step, (loss, delay) in enumerate(zip(losses, lates, strict=False), start=1):
+        assert prompt.at(step) == late.at(step)
+        prompt.count(step, loss, 1.0)
+        waiting.append((step, loss))
+        while waiting and waiting[0][0] <= step - delay:
+            late.count(*waiting.pop(0), 1.0)
+
+
+@given(losses=st.lists(st.floats(0, 10), min_size=2, max_size=50), data=st.data())
+def test_a_run_that_was_saved_anywhere_goes_on_as_if_it_never_had_been(losses, data, tmp_path_factory):
+    cut, path = data.draw(st.integers(1, len(losses) - 1)), tmp_path_factory.mktemp("state") / "hearing"
+    whole, first, second = Hearing(3.0), Hearing(3.0), Hearing(3.0)
+    for step, loss in enumerate(losses, start=1):
+        if step == cut:
+            first._save(path)
+            second._load(path, False)
+        each = first if step < cut else second
+        assert whole.at(step) == each.at(step)
+        whole.count(step, loss, 1.0)
+        each.count(step, loss, 1.0)
+
+
+def test_chance_is_nothing_and_no_loss_is_all():
+    for loss, heard in ((9.0, 0.0), (3.0, 0.0), (1.5, 0.5), (0.0, 1.0)):
+        hearing = Hearing(3.0)
+        for step in range(1, 10):
+            hearing.count(step, loss, 1.0)
+        assert hearing.at(10) == heard
+
+
+def test_it_smooths_over_some_twenty_steps_and_passes_over_what_is_not_finite():
+    hearing = Hearing(2.0)
+    for step in range(1, 101):
+        hearing.count(step, math.nan if step == 50 else 2.0, 1.0)
+    for step in range(101, 121):
+        hearing.count(step, 0.0, 1.0)
+    assert hearing.at(120 + LAG) == pytest.approx(1 - 0.95 ** 20)
+
+
+def test_where_nobody_says_what_chance_is_nothing_is_known():
+    assert not Hearing().known and Hearing(2.0).known
+
+
+def test_masks_widen_with_what_is_heard():
+    torch.manual_seed(0)
+    feats = torch.randn(64, 200, 80) + 9
+    module, shares = SpecAugment(ramp=[0.3, 0.7]), []
+    for heard in (0.0, 0.3, 0.5, 0.7, 1.0):
+        module.follow(heard)
+        torch.manual_seed(1)
+        shares.append(float((module(feats) != feats).float().mean()))
+    assert shares[:2] == [0.0, 0.0] and 0.3 * shares[4] < shares[2] < 0.7 * shares[4] and shares[3] == shares[4] > 0.1
+    torch.manual_seed(1)
+    assert shares[4] == float((SpecAugment()(feats) != feats).float().mean())
+
+
+def test_without_a_ramp_masks_stay_whole_and_with_one_until_somebody_says_what_is_heard():
+    module = SpecAugment()
+    module.follow(0.0)
+    assert module.strength == SpecAugment(ramp=[0.3, 0.7]).strength == 1.0
+
+
+@pytest.mark.parametrize("ramp", [[0.3], [0.7, 0.3], [-0.1, 0.3], [0.3, 1.1]])
+def test_a_ramp_is_two_shares_in_order(ramp):
+    with pytest.raises(ValueError, match="two shares between 0 and 1"):
+        SpecAugment(ramp=ramp)
