@@ -1,0 +1,164 @@
+#!/usr/bin/env python3
+"""Does the recipe always learn? Every pair of corpus, length, tokens, seed, learning rate and processes, as shipped.
+
+    python tools/bench_convergence.py --out results/convergence            # some thirty runs; those done are kept
+    python tools/bench_convergence.py --out results/convergence --list     # what would run
+    python tools/bench_convergence.py --out results/convergence --workers 2 --recordings FOLDER
+
+A run counts as one that learnt if its validation's character error rate came below 60 %; one that hears nothing stays
+near 100 %. ``--recordings``: a folder with a ``train.csv`` of a few real clips, which are what it is validated on, too.
+Prints a table for RESULTS.md; options behind it go to every run, such as ``--spec_augment.ramp null``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import itertools
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from sbkit.console import table
+
+RECIPE = Path(__file__).parents[1] / "hparams" / "ctc.yaml"
+LEARNT = 60.0
+RECORDINGS = "recordings"
+#: What is varied. All pairs of values of two of them come together in some run, if ``possible`` allows it.
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "corpus": (RECORDINGS, 0.1, 0.3, 1.0), "epochs": (3, 6, 12, 60), "tokens": ("char", "unigram"),
+    "seed": (1, 2, 3, 4, 5), "rate": (1 / 3, 1.0, 3.0), "processes": (1, 2), "model": ("small", "flagship"),
+}
+SMALL = {"d_model": 96, "nhead": 2, "num_encoder_layers": 4, "d_ffn": 384, "cnn_first_channels": 16, "cnn_channels": 16}
+PIECES = {RECORDINGS: 30, 0.1: 80, 0.3: 80, 1.0: 100}
+
+
+def possible(run: dict[str, Any]) -> bool:
+    """Whether a run is worth its minutes: long ones are of the small model, and none hears more than twelve hours."""
+    audio = run["epochs"] * (run["corpus"] if run["corpus"] != RECORDINGS else 0.01)
+    return audio <= (12 if run["model"] == "small" else 6)
+
+
+def design(factors: dict[str, tuple[Any, ...]], seed: int = 0) -> list[dict[str, Any]]:
+    """Few runs that hold every possible pair, found greedily: each is the one of many that adds most pairs."""
+    names, rng, runs = list(factors), random.Random(seed), []
+    everything = [run for values in itertools.product(*factors.values())
+                  if possible(run := dict(zip(names, values, strict=True)))]
+    left = {pair for run in everything for pair in pairs(run)}
+    while left:
+        tried = rng.sample(everything, min(len(everything), 400))
+        best = max(tried, key=lambda run: len(pairs(run) & left))
+        if not pairs(best) & left:
+            best = next(run for run in everything if pairs(run) & left)
+        left -= pairs(best)
+        runs.append(best)
+    return runs
+
+
+def pairs(run: dict[str, Any]) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
+    """All that two factors of a run say together."""
+    return set(itertools.combinations(run.items(), 2))
+
+
+def name_of(run: dict[str, Any]) -> str:
+    return (f"{run['corpus']}-{run['epochs']}ep-{run['tokens']}-seed{run['seed']}-x{run['rate']:.2g}"
+            f"-{run['processes']}p-{run['model']}")
+
+
+def words_of(run: dict[str, Any], recordings: Path | None, peak: float) -> list[str]:
+    """The run's overrides on the command line."""
+    given: dict[str, Any] = {"number_of_epochs": run["epochs"], "seed": run["seed"], "lr": round(peak * run["rate"], 6),
+                             "token_type": run["tokens"]}
+    if run["corpus"] == RECORDINGS:
+        given["data_folder"] = recordings
+    else:
+        given["corpus.demo_hours"] = run["corpus"]
+    if run["tokens"] != "char":
+        given["output_neurons"] = PIECES[run["corpus"]]
+    if run["model"] == "small":
+        given |= SMALL
+    return [word for key, value in given.items() for word in (f"--{key}", str(value))]
+
+
+def train(run: dict[str, Any], out: Path, recordings: Path | None, peak: float, more: list[str]) -> dict[str, Any]:
+    """One run and what came of it, kept as JSON; a second call reads it."""
+    kept = out / f"{name_of(run)}.json"
+    if kept.exists():
+        return json.loads(kept.read_text())
+    folder, began = out / name_of(run), time.monotonic()
+    shutil.rmtree(folder, ignore_errors=True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={run['processes']}",
+               str(RECIPE.parents[1] / "train.py"), str(RECIPE), "--output_folder", str(folder), "--noprogressbar",
+               "--ckpt_interval_minutes", "0", "--num_workers", "1", *words_of(run, recordings, peak), *more]
+    with open(out / f"{name_of(run)}.log", "w", encoding="utf-8") as log:
+        code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False,
+                              env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
+    if code:
+        raise SystemExit(f"{name_of(run)} ended with {code}: see {log.name}")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rates = [line["valid_CER"] for line in lines if "valid_CER" in line]
+    found = {**run, "steps": max(line.get("step", 0) for line in lines), "first": rates[0], "cer": rates[-1],
+             "wer": [line["valid_WER"] for line in lines if "valid_WER" in line][-1],
+             "told": sum(line.get("kind") == "doubt" for line in lines), "seconds": round(time.monotonic() - began)}
+    shutil.rmtree(folder)
+    kept.write_text(json.dumps(found) + "\n")
+    return found
+
+
+def to_hear(given: Path, out: Path) -> Path:
+    """The recordings of a ``train.csv`` as a corpus whose three splits are all of them."""
+    with open(given / "train.csv", newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    out.mkdir(parents=True, exist_ok=True)
+    for split in ("train", "dev", "test"):
+        with open(out / f"{split}.csv", "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            for row in rows:
+                row = {**row, "wav": row["wav"].replace("$data_root", str(given.resolve()))}
+                writer.writerow({**row, "ID": f"{row['ID']}-{split}"})
+    return out
+
+
+def shown(results: list[dict[str, Any]]) -> str:
+    """The table, the worst first."""
+    rows = [[each["corpus"], each["epochs"], each["tokens"], each["seed"], f"{each['rate']:.2g}", each["processes"],
+             each["model"], each["steps"], f"{each['cer']:.1f}", f"{each['wer']:.1f}",
+             "yes" if each["cer"] < LEARNT else "NO"] for each in sorted(results, key=lambda each: -each["cer"])]
+    head = ["corpus", "epochs", "tokens", "seed", "lr x", "processes", "model", "steps", "CER %", "WER %", "learnt"]
+    return table(head, rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--recordings", type=Path, help="a folder with a train.csv of a few clips; without it none")
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--peak", type=float, default=0.002, help="the recipe's lr, of which a third and three times")
+    parser.add_argument("--list", action="store_true")
+    args, more = parser.parse_known_args()
+    corpora = tuple(each for each in FACTORS["corpus"] if each != RECORDINGS or args.recordings)
+    runs = design({**FACTORS, "corpus": corpora})
+    if args.list:
+        print("\n".join(map(name_of, runs)))
+        return
+    args.out.mkdir(parents=True, exist_ok=True)
+    recordings = to_hear(args.recordings, args.out.resolve() / "clips") if args.recordings else None
+    with ThreadPoolExecutor(args.workers) as pool:
+        results = []
+        for found in pool.map(lambda run: train(run, args.out, recordings, args.peak, more), runs):
+            results.append(found)
+            print(f"{name_of(found)}: CER {found['cer']:.1f} % after {found['steps']} steps, {found['seconds']} s",
+                  file=sys.stderr, flush=True)
+    print(shown(results))
+
+
+if __name__ == "__main__":
+    main()
