@@ -55,7 +55,7 @@ class SpecAugment(nn.Module):
         """Set the strength for a model that hears so much, of 0 (chance) to 1 (no loss)."""
         if self.ramp is not None:
             begin, whole = self.ramp
-            self.strength = min(1.0, max(0.0, (heard - begin) / max(whole - begin, 1e-6)))
+            self.strength = min(1.0, max(0.0, (heard - begin) / (whole - begin))) if heard < whole else 1.0
 
     def forward(self, features: Tensor, lengths: Tensor | None = None) -> Tensor:
         """Features ``[B, T, F]`` and frame counts ``[B]`` (all T where absent) to features ``[B, T, F]``.

@@ -18,7 +18,7 @@ TINY = [
     "--corpus.demo_hours", "0.06", "--number_of_epochs", "2", "--d_model", "16", "--nhead", "2", "--d_ffn", "16",
     "--num_encoder_layers", "1", "--cnn_first_channels", "4", "--cnn_channels", "4", "--num_workers", "1",
     "--precision", "fp32", "--noprogressbar", "--ckpt_interval_minutes", "0", "--ckpt_interval_steps", "2",
-    "--max_batch_seconds", "16", "--step_seconds", "16",
+    "--max_batch_seconds", "16", "--step_seconds", "16", "--least_steps", "0",
 ]
 MEASURED = ("kind", "epoch", "step", "train_loss", "valid_loss", "valid_WER", "test_loss", "test_WER")
 

@@ -9,11 +9,14 @@ from speechbrain.core import Stage
 
 from sbkit.data.batch import Batch, stand_in
 from sbkit.errors import SbkitError
+from sbkit.nn.spec_augment import SpecAugment
 from sbkit.score.report_data import read
 from sbkit.score.report_findings import findings
 from sbkit.tasks.asr import ASR, Row, score
 from sbkit.train.averaging import EMA
+from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.metrics import MetricsLog
+from sbkit.train.step import Facts
 from sbkit.train.train_log import TrainLog
 
 
@@ -101,3 +104,44 @@ def test_what_has_no_reference_is_named_and_not_scored(caplog):
     assert "2 utterances have no reference and are not scored: a, c" in caplog.text
     caplog.clear()
     assert len(score(rows[1:2])[0]) == 1 and not caplog.text
+
+
+def following(folder, chance=3.0):
+    """A brain whose masks follow what it hears, and its masks."""
+    masks, layer = SpecAugment(ramp=[0.2, 0.6]), torch.nn.Linear(1, 1)
+    shelf = Checkpointer(folder, {"model": layer})
+    brain = Parrot({"layer": layer}, hparams={"spec_augment": masks}, run_opts={"device": "cpu"}, checkpointer=shelf)
+    brain.hearing.chance = chance
+    return brain, masks
+
+
+def facts(step, loss):
+    return Facts(99.0 * loss, 7.0, 1.0, False, 1.0, 1.0, {}, {"ctc": (4.0 * loss, 4.0)}, number=step)
+
+
+def test_masks_follow_what_is_heard_by_the_loss_of_ctc_and_so_after_resuming(tmp_path):
+    brain, masks = following(tmp_path)
+    brain.on_fit_start()
+    assert masks.strength == 0.0
+    for step in range(1, 60):
+        brain.on_step_known(facts(step, 1.8))
+        brain.optimizer_step = step
+        brain.on_fit_batch_end(None, None, None, True)
+    assert masks.strength == pytest.approx(0.5)  # 1.8 of 3.0: heard 0.4, half way from 0.2 to 0.6
+    brain.on_step_known(facts(60, 0.3))  # known already, and not followed yet
+    brain.checkpointer.save_checkpoint(meta={"WER": 50.0})
+    brain.checkpointer.wait()
+
+    again, others = following(tmp_path)
+    again.on_fit_start()
+    assert others.strength == pytest.approx(0.5)
+    for each, mask in ((brain, masks), (again, others)):
+        each.optimizer_step = 62
+        each.on_fit_batch_end(None, None, None, True)
+        assert mask.strength == pytest.approx(0.5 + 0.05 * 0.5 / 0.4)
+
+
+def test_without_a_chance_masks_are_whole(tmp_path):
+    brain, masks = following(tmp_path, chance=float("nan"))
+    brain.on_fit_start()
+    assert masks.strength == 1.0

@@ -68,6 +68,9 @@ def test_masks_widen_with_what_is_heard():
         torch.manual_seed(1)
         shares.append(float((module(feats) != feats).float().mean()))
     assert shares[:2] == [0.0, 0.0] and 0.3 * shares[4] < shares[2] < 0.7 * shares[4] and shares[3] == shares[4] > 0.1
+    always = SpecAugment(ramp=[0, 0])
+    always.follow(0.0)
+    assert always.strength == 1.0
     torch.manual_seed(1)
     assert shares[4] == float((SpecAugment()(feats) != feats).float().mean())
 

@@ -110,7 +110,8 @@ class Bench:
     def run(self, name: str, folder: Path, *words: str, epochs: int, device: str | None = None, **keys: Any
             ) -> list[str]:
         """``sbkit train`` into a folder, without the check of the recipe, which is the same each time."""
-        keys = {"number_of_epochs": epochs, "output_folder": folder, "ckpt_interval_minutes": 0, **keys}
+        keys = {"number_of_epochs": epochs, "output_folder": folder, "ckpt_interval_minutes": 0, "least_steps": 0,
+                **keys}
         return ["train", *self.words(name, device, **keys), *words, "--no-check"]
 
     def words(self, name: str, device: str | None = None, **keys: Any) -> list[str]:
