@@ -32,7 +32,8 @@ sys.path.insert(0, str(ROOT))
 
 RECIPE = ROOT / "hparams" / "ctc.yaml"
 WARM_UP = {"step": "step", "validation": "validation", "epoch": "step"}  # what comes before each piece, uncounted
-NOT_OF_STOCK = {"spec_augment": None, "intermediate_ctc": 0.0, "ckpt_interval_minutes": 0}  # it has neither of the two
+#: What stock SpeechBrain doesn't have, switched off; nor is a checkpoint saved within an epoch.
+NOT_OF_STOCK = {"spec_augment": None, "intermediate_ctc": 0.0, "initial_weights": None, "ckpt_interval_minutes": 0}
 STEP_BATCHES = 12  # the same ones on both sides, again and again: a step's figure has no audio reading in it
 
 

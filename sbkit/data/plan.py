@@ -53,8 +53,9 @@ class Batching:
     seed: of the order of utterances and steps.
     sort: ``ascending`` or ``descending`` takes the first epoch (epoch 1) in order of duration; every
         later epoch is shuffled. ``null`` or ``random``: every epoch is.
-    least_steps: optimizer steps that a run takes at least: where ``number_of_epochs`` of the corpus hold fewer, an
-        epoch goes through the corpus several times. A recogniser needs some hundreds to hear anything; 0: none.
+    least_steps: optimizer steps that a run takes at least, by about: where ``number_of_epochs`` of the corpus hold far
+        fewer, an epoch goes through the corpus as often as comes nearest. A recogniser needs some hundreds to hear
+        anything; 0: none.
     round_seconds: batches are padded to a multiple of it, as far as ``max_batch_seconds`` allows, so that what is
         prepared for one shape serves again; 0: not; ``null``: 0.32 on a CPU and with ``--compile``, else 0.16.
     """
@@ -128,7 +129,7 @@ class Plan:
         lengths = np.concatenate(lengths) if lengths else np.zeros(0, np.int64)
         self._bounds = np.concatenate([[0], np.cumsum(lengths)])
         self.edges = edges
-        self.passes = max(1, -(-batching.least_steps // (len(lengths) * epochs))) if epochs else 1
+        self.passes = max(1, round(batching.least_steps / (len(lengths) * epochs))) if epochs else 1
         """How often an epoch goes through the corpus."""
 
     def __len__(self) -> int:

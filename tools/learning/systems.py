@@ -63,10 +63,11 @@ class Run:
         self.wall += (time.perf_counter() - began) * waits
 
     def keys(self) -> list[str]:
-        """Of the recipe, for this run."""
+        """Of the recipe, for this run, in which an epoch is one way through the corpus, however small it is."""
         cell, setting = self.cell, self.setting
         return ["--data_folder", self.corpus.source, "--language", self.corpus.language, "--output_folder",
-                str(self.folder / "run"), "--number_of_epochs", str(cell.epochs), "--seed", str(cell.seed),
+                str(self.folder / "run"), "--number_of_epochs", str(cell.epochs), "--least_steps", "0",
+                "--seed", str(cell.seed),
                 "--device", setting.device, "--precision", setting.precision, *setting.keys]
 
 
