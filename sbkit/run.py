@@ -220,6 +220,8 @@ def _fit_and_test(hparams: dict[str, Any], request: Any, device: Any, manifests:
     )
     if "schedule" in hparams:
         hparams["schedule"].total_steps = train_set.steps() * epochs
+    if hasattr(brain, "alarm"):
+        brain.alarm.planned = train_set.steps() * epochs
     if request.run_opts.test_only and not brain.checkpointer.list_checkpoints():
         raise SbkitError(f"--test_only: {brain.checkpointer.checkpoints_dir} holds no checkpoint to test",
                          hint="train first, or name the folder of a run with --output_folder")

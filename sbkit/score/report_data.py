@@ -82,6 +82,7 @@ class RunData:
     recipe: str
     scored: dict[str, Any] = field(default_factory=dict)  # how an evaluation was made
     tested: dict[str, Any] = field(default_factory=dict)  # the last line about the test set
+    warnings: list[dict[str, Any]] = field(default_factory=list)  # what training was told of and holds still
 
     @property
     def unread(self) -> int:
@@ -127,7 +128,7 @@ def read(run: str | Path, heard: str | Path | None = None) -> RunData:
         starts=[line for line in lines if line["kind"] == "run"],
         results=Results(rows) if any(row.reference.split() for row in rows) else None,
         prepared=_json(folder / PREPARED), recipe=_text(folder / RECIPE),
-        tested=next((line for line in reversed(lines) if line["kind"] == "test"), {}),
+        tested=next((line for line in reversed(lines) if line["kind"] == "test"), {}), warnings=_warnings(lines),
     )
 
 
@@ -159,6 +160,12 @@ def _epochs(lines: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if line["kind"] == "epoch" and isinstance(line.get("epoch"), int):
             found.setdefault(line["epoch"], {}).update(line)
     return [found[epoch] for epoch in sorted(found)]
+
+
+def _warnings(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each kind the last, unless it says that it has passed."""
+    last = {line.get("what"): line for line in lines if line["kind"] == "warning"}
+    return [line for line in last.values() if line.get("holds")]
 
 
 def _json(path: Path) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -28,10 +29,19 @@ class Finding(NamedTuple):
 
 def findings(run: RunData, suspects: Sequence[object] = ()) -> list[Finding]:
     """The most important first."""
-    found = [*_training(run), *_data(run)]
+    found = [*_warnings(run), *_training(run), *_data(run)]
     if run.results is not None and run.results.edits.sum():
         found += [*_labels(run.results, suspects), *_groups(run.results), *_kinds(run.results), *_words(run.results)]
     return sorted(found, key=lambda finding: -finding.weight)[:MOST]
+
+
+def _warnings(run: RunData) -> Iterator[Finding]:
+    """Training's own come before all else: what it didn't learn explains the rest."""
+    for line in run.warnings:
+        advice = "; ".join(line.get("advice") or ())
+        when = "" if line.get("at_end") else f"Told at step {line.get('step', 0):,}. "
+        yield Finding(math.inf, line["headline"], f"{when}{line['detail']}"
+                      + (f" What to try, the likeliest first: {advice}." if advice else ""), "curves")
 
 
 def _labels(results: Results, suspects: Sequence[object]) -> Iterator[Finding]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from speechbrain.core import Stage
@@ -11,7 +11,9 @@ from speechbrain.core import Stage
 from sbkit.errors import SbkitError
 from sbkit.score.rates import ErrorRates
 from sbkit.tasks.hearing import Hearing
-from sbkit.train import sharding
+from sbkit.tasks.learning_alarm import LearningAlarm
+from sbkit.tasks.learning_notice import Notice, Setup
+from sbkit.train import ranks, sharding
 from sbkit.train.averaging import average
 from sbkit.train.brain import Brain
 from sbkit.train.step import Facts
@@ -64,11 +66,22 @@ class ASR(Brain):
                              hint="use one of them: ema_decay: 0, or average_checkpoints: 1")
         self.hearing = Hearing()
         """Its ``chance`` is to be said before ``fit``, where a part of the recipe is to follow what is heard."""
+        self.alarm = LearningAlarm()
+        """Its ``planned`` is to be said before ``fit``."""
         if self.checkpointer is not None:
             self.checkpointer.add_recoverable("hearing", self.hearing, optional_load=True)
+            self.checkpointer.add_recoverable("alarm", self.alarm, optional_load=True)
+
+    def fit(self, *args: Any, **kwargs: Any) -> None:
+        super().fit(*args, **kwargs)
+        if not self.test_only:
+            self._tell(self.alarm.end(self.optimizer_step))
 
     def on_fit_start(self) -> None:
         super().on_fit_start()
+        masks = getattr(self.hparams, "spec_augment", None)
+        self.alarm.setup = Setup(self._ema is not None, self.max_grad_norm,
+                                 masks is not None and getattr(masks, "ramp", None) is None)
         self._begin_step(self.optimizer_step + 1)
 
     def on_fit_batch_end(self, batch: Any, outputs: Any, loss: Any, should_step: bool) -> None:
@@ -76,17 +89,28 @@ class ASR(Brain):
             self._begin_step(self.optimizer_step + 1)
 
     def on_step_known(self, facts: Facts) -> None:
+        self.alarm.count(facts.extras)
         total, tokens = facts.extras.get("ctc", (facts.total, facts.count))
         self.hearing.count(facts.number, total, tokens)
 
     def _begin_step(self, step: int) -> None:
         """The learning rate and the strength of what makes the task harder, for the step to come."""
-        schedule = getattr(self.hparams, "schedule", None)
+        schedule, rate = getattr(self.hparams, "schedule", None), None
         if schedule is not None and self.opt_class is not None:
-            schedule.apply(self.optimizer, step)
+            rate = schedule.apply(self.optimizer, step)
+        heard = self.hearing.at(step)
         harder = getattr(self.hparams, "spec_augment", None)
         if self.hearing.known and hasattr(harder, "follow"):
-            harder.follow(self.hearing.at(step))
+            harder.follow(heard)
+        self._tell(self.alarm.look(step, self.hearing, rate))
+
+    def _tell(self, notices: Iterable[Notice]) -> None:
+        """What all ranks know, on one."""
+        for notice in notices:
+            if ranks.is_main():
+                logger.log(logging.WARNING if notice.holds else logging.INFO, "%s", notice.text())
+            if self.metrics_log is not None:
+                self.metrics_log.write("warning", **notice._asdict())
 
     def on_evaluate_start(self, max_key: str | None = None, min_key: str | None = None) -> None:
         super().on_evaluate_start(max_key=max_key, min_key=min_key)
@@ -115,6 +139,8 @@ class ASR(Brain):
             stats["unread"] = len(unread)
             logger.warning("%s", tell_unread(stage.name.lower(), unread, len(rows)))
         if stage == Stage.VALID:
+            empty = sum(not row.hypothesis.strip() for row in rows)
+            self._tell(self.alarm.validated(self.optimizer_step, empty, len(rows), characters.rate))
             self._end_epoch(epoch, stats)
         else:
             epoch = self.hparams.epoch_counter.current

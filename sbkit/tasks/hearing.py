@@ -46,6 +46,11 @@ class Hearing:
         """Whether somebody has said what chance is."""
         return self.chance > 0
 
+    @property
+    def loss(self) -> float | None:
+        """The average per token that ``at`` went by last; None before there is any."""
+        return self._loss
+
     def at(self, step: int) -> float:
         """What is heard when ``step`` begins: 0 (nothing: the loss is chance or above) to 1 (a loss of 0)."""
         while self._recent and self._recent[0][0] <= step - LAG:

@@ -24,7 +24,7 @@ from sbkit.train.resumable import ResumableFile
 
 logger = logging.getLogger(__name__)
 
-KINDS = ("step", "epoch", "test", "run")
+KINDS = ("step", "epoch", "warning", "test", "run")
 
 
 @register_checkpoint_hooks
@@ -129,7 +129,7 @@ def _arrived(line: dict[str, Any]) -> bool:
 
 def _written_again(line: str) -> bool:
     try:
-        return json.loads(line).get("kind") in ("step", "epoch")
+        return json.loads(line).get("kind") in ("step", "epoch", "warning")
     except (ValueError, AttributeError):  # no line of ours
         return True
 

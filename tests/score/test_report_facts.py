@@ -2,6 +2,7 @@
 
 import dataclasses
 import html
+import json
 import random
 
 import numpy as np
@@ -143,6 +144,34 @@ def test_training_that_should_go_on_or_waited_or_lost_data_stands_out(tmp_path):
     told = headlines(run)
     assert "waited for data during 30" in told and "12 steps were skipped" in told
     assert "Training waited for a core during 40" in told
+
+
+def warned(run, *lines):
+    """The run's folder with lines about warnings, each of (what, headline, holds, at_end)."""
+    with open(run / "metrics.jsonl", "a") as file:
+        for what, headline, holds, at_end in lines:
+            file.write(json.dumps({"time": 1.8e9, "kind": "warning", "what": what, "step": 500, "headline": headline,
+                                   "detail": "So it is.", "advice": ["try this", "or <that>"] if holds else [],
+                                   "holds": holds, "at_end": at_end}) + "\n")
+    return [(one.headline, one.detail) for one in findings(read(run))]
+
+
+def test_what_training_was_warned_of_and_holds_stands_first(tmp_path):
+    heard = [dataclasses.replace(one, reference=f"the {one.reference}", hypothesis="") for one in runs.told(60)]
+    run = runs.run_that_tells(tmp_path, heard)
+    found = warned(run, ("chance", "Nothing yet", True, False))
+    assert found[0] == ("Nothing yet", "Told at step 500. So it is. What to try, the likeliest first: try this; "
+                                       "or <that>.")
+    found = warned(run, ("chance", "Nothing at all", True, True))
+    assert found[0][0] == "Nothing at all" and found[0][1].startswith("So it is. What to try")
+    assert "Nothing yet" not in str(found), "said again at the end, it stands there once"
+
+
+def test_what_has_passed_is_no_finding(tmp_path):
+    run = runs.run_that_tells(tmp_path, None)
+    found = warned(run, ("chance", "Nothing yet", True, False), ("divergence", "Lost", True, False),
+                   ("chance", "It hears now", False, False))
+    assert found[0][0] == "Lost" and "hear" not in str(found) and "Nothing yet" not in str(found)
 
 
 # ---------------------------------------------------------------- curves

@@ -88,6 +88,21 @@ def test_validation_tells_too(tmp_path, caplog):
     assert "valid unread: 1" in (tmp_path / "train_log.txt").read_text()
 
 
+def test_blank_transcripts_after_many_steps_are_warned_of_once(tmp_path, caplog):
+    brain, *_ = run_test(tmp_path, batch("a"))
+    brain.on_stage_end(Stage.TRAIN, 0.0, 1)
+    for epoch, (step, heard) in enumerate([(40, ""), (480, ""), (520, ""), (560, "yes")], start=1):
+        brain.on_stage_start(Stage.VALID, epoch)
+        brain.rows, brain.optimizer_step = [Row("a", "yes", heard)], step
+        brain.on_stage_end(Stage.VALID, 0.0, epoch)
+        brain.metrics_log.flush()
+        found = [one.headline for one in findings(read_run(tmp_path))]
+        blank = "Validation hears nothing"
+        assert found[0] == blank if step in (480, 520) else blank not in found, step
+    assert caplog.text.count("Step 480: validation hears nothing. ") == caplog.text.count("1 of 1 transcripts") == 1
+    assert "Step 560: validation hears now. The warning of step 480 is over" in caplog.text
+
+
 def test_a_script_of_ones_own_is_told_of_two_averages_before_it_trains():
     """A recipe is told by its check."""
     net = torch.nn.Linear(2, 2)

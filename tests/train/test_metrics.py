@@ -92,6 +92,7 @@ def test_a_resumed_run_continues_where_its_checkpoint_stood(tmp_path):
     keeper.save_checkpoint()
     first.write("step", step=2)
     first.write("epoch", epoch=1)
+    first.write("warning", step=2)
     first.write("test", wer=30.0)
 
     again = MetricsLog(tmp_path)

@@ -1,0 +1,201 @@
+"""Whether a recogniser learns: notices, while there is time, that it hears nothing or no longer what it did."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import asdict, dataclass, field
+from os import PathLike
+
+import yaml
+from speechbrain.utils.checkpoints import mark_as_loader, mark_as_saver, register_checkpoint_hooks
+
+from sbkit.tasks import learning_notice as words
+from sbkit.tasks.hearing import Hearing
+from sbkit.tasks.learning_notice import CHANCE, DIVERGENCE, HEARS, KINDS, NOTHING, VALIDATION, Notice, Seen, Setup
+
+#: A peak below ``USUAL_RATE`` is given as many times more steps, up to so many times: a rate of nearly nothing is told.
+MOST_TIMES = 3.0
+#: Share of characters, in per cent, from which validation has heard nothing (blanks make 100), and below which it has.
+DEAF, HEARD_AGAIN = 95.0, 90.0
+#: What is heard has fallen to this share of its best; it is back from the second one on.
+FALLEN, BACK = 0.5, 0.6
+#: Times its ceiling (chance, or where it began) the loss has grown beyond all; it is back from the second one on.
+GROWN, SHRUNK = 1.5, 1.25
+#: Steps that a fall has to last: more than the moving average's memory of twenty, and of a long run a share.
+LASTING, LASTING_SHARE = 50, 0.02
+#: Steps until the moving average is one.
+SETTLED = 20
+
+
+@dataclass
+class _State:
+    per_token: bool = False  # the loss is CTC's, so that it can be compared with chance
+    rate: float | None = None  # the highest learning rate so far
+    rate_step: int = 0  # that first had it
+    first: float | None = None  # the loss per token where the run began
+    came_down: bool = False  # to chance
+    best: float = 0.0  # the most that was heard
+    best_step: int = 0
+    falls_since: int | None = None
+    validation: list | None = None  # the last one, see Validation
+    raised: dict[str, int] = field(default_factory=dict)  # what holds, and the step that told of it
+
+
+@register_checkpoint_hooks
+class LearningAlarm:
+    """Looks at what is heard when a step begins, and at each validation; gives what a person should be told.
+
+    It tells once what it finds, once more if that has passed, and at the end of training again what still holds.
+    What it finds depends on steps alone, so it is the same on every rank and after resuming.
+
+    - ``chance``: the loss stands at chance (see ``Hearing``) ``PATIENCE`` steps after the warm-up ended, which is where
+      the learning rate stopped rising, and proportionally later where its peak is below ``USUAL_RATE``; in the first
+      steps already where the run is planned for fewer than ``FEWEST``.
+    - ``validation``: as late, nearly all transcripts of a validation are empty or its CER is that of blanks.
+    - ``divergence``: half of what was heard is lost, or the loss grew beyond where it began, for ``LASTING`` steps.
+    """
+
+    def __init__(self):
+        self.setup = Setup()
+        self.planned: int | None = None
+        """Optimizer steps of the whole run, to be said before ``fit`` by who knows."""
+        self._state = _State()
+        self._seen: Seen | None = None
+
+    # ------------------------------------------------------------ what is known
+
+    def count(self, parts: Container[str]) -> None:
+        """Take in what a step's loss consists of: chance is known for CTC alone."""
+        self._state.per_token |= "ctc" in parts
+
+    def look(self, step: int, hearing: Hearing, rate: float | None = None) -> list[Notice]:
+        """Take in what is known when ``step`` begins; ``hearing`` was asked for that step already.
+
+        rate: the learning rate of the step; None: nobody knows, it is taken for constant
+        """
+        state, loss = self._state, hearing.loss
+        if rate is not None and (state.rate is None or rate > state.rate * (1 + 1e-6)):
+            state.rate, state.rate_step = rate, step
+        if loss is None:
+            return []
+        chance = hearing.chance if state.per_token and hearing.known else None
+        heard = None if chance is None else max(0.0, 1 - loss / chance)
+        self._seen = Seen(step - 1, loss, chance, heard, state.rate, self._at_full_rate(step))
+        if state.first is None and step > SETTLED:
+            state.first = loss
+        if chance is not None:
+            state.came_down |= loss <= (1 + NOTHING) * chance
+            if heard > state.best and step > SETTLED:
+                state.best, state.best_step = heard, step - 1
+        return [*self._divergence(step), *self._chance(step)]
+
+    def validated(self, step: int, empty: int, rows: int, cer: float) -> list[Notice]:
+        """Take in a validation after ``step`` steps: how many of its transcripts are empty, and its CER in per cent."""
+        if not rows:
+            return []
+        self._state.validation = [step, empty, rows, float(cer)]
+        found = self._validation
+        if VALIDATION in self._state.raised:
+            return self._over(VALIDATION, step) if not found.deaf(HEARD_AGAIN) else []
+        others = {CHANCE, DIVERGENCE} & self._state.raised.keys()  # which say why
+        if found.deaf(DEAF) and not others and self._at_full_rate(step + 1) >= self._patience():
+            return self._raise(VALIDATION, step)
+        return []
+
+    def end(self, step: int) -> list[Notice]:
+        """Say again what holds when training has ended, however few its steps were."""
+        state, seen, told = self._state, self._seen, []
+        if seen is not None and seen.heard is not None:
+            if seen.heard >= NOTHING and CHANCE in state.raised:
+                told += self._over(CHANCE, step)
+            elif seen.heard < NOTHING and DIVERGENCE not in state.raised:
+                state.raised.setdefault(CHANCE, step)
+        if not state.raised and self._validation is not None and self._validation.deaf(DEAF):
+            state.raised[VALIDATION] = step
+        return [*told, *(self._notice(what, step)._replace(at_end=True) for what in KINDS if what in state.raised)]
+
+    # ------------------------------------------------------------ what is made of it
+
+    @property
+    def _validation(self) -> words.Validation | None:
+        return None if self._state.validation is None else words.Validation(*self._state.validation)
+
+    def _at_full_rate(self, step: int) -> int:
+        """Steps done, when ``step`` begins, since the learning rate last rose."""
+        return step - max(1, self._state.rate_step)
+
+    def _patience(self) -> float:
+        rate = self._state.rate
+        slower = words.USUAL_RATE / rate if rate else 1.0
+        return words.PATIENCE * min(MOST_TIMES, max(1.0, slower))
+
+    def _chance(self, step: int) -> list[Notice]:
+        state, seen = self._state, self._seen
+        if seen.heard is None:
+            return []
+        if CHANCE in state.raised:
+            return self._over(CHANCE, step - 1) if seen.heard >= HEARS else []
+        if seen.heard >= NOTHING or state.best >= HEARS or state.falls_since is not None:
+            return []
+        if self._at_full_rate(step) >= self._patience():
+            return self._raise(CHANCE, step - 1)
+        if step <= SETTLED and self.planned is not None and self.planned < words.FEWEST:
+            state.raised[CHANCE] = step - 1
+            return [words.too_short(step - 1, self.planned)]
+        return []
+
+    def _divergence(self, step: int) -> list[Notice]:
+        state = self._state
+        if DIVERGENCE in state.raised:
+            return [] if self._lost(BACK, SHRUNK) else self._over(DIVERGENCE, step - 1)
+        if not self._lost(FALLEN, GROWN):
+            state.falls_since = None
+            return []
+        if state.falls_since is None:
+            state.falls_since = step
+        lasting = max(LASTING, LASTING_SHARE * step)
+        return self._raise(DIVERGENCE, step - 1) if step - state.falls_since >= lasting else []
+
+    def _lost(self, share: float, times: float) -> bool:
+        ceiling = self._ceiling
+        return self._fallen(share) or (ceiling is not None and 0 < times * ceiling < self._seen.loss)
+
+    def _fallen(self, share: float) -> bool:
+        best, heard = self._state.best, self._seen.heard
+        return heard is not None and best >= HEARS and heard < share * best
+
+    @property
+    def _ceiling(self) -> float | None:
+        """The loss where nothing is heard: chance, once the run was there, else where it began."""
+        return self._seen.chance if self._state.came_down else self._state.first
+
+    def _raise(self, what: str, step: int) -> list[Notice]:
+        self._state.raised[what] = step
+        return [self._notice(what, step)]
+
+    def _over(self, what: str, step: int) -> list[Notice]:
+        since = self._state.raised.pop(what)
+        self._state.falls_since = None
+        return [words.over(what, step, since, self._seen)]
+
+    def _notice(self, what: str, step: int) -> Notice:
+        state = self._state
+        if what == CHANCE:
+            return words.at_chance(step, self._seen, self._validation, self.setup)
+        if what == VALIDATION:
+            return words.deaf(step, self._seen, self._validation, self.setup)
+        if self._fallen(BACK):
+            return words.lost(step, self._seen, state.best, state.best_step, self.setup)
+        return words.grown(step, self._seen, self._ceiling, self.setup)
+
+    # ------------------------------------------------------------ what is saved
+
+    @mark_as_saver
+    def _save(self, path: str | PathLike) -> None:
+        with open(path, "w", encoding="utf-8") as out:
+            yaml.safe_dump(asdict(self._state), out)
+
+    @mark_as_loader
+    def _load(self, path: str | PathLike, end_of_epoch: bool) -> None:
+        with open(path, encoding="utf-8") as file:
+            self._state = _State(**yaml.safe_load(file))

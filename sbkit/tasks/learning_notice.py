@@ -1,0 +1,182 @@
+"""What a person is told of a model that doesn't learn: what is seen, why that probably is, and what to try."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+CHANCE, VALIDATION, DIVERGENCE = "chance", "validation", "divergence"
+KINDS = (DIVERGENCE, CHANCE, VALIDATION)
+
+#: A loss less than this share below chance: at chance. Knowing which letters begin and end an utterance, and no
+#: sound, comes to 3 to 4 %; with the first letters that a model hears it falls by 6 % and more.
+NOTHING = 0.05
+#: From here on the model hears, and what it hears can be lost. Twice ``NOTHING``, so that no wobble passes both.
+HEARS = 2 * NOTHING
+#: Of the flagship's runs those that learnt left chance after 100 to 230 steps (of 10 to 30 s; corpora of a tenth of an
+#: hour to an hour; half to three times the rate): in fewer steps nobody has been seen to hear anything. The slowest had
+#: done 175 of them since its warm-up ended; silence is told after more than twice as many.
+FEWEST, SLOWEST_SEEN, PATIENCE = 100, 230, 400
+#: The peak of the learning rate that most of them had.
+USUAL_RATE = 0.002
+
+
+class Notice(NamedTuple):
+    """Something to be told; ``holds``: it has been found, and not that it has passed."""
+
+    what: str
+    step: int
+    headline: str
+    detail: str
+    advice: tuple[str, ...] = ()
+    holds: bool = True
+    at_end: bool = False
+
+    def text(self) -> str:
+        """As lines of a log."""
+        when = "At the end of training" if self.at_end else f"Step {self.step:,}"
+        first = f"{when}: {self.headline[0].lower()}{self.headline[1:]}. {self.detail}"
+        if not self.advice:
+            return first
+        return "\n  - ".join([f"{first} What to try, the likeliest first:", *self.advice])
+
+
+class Seen(NamedTuple):
+    """What was known last: after ``step`` steps, ``full`` of them at the full learning rate."""
+
+    step: int
+    loss: float
+    chance: float | None
+    heard: float | None
+    rate: float | None
+    full: int
+
+    def against_chance(self) -> str:
+        """The loss in words."""
+        side = "below" if self.loss < self.chance else "above"
+        return (f"the CTC loss is {self.loss:.3g} per token, {100 * abs(1 - self.loss / self.chance):.0f} % {side} "
+                f"chance ({self.chance:.3g}: guessing by how often each token comes)")
+
+
+class Validation(NamedTuple):
+    """What a validation after ``step`` steps came to; ``cer`` in per cent."""
+
+    step: int
+    empty: int
+    rows: int
+    cer: float
+
+    def deaf(self, cer: float) -> bool:
+        """Whether its error rate is ``cer`` or more, or as large a share of its transcripts is empty."""
+        return self.cer >= cer or 100 * self.empty >= cer * self.rows
+
+    def words(self) -> str:
+        """The same as a sentence's part."""
+        return f"{self.empty:,} of {self.rows:,} transcripts are empty, CER {self.cer:.1f} %"
+
+
+class Setup(NamedTuple):
+    """What of a run's settings bears on the advice.
+
+    averages: a moving average of the weights is validated; max_norm: gradients are clipped there, None: nowhere;
+    masks: features are masked from the first step on
+    """
+
+    averages: bool = False
+    max_norm: float | None = None
+    masks: bool = False
+
+
+def too_short(step: int, planned: int) -> Notice:
+    """A plan of fewer steps than any run has needed."""
+    headline = f"This run is planned for {planned:,} steps, too few to hear anything"
+    return Notice(CHANCE, step, headline, f"{_USUAL}, none in fewer.", (_MORE_STEPS,))
+
+
+def at_chance(step: int, seen: Seen, validation: Validation | None, setup: Setup) -> Notice:
+    """Nothing is heard: too few steps, or something that keeps the model from it."""
+    detail = [_sentence(seen.against_chance())]
+    if validation is not None:
+        detail.append(f"In the last validation (step {validation.step:,}) {validation.words()}.")
+    above, few = seen.loss > (1 + NOTHING) * seen.chance, seen.full < PATIENCE
+    headline = "The model has heard nothing yet" if few else "The model hears nothing: its loss stands at chance"
+    if above:
+        headline = "The model hears nothing: its loss has not even come down to chance"
+    if above and seen.rate is not None and seen.rate < USUAL_RATE / 10:
+        advice = [f"a higher learning rate: --lr {USUAL_RATE:g} (its peak is {seen.rate:.2g})", _MORE_STEPS]
+    else:
+        advice = [_MORE_STEPS, *_gentler(seen, setup)] if few else [*_gentler(seen, setup), _MORE_STEPS]
+    detail.append(f"{_USUAL} at a rate of {USUAL_RATE:g}; this one has done {seen.step:,}, {seen.full:,} of them since "
+                  "its learning rate stopped rising.")
+    return Notice(CHANCE, step, headline, " ".join(detail), (*advice, _LABELS))
+
+
+def deaf(step: int, seen: Seen | None, validation: Validation, setup: Setup) -> Notice:
+    """Validation is no better than blanks, while training, as far as that is known, is."""
+    detail = [f"In the validation after step {validation.step:,} {validation.words()}; blanks alone make 100 %."]
+    if seen is not None and seen.chance is not None:
+        detail.append(f"In training {seen.against_chance()}.")
+    if seen is None or seen.heard is None or seen.heard < HEARS:
+        return Notice(VALIDATION, step, "Validation hears nothing", " ".join(detail),
+                      (*_gentler(seen, setup), _MORE_STEPS, _LABELS))
+    advice = ["compare dev with train: language, spelling and alphabet of the transcripts, sample rate, loudness",
+              "listen to some clips of dev, and read what is said to be in them (manifests/dev.csv)",
+              "more training data or stronger augmentation: a few utterances are soon known by heart"]
+    if setup.averages:
+        advice.insert(0, "--ema_decay 0, or a smaller one: the weights that are validated are a moving average, which "
+                         "lags behind")
+    return Notice(VALIDATION, step, "Validation hears nothing, though training does", " ".join(detail), tuple(advice))
+
+
+def lost(step: int, seen: Seen, best: float, best_step: int, setup: Setup) -> Notice:
+    """What was heard is heard no more."""
+    at_best = f"At its best, after step {best_step:,}, it was {100 * best:.0f} % below."
+    detail = f"{_sentence(seen.against_chance())} {at_best}"
+    return _diverged(step, "Training has diverged: the model loses what it heard", detail, seen, setup)
+
+
+def grown(step: int, seen: Seen, ceiling: float, setup: Setup) -> Notice:
+    """The loss is far above its ``ceiling``: chance, or what it was in the first steps."""
+    than = f"chance is {ceiling:.3g}" if ceiling == seen.chance else f"it was {ceiling:.3g} in the first steps"
+    headline = "Training has diverged: the loss grows beyond where it began"
+    return _diverged(step, headline, f"It is {seen.loss:.3g} per token; {than}.", seen, setup)
+
+
+def _diverged(step: int, headline: str, detail: str, seen: Seen, setup: Setup) -> Notice:
+    clip = "gradients clipped: --max_grad_norm 1"
+    if setup.max_norm:
+        clip = f"gradients clipped more: --max_grad_norm {setup.max_norm / 5:.2g} (now {setup.max_norm:g})"
+    return Notice(DIVERGENCE, step, headline, f"{detail} The best checkpoint by WER is kept.", (
+        _lower(seen), _warmup(seen), clip, "--precision fp32, to see whether it is the arithmetic"))
+
+
+def over(what: str, step: int, since: int, seen: Seen | None) -> Notice:
+    """What was told after step ``since`` holds no more."""
+    headline = {CHANCE: "The model hears now", VALIDATION: "Validation hears now",
+                DIVERGENCE: "The model has found back"}[what]
+    loss = "" if seen is None or seen.chance is None else f" ({seen.against_chance()})"
+    return Notice(what, step, headline, f"The warning of step {since:,} is over{loss}.", holds=False)
+
+
+_USUAL = f"Runs that learn leave chance after {FEWEST} to {SLOWEST_SEEN} steps"
+_MORE_STEPS = "more steps: --least_steps 600 or more, a higher --number_of_epochs, or a smaller --step_seconds"
+_LABELS = ("transcripts that belong to their recordings: listen to some (manifests/train.csv), and `sbkit check` tells "
+           "of labels that are too long for theirs")
+
+
+def _gentler(seen: Seen | None, setup: Setup) -> list[str]:
+    masks = ["masks that wait until something is heard: --spec_augment.ramp '[0.3,0.7]', or --spec_augment null"]
+    return [_warmup(seen), _lower(seen), *(masks if setup.masks else [])]
+
+
+def _warmup(seen: Seen | None) -> str:
+    had = 0 if seen is None else seen.step - seen.full
+    return f"a longer warm-up: --schedule.warmup {max(150, 2 * had)}"
+
+
+def _lower(seen: Seen | None) -> str:
+    now = "" if seen is None or seen.rate is None else f": --lr {seen.rate / 3:.2g} (its peak is {seen.rate:.2g})"
+    return f"a third of the learning rate{now}"
+
+
+def _sentence(words: str) -> str:
+    return f"{words[0].upper()}{words[1:]}."

@@ -1,0 +1,69 @@
+"""A run that hears nothing says so while it runs, at its end, in metrics.jsonl and first of all in its report."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sbkit.doctor.gpu import corpus
+from sbkit.score.report import write_report
+from sbkit.score.report_data import read
+from sbkit.score.report_findings import findings
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = (
+    "--d_model 48 --nhead 2 --num_encoder_layers 1 --d_ffn 96 --kernel_size 7 --cnn_first_channels 4 --cnn_channels 8 "
+    "--dropout 0 --CNN.dropout 0 --spec_augment null --schedule.warmup 30 --precision fp32 --num_workers 0 "
+    "--noprogressbar --no-check --step_seconds 10 --least_steps 0 --ckpt_interval_minutes 0"
+).split()
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def tones(tmp_path_factory):
+    """A corpus in which each letter is a tone: a small model learns to read it within some hundred steps."""
+    return corpus.write(tmp_path_factory.mktemp("tones"), {"train": 0.03, "dev": 0.004, "test": 0.004}, longest=2.5)
+
+
+def train(out, tones, *more, processes=1):
+    launch = [sys.executable]
+    if processes > 1:
+        launch += ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone"]
+    words = [*launch, ROOT / "train.py", "hparams/ctc.yaml", *SMALL, "--data_folder", tones, "--output_folder", out,
+             *more]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(list(map(str, words)), cwd=ROOT, env=env, capture_output=True, text=True, timeout=590)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    return done.stderr, [line for line in lines if line["kind"] == "warning"]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_one_that_can_learn_nothing_is_told_at_its_beginning_and_its_end(processes, tones, tmp_path):
+    out = tmp_path / "run"
+    said, lines = train(out, tones, "--lr", "1e-6", "--number_of_epochs", "2", processes=processes)
+    assert said.count("too few to hear anything") == 1 and said.count("At the end of training: the model hears") == 1
+    assert [(line["what"], line["at_end"], line["holds"]) for line in lines] == [
+        ("chance", False, True), ("chance", True, True)]
+    assert lines[0]["step"] <= 5 and "transcripts are empty, CER 1" in lines[1]["detail"]
+    assert (out / "log.txt").read_text().count("too few to hear anything") == 1
+    first = findings(read(out))[0]
+    assert first.headline == "The model hears nothing: its loss has not even come down to chance"
+    assert "--lr 0.002" in first.detail
+    page = write_report(out).read_text()
+    assert page.index(first.headline) < page.index("Training</h2>")
+
+
+def test_one_that_learns_is_told_nothing_and_a_longer_plan_makes_good_for_a_shorter_one(tones, tmp_path):
+    out = tmp_path / "run"
+    said, lines = train(out, tones, "--number_of_epochs", "2")
+    assert "too few to hear anything" in said and lines[-1]["at_end"]
+    said, lines = train(out, tones, "--number_of_epochs", "16")
+    assert not lines[-1]["holds"] and "The warning of step 3 is over" in said
+    assert not [one for one in findings(read(out)) if "hear" in one.headline.lower()]
+    said, lines = train(tmp_path / "other", tones, "--number_of_epochs", "16")
+    assert not lines and "What to try" not in said
