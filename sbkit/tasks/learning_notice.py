@@ -12,10 +12,11 @@ KINDS = (DIVERGENCE, CHANCE, VALIDATION)
 NOTHING = 0.05
 #: From here on the model hears, and what it hears can be lost. Twice ``NOTHING``, so that no wobble passes both.
 HEARS = 2 * NOTHING
-#: Of the flagship's runs those that learnt left chance after 100 to 230 steps (of 10 to 30 s; corpora of a tenth of an
-#: hour to an hour; half to three times the rate): in fewer steps nobody has been seen to hear anything. The slowest had
-#: done 175 of them since its warm-up ended; silence is told after more than twice as many.
-FEWEST, SLOWEST_SEEN, PATIENCE = 100, 230, 400
+#: Of the flagship's runs on speech those that learnt left chance after so many steps (of 10 to 30 s; corpora of a tenth
+#: of an hour to an hour; half to three times the rate). Even a corpus of tones, one for each letter, takes 70.
+USUAL, FEWEST = (100, 230), 60
+#: Steps since the warm-up ended after which silence is told: the slowest of those runs had done 175.
+PATIENCE = 400
 #: The peak of the learning rate that most of them had.
 USUAL_RATE = 0.002
 
@@ -89,7 +90,7 @@ class Setup(NamedTuple):
 def too_short(step: int, planned: int) -> Notice:
     """A plan of fewer steps than any run has needed."""
     headline = f"This run is planned for {planned:,} steps, too few to hear anything"
-    return Notice(CHANCE, step, headline, f"{_USUAL}, none in fewer.", (_MORE_STEPS,))
+    return Notice(CHANCE, step, headline, f"{_USUAL}, none in fewer than {FEWEST}.", (_MORE_STEPS,))
 
 
 def at_chance(step: int, seen: Seen, validation: Validation | None, setup: Setup) -> Notice:
@@ -157,7 +158,7 @@ def over(what: str, step: int, since: int, seen: Seen | None) -> Notice:
     return Notice(what, step, headline, f"The warning of step {since:,} is over{loss}.", holds=False)
 
 
-_USUAL = f"Runs that learn leave chance after {FEWEST} to {SLOWEST_SEEN} steps"
+_USUAL = "Runs that learn leave chance after {} to {} steps".format(*USUAL)
 _MORE_STEPS = "more steps: --least_steps 600 or more, a higher --number_of_epochs, or a smaller --step_seconds"
 _LABELS = ("transcripts that belong to their recordings: listen to some (manifests/train.csv), and `sbkit check` tells "
            "of labels that are too long for theirs")

@@ -1,6 +1,7 @@
 """What every recogniser does around its loss: here, telling what its error rates are without."""
 
 import json
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -89,6 +90,7 @@ def test_validation_tells_too(tmp_path, caplog):
 
 
 def test_blank_transcripts_after_many_steps_are_warned_of_once(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
     brain, *_ = run_test(tmp_path, batch("a"))
     brain.on_stage_end(Stage.TRAIN, 0.0, 1)
     for epoch, (step, heard) in enumerate([(40, ""), (480, ""), (520, ""), (560, "yes")], start=1):

@@ -140,9 +140,9 @@ def test_a_run_that_was_too_short_is_told_first_of_all_to_take_more_steps():
 
 
 def test_a_plan_of_too_few_steps_is_told_at_once():
-    trial = Trial(60, healthy(leaves=9999), warmup=0.1)
-    assert trial.short == [("chance", 3, "on"), ("chance", 60, "end")]
-    assert trial.told[0].headline == "This run is planned for 60 steps, too few to hear anything"
+    trial = Trial(50, healthy(leaves=9999), warmup=0.1)
+    assert trial.short == [("chance", 3, "on"), ("chance", 50, "end")]
+    assert trial.told[0].headline == "This run is planned for 50 steps, too few to hear anything"
     assert "--least_steps 600" in trial.told[0].text()
 
 
