@@ -133,7 +133,7 @@ def _training(run: RunData) -> Iterator[Finding]:
                 "curves")
         elif best[0] < 0.7 * last[0] and last[1] > 1.03 * best[1]:
             yield Finding(
-                last[1] / best[1] - 1, f"The WER was best in epoch {best[0]} of {last[0]}",
+                min(1.0, last[1] / max(best[1], 1e-9) - 1), f"The WER was best in epoch {best[0]} of {last[0]}",
                 f"{rate(best[1])} then, {rate(last[1])} at the end: more augmentation, more data or a smaller "
                 "model may help.", "curves")
     waiting = [epoch["time_shares"].get("data", 0.0) for epoch in run.epochs if epoch.get("time_shares")]

@@ -174,6 +174,13 @@ def test_what_has_passed_is_no_finding(tmp_path):
     assert found[0][0] == "Lost" and "hear" not in str(found) and "Nothing yet" not in str(found)
 
 
+def test_a_rate_of_nothing_that_was_not_the_last_stands_out(tmp_path):
+    run = runs.run_that_tells(tmp_path, None, epochs=16)
+    metrics = run / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace(f'"valid_WER": {400 / 210}', '"valid_WER": 0.0'))
+    assert "The WER was best in epoch 10 of 16" in headlines(run)
+
+
 # ---------------------------------------------------------------- curves
 
 
