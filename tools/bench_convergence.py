@@ -106,7 +106,7 @@ def train(run: dict[str, Any], out: Path, recordings: Path | None, peak: float, 
     rates = [line["valid_CER"] for line in lines if "valid_CER" in line]
     found = {**run, "steps": max(line.get("step", 0) for line in lines), "first": rates[0], "cer": rates[-1],
              "wer": [line["valid_WER"] for line in lines if "valid_WER" in line][-1],
-             "told": sum(line.get("kind") == "doubt" for line in lines), "seconds": round(time.monotonic() - began)}
+             "told": sum(line.get("kind") == "warning" for line in lines), "seconds": round(time.monotonic() - began)}
     shutil.rmtree(folder)
     kept.write_text(json.dumps(found) + "\n")
     return found
