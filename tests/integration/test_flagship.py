@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import programs
 
 from sbkit.cli import main
 
@@ -38,6 +39,11 @@ def train(out, cache, *more, processes=0, cwd=ROOT):
     if processes:
         launch += ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone"]
     return start([*launch, ROOT / "train.py", "hparams/ctc.yaml", *TINY, "--output_folder", out, *more], cwd, cache)
+
+
+def as_a_rank(*words):
+    """The same command as torchrun's process, whose imports are done."""
+    os._exit(main(["train", *words]))
 
 
 def weights(out):
@@ -90,8 +96,10 @@ def test_two_processes_learn_what_one_learns(alone, cache, tmp_path):
 
 @pytest.mark.slow
 def test_below_one_the_decoder_trains_too(alone, cache, tmp_path):
-    done = train(tmp_path / "joint", cache, *STILL, "--ctc_weight", "0.3", processes=2)
-    assert "does not reach" not in done.stderr
+    done = programs(2, as_a_rank, str(ROOT / "hparams" / "ctc.yaml"), *TINY, "--output_folder", str(tmp_path / "joint"),
+                    *STILL, "--ctc_weight", "0.3", SBKIT_CACHE=str(cache))
+    assert [rank.returncode for rank in done] == [0, 0], done
+    assert "does not reach" not in "".join(rank.stderr for rank in done)
     one, joint = weights(alone[0]), weights(tmp_path / "joint")
     assert not torch.equal(joint["2.w.weight"], one["2.w.weight"])
 
@@ -129,10 +137,11 @@ def test_mistakes_in_a_recipe_are_told_at_once_by_check_and_train_with_exit_code
     assert "--data_folder: nowhere: no such file or folder" in told[0][1]
 
 
-def test_the_process_ends_with_that_code_and_debug_shows_the_traceback_too(tmp_path):
-    wrong = [sys.executable, "-m", "sbkit.cli", "train", "hparams/nope.yaml"]
-    assert "Traceback" not in start(wrong, ROOT, tmp_path, code=2).stderr
-    assert "Traceback" in start([*wrong, "--debug"], ROOT, tmp_path, code=2).stderr
+def test_the_process_ends_with_that_code_and_debug_shows_the_traceback_too(tmp_path, capsys):
+    wrong = ["train", "hparams/nope.yaml"]
+    assert "Traceback" not in start([sys.executable, "-m", "sbkit.cli", *wrong], ROOT, tmp_path, code=2).stderr
+    assert main([*wrong, "--debug"]) == 2
+    assert "Traceback" in capsys.readouterr().err
 
 
 def test_under_torchrun_the_last_lines_say_what_was_wrong(tmp_path):
