@@ -364,9 +364,10 @@ def _advise(target: Node) -> str:
 
 def _tell_typo(root: Node, key: Any, new: Node, findings: Findings) -> None:
     """A key that is added to a mapping and nearly is one that's there."""
-    if key in root.value or not isinstance(key, str) or root.tag.startswith(("!new:", "!name:", "!apply")):
-        return  # arguments are compared with the signature
-    options = [k for k, old in root.value.items() if isinstance(k, str) and (old.tag or not new.tag)]
+    if key in root.value or not isinstance(key, str) or root.tag.startswith(("!new:", "!name:", "!apply", INCLUDE)):
+        return  # arguments are compared with the signature, and what an included file is given with that file
+    written = [k for k in root.value if isinstance(k, str) and root.place_of(k).file != COMMAND_LINE]
+    options = [k for k in written if root.value[k].tag or not new.tag]
     near = did_you_mean(key, options, cutoff=0.85)  # an object is no misspelt number
     if near and not re.search(r"\d", key):  # layer1 beside layer2 is no typo
         findings.error("unknown-override", new.place, root.key_of(key),

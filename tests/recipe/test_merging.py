@@ -9,6 +9,7 @@ import pytest
 from sbkit.errors import SbkitError
 from sbkit.recipe.arguments import parse_overrides
 from sbkit.recipe.build import build
+from sbkit.recipe.check import check
 from sbkit.recipe.load import load, merged, read_plain
 from sbkit.recipe.reading import read
 from sbkit.recipe.resolve import flatten, resolve
@@ -96,6 +97,20 @@ def test_keys_reach_the_file_that_they_belong_to_over_two_includes(tmp_path):
     assert loaded["sizes"] == {"s": 3} and loaded["added"] == {"a": 1, "b": 3}
     nested = both(tmp_path, text.replace("    lr: 3", "    recipe: {lr: 4}\n    d: 1"))
     assert nested["lr"] == nested["parts"]["lr"] == 4
+
+
+def test_keys_of_one_recipe_that_are_alike_are_overridden_together_over_two_includes(tmp_path):
+    base = "number_of_encoders: 1\nnumber_of_decoders: 1\n"
+    (tmp_path / "base.yaml").write_text(base)
+    (tmp_path / "middle.yaml").write_text("recipe: !include:base.yaml\n    number_of_encoders: 2\n")
+    (tmp_path / "top.yaml").write_text("recipe: !include:middle.yaml\n    other: 1\n")
+    given = {"number_of_decoders": 5, "number_of_encoders": 4}
+    for name in ("middle.yaml", "top.yaml"):
+        assert not check(tmp_path / name, given).errors
+        loaded = load(tmp_path / name, given)
+        assert (loaded["number_of_decoders"], loaded["number_of_encoders"]) == (5, 4)
+        wrong, = check(tmp_path / name, {"number_of_decoder": 5}).errors
+        assert "did you mean --number_of_decoders?" in str(wrong)
 
 
 def test_the_command_line_has_the_last_word(tmp_path):
