@@ -159,16 +159,20 @@ def fresh(folder, name):
 
 
 def every_point(folder, asynchronous, name, finely):
-    at, found = 1, []
-    while True:
-        fresh(folder, name)
-        killed, names = in_a_process(saving(folder, at, asynchronous, name, finely))
-        number = in_a_process(lambda: next_start(folder))[1]
-        found.append(number)
-        if not killed:
-            assert number == 2
-            return {"operations": names, "found": found[:-1]}
-        at += 1
+    """Of the pieces that a file is written in, each third, so that now a whole piece is the last and now a half."""
+    operations, found = saved_after(folder, 0, asynchronous, name, finely)
+    assert found == 2
+    points = [at for at, operation in enumerate(operations, 1) if operation != "write" or not finely or at % 3 == 0]
+    found = [saved_after(folder, at, asynchronous, name, finely)[1] for at in points]
+    return {"operations": operations, "points": points, "found": found}
+
+
+def saved_after(folder, at, asynchronous, name, finely):
+    """The operations of a save that was killed at one of them (0: of none), and what the next start finds."""
+    fresh(folder, name)
+    killed, operations = in_a_process(saving(folder, at, asynchronous, name, finely))
+    assert killed == bool(at)
+    return operations, in_a_process(lambda: next_start(folder))[1]
 
 
 def killed_again_while_tidying(folder, first):
