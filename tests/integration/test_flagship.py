@@ -72,12 +72,13 @@ def test_one_command_leaves_everything_that_the_readme_lists(alone):
 
 
 @pytest.mark.slow
-def test_layers_that_the_loss_never_reaches_are_named_and_not_trained(alone):
+def test_layers_that_the_loss_never_reaches_are_named_and_not_trained(alone, tmp_path, monkeypatch):
     from hyperpyyaml import load_hyperpyyaml
 
     out, done = alone
     assert "The loss does not reach these parameters" in done.stderr
     assert "such as a decoder): Transformer.custom_tgt_module, Transformer.decoder, seq_lin\n" in done.stderr
+    monkeypatch.chdir(tmp_path)  # the recipe makes its output folder, which it names from where the run was started
     with open(out / "hyperparams.yaml") as recipe:
         fresh = load_hyperpyyaml(recipe)["model"].state_dict()
     trained = weights(out)

@@ -18,8 +18,8 @@ SECONDS = 4.0
 
 
 @pytest.fixture(scope="module")
-def hparams():
-    return load.load(RECIPE, {**TINY, "dropout": 0.0})
+def hparams(tmp_path_factory):
+    return load.load(RECIPE, {**TINY, "dropout": 0.0, "output_folder": str(tmp_path_factory.mktemp("run"))})
 
 
 def by_hand(width=16, bins=80, channels=4):
@@ -41,8 +41,8 @@ def test_it_is_what_the_formulas_say(hparams):
     assert found == pytest.approx(by_hand(), rel=0.05)
 
 
-def test_it_is_what_torch_counts():
-    own = SimpleNamespace(**load.load(RECIPE, {**TINY, "ctc_weight": 0.3}))
+def test_it_is_what_torch_counts(tmp_path):
+    own = SimpleNamespace(**load.load(RECIPE, {**TINY, "ctc_weight": 0.3, "output_folder": str(tmp_path)}))
     model = Recognizer.from_hparams(own)
     with shapes.stand_ins(), FlopCounterMode(display=False) as theirs, flops.Arithmetic() as ours:
         flops.loss_on(own, model, 2, SECONDS).backward()
