@@ -7,12 +7,17 @@ would run in every helper. ``-P`` forbids that from Python 3.11 on; what is done
 from __future__ import annotations
 
 import contextlib
+import multiprocessing.util
 import os
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 _SWITCH = "PYTHONSAFEPATH"
+#: Bytes of a temporary folder's name that leave room for a socket's below it, which multiprocessing makes: of 107 in
+#: all, ``/pymp-xxxxxxxx/listener-xxxxxxxx`` are 32.
+_LONGEST_FOLDER = 75
 _HOME = str(Path(__file__).resolve().parents[1])
 #: ``sys`` and ``runpy`` apart, nothing is imported before the path is right; "" stands for the working directory.
 _RUN = ("import sys; sys.path[:] = [each for each in sys.path if each]; home, module = sys.argv[1:3]; "
@@ -41,6 +46,7 @@ def away_from_here() -> Iterator[None]:
 
     Python 3.10 knows no such switch.
     """
+    _place_sockets()
     before = os.environ.get(_SWITCH)
     os.environ[_SWITCH] = "1"
     try:
@@ -50,3 +56,12 @@ def away_from_here() -> Iterator[None]:
             del os.environ[_SWITCH]
         else:
             os.environ[_SWITCH] = before
+
+
+def _place_sockets() -> None:
+    """Have multiprocessing keep its sockets in /tmp where TMPDIR, as some job schedulers set it, is too long a name."""
+    if len(os.fsencode(tempfile.gettempdir())) > _LONGEST_FOLDER:
+        before, tempfile.tempdir = tempfile.tempdir, "/tmp"
+        with contextlib.suppress(OSError):  # then it says itself what is too long
+            multiprocessing.util.get_temp_dir()  # made once in a process, and kept
+        tempfile.tempdir = before

@@ -11,9 +11,11 @@ from hypothesis import settings
 settings.register_profile("sbkit", deadline=None)
 settings.load_profile("sbkit")
 
-# A shell that starts us in the background has us, and what we start, ignore Ctrl-C. Tests of it need it.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell that starts us in the background has us, and what we start, ignore Ctrl-C, and nohup the end of a terminal.
+# Tests of them need them.
+for _signum, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_signum) is signal.SIG_IGN:
+        signal.signal(_signum, _handler)
 
 
 @pytest.hookimpl(tryfirst=True, hookwrapper=True)

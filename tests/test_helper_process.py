@@ -85,3 +85,18 @@ def test_trials_import_nothing_from_the_working_directory(tmp_path):
                           capture_output=True, timeout=300, env=helper_process.environment() | {
                               "PYTHONPATH": helper_process._HOME, "SBKIT_CACHE": str(tmp_path / "cache")})
     assert done.stdout == "True\n" and not ran.exists(), done.stderr
+
+
+def test_processes_start_wherever_temporary_files_lie(tmp_path):
+    long = tmp_path / ("a" * 100)
+    long.mkdir()
+    program = ("import multiprocessing; from sbkit import helper_process\n"
+               "if __name__ == '__main__':\n"
+               "    started = multiprocessing.get_context('forkserver').Process(target=print, args=('started',))\n"
+               "    with helper_process.away_from_here():\n"
+               "        started.start()\n"
+               "    started.join()\n")
+    (tmp_path / "program.py").write_text(program)
+    done = subprocess.run([sys.executable, str(tmp_path / "program.py")], capture_output=True, text=True, timeout=60,
+                          env={**os.environ, "TMPDIR": str(long), "PYTHONPATH": helper_process._HOME})
+    assert done.stdout == "started\n", done.stderr

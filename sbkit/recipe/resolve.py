@@ -128,6 +128,7 @@ class _Resolver:
     def __init__(self, root: Node, path: Path, findings: Findings, inside: tuple[Path, ...]):
         self.root, self.path, self.findings, self.inside = root, path, findings, inside
         self.seen: dict[int, Node] = {}
+        self.held: list[Node] = []  # what was seen and replaced: another node must not get its id
 
     def run(self) -> None:
         """Resolve the tree in place."""
@@ -141,6 +142,7 @@ class _Resolver:
         if id(node) in self.seen:  # shared, or inside itself
             return self.seen[id(node)]
         self.seen[id(node)] = node
+        self.held.append(node)
         items = node.value.items() if isinstance(node.value, dict) else enumerate(node.value) if not node.scalar else ()
         included = included or node.tag.startswith(INCLUDE)
         for key, child in list(items):

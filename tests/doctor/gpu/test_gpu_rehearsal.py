@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 import pytest
 
@@ -37,17 +38,18 @@ def test_every_check_runs_on_a_cpu(tmp_path):
 
 @pytest.mark.slow
 def test_a_signal_ends_the_checks_that_run_too(tmp_path):
-    out, home = tmp_path / "report", tmp_path / "tmp"
-    home.mkdir()
+    out, told = tmp_path / "report", tmp_path / "told"
     words = ["--gpu", "--rehearse", "--only", "resume,pair", "--out", str(out)]
-    with subprocess.Popen([sys.executable, "-m", "sbkit", "doctor", *words], stderr=subprocess.DEVNULL,
-                          env={**os.environ, "TMPDIR": str(home)}) as doctor:
+    # A folder with a short name, as the path of a socket below it has 107 characters at most.
+    with tempfile.TemporaryDirectory(prefix="sb-") as home, open(told, "w") as stderr, \
+            subprocess.Popen([sys.executable, "-m", "sbkit", "doctor", *words], stderr=stderr,
+                             env={**os.environ, "TMPDIR": home}) as doctor:
         until = time.monotonic() + 120
         while not list((tmp_path / "report-logs").glob("*.log")) and time.monotonic() < until:
             time.sleep(0.1)
         doctor.terminate()
-        assert doctor.wait(60) == 128 + signal.SIGTERM
-    assert not list(home.glob("sbkit-gpu-*")) and not out.with_suffix(".md").exists()
+        assert doctor.wait(60) == 128 + signal.SIGTERM, told.read_text()
+        assert not list(Path(home).glob("sbkit-gpu-*")) and not out.with_suffix(".md").exists()
 
 
 def test_without_a_card_it_says_so(capsys, monkeypatch):
