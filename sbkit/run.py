@@ -195,8 +195,6 @@ def _fit_and_test(hparams: dict[str, Any], request: Any, device: Any, manifests:
         run_opts=request.run_opts, checkpointer=hparams.get("checkpointer"),
     )
     brain.utilisation = _utilisation(operations, device, brain.precision)
-    if hasattr(brain, "hearing"):
-        brain.hearing.chance = tokenizer.entropy(manifests["train"].texts)
     _write_down(brain, device)
     batching = hparams["batching"]
     reading = {
@@ -208,9 +206,10 @@ def _fit_and_test(hparams: dict[str, Any], request: Any, device: Any, manifests:
     epochs = hparams["epoch_counter"].limit
     plan = Plan(manifests["train"].durations * longest, batching, ids=manifests["train"].ids, epochs=epochs,
                 round_seconds=batching.rounding(device.type, brain.compile))
+    steps = len(plan) * epochs
     if plan.passes > 1 and ranks.is_main():
         logger.info("The corpus has %d steps: an epoch goes through it %d times, and the run has %d (least_steps: %d)",
-                    len(plan) // plan.passes, plan.passes, len(plan) * epochs, batching.least_steps)
+                    len(plan) // plan.passes, plan.passes, steps, batching.least_steps)
     train_set = TrainLoader(
         manifests["train"], tokenizer, plan, min_micros=brain.grad_accumulation_factor, augment=augment, **reading,
     )
@@ -219,9 +218,9 @@ def _fit_and_test(hparams: dict[str, Any], request: Any, device: Any, manifests:
         for split in ("dev", "test")
     )
     if "schedule" in hparams:
-        hparams["schedule"].total_steps = train_set.steps() * epochs
-    if hasattr(brain, "alarm"):
-        brain.alarm.planned = train_set.steps() * epochs
+        hparams["schedule"].total_steps = steps
+    if hasattr(brain, "hearing"):  # a recogniser
+        brain.hearing.chance, brain.alarm.planned = tokenizer.entropy(manifests["train"].texts), steps
     if request.run_opts.test_only and not brain.checkpointer.list_checkpoints():
         raise SbkitError(f"--test_only: {brain.checkpointer.checkpoints_dir} holds no checkpoint to test",
                          hint="train first, or name the folder of a run with --output_folder")
