@@ -34,7 +34,8 @@ WORKER = """
     elif ranks.rank():
         time.sleep(600)
     else:
-        dist.all_reduce(torch.ones(1))
+        with ranks.failing_together():  # as a run is: whether this rank hears of the launcher's end or the other's first
+            dist.all_reduce(torch.ones(1))
 """
 
 
