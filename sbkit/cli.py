@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from sbkit import disk
 from sbkit.errors import SbkitError
+from sbkit.system import disk
 
 RECIPE_HELP = """usage: sbkit {command} RECIPE.yaml [--key value ...]
 {what}
@@ -315,8 +315,8 @@ def _demo_data(args: argparse.Namespace) -> int:
 
 
 def _shard(args: argparse.Namespace) -> int:
-    from sbkit.data.existing import check_opened
     from sbkit.data.manifest import Manifest
+    from sbkit.data.presence import check_opened
     from sbkit.data.remote import Remote, check_schemes
     from sbkit.data.shards import write_shards
 
@@ -334,7 +334,7 @@ def _shard(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from sbkit.environment import check_torch_exports, check_torch_pair
+    from sbkit.system.environment import check_torch_exports, check_torch_pair
 
     check_torch_pair()
     check_torch_exports()
@@ -345,15 +345,15 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _transcribe(args: argparse.Namespace) -> int:
-    from sbkit.infer.command import Request, transcribe
+    from sbkit.infer.transcription import Request, transcribe
 
     return transcribe(Request(**{name: getattr(args, name) for name in Request.__dataclass_fields__}))
 
 
 def _serve(args: argparse.Namespace) -> int:
     from sbkit.infer.inputs import search
-    from sbkit.serve.command import Request, serve
     from sbkit.serve.limits import Limits
+    from sbkit.serve.server import Request, serve
 
     given = vars(args)
     limits = Limits(**{name: given[name] for name in Limits.__dataclass_fields__ if name in given})
@@ -413,11 +413,11 @@ def _doctor(args: argparse.Namespace) -> int:
     if (alone if args.gpu else proving):
         raise SbkitError(f"{(alone if args.gpu else proving)[0]} goes {'without' if args.gpu else 'with'} --gpu")
     if args.gpu:
-        from sbkit.doctor.gpu import command
+        from sbkit.doctor.gpu import proof
 
-        return command.prove(command.Request(rehearse=args.rehearse, out=args.out, only=args.only,
+        return proof.prove(proof.Request(rehearse=args.rehearse, out=args.out, only=args.only,
                                              minutes=args.minutes))
-    from sbkit.doctor.command import Request, doctor
+    from sbkit.doctor.examination import Request, doctor
 
     return doctor(Request(data=args.data, run=args.run, json=args.json))
 

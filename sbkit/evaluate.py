@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sbkit.console import atomic_write, table
 from sbkit.errors import SbkitError
+from sbkit.system.console import atomic_write, table
 
 logger = logging.getLogger(__name__)
 
@@ -85,13 +85,13 @@ class Scored(NamedTuple):
 
 def evaluate(request: Request) -> int:
     """Score, write the files, print a table; the exit code says whether ``max_wer`` was kept."""
-    from sbkit.environment import check_torch_pair
+    from sbkit.system.environment import check_torch_pair
 
     check_torch_pair()
-    from sbkit import searches
-    from sbkit.tasks import restore
+    from sbkit.runs import restore
+    from sbkit.tasks import searches
     from sbkit.train import device as devices
-    from sbkit.train import ranks
+    from sbkit.train.distributed import ranks
 
     ranks.init(devices.resolve(request.device))
     try:
@@ -108,8 +108,8 @@ def evaluate(request: Request) -> int:
 
 def replay(folder: Path, device: str | None = None) -> str:
     """Run the step that ``folder`` (a culprit's, or a run's) tells of once more; what each layer gave, as text."""
-    from sbkit.tasks import restore
-    from sbkit.train import replay as culprits
+    from sbkit.runs import restore
+    from sbkit.train.diagnose import replay as culprits
 
     culprit = culprits.find(folder)
     saved = culprits.read(culprit)
@@ -195,10 +195,10 @@ def _tell_of_strange_characters(tokenizer: Any, texts: Sequence[str]) -> None:
 
 def _results(request: Request, hparams: dict[str, Any], brain: Any, name: str, path: Path,
              remote: Any) -> Iterator[Scored]:
-    from sbkit import searches
     from sbkit.data.manifest import Manifest
-    from sbkit.tasks import restore
-    from sbkit.train import ranks
+    from sbkit.runs import restore
+    from sbkit.tasks import searches
+    from sbkit.train.distributed import ranks
 
     manifest = Manifest.read(path, remote=remote)
     for choice in request.checkpoints:
@@ -223,7 +223,7 @@ def _score(request: Request, hparams: dict[str, Any], brain: Any, manifest: Any,
     """Transcribe the manifest on all ranks; every rank gets all of it."""
     from sbkit.score.significance import interval
     from sbkit.tasks.asr import score
-    from sbkit.train import ranks
+    from sbkit.train.distributed import ranks
 
     rows, damaged, took = _transcribe(request, hparams, brain, manifest, label)
     words, characters = score(rows)
@@ -250,8 +250,8 @@ def _counts(words: Any) -> dict[str, Any]:
 def _transcribe(request: Request, hparams: dict[str, Any], brain: Any, manifest: Any, label: str,
                 ) -> tuple[list[Any], dict[str, str], float]:
     """All ranks' rows, what could not be read, and the seconds that the slowest rank took, reading included."""
-    from sbkit import searches
-    from sbkit.train import ranks
+    from sbkit.tasks import searches
+    from sbkit.train.distributed import ranks
 
     ranks.meet("ready")
     began = time.monotonic()
@@ -268,7 +268,7 @@ def _hear(request: Request, hparams: dict[str, Any], brain: Any, manifest: Any, 
     from speechbrain.core import Stage
 
     from sbkit.data.loader import EvalLoader
-    from sbkit.train import ranks
+    from sbkit.train.distributed import ranks
     from sbkit.train.evaluation import evaluate
 
     loader = EvalLoader(
@@ -294,11 +294,11 @@ def _batch_seconds(hparams: dict[str, Any]) -> float:
 
 def _write(scored: Scored, manifest: Any) -> str:
     """All files of a result; gives how another result was made that had been there."""
-    from sbkit import searches
-    from sbkit.environment import command, describe
     from sbkit.score import utterances
     from sbkit.score.report import write_report
-    from sbkit.score.report_data import EVALUATED, RESULT
+    from sbkit.score.report.data import EVALUATED, RESULT
+    from sbkit.system.environment import command, describe
+    from sbkit.tasks import searches
 
     folder = Path(scored.facts["folder"])
     replaced = _another(folder / RESULT, scored.facts)

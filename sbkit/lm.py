@@ -62,7 +62,7 @@ def estimate(request: Request) -> int:
 
 
 def _read_run(folder: str) -> dict[str, Any]:
-    from sbkit.tasks import restore
+    from sbkit.runs import restore
 
     hparams = restore.read_run(folder)
     if "corpus" not in hparams or "tokenizer" not in hparams:

@@ -24,7 +24,7 @@ def check(argv: list[str], needed: tuple[str, ...]) -> int:
     request = arguments.parse([word for word in argv if word not in FLAGS], beside=run)
     measure = None
     if "--measure" in chosen:
-        from sbkit.trials import measurement
+        from sbkit.train.memory.trials import measurement
 
         measure = measurement(request)
     report = look(request.path, request.overrides, run_opts=request.run_opts, needed=needed, run=run, measure=measure)

@@ -11,14 +11,16 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from sbkit import disk
-from sbkit.environment import check_torch_pair, command, describe, inventory
+from sbkit import runs
 from sbkit.errors import SbkitError
-from sbkit.train import launcher, memory
+from sbkit.system import disk
+from sbkit.system.environment import check_torch_pair, command, describe, inventory
+from sbkit.train.distributed import launcher
+from sbkit.train.memory import host
 
 logger = logging.getLogger(__name__)
 
-LOG_CONFIG = Path(__file__).with_name("log-config.yaml")
+LOG_CONFIG = Path(runs.__file__).with_name("log-config.yaml")
 #: What a recipe must define for the stages below.
 NEEDED = ("brain", "modules", "output_folder", "corpus", "tokenizer", "output_neurons", "batching", "epoch_counter")
 
@@ -27,7 +29,7 @@ def train(argv: list[str]) -> int:
     """``sbkit train RECIPE.yaml [--key value ...]``; returns the exit code."""
     launcher.watch()
     check_torch_pair()
-    memory.reserve_little()
+    host.reserve_little()
     from sbkit.recipe import arguments, load
     from sbkit.train import device as devices
     from sbkit.train.signals import EndSignals
@@ -37,7 +39,7 @@ def train(argv: list[str]) -> int:
         load.check_overrides(request.path, request.overrides)
     device = devices.resolve(request.run_opts.device)
     if device.type == "cpu":
-        memory.keep_freed_memory()
+        host.keep_freed_memory()
     with EndSignals():
         _run(request, device)
     return 0
@@ -45,10 +47,11 @@ def train(argv: list[str]) -> int:
 
 def _run(request: Any, device: Any) -> None:
     from sbkit import preflight
-    from sbkit.kept import Kept
     from sbkit.recipe import load
-    from sbkit.run_lock import RunLock
-    from sbkit.train import oom, ranks
+    from sbkit.runs.lock import RunLock
+    from sbkit.runs.start_guard import StartGuard
+    from sbkit.train.distributed import ranks
+    from sbkit.train.memory import oom
 
     ranks.init(device, request.run_opts.distributed_backend)
     try:
@@ -58,16 +61,17 @@ def _run(request: Any, device: Any) -> None:
             hparams = load.load(request.path, request.overrides)
             load.require(hparams, request.path, *NEEDED)
             folder = Path(hparams["output_folder"])
-            with disk.told(folder), RunLock(folder), Kept(folder, ranks.is_main()) as kept:
+            with disk.told(folder), RunLock(folder), StartGuard(folder, ranks.is_main()) as kept:
                 _train(hparams, request, device, kept)
     finally:
         ranks.shutdown()
 
 
 def _train(hparams: dict[str, Any], request: Any, device: Any, kept: Any) -> None:
-    from sbkit import preflight, tested
+    from sbkit import preflight
     from sbkit.recipe import load
-    from sbkit.train import ranks
+    from sbkit.runs import completion
+    from sbkit.train.distributed import ranks
 
     ranks.run_on_main(_open_folder, hparams, request)
     follows = ranks.run_on_main(prepare_data, hparams, request.overrides)
@@ -77,19 +81,19 @@ def _train(hparams: dict[str, Any], request: Any, device: Any, kept: Any) -> Non
         ranks.run_on_main(_open_folder, hparams, request)
     if request.check:
         ranks.run_on_main(preflight.before_training, hparams)
-    done = ranks.run_on_main(tested.done, hparams, request)
+    done = ranks.run_on_main(completion.done, hparams, request)
     test_only = request.run_opts.test_only
     if done and not test_only:
         if ranks.is_main():
             print(done)
         return
-    ranks.run_on_main(tested.forget, hparams)
+    ranks.run_on_main(completion.forget, hparams)
     manifests = hparams["corpus"].load()
     brain = _fit_and_test(hparams, request, device, manifests, kept)
     ranks.run_on_main(_show, brain, Path(hparams["output_folder"]), manifests["test"],
                       hparams["corpus"].left_out("test"))
     if (done or not test_only) and not brain.test_unread:  # a test alone does not make a run done
-        ranks.run_on_main(tested.keep, hparams, request,
+        ranks.run_on_main(completion.keep, hparams, request,
                           {"WER": brain.test_words.rate, "CER": brain.test_characters.rate})
 
 
@@ -112,11 +116,11 @@ def tune(argv: list[str]) -> int:
 def prepare(argv: list[str]) -> int:
     """``sbkit prepare RECIPE.yaml [--key value ...]``: manifests and tokenizer, and the table of what was left out."""
     check_torch_pair()
-    memory.reserve_little()
-    from sbkit.kept import put_back
+    host.reserve_little()
     from sbkit.recipe import arguments, load
-    from sbkit.run_lock import RunLock
-    from sbkit.train import oom
+    from sbkit.runs.lock import RunLock
+    from sbkit.runs.start_guard import put_back
+    from sbkit.train.memory import oom
     from sbkit.train.signals import EndSignals
 
     request = arguments.parse(argv)
@@ -150,7 +154,7 @@ def _open_folder(hparams: dict[str, Any], request: Any) -> None:
 def _save_recipe(folder: Path, request: Any) -> None:
     """The resolved recipe, with the head and under the name that SpeechBrain gives it."""
     from sbkit.recipe import load
-    from sbkit.score.report_data import RECIPE
+    from sbkit.score.report.data import RECIPE
 
     folder.mkdir(parents=True, exist_ok=True)
     head = f"# Generated {date.today()} from:\n# {os.path.abspath(request.path)}\n# yamllint disable\n"
@@ -185,7 +189,7 @@ def prepare_data(hparams: dict[str, Any], overrides: dict[str, Any]) -> dict[str
 def _fit_and_test(hparams: dict[str, Any], request: Any, device: Any, manifests: dict[str, Any], kept: Any) -> Any:
     from sbkit.data.loader import EvalLoader, TrainLoader
     from sbkit.data.plan import Plan
-    from sbkit.train import ranks
+    from sbkit.train.distributed import ranks
 
     tokenizer = hparams["tokenizer"].load()
     tokenizer.check(hparams["output_neurons"])
@@ -244,7 +248,7 @@ def _from_here_on(kept: Any, epochs: Iterable[int], resumed: bool) -> Iterator[i
 def _operations(hparams: dict[str, Any], durations: Any) -> float | None:
     """What a second of this corpus's audio takes in training, of modules that no Brain has moved to a device yet."""
     from sbkit.recipe import flops
-    from sbkit.train import ranks
+    from sbkit.train.distributed import ranks
 
     if not ranks.is_main() or not flops.countable(hparams):
         return None
@@ -257,7 +261,7 @@ def _operations(hparams: dict[str, Any], durations: Any) -> float | None:
 
 def _utilisation(operations: float | None, device: Any, precision: str) -> Any:
     from sbkit.recipe.speed import peak_of
-    from sbkit.train.utilisation import Utilisation
+    from sbkit.train.monitor.utilisation import Utilisation
 
     if operations is None:
         return None
@@ -268,7 +272,7 @@ def _utilisation(operations: float | None, device: Any, precision: str) -> Any:
 
 def _write_down(brain: Any, device: Any) -> None:
     """How the run was started and on what, for its report."""
-    from sbkit.train import ranks
+    from sbkit.train.distributed import ranks
 
     if brain.metrics_log is not None:
         parameters = sum(parameter.numel() for parameter in brain.modules.parameters())
@@ -281,7 +285,7 @@ def _write_down(brain: Any, device: Any) -> None:
 def _show(brain: Any, folder: Path, manifest: Any, left_out: str | None) -> None:
     """What came out: the rates with their interval, one utterance to look at, and where the rest is."""
     from sbkit.score import utterances
-    from sbkit.score.report_data import HEARD
+    from sbkit.score.report.data import HEARD
     from sbkit.score.significance import interval
     from sbkit.tasks.asr import tell_unread
 

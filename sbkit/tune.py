@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
-from sbkit.console import progress, table
 from sbkit.errors import SbkitError
-from sbkit.recipe import arguments, tuned
+from sbkit.recipe import arguments, batch_size
 from sbkit.recipe.bill import GIB
+from sbkit.system.console import progress, table
 from sbkit.train import device as devices
-from sbkit.train import memory
-from sbkit.trials import Bounded, Trial, trial
+from sbkit.train.memory import host
+from sbkit.train.memory.trials import BoundedTrial, Trial, trial
 
 #: How near to the largest number of utterances the search goes.
 PRECISION = 0.04
@@ -41,11 +41,11 @@ def tune(argv: list[str]) -> int:
         found = None if fresh else _remembered(made, gib)
         if found is None:
             with _fits(made, words, gib) as fits:
-                counts = search(made.edges, fits, made.most_seconds / tuned.MARGIN)
+                counts = search(made.edges, fits, made.most_seconds / batch_size.MARGIN)
             with _fits(made, words, gib, SLACK) as fits:
-                found = rehearse(tuned.Tuned(gib, made.edges, counts, made.most_seconds), fits)
+                found = rehearse(batch_size.BatchSize(gib, made.edges, counts, made.most_seconds), fits)
             try:
-                tuned.remember(made.cache, found)
+                batch_size.remember(made.cache, found)
             except SbkitError as error:  # what was found is worth telling all the same
                 print(f"warning: not remembered: {error}", file=sys.stderr)
         else:
@@ -76,16 +76,16 @@ def _allowed(asked: float | None, device: torch.device) -> float:
     elif device.type != "cpu":
         raise SbkitError(f"nothing can be tried on {device}: its memory can't be bounded",
                          hint="sbkit check counts what a batch needs")
-    elif not memory.can_bound():
+    elif not host.can_bound():
         raise SbkitError(f"{platform.system()} can't bound the memory of a process, so nothing can be tried on its CPU",
                          hint="sbkit check counts what a batch needs")
     else:
-        there = memory.total()
+        there = host.total()
     if asked is not None and asked > there / GIB:
         raise SbkitError(f"--memory {asked:g}: there are {there / GIB:.1f} GiB", hint="leave it out, or name less")
     if asked is not None or device.type == "cuda":
         return round(there / GIB if asked is None else asked, 2)
-    free = FREE_SHARE * memory.available() / GIB
+    free = FREE_SHARE * host.available() / GIB
     return float(int(free)) if free >= 2 else round(free, 1)  # coarse, so that the next call finds this one's result
 
 
@@ -93,7 +93,7 @@ def _allowed(asked: float | None, device: torch.device) -> float:
 def _fits(made: Trial, words: list[str], gib: float, slack: float = 1.0) -> Iterator[Callable[[int, float], bool]]:
     """What says whether so many utterances of so many seconds have room."""
     if made.device.type == "cpu":
-        with Bounded(words, int(gib * GIB), slack) as bounded:
+        with BoundedTrial(words, int(gib * GIB), slack) as bounded:
             yield bounded.fits
         return
     there = torch.cuda.get_device_properties(made.device).total_memory / GIB
@@ -101,9 +101,9 @@ def _fits(made: Trial, words: list[str], gib: float, slack: float = 1.0) -> Iter
     yield made.fits
 
 
-def _remembered(made: Trial, gib: float) -> tuned.Tuned | None:
+def _remembered(made: Trial, gib: float) -> batch_size.BatchSize | None:
     """The result of the same attempts, made before."""
-    same = [one for one in tuned.remembered(made.cache)
+    same = [one for one in batch_size.remembered(made.cache)
             if (one.gib, one.edges, one.most) == (gib, made.edges, made.most_seconds)]
     return same[0] if same else None
 
@@ -145,7 +145,7 @@ def _largest(fits: Callable[[int], bool], start: int, most: int) -> int:
     return good
 
 
-def rehearse(found: tuned.Tuned, fits: Callable[[int, float], bool]) -> tuned.Tuned:
+def rehearse(found: batch_size.BatchSize, fits: Callable[[int, float], bool]) -> batch_size.BatchSize:
     """The same, or a smaller share of it: what has room for batches of many lengths, one after the other.
 
     Memory that batches of one shape have freed isn't always of use to those of another.
@@ -157,7 +157,7 @@ def rehearse(found: tuned.Tuned, fits: Callable[[int, float], bool]) -> tuned.Tu
     return found
 
 
-def _told(made: Trial, found: tuned.Tuned) -> str:
+def _told(made: Trial, found: batch_size.BatchSize) -> str:
     rows = [[f"up to {edge:.1f} s", n, f"{n * edge:.0f}"] for edge, n in zip(found.edges, found.fits, strict=True)]
     shown = table(["utterances", "fit at once", "seconds"], rows)
     where = f"{made.device_name} with {found.gib:g} GiB, {made.brain.precision}"

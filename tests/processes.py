@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sbkit.processes import free_port, torchrun_environment
+from sbkit.system.processes import free_port, torchrun_environment
 
 # A server that has imported everything forks the ranks: the first launch is slow, the others are not.
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -86,7 +86,7 @@ def _run(pipe, rank, world, port, fn, args) -> None:
         message = pickle.dumps((None, RuntimeError(f"rank {rank}: {error!r}, {value!r}"), 0.0))
     pipe.send_bytes(message)  # plain pickle: torch's own would share memory that ends with this process
     pipe.close()
-    from sbkit.train import ranks
+    from sbkit.train.distributed import ranks
 
     if error is None:
         ranks.shutdown()

@@ -26,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from sbkit.console import table
+from sbkit.system.console import table
 
 RECIPE = Path(__file__).parents[1] / "hparams" / "ctc.yaml"
 LEARNT = 60.0

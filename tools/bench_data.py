@@ -38,14 +38,14 @@ import numpy as np
 import soundfile
 import torch
 
-from sbkit.console import table
-from sbkit.cores import usable_cores
 from sbkit.data.audio import audio_info, read_utterance, resample
 from sbkit.data.corpus import Corpus
 from sbkit.data.loader import TrainLoader
 from sbkit.data.manifest import Manifest
 from sbkit.data.plan import Batching, Plan
 from sbkit.data.shards import write_shards
+from sbkit.system.console import table
+from sbkit.system.cores import usable_cores
 
 SAMPLE_RATE = 16_000
 #: Of the CommonVoice recipes' DynamicBatchSampler.

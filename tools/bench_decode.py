@@ -38,13 +38,13 @@ import numpy as np
 import sentencepiece
 import torch
 
-from sbkit.console import table
-from sbkit.cores import usable_cores
 from sbkit.decode import lm
 from sbkit.decode.beam import BeamSearch
 from sbkit.decode.fusion import Weights
 from sbkit.score.edits import count
-from sbkit.tasks.tuning import LM_WEIGHTS, WORD_SCORES
+from sbkit.system.console import table
+from sbkit.system.cores import usable_cores
+from sbkit.tasks.lm_weights import LM_WEIGHTS, WORD_SCORES
 
 FRAME = 0.04  # seconds
 Pair = tuple[float, float]  # what the language model's logarithms are multiplied by, what each word adds

@@ -81,8 +81,8 @@ def point(what: dict, device: str, rest: list[str]) -> dict:
         return plan(what["plan"])
     import torch
 
-    from sbkit import trials
     from sbkit.recipe import arguments
+    from sbkit.train.memory import trials
 
     keys = [word for key, value in what["keys"].items() for word in (f"--{key}", str(value))]
     request = arguments.parse([str(RECIPE), "--device", device, *keys, *rest])
@@ -123,7 +123,7 @@ def slope(rows: list[dict], key: str) -> float:
 
 
 def show(found: dict[str, list[dict]]) -> str:
-    from sbkit.console import table
+    from sbkit.system.console import table
 
     rows = []
     for name, points in found.items():

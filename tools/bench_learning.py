@@ -34,9 +34,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from sbkit.console import atomic_write, table  # noqa: E402
-from sbkit.cores import usable_cores  # noqa: E402
 from sbkit.errors import SbkitError  # noqa: E402
+from sbkit.system.console import atomic_write, table  # noqa: E402
+from sbkit.system.cores import usable_cores  # noqa: E402
 from tools.learning import corpora as corpus_list  # noqa: E402
 from tools.learning import systems  # noqa: E402
 from tools.learning.figure import figure  # noqa: E402

@@ -23,8 +23,8 @@ from typing import Any
 
 from speechbrain.utils.metric_stats import ErrorRateStats
 
-from sbkit.console import table
 from sbkit.score.rates import ErrorRates
+from sbkit.system.console import table
 
 LENGTHS = ((3, 12), (5, 35))  # words
 #: How many of an utterance's words are wrong; each utterance has one of these.

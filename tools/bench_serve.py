@@ -29,11 +29,11 @@ import httpx
 import numpy as np
 import soundfile
 
-from sbkit.console import table
-from sbkit.cores import usable_cores
 from sbkit.export import layout
 from sbkit.export.layout import Config
 from sbkit.export.vocabulary import write_tokens
+from sbkit.system.console import table
+from sbkit.system.cores import usable_cores
 
 RATE, FRAME = 16_000, 640
 LETTERS = ["<blk>", "▁", *"abcdefghijklmnopqrstuvwxyz"]

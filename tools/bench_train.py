@@ -63,7 +63,7 @@ def main() -> None:
 
 def compare(args: argparse.Namespace, rest: list[str], folder: Path) -> dict:
     """Let every side do every piece in turn; times by (piece, side)."""
-    from sbkit import environment
+    from sbkit.system import environment
 
     overrides = [*rest, "--output_folder", str(folder / "run")] + (["--data_folder", args.data] if args.data else [])
     overrides = prepare(args.recipe, overrides)
@@ -121,7 +121,7 @@ class Side:
 
 def show(results: dict) -> str:
     """The table: medians with their spread, and ratios to stock in the same precision and to its best."""
-    from sbkit.console import table
+    from sbkit.system.console import table
 
     rows = []
     for piece, sides in results["audio_s_per_s"].items():
@@ -148,7 +148,7 @@ def work(args: argparse.Namespace, rest: list[str]) -> None:
 
     request = arguments.parse([str(args.recipe), "--device", args.device, *rest])
     if args.side == "sbkit" and args.device == "cpu":
-        from sbkit.train.memory import keep_freed_memory
+        from sbkit.train.memory.host import keep_freed_memory
 
         keep_freed_memory()
     hparams = load.load(request.path, request.overrides | NOT_OF_STOCK)

@@ -16,20 +16,20 @@ from typing import Any
 import pyarrow as pa
 
 import sbkit
-from sbkit import disk
-from sbkit.cache import cache_folder
-from sbkit.console import atomic_write
-from sbkit.data import left_out
-from sbkit.data.existing import check_opened, refused
+from sbkit.data import exclusions
 from sbkit.data.lock import locked
 from sbkit.data.manifest import Manifest
 from sbkit.data.options import check_number, texts
 from sbkit.data.prepare import MISSING, UNDECODABLE, Limits, SplitReport, prepare_split, recording_keys, summarize
+from sbkit.data.presence import check_opened, refused
 from sbkit.data.remote import NOWHERE, SCHEMES, Remote, check_schemes, scheme_of
 from sbkit.data.sources import Named, Rows, Source, check_there, join_rows, on_hub, open_source
 from sbkit.data.sources.base import check_columns
 from sbkit.data.text import TextRules
 from sbkit.errors import SbkitError
+from sbkit.system import disk
+from sbkit.system.cache import cache_folder
+from sbkit.system.console import atomic_write
 
 logger = logging.getLogger(__name__)
 
@@ -306,7 +306,7 @@ class Corpus:
                     logger.warning("%s was changed since it was prepared: making it anew",
                                    self.manifest_path(split))
                     return None
-            mended = left_out.mended(self.folder, MISSING, UNDECODABLE)
+            mended = exclusions.mended(self.folder, MISSING, UNDECODABLE)
             if mended is not None:
                 logger.info("corpus: %s was left out and has come or changed since: preparing %s again",
                             mended, self.folder)
@@ -359,7 +359,7 @@ class Corpus:
                 path = aside / self.manifest_path(split).name
                 manifests[split].write(path)
                 report["splits"][split] = {"sha256": _sha256(path), **found.facts()}
-            left_out.write(aside, [table for found in reports.values() for table in found.tables])
+            exclusions.write(aside, [table for found in reports.values() for table in found.tables])
             written = list(aside.iterdir())
             with atomic_write(aside / self.report_path.name) as file:
                 json.dump(report, file, indent=1, ensure_ascii=False)

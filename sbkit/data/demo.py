@@ -30,12 +30,12 @@ from typing import Any
 
 import numpy as np
 
-from sbkit import disk, helper_process
-from sbkit.console import progress
-from sbkit.cores import usable_cores
 from sbkit.data import demo_voice
 from sbkit.data.demo_sentences import GRAMMARS, Grammar, expand, numbers_grammar
 from sbkit.errors import SbkitError
+from sbkit.system import disk, helper_process
+from sbkit.system.console import progress
+from sbkit.system.cores import usable_cores
 
 COLUMNS = (
     "client_id", "path", "sentence_id", "sentence", "sentence_domain", "up_votes", "down_votes", "age",

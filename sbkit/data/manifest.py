@@ -12,10 +12,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from sbkit.console import atomic_write
 from sbkit.data.delimited import read_delimited
 from sbkit.data.remote import NOWHERE, Remote
 from sbkit.errors import SbkitError
+from sbkit.system.console import atomic_write
 
 REQUIRED = ("ID", "duration", "wav", "wrd")
 #: Columns with a meaning; metadata are called otherwise.

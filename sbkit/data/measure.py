@@ -16,11 +16,11 @@ from pathlib import Path
 
 import numpy as np
 
-from sbkit import helper_process
-from sbkit.console import progress
-from sbkit.cores import usable_cores
 from sbkit.data.audio import AudioError, audio_info
 from sbkit.data.remote import NOWHERE, Remote
+from sbkit.system import helper_process
+from sbkit.system.console import progress
+from sbkit.system.cores import usable_cores
 
 logger = logging.getLogger(__name__)
 

@@ -14,15 +14,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from sbkit.console import progress, table
-from sbkit.data import left_out
+from sbkit.data import exclusions
 from sbkit.data.audio import longer
-from sbkit.data.existing import existing, refused
 from sbkit.data.manifest import Column, Manifest, join
 from sbkit.data.measure import measure
+from sbkit.data.presence import existing, refused
 from sbkit.data.remote import NOWHERE, Remote
 from sbkit.data.sources.base import Rows, unique_ids
 from sbkit.data.text import TextRules, count_words
+from sbkit.system.console import progress, table
 
 logger = logging.getLogger(__name__)
 
@@ -217,7 +217,7 @@ def _explain(report: SplitReport, rows: Rows, why: np.ndarray, durations: np.nda
         report.left_out[MALFORMED] = {"count": len(rows.malformed), "hours": 0.0, "examples": [
             f"{where}: {what}" for where, what in rows.malformed[:_EXAMPLES]]}
         where, what = zip(*rows.malformed, strict=True)
-        report.tables.append(left_out.rows(report.split, MALFORMED, where, [""] * len(where), what))
+        report.tables.append(exclusions.rows(report.split, MALFORMED, where, [""] * len(where), what))
     for reason in REASONS:
         at = np.flatnonzero(why == _CODE[reason])
         if not len(at):
@@ -229,7 +229,7 @@ def _explain(report: SplitReport, rows: Rows, why: np.ndarray, durations: np.nda
                     for id_, detail in zip(ids[:_EXAMPLES], shown, strict=False)]
         report.left_out[reason] = {"count": len(at), "hours": round(float(np.nansum(durations[at])) / 3600, 3),
                                    "examples": examples}
-        report.tables.append(left_out.rows(report.split, reason, ids, list(rows.wavs.take(at)), said,
+        report.tables.append(exclusions.rows(report.split, reason, ids, list(rows.wavs.take(at)), said,
                                            seal=reason == UNDECODABLE))
 
 

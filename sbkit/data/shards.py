@@ -30,17 +30,17 @@ from typing import NamedTuple
 import numpy as np
 import soundfile
 
-from sbkit import disk
-from sbkit.console import atomic_write, progress
 from sbkit.data import tar
 from sbkit.data.audio import AudioError, audio_info, check_whole, longer, read_bytes, read_utterance, split_member
 from sbkit.data.batch import SAMPLE_RATE
-from sbkit.data.existing import file_version
 from sbkit.data.lock import locked
 from sbkit.data.manifest import Manifest, Utterance
 from sbkit.data.options import check_number
+from sbkit.data.presence import file_version
 from sbkit.data.remote import Remote
 from sbkit.errors import SbkitError
+from sbkit.system import disk
+from sbkit.system.console import atomic_write, progress
 
 #: Files looked at to guess how large a copied recording is.
 _SAMPLE = 64

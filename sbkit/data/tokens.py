@@ -16,9 +16,9 @@ from typing import Any
 
 import sentencepiece as spm
 
-from sbkit.console import atomic_write
 from sbkit.data.options import check_number
 from sbkit.errors import SbkitError
+from sbkit.system.console import atomic_write
 
 logger = logging.getLogger(__name__)
 

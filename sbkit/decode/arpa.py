@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from sbkit.console import atomic_write
 from sbkit.decode.ngram import Level, NGram
 from sbkit.errors import SbkitError
+from sbkit.system.console import atomic_write
 
 _AT_ONCE = 500_000  # lines
 _COUNT = re.compile(rb"[ \t]*ngram[ \t]+(\d+)[ \t]*=[ \t]*(\d+)[ \t\r]*", re.MULTILINE)

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from sbkit import helper_process
 from sbkit.decode import lm as language_models
 from sbkit.decode.fusion import Fusion, Weights
 from sbkit.decode.hotwords import HotWords
@@ -24,6 +23,7 @@ from sbkit.decode.posteriors import Events, events, spans_of
 from sbkit.decode.prefix_search import AT_ONCE, Search
 from sbkit.decode.spans import WORD_START, Spans, Word, words
 from sbkit.errors import SbkitError
+from sbkit.system import helper_process
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
-from sbkit.console import atomic_write
 from sbkit.decode.arpa import word_of
 from sbkit.decode.language_model import BEGIN, END, LN10, UNKNOWN, LanguageModel
 from sbkit.decode.ngram import NGram
 from sbkit.errors import SbkitError
+from sbkit.system.console import atomic_write
 
 _MAGIC = b"mmap lm http://kheafield.com/code format version 5\n\0"
 _SANITY = np.dtype([("magic", "S56"), ("floats", "<f4", 3), ("words", "<u4", 3), ("one", "<u8")])

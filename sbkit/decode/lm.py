@@ -13,7 +13,6 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import IO, Any
 
-from sbkit.console import table
 from sbkit.decode import arpa, kenlm_binary, kneser_ney
 from sbkit.decode.language_model import SPECIAL, LanguageModel, Quality
 from sbkit.decode.ngram import NGram
@@ -21,6 +20,7 @@ from sbkit.decode.pieces import Pieces
 from sbkit.decode.pruning import prune as prune_by_entropy
 from sbkit.decode.spans import WORD_START
 from sbkit.errors import SbkitError
+from sbkit.system.console import table
 
 logger = logging.getLogger(__name__)
 

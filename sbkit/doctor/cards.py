@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sbkit.doctor import probe
-from sbkit.doctor.finding import IN_THE_WAY, NOTE, Asked, Finding
+from sbkit.doctor.finding import IN_THE_WAY, NOTE, Finding, Scope
 
 _SECONDS = 10
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -24,7 +24,7 @@ _SLOWED = {"HW Slowdown": "the board", "HW Thermal Slowdown": "heat", "SW Therma
            "SW Power Capping": "its power limit"}
 
 
-def driver(asked: Asked) -> Iterator[Finding]:
+def driver(asked: Scope) -> Iterator[Finding]:
     """Whether there is one, and whether it is new enough for this torch."""
     torch = probe.asked("torch").get("torch", {})
     text = _smi()
@@ -60,7 +60,7 @@ def _unusable(found: str, version: str, cuda: str) -> tuple[str, str, str]:
             "does nvidia-smi list cards? a container needs --gpus all; after an update of the driver: reboot")
 
 
-def cards(asked: Asked) -> Iterator[Finding]:
+def cards(asked: Scope) -> Iterator[Finding]:
     """Each card that torch sees."""
     facts = probe.asked("torch").get("cards", {})
     if "error" in facts:
@@ -82,7 +82,7 @@ def cards(asked: Asked) -> Iterator[Finding]:
                       "nvidia-smi topo -m shows how they are connected")
 
 
-def attention(asked: Asked) -> Iterator[Finding]:
+def attention(asked: Scope) -> Iterator[Finding]:
     """Which of torch's kernels attends, for some sizes of a head."""
     facts = probe.asked("torch").get("attention", {})
     if "error" in facts:
@@ -103,7 +103,7 @@ def _runs_on(architectures: list[str], major: int, minor: int) -> bool:
     return not architectures
 
 
-def health(asked: Asked) -> Iterator[Finding]:
+def health(asked: Scope) -> Iterator[Finding]:
     """What nvidia-smi says of each card: errors of its memory, slices, persistence, power and heat."""
     for row in _smi(f"--query-gpu={','.join(_CARD)}", "--format=csv,noheader,nounits").splitlines():
         values = [value.strip() for value in row.split(",")]
@@ -136,7 +136,7 @@ def _lower(limit: str, usual: str) -> bool:
         return False
 
 
-def clocks(asked: Asked) -> Iterator[Finding]:
+def clocks(asked: Scope) -> Iterator[Finding]:
     """Whether a clock is held down now, or was since the driver was loaded: a run before this was as slow as that."""
     text = _smi("-q", "-d", "PERFORMANCE")
     for index, part in enumerate(re.split(r"^GPU \S+$", text, flags=re.MULTILINE)[1:]):
@@ -152,7 +152,7 @@ def clocks(asked: Asked) -> Iterator[Finding]:
                       NOTE if told else "ok", mend if told else "")
 
 
-def libraries(asked: Asked) -> Iterator[Finding]:
+def libraries(asked: Scope) -> Iterator[Finding]:
     """cuDNN and NCCL as this torch brings them."""
     facts = probe.asked("torch").get("libraries", {})
     if "error" in facts:

@@ -27,17 +27,17 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Asked:
+class Scope:
     """Of the doctor: what to look at besides the machine."""
 
     data: Path | None = None
     run: Path | None = None
 
 
-Check = Callable[[Asked], Iterable[Finding]]
+Check = Callable[[Scope], Iterable[Finding]]
 
 
-def look(what: str, check: Check, asked: Asked, patience: float = PATIENCE_SECONDS) -> list[Finding]:
+def look(what: str, check: Check, asked: Scope, patience: float = PATIENCE_SECONDS) -> list[Finding]:
     """What a check finds; that it failed or doesn't answer is a finding."""
     found: list[Finding] = []
 

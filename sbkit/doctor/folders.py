@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from sbkit.cache import cache_folder
-from sbkit.doctor.finding import IN_THE_WAY, NOTE, Asked, Finding
+from sbkit.doctor.finding import IN_THE_WAY, NOTE, Finding, Scope
+from sbkit.system.cache import cache_folder
 
 _LITTLE_DISK = 5 << 30
 _BLOCK = 1 << 20
@@ -22,7 +22,7 @@ _LOOKED_AT = 2000  # files of a data folder
 _AHEAD = 60.0  # seconds: clocks of machines that share a folder differ by less
 
 
-def caches(asked: Asked) -> Iterator[Finding]:
+def caches(asked: Scope) -> Iterator[Finding]:
     """Where sbkit, torch's compiler and Hugging Face keep things, and temporary files."""
     triton = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton"
     hub = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
@@ -39,7 +39,7 @@ def caches(asked: Asked) -> Iterator[Finding]:
             yield Finding(what, f"{folder}, {_gib(free)} free")
 
 
-def data(asked: Asked) -> Iterator[Finding]:
+def data(asked: Scope) -> Iterator[Finding]:
     """The corpus that was named: is it there, and how fast does it come."""
     if asked.data is None:
         return
@@ -83,7 +83,7 @@ def _files(folder: Path) -> Iterator[Path]:
         yield from (Path(parent) / name for name in names)
 
 
-def output(asked: Asked) -> Iterator[Finding]:
+def output(asked: Scope) -> Iterator[Finding]:
     """Where runs go: the folder that was named, else ``results`` here."""
     folder = asked.run or Path("results")
     if not _may_write(folder):
@@ -107,7 +107,7 @@ def _write_speed(folder: Path) -> float:
     return written / (time.perf_counter() - began)
 
 
-def time_stamps(asked: Asked) -> Iterator[Finding]:
+def time_stamps(asked: Scope) -> Iterator[Finding]:
     """Files of a run that lie in the future: a clock was set back, or the folder's machine has another time."""
     if asked.run is None:
         return

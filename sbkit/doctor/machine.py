@@ -8,9 +8,9 @@ import resource
 import sys
 from collections.abc import Iterator
 
-from sbkit.cores import usable_cores
-from sbkit.doctor.finding import NOTE, Asked, Finding
-from sbkit.train import memory
+from sbkit.doctor.finding import NOTE, Finding, Scope
+from sbkit.system.cores import usable_cores
+from sbkit.train.memory import host
 
 SHARED_MEMORY = "/dev/shm"
 #: Bytes that a few batches of a few data workers take.
@@ -19,7 +19,7 @@ _LITTLE_MEMORY = 4 << 30
 _FILES = 4096
 
 
-def cores(asked: Asked) -> Iterator[Finding]:
+def cores(asked: Scope) -> Iterator[Finding]:
     """Those that may be used, and what libraries would take without being told."""
     usable, seen = usable_cores(), os.cpu_count() or 1
     found = f"{usable} usable"
@@ -34,17 +34,17 @@ def cores(asked: Asked) -> Iterator[Finding]:
         yield Finding("cores", found)
 
 
-def main_memory(asked: Asked) -> Iterator[Finding]:
+def main_memory(asked: Scope) -> Iterator[Finding]:
     """Free and in all, no more than a container may have; and this process's own bound."""
-    total, free = memory.total(), memory.available()
+    total, free = host.total(), host.available()
     found = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
-    found += "; bounded for this process (ulimit -v or -d)" if memory.bounded() else ""
+    found += "; bounded for this process (ulimit -v or -d)" if host.bounded() else ""
     little = free < _LITTLE_MEMORY
     yield Finding("memory", found, NOTE if little else "ok",
                   "sbkit tune --memory finds batches that fit" if little else "")
 
 
-def shared_memory(asked: Asked) -> Iterator[Finding]:
+def shared_memory(asked: Scope) -> Iterator[Finding]:
     """Where batches of data workers wait for the run."""
     if not os.path.isdir(SHARED_MEMORY):
         yield Finding("shared memory", f"no {SHARED_MEMORY} on this system")
@@ -57,7 +57,7 @@ def shared_memory(asked: Asked) -> Iterator[Finding]:
                   "fewer batches are read ahead: docker run --shm-size=8g, or fewer workers" if little else "")
 
 
-def open_files(asked: Asked) -> Iterator[Finding]:
+def open_files(asked: Scope) -> Iterator[Finding]:
     """How many this process may have; each batch on its way from a worker holds some."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     told = f"{_limit(soft)} (at most {_limit(hard)})"
@@ -71,7 +71,7 @@ def _limit(value: int) -> str:
     return "no limit" if value == resource.RLIM_INFINITY else str(value)
 
 
-def language(asked: Asked) -> Iterator[Finding]:
+def language(asked: Scope) -> Iterator[Finding]:
     """Transcripts and file names are UTF-8."""
     names, text = sys.getfilesystemencoding(), locale.getpreferredencoding(False)
     wrong = {names.lower(), text.lower()} - {"utf-8", "utf8"}

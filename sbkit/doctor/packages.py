@@ -11,14 +11,14 @@ from importlib import metadata
 from pathlib import Path
 
 from sbkit.doctor import probe
-from sbkit.doctor.finding import IN_THE_WAY, NOTE, Asked, Finding
-from sbkit.environment import check_torch_pair, version_of
+from sbkit.doctor.finding import IN_THE_WAY, NOTE, Finding, Scope
 from sbkit.errors import SbkitError
+from sbkit.system.environment import check_torch_pair, version_of
 
 _PAIR = ("torch", "torchaudio")
 
 
-def python(asked: Asked) -> Iterator[Finding]:
+def python(asked: Scope) -> Iterator[Finding]:
     """Of which version, and on what."""
     from packaging.specifiers import SpecifierSet
 
@@ -30,7 +30,7 @@ def python(asked: Asked) -> Iterator[Finding]:
         yield Finding("Python", found, IN_THE_WAY, f"sbkit needs {wanted}: make PYTHON=python3.12 install")
 
 
-def needed(asked: Asked) -> Iterator[Finding]:
+def needed(asked: Scope) -> Iterator[Finding]:
     """What sbkit requires beside torch and torchaudio, as its package says."""
     from packaging.requirements import Requirement
 
@@ -46,7 +46,7 @@ def needed(asked: Asked) -> Iterator[Finding]:
                               + ", ".join(name for name in fits if name.split()[0] not in _PAIR))
 
 
-def torch_pair(asked: Asked) -> Iterator[Finding]:
+def torch_pair(asked: Scope) -> Iterator[Finding]:
     """Whether both can be imported, together."""
     facts = probe.asked("torch")
     yield from _pair(facts)
@@ -74,7 +74,7 @@ def _pair(facts: dict) -> Iterator[Finding]:
         yield Finding("torch pair", error.message, IN_THE_WAY, error.hint or "")
 
 
-def onnxruntime(asked: Asked) -> Iterator[Finding]:
+def onnxruntime(asked: Scope) -> Iterator[Finding]:
     """Which build is there, and which devices it was built for."""
     builds = [f"{name} {version}" for name in ("onnxruntime", "onnxruntime-gpu") if (version := version_of(name))]
     if not builds:
@@ -98,7 +98,7 @@ def onnxruntime(asked: Asked) -> Iterator[Finding]:
                       "pip install onnxruntime-gpu" if unused else "")
 
 
-def compilers(asked: Asked) -> Iterator[Finding]:
+def compilers(asked: Scope) -> Iterator[Finding]:
     """A C compiler for the kernels of the CPU, and what Triton needs for those of a GPU."""
     wanted = [os.environ.get("CC") or "gcc", "gcc", "cc", "clang"]
     compiler = next(filter(None, map(shutil.which, wanted)), None)

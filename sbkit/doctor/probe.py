@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from sbkit import helper_process
+from sbkit.system import helper_process
 
 #: A cold start of torch from a network folder takes long.
 _SECONDS = 120

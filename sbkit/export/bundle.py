@@ -13,14 +13,14 @@ from pathlib import Path
 import torch
 
 import sbkit
-from sbkit.console import progress
 from sbkit.errors import SbkitError
 from sbkit.export import clips, graph, layout, parity, publish, readme, sherpa, source, speechbrain
 from sbkit.export.layout import Config
 from sbkit.export.runners import RUNNERS
 from sbkit.export.source import Trained
 from sbkit.export.vocabulary import Vocabulary, write_tokens
-from sbkit.tasks.restore import BEST
+from sbkit.runs.restore import BEST
+from sbkit.system.console import progress
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class Request:
 
     run : the output folder of a training
     to : the bundle's folder
-    checkpoint, average : as ``sbkit.tasks.restore.take_weights`` takes them
+    checkpoint, average : as ``sbkit.runs.restore.take_weights`` takes them
     formats : of ``onnx, int8, torch, speechbrain``; int8 is made from onnx
     force : replace the bundle that is there
     tolerance : largest difference of a log-probability

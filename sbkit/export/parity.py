@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from sbkit.console import table
 from sbkit.decode.best_path import best_path
 from sbkit.decode.spans import Spans, collapse
 from sbkit.errors import SbkitError
@@ -18,6 +17,7 @@ from sbkit.export.clips import Clip, Clips
 from sbkit.export.runners import Runner
 from sbkit.export.vocabulary import Vocabulary
 from sbkit.score.rates import ErrorRates
+from sbkit.system.console import table
 
 CHECKPOINT = "checkpoint"
 _TIE = 1e-4  # labels whose log-probabilities are no further apart than this

@@ -13,10 +13,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from sbkit import disk
 from sbkit.data.lock import Lock, remove_unheld
 from sbkit.errors import SbkitError
 from sbkit.export import layout
+from sbkit.system import disk
 
 logger = logging.getLogger(__name__)
 

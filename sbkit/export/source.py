@@ -13,7 +13,7 @@ from torch import nn
 
 from sbkit.errors import SbkitError
 from sbkit.nn.recognizer import Recognizer
-from sbkit.tasks import restore
+from sbkit.runs import restore
 from sbkit.train.averaging import EMA
 
 

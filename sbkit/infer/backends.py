@@ -10,12 +10,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from sbkit.cores import keep_to_usable_cores, threads_to_ask_for, usable_cores
 from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.infer import device as devices
 from sbkit.infer.device import Running, Wanted
 from sbkit.infer.worker import Worker
+from sbkit.system.cores import keep_to_usable_cores, threads_to_ask_for, usable_cores
 
 #: How torch may compile; with CUDA graphs in it, only within the thread that runs the result.
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")

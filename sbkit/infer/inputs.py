@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from sbkit import disk
 from sbkit.data.remote import Remote, check_schemes, scheme_of
 from sbkit.errors import SbkitError
 from sbkit.infer.recordings import Recording
+from sbkit.system import disk
 
 STDIN = "-"
 SUFFIXES = (".aif", ".aifc", ".aiff", ".au", ".caf", ".flac", ".mp3", ".oga", ".ogg", ".opus", ".rf64", ".snd", ".w64",

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from sbkit.data.audio import AudioError
+from sbkit.infer.assembly import Assembly, transcript, words
 from sbkit.infer.chunks import Chunk, cut
 from sbkit.infer.decoding import decoder
 from sbkit.infer.engine import Engine
-from sbkit.infer.heard import Heard, transcript, words
 from sbkit.infer.recordings import Recording
 from sbkit.infer.transcript import Transcript
 
@@ -116,8 +116,8 @@ class Pipeline:
     # ------------------------------------------------------------------ batches
 
     def _collect(self, recordings: Sequence[Recording], read: queue.Queue, readers: int) -> Iterator[Done]:
-        heard: dict[int, Heard] = {}
-        ready: dict[int, Heard] = {}
+        heard: dict[int, Assembly] = {}
+        ready: dict[int, Assembly] = {}
         waiting: list[_Read] = []
         running: deque[tuple[list[_Read], Future]] = deque()
         while readers or waiting or running:
@@ -133,7 +133,7 @@ class Pipeline:
                     elif item.chunk is not None:
                         waiting.append(item)
                     elif item.error is None:
-                        heard.setdefault(item.index, Heard()).expected = item.number
+                        heard.setdefault(item.index, Assembly()).expected = item.number
                         _move(item.index, heard, ready)
                     else:
                         yield self._failed(item, heard, waiting)
@@ -145,7 +145,7 @@ class Pipeline:
             if running:
                 batch, future = running.popleft()
                 for each, log_probs in zip(batch, future.result(), strict=True):
-                    heard.setdefault(each.index, Heard()).add(each.number, each.chunk, log_probs, self._frame,
+                    heard.setdefault(each.index, Assembly()).add(each.number, each.chunk, log_probs, self._frame,
                                                               self._decoder)
                     _move(each.index, heard, ready)
             if len(ready) >= self._decoder.at_once:
@@ -163,14 +163,14 @@ class Pipeline:
     # ------------------------------------------------------------------ words
 
     @staticmethod
-    def _failed(item: _Read, heard: dict[int, Heard], waiting: list[_Read]) -> Done:
+    def _failed(item: _Read, heard: dict[int, Assembly], waiting: list[_Read]) -> Done:
         if not isinstance(item.error, AudioError):
             raise item.error
         waiting[:] = [each for each in waiting if each.index != item.index]
-        heard[item.index] = Heard(expected=-1)  # what still runs of it is dropped
+        heard[item.index] = Assembly(expected=-1)  # what still runs of it is dropped
         return Done(item.index, None, item.error)
 
-    def _finish(self, recordings: Sequence[Recording], ready: dict[int, Heard]) -> Iterator[Done]:
+    def _finish(self, recordings: Sequence[Recording], ready: dict[int, Assembly]) -> Iterator[Done]:
         if not ready:
             return
         found = self._decoder.tokens([each.stretches for each in ready.values()])
@@ -187,7 +187,7 @@ def batch_seconds(engine: Engine) -> float:
     return 480.0 if engine.running.device != "cpu" else 20.0
 
 
-def _move(index: int, heard: dict[int, Heard], ready: dict[int, Heard]) -> None:
+def _move(index: int, heard: dict[int, Assembly], ready: dict[int, Assembly]) -> None:
     """Once all of a recording is there."""
     if heard[index].whole:
         ready[index] = heard.pop(index)

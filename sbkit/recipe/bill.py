@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from sbkit.nn.accelerate import accelerate, restore
 from sbkit.nn.recognizer import Recognizer
+from sbkit.recipe.batch_size import BatchSize
 from sbkit.recipe.build import Built
 from sbkit.recipe.flops import Arithmetic, loss_on
 from sbkit.recipe.ownership import Owned
@@ -26,7 +27,6 @@ from sbkit.recipe.report import Section
 from sbkit.recipe.shapes import Trace, stand_ins
 from sbkit.recipe.source import Findings, Node, Place
 from sbkit.recipe.speed import speed_of
-from sbkit.recipe.tuned import Tuned
 
 GIB = 2**30
 #: Memory of common GPUs, for who plans without one at hand.
@@ -164,7 +164,7 @@ class Bill:
         step = 10 ** max(len(str(value)) - 2, 0)
         return f"{value // step * step} s"
 
-    def check_fits(self, findings: Findings, node: Node | None, tried: Sequence[Tuned] = ()) -> None:
+    def check_fits(self, findings: Findings, node: Node | None, tried: Sequence[BatchSize] = ()) -> None:
         """Tell if the planned micro-batch is too large for the GPU at hand, unless it was tried and is not."""
         memory = memory_of(self.device)
         if memory is None or self.step_memory <= USABLE * memory:
@@ -199,7 +199,7 @@ def make(built: Built, owned: Owned, traced: Trace, device: torch.device, precis
                 bool(built.hparams.get("activation_checkpointing")))
 
 
-def section(bill: Bill, hours: float | None, planned: float, tried: Sequence[Tuned] = ()) -> Section:
+def section(bill: Bill, hours: float | None, planned: float, tried: Sequence[BatchSize] = ()) -> Section:
     """The bill as a table; ``hours``: of audio in an epoch, where they're known; ``tried``: what a tuning found."""
     cost = bill.cost
     rows = [

@@ -15,14 +15,14 @@ from torch import nn
 
 from sbkit.errors import SbkitError
 from sbkit.nn import attention_kernel
-from sbkit.recipe import bill, devices, ownership, shapes, tokens_check, tuned
+from sbkit.recipe import batch_size, bill, devices, ownership, shapes, tokens_check
+from sbkit.recipe.blind_spots import nothing_from
 from sbkit.recipe.build import Built, build
 from sbkit.recipe.reading import read
 from sbkit.recipe.report import Report
 from sbkit.recipe.settings import check_options
 from sbkit.recipe.source import Findings, Node, Place
 from sbkit.recipe.speed import native_precision
-from sbkit.recipe.unseen import nothing_from
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ def _bill(built: Built, owned: ownership.Owned, traced: shapes.Trace, findings: 
     if made is None:
         report.notes.append("the bill: the recipe has no max_batch_seconds")
         return None
-    tried = tuned.remembered(tuned.place(tuned.model_of(owned.roots), built.hparams, precision, device))
+    tried = batch_size.remembered(batch_size.place(batch_size.model_of(owned.roots), built.hparams, precision, device))
     made.check_fits(findings, built.nodes.get("max_batch_seconds"), tried)
     section = bill.section(made, _hours(built), made.cost.batch_seconds, tried)
     section.remarks += _attention(built, owned, device, precision, findings)

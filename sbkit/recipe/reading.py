@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from sbkit.recipe.blind_spots import hide
 from sbkit.recipe.names import RUN_OPTIONS, check_names, hparams_read
 from sbkit.recipe.report import did_you_mean, listed
 from sbkit.recipe.resolve import flatten, resolve
 from sbkit.recipe.settings import check_settings
 from sbkit.recipe.signatures import bind, locate
 from sbkit.recipe.source import UNKNOWN, Findings, Node, Place
-from sbkit.recipe.unseen import hide
 from sbkit.recipe.values import check_text
 
 _TAGS = ("!new:", "!name:", "!apply:", "!applyref:", "!module:")

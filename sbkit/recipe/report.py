@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from sbkit.console import table
+from sbkit.system.console import table
 
 ERROR, WARNING = "error", "warning"
 #: Raise when a field of the JSON is renamed or removed.

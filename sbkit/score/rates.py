@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sbkit.console import atomic_write
 from sbkit.errors import SbkitError
 from sbkit.score.edits import (
     DELETION,
@@ -24,6 +23,7 @@ from sbkit.score.edits import (
     count_words,
 )
 from sbkit.score.texts import Spaced, as_texts
+from sbkit.system.console import atomic_write
 
 _NOTHING = "there is nothing to score: no utterance was added"
 GAP = "<eps>"  # stands where an alignment has no token, as in SpeechBrain's file

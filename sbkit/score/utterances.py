@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
-from sbkit.console import atomic_write
 from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
+from sbkit.system.console import atomic_write
 
 
 class Row(Protocol):
@@ -23,7 +23,7 @@ class Row(Protocol):
 
 
 @dataclass(frozen=True)
-class Heard:
+class ScoredUtterance:
     """One utterance: what was said, what was heard, and whose and where the recording is."""
 
     id: str
@@ -37,30 +37,30 @@ class Heard:
     meta: dict[str, str] = field(default_factory=dict)
 
 
-def join(rows: Iterable[Row], manifest: Manifest) -> Iterator[Heard]:
+def join(rows: Iterable[Row], manifest: Manifest) -> Iterator[ScoredUtterance]:
     """Put the manifest's facts beside each row; every id must be in the manifest."""
     place = {name: i for i, name in enumerate(manifest.ids)}
     for row in rows:
         said = manifest.row(place[row.id])
         sure = None if row.confidence is None else round(row.confidence, 4)
-        yield Heard(row.id, row.reference, row.hypothesis, sure, round(said.duration, 3), said.wav,
+        yield ScoredUtterance(row.id, row.reference, row.hypothesis, sure, round(said.duration, 3), said.wav,
                     said.start, said.speaker, {name: value for name, value in said.meta.items() if value})
 
 
-def write(path: str | os.PathLike, heard: Iterable[Heard]) -> None:
+def write(path: str | os.PathLike, heard: Iterable[ScoredUtterance]) -> None:
     """One JSON object per line."""
     with atomic_write(path) as out:
         for one in heard:
             out.write(json.dumps(asdict(one), ensure_ascii=False) + "\n")
 
 
-def read(path: str | os.PathLike) -> list[Heard]:
+def read(path: str | os.PathLike) -> list[ScoredUtterance]:
     """The lines of such a file; one that is none of ours is named."""
     found = []
     with open(path, encoding="utf-8", newline="\n") as lines:
         for number, line in enumerate(lines, 1):
             try:
-                found.append(Heard(**json.loads(line)))
+                found.append(ScoredUtterance(**json.loads(line)))
             except (ValueError, TypeError) as error:
                 raise SbkitError(f"{path}, line {number}: {error}",
                                  hint="score the run again (sbkit evaluate)") from None

@@ -16,12 +16,12 @@ from starlette.requests import ClientDisconnect
 
 import sbkit
 from sbkit.infer.transcript import Transcript
-from sbkit.serve import asked, clients, metrics, page, replies
-from sbkit.serve.asked import Asked
+from sbkit.serve import clients, form, metrics, page, replies
 from sbkit.serve.decoders import Decoders
 from sbkit.serve.disk import Disk, Held
 from sbkit.serve.doors import Doors
 from sbkit.serve.errors import ApiError, failed, invalid, not_ready, stopping
+from sbkit.serve.form import Form
 from sbkit.serve.gate import REQUEST_ID, Gate, Keys
 from sbkit.serve.hosts import Hosts
 from sbkit.serve.job import Job
@@ -133,7 +133,7 @@ def make(state: State, keys: Keys | None = None, origins: tuple[str, ...] = (), 
             visit = rooms.visit(upload.request)
             stay.callback(visit.close)
             try:
-                ask = await visit.read(asked.read(upload.request, state.loaded))
+                ask = await visit.read(form.read(upload.request, state.loaded))
                 found = visit.stream(lambda told: _transcribe(state, ask, held, visit.job, told))
                 await anext(found)  # it is audio; from here on a stream can only end with an event
                 if ask.stream:
@@ -164,7 +164,7 @@ def make(state: State, keys: Keys | None = None, origins: tuple[str, ...] = (), 
 # ---------------------------------------------------------------------- a transcription
 
 
-def _transcribe(state: State, ask: Asked, held: Held, job: Job, told: Callable[[Any], None]) -> Transcript:
+def _transcribe(state: State, ask: Form, held: Held, job: Job, told: Callable[[Any], None]) -> Transcript:
     """In a thread: tells that the upload is audio, then, for a stream, pieces of the text."""
     with contextlib.closing(held), ask.upload:
         wave = state.decoders.decode(ask.upload, ask.served.config.sample_rate, job)

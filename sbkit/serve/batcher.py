@@ -17,7 +17,7 @@ from sbkit.infer.pipeline import batch_seconds
 _ROWS = 32
 
 
-class _Asked(NamedTuple):
+class _Query(NamedTuple):
     signal: np.ndarray
     future: Future
 
@@ -40,8 +40,8 @@ class Batcher:
         self._budget = (seconds or batch_seconds(engine)) * engine.config.sample_rate
         self._told = told or (lambda rows: None)
         self._lock = threading.Lock()
-        self._waiting: deque[_Asked] = deque()
-        self._again: deque[_Asked] = deque()
+        self._waiting: deque[_Query] = deque()
+        self._again: deque[_Query] = deque()
         self._running = False
         self._since = 0.0
 
@@ -57,7 +57,7 @@ class Batcher:
 
     def submit(self, signal: np.ndarray) -> Future:
         """Log-probabilities [T, V] of a signal [S], to be waited for; cancelled before its turn it costs nothing."""
-        asked = _Asked(signal, Future())
+        asked = _Query(signal, Future())
         with self._lock:
             self._waiting.append(asked)
         self._feed()
@@ -80,7 +80,7 @@ class Batcher:
         else:
             future.add_done_callback(lambda done: self._done(batch, done))
 
-    def _take(self) -> list[_Asked]:
+    def _take(self) -> list[_Query]:
         """The oldest, and of the others those of the most similar length that fit in with it."""
         if self._again:
             return [self._again.popleft()]
@@ -103,7 +103,7 @@ class Batcher:
         self._waiting = deque(each for each in self._waiting if id(each) not in taken and not each.future.cancelled())
         return batch
 
-    def _done(self, batch: list[_Asked], done: Future) -> None:
+    def _done(self, batch: list[_Query], done: Future) -> None:
         error = CancelledError() if done.cancelled() else done.exception()
         if error is None:
             self._finish(batch, done.result())
@@ -113,7 +113,7 @@ class Batcher:
         else:
             self._finish(batch, [error] * len(batch))
 
-    def _finish(self, batch: list[_Asked], results: Sequence[np.ndarray | BaseException]) -> None:
+    def _finish(self, batch: list[_Query], results: Sequence[np.ndarray | BaseException]) -> None:
         """Hand out what came, and go on."""
         for each, result in zip(batch, results, strict=True):
             if isinstance(result, BaseException):

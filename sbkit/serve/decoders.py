@@ -19,13 +19,13 @@ from typing import IO, Any
 
 import numpy as np
 
-from sbkit import helper_process
 from sbkit.errors import SbkitError
 from sbkit.serve.decoder_process import NO, READY, YES
 from sbkit.serve.disk import Disk, Held, said_of, with_room
 from sbkit.serve.errors import ApiError, invalid, no_room, not_ready
 from sbkit.serve.job import Job
 from sbkit.serve.limits import Limits
+from sbkit.system import helper_process
 
 _COMMAND = tuple(helper_process.command("sbkit.serve.decoder_process"))
 _PASSED_ON = ("PATH", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "SYSTEMROOT")

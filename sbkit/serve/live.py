@@ -29,7 +29,7 @@ import soxr
 from fastapi import WebSocket, WebSocketDisconnect
 
 from sbkit.decode.spans import Word
-from sbkit.infer.heard import words
+from sbkit.infer.assembly import words
 from sbkit.infer.transcript import PAUSE_SECONDS
 from sbkit.serve.clients import Shares
 from sbkit.serve.errors import ApiError, busy, failed, invalid, too_late
@@ -37,7 +37,7 @@ from sbkit.serve.gate import REQUEST_ID
 from sbkit.serve.job import Job
 from sbkit.serve.limits import Limits
 from sbkit.serve.metrics import Metrics
-from sbkit.serve.registry import Registry, Served
+from sbkit.serve.registry import Registry, ServedModel
 from sbkit.serve.tail import Settled, Tail
 
 PROTOCOL = "sbkit.live"
@@ -117,7 +117,7 @@ async def _end(websocket: WebSocket, error: ApiError, code: int) -> None:
         await websocket.close(code, error.code or "")
 
 
-async def _start(websocket: WebSocket, registry: Registry) -> tuple[Served, int]:
+async def _start(websocket: WebSocket, registry: Registry) -> tuple[ServedModel, int]:
     """The first message."""
     first = await _receive(websocket, _START_SECONDS)
     if isinstance(first, bytes) or first.get("type") != "start":
@@ -168,7 +168,7 @@ def stretches(settled: Sequence[Word]) -> list[list[Word]]:
 class _Session:
     """One speaker. At most one look at the audio runs at a time; while it does, more comes in."""
 
-    def __init__(self, websocket: WebSocket, served: Served, rate: int, limits: Limits):
+    def __init__(self, websocket: WebSocket, served: ServedModel, rate: int, limits: Limits):
         self.served, self._websocket, self._limits = served, websocket, limits
         own = served.config.sample_rate
         self.tail = Tail(own, served.frame_samples, served.chunk_seconds)

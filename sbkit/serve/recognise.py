@@ -9,17 +9,17 @@ from concurrent.futures import Future
 import numpy as np
 
 from sbkit.decode.spans import Word
+from sbkit.infer.assembly import Assembly, transcript
 from sbkit.infer.chunks import Chunk, cut
-from sbkit.infer.heard import Heard, transcript
-from sbkit.infer.settling import Settling
+from sbkit.infer.stable_words import StableWords
 from sbkit.infer.transcript import Transcript
 from sbkit.serve.job import Job
-from sbkit.serve.registry import Served
+from sbkit.serve.registry import ServedModel
 
 _AHEAD = 4  # chunks of one recording that are asked for at once: long ones must not fill all batches
 
 
-def recognise(served: Served, blocks: Iterable[np.ndarray], job: Job,
+def recognise(served: ServedModel, blocks: Iterable[np.ndarray], job: Job,
               told: Callable[[str], None] | None = None) -> Transcript:
     """The transcript of a recording given as blocks [S].
 
@@ -28,7 +28,7 @@ def recognise(served: Served, blocks: Iterable[np.ndarray], job: Job,
     job : cancels it
     told : hears more of the text whenever there is more; all that it heard, joined, is the transcript's text
     """
-    heard, settling = Heard(), Settling(served.decoder, served.vocabulary)
+    heard, settling = Assembly(), StableWords(served.decoder, served.vocabulary)
     tell = None if told is None else _Telling(served, told)
     waiting: deque[tuple[int, Chunk, Future]] = deque()
 
@@ -57,7 +57,7 @@ def recognise(served: Served, blocks: Iterable[np.ndarray], job: Job,
 class _Telling:
     """Tells the text of settled words as they come."""
 
-    def __init__(self, served: Served, told: Callable[[str], None]):
+    def __init__(self, served: ServedModel, told: Callable[[str], None]):
         self._vocabulary, self._told = served.vocabulary, told
         self._count = 0
 

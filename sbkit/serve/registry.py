@@ -49,7 +49,7 @@ class Options:
     search: Mapping[str, Any] | None = None
 
 
-class Served:
+class ServedModel:
     """One bundle, loaded and warm."""
 
     def __init__(self, name: str, folder: Path, options: Options, told: Callable[[int], None] | None = None):
@@ -94,13 +94,13 @@ class Served:
 class Registry:
     """All of them."""
 
-    def __init__(self, served: Mapping[str, Served]):
+    def __init__(self, served: Mapping[str, ServedModel]):
         self._served = dict(served)
 
-    def __iter__(self) -> Iterator[Served]:
+    def __iter__(self) -> Iterator[ServedModel]:
         return iter(self._served.values())
 
-    def get(self, name: str) -> Served:
+    def get(self, name: str) -> ServedModel:
         """The one of that name."""
         try:
             return self._served[name]
@@ -115,10 +115,10 @@ class Registry:
 
 def load(bundles: Mapping[str, Path], options: Options, told: Callable[[str, int], None] | None = None) -> Registry:
     """Load all, or refuse with the first that is broken; ``told`` hears the size of each model's batches."""
-    loaded: dict[str, Served] = {}
+    loaded: dict[str, ServedModel] = {}
     try:
         for name, folder in bundles.items():
-            loaded[name] = Served(name, folder, options, None if told is None else
+            loaded[name] = ServedModel(name, folder, options, None if told is None else
                                   lambda rows, name=name: told(name, rows))
     except BaseException:
         Registry(loaded).close()

@@ -13,9 +13,9 @@ from sbkit.score.rates import ErrorRates
 from sbkit.tasks.hearing import Hearing
 from sbkit.tasks.learning_alarm import LearningAlarm
 from sbkit.tasks.learning_notice import Notice, Setup
-from sbkit.train import ranks, sharding
 from sbkit.train.averaging import average
 from sbkit.train.brain import Brain
+from sbkit.train.distributed import ranks, sharding
 from sbkit.train.step import Facts
 
 logger = logging.getLogger(__name__)

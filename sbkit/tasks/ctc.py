@@ -20,8 +20,8 @@ from sbkit.nn.guard import guard_indices
 from sbkit.nn.recognizer import Recognizer
 from sbkit.nn.taps import stack, tapped
 from sbkit.tasks.asr import ASR, Row, choices
+from sbkit.train.monitor.timing import section
 from sbkit.train.step import Loss
-from sbkit.train.timing import section
 
 
 class Scores(NamedTuple):

@@ -13,8 +13,8 @@ from speechbrain.utils import checkpoints as stock
 from speechbrain.utils.checkpoints import Checkpoint, hook_on_loading_state_dict_checkpoint
 
 from sbkit.errors import SbkitError
-from sbkit.train.checkpoint_files import damage
-from sbkit.train.checkpoint_state import differences, load_file
+from sbkit.train.checkpoint.files import damage
+from sbkit.train.checkpoint.state import differences, load_file
 
 logger = logging.getLogger(__name__)
 

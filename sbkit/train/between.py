@@ -14,8 +14,9 @@ from speechbrain.core import INTRA_EPOCH_CKPT_FLAG
 
 from sbkit.errors import SbkitError
 from sbkit.nn import guard
-from sbkit.train import culprit, ranks
-from sbkit.train.sharding import is_sharded
+from sbkit.train.diagnose import culprit
+from sbkit.train.distributed import ranks
+from sbkit.train.distributed.sharding import is_sharded
 from sbkit.train.signals import Stopped, StopSignals
 from sbkit.train.step import Facts
 

@@ -16,25 +16,26 @@ from speechbrain.core import Stage
 from speechbrain.utils.checkpoints import mark_as_loader, mark_as_saver, register_checkpoint_hooks
 from speechbrain.utils.run_opts import RunOptions
 
-from sbkit.cores import keep_to_usable_cores
 from sbkit.nn import attention_kernel
 from sbkit.nn.accelerate import accelerate, compile_kernels
-from sbkit.train import compiling, loaders, options, parallel, precision, ranks, rng, sharding
+from sbkit.system.cores import keep_to_usable_cores
+from sbkit.train import compiling, loaders, options, precision, rng
 from sbkit.train.between import FLAGS, Between
 from sbkit.train.checkpoint import Checkpointer
-from sbkit.train.culprit import Suspect
+from sbkit.train.diagnose.culprit import Suspect
+from sbkit.train.distributed import parallel, ranks, sharding
 from sbkit.train.epoch import train
 from sbkit.train.evaluation import evaluate, validate
 from sbkit.train.forward_state import ForwardState
-from sbkit.train.metrics import MetricsLog
-from sbkit.train.oom import Parts, told
+from sbkit.train.memory.oom import Parts, told
+from sbkit.train.monitor.metrics import MetricsLog
+from sbkit.train.monitor.progress import Progress
+from sbkit.train.monitor.tally import Mean
+from sbkit.train.monitor.timing import StepBudget, profiler
+from sbkit.train.monitor.utilisation import Utilisation
 from sbkit.train.optim import fused, skips_itself
-from sbkit.train.progress import Progress
 from sbkit.train.signals import StopSignals
 from sbkit.train.step import Facts, Loss, Step, as_loss
-from sbkit.train.tally import Mean
-from sbkit.train.timing import StepBudget, profiler
-from sbkit.train.utilisation import Utilisation
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class Brain(sb.core.Brain):
     log_interval : seconds between lines of ``metrics.jsonl`` (10)
     tensorboard : write the same numbers for TensorBoard (False)
     ema : a ``sbkit.train.averaging.EMA``: updated after each step, used in validation and test; decay 0: none
-    fsdp, activation_checkpointing : for models that do not fit on a device, see ``sbkit.train.sharding``
+    fsdp, activation_checkpointing : for models that do not fit on a device, see ``sbkit.train.distributed.sharding``
     share_validation : True shares ordinary datasets out over ranks in validation and test. Else every rank
         evaluates all of them, as in SpeechBrain, because recipes compute their metrics on each rank.
     """

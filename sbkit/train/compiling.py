@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from sbkit.errors import SbkitError
-from sbkit.train.sharding import blocks
+from sbkit.train.distributed.sharding import blocks
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import torch
 from sbkit.errors import SbkitError
 from sbkit.nn import attention_kernel
 from sbkit.recipe.speed import native_precision
-from sbkit.train import memory
+from sbkit.train.memory import host
 
 __all__ = ["described", "device_type", "native_precision", "resolve"]
 
@@ -81,8 +81,8 @@ def described(device: Any) -> str:
     """
     device = _parse(device)
     name, size = device.type, 0
-    if device.type == "cpu" and memory.can_bound():
-        size = memory.total()
+    if device.type == "cpu" and host.can_bound():
+        size = host.total()
     elif hasattr(getattr(torch, device.type, None), "get_device_properties"):
         found = getattr(torch, device.type).get_device_properties(device)
         name, size = found.name, found.total_memory

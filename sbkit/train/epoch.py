@@ -9,10 +9,11 @@ from typing import Any
 from speechbrain.core import Stage
 
 from sbkit.nn import guard
-from sbkit.train import loaders, parallel, ranks
-from sbkit.train.display import StageDisplay
-from sbkit.train.progress import Progress
-from sbkit.train.tally import Mean, one_number
+from sbkit.train import loaders
+from sbkit.train.distributed import parallel, ranks
+from sbkit.train.monitor.display import StageDisplay
+from sbkit.train.monitor.progress import Progress
+from sbkit.train.monitor.tally import Mean, one_number
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,11 @@ from speechbrain.core import Stage
 from torch import nn
 
 from sbkit.nn import guard
-from sbkit.train import loaders, memory, ranks
-from sbkit.train.display import StageDisplay
-from sbkit.train.tally import DeviceMean, one_number
+from sbkit.train import loaders
+from sbkit.train.distributed import ranks
+from sbkit.train.memory import host
+from sbkit.train.monitor.display import StageDisplay
+from sbkit.train.monitor.tally import DeviceMean, one_number
 
 
 @contextlib.contextmanager
@@ -42,7 +44,7 @@ def evaluate(brain: Any, loader: Any, stage: Stage, name: str, show: bool) -> fl
     for another rank, so shares may differ in size. A stop signal ends it early.
     """
     if brain.device_type == "cpu":
-        memory.trim()  # the loader may fork now
+        host.trim()  # the loader may fork now
     brain.step, average = 0, 0.0
     mean, share = DeviceMean(brain.device), loaders.is_share(loader)
     weights = contextlib.nullcontext() if brain._ema is None else brain._ema.swapped()

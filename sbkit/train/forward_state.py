@@ -9,7 +9,7 @@ import torch
 from speechbrain.utils.checkpoints import DEFAULT_SAVE_HOOKS, get_default_hook
 from torch import nn
 
-from sbkit.train.checkpoint_state import TENSORS
+from sbkit.train.checkpoint.state import TENSORS
 
 # A tensor with more numbers than this is copied at each step only once it was seen to change: most are tables.
 _SMALL = 1 << 16

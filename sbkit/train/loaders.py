@@ -20,7 +20,8 @@ from speechbrain.utils.checkpoints import mark_as_loader, mark_as_saver, registe
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler
 
 from sbkit.errors import SbkitError
-from sbkit.train import ranks, rng
+from sbkit.train import rng
+from sbkit.train.distributed import ranks
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from speechbrain.utils.checkpoints import mark_as_loader, mark_as_saver, register_checkpoint_hooks
 
-from sbkit.train import ranks
-from sbkit.train.checkpoint_files import write_state
-from sbkit.train.checkpoint_state import load_file
+from sbkit.train.checkpoint.files import write_state
+from sbkit.train.checkpoint.state import load_file
+from sbkit.train.distributed import ranks
 
 logger = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from typing import Any, ClassVar
 
 from sbkit.data.reader import quiet_worker
 from sbkit.errors import SbkitError
-from sbkit.train import launcher, ranks
+from sbkit.train.distributed import launcher, ranks
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from speechbrain.utils.logger import get_logger
 logging.getLogger("speechbrain.utils.train_logger").addFilter(lambda record: "torchvision" not in record.msg)
 from speechbrain.utils.train_logger import FileTrainLogger  # noqa: E402
 
-from sbkit.train.resumable import ResumableFile  # noqa: E402
+from sbkit.train.resumable_file import ResumableFile  # noqa: E402
 
 logger = get_logger(__name__)
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import chromium
 import pytest
-import runs
+import run_folders
 
 from sbkit.score.report import write_report
 
@@ -24,7 +24,7 @@ def browser(tmp_path_factory):
 def page(tmp_path_factory):
     """A page with everything on it, long words and hostile text too."""
     home = tmp_path_factory.mktemp("page")
-    heard = runs.told(80, wav=runs.sound(home / "sound.wav", 1.5))
+    heard = run_folders.told(80, wav=run_folders.sound(home / "sound.wav", 1.5))
     long = "Donaudampfschifffahrtselektrizitätenhauptbetriebswerkbauunterbeamtengesellschaft"
     hostile = f"{long} <script>window.hacked = 1</script>"
     heard[0] = dataclasses.replace(heard[0], reference=hostile, hypothesis=long * 2)
@@ -32,8 +32,8 @@ def page(tmp_path_factory):
     heard = [dataclasses.replace(one, speaker=one.speaker * 12, id=one.id * 9, duration=1.5 + i % 9)
              for i, one in enumerate(heard)]
     better = [dataclasses.replace(one, hypothesis=one.reference) if i % 3 else one for i, one in enumerate(heard)]
-    other = runs.run_that_tells(home / "other", better)
-    return write_report(runs.run_that_tells(home / "run", heard), against=other).as_uri()
+    other = run_folders.run_that_tells(home / "other", better)
+    return write_report(run_folders.run_that_tells(home / "run", heard), against=other).as_uri()
 
 
 SCREENS = {"desktop": {}, "desktop, dark": {"dark": True}, "phone": {"width": 390, "height": 844, "phone": True},

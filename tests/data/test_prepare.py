@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sounds import encoded, speechlike
 
-from sbkit.data.existing import existing
 from sbkit.data.manifest import Column
 from sbkit.data.prepare import REASONS, Limits, prepare_split, recording_keys
+from sbkit.data.presence import existing
 from sbkit.data.sources.base import Rows, blank, join_rows, unique_ids
 from sbkit.data.text import TextRules
 
@@ -169,7 +169,7 @@ def test_a_segment_without_a_duration_lasts_to_the_end(clips):
 
 @pytest.mark.parametrize("listing", [1, 2, 1000])
 def test_what_exists(clips, tmp_path, monkeypatch, listing):
-    monkeypatch.setattr("sbkit.data.existing._WORTH_LISTING", listing)
+    monkeypatch.setattr("sbkit.data.presence._WORTH_LISTING", listing)
     shard = tmp_path / "s.tar"
     shard.write_bytes(bytes(2000))
     wavs = Column([f"{clips}/good.wav", f"{clips}/gone.wav", "/nowhere/a.wav",

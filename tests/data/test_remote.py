@@ -21,8 +21,8 @@ from sbkit.data.reader import Reader, Request
 from sbkit.data.remote import Remote
 from sbkit.data.shards import write_shards
 from sbkit.errors import SbkitError
-from sbkit.score.report_audio import Clips
-from sbkit.score.utterances import Heard
+from sbkit.score.report.audio import Clips
+from sbkit.score.utterances import ScoredUtterance
 
 WAV = encoded(speechlike(0.5), 16000)
 MEMORY = Remote(("memory",))
@@ -175,7 +175,7 @@ def test_manifests_of_before_say_how_their_urls_are_allowed(tmp_path, local, ser
 
 
 def test_a_report_opens_no_urls_unless_told_to(server):
-    one = Heard("a", "a", "b", None, 0.5, f"{server.url}/a")
+    one = ScoredUtterance("a", "a", "b", None, 0.5, f"{server.url}/a")
     uri, why = Clips(1).get(one)
     assert uri is None and "--schemes http" in why and server.asked == []
     assert Clips(1, Remote(("http",))).get(one)[0].startswith("data:audio/mpeg")

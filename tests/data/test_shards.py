@@ -18,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sounds import encoded, real_data, speechlike
 
-from sbkit import disk
 from sbkit.cli import main
 from sbkit.data import shards, tar
 from sbkit.data.audio import read_audio, read_bytes
@@ -29,6 +28,7 @@ from sbkit.data.manifest import Manifest
 from sbkit.data.plan import Batching, Plan
 from sbkit.data.shards import write_shards
 from sbkit.errors import SbkitError
+from sbkit.system import disk
 
 
 @pytest.fixture(scope="module")

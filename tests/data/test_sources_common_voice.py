@@ -14,12 +14,12 @@ from corpora import NEW_COLUMNS, OLD_COLUMNS, SECONDS, archive, common_voice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sbkit import disk, processes
 from sbkit.data.corpus import Corpus
 from sbkit.data.sources import archive as archive_module
 from sbkit.data.sources import open_source
 from sbkit.data.sources.archive import is_unpacked
 from sbkit.errors import SbkitError
+from sbkit.system import disk, processes
 
 SENTENCES = ['He said "no', "a, b; c", "costs $word", "", "last one\u2028really"]
 

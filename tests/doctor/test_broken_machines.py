@@ -9,7 +9,7 @@ import time
 import pytest
 
 from sbkit.doctor import cards, finding, folders, machine, packages, probe
-from sbkit.doctor.finding import IN_THE_WAY, NOTE, OK, Asked, Finding, look
+from sbkit.doctor.finding import IN_THE_WAY, NOTE, OK, Finding, Scope, look
 
 SMI = """\
 | NVIDIA-SMI 550.54.14    Driver Version: 550.54.14    CUDA Version: 12.4     |
@@ -49,13 +49,13 @@ def installed(monkeypatch):
     """Let these packages be installed, and no others."""
     def there(**versions):
         found = {name.replace("_", "-"): version for name, version in versions.items()}
-        for module in (packages, sys.modules["sbkit.environment"]):
+        for module in (packages, sys.modules["sbkit.system.environment"]):
             monkeypatch.setattr(module, "version_of", found.get)
     return there
 
 
 def only(check, asked=None):
-    (found,) = look("it", check, asked or Asked())
+    (found,) = look("it", check, asked or Scope())
     return found
 
 
@@ -65,7 +65,7 @@ def only(check, asked=None):
 def test_a_mixed_pair_is_in_the_way_with_what_to_install(says, installed):
     installed(torch="2.13.0", torchaudio="2.11.0")
     says(torch=TORCH | {"version": "2.13.0"}, torchaudio={"error": "OSError: undefined symbol: _ZN3c10"})
-    pair, torch, audio = look("torch", packages.torch_pair, Asked())
+    pair, torch, audio = look("torch", packages.torch_pair, Scope())
     assert (pair.what, pair.verdict) == ("torch pair", IN_THE_WAY) and "torchaudio==2.13.*" in pair.mend
     assert torch.verdict == OK
     assert (audio.verdict, audio.found) == (IN_THE_WAY, "2.11.0 doesn't work: OSError: undefined symbol: _ZN3c10")
@@ -99,7 +99,7 @@ def test_a_package_that_is_missing_or_too_old_is_named_with_the_range(installed,
     installed(numpy="1.20", tqdm="4.70")
     wanted = ["numpy>=1.26", "tqdm>=4.66", "soxr>=0.5", 'onnx>=1.17; extra == "export"']
     monkeypatch.setattr(packages.metadata, "requires", lambda _: wanted)
-    numpy, soxr, rest = look("packages", packages.needed, Asked())
+    numpy, soxr, rest = look("packages", packages.needed, Scope())
     assert numpy == Finding("numpy", "1.20", IN_THE_WAY, "pip install 'numpy>=1.26'")
     assert soxr == Finding("soxr", "not installed", IN_THE_WAY, "pip install 'soxr>=0.5'")
     assert rest.found.endswith("1 of the 3 that it needs fit: tqdm 4.70")
@@ -108,7 +108,7 @@ def test_a_package_that_is_missing_or_too_old_is_named_with_the_range(installed,
 def test_without_a_compiler_triton_and_the_kernels_say_what_they_miss(says, monkeypatch):
     says(kernels={"why_not": "there is no C compiler"})
     monkeypatch.setattr(packages.shutil, "which", lambda name: None)
-    compiler, kernels, triton = look("compilers", packages.compilers, Asked())
+    compiler, kernels, triton = look("compilers", packages.compilers, Scope())
     assert [each.verdict for each in (compiler, kernels, triton)] == [NOTE] * 3
     assert compiler.mend == "apt install gcc" and "a C compiler" in triton.found
 
@@ -137,7 +137,7 @@ def test_a_driver_and_whether_torch_can_use_it(says, monkeypatch, torch, visible
 def test_cards_that_are_taken_or_too_new_or_far_from_each_other(says):
     taken, new = H100 | {"free": 9 << 30}, H100 | {"name": "NVIDIA B300", "capability": [11, 0]}
     says(cards={"cards": [H100, taken, new], "architectures": ["sm_80", "sm_90"], "without_peer_access": [[0, 2]]})
-    sound, busy, unknown, apart = look("cards", cards.cards, Asked())
+    sound, busy, unknown, apart = look("cards", cards.cards, Scope())
     assert sound == Finding("cuda:0", "NVIDIA H100, 79.0 of 80.0 GiB free, compute capability 9.0")
     assert busy.verdict == NOTE and "another process" in busy.mend
     assert unknown.verdict == IN_THE_WAY and "no code for it" in unknown.found
@@ -161,7 +161,7 @@ def test_attention_names_the_kernel_for_each_size_of_a_head(says):
 
 def test_clocks_that_are_held_down_say_by_what(monkeypatch):
     monkeypatch.setattr(cards, "_smi", lambda *words: PERFORMANCE)
-    hot, idle = look("clocks", cards.clocks, Asked())
+    hot, idle = look("clocks", cards.clocks, Scope())
     assert hot.verdict == NOTE
     assert hot.found == "held down now by heat; held down now by the board; was held down by its power limit for 9 min"
     assert (idle.verdict, idle.found) == (OK, "not held down")
@@ -206,18 +206,18 @@ def test_few_open_files_and_names_that_are_not_utf8(monkeypatch):
 
 def test_a_run_from_the_future_and_a_corpus_that_is_not_there(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("{}\n")
-    assert only(folders.time_stamps, Asked(run=tmp_path)).verdict == OK
+    assert only(folders.time_stamps, Scope(run=tmp_path)).verdict == OK
     os.utime(tmp_path / "metrics.jsonl", (time.time() + 7200,) * 2)
-    found = only(folders.time_stamps, Asked(run=tmp_path))
+    found = only(folders.time_stamps, Scope(run=tmp_path))
     assert found.verdict == NOTE and "120 min in the future" in found.found and "timedatectl" in found.mend
-    assert only(folders.data, Asked(data=tmp_path / "absent")).verdict == IN_THE_WAY
-    assert only(folders.data, Asked(data=tmp_path)).verdict == OK
+    assert only(folders.data, Scope(data=tmp_path / "absent")).verdict == IN_THE_WAY
+    assert only(folders.data, Scope(data=tmp_path)).verdict == OK
 
 
 def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
     monkeypatch.setattr(folders.os, "access", lambda *_: False)
-    assert only(folders.output, Asked(run=tmp_path)).verdict == IN_THE_WAY
-    assert {each.verdict for each in look("caches", folders.caches, Asked())} == {NOTE}
+    assert only(folders.output, Scope(run=tmp_path)).verdict == IN_THE_WAY
+    assert {each.verdict for each in look("caches", folders.caches, Scope())} == {NOTE}
 
 
 # ---------------------------------------------------------------- whatever else
@@ -228,10 +228,10 @@ def test_a_check_that_breaks_or_never_answers_is_a_line():
         yield Finding("one", "well")
         raise ZeroDivisionError("of all things\nand more")
 
-    one, rest = look("disk", broken, Asked())
+    one, rest = look("disk", broken, Scope())
     assert one.verdict == OK
     assert rest == Finding("disk", "can't be told: ZeroDivisionError: of all things", NOTE)
-    (late,) = look("disk", lambda asked: time.sleep(60), Asked(), patience=0.05)
+    (late,) = look("disk", lambda asked: time.sleep(60), Scope(), patience=0.05)
     assert late.found == "no answer within 0.05 s"
 
 

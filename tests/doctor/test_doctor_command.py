@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 from sbkit.cli import main
-from sbkit.doctor import command
+from sbkit.doctor import examination
 from sbkit.doctor.finding import IN_THE_WAY, NOTE, Finding
 
 BAD = [
@@ -33,7 +33,7 @@ def test_nothing_of_torch_is_imported_here():
 
 
 def test_what_is_in_the_way_ends_with_1_and_says_what_to_do(capsys, monkeypatch):
-    monkeypatch.setattr(command, "examine", lambda asked: BAD)
+    monkeypatch.setattr(examination, "examine", lambda asked: BAD)
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["doctor"]) == 1
     assert capsys.readouterr().out == """\
@@ -50,7 +50,7 @@ note        shared memory  /dev/shm: 0.06 of 0.06 GiB free
 
 
 def test_the_same_for_programs(capsys, monkeypatch):
-    monkeypatch.setattr(command, "examine", lambda asked: BAD)
+    monkeypatch.setattr(examination, "examine", lambda asked: BAD)
     assert main(["doctor", "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
     assert told["in_the_way"] == 1

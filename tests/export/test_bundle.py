@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import runs
+import run_folders
 import soundfile
 import torch
 
@@ -25,7 +25,7 @@ from sbkit.export import graph, layout, source
 from sbkit.export.bundle import Request, export
 from sbkit.export.layout import Config
 from sbkit.export.runners import RUNNERS
-from sbkit.tasks import restore
+from sbkit.runs import restore
 
 pytestmark = pytest.mark.slow  # each export takes some seconds
 
@@ -55,12 +55,12 @@ def traced_once():
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     home = tmp_path_factory.mktemp("export")
-    data = runs.corpus(home / "data", train=12, dev=3, test=5)
+    data = run_folders.corpus(home / "data", train=12, dev=3, test=5)
     for path in (data / "wavs").iterdir():  # as in speech, there is silence around and between
         signal, rate = soundfile.read(path)
         signal[:1500], signal[5000:7000], signal[-1500:] = 0.0, 0.0, 0.0
         soundfile.write(path, signal, rate)
-    folder = runs.run_with_model(home / "run", data)
+    folder = run_folders.run_with_model(home / "run", data)
     _sharpen(folder)
     return folder
 

@@ -360,7 +360,7 @@ def test_a_compiled_model_answers_many_threads(bundle):
 
 @pytest.mark.parametrize("threads, said, expected", [(None, None, 1), (None, "2", 2), (2, None, 2)])
 def test_a_containers_quota_is_kept_to_unless_somebody_says_otherwise(bundle, monkeypatch, threads, said, expected):
-    monkeypatch.setattr("sbkit.cores._quotas", lambda: [1.5])
+    monkeypatch.setattr("sbkit.system.cores._quotas", lambda: [1.5])
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1, 2, 3}, raising=False)
     monkeypatch.setattr("os.cpu_count", lambda: 4)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)

@@ -25,9 +25,9 @@ from speechbrain.utils.epoch_loop import EpochCounter
 from sbkit.data.loader import EvalLoader, TrainLoader
 from sbkit.data.manifest import Manifest
 from sbkit.data.plan import Batching, Plan
-from sbkit.train import ranks
 from sbkit.train.averaging import EMA
 from sbkit.train.brain import Brain
+from sbkit.train.distributed import ranks
 from sbkit.train.signals import Stopped
 from sbkit.train.step import Loss
 from sbkit.train.train_log import TrainLog

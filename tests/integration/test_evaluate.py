@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-import runs
+import run_folders
 from processes import results
 
 from sbkit.cli import main
@@ -12,14 +12,14 @@ from sbkit.data.corpus import Corpus
 from sbkit.data.manifest import Manifest
 from sbkit.decode import lm
 from sbkit.evaluate import Request, _prepare
+from sbkit.runs.restore import load_run
 from sbkit.score import utterances
-from sbkit.tasks.restore import load_run
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     home = tmp_path_factory.mktemp("evaluate")
-    runs.run_with_model(home / "run", runs.corpus(home / "data", train=24, dev=5, test=9))
+    run_folders.run_with_model(home / "run", run_folders.corpus(home / "data", train=24, dev=5, test=9))
     return home
 
 
@@ -50,7 +50,7 @@ def test_each_checkpoint_is_a_row_and_a_folder(run, capsys):
         assert (folder / "cer.txt").is_file() and "<html" in (folder / "report.html").read_text()
         heard = utterances.read(folder / "utterances.jsonl")
         assert [one.id for one in heard] == sorted(f"test{i}" for i in range(9))
-        assert all(one.meta["accent"] in runs.ACCENTS and one.wav.endswith(".wav") for one in heard)
+        assert all(one.meta["accent"] in run_folders.ACCENTS and one.wav.endswith(".wav") for one in heard)
 
 
 def test_the_rate_is_that_of_the_transcripts_it_wrote(run):
@@ -79,7 +79,7 @@ def test_two_evaluations_can_be_compared(run, capsys):
 
 
 def test_any_corpus_by_the_rules_of_the_run(run, home, capsys):
-    other = runs.corpus(home / "other", test=4, validated=6)
+    other = run_folders.corpus(home / "other", test=4, validated=6)
     lines = (other / "test.csv").read_text().splitlines()
     shouted = [lines[0], *(line[:line.index("speaker")] + line[line.index("speaker"):].upper() for line in lines[1:])]
     (other / "test.csv").write_text("\n".join(shouted) + "\n")
@@ -137,7 +137,7 @@ def test_a_recording_that_cannot_be_read_is_named_and_not_scored(run, home, caps
 
 
 def test_characters_that_the_model_cannot_write_are_counted(run, home, caplog):
-    other = runs.corpus(home / "strange", test=3)
+    other = run_folders.corpus(home / "strange", test=3)
     text = (other / "test.csv").read_text().splitlines()
     text[1] = text[1].rsplit(",", 2)[0] + ",ñandú,Scottish English"
     (other / "test.csv").write_text("\n".join(text) + "\n")
@@ -172,9 +172,9 @@ def test_characters_that_the_model_cannot_write_are_counted(run, home, caplog):
 def test_every_wrong_command_is_one_line(run, home, capsys, words, message):
     for name, columns in (("silent", "ID,duration,wav,spk_id,wrd"), ("textless", "ID,duration,wav,spk_id")):
         (home / name).mkdir(exist_ok=True)
-        wav = runs.sound(home / name / "a.wav")
+        wav = run_folders.sound(home / name / "a.wav")
         blank = "," if name == "silent" else ""
-        rows = [f"a{i},0.8,{wav if i == 0 else runs.sound(home / name / f'{i}.wav')},s{blank}" for i in range(3)]
+        rows = [f"a{i},0.8,{wav if i == 0 else run_folders.sound(home / name / f'{i}.wav')},s{blank}" for i in range(3)]
         (home / name / "test.csv").write_text("\n".join([columns, *rows]) + "\n")
     lm.build(["ÄÖÜ ß"], home / "other.arpa", order=2)
     (home / "cut.arpa").write_bytes((home / "other.arpa").read_bytes()[:-60])
@@ -232,7 +232,7 @@ def test_a_search_needs_no_language_model_and_tells_its_scores(run, tmp_path, ca
 
 
 def test_a_run_with_a_decoder_is_searched_jointly(home, capsys):
-    joint = runs.run_with_model(home / "joint", home / "data", (70.0,), ctc_weight=0.4)
+    joint = run_folders.run_with_model(home / "joint", home / "data", (70.0,), ctc_weight=0.4)
     assert evaluate(joint, "--joint", "--beam", 4, "--nbest", 2) == 0
     lines = nbest(joint, "test-best-joint-beam4-nbest2")
     assert len(lines) == 9 and all(len(line["hypotheses"]) == 2 for line in lines)
@@ -273,7 +273,7 @@ def test_two_devices_score_the_same_as_one(run):
 def test_a_step_that_was_not_finite_is_replayed_from_the_run_alone(run, capsys):
     from sbkit.data.loader import TrainLoader
     from sbkit.data.plan import Plan
-    from sbkit.train import culprit
+    from sbkit.train.diagnose import culprit
 
     hparams, brain = load_run(run, "cpu", precision="fp32")
     manifest = hparams["corpus"].load()["train"]

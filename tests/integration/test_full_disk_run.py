@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import runs
+import run_folders
 from disks import REFUSED, small_disk
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,14 +17,14 @@ ROOM = 800_000  # for one checkpoint of some 500 kB
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     made = tmp_path_factory.mktemp("full")
-    runs.corpus(made / "data", train=8, dev=2, test=2)
+    run_folders.corpus(made / "data", train=8, dev=2, test=2)
     return made
 
 
 def train(home, out, *more):
     """The exit code, and what went to stderr."""
-    keys = {**runs.TINY, "data_folder": home / "data", "output_folder": out, "number_of_epochs": 2, "precision": "fp32",
-            "device": "cpu"}
+    keys = {**run_folders.TINY, "data_folder": home / "data", "output_folder": out, "number_of_epochs": 2,
+            "precision": "fp32", "device": "cpu"}
     words = [str(word) for name, value in keys.items() for word in (f"--{name}", value)]
     words += ["--no-check", "--noprogressbar", *more]
     done = subprocess.run([sys.executable, ROOT / "train.py", ROOT / "hparams" / "ctc.yaml", *words],

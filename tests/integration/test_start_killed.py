@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
-import runs
+import run_folders
 from processes import program
 
 from sbkit import run
@@ -28,7 +28,7 @@ def start(folder, data, moment, signum, *words):
             return done
 
         setattr(owner, name, signalled)
-    sizes = [word for key, value in runs.TINY.items() for word in (f"--{key}", str(value))]
+    sizes = [word for key, value in run_folders.TINY.items() for word in (f"--{key}", str(value))]
     os._exit(main(["train", RECIPE, "--data_folder", data, "--output_folder", folder, *sizes, "--device", "cpu",
                    "--corpus.min_duration", "0.9", *words]))
 
@@ -41,8 +41,8 @@ def own(folder):
 
 @pytest.mark.slow
 def test_whatever_ends_a_start_in_its_preparation_the_run_keeps_its_recipe_and_corpus(tmp_path):
-    data = runs.corpus(tmp_path / "data", train=8, dev=2, test=2)
-    folder = runs.run_with_model(tmp_path / "run", data, rates=(50.0,))
+    data = run_folders.corpus(tmp_path / "data", train=8, dev=2, test=2)
+    folder = run_folders.run_with_model(tmp_path / "run", data, rates=(50.0,))
     before = own(folder)
     for moment in ("after the recipe", "after the manifests"):
         killed = program(start, str(folder), str(data), moment, str(int(signal.SIGKILL)), "--no-check")

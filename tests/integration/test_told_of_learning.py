@@ -10,8 +10,8 @@ import pytest
 
 from sbkit.doctor.gpu import corpus
 from sbkit.score.report import write_report
-from sbkit.score.report_data import read
-from sbkit.score.report_findings import findings
+from sbkit.score.report.data import read
+from sbkit.score.report.findings import findings
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = (

@@ -20,11 +20,11 @@ from speechbrain.nnet.normalization import BatchNorm2d
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from sbkit import cache
 from sbkit.nn import accelerate as accelerating
 from sbkit.nn.accelerate import accelerate, compile_kernels
 from sbkit.nn.fast import fused
 from sbkit.nn.native import library
+from sbkit.system import cache
 
 
 @pytest.fixture(scope="module")

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from runs import TINY
+from run_folders import TINY
 from torch.utils.flop_counter import FlopCounterMode
 
 from sbkit.nn.recognizer import Recognizer
 from sbkit.recipe import flops, load, shapes, speed
-from sbkit.train.utilisation import Utilisation
+from sbkit.train.monitor.utilisation import Utilisation
 
 RECIPE = Path(__file__).parents[2] / "hparams" / "ctc.yaml"
 SECONDS = 4.0

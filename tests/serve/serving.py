@@ -13,12 +13,13 @@ import numpy as np
 import soundfile
 import uvicorn
 
-from sbkit.serve import command, doors, registry
+from sbkit.serve import doors, registry
 from sbkit.serve.app import State, make
 from sbkit.serve.connection import Impatient
 from sbkit.serve.decoders import Decoders
 from sbkit.serve.gate import Keys
 from sbkit.serve.limits import Limits
+from sbkit.serve.server import _bound as bound
 
 
 class Serving:
@@ -70,7 +71,7 @@ def serving(folder, names=("level",), limits=None, keys=(), origins=(), loaded=T
         state.registry = registry.load(
             dict.fromkeys(names, folder), registry.Options(device="cpu", threads=1, **options),
             lambda name, rows: state.metrics.batches.observe(rows, model=name))
-    listening = command._bound("127.0.0.1", 0)
+    listening = bound("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(
         make(state, Keys(keys), tuple(origins), hosts), log_level="error", lifespan="on",
         http=functools.partial(Impatient, state.doors), timeout_graceful_shutdown=5,

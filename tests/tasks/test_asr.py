@@ -11,12 +11,12 @@ from speechbrain.core import Stage
 from sbkit.data.batch import Batch, stand_in
 from sbkit.errors import SbkitError
 from sbkit.nn.spec_augment import SpecAugment
-from sbkit.score.report_data import read
-from sbkit.score.report_findings import findings
+from sbkit.score.report.data import read
+from sbkit.score.report.findings import findings
 from sbkit.tasks.asr import ASR, Row, score
 from sbkit.train.averaging import EMA
 from sbkit.train.checkpoint import Checkpointer
-from sbkit.train.metrics import MetricsLog
+from sbkit.train.monitor.metrics import MetricsLog
 from sbkit.train.step import Facts
 from sbkit.train.train_log import TrainLog
 

@@ -73,11 +73,11 @@ def test_the_best_of_all_sequences_by_the_scores_of_training(task):
 
 
 def test_a_recipe_whose_decoder_is_not_trained_is_refused(tmp_path):
-    import runs
+    import run_folders
 
     from sbkit.recipe import load
 
     path = Path(__file__).parents[2] / "hparams" / "ctc.yaml"
-    recipe = load.load(path, {**runs.TINY, "output_folder": str(tmp_path)})
+    recipe = load.load(path, {**run_folders.TINY, "output_folder": str(tmp_path)})
     with pytest.raises(SbkitError, match=r"ctc_weight: 1\.0 trains no attention decoder"):
         CTC(recipe["modules"], None, {**recipe, "decoder": JointSearch()}, {"device": "cpu"})

@@ -20,7 +20,7 @@ from sbkit.errors import SbkitError
 from sbkit.train.averaging import EMA
 from sbkit.train.between import NotFinite
 from sbkit.train.checkpoint import Checkpointer
-from sbkit.train.replay import replay
+from sbkit.train.diagnose.replay import replay
 from sbkit.train.step import Loss, Step
 
 ADAMW = partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1)
@@ -311,7 +311,7 @@ def test_without_an_optimizer_gradients_can_be_looked_at():
 
 
 def test_parameters_the_loss_never_reaches_are_named_once(caplog):
-    caplog.set_level("WARNING", "sbkit.train.parallel")  # `sbkit tune` silences it in its process
+    caplog.set_level("WARNING", "sbkit.train.distributed.parallel")  # `sbkit tune` silences it in its process
     toy = brain()
     toy.fit(range(1, 3), ToyTrainLoader(2))
     said = [record.message for record in caplog.records if "does not reach" in record.message]

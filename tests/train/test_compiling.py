@@ -16,8 +16,8 @@ from sbkit.nn.accelerate import accelerate
 from sbkit.nn.fast.attention import rotary_table
 from sbkit.nn.native import library
 from sbkit.train import compiling
-from sbkit.train.ddp import Wrapped
-from sbkit.train.parallel import Shell
+from sbkit.train.distributed.ddp import Wrapped
+from sbkit.train.distributed.parallel import Shell
 
 COMPILE = torch.compile
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from host_syncs import HostSyncs
-from runs import TINY
+from run_folders import TINY
 from speechbrain.core import Stage
 
 from sbkit.data.batch import Batch

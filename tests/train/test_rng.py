@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from sbkit.train import ranks
 from sbkit.train.checkpoint import Checkpointer
+from sbkit.train.distributed import ranks
 from sbkit.train.rng import RngState, capture, part_ranks, restore, seed_all, seeded
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import TINY
+from run_folders import TINY
 from speechbrain.core import Stage
 from test_no_host_sync import RECIPE, batch_of
 from torch._subclasses.fake_tensor import DataDependentOutputException

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from sbkit.console import atomic_write
 from sbkit.errors import SbkitError
+from sbkit.system.console import atomic_write
 
 SPLITS = ("train", "dev", "test")
 SAMPLE_RATE = 16_000

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from sbkit.score.markup import Markup, tag
-from sbkit.score.report_charts import Scale, nice_ticks
+from sbkit.score.report.charts import Scale, nice_ticks
 from tools.learning.results import SYSTEMS
 from tools.learning.table import NAMES
 

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sbkit.console import atomic_write
 from sbkit.errors import SbkitError
+from sbkit.system.console import atomic_write
 
 SYSTEMS = ("sbkit", "stock", "nemo")
 #: Audio seconds a second on two cores in fp32, and seconds of a run that aren't training, before any was measured.

@@ -51,7 +51,7 @@ def transcripts(words) -> dict[str, str]:
 
 
 def versions() -> dict[str, str]:
-    from sbkit.environment import describe
+    from sbkit.system.environment import describe
 
     facts = describe()
     return {name: facts[name] for name in ("torch", "speechbrain")}

@@ -12,12 +12,12 @@ import zlib
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-from sbkit import disk, processes
-from sbkit.console import atomic_write, progress
 from sbkit.data.lock import locked
 from sbkit.data.sources.base import Rows, Source, stamp
 from sbkit.data.sources.common_voice import CommonVoice
 from sbkit.errors import SbkitError
+from sbkit.system import disk, processes
+from sbkit.system.console import atomic_write, progress
 
 logger = logging.getLogger(__name__)
 

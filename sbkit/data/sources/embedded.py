@@ -16,13 +16,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from sbkit import disk
-from sbkit.console import atomic_write, progress
 from sbkit.data import tar
 from sbkit.data.audio import AudioError, audio_info
 from sbkit.data.lock import locked
 from sbkit.data.manifest import Column
 from sbkit.data.sources.base import Rows, blank, unique_ids
+from sbkit.system import disk
+from sbkit.system.console import atomic_write, progress
 
 _SHARD_BYTES = 1 << 30
 _SHARD_ROWS = 50_000

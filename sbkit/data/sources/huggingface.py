@@ -17,11 +17,11 @@ from urllib.parse import parse_qs, urlsplit
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from sbkit.console import atomic_write
 from sbkit.data.sources.base import ALIASES, META_ALIASES, Rows, Source, no_column, pick, stamp
 from sbkit.data.sources.embedded import is_stored, store_rows
 from sbkit.data.sources.hub_errors import explained, reason
 from sbkit.errors import SbkitError
+from sbkit.system.console import atomic_write
 
 if TYPE_CHECKING:
     import datasets

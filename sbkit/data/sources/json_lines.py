@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sbkit.console import progress
 from sbkit.data.manifest import Column
 from sbkit.data.sources.base import ALIASES, META_ALIASES, Rows, no_column, unique_ids
 from sbkit.data.sources.files import FileSource
 from sbkit.errors import SbkitError
+from sbkit.system.console import progress
 
 _WORTH_A_BAR = 50e6  # bytes
 

@@ -139,8 +139,8 @@ def _steps(bench: Bench, rounding: float) -> float:
     import numpy as np
     import torch
 
-    from sbkit import trials
     from sbkit.recipe import arguments
+    from sbkit.train.memory import trials
 
     device = torch.device(bench.device)
     lengths = np.random.default_rng(1).uniform(1.0, bench.size(12.0, 2.0), bench.size(48, 3))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from sbkit.doctor.gpu.check import NOT_SHOWN, OK, REHEARSED, SHORT, Seen
-from sbkit.processes import free_port, torchrun_environment
+from sbkit.system.processes import free_port, torchrun_environment
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sbkit.tasks.ctc import CTC
-from sbkit.train import ranks
+from sbkit.train.distributed import ranks
 
 #: Of the environment: at which optimizer step rank 1 fails, at which everybody gets SIGTERM, where notes are left.
 FAIL_AT, STOP_AT, NOTES = "SBKIT_DOCTOR_FAIL_AT", "SBKIT_DOCTOR_STOP_AT", "SBKIT_DOCTOR_NOTES"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sbkit.doctor import command, probe
-from sbkit.doctor.finding import Asked
+from sbkit.doctor import examination, probe
+from sbkit.doctor.finding import Scope
 from sbkit.errors import SbkitError
 
 GIB = 2**30
@@ -37,4 +37,4 @@ class Machine:
 
 def lines() -> list[tuple[str, str]]:
     """Hardware and versions for the report: the doctor's table."""
-    return [(each.what, each.found) for each in command.examine(Asked())]
+    return [(each.what, each.found) for each in examination.examine(Scope())]

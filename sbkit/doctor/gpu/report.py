@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sbkit.console import atomic_write
 from sbkit.doctor.finding import without_names
 from sbkit.doctor.gpu.check import BAD, FAILED, Result, headline, passed
+from sbkit.system.console import atomic_write
 
 FORMAT = 1
 #: Lines of a failed check's log that the page shows.

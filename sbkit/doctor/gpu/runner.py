@@ -14,9 +14,9 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from sbkit import helper_process, processes
 from sbkit.doctor.gpu.bench import Bench
 from sbkit.doctor.gpu.check import Check, Ended, Result, Seen, complete
+from sbkit.system import helper_process, processes
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _POLL = 0.05

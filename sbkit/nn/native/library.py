@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from sbkit.cache import cache_folder
-from sbkit.console import atomic_write
+from sbkit.system.cache import cache_folder
+from sbkit.system.console import atomic_write
 
 SOURCES = [Path(__file__).with_name(name) for name in ("kernels.c", "rows.h", "frames.h")]
 #: Columns of a row that the kernels hold at most.

@@ -116,5 +116,5 @@ def test_what_checks_are_forked_from_never_asks_the_driver():
     """CUDA would work in none of the processes that are forked from one that has asked."""
     code = ("import torch, sys; asked = []; torch._C._cuda_getDeviceCount = lambda: asked.append(1) or 0\n"
             "torch._C._cuda_init = lambda: asked.append(1)\n"
-            "import sbkit.doctor.gpu.preloaded; assert 'speechbrain' in sys.modules; sys.exit(len(asked))")
+            "import sbkit.doctor.gpu.preload; assert 'speechbrain' in sys.modules; sys.exit(len(asked))")
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

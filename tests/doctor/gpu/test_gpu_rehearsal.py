@@ -15,7 +15,7 @@ import pytest
 import sbkit
 from sbkit.cli import main
 from sbkit.doctor import probe
-from sbkit.doctor.gpu import command, report, runner
+from sbkit.doctor.gpu import proof, report, runner
 from sbkit.doctor.gpu.catalogue import CHECKS
 from sbkit.doctor.gpu.check import NOT_RUN, OK, left_out
 
@@ -75,7 +75,7 @@ def test_words_that_make_no_sense_are_refused(words, told, capsys):
 @pytest.fixture
 def no_table(monkeypatch):
     """What stands in the machine's table is no matter here, and takes seconds to find."""
-    monkeypatch.setattr(command, "lines", lambda: [("torch", "2")])
+    monkeypatch.setattr(proof, "lines", lambda: [("torch", "2")])
 
 
 class _Ends:
@@ -93,7 +93,7 @@ def test_the_page_is_written_as_each_check_ends(tmp_path, monkeypatch, no_table)
     monkeypatch.setattr(runner, "Running", _Ends)
     monkeypatch.setattr(report, "write", lambda made, out: pages.append(made.results) or write(made, out))
     out = tmp_path / "report"
-    assert command.prove(command.Request(rehearse=True, out=out, only=["kernels", "tests"])) == 0
+    assert proof.prove(proof.Request(rehearse=True, out=out, only=["kernels", "tests"])) == 0
     verdicts = [sorted(each.verdict for each in page) for page in pages]
     assert verdicts == [sorted([OK, NOT_RUN]), [OK, OK], [OK, OK]]
     assert json.loads(out.with_suffix(".json").read_text())["ok"]
@@ -118,10 +118,10 @@ def test_a_signal_is_acted_on_wherever_it_comes_and_what_was_started_is_ended(tm
             ended.append(self.check.name)
 
     monkeypatch.setattr(runner, "Running", Runs)
-    monkeypatch.setattr(command, "usable_cores", lambda: 2)
+    monkeypatch.setattr(proof, "usable_cores", lambda: 2)
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as left:
-        command.prove(command.Request(rehearse=True, out=tmp_path / "report", only=["kernels", "tests", "pair"]))
+        proof.prove(proof.Request(rehearse=True, out=tmp_path / "report", only=["kernels", "tests", "pair"]))
     assert left.value.code == 128 + signal.SIGTERM and ended == ["kernels", "pair"]
     assert signal.getsignal(signal.SIGTERM) is before
 
@@ -129,7 +129,7 @@ def test_a_signal_is_acted_on_wherever_it_comes_and_what_was_started_is_ended(tm
 @pytest.mark.parametrize("signum, raised", [(signal.SIGTERM, SystemExit), (signal.SIGHUP, SystemExit),
                                             (signal.SIGINT, KeyboardInterrupt)])
 def test_a_signal_that_comes_last_is_not_lost(signum, raised):
-    with pytest.raises(raised) as left, command._Stop():
+    with pytest.raises(raised) as left, proof._Stop():
         signal.raise_signal(signum)
     assert getattr(left.value, "code", 128 + signal.SIGINT) == 128 + signum
 
@@ -137,7 +137,7 @@ def test_a_signal_that_comes_last_is_not_lost(signum, raised):
 def test_under_nohup_the_checks_outlive_the_terminal(monkeypatch):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with command._Stop():
+        with proof._Stop():
             signal.raise_signal(signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -147,8 +147,8 @@ def test_a_folder_that_cannot_be_removed_is_told_of_and_no_more(tmp_path, monkey
     monkeypatch.setattr(runner, "Running", _Ends)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(os, "rmdir", _refuses)
-    request = command.Request(rehearse=True, out=tmp_path / "report", only=["kernels", "tests"])
-    assert command.prove(request) == 0
+    request = proof.Request(rehearse=True, out=tmp_path / "report", only=["kernels", "tests"])
+    assert proof.prove(request) == 0
     (left,) = tmp_path.glob("sbkit-gpu-*")
     assert f"{left} could not be removed" in capsys.readouterr().err
 

@@ -1,0 +1,79 @@
+"""``sbkit doctor``: every check, as a table that fits a terminal or as JSON."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import textwrap
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from sbkit.doctor import cards, folders, machine, packages, probe
+from sbkit.doctor.finding import IN_THE_WAY, NOTE, Check, Finding, Scope, look
+
+#: In the order of the table; what a check is called where it fails.
+CHECKS: tuple[tuple[str, Check], ...] = (
+    ("Python", packages.python), ("packages", packages.needed), ("torch", packages.torch_pair),
+    ("NVIDIA driver", cards.driver), ("cards", cards.cards), ("attention", cards.attention),
+    ("CUDA libraries", cards.libraries), ("health of cards", cards.health), ("clock of cards", cards.clocks),
+    ("onnxruntime", packages.onnxruntime), ("compilers", packages.compilers), ("cores", machine.cores),
+    ("memory", machine.main_memory), ("shared memory", machine.shared_memory), ("open files", machine.open_files),
+    ("locale", machine.language), ("caches", folders.caches), ("data", folders.data), ("output", folders.output),
+    ("clock", folders.time_stamps),
+)
+_WIDEST = 120
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for."""
+
+    data: Path | None = None
+    run: Path | None = None
+    json: bool = False
+
+
+def doctor(request: Request) -> int:
+    """Look at everything and say it; 1 where something is in the way."""
+    found = examine(Scope(request.data, request.run))
+    print(as_json(found) if request.json else as_table(found, shutil.get_terminal_size().columns))
+    return 1 if any(each.verdict == IN_THE_WAY for each in found) else 0
+
+
+def examine(asked: Scope) -> list[Finding]:
+    """What all checks find; what torch and onnxruntime say of themselves is asked first, of both at once."""
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(probe.asked, probe.LIBRARIES))
+    return [finding for what, check in CHECKS for finding in look(what, check, asked)]
+
+
+def as_json(found: Sequence[Finding]) -> str:
+    """For programs."""
+    return json.dumps({"findings": [asdict(each) for each in found], "in_the_way": _count(found, IN_THE_WAY)}, indent=1,
+                      ensure_ascii=False)
+
+
+def as_table(found: Sequence[Finding], width: int = 80) -> str:
+    """Verdict, what and found in columns; what to do below what is not well."""
+    first = max(len(each.verdict) for each in found)
+    second = max(len(each.what) for each in found)
+    room = max(30, min(width, _WIDEST) - first - second - 4)
+    lines = []
+    for each in found:
+        texts = textwrap.wrap(each.found, room) or [""]
+        texts += textwrap.wrap(f"-> {each.mend}", room, subsequent_indent="   ") if each.mend else []
+        lines.append(f"{each.verdict:{first}}  {each.what:{second}}  {texts[0]}")
+        lines += [f"{'':{first + second + 4}}{text}" for text in texts[1:]]
+    return "\n".join([*lines, "", _summary(found)])
+
+
+def _summary(found: Sequence[Finding]) -> str:
+    stands, notes = _count(found, IN_THE_WAY), _count(found, NOTE)
+    return (f"{stands} in the way of sbkit" if stands else "nothing is in the way of sbkit") + (
+        f", {notes} note{'' if notes == 1 else 's'}" if notes else "")
+
+
+def _count(found: Sequence[Finding], verdict: str) -> int:
+    return sum(each.verdict == verdict for each in found)

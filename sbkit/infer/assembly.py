@@ -1,0 +1,73 @@
+"""What came out of the model for one recording so far: stretches that end in pauses, and their words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from sbkit.decode.spans import Word
+from sbkit.export.vocabulary import Vocabulary
+from sbkit.infer.chunks import Chunk
+from sbkit.infer.decoding import Decoder, Found
+from sbkit.infer.transcript import PAUSE_SECONDS, Transcript
+
+_LONGEST = 8  # chunks without a pause between them that are decoded as one
+
+
+@dataclass
+class Assembly:
+    """A recording whose chunks come in any order."""
+
+    parts: dict[int, tuple[np.ndarray, bool]] = field(default_factory=dict)
+    """By the number of the chunk: log-probabilities [T, V], and whether the next chunk continues them."""
+    stretches: list[Any] = field(default_factory=list)
+    """What the decoder keeps of the parts up to each pause."""
+    begun: int = 0
+    """Number of the first chunk that is in no stretch yet."""
+    samples: int = 0
+    frames: int = 0
+    """Of the stretches."""
+    expected: int | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of it is in stretches."""
+        return self.begun == self.expected
+
+    def add(self, number: int, chunk: Chunk, log_probs: np.ndarray, frame_samples: int, decoder: Decoder) -> None:
+        """Take what the model said of a chunk [T, V]; a stretch is closed where a pause ends it."""
+        stop = None if chunk.keep is None else chunk.skip + chunk.keep
+        # A copy: a view would keep the whole batch in memory.
+        self.parts[number] = log_probs[chunk.skip : stop].copy(), chunk.goes_on
+        self.samples += len(chunk.signal) - chunk.skip * frame_samples if stop is None else chunk.keep * frame_samples
+        self._close(decoder)
+
+    def _close(self, decoder: Decoder) -> None:
+        """Turn what is complete up to a pause into stretches; what goes on and on is parted somewhere."""
+        end = self.begun
+        while end in self.parts:
+            goes_on = self.parts[end][1]
+            end += 1
+            if not goes_on or end - self.begun >= _LONGEST:
+                parts = [self.parts.pop(i)[0] for i in range(self.begun, end)]
+                joined = np.concatenate(parts) if len(parts) > 1 else parts[0]
+                self.stretches.append(decoder.keep(joined))
+                self.frames += len(joined)
+                self.begun = end
+
+
+def words(found: Sequence[Found], vocabulary: Vocabulary) -> list[Word]:
+    """The words of a recording, from its tokens. No word goes on over a pause: a model that was trained on single
+    sentences has never heard one begin after another, and may not say so."""
+    frame = vocabulary.config.frame_seconds
+    return [word for part in found for word in vocabulary.words(part.spans, part.frame * frame, PAUSE_SECONDS)]
+
+
+def transcript(name: str, heard: Assembly, spoken: list[Word], vocabulary: Vocabulary) -> Transcript:
+    """Of a recording that is whole, with its words."""
+    config = vocabulary.config
+    return Transcript(name, vocabulary.text(spoken), spoken, heard.samples / config.sample_rate, config.language,
+                      config.word_separator is not None)

@@ -1,0 +1,70 @@
+"""The words of a recording as it is heard: settled once and for all, so that hours of it cost what their parts cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sbkit.decode.spans import Word
+from sbkit.export.vocabulary import Vocabulary
+from sbkit.infer.assembly import words
+from sbkit.infer.decoding import Decoder, Found
+from sbkit.infer.transcript import PAUSE_SECONDS
+
+
+class StableWords:
+    """Takes stretches in order. What is settled never changes, and all of it after :meth:`end` is what decoding all
+    stretches together says.
+
+    Where a word may go on over the end of a stretch, a word is settled once the next one has begun or a pause
+    followed it; only what comes after is decoded again.
+    """
+
+    def __init__(self, decoder: Decoder, vocabulary: Vocabulary):
+        self._decoder, self._vocabulary = decoder, vocabulary
+        self._open: list[Any] = []  # stretches whose words may change
+        self._first = 0  # frame of the recording that they begin at
+        self._frames = 0  # of them
+        self._enough = 0
+        self.words: list[Word] = []
+        """What is settled."""
+
+    def more(self, stretches: Sequence[Any]) -> None:
+        """After them, as the decoder keeps them."""
+        self._open += stretches
+        self._frames += sum(map(self._decoder.frames, stretches))
+        if not self._decoder.joins:
+            self.end()
+        elif self._frames > self._enough:
+            found = self._found()
+            self._settle(words(found, self._vocabulary), self._first + int(max(
+                (part.frame + part.spans.ends[-1] - self._first for part in found if len(part.spans)), default=0)))
+
+    def end(self) -> None:
+        """Nothing follows."""
+        if self._frames:
+            self.words += words(self._found(), self._vocabulary)
+            self._go_on_from(self._first + self._frames)
+
+    def _found(self) -> list[Found]:
+        """Of what is open."""
+        return [Found(self._first + part.frame, part.spans) for part in self._decoder.tokens([self._open])[0]]
+
+    def _settle(self, heard: list[Word], heard_until: int) -> None:
+        frame, end = self._vocabulary.config.frame_seconds, self._first + self._frames
+        if (end - heard_until) * frame >= PAUSE_SECONDS:
+            self.words += heard
+            self._go_on_from(end)
+            return
+        # A token may end one word and begin the next: no cut goes through it.
+        count = next((i for i in range(len(heard) - 1, 0, -1) if heard[i].start >= heard[i - 1].end), 0)
+        if count:
+            self.words += heard[:count]
+            self._go_on_from(round(heard[count].start / frame))
+        #: What is decoded again without anything settled doubles each time: a word without an end costs no more.
+        self._enough = 2 * self._frames
+
+    def _go_on_from(self, frame: int) -> None:
+        self._open = self._decoder.after(self._open, frame - self._first)
+        self._frames -= frame - self._first
+        self._first, self._enough = frame, 0

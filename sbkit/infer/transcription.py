@@ -1,0 +1,244 @@
+"""``sbkit transcribe``: recordings in, transcripts on the screen or in a folder; goes on where it was stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sbkit.errors import SbkitError
+from sbkit.export.layout import CONFIG
+from sbkit.infer.engine import AUTO, Engine
+from sbkit.infer.inputs import collect, search
+from sbkit.infer.pipeline import Done, Options, Pipeline
+from sbkit.infer.recordings import Recording
+from sbkit.infer.transcript import FORMATS, Transcript, check_formats
+from sbkit.system.console import atomic_write, progress
+
+#: In a folder of transcripts: what made them.
+MADE_BY = ".sbkit-transcribe.json"
+LEFT_OUT = 1  # exit code where recordings could not be read
+_SHOWN = 20  # errors and hypotheses on the screen
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be transcribed.
+
+    bundle : the folder that ``sbkit export`` made
+    files : files, folders, manifests, ``-``
+    output : the folder that transcripts go to; None for the screen
+    formats : of ``txt, json, srt, vtt, ctm``
+    overwrite : do again what is there
+    references : a manifest, or lines ``name<TAB>text``, to score against
+    schemes : kinds of URL that manifests may name
+    lm, lm_weight, word_score, beam : of a search with a language model
+    hot_words : phrases to expect, each with ``=BOOST`` behind it or not; ``@FILE`` has one in each line
+    """
+
+    bundle: Path
+    files: Sequence[str]
+    output: Path | None = None
+    formats: Sequence[str] = ("txt",)
+    model: str = AUTO
+    device: str = AUTO
+    threads: int | None = None
+    batch_seconds: float | None = None
+    chunk_seconds: float | None = None
+    readers: int = 2
+    overwrite: bool = False
+    references: str | None = None
+    schemes: Sequence[str] = ()
+    lm: str | None = None
+    lm_weight: float | None = None
+    word_score: float | None = None
+    beam: int | None = None
+    hot_words: Sequence[str] = ()
+
+    @property
+    def search(self) -> dict[str, Any] | None:
+        """Options of the search that is asked for; None where none is."""
+        return search(self.lm, self.lm_weight, self.word_score, self.beam, self.hot_words)
+
+
+def transcribe(request: Request) -> int:
+    """Do it; the exit code."""
+    formats = check_formats(request.formats)
+    recordings = collect(request.files, request.references, request.schemes)
+    if request.output is None and len(recordings) > 1 and set(formats) & {"srt", "vtt"}:
+        raise SbkitError("subtitles of several recordings need a place for their files", hint="add --output FOLDER")
+    if request.output is None and len(formats) > 1:
+        raise SbkitError("several formats need a place for their files", hint="add --output FOLDER")
+    if request.output is not None:
+        _refuse_meeting(request.output, recordings)
+    with Engine(request.bundle, request.model, request.device, request.threads) as engine:
+        print(engine.running, file=sys.stderr)
+        waiting = recordings
+        if request.output is not None:
+            _claim(request, engine.running.model)
+            waiting = [each for each in recordings if request.overwrite or not _there(request.output, each, formats)]
+            if len(waiting) < len(recordings):
+                print(f"{len(recordings) - len(waiting)} are done already", file=sys.stderr)
+        return _run(engine, waiting, request, formats)
+
+
+def _run(engine: Engine, recordings: list[Recording], request: Request, formats: list[str]) -> int:
+    rate = engine.config.sample_rate
+    lengths = [_seconds(each, rate) for each in recordings]
+    order = sorted(range(len(recordings)), key=lambda i: -lengths[i])
+    # What goes to the screen comes in the order it was named in, so it is held back until its turn.
+    screen = _Screen(formats[0], len(recordings)) if request.output is None else None
+    options = Options(request.batch_seconds, request.chunk_seconds, request.readers, request.search)
+    errors: list[Done] = []
+    heard: list[tuple[Recording, Transcript]] = []
+    passed, start = 0.0, time.perf_counter()
+    bar = progress(what="transcribing", total=round(sum(lengths)), unit="s", show=len(recordings) > 1)
+    with bar, contextlib.closing(Pipeline(engine, options).run([recordings[i] for i in order])) as results:
+        for done in results:
+            index = order[done.index]
+            recording = recordings[index]
+            if done.error is not None:
+                errors.append(done)
+            elif request.output is not None:
+                _write(request.output, recording, done.transcript, formats)
+            if screen is not None:
+                if sys.stdout.isatty():
+                    bar.clear()  # else the first line would stand behind it
+                screen.put(index, done.transcript)
+            if done.transcript is not None:
+                heard.append((recording, done.transcript))
+            passed += lengths[index]
+            bar.update(round(passed) - bar.n)
+    seconds = time.perf_counter() - start
+    _summary(len(recordings), sum(lengths), seconds, errors, request)
+    if any(recording.reference for recording, _ in heard):
+        _score(heard)
+    return LEFT_OUT if errors else 0
+
+
+def _seconds(recording: Recording, rate: int) -> float:
+    """By the header; what can't be read is reported when its turn comes."""
+    try:
+        return recording.seconds(rate)
+    except SbkitError:
+        return 0.0
+
+
+def _summary(count: int, audio: float, seconds: float, errors: list[Done], request: Request) -> None:
+    for done in errors[:_SHOWN]:
+        print(f"left out: {done.error}", file=sys.stderr)
+    if len(errors) > _SHOWN:
+        print(f"left out: {len(errors) - _SHOWN} more", file=sys.stderr)
+    if count:
+        factor = f" (real-time factor {seconds / audio:.4f})" if audio else ""
+        where = f" -> {request.output}" if request.output is not None else ""
+        print(f"{count - len(errors)} of {count} recordings, {audio:.1f} s of audio in {seconds:.1f} s{factor}{where}",
+              file=sys.stderr)
+
+
+def _score(heard: list[tuple[Recording, Transcript]]) -> None:
+    from sbkit.score.rates import ErrorRates
+    from sbkit.score.significance import interval
+
+    words, characters = ErrorRates("word"), ErrorRates("character")
+    rows = [(each.id, each.reference, transcript.text) for each, transcript in heard if each.reference]
+    lacking = [each.id for each, _ in heard if not each.reference]
+    if lacking:
+        print(f"not scored: {len(lacking)} recordings without a reference: {', '.join(lacking[:5])}"
+              f"{', ...' if len(lacking) > 5 else ''}", file=sys.stderr)
+    words.add(*zip(*rows, strict=True))
+    characters.add(*zip(*rows, strict=True))
+    low, high = interval(words)
+    print(f"WER {words.rate:.2f} % (95 % interval {low:.2f} to {high:.2f}), CER {characters.rate:.2f} %, "
+          f"{len(rows)} with a reference", file=sys.stderr)
+
+
+# ---------------------------------------------------------------------- the screen
+
+
+class _Screen:
+    """Prints transcripts in the order of the recordings."""
+
+    def __init__(self, name: str, count: int):
+        self.name, self.alone = name, count == 1
+        self.next, self.held = 0, {}
+
+    def put(self, index: int, transcript: Transcript | None) -> None:
+        """Take one; print all whose turn it is."""
+        self.held[index] = transcript
+        while self.next in self.held:
+            ready = self.held.pop(self.next)
+            self.next += 1
+            if ready is not None:
+                sys.stdout.write(self._text(ready))
+                sys.stdout.flush()
+
+    def _text(self, transcript: Transcript) -> str:
+        if self.name == "json" and not self.alone:  # a line each
+            return json.dumps(transcript.facts(), ensure_ascii=False) + "\n"
+        if self.name == "txt" and not self.alone:
+            return f"{transcript.id}\t{transcript.text}\n"
+        return FORMATS[self.name](transcript)
+
+
+# ---------------------------------------------------------------------- the folder
+
+
+def _path(output: Path, recording: Recording, name: str) -> Path:
+    """Below ``output``, whatever the id says."""
+    parts = [part for part in recording.id.replace("\\", "/").split("/") if part not in ("", ".", "..")]
+    return output.joinpath(*(parts or ["_"])).with_name(f"{parts[-1] if parts else '_'}.{name}")
+
+
+def _refuse_meeting(output: Path, recordings: Sequence[Recording]) -> None:
+    """Ids of a manifest may differ in what a path leaves out."""
+    first: dict[Path, Recording] = {}
+    for each in recordings:
+        other = first.setdefault(_path(output, each, "txt"), each)
+        if other is not each:
+            raise SbkitError(f"the transcripts of {other.id!r} and {each.id!r} would be one file",
+                             hint="change one of the ids")
+
+
+def _there(output: Path, recording: Recording, formats: list[str]) -> bool:
+    return all(_path(output, recording, name).exists() for name in formats)
+
+
+def _write(output: Path, recording: Recording, transcript: Transcript, formats: list[str]) -> None:
+    for name in formats:
+        path = _path(output, recording, name)
+        try:
+            with atomic_write(path) as file:
+                file.write(FORMATS[name](transcript))
+        except OSError as error:
+            raise SbkitError(f"cannot write {path}: {error.strerror}",
+                             hint="the same command goes on from here") from error
+
+
+def _claim(request: Request, model: str) -> None:
+    """Note what makes the transcripts of a folder; another model's are not mixed with them unasked."""
+    facts = {
+        "bundle": hashlib.sha256((request.bundle / CONFIG).read_bytes()).hexdigest(), "model": model,
+        "chunk_seconds": request.chunk_seconds, "search": request.search,
+    }
+    path = request.output / MADE_BY
+    try:
+        there = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        there = None
+    except (OSError, ValueError) as error:
+        raise SbkitError(f"{path} cannot be read: {error}") from error
+    if there not in (None, facts) and not request.overwrite:
+        raise SbkitError(f"{request.output} holds transcripts of another model or other options",
+                         hint="choose another folder, or do them again with --overwrite")
+    try:
+        with atomic_write(path) as file:
+            json.dump(facts, file, indent=1)
+    except OSError as error:
+        raise SbkitError(f"cannot write into {request.output}: {error.strerror}") from error

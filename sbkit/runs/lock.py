@@ -1,0 +1,224 @@
+"""One run at a time in an output folder: who holds it is written there, with what shows that the holder lives.
+
+``.held-1.json`` in the folder says host, process, command and time. The next one to hold it makes a file with the next
+number, which only one can; so two that find a dead holder at once don't both follow it. Whether a holder lives is told
+by the first of these that knows:
+
+- a lock of the kernel on the file, which ends with the process, also seen from other machines where NFS passes it on;
+- the holder's process, on the same machine;
+- the time of the file, which the holder renews every few seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import tempfile
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from sbkit.data.lock import Lock
+from sbkit.errors import SbkitError
+from sbkit.system import disk, processes
+from sbkit.system.environment import command
+from sbkit.train.distributed import ending, launcher, ranks
+
+logger = logging.getLogger(__name__)
+
+_NAME = ".held-{}.json"
+BEAT, DEAD_AFTER = 10.0, 120.0  # seconds between signs of life, and without one
+#: Seconds that a holder may take to go: any, and one of the same job, which its launcher has just ended.
+PATIENCE, PATIENCE_WITH_KIN = 5.0, 60.0
+_POLL_SECONDS = 0.2
+_LONGEST = 200  # characters of a command that are shown
+
+
+class RunLock:
+    """Within it, this process or the job that it is part of is the only one that writes into a run's folder.
+
+    Rank 0 holds it for all ranks. A folder that another run holds is an error; for a preparation it is waited.
+
+    folder : of the run
+    runs : whether it is a run that is to hold it, or a mere preparation
+    """
+
+    def __init__(self, folder: Path, runs: bool = True):
+        self.folder = folder
+        self._facts = {
+            "host": socket.gethostname(), "pid": os.getpid(), "born": processes.born(os.getpid()),
+            "machine": processes.machine(), "namespace": processes.namespace(), "job": processes.job(),
+            "runs": runs, "command": command(),
+        }
+        self._number = 0
+        self._lock: Lock | None = None
+        self._over = threading.Event()
+
+    def __enter__(self) -> RunLock:
+        ranks.run_on_main(self._take)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._lock is not None and self._lock.handle is not None:  # else another rank, or forked from this one
+            ending.finish_writing()
+            self._over.set()
+            self._thread.join()
+            with contextlib.suppress(OSError):
+                self._write(ended=time.time())
+            self._lock.close()
+
+    # ------------------------------------------------------------ taking it
+
+    def _take(self) -> None:
+        try:
+            with disk.told(self.folder):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                before = self._newest()
+                while not self._follow(before):
+                    before = self._newest()
+        except OSError as error:
+            raise SbkitError(f"cannot write into {self.folder}: {error.strerror}",
+                             hint="choose another place with --output_folder") from error
+        self._thread = threading.Thread(target=self._beat, name="run-lock", daemon=True)
+        self._thread.start()
+
+    def _newest(self) -> int:
+        """The number of the last one who held the folder, 0 where nobody did."""
+        numbers = (path.name.split("-")[1].removesuffix(".json") for path in self.folder.glob(_NAME.format("*")))
+        return max((int(number) for number in numbers if number.isdigit()), default=0)
+
+    def _path(self, number: int) -> Path:
+        return self.folder / _NAME.format(number)
+
+    def _follow(self, before: int) -> bool:
+        """Take the folder after its holder ``before`` has gone; False where another one was quicker."""
+        if before:
+            self._wait_for(self._path(before))
+        path = self._path(before + 1)
+        try:
+            lock = Lock(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        except FileExistsError:
+            return False
+        self._lock, self._number = lock, before + 1
+        try:
+            self._facts["locked"] = bool(lock.take(wait=True))  # others look at it for a moment only
+            self._write(since=time.strftime("%Y-%m-%d %H:%M:%S"))
+            alone = self._newest() == self._number  # else this one looked long ago, and others have held it since
+        except BaseException:
+            self._let_go()
+            raise
+        if not alone:
+            self._let_go()
+            return False
+        for number in range(self._number):
+            self._path(number).unlink(missing_ok=True)
+        return True
+
+    def _let_go(self) -> None:
+        self._path(self._number).unlink(missing_ok=True)
+        self._lock.close()
+        self._lock = None
+
+    def _write(self, **more: Any) -> None:
+        self._facts |= more
+        text = json.dumps(self._facts, indent=1).encode()
+        os.ftruncate(self._lock.handle, 0)
+        os.pwrite(self._lock.handle, text, 0)
+        os.fsync(self._lock.handle)
+
+    # ------------------------------------------------------------ another one holds it
+
+    def _wait_for(self, path: Path) -> None:
+        """Wait until the holder that wrote ``path`` has gone; a run that won't go is an error."""
+        began, told, holder = time.monotonic(), False, _Holder(path)
+        while holder.lives is not False:
+            waited = time.monotonic() - began
+            if holder.lives and holder.facts.get("runs", True) and waited > self._patience(holder):
+                raise SbkitError(f"{self.folder} is held by another run: {holder}",
+                                 hint="wait for it, end it, or choose another place with --output_folder")
+            if not told and waited > PATIENCE:
+                told = True
+                what = "is at work there, waiting for it" if holder.lives else "held it, waiting for a sign of life"
+                logger.warning("%s: %s %s", self.folder, holder, what)
+            time.sleep(_POLL_SECONDS)
+            holder.look()
+
+    def _patience(self, holder: _Holder) -> float:
+        kin = self._facts["job"] and holder.facts.get("job") == self._facts["job"]
+        return PATIENCE_WITH_KIN if kin else PATIENCE
+
+    # ------------------------------------------------------------ holding it
+
+    def _beat(self) -> None:
+        while not self._over.wait(BEAT):
+            with contextlib.suppress(OSError):  # the disk is away for a moment
+                if self._followed():
+                    launcher.leave(f"{self.folder} was taken over by another run, while this one gave no sign of life "
+                                   "for long: it ends here")
+                os.utime(self._lock.handle)
+
+    def _followed(self) -> bool:
+        """Whether another one holds the folder by now, this one or a new one of the same name."""
+        newest = self._newest()
+        return newest > self._number or (newest == self._number and not self._lock.is_at(self._path(newest)))
+
+
+class _Holder:
+    """Who holds a folder, by the file that it wrote.
+
+    lives : whether it does; None where only time can tell
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.facts: dict[str, Any] = {}
+        self.lives: bool | None = None
+        self._first: int | None = None
+        self.look()
+
+    def look(self) -> None:
+        """See how it is by now."""
+        try:
+            with Lock(self.path) as lock:
+                free = lock.take(shared=True)
+                self.facts = self._read()
+                self.lives = self._judge(free, os.fstat(lock.handle).st_mtime_ns)
+        except FileNotFoundError:  # another one holds the folder by now
+            self.lives = False
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            return dict(json.loads(self.path.read_text(encoding="utf-8")))
+        except ValueError:  # it has just begun
+            return {}
+
+    def _judge(self, free: bool | None, beat: int) -> bool | None:
+        if free is False:
+            return True
+        if "ended" in self.facts:
+            return False
+        if self.facts.get("machine") == processes.machine():
+            if self.facts["locked"] and free:
+                return False
+            if self.facts["namespace"] == processes.namespace():
+                return processes.born(self.facts["pid"]) == self.facts["born"]
+        if abs(self._now() - beat) > DEAD_AFTER * 1e9:
+            return False
+        self._first = self._first or beat
+        return True if beat != self._first else None
+
+    def _now(self) -> int:
+        """The time by the clock of the file system: machines may differ."""
+        with tempfile.TemporaryFile(dir=self.path.parent) as file:
+            return os.fstat(file.fileno()).st_mtime_ns
+
+    def __str__(self) -> str:
+        if not self.facts:
+            return "a process that has just begun"
+        shown = textwrap.shorten(self.facts["command"], _LONGEST, placeholder=" ...")
+        return f"process {self.facts['pid']} on {self.facts['host']} since {self.facts['since']} ({shown})"

@@ -1,0 +1,176 @@
+"""From a run's folder back to its recipe and its trained model: what scoring, exporting and replaying begin with."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from hyperpyyaml import load_hyperpyyaml
+from ruamel.yaml import YAML
+from speechbrain.utils.checkpoints import DEFAULT_SAVE_HOOKS, Checkpoint, get_default_hook
+from speechbrain.utils.run_opts import RunOptions
+
+from sbkit.errors import SbkitError
+from sbkit.recipe import load
+from sbkit.recipe.arguments import import_beside
+from sbkit.train.averaging import EMA, average
+from sbkit.train.brain import Brain
+from sbkit.train.checkpoint.state import TENSORS
+
+RECIPE = "hyperparams.yaml"  # as SpeechBrain names the resolved recipe in a run's folder
+BEST, LAST = "best", "last"
+METRIC = "WER"  # what the best checkpoint has least of
+
+
+def load_run(run: str | Path, device: str | torch.device | None = None, *, checkpoint: str = BEST, mean_of: int = 1,
+             settings: Mapping[str, Any] | None = None, **run_opts: Any) -> tuple[dict[str, Any], Brain]:
+    """The recipe's objects and the run's Brain, its modules in evaluation mode with trained weights.
+
+    >>> hparams, brain = load_run("results/ctc/en/1234", "cpu")  # doctest: +SKIP
+
+    Arguments
+    ---------
+    run : the ``output_folder`` of a training, wherever it has been moved since
+    device : as a run takes it; None for the accelerator of this machine, else the CPU
+    checkpoint, mean_of : see ``take_weights``
+    settings : top-level keys of the recipe that are to have another value, e.g. ``{"accelerate": False}``
+    run_opts : run options, e.g. ``precision="bf16"``
+    """
+    hparams = read_run(run)
+    hparams.update(settings or {})
+    brain = build(hparams, device, **run_opts)
+    take_weights(brain, checkpoint, mean_of)
+    return hparams, brain
+
+
+def read_run(run: str | Path) -> dict[str, Any]:
+    """The recipe of a run as objects, with the run's folder where it is now and the tokenizer loaded."""
+    run = Path(run)
+    path = run / RECIPE
+    if not path.is_file():
+        missing = "is no run: it has no " + RECIPE if run.is_dir() else "is not there"
+        raise SbkitError(f"{run} {missing}", hint="name the output_folder of a training")
+    tree = load.read_plain(path)
+    import_beside(_origin(path))
+    try:
+        hparams = load.flatten(load_hyperpyyaml(_moved(tree, _output_folder(tree, path), str(run))))
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [""])[0]
+        raise SbkitError(f"{path} cannot be loaded: {type(error).__name__}: {first}",
+                         hint="was it trained with code of your own? name its folder in PYTHONPATH") from error
+    load.require(hparams, path, "brain", "modules", "checkpointer")
+    tokenizer = hparams.get("tokenizer")
+    if hasattr(tokenizer, "load"):
+        tokenizer.load()
+    return hparams
+
+
+def _origin(path: Path) -> Path:
+    """The recipe that a run was started with, of which the head of the resolved one tells."""
+    line = path.read_text(encoding="utf-8").splitlines()[1:2]
+    return Path(line[0].removeprefix("#").strip()) if line else path
+
+
+def build(hparams: Mapping[str, Any], device: str | torch.device | None = None, **run_opts: Any) -> Brain:
+    """The run's Brain with its weights as they are drawn, to be filled by ``take_weights``."""
+    options = {"device": None if device is None else str(device), **run_opts}
+    options = {name: value for name, value in options.items() if value is not None}
+    brain = hparams["brain"](
+        modules=hparams["modules"], hparams=hparams, checkpointer=hparams["checkpointer"],
+        run_opts=RunOptions(**options, overridden_args=set(options)),
+    )
+    # No optimizer, no generators, no log files: what was trained is all that is taken from a checkpoint.
+    shelf = brain.checkpointer
+    shelf.recoverables = {name: obj for name, obj in shelf.recoverables.items() if isinstance(obj, _WEIGHTS)}
+    brain._ema = None  # its averages become the modules' own weights
+    brain.modules.eval()
+    return brain
+
+
+def take_weights(brain: Brain, checkpoint: str = BEST, mean_of: int = 1) -> list[Checkpoint]:
+    """Fill a Brain from its checkpoints; gives those that were used.
+
+    Arguments
+    ---------
+    checkpoint : ``best`` (by WER), ``last``, or the name of a checkpoint's folder or a part of it
+    mean_of : take the mean of the weights of this many of the best instead (of the newest, with ``last``)
+    """
+    shelf = brain.checkpointer
+    if not shelf.list_checkpoints():
+        raise SbkitError(f"{shelf.checkpoints_dir} holds no checkpoint", hint="has the run saved one yet?")
+    key = METRIC if checkpoint == BEST else None
+    if key and not any(key in ckpt.meta for ckpt in shelf.list_checkpoints()):
+        raise SbkitError(f"no checkpoint in {shelf.checkpoints_dir} was validated, so none is the best by {key}",
+                         hint=f"take the newest (--checkpoint {LAST})")
+    if mean_of != 1:
+        if checkpoint not in (BEST, LAST):
+            raise SbkitError(f"an average is of the best or the last checkpoints, not of {checkpoint}")
+        return _take_mean(shelf, mean_of, key)
+    if checkpoint in (BEST, LAST):
+        used = shelf.recover_if_possible(min_key=key)
+    else:
+        used = _named(shelf, checkpoint)
+        shelf.load_checkpoint(used)
+    for obj in shelf.recoverables.values():
+        if isinstance(obj, EMA):
+            obj.module.load_state_dict(obj.state_dict()["weights"])
+    return [used]
+
+
+def _take_mean(shelf: Any, count: int, key: str | None) -> list[Checkpoint]:
+    """The mean of all weights; a normaliser's statistics and the like are the best checkpoint's."""
+    weights = {name: obj for name, obj in shelf.recoverables.items() if isinstance(obj, EMA) or (
+        name not in shelf.custom_load_hooks and get_default_hook(obj, DEFAULT_SAVE_HOOKS) in TENSORS)}
+    means = {name: average(shelf, name, count, min_key=key) for name in weights}
+    used = next(iter(means.values()))[1]
+    if len(weights) < len(shelf.recoverables):
+        shelf.load_checkpoint(used[0])
+    for name, obj in sorted(weights.items(), key=lambda item: isinstance(item[1], EMA)):
+        (obj.module if isinstance(obj, EMA) else obj).load_state_dict(means[name][0])
+    return used
+
+
+def _named(shelf: Any, name: str) -> Checkpoint:
+    """The checkpoint whose folder is called so, or has it in its name."""
+    there = {Path(ckpt.path).name: ckpt for ckpt in shelf.list_checkpoints()}
+    wanted = Path(name).name
+    found = [wanted] if wanted in there else [each for each in there if wanted in each]
+    if len(found) == 1:
+        return there[found[0]]
+    problem = f"{len(found)} checkpoints have {name!r} in their name" if found else f"there is no checkpoint {name!r}"
+    raise SbkitError(f"{problem} in {shelf.checkpoints_dir}",
+                     hint=f"there are {', '.join(sorted(there))}, and the words {BEST} and {LAST}")
+
+
+_WEIGHTS = (torch.nn.Module, EMA)
+
+
+def _output_folder(tree: Mapping[str, Any], path: Path) -> str:
+    while "output_folder" not in tree:
+        tree = tree.get(load.BASE)
+        if not isinstance(tree, Mapping):
+            raise SbkitError(f"{path} lacks output_folder", hint="is it the recipe that a run wrote down?")
+    return str(tree["output_folder"])
+
+
+def _moved(tree: Any, old: str, new: str) -> io.StringIO:
+    """The recipe with each path below the folder it was written for put below the one it is in now."""
+    old, new = old.rstrip("/"), new.rstrip("/")
+    seen: set[int] = set()
+
+    def move(value: Any) -> Any:
+        if isinstance(value, str):
+            return type(value)(new + value[len(old):]) if f"{value}/".startswith(f"{old}/") else value
+        if isinstance(value, (dict, list)) and id(value) not in seen:
+            seen.add(id(value))  # an alias is the same object again
+            for place, inner in list(value.items() if isinstance(value, dict) else enumerate(value)):
+                value[place] = move(inner)
+        return value
+
+    text = io.StringIO()
+    YAML().dump(move(tree), text)
+    text.seek(0)
+    return text

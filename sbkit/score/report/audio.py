@@ -1,0 +1,52 @@
+"""Recordings small enough to be part of a page: mono MP3, which every browser plays, up to a given size in all."""
+
+from __future__ import annotations
+
+import base64
+import io
+
+import soundfile
+
+from sbkit.data.audio import AudioError, read_audio
+from sbkit.data.remote import NOWHERE, Remote
+from sbkit.score.utterances import ScoredUtterance
+
+_RATE = 16_000
+_COMPRESSION = 0.8  # variable bit rate, some 37 kbit/s for speech at 16 kHz
+_LONGEST = 120.0  # seconds of one recording
+
+
+class Clips:
+    """Gives data URIs until ``megabytes`` of page are used up; what can't be had is said instead."""
+
+    def __init__(self, megabytes: float, remote: Remote = NOWHERE):
+        self.remote = remote
+        self.left = int(megabytes * 1e6)
+        self.megabytes = megabytes
+        self._known: dict[str, tuple[str | None, str | None]] = {}
+
+    def get(self, one: ScoredUtterance) -> tuple[str | None, str | None]:
+        """(a data URI, None), or (None, why there is none)."""
+        if one.id not in self._known:
+            self._known[one.id] = self._make(one)
+        return self._known[one.id]
+
+    def _make(self, one: ScoredUtterance) -> tuple[str | None, str | None]:
+        if self.left <= 0:
+            return None, f"not embedded: the page's {self.megabytes:g} MB for recordings are used up"
+        try:
+            signal = read_audio(one.wav, start=one.start, duration=min(one.duration, _LONGEST), sample_rate=_RATE,
+                                remote=self.remote)
+            encoded = io.BytesIO()
+            soundfile.write(encoded, signal, _RATE, format="MP3", subtype="MPEG_LAYER_III",
+                            bitrate_mode="VARIABLE", compression_level=_COMPRESSION)
+        except AudioError as error:
+            return None, f"the recording can't be read: {error.cause}"
+        except soundfile.LibsndfileError as error:  # some are built without MP3
+            return None, f"not embedded: {error}"
+        uri = "data:audio/mpeg;base64," + base64.b64encode(encoded.getvalue()).decode()
+        if len(uri) > self.left:
+            self.left = 0
+            return self._make(one)
+        self.left -= len(uri)
+        return uri, None

@@ -1,0 +1,74 @@
+"""Utterances on the page: reference above hypothesis, word for word, with a player and what is known of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sbkit.score.edits import DELETION, EQUAL, INSERTION, SUBSTITUTION, Tokens
+from sbkit.score.markup import Markup, tag, text
+from sbkit.score.rates import aligned
+from sbkit.score.report.audio import Clips
+from sbkit.score.report.data import Results, percent
+
+_CLASSES = {EQUAL: "eq", INSERTION: "ins", DELETION: "del", SUBSTITUTION: "sub"}
+_NOTHING = "·"  # stands where an alignment has no word
+
+
+class Cards:
+    """Makes a card for an utterance of ``results``; each recording is embedded once, however often it is shown."""
+
+    def __init__(self, results: Results, clips: Clips):
+        self.results, self.clips = results, clips
+        self._embedded: set[str] = set()
+
+    def card(self, index: int, *remarks: str, other: tuple[Tokens, str, str] | None = None) -> Markup:
+        """Arguments: the utterance's number, things to say of it, and another run's (words, alignment, name)."""
+        results, one = self.results, self.results.heard[index]
+        reference, heard = results.words.references[index], results.words.hypotheses[index]
+        here = diff(reference, heard, results.ways[index])
+        if other is not None:
+            here = text(tag("p", other[2], class_="side"), diff(reference, other[0], other[1]),
+                        tag("p", "this run", class_="side"), here)
+        edits, length = int(results.edits[index]), int(results.lengths[index])
+        facts = [f"{edits} error{'' if edits == 1 else 's'} in {length} words", f"{one.duration:.1f} s"]
+        if one.confidence is not None:
+            facts.append(f"confidence {percent(one.confidence)}")
+        facts += [value.replace("_", " ") for name, value in one.meta.items() if name in ("accent", "age", "gender")]
+        if one.speaker:
+            facts.append(f"speaker {short(one.speaker)}")
+        below = tag("p", " · ".join(facts), " ", tag("span", one.id, class_="id"), class_="facts")
+        return tag("article", here, self._player(index), *(tag("p", remark, class_="remark") for remark in remarks),
+                   below, class_="utterance")
+
+    def _player(self, index: int) -> Markup:
+        one = self.results.heard[index]
+        uri, why_not = self.clips.get(one)
+        if uri is None:
+            return tag("p", why_not, class_="remark")
+        if one.id in self._embedded:  # the page's script takes it from the player that has it
+            return tag("audio", controls=True, preload="none", data_same=one.id)
+        self._embedded.add(one.id)
+        return tag("audio", controls=True, preload="metadata", src=uri, data_clip=one.id)
+
+
+def diff(reference: Tokens, heard: Tokens, way: str) -> Markup:
+    """Both texts as pairs of words, the reference's above."""
+    pairs = [tag("span", tag("span", said or _NOTHING), " ", tag("span", word or _NOTHING), class_=_CLASSES[step])
+             for step, said, word in aligned(reference, heard, way)]
+    return tag("p", [text(pair, " ") for pair in pairs], class_="diff", dir="auto")
+
+
+def short(name: str, most: int = 12) -> str:
+    """A long name (a hash, say) by its beginning."""
+    return name if len(name) <= most else name[:8] + "…"
+
+
+def most_wrong(results: Results, count: int, without: Sequence[int] = ()) -> list[int]:
+    """The utterances with the most errors beyond what their length would bring.
+
+    By their rate alone, utterances of one word would come first.
+    """
+    excess = results.edits - results.lengths * (results.edits.sum() / results.lengths.sum())
+    order = (-excess).argsort(kind="stable")
+    out = set(without)
+    return [int(i) for i in order if i not in out and results.edits[i] > 0][:count]

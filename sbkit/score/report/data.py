@@ -1,0 +1,181 @@
+"""What a run's folder tells of it: curves, test results, prepared data, command and recipe."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sbkit.errors import SbkitError
+from sbkit.score import utterances
+from sbkit.score.rates import ErrorRates
+from sbkit.score.utterances import ScoredUtterance
+
+RECIPE, METRICS, HEARD = "hyperparams.yaml", "metrics.jsonl", "test_utterances.jsonl"
+PREPARED = "manifests/prepare_report.json"
+RESULT, EVALUATED = "result.json", "utterances.jsonl"  # of sbkit evaluate
+
+
+@dataclass(eq=False)
+class Results:
+    """Scored utterances, and their error rates in the same order. Those without a reference are not among them."""
+
+    heard: list[ScoredUtterance]
+    words: ErrorRates = field(init=False)
+    characters: ErrorRates = field(init=False)
+
+    def __post_init__(self):
+        self.heard = [one for one in self.heard if one.reference.split()]
+        self.words, self.characters = ErrorRates("word"), ErrorRates("character")
+        for rates in (self.words, self.characters):
+            rates.add([one.id for one in self.heard], [one.reference for one in self.heard],
+                      [one.hypothesis for one in self.heard])
+
+    def __len__(self) -> int:
+        return len(self.heard)
+
+    @property
+    def hours(self) -> float:
+        return sum(one.duration for one in self.heard) / 3600
+
+    @cached_property
+    def edits(self) -> np.ndarray:
+        """Words that are wrong in each utterance, [N] int64."""
+        return self.words.edits
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """Words of each reference, [N] int64."""
+        return self.words.lengths
+
+    @cached_property
+    def totals(self) -> tuple[int, int]:
+        """Wrong words and words of all utterances together."""
+        return int(self.edits.sum()), int(self.lengths.sum())
+
+    @cached_property
+    def ways(self) -> list[str]:
+        """Each utterance's alignment (see ``edits.align``)."""
+        return self.words.alignments()
+
+    @cached_property
+    def character_rates(self) -> np.ndarray:
+        """Of each utterance, 0 to 1 and beyond, [N]."""
+        return self.characters.edits / self.characters.lengths
+
+
+@dataclass
+class RunData:
+    """One run as its files tell it; what is not there yet is empty."""
+
+    folder: Path
+    steps: list[dict[str, Any]]  # lines within epochs
+    epochs: list[dict[str, Any]]  # one per epoch, training and validation together
+    starts: list[dict[str, Any]]  # one each time the run was started
+    results: Results | None
+    prepared: dict[str, Any] | None
+    recipe: str
+    scored: dict[str, Any] = field(default_factory=dict)  # how an evaluation was made
+    tested: dict[str, Any] = field(default_factory=dict)  # the last line about the test set
+    warnings: list[dict[str, Any]] = field(default_factory=list)  # what training was told of and holds still
+
+    @property
+    def unread(self) -> int:
+        """Test utterances that could not be read, so that the results are without them."""
+        return len(self.scored["damaged"]) if "damaged" in self.scored else self.tested.get("test_unread", 0)
+
+    @property
+    def name(self) -> str:
+        """The last parts of its folder's path, which tell runs apart."""
+        return "/".join(self.folder.resolve().parts[-3:]).lstrip("/")
+
+
+def percent(share: float, digits: int = 0) -> str:
+    """A share as a person reads it, kept on one line.
+
+    >>> percent(0.1234, 1)
+    '12.3\\xa0%'
+    """
+    return rate(100 * share, digits)
+
+
+def rate(value: float, digits: int = 2) -> str:
+    """The same for what is in per cent already."""
+    return f"{value:.{digits}f}\N{NO-BREAK SPACE}%"
+
+
+def read(run: str | Path, heard: str | Path | None = None) -> RunData:
+    """Read a run's folder; ``heard`` is where its test utterances are, if not in the usual place.
+
+    The folder of an evaluation will do as well: the run it is of, with what was scored there.
+    """
+    folder = Path(run)
+    if (folder / RESULT).is_file():
+        return replace(read(_run_of(folder), folder / EVALUATED), folder=folder, scored=_json(folder / RESULT))
+    if not (folder / METRICS).is_file() and not (folder / RECIPE).is_file():
+        missing = f"is no run: it has no {METRICS} and no {RECIPE}" if folder.is_dir() else "is not there"
+        raise SbkitError(f"{folder} {missing}", hint="name the output_folder of a training")
+    lines = _metrics(folder / METRICS)
+    heard = Path(heard) if heard is not None else folder / HEARD
+    rows = utterances.read(heard) if heard.is_file() else []
+    return RunData(
+        folder=folder, steps=[line for line in lines if line["kind"] == "step"], epochs=_epochs(lines),
+        starts=[line for line in lines if line["kind"] == "run"],
+        results=Results(rows) if any(row.reference.split() for row in rows) else None,
+        prepared=_json(folder / PREPARED), recipe=_text(folder / RECIPE),
+        tested=next((line for line in reversed(lines) if line["kind"] == "test"), {}), warnings=_warnings(lines),
+    )
+
+
+def _run_of(evaluation: Path) -> Path:
+    """The run that an evaluation is of, which may have been moved with it."""
+    around = evaluation.resolve().parents[1]
+    return around if (around / RECIPE).is_file() else Path((_json(evaluation / RESULT) or {}).get("run", around))
+
+
+def _metrics(path: Path) -> list[dict[str, Any]]:
+    found = []
+    lines = _text(path).split("\n")
+    for number, line in enumerate(lines, 1):
+        try:
+            value = json.loads(line) if line.strip() else None
+        except ValueError as error:
+            if number == len(lines):  # a run that was killed, or writes just now
+                continue
+            raise SbkitError(f"{path}, line {number}: {error}", hint="remove that line") from None
+        if isinstance(value, dict) and "kind" in value:
+            found.append(value)
+    return found
+
+
+def _epochs(lines: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Lines of one epoch in one: the training part comes first, then what validation found."""
+    found: dict[int, dict[str, Any]] = {}
+    for line in lines:
+        if line["kind"] == "epoch" and isinstance(line.get("epoch"), int):
+            found.setdefault(line["epoch"], {}).update(line)
+    return [found[epoch] for epoch in sorted(found)]
+
+
+def _warnings(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each kind the last, unless it says that it has passed."""
+    last = {line.get("what"): line for line in lines if line["kind"] == "warning"}
+    return [line for line in last.values() if line.get("holds")]
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise SbkitError(f"{path} is damaged: {error}") from None
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""

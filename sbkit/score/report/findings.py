@@ -1,0 +1,169 @@
+"""What stands out in a run, as sentences: where errors gather, what training lacked, what the data lost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from sbkit.score.report.data import Results, RunData, percent, rate
+from sbkit.score.report.groups import Group, breakdown
+
+MOST = 7
+_WORSE = 1.15  # times the rate of all others, from which a group is worth a sentence
+_WORTH = 0.03  # of all errors, from which anything is
+_WAITING = 0.1  # of a step spent waiting for data
+_LEFT_OUT = 0.02  # of the rows
+
+
+class Finding(NamedTuple):
+    """``weight`` is about what share of the errors (or of the time) it is about; ``place`` is the section to see."""
+
+    weight: float
+    headline: str
+    detail: str
+    place: str
+
+
+def findings(run: RunData, suspects: Sequence[object] = ()) -> list[Finding]:
+    """The most important first."""
+    found = [*_warnings(run), *_training(run), *_data(run)]
+    if run.results is not None and run.results.edits.sum():
+        found += [*_labels(run.results, suspects), *_groups(run.results), *_kinds(run.results), *_words(run.results)]
+    return sorted(found, key=lambda finding: -finding.weight)[:MOST]
+
+
+def _warnings(run: RunData) -> Iterator[Finding]:
+    """Training's own come before all else: what it didn't learn explains the rest."""
+    for line in run.warnings:
+        advice = "; ".join(line.get("advice") or ())
+        when = "" if line.get("at_end") else f"Told at step {line.get('step', 0):,}. "
+        yield Finding(math.inf, line["headline"], f"{when}{line['detail']}"
+                      + (f" What to try, the likeliest first: {advice}." if advice else ""), "curves")
+
+
+def _labels(results: Results, suspects: Sequence[object]) -> Iterator[Finding]:
+    if suspects:
+        count = len(suspects)
+        errors = sum(int(results.edits[suspect.index]) for suspect in suspects) / int(results.edits.sum())
+        yield Finding(
+            1 + errors, f"{count} transcript{'s' if count > 1 else ''} may be wrong",
+            f"The model is sure of something else there: {percent(errors)} of all errors. Listen first.", "labels")
+
+
+def _groups(results: Results) -> Iterator[Finding]:
+    found = breakdown(results)
+    total = results.totals[0]
+    for kind, groups in {"duration": found.durations, **found.values}.items():
+        worst = max((group for group in groups if _stands_out(group, total)), key=lambda g: _excess(g), default=None)
+        if worst is not None:
+            share, words = worst.edits / total, worst.words / results.totals[1]
+            label = worst.label if kind == "duration" else f"{kind} “{worst.label}”"
+            yield Finding(
+                _excess(worst) / total,
+                f"{label[0].upper()}{label[1:]}: {rate(worst.rate, 1)} of the words are wrong",
+                f"Elsewhere {rate(worst.rest, 1)}. These are {percent(words)} of the words and {percent(share)} of the "
+                "errors.", "where")
+    yield from _speakers(found.speakers, results.totals)
+
+
+def _stands_out(group: Group, total: int) -> bool:
+    return (group.low is not None and group.rest is not None and group.low > group.rest * _WORSE
+            and _excess(group) >= _WORTH * total)
+
+
+def _excess(group: Group) -> float:
+    """Errors beyond those it would have at the others' rate."""
+    return group.edits - (group.rest or 0) / 100 * group.words
+
+
+def _speakers(speakers: Sequence[Group], totals: tuple[int, int]) -> Iterator[Finding]:
+    if len(speakers) < 20:
+        return
+    worst = speakers[:max(1, len(speakers) // 10)]
+    errors = sum(group.edits for group in worst) / totals[0]
+    words = sum(group.words for group in worst) / totals[1]
+    if errors > 1.5 * words and errors - words > _WORTH:
+        yield Finding(
+            errors - words, f"A tenth of the speakers make {percent(errors)} of the errors",
+            f"These {len(worst)} of {len(speakers)} speakers said {percent(words)} of the words.", "where")
+
+
+def _kinds(results: Results) -> Iterator[Finding]:
+    counts = results.words.counts
+    insertions, deletions, total = counts.insertions.sum(), counts.deletions.sum(), counts.edits.sum()
+    if deletions > 0.35 * total and deletions > 3 * insertions:
+        yield Finding(
+            deletions / total - 0.3, f"Words are missed: {percent(deletions / total)} of the errors are deletions",
+            "Usual reasons: too little training, speech too fast or too quiet, recordings cut off at an end.", "words")
+    if insertions > 0.35 * total and insertions > 3 * deletions:
+        yield Finding(
+            insertions / total - 0.3, f"Words are made up: {percent(insertions / total)} of the errors are insertions",
+            "Usual reasons: noise, a second voice, or transcripts that leave out what was said.", "words")
+    silent = sum(not one.hypothesis.split() for one in results.heard)
+    if silent > 0.02 * len(results):
+        yield Finding(
+            silent / len(results), f"Nothing was heard in {silent} utterances",
+            "Are these recordings silent, very short or very quiet?", "worst")
+
+
+def _words(results: Results) -> Iterator[Finding]:
+    first = results.words.confusions(1)
+    total = int(results.edits.sum())
+    if first and first[0].count >= max(3, _WORTH * total):
+        said, heard, count = first[0]
+        what = (f"“{said}” is heard as “{heard}”" if said and heard
+                else f"“{said}” is missed" if said else f"“{heard}” is made up")
+        yield Finding(
+            count / total, f"{what} {count} times", f"That is {percent(count / total)} of the errors.", "words")
+
+
+def _training(run: RunData) -> Iterator[Finding]:
+    rates = [(epoch["epoch"], epoch["valid_WER"]) for epoch in run.epochs if epoch.get("valid_WER") is not None]
+    if len(rates) >= 3:
+        best = min(rates, key=lambda pair: pair[1])
+        last, earlier = rates[-1], rates[-3]
+        gain = (earlier[1] - last[1]) / max(earlier[1], 1e-9)
+        if best == last and gain > 0.03:
+            yield Finding(
+                min(gain, 0.9), "The WER was still falling when training ended",
+                f"It fell from {rate(earlier[1])} to {rate(last[1])} over the last two epochs: train longer.",
+                "curves")
+        elif best[0] < 0.7 * last[0] and last[1] > 1.03 * best[1]:
+            yield Finding(
+                min(1.0, last[1] / max(best[1], 1e-9) - 1), f"The WER was best in epoch {best[0]} of {last[0]}",
+                f"{rate(best[1])} then, {rate(last[1])} at the end: more augmentation, more data or a smaller "
+                "model may help.", "curves")
+    waiting = [epoch["time_shares"].get("data", 0.0) for epoch in run.epochs if epoch.get("time_shares")]
+    if waiting and np.mean(waiting) > _WAITING:
+        yield Finding(
+            float(np.mean(waiting)), f"The device waited for data during {percent(np.mean(waiting))} of a step",
+            "More num_workers, a faster disk or shards (sbkit shard) give that time back.", "curves")
+    held = [epoch["core_wait_share"] for epoch in run.epochs if epoch.get("core_wait_share") is not None]
+    if held and np.mean(held) > _WAITING:
+        yield Finding(
+            float(np.mean(held)), f"Training waited for a core during {percent(np.mean(held))} of the time",
+            "All its threads wait for the slowest: give OMP_NUM_THREADS as many as there are free cores.", "curves")
+    skipped = sum(epoch.get("skipped_steps") or 0 for epoch in run.epochs)
+    if skipped:
+        yield Finding(
+            0.2, f"{skipped} steps were skipped because something was not finite",
+            "The folder culprits/ in the run says which utterances and layers; sbkit replay shows more.", "curves")
+
+
+def _data(run: RunData) -> Iterator[Finding]:
+    if run.unread:
+        of = f" of {run.unread + len(run.results):,}" if run.results is not None else ""
+        yield Finding(
+            2.0, f"{run.unread:,}{of} test utterances could not be read: no rate here includes them",
+            "The run's log names them. Mend the files and score again before publishing.", "data")
+    splits: Mapping[str, Mapping] = (run.prepared or {}).get("splits", {})
+    train = splits.get("train")
+    if train and train["rows"] and (train["rows"] - train["kept"]) > _LEFT_OUT * train["rows"]:
+        left = train["rows"] - train["kept"]
+        reason, entry = max(train["left_out"].items(), key=lambda item: item[1]["count"])
+        yield Finding(
+            left / train["rows"], f"{percent(left / train['rows'], 1)} of the training rows were left out",
+            f"{left} of {train['rows']}; most often because: {reason} ({entry['count']}).", "data")

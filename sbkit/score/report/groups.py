@@ -1,0 +1,116 @@
+"""Error rates of parts of a test set: by duration, speaker, accent, age, gender, whatever the corpus says."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from sbkit.score.report.data import Results
+from sbkit.score.significance import interval_of
+
+EDGES = (0, 1, 2, 3, 4, 5, 6, 8, 10, 15, 20, 30, math.inf)  # seconds
+SHOWN = 12  # groups of one kind; the rest are counted together
+SPEAKERS_SHOWN = 8
+LEAST = 5  # utterances for an interval
+UNKNOWN = "not said"
+_MOST_VALUES = 50  # a column with more different values than this sorts nobody into groups
+_AGES = ("child", "teens", "twenties", "thirties", "forties", "fourties", "fifties", "sixties", "seventies", "eighties",
+         "nineties")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Some utterances; ``low`` and ``high`` are the bounds of the rate in per cent, None for too few utterances."""
+
+    label: str
+    utterances: int
+    words: int
+    edits: int
+    low: float | None
+    high: float | None
+    rest: float | None = None  # the rate of all other utterances
+
+    @property
+    def rate(self) -> float:
+        return 100 * self.edits / self.words
+
+
+class Breakdown(NamedTuple):
+    """All groups of a test set."""
+
+    durations: list[Group]
+    values: dict[str, list[Group]]  # by the name of the corpus's column
+    speakers: list[Group]  # the hardest first
+
+
+@lru_cache(maxsize=4)
+def breakdown(results: Results) -> Breakdown:
+    """The groups, made once for all parts of the page that speak of them."""
+    values = {name: by_value(results, column, name) for name, column in columns(results).items()}
+    return Breakdown(by_duration(results), values, by_speaker(results))
+
+
+def by_duration(results: Results) -> list[Group]:
+    """Groups of like duration that have any utterances."""
+    durations = np.array([one.duration for one in results.heard])
+    bins = np.searchsorted(EDGES, durations, side="right") - 1
+    groups = []
+    for i in np.unique(bins):
+        low, high = EDGES[i], EDGES[i + 1]
+        groups.append(_group(f"{low}+ s" if math.isinf(high) else f"{low}–{high} s", results, bins == i))
+    return groups
+
+
+def columns(results: Results) -> dict[str, list[str]]:
+    """What the corpus says of each utterance, of which it says more than one thing: name -> N values."""
+    found: dict[str, list[str]] = {}
+    for name in dict.fromkeys(["accent", "age", "gender", *(key for one in results.heard for key in one.meta)]):
+        values = [one.meta.get(name, "") for one in results.heard]
+        if 2 <= len(set(values)) <= _MOST_VALUES or (name == "accent" and len(set(values)) > 1):
+            found[name] = values
+    return found
+
+
+def by_value(results: Results, values: Sequence[str], name: str = "") -> list[Group]:
+    """A group for each value: ages in their order, others by size, small ones together."""
+    array = np.array([value or UNKNOWN for value in values], dtype=object)
+    sizes = Counter(array.tolist())
+    ranked = sorted(sizes, key=lambda value: (value == UNKNOWN, -sizes[value]))
+    if name == "age":
+        ranked.sort(key=lambda value: (value == UNKNOWN, _AGES.index(value) if value in _AGES else -1, value))
+    shown = ranked if len(ranked) <= SHOWN else ranked[:SHOWN - 1]
+    groups = [_group(value.replace("_", " "), results, array == value) for value in shown]
+    others = [value for value in ranked if value not in shown]
+    if others:
+        groups.append(_group(f"{len(others)} others", results, np.isin(array, others)))
+    return groups
+
+
+def by_speaker(results: Results) -> list[Group]:
+    """All speakers, the ones with the highest rate first; empty where the corpus names none or one."""
+    speakers = np.array([one.speaker for one in results.heard], dtype=object)
+    names = [name for name in dict.fromkeys(speakers) if name]
+    if len(names) < 2:
+        return []
+    order = np.argsort(speakers.astype(str), kind="stable")
+    starts = np.flatnonzero(np.r_[True, speakers[order][1:] != speakers[order][:-1]])
+    groups = [_group(speakers[members[0]], results, members, bounds=False)
+              for members in np.split(order, starts[1:]) if speakers[members[0]]]
+    groups.sort(key=lambda group: -group.rate)
+    worst = [_group(group.label, results, speakers == group.label) for group in groups[:SPEAKERS_SHOWN]]
+    return worst + groups[SPEAKERS_SHOWN:]
+
+
+def _group(label: str, results: Results, which: np.ndarray, bounds: bool = True) -> Group:
+    inside, words = results.edits[which], results.lengths[which]
+    low, high = interval_of(inside, words) if bounds and len(inside) >= LEAST else (None, None)
+    wrong, said = int(inside.sum()), int(words.sum())
+    all_wrong, all_said = results.totals
+    rest = 100 * (all_wrong - wrong) / (all_said - said) if all_said > said else None
+    return Group(label, len(inside), said, wrong, low, high, rest)

@@ -1,0 +1,106 @@
+"""report.html: one file that shows a person what a run does, what it gets wrong, and what to fix next."""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import hashlib
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import sbkit
+from sbkit.data.remote import NOWHERE, Remote
+from sbkit.errors import SbkitError
+from sbkit.score.markup import Markup, tag, text
+from sbkit.score.report import sections
+from sbkit.score.report.audio import Clips
+from sbkit.score.report.cards import Cards
+from sbkit.score.report.compare import comparison, verdict
+from sbkit.score.report.data import RunData, read
+from sbkit.score.report.findings import findings
+from sbkit.score.report.suspects import can_tell, suspects
+from sbkit.score.significance import Comparison, compare
+from sbkit.system.console import atomic_write
+
+NAME = "report.html"
+_PAGE = Path(__file__).with_name("page.html")
+_SCRIPT = re.compile(r"<script>(.*?)</script>", re.DOTALL)
+_TITLES = {"first": "Look first", "against": "Compared", "curves": "Training", "where": "Where", "words": "Words",
+           "worst": "Worst", "labels": "Labels", "data": "Data", "making": "Making"}
+
+
+def write_report(run: str | Path, *, against: str | Path | None = None, out: str | Path | None = None,
+                 title: str | None = None, utterances: int = 24, audio_megabytes: float = 8.0,
+                 remote: Remote = NOWHERE, tell: Callable[[str], object] = lambda verdict: None) -> Path:
+    """Make the page of a run from what is in its folder; gives its path.
+
+    Arguments
+    ---------
+    run : the output folder of a training, finished or not, or of an evaluation
+    against : another run, to compare with on the same test set
+    out : where the page goes, by default ``RUN/report.html``, of a comparison ``RUN/report-against-OTHER.html``
+    title : its heading, by default the run's folder
+    utterances : how many to show of the worst and of suspected labels (of better and worse ones a quarter)
+    audio_megabytes : what recordings may add to the page
+    remote : which URLs among the recordings may be opened
+    tell : takes the verdict of a comparison
+    """
+    data = read(run)
+    other = None if against is None else read(against)
+    if other is not None and (data.results is None or other.results is None):
+        missing = data if data.results is None else other
+        raise SbkitError(f"{missing.folder} has no scored test set to compare", hint="let the run finish first")
+    words = None if other is None else compare(other.results.words, data.results.words)
+    name = NAME if other is None else f"report-against-{other.name.replace('/', '-')}.html"  # beside the run's own
+    path = data.folder / name if out is None else Path(out)
+    page = _page(data, other, words, title or data.name, utterances, Clips(audio_megabytes, remote))
+    try:
+        with atomic_write(path) as file:
+            file.write(page)
+    except OSError as error:
+        raise SbkitError(f"cannot write {path}: {error.strerror}", hint="choose another place with --out") from error
+    if words is not None:
+        tell(verdict(words).replace("−", "-"))  # a sign that any console has
+    return path
+
+
+def _page(data: RunData, other: RunData | None, words: Comparison | None, title: str, count: int, clips: Clips,
+          ) -> str:
+    parts: dict[str, Markup | None] = {}
+    results = data.results
+    suspected = suspects(results) if results is not None else []
+    cards = None if results is None else Cards(results, clips)
+    if other is not None:
+        parts["against"] = comparison(data, other, words, cards, count // 4)
+    parts["first"] = sections.standing_out(findings(data, suspected))
+    parts["curves"] = sections.training(data, other)
+    if results is not None:
+        parts["where"] = sections.where(results, None if other is None else other.results)
+        parts["words"] = sections.confused(results)
+        parts["worst"] = sections.worst(results, cards, count, suspected)
+        parts["labels"] = sections.labels(cards, suspected, count, can_tell(results))
+    parts["data"] = sections.data(data)
+    parts["making"] = sections.making(data)
+    there = {place: part for place, part in parts.items() if part is not None}
+    links = tag("nav", [tag("a", _TITLES[place], href=f"#{place}") for place in there])
+    head = tag("header", tag("p", _subtitle(data), class_="over"), tag("h1", title), sections.tiles(data))
+    made = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M")
+    foot = tag("footer", f"Made by sbkit {sbkit.__version__} on {made}. This page needs no network.")
+    return _filled(title, text(head, links, tag("main", list(there.values())), foot))
+
+
+def _subtitle(data: RunData) -> str:
+    return "Test results" if data.results is not None else "No test set has been scored yet"
+
+
+def _filled(title: str, body: Markup) -> str:
+    """The template with its parts. Only the template's own script may run, whatever a transcript says."""
+    template = _PAGE.read_text(encoding="utf-8")
+    script = _SCRIPT.search(template)[1]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = ("default-src 'none'; style-src 'unsafe-inline'; media-src data:; img-src data:; "
+              f"script-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'")
+    values: dict[str, Any] = {"title": text(title), "policy": text(policy), "body": body}
+    return re.sub(r"<!--\{(\w+)\}-->|\{\{(\w+)\}\}", lambda found: values[found[1] or found[2]], template)

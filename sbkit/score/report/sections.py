@@ -1,0 +1,327 @@
+"""The parts of the report's page, each from one kind of facts."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sbkit.score.markup import Markup, tag, text
+from sbkit.score.rates import Confusion
+from sbkit.score.report import charts, groups
+from sbkit.score.report.cards import Cards, most_wrong, short
+from sbkit.score.report.charts import Series
+from sbkit.score.report.data import Results, RunData, percent, rate
+from sbkit.score.report.findings import Finding
+from sbkit.score.report.groups import Group
+from sbkit.score.report.suspects import HONESTLY, NONE_SUSPECTED, NOT_TOLD, Suspect
+from sbkit.score.significance import interval
+
+WORDS_SHOWN = 14
+EXAMPLES_SHOWN = 10
+#: Colours of the parts of a step; the same part has the same colour in every run.
+PARTS = {"data": 2, "copy": 9, "features": 3, "forward": 1, "loss": 5, "backward": 4, "all-reduce": 6, "optimizer": 7,
+         "other": 8}
+_OF_EVALUATIONS = ("checkpoints", "manifest", "precision", "device", "devices", "real_time_factor")
+#: What a line about an epoch calls what lines within it call otherwise.
+_OF_EPOCHS = {"loss": "train_loss"}
+#: What a reason of the preparation means.
+REASONS = {
+    "malformed row": "the row cannot be read", "repeated id": "an earlier row has the same id",
+    "also in dev or test": "the recording is in dev or test as well", "missing clip": "the recording is not there",
+    "no text": "no text", "undecodable": "the recording cannot be decoded",
+    "too short": "shorter than {min_duration} s", "too long": "longer than {max_duration} s",
+    "alphabet": "characters outside the alphabet", "few words": "fewer than {short_text} words",
+}
+
+
+def section(place: str, title: str, *content: Any, lead: str | None = None) -> Markup:
+    """A part of the page that the navigation reaches as ``#place``."""
+    return tag("section", tag("h2", title), lead and tag("p", lead, class_="lead"), *content, id=place)
+
+
+# ---------------------------------------------------------------- at the top
+
+
+def tiles(run: RunData) -> Markup:
+    """The numbers that somebody who opens the page wants first."""
+    cells = []
+    if run.results is not None:
+        words, characters = run.results.words, run.results.characters
+        low, high = interval(words)
+        summary = words.summary()
+        cells += [
+            _tile("Word error rate", rate(words.rate), f"{low:.2f} to {high:.2f} (95\N{NO-BREAK SPACE}%)",
+                  big=True),
+            _tile("Character error rate", rate(characters.rate),
+                  "{:.2f} to {:.2f}".format(*interval(characters))),
+            _tile("Sentences right", percent(1 - summary["SER"] / 100, 1),
+                  f"{summary['num_scored_sents'] - summary['num_erroneous_sents']} of {len(words)}"),
+            _tile("Test set", _hours(run.results.hours * 3600), f"{len(words)} utterances, "
+                                                                f"{summary['num_scored_tokens']} words"),
+        ]
+    trained = sum(epoch.get("train_seconds") or 0 for epoch in run.epochs)
+    if trained:
+        steps = run.epochs[-1].get("step", 0)
+        cells.append(_tile("Training", _hours(trained), f"{len(run.epochs)} epochs, {steps:,} steps"))
+    speed = run.epochs[-1].get("audio_s_per_s") if run.epochs else None
+    if speed:
+        cells.append(_tile("Training speed", f"{speed:.3g}\N{NO-BREAK SPACE}s/s", _speed_details(run.epochs[-1])))
+    return tag("div", cells, class_="tiles")
+
+
+def _speed_details(epoch: Mapping[str, Any]) -> str:
+    """What the last epoch says beside its seconds of audio a second."""
+    found = ["audio a second"]
+    if epoch.get("padding_share") is not None:
+        found.append(f"padding {percent(epoch['padding_share'])}")
+    if epoch.get("mfu") is not None:
+        found.append(f"MFU {percent(epoch['mfu'])}")
+    elif epoch.get("flops_per_s"):
+        found.append(f"{epoch['flops_per_s'] / 1e12:.3g} TFLOP/s")
+    if epoch.get("host_waits_per_step") is not None:
+        found.append(f"host waits {epoch['host_waits_per_step']:.3g} a step")
+    return ", ".join(found)
+
+
+def _tile(name: str, value: str, more: str, big: bool = False) -> Markup:
+    return tag("div", tag("h3", name), tag("strong", value), tag("p", more), class_="tile big" if big else "tile")
+
+
+def standing_out(found: Sequence[Finding]) -> Markup | None:
+    """The findings, each with a link to where it can be seen."""
+    if not found:
+        return None
+    items = [tag("li", tag("a", tag("b", finding.headline), " ", tag("span", finding.detail), href=f"#{finding.place}"))
+             for finding in found]
+    return section("first", "What to look at first", tag("ol", items, class_="findings"))
+
+
+# ---------------------------------------------------------------- training
+
+
+def training(run: RunData, other: RunData | None) -> Markup | None:
+    """Loss, WER, learning rate, speed and what a step's time went into."""
+    ticks = _epoch_ticks(run, other)
+
+    def curve(key: str, name: str, colour: int = 1) -> list[Series]:
+        return _curve(run, key, name, colour) + ([] if other is None else _curve(other, key, name, colour, other=True))
+
+    drawn = [
+        charts.curves("Loss", curve("loss", "training") + curve("valid_loss", "validation", 2), ticks),
+        charts.curves("Error rates on dev", curve("valid_WER", "WER") + curve("valid_CER", "CER", 3), ticks, unit=" %"),
+        charts.curves("Learning rate", curve("lr", "learning rate"), ticks),
+        charts.curves("Throughput", curve("audio_s_per_s", "audio s/s"), ticks, unit=" s/s",
+                      note="Seconds of audio per second of training, all devices together."),
+        _step_time(run),
+        charts.curves("Gradient norm", curve("grad_norm", "gradient norm"), ticks),
+    ]
+    drawn = [each for each in drawn if each is not None]
+    lead = "Dashed: the run compared with." if other is not None and (other.steps or other.epochs) else None
+    return section("curves", "Training", tag("div", drawn, class_="charts"), lead=lead) if drawn else None
+
+
+def _curve(run: RunData, key: str, name: str, colour: int, other: bool = False) -> list[Series]:
+    """What the lines within epochs or, where a run was too short for those, the epochs say of ``key``."""
+    lines = [line for line in run.steps if line.get(key) is not None]
+    whole = not lines
+    if whole:
+        key = _OF_EPOCHS.get(key, key)
+        lines = [line for line in run.epochs if line.get(key) is not None]
+    if not lines:
+        return []
+    return [Series(f"{name}, the other run" if other else name, [line["step"] for line in lines],
+                   [line[key] for line in lines], colour, other, dots=whole)]
+
+
+def _epoch_ticks(run: RunData, other: RunData | None) -> list[tuple[float, str]]:
+    longest = max((r for r in (run, other) if r is not None), key=lambda r: r.epochs[-1]["step"] if r.epochs else 0)
+    return [(epoch["step"], str(epoch["epoch"])) for epoch in longest.epochs if "step" in epoch]
+
+
+def _step_time(run: RunData) -> Markup | None:
+    timed = [epoch for epoch in run.epochs if epoch.get("time_shares")]
+    if not timed:
+        return None
+    rows = [(str(epoch["epoch"]), epoch["time_shares"]) for epoch in timed]
+    parts = {**PARTS, **{name: 8 for epoch in timed for name in epoch["time_shares"] if name not in PARTS}}
+    return charts.shares("What a step's time goes into", rows, parts, note="Shares of a step's time, by epoch.")
+
+
+# ---------------------------------------------------------------- errors
+
+
+def where(results: Results, other: Results | None) -> Markup:
+    """WER by duration, by whatever the corpus says of speakers, and by speaker."""
+    durations, values, speakers = groups.breakdown(results)
+    before = None if other is None else groups.breakdown(other)
+    blocks = [charts.bars("By duration", durations, mean=results.words.rate,
+                          note="Dashed line: this run's whole test set. Whiskers: 95 % interval.")]
+    for name, found in values.items():
+        blocks.append(_table(f"By {name}", found, before.values.get(name, []) if before else []))
+    if speakers:
+        few = len(speakers) <= groups.SPEAKERS_SHOWN
+        title = "By speaker" if few else f"The {groups.SPEAKERS_SHOWN} hardest of {len(speakers)} speakers"
+        blocks.append(_table(title, speakers[:groups.SPEAKERS_SHOWN], before.speakers if before else []))
+        if not few:
+            blocks.append(charts.histogram("WER of the speakers", [group.rate for group in speakers], "WER %",
+                                           note="How many speakers have which WER."))
+    lead = "Orange marks: the run compared with." if before and (values or speakers) else None
+    return section("where", "Where the errors are", tag("div", blocks, class_="columns"), lead=lead)
+
+
+def _table(title: str, rows: Sequence[Group], before: Sequence[Group] = ()) -> Markup:
+    shown = {group.label for group in rows}
+    earlier = {group.label: group.rate for group in before if group.label in shown}
+    top = max([group.high or group.rate for group in rows] + [*earlier.values(), 1e-9])
+    lines = []
+    for group in rows:
+        marks = [tag("i", class_="fill", style=f"width:{100 * group.rate / top:.1f}%")]
+        if group.low is not None:
+            marks.append(tag("i", class_="range", style=f"left:{100 * group.low / top:.1f}%;"
+                                                        f"width:{100 * (group.high - group.low) / top:.1f}%"))
+        if group.label in earlier:
+            marks.append(tag("i", class_="before", style=f"left:{100 * earlier[group.label] / top:.1f}%",
+                             title=f"the other run: {earlier[group.label]:.1f}"))
+        lines.append(tag("tr", tag("th", short(group.label, 34), title=group.label, scope="row"),
+                         tag("td", tag("div", marks, class_="track", title=charts.describe(group)), class_="wide"),
+                         tag("td", f"{group.rate:.1f}"), tag("td", group.utterances, class_="dim")))
+    head = tag("tr", tag("th"), tag("th"), tag("th", "WER %"), tag("th", "n"))
+    return tag("figure", tag("figcaption", title),
+               tag("table", tag("thead", head), tag("tbody", lines), class_="groups"))
+
+
+def confused(results: Results) -> Markup | None:
+    """The words most often mistaken, missed and made up."""
+    pairs = results.words.confusions(100_000)
+    if not pairs:
+        return None
+    counts = results.words.counts
+    kinds = [
+        ("Mistaken", [pair for pair in pairs if pair.reference and pair.hypothesis], counts.substitutions.sum()),
+        ("Missed", [pair for pair in pairs if not pair.hypothesis], counts.deletions.sum()),
+        ("Made up", [pair for pair in pairs if not pair.reference], counts.insertions.sum()),
+    ]
+    total, most = int(counts.edits.sum()), pairs[0].count
+    lists = [_words(f"{name}: {count} ({percent(count / total)})", some, most) for name, some, count in kinds if some]
+    return section("words", "Most confused words", tag("div", lists, class_="charts three"))
+
+
+def _words(title: str, pairs: Sequence[Confusion], most: int) -> Markup:
+    lines = []
+    for said, heard, count in pairs[:WORDS_SHOWN]:
+        both = [tag("bdi", said), tag("span", " → ", class_="dim"), tag("bdi", heard)] if said and heard else tag(
+            "bdi", said or heard)
+        width = f"--share:{100 * count / most:.0f}%"
+        lines.append(tag("li", tag("span", both), tag("span", f"{count} ×", class_="dim"), style=width))
+    return tag("figure", tag("figcaption", title), tag("ol", lines, class_="words"))
+
+
+def worst(results: Results, cards: Cards, count: int, suspects: Sequence[Suspect]) -> Markup | None:
+    """The utterances with the most errors, those with a suspected label apart."""
+    chosen = most_wrong(results, count, [suspect.index for suspect in suspects])
+    if not chosen:
+        return None
+    lead = "Most errors beyond what their length would bring."
+    if suspects:
+        lead += " Those whose transcript is suspected are listed below instead."
+    shown = tag("div", [cards.card(i) for i in chosen], class_="cards")
+    return section("worst", "Worst utterances", KEY, shown, lead=lead)
+
+
+#: What the colours of an alignment mean.
+KEY = tag(
+    "p", "Above what was said, below what was heard: ", tag("span", "another word", class_="k sub"), " ",
+    tag("span", "missed", class_="k del"), " ", tag("span", "made up", class_="k ins"), class_="key")
+
+
+def labels(cards: Cards, suspects: Sequence[Suspect], count: int, told: bool) -> Markup:
+    """Transcripts that may be wrong; ``told`` is whether there was enough to tell by."""
+    if not suspects:
+        return section("labels", "Suspected label errors", lead=NONE_SUSPECTED if told else NOT_TOLD)
+    shown = [cards.card(suspect.index, _why(suspect)) for suspect in suspects[:count]]
+    more = None if len(suspects) <= count else tag("p", f"{len(suspects) - count} more are not shown.", class_="note")
+    return section("labels", "Suspected label errors", KEY, tag("div", shown, class_="cards"), more, lead=HONESTLY)
+
+
+def _why(suspect: Suspect) -> str:
+    if not suspect.usual and suspect.error == 1:
+        return "Nothing was heard."
+    return (f"{percent(suspect.error)} of the characters differ; {percent(suspect.usual)} is usual where the model is "
+            "as sure as this.")
+
+
+# ---------------------------------------------------------------- data, making
+
+
+def data(run: RunData) -> Markup | None:
+    """What was read, kept and left out, and why."""
+    if not run.prepared:
+        return None
+    splits = run.prepared["splits"]
+    rows = [tag("tr", tag("th", name, scope="row"), tag("td", f"{entry['rows']:,}"), tag("td", f"{entry['kept']:,}"),
+                tag("td", f"{entry['hours']:.2f}"), tag("td", f"{entry['rows'] - entry['kept']:,}"))
+            for name, entry in splits.items()]
+    head = tag("tr", *(tag("th", name) for name in ("split", "rows", "kept", "hours", "left out")))
+    reasons = [_reason(split, reason, entry, run.prepared.get("options", {}))
+               for split, part in splits.items() for reason, entry in part["left_out"].items()]
+    strange = [tag("p", f"{split}: outside the alphabet: ", _counted(part["outside_alphabet"]), class_="note")
+               for split, part in splits.items() if part.get("outside_alphabet")]
+    source = run.prepared["source"]
+    table = tag("div", tag("table", tag("thead", head), tag("tbody", rows), class_="plain"), class_="scroll")
+    return section("data", "The data", table, reasons or tag("p", "Nothing was left out.", class_="note"), strange,
+                   lead=f"{source['kind']}: {source['where']}")
+
+
+def _reason(split: str, reason: str, entry: dict[str, Any], options: dict[str, Any]) -> Markup:
+    examples = [tag("li", example) for example in entry["examples"][:EXAMPLES_SHOWN]]
+    much = f": {entry['count']:,} rows, {entry['hours']:.2f} h"
+    limits = {"min_duration": "?", "max_duration": "?", "short_text": "?", **options}
+    what = REASONS.get(reason, reason).format_map(limits)
+    return tag("details", tag("summary", f"{split}, ", tag("b", what), much), tag("ul", examples, class_="examples"))
+
+
+def _counted(characters: dict[str, int]) -> str:
+    return ", ".join(f"{character!r} × {count}" for character, count in list(characters.items())[:20])
+
+
+def making(run: RunData) -> Markup:
+    """How to make this run again: command, versions, hardware, recipe."""
+    parts: list[Any] = []
+    if run.scored:
+        shown = {name: run.scored.get(name) for name in _OF_EVALUATIONS}
+        shown |= run.scored.get("decoder") or {}
+        parts += [tag("h3", "The scores"), tag("pre", run.scored.get("command", ""), class_="command"),
+                  _facts({name: _plain(value) for name, value in shown.items() if value is not None}),
+                  tag("h3", "The training")]
+    for start in run.starts[-1:]:
+        when = datetime.datetime.fromtimestamp(start["time"]).astimezone().strftime("%Y-%m-%d %H:%M %Z")
+        facts = {"started": when, **{name: value for name, value in start.items()
+                                     if name not in ("time", "kind", "command", "environment")},
+                 **({"parameters": f"{start['parameters']:,}"} if "parameters" in start else {}),
+                 **(start.get("environment") or {})}
+        parts += [tag("pre", start.get("command", ""), class_="command"), _facts(facts)]
+    if len(run.starts) > 1:
+        parts.append(tag("p", f"The run was started {len(run.starts)} times; this is the last.", class_="note"))
+    if not run.starts:
+        parts.append(tag("p", "The command and the versions were not written down.", class_="note"))
+    if run.recipe:
+        parts.append(tag("details", tag("summary", tag("b", "The recipe")), tag("pre", run.recipe)))
+    return section("making", "How it was made", *parts, lead=str(run.folder.resolve()))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return f"{value:.4g}" if isinstance(value, float) else value
+
+
+def _facts(facts: dict[str, Any]) -> Markup:
+    return tag("dl", [text(tag("dt", name.replace("_", " ")), tag("dd", value)) for name, value in facts.items()],
+               class_="facts-list")
+
+
+def _hours(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,65 @@
+"""Utterances whose transcript may be wrong: the model is sure of what it heard, and it is something else."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from sbkit.score.report.data import Results
+
+#: How it is said on the page what this is worth.
+HONESTLY = (
+    "A heuristic; nobody has listened yet. The model is fairly sure of what it heard here, and the transcript is much "
+    "further from it than is usual where the model is as sure as this. Reasons: a wrong transcript, a recording that "
+    "was cut off, a name or number written another way, or a model that is sure of its own mistake. Listen before you "
+    "correct anything."
+)
+_EXCESS = 0.2  # of the characters, beyond what is usual at that confidence
+_SURE = 0.25  # the share of utterances, those the model is least sure of, that are left in peace
+_NEIGHBOURS = 100
+_LEAST = 20  # utterances from which "usual" can be told
+_RARELY_SILENT = 0.05  # a model that hears nothing more often than this says nothing about the labels
+
+#: What it says where there are no suspects.
+NONE_SUSPECTED = "None: no transcript is much further from what was heard than is usual where the model is as sure."
+NOT_TOLD = f"Not looked for: it takes {_LEAST} utterances or more whose confidence is known."
+
+
+class Suspect(NamedTuple):
+    """``error`` and ``usual`` are shares of the reference's characters, ``index`` the utterance's number."""
+
+    index: int
+    error: float
+    usual: float
+
+
+def suspects(results: Results) -> list[Suspect]:
+    """Utterances whose reference is suspected to be wrong, the most suspicious first."""
+    if not can_tell(results):
+        return []
+    errors = np.minimum(results.character_rates, 1.0)
+    sure = np.array([np.nan if one.confidence is None else one.confidence for one in results.heard])
+    known = np.flatnonzero(~np.isnan(sure))
+    order = known[np.argsort(sure[known], kind="stable")]
+    usual = _running_median(errors[order], min(_NEIGHBOURS, max(_LEAST, len(order) // 4)))
+    least = np.quantile(sure[known], _SURE)
+    found = [Suspect(int(i), float(errors[i]), float(median)) for i, median in zip(order, usual, strict=True)
+             if sure[i] >= least and errors[i] - median >= _EXCESS]
+    silent = [Suspect(i, 1.0, 0.0) for i, one in enumerate(results.heard) if not one.hypothesis.split()]
+    if len(silent) <= _RARELY_SILENT * len(results):
+        found += silent
+    return sorted(found, key=lambda suspect: suspect.usual - suspect.error)
+
+
+def can_tell(results: Results) -> bool:
+    """Whether there are utterances enough to tell what is usual."""
+    return sum(one.confidence is not None for one in results.heard) >= _LEAST
+
+
+def _running_median(values: np.ndarray, width: int) -> np.ndarray:
+    """The median of the ``width`` values around each; at the ends, of the first and the last so many."""
+    width = min(width, len(values))
+    medians = np.median(np.lib.stride_tricks.sliding_window_view(values, width), axis=1)
+    before = (width - 1) // 2
+    return np.pad(medians, (before, len(values) - len(medians) - before), mode="edge")

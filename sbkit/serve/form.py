@@ -1,0 +1,143 @@
+"""What a client asks for: the fields of OpenAI's form, each checked and none of them ignored in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import IO
+
+from fastapi import Request
+from starlette.datastructures import FormData, UploadFile
+from starlette.exceptions import HTTPException
+from starlette.formparsers import MultiPartException
+
+from sbkit.serve.disk import with_room
+from sbkit.serve.errors import invalid
+from sbkit.serve.registry import Registry, ServedModel
+
+FORMATS = ("json", "text", "srt", "verbose_json", "vtt")
+GRANULARITIES = ("word", "segment")
+#: With a stream come pieces of the text, so there is no subtitle to put them in.
+_STREAMED = ("json", "text")
+_TAKEN = frozenset({"file", "model", "language", "prompt", "response_format", "temperature", "stream",
+                    "timestamp_granularities", "chunking_strategy"})
+_FIELDS, _FIELD_BYTES = 32, 1 << 16
+
+
+@dataclass
+class Form:
+    """A request that can be met. ``prompt`` and ``temperature`` change nothing: this model has neither."""
+
+    upload: IO[bytes]
+    """To be closed by who asked."""
+    served: ServedModel
+    response_format: str
+    granularities: tuple[str, ...]
+    stream: bool
+
+
+async def read(request: Request, registry: Callable[[], Registry]) -> Form:
+    """The form of a request, as it comes in."""
+    if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
+        raise invalid("the body has to be multipart/form-data with the fields file and model")
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        raise invalid("a compressed body is refused; send it as it is")
+    try:
+        with with_room():
+            form = await request.form(max_files=1, max_fields=_FIELDS, max_part_size=_FIELD_BYTES)
+    except (HTTPException, MultiPartException) as error:
+        raise invalid(f"the form can't be read: {getattr(error, 'detail', None) or error}") from None
+    except (ValueError, KeyError, TypeError, UnicodeError) as error:  # of headers that no browser writes
+        raise invalid(f"the form can't be read: {error}") from None
+    try:
+        return _read(form, registry())
+    except BaseException:
+        await form.close()
+        raise
+
+
+def _read(form: FormData, registry: Registry) -> Form:
+    unknown = sorted({name.removesuffix("[]") for name in form} - _TAKEN)
+    if unknown:
+        raise invalid(f"this server does not do {', '.join(name[:40] for name in unknown)}", unknown[0][:40],
+                      "unsupported_parameter")
+    served = registry.get(_text(form, "model", needed=True))
+    served.check()
+    _language(_text(form, "language"), served)
+    _temperature(_text(form, "temperature"))
+    if _text(form, "chunking_strategy") not in (None, "", "auto"):
+        raise invalid("chunking_strategy can only be 'auto' here", "chunking_strategy", "unsupported_value")
+    kind = _text(form, "response_format") or "json"
+    if kind not in FORMATS:
+        raise invalid(f"response_format {kind[:40]!r} is none of {', '.join(FORMATS)}", "response_format",
+                      "unsupported_value")
+    granularities = tuple(_granularities(form))
+    if granularities and kind != "verbose_json":
+        raise invalid("timestamp_granularities needs response_format verbose_json", "timestamp_granularities")
+    stream = _yes(_text(form, "stream"))
+    if stream and kind not in _STREAMED:
+        raise invalid(f"a stream has no {kind}; ask for json", "response_format", "unsupported_value")
+    return Form(_file(form), served, kind, granularities or ("segment",), stream)
+
+
+def _text(form: FormData, name: str, needed: bool = False) -> str | None:
+    values = form.getlist(name)
+    if len(values) > 1:
+        raise invalid(f"{name} is given twice", name)
+    if any(not isinstance(value, str) for value in values):
+        raise invalid(f"{name} has to be a text, not a file", name)
+    if needed and not (values and values[0]):
+        raise invalid(f"the field {name} is missing", name)
+    return values[0] if values else None
+
+
+def _file(form: FormData) -> IO[bytes]:
+    values = form.getlist("file")
+    if len(values) != 1 or not isinstance(values[0], UploadFile):
+        raise invalid("the field file with the audio is missing" if not values else
+                      "the field file has to be one file, sent with a file name", "file")
+    if not values[0].size:
+        raise invalid("the file is empty", "file", "invalid_audio")
+    return values[0].file
+
+
+def _language(value: str | None, served: ServedModel) -> None:
+    spoken = served.config.language
+    if not value or not spoken:
+        return
+    if _primary(value) != _primary(spoken):
+        raise invalid(f"the model {served.name} hears {spoken!r}, not {value[:40]!r}", "language", "unsupported_value")
+
+
+def _primary(code: str) -> str:
+    return code.replace("_", "-").split("-")[0].lower()
+
+
+def _temperature(value: str | None) -> None:
+    if not value:
+        return
+    try:
+        number = float(value)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number <= 1:
+        raise invalid(f"temperature {value[:40]!r} is no number from 0 to 1", "temperature")
+
+
+def _granularities(form: FormData) -> list[str]:
+    names = ("timestamp_granularities[]", "timestamp_granularities")
+    values = [value for name in names for value in form.getlist(name)]
+    for value in values:
+        if value not in GRANULARITIES:
+            shown = repr(value[:40]) if isinstance(value, str) else "a file"
+            raise invalid(f"timestamp_granularities: {shown} is none of {', '.join(GRANULARITIES)}",
+                          "timestamp_granularities", "unsupported_value")
+    return values
+
+
+def _yes(value: str | None) -> bool:
+    if (value or "false").lower() in ("false", "0"):
+        return False
+    if value.lower() in ("true", "1"):
+        return True
+    raise invalid(f"stream is {value[:40]!r} and has to be true or false", "stream")

@@ -1,0 +1,106 @@
+"""What a run stands on: do torch and torchaudio fit together, and which versions and hardware are these."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from importlib import metadata
+
+from sbkit.errors import SbkitError
+from sbkit.system.cores import usable_cores
+
+_PACKAGES = ("sbkit", "torch", "torchaudio", "speechbrain", "hyperpyyaml", "datasets", "sentencepiece", "numpy")
+
+
+def version_of(package: str) -> str | None:
+    """The installed version, without importing the package; None when it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def check_torch_pair(torch: str | None = None, torchaudio: str | None = None) -> None:
+    """Refuse a torch and a torchaudio of different minor releases: their binaries do not load together."""
+    torch = torch or version_of("torch")
+    torchaudio = torchaudio or version_of("torchaudio")
+    for name, version in (("torch", torch), ("torchaudio", torchaudio)):
+        if version is None:
+            raise SbkitError(f"{name} is not installed", hint="pip install 'torch>=2.7,<2.12' 'torchaudio>=2.7,<2.12'")
+    if _minor(torch) != _minor(torchaudio):
+        wanted = ".".join(map(str, _minor(torch)))
+        raise SbkitError(
+            f"torch {torch} and torchaudio {torchaudio} are of different releases and cannot be loaded together",
+            hint=f"pip install 'torchaudio=={wanted}.*' (or 'torch>=2.7,<2.12' 'torchaudio>=2.7,<2.12')",
+        )
+
+
+def check_torch_exports(torch: str | None = None) -> None:
+    """Refuse to export with a torch whose exporter can't take what SpeechBrain's layers do."""
+    torch = torch or version_of("torch")
+    if _minor(torch) < (2, 9):
+        raise SbkitError(f"the exporter of torch {torch} fails on SpeechBrain's layers",
+                         hint="pip install 'torch>=2.9,<2.12' 'torchaudio>=2.9,<2.12': checkpoints stay as they are")
+
+
+def _minor(version: str) -> tuple[int, int]:
+    major, minor = version.split("+")[0].split(".")[:2]
+    return int(major), int(minor)
+
+
+def describe() -> dict[str, str]:
+    """Versions and hardware as shown at the start of a run, in its report and in a bundle."""
+    facts = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
+    facts |= {name: version_of(name) or "not installed" for name in _PACKAGES}
+    cores = usable_cores()
+    facts["cpu"] = f"{_cpu_name()}, {cores} core{'' if cores == 1 else 's'}"
+    import torch
+
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        facts["gpu"] = ", ".join(f"{names.count(n)} x {n}" for n in dict.fromkeys(names))
+    return facts
+
+
+def inventory() -> str:
+    """What SpeechBrain writes into ``env.log``, of this interpreter's packages: the ``pip`` that a shell finds may be
+    another one's, or none, and takes seconds."""
+    import torch
+
+    installed = {str(each.metadata["Name"]): each.version for each in metadata.distributions()}
+    packages = [f"{name}=={installed[name]}" for name in sorted(installed, key=str.lower)]
+    git = ""
+    with contextlib.suppress(OSError):  # it isn't installed
+        git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    card = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
+    parts = ["SpeechBrain system description", f"Python version:\n{sys.version}",
+             "\n".join(["Installed Python packages:", *packages]), f"Git revision:\n{git or 'none'}",
+             card if torch.cuda.is_available() else "CUDA not available"]
+    return f"\n{'=' * 30}\n".join(parts) + "\n"
+
+
+def command() -> str:
+    """How this process was started, to be typed again in the same folder; torchrun's part is put together anew."""
+    words = [word for word in sys.orig_argv[1:] if word != "-u"]
+    if words and os.path.basename(words[0]) == "sbkit":
+        words[0] = "sbkit"
+    launcher = [] if words[:1] == ["sbkit"] else ["python"]
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        nodes = os.environ.get("GROUP_WORLD_SIZE", "1")
+        launcher = ["torchrun", *(["--nnodes", nodes] if nodes != "1" else []),
+                    "--nproc_per_node", os.environ.get("LOCAL_WORLD_SIZE", "1")]
+        if words[:1] == ["sbkit"]:
+            launcher += ["-m"]
+    return shlex.join([*launcher, *words])
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or "cpu"

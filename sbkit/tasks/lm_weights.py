@@ -1,0 +1,99 @@
+"""Finds how much a language model should count: the weights with the fewest wrong words on a dev set."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sbkit.data.manifest import Manifest
+from sbkit.decode.beam import BeamSearch, Hypothesis
+from sbkit.decode.fusion import Weights
+from sbkit.decode.greedy import greedy
+from sbkit.decode.posteriors import Events
+from sbkit.errors import SbkitError
+from sbkit.score.edits import count
+from sbkit.train.distributed import ranks
+
+logger = logging.getLogger(__name__)
+
+ENOUGH = 2000  # utterances to tune on
+LM_WEIGHTS, WORD_SCORES = (0.0, 0.3, 0.6, 1.0, 1.5), (-1.0, 0.5, 2.0, 3.5)
+FINER = (0.15, 0.75)  # steps around the best so far
+ROUNDS = 4  # of such steps, until none is better
+
+
+class BestWeights(NamedTuple):
+    """The best weights, their error rate, and that of greedy decoding, in per cent."""
+
+    weights: Weights
+    rate: float
+    greedy: float
+
+
+class Recorder:
+    """Stands in for a search in a pass over the dev set: keeps what is to be searched, and hears greedily itself."""
+
+    def __init__(self, search: BeamSearch):
+        self.search, self.tokenizer = search, search.tokenizer
+        self.batches: list[Events] = []
+
+    def __len__(self) -> int:
+        return sum(map(len, self.batches))
+
+    def decode(self, log_probs: Any, lengths: Any) -> list[list[Hypothesis]]:
+        """As ``BeamSearch.decode``."""
+        self.batches.append(self.search.events(log_probs, lengths))
+        found = greedy(log_probs, lengths, blank_id=self.search.blank_id)
+        return [[Hypothesis(self.tokenizer.decode(spans.ids.tolist()), 0.0, 0.0, spans)] for spans in found]
+
+
+def some_of(manifest: Manifest) -> Manifest:
+    """No more utterances than tuning needs, taken evenly."""
+    if len(manifest) <= ENOUGH:
+        return manifest
+    return manifest.select(np.linspace(0, len(manifest) - 1, ENOUGH).astype(np.int64))
+
+
+def tune(recorder: Recorder, rows: Sequence[Any]) -> BestWeights:
+    """Search what was recorded with one pair of weights after another; every rank has its part, and calls it.
+
+    The rows are what the task made of the recorder's transcripts on this rank, in their order.
+    """
+    search, batch = recorder.search, Events.join(recorder.batches)
+    scored = [i for i, row in enumerate(rows) if row.reference.split()]
+    said = [rows[i].reference.split() for i in scored]
+    total = sum(ranks.gather_objects(sum(map(len, said))))
+    if not total:
+        raise SbkitError("no utterance of the dev split has a reference, so nothing tells how much the language model "
+                         "should count", hint="give --lm-weight and --word-score instead of --tune-lm")
+    tried: dict[tuple[float, float], float] = {}
+
+    def rate(heard: list[list[str]]) -> float:
+        wrong = int(count(said, [heard[i] for i in scored]).edits.sum()) if said else 0
+        return 100 * sum(ranks.gather_objects(wrong)) / total
+
+    def attempt(pairs: Iterable[tuple[float, float]]) -> tuple[float, float]:
+        for lm, word in pairs:
+            if lm >= 0 and (lm, word) not in tried:
+                weights = dataclasses.replace(search.weights, lm=lm, word=word)
+                tried[lm, word] = rate([several[0].text.split() for several in search.search(batch, weights)])
+                logger.info("lm weight %.2f, word score %.2f: WER %.2f %% on dev", lm, word, tried[lm, word])
+        return min(tried, key=lambda pair: (tried[pair], pair))
+
+    best = attempt(itertools.product(LM_WEIGHTS, WORD_SCORES))
+    for _ in range(ROUNDS):
+        before, best = best, attempt(_around(best))
+        if best == before:
+            break
+    found = dataclasses.replace(search.weights, lm=best[0], word=best[1])
+    return BestWeights(found, tried[best], rate([row.hypothesis.split() for row in rows]))
+
+
+def _around(pair: tuple[float, float]) -> Iterator[tuple[float, float]]:
+    for steps in itertools.product((-1, 0, 1), repeat=2):
+        yield tuple(round(at + step * size, 4) for at, step, size in zip(pair, steps, FINER, strict=True))

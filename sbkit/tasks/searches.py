@@ -1,0 +1,152 @@
+"""The search that ``sbkit evaluate`` was asked for: built, its weights tuned, run over a whole test set at once."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sbkit.data.manifest import Manifest
+from sbkit.decode import kenlm_binary
+from sbkit.decode.beam import BeamSearch
+from sbkit.decode.joint import JointSearch
+from sbkit.decode.posteriors import Events
+from sbkit.errors import SbkitError
+from sbkit.infer.inputs import hot_words
+from sbkit.system.console import atomic_write
+from sbkit.system.cores import usable_cores
+from sbkit.tasks import lm_weights
+from sbkit.tasks.asr import choices
+from sbkit.train.distributed import ranks
+
+NBEST = "nbest.jsonl"
+
+_PAYS = 1000  # utterances from which on another process is worth its start
+_LARGE = 200e6  # bytes of an ARPA file that not every process is to hold
+
+
+def build(request: Any, hparams: dict[str, Any]) -> BeamSearch | JointSearch | None:
+    """The search of a ``sbkit.evaluate.Request``, or else the recipe's own; with its tokenizer, and loaded."""
+    options = {name: getattr(request, name) for name in ("lm", "lm_weight", "word_score", "beam", "nbest")}
+    asked = {name: value for name, value in options.items() if value is not None}
+    if request.hot_words:
+        asked["hot_words"] = _by_the_rules(hot_words(request.hot_words), hparams["corpus"].text)
+    if request.joint:
+        return _joint(request, hparams, asked)
+    if request.ctc_weight is not None:
+        raise SbkitError("--ctc-weight is for the search with CTC and the attention decoder", hint="add --joint")
+    if not request.lm and (request.tune_lm or request.lm_weight is not None):
+        raise SbkitError("there is no language model to weigh", hint="name one: --lm FILE.arpa (see sbkit lm)")
+    search = hparams.get("decoder")
+    if asked:
+        search = BeamSearch(hparams["tokenizer"], blank_id=hparams.get("blank_index", 0), **asked)
+    if search is not None and search.tokenizer is None:
+        search.tokenizer = hparams["tokenizer"]
+    return search.load() if isinstance(search, BeamSearch) else search
+
+
+def _by_the_rules(phrases: Mapping[str, float], rules: Callable[[str], str]) -> dict[str, float]:
+    """Hot words as the run's transcripts are written: in their case, without their punctuation."""
+    written: dict[str, float] = {}
+    for phrase, boost in phrases.items():
+        text = rules(phrase)
+        if not text:
+            raise SbkitError(f"nothing is left of the hot word {phrase!r} by the rules of the run's transcripts",
+                             hint="name words as they are spoken")
+        written[text] = max(boost, written.get(text, boost))
+    return written
+
+
+def _joint(request: Any, hparams: dict[str, Any], asked: dict[str, Any]) -> JointSearch:
+    alien = [name for name in asked if name not in ("beam", "nbest")]
+    if alien or request.tune_lm:
+        raise SbkitError("the joint search takes no language model, no word score and no hot words",
+                         hint="leave them out, or --joint")
+    weight = hparams.get("ctc_weight", 1.0)
+    if weight >= 1:
+        raise SbkitError(f"{request.run} has no trained attention decoder: its recipe says ctc_weight: {weight}",
+                         hint="train with less than 1, such as --ctc_weight 0.3, or leave out --joint")
+    if request.ctc_weight is not None:
+        asked["ctc_weight"] = request.ctc_weight
+    return JointSearch(hparams["tokenizer"], blank_id=hparams.get("blank_index", 0), bos_id=hparams["bos_index"],
+                       eos_id=hparams["eos_index"], **asked)
+
+
+def label(request: Any) -> str:
+    """What the name of the results says of the search: all that was asked for, as in ``-joint-ctc0.2-beam10``."""
+    numbers = {"lm": request.lm_weight, "word": request.word_score, "ctc": request.ctc_weight, "beam": request.beam,
+               "nbest": request.nbest}
+    said = [("joint", request.joint), (request.lm and Path(request.lm).name.split(".")[0], request.lm),
+            ("tuned", request.tune_lm), ("hot", request.hot_words),
+            *((f"{name}{value:g}", True) for name, value in numbers.items() if value is not None)]
+    return "".join(f"-{word}" for word, asked in said if asked)
+
+
+def describe(search: Any) -> dict[str, Any]:
+    """What result.json says of a search."""
+    if isinstance(search, JointSearch):
+        return {"joint": True, "ctc_weight": search.ctc_weight, "beam": search.beam}
+    if not isinstance(search, BeamSearch):
+        return {"class": type(search).__name__}
+    weights = search.weights
+    return {"lm": None if search.lm is None else str(search.lm), "lm_weight": weights.lm, "word_score": weights.word,
+            "beam": search.beam, "hot_words": search.hot_words.boosts}
+
+
+def tune(brain: Any, hparams: dict[str, Any], hear: Callable[[Manifest], Any]) -> dict[str, Any]:
+    """Give the brain's search the weights that make the fewest errors on dev; what is to be said of it."""
+    search = brain.decoder
+    manifest = lm_weights.some_of(hparams["corpus"].manifest("dev"))
+    brain.decoder = recorder = lm_weights.Recorder(search)
+    hear(manifest)
+    with _processes(search, len(recorder)):
+        tuned = lm_weights.tune(recorder, brain.rows)
+    search.weights = tuned.weights
+    brain.decoder = search
+    if ranks.is_main():
+        print(f"tuned on {len(manifest)} utterances of dev: --lm-weight {tuned.weights.lm:g} --word-score "
+              f"{tuned.weights.word:g} (WER {tuned.rate:.2f} %, greedily {tuned.greedy:.2f} %)")
+    return {"tuned_on": len(manifest), "dev_WER": tuned.rate, "dev_WER_greedy": tuned.greedy}
+
+
+@contextlib.contextmanager
+def over_all(brain: Any) -> Iterator[None]:
+    """A beam search within waits until all is heard: it is faster the more utterances it has, and can have
+    processes. The brain's rows then get what it finds."""
+    search = brain.decoder
+    if not isinstance(search, BeamSearch):
+        yield
+        return
+    brain.decoder = recorder = lm_weights.Recorder(search)
+    try:
+        yield
+    finally:
+        brain.decoder = search
+    with _processes(search, len(recorder)):
+        found = search.search(Events.join(recorder.batches))
+    brain.rows = [row._replace(hypothesis=several[0].text, confidence=several[0].confidence, nbest=choices(several))
+                  for row, several in zip(brain.rows, found, strict=True)]
+
+
+@contextlib.contextmanager
+def _processes(search: BeamSearch, utterances: int) -> Iterator[None]:
+    """Search in as many processes as pay."""
+    before = search.workers
+    if search.lm is None or kenlm_binary.recognise(search.lm) or os.path.getsize(search.lm) < _LARGE:
+        search.workers = max(before, min(usable_cores() // ranks.world_size(), utterances // _PAYS) - 1)
+    try:
+        yield
+    finally:
+        search.close()
+        search.workers = before
+
+
+def write_nbest(path: Path, rows: Sequence[Any]) -> None:
+    """One JSON object per utterance."""
+    with atomic_write(path) as out:
+        for row in rows:
+            line = {"id": row.id, "reference": row.reference, "hypotheses": [one._asdict() for one in row.nbest]}
+            out.write(json.dumps(line, ensure_ascii=False) + "\n")

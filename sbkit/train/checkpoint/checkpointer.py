@@ -1,0 +1,247 @@
+"""SpeechBrain's Checkpointer, made safe: a checkpoint is whole or absent; the newest whole one is used."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from speechbrain.utils import checkpoints as stock
+from speechbrain.utils.checkpoints import Checkpoint, ckpt_recency
+from speechbrain.utils.distributed import get_rank
+
+from sbkit.train.checkpoint import files, shelf
+from sbkit.train.checkpoint.files import CheckpointError
+from sbkit.train.checkpoint.saver import Saving
+from sbkit.train.checkpoint.shelf import Predicate
+from sbkit.train.checkpoint.state import NotLoaded, hook_for, load_recoverable
+from sbkit.train.distributed import ranks
+
+logger = logging.getLogger(__name__)
+
+VISIBLE_WITHIN = 30  # seconds that a network disk may take to show another node's folder
+
+
+class Checkpointer(Saving):
+    """A drop-in for ``speechbrain.utils.checkpoints.Checkpointer``; each can read what the other wrote.
+
+    ============================  ==================================================================
+    killed while saving           the checkpoint is not there; what was half-written goes at the next start
+    a file damaged or cut off     that checkpoint is passed over with a warning, the next one is used
+    all checkpoints damaged       an error: a run never starts from scratch in silence
+    disk full, mid-epoch          a warning, training goes on; the third in a row is an error
+    disk full, end of an epoch    an error; the last good checkpoint is kept
+    another model's checkpoint    an error that lists keys and shapes
+    ============================  ==================================================================
+
+    Saving, deleting, recovering and ``wait`` are to be called on every rank, as in SpeechBrain.
+
+    Arguments
+    ---------
+    checkpoints_dir, recoverables, custom_load_hooks, custom_save_hooks, allow_partial_load
+        As in SpeechBrain.
+    asynchronous : bool
+        Whether a save returns once the state is copied, while one background thread writes it (at most
+        one write at a time). Off by default, so that a folder stands when the call returns, as scripts
+        written for SpeechBrain expect; ``sbkit.Brain`` turns it on. An error of the thread is raised by
+        the next call, ``wait()`` at the latest. At exit the write is finished.
+    """
+
+    def __init__(
+        self,
+        checkpoints_dir: str | os.PathLike,
+        recoverables: Mapping[str, Any] | None = None,
+        custom_load_hooks: Mapping[str, Callable] | None = None,
+        custom_save_hooks: Mapping[str, Callable] | None = None,
+        allow_partial_load: bool = False,
+        asynchronous: bool = False,
+    ):
+        super().__init__(
+            checkpoints_dir, recoverables, custom_load_hooks, custom_save_hooks, allow_partial_load
+        )
+        self._set_up(asynchronous)
+
+    @classmethod
+    def adopt(cls, old: stock.Checkpointer | None, asynchronous: bool = False) -> Checkpointer | None:
+        """Make SpeechBrain's checkpointer one of ours, in place: every reference to it sees the change."""
+        if old is None:
+            return None
+        if isinstance(old, cls):
+            old.asynchronous = asynchronous
+            return old
+        kind = type(old)
+        # a recipe's own subclass keeps its overrides, and its super() calls reach ours
+        old.__class__ = cls if kind is stock.Checkpointer else type(kind.__name__, (kind, cls), {})
+        old._set_up(asynchronous)
+        return old
+
+    def _set_up(self, asynchronous: bool) -> None:
+        super()._set_up(asynchronous)
+        if get_rank() in (None, 0):
+            for name in files.sweep(self.checkpoints_dir):
+                logger.info("Removed %s, left in %s by a run that was killed", name, self.checkpoints_dir)
+
+    # ------------------------------------------------------------ deleting
+
+    def delete_checkpoints(
+        self, *, num_to_keep: int = 1, min_keys: Sequence[str] | None = None,
+        max_keys: Sequence[str] | None = None, importance_keys: Sequence[Callable] = (ckpt_recency,),
+        ckpt_predicate: Predicate | None = None, verbosity: int = logging.INFO,
+    ) -> None:
+        """Delete the least important checkpoints; SpeechBrain's arguments and rules."""
+        orders = shelf.orders(min_keys or (), max_keys or (), importance_keys)
+
+        def delete() -> None:
+            self._settle()
+            self._delete(num_to_keep, orders, ckpt_predicate, verbosity)
+
+        if num_to_keep < 0:
+            raise ValueError("Number of checkpoints to keep must be positive.")
+        ranks.run_on_main(delete)
+
+    def _delete(
+        self, num_to_keep: int, orders: list[dict], ckpt_predicate: Predicate | None, verbosity: int,
+        spare: Predicate | None = None,
+    ) -> None:
+        if num_to_keep < 0:
+            raise ValueError("Number of checkpoints to keep must be positive.")
+        ranked = [self._find(ckpt_predicate=ckpt_predicate, **order) for order in orders]
+        kept = {ckpt.path for ckpts in ranked for ckpt in ckpts[:num_to_keep]}
+        going = {ckpt.path: ckpt for ckpts in ranked for ckpt in ckpts if ckpt.path not in kept}
+        for ckpt in going.values():
+            if spare is None or not spare(ckpt):
+                self._delete_checkpoint(ckpt, verbosity)
+
+    @staticmethod
+    def _delete_checkpoint(checkpoint: Checkpoint, verbosity: int = logging.INFO) -> None:
+        if not Checkpointer._is_checkpoint_dir(checkpoint.path):
+            raise RuntimeError("Checkpoint does not appear valid for deletion.")
+        files.retire(Path(checkpoint.path))
+        logger.log(verbosity, "Deleted checkpoint in %s", checkpoint.path)
+
+    # ------------------------------------------------------------ finding
+
+    def list_checkpoints(self) -> list[Checkpoint]:
+        """All checkpoints that stand, in no order."""
+        self._settle()
+        return self._list()
+
+    def find_checkpoints(
+        self, importance_key: Callable | None = None, max_key: str | None = None, min_key: str | None = None,
+        ckpt_predicate: Predicate | None = None, max_num_checkpoints: int | None = None,
+    ) -> list[Checkpoint]:
+        """Checkpoints, the most important first; SpeechBrain's arguments and rules.
+
+        A metric that none of the checkpoints has is an error that lists the ones there are.
+        """
+        self._settle()
+        self._check_key(max_key or min_key, ckpt_predicate)
+        return self._find(importance_key, max_key, min_key, ckpt_predicate)[:max_num_checkpoints]
+
+    def _find(
+        self, importance_key: Callable | None = None, max_key: str | None = None, min_key: str | None = None,
+        ckpt_predicate: Predicate | None = None,
+    ) -> list[Checkpoint]:
+        return shelf.ranked(self._list(), importance_key, max_key, min_key, ckpt_predicate)
+
+    def _list(self) -> list[Checkpoint]:
+        found, unreadable = shelf.standing(self._list_checkpoint_dirs())
+        for path, reason in unreadable.items():
+            self._warn_once(f"Passing over the checkpoint {path}: {reason}")
+        return found
+
+    def _check_key(self, key: str | None, ckpt_predicate: Predicate | None) -> None:
+        metas = [ckpt.meta for ckpt in filter(ckpt_predicate, self._list())]
+        complaint = shelf.unknown_key(self.checkpoints_dir, [key] if key and metas else [], metas)
+        if complaint is not None:
+            raise complaint
+
+    # ------------------------------------------------------------ recovering
+
+    def recover_if_possible(
+        self, importance_key: Callable | None = None, max_key: str | None = None, min_key: str | None = None,
+        ckpt_predicate: Predicate | None = None,
+    ) -> Checkpoint | None:
+        """Load the most important checkpoint that is whole; None where there is no checkpoint at all.
+
+        Rank 0 chooses, so that all ranks load the same one.
+        """
+        passed: dict[Path, str] = {}
+
+        def choose() -> Checkpoint | None:
+            self._settle()
+            self._check_key(max_key or min_key, ckpt_predicate)
+            for ckpt in self._find(importance_key, max_key, min_key, ckpt_predicate):
+                if ckpt.path not in passed:
+                    reason = self._unfit(ckpt)
+                    if reason is None:
+                        return ckpt
+                    _pass_over(passed, ckpt, reason)
+            passed.update(shelf.standing(self._list_checkpoint_dirs())[1])
+            if not passed:
+                return None
+            reasons = "; ".join(f"{path.name}: {reason}" for path, reason in passed.items())
+            raise CheckpointError(f"no checkpoint in {self.checkpoints_dir} can be used ({reasons})",
+                             hint="restore one of them, or move them away to start from scratch")
+
+        with ranks.failing_together():
+            while True:
+                chosen = ranks.run_on_main(choose)
+                if chosen is None:
+                    logger.info("Would load a checkpoint here, but none found yet.")
+                    return None
+                problem: str | None = None
+                try:
+                    self._call_load_hooks(chosen)
+                except NotLoaded as error:
+                    if files.has_sums(chosen.path):
+                        raise
+                    problem = str(error)  # SpeechBrain wrote it, without checksums: only trying could tell
+                problems = [each for each in ranks.gather_objects(problem) if each]
+                if not problems:
+                    return chosen
+                _pass_over(passed, chosen, problems[0])
+
+    def load_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Load this very checkpoint."""
+        reason = files.damage(Path(checkpoint.path))
+        if reason is not None:
+            raise CheckpointError(f"the checkpoint {checkpoint.path} can't be used: {reason}")
+        self._call_load_hooks(checkpoint)
+
+    def _unfit(self, ckpt: Checkpoint) -> str | None:
+        reason = files.damage(ckpt.path)
+        if reason is None and not files.has_sums(ckpt.path):  # was SpeechBrain killed while writing it?
+            needed = filter(self._needed, self.recoverables)
+            missing = [name for name in needed if name not in ckpt.paramfiles]
+            reason = f"it holds no {', '.join(missing)}" if missing else None
+        return reason
+
+    def _needed(self, name: str) -> bool:
+        return not (self.allow_partial_load or self.optional_recoverables.get(name) or "dataloader" in name)
+
+    def _call_load_hooks(self, checkpoint: Checkpoint) -> None:
+        path = Path(checkpoint.path)
+        files.wait_for(path, VISIBLE_WITHIN if ranks.world_size() > 1 else 0)
+        logger.info("Loading a checkpoint from %s", path)
+        for name, obj in self.recoverables.items():
+            file = checkpoint.paramfiles.get(name)
+            if file is not None:
+                hook = hook_for(obj, self.custom_load_hooks.get(name), stock.DEFAULT_LOAD_HOOKS, "load")
+                load_recoverable(obj, name, file, hook, checkpoint.meta.get("end-of-epoch", True))
+            elif self._needed(name):
+                raise CheckpointError(
+                    f"the checkpoint {path} holds nothing for {name!r}, only for "
+                    f"{', '.join(sorted(checkpoint.paramfiles)) or 'nothing'}",
+                    hint=f"add {name!r} with optional_load=True to go on without its state",
+                )
+            elif not self.allow_partial_load:
+                logger.warning("%s holds nothing for %r, which starts afresh", path, name)
+
+
+def _pass_over(passed: dict[Path, str], ckpt: Checkpoint, reason: str) -> None:
+    passed[ckpt.path] = reason
+    if ranks.is_main():
+        logger.warning("Passing over the checkpoint %s: %s", ckpt.path, reason)

@@ -1,0 +1,252 @@
+"""Checkpoint folders on disk: written aside, synced, summed and renamed, so that each is whole or absent."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import shutil
+import time
+import zipfile
+from collections.abc import Container
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from speechbrain.utils.checkpoints import CKPT_PREFIX, METAFNAME, PARAMFILE_EXT
+from speechbrain.utils.distributed import get_rank
+
+from sbkit.data.lock import Lock, remove_unheld
+from sbkit.errors import SbkitError
+from sbkit.system import disk
+
+logger = logging.getLogger(__name__)
+
+SUMS_NAME = f"{CKPT_PREFIX}.sums.json"  # SpeechBrain reads only *.ckpt and CKPT.yaml, and so ignores it
+WRITING, REPLACED, DELETED = ".tmp-", ".old-", ".del-"  # hidden: neither SpeechBrain nor we list them
+CHUNK = 1 << 22
+DAY = 24 * 3600.0
+PATIENCE = 2.0  # seconds that another process may take to tidy up
+
+
+class CheckpointError(SbkitError, RuntimeError):
+    """A user's error that is also what SpeechBrain raises here, for code that catches that."""
+
+
+# ---------------------------------------------------------------- writing
+
+
+def begin(folder: Path, name: str) -> tuple[Path, Lock]:
+    """Make the hidden folder in which checkpoint ``name`` is written; returns it and its lock.
+
+    That is how a folder left by a killed run is told from one that another process is writing right now, which is
+    an error: two runs would make one checkpoint.
+    """
+    path = folder / f"{WRITING}{name}"
+    os.makedirs(folder, exist_ok=True)
+    until = time.monotonic() + PATIENCE
+    while True:
+        with contextlib.suppress(FileExistsError, FileNotFoundError):  # another process was quicker
+            if path.exists():
+                remove_unheld(path)
+            os.mkdir(path)
+            lock = Lock(path)
+            if lock.take() is not False and lock.is_at(path):
+                return path, lock
+            lock.close()
+        if time.monotonic() > until:
+            raise CheckpointError(f"the checkpoint {folder / name} is being written by another process",
+                                  hint="let each run have an output folder of its own")
+        time.sleep(0.1)
+
+
+def write_state(state: Any, path: Path) -> None:
+    """``torch.save`` through a Python file: a full disk stays an OSError, and other threads run meanwhile."""
+    with open(path, "wb") as out:
+        torch.save(state, out)
+
+
+def seal(folder: Path, meta: dict[str, Any]) -> None:
+    """Sync every file of a folder, write down their checksums and, as the very last file, ``CKPT.yaml``."""
+    sums = {}
+    for file in _files(folder):
+        with open(file, "rb") as handle:
+            os.fsync(handle.fileno())
+            sums[file.relative_to(folder).as_posix()] = {
+                "bytes": os.fstat(handle.fileno()).st_size, "blake2b": _digest(handle),
+            }
+    _write_text(folder / SUMS_NAME, json.dumps({"files": sums}, indent=1, sort_keys=True))
+    _write_text(folder / METAFNAME, "# yamllint disable\n" + yaml.safe_dump(meta))
+    for inner in sorted({file.parent for file in _files(folder)} | {folder}):
+        disk.sync_folder(inner)
+
+
+def publish(written: Path, final: Path) -> None:
+    """Rename a sealed folder to its final name; one that had this name before gives way."""
+    replaced = None
+    if final.exists():
+        replaced = final.with_name(f"{REPLACED}{final.name}")
+        if replaced.exists():
+            shutil.rmtree(replaced)
+        os.rename(final, replaced)  # a kill between the two renames: sweep undoes this one
+    try:
+        os.rename(written, final)
+    except OSError:
+        if replaced is not None:
+            os.rename(replaced, final)
+        raise
+    disk.sync_folder(final.parent)
+    if replaced is not None:
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def retire(path: Path) -> None:
+    """Delete a checkpoint: it leaves its name at once, then its files go."""
+    hidden = path.with_name(f"{DELETED}{path.name}")
+    if hidden.exists():
+        shutil.rmtree(hidden)
+    os.rename(path, hidden)
+    disk.sync_folder(path.parent)
+    shutil.rmtree(hidden)
+
+
+def sweep(folder: Path) -> list[str]:
+    """Tidy up after a killed run: drop what it was writing or deleting; returns the names that went."""
+    gone = []
+    for path in sorted(folder.glob(".*")):
+        name = path.name
+        if not name.startswith((WRITING + CKPT_PREFIX, REPLACED + CKPT_PREFIX, DELETED + CKPT_PREFIX)):
+            continue
+        final, writing = (path.with_name(start + name[len(WRITING):]) for start in ("", WRITING))
+        try:
+            if name.startswith(REPLACED):
+                if writing.exists() and _in_use(writing):  # a run that lives is between its two renames
+                    continue
+                if not final.exists():
+                    os.rename(path, final)
+                    continue
+            if remove_unheld(path, unless_older=DAY if path == writing else 0.0):
+                gone.append(name)
+        except OSError as error:  # a folder we may only read, or another process was quicker
+            logger.debug("could not remove %s: %s", path, error)
+    return gone
+
+
+def _in_use(path: Path) -> bool:
+    with Lock(path) as lock:
+        return lock.take(shared=True) is False
+
+
+def _write_text(path: Path, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as out:
+        out.write(text)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _digest(handle: Any) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    while chunk := handle.read(CHUNK):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+# ---------------------------------------------------------------- reading
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """The meta file of a checkpoint; ValueError says in plain words what is wrong with it."""
+    try:
+        meta = yaml.safe_load((path / METAFNAME).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        first = str(error).splitlines()[0]
+        raise ValueError(f"its {METAFNAME} can't be read ({first})") from error
+    if not isinstance(meta, dict):
+        raise ValueError(f"its {METAFNAME} is empty or cut off")
+    if not isinstance(meta.get("unixtime"), (int, float)):
+        raise ValueError(f"its {METAFNAME} has no unixtime")
+    return meta
+
+
+def damage(path: Path) -> str | None:
+    """What is wrong with the files of a checkpoint, or None.
+
+    Checksums are compared where there are any. A checkpoint that SpeechBrain wrote has none: there an
+    empty file and a torn archive are found (archives carry a CRC for each tensor).
+    """
+    try:
+        sums_file = path / SUMS_NAME
+        if not sums_file.exists():
+            return next(filter(None, map(_torn, sorted(path.glob(f"*{PARAMFILE_EXT}")))), None)
+        for name, expected in json.loads(sums_file.read_text(encoding="utf-8"))["files"].items():
+            file = path / name
+            if not file.exists():
+                return f"{name} is missing"
+            if file.stat().st_size != expected["bytes"]:
+                return f"{name} has {file.stat().st_size} bytes, not {expected['bytes']}"
+            with open(file, "rb") as handle:
+                if _digest(handle) != expected["blake2b"]:
+                    return f"{name} does not have the checksum it was written with"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"it can't be read ({error})"
+    return None
+
+
+def wait_for(path: Path, seconds: float) -> None:
+    """Give a network disk time to show a folder that another machine made."""
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        if time.monotonic() >= deadline:
+            raise CheckpointError(f"rank {get_rank() or 0} does not see the checkpoint {path}",
+                                  hint="the output folder must be on a disk that all machines share")
+        time.sleep(0.5)
+
+
+def has_sums(path: Path) -> bool:
+    """Whether the checkpoint was sealed by us (one that SpeechBrain wrote has no checksums)."""
+    return (path / SUMS_NAME).exists()
+
+
+def _torn(file: Path) -> str | None:
+    if not file.is_file():
+        return None
+    with open(file, "rb") as handle:
+        head = handle.read(4)
+    if not head:
+        return f"{file.name} is empty"
+    if head != b"PK\x03\x04":
+        return None  # text, or something of a hook's own: only its loader can tell
+    try:
+        with zipfile.ZipFile(file) as archive:
+            broken = archive.testzip()
+    except (zipfile.BadZipFile, EOFError, OSError) as error:
+        return f"{file.name} is cut off or damaged ({error})"
+    return f"{file.name} is damaged (at {broken})" if broken else None
+
+
+# ---------------------------------------------------------------- full disks
+
+
+def explain_disk(error: OSError, final: Path, needed: int, last_good: Path | None) -> CheckpointError:
+    """Say in plain words why a checkpoint could not be written, and which one is still there."""
+    kept = f"the last good one, {last_good}, is kept" if last_good else "there is no earlier one"
+    return CheckpointError(f"the checkpoint {disk.explain(error, final, needed)}; {kept}",
+                           hint="make room or raise the quota there, then run the same command to resume")
+
+
+def bytes_in(folder: Path, but: Container[str] = ()) -> int:
+    """Bytes of the files in a folder, except for those of the recoverables named in ``but``."""
+    others = (file for file in _files(folder) if file.name.removesuffix(PARAMFILE_EXT) not in but)
+    return sum(file.stat().st_size for file in others)
+
+
+def remove(folder: Path) -> None:
+    """Delete a folder that was never published."""
+    shutil.rmtree(folder, ignore_errors=True)

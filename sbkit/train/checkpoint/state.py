@@ -1,0 +1,276 @@
+"""States into and out of a checkpoint: copied off the device, loaded, compared with the model."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from speechbrain.nnet.schedulers import InverseSquareRootScheduler
+from speechbrain.utils.checkpoints import (
+    DEFAULT_LOAD_HOOKS,
+    DEFAULT_SAVE_HOOKS,
+    get_default_hook,
+    hook_on_loading_state_dict_checkpoint,
+    torch_recovery,
+    torch_save,
+    torch_save_once_per_node,
+)
+
+from sbkit.errors import SbkitError
+from sbkit.train.checkpoint.files import CheckpointError
+
+TENSORS = (torch_save, torch_save_once_per_node)  # the hooks that only save a state dict
+NAMED = 5  # how many keys of each kind an error lists
+
+
+# ---------------------------------------------------------------- hooks
+
+
+def hook_for(obj: Any, custom: Callable | None, defaults: Mapping[type, Callable], verb: str) -> Callable:
+    """What saves or loads an object, by SpeechBrain's rules."""
+    hook = custom or get_default_hook(obj, defaults)
+    if hook is None:
+        raise RuntimeError(f"Don't know how to {verb} {type(obj)}. Register default hook or add custom hook "
+                           "for this object.")
+    return hook
+
+
+def outside(recoverables: Mapping[str, Any]) -> list[str]:
+    """Warnings that name modules inside a recoverable with state where its state dict does not look."""
+    known = set(map(id, recoverables.values()))
+    found = []
+    for name, obj in recoverables.items():
+        for path, module in obj.named_modules() if isinstance(obj, torch.nn.Module) else ():
+            hook = get_default_hook(module, DEFAULT_SAVE_HOOKS)
+            if path and hook not in TENSORS and id(module) not in known:
+                found.append(f"{name}.{path} ({type(module).__name__}) keeps state that is not in the state "
+                             f"dict of {name!r} and so not saved: add it to the recoverables")
+    return found
+
+
+def unsaved(recoverables: Mapping[str, Any], objects: Mapping[str, Any]) -> list[str]:
+    """Names of objects with state of their own to save that are no recoverables."""
+    known = set(map(id, recoverables.values()))
+    hooks = {name: get_default_hook(obj, DEFAULT_SAVE_HOOKS) for name, obj in objects.items()
+             if not isinstance(obj, type) and id(obj) not in known}
+    return [name for name, hook in hooks.items() if hook is not None and hook not in TENSORS]
+
+
+# ---------------------------------------------------------------- copying
+
+
+def snapshot(state: Any, tensors: bool = True) -> tuple[Any, Callable[[], None]]:
+    """Copy a state to the CPU as it is now; returns the copy and what must be called before reading it.
+
+    tensors: False copies all but them
+
+    From a GPU the copies go to pinned memory in stream order: training may change the weights right
+    away, and nothing waits but the thread that calls the second result.
+    """
+    copies: dict[tuple, torch.Tensor] = {}
+    devices: set[torch.device] = set()
+
+    def tensor(value: torch.Tensor) -> torch.Tensor:
+        value = value.detach()
+        if value.device.type == "cpu" or value.layout != torch.strided:
+            return value.clone().cpu()
+        devices.add(value.device)
+        pinned = value.device.type == "cuda"
+        out = torch.empty(value.shape, dtype=value.dtype, pin_memory=pinned)
+        return out.copy_(value, non_blocking=pinned)
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and not tensors:
+            return value
+        if isinstance(value, torch.Tensor):
+            if value.layout != torch.strided or type(value) not in (torch.Tensor, torch.nn.Parameter):
+                return tensor(value)
+            # tied weights stay one tensor in the file, as torch.save would keep them
+            key = (value.data_ptr(), value.device, value.shape, value.stride(), value.dtype)
+            if value.numel() == 0 or key not in copies:
+                copies[key] = tensor(value)
+            return copies[key]
+        if isinstance(value, dict):
+            new = copy.copy(value)  # keeps an OrderedDict one, with its _metadata
+            for name, item in value.items():
+                new[name] = walk(item)
+            return new
+        if type(value) in (list, tuple):
+            return type(value)(map(walk, value))
+        return copy.deepcopy(value)
+
+    copied = walk(state)
+    events = []
+    for device in devices:
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                event = torch.cuda.Event()
+                event.record()
+                events.append(event)
+
+    def ready() -> None:
+        for event in events:
+            event.synchronize()
+
+    return copied, ready
+
+
+def size_of(state: Any) -> int:
+    """Bytes of the tensors in a state."""
+    if isinstance(state, torch.Tensor):
+        return state.numel() * state.element_size()
+    if isinstance(state, Mapping):
+        return sum(map(size_of, state.values()))
+    if isinstance(state, (list, tuple)):
+        return sum(map(size_of, state))
+    return 0
+
+
+# ---------------------------------------------------------------- loading
+
+
+@contextlib.contextmanager
+def plain_numbers() -> Iterator[None]:
+    """Let ``torch.load(weights_only=True)`` take numpy numbers and arrays, which hold data and no code.
+
+    A scheduler that remembers losses as numpy floats saves without complaint; without this, its file
+    would be refused at the resume.
+    """
+    rebuild = np.array(0.0).__reduce__()[0]
+    scalar = np.float64(0).__reduce__()[0]
+    kinds = {type(np.dtype(code)) for code in np.typecodes["All"] if code != "O"}
+    with torch.serialization.safe_globals([rebuild, scalar, np.ndarray, np.dtype, *sorted(kinds, key=str)]):
+        yield
+
+
+def load_file(path: str | Path) -> Any:
+    """A state from a file, on the CPU; only tensors, numbers and containers are let in, never code."""
+    try:
+        with plain_numbers():
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        lines = str(error).splitlines()
+        reason = next((line.strip() for line in lines if "GLOBAL" in line), lines[0][:200])
+        raise CheckpointError(
+            f"{path} holds more than tensors and numbers, so loading it could run code ({reason})",
+            hint="save it again as a state dict, or give the recoverable a load hook of its own",
+        ) from error
+
+
+class NotLoaded(CheckpointError):
+    """A file that its loader refuses, for whatever reason."""
+
+
+def load_recoverable(obj: Any, name: str, path: Path, hook: Callable, end_of_epoch: bool) -> None:
+    """Load one recoverable with its hook; what the hook raises is said with the file's name."""
+    try:
+        if hook is torch_recovery:
+            load_state(obj, path, name)
+        else:
+            with plain_numbers():
+                hook(obj, path, end_of_epoch)
+    except (SbkitError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        first = "".join(str(error).strip().splitlines()[:1])
+        raise NotLoaded(f"{path} can't be loaded into {name!r} ({type(error).__name__}: {first})") from error
+
+
+def load_state(obj: Any, path: str | Path, name: str) -> None:
+    """Load a state dict into a module, optimizer, scheduler or scaler; one that doesn't fit is an error."""
+    state = load_file(path)
+    if isinstance(state, dict):
+        state = hook_on_loading_state_dict_checkpoint(state)
+    if isinstance(obj, torch.nn.Module):
+        try:
+            obj.load_state_dict(state, strict=True)
+        except RuntimeError as error:
+            found = differences(obj.state_dict(), state)
+            if not found:
+                raise
+            raise other_model(path, name, found) from error
+    elif isinstance(obj, torch.optim.Optimizer):
+        found = _group_differences(obj, state)
+        if found:
+            raise other_model(path, name, found)
+        obj.load_state_dict(state)
+    else:
+        obj.load_state_dict(state)
+
+
+def _load_attributes(obj: Any, path: str | Path, end_of_epoch: bool) -> None:
+    del end_of_epoch
+    vars(obj).update(load_file(path))
+
+
+# SpeechBrain gives this one a way to save and none to load: a resume would end in an error
+DEFAULT_LOAD_HOOKS.setdefault(InverseSquareRootScheduler, _load_attributes)
+
+
+def other_model(path: str | Path, name: str, found: str) -> CheckpointError:
+    """The error for a checkpoint that belongs to another model."""
+    path = Path(path)
+    return CheckpointError(
+        f"{path.parent} is a checkpoint of another model: {name!r} ({path.name}) differs: {found}",
+        hint="go back to the YAML this run began with, or start a new output_folder",
+    )
+
+
+def differences(own: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
+    """What keeps ``saved`` from being loaded where ``own`` is the state dict; empty if nothing.
+
+    >>> differences({"a": torch.zeros(2, 3)}, {"a": torch.zeros(4, 3)})
+    '1 of another shape (a: 4x3 saved, 2x3 here)'
+    """
+    if not isinstance(saved, Mapping):
+        return f"the file holds a {type(saved).__name__}, not a state dict"
+    missing = [key for key in own if key not in saved]
+    extra = [key for key in saved if key not in own]
+    shapes = [
+        f"{key}: {_shape(saved[key])} saved, {_shape(value)} here" for key, value in own.items()
+        if key in saved and isinstance(value, torch.Tensor) and _shape(saved[key]) != _shape(value)
+    ]
+    kinds = {"missing in the checkpoint": missing, "only in the checkpoint": extra,
+             "of another shape": shapes}
+    return "; ".join(f"{len(keys)} {what} ({_some(keys)})" for what, keys in kinds.items() if keys)
+
+
+def _group_differences(optimizer: torch.optim.Optimizer, state: Any) -> str:
+    if not isinstance(state, Mapping) or "param_groups" not in state:
+        return "the file holds no optimizer state"
+    here = [len(group["params"]) for group in optimizer.param_groups]
+    saved = [len(group["params"]) for group in state["param_groups"]]
+    if here != saved:
+        return f"it has parameter groups of {saved} tensors, here they are of {here}"
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    order = [index for group in state["param_groups"] for index in group["params"]]
+    shapes = []
+    for index, param in zip(order, params, strict=True):
+        for key, value in state["state"].get(index, {}).items():
+            if _is_like_param(key, value) and value.shape != param.shape:
+                shapes.append(f"{key} of tensor {index}: {_shape(value)} saved, {_shape(param)} here")
+                break
+    return f"{len(shapes)} of another shape ({_some(shapes)})" if shapes else ""
+
+
+def _is_like_param(key: Any, value: Any) -> bool:
+    # Adam's moments and SGD's momentum have the parameter's shape; a step count has none, and the
+    # factored or flattened states of other optimizers go by other names
+    return isinstance(value, torch.Tensor) and key in ("exp_avg", "exp_avg_sq", "momentum_buffer")
+
+
+def _shape(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return "x".join(map(str, value.shape)) or "scalar"
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - NAMED
+    return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")

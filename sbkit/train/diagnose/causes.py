@@ -1,0 +1,98 @@
+"""Likely causes of a loss or gradient that is not finite, in plain words, from what a second look showed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from sbkit.train.diagnose.inspection import Findings, before, tensors_in
+from sbkit.train.diagnose.saved_batch import utterance_ids
+
+_NEAR_HALF_MAX = 1e4  # fp16 ends at 65504; sums of values like these go beyond
+_GROWN = 1e6  # activations of a healthy model stay far below
+
+
+def causes(found: Findings, batch: Any, context: Mapping[str, Any]) -> list[str]:
+    """What probably happened and what to do, most telling first."""
+    ids = utterance_ids(batch)
+    told = [
+        *_damaged_input(found, ids), *_damaged_model(found), *_silence(batch, ids), *_layer(found),
+        *_impossible(found, ids), *_gradient(found, context),
+    ]
+    if not told and found.what == "nothing":
+        return ["it could not be shown again: the weights have moved since, or an operation is not "
+                "deterministic; if it comes back, try --precision fp32 and a lower learning rate"]
+    if not told:
+        lr = "" if context.get("lr") is None else f" (now {context['lr']:.2g})"
+        return [f"training diverged: lower the learning rate{lr}, warm up for longer, or clip gradients"]
+    return told
+
+
+def _damaged_input(found: Findings, ids: list[str]) -> list[str]:
+    return [
+        f"the batch itself is damaged: '{name}' holds values that are not finite"
+        + (f" in {', '.join(ids[row] for row in values.rows[:4] if row < len(ids))}" if values.rows else "")
+        + "; check those recordings"
+        for name, values in found.inputs.items()
+    ]
+
+
+def _damaged_model(found: Findings) -> list[str]:
+    if not found.parameters:
+        return []
+    return [f"parameters are already not finite ({', '.join(list(found.parameters)[:4])}): an earlier update "
+            "did it; resume from an older checkpoint with a lower learning rate or gradient clipping"]
+
+
+def _layer(found: Findings) -> list[str]:
+    layer = found.first_layer
+    if layer is None or layer.inputs is None:
+        return []
+    if layer.inputs.bad:
+        return [] if found.inputs else [
+            f"an operation that is no layer, between {before(found)} and {layer.name}, made it: a division "
+            "by 0, a log or root of 0, or a mask that hides everything"]
+    largest = max(layer.inputs.largest, layer.output.largest)
+    if layer.output.dtype == "float16" and largest > _NEAR_HALF_MAX:
+        return [f"fp16 overflow: values reach {largest:.3g} and fp16 ends at 65504; use --precision bf16"]
+    if largest > _GROWN:
+        return [f"activations have grown to {largest:.3g}: lower the learning rate or warm up for longer"]
+    return []
+
+
+def _silence(batch: Any, ids: list[str]) -> list[str]:
+    for name, tensor in tensors_in(batch):
+        if not tensor.is_floating_point() or tensor.dim() != 2 or len(tensor) != len(ids):
+            continue
+        constant = (tensor == tensor[:, :1]).all(1).nonzero().flatten().tolist()
+        if constant and tensor.shape[1] > 1:
+            who = ", ".join(ids[row] for row in constant[:4])
+            return [f"'{name}' is constant (digital silence) in {who}: a normalisation may divide by its "
+                    "deviation of 0"]
+    return []
+
+
+def _impossible(found: Findings, ids: list[str]) -> list[str]:
+    infinite = [ids[i] for i, loss in enumerate(found.utterance_losses) if i < len(ids) and loss == math.inf]
+    if infinite and found.first_layer is None:
+        return [f"no path leads through {', '.join(infinite[:4])}: fewer frames than CTC needs (tokens + "
+                "repeats), or a label to which the model gives probability 0; `sbkit check` lists short ones"]
+    if found.what == "loss" and found.first_layer is None:
+        return ["the loss itself breaks on finite outputs: a log or division of 0, a count of 0, or CTC with "
+                "fewer frames than tokens + repeats"]
+    return []
+
+
+def _gradient(found: Findings, context: Mapping[str, Any]) -> list[str]:
+    if found.what != "gradient":
+        return []
+    told = []
+    if context.get("scale", 1.0) > 1.0:
+        told.append(f"the loss scale of {context['scale']:.6g} is too high for fp16: normal while it is "
+                    "being found, and it halves by itself; if it goes on, use --precision bf16")
+    if found.gradient_first is not None:
+        told.append(f"behind the output of {found.gradient_first} a square root, norm, log or division meets "
+                    "0: its value is finite, its slope is not; add a small epsilon there")
+    return told
+

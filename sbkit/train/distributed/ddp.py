@@ -1,0 +1,181 @@
+"""DDP around the shell: it looks for what a backward does not reach in the first step, and then knows.
+
+Looking for it makes each backward wait for the device, and keeps DDP from putting gradients that are ready together
+into the same buckets. What the first step reached on no rank is left out of the averaging, and DDP wrapped anew without
+the search. A backward that then misses a parameter, or reaches one that was left out, is noticed where it ends: other
+ranks wait for the former's bucket, so it gets a gradient of zeros; the latter's gradient, which no other rank knows of,
+is dropped. All ranks hear of it with the next step and search from then on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import os
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from sbkit.train.distributed import ranks
+from sbkit.train.distributed.parallel import Alone, Shell, average_gradients
+
+
+class Wrapped(Alone):
+    """DDP around the shell.
+
+    Arguments
+    ---------
+    search: look for parameters that a backward does not reach
+    settles: only until the first step has shown which they are
+    """
+
+    can_wait = True
+
+    def __init__(self, shell: Shell, search: bool = True, settles: bool = False):
+        super().__init__(shell)
+        self.world = ranks.world_size()
+        self.changed: set[str] = set()
+        self.searches, self._settles = search, search and settles
+        self._unreached: dict[str, torch.nn.Parameter] | None = None  # by the first step, until that is settled
+        self._handles: list[Any] = []
+        self.ddp: _Quiet | None = None
+        ranks.closed_first(self)
+        self._wrap()
+        with torch.no_grad():
+            for buffer in shell.buffers():  # once, as with the parameters: all ranks start from rank 0's
+                dist.broadcast(buffer.detach(), src=0)
+
+    def _wrap(self) -> None:
+        """All that trains but for what is unreached."""
+        again = self.ddp is not None
+        self.close()
+        left_out = self._unreached or {}
+        ids = set(map(id, left_out.values()))  # one that layers share has a name in each
+        self.shell._ddp_params_and_buffers_to_ignore = [
+            name for name, p in self.shell.named_parameters(remove_duplicate=False) if id(p) in ids]
+        self._handles = [p.register_post_accumulate_grad_hook(functools.partial(self._late, name))
+                         for name, p in left_out.items()]
+        # Buffers are `Buffers`' business: DDP would send all of them, constant tables too, at each step.
+        # device_ids stays empty: the batch is moved by who knows what it is.
+        self.ddp = _Quiet(
+            self.shell, find_unused_parameters=self.searches, broadcast_buffers=False, gradient_as_bucket_view=True,
+            init_sync=not again,  # would hide that ranks differ
+        )
+
+    def __call__(self, batch: Any) -> torch.Tensor:
+        return self.ddp(batch)
+
+    def no_sync(self) -> contextlib.AbstractContextManager:
+        return self.ddp.no_sync()
+
+    def finish(self) -> None:
+        average_gradients([p for p in self.shell.parameters() if p.requires_grad])
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        if self.ddp is not None:
+            self.ddp.reducer._remove_autograd_hooks()
+            self.ddp = None
+            gc.collect()  # its buckets are as large as the model
+
+    # ------------------------------------------------------------ what is not reached
+
+    def note_unreached(self) -> None:
+        if self._settles and self._unreached is None:
+            trained = {name: p for name, p in self._named() if p.requires_grad}
+            self._unreached = {name: p for name, p in trained.items() if p.grad is None}
+            self._settles = len(self._unreached) < len(trained)  # a step of nothing says nothing
+
+    def settle(self) -> None:
+        if self._settles and self._unreached is not None:
+            self._settles = self.searches = False
+            self._wrap()
+
+    def search(self) -> None:
+        """From here on look in each backward for what it does not reach; called by all ranks between two steps."""
+        self._settles, self.searches = False, True
+        self._unreached = None
+        self.changed.clear()
+        self._wrap()
+
+    def complete(self, loss: torch.Tensor) -> None:
+        if self.searches or not self.ddp.require_backward_grad_sync or self._is_complete():
+            return
+        reached = _leaves(loss)
+        missed = {name: p for name, p in self._named()
+                  if p.requires_grad and p not in reached and name not in (self._unreached or {})}
+        self.changed.update(missed)
+        if missed:
+            torch.autograd.backward(list(missed.values()), [torch.zeros_like(p) for p in missed.values()])
+
+    def _is_complete(self) -> bool:
+        if self.changed:
+            return False
+        try:
+            self.ddp.reducer._check_reducer_finalized()
+        except RuntimeError:
+            return False
+        return True
+
+    def _late(self, name: str, parameter: torch.Tensor) -> None:
+        self.changed.add(name)
+        parameter.grad = None
+
+    def _named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        return self.shell.named_parameters()
+
+
+def _leaves(loss: torch.Tensor) -> set[torch.Tensor]:
+    """The leaves of the graph that ``loss`` came from, be it gone through already."""
+    found, seen, ahead = set(), set(), [loss.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.add(node.variable)
+        ahead.extend(following for following, _ in node.next_functions)
+    return found
+
+
+class _Quiet(DistributedDataParallel):
+    """DDP that keeps its advice to itself.
+
+    When all parameters are reached it advises, once on every rank, to switch off the search for those that are
+    not; a recipe that drops layers now and then would hang by it. It says so in C++, between a forward and its
+    backward: stderr is looked through for this one moment, in which nothing of the recipe runs.
+    """
+
+    _advised = False
+
+    def _post_forward(self, output: Any) -> Any:
+        if self._advised or not (self.find_unused_parameters and self.require_backward_grad_sync):
+            return super()._post_forward(output)
+        self._advised = True
+        with _without_advice():
+            return super()._post_forward(output)
+
+
+@contextlib.contextmanager
+def _without_advice() -> Iterator[None]:
+    """Within it, stderr is held back; afterwards all of it is passed on but for the advice."""
+    with tempfile.TemporaryFile() as held:
+        stderr = os.dup(2)
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(stderr, 2)
+            held.seek(0)
+            for line in held.read().splitlines(keepends=True):
+                if b"find_unused_parameters=True was specified" not in line:
+                    os.write(2, line)
+            os.close(stderr)

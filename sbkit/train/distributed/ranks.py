@@ -1,0 +1,411 @@
+"""The processes of one run: who am I, what all must agree on, and how one failure ends all of them at once.
+
+Work that only one process does (preparing data, saving, scoring) is waited for by asking the store of the
+process group again and again, not inside a collective: a collective has a timeout that hours of work
+outlast, and it can't be told that the process it waits for has failed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import gc
+import logging
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn  # once there is a group it is too late: its default arguments would hold that
+from speechbrain.utils.distributed import MainProcessContext, ddp_prevent_block
+
+from sbkit.errors import SbkitError
+from sbkit.train.distributed import ending, launcher
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+# Collectives only ever wait for ranks that do the same work, so a long wait is a dead rank.
+COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
+_POLL_SECONDS = 0.1
+# A failed rank needs a moment to print its message before the launcher, seeing another one exit, ends it.
+_GRACE_SECONDS = 3.0
+# Without torchrun's agent the store lives in rank 0: it stays this long for the others to hear why it goes.
+_FAREWELL_SECONDS = 2.0
+# A rank that hears of another one's failure and can't act on it, since it sits in a collective, is given this long.
+_WATCH_SECONDS, _PATIENCE_SECONDS = 0.5, 4.0
+# For threads that wait to run Python for the last time.
+_LAST_BREATH_SECONDS = 0.05
+_FAILED_KEY, _HEARD_KEY = "sbkit/failed", "sbkit/heard"
+
+_calls: dict[str, int] = {}
+_cpu_group: dist.ProcessGroup | None = None
+_started_here = False
+_failed_here = False
+_heard: int | None = None  # the exit code of the rank that failed first
+_holders: weakref.WeakSet[Any] = weakref.WeakSet()
+_watched: threading.Event | None = None
+
+
+class PeerFailed(SystemExit):
+    """Ends this rank quietly, because another one failed and says so itself."""
+
+
+def launched() -> bool:
+    """True under torchrun or a launcher that sets the same variables."""
+    return "RANK" in os.environ and "LOCAL_RANK" in os.environ
+
+
+def connected() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def rank() -> int:
+    if connected():
+        return dist.get_rank()
+    return int(os.environ["RANK"]) if launched() else 0
+
+
+def local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def world_size() -> int:
+    if connected():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1")) if launched() else 1
+
+
+def is_main() -> bool:
+    return rank() == 0
+
+
+def init(device: torch.device, backend: str | None = None) -> None:
+    """Join the process group if this process was launched as one of several; nothing otherwise.
+
+    ``backend`` None or ``nccl`` on a card that NCCL serves means NCCL for tensors there and gloo for those
+    on the CPU; on the CPU it is gloo whatever was asked for, since NCCL can't work there.
+    """
+    global _started_here
+    if not launched():
+        return
+    launcher.watch()
+    atexit.unregister(_at_exit)
+    atexit.register(_at_exit, os.getpid())
+    if connected():
+        _watch()
+        return
+    missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise SbkitError(f"RANK and LOCAL_RANK are set, but not {', '.join(missing)}",
+                         hint="start with torchrun, or set what it sets")
+    if backend not in (None, "nccl", "gloo", "mpi"):
+        raise SbkitError(f"distributed_backend is {backend!r}", hint="choose nccl, gloo or mpi")
+    if device.type == "cpu":
+        backend = "gloo" if backend in (None, "nccl") else backend
+    elif device.type == "cuda" and backend in (None, "nccl"):
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend=backend, timeout=COLLECTIVE_TIMEOUT)
+    _started_here = True
+    _watch()
+
+
+def closed_first(holder: Any) -> None:
+    """``holder.close()`` lets go of the process group; it is called before the group is left, if it lives by then."""
+    _holders.add(holder)
+
+
+def shutdown() -> None:
+    """Leave the process group that ``init`` joined; one in which a rank has failed is left when the process ends."""
+    global _started_here, _failed_here
+    if ending.is_due():
+        return
+    if _started_here:
+        _leave_group()
+    _started_here = _failed_here = False
+    _calls.clear()
+
+
+def _leave_group() -> None:
+    """Leave the process group, and let its threads come to their end.
+
+    gloo's threads still hold tensors of the last collective for a moment. One that lets go of them while Python
+    ends takes the whole process with it (SIGABRT, and a run that was done has failed). The group's end waits for
+    its threads, but only comes once nothing holds the group.
+    """
+    global _cpu_group, _watched
+    _cpu_group = None
+    if _watched is not None:
+        _watched.set()
+        _watched = None
+    for holder in list(_holders):
+        holder.close()
+    _holders.clear()
+    gc.collect()
+    if connected():
+        dist.destroy_process_group()
+    time.sleep(_LAST_BREATH_SECONDS)  # threads of a group that something holds all the same
+
+
+def _at_exit(process: int) -> None:
+    """For scripts of one's own, which end without a word to us, and may have joined or left the group themselves."""
+    if os.getpid() != process or not (connected() or _holders) or ending.is_due():
+        return
+    error = getattr(sys, "last_value", None)
+    if error is None:
+        _leave_group()
+    else:
+        announce_failure(error)
+
+
+def cpu_group() -> dist.ProcessGroup | None:
+    """A group whose collectives take CPU tensors; all ranks must first ask for it at the same point."""
+    global _cpu_group
+    if not connected():
+        return None
+    if _cpu_group is None:
+        serves_cpu = "cpu:" in dist.get_backend_config()
+        new = None if serves_cpu else dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+        _cpu_group = dist.group.WORLD if serves_cpu else new
+    return _cpu_group
+
+
+def run_on_main(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Run ``fn`` on rank 0 and give its result (it must pickle) to every rank.
+
+    The others wait as long as it takes. If it raises, rank 0 raises, and the others end in seconds
+    without a message of their own.
+    """
+    if _alone():
+        return fn(*args, **kwargs)
+    key = _key("run_on_main")
+    answer = [b""]
+    if is_main():
+        try:
+            with MainProcessContext():  # else SpeechBrain's barriers inside fn wait for ranks that wait here
+                result = fn(*args, **kwargs)
+            answer = [pickle.dumps(result)]
+        except BaseException as error:
+            announce_failure(error)
+            raise
+        _store().set(key, b"done")
+    _wait_for(key)
+    dist.broadcast_object_list(answer, src=0, group=cpu_group())  # all are here: this takes no waiting
+    return result if is_main() else pickle.loads(answer[0])
+
+
+def meet(what: str = "meet") -> None:
+    """Wait until every rank is here, however long the others take; end if one of them fails."""
+    if _alone():
+        return
+    key = _key(what)
+    if _store().add(f"{key}/here", 1) == world_size():
+        _store().set(f"{key}/all", b"1")
+    _wait_for(f"{key}/all")
+
+
+def gather_objects(obj: T) -> list[T]:
+    """Every rank's object, in the order of ranks, on every rank."""
+    if _alone():
+        return [obj]
+    meet("gather")
+    found: list[Any] = [None] * world_size()
+    dist.all_gather_object(found, obj, group=cpu_group())
+    return found
+
+
+def sum_across(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum over ranks of a tensor of any shape; the given one is left as it was."""
+    if _alone():
+        return tensor
+    summed = tensor.clone()
+    dist.all_reduce(summed, group=cpu_group() if summed.device.type == "cpu" else None)
+    return summed
+
+
+def any_of(flags: dict[str, bool]) -> dict[str, bool]:
+    """Each flag as true as it is on any rank."""
+    if _alone():
+        return flags
+    raised = torch.tensor([int(value) for value in flags.values()], dtype=torch.int32)
+    dist.all_reduce(raised, op=dist.ReduceOp.MAX, group=cpu_group())
+    return {name: bool(value) for name, value in zip(flags, raised.tolist(), strict=True)}
+
+
+@contextmanager
+def failing_together() -> Iterator[None]:
+    """Whatever leaves this block as an exception on one rank ends the ranks that wait for it."""
+    try:
+        yield
+    except PeerFailed:
+        raise
+    except BaseException as error:
+        launcher.leave_if_gone()
+        if (code := _broke_by_a_peer(error)) is not None:
+            logger.debug("what this rank met then", exc_info=error)
+            _leave(code, grace=0.0)
+        announce_failure(error)
+        raise
+
+
+def _broke_by_a_peer(error: BaseException) -> int | None:
+    """The exit code of the rank whose end this error tells of: gloo's collectives break when one has gone."""
+    if isinstance(error, RuntimeError) and connected():
+        with suppress(RuntimeError):  # the store has gone as well
+            return _peer_failed()
+    return None
+
+
+def _failed(error: BaseException) -> int:
+    """This rank is to end by an error; gives its exit code."""
+    global _failed_here
+    _failed_here = True
+    code = error.code if isinstance(error, SystemExit) else getattr(error, "exit_code", 1)
+    if isinstance(error, KeyboardInterrupt):
+        code = 128 + signal.SIGINT
+    code = code if isinstance(code, int) else 1
+    if world_size() > 1:
+        ending.due(code)
+    return code
+
+
+def announce_failure(error: BaseException) -> None:
+    """Let the other ranks know that this one is going."""
+    if not connected() or _failed_here:
+        return
+    farewell = pickle.dumps((rank(), _failed(error)))
+    try:
+        _store().set(f"{_FAILED_KEY}/{rank()}", b"1")
+        _store().set(_FAILED_KEY, farewell)
+        until = time.monotonic() + _FAREWELL_SECONDS
+        if not is_main():
+            _say_unless_main_does(error, until)
+        while is_main() and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ and time.monotonic() < until \
+                and _store().add(_HEARD_KEY, 0) < world_size() - 1:
+            time.sleep(_POLL_SECONDS)
+    except (RuntimeError, OSError) as problem:  # the store went first: the launcher ends the others
+        logger.debug("could not tell the other ranks: %s", problem)
+
+
+def _say_unless_main_does(error: BaseException, until: float) -> None:
+    """A command prints a mistake on rank 0 only; what only this rank has met, this rank says."""
+    while isinstance(error, SbkitError) and not _store().check([f"{_FAILED_KEY}/0"]):
+        if time.monotonic() > until:
+            logger.error("Rank %d failed: %s", rank(), error)
+            return
+        time.sleep(_POLL_SECONDS)
+
+
+def raise_on_main(error: SbkitError) -> None:
+    """For a mistake that every rank has found: rank 0 raises it, the others end quietly."""
+    if not connected() or is_main():
+        _failed(error)  # nobody waits to be told
+        raise error
+    _leave(error.exit_code)
+
+
+def end_together() -> NoReturn:
+    """End all ranks with code 0, as all have come to do; the one that is first takes none for having failed.
+
+    A rank that is still busy is waited for. Rank 0, with which the store may go, ends when the others have heard.
+    """
+    done = SystemExit(0)
+    if not _alone():
+        meet("end")
+        key = _key("ends")
+        if is_main():
+            _wait_for(key)
+        elif _store().add(f"{key}/heard", 1) == world_size() - 1:
+            _store().set(key, b"1")
+        _failed(done)  # nobody waits to be told
+    raise done
+
+
+def _alone() -> bool:
+    """Nobody to talk to: one process, or work that only the main process does."""
+    return ddp_prevent_block() or world_size() == 1
+
+
+def _leave(code: int, grace: float = _GRACE_SECONDS) -> NoReturn:
+    """End this rank quietly."""
+    error = PeerFailed(code or 1)
+    _failed(error)
+    time.sleep(grace)
+    raise error from None
+
+
+def _wait_for(key: str) -> bytes:
+    store, pause = _store(), _POLL_SECONDS
+    try:
+        while _heard is not None or not store.check([key]):
+            if (code := _peer_failed()) is not None:
+                _leave(code)
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.5)
+        return store.get(key)
+    except dist.DistError:
+        if _heard is not None:
+            _leave(_heard)
+        logger.error("Rank %d ends: rank 0, which it waited for, is gone.", rank())
+        _leave(1, grace=0.0)
+
+
+def _peer_failed(store: Any = None) -> int | None:
+    """The exit code of the rank that has failed, if another one has; it is told that this one knows."""
+    global _heard
+    store = store or _store()
+    if _heard is None and store.check([_FAILED_KEY]):
+        failed, code = pickle.loads(store.get(_FAILED_KEY))
+        if failed != rank():
+            _heard = code or 1
+            store.add(_HEARD_KEY, 1)
+            logger.info("Rank %d ends because rank %d failed.", rank(), failed)
+    return _heard
+
+
+def _watch() -> None:
+    """Have a thread end this process if another rank fails and this one, in a collective, can't hear of it."""
+    global _watched
+    if world_size() > 1 and _watched is None:
+        _watched = threading.Event()
+        threading.Thread(target=_watch_peers, args=(_watched,), name="peers", daemon=True).start()
+
+
+def _watch_peers(over: threading.Event) -> None:
+    store = None
+    while not over.wait(_WATCH_SECONDS):
+        try:
+            store = store or _connection()
+            code = _peer_failed(store)
+        except (RuntimeError, ValueError):  # the store or the group has gone: the run is over, or its launcher ends it
+            return
+        if code is not None:
+            if not over.wait(_PATIENCE_SECONDS) and not _failed_here:
+                ending.now(code)
+            return
+
+
+def _connection() -> Any:
+    """One to the store beside the main thread's, over which nobody can ask while that waits there for a key.
+
+    So it does where NCCL sets itself up. (A torch before 2.8 has but one.)
+    """
+    return _store().clone() if hasattr(dist.Store, "clone") else _store()
+
+
+def _key(what: str) -> str:
+    """A name new at each call and the same on all ranks, which make the same calls in the same order."""
+    _calls[what] = _calls.get(what, 0) + 1
+    return f"sbkit/{what}/{_calls[what]}"
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()

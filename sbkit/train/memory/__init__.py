@@ -1,0 +1,1 @@
+"""Memory of a device and its host: what fits, and going on where something did not."""

@@ -1,0 +1,336 @@
+"""A micro-batch that does not fit into the device's memory is computed in parts, and the run goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import itertools
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from sbkit.errors import SbkitError
+from sbkit.train import device as devices
+from sbkit.train import rng
+from sbkit.train.diagnose.saved_batch import utterance_ids
+from sbkit.train.distributed import ranks
+from sbkit.train.distributed.parallel import talks_in_forward
+from sbkit.train.distributed.sharding import Sharded
+from sbkit.train.memory import host
+from sbkit.train.memory.threads import NO_PRIMITIVE, Threads
+from sbkit.train.step import Loss
+
+logger = logging.getLogger(__name__)
+
+_WORDS = ("out of memory", "can't allocate memory", "Cannot allocate memory", "std::bad_alloc", "not enough memory",
+          "Memory allocation error", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+#: What may have other reasons, but hardly where memory is bounded: Python and Arrow have no room for a stack.
+_WORDS_BOUNDED = (NO_PRIMITIVE, "can't start new thread", "Failed to launch worker thread")
+HINT = "lower max_batch_seconds (sbkit tune finds the largest that fits), or try activation_checkpointing"
+BOUND_HINT = "raise the bound that this process has (ulimit -d, ulimit -v)"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device, or the CPU, had no memory left; libraries say it in different ways."""
+    words = (*_WORDS, *_WORDS_BOUNDED) if host.bounded() else _WORDS
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, (RuntimeError, OSError)) and any(part in str(error) for part in words))
+
+
+@contextlib.contextmanager
+def told(device: torch.device | str, hint: str = HINT) -> Iterator[None]:
+    """Memory that runs out where nothing can be computed in parts ends a run with one plain message."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise SbkitError(f"out of memory on {device}: {said}", hint=hint, exit_code=1) from error
+
+
+class Parts:
+    """Runs the micro-batches of a ``Brain``, each whole where that fits and in parts where it does not.
+
+    Losses are sums and gradients add up, so a step in parts is the step it would have been (but for dropout,
+    which draws other numbers, and for layers that look at a whole batch). A loss that is a plain scalar counts
+    by the share of utterances in a part.
+
+    Gradients that a failed backward has half written are of no use. The step then starts again from its first
+    micro-batch, with the random numbers it had. What failed once isn't tried again: later micro-batches of that
+    size are cut before.
+
+    On several ranks DDP averages gradients during the last micro-batch's backward, in which the others can't wait for
+    one that starts again. So a step that may fail, larger than any that all ranks got through whole, is averaged when
+    all of them are through. Its planned size is known to all, so all decide alike.
+    """
+
+    def __init__(self, brain: Any):
+        self.brain = brain
+        self.limit = float("inf")
+        """The least size that failed, in numbers of the batch's largest tensor."""
+        self.evaluation_limit = float("inf")
+        """The same of evaluations, which need less memory."""
+        self.cut = 0
+        """Micro-batches that were computed in parts, since ``tell`` was last called."""
+        self.got_through = 0.0
+        """Planned size of the largest step that no rank had to cut; the same on all ranks."""
+        self.conditions: list[str] | None = None
+        """What memory depends on beside the size of a batch, on all ranks; known once they train."""
+        self._threads = Threads()
+        # Of this step: micro-batch, parts it was computed in, generators before it.
+        self._done: list[tuple[Any, int, dict[str, torch.Tensor]]] = []
+
+    def begin(self) -> None:
+        """Learn from all ranks on what they train."""
+        brain = self.brain
+        recomputed = getattr(brain.hparams, "activation_checkpointing", None)
+        own = f"{devices.described(brain.device)} in {brain.precision}"
+        own += ", compiled" * bool(brain.compile) + f", activation_checkpointing: {recomputed}" * bool(recomputed)
+        self.conditions = sorted(set(ranks.gather_objects(own)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run need not try again, and where that holds."""
+        return {"got_through": self.got_through, "got_through_on": self.conditions}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up what was got through where nothing has changed that memory depends on."""
+        size, on = state.get("got_through", 0.0), state.get("got_through_on")
+        same = self.conditions is not None and on == self.conditions
+        self.got_through = size if same else 0.0
+        if size and self.conditions is not None and not same and ranks.is_main():
+            logger.info("The run was on %s and is on %s now: which batches fit is found out anew",
+                        "; ".join(on or ["other devices"]), "; ".join(self.conditions))
+
+    def run(self, batch: Any, last: bool) -> Loss:
+        """Forward and backward of a micro-batch, the last of its step or not; gives its whole loss."""
+        if not self.brain._steps.started:
+            self._done = []
+        generators = rng.capture(self.brain.device)
+        most = getattr(batch, "most", 0.0)
+        risky = last and most > self.got_through and getattr(self.brain._parallel, "can_wait", False)
+        while True:
+            count = self._count(batch)
+            try:
+                loss = self._in_parts(batch, last and not risky, count, generators)
+                break
+            except Exception as error:
+                if not self._ran_out(error):
+                    raise
+                self._give_up_unless_possible(batch, last, count, error)
+            # Here the error is gone, and with it the frames that held the step's tensors.
+            self._remember(batch, count)
+            self._start_again(generators)
+        self.cut += count > 1
+        if risky:
+            self.brain._exchange()
+            if not ranks.any_of({"cut": count > 1})["cut"]:
+                self.got_through = most
+        self._done = [] if last else [*self._done, (batch, count, generators)]
+        return loss
+
+    def fits(self, batch: Any) -> bool:
+        """Take a step on a micro-batch, whole; False where that ran out of memory, and nothing is left of it."""
+        try:
+            self._threads(self.brain._backward, batch, True)
+            self.brain._update()
+            return True
+        except Exception as error:
+            if not self._ran_out(error):
+                raise
+        self._clear()
+        return False
+
+    def evaluate(self, batch: Any, stage: Any) -> Any:
+        """``evaluate_batch`` of a batch, in halves where memory does not suffice for it.
+
+        Only what failed is taken apart, so that no utterance is transcribed twice.
+        """
+        if self._may_fit(batch):
+            try:
+                return self._threads(self.brain.evaluate_batch, batch, stage=stage)
+            except Exception as error:
+                if not self._ran_out(error):
+                    raise
+                if length(batch) == 1:
+                    raise _too_long(self.brain.device, batch) from error
+            self._remember_evaluation(batch)
+        size = length(batch)
+        halves = [rows(batch, 0, size // 2), rows(batch, size // 2, size)]
+        losses = [self.evaluate(half, stage) for half in halves]
+        if all(isinstance(loss, Loss) for loss in losses):
+            return Loss(sum(loss.total for loss in losses), sum(loss.count for loss in losses))
+        return sum(loss * length(half) for loss, half in zip(losses, halves, strict=True)) / size
+
+    def _may_fit(self, batch: Any) -> bool:
+        return (self.evaluation_limit == float("inf")  # nothing failed so far, so nothing needs to be measured
+                or largest(batch) < self.evaluation_limit or length(batch) == 1)
+
+    def _remember_evaluation(self, batch: Any) -> None:
+        self.evaluation_limit = largest(batch)
+        logger.warning("No memory left on %s to evaluate a batch of %d utterances: it and others of that size are "
+                       "evaluated in halves", self.brain.device, length(batch))
+        _free(self.brain.device)
+
+    def tell(self) -> None:
+        """One line for an epoch in which micro-batches were cut."""
+        if self.cut:
+            logger.warning("%d micro-batches of this epoch did not fit into memory and were computed in parts: "
+                           "a lower max_batch_seconds is faster", self.cut)
+        self.cut = 0
+
+    def _count(self, batch: Any) -> int:
+        """Parts of a micro-batch, so that none is as large as what failed."""
+        count = 1
+        if self.limit < float("inf"):
+            size, most = largest(batch), length(batch)
+            while size / count >= self.limit and count < most:
+                count = min(2 * count, most)
+        return count
+
+    def _in_parts(self, batch: Any, last: bool, count: int, generators: dict[str, torch.Tensor] | None = None) -> Loss:
+        if count == 1:
+            return self._threads(self.brain._backward, batch, last, generators=generators)
+        size = length(batch)
+        edges = [i * size // count for i in range(count + 1)]
+        losses = []
+        for start, stop in itertools.pairwise(edges):
+            part = rows(batch, start, stop)
+            last_part = last and stop == size
+            loss = self._threads(self.brain._backward, part, last_part, share=(stop - start) / size)
+            losses.append(loss.detach())
+        return Loss(sum(loss.total for loss in losses), sum(loss.count for loss in losses))
+
+    # ------------------------------------------------------------ after a failure
+
+    def _ran_out(self, error: Exception) -> bool:
+        if not is_out_of_memory(error):
+            return False
+        self._threads.leave_if_stuck(error)
+        return True
+
+    def _give_up_unless_possible(self, batch: Any, last: bool, count: int, error: Exception) -> None:
+        brain, size = self.brain, length(batch)
+        if count >= size:
+            raise _too_long(brain.device, batch) from error
+        if isinstance(brain._parallel, Sharded):
+            raise SbkitError(f"out of memory on {brain.device} with {size} utterances; with fsdp no rank can repeat a "
+                             "step alone", hint=HINT, exit_code=1) from error
+        talking = next((name for name, module in brain.modules.named_modules() if talks_in_forward(module)), None)
+        if ranks.world_size() > 1 and talking is not None:
+            raise SbkitError(f"out of memory on {brain.device} with {size} utterances; '{talking}' takes in what all "
+                             "ranks compute, so none can repeat a step alone", hint=HINT, exit_code=1) from error
+        if last and brain._steps.announced and ranks.world_size() > 1:
+            raise SbkitError(f"out of memory on {brain.device} with {size} utterances, while gradients were on their "
+                             "way to the other ranks", hint=HINT, exit_code=1) from error
+
+    def _remember(self, batch: Any, count: int) -> None:
+        self.limit = largest(batch) / count
+        seconds = getattr(batch, "padded_seconds", None)
+        amount = f" of {seconds:.0f} s with padding" if seconds else ""
+        advice = f"; a max_batch_seconds below {seconds / count:.0f} spares the attempt" if seconds else ""
+        logger.warning("Step %d: no memory left on %s for a micro-batch of %d utterances%s%s. It is computed in %d "
+                       "parts, and so are others of that size%s", self.brain.optimizer_step + 1, self.brain.device,
+                       length(batch), amount, f" in {count} parts" if count > 1 else "", self._count(batch), advice)
+
+    def _start_again(self, generators: dict[str, torch.Tensor]) -> None:
+        """Undo what the failed attempt left behind, and compute the step's earlier micro-batches anew."""
+        place = 0
+        while True:
+            self._clear()
+            try:
+                for place, (batch, count, before) in enumerate(self._done):  # noqa: B007 (needed below)
+                    rng.restore(before, self.brain.device)
+                    self._in_parts(batch, False, count, before)
+                break
+            except Exception as error:
+                batch, count, before = self._done[place]
+                if not self._ran_out(error) or count >= length(batch):
+                    raise
+                self._done[place] = batch, min(2 * count, length(batch)), before
+        rng.restore(generators, self.brain.device)
+
+    def _clear(self) -> None:
+        """Gradients, sums and whatever memory is held for nothing."""
+        brain = self.brain
+        brain.zero_grad(set_to_none=True)
+        brain._steps.reset()
+        brain._forward_state.put_back()
+        brain._found.outputs = brain._found.raw = brain._found.loss = None
+        _free(brain.device)
+
+
+def _too_long(device: str, batch: Any) -> SbkitError:
+    names = utterance_ids(batch)
+    name = f" ({names[0]})" if length(batch) == 1 and names else ""
+    return SbkitError(f"out of memory on {device} with a single utterance{name}", exit_code=1,
+                      hint="leave such long ones out (max_duration), or try activation_checkpointing")
+
+
+def _free(device: torch.device | str) -> None:
+    """Give back memory that is held for nothing."""
+    device = torch.device(device)
+    gc.collect()
+    if device.type == "cpu":
+        host.give_back()
+    else:
+        torch.get_device_module(device).empty_cache()
+
+
+# ---------------------------------------------------------------------------------------------- batches
+
+
+def length(batch: Any) -> int:
+    """Utterances (or other examples) in a batch; 1 where nobody can tell."""
+    names = utterance_ids(batch)
+    if names:
+        return len(names)
+    found = [len(t) for t in _tensors(batch)]
+    return found[0] if found and all(n == found[0] for n in found) else 1
+
+
+def largest(batch: Any) -> int:
+    """Numbers in a batch's largest tensor: what memory grows with."""
+    return max((t.numel() for t in _tensors(batch)), default=0)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value] if value.dim() else []
+    if isinstance(value, dict):
+        return [t for inner in value.values() for t in _tensors(inner)]
+    if isinstance(value, (list, tuple)):
+        return [t for inner in value for t in _tensors(inner)]
+    return [t for inner in vars(value).values() for t in _tensors(inner)] if hasattr(value, "__dict__") else []
+
+
+def rows(batch: Any, start: int, stop: int) -> Any:
+    """Utterances ``start`` to ``stop`` of a batch, padded as they are in it."""
+    size = length(batch)
+    if isinstance(batch, dict):
+        return {key: _cut(value, start, stop, size) for key, value in batch.items()}
+    if isinstance(batch, (list, tuple)) and not hasattr(batch, "_fields"):
+        return type(batch)(_cut(value, start, stop, size) for value in batch)
+    if isinstance(batch, torch.Tensor) or hasattr(batch, "_fields"):
+        return _cut(batch, start, stop, size)
+    # "damaged" and a PaddedBatch's lists of keys have lengths of their own
+    fields = {key: value if "keys" in key or key == "damaged" else _cut(value, start, stop, size)
+              for key, value in vars(batch).items()}
+    if dataclasses.is_dataclass(batch):
+        return dataclasses.replace(batch, **{f.name: fields[f.name] for f in dataclasses.fields(batch) if f.init})
+    part = object.__new__(type(batch))
+    part.__dict__.update(fields)
+    return part
+
+
+def _cut(value: Any, start: int, stop: int, size: int) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value[start:stop] if value.dim() and len(value) == size else value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # SpeechBrain's PaddedData
+        return type(value)(*(_cut(inner, start, stop, size) for inner in value))
+    if isinstance(value, (list, tuple)):
+        return value[start:stop] if len(value) == size else value
+    return value

@@ -1,0 +1,228 @@
+"""Trials: a recipe's Brain takes steps on noise, here or in a process with little memory, to see what they need."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sbkit.data.batch import SAMPLE_RATE, Batch
+from sbkit.data.loader import PREFETCH
+from sbkit.data.manifest import Manifest
+from sbkit.data.plan import Batching, Plan
+from sbkit.errors import SbkitError
+from sbkit.recipe import arguments, batch_size, load
+from sbkit.recipe.bill import Measured, longest_utterance
+from sbkit.recipe.flops import TOKENS_PER_SECOND
+from sbkit.recipe.reading import read
+from sbkit.recipe.source import Findings
+from sbkit.system import helper_process
+from sbkit.train import device as devices
+from sbkit.train.memory import host
+from sbkit.train.memory.oom import is_out_of_memory
+
+#: Buckets that are tried: the others lie between them.
+MOST_BUCKETS = 6
+#: Steps that ``sbkit check --measure`` times, after one that isn't, and seconds after which it stops early.
+STEPS, PATIENCE = 4, 60.0
+#: What a run on a CPU holds beside its steps: tables of the corpus, transcripts; and each process that reads audio.
+BESIDE, READER = 192 << 20, 128 << 20
+_LETTERS_PER_SECOND = 16
+
+
+class Trial:
+    """A Brain that takes steps on noise, to see what they need."""
+
+    def __init__(self, brain: Any, batching: Batching, durations: np.ndarray, tokens_per_second: float,
+                 device: torch.device, cache: Path):
+        self.brain, self.batching, self.device, self.cache = brain, batching, device, cache
+        self.tokens_per_second = tokens_per_second
+        edges = Plan(durations, Batching(batching.max_batch_seconds, batching.step_seconds)).edges.tolist() \
+            if float(durations.max()) <= batching.max_batch_seconds else [float(durations.max())]
+        chosen = np.unique(np.linspace(0, len(edges) - 1, MOST_BUCKETS).round().astype(int))
+        self.edges = [round(edges[i], 2) for i in chosen]
+        self.most_seconds = max(batching.step_seconds, batching.max_batch_seconds)
+
+    @property
+    def device_name(self) -> str:
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else str(self.device)
+
+    def batch(self, utterances: int, seconds: float) -> Batch:
+        """Noise of this size, with as many labels as such an utterance has."""
+        rate = getattr(self.brain.hparams, "sample_rate", 16000)
+        samples, labels = round(seconds * rate), max(1, round(seconds * self.tokens_per_second))
+        highest = self.brain.hparams.output_neurons
+        return Batch(
+            ids=[f"noise {i}" for i in range(utterances)], texts=[""] * utterances, samples=utterances * samples,
+            signals=0.1 * torch.randn(utterances, samples), signal_lengths=torch.full((utterances,), samples),
+            tokens=torch.randint(1, highest, (utterances, labels)), token_lengths=torch.full((utterances,), labels),
+        ).to(self.device)
+
+    def fits(self, utterances: int, seconds: float) -> bool:
+        """Whether a step on such a batch has room."""
+        return self.brain.try_batch(self.batch(utterances, seconds))
+
+
+@contextlib.contextmanager
+def trial(request: arguments.Request, device: torch.device) -> Iterator[Trial]:
+    """The recipe's Brain, in a folder of its own that goes afterwards."""
+    with tempfile.TemporaryDirectory(prefix="sbkit-tune-") as folder:
+        own = load.load(request.path, {**request.overrides, "output_folder": folder})
+        load.require(own, request.path, "brain", "modules", "output_neurons", "batching")
+        hparams = {key: value for key, value in own.items() if key not in ("output_folder", "schedule")}
+        model = batch_size.model_of(own["modules"])  # before a Brain puts faster equivalents into it
+        brain = own["brain"](modules=own["modules"], opt_class=own.get("opt_class"), hparams=hparams,
+                             run_opts=request.run_opts, checkpointer=None)
+        brain.on_fit_start()
+        brain.modules.train()
+        # The run itself names idle layers.
+        logging.getLogger("sbkit.train.distributed.parallel").setLevel(logging.ERROR)
+        durations = _durations(request, own, Path(folder))
+        letters = getattr(own.get("tokenizer"), "model_type", "") == "char"
+        yield Trial(brain, own["batching"], durations, _LETTERS_PER_SECOND if letters else TOKENS_PER_SECOND, device,
+                    batch_size.place(model, own, brain.precision, device))
+
+
+def _durations(request: arguments.Request, hparams: dict[str, Any], folder: Path) -> np.ndarray:
+    """Of the prepared corpus where there is one; else all lengths up to the longest that are allowed."""
+    root = read(request.path, request.overrides, Findings())
+    corpus = hparams.get("corpus")
+    if hasattr(corpus, "manifest_path"):
+        real = Path(str(root.value["output_folder"].value)) / corpus.manifest_path("train").relative_to(folder)
+        if real.exists():
+            return Manifest.read(real).durations
+    return np.linspace(1.0, longest_utterance(hparams), 200, dtype=np.float32)
+
+
+# ---------------------------------------------------------------------------------------- with little memory
+
+
+class BoundedTrial:
+    """The same trials on a CPU with so many bytes for a run, in a process of its own.
+
+    A process that has run out of memory isn't asked again: what it holds is in pieces, and some libraries never
+    recover. Nor does it matter whether it tells of it or dies of it.
+
+    Arguments
+    ---------
+    words : the command line of the recipe
+    size : bytes for a whole run, of which a trial gets what the run doesn't hold beside its steps
+    slack : the kernel refuses no less than so many times that, as it counts what is reserved; what is used decides
+    """
+
+    def __init__(self, words: list[str], size: int, slack: float = 1.0):
+        self.words, self.size, self.slack = words, size, slack
+        self._context = multiprocessing.get_context("forkserver")
+        if sys.version_info >= (3, 11):  # below that, what is imported beforehand may be the working directory's
+            self._context.set_forkserver_preload([__name__])  # so that each process starts with everything imported
+        self._process: Any = None
+        self._pipe: Any = None
+
+    def __enter__(self) -> BoundedTrial:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._end()
+
+    def fits(self, utterances: int, seconds: float) -> bool:
+        """Whether a step on such a batch has room; a process that dies says no."""
+        try:
+            if self._process is None:
+                self._start()
+            self._pipe.send((utterances, seconds))
+            fits, mistake = self._pipe.recv()
+        except (EOFError, ConnectionError):
+            fits, mistake = False, ""
+        if mistake:
+            raise SbkitError(f"a step on {utterances} utterances of {seconds:g} s fails: {mistake}", exit_code=1)
+        if not fits:
+            self._end()
+        return fits
+
+    def _start(self) -> None:
+        self._pipe, theirs = self._context.Pipe()
+        self._process = self._context.Process(target=_answer, args=(theirs, self.words, self.size, self.slack))
+        with helper_process.away_from_here():
+            self._process.start()
+        theirs.close()
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._pipe.close()  # ends one that waits to be asked
+            self._process.kill()
+            self._process.join()
+            self._process = None
+
+
+def _answer(pipe: Connection, words: list[str], size: int, slack: float) -> None:
+    """The process: says of each batch that it's asked about whether it fits."""
+    request = arguments.parse(words)
+    host.keep_freed_memory()  # as a run does
+    with trial(request, torch.device("cpu")) as made:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # last words of libraries that have no memory
+        workers = getattr(made.brain.hparams, "num_workers", 2)
+        size -= BESIDE + workers * READER
+        host.bound(int(slack * size))
+        while True:
+            try:
+                asked = pipe.recv()
+            except EOFError:
+                return
+            try:
+                ahead = _read_ahead(*asked, workers)
+                with mmap.mmap(-1, max(ahead, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS):
+                    fits, mistake = made.fits(*asked) and host.peak() + ahead <= size, ""
+            except Exception as error:
+                fits, mistake = False, "" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
+            pipe.send((fits, mistake))
+
+
+def _read_ahead(utterances: int, seconds: float, workers: int) -> int:
+    """Bytes of the batches that a run's processes have read meanwhile."""
+    return round(max(0.0, utterances * seconds) * SAMPLE_RATE) * torch.float32.itemsize * (PREFETCH + 1) * workers
+
+
+# ---------------------------------------------------------------------------------------------- measuring
+
+
+def measurement(request: arguments.Request) -> Callable[[], Measured]:
+    """For ``sbkit check --measure``: a few real steps at the planned size."""
+    def measure() -> Measured:
+        device = devices.resolve(request.run_opts.device)
+        with trial(request, device) as made:
+            seconds = made.edges[-1]
+            batch = made.batch(max(1, int(made.batching.max_batch_seconds / seconds)), seconds)
+            return time_steps(made.brain.try_batch, batch, device)
+    return measure
+
+
+def time_steps(step: Callable[[Batch], bool], batch: Batch, device: torch.device) -> Measured:
+    """Steps on one batch, the first left out; the median counts."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    times: list[float] = []
+    for i in range(STEPS + 1):
+        started = time.perf_counter()
+        if not step(batch):
+            raise SbkitError(f"a micro-batch of {batch.padded_seconds:.0f} s does not fit into the memory of {device}",
+                             hint="sbkit tune finds the largest that does", exit_code=1)
+        wait()
+        if i or device.type == "cpu":  # the first step of a GPU loads kernels
+            times.append(time.perf_counter() - started)
+        if sum(times) > PATIENCE:
+            break
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    return Measured(str(device), batch.padded_seconds, float(np.median(times)), peak)

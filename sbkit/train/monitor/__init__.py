@@ -1,0 +1,1 @@
+"""What a training shows and writes down of itself while it runs."""

@@ -1,0 +1,113 @@
+"""One training epoch as people and programs see it: the bar, lines of metrics.jsonl, the step budget."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from sbkit.train import compiling
+from sbkit.train.distributed import ranks
+from sbkit.train.monitor.display import StageDisplay
+from sbkit.train.monitor.metrics import MetricsLog
+from sbkit.train.monitor.tally import Mean
+from sbkit.train.monitor.timing import StepBudget
+from sbkit.train.monitor.utilisation import Utilisation
+from sbkit.train.step import Facts
+
+logger = logging.getLogger(__name__)
+
+
+class Progress:
+    """Takes in batches and what steps found; nothing here waits for the device.
+
+    Arguments
+    ---------
+    display: the bar
+    metrics: where a line goes every ``interval`` seconds; None: nowhere
+    budget: where the step's time goes
+    utilisation: what a second of audio costs, where somebody counted it
+    compiled: layers run compiled, so that graphs compiled in an epoch are worth telling
+    """
+
+    def __init__(self, display: StageDisplay, metrics: MetricsLog | None, budget: StepBudget, epoch: Any,
+                 interval: float, utilisation: Utilisation | None = None,
+                 compiled: bool = False):
+        self.display, self.metrics, self.budget = display, metrics, budget
+        self.epoch, self.interval, self.utilisation = epoch, interval, utilisation
+        self._graphs = compiling.graphs() if compiled else None
+        self.skipped = 0
+        self._start = self._last = time.monotonic()
+        self._seconds = self._padded = self._whole = self._whole_padded = 0.0
+        self._steps = 0
+        self._loss, self._extras, self._norm = Mean(), {}, None
+
+    def batch(self, batch: Any, steps: int, loss: Callable[[], float], lr: Any) -> None:
+        """One batch was trained on; ``steps``: how far the bar moves."""
+        seconds, padded = getattr(batch, "seconds", 0.0), getattr(batch, "padded_seconds", 0.0)
+        self._seconds += seconds
+        self._padded += padded
+        self._whole += seconds
+        self._whole_padded += padded
+        self.display.update(steps, loss=loss, lr=lr, seconds=seconds, padded_seconds=padded)
+
+    def step(self, fact: Facts, lr: Any) -> None:
+        """What is known of an optimizer step by now."""
+        self._steps += 1
+        self.skipped += fact.skipped
+        self._loss.add(fact.total, fact.count)
+        for name, (total, count) in fact.extras.items():
+            self._extras.setdefault(name, Mean()).add(total, count)
+        self._norm = fact.norm
+        now = time.monotonic()
+        if self.metrics is not None and now - self._last >= self.interval:
+            self._write(fact, lr, now)
+
+    def _write(self, fact: Facts, lr: Any, now: float) -> None:
+        speed = self._seconds * ranks.world_size() / (now - self._last)
+        self.metrics.write(
+            "step", epoch=self.epoch, step=fact.number, loss=self._loss.value() if self._loss.count else None,
+            **{name: mean.value() for name, mean in self._extras.items()}, lr=lr, grad_norm=self._norm,
+            audio_s_per_s=speed or None, **self._used(speed), data_wait_share=self.budget.share("data"),
+            padding_share=1 - self._seconds / self._padded if self._padded else None,
+            skipped_steps=self.skipped, **({"loss_scale": fact.scale} if fact.scale != 1 else {}),
+        )
+        self._last, self._seconds, self._padded = now, 0.0, 0.0
+        self._loss, self._extras = Mean(), {}
+
+    def close(self, loss: float, step: int) -> None:
+        """The epoch's training is over; waits for the device."""
+        took = time.monotonic() - self._start
+        sections = self.budget.totals()
+        total = sections.pop("total") or 1.0
+        speed = self._whole * ranks.world_size() / took
+        graphs = {} if self._graphs is None else {"graphs_compiled": compiling.graphs() - self._graphs}
+        waits, waiting = self.budget.waits.a_step(), self.budget.waits.words()
+        held = self.budget.contention.close()
+        padding = 1 - self._whole / self._whole_padded if self._whole_padded else None
+        if ranks.is_main() and self._steps:
+            more = [f"graphs compiled {count}" for count in graphs.values()] + ([waiting] if waiting else [])
+            logger.info("epoch %s: %s%s%s", self.epoch, self.budget.line(), self._words(speed, padding),
+                        "".join(f", {each}" for each in more))
+        if self.metrics is not None:
+            self.metrics.write(
+                "epoch", epoch=self.epoch, step=step, train_loss=loss, train_seconds=round(took, 3),
+                audio_s_per_s=speed or None, **self._used(speed), **graphs, skipped_steps=self.skipped,
+                padding_share=padding, **({} if waits is None else {"host_waits_per_step": round(waits, 3)}),
+                **({} if held is None else {"core_wait_share": round(held, 4)}),
+                time_shares={name: round(value / total, 4) for name, value in sections.items()},
+            )
+
+    def _used(self, speed: float) -> dict[str, float | None]:
+        """Of the devices' arithmetic, at so many seconds of audio a second on all of them together."""
+        if self.utilisation is None or not speed:
+            return {}
+        return {"flops_per_s": self.utilisation.rate(speed),
+                "mfu": self.utilisation.share(speed / ranks.world_size())}
+
+    def _words(self, speed: float, padding: float | None) -> str:
+        if not speed or padding is None:
+            return ""
+        used = f", {self.utilisation.words(speed / ranks.world_size())}" if self.utilisation is not None else ""
+        return f"; audio {speed:.3g} s/s, padding {100 * padding:.0f} %{used}"

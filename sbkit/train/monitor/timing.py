@@ -1,0 +1,276 @@
+"""Where a training step's time goes: named sections, timed without stopping the device."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from sbkit.train.monitor.contention import Contention
+from sbkit.train.monitor.waits import HostWaits
+
+SECTIONS = ("data", "copy", "features", "forward", "loss", "backward", "all-reduce", "optimizer")
+
+# Inside these nothing is split further: a forward that activation checkpointing repeats is "backward".
+_WHOLE = frozenset({"backward", "all-reduce", "optimizer"})
+_DRAIN_EVERY = 16  # steps between looks at which events have passed
+
+_current: StepBudget | None = None
+
+
+def section(name: str) -> contextlib.AbstractContextManager:
+    """Time a part of the step from wherever the code is; nothing happens when nobody is measuring.
+
+    >>> with section("features"):
+    ...     pass
+    """
+    budget = _current
+    if budget is None or torch.compiler.is_compiling():
+        return _NOTHING
+    return budget(name)
+
+
+def profiler(warmup: int, steps: int, folder: str | os.PathLike) -> torch.profiler.profile:
+    """SpeechBrain's, which leaves ``steps`` steps in ``folder/profiler_logs``, without the stack of Python's functions.
+
+    Those begin or end in the middle of our spans, which Perfetto then leaves out.
+    """
+    return torch.profiler.profile(
+        schedule=torch.profiler.schedule(wait=0, warmup=warmup, active=steps, repeat=1), record_shapes=True,
+        on_trace_ready=torch.profiler.tensorboard_trace_handler(os.path.join(folder, "profiler_logs")))
+
+
+class StepBudget:
+    """Time per section over many steps; nested sections count once, for the inner one.
+
+    On the CPU a section is the time between two reads of a clock. On CUDA it is the time between two events
+    on the stream: what the device spent between them, waiting included. So "data" is the time in which the
+    device had nothing to do because no batch had come, not the time in which Python waited beside a busy
+    device. Events are read after they have passed; only ``line()`` and ``totals()`` wait, for the last one.
+
+    "all-reduce" is the exposed part: DDP reduces gradients while backward still computes others, and only
+    what remains after the last gradient is computed makes the step longer. ``exposed_all_reduce(loss)`` puts
+    a mark between the two, so the time after it until backward returns is counted as "all-reduce".
+
+    While torch's profiler runs (``--profile_training``), sections are spans of its trace.
+
+        budget = StepBudget(device)
+        with budget.active():
+            with budget("data"): batch = next(batches)
+            with budget("forward"): ...            # with section("features") somewhere inside
+            with budget("backward"):
+                budget.exposed_all_reduce(loss)
+                loss.backward()
+            with budget("optimizer"): ...
+            budget.step()
+        budget.line()   # "step 412 ms: data 1 %, copy 0 %, features 6 %, forward 31 %, ..."
+    """
+
+    def __init__(self, device: torch.device | str = "cpu", enabled: bool = True):
+        self.device = torch.device(device)
+        self.enabled = enabled
+        self._clock: _HostClock | _CudaClock = (
+            _CudaClock(self.device) if self.device.type == "cuda" and enabled else _HostClock()
+        )
+        self.waits = HostWaits(self.device, enabled)
+        self.contention = Contention(self.device)
+        self._sections = {name: _Section(self, name) for name in SECTIONS}
+        self._open: list[str] = []
+        self._spans: list[torch.profiler.record_function | None] = []  # the same, by name in a profiler's trace
+        self._thread = threading.get_ident()
+        self.reset()
+
+    def reset(self) -> None:
+        """Start a new epoch: forget what was measured."""
+        self._seconds = dict.fromkeys(SECTIONS, 0.0)
+        self._total = 0.0
+        self._steps = 0
+        self._marks: deque[tuple[Any, str | None]] = deque()
+        self._open.clear()
+        self._spans.clear()
+        self._last = self._clock.now()
+        self.waits.reset()
+        self.contention.reset()
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[StepBudget]:
+        """Make this the budget that ``section()`` finds."""
+        global _current
+        before, _current = _current, self
+        try:
+            with self.waits:
+                yield self
+        finally:
+            _current = before
+
+    def __call__(self, name: str) -> contextlib.AbstractContextManager:
+        if not self.enabled or threading.get_ident() != self._thread:
+            return _NOTHING
+        if self._open and self._open[-1] in _WHOLE:
+            return _NOTHING
+        return self._sections.get(name) or self._sections.setdefault(name, _Section(self, name))
+
+    def step(self) -> None:
+        """One optimizer step is done."""
+        if not self.enabled:
+            return
+        self._mark()
+        self.waits.step()
+        self.contention.step()
+        self._steps += 1
+        if self._steps % _DRAIN_EVERY == 0:
+            self._drain(wait=False)
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """What happens inside (validation, a checkpoint) is no part of any step."""
+        self._mark()
+        try:
+            with self.waits.pause():
+                yield
+        finally:
+            if self.enabled:
+                self._marks.append((self._clock.now(), None))
+
+    def exposed_all_reduce(self, loss: torch.Tensor) -> None:
+        """To be called inside ``budget("backward")``, before the ``loss.backward()`` that synchronises."""
+        if not self.enabled or not loss.requires_grad:
+            return
+
+        def computed() -> None:  # runs once the last gradient is computed, before DDP waits for its buckets
+            if self._open and self._open[-1] == "backward":
+                self._mark()
+                self._open[-1] = "all-reduce"
+
+        def started(gradient: torch.Tensor) -> None:
+            torch.autograd.Variable._execution_engine.queue_callback(computed)
+
+        loss.register_hook(started)
+
+    def totals(self, wait: bool = True) -> dict[str, float]:
+        """Seconds per section, "other" (outside of all) and "total", since ``reset()``."""
+        self._drain(wait)
+        seconds = dict(self._seconds)
+        seconds["other"] = max(0.0, self._total - sum(seconds.values()))
+        seconds["total"] = self._total
+        return seconds
+
+    def share(self, name: str) -> float | None:
+        """A section's share of the time that can be read without waiting; None when there is none yet."""
+        self._drain(wait=False)
+        return self._seconds.get(name, 0.0) / self._total if self._total > 0 else None
+
+    def line(self) -> str:
+        """One line for people: mean step time, and what it consists of."""
+        seconds = self.totals()
+        total = seconds.pop("total")
+        if not self._steps or total <= 0:
+            return "no step was timed"
+        step = total / self._steps
+        shares = ", ".join(f"{name} {100 * value / total:.0f} %" for name, value in seconds.items())
+        return f"step {_duration(step)}: {shares}"
+
+    # A timeline of marks: each says which section the time since the mark before it belongs to.
+    def _enter(self, name: str) -> None:
+        self._mark()
+        self._open.append(name)
+        span = torch.profiler.record_function(name) if torch.autograd._profiler_enabled() else None
+        self._spans.append(span)
+        if span is not None:
+            span.__enter__()
+
+    def _leave(self) -> None:
+        span = self._spans.pop()
+        if span is not None:
+            span.__exit__(None, None, None)
+        self._mark()
+        self._open.pop()
+
+    def _mark(self) -> None:
+        if self.enabled:
+            self._marks.append((self._clock.now(), self._open[-1] if self._open else "other"))
+
+    def _drain(self, wait: bool) -> None:
+        marks = self._marks
+        if not marks:
+            return
+        if wait:
+            self._clock.wait(marks[-1][0])
+        while marks and self._clock.passed(marks[0][0]):
+            moment, name = marks.popleft()
+            if name is not None:
+                spent = self._clock.between(self._last, moment)
+                self._total += spent
+                if name != "other":
+                    self._seconds[name] = self._seconds.get(name, 0.0) + spent
+            self._clock.recycle(self._last)
+            self._last = moment
+
+
+class _Section:
+    """A reusable ``with`` block: nothing is allocated per use."""
+
+    __slots__ = ("_budget", "_name")
+
+    def __init__(self, budget: StepBudget, name: str):
+        self._budget, self._name = budget, name
+
+    def __enter__(self) -> None:
+        self._budget._enter(self._name)
+
+    def __exit__(self, *error: object) -> None:
+        self._budget._leave()
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+class _HostClock:
+    now = staticmethod(time.perf_counter)
+
+    def between(self, a: float, b: float) -> float:
+        return b - a
+
+    def passed(self, moment: float) -> bool:
+        return True
+
+    def wait(self, moment: float) -> None:
+        pass
+
+    def recycle(self, moment: float) -> None:
+        pass
+
+
+class _CudaClock:
+    """Events on the current stream, reused once read."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._spare: list[torch.cuda.Event] = []
+
+    def now(self) -> torch.cuda.Event:
+        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def between(self, a: torch.cuda.Event, b: torch.cuda.Event) -> float:
+        return a.elapsed_time(b) / 1000
+
+    def passed(self, moment: torch.cuda.Event) -> bool:
+        return moment.query()
+
+    def wait(self, moment: torch.cuda.Event) -> None:
+        moment.synchronize()
+
+    def recycle(self, moment: torch.cuda.Event) -> None:
+        self._spare.append(moment)
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.{0 if seconds >= 0.01 else 1}f} ms"

@@ -1,0 +1,106 @@
+"""sbkit check on the command line: exit codes, streams, JSON; and what happens before a run."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sbkit import cli, preflight
+from sbkit.errors import SbkitError
+from sbkit.recipe import arguments, bill
+from sbkit.recipe.report import JSON_FORMAT, Finding, Report
+from sbkit.run import NEEDED
+
+SMALL = Path(__file__).parents[1] / "recipe" / "small.yaml"
+BROKEN = Path(__file__).parents[1] / "recipe" / "broken"
+
+
+def test_a_good_recipe_is_told_on_stdout(capsys):
+    assert cli.main(["check", str(SMALL)]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert [line for line in out.splitlines() if line and line[0] != " "][:3] == ["Modules", "Shapes", "The bill"]
+    assert out.splitlines()[-1].startswith(f"{SMALL}: nothing wrong (")
+
+
+def test_mistakes_go_to_stderr_with_exit_code_1(capsys):
+    assert cli.main(["check", str(SMALL), "--d_modl", "8", "--ctc_lin.input_size=3"]) == 1
+    _, err = capsys.readouterr()
+    lines = err.strip().splitlines()
+    assert lines[0] == f"command line: error: --d_modl: {SMALL} has no key d_modl; did you mean --d_model?"
+    assert "command line: error: ctc_lin.input_size: 16 values a frame come in and 3 are expected" in lines[1]
+    assert lines[-1].startswith(f"{SMALL}: 2 errors (")
+
+
+def test_run_options_that_cannot_be_are_told(capsys):
+    words = ["--max_grad_norm", "-1", "--grad_accumulation_factor", "0", "--nonfinite_patience", "0", "--d_model", "8"]
+    assert cli.main(["check", str(SMALL), *words]) == 1
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert lines[:2] == [
+        "command line: error: --grad_accumulation_factor: it is 0, and must be 1 or more",
+        "command line: warning: --max_grad_norm: it is -1.0, so no gradient would be clipped; write 0 if that is meant"]
+    assert len(lines) == 4 and lines[-1].startswith(f"{SMALL}: 1 error and 1 warning (")
+
+
+def test_a_mistake_in_the_words_is_exit_code_2(capsys):
+    assert cli.main(["check"]) == 2
+    assert "no recipe given" in capsys.readouterr().err
+
+
+def test_json_is_for_programs(capsys):
+    assert cli.main(["check", str(BROKEN / "unknown_argument.yaml"), "--json"]) == 1
+    out, err = capsys.readouterr()
+    assert err == ""
+    told = json.loads(out)
+    assert sorted(told) == ["errors", "format", "not_looked_at", "ok", "recipe", "seconds", "sections", "warnings"]
+    assert told["format"] == JSON_FORMAT and told["ok"] is False and told["warnings"] == []
+    assert told["errors"] == [{
+        "severity": "error", "code": "unknown-argument", "file": str(BROKEN / "unknown_argument.yaml"), "line": 4,
+        "key": "CNN.num_bloks", "message": "ConvolutionFrontEnd has no argument num_bloks",
+        "suggestion": "did you mean num_blocks?", "column": 5}]
+
+
+def test_json_of_a_good_recipe_has_numbers(capsys):
+    assert cli.main(["check", str(SMALL), "--json"]) == 0
+    sections = json.loads(capsys.readouterr().out)["sections"]
+    assert list(sections) == ["devices", "shapes", "bill"]
+    assert {"parameters", "batch_bytes", "largest_max_batch_seconds"} <= set(sections["bill"]["values"])
+    assert sections["shapes"]["values"]["subsampling"] == 2
+
+
+def request(path, *words):
+    return arguments.parse([str(path), *words])
+
+
+def test_a_run_with_mistakes_does_not_start(capsys):
+    with pytest.raises(SbkitError, match="1 error") as error:
+        preflight.before_run(request(BROKEN / "unknown_argument.yaml"), NEEDED)
+    first, told = str(error.value).splitlines()
+    assert error.value.exit_code == 1 and "--no-check" in first
+    assert told.startswith(f"{BROKEN / 'unknown_argument.yaml'}:4: error: ") and "did you mean num_blocks?" in told
+    assert capsys.readouterr().err == ""  # told once, by the command
+
+
+def test_a_good_run_says_one_line(capsys):
+    preflight.before_run(request(SMALL), NEEDED)
+    assert capsys.readouterr().err.count("\n") == 1
+    assert request(SMALL, "--no-check").check is False
+
+
+def test_a_bill_that_nobody_reads_is_made_only_where_a_batch_might_not_fit(monkeypatch, capsys):
+    made, make = [], bill.make
+    monkeypatch.setattr(bill, "make", lambda *args: made.append(make(*args)) or made[-1])
+    preflight.before_run(request(SMALL), NEEDED)
+    assert made == []
+    monkeypatch.setattr(bill, "memory_of", lambda device: 1)
+    preflight.before_run(request(SMALL), NEEDED)
+    assert len(made) == 1 and "max_batch_seconds" in capsys.readouterr().err
+
+
+def test_findings_are_sorted_and_told_once():
+    one, two = (Finding("error", "x", "a.yaml", line, "k", "m") for line in (9, 2))
+    report = Report("a.yaml")
+    report.add([one, two, one])
+    report.add([two])
+    assert report.errors == [two, one] and report.warnings == []
+    assert str(one) == "a.yaml:9: error: k: m"

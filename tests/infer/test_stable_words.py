@@ -1,0 +1,79 @@
+"""Words settled stretch by stretch: the same as decoding all of a recording at its end, for what its parts cost."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sbkit.export.layout import Config
+from sbkit.export.vocabulary import Vocabulary
+from sbkit.infer.assembly import words
+from sbkit.infer.decoding import decoder
+from sbkit.infer.stable_words import StableWords
+
+#: With spaces before, behind and amid pieces, alone, and bytes; 1 is silent.
+PIECES = ["<blk>", "<s>", "▁", "a", "b", "▁a", "b▁", "a▁b", "▁▁", "<0xC3>", "<0xA4>"]
+
+
+def vocabulary(**changes):
+    options = {"sample_rate": 16_000, "hop_samples": 160, "subsampling": 4, "vocabulary": len(PIECES),
+               "silent_ids": [1], "models": {}}
+    return Vocabulary(PIECES, Config(**(options | changes)))
+
+
+def log_probs(labels):
+    """[T, V] that say these labels, each frame with a confidence of its own."""
+    scores = np.random.default_rng(len(labels)).normal(size=(len(labels), len(PIECES)))
+    scores[np.arange(len(labels)), labels] += 8
+    return (scores - np.log(np.exp(scores).sum(1, keepdims=True))).astype(np.float32)
+
+
+RUNS = st.lists(st.tuples(st.integers(0, len(PIECES) - 1) | st.just(0), st.sampled_from([1, 1, 2, 3, 16, 18, 40])),
+                min_size=1, max_size=40)
+
+
+@settings(max_examples=200, deadline=None)
+@given(RUNS, st.data(), st.sampled_from(["▁", None]), st.sampled_from([None, None, None, {"beam": 2, "token_beam": 2}]))
+def test_it_is_what_decoding_everything_at_the_end_says(runs, data, separator, search):
+    labels = [label for label, count in runs for _ in range(count)]
+    cuts = sorted(data.draw(st.sets(st.integers(1, max(1, len(labels) - 1)), max_size=8)))
+    known = vocabulary(word_separator=separator)
+    how = decoder(known, search)
+    stretches = [how.keep(part) for part in np.split(log_probs(labels), cuts) if len(part)]
+    settling, shown = StableWords(how, known), []
+    for each in stretches:
+        settling.more([each])
+        assert settling.words[: len(shown)] == shown, "what was settled changed"
+        shown = list(settling.words)
+    settling.end()
+    assert settling.words[: len(shown)] == shown
+    reference = words(how.tokens([stretches])[0], known)
+    assert [each.text for each in settling.words] == [each.text for each in reference]
+    for mine, other in zip(settling.words, reference, strict=True):
+        assert dataclasses.astuple(mine)[1:4] == pytest.approx(dataclasses.astuple(other)[1:4], abs=1e-5)
+    assert known.text(settling.words) == known.text(reference)
+
+
+@pytest.mark.parametrize("labels", [
+    [2, 3, 0, 4, 0] * 100, [3, 4] * 250, [0] * 500, [3] + [0] * 499, [1, 0] * 250, [7, 0] * 250,
+], ids=["speech", "a word without an end", "silence", "a word and silence", "silent tokens", "shared tokens"])
+def test_hours_cost_what_their_parts_cost(labels):
+    """Of 20 s each; frames are counted that tokens are looked for in."""
+    known = vocabulary()
+    how = decoder(known, None)
+    kept, looked = how.keep(log_probs(labels)), 0
+    real = how.tokens
+
+    def counted(recordings):
+        nonlocal looked
+        looked += sum(how.frames(each) for stretches in recordings for each in stretches)
+        return real(recordings)
+
+    how.tokens = counted
+    settling = StableWords(how, known)
+    for _ in range(100):
+        settling.more([kept])
+    settling.end()
+    assert looked <= 4 * 100 * 500

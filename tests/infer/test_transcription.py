@@ -1,0 +1,229 @@
+"""``sbkit transcribe``: what is named, what comes out where, what is done already, and scores."""
+
+import io
+import json
+import os
+import sys
+
+import bundles
+import numpy as np
+import pytest
+import soundfile
+
+from sbkit.cli import main
+from sbkit.infer.inputs import collect
+from sbkit.infer.transcription import MADE_BY
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    return str(bundles.make(tmp_path_factory.mktemp("b") / "bundle"))
+
+
+@pytest.fixture
+def clips(tmp_path):
+    """A folder with clips below it, one of them no audio."""
+    home = tmp_path / "clips"
+    for name, text in (("one.wav", "first words"), ("deep/two.flac", "more words here"), ("deep/er/three.wav", "last")):
+        path = home / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        soundfile.write(path, bundles.say(text), bundles.RATE, subtype="PCM_16")
+    (home / "notes.txt").write_text("no audio")
+    return home
+
+
+def run(*words):
+    return main(["transcribe", *map(str, words)])
+
+
+def test_one_clip_is_its_text_alone(bundle, clips, capsys):
+    assert run(bundle, clips / "one.wav") == 0
+    captured = capsys.readouterr()
+    assert captured.out == "first words\n"
+    assert "model.onnx on cpu (CPUExecutionProvider" in captured.err and "real-time factor" in captured.err
+
+
+def test_several_come_in_the_order_they_were_named_in(bundle, clips, capsys):
+    """However they were batched: the longest is heard first."""
+    assert run(bundle, clips / "deep/er/three.wav", clips / "deep/two.flac", clips / "one.wav") == 0
+    assert capsys.readouterr().out.splitlines() == ["three\tlast", "two\tmore words here", "one\tfirst words"]
+
+
+def test_a_folder_is_searched_and_its_shape_is_kept(bundle, clips, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert run(bundle, clips, "--output", out, "--format", "txt,json,srt,vtt,ctm") == 0
+    files = sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file() and path.name != MADE_BY)
+    kinds = ("ctm", "json", "srt", "txt", "vtt")
+    assert files == sorted(f"{stem}.{kind}" for stem in ("deep/er/three", "deep/two", "one") for kind in kinds)
+    assert (out / "deep/two.txt").read_text() == "more words here\n"
+    assert json.loads((out / "one.json").read_text())["text"] == "first words"
+    assert "3 of 3 recordings" in capsys.readouterr().err
+
+
+def test_what_is_there_is_not_done_again(bundle, clips, tmp_path, capsys):
+    out = tmp_path / "out"
+    run(bundle, clips / "one.wav", "--output", out)
+    (out / "one.txt").write_text("mine\n")
+    assert run(bundle, clips / "one.wav", clips / "deep/two.flac", "--output", out) == 0
+    assert "1 are done already" in capsys.readouterr().err
+    assert (out / "one.txt").read_text() == "mine\n" and (out / "two.txt").exists()
+    run(bundle, clips / "one.wav", "--output", out, "--overwrite")
+    assert (out / "one.txt").read_text() == "first words\n"
+    # A format that is missing is made, and the recording is done again for it.
+    run(bundle, clips / "one.wav", "--output", out, "--format", "txt,srt")
+    assert (out / "one.srt").exists()
+
+
+def test_another_model_s_transcripts_are_not_mixed_in(bundle, clips, tmp_path, capsys):
+    other = str(bundles.make(tmp_path / "other", language="fr"))
+    out = tmp_path / "out"
+    run(bundle, clips / "one.wav", "--output", out)
+    assert run(other, clips / "one.wav", "--output", out) == 2
+    assert "holds transcripts of another model" in capsys.readouterr().err
+    assert run(other, clips / "one.wav", "--output", out, "--overwrite") == 0
+
+
+def test_clips_of_one_name_get_files_of_their_own(bundle, clips, tmp_path):
+    again = tmp_path / "again" / "one.wav"
+    again.parent.mkdir()
+    soundfile.write(again, bundles.say("other"), bundles.RATE)
+    soundfile.write(clips / "one.flac", bundles.say("flac"), bundles.RATE)
+    found = collect([str(clips / "one.wav"), str(again), str(clips / "one.flac")])
+    assert [each.id for each in found] == ["one.wav-1", "one.wav-2", "one.flac"]
+    assert run(bundle, clips / "one.wav", again, clips / "one.flac", "--output", tmp_path / "out") == 0
+    texts = {path.name: path.read_text() for path in (tmp_path / "out").glob("*.txt")}
+    assert texts == {"one.wav-1.txt": "first words\n", "one.wav-2.txt": "other\n", "one.flac.txt": "flac\n"}
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="its disks take names in UTF-8 alone")
+def test_names_that_are_no_utf8_are_written_with_a_mark_in_their_place(bundle, clips, tmp_path):
+    strange = os.fsdecode(os.fsencode(clips) + b"/caf\xe9.wav")
+    os.rename(clips / "one.wav", strange)
+    assert run(bundle, strange, "--output", tmp_path / "out", "--format", "json,ctm,srt") == 0
+    assert json.loads((tmp_path / "out" / "caf\ufffd.json").read_text())["id"] == "caf\ufffd"
+    assert run(bundle, clips, "--output", tmp_path / "all", "--format", "json") == 0
+    assert (tmp_path / "all" / "caf\ufffd.json").exists()
+
+
+def test_a_number_that_was_given_is_no_other_clips_name(clips):
+    names = [clips / "x" / "a.wav", clips / "y" / "a.wav", clips / "a.wav-1.wav"]
+    for name in names:
+        name.parent.mkdir(exist_ok=True)
+        soundfile.write(name, bundles.say("a"), bundles.RATE)
+    assert len({each.id for each in collect(list(map(str, names)))}) == 3
+
+
+def test_standard_input(bundle, clips, capsys, monkeypatch):
+    class Stdin:
+        buffer = io.BytesIO((clips / "one.wav").read_bytes())
+
+        @staticmethod
+        def isatty():
+            return False
+
+    monkeypatch.setattr(sys, "stdin", Stdin())
+    assert run(bundle, "-") == 0
+    assert capsys.readouterr().out == "first words\n"
+    assert run(bundle, "-") == 1, "all of it was read"
+    assert "left out: standard input: is empty" in capsys.readouterr().err
+
+
+def test_a_manifest_is_scored_against_its_texts(bundle, clips, tmp_path, capsys):
+    seconds = [len(bundles.say(text)) / bundles.RATE for text in ("first words", "last")]
+    (tmp_path / "test.csv").write_text(
+        "ID,duration,wav,spk_id,wrd\n"
+        f"u1,{seconds[0]},{clips}/one.wav,,first word\n"
+        f"u2,{seconds[1]},{clips}/deep/er/three.wav,,last\n")
+    assert run(bundle, tmp_path / "test.csv") == 0
+    captured = capsys.readouterr()
+    assert captured.out.splitlines() == ["u1\tfirst words", "u2\tlast"]
+    assert "WER 33.33 %" in captured.err and "2 with a reference" in captured.err
+
+
+def test_references_of_one_s_own(bundle, clips, tmp_path, capsys):
+    (tmp_path / "refs.tsv").write_text("one\tfirst words\ntwo.flac\tmore words there\n\n")
+    assert run(bundle, clips, "--references", tmp_path / "refs.tsv") == 0
+    told = capsys.readouterr().err
+    assert "WER 20.00 %" in told and "not scored: 1 recordings without a reference: deep/er/three" in told
+    (tmp_path / "refs.tsv").write_text("else\tfirst words\n")
+    assert run(bundle, clips, "--references", tmp_path / "refs.tsv") == 2
+    assert "names none of the recordings" in capsys.readouterr().err
+    (tmp_path / "refs.tsv").write_text("no tab here\n")
+    assert run(bundle, clips, "--references", tmp_path / "refs.tsv") == 2
+    assert "refs.tsv:1" in capsys.readouterr().err
+
+
+def test_a_bad_clip_is_named_counted_and_left_out(bundle, clips, tmp_path, capsys):
+    (clips / "bad.wav").write_bytes(b"RIFFnothing")
+    assert run(bundle, clips, "--output", tmp_path / "out") == 1
+    err = capsys.readouterr().err
+    assert "left out:" in err and "bad.wav" in err and "3 of 4 recordings" in err
+    assert (tmp_path / "out" / "one.txt").exists() and not (tmp_path / "out" / "bad.txt").exists()
+
+
+@pytest.mark.parametrize("words, expected", [
+    (["none.wav"], "no such file"), (["."], "there is no audio"), (["CLIP", "--format", "docx"], "there is no format"),
+    (["CLIP", "CLIP", "--format", "srt"], "--output FOLDER"), (["CLIP", "--format", "txt,json"], "--output FOLDER"),
+    (["CLIP", "--device", "cuda"], "no CUDA"), (["CLIP", "--model", "int8"], "has no model int8"),
+    (["CLIP", "--chunk-seconds", "-1"], "--chunk-seconds: '-1' is no number above 0"),
+    (["CLIP", "--threads", "0"], "--threads: '0' is no whole number above 0"),
+])
+def test_mistakes_are_one_line(bundle, clips, tmp_path, capsys, monkeypatch, words, expected):
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    assert run(bundle, *(str(clips / "one.wav") if word == "CLIP" else word for word in words)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and expected in captured.err and captured.err.count("error:") == 1
+
+
+def test_no_bundle(clips, tmp_path, capsys):
+    assert run(tmp_path, clips / "one.wav") == 2
+    assert "is no bundle: it has no config.json" in capsys.readouterr().err
+    assert run(tmp_path / "none", clips / "one.wav") == 2
+    assert "is not there" in capsys.readouterr().err
+
+
+def test_ids_can_not_leave_the_folder(bundle, tmp_path):
+    soundfile.write(tmp_path / "a.wav", bundles.say("a"), bundles.RATE)
+    (tmp_path / "m.csv").write_text(f"ID,duration,wav,spk_id,wrd\n../../evil,0.2,{tmp_path}/a.wav,,\n")
+    out = tmp_path / "x" / "y" / "out"
+    assert run(bundle, tmp_path / "m.csv", "--output", out) == 0
+    assert (out / "evil.txt").exists() and not list(tmp_path.glob("evil*"))
+
+
+def test_what_can_not_be_written_is_told(bundle, clips, tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "two").write_text("a file where a folder has to be")
+    (tmp_path / "m.csv").write_text(f"ID,duration,wav,spk_id,wrd\ntwo/one,0.5,{clips}/one.wav,,a\n")
+    assert run(bundle, tmp_path / "m.csv", "--output", tmp_path / "out") == 2
+    assert f"cannot write {tmp_path / 'out' / 'two' / 'one.txt'}: " in capsys.readouterr().err
+
+
+def test_ids_that_mean_one_file_are_refused(bundle, clips, tmp_path, capsys):
+    (tmp_path / "m.csv").write_text("ID,duration,wav,spk_id,wrd\n" + "".join(
+        f"{name},0.5,{clips}/one.wav,,a\n" for name in ("a/one", "../a//one")))
+    assert run(bundle, tmp_path / "m.csv", "--output", tmp_path / "out") == 2
+    assert "'a/one' and '../a//one' would be one file" in capsys.readouterr().err
+
+
+def test_json_of_several_is_a_line_each(bundle, clips, capsys):
+    assert run(bundle, clips, "--format", "json") == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["id"] for row in rows] == ["deep/er/three", "deep/two", "one"]
+    assert np.isclose(rows[2]["duration"], len(bundles.say("first words")) / bundles.RATE, atol=1e-3)
+
+
+def test_hot_words_and_a_language_model_on_the_command_line(bundle, clips, tmp_path, capsys):
+    (tmp_path / "hot.txt").write_text("first=3\n\nwords\n")
+    assert run(bundle, clips / "one.wav", "--hot-word", "last=4", "--hot-word", f"@{tmp_path}/hot.txt") == 0
+    assert capsys.readouterr().out == "first words\n"
+    assert run(bundle, clips / "one.wav", "--hot-word", "x=much") == 2
+    assert "the boost 'much' is no number" in capsys.readouterr().err
+    assert run(bundle, clips / "one.wav", "--lm", tmp_path / "none.arpa") == 2
+    assert "none.arpa" in capsys.readouterr().err
+    arpa = tmp_path / "lm.arpa"
+    rows = ("<s>", "</s>", "<unk>", "first", "words", "more")
+    arpa.write_text("\\data\\\nngram 1=6\n\n\\1-grams:\n" + "".join(f"-0.8\t{w}\n" for w in rows) + "\n\\end\\\n")
+    assert run(bundle, clips / "one.wav", "--lm", arpa, "--lm-weight", "0.4", "--output", tmp_path / "out") == 0
+    assert (tmp_path / "out" / "one.txt").read_text() == "first words\n"
+    assert run(bundle, clips / "one.wav", "--output", tmp_path / "out") == 2, "searched and greedy ones are not mixed"

@@ -1,0 +1,108 @@
+"""A run that is done says so when it is started again, and one that is not, or is to do more, does what is missing."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import run_folders
+from processes import program
+
+from sbkit.cli import main
+
+RECIPE = Path(__file__).parents[2] / "hparams" / "ctc.yaml"
+SMALL = {**run_folders.TINY, "number_of_epochs": 1, "precision": "fp32", "step_seconds": 6, "max_batch_seconds": 6}
+
+
+def train(folder, *more):
+    words = [word for key, value in SMALL.items() for word in (f"--{key}", str(value))]
+    sys.exit(main(["train", str(RECIPE), *words, "--data_folder", f"{folder}/data", "--output_folder", f"{folder}/out",
+                   "--device", "cpu", "--no-check", *more]))
+
+
+def train_until(place, *words):
+    """Killed there."""
+    from sbkit import run
+    from sbkit.tasks.ctc import CTC
+
+    setattr(*{"testing": (CTC, "on_evaluate_start"), "writing": (run, "_report")}[place],
+            lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+    train(*words)
+
+
+@pytest.fixture
+def started(tmp_path):
+    run_folders.corpus(tmp_path / "data", train=8, dev=2, test=2)
+
+    def start(*more, until=None):
+        """Its exit code, the epochs and tests it added to metrics.jsonl, and what it printed."""
+        before = kinds(tmp_path / "out")
+        ended = program(train, str(tmp_path), *more) if until is None else program(
+            train_until, until, str(tmp_path), *more)
+        added = kinds(tmp_path / "out")[len(before):]
+        return ended.returncode, (added.count("epoch"), added.count("test")), ended.stdout
+
+    return start
+
+
+def kinds(out):
+    path = out / "metrics.jsonl"
+    return [json.loads(line)["kind"] for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+@pytest.mark.slow
+def test_done_is_said_once_all_is_done_and_only_then(started, tmp_path):
+    out = tmp_path / "out"
+    epoch = 2  # lines of metrics.jsonl
+    assert started()[:2] == (0, (epoch, 1))
+    files = {path: path.read_bytes() for path in out.glob("[!.]*") if path.is_file() and path.name != "log.txt"}
+    code, added, said = started("--noprogressbar")
+    assert (code, added) == (0, (0, 0))
+    assert said.startswith(f"nothing left to do: {out} is trained and tested, test WER ") and "wer_test.txt" in said
+    assert said.count("\n") == 1
+    written = {"hyperparams.yaml", "env.log"}  # at each start
+    assert [path.name for path, data in files.items() if path.read_bytes() != data and path.name not in written] == []
+    assert started("--test_only")[:2] == (0, (0, 1))
+    assert started()[1] == (0, 0), "and is still done"
+    assert started("--number_of_epochs", "2")[:2] == (0, (epoch, 1))
+    assert started("--number_of_epochs", "2")[1] == (0, 0)
+    (out / "wer_test.txt").unlink()
+    assert started("--number_of_epochs", "2")[1] == (0, 1)
+    assert started("--number_of_epochs", "2", "--average_checkpoints", "2")[1] == (0, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["testing", "writing"])
+def test_killed_in_its_test_it_tests_when_started_again(started, place):
+    assert started("--number_of_epochs", "2")[0] == 0
+    assert started("--number_of_epochs", "3", until=place)[0] == -signal.SIGKILL
+    assert started("--number_of_epochs", "2")[1] == (0, 1), "what was tested before is not what is there"
+    assert started("--number_of_epochs", "3")[1] == (0, 1)
+    assert started("--number_of_epochs", "3")[1] == (0, 0)
+
+
+def test_a_start_that_is_refused_leaves_the_run_as_it_was(started, tmp_path):
+    out = tmp_path / "out"
+    assert started()[0] == 0
+    kept = [out / "hyperparams.yaml", out / "tested.json", *(out / "manifests").glob("*.*")]
+    before = {path: path.read_bytes() for path in kept}
+    lines = (tmp_path / "data" / "train.csv").read_text().splitlines()
+    (tmp_path / "data" / "train.csv").write_text("\n".join(lines[:-2]) + "\n")
+    assert started("--d_model", "24")[0] == 2
+    assert {path: path.read_bytes() for path in kept} == before and not (out / ".before-this-start").exists()
+    (tmp_path / "data" / "train.csv").write_text("\n".join(lines) + "\n")
+    assert started()[:2] == (0, (0, 0)), "and it is still done"
+
+
+def test_what_was_never_trained_is_not_tested(started, tmp_path):
+    code, added, _ = started("--test_only")
+    assert (code, added) == (2, (0, 0))
+
+
+def test_another_test_set_is_tested(started, tmp_path):
+    assert started()[0] == 0
+    lines = (tmp_path / "data" / "test.csv").read_text().splitlines()
+    (tmp_path / "data" / "test.csv").write_text("\n".join(lines[:-1]) + "\n")
+    assert started()[1] == (0, 1)

@@ -1,0 +1,149 @@
+"""A run's folder becomes its recipe and model again."""
+
+import shutil
+import sys
+
+import pytest
+import run_folders
+import torch
+
+from sbkit.errors import SbkitError
+from sbkit.runs import restore
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    home = tmp_path_factory.mktemp("restore")
+    return run_folders.run_with_model(home / "run", run_folders.corpus(home / "data", train=12, dev=3, test=3))
+
+
+def saved(run, name):
+    return torch.load(run / "save" / f"CKPT+{name}" / "model.ckpt", weights_only=True)
+
+
+def same(brain, state) -> bool:
+    now = brain.hparams.model.state_dict()
+    return all(torch.equal(now[key].float(), state[key].float()) for key in state)
+
+
+@pytest.mark.parametrize("choice, expected", [("best", "epoch2"), ("last", "within"), ("epoch1", "epoch1"),
+                                              ("save/CKPT+epoch3", "epoch3")])
+def test_each_way_of_naming_a_checkpoint_loads_that_one(run, choice, expected):
+    hparams, brain = restore.load_run(run, "cpu", checkpoint=choice)
+    assert same(brain, saved(run, expected)) and not brain.modules.training
+    assert hparams["tokenizer"].size == hparams["output_neurons"]
+
+
+def test_a_run_that_was_moved_is_read_where_it_is(run, tmp_path):
+    moved = tmp_path / "else where" / "run"
+    shutil.copytree(run, moved)
+    hparams, brain = restore.load_run(moved, "cpu")
+    assert hparams["output_folder"] == str(moved)
+    assert str(hparams["corpus"].folder).startswith(str(moved))
+    assert str(brain.checkpointer.checkpoints_dir) == str(moved / "save")
+    assert hparams["data_folder"] == restore.read_run(run)["data_folder"], "what lies elsewhere stays there"
+
+
+def test_a_class_beside_the_recipe_of_a_run_is_found_again(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    moved, recipe = tmp_path / "run", tmp_path / "code" / "hparams" / "mine.yaml"
+    shutil.copytree(run, moved)
+    recipe.parent.mkdir(parents=True)
+    (tmp_path / "code" / "beside_the_recipe.py").write_text("class Mine:\n    pass\n")
+    text = (moved / "hyperparams.yaml").read_text()
+    (moved / "hyperparams.yaml").write_text(f"# Generated from:\n# {recipe}\n{text}mine: !new:beside_the_recipe.Mine\n")
+    assert type(restore.read_run(moved)["mine"]).__name__ == "Mine"
+
+
+def test_the_mean_is_of_the_best_and_has_their_mean_as_weights(run):
+    _, brain = restore.load_run(run, "cpu", mean_of=2)
+    best, second = saved(run, "epoch2"), saved(run, "epoch3")
+    mean = {key: (best[key].double() + second[key].double()) / 2 for key in best if best[key].is_floating_point()}
+    now = brain.hparams.model.state_dict()
+    for key, value in mean.items():
+        torch.testing.assert_close(now[key], value.float(), rtol=1e-6, atol=1e-7)
+
+
+def test_a_mean_has_the_statistics_of_the_best_checkpoint(run, tmp_path):
+    """Those of a normaliser are no weights, and their squares don't add up to a mean."""
+    moved = tmp_path / "run"
+    shutil.copytree(run, moved)
+    for each in (moved / "save").glob("CKPT*"):
+        shutil.rmtree(each)
+
+    def with_normaliser():
+        hparams = restore.read_run(moved)
+        hparams["normalize"].norm_type = "global"
+        hparams["checkpointer"].add_recoverable("normalizer", hparams["normalize"])
+        return restore.build(hparams, "cpu")
+
+    trained = with_normaliser()
+    norm, weight = trained.hparams.normalize, next(trained.hparams.model.parameters())
+    for value, rate in ((1.0, 70.0), (2.0, 40.0), (6.0, 55.0)):
+        norm.count, norm.glob_mean, norm.glob_std = int(10 * value), torch.full((80,), value), torch.full((80,), value)
+        weight.data.fill_(value)
+        trained.checkpointer.save_checkpoint(name=f"at{rate:.0f}", meta={"WER": rate})
+    trained.checkpointer.wait()
+    for checkpoint, mean, best in (("best", 4.0, 2.0), ("last", 4.0, 6.0)):
+        brain = with_normaliser()
+        used = restore.take_weights(brain, checkpoint, mean_of=2)
+        assert [one.meta["WER"] for one in used] == ([40.0, 55.0] if checkpoint == "best" else [55.0, 40.0])
+        norm, weight = brain.hparams.normalize, next(brain.hparams.model.parameters())
+        assert torch.equal(weight.detach(), torch.full_like(weight, mean))
+        assert norm.count == 10 * best
+        assert torch.equal(norm.glob_mean, torch.full((80,), best))
+        assert torch.equal(norm.glob_std, torch.full((80,), best))
+
+
+def test_a_moving_average_is_what_is_loaded_where_the_run_kept_one(run, tmp_path):
+    from sbkit.train.averaging import EMA
+
+    moved = tmp_path / "run"
+    shutil.copytree(run, moved)
+    hparams = restore.read_run(moved)
+    hparams["ema"] = EMA(hparams["model"], 0.5)
+    trained = hparams["brain"](hparams["modules"], None, hparams, {"device": "cpu"}, hparams["checkpointer"])
+    hparams["ema"].update()
+    averages = {key: value.clone() for key, value in hparams["ema"].state_dict()["weights"].items()}
+    for parameter in trained.modules.parameters():
+        parameter.data.add_(1.0)
+    trained.checkpointer.save_checkpoint(name="averaged", meta={"WER": 1.0})
+    trained.checkpointer.wait()
+    again = restore.read_run(moved)
+    again["ema"] = EMA(again["model"], 0.5)
+    brain = restore.build(again, "cpu")
+    restore.take_weights(brain)
+    assert same(brain, averages)
+
+
+def test_nothing_but_the_model_is_taken_from_a_checkpoint_or_written(run):
+    before = sorted(path.name for path in run.iterdir())
+    _, brain = restore.load_run(run, "cpu")
+    assert set(brain.checkpointer.recoverables) == {"model"}
+    assert sorted(path.name for path in run.iterdir()) == before
+
+
+@pytest.mark.parametrize("spoil, message", [
+    (lambda run: shutil.rmtree(run), "is not there; name the output_folder"),
+    (lambda run: (run / "hyperparams.yaml").unlink(), "is no run: it has no hyperparams.yaml"),
+    (lambda run: shutil.rmtree(run / "save") or (run / "save").mkdir(), "no tokenizer yet"),
+    (lambda run: [shutil.rmtree(each) for each in (run / "save").glob("CKPT*")], "holds no checkpoint"),
+    (lambda run: [shutil.rmtree(run / "save" / f"CKPT+epoch{i}") for i in (1, 2, 3)], "--checkpoint last"),
+    (lambda run: [(each / "model.ckpt").write_bytes(b"cut") for each in (run / "save").glob("CKPT*")],
+     "no checkpoint in .* can be used"),
+])
+def test_what_is_missing_is_named(run, tmp_path, spoil, message):
+    moved = tmp_path / "run"
+    shutil.copytree(run, moved)
+    spoil(moved)
+    with pytest.raises(SbkitError, match=message):
+        restore.load_run(moved, "cpu")
+
+
+def test_a_name_that_fits_none_or_several_lists_what_there_is(run):
+    with pytest.raises(SbkitError, match=r"no checkpoint 'nosuch' .* CKPT\+epoch1, CKPT\+epoch2"):
+        restore.load_run(run, "cpu", checkpoint="nosuch")
+    with pytest.raises(SbkitError, match="3 checkpoints have 'epoch'"):
+        restore.load_run(run, "cpu", checkpoint="epoch")
+    with pytest.raises(SbkitError, match="an average is of the best"):
+        restore.load_run(run, "cpu", checkpoint="epoch1", mean_of=2)

@@ -1,0 +1,209 @@
+"""What a start writes over is put back by an error, until the run begins."""
+
+import errno
+import itertools
+import os
+from pathlib import Path
+
+import pytest
+
+from sbkit.errors import SbkitError
+from sbkit.recipe import load
+from sbkit.runs.start_guard import StartGuard
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "manifests").mkdir()
+    for name in ("hyperparams.yaml", "tested.json", "manifests/train.csv", "wer_test.txt"):
+        (tmp_path / name).write_text("before")
+    return tmp_path
+
+
+def written_over(folder):
+    (folder / "hyperparams.yaml").write_text("now")
+    (folder / "tested.json").unlink()
+    (folder / "new.csv").write_text("now")
+    (folder / "new.csv").replace(folder / "manifests" / "train.csv")  # as manifests are written
+
+
+def texts(folder):
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_error_before_the_run_begins_puts_all_back(folder, error):
+    before = texts(folder)
+    with pytest.raises(error), StartGuard(folder):
+        written_over(folder)
+        raise error
+    assert texts(folder) == before and not (folder / ".before-this-start").exists()
+
+
+def test_what_was_written_stands_once_the_run_has_begun(folder):
+    with pytest.raises(ValueError), StartGuard(folder) as kept:
+        written_over(folder)
+        kept.begins()
+        assert not (folder / ".before-this-start").exists()
+        raise ValueError
+    assert texts(folder) == {"hyperparams.yaml": "now", "manifests/train.csv": "now", "wer_test.txt": "before"}
+
+
+def test_without_an_error_nothing_is_put_back(folder):
+    with StartGuard(folder):
+        written_over(folder)
+    assert texts(folder)["hyperparams.yaml"] == "now" and not (folder / ".before-this-start").exists()
+
+
+def test_what_a_killed_start_left_is_put_back_by_the_next(folder):
+    before = texts(folder)
+    StartGuard(folder).__enter__()
+    written_over(folder)
+    (folder / "manifests" / "dev.csv").write_text("of the start that was killed")
+    with pytest.raises(ValueError), StartGuard(folder):
+        written_over(folder)
+        raise ValueError
+    assert texts(folder) == before and not list(folder.glob(".before*"))
+
+
+def test_a_run_without_manifests_keeps_those_that_a_refused_start_made(folder):
+    (folder / "manifests" / "train.csv").unlink()
+    with pytest.raises(ValueError), StartGuard(folder):
+        written_over(folder)
+        raise ValueError
+    assert texts(folder)["manifests/train.csv"] == "now"
+
+
+def test_what_is_unpacked_beside_manifests_is_left_alone(folder):
+    (folder / "manifests" / "audio").mkdir()
+    (folder / "manifests" / "audio" / "clip").write_text("before")
+    with pytest.raises(ValueError), StartGuard(folder):
+        assert not list((folder / ".before-this-start").rglob("clip"))
+        (folder / "manifests" / "audio" / "new clip").write_text("now")
+        raise ValueError
+    assert {"manifests/audio/clip", "manifests/audio/new clip"} < set(texts(folder))
+
+
+OPERATIONS = ("mkdir", "rename", "replace", "link", "unlink", "rmdir")
+
+
+def killed_at(operation, work):
+    """Whether ``work``, in a process of its own, was killed before its so-many-th operation on the disk."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    left = itertools.count(operation, -1)
+
+    def counted(original):
+        return lambda *args, **kwargs: original(*args, **kwargs) if next(left) else os._exit(9)
+
+    for name in OPERATIONS:
+        setattr(os, name, counted(getattr(os, name)))
+    try:
+        work()
+    except ZeroDivisionError:
+        os._exit(0)
+    finally:
+        os._exit(1)
+
+
+def refused(folder, number):
+    with StartGuard(folder):
+        (folder / "hyperparams.yaml").write_text(f"start {number}")
+        (folder / "new.csv").write_text(f"start {number}")
+        os.replace(folder / "new.csv", folder / "manifests" / "train.csv")
+        (folder / "manifests" / "dev.csv").write_text(f"start {number}")
+        raise ZeroDivisionError
+
+
+def test_killed_at_any_operation_the_next_start_still_puts_back_all(folder):
+    before, operation = texts(folder), 0
+    while killed_at(operation, lambda: refused(folder, 1)):
+        again = 0
+        while killed_at(again, lambda: refused(folder, 2)):  # a start after it is killed in turn, ever later
+            again += 9
+        with pytest.raises(ZeroDivisionError):
+            refused(folder, 3)
+        (folder / "new.csv").unlink(missing_ok=True)  # the test's own
+        assert texts(folder) == before and not list(folder.glob(".before*")), operation
+        operation += 1 if operation < 12 else 3
+    assert operation > 20
+
+
+def begun(folder):
+    with StartGuard(folder) as kept:
+        (folder / "hyperparams.yaml").write_text("of the run that began")
+        kept.begins()
+        raise ZeroDivisionError
+
+
+def test_killed_while_a_run_begins_it_has_begun_or_not(folder):
+    found, operation = [], 0
+    while killed_at(operation, lambda: begun(folder)):
+        with pytest.raises(ZeroDivisionError):
+            refused(folder, 2)
+        assert not list(folder.glob(".before*"))
+        found.append(texts(folder)["hyperparams.yaml"])
+        (folder / "hyperparams.yaml").write_text("before")
+        operation += 1
+    assert set(found) == {"before", "of the run that began"} and found == sorted(found)
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_a_new_folder_and_other_ranks_are_left_alone(tmp_path, here):
+    with StartGuard(tmp_path / "new", here):
+        assert not (tmp_path / "new").exists()
+    with StartGuard(tmp_path / "new", here) as kept:
+        kept.begins()
+
+
+def test_where_there_is_no_room_to_keep_it_aside_nothing_is_written_over(folder, monkeypatch):
+    full = OSError(errno.ENOSPC, "no", str(folder))
+    monkeypatch.setattr(StartGuard, "_keep", lambda self: (_ for _ in ()).throw(full))
+    with pytest.raises(SbkitError, match="could not be written: No space left"), StartGuard(folder):
+        raise AssertionError("it began")
+
+
+def changes(folder, before, now):
+    (folder / "hyperparams.yaml").write_text(before)
+    with StartGuard(folder) as kept:
+        assert kept.changes() == []
+        (folder / "hyperparams.yaml").write_text(now)
+        found = kept.changes()
+        kept.begins()
+        assert kept.changes() == []
+    return found
+
+
+def test_the_values_that_changed_are_known_until_the_run_begins(folder):
+    before = "lr: 0.001\nd: 3\nold: 1\nopt: !name:torch.optim.Adam\n  lr: 0.001\nsizes: [1, 2]\nbetas: !tuple (1, 2)\n"
+    now = "lr: 0.5\nd: 3\nnew: null\nopt: !name:torch.optim.Adam\n  lr: 0.5\nsizes: [1, 3]\nbetas: !tuple (1, 2)\n"
+    assert changes(folder, before, now) == [
+        "lr, opt.lr: 0.001 -> 0.5", "old: 1 -> nothing", "sizes.1: 2 -> 3", "new: nothing -> null"]
+
+
+def test_another_class_is_a_change(folder):
+    before = "brain: !name:mine.Brain\nopt: !name:torch.optim.Adam\n  lr: 1\n"
+    assert changes(folder, before, before.replace("mine", "yours").replace("Adam", "AdamW")) == [
+        "brain: !name:mine.Brain -> !name:yours.Brain", "opt: !name:torch.optim.Adam -> !name:torch.optim.AdamW"]
+
+
+def test_what_many_refer_to_and_what_a_recipe_rests_on_is_told_once(folder, tmp_path):
+    """Written as a run writes it."""
+    told = []
+    root = Path(__file__).parents[2]
+    for recipe in (root / "hparams" / "ctc.yaml", root / "recipes/CommonVoice/ASR/CTC/hparams/fr.yaml"):
+        texts = []
+        for given in ({"data_folder": "here"}, {"data_folder": "here", "number_of_epochs": 21, "n_mels": 40}):
+            texts.append(load.merged(recipe, given))
+        told.append(changes(folder, *texts))
+    for found in told:
+        (epochs,) = [line for line in found if line.startswith("number_of_epochs")]
+        assert epochs.endswith("-> 21") and "recipe" not in str(found)
+        (mels,) = [line for line in found if line.startswith("n_mels, ")]
+        (width,) = [line for line in found if line not in (epochs, mels)]
+        assert mels.endswith(": 80 -> 40") and width == "Transformer.input_size: 640 -> 320"
+
+
+def test_a_recipe_that_cannot_be_read_has_no_changes(folder):
+    assert changes(folder, "lr: 1", "{") == []

@@ -1,0 +1,263 @@
+"""report.html: whole, honest, escaped, and without any need of a network."""
+
+import base64
+import dataclasses
+import hashlib
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import run_folders
+import soundfile
+
+from sbkit.cli import main
+from sbkit.errors import SbkitError
+from sbkit.score import utterances
+from sbkit.score.report import write_report
+from sbkit.score.report.data import read
+
+EVIL = '<script>alert("x")</script><img src=http://evil/x onerror=alert(1)>'
+
+
+class Page(HTMLParser):
+    """What a browser would make of a page: elements with attributes, and the text in them."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.source = path.read_text()
+        self.elements, self.texts, self._inside = [], [], []
+        self.feed(self.source)
+
+    def handle_starttag(self, name, attributes):
+        self.elements.append((name, dict(attributes)))
+        self._inside.append(name)
+
+    def handle_endtag(self, name):
+        while self._inside and self._inside.pop() != name:
+            pass
+
+    def handle_data(self, data):
+        if self._inside[-1:] not in (["script"], ["style"]):
+            self.texts.append(data)
+
+    @property
+    def text(self):
+        return " ".join(" ".join(self.texts).replace("\N{NO-BREAK SPACE}", " ").split())
+
+    def all(self, name, **wanted):
+        return [attributes for each, attributes in self.elements if each == name
+                and all(attributes.get(key) == value for key, value in wanted.items())]
+
+
+@pytest.fixture
+def wav(tmp_path):
+    return run_folders.sound(tmp_path / "sound.wav")
+
+
+def test_the_page_says_what_the_files_say(tmp_path, wav):
+    run = run_folders.run_that_tells(tmp_path / "run", run_folders.told(wav=wav))
+    page = Page(write_report(run))
+    results = read(run).results
+    assert f"{results.words.rate:.2f} %" in page.text and f"{results.characters.rate:.2f} %" in page.text
+    places = [attributes["id"] for attributes in page.all("section")]
+    assert places == ["first", "curves", "where", "words", "worst", "labels", "data", "making"]
+    assert [link["href"] for link in page.all("a")][:len(places)] == [f"#{place}" for place in places]
+    titles = " ".join(attributes.get("aria-label", "") for attributes in page.all("svg"))
+    for title in ("Loss", "Error rates on dev", "Learning rate", "Throughput", "What a step's time goes into",
+                  "By duration"):
+        assert title in titles
+    for text in ("By accent", "By age", "By gender", "speakers", "not said", "Scottish English", "Mistaken", "Missed",
+                 "longer than 20.0 s : 7 rows", "clip<7>", "torchrun train.py hparams/ctc.yaml --lr 1e-3 <&>",
+                 "a processor", "1,234,567", "lr: 0.001 # <b>not bold</b>",
+                 "812 s/s", "audio a second, padding 4 %, MFU 37 %, host waits 2.04 a step",
+                 "Common Voice: /data/cv/en"):
+        assert text in page.text, text
+
+
+def test_the_worst_come_first_with_every_word_in_its_place(tmp_path, wav):
+    heard = run_folders.told(wrong=0.0, wav=wav)
+    heard[7] = dataclasses.replace(heard[7], reference="one two three four", hypothesis="one too four five")
+    page = Page(write_report(run_folders.run_that_tells(tmp_path / "run", heard)))
+    card = page.source[page.source.index("<article"):]
+    words = re.findall(r'<span class="(eq|sub|del|ins)"><span>(.*?)</span> <span>(.*?)</span>',
+                       card[:card.index("</article>")])
+    assert words == [("eq", "one", "one"), ("sub", "two", "too"), ("del", "three", "·"), ("eq", "four", "four"),
+                     ("ins", "·", "five")]
+    assert len(page.all("article")) == 1, "what is right is not among the worst"
+
+
+def test_where_no_label_is_suspected_it_says_so_and_where_none_could_be(tmp_path, wav):
+    right = run_folders.told(100, wrong=0.0, wav=wav)
+    assert "None: no transcript is much further" in Page(
+        write_report(run_folders.run_that_tells(tmp_path / "right", right))).text
+    few = Page(write_report(run_folders.run_that_tells(tmp_path / "few", right[:10]))).text
+    assert "Not looked for: it takes 20 utterances" in few and "None: no" not in few
+
+
+def test_text_from_data_is_text_and_nothing_else_runs(tmp_path, wav):
+    heard = [dataclasses.replace(one, id=f"{EVIL}{i}", reference=f"{EVIL} {one.reference}", speaker=f"{EVIL}{i % 5}",
+                                 hypothesis=f"{one.hypothesis} {EVIL}",
+                                 meta={"accent": f"{EVIL}{i % 2}", EVIL: str(i % 2)})
+             for i, one in enumerate(run_folders.told(wav=wav))]
+    run = run_folders.run_that_tells(tmp_path / "run", heard)
+    (run / "hyperparams.yaml").write_text(f"# </pre>{EVIL}")
+    page = Page(write_report(run, against=run, title=EVIL))
+    assert len(page.all("script")) == 1 and not page.all("img")
+    assert not [attributes for _, attributes in page.elements if any(key.startswith("on") for key in attributes)]
+    assert EVIL in " ".join(page.texts)
+    script = re.search(r"<script>(.*?)</script>", page.source, re.DOTALL)[1]
+    allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    [policy] = [meta["content"] for meta in page.all("meta") if meta.get("http-equiv") == "Content-Security-Policy"]
+    assert "default-src 'none'" in policy and f"script-src 'sha256-{allowed}';" in policy
+
+
+def test_nothing_in_it_comes_from_elsewhere(tmp_path, wav):
+    page = Page(write_report(run_folders.run_that_tells(tmp_path / "run", run_folders.told(wav=wav))))
+    for name, attributes in page.elements:
+        for key in ("src", "href", "action", "data", "srcset", "poster"):
+            value = attributes.get(key)
+            assert value is None or value.startswith(("data:", "#")), (name, key, value)
+    assert "@import" not in page.source and "url(" not in page.source
+
+
+def test_recordings_fill_no_more_than_they_may_and_each_is_in_it_once(tmp_path, wav):
+    run = run_folders.run_that_tells(tmp_path / "run", run_folders.told(wav=wav))
+    few = Page(write_report(run, audio_megabytes=0.02))
+    size = sum(len(audio.get("src", "")) for audio in few.all("audio"))
+    assert 0 < size <= 20_000 and "MB for recordings are used up" in few.text
+    both = Page(write_report(run, against=_other(tmp_path, run), utterances=40))
+    clips = [audio["data-clip"] for audio in both.all("audio") if "data-clip" in audio]
+    again = {audio["data-same"] for audio in both.all("audio") if "data-same" in audio}
+    assert len(clips) == len(set(clips)) and again and again <= set(clips)
+    assert not Page(write_report(run, audio_megabytes=0)).all("audio")
+
+
+def test_a_recording_that_is_gone_is_said_on_its_card(tmp_path):
+    page = Page(write_report(run_folders.run_that_tells(tmp_path / "run", run_folders.told(wav="/nowhere.wav"))))
+    assert "the recording can't be read: no such file" in page.text and not page.all("audio")
+
+
+def test_without_an_mp3_encoder_the_page_has_no_sound_and_says_so(tmp_path, wav, monkeypatch):
+    def no_mp3(*args, **kwargs):
+        raise soundfile.LibsndfileError(1)
+
+    run = run_folders.run_that_tells(tmp_path / "run", run_folders.told(wav=wav))
+    monkeypatch.setattr(soundfile, "write", no_mp3)
+    page = Page(write_report(run))
+    assert "not embedded: " in page.text and not page.all("audio") and page.all("article")
+
+
+def test_a_run_that_has_just_begun_has_a_page_too(tmp_path):
+    run = run_folders.run_that_tells(tmp_path / "run", None, epochs=1)
+    with open(run / "metrics.jsonl", "a") as out:
+        out.write('{"kind": "ste')  # it is being written right now
+    page = Page(write_report(run))
+    assert "No test set has been scored yet" in page.text and "Loss" in page.text
+    (run / "metrics.jsonl").unlink()
+    assert "# a recipe" in Page(write_report(run)).text
+
+
+def _other(tmp_path, run):
+    """The same run with half of the errors."""
+    heard = [dataclasses.replace(one, hypothesis=one.reference) if i % 2 else one
+             for i, one in enumerate(utterances.read(run / "test_utterances.jsonl"))]
+    return run_folders.run_that_tells(tmp_path / "other", heard, epochs=3)
+
+
+def test_against_another_run_it_says_who_is_better_and_where(tmp_path, wav):
+    run = run_folders.run_that_tells(tmp_path / "run", run_folders.told(wav=wav))
+    other = _other(tmp_path, run)
+    page = Page(write_report(other, against=run))
+    assert "Significantly better: −" in page.text and "30 have as many errors" not in page.text
+    better = int(re.search(r"Of 60 utterances (\d+) got better, 0 worse", page.text)[1])
+    changed = [a for a, b in zip(read(run).results.edits, read(other).results.edits, strict=True) if a != b]
+    assert better == len(changed)
+    assert page.all("polyline", **{"class": "curve c1 other"}), "the other run's curves, dashed"
+    assert page.all("i", **{"class": "before"}), "the other run's rate in each group"
+    assert "Significantly worse: +" in Page(write_report(run, against=other)).text
+    assert "No significant difference (+0.00 points of WER)" in Page(write_report(run, against=run)).text
+
+
+def test_a_comparison_leaves_the_runs_own_page_alone(tmp_path):
+    run = run_folders.run_that_tells(tmp_path / "run", run_folders.told())
+    own = write_report(run)
+    before, both = own.read_bytes(), write_report(run, against=_other(tmp_path, run))
+    assert both.parent == run and both.name.startswith("report-against-") and both.name.endswith("-other.html")
+    assert own.read_bytes() == before != both.read_bytes()
+
+
+def test_the_command_tells_who_is_better_in_the_pages_words(tmp_path, capsys):
+    run = run_folders.run_that_tells(tmp_path / "run", run_folders.told())
+    other = _other(tmp_path, run)
+    assert main(["report", str(other), "--against", str(run)]) == 0
+    told, path = capsys.readouterr().out.splitlines()
+    assert path == str(other / f"report-against-{read(run).name.replace('/', '-')}.html")
+    assert told.startswith("Significantly better: -")
+    assert told.replace("-", "−") in Page(Path(path)).text
+
+
+def test_marks_of_the_run_compared_with_stand_where_its_rates_are(tmp_path):
+    heard = run_folders.told()
+    right = [dataclasses.replace(one, hypothesis=one.reference) for one in heard]
+    page = Page(write_report(run_folders.run_that_tells(tmp_path / "right", right),
+                             against=run_folders.run_that_tells(tmp_path / "other", heard)))
+    marks = [re.fullmatch(r"left:([\d.]+)%", mark["style"])[1] for mark in page.all("i", **{"class": "before"})]
+    tables = page.source.count('<table class="groups">')
+    assert marks.count("100.0") == tables < len(marks), "the highest in each table alone is at its end"
+    assert re.search(r"\.mean \{ stroke: var\(--soft\)", page.source), "no line has the colour of the marks"
+
+
+def test_marks_and_lines_are_spoken_of_where_there_are_some(tmp_path):
+    keys = ("Orange marks", "Dashed: the run compared with")
+    told = run_folders.told()
+    whole, other = (run_folders.run_that_tells(tmp_path / name, told) for name in ("whole", "other"))
+    assert all(key in Page(write_report(whole, against=other)).text for key in keys)
+    nobody = [dataclasses.replace(one, speaker="", meta={}) for one in told]
+    plain, silent = (run_folders.run_that_tells(tmp_path / name, nobody) for name in ("plain", "silent"))
+    (silent / "metrics.jsonl").unlink()
+    assert not any(key in Page(write_report(plain, against=silent)).text for key in keys)
+
+
+def test_runs_that_cannot_be_compared_are_told_so(tmp_path, capsys):
+    run = run_folders.run_that_tells(tmp_path / "run", run_folders.told())
+    other = run_folders.run_that_tells(tmp_path / "other", run_folders.told(50))
+    with pytest.raises(SbkitError, match="were scored in one run only"):
+        write_report(run, against=other)
+    unscored = run_folders.run_that_tells(tmp_path / "unscored", None)
+    with pytest.raises(SbkitError, match="unscored has no scored test set"):
+        write_report(run, against=unscored)
+    assert main(["report", str(run), "--against", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere is not there; name the output_folder of a training" in capsys.readouterr().err
+    assert main(["report", str(tmp_path)]) == 2
+    assert f"{tmp_path} is no run: it has no metrics.jsonl" in capsys.readouterr().err
+
+
+def test_damaged_files_are_named(tmp_path):
+    run = run_folders.run_that_tells(tmp_path / "run", run_folders.told())
+    metrics = run / "metrics.jsonl"
+    metrics.write_text("no json\n" + metrics.read_text())
+    with pytest.raises(SbkitError, match=r"metrics.jsonl, line 1: "):
+        write_report(run)
+    run_folders.run_that_tells(run, run_folders.told())
+    with open(run / "test_utterances.jsonl", "a") as out:
+        out.write('{"id": "x"}\n')
+    with pytest.raises(SbkitError, match=r"test_utterances.jsonl, line 61: .*reference"):
+        write_report(run)
+
+
+def test_utterances_without_a_reference_are_not_scored(tmp_path, wav):
+    heard = run_folders.told(wav=wav)
+    heard[3] = dataclasses.replace(heard[3], reference="")
+    run = run_folders.run_that_tells(tmp_path / "run", heard)
+    assert len(read(run).results) == 59 and "59 utterances" in Page(write_report(run)).text
+
+
+def test_the_command_writes_it_and_says_where(tmp_path, wav, capsys):
+    run = run_folders.run_that_tells(tmp_path / "run", run_folders.told(wav=wav))
+    out = tmp_path / "page.html"
+    assert main(["report", str(run), "--out", str(out), "--utterances", "3", "--audio-mb", "1"]) == 0
+    assert capsys.readouterr().out.strip() == str(out) and len(Page(out).all("audio")) <= 6
+    (tmp_path / "notes").write_text("no folder")
+    assert main(["report", str(run), "--out", str(tmp_path / "notes" / "page.html")]) == 2
+    assert "cannot write" in capsys.readouterr().err

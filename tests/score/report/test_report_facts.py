@@ -1,0 +1,231 @@
+"""What the report says of a test set: groups, suspected labels, what stands out, curves."""
+
+import dataclasses
+import html
+import json
+import random
+
+import numpy as np
+import pytest
+import run_folders
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sbkit.score import utterances
+from sbkit.score.markup import tag, text
+from sbkit.score.report import charts, groups
+from sbkit.score.report.charts import Series
+from sbkit.score.report.data import Results, read
+from sbkit.score.report.findings import findings
+from sbkit.score.report.suspects import suspects
+from sbkit.score.utterances import ScoredUtterance
+
+
+@pytest.fixture(scope="module")
+def results():
+    return Results(run_folders.told(200))
+
+
+# ---------------------------------------------------------------- groups
+
+
+def test_groups_hold_every_utterance_once(results):
+    kinds = [groups.by_duration(results), groups.by_speaker(results),
+             *(groups.by_value(results, values, name) for name, values in groups.columns(results).items())]
+    assert len(kinds) == 5
+    for found in kinds:
+        assert sum(group.utterances for group in found) == len(results)
+        assert sum(group.words for group in found) == results.lengths.sum()
+        assert sum(group.edits for group in found) == results.edits.sum()
+        for group in found:
+            assert group.low is None or group.low <= group.rate <= group.high
+
+
+def test_durations_lie_in_their_group():
+    heard = [dataclasses.replace(one, duration=seconds) for one, seconds in
+             zip(run_folders.told(6), [0.5, 1.0, 1.99, 2.0, 29.9, 45.0], strict=True)]
+    assert [(group.label, group.utterances) for group in groups.by_duration(Results(heard))] == [
+        ("0–1 s", 1), ("1–2 s", 2), ("2–3 s", 1), ("20–30 s", 1), ("30+ s", 1)]
+
+
+def test_ages_are_in_their_order_and_what_is_not_said_is_last():
+    ages = ["fifties", "", "teens", "twenties"] * 5
+    found = groups.by_value(Results(run_folders.told(20)), ages, "age")
+    assert [group.label for group in found] == ["teens", "twenties", "fifties", groups.UNKNOWN]
+
+
+def test_many_values_end_in_others(results):
+    values = [f"value{i % 40}" for i in range(len(results))]
+    found = groups.by_value(results, values)
+    assert len(found) == groups.SHOWN and found[-1].label == f"{40 - groups.SHOWN + 1} others"
+    assert sum(group.utterances for group in found) == len(results)
+
+
+def test_the_hardest_speakers_come_first_and_two_utterances_have_no_interval():
+    heard = run_folders.told(40)
+    heard[0] = dataclasses.replace(heard[0], speaker="alone", hypothesis="nothing like it")
+    found = groups.by_speaker(Results(heard))
+    assert found[0].label == "alone" and found[0].low is None
+    assert [group.rate for group in found] == sorted((group.rate for group in found), reverse=True)
+
+
+# ---------------------------------------------------------------- suspects
+
+
+def confident(count=400, seed=3):
+    """Utterances with one letter wrong here and there, the less the surer."""
+    rng = random.Random(seed)
+    found = []
+    for one in run_folders.told(count, wrong=0.0):
+        sure = rng.uniform(0.7, 0.99)
+        letters = [letter if rng.random() < sure else "x" for letter in one.reference]
+        found.append(dataclasses.replace(one, confidence=sure, hypothesis="".join(letters)))
+    return found
+
+
+def test_transcripts_that_were_exchanged_are_found_and_little_else():
+    heard = confident()
+    rng = random.Random(0)
+    wrong = set(rng.sample(range(len(heard)), 20))
+    for i in wrong:
+        heard[i] = dataclasses.replace(heard[i], reference=heard[i - 1].reference)
+    found = {suspect.index for suspect in suspects(Results(heard))}
+    sure = {i for i in wrong if heard[i].confidence > 0.8}
+    assert len(sure & found) >= 0.9 * len(sure)
+    assert len(found - wrong) <= 0.25 * len(found)
+
+
+def test_a_model_that_is_wrong_throughout_suspects_nobody():
+    heard = [dataclasses.replace(one, hypothesis="something else", confidence=0.9 + i / 10_000)
+             for i, one in enumerate(run_folders.told(100))]
+    assert len(suspects(Results(heard))) <= 5
+    silent = [dataclasses.replace(one, hypothesis="", confidence=None) for one in run_folders.told(100)]
+    assert suspects(Results(silent)) == []
+
+
+def test_a_recording_in_which_nothing_was_heard_is_suspected():
+    heard = confident(100)
+    heard[40] = dataclasses.replace(heard[40], hypothesis="", confidence=None)
+    assert suspects(Results(heard))[0].index == 40
+
+
+# ---------------------------------------------------------------- what stands out
+
+
+def headlines(run):
+    return " | ".join(finding.headline for finding in findings(read(run)))
+
+
+def test_an_accent_that_is_understood_worse_stands_out(tmp_path):
+    heard = [dataclasses.replace(one, meta={"accent": "hard" if i % 4 == 0 else "easy"},
+                                 hypothesis="no" if i % 4 == 0 else one.reference)
+             for i, one in enumerate(run_folders.told(100))]
+    assert "Accent “hard”: 100.0" in headlines(run_folders.run_that_tells(tmp_path, heard))
+    even = [dataclasses.replace(one, meta={"accent": "ab"[i % 2]}) for i, one in enumerate(run_folders.told(100))]
+    assert "Accent" not in headlines(run_folders.run_that_tells(tmp_path, even))
+
+
+def test_missed_words_and_the_commonest_mistake_stand_out(tmp_path):
+    heard = [dataclasses.replace(one, reference=f"the {one.reference}", hypothesis=one.reference)
+             for one in run_folders.told(60)]
+    told = headlines(run_folders.run_that_tells(tmp_path, heard))
+    assert "Words are missed: 100" in told and "“the” is missed 60 times" in told
+
+
+def test_training_that_should_go_on_or_waited_or_lost_data_stands_out(tmp_path):
+    run = run_folders.run_that_tells(tmp_path, None)
+    told = headlines(run)
+    assert "The WER was still falling when training ended" in told
+    assert "10.0\N{NO-BREAK SPACE}% of the training rows were left out" in told
+    metrics = run / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"data": 0.02', '"data": 0.3').replace(
+        '"skipped_steps": 0', '"skipped_steps": 2, "core_wait_share": 0.4'))
+    told = headlines(run)
+    assert "waited for data during 30" in told and "12 steps were skipped" in told
+    assert "Training waited for a core during 40" in told
+
+
+def warned(run, *lines):
+    """The run's folder with lines about warnings, each of (what, headline, holds, at_end)."""
+    with open(run / "metrics.jsonl", "a") as file:
+        for what, headline, holds, at_end in lines:
+            file.write(json.dumps({"time": 1.8e9, "kind": "warning", "what": what, "step": 500, "headline": headline,
+                                   "detail": "So it is.", "advice": ["try this", "or <that>"] if holds else [],
+                                   "holds": holds, "at_end": at_end}) + "\n")
+    return [(one.headline, one.detail) for one in findings(read(run))]
+
+
+def test_what_training_was_warned_of_and_holds_stands_first(tmp_path):
+    heard = [dataclasses.replace(one, reference=f"the {one.reference}", hypothesis="") for one in run_folders.told(60)]
+    run = run_folders.run_that_tells(tmp_path, heard)
+    found = warned(run, ("chance", "Nothing yet", True, False))
+    assert found[0] == ("Nothing yet", "Told at step 500. So it is. What to try, the likeliest first: try this; "
+                                       "or <that>.")
+    found = warned(run, ("chance", "Nothing at all", True, True))
+    assert found[0][0] == "Nothing at all" and found[0][1].startswith("So it is. What to try")
+    assert "Nothing yet" not in str(found), "said again at the end, it stands there once"
+
+
+def test_what_has_passed_is_no_finding(tmp_path):
+    run = run_folders.run_that_tells(tmp_path, None)
+    found = warned(run, ("chance", "Nothing yet", True, False), ("divergence", "Lost", True, False),
+                   ("chance", "It hears now", False, False))
+    assert found[0][0] == "Lost" and "hear" not in str(found) and "Nothing yet" not in str(found)
+
+
+def test_a_rate_of_nothing_that_was_not_the_last_stands_out(tmp_path):
+    run = run_folders.run_that_tells(tmp_path, None, epochs=16)
+    metrics = run / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace(f'"valid_WER": {400 / 210}', '"valid_WER": 0.0'))
+    assert "The WER was best in epoch 10 of 16" in headlines(run)
+
+
+# ---------------------------------------------------------------- curves
+
+
+def test_a_curve_goes_where_its_numbers_are():
+    drawn = charts.curves("Loss", [Series("loss", [0, 50, 100], [4.0, 2.0, 0.0])], [(50, "1"), (100, "2")])
+    assert 'points="44,12 217,98 390,184"' in drawn
+
+
+def test_long_runs_are_thinned_by_means_and_lose_what_is_no_number():
+    values = np.sin(np.arange(50_000) / 500)
+    values[10] = np.nan
+    thin = charts.thinned(Series("x", range(50_000), values))
+    assert len(thin.x) == charts.MOST_POINTS and thin.x == sorted(thin.x)
+    assert np.nanmean(values) == pytest.approx(np.mean(thin.y), abs=0.01)
+    assert charts.curves("Loss", [Series("x", [1, 2], [None, float("nan")])], []) is None
+
+
+def test_a_wild_beginning_does_not_flatten_the_rest():
+    y = [5000.0] + [3.0 - i / 100 for i in range(200)]
+    drawn = charts.curves("Loss", [Series("loss", range(201), y)], [])
+    assert ">4<" in drawn and ">5,000<" not in drawn
+
+
+@pytest.mark.parametrize("values", [[0.0], [1e-9, 2e-9], [3.7], [99.99, 100.0], [1e6], [0.0, 0.0]])
+def test_any_numbers_have_an_axis(values):
+    drawn = charts.curves("x", [Series("x", range(len(values)), values)], [(0, "1")])
+    assert "nan" not in drawn and drawn.count('class="grid"') >= 2
+
+
+# ---------------------------------------------------------------- pieces
+
+
+@given(st.text(), st.text())
+def test_markup_shows_any_text_as_it_is(value, attribute):
+    made = tag("p", value, title=attribute)
+    inside = made[made.index(">") + 1:-len("</p>")]
+    assert "<" not in inside and html.unescape(inside) == html.unescape(html.escape(value))
+    assert text([made, None, [tag("br")]]) == made + "<br>"
+
+
+@settings(deadline=None, max_examples=50)  # it waits for the disk
+@given(st.lists(st.builds(
+    ScoredUtterance, id=st.uuids().map(str), reference=st.text(), hypothesis=st.text(), wav=st.text(),
+    speaker=st.text(), confidence=st.none() | st.floats(0, 1), duration=st.floats(0, 1e5), start=st.floats(0, 1e5),
+    meta=st.dictionaries(st.text(), st.text(min_size=1))), max_size=5))
+def test_utterances_come_back_from_disk_as_they_went(tmp_path_factory, heard):
+    path = tmp_path_factory.mktemp("heard") / "u.jsonl"
+    utterances.write(path, heard)
+    assert utterances.read(path) == heard

@@ -1,0 +1,295 @@
+"""``sbkit serve`` as it is started: what it imports, what it refuses in one line, how it ends; no pickle is opened."""
+
+import json
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import bundles
+import httpx
+import pytest
+import serving
+from websockets import InvalidStatus
+from websockets.sync.client import connect
+
+from sbkit.errors import SbkitError
+from sbkit.serve import registry, server
+
+HEAVY = ("torch", "torchaudio", "speechbrain", "hyperpyyaml", "ruamel", "yaml", "pyarrow", "datasets", "sentencepiece")
+
+
+def start(*words, env=None):
+    return subprocess.Popen([sys.executable, "-m", "sbkit", "serve", *map(str, words)], stderr=subprocess.PIPE,
+                            stdout=subprocess.PIPE, text=True, env={**os.environ, **(env or {})})
+
+
+def ready(process):
+    """Where it listens, once it does."""
+    for line in process.stderr:
+        if line.startswith("ready on "):
+            return line.split()[-1]
+    raise AssertionError(f"it ended with {process.wait()}")
+
+
+def refused(*words, env=None):
+    process = start(*words, env=env)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 2 and out == "" and "Traceback" not in err
+    return err.splitlines()[-1]
+
+
+class Poison:
+    def __reduce__(self):
+        return os.system, (f"touch {Poison.trace}",)
+
+
+def test_a_poisoned_bundle_next_to_a_good_model_does_nothing(tmp_path):
+    """Neither the YAML that calls nor any pickle is opened: loading, answering, ending."""
+    bundle = bundles.make(tmp_path / "poisoned")
+    Poison.trace = tmp_path / "fired"
+    (bundle / "hyperparams.yaml").write_text(f"x: !apply:os.system ['touch {Poison.trace}']\n")
+    for name in ("model.ckpt", "model.pt", "tokenizer.pkl", "wav2vec2.bin", "model.pt2"):
+        (bundle / name).write_bytes(pickle.dumps(Poison()))
+    os.system(f"{sys.executable} -c 'import pickle; pickle.load(open(\"{bundle}/model.ckpt\", \"rb\"))'")
+    assert Poison.trace.exists(), "the poison works"
+    Poison.trace.unlink()
+    process = start(bundle, "--port", 0, "--threads", 1)
+    try:
+        url = ready(process)
+        answer = httpx.post(f"{url}/v1/audio/transcriptions", data={"model": "poisoned"},
+                            files={"file": ("a.wav", serving.wav("good"))})
+        assert answer.json()["text"] == "good"
+        uploaded = httpx.post(f"{url}/v1/audio/transcriptions", data={"model": "poisoned"},
+                              files={"file": ("a.wav", pickle.dumps(Poison()))})
+        assert uploaded.status_code == 400
+    finally:
+        process.terminate()
+        process.communicate(timeout=30)
+    assert process.returncode == 0 and not Poison.trace.exists()
+
+
+def test_serving_imports_neither_torch_nor_speechbrain_nor_hyperpyyaml(bundle):
+    code = textwrap.dedent(f"""
+        import sys, threading, time
+        sys.path.insert(0, {os.path.dirname(__file__)!r}); sys.path.insert(0, {os.path.dirname(bundles.__file__)!r})
+        import sbkit.serve.app, sbkit.serve.server, serving, httpx
+        with serving.serving({str(bundle)!r}) as server:
+            answer = httpx.post(server.base + "/audio/transcriptions", data={{"model": "level"}},
+                                files={{"file": ("a.wav", serving.wav("hi"))}})
+            print(answer.json()["text"], [name for name in {HEAVY!r} if name in sys.modules])
+    """)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "hi []\n", done.stderr
+
+
+def test_sigterm_finishes_what_is_in_flight_and_takes_nothing_new(bundle, tmp_path):
+    """The client who was let in gets all of the answer; then the process ends with 0."""
+    process = start(bundle, "--port", 0, "--threads", 1)
+    url = ready(process)
+    answers = []
+    data = serving.wav("word " * 400, format="FLAC")
+
+    def ask():
+        with httpx.stream("POST", f"{url}/v1/audio/transcriptions", data={"model": "level", "stream": "true"},
+                          files={"file": ("a.flac", data)}, timeout=60) as answer:
+            for line in answer.iter_lines():
+                answers.append(line)
+
+    client = threading.Thread(target=ask)
+    client.start()
+    serving.until(lambda: answers)
+    process.send_signal(signal.SIGTERM)
+    client.join(60)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and "Traceback" not in err
+    assert any("transcript.text.done" in line for line in answers) and "data: [DONE]" in answers
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{url}/health")
+
+
+def test_a_stop_while_the_models_are_loaded_is_no_error(bundle, monkeypatch):
+    """What is loaded finds the socket closed and the decoders gone: that is the stop's doing."""
+    def fill(running):
+        os.kill(os.getpid(), signal.SIGTERM)
+        serving.until(lambda: running._state.stopping)
+        time.sleep(1)
+        ended.append(running)
+        raise OSError(9, "Bad file descriptor")
+
+    ended = []
+    monkeypatch.setattr(server._Running, "_fill", fill)
+    assert server.serve(server.Request([str(bundle)], port=0)) == 0 and ended
+
+
+def test_sigterm_lets_a_live_session_finish(bundle):
+    process = start(f"level={bundle}", "--port", 0, "--threads", 1)
+    url = ready(process)
+    with connect(url.replace("http", "ws") + "/v1/audio/live") as session:
+        session.send(json.dumps({"type": "start", "model": "level", "sample_rate": bundles.RATE}))
+        session.send((bundles.say("hello") * 32767).astype("<i2").tobytes())
+        assert [json.loads(session.recv(10))["type"] for _ in range(2)] == ["ready", "partial"]
+        process.send_signal(signal.SIGTERM)
+        messages = [json.loads(message) for message in session]
+    assert [each["type"] for each in messages][-2:] == ["final", "done"] and messages[-2]["text"] == "hello"
+    process.communicate(timeout=30)
+    assert process.returncode == 0
+
+
+def test_who_comes_while_it_stops_is_sent_away_and_the_probes_are_answered(server):
+    state = server.state
+    state.stopping = True
+    try:
+        for method, path in (("GET", "/v1/models"), ("POST", "/v1/audio/transcriptions"), ("GET", "/")):
+            answer = httpx.request(method, server.url + path)
+            assert answer.status_code == 503 and answer.headers["connection"] == "close"
+            assert answer.json()["error"]["message"] == "the server is stopping"
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        assert httpx.get(f"{server.url}/ready").json() == {"ready": False, "why": "stopping"}
+    finally:
+        state.stopping = False
+
+
+STUCK = """
+import sys, time
+from sbkit.cli import main
+from sbkit.infer import backends
+real, calls = backends.Onnx.__call__, []
+def call(self, *batch):
+    calls.append(1)
+    if len(calls) > 1:
+        time.sleep(1000)
+    return real(self, *batch)
+backends.Onnx.__call__ = call
+sys.exit(main(["serve", *sys.argv[1:]]))
+"""
+
+
+def test_one_deadline_ends_all_even_a_model_that_never_comes_back(bundle):
+    """A live session, a request in the model and an upload that trickles: none of them adds its own time."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", STUCK, f"level={bundle}", "--port", "0", "--threads", "1", "--grace-seconds", "2"],
+        stderr=subprocess.PIPE, text=True)
+    url = ready(process)
+    port = int(url.rsplit(":", 1)[1])
+    with connect(url.replace("http", "ws") + "/v1/audio/live") as session, \
+            socket.create_connection(("127.0.0.1", port)) as upload:
+        session.send(json.dumps({"type": "start", "model": "level", "sample_rate": bundles.RATE}))
+        session.recv(10)
+        session.send((bundles.say("hello") * 32767).astype("<i2").tobytes())
+        upload.sendall(b"POST /v1/audio/transcriptions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99\r\n"
+                       b"content-type: multipart/form-data; boundary=x\r\n\r\n--x")
+        answers = []
+
+        def ask():
+            answers.append(httpx.post(f"{url}/v1/audio/transcriptions", data={"model": "level"}, timeout=60,
+                                      files={"file": ("a.wav", serving.wav("a"))}))
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        serving.until(lambda: "sbkit_requests_inside 2" in httpx.get(f"{url}/metrics").text)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+        asking.join()
+    assert answers[0].status_code == 503 and "stopping" in answers[0].text
+    assert process.returncode == 1 and "not all could be ended within 2 s" in err
+
+
+@pytest.mark.parametrize("blank", ["", "  ", "\n"])
+def test_a_blank_key_does_not_open_the_server_to_everybody(bundle, monkeypatch, blank):
+    monkeypatch.setenv(server.KEY_VARIABLE, blank)
+    with pytest.raises(SbkitError, match=r"SBKIT_API_KEY is set and blank.*unset it to serve without one"):
+        server.serve(server.Request([str(bundle)], port=0))
+
+
+def test_refused_sockets_are_no_errors_in_the_log(bundle):
+    process = start(f"level={bundle}", "--port", 0, "--threads", 1, env={server.KEY_VARIABLE: "secret"})
+    url = ready(process)
+    with pytest.raises(InvalidStatus):
+        connect(url.replace("http", "ws") + "/v1/audio/live")
+    process.terminate()
+    assert process.communicate(timeout=30)[1] == ""
+
+
+def test_a_port_that_is_taken_is_one_line_at_once(bundle):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert refused(bundle, "--port", port) == (
+            f"error: 127.0.0.1:{port} can't be listened on: Address already in use; another server may run there; "
+            "choose another with --port")
+
+
+def test_a_broken_bundle_ends_the_start_with_its_reason(bundle, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(bundle, broken)
+    (broken / "model.onnx").write_bytes(b"cut off")
+    assert "model.onnx has 7 bytes" in refused(f"good={bundle}", f"bad={broken}", "--port", 0)
+
+
+@pytest.mark.parametrize("words, message", [
+    (["--port", "0"], "the following arguments are required"),
+    (["nowhere", "--port", "0"], "nowhere is not there"),
+    (["../etc=BUNDLE", "--port", "0"], "is no name for a model"),
+    (["BUNDLE", "--port", "0", "--device", "cuda"], "cuda was asked for"),
+    (["BUNDLE", "--port", "0", "--api-key-file", "no-such"], "no-such cannot be read"),
+    (["BUNDLE", "--max-upload-mb", "0"], "--max-upload-mb is 0.0 and must be above 0"),
+    (["BUNDLE", "--host", "203.0.113.7", "--port", "0"], "give an address of this machine with --host"),
+    (["BUNDLE", "--port", "99999"], "choose another one with --port"),
+])
+def test_mistakes_are_one_line(bundle, capsys, words, message):
+    from sbkit.cli import main
+
+    assert main(["serve", *(word.replace("BUNDLE", str(bundle)) for word in words)]) == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert message in line
+
+
+def test_a_missing_extra_says_what_to_install(bundle, monkeypatch):
+    monkeypatch.setattr(server.util, "find_spec", lambda name: None if name == "uvicorn" else object())
+    with pytest.raises(SbkitError, match=r"serving needs uvicorn; pip install 'sbkit\[serve\]'"):
+        server.serve(server.Request([str(bundle)]))
+
+
+def test_bundles_are_called_as_their_folders_or_as_one_says(tmp_path):
+    for name in ("en", "a=b"):
+        (tmp_path / name).mkdir()
+    found = registry.named([str(tmp_path / "en"), f"whisper-1={tmp_path / 'en'}"])
+    assert list(found) == ["en", "whisper-1"] and len(set(found.values())) == 1
+    with pytest.raises(SbkitError, match="two bundles are called en"):
+        registry.named([str(tmp_path / "en"), f"en={tmp_path}"])
+    with pytest.raises(SbkitError, match=r"no name for a model.*NAME="):
+        registry.named([str(tmp_path / "a=b")])
+
+
+def test_keys_come_from_the_environment_and_from_a_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("SBKIT_API_KEY", " one \n")
+    (tmp_path / "keys").write_text("two\n\n three \n")
+    assert server._keys(tmp_path / "keys") == ["one", "two", "three"]
+    (tmp_path / "none").write_text("\n")
+    with pytest.raises(SbkitError, match="holds no key"):
+        server._keys(tmp_path / "none")
+
+
+def test_answers_are_not_held_back_for_the_next_packet():
+    """asyncio switches Nagle's algorithm off for sockets that say they are TCP; else each answer takes 40 ms."""
+    with server._bound("127.0.0.1", 0) as listening:
+        assert listening.proto == socket.IPPROTO_TCP
+
+
+def test_who_listens_to_all_is_told_when_there_is_no_key(bundle, capfd, monkeypatch):
+    monkeypatch.setattr(server._Running, "run", lambda self: 0)
+    monkeypatch.delenv("SBKIT_API_KEY", raising=False)
+    assert server.serve(server.Request([str(bundle)], host="0.0.0.0", port=0)) == 0
+    assert "anybody who reaches 0.0.0.0" in capfd.readouterr().err
+    monkeypatch.setenv("SBKIT_API_KEY", "x")
+    server.serve(server.Request([str(bundle)], host="0.0.0.0", port=0))
+    server.serve(server.Request([str(bundle)], port=0))
+    assert capfd.readouterr().err == ""

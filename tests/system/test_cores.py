@@ -1,0 +1,106 @@
+"""Cores: what is seen, less what a container's quota takes away, in both versions of control groups."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sbkit.system import cores
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """A machine of 16 cores, and a function that writes what its control groups say."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(16)), raising=False)
+    monkeypatch.setattr(cores, "_GROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(cores, "_MOUNT", tmp_path / "mount")
+
+    def write(group: str, **files: str) -> None:
+        (tmp_path / "cgroup").write_text(group)
+        for name, text in files.items():
+            path = tmp_path / "mount" / name.replace("__", "/").replace("_dot_", ".")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text + "\n")
+
+    return write
+
+
+def test_without_control_groups_all_that_are_seen_are_usable(machine):
+    assert cores.usable_cores() == 16
+
+
+@pytest.mark.parametrize("quota, expected", [
+    ("max 100000", 16), ("400000 100000", 4), ("250000 100000", 2), ("50000 100000", 1), ("1600000 100000", 16),
+    ("9900000 100000", 16), ("", 16), ("0 0", 16), ("100000 abc", 16), ("abc", 16)])
+def test_a_containers_quota(machine, quota, expected):
+    machine("0::/\n", cpu_dot_max=quota)
+    assert cores.usable_cores() == expected
+
+
+def test_a_slice_of_systemd_and_all_above_it_count(machine):
+    machine("0::/user.slice/work\n", user_dot_slice__work__cpu_dot_max="800000 100000",
+            user_dot_slice__cpu_dot_max="300000 100000")
+    assert cores.usable_cores() == 3
+
+
+def test_a_group_that_the_container_does_not_see_is_its_root(machine):
+    for group in ("0::/kubepods/pod1/abc\n", "0::/../../other\n"):
+        machine(group, cpu_dot_max="200000 100000")
+        assert cores.usable_cores() == 2
+
+
+def test_lines_that_no_kernel_writes_end_nothing(machine, tmp_path):
+    machine("\n\nnonsense\n0::/a\x0bb\n", cpu_dot_max="200000 100000")
+    assert cores.usable_cores() == 2
+    (tmp_path / "cgroup").write_bytes(b"0::/\xff\n")
+    assert cores.usable_cores() == 2
+
+
+def test_version_2_beside_version_1(machine):
+    machine("1:cpu:/\n0::/\n", cpu__cpu_dot_cfs_quota_us="-1", cpu__cpu_dot_cfs_period_us="100000",
+            unified__cpu_dot_max="500000 100000")
+    assert cores.usable_cores() == 5
+
+
+def test_a_library_is_asked_for_fewer_threads_than_the_machine_has_cores(machine, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 16)
+    assert cores.threads_to_ask_for() is None
+    machine("0::/\n", cpu_dot_max="200000 100000")
+    assert cores.threads_to_ask_for() == 2
+    machine("0::/\n", cpu_dot_max="max 100000")
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {3, 4, 5})
+    assert cores.threads_to_ask_for() == 3
+
+
+@pytest.mark.parametrize("quota, expected", [("-1", 16), ("300000", 3)])
+def test_control_groups_of_version_1(machine, quota, expected):
+    machine("5:memory:/m\n4:cpu,cpuacct:/docker/1\n0::/\n", cpu__docker__1__cpu_dot_cfs_quota_us=quota,
+            cpu__docker__1__cpu_dot_cfs_period_us="100000")
+    assert cores.usable_cores() == expected
+
+
+@given(st.lists(st.tuples(st.integers(1, 10**8), st.integers(1000, 10**6)), min_size=1, max_size=5))
+def test_the_least_quota_of_all_groups_counts(quotas):
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("os.sched_getaffinity", lambda process: set(range(64)), raising=False)
+        patched.setattr(cores, "_quotas", lambda: (quota / period for quota, period in quotas))
+        least = min(quota / period for quota, period in quotas)
+        assert cores.usable_cores() == max(1, min(64, math.floor(least)))
+
+
+def test_torch_starts_no_more_threads_than_the_quota_pays_for(machine, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    machine("0::/\n", cpu_dot_max="100000 100000")
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        cores.keep_to_usable_cores()
+        assert torch.get_num_threads() == 1
+        torch.set_num_threads(2)
+        monkeypatch.setenv("OMP_NUM_THREADS", "2")
+        cores.keep_to_usable_cores()
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

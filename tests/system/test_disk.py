@@ -1,0 +1,66 @@
+"""Full disks in one message, whoever met them; what was synced stays."""
+
+import errno
+import os
+
+import pytest
+
+from sbkit.errors import SbkitError
+from sbkit.system import disk
+from sbkit.system.console import atomic_write
+
+
+def test_the_oserror_of_a_full_disk_is_found_behind_other_errors():
+    try:
+        try:
+            raise OSError(errno.ENOSPC, "full")
+        except OSError:
+            raise RuntimeError("unexpected pos 64 vs 0")  # noqa: B904  torch's zip writer does just this
+    except RuntimeError as error:
+        assert disk.refusal(error).errno == errno.ENOSPC
+    assert disk.refusal(Exception("I/O error: No space left on device (os error 28)")).errno == errno.ENOSPC
+    assert disk.refusal(OSError(errno.ENOENT, "no such file")) is None
+    assert disk.refusal(ValueError("x")) is None
+
+
+def test_a_refusal_is_told_with_the_path_and_what_is_free(tmp_path):
+    with pytest.raises(SbkitError) as error, disk.told(tmp_path / "a.json"):
+        raise OSError(errno.ENOSPC, "as write() says it, without a name")
+    assert str(error.value).startswith(f"{tmp_path / 'a.json'} could not be written: No space left on device (free: ")
+    with pytest.raises(SbkitError, match=r"/inner could not be written: Read-only file system"), disk.told(tmp_path):
+        raise OSError(errno.EROFS, "", f"{tmp_path}/inner")
+    assert "it needs about 4.0 MB, free: " in disk.explain(OSError(errno.EDQUOT, ""), tmp_path / "new" / "x", 4_000_000)
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError(errno.ENOENT, "none"), ValueError("x"), SbkitError("mine")])
+def test_other_errors_stay_what_they_are(tmp_path, error):
+    with pytest.raises(type(error)) as found, disk.told(tmp_path):
+        raise error
+    assert found.value is error
+
+
+def test_a_file_is_on_the_disk_before_its_name_and_the_name_before_going_on(tmp_path, monkeypatch):
+    """A power cut takes what was not synced; the order of these calls is what can be tested without one."""
+    done = []
+    for name in ("fsync", "replace"):
+        call = getattr(os, name)
+
+        def noted(*args, name=name, call=call):
+            what = os.readlink(f"/proc/self/fd/{args[0]}") if name == "fsync" else ""
+            done.append((name, os.path.isdir(what)))
+            return call(*args)
+
+        monkeypatch.setattr(os, name, noted)
+    with atomic_write(tmp_path / "a.txt") as file:
+        file.write("whole")
+    assert done == [("fsync", False), ("replace", False), ("fsync", True)]
+
+
+def test_all_of_a_disk_is_synced_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda handle: pytest.fail("one by one"))
+    disk.sync_file_system(tmp_path)
+    monkeypatch.setattr(disk.ctypes, "CDLL", lambda *args, **options: object())  # a system without syncfs
+    called = []
+    monkeypatch.setattr(os, "sync", lambda: called.append(True))
+    disk.sync_file_system(tmp_path)
+    assert called

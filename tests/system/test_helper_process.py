@@ -1,0 +1,102 @@
+"""Helper processes import nothing from where they happen to stand."""
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from sbkit.system import helper_process
+
+SMALL = Path(__file__).parents[1] / "recipe" / "small.yaml"
+LOOK = "import json, sys; print(json.dumps([__name__, sys.argv[1:], sys.path]))\n"
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """A module of sbkit's that tells what it sees, found through PYTHONPATH."""
+    (tmp_path / "house" / "looks").mkdir(parents=True)
+    (tmp_path / "house" / "looks" / "__init__.py").write_text("")
+    (tmp_path / "house" / "looks" / "around.py").write_text("import sndhdr2, runpy\n" + LOOK)
+    (tmp_path / "house" / "sndhdr2.py").write_text("")
+    (tmp_path / "here").mkdir()
+    for name in ("sndhdr2", "json", "runpy", "site"):
+        (tmp_path / "here" / f"{name}.py").write_text(f"print('{name} of the working directory')\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["", str(tmp_path / "house"), ""]))
+    monkeypatch.chdir(tmp_path / "here")
+    return "looks.around"
+
+
+def test_nothing_is_imported_from_the_working_directory(module, tmp_path):
+    done = subprocess.run([*helper_process.command(module), "7", "x y"], env=helper_process.environment(),
+                          capture_output=True, text=True, timeout=60)
+    name, words, path = json.loads(done.stdout)
+    assert (name, words) == ("__main__", ["7", "x y"]), done.stderr
+    assert str(tmp_path / "house") in path and not {"", str(tmp_path / "here")} & set(path)
+    assert helper_process._HOME in path, "sbkit itself is found wherever it was started"
+
+
+def test_the_environment_is_this_ones_or_what_is_named_of_it(monkeypatch):
+    monkeypatch.setenv("SECRET", "1")
+    monkeypatch.setenv("LANG", "C")
+    monkeypatch.setenv("PYTHONPATH", "")
+    assert helper_process.environment()["SECRET"] == "1" and "PYTHONPATH" not in helper_process.environment()
+    assert helper_process.environment(["LANG", "NO_SUCH"]) == {"LANG": "C"}
+
+
+safe_path = pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no switch for it")
+
+
+def leave_traps(folder, *names):
+    """Modules that, imported, leave the file ``ran``."""
+    for name in names:
+        (folder / f"{name}.py").write_text("open('ran', 'a').write(__name__); raise ImportError('not this one')")
+    return folder / "ran"
+
+
+@safe_path
+def test_spawned_processes_import_nothing_from_the_working_directory(tmp_path, monkeypatch):
+    ran = leave_traps(tmp_path, "pickle", "socket", "signal")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    with helper_process.away_from_here():
+        pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+        asked = pool.submit(os.getpid)
+    with pool:
+        assert asked.result(60) != os.getpid()
+    assert not ran.exists() and "PYTHONSAFEPATH" not in os.environ
+
+
+@pytest.mark.slow
+@safe_path
+def test_trials_import_nothing_from_the_working_directory(tmp_path):
+    ran = leave_traps(tmp_path, "numpy", "soxr")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "tries.py").write_text(
+        "from sbkit.train.memory.trials import BoundedTrial\n"
+        "if __name__ == '__main__':\n"
+        f"    with BoundedTrial([{str(SMALL)!r}, '--device', 'cpu'], 1 << 34) as bounded:\n"
+        "        print(bounded.fits(1, 1.0))\n")
+    done = subprocess.run([sys.executable, str(tmp_path / "elsewhere" / "tries.py")], cwd=tmp_path, text=True,
+                          capture_output=True, timeout=300, env=helper_process.environment() | {
+                              "PYTHONPATH": helper_process._HOME, "SBKIT_CACHE": str(tmp_path / "cache")})
+    assert done.stdout == "True\n" and not ran.exists(), done.stderr
+
+
+def test_processes_start_wherever_temporary_files_lie(tmp_path):
+    long = tmp_path / ("a" * 100)
+    long.mkdir()
+    program = ("import multiprocessing; from sbkit import helper_process\n"
+               "if __name__ == '__main__':\n"
+               "    started = multiprocessing.get_context('forkserver').Process(target=print, args=('started',))\n"
+               "    with helper_process.away_from_here():\n"
+               "        started.start()\n"
+               "    started.join()\n")
+    (tmp_path / "program.py").write_text(program)
+    done = subprocess.run([sys.executable, str(tmp_path / "program.py")], capture_output=True, text=True, timeout=60,
+                          env={**os.environ, "TMPDIR": str(long), "PYTHONPATH": helper_process._HOME})
+    assert done.stdout == "started\n", done.stderr

@@ -1,0 +1,110 @@
+"""Weights of a language model, found on a dev set: on one rank and on several."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from processes import results
+
+from sbkit.data.manifest import Manifest
+from sbkit.decode.beam import BeamSearch
+from sbkit.decode.fusion import Weights
+from sbkit.errors import SbkitError
+from sbkit.tasks import lm_weights
+from sbkit.tasks.asr import Row
+
+PIECES = ["<unk>", "<s>", "</s>", "▁", "a", "b"]
+
+
+class Tokens(list):
+    """Just enough of a tokenizer."""
+
+    def pieces(self):
+        return list(self)
+
+    def decode(self, ids):
+        return " ".join("".join(self[i] for i in ids).replace("▁", " ").split())
+
+
+class Search:
+    """Hears the more words wrong the further its weights are from the right ones."""
+
+    blank_id, weights, tokenizer = 0, Weights(), Tokens(PIECES)
+
+    def __init__(self, lm, word):
+        self.right = lm, word
+
+    def search(self, batch, weights):
+        off = abs(weights.lm - self.right[0]) * 10 + abs(weights.word - self.right[1])
+        words = ["x"] * min(20, round(off)) + ["a"] * (20 - min(20, round(off)))
+        return [[SimpleNamespace(text=" ".join(words))]]
+
+
+def tune(lm, word):
+    rows = [Row("u", " ".join("a" * 20), "b a")]
+    return lm_weights.tune(SimpleNamespace(search=Search(lm, word), batches=[]), rows)
+
+
+@pytest.mark.parametrize("lm, word", [(0.6, 2.0), (0.3, 4.25), (0.0, -1.0), (1.65, 5.0), (0.9, 0.5)])
+def test_the_best_weights_are_found_on_and_beyond_the_grid(lm, word):
+    found = tune(lm, word)
+    assert found.rate == pytest.approx(0.0, abs=5.1)
+    assert abs(found.weights.lm - lm) < 0.2 and abs(found.weights.word - word) < 0.8
+    assert found.weights.unknown == Weights().unknown
+    assert found.greedy == pytest.approx(95.0)
+
+
+def test_an_utterance_without_a_reference_does_not_count():
+    class Heard(Search):
+        def search(self, batch, weights):
+            return [[SimpleNamespace(text="uh " * 7)], *super().search(batch, weights), [SimpleNamespace(text="")]]
+
+    rows = [Row("t", "", "b b b"), Row("u", " ".join("a" * 20), "b a"), Row("v", " ", "b")]
+    found = lm_weights.tune(SimpleNamespace(search=Heard(0.6, 2.0), batches=[]), rows)
+    assert found == tune(0.6, 2.0) and found.rate == 0.0
+
+
+@pytest.mark.parametrize("rows", [[], [Row("t", "", "b b b"), Row("v", " ", "")]], ids=len)
+def test_without_a_reference_nothing_can_be_tuned(rows):
+    with pytest.raises(SbkitError, match="no utterance of the dev split has a reference"):
+        lm_weights.tune(SimpleNamespace(search=Search(0.6, 2.0), batches=[]), rows)
+
+
+def tune_on_a_rank():
+    from sbkit.train.distributed import ranks
+
+    ranks.init(torch.device("cpu"))
+    rows = [Row("u", " ".join("a" * 20), "")] if ranks.rank() == 0 else []
+    recorder = SimpleNamespace(search=Search(0.6, 2.0), batches=[])
+    if ranks.rank() == 1:  # no utterance, but it has to answer like the others
+        recorder.search.search = lambda batch, weights: []
+    return lm_weights.tune(recorder, rows)
+
+
+@pytest.mark.slow
+def test_ranks_agree_even_where_one_has_nothing():
+    one, other = results(tune_on_a_rank)
+    assert one == other and one.rate == 0.0 and one.greedy == 100.0
+
+
+def test_the_recorder_keeps_what_a_search_needs_and_hears_greedily():
+    torch.manual_seed(0)
+    log_probs, lengths = torch.randn(3, 12, len(PIECES)).mul(3).log_softmax(-1), torch.tensor([12, 9, 5])
+    search = BeamSearch(Tokens(PIECES), beam=8)
+    recorder = lm_weights.Recorder(search)
+    heard = recorder.decode(log_probs, lengths)
+    assert [[one.text for one in several] for several in heard] == [
+        [search.tokenizer.decode(spans.ids.tolist())] for spans in lm_weights.greedy(log_probs, lengths)]
+    recorder.decode(log_probs[:1], lengths[:1])
+    found = search.search(lm_weights.Events.join(recorder.batches))
+    straight = [*search.decode(log_probs, lengths), *search.decode(log_probs[:1], lengths[:1])]
+    assert [several[0].text for several in found] == [several[0].text for several in straight]
+
+
+def test_a_large_dev_set_is_taken_evenly():
+    count = 3 * lm_weights.ENOUGH
+    manifest = Manifest(ids=[str(i) for i in range(count)], durations=[1.0] * count, wavs=[""] * count,
+                        texts=[""] * count)
+    some = lm_weights.some_of(manifest)
+    assert len(some) == lm_weights.ENOUGH and some.ids[0] == "0" and some.ids[-1] == str(count - 1)
+    assert lm_weights.some_of(some) is some

@@ -1,0 +1,355 @@
+"""Writing in the background, and disks that refuse: nothing is lost, and nothing in silence."""
+
+import errno
+import logging
+import os
+import resource
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+import torch
+from toys import ToyBrain, ToyTrainLoader, brain
+
+from sbkit.errors import SbkitError
+from sbkit.train.checkpoint import Checkpointer, files
+
+
+class Gate:
+    """Holds back what writes a checkpoint until it is opened."""
+
+    def __init__(self, monkeypatch):
+        self.open, self.reached, self.threads = threading.Event(), threading.Event(), []
+        write = files.write_state
+
+        def held(state, path):
+            self.threads.append(threading.current_thread().name)
+            self.reached.set()
+            assert self.open.wait(20)
+            write(state, path)
+
+        monkeypatch.setattr(files, "write_state", held)
+
+
+@pytest.fixture
+def model():
+    return torch.nn.Linear(2, 2)
+
+
+def checkpointer(folder, model, asynchronous=True):
+    return Checkpointer(folder, {"model": model}, asynchronous=asynchronous)
+
+
+def fill(model, value):
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(value)
+
+
+def values(model):
+    return {float(value) for param in model.parameters() for value in param.detach().flatten()}
+
+
+# ------------------------------------------------------------------ in the background
+
+
+def test_the_state_is_that_of_the_call_however_training_goes_on(tmp_path, model, monkeypatch):
+    gate = Gate(monkeypatch)
+    ckpt = checkpointer(tmp_path, model)
+    fill(model, 1.0)
+    promised = ckpt.save_checkpoint()
+    fill(model, 2.0)
+    assert gate.reached.wait(20) and not promised.path.exists()
+    gate.open.set()
+    assert ckpt.wait().path == promised.path and promised.path.exists()
+    ckpt.recover_if_possible()
+    assert values(model) == {1.0} and gate.threads == ["checkpoint-writer"]
+
+
+def test_the_optimizer_is_copied_too(tmp_path, model, monkeypatch):
+    gate = Gate(monkeypatch)
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def step():
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+
+    step()
+    before = optimizer.state_dict()["state"][0]
+    before = {"step": before["step"].clone(), "exp_avg": before["exp_avg"].clone()}
+    ckpt = Checkpointer(tmp_path, {"optimizer": optimizer}, asynchronous=True)
+    ckpt.save_checkpoint()
+    step()
+    gate.open.set()
+    ckpt.recover_if_possible()
+    after = optimizer.state_dict()["state"][0]
+    assert after["step"] == before["step"] == 1 and torch.equal(after["exp_avg"], before["exp_avg"])
+
+
+def test_one_write_at_a_time(tmp_path, model, monkeypatch):
+    gate = Gate(monkeypatch)
+    ckpt = checkpointer(tmp_path, model)
+    ckpt.save_checkpoint()
+    assert gate.reached.wait(20)
+    second = threading.Thread(target=ckpt.save_checkpoint)
+    second.start()
+    second.join(0.3)
+    assert second.is_alive() and len(list(tmp_path.iterdir())) == 1
+    gate.open.set()
+    second.join(20)
+    ckpt.wait()
+    assert len(ckpt.list_checkpoints()) == 2
+
+
+def test_old_ones_go_only_after_the_new_one_stands(tmp_path, model, monkeypatch):
+    ckpt = checkpointer(tmp_path, model)
+    first = ckpt.save_checkpoint()
+    ckpt.wait()
+    gate = Gate(monkeypatch)
+    ckpt.save_and_keep_only()
+    assert gate.reached.wait(20) and first.path.exists()
+    gate.open.set()
+    assert ckpt.wait().path != first.path and not first.path.exists()
+
+
+def test_asking_for_checkpoints_waits_for_the_one_being_written(tmp_path, model, monkeypatch):
+    gate = Gate(monkeypatch)
+    ckpt = checkpointer(tmp_path, model)
+    ckpt.save_checkpoint()
+    threading.Timer(0.2, gate.open.set).start()
+    assert len(ckpt.list_checkpoints()) == 1
+
+
+def test_an_error_of_the_background_is_raised_by_the_next_call_once(tmp_path, model, monkeypatch):
+    def broken(state, path):
+        raise ValueError("no such luck")
+
+    ckpt = checkpointer(tmp_path, model)
+    monkeypatch.setattr(files, "write_state", broken)
+    ckpt.save_checkpoint()
+    with pytest.raises(ValueError, match="no such luck"):
+        ckpt.save_checkpoint()
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.undo()
+    ckpt.save_checkpoint()
+    assert ckpt.wait() is not None
+
+
+SCRIPT = textwrap.dedent("""
+    import sys, time, torch
+    from sbkit.train import checkpoint_files as files
+    from sbkit.train.checkpoint import Checkpointer
+    write = files.write_state
+    def slow(state, path):
+        time.sleep(0.5)
+        {how}
+        write(state, path)
+    files.write_state = slow
+    Checkpointer(sys.argv[1], {{"model": torch.nn.Linear(2, 2)}}, asynchronous=True).save_checkpoint()
+    {end}
+""")
+
+
+def run_script(folder, how="pass", end="pass"):
+    return run(SCRIPT.format(how=how, end=end), folder)
+
+
+def run(script, folder):
+    command = [sys.executable, "-c", script, str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["pass", "sys.exit(3)", "raise ValueError"])
+def test_the_write_is_finished_at_exit(tmp_path, end):
+    run_script(tmp_path, end=end)
+    assert checkpointer(tmp_path, torch.nn.Linear(2, 2)).recover_if_possible() is not None
+
+
+@pytest.mark.slow
+def test_an_error_that_nobody_asked_for_is_said_at_exit(tmp_path):
+    done = run_script(tmp_path, how="raise OSError(28, 'No space left on device')")
+    assert "error: the checkpoint" in done.stderr and "No space left" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+# ------------------------------------------------------------------ a disk that refuses
+
+
+class Full:
+    """A disk that refuses at a chosen moment."""
+
+    MOMENTS = ("begin", "write_state", "seal", "publish")
+
+    def __init__(self, monkeypatch, moment="write_state", number=errno.ENOSPC):
+        self.full, keep = True, getattr(files, moment)
+
+        def maybe(*args):
+            if self.full:
+                raise OSError(number, os.strerror(number))
+            return keep(*args)
+
+        monkeypatch.setattr(files, moment, maybe)
+
+
+def shown(folder):
+    return [path.name for path in folder.iterdir()]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("moment", Full.MOMENTS)
+def test_at_the_end_of_an_epoch_it_ends_the_run_and_the_last_good_one_stays(
+    tmp_path, model, monkeypatch, moment, asynchronous
+):
+    ckpt = checkpointer(tmp_path, model, asynchronous)
+    good = ckpt.save_checkpoint()
+    ckpt.wait()
+    Full(monkeypatch, moment)
+    with pytest.raises(SbkitError) as error:
+        ckpt.save_and_keep_only()
+        ckpt.wait()
+    text = str(error.value)
+    kept = f"the last good one, {good.path}, is kept"
+    for part in ("No space left on device", "it needs about", "free: ", kept):
+        assert part in text
+    assert shown(tmp_path) == [good.path.name]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_in_mid_epoch_training_goes_on_twice_and_ends_the_third_time(
+    tmp_path, model, monkeypatch, caplog, asynchronous
+):
+    ckpt = checkpointer(tmp_path, model, asynchronous)
+    disk = Full(monkeypatch)
+
+    def save():
+        saved = ckpt.save_checkpoint(end_of_epoch=False)
+        return saved, ckpt.wait()
+
+    for _ in range(2):
+        assert save()[1] is None
+    assert caplog.text.count("Training goes on") == 2 and "there is no earlier one" in caplog.text
+    disk.full = False
+    assert save()[1] is not None
+    disk.full = True
+    assert save()[1] is None and save()[1] is None
+    with pytest.raises(SbkitError, match="No space left"):
+        save()
+    assert len(shown(tmp_path)) == 1
+
+
+def test_what_went_wrong_in_the_background_is_raised_by_the_next_look_which_waits_for_nothing(
+        tmp_path, model, monkeypatch):
+    ckpt = checkpointer(tmp_path, model, True)
+    disk, go_on = Full(monkeypatch), threading.Event()
+    refuse = files.write_state
+    monkeypatch.setattr(files, "write_state", lambda *args: go_on.wait(60) and refuse(*args))
+    assert disk.full
+    ckpt.save_checkpoint()
+    ckpt.look()
+    go_on.set()
+    ckpt._writer._thread.join()
+    with pytest.raises(SbkitError, match="No space left"):
+        ckpt.look()
+    ckpt.look()
+
+
+class Saving(ToyBrain):
+    """Saves as at the end of an epoch after its second step."""
+
+    def on_fit_batch_end(self, batch, outputs, loss, should_step):
+        if self.optimizer_step == 2:
+            self.checkpointer.save_checkpoint()
+            self.checkpointer._writer._thread.join()
+
+
+def test_a_run_that_could_not_save_ends_at_the_next_step_and_not_at_the_next_save(tmp_path, monkeypatch):
+    Full(monkeypatch)
+    toy = brain(Saving, checkpointer=Checkpointer(tmp_path))
+    with pytest.raises(SbkitError, match="No space left"):
+        toy.fit(range(1, 3), ToyTrainLoader())
+    assert toy.optimizer_step == 2
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS], ids=errno.errorcode.get)
+def test_quotas_and_read_only_disks_are_said_in_words(tmp_path, model, monkeypatch, number):
+    Full(monkeypatch, number=number)
+    with pytest.raises(SbkitError, match=os.strerror(number)):
+        checkpointer(tmp_path, model, asynchronous=False).save_checkpoint()
+
+
+def test_a_hook_that_writes_for_itself_may_meet_the_full_disk_too(tmp_path, model, caplog):
+    def full(obj, path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    ckpt = checkpointer(tmp_path, model)
+    ckpt.add_recoverable("other", object(), custom_save_hook=full, custom_load_hook=lambda *a: None)
+    assert ckpt.save_checkpoint(end_of_epoch=False) is None and "Training goes on" in caplog.text
+    with pytest.raises(SbkitError, match="No space left"):
+        ckpt.save_checkpoint()
+    assert shown(tmp_path) == []
+
+
+def test_what_it_needs_is_the_size_of_all_states(tmp_path, monkeypatch):
+    Full(monkeypatch, "seal")
+    with pytest.raises(SbkitError, match=r"needs about 4\.0 MB"):
+        checkpointer(tmp_path, torch.nn.Linear(1000, 1000, bias=False), asynchronous=False).save_checkpoint()
+
+
+def test_another_error_of_a_hook_is_raised_as_it_is_and_leaves_nothing(tmp_path, model):
+    ckpt = checkpointer(tmp_path, model)
+    ckpt.add_recoverable("other", object(), custom_save_hook=lambda obj, path: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        ckpt.save_checkpoint(end_of_epoch=False)
+    assert shown(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_a_real_limit_in_the_middle_of_a_file(tmp_path):
+    """The kernel refuses after 100 kB of a file: what torch raises there is told apart from a bug."""
+    script = textwrap.dedent("""
+        import resource, sys, torch
+        from sbkit.train.checkpoint import Checkpointer
+        from sbkit.errors import SbkitError
+        model = torch.nn.Linear(300, 300)
+        ckpt = Checkpointer(sys.argv[1], {"model": model})
+        good = ckpt.save_checkpoint()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+        try:
+            ckpt.save_checkpoint()
+        except SbkitError as error:
+            print(error)
+        print(sorted(path.name for path in ckpt.checkpoints_dir.iterdir()) == [good.path.name])
+    """)
+    done = run(script, tmp_path)
+    assert "File too large" in done.stdout and "is kept" in done.stdout, done.stdout + done.stderr
+    assert done.stdout.endswith("True\n")
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 100_000
+
+
+def test_deleting_may_fail_without_ending_training(tmp_path, model, monkeypatch, caplog):
+    ckpt = checkpointer(tmp_path, model)
+    ckpt.save_checkpoint()
+    ckpt.wait()
+
+    def refuse(path):
+        raise OSError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(files, "retire", refuse)
+    with caplog.at_level(logging.WARNING):
+        ckpt.save_and_keep_only()
+        assert ckpt.wait() is not None
+    assert "Could not delete an old checkpoint" in caplog.text
+
+
+def test_copying_stops_training_for_less_than_writing_would(tmp_path, monkeypatch):
+    write = files.write_state
+    monkeypatch.setattr(files, "write_state", lambda state, path: (time.sleep(1.0), write(state, path)))
+    ckpt = checkpointer(tmp_path, torch.nn.Linear(100, 100))
+    start = time.monotonic()
+    ckpt.save_checkpoint()
+    assert time.monotonic() - start < 0.5
+    ckpt.wait()

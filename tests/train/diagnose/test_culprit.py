@@ -1,0 +1,412 @@
+"""A step that is not finite: the report names utterance, layer and value, and a replay shows the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from speechbrain.dataio.batch import PaddedBatch
+from speechbrain.utils.autocast import TorchAutocast
+from torch import nn
+
+from sbkit.errors import SbkitError
+from sbkit.nn.ctc import ctc_loss
+from sbkit.train import rng
+from sbkit.train.diagnose import culprit
+from sbkit.train.diagnose.culprit import Suspect, report
+from sbkit.train.diagnose.inspection import Ran, examine, measure
+from sbkit.train.diagnose.replay import find, replay
+from sbkit.train.diagnose.saved_batch import pack, take_row, unpack, utterance_ids
+
+
+@dataclasses.dataclass
+class Clips:
+    """A batch as sbkit.data makes them, small."""
+
+    ids: list[str]
+    signals: torch.Tensor
+    tokens: torch.Tensor
+    token_lengths: torch.Tensor
+    texts: list[str]
+    weight: float = 1.0
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.ff = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.ff(self.norm(x.transpose(1, 2)).transpose(1, 2))
+
+
+class Recipe:
+    """A Brain, as far as a report needs one; ``breaks`` says how its forward goes wrong."""
+
+    def __init__(self, breaks: str = "", seed: int = 0):
+        torch.manual_seed(seed)
+        self.modules = nn.ModuleDict({"front": nn.Linear(16, 8),
+                                      "model": nn.ModuleList([Model(), nn.Dropout(0.5), nn.Linear(8, 6)])})
+        self.device, self.precision = "cpu", "fp32"
+        self.training_ctx = TorchAutocast(device_type="cpu", dtype=torch.float32)
+        self.breaks = breaks
+
+    def compute_forward(self, batch, stage):
+        x = self.modules.front(batch.signals.unfold(1, 16, 16))
+        if self.breaks == "between":
+            x = x / (batch.signals.abs().sum(1) > 0)[:, None, None]
+        if self.breaks == "layer":
+            x = x * 1e38
+        x = self.modules.model[0](x)
+        for layer in self.modules.model[1:]:
+            x = layer(x)
+        return x
+
+    def compute_objectives(self, predictions, batch, stage):
+        frames = torch.full((len(predictions),), predictions.shape[1])
+        losses = torch.nn.functional.ctc_loss(
+            predictions.log_softmax(-1).transpose(0, 1), batch.tokens, frames, batch.token_lengths,
+            reduction="none")
+        if self.breaks == "gradient":
+            losses = losses + (predictions * 0).sum().sqrt()
+        return SimpleNamespace(total=losses.sum(), count=len(losses))
+
+
+def clips() -> Clips:
+    torch.manual_seed(1)
+    return Clips(["clip-0", "clip-1", "clip-2"], torch.randn(3, 320), torch.randint(1, 6, (3, 30)),
+                 torch.tensor([5, 9, 3]), ["a", "b", "c"])
+
+
+def told(recipe: Recipe, batch, folder, **kwargs) -> str:
+    return report(recipe, folder, [Suspect(batch, rng.capture())], step=12, epoch=3, **kwargs)
+
+
+def test_too_few_frames_for_ctc(tmp_path):
+    batch = clips()
+    batch.token_lengths[1] = 30  # of 20 frames
+    text = told(Recipe(), batch, tmp_path)
+    assert "Step 12 of epoch 3: the loss is not finite; the step was skipped." in text
+    assert "every layer's output is finite; the loss made of them is inf" in text
+    assert "utterances where it shows: clip-1\n" in text
+    assert "utterances of the batch: clip-0, clip-1, clip-2" in text
+    assert "fewer frames than CTC needs" in text
+    assert f"sbkit replay {tmp_path}/culprits/step-12-rank-0" in text
+
+
+def test_the_task_may_say_each_utterances_loss(tmp_path):
+    class Task(Recipe):
+        def utterance_losses(self, predictions, batch):
+            frames = torch.full((len(predictions),), predictions.shape[1])
+            found = ctc_loss(predictions, batch.tokens, frames, batch.token_lengths)
+            return found.losses.masked_fill(~found.feasible, math.inf)
+
+    batch = clips()
+    batch.token_lengths[2] = 30
+    assert "utterances where it shows: clip-2\n" in told(Task(), batch, tmp_path)
+
+
+def test_a_recording_with_nan(tmp_path):
+    batch = clips()
+    batch.signals[2, 7] = math.nan
+    text = told(Recipe(), batch, tmp_path)
+    assert "the batch itself is damaged: 'signals' holds values that are not finite in clip-2" in text
+    assert "first layer whose output is not finite is front (Linear, call 1): 8 nan of 480 values" in text
+
+
+def test_a_layer_that_overflows(tmp_path):
+    text = told(Recipe("layer"), clips(), tmp_path)
+    assert "is model.0.norm (BatchNorm1d, call 1)" in text, "the inner layer, not the one that holds it"
+    assert "activations have grown to" in text and "e+38" in text
+
+
+def test_an_operation_between_layers_on_silence(tmp_path):
+    batch = clips()
+    batch.signals[0] = 0
+    text = told(Recipe("between"), batch, tmp_path)
+    assert "its input is already not finite, but the output of front is" in text
+    assert "between the output of front and model.0.norm" in text
+    assert "'signals' is constant (digital silence) in clip-0" in text
+
+
+def test_a_gradient_without_a_slope(tmp_path):
+    text = told(Recipe("gradient"), clips(), tmp_path, what="gradient")
+    assert "the gradient is not finite" in text
+    assert "but the gradients of 8 parameters are not finite (front.weight, front.bias, " in text
+    assert "behind the output of model.2 a square root" in text
+
+
+def test_weights_that_are_already_broken(tmp_path):
+    recipe = Recipe()
+    with torch.no_grad():
+        recipe.modules.model[0].ff.bias[3] = math.inf
+    text = told(recipe, clips(), tmp_path)
+    assert "parameters are already not finite (model.0.ff.bias)" in text
+
+
+def test_fp16_overflow(tmp_path):
+    class Half(nn.Module):
+        def forward(self, x):
+            return x.half() * 4
+
+    recipe = Recipe()
+    recipe.modules.model.insert(2, Half())  # the layer after it won't take fp16, and ends the run
+    with torch.no_grad():
+        recipe.modules.model[0].ff.weight.fill_(4e4)
+    text = told(recipe, clips(), tmp_path, scale=1.0)
+    assert "is model.2 (Half, call 1)" in text and "float16, from an input float32 of at most" in text
+    assert "fp16 overflow" in text and "use --precision bf16" in text
+
+
+def test_what_cannot_be_shown_again_says_so_and_is_kept(tmp_path):
+    text = told(Recipe(), clips(), tmp_path)
+    assert "run again, everything was finite (loss " in text and "could not be shown again" in text
+    assert find(tmp_path).name == "step-12-rank-0"
+
+
+def test_a_batch_that_raises_is_a_finding(tmp_path):
+    batch = clips()
+    batch.signals = batch.signals[:, :3]
+    text = told(Recipe(), batch, tmp_path)
+    assert "running the batch again ended with RuntimeError" in text and "where it shows" not in text
+    assert "ended with RuntimeError" in replay(Recipe(), tmp_path)
+
+
+def test_nothing_is_changed_by_the_report(tmp_path):
+    recipe, batch = Recipe("gradient"), clips()
+    recipe.modules.front.weight.grad = torch.ones_like(recipe.modules.front.weight)
+    before = {name: value.clone() for name, value in recipe.modules.state_dict().items()}
+    generators = rng.capture()
+    told(recipe, batch, tmp_path)
+    assert all(torch.equal(value, before[name]) for name, value in recipe.modules.state_dict().items())
+    assert recipe.modules.front.weight.grad.eq(1).all() and recipe.modules.front.bias.grad is None
+    assert all(torch.equal(value, generators[name]) for name, value in rng.capture().items())
+    assert all(not module._forward_hooks for module in recipe.modules.modules())
+
+
+def test_a_replay_shows_the_same_layer_by_layer(tmp_path):
+    batch = clips()
+    batch.token_lengths[1] = 30
+    recipe = Recipe("layer", seed=7)
+    state = rng.capture()
+    report(recipe, tmp_path, [(batch, state)], step=5)  # a pair, as the training loop keeps them
+    torch.manual_seed(99)
+    other = Recipe("layer", seed=8)  # other weights: those of the step are in the folder
+    text = replay(other, tmp_path)
+    assert "Weights: those of that step." in text
+    for name, value in other.modules.named_parameters():
+        assert torch.equal(value, recipe.modules.get_parameter(name))
+    table = [line for line in text.splitlines() if "Linear" in line or "Norm" in line or "Dropout" in line]
+    assert [line.split()[:2] for line in table[:2]] == [["front", "Linear"], [">", "model.0.norm"]]
+    assert "3x8x20" in text and "clip-1" in text
+    assert "first layer whose output is not finite is model.0.norm" in text
+
+
+def test_a_replay_repeats_the_dropout(tmp_path):
+    recipe, batch = Recipe(), clips()
+    state = rng.capture()
+    found = examine(culprit.runner(recipe), recipe.modules, batch, rng=state, keep_layers=True)
+    told_loss = found.loss
+    report(recipe, tmp_path, [Suspect(batch, state)], step=5)
+    torch.manual_seed(3)
+    assert f"(loss {told_loss:.4g}," in replay(Recipe(), tmp_path)
+
+
+def test_without_weights_the_replay_says_so(tmp_path):
+    report(Recipe(), tmp_path, [clips()], step=5)
+    (tmp_path / "culprits/step-5-rank-0/model.safetensors").unlink()
+    assert "Weights: the checkpoint's, not those of that step." in replay(Recipe(), tmp_path)
+
+
+def test_a_replay_with_another_model_is_refused(tmp_path):
+    report(Recipe(), tmp_path, [clips()], step=5)
+    other = Recipe()
+    other.modules["extra"] = nn.Linear(2, 2)
+    with pytest.raises(SbkitError, match=r"another model: extra\.bias, extra\.weight differ"):
+        replay(other, tmp_path)
+
+
+def test_a_run_without_culprits_and_a_damaged_one(tmp_path):
+    with pytest.raises(SbkitError, match="holds no culprit"):
+        find(tmp_path)
+    report(Recipe(), tmp_path, [clips()], step=5)
+    (tmp_path / "culprits/step-5-rank-0/culprit.json").write_text("{", encoding="utf-8")
+    with pytest.raises(SbkitError, match="is damaged"):
+        replay(Recipe(), tmp_path)
+
+
+def test_only_so_many_are_kept_and_the_newest_is_found(tmp_path):
+    for step in range(1, 5):
+        text = report(Recipe("layer"), tmp_path, [clips()], step=step, limit=3)
+    assert sorted(path.name for path in (tmp_path / "culprits").iterdir()) == [
+        "step-1-rank-0", "step-2-rank-0", "step-3-rank-0"]
+    assert "describes 3 such steps already" in text
+    assert find(tmp_path).name == "step-3-rank-0"
+    assert find(tmp_path / "culprits").name == "step-3-rank-0"
+    kept = [path.parent.name for path in tmp_path.glob("culprits/*/model.safetensors")]
+    assert kept == ["step-1-rank-0"], "weights are large: once per run"
+
+
+def test_the_folder_is_json_and_tensors_no_pickle(tmp_path):
+    batch = clips()
+    batch.signals[0, 0] = math.inf
+    told(Recipe(), batch, tmp_path)
+    folder = tmp_path / "culprits/step-12-rank-0"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "culprit.json", "model.safetensors", "tensors.safetensors"]
+    content = json.loads((folder / "culprit.json").read_text(), parse_constant=pytest.fail)
+    assert content["accounts"][0]["findings"]["loss"] == "nan"
+    assert content["accounts"][0]["bad_ids"] == ["clip-0"]
+
+
+def test_a_disk_that_cannot_be_written_costs_the_report_not_the_run(tmp_path, caplog):
+    (tmp_path / "culprits").write_text("a file where the folder should be", encoding="utf-8")
+    assert "first layer" in told(Recipe("layer"), clips(), tmp_path)
+    assert "could not be written" in caplog.text
+
+
+def test_a_stand_in_is_never_guilty(tmp_path):
+    good, stand_in = clips(), dataclasses.replace(clips(), weight=0.0)
+    stand_in.signals = stand_in.signals * math.nan
+    good.token_lengths[0] = 30
+    text = report(Recipe(), tmp_path, [good, stand_in], step=1)
+    assert "micro-batch 0" in text and "micro-batch 1" not in text
+
+
+# ------------------------------------------------------------------ the pieces
+
+
+def test_measure_tells_nan_inf_and_rows():
+    values = measure(torch.tensor([[1.0, math.nan], [-5.0, 2.0], [math.inf, -math.inf]]))
+    assert (values.nan, values.inf, values.minus_inf, values.rows) == (1, 1, 1, [0, 2])
+    assert (values.low, values.high) == (-5, 2)
+    assert measure(torch.tensor([True, False])).high == 1
+    assert measure(torch.zeros(0)).low is None
+    assert measure(torch.full((2,), math.nan)).low is None
+
+
+def test_a_mask_of_minus_infinity_is_no_culprit():
+    class Mask(nn.Module):
+        def forward(self, x):
+            return torch.zeros_like(x).masked_fill(x > 0, -math.inf)
+
+    modules = nn.ModuleDict({"mask": Mask(), "bad": nn.Linear(3, 3)})
+    x = torch.ones(2, 3)
+
+    def run(batch):
+        modules.mask(batch)
+        return Ran((modules.bad(batch) / 0.0).sum() * 0)
+
+    found = examine(run, modules, x)
+    assert found.what == "loss" and found.first_layer.name == "mask"  # nothing else explains it
+    with torch.no_grad():
+        modules.bad.bias[0] = math.nan
+    assert examine(run, modules, x).first_layer.name == "bad"
+
+
+def test_checkpointed_layers_are_seen_once():
+    layer = nn.Linear(3, 3)
+    modules = nn.ModuleDict({"layer": layer})
+
+    def run(batch):
+        return Ran(torch.utils.checkpoint.checkpoint(layer, batch, use_reentrant=False).sum())
+
+    found = examine(run, modules, torch.ones(2, 3), keep_layers=True)
+    assert [one.name for one in found.layers] == ["layer"] and found.gradient_norm > 0
+
+
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: list
+
+
+BATCHES = [
+    clips(),
+    (torch.randn(2, 3), torch.tensor([1, 2])),
+    {"id": ["a"], "x": [torch.ones(2), None, 3.5, "text", True]},
+    Pair(torch.ones(1), [1, 2]),
+    PaddedBatch([{"id": "a", "sig": torch.ones(3), "n": 1}, {"id": "b", "sig": torch.ones(5), "n": 2}]),
+]
+
+
+@pytest.mark.parametrize("batch", BATCHES, ids=lambda batch: type(batch).__name__)
+def test_batches_of_any_kind_survive_json(batch):
+    tree, tensors = pack(batch)
+    again = unpack(json.loads(json.dumps(tree)), tensors)
+    assert type(again) is type(batch) and utterance_ids(again) == utterance_ids(batch)
+    assert pack(again)[0] == tree
+    for name, tensor in pack(again)[1].items():
+        assert torch.equal(tensor, tensors[name])
+    if isinstance(batch, PaddedBatch):
+        assert torch.equal(again.to("cpu").sig.lengths, batch.sig.lengths) and len(again) == 2
+
+
+def test_what_cannot_be_saved_says_so_when_it_is_needed():
+    tree, tensors = pack({"x": torch.ones(1), "file": open(os.devnull)})  # noqa: SIM115
+    with pytest.raises(SbkitError, match=r"_io\.TextIOWrapper, which could not be saved"):
+        unpack(json.loads(json.dumps(tree)), tensors)
+    with pytest.raises(SbkitError, match="which is not loaded"):
+        unpack({"kind": "object", "class": "antigravity:Thing", "value": {}}, {})
+
+
+def test_one_utterance_of_a_batch():
+    batch = clips()
+    single = take_row(batch, 1)
+    assert single.ids == ["clip-1"] and single.texts == ["b"] and single.signals.shape == (1, 320)
+    assert torch.equal(single.signals[0], batch.signals[1])
+    assert take_row((torch.ones(2), 3), 0) is None
+
+
+def test_generators_continue_where_they_were_captured():
+    def draws():
+        return random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(1).item()
+
+    draws()  # so that a spare gaussian is kept
+    state = rng.capture()
+    expected = [draws(), draws()]
+    draws()
+    rng.restore({name: tensor.clone() for name, tensor in state.items()})
+    assert [draws(), draws()] == expected
+
+
+WORKER = """
+import sys, math, torch, torch.distributed as dist
+sys.path.insert(0, sys.argv[2])
+from test_culprit import Recipe, clips
+from sbkit.train import ranks, rng
+from sbkit.train.diagnose.culprit import Suspect, report
+ranks.init(torch.device("cpu"))
+batches = [clips(), clips()]
+if ranks.rank() == 1:
+    batches[1].signals[2, 5] = math.nan
+text = report(Recipe(), sys.argv[1], [Suspect(b, rng.capture()) for b in batches], step=3)
+assert "rank 1, micro-batch 1" in text and "rank 0" not in text.replace("step-3-rank-0", ""), text
+assert "clip-2" in text
+ranks.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_every_rank_hears_of_the_one_rank_that_failed(tmp_path):
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER, encoding="utf-8")
+    found = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script),
+         str(tmp_path / "run"), os.path.dirname(__file__)],
+        capture_output=True, text=True, timeout=180,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert found.returncode == 0, found.stderr
+    assert [path.name for path in (tmp_path / "run/culprits").iterdir()] == ["step-3-rank-1"]
+    assert (tmp_path / "run/culprits/step-3-rank-1/model.safetensors").exists()

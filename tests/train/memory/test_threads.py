@@ -1,0 +1,66 @@
+"""Work goes on in another thread as it would in this one, and a thread that can't begin keeps nobody waiting."""
+
+import threading
+import weakref
+
+import pytest
+import torch
+
+from sbkit.errors import SbkitError
+from sbkit.train.memory import host, threads
+
+STUCK = RuntimeError("could not create a primitive")
+
+
+@pytest.fixture
+def moved(monkeypatch):
+    monkeypatch.setattr(host, "bounded", lambda: True)
+    call = threads.Threads()
+    assert call(threading.get_ident) == threading.get_ident()
+    call.leave_if_stuck(ValueError("something else"))
+    assert call(threading.get_ident) == threading.get_ident()
+    call.leave_if_stuck(STUCK)
+    return call
+
+
+def test_each_thread_that_is_stuck_is_left_for_another(moved):
+    first = moved(threading.get_ident)
+    assert first == moved(threading.get_ident) != threading.get_ident()
+    moved.leave_if_stuck(STUCK)
+    assert moved(threading.get_ident) not in (first, threading.get_ident())
+
+
+def test_what_is_called_there_sees_and_gives_what_it_would_here(moved):
+    with torch.no_grad():
+        assert moved(torch.is_grad_enabled) is False
+    assert moved(torch.is_grad_enabled) is True and moved(int, "11", base=2) == 3
+    with pytest.raises(ZeroDivisionError):
+        moved(lambda: 1 / 0)
+    assert moved(len, "abc") == 3
+
+
+def test_nothing_of_a_call_stays_behind(moved):
+    def fail(held):
+        raise RuntimeError("no room")
+
+    held = torch.zeros(3)
+    gone = weakref.ref(held)
+    with pytest.raises(RuntimeError, match="no room"):
+        moved(fail, held)
+    moved(len, "")
+    del held
+    assert gone() is None
+
+
+def refuse(*words):
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize("start", [refuse, lambda *words: 0])
+def test_a_thread_that_does_not_begin_is_one_message(monkeypatch, start):
+    monkeypatch.setattr(host, "bounded", lambda: True)
+    monkeypatch.setattr(threads, "_PATIENCE", 0.1)
+    monkeypatch.setattr(threads, "start_new_thread", start)
+    with pytest.raises(SbkitError, match="not even a thread has room to start") as error:
+        threads.Threads()(len, "")
+    assert error.value.exit_code == 1

@@ -1,0 +1,69 @@
+"""Trials take real steps on noise; those with little memory end in an answer, whatever becomes of their process."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from sbkit.errors import SbkitError
+from sbkit.recipe import arguments
+from sbkit.train.memory import host, trials
+
+SMALL = Path(__file__).parents[2] / "recipe" / "small.yaml"
+on_linux = pytest.mark.skipif(not host.can_bound(), reason="only Linux keeps a process to a bound of memory")
+
+
+@pytest.fixture
+def trial(tmp_path, monkeypatch):
+    monkeypatch.setenv("SBKIT_CACHE", str(tmp_path))
+    request = arguments.parse([str(SMALL), "--device", "cpu"])
+    with trials.trial(request, torch.device("cpu")) as made:
+        yield made
+
+
+def test_a_trial_takes_real_steps_on_noise(trial):
+    before = [p.clone() for p in trial.brain.modules.parameters()]
+    assert trial.fits(2, 1.5)
+    assert any(not torch.equal(a, b) for a, b in zip(before, trial.brain.modules.parameters(), strict=True))
+    assert trial.edges == sorted(trial.edges) and trial.edges[-1] == 20.0 and len(trial.edges) <= trials.MOST_BUCKETS
+    batch = trial.batch(3, 2.0)
+    assert batch.padded_seconds == 6.0 and batch.tokens.min() >= 1 and batch.tokens.max() < 20
+    assert not (Path.cwd() / "results" / "small").exists()
+
+
+def test_out_of_memory_is_an_answer_and_leaves_nothing(trial, monkeypatch):
+    def full(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(trial.brain, "compute_objectives", full)
+    assert trial.fits(2, 1.0) is False
+    assert all(p.grad is None for p in trial.brain.modules.parameters()) and not trial.brain._steps.started
+
+
+@on_linux
+def test_a_process_with_little_memory_says_what_fits():
+    words = [str(SMALL), "--device", "cpu"]
+    with trials.BoundedTrial(words, trials.BESIDE + 2 * trials.READER + (1 << 30)) as bounded:
+        assert bounded.fits(2, 2.0) is True
+        first = bounded._process
+        assert bounded.fits(3000, 2.0) is False  # six thousand seconds of audio are 400 MB before anything is computed
+        assert bounded.fits(2, 2.0) is True and bounded._process is not first
+        os.kill(bounded._process.pid, signal.SIGKILL)  # as the kernel does
+        assert bounded.fits(2, 2.0) is False
+        with pytest.raises(SbkitError, match="a step on 1 utterances of -1 s fails: RuntimeError"):
+            bounded.fits(1, -1)
+
+
+def test_a_batch_that_does_not_fit_can_not_be_measured(trial):
+    with pytest.raises(SbkitError, match="sbkit tune finds the largest"):
+        trials.time_steps(lambda batch: False, trial.batch(1, 1.0), torch.device("cpu"))
+
+
+def test_measured_steps_stand_in_the_bill(capsys, monkeypatch):
+    from sbkit import cli
+
+    monkeypatch.setattr(trials, "STEPS", 1)
+    assert cli.main(["check", str(SMALL), "--measure", "--device", "cpu"]) == 0
+    assert "measured: a step of 40 s of audio takes" in capsys.readouterr().out

@@ -1,0 +1,223 @@
+"""The bar: what it says, that it fits the terminal, and that no training step waits for it."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import os
+import re
+import struct
+import termios
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sbkit.train.monitor import display as display_module
+from sbkit.train.monitor.display import StageDisplay
+from sbkit.train.monitor.timing import StepBudget
+
+ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+
+
+class Time:
+    """A clock that moves when told to."""
+
+    def __init__(self, monkeypatch):
+        self.now = 1000.0
+        monkeypatch.setattr(display_module.time, "monotonic", lambda: self.now)
+
+    def pass_(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    return Time(monkeypatch)
+
+
+class Budget(StepBudget):
+    waited = 0.01
+
+    def share(self, name):
+        assert name == "data"
+        return self.waited
+
+
+def train(display, clock, steps, **values):
+    for _ in range(steps):
+        clock.pass_(0.5)
+        display.update(**{"loss": 1.234, "lr": 3e-4, "seconds": 400.0, "padded_seconds": 420.0, **values})
+
+
+class Terminal:
+    """A real one, of a given width; ``screens()`` are the states that its line went through."""
+
+    def __init__(self, columns: int):
+        self._read, self._write = os.openpty()
+        fcntl.ioctl(self._write, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        self.out = os.fdopen(self._write, "w")
+        os.set_blocking(self._read, False)
+        self.raw = ""
+
+    def text(self) -> str:
+        self.out.flush()
+        while True:
+            try:
+                self.raw += os.read(self._read, 65536).decode()
+            except BlockingIOError:
+                return self.raw
+
+    def screens(self) -> list[str]:
+        plain = ESCAPES.sub("", self.text())
+        return [part.rstrip() for part in re.split(r"[\r\n]+", plain) if part.strip()]
+
+
+def test_the_words_of_a_line(clock):
+    out = io.StringIO()
+    with StageDisplay("train 12", 2800, initial=1200, budget=Budget(), out=out, scale=2) as shown:
+        train(shown, clock, 59)
+        assert out.getvalue() == "", "a cluster's log gets a line each 30 seconds, not more"
+        train(shown, clock, 1)
+        assert out.getvalue() == (
+            "train 12: 1260/2800 (45 %), 12:50 left, loss 1.234, lr 3.0e-04, audio 1600 s/s, data wait 1 %, "
+            "padding 5 %\n")
+        train(shown, clock, 4)
+    assert out.getvalue().splitlines()[1:] == [
+        "train 12: 1264/2800 (45 %), took 0:32, loss 1.234, lr 3.0e-04, audio 1600 s/s, data wait 1 %, "
+        "padding 5 %"]
+    assert "\r" not in out.getvalue() and "\x1b" not in out.getvalue()
+
+
+@pytest.mark.parametrize(("columns", "words"), [
+    (140, ["1203/2800", "left", "loss 1.234", "lr 3.0e-04", "audio 800 s/s", "data wait 1 %", "padding 5 %"]),
+    (80, ["1203/2800", "left", "loss 1.234", "lr 3.0e-04", "800 s/s", "wait 1%"]),
+    (60, ["1203/2800", "left", "loss 1.234"]),
+    (36, ["loss 1.234"]),
+    (12, []),
+])
+def test_it_fits_the_terminal_and_drops_the_least_important_first(clock, columns, words):
+    terminal = Terminal(columns)
+    shown = StageDisplay("train 12", 2800, initial=1200, budget=Budget(), out=terminal.out, colour="green")
+    train(shown, clock, 3)
+    screens = terminal.screens()
+    assert all(len(screen) <= columns for screen in screens)
+    assert screens[-1].startswith("train 12  42%|"[:columns - 1])
+    for word in words:
+        assert word in screens[-1], screens[-1]
+
+
+def test_the_last_state_stays_and_a_note_stands_above_it(clock):
+    terminal = Terminal(100)
+    with StageDisplay("valid 3", 4, out=terminal.out) as shown:
+        train(shown, clock, 2)
+        shown.note("clip_7.mp3 is damaged")
+        train(shown, clock, 2)
+    screens = terminal.screens()
+    assert "clip_7.mp3 is damaged" in screens
+    assert screens[-1].startswith("valid 3 100%|") and "took 0:02" in screens[-1]
+    assert terminal.text().endswith("\n")
+
+
+def test_colour_only_where_it_says_something(clock, monkeypatch):
+    def raw(**values):
+        terminal, budget = Terminal(140), Budget()
+        budget.waited = values.pop("waits", 0.01)
+        shown = StageDisplay("train", 10, out=terminal.out, budget=budget)
+        train(shown, clock, 2, **values)
+        return terminal.text()
+
+    assert "\x1b[3" not in raw()
+    assert "\x1b[31mloss nan\x1b[0m" in raw(loss=float("nan"))
+    assert "\x1b[33mdata wait 40 %\x1b[0m" in raw(waits=0.4)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[3" not in raw(loss=float("nan"))
+
+
+def test_unknown_length_and_braces_in_a_name(clock):
+    terminal = Terminal(80)
+    shown = StageDisplay("test {x}", None, out=terminal.out)
+    train(shown, clock, 3)
+    assert terminal.screens()[-1].startswith("test {x}: 3, loss 1.234")
+
+
+def test_speeds_are_those_of_the_last_minute(clock):
+    out = io.StringIO()
+    shown = StageDisplay("train", 1000, out=out)
+    clock.pass_(600)  # the first step compiles
+    shown.update(seconds=400.0)
+    train(shown, clock, 300)
+    assert "audio 800 s/s" in out.getvalue().splitlines()[-1]
+
+
+def test_hidden_shows_nothing(capsys, clock):
+    with StageDisplay("train", 10, show=False) as shown:
+        train(shown, clock, 100, loss=lambda: pytest.fail("nobody looks, so nothing may be computed"))
+        shown.note("nothing")
+    captured = capsys.readouterr()
+    assert captured.out == captured.err == ""
+
+
+class CountsHostSyncs(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **kwargs or {})
+
+
+def test_tensors_are_looked_at_when_the_bar_is_drawn_and_never_waited_for(clock):
+    looked = []
+
+    def loss():
+        looked.append(clock.now)
+        return torch.tensor(2.5)
+
+    out = io.StringIO()
+    shown = StageDisplay("train", 10, out=out)
+    with CountsHostSyncs() as syncs:
+        train(shown, clock, 59, loss=loss, lr=torch.tensor(0.5))
+        assert not looked
+        train(shown, clock, 1, loss=loss, lr=torch.tensor(0.5))
+    assert looked == [clock.now] and syncs.count == 0
+    assert "loss 2.500, lr 5.0e-01" in out.getvalue()
+
+
+def test_a_value_still_on_its_way_is_shown_when_it_has_come(clock, monkeypatch):
+    class Slow(display_module.Peek):
+        ready = property(lambda self: clock.now > 1050)
+
+    monkeypatch.setattr(display_module, "Peek", Slow)
+    out = io.StringIO()
+    shown = StageDisplay("train", 1000, out=out)
+    train(shown, clock, 60, loss=torch.tensor(1.0))
+    assert "loss" not in out.getvalue()
+    train(shown, clock, 60, loss=torch.tensor(2.0))
+    assert "loss 2.000" in out.getvalue() or "loss 1.000" in out.getvalue()
+
+
+def test_after_an_error_nothing_is_waited_for(clock, monkeypatch):
+    class Never(display_module.Peek):
+        ready = False
+
+        def item(self):
+            raise AssertionError("the device never gets there")
+
+    monkeypatch.setattr(display_module, "Peek", Never)
+    out = io.StringIO()
+    with pytest.raises(KeyError), StageDisplay("train", 1000, out=out) as shown:
+        train(shown, clock, 60, loss=torch.tensor(1.0))
+        raise KeyError
+    assert "train: 60/1000" in out.getvalue()
+
+
+@pytest.mark.parametrize(("value", "text"), [(1.23456, "1.235"), (0.0, "0.000"), (1234.5, "1.23e+03"),
+                                             (1e-5, "1.00e-05"), (float("inf"), "inf"), (-3.5, "-3.500")])
+def test_numbers_keep_their_meaning(value, text):
+    assert display_module._number(value) == text
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (3599.7, "1:00:00"),
+                                               (90061, "25:01:01")])
+def test_times(seconds, text):
+    assert display_module._clock(seconds) == text

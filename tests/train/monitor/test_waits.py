@@ -1,0 +1,197 @@
+"""Waits for a GPU are counted from torch's own warnings, which nobody sees, and no other warning is lost."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import warnings
+
+import pytest
+import torch
+from toys import ToyBrain, ToyTrainLoader, brain
+
+from sbkit.train.monitor import waits
+from sbkit.train.monitor.timing import StepBudget
+from sbkit.train.monitor.waits import HostWaits
+
+CUDA = torch.device("cuda")
+
+
+class Card:
+    """Stands in for the debug mode of ``torch.cuda``, with the words of torch 2.11."""
+
+    def __init__(self):
+        self.mode, self.noticed = 0, False
+
+    def get(self):
+        return self.mode
+
+    def set(self, mode):
+        if not self.noticed:
+            self.noticed = True
+            warnings.warn("Synchronization debug mode is a prototype feature and does not yet detect all "
+                          "synchronizing operations (Triggered internally at /torch/csrc/cuda/Module.cpp:1.)",
+                          stacklevel=3)
+        self.mode = {"default": 0, "warn": 1, "error": 2}.get(mode, mode)
+
+    def wait(self):
+        if self.mode == 1:
+            warnings.warn("called a synchronizing CUDA operation (Triggered internally at "
+                          "/c10/cuda/CUDAFunctions.cpp:1.)", stacklevel=2)
+
+
+@pytest.fixture
+def card(monkeypatch):
+    fake = Card()
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", fake.get)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", fake.set)
+    return fake
+
+
+@pytest.fixture
+def shown():
+    """The warnings that somebody would see."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        yield seen
+
+
+def steps(counter, count, each=lambda: None):
+    for _ in range(count):
+        each()
+        counter.step()
+
+
+def test_the_waits_of_the_steps_after_the_first_few_are_counted_and_not_shown(card, shown):
+    counter, before = HostWaits(CUDA), warnings.showwarning
+
+    def step():
+        card.wait(), card.wait()
+        warnings.warn("something else", stacklevel=1)
+
+    with counter:
+        steps(counter, waits.FIRST - 1, step)
+        assert card.mode == 0 and counter.a_step() is None and counter.words() is None
+        steps(counter, waits.LOOKED_AT, step)
+        assert card.mode == 1
+        steps(counter, 20, step)
+        assert card.mode == 0 and warnings.showwarning is before
+    assert counter.a_step() == 2
+    assert counter.words().startswith("host waits 2 a step, most of them at train/test_waits.py:")
+    assert {str(each.message) for each in shown} == {"something else"}
+    assert len(shown) == waits.FIRST - 1 + waits.LOOKED_AT + 20
+
+    counter.reset()
+    with counter:
+        steps(counter, waits.FIRST + 10)
+    assert (counter.a_step(), counter.words(), card.mode) == (0, "host waits 0 a step", 0)
+
+
+def test_what_was_warned_of_once_is_not_told_again_in_later_epochs(card):
+    counter = HostWaits(CUDA)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("default")
+        for told in (2, 0, 0):  # the second time as the filters change
+            seen.clear()
+            with counter:
+                steps(counter, waits.FIRST + 4, lambda: (card.wait(), warnings.warn("something else", stacklevel=1)))
+            assert [str(each.message) for each in seen] == ["something else"] * told and counter.a_step() == 1
+            counter.reset()
+
+
+def test_only_what_belongs_to_the_steps_counts(card, shown):
+    counter = HostWaits(CUDA)
+    with counter:
+        steps(counter, waits.FIRST)
+        with counter.pause():  # a checkpoint
+            card.wait()
+            with counter.pause():
+                card.wait()
+            card.wait()
+        writer = threading.Thread(target=card.wait)
+        writer.start()
+        writer.join()
+        card.wait()
+        steps(counter, 4)
+    assert counter.a_step() == 0.25 and not shown
+
+
+def test_who_looks_for_waits_is_left_alone(card, shown):
+    counter = HostWaits(CUDA)
+    card.mode = 2
+    with counter:
+        steps(counter, waits.FIRST + 3)
+    assert card.mode == 2 and counter.a_step() is None
+    card.mode = 0
+    counter.reset()
+    with counter:
+        steps(counter, waits.FIRST)
+        card.mode = 2
+    assert card.mode == 2
+
+
+class Waiting(ToyBrain):
+    card: Card
+
+    def compute_objectives(self, predictions, batch, stage):
+        if self.optimizer_step == waits.FIRST + 3:
+            self.card.wait()
+        if self.optimizer_step == getattr(self, "breaks_at", None):
+            raise RuntimeError("broken")
+        return super().compute_objectives(predictions, batch, stage)
+
+
+def test_an_epoch_says_how_often_a_step_waited(card, caplog, tmp_path):
+    caplog.set_level(logging.INFO)
+    toy = brain(Waiting, hparams={"output_folder": str(tmp_path)})
+    toy.card, toy._budget.waits = card, HostWaits(CUDA)
+    toy.fit([1], ToyTrainLoader(waits.FIRST + 4))
+    toy.metrics_log.flush()
+    epoch = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert epoch["kind"] == "epoch" and epoch["host_waits_per_step"] == 0.25
+    assert any("host waits 0.25 a step, most of them at train/test_waits.py" in line for line in caplog.messages)
+
+
+def test_a_run_that_breaks_leaves_no_mode_behind(card):
+    toy = brain(Waiting)
+    toy.card, toy._budget.waits, toy.breaks_at = card, HostWaits(CUDA), waits.FIRST + 2
+    before = warnings.showwarning
+    with pytest.raises(RuntimeError, match="broken"):
+        toy.fit([1], ToyTrainLoader(waits.FIRST + 4))
+    assert card.mode == 0 and warnings.showwarning is before and toy._budget.waits.a_step() == 0
+
+
+def test_nothing_is_said_where_there_is_nothing_to_wait_for(card, caplog, tmp_path):
+    caplog.set_level(logging.INFO)
+    toy = brain(hparams={"output_folder": str(tmp_path)})
+    toy.fit([1], ToyTrainLoader(waits.FIRST + 4))
+    toy.metrics_log.flush()
+    assert not card.noticed
+    assert "host_waits" not in (tmp_path / "metrics.jsonl").read_text()
+    assert any("step " in line for line in caplog.messages) and "host waits" not in caplog.text
+
+
+class Reading(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient.sum().item()
+        return gradient * 2
+
+
+@pytest.mark.gpu
+def test_a_gpus_waits_in_forward_and_backward_are_counted(shown):
+    budget = StepBudget("cuda")
+    x = torch.ones(4, device="cuda", requires_grad=True)
+    with budget.active():
+        for _ in range(waits.FIRST + 6):
+            loss = Reading.apply(x).sum()
+            loss.item()
+            loss.backward()
+            budget.step()
+    assert budget.waits.a_step() == 2 and torch.cuda.get_sync_debug_mode() == 0
+    assert not [each for each in shown if "ynchroni" in str(each.message)]
