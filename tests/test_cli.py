@@ -1,8 +1,13 @@
 """The command line says what it can do, and finds each command."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
-from sbkit.cli import RECIPE_COMMANDS, main
+from sbkit import cli, commands
+from sbkit.cli import COMMANDS, RECIPE_COMMANDS, main
 
 
 def test_help_lists_every_command(capsys):
@@ -10,9 +15,24 @@ def test_help_lists_every_command(capsys):
         main(["--help"])
     assert done.value.code == 0
     out = capsys.readouterr().out
-    others = ["demo-data", "shard", "evaluate", "lm", "report", "export", "transcribe", "serve", "doctor"]
-    for command in [*RECIPE_COMMANDS, *others]:
-        assert command in out
+    for command, what in {**RECIPE_COMMANDS, **COMMANDS}.items():
+        assert f"    {command} " in out and what.split()[0] in out
+
+
+def test_every_command_has_its_file_and_every_file_is_a_command():
+    files = {path.stem for path in Path(commands.__file__).parent.glob("*.py")} - {"__init__", "options"}
+    assert files == {name.replace("-", "_") for name in {**RECIPE_COMMANDS, **COMMANDS}}
+    for name, what in RECIPE_COMMANDS.items():
+        assert cli._module(name).HELP.startswith(f"{what}."), "one sentence, in the list and on its own page"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_other_commands_explain_themselves_without_importing_what_they_run(command):
+    code = ("import sys; from sbkit.cli import main\n"
+            f"try: main([{command!r}, '--help'])\n"
+            "finally: sys.exit(bool({'torch', 'numpy', 'pyarrow'} & sys.modules.keys()))")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith(f"usage: sbkit {command} ")
 
 
 @pytest.mark.parametrize("command", RECIPE_COMMANDS)

@@ -91,11 +91,11 @@ def compare(args: argparse.Namespace, rest: list[str], folder: Path) -> dict:
 
 def prepare(recipe: Path, overrides: list[str]) -> list[str]:
     """Manifests and tokenizer; gives the overrides with those that follow from the corpus's text."""
-    from sbkit import run
     from sbkit.recipe import arguments, load
+    from sbkit.runs.preparation import prepare_data
 
     request = arguments.parse([str(recipe), *overrides])
-    follows = run.prepare_data(load.load(request.path, request.overrides), request.overrides)
+    follows = prepare_data(load.load(request.path, request.overrides), request.overrides)
     return overrides + [f"--{name}={value}" for name, value in follows.items()]
 
 

@@ -1,14 +1,12 @@
-"""``sbkit doctor``: every check, as a table that fits a terminal or as JSON."""
+"""Every check of a machine, as a table that fits a terminal or as JSON."""
 
 from __future__ import annotations
 
 import json
-import shutil
 import textwrap
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 
 from sbkit.doctor import cards, folders, machine, packages, probe
 from sbkit.doctor.finding import IN_THE_WAY, NOTE, Check, Finding, Scope, look
@@ -26,27 +24,16 @@ CHECKS: tuple[tuple[str, Check], ...] = (
 _WIDEST = 120
 
 
-@dataclass(frozen=True)
-class Request:
-    """What the command line asks for."""
-
-    data: Path | None = None
-    run: Path | None = None
-    json: bool = False
-
-
-def doctor(request: Request) -> int:
-    """Look at everything and say it; 1 where something is in the way."""
-    found = examine(Scope(request.data, request.run))
-    print(as_json(found) if request.json else as_table(found, shutil.get_terminal_size().columns))
-    return 1 if any(each.verdict == IN_THE_WAY for each in found) else 0
-
-
 def examine(asked: Scope) -> list[Finding]:
     """What all checks find; what torch and onnxruntime say of themselves is asked first, of both at once."""
     with ThreadPoolExecutor() as pool:
         list(pool.map(probe.asked, probe.LIBRARIES))
     return [finding for what, check in CHECKS for finding in look(what, check, asked)]
+
+
+def in_the_way(found: Sequence[Finding]) -> bool:
+    """Whether anything is."""
+    return _count(found, IN_THE_WAY) > 0
 
 
 def as_json(found: Sequence[Finding]) -> str:

@@ -30,7 +30,7 @@ _BUILT_BY = ("torch", "speechbrain", "onnx", "onnxscript", "onnxruntime")
 
 
 @dataclass(frozen=True)
-class Request:
+class ExportRequest:
     """What is to be exported.
 
     run : the output folder of a training
@@ -54,7 +54,7 @@ class Request:
     target: str | None = None
 
 
-def export(request: Request) -> int:
+def export(request: ExportRequest) -> int:
     """Make the bundle and print what it does; the exit code."""
     to = request.to.resolve()  # where a link leads
     publish.tidy(to)
@@ -68,7 +68,7 @@ def export(request: Request) -> int:
     return 0
 
 
-def _check(request: Request) -> None:
+def _check(request: ExportRequest) -> None:
     unknown = sorted(set(request.formats) - set(FORMATS))
     if unknown or not request.formats:
         raise SbkitError(f"there is no format {', '.join(unknown) or 'asked for'}",
@@ -94,7 +94,7 @@ def _installed(name: str) -> bool:
     return True
 
 
-def _fill(folder: Path, trained: Trained, request: Request) -> parity.Comparison:
+def _fill(folder: Path, trained: Trained, request: ExportRequest) -> parity.Comparison:
     """All files of the bundle, and the proof that they are right."""
     tried = [name for name in FORMATS if name in request.formats]
     with progress(what="exporting", total=3 + 2 * len(tried) + 2 * (request.target is not None), unit="step") as bar:
@@ -189,7 +189,7 @@ def _size(folder: Path, name: str) -> int:
     return sum((folder / each).stat().st_size for each in names if (folder / each).exists())
 
 
-def _describe(folder: Path, config: Config, comparison: parity.Comparison, request: Request) -> None:
+def _describe(folder: Path, config: Config, comparison: parity.Comparison, request: ExportRequest) -> None:
     """parity.json, README.md and, last, config.json with the fingerprints of the others."""
     facts = {"tolerance": request.tolerance, "threads": torch.get_num_threads(), **comparison.facts()}
     (folder / layout.PARITY).write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""``sbkit transcribe``: recordings in, transcripts on the screen or in a folder; goes on where it was stopped."""
+"""Recordings in, transcripts on the screen or in a folder; goes on where it was stopped."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sbkit.decode.search_options import search
 from sbkit.errors import SbkitError
 from sbkit.export.layout import CONFIG
 from sbkit.infer.engine import AUTO, Engine
-from sbkit.infer.inputs import collect, search
+from sbkit.infer.inputs import collect
 from sbkit.infer.pipeline import Done, Options, Pipeline
 from sbkit.infer.recordings import Recording
 from sbkit.infer.transcript import FORMATS, Transcript, check_formats
@@ -28,7 +29,7 @@ _SHOWN = 20  # errors and hypotheses on the screen
 
 
 @dataclass(frozen=True)
-class Request:
+class TranscribeRequest:
     """What is to be transcribed.
 
     bundle : the folder that ``sbkit export`` made
@@ -67,7 +68,7 @@ class Request:
         return search(self.lm, self.lm_weight, self.word_score, self.beam, self.hot_words)
 
 
-def transcribe(request: Request) -> int:
+def transcribe(request: TranscribeRequest) -> int:
     """Do it; the exit code."""
     formats = check_formats(request.formats)
     recordings = collect(request.files, request.references, request.schemes)
@@ -88,7 +89,7 @@ def transcribe(request: Request) -> int:
         return _run(engine, waiting, request, formats)
 
 
-def _run(engine: Engine, recordings: list[Recording], request: Request, formats: list[str]) -> int:
+def _run(engine: Engine, recordings: list[Recording], request: TranscribeRequest, formats: list[str]) -> int:
     rate = engine.config.sample_rate
     lengths = [_seconds(each, rate) for each in recordings]
     order = sorted(range(len(recordings)), key=lambda i: -lengths[i])
@@ -130,7 +131,7 @@ def _seconds(recording: Recording, rate: int) -> float:
         return 0.0
 
 
-def _summary(count: int, audio: float, seconds: float, errors: list[Done], request: Request) -> None:
+def _summary(count: int, audio: float, seconds: float, errors: list[Done], request: TranscribeRequest) -> None:
     for done in errors[:_SHOWN]:
         print(f"left out: {done.error}", file=sys.stderr)
     if len(errors) > _SHOWN:
@@ -221,7 +222,7 @@ def _write(output: Path, recording: Recording, transcript: Transcript, formats: 
                              hint="the same command goes on from here") from error
 
 
-def _claim(request: Request, model: str) -> None:
+def _claim(request: TranscribeRequest, model: str) -> None:
     """Note what makes the transcripts of a folder; another model's are not mixed with them unasked."""
     facts = {
         "bundle": hashlib.sha256((request.bundle / CONFIG).read_bytes()).hexdigest(), "model": model,

@@ -7,11 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sbkit.score.report.data import HEARD, RECIPE
+from sbkit.runs.layout import HEARD, RECIPE, TEST_CER, TEST_WER, TESTED
 from sbkit.system.console import atomic_write
 
-NAME = "tested.json"
-RATES = ("wer_test.txt", "cer_test.txt")
 #: Run options that change neither what is trained nor what is tested.
 _SHOW = {"param_file", "test_only", "noprogressbar", "tqdm_colored_bar", "log_config"}
 
@@ -20,26 +18,27 @@ def done(hparams: dict[str, Any], request: Any) -> str:
     """What to say of a run that was tested and of which nothing has changed since; empty where it has."""
     folder = Path(hparams["output_folder"])
     try:
-        there = json.loads((folder / NAME).read_text(encoding="utf-8"))
+        there = json.loads((folder / TESTED).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return ""
-    if there.get("of") != _of(hparams, request) or not all((folder / name).is_file() for name in (*RATES, HEARD)):
+    results = (TEST_WER, TEST_CER, HEARD)
+    if there.get("of") != _of(hparams, request) or not all((folder / name).is_file() for name in results):
         return ""
     return (f"nothing left to do: {folder} is trained and tested, test WER {there['WER']:.2f} %, "
-            f"CER {there['CER']:.2f} % ({folder / RATES[0]}); a larger number_of_epochs trains on, "
+            f"CER {there['CER']:.2f} % ({folder / TEST_WER}); a larger number_of_epochs trains on, "
             "--test_only tests again")
 
 
 def forget(hparams: dict[str, Any]) -> None:
     """From here on the run trains or tests, and is not done until ``keep``."""
-    (Path(hparams["output_folder"]) / NAME).unlink(missing_ok=True)
+    (Path(hparams["output_folder"]) / TESTED).unlink(missing_ok=True)
 
 
 def keep(hparams: dict[str, Any], request: Any, rates: dict[str, float]) -> None:
     """Write down, when all results are there, what they are of."""
     if hparams.get("checkpointer") is None or not hasattr(hparams["corpus"], "manifest_path") or request.run_opts.debug:
         return  # there is nothing to tell the run by, or only a part of it was run
-    with atomic_write(Path(hparams["output_folder"]) / NAME) as out:
+    with atomic_write(Path(hparams["output_folder"]) / TESTED) as out:
         json.dump({**rates, "of": _of(hparams, request)}, out, indent=1)
 
 

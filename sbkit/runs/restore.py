@@ -16,11 +16,11 @@ from speechbrain.utils.run_opts import RunOptions
 from sbkit.errors import SbkitError
 from sbkit.recipe import load
 from sbkit.recipe.arguments import import_beside
+from sbkit.runs.layout import RECIPE
 from sbkit.train.averaging import EMA, average
 from sbkit.train.brain import Brain
 from sbkit.train.checkpoint.state import TENSORS
 
-RECIPE = "hyperparams.yaml"  # as SpeechBrain names the resolved recipe in a run's folder
 BEST, LAST = "best", "last"
 METRIC = "WER"  # what the best checkpoint has least of
 

@@ -11,13 +11,12 @@ from typing import Any
 
 from sbkit.errors import SbkitError
 from sbkit.recipe import load
-from sbkit.runs.completion import NAME as TESTED
-from sbkit.score.report.data import RECIPE
+from sbkit.runs.layout import MANIFESTS, RECIPE, TESTED
 from sbkit.system import disk
 
 logger = logging.getLogger(__name__)
 
-_FILES, _FOLDER = (RECIPE, "run.py", TESTED), "manifests"
+_FILES = (RECIPE, "run.py", TESTED)
 #: What lies there is whole: it gets and loses this name in one step.
 _ASIDE = ".before-this-start"
 _PART, _GONE = f"{_ASIDE}.part", f"{_ASIDE}.gone"
@@ -77,11 +76,11 @@ class StartGuard:
             if (self.folder / name).is_file():
                 shutil.copy2(self.folder / name, part / name)
         disk.sync_files(part)
-        if (self.folder / _FOLDER).is_dir():
-            (part / _FOLDER).mkdir()
+        if (self.folder / MANIFESTS).is_dir():
+            (part / MANIFESTS).mkdir()
             for path in _manifests(self.folder):
-                _link(path, part / _FOLDER / path.name)
-            disk.sync_folder(part / _FOLDER)
+                _link(path, part / MANIFESTS / path.name)
+            disk.sync_folder(part / MANIFESTS)
         os.rename(part, self.aside)
         disk.sync_folder(self.folder)
 
@@ -126,7 +125,7 @@ def _drop(folder: Path) -> None:
 
 def _manifests(folder: Path) -> list[Path]:
     """What preparation writes for a run to read; not what it unpacks, nor its notes to itself."""
-    there = folder / _FOLDER
+    there = folder / MANIFESTS
     return [path for path in there.iterdir() if path.is_file() and not path.name.startswith(".")] \
         if there.is_dir() else []
 

@@ -1,4 +1,4 @@
-"""``sbkit serve``: load bundles or refuse to start, answer until told to stop, then finish what is in flight."""
+"""The server: load bundles or refuse to start, answer until told to stop, then finish what is in flight."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LAST_SECONDS = 3.0  # to end what was cut off
 
 
 @dataclass(frozen=True)
-class Request:
+class ServeRequest:
     """What is to be served.
 
     bundles : ``BUNDLE`` or ``NAME=BUNDLE``
@@ -61,7 +61,7 @@ class Request:
     limits: Limits = field(default_factory=Limits)
 
 
-def serve(request: Request) -> int:
+def serve(request: ServeRequest) -> int:
     """Run until SIGTERM or Ctrl-C; the exit code."""
     missing = [name for name in _NEEDED if util.find_spec(name) is None]
     if missing:
@@ -74,7 +74,7 @@ def serve(request: Request) -> int:
         if not keys and not loopback(listening.getsockname()[0]):
             print(f"anybody who reaches {request.host} may use this server; {KEY_VARIABLE} or --api-key-file close it",
                   file=sys.stderr)
-        return _Running(request, bundles, keys, listening).run()
+        return _Server(request, bundles, keys, listening).run()
 
 
 def _keys(path: Path | None) -> list[str]:
@@ -113,10 +113,10 @@ def _bound(host: str, port: int) -> socket.socket:
     return listening
 
 
-class _Running:
+class _Server:
     """The server runs in a thread, the models are loaded in another, and this one waits for signals."""
 
-    def __init__(self, request: Request, bundles: dict[str, Path], keys: list[str], listening: socket.socket):
+    def __init__(self, request: ServeRequest, bundles: dict[str, Path], keys: list[str], listening: socket.socket):
         import uvicorn
 
         from sbkit.serve import doors

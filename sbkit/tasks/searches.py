@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +13,19 @@ from sbkit.decode import kenlm_binary
 from sbkit.decode.beam import BeamSearch
 from sbkit.decode.joint import JointSearch
 from sbkit.decode.posteriors import Events
+from sbkit.decode.search_options import hot_words
 from sbkit.errors import SbkitError
-from sbkit.infer.inputs import hot_words
-from sbkit.system.console import atomic_write
 from sbkit.system.cores import usable_cores
 from sbkit.tasks import lm_weights
 from sbkit.tasks.asr import choices
 from sbkit.train.distributed import ranks
-
-NBEST = "nbest.jsonl"
 
 _PAYS = 1000  # utterances from which on another process is worth its start
 _LARGE = 200e6  # bytes of an ARPA file that not every process is to hold
 
 
 def build(request: Any, hparams: dict[str, Any]) -> BeamSearch | JointSearch | None:
-    """The search of a ``sbkit.evaluate.Request``, or else the recipe's own; with its tokenizer, and loaded."""
+    """The search of an ``EvaluateRequest``, or else the recipe's own; with its tokenizer, and loaded."""
     options = {name: getattr(request, name) for name in ("lm", "lm_weight", "word_score", "beam", "nbest")}
     asked = {name: value for name, value in options.items() if value is not None}
     if request.hot_words:
@@ -142,11 +138,3 @@ def _processes(search: BeamSearch, utterances: int) -> Iterator[None]:
     finally:
         search.close()
         search.workers = before
-
-
-def write_nbest(path: Path, rows: Sequence[Any]) -> None:
-    """One JSON object per utterance."""
-    with atomic_write(path) as out:
-        for row in rows:
-            line = {"id": row.id, "reference": row.reference, "hypotheses": [one._asdict() for one in row.nbest]}
-            out.write(json.dumps(line, ensure_ascii=False) + "\n")

@@ -22,7 +22,7 @@ from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
 from sbkit.export import bundle as bundles
 from sbkit.export import graph, layout, source
-from sbkit.export.bundle import Request, export
+from sbkit.export.bundle import ExportRequest, export
 from sbkit.export.layout import Config
 from sbkit.export.runners import RUNNERS
 from sbkit.runs import restore
@@ -82,7 +82,7 @@ def _sharpen(folder):
 def made(run, tmp_path_factory):
     """The bundle of the best checkpoint in all formats."""
     to = tmp_path_factory.mktemp("made") / "bundle"
-    assert export(Request(run, to, clips=4)) == 0
+    assert export(ExportRequest(run, to, clips=4)) == 0
     return to
 
 
@@ -139,7 +139,7 @@ def test_nothing_in_it_tells_where_it_was_made(made):
 
 def test_a_model_whose_batches_leak_runs_one_at_a_time(made, run, tmp_path, monkeypatch, caplog):
     _spoil(monkeypatch, made, lambda found: [each + 0.1 * (len(found) > 1) for each in found])
-    assert export(Request(run, tmp_path / "b", formats=["torch"], clips=3)) == 0
+    assert export(ExportRequest(run, tmp_path / "b", formats=["torch"], clips=3)) == 0
     assert Config.read(tmp_path / "b").batching is False and "one utterance at a time" in (
         tmp_path / "b" / "README.md").read_text()
     assert "each will run alone" in caplog.text
@@ -155,7 +155,7 @@ def test_parity_is_written_down_and_shown(made, run, tmp_path, capsys):
     assert facts["formats"]["onnx"]["batch_difference"] <= 1e-3
     clips = facts["clips"]
     assert clips["shortest"] <= 0.05 and clips["longest"] > clips["longest_in_training"]
-    assert export(Request(run, tmp_path / "b", formats=["onnx"], clips=2)) == 0
+    assert export(ExportRequest(run, tmp_path / "b", formats=["onnx"], clips=2)) == 0
     shown = capsys.readouterr().out
     assert "real-time factor" in shown and "checkpoint" in shown and "onnx" in shown and "sbkit transcribe" in shown
     assert sorted(path.name for path in (tmp_path / "b").iterdir()) == [
@@ -215,14 +215,14 @@ def test_a_format_that_does_something_else_keeps_all_from_being_published(
         made, run, tmp_path, monkeypatch, spoil, reason):
     _spoil(monkeypatch, made, spoil)
     with pytest.raises(SbkitError, match=r"nothing was published:\n  torch: " + reason):
-        export(Request(run, tmp_path / "b", formats=["torch"], clips=2))
+        export(ExportRequest(run, tmp_path / "b", formats=["torch"], clips=2))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_format_that_gives_no_numbers_is_not_published_either(made, run, tmp_path, monkeypatch):
     _spoil(monkeypatch, made, lambda found: [each * np.nan for each in found])
     with pytest.raises(SbkitError, match="is not a number"):
-        export(Request(run, tmp_path / "b", formats=["torch"], clips=2))
+        export(ExportRequest(run, tmp_path / "b", formats=["torch"], clips=2))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -231,7 +231,7 @@ def test_a_failed_export_leaves_the_old_bundle(made, run, tmp_path, monkeypatch)
     shutil.copytree(made, to)
     _spoil(monkeypatch, made, lambda found: [each + 1 for each in found])
     with pytest.raises(SbkitError):
-        export(Request(run, to, formats=["torch"], clips=2, force=True))
+        export(ExportRequest(run, to, formats=["torch"], clips=2, force=True))
     assert {path.name for path in tmp_path.iterdir()} == {"b"}
     assert Config.read(to).models.keys() == Config.read(made).models.keys()
 
@@ -240,9 +240,9 @@ def test_a_failed_export_leaves_the_old_bundle(made, run, tmp_path, monkeypatch)
 
 
 def test_the_last_and_the_mean_of_checkpoints(run, tmp_path):
-    assert export(Request(run, tmp_path / "last", formats=["torch"], checkpoint="last", clips=2)) == 0
+    assert export(ExportRequest(run, tmp_path / "last", formats=["torch"], checkpoint="last", clips=2)) == 0
     assert Config.read(tmp_path / "last").trained["checkpoint"] == "CKPT+within"
-    assert export(Request(run, tmp_path / "mean", formats=["torch"], average=2, clips=2)) == 0
+    assert export(ExportRequest(run, tmp_path / "mean", formats=["torch"], average=2, clips=2)) == 0
     assert Config.read(tmp_path / "mean").trained["mean_of"] == 2
     signal = np.random.default_rng(0).standard_normal(16_000).astype(np.float32) * 0.1
     found = [sbkit.infer.load(tmp_path / name, device="cpu").engine.run([signal])[0] for name in ("last", "mean")]
@@ -289,7 +289,7 @@ def test_a_run_that_was_moved_without_its_audio_is_compared_on_noise(run, tmp_pa
     shutil.copytree(run, moved)
     for path in (moved / "manifests").glob("*.csv"):
         path.write_text(path.read_text().replace("/wavs/", "/gone/"))
-    assert export(Request(moved, tmp_path / "b", formats=["torch"])) == 0
+    assert export(ExportRequest(moved, tmp_path / "b", formats=["torch"])) == 0
     facts = json.loads((tmp_path / "b" / "parity.json").read_text())
     assert "noise" in facts["clips"]["origin"] and facts["formats"]["torch"]["wer"] is None
 
@@ -311,9 +311,9 @@ def test_global_normalisation_goes_into_each_format(run, tmp_path, clips):
 
     bundles.source.open_run, before = with_statistics, opened
     try:
-        assert export(Request(changed, tmp_path / "b", formats=["onnx", "speechbrain"], clips=3)) == 0
+        assert export(ExportRequest(changed, tmp_path / "b", formats=["onnx", "speechbrain"], clips=3)) == 0
         with pytest.raises(SbkitError, match="equally loud"):
-            export(Request(changed, tmp_path / "c", formats=["torch"], target="sherpa", clips=3))
+            export(ExportRequest(changed, tmp_path / "c", formats=["torch"], target="sherpa", clips=3))
     finally:
         bundles.source.open_run = before
 
@@ -322,7 +322,7 @@ def test_global_normalisation_goes_into_each_format(run, tmp_path, clips):
 def test_sherpa_onnx_loads_it_and_hears_the_same_words(run, tmp_path, clips):
     sherpa_onnx = pytest.importorskip("sherpa_onnx")
     to = tmp_path / "b"
-    assert export(Request(run, to, formats=["onnx"], target="sherpa", clips=5)) == 0
+    assert export(ExportRequest(run, to, formats=["onnx"], target="sherpa", clips=5)) == 0
     assert json.loads((to / "parity.json").read_text())["formats"]["sherpa"]["words_changed"] <= 1
     client = sherpa_onnx.OfflineRecognizer.from_omnilingual_asr_ctc(
         model=str(to / "model.sherpa.onnx"), tokens=str(to / "tokens.txt"))

@@ -11,7 +11,8 @@ from sbkit.cli import main
 from sbkit.data.corpus import Corpus
 from sbkit.data.manifest import Manifest
 from sbkit.decode import lm
-from sbkit.evaluate import Request, _prepare
+from sbkit.runs.evaluation import EvaluateRequest
+from sbkit.runs.evaluation_corpus import prepare
 from sbkit.runs.restore import load_run
 from sbkit.score import utterances
 
@@ -105,7 +106,7 @@ def test_another_split_of_the_runs_own_corpus_is_prepared_by_its_options(home, c
     monkeypatch.setattr("sbkit.data.demo.make_demo_corpus", make)
     shutil.copy(home / "data" / "test.csv", home / "data" / "extra.csv")
     own = Corpus(None, "en", home / "own", demo_hours=0.1, demo_seed=7, skip_short_texts=["test"], short_text=5)
-    name, corpus = _prepare(Request(home / "run", split="extra", out=home / "out"), own, own.source)
+    name, corpus = prepare(EvaluateRequest(home / "run", split="extra", out=home / "out"), own, own.source)
     assert name == "demo-extra" and made[0]["hours"] == 0.1 and made[0]["seed"] == 7
     assert all(len(text.split()) == 5 for text in corpus.manifest("test").texts)
     assert not (home / "own").exists(), "the run's own manifests stay as they are"

@@ -8,12 +8,12 @@ import pytest
 import run_folders
 from processes import program
 
-from sbkit import run
 from sbkit.cli import main
 from sbkit.data.corpus import Corpus
+from sbkit.runs import preparation
 
 RECIPE = str(Path(__file__).parents[2] / "hparams" / "ctc.yaml")
-MOMENTS = {"after the recipe": (run, "_open_folder"), "after the manifests": (Corpus, "prepare")}
+MOMENTS = {"after the recipe": (preparation, "open_folder"), "after the manifests": (Corpus, "prepare")}
 
 
 def start(folder, data, moment, signum, *words):

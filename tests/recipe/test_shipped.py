@@ -11,7 +11,7 @@ from sbkit.recipe.build import build
 from sbkit.recipe.check import check
 from sbkit.recipe.reading import read
 from sbkit.recipe.source import Findings
-from sbkit.run import NEEDED
+from sbkit.runs.preflight import NEEDED
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted(str(p.relative_to(ROOT)) for folder in ("hparams", "recipes") for p in (ROOT / folder).rglob("*.yaml"))

@@ -8,10 +8,10 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "data"))
 from corpora import common_voice
 
-from sbkit import run
 from sbkit.data.corpus import Corpus
 from sbkit.data.tokens import Tokenizer
 from sbkit.errors import SbkitError
+from sbkit.runs.preparation import prepare_data
 
 NEEDED = 3 + len({*"▁" "aben"})  # blank, bos, eos, and what TEXT is made of
 TEXT = ["Eben an.", "Nabe"]
@@ -25,14 +25,14 @@ def hparams(tmp_path):
 
 
 def test_a_vocabulary_of_characters_follows_from_the_corpus(hparams, capsys):
-    assert run.prepare_data(hparams, {}) == {"output_neurons": NEEDED}
+    assert prepare_data(hparams, {}) == {"output_neurons": NEEDED}
     assert f"output_neurons: {NEEDED}, what the characters of this corpus need (the recipe says 28)" in (
         capsys.readouterr().err)
     assert hparams["tokenizer"].load().size == NEEDED
     again = hparams | {"output_neurons": NEEDED, "tokenizer": Tokenizer(hparams["tokenizer"].folder, NEEDED, "char")}
-    assert run.prepare_data(again, {"output_neurons": NEEDED}) == {}
+    assert prepare_data(again, {"output_neurons": NEEDED}) == {}
     resumed = hparams | {"tokenizer": Tokenizer(hparams["tokenizer"].folder, 28, "char")}
-    assert run.prepare_data(resumed, {}) == {"output_neurons": NEEDED}
+    assert prepare_data(resumed, {}) == {"output_neurons": NEEDED}
 
 
 @pytest.mark.parametrize("change", ["on the command line", "not the tokenizer's"])
@@ -41,4 +41,4 @@ def test_a_number_that_is_meant_is_not_changed(hparams, change):
     if not overrides:
         hparams["output_neurons"] = 30
     with pytest.raises(SbkitError, match=rf"exactly {NEEDED} entries; set vocab_size \(and output_neurons\) to"):
-        run.prepare_data(hparams, overrides)
+        prepare_data(hparams, overrides)

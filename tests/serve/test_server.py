@@ -124,8 +124,8 @@ def test_a_stop_while_the_models_are_loaded_is_no_error(bundle, monkeypatch):
         raise OSError(9, "Bad file descriptor")
 
     ended = []
-    monkeypatch.setattr(server._Running, "_fill", fill)
-    assert server.serve(server.Request([str(bundle)], port=0)) == 0 and ended
+    monkeypatch.setattr(server._Server, "_fill", fill)
+    assert server.serve(server.ServeRequest([str(bundle)], port=0)) == 0 and ended
 
 
 def test_sigterm_lets_a_live_session_finish(bundle):
@@ -205,7 +205,7 @@ def test_one_deadline_ends_all_even_a_model_that_never_comes_back(bundle):
 def test_a_blank_key_does_not_open_the_server_to_everybody(bundle, monkeypatch, blank):
     monkeypatch.setenv(server.KEY_VARIABLE, blank)
     with pytest.raises(SbkitError, match=r"SBKIT_API_KEY is set and blank.*unset it to serve without one"):
-        server.serve(server.Request([str(bundle)], port=0))
+        server.serve(server.ServeRequest([str(bundle)], port=0))
 
 
 def test_refused_sockets_are_no_errors_in_the_log(bundle):
@@ -255,7 +255,7 @@ def test_mistakes_are_one_line(bundle, capsys, words, message):
 def test_a_missing_extra_says_what_to_install(bundle, monkeypatch):
     monkeypatch.setattr(server.util, "find_spec", lambda name: None if name == "uvicorn" else object())
     with pytest.raises(SbkitError, match=r"serving needs uvicorn; pip install 'sbkit\[serve\]'"):
-        server.serve(server.Request([str(bundle)]))
+        server.serve(server.ServeRequest([str(bundle)]))
 
 
 def test_bundles_are_called_as_their_folders_or_as_one_says(tmp_path):
@@ -285,11 +285,11 @@ def test_answers_are_not_held_back_for_the_next_packet():
 
 
 def test_who_listens_to_all_is_told_when_there_is_no_key(bundle, capfd, monkeypatch):
-    monkeypatch.setattr(server._Running, "run", lambda self: 0)
+    monkeypatch.setattr(server._Server, "run", lambda self: 0)
     monkeypatch.delenv("SBKIT_API_KEY", raising=False)
-    assert server.serve(server.Request([str(bundle)], host="0.0.0.0", port=0)) == 0
+    assert server.serve(server.ServeRequest([str(bundle)], host="0.0.0.0", port=0)) == 0
     assert "anybody who reaches 0.0.0.0" in capfd.readouterr().err
     monkeypatch.setenv("SBKIT_API_KEY", "x")
-    server.serve(server.Request([str(bundle)], host="0.0.0.0", port=0))
-    server.serve(server.Request([str(bundle)], port=0))
+    server.serve(server.ServeRequest([str(bundle)], host="0.0.0.0", port=0))
+    server.serve(server.ServeRequest([str(bundle)], port=0))
     assert capfd.readouterr().err == ""

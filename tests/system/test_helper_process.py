@@ -90,7 +90,7 @@ def test_trials_import_nothing_from_the_working_directory(tmp_path):
 def test_processes_start_wherever_temporary_files_lie(tmp_path):
     long = tmp_path / ("a" * 100)
     long.mkdir()
-    program = ("import multiprocessing; from sbkit import helper_process\n"
+    program = ("import multiprocessing; from sbkit.system import helper_process\n"
                "if __name__ == '__main__':\n"
                "    started = multiprocessing.get_context('forkserver').Process(target=print, args=('started',))\n"
                "    with helper_process.away_from_here():\n"

@@ -7,6 +7,7 @@ import fcntl
 import json
 import multiprocessing
 import os
+import runpy
 import signal
 import sys
 import tempfile
@@ -208,10 +209,9 @@ def _sbkit(words: list[str], output: str, cwd: Path, environment: dict[str, str]
     _own_threads()
     sys.argv = sys.orig_argv = ["sbkit", *words]
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    from sbkit.cli import main
-
+    code = None
     try:
-        code = main(words)
+        runpy.run_module("sbkit", run_name="__main__")
     except BaseException as error:
         traceback.print_exc()
         code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1

@@ -1,4 +1,4 @@
-"""``sbkit doctor --gpu``: all checks in order of their worth, a line as each one ends, and the report."""
+"""Proof of the cards: all checks in order of their worth, a line as each one ends, and the report."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _POLL = 0.05
 
 
 @dataclass(frozen=True)
-class Request:
+class GpuRequest:
     """What to prove.
 
     rehearse : on the CPU with small sizes: that the checks themselves work
@@ -45,7 +45,7 @@ class Request:
     minutes: float = MINUTES
 
 
-def prove(request: Request) -> int:
+def prove(request: GpuRequest) -> int:
     """Run the checks and write the report; 1 where one falls short or wasn't run."""
     asked, checkout = _asked(request.only), _checkout()
     machine = Machine.look(request.rehearse)
@@ -116,7 +116,7 @@ def _asked(only: Sequence[str]) -> list[Check]:
     return [check for check in CHECKS if not only or check.name in only]
 
 
-def _run(asked: list[Check], request: Request, machine: Machine, checkout: Path, home: Path, logs: Path,
+def _run(asked: list[Check], request: GpuRequest, machine: Machine, checkout: Path, home: Path, logs: Path,
          write: Callable[[Sequence[Result]], Any], stop: _Stop) -> list[Result]:
     """A result of each, written as each one ends."""
     results = {check.name: left_out(check, f"needs {check.cards} cards", NOT_SHOWN)
@@ -132,7 +132,7 @@ def _run(asked: list[Check], request: Request, machine: Machine, checkout: Path,
     for result in results.values():
         _tell(result, 0, len(asked))
     results |= {check.name: left_out(check, "not ended yet", NOT_RUN) for check in timely}
-    starts = (runner.Running(check, settings, logs, budget.limit(check)) for check in timely)
+    starts = (runner.CheckProcess(check, settings, logs, budget.limit(check)) for check in timely)
     at_once = min(2, usable_cores()) if request.rehearse else 1  # where nothing is timed
     with contextlib.closing(_results(starts, at_once, stop)) as found:
         for result in found:
@@ -143,9 +143,9 @@ def _run(asked: list[Check], request: Request, machine: Machine, checkout: Path,
     return [results[check.name] for check in asked]
 
 
-def _results(starts: Iterator[runner.Running], at_once: int, stop: _Stop) -> Iterator[Result]:
+def _results(starts: Iterator[runner.CheckProcess], at_once: int, stop: _Stop) -> Iterator[Result]:
     """What comes of each check, as it ends; those that still run when this is left are ended."""
-    running: list[runner.Running] = []
+    running: list[runner.CheckProcess] = []
     try:
         while True:
             stop.if_asked()

@@ -24,7 +24,7 @@ _POLL = 0.05
 _GOING_SECONDS = 30.0
 
 
-class Running:
+class CheckProcess:
     """A check that runs, for so many seconds at most; what it has said by then counts."""
 
     def __init__(self, check: Check, settings: dict[str, Any], logs: Path, limit: float):

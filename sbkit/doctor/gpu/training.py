@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sbkit.doctor.gpu.catalogue import MOST_DATA_WAIT
 from sbkit.doctor.gpu.corpus import long_corpus
+from sbkit.runs.layout import METRICS, TESTED
 
 if TYPE_CHECKING:
     from sbkit.doctor.gpu.bench import Bench
@@ -29,14 +30,14 @@ def run_of(bench: Bench) -> Path:
     """The flagship's run, trained by the check that comes first; others use it as it is."""
     folder = bench.home / "run"
     with bench.alone("run"):
-        if not (folder / "tested.json").exists():
+        if not (folder / TESTED).exists():
             bench.needed(bench.run("flagship", folder, epochs=2, data_folder=long_corpus(bench)))
     return folder
 
 
 def epochs(folder: Path) -> list[dict[str, Any]]:
     """What the run wrote at the end of each epoch's training."""
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    lines = map(json.loads, (folder / METRICS).read_text(encoding="utf-8").splitlines())
     return [line for line in lines if line["kind"] == "epoch" and "train_loss" in line]
 
 

@@ -14,11 +14,8 @@ import numpy as np
 from sbkit.errors import SbkitError
 from sbkit.score import utterances
 from sbkit.score.rates import ErrorRates
+from sbkit.score.run_files import EVALUATED, HEARD, METRICS, PREPARED, RECIPE, RESULT
 from sbkit.score.utterances import ScoredUtterance
-
-RECIPE, METRICS, HEARD = "hyperparams.yaml", "metrics.jsonl", "test_utterances.jsonl"
-PREPARED = "manifests/prepare_report.json"
-RESULT, EVALUATED = "result.json", "utterances.jsonl"  # of sbkit evaluate
 
 
 @dataclass(eq=False)

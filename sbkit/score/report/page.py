@@ -21,10 +21,10 @@ from sbkit.score.report.compare import comparison, verdict
 from sbkit.score.report.data import RunData, read
 from sbkit.score.report.findings import findings
 from sbkit.score.report.suspects import can_tell, suspects
+from sbkit.score.run_files import REPORT
 from sbkit.score.significance import Comparison, compare
 from sbkit.system.console import atomic_write
 
-NAME = "report.html"
 _PAGE = Path(__file__).with_name("page.html")
 _SCRIPT = re.compile(r"<script>(.*?)</script>", re.DOTALL)
 _TITLES = {"first": "Look first", "against": "Compared", "curves": "Training", "where": "Where", "words": "Words",
@@ -53,7 +53,7 @@ def write_report(run: str | Path, *, against: str | Path | None = None, out: str
         missing = data if data.results is None else other
         raise SbkitError(f"{missing.folder} has no scored test set to compare", hint="let the run finish first")
     words = None if other is None else compare(other.results.words, data.results.words)
-    name = NAME if other is None else f"report-against-{other.name.replace('/', '-')}.html"  # beside the run's own
+    name = REPORT if other is None else f"report-against-{other.name.replace('/', '-')}.html"  # beside the run's own
     path = data.folder / name if out is None else Path(out)
     page = _page(data, other, words, title or data.name, utterances, Clips(audio_megabytes, remote))
     try:

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 from speechbrain.core import Stage
 
+from sbkit.score.run_files import CULPRITS
 from sbkit.system import disk
 from sbkit.train.diagnose.causes import causes
 from sbkit.train.diagnose.inspection import Findings, Ran, Values, before, examine, losses_alone
@@ -26,7 +27,6 @@ from sbkit.train.precision import losses_in_fp32
 
 logger = logging.getLogger(__name__)
 
-FOLDER = "culprits"
 _MOST_WEIGHTS = 4 << 30  # bytes; a larger model's weights are left to its checkpoints
 _NAMED = 12  # utterances named in the text; the file names all
 
@@ -75,7 +75,7 @@ def report(
     context = {"step": step, "epoch": epoch, "rank": ranks.rank(), "what": what, "scale": scale,
                "sum_scale": sum_scale, "lr": lr, "late": late, "precision": str(getattr(brain, "precision", "fp32")),
                "device": str(brain.device)}
-    there = Path(folder) / FOLDER
+    there = Path(folder) / CULPRITS
     if all(ranks.gather_objects(len(_saved_by(there, ranks.rank())) >= limit)):
         return f"{_head(context)} {there} describes {limit} such steps already."
     accounts = [_account(brain, suspect, micro, context) for micro, suspect in enumerate(suspects)]

@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 from sbkit.errors import SbkitError
+from sbkit.score.run_files import CULPRITS
 from sbkit.system.console import table
 from sbkit.train.diagnose.causes import causes
-from sbkit.train.diagnose.culprit import FOLDER, Suspect, alone, bad_ids, describe, moved, runner, some
+from sbkit.train.diagnose.culprit import Suspect, alone, bad_ids, describe, moved, runner, some
 from sbkit.train.diagnose.inspection import Findings, Layer, examine
 from sbkit.train.diagnose.saved_batch import unpack, utterance_ids
 
@@ -24,11 +25,11 @@ def find(folder: str | os.PathLike) -> Path:
     folder = Path(folder)
     if (folder / "culprit.json").is_file():
         return folder
-    for parent in (folder / FOLDER, folder):
+    for parent in (folder / CULPRITS, folder):
         saved = [path.parent for path in parent.glob("step-*/culprit.json")]
         if saved:
             return max(saved, key=lambda path: ((path / "culprit.json").stat().st_mtime, path.name))
-    raise SbkitError(f"{folder} holds no culprit (looked for {FOLDER}/step-N-rank-R/culprit.json)",
+    raise SbkitError(f"{folder} holds no culprit (looked for {CULPRITS}/step-N-rank-R/culprit.json)",
                      hint="a run saves one when a loss or gradient is not finite")
 
 

@@ -19,6 +19,7 @@ from speechbrain.utils.distributed import if_main_process
 
 from sbkit.errors import SbkitError
 from sbkit.nn.peek import Peek
+from sbkit.score.run_files import METRICS
 from sbkit.system import disk
 from sbkit.train.resumable_file import ResumableFile
 
@@ -41,7 +42,7 @@ class MetricsLog:
     """
 
     def __init__(self, folder: str | os.PathLike, tensorboard: bool = False, enabled: bool | None = None):
-        self.path = Path(folder) / "metrics.jsonl"
+        self.path = Path(folder) / METRICS
         self.enabled = if_main_process() if enabled is None else enabled
         self._file = ResumableFile(self.path, _written_again)
         self._waiting: deque[dict[str, Any]] = deque()

@@ -93,7 +93,7 @@ def test_the_page_is_written_as_each_check_ends(tmp_path, monkeypatch, no_table)
     monkeypatch.setattr(runner, "Running", _Ends)
     monkeypatch.setattr(report, "write", lambda made, out: pages.append(made.results) or write(made, out))
     out = tmp_path / "report"
-    assert proof.prove(proof.Request(rehearse=True, out=out, only=["kernels", "tests"])) == 0
+    assert proof.prove(proof.GpuRequest(rehearse=True, out=out, only=["kernels", "tests"])) == 0
     verdicts = [sorted(each.verdict for each in page) for page in pages]
     assert verdicts == [sorted([OK, NOT_RUN]), [OK, OK], [OK, OK]]
     assert json.loads(out.with_suffix(".json").read_text())["ok"]
@@ -121,7 +121,7 @@ def test_a_signal_is_acted_on_wherever_it_comes_and_what_was_started_is_ended(tm
     monkeypatch.setattr(proof, "usable_cores", lambda: 2)
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as left:
-        proof.prove(proof.Request(rehearse=True, out=tmp_path / "report", only=["kernels", "tests", "pair"]))
+        proof.prove(proof.GpuRequest(rehearse=True, out=tmp_path / "report", only=["kernels", "tests", "pair"]))
     assert left.value.code == 128 + signal.SIGTERM and ended == ["kernels", "pair"]
     assert signal.getsignal(signal.SIGTERM) is before
 
@@ -147,7 +147,7 @@ def test_a_folder_that_cannot_be_removed_is_told_of_and_no_more(tmp_path, monkey
     monkeypatch.setattr(runner, "Running", _Ends)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(os, "rmdir", _refuses)
-    request = proof.Request(rehearse=True, out=tmp_path / "report", only=["kernels", "tests"])
+    request = proof.GpuRequest(rehearse=True, out=tmp_path / "report", only=["kernels", "tests"])
     assert proof.prove(request) == 0
     (left,) = tmp_path.glob("sbkit-gpu-*")
     assert f"{left} could not be removed" in capsys.readouterr().err

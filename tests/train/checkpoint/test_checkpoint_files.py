@@ -79,7 +79,7 @@ def test_sweep_removes_what_a_dead_process_was_writing(tmp_path):
 
 
 def test_sweep_leaves_what_a_living_process_is_writing(tmp_path):
-    script = ("import sys, time; from pathlib import Path; from sbkit.train import checkpoint_files as f\n"
+    script = ("import sys, time; from pathlib import Path; from sbkit.train.checkpoint import files as f\n"
               f"held = f.begin(Path(sys.argv[1]), {NAME!r}); print('ready', flush=True); time.sleep(60)")
     with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE) as process:
         try:

@@ -140,7 +140,7 @@ def test_an_error_of_the_background_is_raised_by_the_next_call_once(tmp_path, mo
 
 SCRIPT = textwrap.dedent("""
     import sys, time, torch
-    from sbkit.train import checkpoint_files as files
+    from sbkit.train.checkpoint import files
     from sbkit.train.checkpoint import Checkpointer
     write = files.write_state
     def slow(state, path):

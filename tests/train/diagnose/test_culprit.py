@@ -384,7 +384,8 @@ WORKER = """
 import sys, math, torch, torch.distributed as dist
 sys.path.insert(0, sys.argv[2])
 from test_culprit import Recipe, clips
-from sbkit.train import ranks, rng
+from sbkit.train import rng
+from sbkit.train.distributed import ranks
 from sbkit.train.diagnose.culprit import Suspect, report
 ranks.init(torch.device("cpu"))
 batches = [clips(), clips()]

@@ -215,7 +215,7 @@ ENDS_AT_ONCE = """
 import atexit, pathlib, torch, torch.distributed as dist
 names = lambda: [task.read_text() for task in pathlib.Path("/proc/self/task").glob("*/comm")]
 atexit.register(lambda: print("at the end", sum("gloo" in name for name in names())))  # runs after all others
-from sbkit.train import ddp, parallel, ranks
+from sbkit.train.distributed import ddp, parallel, ranks
 {joins}
 ranks.init(torch.device("cpu"))
 layer = torch.nn.Linear(4, 4)

@@ -19,7 +19,7 @@ WORKER = """
     from pathlib import Path
     import torch
     import torch.distributed as dist
-    from sbkit.train import ranks
+    from sbkit.train.distributed import ranks
     from sbkit.train.checkpoint import Checkpointer
     folder = Path(sys.argv[1])
     ranks.init(torch.device("cpu"))
@@ -74,7 +74,7 @@ def test_processes_of_a_killed_torchrun_end_in_seconds_say_so_and_the_next_start
 STARTED = """
     import os, sys, time
     from pathlib import Path
-    from sbkit.train import launcher
+    from sbkit.train.distributed import launcher
     launcher._LOOK_SECONDS = 0.1
     child = os.fork()
     if child == 0:

@@ -21,9 +21,10 @@ import pathlib, sys, threading, time, torch, torch.distributed as dist
 if stuck is not None:
     dist.destroy_process_group = lambda *group: time.sleep(3600)
 from torch.utils.data import DataLoader
-from sbkit import cli, run
+from sbkit import cli
+from sbkit.commands import train as command
 from sbkit.errors import SbkitError
-from sbkit.train import ranks
+from sbkit.train.distributed import ranks
 from sbkit.train.checkpoint.pending import Writer
 
 def write():
@@ -53,7 +54,7 @@ def train(words):
     finally:
         ranks.shutdown()
 
-run.train = train
+command.run = train
 sys.exit(cli.main(["train"]))
 """
 

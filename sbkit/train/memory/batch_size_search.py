@@ -1,4 +1,4 @@
-"""How large a batch may be: ``sbkit tune`` tries, bucket by bucket, and remembers per model, device and precision."""
+"""How large a batch may be, found by trying bucket by bucket in so much memory."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ import contextlib
 import dataclasses
 import math
 import platform
-import sys
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
 
 from sbkit.errors import SbkitError
-from sbkit.recipe import arguments, batch_size
+from sbkit.recipe import batch_size
+from sbkit.recipe.batch_size import MARGIN, BatchSize
 from sbkit.recipe.bill import GIB
 from sbkit.system.console import progress, table
-from sbkit.train import device as devices
 from sbkit.train.memory import host
-from sbkit.train.memory.trials import BoundedTrial, Trial, trial
+from sbkit.train.memory.trials import BoundedTrial, Trial
 
 #: How near to the largest number of utterances the search goes.
 PRECISION = 0.04
@@ -30,46 +29,18 @@ SLACK = 2.0
 FREE_SHARE = 0.8
 
 
-def tune(argv: list[str]) -> int:
-    """``sbkit tune RECIPE.yaml [--key value ...] [--memory GIB] [--fresh]``; returns the exit code."""
-    asked, words = _memory(argv)
-    fresh, words = "--fresh" in words, [word for word in words if word != "--fresh"]
-    request = arguments.parse(words)
-    device = devices.resolve(request.run_opts.device)
-    gib = _allowed(asked, device)
-    with trial(request, device) as made:
-        found = None if fresh else _remembered(made, gib)
-        if found is None:
-            with _fits(made, words, gib) as fits:
-                counts = search(made.edges, fits, made.most_seconds / batch_size.MARGIN)
-            with _fits(made, words, gib, SLACK) as fits:
-                found = rehearse(batch_size.BatchSize(gib, made.edges, counts, made.most_seconds), fits)
-            try:
-                batch_size.remember(made.cache, found)
-            except SbkitError as error:  # what was found is worth telling all the same
-                print(f"warning: not remembered: {error}", file=sys.stderr)
-        else:
-            print(f"found before, in {made.cache} (--fresh tries again)", file=sys.stderr)
-    print(_told(made, found))
-    return 0
+def find(made: Trial, words: list[str], gib: float) -> BatchSize:
+    """Search in so much memory, then see that batches of many lengths have room one after the other.
+
+    words: the command line of the recipe
+    """
+    with _fits(made, words, gib) as fits:
+        counts = search(made.edges, fits, made.most_seconds / MARGIN)
+    with _fits(made, words, gib, SLACK) as fits:
+        return rehearse(BatchSize(gib, made.edges, counts, made.most_seconds), fits)
 
 
-def _memory(argv: list[str]) -> tuple[float | None, list[str]]:
-    """``--memory GIB`` and the other words."""
-    words = [part for word in argv for part in (word.split("=", 1) if word.startswith("--memory=") else [word])]
-    if "--memory" not in words:
-        return None, words
-    place = words.index("--memory")
-    try:
-        gib = float(words[place + 1])
-        if not 0 < gib < float("inf"):
-            raise ValueError
-    except (IndexError, ValueError):
-        raise SbkitError("--memory takes a number of GiB above 0", hint="such as --memory 16") from None
-    return gib, words[:place] + words[place + 2:]
-
-
-def _allowed(asked: float | None, device: torch.device) -> float:
+def allowed(asked: float | None, device: torch.device) -> float:
     """GiB that a run may have: what was asked for, or what is there."""
     if device.type == "cuda":
         there = torch.cuda.get_device_properties(device).total_memory
@@ -101,7 +72,7 @@ def _fits(made: Trial, words: list[str], gib: float, slack: float = 1.0) -> Iter
     yield made.fits
 
 
-def _remembered(made: Trial, gib: float) -> batch_size.BatchSize | None:
+def remembered(made: Trial, gib: float) -> BatchSize | None:
     """The result of the same attempts, made before."""
     same = [one for one in batch_size.remembered(made.cache)
             if (one.gib, one.edges, one.most) == (gib, made.edges, made.most_seconds)]
@@ -145,7 +116,7 @@ def _largest(fits: Callable[[int], bool], start: int, most: int) -> int:
     return good
 
 
-def rehearse(found: batch_size.BatchSize, fits: Callable[[int, float], bool]) -> batch_size.BatchSize:
+def rehearse(found: BatchSize, fits: Callable[[int, float], bool]) -> BatchSize:
     """The same, or a smaller share of it: what has room for batches of many lengths, one after the other.
 
     Memory that batches of one shape have freed isn't always of use to those of another.
@@ -157,7 +128,8 @@ def rehearse(found: batch_size.BatchSize, fits: Callable[[int, float], bool]) ->
     return found
 
 
-def _told(made: Trial, found: batch_size.BatchSize) -> str:
+def told(made: Trial, found: BatchSize) -> str:
+    """The table, and what to choose."""
     rows = [[f"up to {edge:.1f} s", n, f"{n * edge:.0f}"] for edge, n in zip(found.edges, found.fits, strict=True)]
     shown = table(["utterances", "fit at once", "seconds"], rows)
     where = f"{made.device_name} with {found.gib:g} GiB, {made.brain.precision}"

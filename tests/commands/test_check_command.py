@@ -1,15 +1,10 @@
-"""sbkit check on the command line: exit codes, streams, JSON; and what happens before a run."""
+"""sbkit check on the command line: exit codes, streams, JSON."""
 
 import json
 from pathlib import Path
 
-import pytest
-
-from sbkit import cli, preflight
-from sbkit.errors import SbkitError
-from sbkit.recipe import arguments, bill
+from sbkit import cli
 from sbkit.recipe.report import JSON_FORMAT, Finding, Report
-from sbkit.run import NEEDED
 
 SMALL = Path(__file__).parents[1] / "recipe" / "small.yaml"
 BROKEN = Path(__file__).parents[1] / "recipe" / "broken"
@@ -66,35 +61,6 @@ def test_json_of_a_good_recipe_has_numbers(capsys):
     assert list(sections) == ["devices", "shapes", "bill"]
     assert {"parameters", "batch_bytes", "largest_max_batch_seconds"} <= set(sections["bill"]["values"])
     assert sections["shapes"]["values"]["subsampling"] == 2
-
-
-def request(path, *words):
-    return arguments.parse([str(path), *words])
-
-
-def test_a_run_with_mistakes_does_not_start(capsys):
-    with pytest.raises(SbkitError, match="1 error") as error:
-        preflight.before_run(request(BROKEN / "unknown_argument.yaml"), NEEDED)
-    first, told = str(error.value).splitlines()
-    assert error.value.exit_code == 1 and "--no-check" in first
-    assert told.startswith(f"{BROKEN / 'unknown_argument.yaml'}:4: error: ") and "did you mean num_blocks?" in told
-    assert capsys.readouterr().err == ""  # told once, by the command
-
-
-def test_a_good_run_says_one_line(capsys):
-    preflight.before_run(request(SMALL), NEEDED)
-    assert capsys.readouterr().err.count("\n") == 1
-    assert request(SMALL, "--no-check").check is False
-
-
-def test_a_bill_that_nobody_reads_is_made_only_where_a_batch_might_not_fit(monkeypatch, capsys):
-    made, make = [], bill.make
-    monkeypatch.setattr(bill, "make", lambda *args: made.append(make(*args)) or made[-1])
-    preflight.before_run(request(SMALL), NEEDED)
-    assert made == []
-    monkeypatch.setattr(bill, "memory_of", lambda device: 1)
-    preflight.before_run(request(SMALL), NEEDED)
-    assert len(made) == 1 and "max_batch_seconds" in capsys.readouterr().err
 
 
 def test_findings_are_sorted_and_told_once():

@@ -2,20 +2,44 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from sbkit.decode import lm
+from sbkit.commands.options import RUNS_CODE
 from sbkit.errors import SbkitError
 
-_STDIN = "-"
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
+    parser.epilog = RUNS_CODE
+    parser.add_argument("sources", metavar="TEXT", nargs="+",
+                        help="text files (.gz too), - for stdin, manifests, and runs: their training transcripts")
+    parser.add_argument("--out", metavar="FILE", type=Path, required=True,
+                        help="ARPA (.gz: compressed), or .bin: KenLM's")
+    parser.add_argument("--order", type=int, default=3, metavar="N", help="words in the longest n-gram (3)")
+    parser.add_argument("--prune", type=_prune, metavar="P", help="1e-7: leave out what raises the perplexity by less; "
+                        "0,0,1: n-grams seen so often or less, a number per order")
+    parser.add_argument("--unit", choices=["word", "piece"], default="word", help="piece: of the run's tokenizer")
+    parser.add_argument("--min-count", type=int, default=1, metavar="N", help="rarer words become the unknown word")
+    parser.add_argument("--like", metavar="RUN", help="the run that it is for: texts are written by its rules")
+    parser.add_argument("--evaluate", metavar="TEXT", nargs="+", default=[],
+                        help="text to report perplexity and unknown words on (default: the run's dev transcripts)")
+    parser.add_argument("--binary", action="store_true", help="write KenLM's binary beside the ARPA file")
+
+
+def _prune(text: str) -> list[int] | int | float:
+    for read in (lambda: [int(count) for count in text.split(",")] if "," in text else int(text), lambda: float(text)):
+        with contextlib.suppress(ValueError):
+            return read()
+    raise argparse.ArgumentTypeError(f"{text!r} is neither a share such as 1e-7 nor counts such as 0,0,1")
 
 
 @dataclass(frozen=True)
-class Request:
+class LmRequest:
     """What a model is to be made of, and how: see :func:`sbkit.decode.lm.build`.
 
     sources : text files (``.gz`` too), ``-`` for stdin, manifests (``.csv``), and runs: their training transcripts
@@ -37,67 +61,36 @@ class Request:
     binary: bool = False
 
 
-def estimate(request: Request) -> int:
+def run(args: argparse.Namespace) -> int:
+    """Make the model of the command line; the exit code."""
+    return estimate(LmRequest(**{name: getattr(args, name) for name in LmRequest.__dataclass_fields__}))
+
+
+def estimate(request: LmRequest) -> int:
     """Make the model, write it, print the report; the exit code."""
+    from sbkit.decode import lm
+    from sbkit.runs.transcripts import found, read_run, texts
+
     like = request.like or next((name for name in request.sources if Path(name).is_dir()), None)
     if request.unit == "piece" and like is None:
         raise SbkitError("a language model over pieces is made for the tokenizer of a run", hint="name it: --like RUN")
-    run = _read_run(like) if like else {}
+    run = read_run(like) if like else {}
     # What is missing is said before anything takes time.
-    sources = [_found(name, "train") for name in request.sources]
-    held_out = [_found(name, "dev") for name in request.evaluate]
+    sources = [found(name, "train") for name in request.sources]
+    held_out = [found(name, "dev") for name in request.evaluate]
     if run and not held_out and run["corpus"].manifest_path("dev").is_file():
         held_out = [str(run["corpus"].manifest_path("dev"))]
     _check_writable(request.out)
     rules = run["corpus"].text if run else str
     try:
         report = lm.build(
-            map(rules, _texts(sources)), request.out, order=request.order, prune=request.prune, unit=request.unit,
+            map(rules, texts(sources)), request.out, order=request.order, prune=request.prune, unit=request.unit,
             tokenizer=run.get("tokenizer"), min_count=request.min_count,
-            evaluate=map(rules, _texts(held_out)) if held_out else None, binary=request.binary)
+            evaluate=map(rules, texts(held_out)) if held_out else None, binary=request.binary)
     except OSError as error:
         raise _unwritable(request.out, error) from error
     print(report)
     return 0
-
-
-def _read_run(folder: str) -> dict[str, Any]:
-    from sbkit.runs import restore
-
-    hparams = restore.read_run(folder)
-    if "corpus" not in hparams or "tokenizer" not in hparams:
-        raise SbkitError(f"the recipe of {folder} names no corpus or no tokenizer",
-                         hint="give its transcripts as a file")
-    return hparams
-
-
-def _found(name: str, split: str) -> str:
-    """The file that a source stands for; an error where there is none."""
-    path = Path(name)
-    if path.is_dir():
-        path = _read_run(name)["corpus"].manifest_path(split)
-    if name != _STDIN and not path.exists():  # it may be a pipe
-        what = f"{name} has no transcripts of {split} ({path})" if Path(name).is_dir() else f"{name}: no such file"
-        raise SbkitError(what, hint="name a text file, a manifest or a run")
-    return str(path)
-
-
-def _texts(files: Sequence[str]) -> Iterator[str]:
-    """The texts of all files; an error where there are none, rather than a model or a perplexity of nothing."""
-    empty = True
-    for name in files:
-        for text in _transcripts(name) if name.endswith(".csv") else lm.read_texts([name]):
-            empty = empty and not text.strip()
-            yield text
-    if empty:
-        raise SbkitError(f"there is no text in {', '.join('stdin' if name == _STDIN else name for name in files)}")
-
-
-def _transcripts(path: str) -> Iterable[str]:
-    from sbkit.data.delimited import read_delimited
-    from sbkit.data.manifest import Column
-
-    return Column(read_delimited(path, only=("wrd",)).need("wrd", hint="a manifest has its transcripts there"))
 
 
 def _check_writable(path: Path) -> None:

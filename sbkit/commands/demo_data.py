@@ -1,0 +1,27 @@
+"""``sbkit demo-data``: a small corpus, synthesised in Common Voice's layout."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
+    parser.add_argument("out", metavar="OUT")
+    parser.add_argument("--hours", type=float, default=1.0)
+    parser.add_argument("--language", default="en", help="any language that espeak-ng speaks")
+    parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--workers", type=int, help="processes (default: one a core)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Make it; the exit code."""
+    from sbkit.data.demo import make_demo_corpus
+
+    folder = make_demo_corpus(
+        Path(args.out), hours=args.hours, language=args.language, seed=args.seed, workers=args.workers
+    )
+    print(f"{folder}  (train on it: torchrun train.py hparams/ctc.yaml --data_folder {folder} "
+          f"--language {args.language})")
+    return 0

@@ -1,0 +1,120 @@
+"""``sbkit evaluate``: any checkpoint of a run scored on any corpus."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sbkit.commands.options import RUNS_CODE, add_search
+from sbkit.system.console import table
+from sbkit.system.environment import check_torch_pair
+
+if TYPE_CHECKING:
+    from sbkit.runs.evaluation import EvaluateRequest, Result
+
+OVER_LIMIT = 1  # exit code
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
+    parser.epilog = RUNS_CODE
+    parser.add_argument("run", metavar="RUN", type=Path, help="the output folder of a training")
+    parser.add_argument("--on", metavar="CORPUS", help="a corpus of any kind (default: the run's own)")
+    parser.add_argument("--split", help="of the corpus (default: its test split)")
+    parser.add_argument("--checkpoint", nargs="+", default=["best"], metavar="CKPT", dest="checkpoints",
+                        help="best, last, or names of checkpoints: a row of the table each")
+    parser.add_argument("--average", type=int, default=1, metavar="N", help="the mean of the N best (or last)")
+    parser.add_argument("--max-wer", type=float, metavar="PERCENT", help="exit with 1 when a WER is higher")
+    parser.add_argument("--name", help="what the folder of results begins with (default: the corpus)")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="for results (default: RUN/evaluations)")
+    add_search(parser)
+    parser.add_argument("--tune-lm", action="store_true", help="find the two weights on the run's dev split first")
+    parser.add_argument("--nbest", type=int, metavar="N", help="transcripts of each utterance in nbest.jsonl")
+    parser.add_argument("--joint", action="store_true", help="search with the attention decoder and CTC together")
+    parser.add_argument("--ctc-weight", type=float, metavar="W", help="of CTC in that search (0.4)")
+    parser.add_argument("--device")
+    parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"])
+    parser.add_argument("--max-batch-seconds", type=float, metavar="S", help="audio that a device holds at once")
+    parser.add_argument("--workers", type=int, help="processes that read audio")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Score as the command line says; the exit code."""
+    check_torch_pair()
+    from sbkit.runs.evaluation import EvaluateRequest
+
+    return evaluate(EvaluateRequest(**{name: getattr(args, name) for name in EvaluateRequest.__dataclass_fields__}))
+
+
+def evaluate(request: EvaluateRequest) -> int:
+    """Score, write the files, print a table; the exit code says whether ``max_wer`` was kept."""
+    from sbkit.runs import evaluation_corpus, restore
+    from sbkit.tasks import searches
+    from sbkit.train import device as devices
+    from sbkit.train.distributed import ranks
+
+    ranks.init(devices.resolve(request.device))
+    try:
+        with ranks.failing_together():
+            hparams = restore.read_run(request.run)
+            name, path, remote = ranks.run_on_main(evaluation_corpus.corpus, request, hparams)
+            brain = restore.build(hparams, request.device, eval_precision=request.precision)
+            brain.decoder = searches.build(request, hparams)
+            results = list(_results(request, hparams, brain, name, path, remote))
+            return _tell(results, request.max_wer) if ranks.is_main() else 0
+    finally:
+        ranks.shutdown()
+
+
+def _results(request: EvaluateRequest, hparams: dict[str, Any], brain: Any, name: str, path: Path,
+             remote: Any) -> Iterator[Result]:
+    from sbkit.data.manifest import Manifest
+    from sbkit.runs import evaluation, restore
+    from sbkit.tasks import scoring, searches
+    from sbkit.train.distributed import ranks
+
+    manifest = Manifest.read(path, remote=remote)
+    for choice in request.checkpoints:
+        used = [Path(ckpt.path).name for ckpt in restore.take_weights(brain, choice, request.average)]
+        label = choice if choice in (restore.BEST, restore.LAST) else used[0]
+        if request.average > 1:
+            label += f"-mean-of-{len(used)}"
+        tuned = searches.tune(brain, hparams, lambda dev: scoring.hear(request, hparams, brain, dev, "dev")) \
+            if request.tune_lm else {}
+        label += searches.label(request)
+        scored = scoring.score(request, hparams, brain, manifest, label)
+        if brain.decoder is not None:
+            scored.facts["decoder"] = {**searches.describe(brain.decoder), **tuned}
+        scored.facts.update(
+            run=str(request.run.resolve()), corpus=request.on, source=evaluation.source(request.on),
+            manifest=str(path.resolve()), checkpoint=label, checkpoints=used,
+            folder=str(request.folder / f"{name}-{label}"))
+        yield scored._replace(replaced=ranks.run_on_main(evaluation.write, scored, manifest))
+
+
+def _tell(results: Sequence[Result], max_wer: float | None) -> int:
+    print(table(
+        ["checkpoint", "utterances", "hours", "WER %", "95 % interval", "CER %", "95 % interval", "real-time factor"],
+        [[facts["checkpoint"], facts["utterances"], facts["hours"], facts["WER"], _range(facts["WER_interval"]),
+          facts["CER"], _range(facts["CER_interval"]), f"{facts['real_time_factor']:.4f}"]
+         for facts in (scored.facts for scored in results)]))
+    for scored in results:
+        print(scored.facts["folder"])
+        if scored.replaced:
+            print(f"  replaced the result of {scored.replaced}; another --name keeps both")
+        for what, ids in (("could not be read", list(scored.facts["damaged"])),
+                          ("have no reference", scored.facts["without_reference"])):
+            if ids:
+                print(f"  not scored: {len(ids)} utterances that {what}: {', '.join(ids[:5])}")
+    over = [scored.facts for scored in results if max_wer is not None and scored.facts["WER"] > max_wer]
+    for facts in over:
+        print(f"{facts['checkpoint']}: a WER of {facts['WER']:.2f} % is more than --max-wer {max_wer:g}",
+              file=sys.stderr)
+    return OVER_LIMIT if over else 0
+
+
+def _range(bounds: Sequence[float]) -> str:
+    return f"{bounds[0]:.2f} to {bounds[1]:.2f}"

@@ -1,0 +1,35 @@
+"""``sbkit export``: a bundle of a run, that others can use."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from sbkit.commands.options import RUNS_CODE, above, count
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
+    parser.epilog = RUNS_CODE
+    parser.add_argument("run", metavar="RUN", type=Path, help="the output folder of a training")
+    parser.add_argument("--to", metavar="BUNDLE", type=Path, required=True, help="the folder to make")
+    parser.add_argument("--checkpoint", default="best", help="best, last, or the name of one (default: best)")
+    parser.add_argument("--average", type=int, default=1, metavar="N", help="the mean of the N best (or last)")
+    parser.add_argument("--formats", type=lambda text: text.split(","), metavar="A,B",
+                        help="of onnx,int8,torch,speechbrain (default: all)")
+    parser.add_argument("--target", choices=["sherpa"], help="also a model for sherpa-onnx")
+    parser.add_argument("--clips", type=count, default=40, help="test utterances to compare the formats on")
+    parser.add_argument("--tolerance", type=above, metavar="D", help="largest difference of a log-probability (0.001)")
+    parser.add_argument("--force", action="store_true", help="replace the bundle that is there")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Export it; the exit code."""
+    from sbkit.system.environment import check_torch_exports, check_torch_pair
+
+    check_torch_pair()
+    check_torch_exports()
+    from sbkit.export.bundle import ExportRequest, export
+
+    wanted = {name: getattr(args, name) for name in ExportRequest.__dataclass_fields__}
+    return export(ExportRequest(**{name: value for name, value in wanted.items() if value is not None}))

@@ -1,0 +1,36 @@
+"""``sbkit prepare RECIPE.yaml [--key value ...]``: manifests and tokenizer, and the table of what was left out."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from sbkit.system.environment import check_torch_pair
+from sbkit.train.memory import host
+
+HELP = (
+    "Only prepare the corpus and the tokenizer, and say what was left out and why."
+)
+
+
+def run(words: list[str]) -> int:
+    """Prepare; the exit code."""
+    check_torch_pair()
+    host.reserve_little()
+    from sbkit.recipe import arguments, load
+    from sbkit.runs.lock import RunLock
+    from sbkit.runs.preparation import prepare_data
+    from sbkit.runs.start_guard import put_back
+    from sbkit.train.memory import oom
+    from sbkit.train.signals import EndSignals
+
+    request = arguments.parse(words)
+    with EndSignals(), oom.told("cpu", hint=oom.BOUND_HINT):
+        hparams = load.load(request.path, request.overrides)
+        load.require(hparams, request.path, "corpus", "tokenizer")
+        folder = hparams.get("output_folder")
+        with RunLock(Path(folder), runs=False) if folder else contextlib.nullcontext():
+            if folder:
+                put_back(Path(folder))
+            prepare_data(hparams, request.overrides)
+    return 0

@@ -1,0 +1,30 @@
+"""``sbkit report``: one page about a run, alone or against another."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from sbkit.commands.options import add_schemes
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
+    parser.add_argument("run", metavar="RUN", type=Path, help="the output folder of a training, or RUN/evaluations/...")
+    parser.add_argument("--against", metavar="OTHER", type=Path, help="another one on the same test set")
+    parser.add_argument("--out", metavar="FILE", type=Path,
+                        help="where the page goes (default: RUN/report.html, or RUN/report-against-OTHER.html)")
+    parser.add_argument("--utterances", type=int, default=24, metavar="N", help="to show of each kind")
+    parser.add_argument("--audio-mb", type=float, default=8.0, metavar="MB", help="that recordings may add to the page")
+    add_schemes(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the page; the exit code."""
+    from sbkit.data.remote import Remote, check_schemes
+    from sbkit.score.report import write_report
+
+    remote = Remote(check_schemes("--schemes", args.schemes))
+    print(write_report(args.run, against=args.against, out=args.out, utterances=args.utterances,
+                       audio_megabytes=args.audio_mb, remote=remote, tell=print))
+    return 0

@@ -1,0 +1,40 @@
+"""``sbkit shard``: a manifest's recordings in tar shards that train directly."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from sbkit.commands.options import add_schemes
+from sbkit.errors import SbkitError
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
+    parser.add_argument("manifest", metavar="MANIFEST.csv")
+    parser.add_argument("out", metavar="OUT")
+    parser.add_argument("--encode", choices=["flac", "wav16k"], help="decode once, to 16 kHz mono (default: as is)")
+    parser.add_argument("--shard-size-mb", type=float, default=512)
+    parser.add_argument("--data-root", help="what $data_root in the manifest stands for")
+    parser.add_argument("--workers", type=int, default=2)
+    add_schemes(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Pack them; the exit code."""
+    from sbkit.data.manifest import Manifest
+    from sbkit.data.presence import check_opened
+    from sbkit.data.remote import Remote, check_schemes
+    from sbkit.data.shards import write_shards
+
+    source, out = Path(args.manifest), Path(args.out)
+    if (out / f"{source.stem}.csv").resolve() == source.resolve():
+        raise SbkitError(f"{source}: the manifest of the shards would replace it", hint="choose another folder")
+    rows = Manifest.read(source, args.data_root, remote=Remote(check_schemes("--schemes", args.schemes)))
+    check_opened(rows.wavs, rows.remote, source)
+    manifest = write_shards(
+        rows, out, name=source.stem, shard_size_mb=args.shard_size_mb,
+        encode=args.encode, workers=args.workers,
+    )
+    print(f"{len(manifest)} utterances, {manifest.hours:.2f} hours: {out / source.stem}.csv")
+    return 0

@@ -1,0 +1,56 @@
+"""``sbkit tune RECIPE.yaml [--key value ...]``: the largest batch that fits, found by trying and remembered."""
+
+from __future__ import annotations
+
+import sys
+
+from sbkit.errors import SbkitError
+from sbkit.system.environment import check_torch_pair
+
+HELP = (
+    "Find the largest batch that fits, by trying; remembered per model, device and precision (--fresh).\n"
+    "--memory GIB: what a run may take (default: the whole GPU; on a CPU most of what is free)."
+)
+
+
+def run(words: list[str]) -> int:
+    """Find it, or remember it, and say it; the exit code."""
+    check_torch_pair()
+    from sbkit.recipe import arguments
+    from sbkit.recipe.batch_size import remember
+    from sbkit.train import device as devices
+    from sbkit.train.memory import batch_size_search as sizes
+    from sbkit.train.memory.trials import trial
+
+    asked, words = _memory(words)
+    fresh, words = "--fresh" in words, [word for word in words if word != "--fresh"]
+    request = arguments.parse(words)
+    device = devices.resolve(request.run_opts.device)
+    gib = sizes.allowed(asked, device)
+    with trial(request, device) as made:
+        found = None if fresh else sizes.remembered(made, gib)
+        if found is None:
+            found = sizes.find(made, words, gib)
+            try:
+                remember(made.cache, found)
+            except SbkitError as error:  # what was found is worth telling all the same
+                print(f"warning: not remembered: {error}", file=sys.stderr)
+        else:
+            print(f"found before, in {made.cache} (--fresh tries again)", file=sys.stderr)
+    print(sizes.told(made, found))
+    return 0
+
+
+def _memory(argv: list[str]) -> tuple[float | None, list[str]]:
+    """``--memory GIB`` and the other words."""
+    words = [part for word in argv for part in (word.split("=", 1) if word.startswith("--memory=") else [word])]
+    if "--memory" not in words:
+        return None, words
+    place = words.index("--memory")
+    try:
+        gib = float(words[place + 1])
+        if not 0 < gib < float("inf"):
+            raise ValueError
+    except (IndexError, ValueError):
+        raise SbkitError("--memory takes a number of GiB above 0", hint="such as --memory 16") from None
+    return gib, words[:place] + words[place + 2:]

@@ -1,0 +1,85 @@
+"""The corpus that an evaluation scores: the run's own or another, prepared by the run's rules."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from sbkit.errors import SbkitError
+from sbkit.runs.evaluation import EvaluateRequest, writing
+
+logger = logging.getLogger(__name__)
+
+_TEST = ("test", "testing")  # what a corpus may call the split that is scored unless another is named
+_ONE_FILE = (".csv", ".json", ".jsonl", ".parquet")
+
+
+def corpus(request: EvaluateRequest, hparams: dict[str, Any]) -> tuple[str, Path, Any]:
+    """What the results are called, the manifest to score, and which URLs in it may be opened."""
+    own = hparams.get("corpus")
+    if own is None or "tokenizer" not in hparams:
+        raise SbkitError(f"the recipe of {request.run} names no corpus or no tokenizer",
+                         hint="sbkit evaluate is for runs of sbkit train")
+    split = request.split or "test"
+    if request.on is None and own.manifest_path(split).is_file():
+        name, corpus = request.name or split, own
+    else:
+        split = "test"
+        name, corpus = prepare(request, own, own.source if request.on is None else request.on)
+    _tell_of_strange_characters(hparams["tokenizer"], corpus.manifest(split).texts)
+    return name, corpus.manifest_path(split), corpus.remote
+
+
+def prepare(request: EvaluateRequest, own: Any, source: Any) -> tuple[str, Any]:
+    """A corpus whose test split is the one to score: the run's own by its options, another with texts by its rules."""
+    from sbkit.data.corpus import Corpus
+
+    title = request.name or (Path(str(source).split("?")[0]).name.split(".")[0] if source else "demo")
+    if isinstance(source, str) and source.endswith(_ONE_FILE):
+        source = {"test": source}
+    corpora = request.folder / "corpora"
+
+    def corpus_of(split: str, folder: Path) -> Corpus:
+        if request.on is None:
+            return own.only_split(split, folder)
+        return Corpus(source, own.language, folder, splits={"test": split}, text=own.text, only=("test",),
+                      schemes=own.schemes, url_megabytes=own.url_megabytes, url_seconds=own.url_seconds)
+
+    split = request.split
+    with _naming_the_run(request):
+        if split is None:
+            names = corpus_of("test", corpora / title).names()
+            split = next((name for name in names if name.lower() in _TEST), names[0] if len(names) == 1 else None)
+            if split is None:
+                raise SbkitError(f"{source} has no test split (it has {', '.join(names) or 'none'})",
+                                 hint="choose one with --split")
+        if split.lower() not in _TEST and request.name is None:
+            title += f"-{split}"
+        corpus = corpus_of(split, corpora / title)
+        with writing(corpora):
+            corpus.prepare()
+    print(corpus.summary(), file=sys.stderr)
+    return title, corpus
+
+
+@contextlib.contextmanager
+def _naming_the_run(request: EvaluateRequest) -> Iterator[None]:
+    """Whose corpus it is where that was not said in the command."""
+    try:
+        yield
+    except SbkitError as error:
+        if request.on is not None:
+            raise
+        raise SbkitError(f"the corpus of {request.run}: {error.message}", hint=error.hint) from error
+
+
+def _tell_of_strange_characters(tokenizer: Any, texts: Sequence[str]) -> None:
+    strange = tokenizer.coverage(texts)
+    if strange:
+        listed = ", ".join(f"{char!r} x {times}" for char, times in strange.most_common(10))
+        logger.warning("The model cannot write %d characters of these texts, so each is an error: %s",
+                       strange.total(), listed)

@@ -1,0 +1,52 @@
+"""Texts of files, manifests and runs, as a language model is made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from sbkit.decode import lm
+from sbkit.errors import SbkitError
+
+_STDIN = "-"
+
+
+def read_run(folder: str) -> dict[str, Any]:
+    """The recipe of a run as objects, a corpus and a tokenizer among them."""
+    from sbkit.runs import restore
+
+    hparams = restore.read_run(folder)
+    if "corpus" not in hparams or "tokenizer" not in hparams:
+        raise SbkitError(f"the recipe of {folder} names no corpus or no tokenizer",
+                         hint="give its transcripts as a file")
+    return hparams
+
+
+def found(name: str, split: str) -> str:
+    """The file that a source stands for; an error where there is none."""
+    path = Path(name)
+    if path.is_dir():
+        path = read_run(name)["corpus"].manifest_path(split)
+    if name != _STDIN and not path.exists():  # it may be a pipe
+        what = f"{name} has no transcripts of {split} ({path})" if Path(name).is_dir() else f"{name}: no such file"
+        raise SbkitError(what, hint="name a text file, a manifest or a run")
+    return str(path)
+
+
+def texts(files: Sequence[str]) -> Iterator[str]:
+    """The texts of all files; an error where there are none, rather than a model or a perplexity of nothing."""
+    empty = True
+    for name in files:
+        for text in _transcripts(name) if name.endswith(".csv") else lm.read_texts([name]):
+            empty = empty and not text.strip()
+            yield text
+    if empty:
+        raise SbkitError(f"there is no text in {', '.join('stdin' if name == _STDIN else name for name in files)}")
+
+
+def _transcripts(path: str) -> Iterable[str]:
+    from sbkit.data.delimited import read_delimited
+    from sbkit.data.manifest import Column
+
+    return Column(read_delimited(path, only=("wrd",)).need("wrd", hint="a manifest has its transcripts there"))

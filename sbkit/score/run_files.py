@@ -1,0 +1,12 @@
+"""Names in a run's folder that training writes and its report reads; all of them stand in ``sbkit.runs.layout``."""
+
+RECIPE = "hyperparams.yaml"
+"""As SpeechBrain names the resolved recipe."""
+METRICS = "metrics.jsonl"
+HEARD = "test_utterances.jsonl"
+MANIFESTS = "manifests"
+PREPARED = f"{MANIFESTS}/prepare_report.json"
+RESULT, EVALUATED = "result.json", "utterances.jsonl"
+"""In the folder of an evaluation."""
+REPORT = "report.html"
+CULPRITS = "culprits"

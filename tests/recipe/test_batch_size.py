@@ -1,0 +1,33 @@
+"""What fits is remembered by model, device, precision and memory, and recommended with a margin."""
+
+import torch
+
+from sbkit.recipe import batch_size
+
+
+def test_what_is_recommended_leaves_a_margin_and_is_no_more_than_a_step():
+    assert batch_size.BatchSize(2, [10.0, 20.0], [12, 5], 400).seconds == 90
+    assert batch_size.BatchSize(2, [10.0, 20.0], [30, 14], 200).seconds == 200
+    assert batch_size.BatchSize(2, [10.0, 20.0], [3, 0], 200).seconds == 0
+
+
+def test_results_are_kept_by_memory(tmp_path):
+    path = tmp_path / "tune" / "x.json"
+    assert batch_size.remembered(path) == []
+    few, many = batch_size.BatchSize(2.0, [1.0], [7], 100), batch_size.BatchSize(16.0, [1.0], [70], 100)
+    for found in (many, batch_size.BatchSize(2.0, [1.0], [9], 100), few):
+        batch_size.remember(path, found)
+    assert batch_size.remembered(path) == [few, many]
+    path.write_text('[{"gib": 2}]')
+    assert batch_size.remembered(path) == []
+    path.write_text("{")
+    assert batch_size.remembered(path) == []
+
+
+def test_they_are_kept_by_model_device_and_precision():
+    def place(width=3, precision="fp32", **hparams):
+        model = batch_size.model_of({"m": torch.nn.Linear(2, width)})
+        return batch_size.place(model, hparams, precision, torch.device("cpu"))
+
+    assert place() == place()
+    assert len({place(), place(4), place(precision="bf16"), place(ctc_weight=0.3), place(ema=1)}) == 5

@@ -1,0 +1,43 @@
+"""The largest batch is found in few attempts, and has room for batches of many lengths."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sbkit.recipe import batch_size
+from sbkit.train.memory import batch_size_search as sizes
+
+
+@settings(max_examples=200, deadline=None)
+@given(capacity=st.floats(0.5, 5000), edges=st.lists(st.floats(0.5, 30), min_size=1, max_size=6, unique=True),
+       most=st.integers(30, 4000), bend=st.floats(0, 0.2))
+def test_the_largest_that_fits_is_found_in_few_attempts(capacity, edges, most, bend):
+    tried = []
+
+    def needs(n, seconds):
+        return n * seconds * (1 + bend * seconds)  # attention grows with the square
+
+    def fits(n, seconds):
+        tried.append((n, seconds))
+        assert n >= 1 and n * seconds <= most + seconds
+        return needs(n, seconds) <= capacity
+
+    edges = sorted(edges)
+    found = sizes.search(edges, fits, most, show=False)
+    for edge, n in zip(edges, found, strict=True):
+        assert n == 0 or needs(n, edge) <= capacity
+        beyond = n + max(1, int(sizes.PRECISION * n) + 1)
+        assert beyond > most / edge or needs(beyond, edge) > capacity
+    assert len(tried) <= 25 * len(edges)
+
+
+def test_what_is_recommended_has_room_for_batches_of_many_lengths():
+    found, tried = batch_size.BatchSize(2, [10.0, 20.0], [60, 30], 400), []
+
+    def fits(n, seconds):
+        tried.append(n * seconds)
+        return tried[-1] <= 300
+
+    assert sizes.rehearse(found, lambda n, seconds: True) is found and found.seconds == 400
+    assert sizes.rehearse(found, fits).seconds == 291  # 400 x 0.9 x 0.9 x 0.9
+    assert len(tried) >= sizes.REHEARSED and max(tried[-sizes.REHEARSED:]) <= 291 < 300 < tried[0]
+    assert sizes.rehearse(found, lambda n, seconds: False).seconds == 0
