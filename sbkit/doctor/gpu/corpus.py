@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol, TypeVar
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from sbkit.doctor.gpu.bench import Bench
+T = TypeVar("T")
 
 RATE = 16_000
 LETTERS = "abcdefghijklmnopqrst"
@@ -20,7 +20,19 @@ SHORTEST, LONGEST = 1.5, 11.0
 AGAIN = 6
 
 
-def corpus(bench: Bench) -> Path:
+class Workplace(Protocol):
+    """What of a check's bench a corpus is made with."""
+
+    home: Path
+
+    def alone(self, what: str) -> AbstractContextManager[None]:
+        """One check at a time."""
+
+    def size(self, card: T, small: T) -> T:
+        """The first on a card, the second in a rehearsal."""
+
+
+def corpus(bench: Workplace) -> Path:
     """The folder with ``train.csv``, ``dev.csv`` and ``test.csv``, made by the check that comes first."""
     folder = bench.home / "corpus"
     with bench.alone("corpus"):
@@ -30,7 +42,7 @@ def corpus(bench: Bench) -> Path:
     return folder
 
 
-def long_corpus(bench: Bench) -> Path:
+def long_corpus(bench: Workplace) -> Path:
     """The same recordings again and again, as other utterances: an epoch is long enough that its start is no part."""
     once, folder = corpus(bench), bench.home / "long-corpus"
     with bench.alone("long-corpus"):

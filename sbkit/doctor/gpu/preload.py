@@ -12,16 +12,9 @@ try:
     import torch._dynamo
     import torch._refs
 
-    import sbkit.commands.train
     import sbkit.data.loader
     import sbkit.recipe.build
     import sbkit.recipe.flops
-    import sbkit.runs.completion
-    import sbkit.runs.lock
-    import sbkit.runs.preflight
-    import sbkit.runs.preparation
-    import sbkit.runs.start_guard
-    import sbkit.runs.training
     import sbkit.score.report
     import sbkit.tasks.ctc  # noqa: F401
 finally:

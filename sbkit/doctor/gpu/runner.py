@@ -33,7 +33,7 @@ class CheckProcess:
         self._folder.mkdir(parents=True)
         bench = Bench(check.name, folder=self._folder, **settings)
         # A server that has imported everything, and never asked for a card, forks the checks.
-        _CONTEXT.set_forkserver_preload([f"{__package__}.preloaded"])
+        _CONTEXT.set_forkserver_preload([f"{__package__}.preload"])
         self._process = _CONTEXT.Process(target=_check, args=(check.function, bench, str(self._log)))
         self._started = time.monotonic()
         with helper_process.away_from_here():

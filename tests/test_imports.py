@@ -1,0 +1,103 @@
+"""Which room imports which: none one above it, no cycles, and what uses a bundle reaches nothing that trains."""
+
+import ast
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import sbkit
+
+HOME = Path(sbkit.__file__).parent
+#: From the ground up. A room imports those before it.
+ORDER = ("errors", "system", "nn", "data", "decode", "score", "recipe", "train", "runs", "tasks", "export", "infer",
+         "serve", "doctor", "commands", "cli", "__main__")
+#: Rooms that are nobody's ground: whatever stands above them, only these import them.
+ONLY_BY = {"doctor": {"commands"}, "commands": {"cli"}, "cli": {"__main__"}, "__main__": set()}
+#: What one who uses a bundle has no use for.
+TRAINING = {"train", "recipe", "tasks", "runs"}
+
+
+def name_of(path):
+    return ".".join(path.relative_to(HOME.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+FILES = {name_of(path): path for path in sorted(HOME.rglob("*.py"))}
+
+
+@cache
+def imports(module):
+    """Its imports of sbkit's modules with their lines, wherever they stand."""
+    return imports_in(ast.parse(FILES[module].read_text(encoding="utf-8")), module)
+
+
+def imports_in(tree, module):
+    found = {}
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}, line {node.lineno}: write out what is imported"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            while name and name not in FILES:  # a class, a function
+                name = name.rpartition(".")[0]
+            if name and name != module:
+                found.setdefault(name, node.lineno)
+    return found
+
+
+def room(module):
+    """The second word of its name; the package itself, which holds nothing, is the ground's."""
+    return [*module.split("."), "errors"][1]
+
+
+def test_every_room_has_its_place():
+    assert {room(module) for module in FILES} <= set(ORDER)
+
+
+def told(module, other):
+    return f"{module}, line {imports(module)[other]}, imports {other}"
+
+
+def test_no_room_imports_one_above_it():
+    up = [told(module, other) for module in FILES for other in imports(module)
+          if ORDER.index(room(other)) > ORDER.index(room(module))]
+    assert up == []
+
+
+def test_nobody_imports_a_command_or_the_doctor_but_those_who_call_them():
+    wrong = [told(module, other) for module in FILES for other in imports(module)
+             if room(other) != room(module) and room(module) not in ONLY_BY.get(room(other), {room(module)})]
+    assert wrong == []
+
+
+def test_no_module_imports_one_that_imports_it_in_the_end():
+    around = sorted(module for module in FILES if module in reached(imports(module)))
+    assert around == [], "each of these is in a cycle"
+
+
+def reached(start, packages=False):
+    """All that importing ``start`` may import: what stands in functions too, and the packages around each if asked."""
+    seen, waiting = set(), list(start)
+    while waiting:
+        module = waiting.pop()
+        if module not in seen:
+            seen.add(module)
+            waiting += imports(module)
+            if packages and "." in module:
+                waiting.append(module.rpartition(".")[0])
+    return seen
+
+
+@pytest.mark.parametrize("place", ["infer", "serve"])
+def test_what_uses_a_bundle_reaches_nothing_that_trains(place):
+    for module in (module for module in FILES if room(module) == place):
+        wrong = sorted(other for other in reached([module], packages=True) if room(other) in TRAINING)
+        assert wrong == [], f"{module} reaches them"
+
+
+def test_an_import_in_a_function_counts_as_well():
+    code = "def f():\n    from sbkit.train import brain\n    from sbkit.errors import SbkitError\n"
+    assert imports_in(ast.parse(code), "sbkit.nn.ctc") == {"sbkit.train.brain": 2, "sbkit.errors": 3}
