@@ -11,20 +11,23 @@ from typing import Any
 from speechbrain.utils import checkpoints as stock
 from speechbrain.utils.checkpoints import Checkpoint, ckpt_recency
 from speechbrain.utils.distributed import get_rank
+from speechbrain.utils.epoch_loop import EpochCounter
 
 from sbkit.train.checkpoint import files, shelf
 from sbkit.train.checkpoint.files import CheckpointError
-from sbkit.train.checkpoint.saver import Saving
+from sbkit.train.checkpoint.pending import Writer
+from sbkit.train.checkpoint.saver import Saver, Source
 from sbkit.train.checkpoint.shelf import Predicate
-from sbkit.train.checkpoint.state import NotLoaded, hook_for, load_recoverable
+from sbkit.train.checkpoint.state import NotLoaded, hook_for, load_recoverable, unsaved
 from sbkit.train.distributed import ranks
 
 logger = logging.getLogger(__name__)
 
+KEEP = "keep"  # meta key of a checkpoint that save_and_keep_only never deletes
 VISIBLE_WITHIN = 30  # seconds that a network disk may take to show another node's folder
 
 
-class Checkpointer(Saving):
+class Checkpointer(stock.Checkpointer):
     """A drop-in for ``speechbrain.utils.checkpoints.Checkpointer``; each can read what the other wrote.
 
     ============================  ==================================================================
@@ -78,10 +81,99 @@ class Checkpointer(Saving):
         return old
 
     def _set_up(self, asynchronous: bool) -> None:
-        super()._set_up(asynchronous)
+        self.asynchronous = asynchronous
+        self._writer = Writer()
+        self._saver = Saver(self._writer)
+        self._told: set[str] = set()
         if get_rank() in (None, 0):
             for name in files.sweep(self.checkpoints_dir):
                 logger.info("Removed %s, left in %s by a run that was killed", name, self.checkpoints_dir)
+
+    # ------------------------------------------------------------ saving
+
+    def save_checkpoint(
+        self, meta: Mapping[str, Any] | None = None, end_of_epoch: bool = True, name: str | None = None,
+        verbosity: int = logging.INFO,
+    ) -> Checkpoint | None:
+        """Save every recoverable; gives the checkpoint on rank 0, None elsewhere (and after a warning).
+
+        While ``asynchronous``, it is the checkpoint that will stand; ``wait`` says whether it does.
+        """
+        return self._saver.save(self._source(), dict(meta or {}), end_of_epoch, name, verbosity,
+                                background=self.asynchronous)
+
+    def save_and_keep_only(
+        self, meta: Mapping[str, Any] | None = None, end_of_epoch: bool = True, name: str | None = None,
+        num_to_keep: int = 1, keep_recent: bool = True, importance_keys: Sequence[Callable] = (),
+        max_keys: Sequence[str] = (), min_keys: Sequence[str] = (), ckpt_predicate: Predicate | None = None,
+        verbosity: int = logging.INFO, keep_every: int | None = None,
+    ) -> None:
+        """Save, then delete what is neither among the best nor the most recent; SpeechBrain's arguments, and
+
+        keep_every : int, optional
+            Keep the checkpoint at the end of every so many epochs for good (its meta gets ``keep: true``).
+        """
+        meta = dict(meta or {})
+        if keep_every and end_of_epoch and self._epoch(meta) % keep_every == 0:
+            meta[KEEP] = True
+        recency = [ckpt_recency] if keep_recent else []
+        orders = shelf.orders(min_keys, max_keys, [*importance_keys, *recency])
+
+        def tidy() -> None:
+            self._delete(num_to_keep, orders, ckpt_predicate, verbosity, spare=lambda c: c.meta.get(KEEP))
+
+        self._saver.save(self._source(), meta, end_of_epoch, name, verbosity, background=self.asynchronous, tidy=tidy,
+                         keys=(*min_keys, *max_keys))
+
+    def wait(self) -> Checkpoint | None:
+        """Wait until nothing is being written; gives what the last save left, None if a full disk refused it.
+
+        Raises what went wrong in the background.
+        """
+        return ranks.run_on_main(self._saver.settle)
+
+    def look(self) -> None:
+        """Raise what has gone wrong in the background by now, on the rank that writes; wait for nothing."""
+        self._writer.look()
+
+    def hold(self, meta: Mapping[str, Any]) -> None:
+        """Take the state as it is now, for a mid-epoch checkpoint that may be needed: see ``publish``.
+
+        Tensors are not copied: until then nothing may change them. A disk that refuses it is no error.
+        """
+        self._saver.hold(self._source(), meta)
+
+    def publish(self) -> Checkpoint | None:
+        """Let the checkpoint that is held appear; None where none is."""
+        return self._saver.publish(self._source())
+
+    def drop(self) -> None:
+        """Forget the checkpoint that is held, if one is."""
+        self._saver.drop()
+
+    def _source(self) -> Source:
+        return Source(self.recoverables, self.custom_save_hooks, self.checkpoints_dir, self._list, self._path,
+                      self._warn_once)
+
+    def _path(self, name: str | None) -> Path:
+        return self._new_checkpoint_dirpath() if name is None else self._custom_checkpoint_dirpath(name)
+
+    def _epoch(self, meta: Mapping[str, Any]) -> int:
+        counters = (obj for obj in self.recoverables.values() if isinstance(obj, EpochCounter))
+        epoch = meta.get("epoch", next((counter.current for counter in counters), None))
+        if epoch is None:
+            raise CheckpointError("keep_every needs to know the epoch",
+                             hint="add the epoch counter to the recoverables, or epoch to meta")
+        return int(epoch)
+
+    def unsaved(self, objects: Mapping[str, Any]) -> list[str]:
+        """Names of objects (of a YAML, say) with state of their own to save that are no recoverables."""
+        return unsaved(self.recoverables, objects)
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._told:
+            self._told.add(message)
+            logger.warning(message)
 
     # ------------------------------------------------------------ deleting
 
@@ -94,7 +186,7 @@ class Checkpointer(Saving):
         orders = shelf.orders(min_keys or (), max_keys or (), importance_keys)
 
         def delete() -> None:
-            self._settle()
+            self._saver.settle()
             self._delete(num_to_keep, orders, ckpt_predicate, verbosity)
 
         if num_to_keep < 0:
@@ -125,7 +217,7 @@ class Checkpointer(Saving):
 
     def list_checkpoints(self) -> list[Checkpoint]:
         """All checkpoints that stand, in no order."""
-        self._settle()
+        self._saver.settle()
         return self._list()
 
     def find_checkpoints(
@@ -136,7 +228,7 @@ class Checkpointer(Saving):
 
         A metric that none of the checkpoints has is an error that lists the ones there are.
         """
-        self._settle()
+        self._saver.settle()
         self._check_key(max_key or min_key, ckpt_predicate)
         return self._find(importance_key, max_key, min_key, ckpt_predicate)[:max_num_checkpoints]
 
@@ -171,7 +263,7 @@ class Checkpointer(Saving):
         passed: dict[Path, str] = {}
 
         def choose() -> Checkpoint | None:
-            self._settle()
+            self._saver.settle()
             self._check_key(max_key or min_key, ckpt_predicate)
             for ckpt in self._find(importance_key, max_key, min_key, ckpt_predicate):
                 if ckpt.path not in passed:
