@@ -14,9 +14,9 @@ def test_help_lists_every_command(capsys):
     with pytest.raises(SystemExit) as done:
         main(["--help"])
     assert done.value.code == 0
-    out = capsys.readouterr().out
+    out = " ".join(capsys.readouterr().out.split())
     for command, what in {**RECIPE_COMMANDS, **COMMANDS}.items():
-        assert f"    {command} " in out and what.split()[0] in out
+        assert f" {command} {what}" in out
 
 
 def test_every_command_has_its_file_and_every_file_is_a_command():

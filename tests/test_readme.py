@@ -40,7 +40,7 @@ def test_a_command_is_understood(words, monkeypatch):
         words = words[words.index("-m") + 1:]
     if words[0] == "sbkit" and words[1] not in cli.RECIPE_COMMANDS:
         if len(words) == 2:  # its name alone
-            assert words[1] in cli.COMMANDS
+            assert words[1] in cli._parser([]).format_help()
         else:
             cli._parser(words[1:]).parse_args(words[1:])
         return

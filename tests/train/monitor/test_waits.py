@@ -78,7 +78,7 @@ def test_the_waits_of_the_steps_after_the_first_few_are_counted_and_not_shown(ca
         steps(counter, 20, step)
         assert card.mode == 0 and warnings.showwarning is before
     assert counter.a_step() == 2
-    assert counter.words().startswith("host waits 2 a step, most of them at train/test_waits.py:")
+    assert counter.words().startswith("host waits 2 a step, most of them at monitor/test_waits.py:")
     assert {str(each.message) for each in shown} == {"something else"}
     assert len(shown) == waits.FIRST - 1 + waits.LOOKED_AT + 20
 
@@ -150,7 +150,7 @@ def test_an_epoch_says_how_often_a_step_waited(card, caplog, tmp_path):
     toy.metrics_log.flush()
     epoch = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert epoch["kind"] == "epoch" and epoch["host_waits_per_step"] == 0.25
-    assert any("host waits 0.25 a step, most of them at train/test_waits.py" in line for line in caplog.messages)
+    assert any("host waits 0.25 a step, most of them at monitor/test_waits.py" in line for line in caplog.messages)
 
 
 def test_a_run_that_breaks_leaves_no_mode_behind(card):
