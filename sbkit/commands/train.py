@@ -52,13 +52,13 @@ def _run(request: Any, device: Any) -> None:
             hparams = load.load(request.path, request.overrides)
             load.require(hparams, request.path, *preflight.NEEDED)
             folder = Path(hparams["output_folder"])
-            with disk.told(folder), RunLock(folder), StartGuard(folder, ranks.is_main()) as kept:
-                _train(hparams, request, device, kept)
+            with disk.told(folder), RunLock(folder), StartGuard(folder, ranks.is_main()) as guard:
+                _train(hparams, request, device, guard)
     finally:
         ranks.shutdown()
 
 
-def _train(hparams: dict[str, Any], request: Any, device: Any, kept: Any) -> None:
+def _train(hparams: dict[str, Any], request: Any, device: Any, guard: Any) -> None:
     from sbkit.recipe import load
     from sbkit.runs import completion, preflight, preparation, training
     from sbkit.tasks import results
@@ -80,7 +80,7 @@ def _train(hparams: dict[str, Any], request: Any, device: Any, kept: Any) -> Non
         return
     ranks.run_on_main(completion.forget, hparams)
     manifests = hparams["corpus"].load()
-    brain = training.fit_and_test(hparams, request, device, manifests, kept)
+    brain = training.fit_and_test(hparams, request, device, manifests, guard)
     ranks.run_on_main(results.show, brain, Path(hparams["output_folder"]), manifests["test"],
                       hparams["corpus"].left_out("test"))
     if (done or not test_only) and not brain.test_unread:  # a test alone does not make a run done

@@ -13,7 +13,7 @@ import numpy as np
 from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.infer import device as devices
-from sbkit.infer.device import Running, Wanted
+from sbkit.infer.device import DeviceChoice, Placement
 from sbkit.infer.worker import Worker
 from sbkit.system.cores import keep_to_usable_cores, threads_to_ask_for, usable_cores
 
@@ -26,7 +26,7 @@ _SHAPES = 64  # that a module may be compiled for before torch gives up on it
 class Backend(Protocol):
     """Runs batches; made and called within the worker."""
 
-    running: Running
+    running: Placement
     width: int | None
     """Of the output, where the file says it."""
 
@@ -37,7 +37,7 @@ class Backend(Protocol):
 class Onnx:
     """ONNX Runtime; imports neither torch nor speechbrain."""
 
-    def __init__(self, path: Path, model: str, wanted: Wanted, threads: int | None):
+    def __init__(self, path: Path, model: str, wanted: DeviceChoice, threads: int | None):
         threads = threads or threads_to_ask_for()
         where, why = devices.for_eight_bits(wanted) if model == layout.INT8 else (wanted, "")
         self._session, device, note = devices.open_session(str(path), where, threads)
@@ -47,7 +47,7 @@ class Onnx:
                              f"{list(layout.INPUTS)} and gives {list(layout.OUTPUTS)}")
         width = self._session.get_outputs()[0].shape[2]
         self.width = width if isinstance(width, int) else None
-        self.running = Running(
+        self.running = Placement(
             wanted.text, device, self._session.get_providers()[0], model, path.name, threads or usable_cores(),
             {"onnxruntime": devices.runtime_version()}, why or note)
 
@@ -64,7 +64,7 @@ class Torch:
 
     width = None
 
-    def __init__(self, path: Path, model: str, wanted: Wanted, threads: int | None, worker: Worker,
+    def __init__(self, path: Path, model: str, wanted: DeviceChoice, threads: int | None, worker: Worker,
                  compile_mode: str | None):
         refuse_pickles(path)
         import torch
@@ -82,7 +82,7 @@ class Torch:
             module = moved(torch.export.load(path), device).module()
         self._torch, self._device = torch, device
         self._module = compiled(module, compile_mode, worker) if compile_mode else module
-        self.running = Running(
+        self.running = Placement(
             wanted.text, str(device), f"torch.compile {compile_mode}" if compile_mode else "torch.export", model,
             path.name, torch.get_num_threads(), {"torch": str(torch.__version__)}, note)
 
@@ -134,7 +134,7 @@ def compiled(module: Any, mode: str, worker: Worker) -> Any:
     return torch.compile(module, mode=mode, dynamic=False)
 
 
-def _torch_device(wanted: Wanted, torch: Any) -> tuple[Any, str]:
+def _torch_device(wanted: DeviceChoice, torch: Any) -> tuple[Any, str]:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted.explicit_gpu and wanted.index >= count:
         raise SbkitError(f"{wanted.text} was asked for, and torch {torch.__version__} sees {count} CUDA devices",

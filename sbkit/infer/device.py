@@ -16,7 +16,7 @@ _CUDA_OPTIONS = {"cudnn_conv_algo_search": "HEURISTIC", "use_tf32": "0"}
 
 
 @dataclass(frozen=True)
-class Wanted:
+class DeviceChoice:
     """A request: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``."""
 
     text: str
@@ -24,7 +24,7 @@ class Wanted:
     index: int = 0
 
     @classmethod
-    def parse(cls, device: str) -> Wanted:
+    def parse(cls, device: str) -> DeviceChoice:
         """Read what a user wrote."""
         match = re.fullmatch(r"(auto|cpu|cuda)(?::(\d+))?", device)
         if match is None or (match[2] and match[1] != "cuda"):
@@ -37,7 +37,7 @@ class Wanted:
 
 
 @dataclass
-class Running:
+class Placement:
     """What was asked for and what runs: two facts."""
 
     asked: str
@@ -79,7 +79,7 @@ def _version(name: str) -> str | None:
         return None
 
 
-def for_eight_bits(wanted: Wanted) -> tuple[Wanted, str]:
+def for_eight_bits(wanted: DeviceChoice) -> tuple[DeviceChoice, str]:
     """Where a model of 8-bit products runs, and why: ONNX Runtime has no CUDA kernel for them.
 
     ``DynamicQuantizeLinear`` has none at all, and ``MatMulInteger`` none for the unsigned bytes that it gives: with
@@ -89,10 +89,10 @@ def for_eight_bits(wanted: Wanted) -> tuple[Wanted, str]:
         raise SbkitError(f"{wanted.text} was asked for, and ONNX Runtime computes 8-bit products on the CPU alone",
                          hint="take --model onnx on a GPU, or --device cpu")
     note = "8-bit products run on the CPU alone" if wanted.kind == "auto" else ""
-    return Wanted(wanted.text, "cpu"), note
+    return DeviceChoice(wanted.text, "cpu"), note
 
 
-def open_session(path: str, wanted: Wanted, threads: int | None) -> tuple[Any, str, str]:
+def open_session(path: str, wanted: DeviceChoice, threads: int | None) -> tuple[Any, str, str]:
     """An ONNX Runtime session on the device that was wanted, the device it is on, and a note.
 
     What the session says it uses is compared with what was asked for: a provider whose libraries are
@@ -139,7 +139,7 @@ def open_session(path: str, wanted: Wanted, threads: int | None) -> tuple[Any, s
     return session, "cpu", note
 
 
-def _unusable(path: str, wanted: Wanted, error: Exception) -> SbkitError:
+def _unusable(path: str, wanted: DeviceChoice, error: Exception) -> SbkitError:
     if wanted.explicit_gpu:
         return SbkitError(f"{wanted.text} can't be used: {_first_line(error)}")
     return SbkitError(f"{path} can't be loaded: {_first_line(error)}", hint="is the file whole? export it again")

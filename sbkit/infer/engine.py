@@ -14,7 +14,7 @@ from sbkit.export import layout
 from sbkit.export.layout import Config
 from sbkit.export.vocabulary import Vocabulary
 from sbkit.infer.backends import Backend, Onnx, Torch
-from sbkit.infer.device import Running, Wanted
+from sbkit.infer.device import DeviceChoice, Placement
 from sbkit.infer.worker import Worker
 
 AUTO = "auto"
@@ -46,7 +46,7 @@ class Engine:
         self.config = Config.read(self.folder)
         self.vocabulary = Vocabulary.read(self.folder, self.config)
         model = self._choose(model)
-        wanted = Wanted.parse(device)
+        wanted = DeviceChoice.parse(device)
         if compile and model != layout.TORCH:
             raise SbkitError(f"compile is for the model torch, and {model} was chosen", hint="add --model torch")
         self._buckets = self._shapes(buckets) if compile else []
@@ -64,7 +64,7 @@ class Engine:
     # ------------------------------------------------------------------ asking
 
     @property
-    def running(self) -> Running:
+    def running(self) -> Placement:
         """What was asked for and what runs."""
         return self._backend.running
 
@@ -92,7 +92,7 @@ class Engine:
 
     # ------------------------------------------------------------------ within the worker
 
-    def _open(self, path: Path, model: str, wanted: Wanted, threads: int | None, compile: str | None) -> None:
+    def _open(self, path: Path, model: str, wanted: DeviceChoice, threads: int | None, compile: str | None) -> None:
         self._check_file(path)
         if model == layout.TORCH:
             self._backend = Torch(path, model, wanted, threads, self._worker, compile)

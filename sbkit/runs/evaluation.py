@@ -89,7 +89,7 @@ def write(scored: Result, manifest: Any) -> str:
         scored.characters.write(folder / CER)
         utterances.write(folder / EVALUATED, utterances.join(scored.rows, manifest))
         if "decoder" in scored.facts:
-            _write_nbest(folder / NBEST, scored.rows)
+            write_nbest(folder / NBEST, scored.rows)
         with atomic_write(folder / RESULT) as out:
             json.dump({**scored.facts, "command": command(), "environment": describe()}, out, indent=1,
                       ensure_ascii=False)
@@ -123,7 +123,7 @@ def writing(folder: Path) -> Iterator[None]:
                          hint="choose another place with --out") from error
 
 
-def _write_nbest(path: Path, rows: Sequence[Any]) -> None:
+def write_nbest(path: Path, rows: Sequence[Any]) -> None:
     """One JSON object per utterance."""
     with atomic_write(path) as out:
         for row in rows:

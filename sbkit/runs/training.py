@@ -13,7 +13,7 @@ from sbkit.system.environment import command, describe
 logger = logging.getLogger(__name__)
 
 
-def fit_and_test(hparams: dict[str, Any], request: Any, device: Any, manifests: dict[str, Any], kept: Any) -> Any:
+def fit_and_test(hparams: dict[str, Any], request: Any, device: Any, manifests: dict[str, Any], guard: Any) -> Any:
     """Train what is missing, then test; the Brain, which has the results."""
     from sbkit.data.loader import EvalLoader, TrainLoader
     from sbkit.data.plan import Plan
@@ -58,18 +58,18 @@ def fit_and_test(hparams: dict[str, Any], request: Any, device: Any, manifests: 
                          hint="train first, or name the folder of a run with --output_folder")
     with train_set, valid_set:
         resumed = brain.checkpointer is not None and bool(brain.checkpointer.list_checkpoints())
-        brain.fit(_from_here_on(kept, hparams["epoch_counter"], resumed), train_set, valid_set)
+        brain.fit(_from_here_on(guard, hparams["epoch_counter"], resumed), train_set, valid_set)
     with test_set:
         brain.evaluate(test_set, min_key="WER")
     return brain
 
 
-def _from_here_on(kept: Any, epochs: Iterable[int], resumed: bool) -> Iterator[int]:
+def _from_here_on(guard: Any, epochs: Iterable[int], resumed: bool) -> Iterator[int]:
     """The first epoch is asked for once the newest checkpoint was found to fit."""
-    changes = kept.changes()
+    changes = guard.changes()
     if resumed and changes:
         logger.warning("This run goes on with other values than it had: %s", "; ".join(changes))
-    kept.begins()
+    guard.begins()
     yield from epochs
 
 

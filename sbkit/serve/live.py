@@ -38,7 +38,7 @@ from sbkit.serve.job import Job
 from sbkit.serve.limits import Limits
 from sbkit.serve.metrics import Metrics
 from sbkit.serve.registry import Registry, ServedModel
-from sbkit.serve.tail import Settled, Tail
+from sbkit.serve.tail import Settlement, Tail
 
 PROTOCOL = "sbkit.live"
 _log = logging.getLogger(__name__)
@@ -263,7 +263,7 @@ class _Session:
         await self._tell(self.tail.settle(found, len(signal), skip, last))
         return last
 
-    async def _tell(self, settled: Settled) -> None:
+    async def _tell(self, settled: Settlement) -> None:
         text = self.served.vocabulary.text
         for stretch in stretches(settled.final):
             await self._websocket.send_json({

@@ -21,7 +21,7 @@ _BEHIND_WORD_SECONDS = 0.5
 
 
 @dataclass
-class Settled:
+class Settlement:
     """Words that will not change any more, and those that may; times from the first sample on."""
 
     final: list[Word]
@@ -85,14 +85,14 @@ class Tail:
         self._seen = self._start + len(seen)
         return seen, self._skip
 
-    def settle(self, words: Sequence[Word], seen: int, skip: int, end: bool = False) -> Settled:
+    def settle(self, words: Sequence[Word], seen: int, skip: int, end: bool = False) -> Settlement:
         """Decide on what the model said of the first ``seen`` samples; times of words count from ``skip`` on."""
         first = (self._start + skip * self._frame) / self._rate
         words = [replace(word, start=word.start + first, end=word.end + first) for word in words]
         until = (self._start + seen) / self._rate
         if end:
             self._forget(until)
-            return Settled(words, [], until)
+            return Settlement(words, [], until)
         count, cut = _pause(words, until)
         if count:
             self._forget(cut)
@@ -101,7 +101,7 @@ class Tail:
         elif seen >= self._longest:
             count, cut = _widest(words, first, until)
             self._forget(cut, context=True)
-        return Settled(words[:count], words[count:], words[count].start if count < len(words) else until)
+        return Settlement(words[:count], words[count:], words[count].start if count < len(words) else until)
 
     def _forget(self, until: float, context: bool = False) -> None:
         """Drop what lies before; cuts lie on the grid of the frames."""

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from sbkit.doctor.gpu.check import NOT_SHOWN, OK, REHEARSED, SHORT, Seen
+from sbkit.doctor.gpu.check import NOT_SHOWN, OK, REHEARSED, SHORT, Observation
 from sbkit.system.processes import free_port, torchrun_environment
 
 T = TypeVar("T")
@@ -70,15 +70,15 @@ class Bench:
 
     def found(self, key: str, seen: str, good: bool, **figures: Any) -> None:
         """A line's verdict, the same on every device."""
-        self._tell(Seen(key, seen, OK if good else SHORT, figures))
+        self._tell(Observation(key, seen, OK if good else SHORT, figures))
 
     def measured(self, key: str, seen: str, good: bool, **figures: Any) -> None:
         """A line whose target is a card's: a rehearsal shows the figure and doesn't judge it."""
-        self._tell(Seen(key, seen, REHEARSED if self.rehearse else OK if good else SHORT, figures))
+        self._tell(Observation(key, seen, REHEARSED if self.rehearse else OK if good else SHORT, figures))
 
     def not_shown(self, key: str, why: str) -> None:
         """A line that can't be looked at here, through no fault of sbkit's."""
-        self._tell(Seen(key, why, NOT_SHOWN))
+        self._tell(Observation(key, why, NOT_SHOWN))
 
     def note(self, text: str) -> None:
         """A sentence for the report's details."""
@@ -89,7 +89,7 @@ class Bench:
         if self.rehearse:
             self.note(f"stand-in: {text}")
 
-    def _tell(self, seen: Seen) -> None:
+    def _tell(self, seen: Observation) -> None:
         self._append(asdict(seen))
         print(f"{self.name}: {seen.key}: {seen.seen} ({seen.verdict})", flush=True)
 
@@ -209,12 +209,13 @@ def _sbkit(words: list[str], output: str, cwd: Path, environment: dict[str, str]
     _own_threads()
     sys.argv = sys.orig_argv = ["sbkit", *words]
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    code = None
+    code: Any = 1
     try:
-        runpy.run_module("sbkit", run_name="__main__")
-    except BaseException as error:
+        runpy.run_module("sbkit", run_name="__main__")  # as ``python -m sbkit`` does
+    except SystemExit as end:
+        code = end.code if end.code is None or isinstance(end.code, int) else 1
+    except BaseException:
         traceback.print_exc()
-        code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code or 0)

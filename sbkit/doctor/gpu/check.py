@@ -44,7 +44,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Seen:
+class Observation:
     """What a check has found, of one of its lines."""
 
     key: str
@@ -54,7 +54,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Ended:
+class Exit:
     """How a check's process ended: ``""`` at its end by itself, else what happened."""
 
     seconds: float
@@ -68,12 +68,12 @@ class Result:
     """A check with what became of each of its lines."""
 
     check: Check
-    seen: list[Seen]
+    seen: list[Observation]
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
     log: str = ""
 
-    def lines(self) -> list[tuple[Expect, Seen]]:
+    def lines(self) -> list[tuple[Expect, Observation]]:
         """What was expected and what was seen, line by line."""
         return list(zip(self.check.expects, self.seen, strict=True))
 
@@ -85,7 +85,7 @@ class Result:
                          NOT_SHOWN))
 
 
-def complete(check: Check, found: Iterable[Seen], notes: list[str], ended: Ended, cards: int, log: str) -> Result:
+def complete(check: Check, found: Iterable[Observation], notes: list[str], ended: Exit, cards: int, log: str) -> Result:
     """A result in which each line has a verdict, also where the check ended before it came to it."""
     by_key = {each.key: each for each in found}
     lines = []
@@ -93,17 +93,17 @@ def complete(check: Check, found: Iterable[Seen], notes: list[str], ended: Ended
         if expect.key in by_key:
             lines.append(by_key[expect.key])
         elif expect.cards > cards:
-            lines.append(Seen(expect.key, f"needs {expect.cards} cards", NOT_SHOWN))
+            lines.append(Observation(expect.key, f"needs {expect.cards} cards", NOT_SHOWN))
         elif ended.late:
-            lines.append(Seen(expect.key, ended.how, NOT_RUN))
+            lines.append(Observation(expect.key, ended.how, NOT_RUN))
         else:
-            lines.append(Seen(expect.key, ended.how or "the check ended without a word of it", FAILED))
+            lines.append(Observation(expect.key, ended.how or "the check ended without a word of it", FAILED))
     return Result(check, lines, notes, ended.seconds, log)
 
 
 def left_out(check: Check, why: str, verdict: str) -> Result:
     """A check that wasn't begun."""
-    return Result(check, [Seen(each.key, why, verdict) for each in check.expects])
+    return Result(check, [Observation(each.key, why, verdict) for each in check.expects])
 
 
 def passed(results: Sequence[Result]) -> bool:
@@ -115,7 +115,7 @@ def headline(results: Sequence[Result]) -> str:
     """The verdict in one line.
 
     >>> kernels = Check("kernels", "", "", 1, (Expect("losses", "losses", ""), Expect("speed", "speed", "")))
-    >>> headline([Result(kernels, [Seen("losses", "", OK), Seen("speed", "", SHORT)])])
+    >>> headline([Result(kernels, [Observation("losses", "", OK), Observation("speed", "", SHORT)])])
     '1 of 2 as expected; short: kernels (speed)'
     """
     lines = [(result.check.name, expect.what, seen.verdict) for result in results for expect, seen in result.lines()]

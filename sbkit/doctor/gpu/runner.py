@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sbkit.doctor.gpu.bench import Bench
-from sbkit.doctor.gpu.check import Check, Ended, Result, Seen, complete
+from sbkit.doctor.gpu.check import Check, Exit, Observation, Result, complete
 from sbkit.system import helper_process, processes
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -48,7 +48,7 @@ class CheckProcess:
         self.end()
         found, notes = _read(self._folder / "seen.jsonl")
         how = f"cut off after {seconds:.0f} s, its limit" if late else _how(self._process.exitcode, self._log)
-        return complete(self.check, found, notes, Ended(seconds, how, late), self._cards, str(self._log))
+        return complete(self.check, found, notes, Exit(seconds, how, late), self._cards, str(self._log))
 
     def end(self) -> None:
         """End it and what it started, and see them gone: a killed process may still be making a file."""
@@ -71,7 +71,7 @@ def _how(code: int, log: Path) -> str:
     return lines[-1] if lines else f"its process ended with code {code}"
 
 
-def _read(told: Path) -> tuple[list[Seen], list[str]]:
+def _read(told: Path) -> tuple[list[Observation], list[str]]:
     found, notes = [], []
     if told.exists():
         for line in told.read_text(encoding="utf-8").splitlines():
@@ -79,7 +79,7 @@ def _read(told: Path) -> tuple[list[Seen], list[str]]:
             if "note" in facts:
                 notes.append(facts["note"])
             else:
-                found.append(Seen(**facts))
+                found.append(Observation(**facts))
     return found, notes
 
 

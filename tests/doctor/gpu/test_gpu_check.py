@@ -14,10 +14,10 @@ from sbkit.doctor.gpu.check import (
     REHEARSED,
     SHORT,
     Check,
-    Ended,
+    Exit,
     Expect,
+    Observation,
     Result,
-    Seen,
     complete,
     headline,
     left_out,
@@ -29,17 +29,17 @@ PAIR = Check("pair", "two lines", ".nowhere:check", 5, (
 
 
 def result(*verdicts):
-    return Result(PAIR, [Seen(each.key, "something", verdict)
+    return Result(PAIR, [Observation(each.key, "something", verdict)
                          for each, verdict in zip(PAIR.expects, verdicts, strict=True)])
 
 
 @pytest.mark.parametrize("found, ended, cards, verdicts", [
-    ([Seen("two", "b", OK), Seen("one", "a", SHORT)], Ended(1), 2, [SHORT, OK]),
-    ([Seen("one", "a", OK)], Ended(1), 1, [OK, NOT_SHOWN]),
-    ([Seen("one", "a", OK)], Ended(1), 2, [OK, FAILED]),
-    ([Seen("one", "a", OK)], Ended(1, "its process was ended by SIGSEGV"), 2, [OK, FAILED]),
-    ([], Ended(9, "cut off after 9 s, its limit", late=True), 2, [NOT_RUN, NOT_RUN]),
-    ([], Ended(9, "RuntimeError: CUDA error"), 1, [FAILED, NOT_SHOWN]),
+    ([Observation("two", "b", OK), Observation("one", "a", SHORT)], Exit(1), 2, [SHORT, OK]),
+    ([Observation("one", "a", OK)], Exit(1), 1, [OK, NOT_SHOWN]),
+    ([Observation("one", "a", OK)], Exit(1), 2, [OK, FAILED]),
+    ([Observation("one", "a", OK)], Exit(1, "its process was ended by SIGSEGV"), 2, [OK, FAILED]),
+    ([], Exit(9, "cut off after 9 s, its limit", late=True), 2, [NOT_RUN, NOT_RUN]),
+    ([], Exit(9, "RuntimeError: CUDA error"), 1, [FAILED, NOT_SHOWN]),
 ], ids=["told", "one card", "forgotten", "crashed", "late", "raised"])
 def test_each_line_has_a_verdict_however_the_check_ended(found, ended, cards, verdicts):
     made = complete(PAIR, found, [], ended, cards, "")

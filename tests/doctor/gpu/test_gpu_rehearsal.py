@@ -90,7 +90,7 @@ class _Ends:
 
 def test_the_page_is_written_as_each_check_ends(tmp_path, monkeypatch, no_table):
     pages, write = [], report.write
-    monkeypatch.setattr(runner, "Running", _Ends)
+    monkeypatch.setattr(runner, "CheckProcess", _Ends)
     monkeypatch.setattr(report, "write", lambda made, out: pages.append(made.results) or write(made, out))
     out = tmp_path / "report"
     assert proof.prove(proof.GpuRequest(rehearse=True, out=out, only=["kernels", "tests"])) == 0
@@ -117,7 +117,7 @@ def test_a_signal_is_acted_on_wherever_it_comes_and_what_was_started_is_ended(tm
             signal.raise_signal(signal.SIGTERM)  # once more, while it is at it
             ended.append(self.check.name)
 
-    monkeypatch.setattr(runner, "Running", Runs)
+    monkeypatch.setattr(runner, "CheckProcess", Runs)
     monkeypatch.setattr(proof, "usable_cores", lambda: 2)
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as left:
@@ -144,7 +144,7 @@ def test_under_nohup_the_checks_outlive_the_terminal(monkeypatch):
 
 
 def test_a_folder_that_cannot_be_removed_is_told_of_and_no_more(tmp_path, monkeypatch, capsys, no_table):
-    monkeypatch.setattr(runner, "Running", _Ends)
+    monkeypatch.setattr(runner, "CheckProcess", _Ends)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(os, "rmdir", _refuses)
     request = proof.GpuRequest(rehearse=True, out=tmp_path / "report", only=["kernels", "tests"])

@@ -3,7 +3,7 @@
 import json
 
 from sbkit.doctor.gpu import report
-from sbkit.doctor.gpu.check import FAILED, NOT_SHOWN, OK, SHORT, Check, Expect, Result, Seen
+from sbkit.doctor.gpu.check import FAILED, NOT_SHOWN, OK, SHORT, Check, Expect, Observation, Result
 from sbkit.doctor.gpu.report import Made
 
 KERNELS = Check("kernels", "kernels against their references", ".nowhere:check", 30, (
@@ -14,11 +14,11 @@ SPEED = Check("flagship", "a bench", ".nowhere:check", 90, (
 
 def made(log="", **kwargs):
     results = [
-        Result(KERNELS, [Seen("losses", "at most 1.8e-07 apart", OK, {"5": 1.8e-07, "40": 2e-08}),
-                         Seen("gradients", "RuntimeError: a|b", FAILED)], ["a note"], 12.34, log),
-        Result(SPEED, [Seen("step", "1.90 times", SHORT)], [], 80.0),
+        Result(KERNELS, [Observation("losses", "at most 1.8e-07 apart", OK, {"5": 1.8e-07, "40": 2e-08}),
+                         Observation("gradients", "RuntimeError: a|b", FAILED)], ["a note"], 12.34, log),
+        Result(SPEED, [Observation("step", "1.90 times", SHORT)], [], 80.0),
         Result(Check("pair", "two cards", ".nowhere:check", 5, (Expect("fails", "one fails", "all end", cards=2),)),
-               [Seen("fails", "needs 2 cards", NOT_SHOWN)]),
+               [Observation("fails", "needs 2 cards", NOT_SHOWN)]),
     ]
     return Made(**{"at": 1.7e9, "seconds": 492.4, "rehearsal": False, "minutes": 10, "machine": [("cuda:0", "a card")],
                    "results": results, **kwargs})

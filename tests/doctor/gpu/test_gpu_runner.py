@@ -23,7 +23,7 @@ def run(tmp_path, monkeypatch):
 
     def one(name, limit=60.0, **changes):
         check = Check(name, "", f"gpu_ends:{name}", 5, EXPECTS)
-        running = runner.Running(check, settings | changes, tmp_path, limit)
+        running = runner.CheckProcess(check, settings | changes, tmp_path, limit)
         while (result := running.result()) is None:
             time.sleep(0.05)
         return result
