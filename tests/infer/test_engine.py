@@ -240,7 +240,7 @@ def on_meta(monkeypatch):
 
 
 def test_a_program_runs_on_another_device_than_it_was_traced_on(bundle, on_meta):
-    backend = backends.Torch(bundle / "model.pt2", "torch", device.Wanted.parse("cuda"), None, Worker(), None)
+    backend = backends.Torch(bundle / "model.pt2", "torch", device.DeviceChoice.parse("cuda"), None, Worker(), None)
     assert backend.running.device == "meta"
     assert [(each.device.type, list(each.shape)) for each in backend._module(*on_meta)] == [
         ("meta", [3, 10, len(bundles.PIECES)]), ("meta", [3])]
@@ -249,7 +249,7 @@ def test_a_program_runs_on_another_device_than_it_was_traced_on(bundle, on_meta)
 def test_a_torch_that_leaves_parts_behind_says_what_is_needed(bundle, on_meta, monkeypatch):
     monkeypatch.setattr("torch.export.passes.move_to_device_pass", lambda program, _: program)
     with pytest.raises(SbkitError, match=r"torch 2\..* leaves a part of the model on cpu; pip install 'torch>=2\.9"):
-        backends.Torch(bundle / "model.pt2", "torch", device.Wanted.parse("cuda"), None, Worker(), None)
+        backends.Torch(bundle / "model.pt2", "torch", device.DeviceChoice.parse("cuda"), None, Worker(), None)
 
 
 @pytest.mark.gpu
@@ -266,7 +266,7 @@ def test_a_program_says_the_same_on_a_card(bundle, compile):
 @pytest.mark.parametrize("wrong", ["gpu", "cuda:", "cpu:0", "cuda:x", ""])
 def test_devices_are_read_exactly(wrong):
     with pytest.raises(SbkitError, match="there is no device"):
-        device.Wanted.parse(wrong)
+        device.DeviceChoice.parse(wrong)
 
 
 def test_a_broken_device_is_remembered(bundle):
