@@ -11,6 +11,7 @@ from typing import Any
 
 from sbkit.errors import SbkitError
 from sbkit.runs.evaluation import EvaluateRequest, writing
+from sbkit.runs.layout import CORPORA
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ def prepare(request: EvaluateRequest, own: Any, source: Any) -> tuple[str, Any]:
     title = request.name or (Path(str(source).split("?")[0]).name.split(".")[0] if source else "demo")
     if isinstance(source, str) and source.endswith(_ONE_FILE):
         source = {"test": source}
-    corpora = request.folder / "corpora"
+    corpora = request.folder / CORPORA
 
     def corpus_of(split: str, folder: Path) -> Corpus:
         if request.on is None:

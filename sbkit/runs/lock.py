@@ -25,13 +25,13 @@ from typing import Any
 
 from sbkit.data.lock import Lock
 from sbkit.errors import SbkitError
+from sbkit.runs.layout import HELD
 from sbkit.system import disk, processes
 from sbkit.system.environment import command
 from sbkit.train.distributed import ending, launcher, ranks
 
 logger = logging.getLogger(__name__)
 
-_NAME = ".held-{}.json"
 BEAT, DEAD_AFTER = 10.0, 120.0  # seconds between signs of life, and without one
 #: Seconds that a holder may take to go: any, and one of the same job, which its launcher has just ended.
 PATIENCE, PATIENCE_WITH_KIN = 5.0, 60.0
@@ -89,11 +89,11 @@ class RunLock:
 
     def _newest(self) -> int:
         """The number of the last one who held the folder, 0 where nobody did."""
-        numbers = (path.name.split("-")[1].removesuffix(".json") for path in self.folder.glob(_NAME.format("*")))
+        numbers = (path.name.split("-")[1].removesuffix(".json") for path in self.folder.glob(HELD.format("*")))
         return max((int(number) for number in numbers if number.isdigit()), default=0)
 
     def _path(self, number: int) -> Path:
-        return self.folder / _NAME.format(number)
+        return self.folder / HELD.format(number)
 
     def _follow(self, before: int) -> bool:
         """Take the folder after its holder ``before`` has gone; False where another one was quicker."""

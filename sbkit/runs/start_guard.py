@@ -11,15 +11,14 @@ from typing import Any
 
 from sbkit.errors import SbkitError
 from sbkit.recipe import load
-from sbkit.runs.layout import MANIFESTS, RECIPE, TESTED
+from sbkit.runs.layout import BEFORE_START, MANIFESTS, RECIPE, TESTED
 from sbkit.system import disk
 
 logger = logging.getLogger(__name__)
 
 _FILES = (RECIPE, "run.py", TESTED)
-#: What lies there is whole: it gets and loses this name in one step.
-_ASIDE = ".before-this-start"
-_PART, _GONE = f"{_ASIDE}.part", f"{_ASIDE}.gone"
+#: What lies in ``BEFORE_START`` is whole: it gets and loses that name in one step, and has these before and after.
+_PART, _GONE = f"{BEFORE_START}.part", f"{BEFORE_START}.gone"
 
 
 class StartGuard:
@@ -32,7 +31,7 @@ class StartGuard:
     """
 
     def __init__(self, folder: Path, here: bool = True):
-        self.folder, self.aside = folder, folder / _ASIDE
+        self.folder, self.aside = folder, folder / BEFORE_START
         self._here = here
 
     def begins(self) -> None:
@@ -95,7 +94,7 @@ def put_back(folder: Path) -> None:
 
     Manifests belong together: where the run had some, those that it hadn't go. Killed meanwhile, it is done again.
     """
-    aside = folder / _ASIDE
+    aside = folder / BEFORE_START
     if aside.is_dir():
         kept = [path.relative_to(aside) for path in sorted(aside.rglob("*")) if path.is_file()]
         if any(path.parent.name for path in kept):
@@ -115,7 +114,7 @@ def put_back(folder: Path) -> None:
 
 def _drop(folder: Path) -> None:
     """Forget what was kept aside, at once and not file by file."""
-    aside, gone = folder / _ASIDE, folder / _GONE
+    aside, gone = folder / BEFORE_START, folder / _GONE
     shutil.rmtree(gone, ignore_errors=True)
     if aside.is_dir():
         os.rename(aside, gone)

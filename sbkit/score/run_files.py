@@ -1,4 +1,4 @@
-"""Names in a run's folder that training writes and its report reads; all of them stand in ``sbkit.runs.layout``."""
+"""Names in a run's folder that rooms below ``sbkit.runs`` use; all there are stand in ``sbkit.runs.layout``."""
 
 RECIPE = "hyperparams.yaml"
 """As SpeechBrain names the resolved recipe."""
@@ -9,4 +9,4 @@ PREPARED = f"{MANIFESTS}/prepare_report.json"
 RESULT, EVALUATED = "result.json", "utterances.jsonl"
 """In the folder of an evaluation."""
 REPORT = "report.html"
-CULPRITS = "culprits"
+CULPRITS, TENSORBOARD = "culprits", "tensorboard"

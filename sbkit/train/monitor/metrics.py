@@ -19,7 +19,7 @@ from speechbrain.utils.distributed import if_main_process
 
 from sbkit.errors import SbkitError
 from sbkit.nn.peek import Peek
-from sbkit.score.run_files import METRICS
+from sbkit.score.run_files import METRICS, TENSORBOARD
 from sbkit.system import disk
 from sbkit.train.resumable_file import ResumableFile
 
@@ -87,7 +87,7 @@ class MetricsLog:
         try:
             yield
         except OSError as error:
-            logger.warning("%s. TensorBoard lacks some points", disk.explain(error, self.path.parent / "tensorboard"))
+            logger.warning("%s. TensorBoard lacks some points", disk.explain(error, self.path.parent / TENSORBOARD))
             self._writer = None
 
     def _write_ready(self, wait: bool = False) -> None:
@@ -104,7 +104,7 @@ class MetricsLog:
             if step is None:  # nothing to draw yet
                 return
             # purge_step hides what a resumed run is about to draw again.
-            self._writer = self._writer_class(str(self.path.parent / "tensorboard"), purge_step=step or None)
+            self._writer = self._writer_class(str(self.path.parent / TENSORBOARD), purge_step=step or None)
         for name, value in line.items():
             if name not in ("time", "step", "epoch") and type(value) in (int, float):
                 self._writer.add_scalar(f"{line['kind']}/{name}", value, step, walltime=line["time"])
