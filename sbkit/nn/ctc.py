@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from sbkit.nn.guard import guard_indices
+from sbkit.nn.guard import guard_indices, has_values
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ def ctc_loss(
     width, depth = log_probs.shape[1], targets.shape[1]
     if host_lengths is None and input_lengths.device.type == target_lengths.device.type == "cpu":
         host_lengths = input_lengths, target_lengths
-    if host_lengths is not None:
+    if host_lengths is not None and has_values(host_lengths[0]):
         _check_lengths("input_lengths", host_lengths[0], width)
         _check_lengths("target_lengths", host_lengths[1], depth)
     device = log_probs.device
@@ -101,7 +101,9 @@ def ctc_loss(
     with torch.autocast(device.type, enabled=False):
         dtype = torch.float64 if log_probs.dtype == torch.float64 else torch.float32
         log_probs = log_probs.log_softmax(-1, dtype=dtype) if from_logits else log_probs.to(dtype)
-        if _use_kernels(log_probs, targets):
+        if not has_values(log_probs):
+            losses = _by_sizes(log_probs, targets)
+        elif _use_kernels(log_probs, targets):
             losses = _by_kernels(log_probs, targets, frames, labels, blank)
         else:
             on_host = host_lengths if host_lengths is not None else (input_lengths, target_lengths)
@@ -128,6 +130,12 @@ def _by_torch(
         zero_infinity=True,
     )
     return losses
+
+
+def _by_sizes(log_probs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Of tensors that have no values: something of the right shape that holds what the recursions keep for backward."""
+    states = log_probs.new_empty(*log_probs.shape[:2], 2 * targets.shape[1] + 1)
+    return log_probs.sum((1, 2)) + states.sum((1, 2))
 
 
 def _by_kernels(

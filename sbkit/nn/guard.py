@@ -149,7 +149,7 @@ def _guard_on_device(
             indices.device, non_blocking=True
         ).unsqueeze(1)
         bad = bad & inside.reshape(inside.shape + (1,) * (indices.dim() - 2))
-    if indices.numel() and _has_data(indices):
+    if indices.numel() and has_values(indices):
         flat = bad.reshape(-1)
         first = flat.int().argmax().unsqueeze(0)
         verdict = torch.cat([flat.sum().unsqueeze(0), first, indices.reshape(-1).gather(0, first).long()])
@@ -157,8 +157,8 @@ def _guard_on_device(
     return torch.where(outside | bad, safe, indices)
 
 
-def _has_data(tensor: torch.Tensor) -> bool:
-    """False for the fake tensors that a shape check runs on."""
+def has_values(tensor: torch.Tensor) -> bool:
+    """False for the stand-ins that a shape check runs on."""
     return tensor.device.type != "meta" and type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 

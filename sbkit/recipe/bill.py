@@ -10,23 +10,21 @@ import functools
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from sbkit.nn.accelerate import accelerate, restore
-from sbkit.nn.recognizer import Recognizer
+from sbkit.nn.accelerate import restore
+from sbkit.recipe import flops
 from sbkit.recipe.batch_size import BatchSize
-from sbkit.recipe.build import Built
-from sbkit.recipe.flops import Arithmetic, loss_on
+from sbkit.recipe.flops import Arithmetic
 from sbkit.recipe.ownership import Owned
 from sbkit.recipe.report import Section
-from sbkit.recipe.shapes import Trace, stand_ins
 from sbkit.recipe.source import Findings, Node, Place
 from sbkit.recipe.speed import speed_of
+from sbkit.recipe.trace import Trace, build_brain
 
 GIB = 2**30
 #: Memory of common GPUs, for who plans without one at hand.
@@ -70,9 +68,11 @@ class Measured:
 class _Alive(Arithmetic):
     """Counts the bytes of the tensors that live at once, too."""
 
-    def __init__(self, known: set[int]):
-        super().__init__()
-        self.known, self.alive, self.now, self.peak = known, {}, 0, 0
+    def __init__(self, weights: Sequence[torch.Tensor] = ()) -> None:
+        super().__init__(weights)
+        self.known = {weight.untyped_storage()._cdata for weight in weights}  # counted apart
+        self.alive: dict[int, weakref.finalize] = {}
+        self.now = self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Mapping | None = None) -> Any:
         out = super().__torch_dispatch__(func, types, args, kwargs)
@@ -95,27 +95,17 @@ class _Alive(Arithmetic):
         self.now -= size
 
 
-def count(built: Built, owned: Owned, recognizer: Recognizer, precision: str, batch_seconds: float) -> Cost:
+def count(traced: Trace, owned: Owned, precision: str, batch_seconds: float) -> Cost:
     """Run one micro-batch of the longest utterances on stand-ins and count."""
-    hparams = SimpleNamespace(**built.hparams)
-    longest = min(longest_utterance(built.hparams), batch_seconds)
+    hparams = traced.built.hparams
+    longest = min(longest_utterance(hparams), batch_seconds)
     utterances = max(1, int(batch_seconds / longest))
-    modules = nn.ModuleDict(owned.roots)
-    half = {"bf16": torch.bfloat16, "fp16": torch.bfloat16}.get(precision)
-    swapped = bool(getattr(hparams, "accelerate", True)) and bool(accelerate(modules))
+    brain = build_brain(type(traced.brain), hparams, precision="fp32" if precision == "fp32" else "bf16")
     try:
-        with stand_ins() as mode, torch.enable_grad():
-            # weights are counted apart: what shares their memory is no new tensor
-            weights = [mode.from_tensor(t) for t in [*modules.parameters(), *modules.buffers()]]
-            with _Alive({t.untyped_storage()._cdata for t in weights}) as alive:
-                with torch.autocast("cpu", half or torch.bfloat16, enabled=half is not None):
-                    loss = loss_on(hparams, recognizer, utterances, longest)
-                loss.backward()
+        counted = flops.run(brain, utterances, longest, _Alive)
     finally:
-        modules.zero_grad(set_to_none=True)
-        if swapped:
-            restore(modules)
-    return Cost(utterances, longest, alive.peak, float(alive.operations))
+        restore(nn.ModuleDict(owned.roots))
+    return Cost(utterances, longest, counted.peak, float(counted.operations))
 
 
 def longest_utterance(hparams: Mapping[str, Any]) -> float:
@@ -178,25 +168,25 @@ class Bill:
             "stay as they are, they're computed in more micro-batches")
 
 
-def make(built: Built, owned: Owned, traced: Trace, device: torch.device, precision: str,
+def make(traced: Trace, owned: Owned, device: torch.device, precision: str,
          measured: Measured | None = None) -> Bill | None:
     """The bill of a recipe whose forward was traced; None where it can't be made."""
-    batch_seconds = built.hparams.get("max_batch_seconds")
-    batch_seconds = getattr(built.hparams.get("batching"), "max_batch_seconds", batch_seconds)
-    if traced.recognizer is None or not traced.complete or not isinstance(batch_seconds, (int, float)):
+    hparams = traced.built.hparams
+    batch_seconds = getattr(hparams.get("batching"), "max_batch_seconds", hparams.get("max_batch_seconds"))
+    if not traced.complete or not isinstance(batch_seconds, (int, float)):
         return None
     parameters = {id(p): p for root in owned.roots.values() for p in root.parameters()}.values()
     trained = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
     held = sum(t.numel() * t.element_size() for root in owned.roots.values() for t in root.state_dict().values())
-    weights = held + trained * (1 + states_per_parameter(built.hparams.get("opt_class")))
-    cost = count(built, owned, traced.recognizer, precision, float(batch_seconds))
+    weights = held + trained * (1 + states_per_parameter(hparams.get("opt_class")))
+    cost = count(traced, owned, precision, float(batch_seconds))
     if measured is not None:
         hours = measured.step_seconds / measured.batch_seconds * 100
     else:
         speed = speed_of(device, precision)
         hours = None if speed is None else cost.operations / cost.batch_seconds * 100 / (speed * EFFICIENCY)
     return Bill(sum(p.numel() for p in parameters), weights, cost, hours, str(device), measured,
-                bool(built.hparams.get("activation_checkpointing")))
+                bool(hparams.get("activation_checkpointing")))
 
 
 def section(bill: Bill, hours: float | None, planned: float, tried: Sequence[BatchSize] = ()) -> Section:

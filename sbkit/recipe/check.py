@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
 
+from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
 from sbkit.nn import attention_kernel
-from sbkit.recipe import batch_size, bill, devices, ownership, shapes, tokens_check
+from sbkit.recipe import batch_size, bill, corpus_check, devices, ownership, trace
 from sbkit.recipe.blind_spots import nothing_from
 from sbkit.recipe.build import Built, build
 from sbkit.recipe.reading import read
@@ -29,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 def check(
     path: str | Path, overrides: Mapping[str, Any] | None = None, *, run_opts: Any = None, run: bool = True,
-    needed: Iterable[str] = (), prepared: bool = True, priced: bool = True,
+    prepared: bool = True, priced: bool = True,
     measure: Callable[[], bill.Measured] | None = None,
 ) -> Report:
     """Everything that is wrong with a recipe, all at once.
@@ -40,7 +39,6 @@ def check(
     run_opts : SpeechBrain's run options: numbers that can't be, device and precision of the bill
     run : import what the recipe names, build its objects and look at ownership, devices, shapes, vocabulary and cost;
         else nothing is built or called, and only SpeechBrain, torch and sbkit are imported
-    needed : keys that a run needs, where the recipe names a brain
     prepared : look at the labels of what an earlier run prepared
     priced : make the bill even where there is no GPU that a batch might be too large for
     measure : runs a few steps for the bill
@@ -49,10 +47,10 @@ def check(
     report, findings = Report(str(path), built=run), Findings()
     check_options(run_opts, findings)
     if run:
-        root = read(Path(path), overrides or {}, findings, needed)
+        root = read(Path(path), overrides or {}, findings)
     else:
         with nothing_from(Path.cwd(), Path(path).parent, Path(path).parent.parent):
-            root = read(Path(path), overrides or {}, findings, needed, unseen=report.notes)
+            root = read(Path(path), overrides or {}, findings, unseen=report.notes)
         report.notes.append("modules, devices, shapes, labels and cost: nothing is built with --no-run")
     if root is not None and run:
         _look_deeper(root, findings, report, run_opts, prepared, priced, measure)
@@ -76,23 +74,25 @@ def _look_deeper(root: Node, findings: Findings, report: Report, run_opts: Any, 
             ownership.check_saved(built, owned, findings)
         ownership.check_optimizer(built, owned, findings)
         report.sections["devices"] = table = devices.section(built, owned)
-        traced = shapes.trace(built, findings)
+        traced = trace.trace(built, modules, findings)
         if traced.note:
             report.notes.append(traced.note)
-        tokens_check.check_sizes(built, traced, findings)
-        tokens_check.check_corpus(built, findings)
-        labels, note = tokens_check.check_prepared(built, traced.recognizer, findings) if prepared else (None, "")
-        bill_section = _bill(built, owned, traced, findings, report, run_opts, priced, measure)
+        if traced.task is not None:
+            traced.task.check_outputs(traced, findings)
+        corpus_check.check_corpus(built, findings)
+        labels, note = corpus_check.check_prepared(traced, findings) if prepared else (None, "")
+        bill_section = _bill(owned, traced, findings, report, run_opts, priced, measure)
         if complete:
-            devices.prove(built, owned, table, traced, findings)
-        sections = {"shapes": shapes.section(traced, built.hparams), "labels": labels, "bill": bill_section}
+            devices.prove(owned, table, traced, findings)
+        sections = {"shapes": trace.section(traced), "labels": labels, "bill": bill_section}
         report.sections |= {name: section for name, section in sections.items() if section is not None}
         if note:
             report.notes.append(note)
 
 
-def _bill(built: Built, owned: ownership.Owned, traced: shapes.Trace, findings: Findings, report: Report,
+def _bill(owned: ownership.Owned, traced: trace.Trace, findings: Findings, report: Report,
           run_opts: Any, priced: bool, measure: Callable[[], bill.Measured] | None) -> Any:
+    built = traced.built
     if not traced.complete:
         return None
     device = _device(run_opts)
@@ -105,7 +105,7 @@ def _bill(built: Built, owned: ownership.Owned, traced: shapes.Trace, findings: 
         precision = "bf16" if absent else native_precision(device)
     measured = measure() if measure is not None and not any(f.severity == "error" for f in findings) else None
     try:
-        made = bill.make(built, owned, traced, device, precision, measured)
+        made = bill.make(traced, owned, device, precision, measured)
     except Exception as error:  # an operation that stand-ins don't know: the run itself may well work
         logger.debug("no bill", exc_info=True)
         report.notes.append(f"the bill: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
@@ -140,7 +140,7 @@ def _hours(built: Built) -> float | None:
     if not hasattr(corpus, "manifest_path") or not corpus.manifest_path("train").exists():
         return None
     try:
-        return tokens_check.Manifest.read(corpus.manifest_path("train")).hours
+        return Manifest.read(corpus.manifest_path("train")).hours
     except SbkitError:
         return None
 
@@ -168,10 +168,3 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def check_labels(hparams: Mapping[str, Any], manifests: Mapping[str, Any]) -> Findings:
-    """The labels of a corpus that was prepared just now; ``hparams`` holds the recipe's objects."""
-    findings = Findings()
-    if isinstance(hparams.get("ctc_lin"), nn.Module) and isinstance(hparams.get("output_neurons"), int):
-        recognizer = shapes.Recognizer.from_hparams(SimpleNamespace(**hparams))
-        tokens_check.check_labels(hparams, manifests, recognizer, findings)
-    return findings

@@ -16,8 +16,8 @@ from sbkit.recipe.ownership import (
     tell_left_behind,
 )
 from sbkit.recipe.report import Section
-from sbkit.recipe.shapes import PATH, Trace, gpu_stand_ins, trace_moved
 from sbkit.recipe.source import Findings
+from sbkit.recipe.trace import Trace, gpu_stand_ins, trace_moved
 
 
 def section(built: Built, owned: Owned) -> Section:
@@ -63,26 +63,26 @@ def _row(key: str, module: nn.Module, saved: dict[str, dict], trains: str) -> li
             (trains if trained else "no") if count else "-", (", ".join(holders) or "no") if count else "-"]
 
 
-def prove(built: Built, owned: Owned, table: Section, traced: Trace, findings: Findings) -> None:
+def prove(owned: Owned, table: Section, traced: Trace, findings: Findings) -> None:
     """Move the modules to ``meta`` and see what stays; then run the forward as if they were on a GPU.
 
     A constant that stays is told of, unless the forward that uses it copes with that. The modules can't be
     used afterwards.
     """
-    modules = nn.ModuleDict(owned.roots)
+    built, modules = traced.built, nn.ModuleDict(owned.roots)
     listed = _listed(built, owned)
     modules.to("meta")
     left = left_behind(built, owned)
     for row, (_, module) in zip(table.rows, listed, strict=True):
         row[4] = _place(module, left)
     if traced.complete and gpu_stand_ins():
-        trace_moved(built, traced, modules, findings)
+        trace_moved(traced, modules, findings)
     elif traced.complete:
         table.remarks.append(f"no forward on a GPU: torch {torch.__version__} needs a driver to stand in for one")
-    if traced.tried:
-        # the forward copes with what it uses, or it broke and says so
-        left = [t for t in left if t.path.split(".")[0].split("[")[0] not in PATH]
-    tell_left_behind(left, owned, findings)
+    if traced.complete:  # the forward copes with what it uses, or it broke and says so
+        left = [t for t in left if t.path.split(".")[0].split("[")[0] not in traced.outputs]
+    if traced.complete or (traced.task is None and "brain" not in built.nodes):
+        tell_left_behind(left, owned, findings)
 
 
 def _place(module: nn.Module, left: list[Tensor]) -> str:

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from sbkit.nn.accelerate import accelerate
-from sbkit.nn.recognizer import Recognizer
-from sbkit.recipe.shapes import NEEDED, PATH, encoder_key, stand_ins
-
-TOKENS_PER_SECOND = 6
+from sbkit.recipe.trace import stand_ins
 
 
 class Arithmetic(TorchDispatchMode):
@@ -29,9 +20,10 @@ class Arithmetic(TorchDispatchMode):
     That one also finds out which layer each operation belongs to, at half the price of the whole count.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, weights: Sequence[torch.Tensor] = ()) -> None:
+        """``weights``: what is there before."""
         super().__init__()
-        self.operations = 0
+        self.weights, self.operations = weights, 0
         self._formulas = FlopCounterMode(display=False).flop_registry
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Mapping | None = None) -> Any:
@@ -53,50 +45,28 @@ def typical_seconds(durations: np.ndarray) -> float:
     return float((durations**2).sum() / durations.sum())
 
 
-def countable(hparams: Mapping[str, Any]) -> bool:
-    """Whether a recipe names the parts of a recogniser as ours do."""
-    return all(hparams.get(key) is not None for key in NEEDED) and encoder_key(hparams) is not None
-
-
-def operations_per_second(hparams: Mapping[str, Any], seconds: float) -> float:
+def operations_per_second(brain: Any, seconds: float) -> float:
     """Floating point operations of a second of audio in an utterance of ``seconds``, forward and backward.
 
     What the step's loss doesn't reach (an attention decoder beside CTC alone) isn't counted, nor is what is frozen
-    in the backward. The recipe's modules stay as they are: a copy is counted, whose weights have no memory.
+    in the backward.
     """
-    own = SimpleNamespace(**hparams)
-    parts = {"model": Recognizer.from_hparams(own), "seq_lin": getattr(own, "seq_lin", None)}
-    modules = nn.ModuleList({id(m): m for key in PATH if isinstance(m := getattr(own, key, None), nn.Module)}.values())
-    with stand_ins() as mode, torch.enable_grad():
-        weightless = {id(t): mode.from_tensor(t) for t in [*modules.parameters(), *modules.buffers()]}
-        with unset_fake_temporarily():  # tensors that are no parameters and no buffers: small ones
-            twin = copy.deepcopy(parts, weightless)
-        for part in (twin["model"].compute_features, twin["model"].frontend, twin["model"].encoder):
-            if part is not None and getattr(own, "accelerate", True):
-                accelerate(part)
-        own.seq_lin = twin["seq_lin"]
-        # the counter doesn't know a CPU's fused attention
-        with Arithmetic() as counted, sdpa_kernel(SDPBackend.MATH):
-            loss_on(own, twin["model"], 1, seconds).backward()
-    return counted.operations / seconds
+    with sdpa_kernel(SDPBackend.MATH):  # the counter doesn't know a CPU's fused attention
+        return run(brain, 1, seconds, Arithmetic).operations / seconds
 
 
-def loss_on(hparams: Any, model: Recognizer, utterances: int, seconds: float) -> torch.Tensor:
-    """Something like the loss of so many utterances, with the tensors that the loss holds; within ``stand_ins()``."""
-    rate = getattr(hparams, "sample_rate", 16000)
-    samples = torch.full((utterances,), round(seconds * rate))
-    signals = torch.empty(utterances, round(seconds * rate))
-    tokens = torch.ones(utterances, max(1, round(TOKENS_PER_SECOND * seconds)), dtype=torch.long)
-    views = 2 if getattr(hparams, "consistency", 0.0) else 1
-    feats, frames = model.features(signals, samples, views=views)
-    tokens = tokens.repeat(views, 1)
-    loss = torch.zeros(())
-    if getattr(hparams, "ctc_weight", 1.0) < 1.0 and getattr(hparams, "seq_lin", None) is not None:
-        encoded, _, decoded = model.encode_and_decode(feats, frames, tokens)
-        scores = hparams.seq_lin(decoded).float().flatten(0, 1)
-        loss = functional.cross_entropy(scores, tokens.flatten(), label_smoothing=0.1)
-    else:
-        encoded, _ = model.encode(feats, frames)
-    log_probs = model.ctc_lin(encoded).float().log_softmax(-1)
-    lattice = torch.empty(*log_probs.shape[:2], 2 * tokens.shape[1] + 1)  # what CTC keeps for its backward
-    return loss + log_probs.sum() + lattice.sum()
+A = TypeVar("A", bound="Arithmetic")
+
+
+def run(brain: Any, utterances: int, seconds: float, counts: type[A]) -> A:
+    """Take a training micro-batch of the Brain's own through forward, loss and backward, on stand-ins; what counted.
+
+    Nothing of it is touched, wherever its modules are: stand-ins have no memory, and what a forward writes elsewhere
+    is put back.
+    """
+    with brain.untouched(), stand_ins() as mode, torch.enable_grad():
+        weights = [mode.from_tensor(tensor) for tensor in (*brain.modules.parameters(), *brain.modules.buffers())]
+        batch = brain.stand_in(utterances, seconds).to(brain.device)
+        with counts(weights) as counted:
+            brain.loss_of(batch).total.backward()
+        return counted

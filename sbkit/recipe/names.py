@@ -6,26 +6,35 @@ import ast
 import inspect
 import re
 import textwrap
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from speechbrain.utils.run_opts import RunOptions
 
+from sbkit.recipe.keys import Declared
 from sbkit.recipe.report import did_you_mean
 from sbkit.recipe.signatures import locate
 from sbkit.recipe.source import Findings, Node
 
 #: Keys that a Brain reads where they are there: adding one is no typo.
 RUN_OPTIONS = tuple(name for name in RunOptions.__dataclass_fields__ if name != "overridden_args")
-#: What sbkit reads of a recipe with a ``brain``.
-READ = frozenset((
-    "accelerate", "activation_checkpointing", "augment", "average_checkpoints", "batching", "blank_index",
-    "bos_index", "brain", "checkpointer", "CNN", "compute_features", "consistency", "consistency_warmup", "corpus",
-    "ctc_lin", "ctc_weight", "decoder", "ema", "encoder", "eos_index", "epoch_counter", "experiment", "hop_length",
-    "intermediate_ctc", "intermediate_layers", "keep_checkpoints", "keep_every", "label_smoothing", "language",
-    "log_interval", "max_batch_seconds", "model", "modules", "n_mels", "normalize", "num_workers", "opt_class",
-    "output_folder", "output_neurons", "pretrainer", "sample_rate", "schedule", "seed", "seq_lin",
-    "share_validation", "spec_augment", "tensorboard", "tokenizer", "train_logger", "Transformer",
-))
+
+
+def brain_class(root: Node) -> type | None:
+    """The class that a recipe names under ``brain``; None where there is none to look at."""
+    brain = root.value.get("brain")
+    if brain is None or brain.wrong or not brain.tag.startswith("!name:"):
+        return None
+    try:
+        cls = locate(brain.tag[len("!name:"):])
+    except LookupError:  # told with the name
+        return None
+    return cls if inspect.isclass(cls) else None
+
+
+def declared(root: Node) -> Mapping[str, Declared]:
+    """The keys that this class declares."""
+    keys = getattr(brain_class(root), "Keys", None)
+    return keys.declared() if keys is not None else {}
 
 
 def check_names(root: Node, referred: Collection[str], findings: Findings) -> None:
@@ -35,8 +44,9 @@ def check_names(root: Node, referred: Collection[str], findings: Findings) -> No
     """
     if "brain" not in root.value:  # a script of one's own reads what it likes
         return
-    read, asked = _brain_names(root)
-    useful = READ | set(RUN_OPTIONS) | read | asked | {key for key in referred if key in root.value}
+    cls = brain_class(root)
+    read, asked = hparams_named(cls) if cls is not None else (set(), set())
+    useful = set(declared(root)) | set(RUN_OPTIONS) | read | asked | {key for key in referred if key in root.value}
     told = {finding.key for finding in findings}
     lacking = read - set(root.value) | told  # told as missing, with what they're near to
     for key in root.value:
@@ -51,13 +61,6 @@ def check_names(root: Node, referred: Collection[str], findings: Findings) -> No
             longer = sorted(each for each in options if each.startswith(f"{key}_"))
             findings.warning("unread-key", place, key, "nothing reads this key, and no reference names it",
                              f"did you mean {' or '.join(longer if near in longer else [near])}?")
-
-
-def _brain_names(root: Node) -> tuple[set[str], set[str]]:
-    """What ``hparams_named`` finds in the class under ``brain``."""
-    brain = root.value["brain"]
-    cls = locate(brain.tag[len("!name:"):]) if brain.tag.startswith("!name:") and not brain.wrong else None
-    return hparams_named(cls) if inspect.isclass(cls) else (set(), set())
 
 
 def hparams_read(cls: type) -> set[str]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from sbkit.recipe.blind_spots import hide
-from sbkit.recipe.names import RUN_OPTIONS, check_names, hparams_read
+from sbkit.recipe.names import RUN_OPTIONS, brain_class, check_names, declared, hparams_read
 from sbkit.recipe.report import did_you_mean, listed
 from sbkit.recipe.resolve import flatten, resolve
 from sbkit.recipe.settings import check_settings
@@ -20,14 +20,12 @@ _TAGS = ("!new:", "!name:", "!apply:", "!applyref:", "!module:")
 _ALL_TAGS = (*_TAGS, "!ref", "!copy", "!include:", "!PLACEHOLDER", "!tuple")
 
 
-def read(path: Path, overrides: Mapping[str, Any], findings: Findings, needed: Iterable[str] = (),
-         unseen: list[str] | None = None) -> Node | None:
+def read(path: Path, overrides: Mapping[str, Any], findings: Findings, unseen: list[str] | None = None,
+         ) -> Node | None:
     """The recipe as one tree of resolved values; what is wrong with it goes into ``findings``.
 
-    needed: keys without which a recipe that names a brain can't be run
     unseen: takes what was not looked at; without it, everything that the recipe names is imported
     """
-    needed = tuple(needed)
     referred: set[str] = set()
     root = resolve(Path(path), overrides, findings, flags=RUN_OPTIONS, referred=referred)
     if root is None:
@@ -46,8 +44,8 @@ def read(path: Path, overrides: Mapping[str, Any], findings: Findings, needed: I
     mistaken = {(f.file, f.line, f.key) for f in findings if f.code == "wrong-type" and f.severity == "error"}
     findings[:] = [f for f in findings if not f.code.endswith("-as-text") or f.severity == "error"
                    or (f.file, f.line, f.key) not in mistaken]
-    _check_needed(root, needed, findings, Path(path))
-    _check_brain(root, findings, set(needed))
+    _check_needed(root, findings, Path(path))
+    _check_brain(root, findings)
     check_names(root, referred, findings)
     return root
 
@@ -123,30 +121,29 @@ def _wrong(node: Node, findings: Findings, code: str, message: str, suggestion: 
 # ---------------------------------------------------------------------------------------------- what a run needs
 
 
-def _check_needed(root: Node, needed: Iterable[str], findings: Findings, path: Path) -> None:
-    for key in needed if "brain" in root.value else ():  # a script of one's own needs what it needs
-        if key not in root.value:
+def _check_needed(root: Node, findings: Findings, path: Path) -> None:
+    for key, known in declared(root).items():
+        if known.needed and key not in root.value:
             near = did_you_mean(key, map(str, root.value), cutoff=0.8)
-            findings.error("missing-key", Place(str(path)), key, "the recipe lacks this key",
-                           f"is it {near}, spelt otherwise?" if near else "hparams/ctc.yaml shows a complete recipe")
+            findings.error("missing-key", Place(str(path)), key, f"the recipe lacks this key: {known.what}",
+                           f"is it {near}, spelt otherwise?" if near else
+                           "hparams/ has a complete recipe for each task")
     modules = root.value.get("modules")
     if modules is not None and not modules.wrong and not isinstance(modules.value, dict):
         findings.error("wrong-type", root.place_of("modules"), "modules", "modules is a mapping of names to modules",
                        "write `model: !ref <model>` under it")
 
 
-def _check_brain(root: Node, findings: Findings, told: set[str]) -> None:
+def _check_brain(root: Node, findings: Findings) -> None:
     """Names that the task reads as ``self.hparams.NAME`` and the recipe lacks."""
-    brain = root.value.get("brain")
-    if brain is None or brain.wrong or not brain.tag.startswith("!name:"):
+    cls = brain_class(root)
+    if cls is None:
         return
-    cls = locate(brain.tag[len("!name:"):])
-    if not inspect.isclass(cls):
-        return
+    brain = root.value["brain"]
     if not any(base.__name__ == "Brain" for base in cls.__mro__):
         _wrong(brain, findings, "wrong-kind", f"{cls.__name__} is no Brain", "write !name:sbkit.tasks.ctc.CTC")
         return
-    for name in sorted(hparams_read(cls) - set(root.value) - set(RUN_OPTIONS) - told):
+    for name in sorted(hparams_read(cls) - set(root.value) - set(RUN_OPTIONS) - set(declared(root))):
         near = did_you_mean(name, map(str, root.value), cutoff=0.8)
         findings.warning("missing-key", brain.place, "brain",
                          f"{cls.__name__} reads the key {name}, which the recipe lacks",

@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from speechbrain.utils.run_opts import RunOptions
 
-from sbkit.recipe.choices import COUNT, SHARE, SIZE, Range
+from sbkit.recipe.keys import Declared
+from sbkit.recipe.names import declared
 from sbkit.recipe.report import did_you_mean, listed
 from sbkit.recipe.signatures import locate
 from sbkit.recipe.source import UNKNOWN, Findings, Node, Place
 from sbkit.recipe.values import static
 
-#: What a run with a ``brain`` reads; a script of one's own may mean something else by these names.
-NUMBERS = {
-    "number_of_epochs": SIZE, "output_neurons": SIZE, "sample_rate": SIZE, "num_workers": COUNT,
-    "keep_checkpoints": SIZE, "keep_every": COUNT, "average_checkpoints": COUNT,
-    "ctc_weight": Range(0, 1, above=True), "intermediate_ctc": SHARE, "label_smoothing": SHARE,
-    "consistency": Range(0), "ema_decay": SHARE,
-}
-#: Of those, where nothing may be given.
-_OPTIONAL = ("keep_every",)
 _PRECISIONS = ("auto", *next(a.choices for a in RunOptions._create_parser()._actions if a.dest == "precision"))
 _COUNTED = {field.name: type(field.default) for field in dataclasses.fields(RunOptions)
             if type(field.default) in (int, float)}
@@ -33,21 +25,23 @@ _LEAST = {"grad_accumulation_factor": 1, "nonfinite_patience": 0, "max_grad_norm
 
 def check_settings(root: Node, findings: Findings) -> None:
     """Tell of every such key whose value would end a run later than its check."""
+    known = declared(root)
     for key, node in root.value.items():
         value = static(node)
         if value is UNKNOWN or node.spoilt or not isinstance(key, str):
             continue
         if key in _TOLD:
             _TOLD[key](root, key, value, findings)
-        elif key in NUMBERS and "brain" in root.value and value not in NUMBERS[key]:
-            if value is not None or key not in _OPTIONAL:
-                _tell(root, key, f"it is {_shown(value)}, and must be {NUMBERS[key]}", findings)
+        elif key in known:
+            problem = known[key].problem(value if not isinstance(value, Node) else value.value)
+            if problem and known[key].plain:
+                _tell(root, key, f"it is {_shown(value)}, and must be {known[key].wanted}", findings)
         elif key in _COUNTED and not _is_number(value):
             _tell(root, key, f"it is {_shown(value)}, and must be a number", findings)
         elif _too_low(key, value):
             _tell_low(root.place_of(key), key, key, value, findings)
-    if "brain" in root.value:
-        _check_averaged(root, findings)
+    if "average_checkpoints" in known:
+        _check_averaged(root, known, findings)
 
 
 def check_options(run_opts: Any, findings: Findings) -> None:
@@ -70,27 +64,25 @@ def _tell_low(place: Place, written: str, name: str, value: Any, findings: Findi
         findings.error("setting", place, written, f"it is {value}, and must be {_LEAST[name]} or more")
 
 
-def _check_averaged(root: Node, findings: Findings) -> None:
+def _check_averaged(root: Node, known: Mapping[str, Declared], findings: Findings) -> None:
     """An average of checkpoints needs as many, of weights that aren't averages themselves."""
     key = "average_checkpoints"
-    count = _known(root, key, 1)
+    count = _number(root, known[key])
     if count is None or count < 2:
         return
-    kept, for_good = _known(root, "keep_checkpoints", 1), _known(root, "keep_every", 0)
+    kept, for_good = _number(root, known["keep_checkpoints"]), _number(root, known["keep_every"])
     if _averages(root):
         _tell(root, key, "ema averages weights as well", findings,
               f"use one of them: ema_decay: 0, or {key}: 1")
-    elif for_good == 0 and kept is not None and kept < count:
+    elif not for_good and kept is not None and kept < count:
         _tell(root, key, f"it is {count}, but keep_checkpoints is {kept}: there won't be as many", findings,
               f"set keep_checkpoints to {count} or more")
 
 
-def _known(root: Node, key: str, default: int) -> int | None:
+def _number(root: Node, known: Declared) -> int | None:
     """A number as the run reads it; None where it's known later, or is wrong and told."""
-    value = static(root.value[key]) if key in root.value else default
-    if value is None and key in _OPTIONAL:
-        return default
-    return value if value in NUMBERS[key] else None
+    value = static(root.value[known.name]) if known.name in root.value else known.default
+    return value if isinstance(value, int) and not known.problem(value) else None
 
 
 def _averages(root: Node) -> bool:

@@ -98,7 +98,7 @@ class Between:
         if not any(map(is_sharded, brain.modules.values())):
             with brain._budget.pause(), brain.no_sync():
                 told = culprit.report(
-                    brain, Path(getattr(brain.hparams, "output_folder", ".")), fact.batches, step=fact.number,
+                    brain, Path(brain.keys.output_folder or "."), fact.batches, step=fact.number,
                     epoch=brain._epoch, what=what, scale=fact.scale, sum_scale=fact.sum_scale,
                     lr=brain._learning_rate, late=fact.late,
                 )

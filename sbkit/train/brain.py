@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import speechbrain as sb
 import torch
@@ -27,6 +27,7 @@ from sbkit.train.distributed import parallel, ranks, sharding
 from sbkit.train.epoch import train
 from sbkit.train.evaluation import evaluate, validate
 from sbkit.train.forward_state import ForwardState
+from sbkit.train.keys import TrainKeys
 from sbkit.train.memory.oom import Parts, told
 from sbkit.train.monitor.metrics import MetricsLog
 from sbkit.train.monitor.progress import Progress
@@ -59,17 +60,12 @@ class Brain(sb.core.Brain):
       masked at random: each rank draws for itself on its device and by numpy (dropout, SpecAugment). Python's
       ``random``, and beside a card torch on the host, give all ranks the same: for what all must decide alike.
 
-    Keys of ``hparams`` beside SpeechBrain's:
-
-    accelerate : run SpeechBrain's layers by faster equivalents with the same outputs (True)
-    output_folder : where ``metrics.jsonl`` and culprit reports go
-    log_interval : seconds between lines of ``metrics.jsonl`` (10)
-    tensorboard : write the same numbers for TensorBoard (False)
-    ema : a ``sbkit.train.averaging.EMA``: updated after each step, used in validation and test; decay 0: none
-    fsdp, activation_checkpointing : for models that do not fit on a device, see ``sbkit.train.distributed.sharding``
-    share_validation : True shares ordinary datasets out over ranks in validation and test. Else every rank
-        evaluates all of them, as in SpeechBrain, because recipes compute their metrics on each rank.
+    What it reads of ``hparams`` beside SpeechBrain's is in ``self.keys`` (see ``sbkit.train.keys``). Unless
+    ``share_validation`` is true, every rank evaluates all of an ordinary dataset, as in SpeechBrain, because recipes
+    compute their metrics on each rank.
     """
+
+    Keys: ClassVar[type[TrainKeys]] = TrainKeys
 
     def __init__(
         self, modules: Mapping[str, torch.nn.Module] | None = None,
@@ -91,7 +87,8 @@ class Brain(sb.core.Brain):
             self.hparams = SimpleNamespace()
         if self.profiler is not None:
             self.profiler = profiler(self.profile_warmup, self.profile_steps, self.hparams.output_folder)
-        if getattr(self.hparams, "accelerate", True):
+        self.keys = type(self).Keys.read(vars(self.hparams))
+        if self.keys.accelerate:
             accelerate(self.modules)
             for features in (value for value in vars(self.hparams).values() if isinstance(value, torch.nn.Module)):
                 accelerate(features)  # which have no weights, and so aren't among the modules
@@ -121,10 +118,10 @@ class Brain(sb.core.Brain):
         """Set before ``fit``, each epoch says how much of the device's arithmetic it used."""
         self._between = Between(self)
         self._parts = Parts(self)
-        ema = getattr(self.hparams, "ema", None)
+        ema = self.keys.ema
         self._ema = ema if getattr(ema, "decay", 1) > 0 else None
-        self._rng = rng.RngState(int(getattr(self.hparams, "seed", 0) or 0), lambda: self.optimizer_step, device)
-        self.metrics_log = None if self.debug else MetricsLog.of(self.hparams)
+        self._rng = rng.RngState(int(self.keys.seed or 0), lambda: self.optimizer_step, device)
+        self.metrics_log = None if self.debug else MetricsLog.of(self.keys)
         self._add_recoverables()
 
     def _add_recoverables(self) -> None:
@@ -144,7 +141,7 @@ class Brain(sb.core.Brain):
             compile_kernels(self.modules)
         if ranks.is_main():
             attention_kernel.tell([self.modules], torch.device(self.device), self.precision,
-                                  getattr(self.hparams, "accelerate", True))
+                                  self.keys.accelerate)
         self._compile()
         self._wrap_distributed()
         self.init_optimizers()
@@ -184,6 +181,11 @@ class Brain(sb.core.Brain):
     @property
     def _averages_itself(self) -> bool:
         return type(self).update_average is not sb.core.Brain.update_average
+
+    @property
+    def averages_weights(self) -> bool:
+        """A moving average of the weights is what is validated, tested and shipped."""
+        return self._ema is not None
 
     @property
     def _averages_batches(self) -> bool:
@@ -254,6 +256,10 @@ class Brain(sb.core.Brain):
         self._parallel.finish()
 
     def _forward(self, batch: Any) -> torch.Tensor:
+        """The loss of a training batch, to call ``backward`` on."""
+        return self.loss_of(batch).total
+
+    def loss_of(self, batch: Any) -> Loss:
         """Forward and loss of a training batch; what else they gave is left in ``self._found``."""
         with self.training_ctx:
             with self._budget("forward"):
@@ -263,7 +269,22 @@ class Brain(sb.core.Brain):
                 raw = self.compute_objectives(outputs, batch, Stage.TRAIN)
         loss = as_loss(raw, getattr(batch, "weight", 1.0))
         self._found = SimpleNamespace(outputs=outputs, raw=raw, loss=loss)
-        return loss.total
+        return loss
+
+    @contextlib.contextmanager
+    def untouched(self) -> Iterator[None]:
+        """Within it, losses and their gradients may be computed, and nothing of that is left: no gradient, no statistic
+        that a layer keeps, no random number drawn."""
+        generators, found = rng.capture(self.device), self._found
+        state = ForwardState(self.modules)
+        state.keep()
+        try:
+            yield
+        finally:
+            state.put_back()
+            rng.restore(generators, self.device)
+            self.modules.zero_grad(set_to_none=True)
+            self._found = found
 
     def _closes_step(self, batch: Any) -> bool:
         if self.step == self._last_batch:
@@ -349,7 +370,7 @@ class Brain(sb.core.Brain):
 
     @property
     def _shares_validation(self) -> bool:
-        return bool(getattr(self.hparams, "share_validation", False))
+        return self.keys.share_validation
 
     def _fit_train(self, train_set: Any, epoch: Any, enable: bool) -> None:
         train(self, train_set, epoch, enable)

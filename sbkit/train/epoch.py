@@ -38,7 +38,7 @@ def train(brain: Any, train_set: Any, epoch: Any, show: bool) -> None:
     )
     brain._budget.reset()
     brain._progress = Progress(display, brain.metrics_log, brain._budget, epoch,
-                               getattr(brain.hparams, "log_interval", 10.0), brain.utilisation,
+                               brain.keys.log_interval, brain.utilisation,
                                compiled=brain.compiled)
     stepped = True
     with brain._budget.active(), display:

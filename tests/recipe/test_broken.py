@@ -27,7 +27,7 @@ def head(name: str, what: str) -> list[str]:
 def test_a_broken_recipe_gets_its_messages(name, monkeypatch):
     monkeypatch.chdir(FOLDER)
     given = parse_overrides(shlex.split(" ".join(head(name, "given"))))
-    report = check(name, given, needed=("brain", "modules", "corpus"))
+    report = check(name, given)
     found = [str(finding).replace(name, "here") for finding in [*report.errors, *report.warnings]]
     assert found == head(name, "expect")
 

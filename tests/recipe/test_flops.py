@@ -1,7 +1,6 @@
 """A step's arithmetic: counted right, on a copy, and set against what the device's data sheet says."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,8 +8,7 @@ import torch
 from run_folders import TINY
 from torch.utils.flop_counter import FlopCounterMode
 
-from sbkit.nn.recognizer import Recognizer
-from sbkit.recipe import flops, load, shapes, speed
+from sbkit.recipe import flops, load, speed, trace
 from sbkit.train.monitor.utilisation import Utilisation
 
 RECIPE = Path(__file__).parents[2] / "hparams" / "ctc.yaml"
@@ -36,23 +34,27 @@ def by_hand(width=16, bins=80, channels=4):
     return filterbank + 2 * first + 3 * (second + linear + scores)
 
 
+def brain_of(hparams, **more):
+    return trace.build_brain(hparams["brain"], hparams, **more)
+
+
 def test_it_is_what_the_formulas_say(hparams):
-    found = flops.operations_per_second(hparams, SECONDS) * SECONDS
+    found = flops.operations_per_second(brain_of(hparams, intermediate_ctc=0.0), SECONDS) * SECONDS
     assert found == pytest.approx(by_hand(), rel=0.05)
 
 
 def test_it_is_what_torch_counts(tmp_path):
-    own = SimpleNamespace(**load.load(RECIPE, {**TINY, "ctc_weight": 0.3, "output_folder": str(tmp_path)}))
-    model = Recognizer.from_hparams(own)
-    with shapes.stand_ins(), FlopCounterMode(display=False) as theirs, flops.Arithmetic() as ours:
-        flops.loss_on(own, model, 2, SECONDS).backward()
+    brain = brain_of(load.load(RECIPE, {**TINY, "ctc_weight": 0.3, "output_folder": str(tmp_path)}))
+    with FlopCounterMode(display=False) as theirs:
+        ours = flops.run(brain, 2, SECONDS, flops.Arithmetic)
     assert ours.operations == theirs.get_total_flops() > 0
 
 
 def test_nothing_of_the_recipe_is_touched(hparams):
+    brain = brain_of(hparams)
     before = {name: value.clone() for name, value in hparams["model"].state_dict().items()}
     generator, kinds = torch.get_rng_state(), [type(module) for module in hparams["model"].modules()]
-    flops.operations_per_second(hparams, SECONDS)
+    flops.operations_per_second(brain, SECONDS)
     assert torch.equal(torch.get_rng_state(), generator)
     assert [type(module) for module in hparams["model"].modules()] == kinds
     assert all(parameter.grad is None for parameter in hparams["model"].parameters())
@@ -60,10 +62,11 @@ def test_nothing_of_the_recipe_is_touched(hparams):
 
 
 def test_what_the_loss_does_not_reach_costs_nothing(hparams):
-    alone = flops.operations_per_second(hparams, SECONDS)
-    joint = flops.operations_per_second({**hparams, "ctc_weight": 0.3}, SECONDS)
-    twice = flops.operations_per_second({**hparams, "consistency": 0.2}, SECONDS)
-    assert joint > 1.01 * alone
+    alone = flops.operations_per_second(brain_of(hparams), SECONDS)
+    within = flops.operations_per_second(brain_of(hparams, intermediate_ctc=0.0), SECONDS)
+    joint = flops.operations_per_second(brain_of(hparams, ctc_weight=0.3), SECONDS)
+    twice = flops.operations_per_second(brain_of(hparams, consistency=0.2), SECONDS)
+    assert joint > 1.01 * alone and alone >= within
     assert twice == pytest.approx(2 * alone - 2 * 401 * 201 * 80 / SECONDS), "the views share their features"
 
 

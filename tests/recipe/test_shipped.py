@@ -11,7 +11,6 @@ from sbkit.recipe.build import build
 from sbkit.recipe.check import check
 from sbkit.recipe.reading import read
 from sbkit.recipe.source import Findings
-from sbkit.runs.preflight import NEEDED
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted(str(p.relative_to(ROOT)) for folder in ("hparams", "recipes") for p in (ROOT / folder).rglob("*.yaml"))
@@ -37,7 +36,7 @@ def depth(name: str) -> dict:
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_shipped_recipe_passes_the_check(name, tmp_path):
-    report = check(ROOT / name, stand_ins(name, tmp_path) | depth(name), needed=NEEDED)
+    report = check(ROOT / name, stand_ins(name, tmp_path) | depth(name))
     assert [str(error) for error in report.errors] == []
     assert report.sections["shapes"].values["attention head" if "recipes" in name else "CTC head"]
     assert {row[4] for row in report.sections["devices"].rows} <= {"moved", "holds nothing"}

@@ -40,7 +40,7 @@ def wrap(brain: Any, run: Callable[[Any], torch.Tensor]) -> Alone:
 
     run: batch -> scalar tensor to call ``backward`` on
     """
-    fsdp, recomputed = (getattr(brain.hparams, key, None) for key in ("fsdp", "activation_checkpointing"))
+    fsdp, recomputed = brain.keys.fsdp, brain.keys.activation_checkpointing
     device = torch.device(brain.device)
     parallel.convert_batch_norm(brain.modules, device)
     if recomputed:

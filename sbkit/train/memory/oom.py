@@ -87,7 +87,7 @@ class Parts:
     def begin(self) -> None:
         """Learn from all ranks on what they train."""
         brain = self.brain
-        recomputed = getattr(brain.hparams, "activation_checkpointing", None)
+        recomputed = brain.keys.activation_checkpointing
         own = f"{devices.described(brain.device)} in {brain.precision}"
         own += ", compiled" * bool(brain.compile) + f", activation_checkpointing: {recomputed}" * bool(recomputed)
         self.conditions = sorted(set(ranks.gather_objects(own)))

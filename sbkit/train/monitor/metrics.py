@@ -21,6 +21,7 @@ from sbkit.errors import SbkitError
 from sbkit.nn.peek import Peek
 from sbkit.score.run_files import METRICS, TENSORBOARD
 from sbkit.system import disk
+from sbkit.train.keys import TrainKeys
 from sbkit.train.resumable_file import ResumableFile
 
 logger = logging.getLogger(__name__)
@@ -51,10 +52,9 @@ class MetricsLog:
         self._step: int | None = None  # of the last line that had one
 
     @classmethod
-    def of(cls, hparams: Any) -> MetricsLog | None:
+    def of(cls, keys: TrainKeys) -> MetricsLog | None:
         """Where a recipe has it: in its ``output_folder``."""
-        folder = getattr(hparams, "output_folder", None)
-        return None if folder is None else cls(folder, tensorboard=getattr(hparams, "tensorboard", False))
+        return None if keys.output_folder is None else cls(keys.output_folder, tensorboard=keys.tensorboard)
 
     def write(self, kind: str, **values: Any) -> None:
         """Add one line. Always in it: ``time`` (seconds since 1970) and ``kind``."""

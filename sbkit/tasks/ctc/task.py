@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from speechbrain.core import Stage
@@ -11,15 +11,25 @@ from torch import Tensor
 from torch.nn import functional
 
 from sbkit.data.batch import Batch
+from sbkit.data.manifest import Manifest
 from sbkit.decode.greedy import greedy
 from sbkit.decode.joint import JointSearch, Step
 from sbkit.errors import SbkitError
 from sbkit.nn.consistency import consistency
 from sbkit.nn.ctc import CTCLoss, ctc_loss
 from sbkit.nn.guard import guard_indices
-from sbkit.nn.recognizer import Recognizer
 from sbkit.nn.taps import stack, tapped
+from sbkit.recipe.build import Built
+from sbkit.recipe.report import Section
+from sbkit.recipe.source import Findings, Node
+from sbkit.recipe.trace import Trace
 from sbkit.tasks.asr import ASR, Row, choices
+from sbkit.tasks.ctc.keys import CTCKeys
+from sbkit.tasks.ctc.labels import check_labels
+from sbkit.tasks.ctc.model import recognizer
+from sbkit.tasks.ctc.parts import parts_fit
+from sbkit.tasks.ctc.vocabulary import check_sizes
+from sbkit.tasks.keys import TaskKeys
 from sbkit.train.monitor.timing import section
 from sbkit.train.step import Loss
 
@@ -51,21 +61,49 @@ class CTC(ASR):
     computes, and holds, twice as much as ``max_batch_seconds`` says.
     """
 
+    Keys: ClassVar[type[TaskKeys]] = CTCKeys
+    parts = ("compute_features", "ctc_lin", "modules")
+    keys: CTCKeys
+
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        if not 0 < self.hparams.ctc_weight <= 1:
-            raise SbkitError(f"ctc_weight is {self.hparams.ctc_weight}",
-                             hint="give a number above 0, up to 1: validation goes by what the CTC head hears")
         # Now, and not in the first forward: it tries the layers out, which a culprit's examination would see.
-        self.recognizer = Recognizer.from_hparams(self.hparams)
-        self.decoder = getattr(self.hparams, "decoder", None)
+        self.recognizer = recognizer(self.keys)
+        self.decoder = self.keys.decoder
         if isinstance(self.decoder, JointSearch) and not self.joint:
             raise SbkitError("the recipe's decoder is a JointSearch, and ctc_weight: 1.0 trains no attention decoder",
                              hint="set ctc_weight below 1, such as 0.3, or take another decoder")
 
+    # ------------------------------------------------------------ the check
+
+    @classmethod
+    def check_parts(cls, keys: CTCKeys, built: Built, findings: Findings) -> bool:
+        return parts_fit(keys, built, findings)
+
+    @classmethod
+    def check_outputs(cls, trace: Trace, findings: Findings) -> None:
+        check_sizes(trace, findings)
+
+    @classmethod
+    def check_labels(cls, keys: CTCKeys, manifests: Mapping[str, Manifest], findings: Findings,
+                     nodes: Mapping[str, Node]) -> Section:
+        keys.tokenizer.load()
+        return check_labels(keys, recognizer(keys), manifests, findings, nodes)
+
+    def describe(self) -> tuple[list[str], dict[str, Any]]:
+        """How much time a frame is."""
+        model = self.recognizer
+        hop = 1000 * model.hop_samples / self.keys.sample_rate
+        frame = hop * model.subsampling
+        return ([f"features every {hop:g} ms, subsampled by {model.subsampling}: an encoder frame every {frame:g} ms, "
+                 f"{1000 / frame:g} a second"],
+                {"subsampling": model.subsampling, "frames_per_second": 1000 / frame})
+
+    # ------------------------------------------------------------ training
+
     @property
     def joint(self) -> bool:
-        return self.hparams.ctc_weight < 1
+        return self.keys.ctc_weight < 1
 
     def compute_forward(self, batch: Batch, stage: Stage) -> Scores:
         """Waveforms [B, S] to scores [B, T, V]."""
@@ -76,9 +114,9 @@ class CTC(ASR):
                                            counted=batch.weight != 0)
         with tapped(model.encoder, self._tapped_layers() if training else []) as states:
             if self.joint:
-                tokens = functional.pad(self._labels(batch), (1, 0), value=self.hparams.bos_index)
+                tokens = functional.pad(self._labels(batch), (1, 0), value=self.keys.bos_index)
                 encoded, frames, decoded = model.encode_and_decode(feats, frames, tokens.repeat(views, 1))
-                attention = self.hparams.seq_lin(decoded)
+                attention = self.keys.seq_lin(decoded)
             else:
                 (encoded, frames), attention = model.encode(feats, frames), None
         searched = stage == Stage.TEST and isinstance(self.decoder, JointSearch)
@@ -94,12 +132,12 @@ class CTC(ASR):
         total = ctc.total
         if scores.intermediate:
             within = [self._ctc(each, scores.frames, batch).total for each in scores.intermediate]
-            total = torch.lerp(total, torch.stack(within).mean(), self.hparams.intermediate_ctc)
+            total = torch.lerp(total, torch.stack(within).mean(), self.keys.intermediate_ctc)
         if stage == Stage.TRAIN and self.views > 1:
             log_probs = scores.ctc.log_softmax(-1, dtype=torch.float32)
             total = total + self._consistency_weight() * consistency(log_probs, scores.frames * ctc.feasible)
         if scores.attention is not None:
-            weight = self.hparams.ctc_weight
+            weight = self.keys.ctc_weight
             total = weight * total + (1 - weight) * self._cross_entropy(scores.attention, batch, ctc.feasible)
         if stage == Stage.TRAIN:
             return Loss(total, tokens, {"ctc": (ctc.total, tokens)})
@@ -109,17 +147,17 @@ class CTC(ASR):
     @property
     def views(self) -> int:
         """How often a training step sees each utterance."""
-        return 2 if getattr(self.hparams, "consistency", 0.0) else 1
+        return 2 if self.keys.consistency else 1
 
     def _consistency_weight(self) -> float:
-        schedule = getattr(self.hparams, "schedule", None)
-        steps = getattr(self.hparams, "consistency_warmup", 0.1) * (schedule.total_steps if schedule else 0)
-        return self.hparams.consistency * min(1.0, (self.optimizer_step + 1) / max(1.0, steps))
+        schedule = self.keys.schedule
+        steps = self.keys.consistency_warmup * (schedule.total_steps if schedule else 0)
+        return self.keys.consistency * min(1.0, (self.optimizer_step + 1) / max(1.0, steps))
 
     def _tapped_layers(self) -> list[int]:
-        if not getattr(self.hparams, "intermediate_ctc", 0.0):
+        if not self.keys.intermediate_ctc:
             return []
-        layers, encoder = getattr(self.hparams, "intermediate_layers", None), self.recognizer.encoder
+        layers, encoder = self.keys.intermediate_layers, self.recognizer.encoder
         if layers or not hasattr(encoder, "encode"):  # of an encoder of the user's nobody knows what its layers give
             return layers or []
         middle = len(stack(encoder).layers) // 2
@@ -127,7 +165,7 @@ class CTC(ASR):
 
     def _ctc(self, scores: Tensor, frames: Tensor, batch: Batch) -> CTCLoss:
         return ctc_loss(
-            scores, batch.tokens, frames, batch.token_lengths, blank=self.hparams.blank_index, ids=batch.ids
+            scores, batch.tokens, frames, batch.token_lengths, blank=self.keys.blank_index, ids=batch.ids
         )
 
     def utterance_losses(self, scores: Scores, batch: Batch) -> Tensor:
@@ -138,8 +176,8 @@ class CTC(ASR):
     def _labels(self, batch: Batch) -> Tensor:
         """The tokens [B, U], safe for an embedding to look up; one outside the vocabulary is told."""
         return guard_indices(
-            batch.tokens, self.hparams.output_neurons, name="tokens", ids=batch.ids, lengths=batch.token_lengths,
-            forbidden=(self.hparams.blank_index,),
+            batch.tokens, self.keys.output_neurons, name="tokens", ids=batch.ids, lengths=batch.token_lengths,
+            forbidden=(self.keys.blank_index,),
         )
 
     def _cross_entropy(self, scores: Tensor, batch: Batch, counted: Tensor) -> Tensor:
@@ -148,12 +186,12 @@ class CTC(ASR):
         ``counted`` [B]: the utterances that the step's mean is over.
         """
         target = functional.pad(self._labels(batch), (0, 1))
-        target = target.scatter(1, batch.token_lengths[:, None], self.hparams.eos_index)
+        target = target.scatter(1, batch.token_lengths[:, None], self.keys.eos_index)
         beyond = torch.arange(target.shape[1], device=target.device) > batch.token_lengths[:, None]
         beyond = beyond | ~counted[:, None]
         return functional.cross_entropy(
             scores.float().flatten(0, 1), target.masked_fill(beyond, -100).flatten(), ignore_index=-100,
-            reduction="sum", label_smoothing=getattr(self.hparams, "label_smoothing", 0.0),
+            reduction="sum", label_smoothing=self.keys.label_smoothing,
         )
 
     def _transcribe(self, scores: Scores, batch: Any, stage: Stage) -> None:
@@ -161,13 +199,13 @@ class CTC(ASR):
             return
         log_probs = scores.ctc.float().log_softmax(-1)
         if self.decoder is None or stage != Stage.TEST:
-            found = greedy(log_probs, scores.frames, blank_id=self.hparams.blank_index)
-            heard = map(self.hparams.tokenizer.decode, found.ids)
+            found = greedy(log_probs, scores.frames, blank_id=self.keys.blank_index)
+            heard = map(self.keys.tokenizer.decode, found.ids)
             sure = (float(spans.confidence.mean()) if len(spans) else None for spans in found)
             self.rows += map(Row, batch.ids, batch.texts, heard, sure)
             return
         if self.decoder.tokenizer is None:
-            self.decoder.tokenizer = self.hparams.tokenizer
+            self.decoder.tokenizer = self.keys.tokenizer
         if scores.encoded is None:
             found = self.decoder.decode(log_probs, scores.frames)
         else:
@@ -180,6 +218,6 @@ class CTC(ASR):
         def step(tokens: Tensor, rows: Tensor) -> Tensor:
             frames = scores.frames[rows]
             decoded = self.recognizer.decode(tokens, scores.encoded[rows, :int(frames.max())], frames)
-            return self.hparams.seq_lin(decoded[:, -1]).float().log_softmax(-1)
+            return self.keys.seq_lin(decoded[:, -1]).float().log_softmax(-1)
 
         return step

@@ -1,7 +1,6 @@
 """Labels fit the vocabulary and the audio is long enough for them, utterance by utterance."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,11 +11,12 @@ from hypothesis import strategies as st
 from sbkit.data.manifest import Manifest
 from sbkit.data.tokens import Tokenizer
 from sbkit.nn.ctc import ctc_frames_needed
-from sbkit.recipe import tokens_check
-from sbkit.recipe.check import check, check_labels
+from sbkit.recipe.check import check
 from sbkit.recipe.load import load
+from sbkit.recipe.source import Findings
+from sbkit.tasks.ctc import CTC, labels
 
-SMALL = Path(__file__).with_name("small.yaml")
+SMALL = Path(__file__).parents[2] / "recipe" / "small.yaml"
 TEXTS = ["aa b", "abc abc", "cab", "bac", "ab"] * 4
 
 
@@ -40,7 +40,7 @@ def manifest(texts, seconds):
 
 
 def test_utterances_are_named_by_what_is_wrong_with_them():
-    found = tokens_check.look(manifest(["ab", "", "aab", "a!", "ah", "abc"], 0.03), Spelling(), Even(), size=8)
+    found = labels.look(manifest(["ab", "", "aab", "a!", "ah", "abc"], 0.03), Spelling(), Even(), size=8)
     assert found.looked_at == 6
     assert found.short == ["u2"]  # three letters and a repeat need four frames, there are three
     assert found.empty == ["u1"]
@@ -50,7 +50,7 @@ def test_utterances_are_named_by_what_is_wrong_with_them():
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.text("abc", min_size=0, max_size=9), min_size=1, max_size=8), st.integers(1, 12))
 def test_frames_are_counted_as_the_loss_counts_them(texts, frames):
-    found = tokens_check.look(manifest(texts, frames * 0.01), Spelling(), Even(), size=8)
+    found = labels.look(manifest(texts, frames * 0.01), Spelling(), Even(), size=8)
     width = max(1, *map(len, texts))
     targets = torch.zeros(len(texts), width, dtype=torch.long)
     for i, text in enumerate(texts):
@@ -60,8 +60,8 @@ def test_frames_are_counted_as_the_loss_counts_them(texts, frames):
 
 
 def test_of_a_large_split_the_densest_are_looked_at(monkeypatch):
-    monkeypatch.setattr(tokens_check, "MOST", 3)
-    found = tokens_check.look(manifest(["a", "abcabc", "ab", "abcab", "abcabca"], 0.05), Spelling(), Even(), size=8)
+    monkeypatch.setattr(labels, "MOST", 3)
+    found = labels.look(manifest(["a", "abcabc", "ab", "abcab", "abcabca"], 0.05), Spelling(), Even(), size=8)
     assert (found.looked_at, found.short) == (3, ["u1", "u4"])
 
 
@@ -107,9 +107,9 @@ def test_the_tokenizer_on_disk_decides_the_size(prepared):
 
 def test_labels_can_be_looked_at_after_preparing(prepared):
     given = prepared()
-    hparams = load(SMALL, given)
-    hparams["tokenizer"].load()
-    assert check_labels(hparams, {"train": manifest(TEXTS, 1.0)}) == []
-    found = check_labels(hparams, {"train": manifest(["abc" * 30], 0.1)})
-    assert [f.code for f in found] == ["too-short"]
-    assert check_labels({"corpus": SimpleNamespace()}, {}) == []
+    keys = CTC.Keys.read(load(SMALL, given))
+    findings = Findings()
+    CTC.check_labels(keys, {"train": manifest(TEXTS, 1.0)}, findings, {})
+    assert findings == []
+    CTC.check_labels(keys, {"train": manifest(["abc" * 30], 0.1)}, findings, {})
+    assert [f.code for f in findings] == ["too-short"]

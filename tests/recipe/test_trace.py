@@ -2,19 +2,19 @@
 
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from sbkit.nn.accelerate import accelerate
-from sbkit.nn.recognizer import Recognizer
-from sbkit.recipe import shapes
+from sbkit.recipe import trace
 from sbkit.recipe.bill import USABLE, Bill, Cost, states_per_parameter
 from sbkit.recipe.check import check
 from sbkit.recipe.load import load
-from sbkit.recipe.shapes import gpu_stand_ins
+from sbkit.recipe.trace import gpu_stand_ins
+from sbkit.tasks.ctc import CTC
+from sbkit.tasks.ctc.model import recognizer
 
 SMALL = Path(__file__).with_name("small.yaml")
 
@@ -65,20 +65,19 @@ def head(tmp_path, name):
     """The small recipe with another CTC head."""
     path = tmp_path / "recipe.yaml"
     text = SMALL.read_text()
-    path.write_text(text.replace("ctc_lin: !new:speechbrain.nnet.linear.Linear", f"ctc_lin: !new:test_shapes.{name}"))
+    path.write_text(text.replace("ctc_lin: !new:speechbrain.nnet.linear.Linear", f"ctc_lin: !new:test_trace.{name}"))
     return path
 
 
 def test_shapes_are_those_of_a_real_batch(tmp_path):
     found = check(SMALL, {"output_folder": str(tmp_path)}).sections["shapes"].values
     hparams = load(SMALL, {"output_folder": str(tmp_path)})
-    model = Recognizer.from_hparams(SimpleNamespace(**hparams))
-    samples = torch.tensor([round(s * 16000) for s in shapes.LENGTHS])
-    feats, frames = model.features(torch.zeros(2, 48000), samples)
-    tokens = torch.ones(2, 9, dtype=torch.long)
+    model = recognizer(CTC.Keys.read(hparams))
+    feats, frames = model.features(torch.zeros(2, 48000), torch.tensor([48000, 48000]))
+    tokens = torch.ones(2, 19, dtype=torch.long)
     encoded, frames, decoded = model.encode_and_decode(feats, frames, tokens)
-    assert found["features"] == list(feats.shape) and found["encoder"] == list(encoded.shape)
-    assert found["decoder"] == list(decoded.shape) and found["CTC head"] == [*encoded.shape[:2], 20]
+    assert found["compute_features"] == list(feats.shape) and found["Transformer"] == list(encoded.shape)
+    assert found["seq_lin"] == [*decoded.shape[:2], 20] and found["ctc_lin"] == [*encoded.shape[:2], 20]
     assert found["subsampling"] == 2 and found["frames_per_second"] == 50
 
 
@@ -110,11 +109,11 @@ def test_a_recipe_without_a_recognizer_is_checked_as_far_as_it_goes(tmp_path):
     path.write_text("layer: !new:torch.nn.Linear [3, 5]\nmodules: {layer: !ref <layer>}\n")
     report = check(path)
     assert report.errors == [] and "shapes" not in report.sections
-    assert report.notes == ["the forward: compute_features, ctc_lin, Transformer are missing or not built"]
+    assert report.notes == ["the forward: the recipe names no brain, and its parts are of no task of sbkit's"]
 
 
 def test_stand_ins_take_no_memory_and_end():
-    with shapes.stand_ins():
+    with trace.stand_ins():
         assert torch.empty(1 << 50).numel() == 1 << 50
     assert type(torch.empty(1)) is torch.Tensor
 
@@ -144,7 +143,7 @@ def test_the_counted_memory_is_what_a_step_allocates(tmp_path):
     values = check(SMALL).sections["bill"].values
     hparams = load(SMALL, {"output_folder": str(tmp_path)})
     accelerate(nn.ModuleDict(hparams["modules"]))
-    model = Recognizer.from_hparams(SimpleNamespace(**hparams))
+    model = recognizer(CTC.Keys.read(hparams))
     kept: dict[int, int] = {}
 
     def pack(tensor):

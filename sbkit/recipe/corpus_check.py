@@ -1,0 +1,68 @@
+"""The corpus of a recipe: it is where it is said to be, and a batch can hold what it lets in."""
+
+from __future__ import annotations
+
+from sbkit.data.manifest import Manifest
+from sbkit.errors import SbkitError
+from sbkit.recipe.build import Built
+from sbkit.recipe.report import Section
+from sbkit.recipe.source import Findings
+from sbkit.recipe.trace import Trace
+
+SPLITS = ("train", "dev", "test")
+
+
+def check_corpus(built: Built, findings: Findings) -> None:
+    """What a corpus lets in fits into a batch, and one that was named on the command line is there.
+
+    One that a recipe names may be on another machine.
+    """
+    corpus, node = built.hparams.get("corpus"), built.nodes.get("corpus")
+    if not hasattr(corpus, "check_there") or not isinstance(node.value, dict):
+        return
+    _check_longest(built, findings)
+    if "source" not in node.value:
+        return
+    given = node.value["source"].source or node.value["source"]
+    if given.place.line:
+        return
+    try:
+        corpus.check_there()
+    except SbkitError as error:
+        findings.error("no-corpus", given.place, f"--{given.key}", error.message, error.hint or "")
+
+
+def _check_longest(built: Built, findings: Findings) -> None:
+    """What the corpus lets in fits into a batch."""
+    longest = getattr(built.hparams["corpus"], "max_duration", None)
+    most = getattr(built.hparams.get("batching"), "max_batch_seconds", None)
+    if longest is None or most is None:
+        return
+    stretch = getattr(built.hparams.get("augment"), "stretch", 1.0)
+    if longest * stretch > most * (1 + 1e-6):
+        node = built.nodes["corpus"]
+        slowed = f", {longest * stretch:g} s when they are slowed down" if stretch > 1 else ""
+        findings.warning("batch", node.place_of("max_duration"), node.key_of("max_duration"),
+                         f"utterances of {longest:g} s are let in{slowed}, and a batch holds {most:g} s: training "
+                         "would end at one that doesn't fit", "lower it, or raise max_batch_seconds")
+
+
+def check_prepared(traced: Trace, findings: Findings) -> tuple[Section | None, str]:
+    """The labels of what an earlier run prepared, as the task looks at them; or why they weren't looked at."""
+    corpus = traced.built.hparams.get("corpus")
+    if not hasattr(corpus, "manifest_path"):
+        return None, ""
+    if not traced.complete:
+        return None, "labels: the model or the vocabulary could not be looked at"
+    paths = {split: corpus.manifest_path(split) for split in SPLITS}
+    if not any(path.exists() for path in paths.values()) or not traced.task.is_prepared(traced.keys):
+        return None, "labels: they are looked at when the run starts, which prepares the corpus"
+    if any(f.code == "vocabulary" for f in findings):
+        return None, "labels: the vocabulary is wrong"
+    try:
+        manifests = {split: Manifest.read(path) for split, path in paths.items() if path.exists()}
+        return traced.task.check_labels(traced.keys, manifests, findings, traced.built.nodes), ""
+    except SbkitError as error:
+        node = traced.built.nodes["corpus"]
+        findings.error("labels", node.place, "corpus", error.message, error.hint or "")
+        return None, ""

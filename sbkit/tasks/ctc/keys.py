@@ -1,0 +1,38 @@
+"""What CTC reads of a recipe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sbkit.recipe.choices import COUNT, POSITIVE, SHARE, SIZE, Range
+from sbkit.recipe.keys import key
+from sbkit.tasks.keys import RecogniserKeys
+
+
+@dataclass(kw_only=True)
+class CTCKeys(RecogniserKeys):
+    """The parts of the model, of the loss and of the search."""
+
+    compute_features: Any = key("waveforms [B, S] to features [B, T, F], such as SpeechBrain's Fbank")
+    normalize: Any = key("features to normalised ones, such as SpeechBrain's InputNormalization", None)
+    CNN: Any = key("the front end, [B, T, F] to [B, T', ...], such as SpeechBrain's ConvolutionFrontEnd", None)
+    Transformer: Any = key("the encoder (and decoder): a SpeechBrain transformer", None)
+    encoder: Any = key("the same under another name: any module [B, T, F] to [B, T', D]", None)
+    ctc_lin: Any = key("the CTC head, encoder states to scores [B, T, V]")
+    seq_lin: Any = key("the attention decoder's head, for joint training", None)
+    decoder: Any = key("what searches for the test's transcripts, a sbkit.decode.beam.BeamSearch or JointSearch; "
+                       "null: each frame's best", None)
+    n_mels: int = key("features a frame", 80, SIZE)
+    hop_length: float = key("milliseconds between two frames of features", 10, POSITIVE)
+    blank_index: int = key("the id of CTC's blank", 0, COUNT)
+    bos_index: int | None = key("the id that begins a sentence", None, COUNT)
+    eos_index: int | None = key("the id that ends a sentence", None, COUNT)
+    ctc_weight: float = key("CTC's share of the loss; below 1 the attention decoder trains, too", 1.0,
+                            Range(0, 1, above=True))
+    label_smoothing: float = key("of the attention decoder's cross-entropy", 0.0, SHARE)
+    intermediate_ctc: float = key("this share of the CTC loss goes to layers within the encoder", 0.0, SHARE)
+    intermediate_layers: list[int] | None = key("which layers, counted from 1; null: the middle one", None)
+    consistency: float = key("CR-CTC: this much of what two augmented views disagree in is added to the loss", 0.0,
+                             Range(0))
+    consistency_warmup: float = key("the share of the run over which that rises", 0.1, SHARE)

@@ -1,0 +1,91 @@
+"""The labels of a prepared corpus: they are in the vocabulary, and the audio is long enough for CTC."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow.compute as pc
+import torch
+
+from sbkit.data.manifest import Manifest
+from sbkit.nn.recognizer import Recognizer
+from sbkit.recipe.report import Section, listed
+from sbkit.recipe.source import Findings, Node, Place
+from sbkit.tasks.ctc.keys import CTCKeys
+
+#: Utterances of a split whose labels are looked at: all of them, or the ones with most text a second.
+MOST = 200_000
+#: Above this share of utterances that CTC can't align, the recipe is wrong and not the data.
+TOO_MANY = 0.5
+
+
+class Labels(NamedTuple):
+    """What the labels of a split look like."""
+
+    looked_at: int
+    outside: list[str]
+    """Ids of utterances with a label outside the vocabulary, or a blank."""
+    short: list[str]
+    """Ids of utterances with fewer frames than CTC needs."""
+    empty: list[str]
+    """Ids of utterances without a token."""
+
+
+def look(manifest: Manifest, tokenizer: Any, recognizer: Recognizer, size: int, blank: int = 0,
+         sample_rate: int = 16000) -> Labels:
+    """Encode a split's texts and compare their labels with the vocabulary and the frames of their audio."""
+    if len(manifest) > MOST:  # who speaks fastest is short of frames first
+        density = pc.binary_length(manifest.texts.arrow).to_numpy(zero_copy_only=False) / manifest.durations
+        manifest = manifest.select(np.sort(np.argpartition(-density, MOST)[:MOST]))
+    outside: list[str] = []
+    short: list[str] = []
+    empty: list[str] = []
+    for start in range(0, len(manifest), 50_000):
+        ids = manifest.ids[start : start + 50_000]
+        samples = np.round(manifest.durations[start : start + 50_000].astype(np.float64) * sample_rate).astype(int)
+        encoded = [tokenizer.encode(text) for text in manifest.texts[start : start + 50_000]]
+        counts = np.array([len(tokens) for tokens in encoded])
+        flat = np.array([t for tokens in encoded for t in tokens], dtype=np.int64)
+        owner = np.repeat(np.arange(len(encoded)), counts)
+        same = np.zeros(len(flat), bool)
+        same[1:] = (flat[1:] == flat[:-1]) & (owner[1:] == owner[:-1])
+        needed = counts + np.bincount(owner[same], minlength=len(encoded))
+        frames = recognizer.frames(torch.from_numpy(samples)).numpy()
+        wrong = np.unique(owner[(flat < 0) | (flat >= size) | (flat == blank)])
+        outside += [ids[int(i)] for i in wrong]
+        short += [ids[int(i)] for i in np.flatnonzero(needed > frames)]
+        empty += [ids[int(i)] for i in np.flatnonzero(counts == 0)]
+    return Labels(len(manifest), outside, short, empty)
+
+
+def check_labels(keys: CTCKeys, model: Recognizer, manifests: Mapping[str, Manifest], findings: Findings,
+                 nodes: Mapping[str, Node]) -> Section:
+    """Look at every split's labels; the tokenizer is loaded."""
+    node = nodes.get("corpus") or nodes.get("tokenizer")
+    place = node.place if node is not None else Place()
+    rows = []
+    for split, manifest in manifests.items():
+        found = look(manifest, keys.tokenizer, model, keys.output_neurons, keys.blank_index, keys.sample_rate)
+        rows.append([split, len(manifest), found.looked_at, len(found.short), len(found.empty)])
+        of = f"of {found.looked_at} utterances"
+        if found.outside:
+            last = keys.output_neurons - 1
+            findings.error("labels", place, "corpus", f"{split}: {len(found.outside)} {of} have a label outside 1 to "
+                           f"{last}: {_some(found.outside)}", "was the tokenizer made for this vocabulary?")
+        if found.short:
+            tell = findings.error if len(found.short) > TOO_MANY * found.looked_at else findings.warning
+            tell("too-short", place, "corpus",
+                 f"{split}: {len(found.short)} {of} have fewer encoder frames than CTC needs for their tokens and "
+                 f"repeats: {_some(found.short)}",
+                 "nothing is learned from them: subsample less, take a larger vocabulary, or look at their texts")
+        if found.empty:
+            findings.warning("no-labels", place, "corpus",
+                             f"{split}: the tokenizer finds no token in {len(found.empty)} {of}: {_some(found.empty)}",
+                             "look at their texts and at the tokenizer's characters")
+    return Section("Labels", ["split", "utterances", "looked at", "too short for CTC", "without a token"], rows)
+
+
+def _some(ids: Sequence[str]) -> str:
+    return listed(ids, most=5)

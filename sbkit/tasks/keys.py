@@ -1,0 +1,44 @@
+"""Keys that recipes of every task of ``sbkit train`` have, and those that every recogniser has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sbkit.recipe.choices import COUNT, SIZE
+from sbkit.recipe.keys import key
+from sbkit.train.keys import TrainKeys
+
+
+@dataclass(kw_only=True)
+class TaskKeys(TrainKeys):
+    """Keys of every recipe that ``sbkit train`` runs."""
+
+    brain: Any = key("the task: the class that trains, `!name:sbkit.tasks.ctc.CTC` or one of your own")
+    modules: Any = key("all that is trained, moved to the device and saved, by name")
+    corpus: Any = key("a sbkit.data.corpus.Corpus: where recordings come from, and which are kept")
+    batching: Any = key("a sbkit.data.plan.Batching: what a device holds at once, and what an update sees")
+    epoch_counter: Any = key("SpeechBrain's EpochCounter, whose limit is the number of epochs")
+    opt_class: Any = key("the optimizer, `!name:` with its options", None)
+    schedule: Any = key("a sbkit.train.schedule.Schedule of the learning rate", None)
+    checkpointer: Any = key("a sbkit.train.checkpoint.Checkpointer", None)
+    pretrainer: Any = key("SpeechBrain's Pretrainer: weights that are fetched before training", None)
+    train_logger: Any = key("a sbkit.train.train_log.TrainLog: a line for each epoch", None)
+    augment: Any = key("a sbkit.data.augment.Augment of waveforms, in the processes that read them", None)
+    number_of_epochs: int = key("how often training goes through the corpus", 1, SIZE)
+    num_workers: int = key("processes that read audio; 0: the run's own", 2, COUNT)
+    sample_rate: int = key("of the recordings as the model hears them; others are resampled", 16_000, SIZE)
+    language: str | None = key("of the corpus, a code of Common Voice's", None)
+    experiment: str | None = key("a name for the run, told in its bundle", None)
+    keep_checkpoints: int = key("how many of the best checkpoints stay beside the last", 1, SIZE)
+    keep_every: int | None = key("keep the checkpoint of every so many epochs for good; 0: none", None, COUNT)
+    average_checkpoints: int = key("test the mean of so many of the best checkpoints", 1, SIZE)
+
+
+@dataclass(kw_only=True)
+class RecogniserKeys(TaskKeys):
+    """Keys of every task that hears words."""
+
+    tokenizer: Any = key("a sbkit.data.tokens.Tokenizer")
+    output_neurons: int = key("the size of the vocabulary; with characters it follows from the text", allowed=SIZE)
+    spec_augment: Any = key("what masks features in training, such as sbkit.nn.spec_augment.SpecAugment", None)

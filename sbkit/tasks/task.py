@@ -1,0 +1,243 @@
+"""What a task is: the class that a recipe names under ``brain``, and all that others may ask of it.
+
+The check, the bill, tune, training, evaluation, the report and export know no task. They ask the class for its keys and
+stand-in batches, run its own ``compute_forward`` and ``compute_objectives``, and show and keep what it says came out.
+``docs/extend.md`` makes one from nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from speechbrain.core import Stage
+
+from sbkit.data.batch import Batch
+from sbkit.data.manifest import Manifest
+from sbkit.data.reader import Encoder
+from sbkit.errors import SbkitError
+from sbkit.recipe.build import Built
+from sbkit.recipe.report import Section
+from sbkit.recipe.source import Findings, Node
+from sbkit.recipe.trace import Trace
+from sbkit.score.results import Results, tell_unread
+from sbkit.tasks.keys import TaskKeys
+from sbkit.train.averaging import average
+from sbkit.train.brain import Brain
+from sbkit.train.distributed import sharding
+
+logger = logging.getLogger(__name__)
+
+
+class Metric(NamedTuple):
+    """What the best checkpoint has least or most of, among what ``stats`` gives."""
+
+    name: str
+    lower_is_better: bool = True
+
+    @property
+    def order(self) -> dict[str, str]:
+        """As ``Brain.evaluate`` takes it: the key of the best checkpoint."""
+        return {"min_key" if self.lower_is_better else "max_key": self.name}
+
+    def best(self, values: Sequence[float]) -> float:
+        """The best of some values."""
+        return min(values) if self.lower_is_better else max(values)
+
+
+class Task(Brain):
+    """A Brain that ``sbkit train`` runs. A task derives from it and writes at least the two methods of every Brain,
+
+        compute_forward(batch, stage), compute_objectives(outputs, batch, stage)
+
+    and, of what follows, whatever differs from what stands here. ``self.keys`` has the recipe's values.
+    """
+
+    Keys: ClassVar[type[TaskKeys]] = TaskKeys
+    parts: ClassVar[tuple[str, ...]] = ("modules",)
+    """Keys without whose objects no batch can be sent through."""
+    metric: ClassVar[Metric] = Metric("loss")
+    keys: TaskKeys
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        if self.averages_weights and self.keys.average_checkpoints > 1:
+            raise SbkitError("ema and average_checkpoints both average weights",
+                             hint="use one of them: ema_decay: 0, or average_checkpoints: 1")
+
+    # ------------------------------------------------------------ before the model is there
+
+    @classmethod
+    def prepare(cls, keys: TaskKeys, manifests: Mapping[str, Manifest], given: Mapping[str, Any]) -> dict[str, Any]:
+        """Make what rests on the corpus (a vocabulary, statistics); one rank does it, before the model is built.
+
+        given : what was overridden on the command line
+
+        Gives the keys whose values follow from the corpus, with which the recipe is then read once more.
+        """
+        del keys, manifests, given
+        return {}
+
+    @classmethod
+    def is_prepared(cls, keys: TaskKeys) -> bool:
+        """Whether what ``prepare`` makes is there."""
+        del keys
+        return True
+
+    @classmethod
+    def encoder(cls, keys: TaskKeys) -> Encoder | None:
+        """What makes of an utterance's text the ``tokens`` of its batch, in the processes that read; None: no tokens.
+
+        Anything with ``encode(text) -> list[int]`` that can be pickled.
+        """
+        del keys
+        return None
+
+    @classmethod
+    def check_parts(cls, keys: TaskKeys, built: Built, findings: Findings) -> bool:
+        """Look at what a recipe built before any batch is sent through; False where none can be."""
+        del keys, built, findings
+        return True
+
+    @classmethod
+    def check_outputs(cls, trace: Trace, findings: Findings) -> None:
+        """Look at what was built and at what a batch of stand-ins gave on its way, as far as it came."""
+
+    @classmethod
+    def check_labels(cls, keys: TaskKeys, manifests: Mapping[str, Manifest], findings: Findings,
+                     nodes: Mapping[str, Node]) -> Section | None:
+        """Look at the labels of a prepared corpus; gives what of it is worth a table.
+
+        nodes : where the recipe's keys are written; none while a run starts
+        """
+        del keys, manifests, findings, nodes
+        return None
+
+    def describe(self) -> tuple[list[str], dict[str, Any]]:
+        """What is worth saying below the table of shapes, in words and as numbers for programs."""
+        return [], {}
+
+    # ------------------------------------------------------------ training
+
+    def stand_in(self, utterances: int, seconds: float, *, noise: bool = False) -> Batch:
+        """A batch of so many utterances of so many seconds, for whoever asks what a step needs or does.
+
+        noise : its values matter: waveforms of noise, and labels at random; else they may be anything
+        """
+        samples, labels = round(seconds * self.keys.sample_rate), max(1, round(seconds * self.labels_per_second))
+        size = (utterances, samples)
+        return Batch(
+            ids=[f"stand-in {i}" for i in range(utterances)], texts=[""] * utterances, samples=utterances * samples,
+            signals=0.1 * torch.randn(size) if noise else torch.empty(size),
+            signal_lengths=torch.full((utterances,), samples), tokens=self.stand_in_labels((utterances, labels), noise),
+            token_lengths=torch.full((utterances,), labels), sample_rate=self.keys.sample_rate,
+        )
+
+    labels_per_second: float = 0.0
+    """How many labels a second of a usual utterance has; it has at least one."""
+
+    def stand_in_labels(self, shape: tuple[int, int], noise: bool) -> torch.Tensor:
+        """Labels that may occur, of this shape."""
+        del noise
+        return torch.ones(shape, dtype=torch.long)
+
+    def begin_run(self, texts: Sequence[str], steps: int) -> None:
+        """Called before ``fit``, when it is known what is trained on and in how many optimizer steps."""
+        if self.keys.schedule is not None:
+            self.keys.schedule.total_steps = steps
+
+    def on_fit_start(self) -> None:
+        super().on_fit_start()
+        self.begin_step(self.optimizer_step + 1)
+
+    def on_fit_batch_end(self, batch: Any, outputs: Any, loss: Any, should_step: bool) -> None:
+        if should_step:
+            self.begin_step(self.optimizer_step + 1)
+
+    def begin_step(self, step: int) -> float | None:
+        """Set what an optimizer step is to be done with, counted from 1; gives the learning rate."""
+        if self.keys.schedule is None or self.opt_class is None:
+            return None
+        return self.keys.schedule.apply(self.optimizer, step)
+
+    # ------------------------------------------------------------ what came out
+
+    def on_stage_start(self, stage: Stage, epoch: int | None = None) -> None:
+        self.rows: list[Any] = []
+        """What is known of each utterance of this rank's validation or test, each with an ``id``; ``evaluate_batch``
+        or ``compute_objectives`` fills it."""
+        self._unread: dict[str, str] = {}
+
+    def evaluate_batch(self, batch: Any, stage: Stage) -> Any:
+        self._unread.update(getattr(batch, "damaged", ()))
+        return super().evaluate_batch(batch, stage)
+
+    def all_rows(self) -> list[Any]:
+        """The rows of all ranks by id, on every rank."""
+        return sorted(self.gather(self.rows), key=lambda row: row.id)
+
+    def stats(self, rows: Sequence[Any]) -> dict[str, float]:
+        """What all rows of a stage come to; the metric is among it unless that is the loss."""
+        del rows
+        return {}
+
+    def results(self, rows: Sequence[Any], loss: float, unread: Mapping[str, str]) -> Results:
+        """What a test came to: for the screen, for files and for the report."""
+        return Results({"loss": loss, **self.stats(rows)}, utterances=len(rows), unread=dict(unread))
+
+    def validated(self, rows: Sequence[Any], stats: Mapping[str, float]) -> None:
+        """Called on all ranks with what a validation found."""
+
+    def on_stage_end(self, stage: Stage, stage_loss: float, epoch: int | None = None) -> None:
+        if stage == Stage.TRAIN:
+            self.train_stats = {"loss": stage_loss}
+            return
+        rows, unread = self.all_rows(), dict(self.gather(self._unread.items()))
+        if stage == Stage.TEST:
+            self.tested = self.results(rows, stage_loss, unread)
+            self._end_test({**self.tested.stats, **({"unread": len(unread)} if unread else {})})
+            return
+        stats = {"loss": stage_loss, **self.stats(rows)}
+        if unread:  # a rate without them is never shown alone
+            stats["unread"] = len(unread)
+            logger.warning("%s", tell_unread("valid", unread, len(rows)))
+        self.validated(rows, stats)
+        self._end_epoch(epoch, stats)
+
+    def _end_test(self, stats: dict[str, float]) -> None:
+        if self.tested.unread:
+            logger.warning("%s", tell_unread("test", self.tested.unread, self.tested.utterances))
+        epoch = getattr(self.keys.epoch_counter, "current", None)
+        if self.keys.train_logger is not None:
+            self.keys.train_logger.log_stats({"Epoch loaded": epoch}, test_stats=stats)
+        self._write_down("test", epoch, stats)
+
+    def _end_epoch(self, epoch: int | None, stats: dict[str, float]) -> None:
+        meta = {"epoch": epoch, "steps": self.optimizer_step}
+        if self.opt_class is not None:
+            meta["lr"] = self.optimizer.param_groups[0]["lr"]
+        if self.keys.train_logger is not None:
+            self.keys.train_logger.log_stats(meta, train_stats=self.train_stats, valid_stats=stats)
+        self._write_down("epoch", epoch, stats)
+        if self.checkpointer is not None:
+            known = {self.metric.name: stats[self.metric.name], "loss": stats["loss"], "epoch": epoch}
+            self.checkpointer.save_and_keep_only(
+                meta=known, num_to_keep=self.keys.keep_checkpoints, keep_every=self.keys.keep_every or None,
+                **{"min_keys" if self.metric.lower_is_better else "max_keys": [self.metric.name]},
+            )
+
+    def _write_down(self, kind: str, epoch: int | None, stats: dict[str, float]) -> None:
+        if self.metrics_log is not None:
+            prefix = "valid" if kind == "epoch" else "test"
+            self.metrics_log.write(kind, epoch=epoch, step=self.optimizer_step,
+                                   **{f"{prefix}_{name}": value for name, value in stats.items()})
+
+    def on_evaluate_start(self, max_key: str | None = None, min_key: str | None = None) -> None:
+        super().on_evaluate_start(max_key=max_key, min_key=min_key)
+        count = self.keys.average_checkpoints
+        if self.checkpointer is not None and count > 1:
+            state, used = average(self.checkpointer, "model", count, max_key=max_key, min_key=min_key)
+            sharding.take(self.checkpointer.recoverables["model"], state)
+            logger.info("Testing the average of %d checkpoints", len(used))

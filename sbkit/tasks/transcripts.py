@@ -1,0 +1,86 @@
+"""What a test of a recogniser came to: transcripts beside references, and their error rates with intervals."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sbkit.data.manifest import Manifest
+from sbkit.errors import SbkitError
+from sbkit.score import utterances
+from sbkit.score.rates import ErrorRates
+from sbkit.score.results import Results
+from sbkit.score.significance import interval
+
+logger = logging.getLogger(__name__)
+
+
+def score(rows: Sequence[Any]) -> tuple[ErrorRates, ErrorRates]:
+    """Word and character error rates. An utterance without a reference has nothing to score, and is named."""
+    empty = [row.id for row in rows if not row.reference.split()]
+    if empty:
+        logger.warning("%d utterances have no reference and are not scored: %s", len(empty), ", ".join(empty[:5]))
+    scored = [(row.id, row.reference, row.hypothesis) for row in rows if row.reference.split()]
+    words, characters = ErrorRates("word"), ErrorRates("character")
+    if scored:
+        words.add(*zip(*scored, strict=True))
+        characters.add(*zip(*scored, strict=True))
+    return words, characters
+
+
+@dataclass
+class Transcripts(Results):
+    """Rows of a test, and the rates of those that have a reference."""
+
+    rows: Sequence[Any] = ()
+    words: ErrorRates | None = None
+    characters: ErrorRates | None = None
+
+    @classmethod
+    def of(cls, rows: Sequence[Any], loss: float, unread: Mapping[str, str]) -> Transcripts:
+        """Score rows."""
+        words, characters = score(rows)
+        return cls({"loss": loss, "WER": words.rate, "CER": characters.rate}, len(rows), dict(unread), rows, words,
+                   characters)
+
+    def headline(self) -> str:
+        low, high = interval(self.words)
+        return (f"WER {self.words.rate:.2f} % (95 % interval {low:.2f} to {high:.2f}), "
+                f"CER {self.characters.rate:.2f} %, {len(self.words)} utterances")
+
+    def lines(self) -> list[str]:
+        """One utterance to look at."""
+        example = next(iter(self.words))
+        return [f"{example.id}\n  reference   {' '.join(example.reference)}\n"
+                f"  hypothesis  {' '.join(example.hypothesis)}"]
+
+    def check(self) -> None:
+        """Refuse a corpus that says nothing of its words."""
+        if not len(self.words):
+            raise SbkitError(f"none of the {self.utterances} utterances has a reference, so there is nothing to score",
+                             hint="a corpus to score on needs transcripts")
+
+    def facts(self) -> dict[str, Any]:
+        summary = self.words.summary()
+        counts = {name: summary[name]
+                  for name in ("SER", "insertions", "deletions", "substitutions", "num_scored_tokens")}
+        return {"WER": self.words.rate, "WER_interval": interval(self.words), "CER": self.characters.rate,
+                "CER_interval": interval(self.characters), **counts,
+                "without_reference": [row.id for row in self.rows if not row.reference.split()]}
+
+    def columns(self) -> list[tuple[str, Any]]:
+        return [("WER %", self.words.rate), ("95 % interval", _range(interval(self.words))),
+                ("CER %", self.characters.rate), ("95 % interval", _range(interval(self.characters)))]
+
+    def write(self, folder: Path, manifest: Manifest, of: str = "") -> None:
+        """Every alignment, and each utterance as it was heard."""
+        self.words.write(folder / f"wer{'_' if of else ''}{of}.txt")
+        self.characters.write(folder / f"cer{'_' if of else ''}{of}.txt")
+        utterances.write(folder / f"{of}{'_' if of else ''}utterances.jsonl", utterances.join(self.rows, manifest))
+
+
+def _range(interval_: Sequence[float]) -> str:
+    return f"{interval_[0]:.2f} to {interval_[1]:.2f}"
