@@ -44,7 +44,7 @@ from sbkit.decode.fusion import Weights
 from sbkit.score.edits import count
 from sbkit.system.console import table
 from sbkit.system.cores import usable_cores
-from sbkit.tasks.lm_weights import LM_WEIGHTS, WORD_SCORES
+from sbkit.tasks.ctc.lm_weights import LM_WEIGHTS, WORD_SCORES
 
 FRAME = 0.04  # seconds
 Pair = tuple[float, float]  # what the language model's logarithms are multiplied by, what each word adds

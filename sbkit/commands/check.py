@@ -21,7 +21,6 @@ def run(words: list[str]) -> int:
     check_torch_pair()
     from sbkit.recipe import arguments
     from sbkit.recipe.check import check
-    from sbkit.runs.preflight import NEEDED
 
     chosen = {flag for flag in FLAGS if flag in words}
     if {"--measure", "--no-run"} <= chosen:
@@ -33,8 +32,7 @@ def run(words: list[str]) -> int:
         from sbkit.train.memory.trials import measurement
 
         measure = measurement(request)
-    report = check(request.path, request.overrides, run_opts=request.run_opts, needed=NEEDED, run=builds,
-                   measure=measure)
+    report = check(request.path, request.overrides, run_opts=request.run_opts, run=builds, measure=measure)
     if "--json" in chosen:
         print(report.json())
     else:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sbkit.commands.options import RUNS_CODE, add_search
+from sbkit.errors import SbkitError
 from sbkit.system.console import table
 from sbkit.system.environment import check_torch_pair
 
@@ -52,28 +53,26 @@ def run(args: argparse.Namespace) -> int:
 def evaluate(request: EvaluateRequest) -> int:
     """Score, write the files, print a table; the exit code says whether ``max_wer`` was kept."""
     from sbkit.runs import evaluation_corpus, restore
-    from sbkit.tasks import searches
     from sbkit.train import device as devices
     from sbkit.train.distributed import ranks
 
     ranks.init(devices.resolve(request.device))
     try:
         with ranks.failing_together():
-            hparams = restore.read_run(request.run)
-            name, path, remote = ranks.run_on_main(evaluation_corpus.corpus, request, hparams)
-            brain = restore.build(hparams, request.device, eval_precision=request.precision)
-            brain.decoder = searches.build(request, hparams)
-            results = list(_results(request, hparams, brain, name, path, remote))
+            recipe = restore.read_run(request.run)
+            name, path, remote = ranks.run_on_main(evaluation_corpus.corpus, request, recipe)
+            brain = restore.build(recipe, request.device, eval_precision=request.precision)
+            brain.take_search(request)
+            results = list(_results(request, recipe, brain, name, path, remote))
             return _tell(results, request.max_wer) if ranks.is_main() else 0
     finally:
         ranks.shutdown()
 
 
-def _results(request: EvaluateRequest, hparams: dict[str, Any], brain: Any, name: str, path: Path,
+def _results(request: EvaluateRequest, recipe: Any, brain: Any, name: str, path: Path,
              remote: Any) -> Iterator[Result]:
     from sbkit.data.manifest import Manifest
-    from sbkit.runs import evaluation, restore
-    from sbkit.tasks import scoring, searches
+    from sbkit.runs import evaluation, restore, scoring
     from sbkit.train.distributed import ranks
 
     manifest = Manifest.read(path, remote=remote)
@@ -82,12 +81,13 @@ def _results(request: EvaluateRequest, hparams: dict[str, Any], brain: Any, name
         label = choice if choice in (restore.BEST, restore.LAST) else used[0]
         if request.average > 1:
             label += f"-mean-of-{len(used)}"
-        tuned = searches.tune(brain, hparams, lambda dev: scoring.hear(request, hparams, brain, dev, "dev")) \
+        tuned = brain.tune_search(
+            recipe.keys.corpus.manifest("dev"), lambda dev: scoring.hear(request, recipe, brain, dev, "dev")) \
             if request.tune_lm else {}
-        label += searches.label(request)
-        scored = scoring.score(request, hparams, brain, manifest, label)
-        if brain.decoder is not None:
-            scored.facts["decoder"] = {**searches.describe(brain.decoder), **tuned}
+        label += request.label()
+        scored = scoring.score(request, recipe, brain, manifest, label)
+        if search := {**brain.search_facts(), **tuned}:
+            scored.facts["decoder"] = search
         scored.facts.update(
             run=str(request.run.resolve()), corpus=request.on, source=evaluation.source(request.on),
             manifest=str(path.resolve()), checkpoint=label, checkpoints=used,
@@ -96,25 +96,24 @@ def _results(request: EvaluateRequest, hparams: dict[str, Any], brain: Any, name
 
 
 def _tell(results: Sequence[Result], max_wer: float | None) -> int:
+    columns = [name for name, _ in results[0].came.columns()]
     print(table(
-        ["checkpoint", "utterances", "hours", "WER %", "95 % interval", "CER %", "95 % interval", "real-time factor"],
-        [[facts["checkpoint"], facts["utterances"], facts["hours"], facts["WER"], _range(facts["WER_interval"]),
-          facts["CER"], _range(facts["CER_interval"]), f"{facts['real_time_factor']:.4f}"]
-         for facts in (scored.facts for scored in results)]))
+        ["checkpoint", "utterances", "hours", *columns, "real-time factor"],
+        [[facts["checkpoint"], facts["utterances"], facts["hours"], *(value for _, value in came.columns()),
+          f"{facts['real_time_factor']:.4f}"] for came, facts, *_ in results]))
     for scored in results:
         print(scored.facts["folder"])
         if scored.replaced:
             print(f"  replaced the result of {scored.replaced}; another --name keeps both")
         for what, ids in (("could not be read", list(scored.facts["damaged"])),
-                          ("have no reference", scored.facts["without_reference"])):
+                          ("have no reference", scored.facts.get("without_reference"))):
             if ids:
                 print(f"  not scored: {len(ids)} utterances that {what}: {', '.join(ids[:5])}")
+    if max_wer is not None and "WER" not in results[0].facts:
+        raise SbkitError("there is no WER to hold against --max-wer", hint=f"the results are {', '.join(columns)}")
     over = [scored.facts for scored in results if max_wer is not None and scored.facts["WER"] > max_wer]
     for facts in over:
         print(f"{facts['checkpoint']}: a WER of {facts['WER']:.2f} % is more than --max-wer {max_wer:g}",
               file=sys.stderr)
     return OVER_LIMIT if over else 0
 
-
-def _range(bounds: Sequence[float]) -> str:
-    return f"{bounds[0]:.2f} to {bounds[1]:.2f}"

@@ -74,18 +74,18 @@ def estimate(request: LmRequest) -> int:
     like = request.like or next((name for name in request.sources if Path(name).is_dir()), None)
     if request.unit == "piece" and like is None:
         raise SbkitError("a language model over pieces is made for the tokenizer of a run", hint="name it: --like RUN")
-    run = read_run(like) if like else {}
+    run = read_run(like) if like else None
     # What is missing is said before anything takes time.
     sources = [found(name, "train") for name in request.sources]
     held_out = [found(name, "dev") for name in request.evaluate]
-    if run and not held_out and run["corpus"].manifest_path("dev").is_file():
-        held_out = [str(run["corpus"].manifest_path("dev"))]
+    if run and not held_out and run.corpus.manifest_path("dev").is_file():
+        held_out = [str(run.corpus.manifest_path("dev"))]
     _check_writable(request.out)
-    rules = run["corpus"].text if run else str
+    rules = run.corpus.text if run else str
     try:
         report = lm.build(
             map(rules, texts(sources)), request.out, order=request.order, prune=request.prune, unit=request.unit,
-            tokenizer=run.get("tokenizer"), min_count=request.min_count,
+            tokenizer=None if run is None else run.tokenizer, min_count=request.min_count,
             evaluate=map(rules, texts(held_out)) if held_out else None, binary=request.binary)
     except OSError as error:
         raise _unwritable(request.out, error) from error

@@ -26,11 +26,10 @@ def run(words: list[str]) -> int:
 
     request = arguments.parse(words)
     with EndSignals(), oom.told("cpu", hint=oom.BOUND_HINT):
-        hparams = load.load(request.path, request.overrides)
-        load.require(hparams, request.path, "corpus", "tokenizer")
-        folder = hparams.get("output_folder")
+        recipe = load.opened(load.load(request.path, request.overrides), request.path)
+        folder = recipe.keys.output_folder
         with RunLock(Path(folder), runs=False) if folder else contextlib.nullcontext():
             if folder:
                 put_back(Path(folder))
-            prepare_data(hparams, request.overrides)
+            prepare_data(recipe, request.overrides)
     return 0

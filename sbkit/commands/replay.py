@@ -22,8 +22,7 @@ def run(args: argparse.Namespace) -> int:
 
     culprit = culprits.find(args.folder)
     saved = culprits.read(culprit)
-    hparams = restore.read_run(culprit.parent.parent)
-    brain = restore.build(hparams, args.device, precision=saved["precision"])
+    brain = restore.build(restore.read_run(culprit.parent.parent), args.device, precision=saved["precision"])
     if brain.checkpointer.list_checkpoints():  # the culprit's own weights, where they were kept, come over these
         restore.take_weights(brain, restore.LAST)
     print(culprits.replay(brain, culprit))

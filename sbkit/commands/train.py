@@ -49,40 +49,39 @@ def _run(request: Any, device: Any) -> None:
         with ranks.failing_together(), oom.told(device):
             if request.check:
                 ranks.run_on_main(preflight.before_run, request)
-            hparams = load.load(request.path, request.overrides)
-            load.require(hparams, request.path, *preflight.NEEDED)
-            folder = Path(hparams["output_folder"])
+            recipe = load.opened(load.load(request.path, request.overrides), request.path)
+            folder = Path(recipe.keys.folder)
             with disk.told(folder), RunLock(folder), StartGuard(folder, ranks.is_main()) as guard:
-                _train(hparams, request, device, guard)
+                _train(recipe, request, device, guard)
     finally:
         ranks.shutdown()
 
 
-def _train(hparams: dict[str, Any], request: Any, device: Any, guard: Any) -> None:
+def _train(recipe: Any, request: Any, device: Any, guard: Any) -> None:
     from sbkit.recipe import load
-    from sbkit.runs import completion, preflight, preparation, training
-    from sbkit.tasks import results
+    from sbkit.runs import completion, preflight, preparation, results, training
     from sbkit.train.distributed import ranks
 
-    ranks.run_on_main(preparation.open_folder, hparams, request)
-    follows = ranks.run_on_main(preparation.prepare_data, hparams, request.overrides)
+    folder = recipe.keys.folder
+    ranks.run_on_main(preparation.open_folder, folder, request)
+    follows = ranks.run_on_main(preparation.prepare_data, recipe, request.overrides)
     if follows:
         request.overrides.update(follows)
-        hparams = load.load(request.path, request.overrides)
-        ranks.run_on_main(preparation.open_folder, hparams, request)
+        recipe = load.opened(load.load(request.path, request.overrides), request.path)
+        ranks.run_on_main(preparation.open_folder, folder, request)
     if request.check:
-        ranks.run_on_main(preflight.before_training, hparams)
-    done = ranks.run_on_main(completion.done, hparams, request)
+        ranks.run_on_main(preflight.before_training, recipe)
+    done = ranks.run_on_main(completion.done, recipe.keys, request)
     test_only = request.run_opts.test_only
     if done and not test_only:
         if ranks.is_main():
             print(done)
         return
-    ranks.run_on_main(completion.forget, hparams)
-    manifests = hparams["corpus"].load()
-    brain = training.fit_and_test(hparams, request, device, manifests, guard)
-    ranks.run_on_main(results.show, brain, Path(hparams["output_folder"]), manifests["test"],
-                      hparams["corpus"].left_out("test"))
-    if (done or not test_only) and not brain.test_unread:  # a test alone does not make a run done
-        ranks.run_on_main(completion.keep, hparams, request,
-                          {"WER": brain.test_words.rate, "CER": brain.test_characters.rate})
+    ranks.run_on_main(completion.forget, recipe.keys)
+    corpus = recipe.keys.corpus
+    manifests = corpus.load()
+    brain = training.fit_and_test(recipe, request, device, manifests, guard)
+    ranks.run_on_main(results.show, brain.tested, folder, manifests["test"], corpus.left_out("test"),
+                      brain.metrics_log)
+    if (done or not test_only) and not brain.tested.unread:  # a test alone does not make a run done
+        ranks.run_on_main(completion.keep, recipe.keys, request, brain.tested)

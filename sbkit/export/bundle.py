@@ -103,7 +103,7 @@ def _fill(folder: Path, trained: Trained, request: ExportRequest) -> parity.Comp
             bar.update()
 
         step("reading test clips")
-        chosen = clips.choose(trained.get("corpus"), trained.sample_rate, request.clips)
+        chosen = clips.choose(trained.keys.corpus, trained.sample_rate, request.clips)
         step("tracing")
         function = graph.Graph(trained.recognizer)
         program = graph.trace(function)
@@ -162,14 +162,14 @@ def _write(name: str, folder: Path, trained: Trained, program: torch.export.Expo
 
 def _config(trained: Trained, program: torch.export.ExportedProgram, chosen: clips.Clips) -> Config:
     recognizer, tokenizer = trained.recognizer, trained.tokenizer
-    silent = sorted({i for i in (trained.get("bos_index"), trained.get("eos_index"), getattr(tokenizer, "bos_id", None),
+    silent = sorted({i for i in (trained.keys.bos_index, trained.keys.eos_index, getattr(tokenizer, "bos_id", None),
                                  getattr(tokenizer, "eos_id", None)) if i is not None and i > 0})
     texts = [clip.text for clip in chosen.alone if clip.text]
     spaced = not texts or sum(" " in text for text in texts) > _SPACED * len(texts)
     return Config(
         sample_rate=trained.sample_rate, hop_samples=recognizer.hop_samples, subsampling=recognizer.subsampling,
-        vocabulary=len(tokenizer.pieces()), blank_id=int(trained.get("blank_index", 0)), silent_ids=silent,
-        word_separator="▁" if spaced else None, language=trained.get("language") or None,
+        vocabulary=len(tokenizer.pieces()), blank_id=trained.keys.blank_index, silent_ids=silent,
+        word_separator="▁" if spaced else None, language=trained.keys.language or None,
         min_samples=graph.least_samples(program), chunk_seconds=round(min(max(chosen.longest, 10.0), 30.0), 2),
         trained=trained.facts,
         made_by={"sbkit": sbkit.__version__} | {name: metadata.version(name) for name in _BUILT_BY if _installed(name)},

@@ -22,19 +22,15 @@ class Trained:
     """A recogniser in evaluation mode on the CPU in fp32, and what is known about it."""
 
     run: Path
-    hparams: dict[str, Any]
+    keys: Any
     recognizer: Recognizer
     tokenizer: Any
     facts: dict[str, Any]
     """Recipe, checkpoint and scores, for config.json."""
 
-    def get(self, name: str, default: Any = None) -> Any:
-        """A key of the recipe."""
-        return self.hparams.get(name, default)
-
     @property
     def sample_rate(self) -> int:
-        return int(self.get("sample_rate", 16_000))
+        return self.keys.sample_rate
 
 
 def open_run(run: str | Path, checkpoint: str = restore.BEST, mean_of: int = 1) -> Trained:
@@ -46,20 +42,20 @@ def open_run(run: str | Path, checkpoint: str = restore.BEST, mean_of: int = 1) 
     mean_of : take the mean of the weights of this many instead
     """
     run = Path(run)
-    hparams = restore.read_run(run)
-    brain = restore.build(hparams, "cpu")
+    recipe = restore.read_run(run)
+    brain = restore.build(recipe, "cpu")
     used = restore.take_weights(brain, checkpoint, mean_of)
     recognizer = getattr(brain, "recognizer", None)
     if not isinstance(recognizer, Recognizer):
         raise SbkitError(f"{type(brain).__name__} has no CTC recogniser to export",
                          hint="sbkit exports runs whose brain is sbkit.tasks.ctc.CTC or derived from it")
-    tokenizer = hparams.get("tokenizer")
+    tokenizer = getattr(recipe.keys, "tokenizer", None)
     if not hasattr(tokenizer, "pieces"):
         raise SbkitError("the recipe has no tokenizer of sbkit.data.tokens", hint="its pieces go into tokens.txt")
     for module in _parts(recognizer):
         module.float().eval()
     averaged = any(isinstance(each, EMA) for each in brain.checkpointer.recoverables.values())
-    return Trained(run, hparams, recognizer, tokenizer, _facts(hparams, used, averaged))
+    return Trained(run, recipe.keys, recognizer, tokenizer, _facts(recipe.keys, brain, used, averaged))
 
 
 def _parts(recognizer: Recognizer) -> list[nn.Module]:
@@ -68,13 +64,14 @@ def _parts(recognizer: Recognizer) -> list[nn.Module]:
     return [part for part in parts if isinstance(part, nn.Module)]
 
 
-def _facts(hparams: dict[str, Any], used: Sequence[Any], averaged: bool) -> dict[str, Any]:
+def _facts(keys: Any, brain: Any, used: Sequence[Any], averaged: bool) -> dict[str, Any]:
     best = used[0]
-    meta = {key: value for key, value in best.meta.items() if key in ("epoch", "WER", "loss")}
+    meta = {key: value for key, value in best.meta.items() if key in ("epoch", brain.metric.name, "loss")}
     return {
-        "experiment": str(hparams.get("experiment", "")), "checkpoint": Path(best.path).name,
+        "experiment": keys.experiment or "", "checkpoint": Path(best.path).name,
         "mean_of": len(used), "moving_average": averaged, **({} if len(used) > 1 else {"valid": meta}),
-        "parameters": sum(each.numel() for each in hparams["model"].parameters()) if "model" in hparams else None,
+        "parameters": sum(each.numel() for each in brain.checkpointer.recoverables["model"].parameters())
+        if "model" in brain.checkpointer.recoverables else None,
     }
 
 

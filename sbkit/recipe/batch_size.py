@@ -18,8 +18,6 @@ from sbkit.system.console import atomic_write
 
 #: Share of what was found to fit that is recommended: memory fragments, and some texts are longer than others.
 MARGIN = 0.9
-#: What else of a recipe decides how much memory a step takes.
-_KEYS = ("activation_checkpointing", "ctc_weight", "intermediate_ctc", "consistency")
 
 
 @dataclass(frozen=True)
@@ -54,16 +52,16 @@ def model_of(modules: Mapping[str, nn.Module]) -> list:
     return [*map(repr, modules.values()), sizes]
 
 
-def place(model: list, hparams: Mapping[str, Any], precision: str, device: torch.device) -> Path:
+def place(model: list, keys: Any, precision: str, device: torch.device) -> Path:
     """Where the results for a model are kept."""
     cuda = device.type == "cuda" and torch.cuda.is_available()
-    optimizer = hparams.get("opt_class")
+    optimizer = keys.opt_class
     while isinstance(optimizer, functools.partial):
         optimizer = optimizer.func
     facts = [
         model, torch.cuda.get_device_name(device) if cuda else device.type, precision, torch.__version__,
-        [str(hparams.get(key)) for key in _KEYS], str(optimizer),
-        hparams.get("ema") is not None and getattr(hparams["ema"], "decay", 1) > 0,
+        str(keys.activation_checkpointing), keys.numbers_of_the_task(), str(optimizer),
+        keys.ema is not None and getattr(keys.ema, "decay", 1) > 0,
     ]
     key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     return cache_folder() / "tune" / f"{key}.json"

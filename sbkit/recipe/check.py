@@ -113,7 +113,7 @@ def _bill(owned: ownership.Owned, traced: trace.Trace, findings: Findings, repor
     if made is None:
         report.notes.append("the bill: the recipe has no max_batch_seconds")
         return None
-    tried = batch_size.remembered(batch_size.place(batch_size.model_of(owned.roots), built.hparams, precision, device))
+    tried = batch_size.remembered(batch_size.place(batch_size.model_of(owned.roots), traced.keys, precision, device))
     made.check_fits(findings, built.nodes.get("max_batch_seconds"), tried)
     section = bill.section(made, _hours(built), made.cost.batch_seconds, tried)
     section.remarks += _attention(built, owned, device, precision, findings)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hyperpyyaml import load_hyperpyyaml
 
@@ -23,7 +23,26 @@ from sbkit.recipe.includes import Files, chain, keys, place, read_plain
 from sbkit.recipe.merging import merged
 from sbkit.recipe.source import BASE
 
-__all__ = ["chain", "check_overrides", "flatten", "load", "merged", "place", "read_plain", "require"]
+__all__ = ["Recipe", "chain", "check_overrides", "flatten", "load", "merged", "opened", "place", "read_plain"]
+
+
+class Recipe(NamedTuple):
+    """A recipe's objects, and the keys that the task under ``brain`` reads of them."""
+
+    hparams: dict[str, Any]
+    keys: Any
+    """As the task declares them (``sbkit.tasks.task.Task.Keys``)."""
+
+    @property
+    def task(self) -> Any:
+        """The class that trains."""
+        return self.keys.brain
+
+    def brain(self, run_opts: Any = None, **instead: Any) -> Any:
+        """The Brain of a recipe; ``instead``: other values of its keys."""
+        hparams = {**self.hparams, **instead}
+        return self.task(modules=hparams["modules"], opt_class=hparams.get("opt_class"), hparams=hparams,
+                         run_opts=run_opts, checkpointer=hparams.get("checkpointer"))
 
 
 def check_overrides(path: Path, overrides: Mapping[str, Any]) -> Files:
@@ -59,8 +78,16 @@ def flatten(hparams: Mapping[str, Any]) -> dict[str, Any]:
     return flatten(base) | own
 
 
-def require(hparams: Mapping[str, Any], path: Path, *keys: str) -> None:
-    """The keys that a stage cannot do without."""
-    missing = [key for key in keys if key not in hparams]
+def opened(hparams: dict[str, Any], path: Path) -> Recipe:
+    """A recipe for ``sbkit train`` and all that comes after: its task's keys are there and may be what they are."""
+    task = hparams.get("brain")
+    if task is None:
+        raise SbkitError(f"{path} lacks brain", hint="hparams/ has a complete recipe for each task")
+    declared = getattr(task, "Keys", None)
+    if declared is None or not hasattr(task, "stand_in"):
+        raise SbkitError(f"{path}: brain is {getattr(task, '__name__', task)!s}, which is no task of sbkit's",
+                         hint="derive it from sbkit.tasks.task.Task; docs/extend.md shows how")
+    missing = [key for key in declared.needed() if key not in hparams]
     if missing:
-        raise SbkitError(f"{path} lacks {', '.join(missing)}", hint="hparams/ctc.yaml shows a complete recipe")
+        raise SbkitError(f"{path} lacks {', '.join(missing)}", hint="hparams/ has a complete recipe for each task")
+    return Recipe(hparams, declared.read(hparams))

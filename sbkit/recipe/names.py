@@ -15,6 +15,8 @@ from sbkit.recipe.report import did_you_mean
 from sbkit.recipe.signatures import locate
 from sbkit.recipe.source import Findings, Node
 
+#: What declares the keys of every recipe that names a brain.
+EVERY_TASK = "sbkit.tasks.keys.TaskKeys"
 #: Keys that a Brain reads where they are there: adding one is no typo.
 RUN_OPTIONS = tuple(name for name in RunOptions.__dataclass_fields__ if name != "overridden_args")
 
@@ -32,9 +34,11 @@ def brain_class(root: Node) -> type | None:
 
 
 def declared(root: Node) -> Mapping[str, Declared]:
-    """The keys that this class declares."""
-    keys = getattr(brain_class(root), "Keys", None)
-    return keys.declared() if keys is not None else {}
+    """The keys that this class declares; of one that can't be looked at, those of every task."""
+    if "brain" not in root.value:
+        return {}
+    keys = getattr(brain_class(root), "Keys", None) or locate(EVERY_TASK)
+    return keys.declared()
 
 
 def check_names(root: Node, referred: Collection[str], findings: Findings) -> None:

@@ -9,9 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
-from sbkit.runs.layout import CER, EVALUATED, EVALUATIONS, NBEST, RESULT, WER
+from sbkit.runs.layout import EVALUATIONS, RESULT
+from sbkit.score.report import write_report
+from sbkit.score.results import Results
 from sbkit.system.console import atomic_write
+from sbkit.system.environment import command, describe
 
 _SCORED = ("source", "manifest", "checkpoints", "decoder", "precision")  # of result.json: what makes it another result
 
@@ -60,6 +64,20 @@ class EvaluateRequest:
     max_batch_seconds: float | None = None
     workers: int | None = None
 
+    def search_options(self) -> list[str]:
+        """What was asked for of a search, by name."""
+        return [name for name in ("lm", "tune_lm", "lm_weight", "word_score", "beam", "hot_words", "nbest", "joint",
+                                  "ctc_weight") if getattr(self, name)]
+
+    def label(self) -> str:
+        """What the name of the results says of the search: all that was asked for, as in ``-joint-ctc0.2-beam10``."""
+        numbers = {"lm": self.lm_weight, "word": self.word_score, "ctc": self.ctc_weight, "beam": self.beam,
+                   "nbest": self.nbest}
+        said = [("joint", self.joint), (self.lm and Path(self.lm).name.split(".")[0], self.lm),
+                ("tuned", self.tune_lm), ("hot", self.hot_words),
+                *((f"{name}{value:g}", True) for name, value in numbers.items() if value is not None)]
+        return "".join(f"-{word}" for word, asked in said if asked)
+
     @property
     def folder(self) -> Path:
         """Where results go."""
@@ -69,27 +87,19 @@ class EvaluateRequest:
 class Result(NamedTuple):
     """What came out for one checkpoint; ``facts`` is what result.json says."""
 
-    rows: list[Any]
-    words: Any
-    characters: Any
+    came: Results
     facts: dict[str, Any]
+    metric: str
     replaced: str = ""  # the command of another result that had the same name
 
 
-def write(scored: Result, manifest: Any) -> str:
+def write(scored: Result, manifest: Manifest) -> str:
     """All files of a result; gives how another result was made that had been there."""
-    from sbkit.score import utterances
-    from sbkit.score.report import write_report
-    from sbkit.system.environment import command, describe
-
     folder = Path(scored.facts["folder"])
-    replaced = _another(folder / RESULT, scored.facts)
+    replaced = _another(folder / RESULT, scored.facts, scored.metric)
     with writing(folder):
-        scored.words.write(folder / WER)
-        scored.characters.write(folder / CER)
-        utterances.write(folder / EVALUATED, utterances.join(scored.rows, manifest))
-        if "decoder" in scored.facts:
-            write_nbest(folder / NBEST, scored.rows)
+        folder.mkdir(parents=True, exist_ok=True)
+        scored.came.write(folder, manifest)
         with atomic_write(folder / RESULT) as out:
             json.dump({**scored.facts, "command": command(), "environment": describe()}, out, indent=1,
                       ensure_ascii=False)
@@ -102,7 +112,7 @@ def source(on: str | None) -> str | None:
     return str(Path(on).resolve()) if on and Path(on).exists() else on
 
 
-def _another(path: Path, facts: dict[str, Any]) -> str:
+def _another(path: Path, facts: dict[str, Any], metric: str) -> str:
     """The command and the rate of the result that is there, if it's not of the same checkpoint, corpus and search."""
     try:
         there = json.loads(path.read_text(encoding="utf-8"))
@@ -110,7 +120,7 @@ def _another(path: Path, facts: dict[str, Any]) -> str:
         return ""
     if all(there.get(key) == facts.get(key) for key in _SCORED):
         return ""
-    return f"{there.get('command')} (WER {there.get('WER', float('nan')):.2f} %)"
+    return f"{there.get('command')} ({metric} {there.get(metric, float('nan')):.2f})"
 
 
 @contextlib.contextmanager
@@ -122,10 +132,3 @@ def writing(folder: Path) -> Iterator[None]:
         raise SbkitError(f"cannot write into {folder}: {error.strerror}",
                          hint="choose another place with --out") from error
 
-
-def write_nbest(path: Path, rows: Sequence[Any]) -> None:
-    """One JSON object per utterance."""
-    with atomic_write(path) as out:
-        for row in rows:
-            line = {"id": row.id, "reference": row.reference, "hypotheses": [one._asdict() for one in row.nbest]}
-            out.write(json.dumps(line, ensure_ascii=False) + "\n")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from sbkit.errors import SbkitError
+from sbkit.recipe.load import Recipe
 from sbkit.runs.evaluation import EvaluateRequest, writing
 from sbkit.runs.layout import CORPORA
 
@@ -19,19 +20,16 @@ _TEST = ("test", "testing")  # what a corpus may call the split that is scored u
 _ONE_FILE = (".csv", ".json", ".jsonl", ".parquet")
 
 
-def corpus(request: EvaluateRequest, hparams: dict[str, Any]) -> tuple[str, Path, Any]:
+def corpus(request: EvaluateRequest, recipe: Recipe) -> tuple[str, Path, Any]:
     """What the results are called, the manifest to score, and which URLs in it may be opened."""
-    own = hparams.get("corpus")
-    if own is None or "tokenizer" not in hparams:
-        raise SbkitError(f"the recipe of {request.run} names no corpus or no tokenizer",
-                         hint="sbkit evaluate is for runs of sbkit train")
+    own = recipe.keys.corpus
     split = request.split or "test"
     if request.on is None and own.manifest_path(split).is_file():
         name, corpus = request.name or split, own
     else:
         split = "test"
         name, corpus = prepare(request, own, own.source if request.on is None else request.on)
-    _tell_of_strange_characters(hparams["tokenizer"], corpus.manifest(split).texts)
+    recipe.task.look_at_texts(recipe.keys, corpus.manifest(split).texts)
     return name, corpus.manifest_path(split), corpus.remote
 
 
@@ -78,9 +76,3 @@ def _naming_the_run(request: EvaluateRequest) -> Iterator[None]:
         raise SbkitError(f"the corpus of {request.run}: {error.message}", hint=error.hint) from error
 
 
-def _tell_of_strange_characters(tokenizer: Any, texts: Sequence[str]) -> None:
-    strange = tokenizer.coverage(texts)
-    if strange:
-        listed = ", ".join(f"{char!r} x {times}" for char, times in strange.most_common(10))
-        logger.warning("The model cannot write %d characters of these texts, so each is an error: %s",
-                       strange.total(), listed)

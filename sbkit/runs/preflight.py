@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 from sbkit.errors import SbkitError
-
-#: What a recipe must define for the stages below.
-NEEDED = ("brain", "modules", "output_folder", "corpus", "tokenizer", "output_neurons", "batching", "epoch_counter")
+from sbkit.recipe.load import Recipe
+from sbkit.recipe.source import Findings
 
 
 def before_run(request: Any) -> None:
     """Check the recipe of a run that is about to start: errors end it, warnings are shown."""
     from sbkit.recipe.check import check
 
-    report = check(request.path, request.overrides, run_opts=request.run_opts, needed=NEEDED, prepared=False,
-                  priced=False)
+    report = check(request.path, request.overrides, run_opts=request.run_opts, prepared=False, priced=False)
     if report.errors:  # one message, so that torchrun's last lines hold it too
         raise SbkitError(f"{report.verdict()}; --no-check would start the run as it is\n{report.problems()}",
                          exit_code=1)
@@ -26,12 +23,10 @@ def before_run(request: Any) -> None:
     print(report.verdict(), file=sys.stderr, flush=True)
 
 
-def before_training(hparams: Mapping[str, Any]) -> None:
+def before_training(recipe: Recipe) -> None:
     """Look at the labels of the corpus, now that it's prepared."""
-    from sbkit.recipe.check import check_labels
-
-    hparams["tokenizer"].load()
-    found = check_labels(hparams, hparams["corpus"].load())
+    found = Findings()
+    recipe.task.check_labels(recipe.keys, recipe.keys.corpus.load(), found, {})
     for finding in found:
         print(finding, file=sys.stderr, flush=True)
     errors = [finding for finding in found if finding.severity == "error"]

@@ -16,20 +16,19 @@ from speechbrain.utils.run_opts import RunOptions
 from sbkit.errors import SbkitError
 from sbkit.recipe import load
 from sbkit.recipe.arguments import import_beside
+from sbkit.recipe.load import Recipe
 from sbkit.runs.layout import RECIPE
 from sbkit.train.averaging import EMA, average
-from sbkit.train.brain import Brain
 from sbkit.train.checkpoint.state import TENSORS
 
 BEST, LAST = "best", "last"
-METRIC = "WER"  # what the best checkpoint has least of
 
 
 def load_run(run: str | Path, device: str | torch.device | None = None, *, checkpoint: str = BEST, mean_of: int = 1,
-             settings: Mapping[str, Any] | None = None, **run_opts: Any) -> tuple[dict[str, Any], Brain]:
-    """The recipe's objects and the run's Brain, its modules in evaluation mode with trained weights.
+             settings: Mapping[str, Any] | None = None, **run_opts: Any) -> tuple[Recipe, Any]:
+    """The recipe and the run's Brain, its modules in evaluation mode with trained weights.
 
-    >>> hparams, brain = load_run("results/ctc/en/1234", "cpu")  # doctest: +SKIP
+    >>> recipe, brain = load_run("results/ctc/en/1234", "cpu")  # doctest: +SKIP
 
     Arguments
     ---------
@@ -39,15 +38,16 @@ def load_run(run: str | Path, device: str | torch.device | None = None, *, check
     settings : top-level keys of the recipe that are to have another value, e.g. ``{"accelerate": False}``
     run_opts : run options, e.g. ``precision="bf16"``
     """
-    hparams = read_run(run)
-    hparams.update(settings or {})
-    brain = build(hparams, device, **run_opts)
+    recipe = read_run(run)
+    if settings:
+        recipe = load.opened({**recipe.hparams, **settings}, Path(run) / RECIPE)
+    brain = build(recipe, device, **run_opts)
     take_weights(brain, checkpoint, mean_of)
-    return hparams, brain
+    return recipe, brain
 
 
-def read_run(run: str | Path) -> dict[str, Any]:
-    """The recipe of a run as objects, with the run's folder where it is now and the tokenizer loaded."""
+def read_run(run: str | Path) -> Recipe:
+    """The recipe of a run, with the run's folder where it is now."""
     run = Path(run)
     path = run / RECIPE
     if not path.is_file():
@@ -61,11 +61,11 @@ def read_run(run: str | Path) -> dict[str, Any]:
         first = (str(error).strip().splitlines() or [""])[0]
         raise SbkitError(f"{path} cannot be loaded: {type(error).__name__}: {first}",
                          hint="was it trained with code of your own? name its folder in PYTHONPATH") from error
-    load.require(hparams, path, "brain", "modules", "checkpointer")
-    tokenizer = hparams.get("tokenizer")
-    if hasattr(tokenizer, "load"):
-        tokenizer.load()
-    return hparams
+    if "checkpointer" not in hparams:
+        raise SbkitError(f"{path} lacks checkpointer", hint="nothing that it trained was saved")
+    recipe = load.opened(hparams, path)
+    recipe.task.encoder(recipe.keys)  # what was prepared is loaded
+    return recipe
 
 
 def _origin(path: Path) -> Path:
@@ -74,14 +74,11 @@ def _origin(path: Path) -> Path:
     return Path(line[0].removeprefix("#").strip()) if line else path
 
 
-def build(hparams: Mapping[str, Any], device: str | torch.device | None = None, **run_opts: Any) -> Brain:
+def build(recipe: Recipe, device: str | torch.device | None = None, **run_opts: Any) -> Any:
     """The run's Brain with its weights as they are drawn, to be filled by ``take_weights``."""
     options = {"device": None if device is None else str(device), **run_opts}
     options = {name: value for name, value in options.items() if value is not None}
-    brain = hparams["brain"](
-        modules=hparams["modules"], hparams=hparams, checkpointer=hparams["checkpointer"],
-        run_opts=RunOptions(**options, overridden_args=set(options)),
-    )
+    brain = recipe.brain(RunOptions(**options, overridden_args=set(options)), opt_class=None)
     # No optimizer, no generators, no log files: what was trained is all that is taken from a checkpoint.
     shelf = brain.checkpointer
     shelf.recoverables = {name: obj for name, obj in shelf.recoverables.items() if isinstance(obj, _WEIGHTS)}
@@ -90,27 +87,28 @@ def build(hparams: Mapping[str, Any], device: str | torch.device | None = None, 
     return brain
 
 
-def take_weights(brain: Brain, checkpoint: str = BEST, mean_of: int = 1) -> list[Checkpoint]:
+def take_weights(brain: Any, checkpoint: str = BEST, mean_of: int = 1) -> list[Checkpoint]:
     """Fill a Brain from its checkpoints; gives those that were used.
 
     Arguments
     ---------
-    checkpoint : ``best`` (by WER), ``last``, or the name of a checkpoint's folder or a part of it
+    checkpoint : ``best`` (by the task's metric), ``last``, or the name of a checkpoint's folder or a part of it
     mean_of : take the mean of the weights of this many of the best instead (of the newest, with ``last``)
     """
     shelf = brain.checkpointer
     if not shelf.list_checkpoints():
         raise SbkitError(f"{shelf.checkpoints_dir} holds no checkpoint", hint="has the run saved one yet?")
-    key = METRIC if checkpoint == BEST else None
-    if key and not any(key in ckpt.meta for ckpt in shelf.list_checkpoints()):
-        raise SbkitError(f"no checkpoint in {shelf.checkpoints_dir} was validated, so none is the best by {key}",
+    order = brain.metric.order if checkpoint == BEST else {}
+    if order and not any(brain.metric.name in ckpt.meta for ckpt in shelf.list_checkpoints()):
+        raise SbkitError(f"no checkpoint in {shelf.checkpoints_dir} was validated, so none is the best by "
+                         f"{brain.metric.name}",
                          hint=f"take the newest (--checkpoint {LAST})")
     if mean_of != 1:
         if checkpoint not in (BEST, LAST):
             raise SbkitError(f"an average is of the best or the last checkpoints, not of {checkpoint}")
-        return _take_mean(shelf, mean_of, key)
+        return _take_mean(shelf, mean_of, order)
     if checkpoint in (BEST, LAST):
-        used = shelf.recover_if_possible(min_key=key)
+        used = shelf.recover_if_possible(**order)
     else:
         used = _named(shelf, checkpoint)
         shelf.load_checkpoint(used)
@@ -120,11 +118,11 @@ def take_weights(brain: Brain, checkpoint: str = BEST, mean_of: int = 1) -> list
     return [used]
 
 
-def _take_mean(shelf: Any, count: int, key: str | None) -> list[Checkpoint]:
+def _take_mean(shelf: Any, count: int, order: Mapping[str, str]) -> list[Checkpoint]:
     """The mean of all weights; a normaliser's statistics and the like are the best checkpoint's."""
     weights = {name: obj for name, obj in shelf.recoverables.items() if isinstance(obj, EMA) or (
         name not in shelf.custom_load_hooks and get_default_hook(obj, DEFAULT_SAVE_HOOKS) in TENSORS)}
-    means = {name: average(shelf, name, count, min_key=key) for name in weights}
+    means = {name: average(shelf, name, count, **order) for name in weights}
     used = next(iter(means.values()))[1]
     if len(weights) < len(shelf.recoverables):
         shelf.load_checkpoint(used[0])

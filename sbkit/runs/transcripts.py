@@ -12,22 +12,21 @@ from sbkit.errors import SbkitError
 _STDIN = "-"
 
 
-def read_run(folder: str) -> dict[str, Any]:
-    """The recipe of a run as objects, a corpus and a tokenizer among them."""
+def read_run(folder: str) -> Any:
+    """The keys of a run's recipe, a corpus and a tokenizer among them."""
     from sbkit.runs import restore
 
-    hparams = restore.read_run(folder)
-    if "corpus" not in hparams or "tokenizer" not in hparams:
-        raise SbkitError(f"the recipe of {folder} names no corpus or no tokenizer",
-                         hint="give its transcripts as a file")
-    return hparams
+    keys = restore.read_run(folder).keys
+    if not hasattr(type(keys), "declared") or "tokenizer" not in keys.declared():
+        raise SbkitError(f"the recipe of {folder} has no tokenizer", hint="give its transcripts as a file")
+    return keys
 
 
 def found(name: str, split: str) -> str:
     """The file that a source stands for; an error where there is none."""
     path = Path(name)
     if path.is_dir():
-        path = read_run(name)["corpus"].manifest_path(split)
+        path = read_run(name).corpus.manifest_path(split)
     if name != _STDIN and not path.exists():  # it may be a pipe
         what = f"{name} has no transcripts of {split} ({path})" if Path(name).is_dir() else f"{name}: no such file"
         raise SbkitError(what, hint="name a text file, a manifest or a run")

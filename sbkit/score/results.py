@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sbkit.data.manifest import Manifest
+from sbkit.errors import SbkitError
 from sbkit.system.console import atomic_write, table
 
 #: Recordings named where some could not be read.
@@ -35,6 +36,11 @@ class Results:
     unread: dict[str, str] = field(default_factory=dict)
     """id -> why: what they are without."""
 
+    def check(self) -> None:
+        """Refuse what tells nothing."""
+        if not self.utterances:
+            raise SbkitError("there is no utterance to score", hint="look at the corpus and its split")
+
     def headline(self) -> str:
         """The numbers in a line."""
         return ", ".join([*(f"{name} {value:.4g}" for name, value in self.stats.items()),
@@ -56,10 +62,18 @@ class Results:
         """What the table of ``sbkit evaluate`` shows of it."""
         return [(name, f"{value:.4g}") for name, value in self.stats.items()]
 
+    def files(self, of: str = "") -> list[str]:
+        """Their names; ``of``, such as ``test``, goes into them."""
+        return [f"{of}{'_' if of else ''}results.json"]
+
+    def where(self, folder: Path, of: str = "") -> str:
+        """What to look at, in a line."""
+        return f"all numbers: {folder / self.files(of)[0]}"
+
     def write(self, folder: Path, manifest: Manifest, of: str = "") -> None:
-        """Leave its files in a folder, of the utterances of a manifest; ``of``, such as ``test``, goes into names."""
+        """Leave its files in a folder, of the utterances of a manifest."""
         del manifest
-        with atomic_write(folder / f"{of}{'_' if of else ''}results.json") as out:
+        with atomic_write(folder / self.files(of)[0]) as out:
             json.dump({"stats": self.stats, "utterances": self.utterances, "unread": self.unread,
                        "tables": [vars(each) for each in self.tables()]}, out, indent=1, ensure_ascii=False)
 

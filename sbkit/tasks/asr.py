@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
+import torch
+
 from sbkit.data.manifest import Manifest
 from sbkit.data.reader import Encoder
 from sbkit.tasks.hearing import Hearing
@@ -95,10 +97,21 @@ class ASR(Task):
         tokenizer.check(keys.output_neurons)
         return tokenizer
 
+    @classmethod
+    def look_at_texts(cls, keys: Any, texts: Sequence[str]) -> None:
+        strange = keys.tokenizer.coverage(texts)
+        if strange:
+            listed = ", ".join(f"{char!r} x {times}" for char, times in strange.most_common(10))
+            logger.warning("The model cannot write %d characters of these texts, so each is an error: %s",
+                           strange.total(), listed)
+
     @property
     def labels_per_second(self) -> float:
         tokenizer = self.keys.tokenizer if "tokenizer" in vars(self.keys) else None
         return LETTERS_PER_SECOND if getattr(tokenizer, "model_type", "") == "char" else PIECES_PER_SECOND
+
+    def stand_in_labels(self, shape: tuple[int, int], noise: bool) -> torch.Tensor:
+        return torch.randint(1, self.keys.output_neurons, shape) if noise else super().stand_in_labels(shape, noise)
 
     # ------------------------------------------------------------ training
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from sbkit.errors import SbkitError
 from sbkit.recipe.choices import COUNT, SIZE
 from sbkit.recipe.keys import key
 from sbkit.train.keys import TrainKeys
@@ -33,6 +35,18 @@ class TaskKeys(TrainKeys):
     keep_checkpoints: int = key("how many of the best checkpoints stay beside the last", 1, SIZE)
     keep_every: int | None = key("keep the checkpoint of every so many epochs for good; 0: none", None, COUNT)
     average_checkpoints: int = key("test the mean of so many of the best checkpoints", 1, SIZE)
+
+    def numbers_of_the_task(self) -> dict[str, Any]:
+        """Numbers and texts that the task itself declares: what may decide how much a step holds."""
+        return {name: getattr(self, name, None) for name, known in self.declared().items()
+                if known.plain and known.by not in ("TrainKeys", "TaskKeys")}
+
+    @property
+    def folder(self) -> Path:
+        """The output folder, which a run can't do without."""
+        if self.output_folder is None:
+            raise SbkitError("the recipe has no output_folder", hint="say where checkpoints and results go")
+        return Path(self.output_folder)
 
 
 @dataclass(kw_only=True)

@@ -7,8 +7,9 @@ stand-in batches, run its own ``compute_forward`` and ``compute_objectives``, an
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from sbkit.recipe.build import Built
 from sbkit.recipe.report import Section
 from sbkit.recipe.source import Findings, Node
 from sbkit.recipe.trace import Trace
+from sbkit.runs.evaluation import EvaluateRequest
 from sbkit.score.results import Results, tell_unread
 from sbkit.tasks.keys import TaskKeys
 from sbkit.train.averaging import average
@@ -119,6 +121,10 @@ class Task(Brain):
         """What is worth saying below the table of shapes, in words and as numbers for programs."""
         return [], {}
 
+    @classmethod
+    def look_at_texts(cls, keys: TaskKeys, texts: Sequence[str]) -> None:
+        """Tell of texts of a corpus that is to be scored, where they can't come out right."""
+
     # ------------------------------------------------------------ training
 
     def stand_in(self, utterances: int, seconds: float, *, noise: bool = False) -> Batch:
@@ -205,6 +211,29 @@ class Task(Brain):
             logger.warning("%s", tell_unread("valid", unread, len(rows)))
         self.validated(rows, stats)
         self._end_epoch(epoch, stats)
+
+    # ------------------------------------------------------------ evaluation
+
+    def take_search(self, request: EvaluateRequest) -> None:
+        """Search for results as ``sbkit evaluate`` was asked to."""
+        asked = request.search_options()
+        if asked:
+            raise SbkitError(f"{type(self).__name__} has no search, so it can't take --{asked[0].replace('_', '-')}",
+                             hint="leave it out")
+
+    def tune_search(self, manifest: Manifest, hear: Callable[[Manifest], object]) -> dict[str, Any]:
+        """Find the search's weights on a dev split, which ``hear`` sends through; what result.json says of it."""
+        raise SbkitError(f"{type(self).__name__} has no search to tune", hint="leave out --tune-lm")
+
+    def searching(self) -> contextlib.AbstractContextManager[object]:
+        """Around a pass over a test set: a search that is better done over all of it at once waits for its end."""
+        return contextlib.nullcontext()
+
+    def search_facts(self) -> dict[str, Any]:
+        """What result.json says of the search."""
+        return {}
+
+    # ------------------------------------------------------------ what is written down
 
     def _end_test(self, stats: dict[str, float]) -> None:
         if self.tested.unread:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +15,11 @@ from sbkit.score import utterances
 from sbkit.score.rates import ErrorRates
 from sbkit.score.results import Results
 from sbkit.score.significance import interval
+from sbkit.system.console import atomic_write
 
 logger = logging.getLogger(__name__)
+
+NBEST = "nbest.jsonl"
 
 
 def score(rows: Sequence[Any]) -> tuple[ErrorRates, ErrorRates]:
@@ -29,6 +33,14 @@ def score(rows: Sequence[Any]) -> tuple[ErrorRates, ErrorRates]:
         words.add(*zip(*scored, strict=True))
         characters.add(*zip(*scored, strict=True))
     return words, characters
+
+
+def write_nbest(path: Path, rows: Sequence[Any]) -> None:
+    """One JSON object per utterance."""
+    with atomic_write(path) as out:
+        for row in rows:
+            line = {"id": row.id, "reference": row.reference, "hypotheses": [one._asdict() for one in row.nbest]}
+            out.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 
 @dataclass
@@ -75,11 +87,21 @@ class Transcripts(Results):
         return [("WER %", self.words.rate), ("95 % interval", _range(interval(self.words))),
                 ("CER %", self.characters.rate), ("95 % interval", _range(interval(self.characters)))]
 
+    def files(self, of: str = "") -> list[str]:
+        line = "_" if of else ""
+        return [f"wer{line}{of}.txt", f"cer{line}{of}.txt", f"{of}{line}utterances.jsonl"]
+
+    def where(self, folder: Path, of: str = "") -> str:
+        return f"every alignment: {folder / self.files(of)[0]}"
+
     def write(self, folder: Path, manifest: Manifest, of: str = "") -> None:
-        """Every alignment, and each utterance as it was heard."""
-        self.words.write(folder / f"wer{'_' if of else ''}{of}.txt")
-        self.characters.write(folder / f"cer{'_' if of else ''}{of}.txt")
-        utterances.write(folder / f"{of}{'_' if of else ''}utterances.jsonl", utterances.join(self.rows, manifest))
+        """Every alignment, each utterance as it was heard, and what a search found beside it."""
+        words, characters, heard = (folder / name for name in self.files(of))
+        self.words.write(words)
+        self.characters.write(characters)
+        utterances.write(heard, utterances.join(self.rows, manifest))
+        if not of and any(row.nbest for row in self.rows):
+            write_nbest(folder / NBEST, self.rows)
 
 
 def _range(interval_: Sequence[float]) -> str:

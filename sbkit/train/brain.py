@@ -273,15 +273,18 @@ class Brain(sb.core.Brain):
 
     @contextlib.contextmanager
     def untouched(self) -> Iterator[None]:
-        """Within it, losses and their gradients may be computed, and nothing of that is left: no gradient, no statistic
-        that a layer keeps, no random number drawn."""
+        """Within it, losses and their gradients may be computed on stand-ins, and nothing of that is left: no gradient,
+        nothing that a layer keeps of a forward, no random number drawn."""
         generators, found = rng.capture(self.device), self._found
-        state = ForwardState(self.modules)
-        state.keep()
+        held = [self.modules, *(value for value in vars(self.hparams).values() if isinstance(value, torch.nn.Module))]
+        before = {module: {name: dict(value) if name in ("_parameters", "_buffers") else value
+                           for name, value in vars(module).items()} for root in held for module in root.modules()}
         try:
             yield
         finally:
-            state.put_back()
+            for module, attributes in before.items():
+                vars(module).clear()
+                vars(module).update(attributes)
             rng.restore(generators, self.device)
             self.modules.zero_grad(set_to_none=True)
             self._found = found

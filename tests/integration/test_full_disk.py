@@ -32,7 +32,7 @@ from sbkit.export import publish
 from sbkit.infer import inputs, transcription
 from sbkit.infer.recordings import Recording
 from sbkit.infer.transcript import Transcript
-from sbkit.runs import evaluation
+from sbkit.tasks import transcripts
 from sbkit.runs.lock import RunLock
 from sbkit.runs.start_guard import StartGuard
 from sbkit.score import utterances
@@ -113,7 +113,7 @@ def heard(to, number, given):
 
 def nbest(to, number, given):
     rows = [SimpleNamespace(id=str(i), reference="a" * number, nbest=[]) for i in range(LINES)]
-    evaluation.write_nbest(to / "nbest.jsonl", rows)
+    transcripts.write_nbest(to / "nbest.jsonl", rows)
 
 
 def report(to, number, given):

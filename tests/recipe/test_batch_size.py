@@ -1,8 +1,11 @@
 """What fits is remembered by model, device, precision and memory, and recommended with a margin."""
 
+from types import SimpleNamespace
+
 import torch
 
 from sbkit.recipe import batch_size
+from sbkit.tasks.ctc import CTC
 
 
 def test_what_is_recommended_leaves_a_margin_and_is_no_more_than_a_step():
@@ -27,7 +30,8 @@ def test_results_are_kept_by_memory(tmp_path):
 def test_they_are_kept_by_model_device_and_precision():
     def place(width=3, precision="fp32", **hparams):
         model = batch_size.model_of({"m": torch.nn.Linear(2, width)})
-        return batch_size.place(model, hparams, precision, torch.device("cpu"))
+        return batch_size.place(model, CTC.Keys.read(hparams), precision, torch.device("cpu"))
 
     assert place() == place()
-    assert len({place(), place(4), place(precision="bf16"), place(ctc_weight=0.3), place(ema=1)}) == 5
+    averaged = place(ema=SimpleNamespace(decay=0.9))
+    assert len({place(), place(4), place(precision="bf16"), place(ctc_weight=0.3), averaged}) == 5

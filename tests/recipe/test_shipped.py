@@ -38,7 +38,7 @@ def depth(name: str) -> dict:
 def test_a_shipped_recipe_passes_the_check(name, tmp_path):
     report = check(ROOT / name, stand_ins(name, tmp_path) | depth(name))
     assert [str(error) for error in report.errors] == []
-    assert report.sections["shapes"].values["attention head" if "recipes" in name else "CTC head"]
+    assert report.sections["shapes"].values["seq_lin" if "recipes" in name else "ctc_lin"]
     assert {row[4] for row in report.sections["devices"].rows} <= {"moved", "holds nothing"}
     assert report.sections["bill"].values["parameters"] > 1e6
     assert not (tmp_path / "run").exists(), "a check leaves no trace"

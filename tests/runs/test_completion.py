@@ -24,10 +24,10 @@ def train(folder, *more):
 
 def train_until(place, *words):
     """Killed there."""
-    from sbkit.tasks import results
+    from sbkit.runs import results
     from sbkit.tasks.ctc import CTC
 
-    setattr(*{"testing": (CTC, "on_evaluate_start"), "writing": (results, "_report")}[place],
+    setattr(*{"testing": (CTC, "on_evaluate_start"), "writing": (results, "write_report")}[place],
             lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
     train(*words)
 

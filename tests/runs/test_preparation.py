@@ -11,7 +11,9 @@ from corpora import common_voice
 from sbkit.data.corpus import Corpus
 from sbkit.data.tokens import Tokenizer
 from sbkit.errors import SbkitError
+from sbkit.recipe.load import Recipe
 from sbkit.runs.preparation import prepare_data
+from sbkit.tasks.ctc import CTC
 
 NEEDED = 3 + len({*"▁" "aben"})  # blank, bos, eos, and what TEXT is made of
 TEXT = ["Eben an.", "Nabe"]
@@ -20,19 +22,23 @@ TEXT = ["Eben an.", "Nabe"]
 @pytest.fixture
 def hparams(tmp_path):
     release = common_voice(tmp_path / "release", train=TEXT, dev=["Na"], test=["Nein"])
-    return {"corpus": Corpus(release, folder=tmp_path / "manifests"), "output_neurons": 28,
+    return {"brain": CTC, "corpus": Corpus(release, folder=tmp_path / "manifests"), "output_neurons": 28,
             "tokenizer": Tokenizer(tmp_path / "save", 28, "char")}
 
 
+def prepared(hparams, given):
+    return prepare_data(Recipe(hparams, CTC.Keys.read(hparams)), given)
+
+
 def test_a_vocabulary_of_characters_follows_from_the_corpus(hparams, capsys):
-    assert prepare_data(hparams, {}) == {"output_neurons": NEEDED}
+    assert prepared(hparams, {}) == {"output_neurons": NEEDED}
     assert f"output_neurons: {NEEDED}, what the characters of this corpus need (the recipe says 28)" in (
         capsys.readouterr().err)
     assert hparams["tokenizer"].load().size == NEEDED
     again = hparams | {"output_neurons": NEEDED, "tokenizer": Tokenizer(hparams["tokenizer"].folder, NEEDED, "char")}
-    assert prepare_data(again, {"output_neurons": NEEDED}) == {}
+    assert prepared(again, {"output_neurons": NEEDED}) == {}
     resumed = hparams | {"tokenizer": Tokenizer(hparams["tokenizer"].folder, 28, "char")}
-    assert prepare_data(resumed, {}) == {"output_neurons": NEEDED}
+    assert prepared(resumed, {}) == {"output_neurons": NEEDED}
 
 
 @pytest.mark.parametrize("change", ["on the command line", "not the tokenizer's"])
@@ -41,4 +47,4 @@ def test_a_number_that_is_meant_is_not_changed(hparams, change):
     if not overrides:
         hparams["output_neurons"] = 30
     with pytest.raises(SbkitError, match=rf"exactly {NEEDED} entries; set vocab_size \(and output_neurons\) to"):
-        prepare_data(hparams, overrides)
+        prepared(hparams, overrides)

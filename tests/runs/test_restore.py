@@ -8,6 +8,7 @@ import run_folders
 import torch
 
 from sbkit.errors import SbkitError
+from sbkit.recipe import load
 from sbkit.runs import restore
 
 
@@ -29,19 +30,20 @@ def same(brain, state) -> bool:
 @pytest.mark.parametrize("choice, expected", [("best", "epoch2"), ("last", "within"), ("epoch1", "epoch1"),
                                               ("save/CKPT+epoch3", "epoch3")])
 def test_each_way_of_naming_a_checkpoint_loads_that_one(run, choice, expected):
-    hparams, brain = restore.load_run(run, "cpu", checkpoint=choice)
+    recipe, brain = restore.load_run(run, "cpu", checkpoint=choice)
     assert same(brain, saved(run, expected)) and not brain.modules.training
-    assert hparams["tokenizer"].size == hparams["output_neurons"]
+    assert recipe.keys.tokenizer.size == recipe.keys.output_neurons
 
 
 def test_a_run_that_was_moved_is_read_where_it_is(run, tmp_path):
     moved = tmp_path / "else where" / "run"
     shutil.copytree(run, moved)
-    hparams, brain = restore.load_run(moved, "cpu")
+    recipe, brain = restore.load_run(moved, "cpu")
+    hparams = recipe.hparams
     assert hparams["output_folder"] == str(moved)
     assert str(hparams["corpus"].folder).startswith(str(moved))
     assert str(brain.checkpointer.checkpoints_dir) == str(moved / "save")
-    assert hparams["data_folder"] == restore.read_run(run)["data_folder"], "what lies elsewhere stays there"
+    assert hparams["data_folder"] == restore.read_run(run).hparams["data_folder"], "what lies elsewhere stays there"
 
 
 def test_a_class_beside_the_recipe_of_a_run_is_found_again(run, tmp_path, monkeypatch):
@@ -52,7 +54,7 @@ def test_a_class_beside_the_recipe_of_a_run_is_found_again(run, tmp_path, monkey
     (tmp_path / "code" / "beside_the_recipe.py").write_text("class Mine:\n    pass\n")
     text = (moved / "hyperparams.yaml").read_text()
     (moved / "hyperparams.yaml").write_text(f"# Generated from:\n# {recipe}\n{text}mine: !new:beside_the_recipe.Mine\n")
-    assert type(restore.read_run(moved)["mine"]).__name__ == "Mine"
+    assert type(restore.read_run(moved).hparams["mine"]).__name__ == "Mine"
 
 
 def test_the_mean_is_of_the_best_and_has_their_mean_as_weights(run):
@@ -72,10 +74,10 @@ def test_a_mean_has_the_statistics_of_the_best_checkpoint(run, tmp_path):
         shutil.rmtree(each)
 
     def with_normaliser():
-        hparams = restore.read_run(moved)
-        hparams["normalize"].norm_type = "global"
-        hparams["checkpointer"].add_recoverable("normalizer", hparams["normalize"])
-        return restore.build(hparams, "cpu")
+        recipe = restore.read_run(moved)
+        recipe.keys.normalize.norm_type = "global"
+        recipe.keys.checkpointer.add_recoverable("normalizer", recipe.keys.normalize)
+        return restore.build(recipe, "cpu")
 
     trained = with_normaliser()
     norm, weight = trained.hparams.normalize, next(trained.hparams.model.parameters())
@@ -100,7 +102,7 @@ def test_a_moving_average_is_what_is_loaded_where_the_run_kept_one(run, tmp_path
 
     moved = tmp_path / "run"
     shutil.copytree(run, moved)
-    hparams = restore.read_run(moved)
+    hparams = restore.read_run(moved).hparams
     hparams["ema"] = EMA(hparams["model"], 0.5)
     trained = hparams["brain"](hparams["modules"], None, hparams, {"device": "cpu"}, hparams["checkpointer"])
     hparams["ema"].update()
@@ -109,9 +111,9 @@ def test_a_moving_average_is_what_is_loaded_where_the_run_kept_one(run, tmp_path
         parameter.data.add_(1.0)
     trained.checkpointer.save_checkpoint(name="averaged", meta={"WER": 1.0})
     trained.checkpointer.wait()
-    again = restore.read_run(moved)
+    again = restore.read_run(moved).hparams
     again["ema"] = EMA(again["model"], 0.5)
-    brain = restore.build(again, "cpu")
+    brain = restore.build(load.opened(again, moved), "cpu")
     restore.take_weights(brain)
     assert same(brain, averages)
 

@@ -61,7 +61,7 @@ def run_test(folder, *batches):
 def test_test_clips_that_could_not_be_read_are_told_wherever_the_rate_is(tmp_path, caplog):
     cut_off, gone = ("b", "b.mp3: cut off"), ("c", "c.mp3: no such file")
     brain, log, line = run_test(tmp_path, batch("a", damaged=[cut_off]), stand_in(damaged=[gone]))
-    assert brain.test_words.rate == 0 and brain.test_unread == dict([cut_off, gone])
+    assert brain.tested.words.rate == 0 and brain.tested.unread == dict([cut_off, gone])
     assert "test unread: 2" in log and line["test_unread"] == 2
     assert ("2 of 3 test utterances could not be read and are not scored: b.mp3: cut off; c.mp3: no such file"
             in caplog.text)
@@ -71,7 +71,7 @@ def test_test_clips_that_could_not_be_read_are_told_wherever_the_rate_is(tmp_pat
 
 def test_nothing_is_said_where_all_were_read(tmp_path, caplog):
     brain, log, line = run_test(tmp_path, batch("a"), batch("b"))
-    assert brain.test_unread == {} and "unread" not in log + str(line) + caplog.text
+    assert brain.tested.unread == {} and "unread" not in log + str(line) + caplog.text
     assert not findings(read_run(tmp_path))
 
 

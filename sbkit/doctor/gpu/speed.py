@@ -76,6 +76,7 @@ def _operations(bench: Bench) -> tuple[float, float | None, str]:
 
     request = arguments.parse(bench.words("large", ctc_weight=1.0))
     hparams = load.load(request.path, {**request.overrides, "output_folder": str(bench.folder / "counted")})
+    brain = load.opened(hparams, request.path).brain(output_folder=None, checkpointer=None)
     durations = Manifest.read(corpus(bench) / "train.csv").durations
-    operations = flops.operations_per_second(hparams, flops.typical_seconds(durations))
+    operations = flops.operations_per_second(brain, flops.typical_seconds(durations))
     return operations, *speed.peak_of(torch.device(bench.device), "bf16")

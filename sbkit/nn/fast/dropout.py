@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -93,13 +92,8 @@ def select(x: Tensor, kept: Tensor, out: Tensor | None = None) -> Tensor:
 def _dropped(x: Tensor, words: Words, drop: int) -> Tensor:
     kept = keep(words, drop, x)
     if kept.dtype == x.dtype:
-        return torch.addcmul(_zero(x.dtype), kept, x, value=factor(drop), out=kept)
+        return torch.addcmul(x.new_zeros(()), kept, x, value=factor(drop), out=kept)
     return select(x, kept, out=kept.view(x.dtype)).mul_(factor(drop))
-
-
-@functools.cache
-def _zero(dtype: torch.dtype) -> Tensor:
-    return torch.zeros((), dtype=dtype)
 
 
 class _Dropped(torch.autograd.Function):

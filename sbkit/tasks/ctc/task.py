@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -23,7 +24,9 @@ from sbkit.recipe.build import Built
 from sbkit.recipe.report import Section
 from sbkit.recipe.source import Findings, Node
 from sbkit.recipe.trace import Trace
+from sbkit.runs.evaluation import EvaluateRequest
 from sbkit.tasks.asr import ASR, Row, choices
+from sbkit.tasks.ctc import search
 from sbkit.tasks.ctc.keys import CTCKeys
 from sbkit.tasks.ctc.labels import check_labels
 from sbkit.tasks.ctc.model import recognizer
@@ -193,6 +196,20 @@ class CTC(ASR):
             scores.float().flatten(0, 1), target.masked_fill(beyond, -100).flatten(), ignore_index=-100,
             reduction="sum", label_smoothing=self.keys.label_smoothing,
         )
+
+    # ------------------------------------------------------------ transcripts
+
+    def take_search(self, request: EvaluateRequest) -> None:
+        self.decoder = search.build(request, self.keys)
+
+    def tune_search(self, manifest: Manifest, hear: Callable[[Manifest], object]) -> dict[str, Any]:
+        return search.tune(self, manifest, hear)
+
+    def searching(self) -> contextlib.AbstractContextManager[object]:
+        return search.over_all(self)
+
+    def search_facts(self) -> dict[str, Any]:
+        return {} if self.decoder is None else search.describe(self.decoder)
 
     def _transcribe(self, scores: Scores, batch: Any, stage: Stage) -> None:
         if not batch.weight:  # a stand-in

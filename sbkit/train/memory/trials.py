@@ -25,7 +25,6 @@ from sbkit.data.plan import Batching, Plan
 from sbkit.errors import SbkitError
 from sbkit.recipe import arguments, batch_size, load
 from sbkit.recipe.bill import Measured, longest_utterance
-from sbkit.recipe.flops import TOKENS_PER_SECOND
 from sbkit.recipe.reading import read
 from sbkit.recipe.source import Findings
 from sbkit.system import helper_process
@@ -39,16 +38,14 @@ MOST_BUCKETS = 6
 STEPS, PATIENCE = 4, 60.0
 #: What a run on a CPU holds beside its steps: tables of the corpus, transcripts; and each process that reads audio.
 BESIDE, READER = 192 << 20, 128 << 20
-_LETTERS_PER_SECOND = 16
 
 
 class Trial:
     """A Brain that takes steps on noise, to see what they need."""
 
-    def __init__(self, brain: Any, batching: Batching, durations: np.ndarray, tokens_per_second: float,
-                 device: torch.device, cache: Path):
-        self.brain, self.batching, self.device, self.cache = brain, batching, device, cache
-        self.tokens_per_second = tokens_per_second
+    def __init__(self, brain: Any, durations: np.ndarray, device: torch.device, cache: Path):
+        self.brain, self.device, self.cache = brain, device, cache
+        self.batching = batching = brain.keys.batching
         edges = Plan(durations, Batching(batching.max_batch_seconds, batching.step_seconds)).edges.tolist() \
             if float(durations.max()) <= batching.max_batch_seconds else [float(durations.max())]
         chosen = np.unique(np.linspace(0, len(edges) - 1, MOST_BUCKETS).round().astype(int))
@@ -61,14 +58,7 @@ class Trial:
 
     def batch(self, utterances: int, seconds: float) -> Batch:
         """Noise of this size, with as many labels as such an utterance has."""
-        rate = getattr(self.brain.hparams, "sample_rate", 16000)
-        samples, labels = round(seconds * rate), max(1, round(seconds * self.tokens_per_second))
-        highest = self.brain.hparams.output_neurons
-        return Batch(
-            ids=[f"noise {i}" for i in range(utterances)], texts=[""] * utterances, samples=utterances * samples,
-            signals=0.1 * torch.randn(utterances, samples), signal_lengths=torch.full((utterances,), samples),
-            tokens=torch.randint(1, highest, (utterances, labels)), token_lengths=torch.full((utterances,), labels),
-        ).to(self.device)
+        return self.brain.stand_in(utterances, seconds, noise=True).to(self.device)
 
     def fits(self, utterances: int, seconds: float) -> bool:
         """Whether a step on such a batch has room."""
@@ -79,31 +69,26 @@ class Trial:
 def trial(request: arguments.Request, device: torch.device) -> Iterator[Trial]:
     """The recipe's Brain, in a folder of its own that goes afterwards."""
     with tempfile.TemporaryDirectory(prefix="sbkit-tune-") as folder:
-        own = load.load(request.path, {**request.overrides, "output_folder": folder})
-        load.require(own, request.path, "brain", "modules", "output_neurons", "batching")
-        hparams = {key: value for key, value in own.items() if key not in ("output_folder", "schedule")}
-        model = batch_size.model_of(own["modules"])  # before a Brain puts faster equivalents into it
-        brain = own["brain"](modules=own["modules"], opt_class=own.get("opt_class"), hparams=hparams,
-                             run_opts=request.run_opts, checkpointer=None)
+        recipe = load.opened(load.load(request.path, {**request.overrides, "output_folder": folder}), request.path)
+        model = batch_size.model_of(recipe.keys.modules)  # before a Brain puts faster equivalents into it
+        brain = recipe.brain(request.run_opts, output_folder=None, schedule=None, checkpointer=None)
         brain.on_fit_start()
         brain.modules.train()
         # The run itself names idle layers.
         logging.getLogger("sbkit.train.distributed.parallel").setLevel(logging.ERROR)
-        durations = _durations(request, own, Path(folder))
-        letters = getattr(own.get("tokenizer"), "model_type", "") == "char"
-        yield Trial(brain, own["batching"], durations, _LETTERS_PER_SECOND if letters else TOKENS_PER_SECOND, device,
-                    batch_size.place(model, own, brain.precision, device))
+        durations = _durations(request, recipe, Path(folder))
+        yield Trial(brain, durations, device, batch_size.place(model, recipe.keys, brain.precision, device))
 
 
-def _durations(request: arguments.Request, hparams: dict[str, Any], folder: Path) -> np.ndarray:
+def _durations(request: arguments.Request, recipe: load.Recipe, folder: Path) -> np.ndarray:
     """Of the prepared corpus where there is one; else all lengths up to the longest that are allowed."""
     root = read(request.path, request.overrides, Findings())
-    corpus = hparams.get("corpus")
+    corpus = recipe.keys.corpus
     if hasattr(corpus, "manifest_path"):
         real = Path(str(root.value["output_folder"].value)) / corpus.manifest_path("train").relative_to(folder)
         if real.exists():
             return Manifest.read(real).durations
-    return np.linspace(1.0, longest_utterance(hparams), 200, dtype=np.float32)
+    return np.linspace(1.0, longest_utterance(recipe.hparams), 200, dtype=np.float32)
 
 
 # ---------------------------------------------------------------------------------------- with little memory
@@ -172,7 +157,7 @@ def _answer(pipe: Connection, words: list[str], size: int, slack: float) -> None
     host.keep_freed_memory()  # as a run does
     with trial(request, torch.device("cpu")) as made:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # last words of libraries that have no memory
-        workers = getattr(made.brain.hparams, "num_workers", 2)
+        workers = made.brain.keys.num_workers
         size -= BESIDE + workers * READER
         host.bound(int(slack * size))
         while True:

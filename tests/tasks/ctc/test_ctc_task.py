@@ -15,7 +15,7 @@ from sbkit.nn.ctc import ctc_loss
 from sbkit.recipe import load
 from sbkit.tasks.ctc import CTC
 
-RECIPE = Path(__file__).parents[2] / "hparams" / "ctc.yaml"
+RECIPE = Path(__file__).parents[3] / "hparams" / "ctc.yaml"
 SMALL = {"d_model": 16, "nhead": 2, "num_encoder_layers": 3, "d_ffn": 16, "cnn_first_channels": 4, "cnn_channels": 4,
          "dropout": 0.0, "CNN": {"dropout": 0.0}, "intermediate_ctc": 0.0}
 
@@ -63,13 +63,13 @@ def test_by_itself_it_is_ctc(tmp_path, batch):
 
 def test_intermediate_ctc_takes_its_share(tmp_path, batch):
     made = brain(tmp_path, intermediate_ctc=0.3)
-    made.hparams.intermediate_layers = [1, 2]
+    made.keys.intermediate_layers = [1, 2]
     scores, found = loss(made, batch)
     last, first, second = (plain(each, scores.frames, batch) for each in (scores.ctc, *scores.intermediate))
     torch.testing.assert_close(found.total, 0.7 * last + 0.3 * (first + second) / 2)
     found.total.backward()
-    assert all(p.grad is not None for p in made.hparams.ctc_lin.parameters())
-    made.hparams.intermediate_layers = None
+    assert all(p.grad is not None for p in made.keys.ctc_lin.parameters())
+    made.keys.intermediate_layers = None
     scores, _ = loss(made, batch)
     torch.testing.assert_close(plain(scores.intermediate[0], scores.frames, batch), first)  # the middle of three
 
@@ -105,7 +105,7 @@ def test_two_views_that_are_equal_are_ctc_twice(tmp_path, batch):
 
 def test_views_that_differ_are_drawn_together_more_and_more(tmp_path, batch):
     made = brain(tmp_path, consistency=0.2, dropout=0.5)
-    made.hparams.schedule.total_steps = 100  # 10 steps of warming up
+    made.keys.schedule.total_steps = 100  # 10 steps of warming up
     for step, share in ((0, 0.1), (4, 0.5), (50, 1.0)):
         made.optimizer_step = step
         scores, found = loss(made, batch)
@@ -145,7 +145,7 @@ def test_views_that_differ_cost_nothing_where_the_utterance_is_too_short(tmp_pat
     short = consistency(log_probs[[0, 3]], scores.frames[[0, 3]])
     assert short > 0
     apart = consistency(log_probs[rows], scores.frames[rows])
-    made.hparams.schedule.total_steps = 0
+    made.keys.schedule.total_steps = 0
     expected = plain(scores.ctc[rows], scores.frames[rows], batch.repeated(2)) + 0.2 * apart
     torch.testing.assert_close(found.total, expected)
     assert found.count == 12
@@ -165,7 +165,7 @@ def test_the_decoders_part_is_the_smoothed_cross_entropy_of_tokens_and_end(tmp_p
 
 def test_of_a_stand_in_no_transcript_is_made(tmp_path, batch):
     made = brain(tmp_path)
-    made.hparams.tokenizer, made.rows = Letters(), []
+    made.keys.tokenizer, made.rows = Letters(), []
     for stage in (Stage.VALID, Stage.TEST):
         loss(made, dataclasses.replace(batch, weight=0.0), stage)
     assert made.rows == []
@@ -181,12 +181,12 @@ class Letters:
 @pytest.mark.parametrize("weight", [1.0, 0.3])
 def test_validations_loss_is_trainings_and_it_transcribes(tmp_path, batch, hopeless, weight):
     made = brain(tmp_path, ctc_weight=weight)
-    made.hparams.tokenizer = Letters()
+    made.keys.tokenizer = Letters()
     for given in (batch, hopeless):
         made.modules.train()
         scores, expected = loss(made, given)
         made.modules.eval()
-        made.hparams.intermediate_ctc = 0.3  # for training alone
+        made.keys.intermediate_ctc = 0.3  # for training alone
         for stage in (Stage.VALID, Stage.TEST):
             made.rows = []
             with torch.no_grad():
@@ -197,12 +197,12 @@ def test_validations_loss_is_trainings_and_it_transcribes(tmp_path, batch, hopel
             paths = [[int(token) for token in row.unique_consecutive() if token] for row in best]
             assert [(row.id, row.hypothesis) for row in made.rows] == [
                 (name, Letters().decode(path)) for name, path in zip(given.ids, paths, strict=True)]
-        made.hparams.intermediate_ctc = 0.0
+        made.keys.intermediate_ctc = 0.0
 
 
 def test_a_joint_search_hears_the_test_with_the_decoder(tmp_path, batch):
     made = brain(tmp_path, ctc_weight=0.3)
-    made.hparams.tokenizer, made.rows = Letters(), []
+    made.keys.tokenizer, made.rows = Letters(), []
     made.decoder = JointSearch(beam=4)
     made.modules.eval()
     with torch.no_grad():

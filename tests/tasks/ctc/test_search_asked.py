@@ -8,8 +8,8 @@ import torch
 
 from sbkit.decode import lm
 from sbkit.decode.beam import BeamSearch
-from sbkit.tasks import searches
 from sbkit.tasks.asr import Row
+from sbkit.tasks.ctc import search as search_asked
 from tests.decode import exhaustive
 
 PIECES = ["<unk>", "▁a", "b", "▁ab", "▁"]
@@ -38,7 +38,7 @@ def test_what_is_searched_at_the_end_is_what_each_batch_would_have_given(arpa):
     search = BeamSearch(Tokens(PIECES), lm=arpa, nbest=2)
     expected = [several for batch in batches for several in search.decode(*batch)]
     brain = SimpleNamespace(decoder=search, rows=[])
-    with searches.over_all(brain):
+    with search_asked.over_all(brain):
         for log_probs, lengths in batches:
             brain.rows += [Row("id", "a", several[0].text) for several in brain.decoder.decode(log_probs, lengths)]
     assert brain.decoder is search
@@ -50,9 +50,9 @@ def test_what_is_searched_at_the_end_is_what_each_batch_would_have_given(arpa):
 @pytest.mark.parametrize("cores, utterances, large, expected", [
     (8, 900, False, 0), (8, 2500, False, 1), (4, 90_000, False, 3), (4, 90_000, True, 0)])
 def test_processes_begin_where_there_is_work_and_room_for_them(arpa, monkeypatch, cores, utterances, large, expected):
-    monkeypatch.setattr(searches, "usable_cores", lambda: cores)
-    monkeypatch.setattr(searches, "_LARGE", 1 if large else 1e9)
+    monkeypatch.setattr(search_asked, "usable_cores", lambda: cores)
+    monkeypatch.setattr(search_asked, "_LARGE", 1 if large else 1e9)
     search = BeamSearch(PIECES, lm=arpa)
-    with searches._processes(search, utterances):
+    with search_asked._processes(search, utterances):
         assert search.workers == expected
     assert search.workers == 0

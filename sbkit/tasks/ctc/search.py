@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from sbkit.data.manifest import Manifest
@@ -15,32 +14,34 @@ from sbkit.decode.joint import JointSearch
 from sbkit.decode.posteriors import Events
 from sbkit.decode.search_options import hot_words
 from sbkit.errors import SbkitError
+from sbkit.runs.evaluation import EvaluateRequest
 from sbkit.system.cores import usable_cores
-from sbkit.tasks import lm_weights
 from sbkit.tasks.asr import choices
+from sbkit.tasks.ctc import lm_weights
+from sbkit.tasks.ctc.keys import CTCKeys
 from sbkit.train.distributed import ranks
 
 _PAYS = 1000  # utterances from which on another process is worth its start
 _LARGE = 200e6  # bytes of an ARPA file that not every process is to hold
 
 
-def build(request: Any, hparams: dict[str, Any]) -> BeamSearch | JointSearch | None:
+def build(request: EvaluateRequest, keys: CTCKeys) -> BeamSearch | JointSearch | None:
     """The search of an ``EvaluateRequest``, or else the recipe's own; with its tokenizer, and loaded."""
     options = {name: getattr(request, name) for name in ("lm", "lm_weight", "word_score", "beam", "nbest")}
     asked = {name: value for name, value in options.items() if value is not None}
     if request.hot_words:
-        asked["hot_words"] = _by_the_rules(hot_words(request.hot_words), hparams["corpus"].text)
+        asked["hot_words"] = _by_the_rules(hot_words(request.hot_words), keys.corpus.text)
     if request.joint:
-        return _joint(request, hparams, asked)
+        return _joint(request, keys, asked)
     if request.ctc_weight is not None:
         raise SbkitError("--ctc-weight is for the search with CTC and the attention decoder", hint="add --joint")
     if not request.lm and (request.tune_lm or request.lm_weight is not None):
         raise SbkitError("there is no language model to weigh", hint="name one: --lm FILE.arpa (see sbkit lm)")
-    search = hparams.get("decoder")
+    search = keys.decoder
     if asked:
-        search = BeamSearch(hparams["tokenizer"], blank_id=hparams.get("blank_index", 0), **asked)
+        search = BeamSearch(keys.tokenizer, blank_id=keys.blank_index, **asked)
     if search is not None and search.tokenizer is None:
-        search.tokenizer = hparams["tokenizer"]
+        search.tokenizer = keys.tokenizer
     return search.load() if isinstance(search, BeamSearch) else search
 
 
@@ -56,29 +57,19 @@ def _by_the_rules(phrases: Mapping[str, float], rules: Callable[[str], str]) -> 
     return written
 
 
-def _joint(request: Any, hparams: dict[str, Any], asked: dict[str, Any]) -> JointSearch:
+def _joint(request: EvaluateRequest, keys: CTCKeys, asked: dict[str, Any]) -> JointSearch:
     alien = [name for name in asked if name not in ("beam", "nbest")]
     if alien or request.tune_lm:
         raise SbkitError("the joint search takes no language model, no word score and no hot words",
                          hint="leave them out, or --joint")
-    weight = hparams.get("ctc_weight", 1.0)
+    weight = keys.ctc_weight
     if weight >= 1:
         raise SbkitError(f"{request.run} has no trained attention decoder: its recipe says ctc_weight: {weight}",
                          hint="train with less than 1, such as --ctc_weight 0.3, or leave out --joint")
     if request.ctc_weight is not None:
         asked["ctc_weight"] = request.ctc_weight
-    return JointSearch(hparams["tokenizer"], blank_id=hparams.get("blank_index", 0), bos_id=hparams["bos_index"],
-                       eos_id=hparams["eos_index"], **asked)
-
-
-def label(request: Any) -> str:
-    """What the name of the results says of the search: all that was asked for, as in ``-joint-ctc0.2-beam10``."""
-    numbers = {"lm": request.lm_weight, "word": request.word_score, "ctc": request.ctc_weight, "beam": request.beam,
-               "nbest": request.nbest}
-    said = [("joint", request.joint), (request.lm and Path(request.lm).name.split(".")[0], request.lm),
-            ("tuned", request.tune_lm), ("hot", request.hot_words),
-            *((f"{name}{value:g}", True) for name, value in numbers.items() if value is not None)]
-    return "".join(f"-{word}" for word, asked in said if asked)
+    return JointSearch(keys.tokenizer, blank_id=keys.blank_index, bos_id=keys.bos_index, eos_id=keys.eos_index,
+                       **asked)
 
 
 def describe(search: Any) -> dict[str, Any]:
@@ -92,10 +83,10 @@ def describe(search: Any) -> dict[str, Any]:
             "beam": search.beam, "hot_words": search.hot_words.boosts}
 
 
-def tune(brain: Any, hparams: dict[str, Any], hear: Callable[[Manifest], Any]) -> dict[str, Any]:
+def tune(brain: Any, manifest: Manifest, hear: Callable[[Manifest], object]) -> dict[str, Any]:
     """Give the brain's search the weights that make the fewest errors on dev; what is to be said of it."""
     search = brain.decoder
-    manifest = lm_weights.some_of(hparams["corpus"].manifest("dev"))
+    manifest = lm_weights.some_of(manifest)
     brain.decoder = recorder = lm_weights.Recorder(search)
     hear(manifest)
     with _processes(search, len(recorder)):

@@ -41,8 +41,8 @@ def task(request):
         parameter.data.mul_(1.5)  # opinions
     brain = object.__new__(CTC)
     brain.recognizer = Recognizer(nn.Identity(), transformer.eval(), nn.Linear(SIZE, LABELS))
-    brain.hparams = Hparams()
-    brain.hparams.seq_lin = nn.Linear(SIZE, LABELS)
+    brain.keys = Hparams()
+    brain.keys.seq_lin = nn.Linear(SIZE, LABELS)
     return brain
 
 
@@ -64,7 +64,7 @@ def test_the_best_of_all_sequences_by_the_scores_of_training(task):
                                            torch.tensor([length]), reduction="sum")
                 # As in training: the whole batch with the whole target at once.
                 _, _, decoded = model.encode_and_decode(feats, frames, torch.tensor([[BOS, *tokens]] * 3))
-                spoken = task.hparams.seq_lin(decoded[row]).log_softmax(-1)
+                spoken = task.keys.seq_lin(decoded[row]).log_softmax(-1)
                 attention = spoken[range(length + 1), [*tokens, EOS]].sum()
                 expected[tokens] = float(WEIGHT * ctc + (1 - WEIGHT) * attention)
         best = sorted(expected.values(), reverse=True)[:3]
@@ -77,7 +77,7 @@ def test_a_recipe_whose_decoder_is_not_trained_is_refused(tmp_path):
 
     from sbkit.recipe import load
 
-    path = Path(__file__).parents[2] / "hparams" / "ctc.yaml"
+    path = Path(__file__).parents[3] / "hparams" / "ctc.yaml"
     recipe = load.load(path, {**run_folders.TINY, "output_folder": str(tmp_path)})
     with pytest.raises(SbkitError, match=r"ctc_weight: 1\.0 trains no attention decoder"):
         CTC(recipe["modules"], None, {**recipe, "decoder": JointSearch()}, {"device": "cpu"})

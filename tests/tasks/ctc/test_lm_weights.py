@@ -10,8 +10,8 @@ from sbkit.data.manifest import Manifest
 from sbkit.decode.beam import BeamSearch
 from sbkit.decode.fusion import Weights
 from sbkit.errors import SbkitError
-from sbkit.tasks import lm_weights
 from sbkit.tasks.asr import Row
+from sbkit.tasks.ctc import lm_weights
 
 PIECES = ["<unk>", "<s>", "</s>", "▁", "a", "b"]
 

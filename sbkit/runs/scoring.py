@@ -1,0 +1,58 @@
+"""A run's Brain over a manifest: what comes of it on all ranks, and how long it took."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from speechbrain.core import Stage
+
+from sbkit.data.loader import EvalLoader
+from sbkit.data.manifest import Manifest
+from sbkit.errors import SbkitError
+from sbkit.recipe.load import Recipe
+from sbkit.runs.evaluation import EvaluateRequest, Result
+from sbkit.train.distributed import ranks
+from sbkit.train.evaluation import evaluate
+
+
+def score(request: EvaluateRequest, recipe: Recipe, brain: Any, manifest: Manifest, label: str) -> Result:
+    """Send the manifest through on all ranks; every rank gets all that came of it."""
+    ranks.meet("ready")
+    began = time.monotonic()
+    with brain.searching():
+        damaged, loss = hear(request, recipe, brain, manifest, label)
+    took = max(ranks.gather_objects(time.monotonic() - began))
+    damaged = {name: reason for part in ranks.gather_objects(damaged) for name, reason in part.items()}
+    came = brain.results(brain.all_rows(), loss, damaged)
+    came.check()
+    seconds = float(manifest.durations.sum(dtype="float64")) - sum(
+        float(manifest.durations[i]) for i, name in enumerate(manifest.ids) if name in damaged)
+    facts = {
+        "utterances": came.utterances, "hours": seconds / 3600, **came.facts(), "seconds": took,
+        "real_time_factor": took / seconds, "devices": ranks.world_size(), "device": str(brain.device),
+        "precision": brain.eval_precision, "damaged": damaged,
+    }
+    return Result(came, facts, brain.metric.name)
+
+
+def hear(request: EvaluateRequest, recipe: Recipe, brain: Any, manifest: Manifest, label: str,
+         ) -> tuple[dict[str, str], float]:
+    """One pass over this rank's share: leaves ``brain.rows``, gives what could not be read, and the loss."""
+    keys = recipe.keys
+    loader = EvalLoader(
+        manifest, recipe.task.encoder(keys), max_batch_seconds=request.max_batch_seconds or _batch_seconds(keys),
+        rank=ranks.rank(), world=ranks.world_size(), pin_memory=torch.device(brain.device).type == "cuda",
+        workers=keys.num_workers if request.workers is None else request.workers, sample_rate=keys.sample_rate,
+    )
+    with loader, torch.no_grad():
+        brain.on_stage_start(Stage.TEST)
+        loss = evaluate(brain, loader, Stage.TEST, label, show=ranks.is_main())
+    return loader.damaged, loss
+
+
+def _batch_seconds(keys: Any) -> float:
+    if keys.batching is None:
+        raise SbkitError("the recipe has no batching", hint="say what a device holds at once: --max-batch-seconds 120")
+    return keys.batching.max_batch_seconds
