@@ -32,7 +32,6 @@ from sbkit.export import publish
 from sbkit.infer import inputs, transcription
 from sbkit.infer.recordings import Recording
 from sbkit.infer.transcript import Transcript
-from sbkit.tasks import transcripts
 from sbkit.runs.lock import RunLock
 from sbkit.runs.start_guard import StartGuard
 from sbkit.score import utterances
@@ -40,6 +39,7 @@ from sbkit.score.rates import ErrorRates
 from sbkit.score.report import write_report
 from sbkit.system import disk
 from sbkit.system.console import LogFile
+from sbkit.tasks.transcripts import write_nbest
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.diagnose import culprit
 from sbkit.train.monitor.metrics import MetricsLog
@@ -113,7 +113,7 @@ def heard(to, number, given):
 
 def nbest(to, number, given):
     rows = [SimpleNamespace(id=str(i), reference="a" * number, nbest=[]) for i in range(LINES)]
-    transcripts.write_nbest(to / "nbest.jsonl", rows)
+    write_nbest(to / "nbest.jsonl", rows)
 
 
 def report(to, number, given):
