@@ -58,4 +58,4 @@ def test_the_worked_example_builds(tmp_path, monkeypatch):
     request = arguments.parse(words[words.index("hparams/ctc.yaml"):])
     report = check(request.path, {**request.overrides, "output_folder": str(tmp_path)})
     assert [str(error) for error in report.errors] == []
-    assert report.sections["shapes"].values["CTC head"]
+    assert report.sections["shapes"].values["ctc_lin"]

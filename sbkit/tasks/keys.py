@@ -38,7 +38,7 @@ class TaskKeys(TrainKeys):
 
     def numbers_of_the_task(self) -> dict[str, Any]:
         """Numbers and texts that the task itself declares: what may decide how much a step holds."""
-        return {name: getattr(self, name, None) for name, known in self.declared().items()
+        return {name: vars(self).get(name) for name, known in self.declared().items()
                 if known.plain and known.by not in ("TrainKeys", "TaskKeys")}
 
     @property

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from run_folders import TINY
-from sbkit.recipe.shapes import gpu_stand_ins, stand_ins
+from sbkit.recipe.trace import gpu_stand_ins, stand_ins
 from speechbrain.core import Stage
 from test_no_host_sync import RECIPE, batch_of
 from torch._subclasses.fake_tensor import DataDependentOutputException
