@@ -10,7 +10,7 @@ import sbkit
 
 HOME = Path(sbkit.__file__).parent
 #: From the ground up. A room imports those before it.
-ORDER = ("errors", "system", "nn", "data", "decode", "score", "recipe", "train", "runs", "tasks", "export", "infer",
+ORDER = ("errors", "system", "nn", "data", "decode", "score", "recipe", "train", "runs", "export", "tasks", "infer",
          "serve", "doctor", "commands", "cli", "__main__")
 #: Rooms that are nobody's ground: whatever stands above them, only these import them.
 ONLY_BY = {"doctor": {"commands"}, "commands": {"cli"}, "cli": {"__main__"}, "__main__": set()}

@@ -14,18 +14,14 @@ import torch
 
 import sbkit
 from sbkit.errors import SbkitError
-from sbkit.export import clips, graph, layout, parity, publish, readme, sherpa, source, speechbrain
-from sbkit.export.layout import Config
-from sbkit.export.runners import RUNNERS
+from sbkit.export import clips, graph, layout, parity, publish, source
+from sbkit.export.exported import INPUTS, Exported
 from sbkit.export.source import Trained
-from sbkit.export.vocabulary import Vocabulary, write_tokens
 from sbkit.runs.restore import BEST
 from sbkit.system.console import progress
 
 logger = logging.getLogger(__name__)
 
-FORMATS = (layout.ONNX, layout.INT8, layout.TORCH, layout.SPEECHBRAIN)
-_SPACED = 0.1  # share of texts with a space from which words are what spaces separate
 _BUILT_BY = ("torch", "speechbrain", "onnx", "onnxscript", "onnxruntime")
 
 
@@ -36,7 +32,7 @@ class ExportRequest:
     run : the output folder of a training
     to : the bundle's folder
     checkpoint, average : as ``sbkit.runs.restore.take_weights`` takes them
-    formats : of ``onnx, int8, torch, speechbrain``; int8 is made from onnx
+    formats : of those that the task has, all by default; int8 is made from onnx
     force : replace the bundle that is there
     tolerance : largest difference of a log-probability
     clips : utterances of the test split to compare on
@@ -47,7 +43,7 @@ class ExportRequest:
     to: Path
     checkpoint: str = BEST
     average: int = 1
-    formats: Sequence[str] = FORMATS
+    formats: Sequence[str] | None = None
     force: bool = False
     tolerance: float = parity.TOLERANCE
     clips: int = 40
@@ -69,10 +65,6 @@ def export(request: ExportRequest) -> int:
 
 
 def _check(request: ExportRequest) -> None:
-    unknown = sorted(set(request.formats) - set(FORMATS))
-    if unknown or not request.formats:
-        raise SbkitError(f"there is no format {', '.join(unknown) or 'asked for'}",
-                         hint=f"choose of {', '.join(FORMATS)}")
     if request.to.is_file():
         raise SbkitError(f"{request.to} is a file", hint="name a folder for the bundle")
     if request.to.exists() and not request.force:
@@ -80,10 +72,24 @@ def _check(request: ExportRequest) -> None:
     if request.to.exists() and not (request.to / layout.CONFIG).is_file() and any(request.to.iterdir()):
         raise SbkitError(f"{request.to} is no bundle and is not empty, so it is not replaced",
                          hint="choose another place")
-    if {layout.ONNX, layout.INT8} & set(request.formats):
+
+
+def _formats(request: ExportRequest, exported: Exported) -> list[str]:
+    """Those that are to be written, in the order in which they are made."""
+    there = exported.formats if exported.judges_words else [name for name in exported.formats if name != layout.INT8]
+    asked = there if request.formats is None else request.formats
+    unknown = sorted(set(asked) - set(there))
+    if unknown or not asked:
+        raise SbkitError(f"there is no format {', '.join(unknown) or 'asked for'}",
+                         hint=f"choose of {', '.join(there)}")
+    if request.target not in (None, *exported.targets):
+        raise SbkitError(f"a model of this task can't be made for {request.target}",
+                         hint=f"choose of {', '.join(exported.targets)}" if exported.targets else "leave out --target")
+    if {layout.ONNX, layout.INT8} & set(asked):
         missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if not _installed(name)]
         if missing:
             raise SbkitError(f"ONNX needs {', '.join(missing)}", hint="pip install 'sbkit[export]'")
+    return [name for name in there if name in asked]
 
 
 def _installed(name: str) -> bool:
@@ -96,90 +102,65 @@ def _installed(name: str) -> bool:
 
 def _fill(folder: Path, trained: Trained, request: ExportRequest) -> parity.Comparison:
     """All files of the bundle, and the proof that they are right."""
-    tried = [name for name in FORMATS if name in request.formats]
+    exported = trained.exported
+    tried = _formats(request, exported)
     with progress(what="exporting", total=3 + 2 * len(tried) + 2 * (request.target is not None), unit="step") as bar:
         def step(what: str) -> None:
             bar.set_postfix_str(what)
             bar.update()
 
         step("reading test clips")
-        chosen = clips.choose(trained.keys.corpus, trained.sample_rate, request.clips)
+        chosen = clips.choose(trained.keys.corpus, exported.sample_rate, request.clips)
         step("tracing")
-        function = graph.Graph(trained.recognizer)
-        program = graph.trace(function)
-        config = _config(trained, program, chosen)
-        write_tokens(folder / layout.TOKENS, trained.tokenizer.pieces(), config.blank_id)
+        program = exported.trace()
+        config = exported.config(program, chosen)
+        config.trained = trained.facts
+        config.made_by = {"sbkit": sbkit.__version__} | {
+            name: metadata.version(name) for name in _BUILT_BY if _installed(name)}
+        exported.write_beside(folder, config)
         for name in tried:
             step(f"writing {name}")
-            _write(name, folder, trained, program, config, request.to.name)
+            _write(name, folder, exported, program, config, request.to.name)
             config.models[name] = layout.MODELS[name]
-        if request.target == layout.SHERPA:
-            step("writing sherpa")
-            sherpa.write(function, config, folder / layout.MODELS[layout.SHERPA])
-            config.models[layout.SHERPA] = layout.MODELS[layout.SHERPA]
+        if request.target is not None:
+            step(f"writing {request.target}")
+            exported.write(request.target, folder, config, request.to.name)
+            config.models[request.target] = layout.MODELS[request.target]
         step("running the checkpoint")
-        vocabulary = Vocabulary.read(folder, config)
-        comparison = parity.Comparison(chosen, vocabulary, source.reference(trained.recognizer, config.min_samples),
-                                       trained.tokenizer.decode, trained.sample_rate)
+        comparison = exported.comparison(chosen, config, folder)
         for name in tried:
             step(f"comparing {name}")
-            path = folder if name == layout.SPEECHBRAIN else folder / layout.MODELS[name]
-            comparison.add(name, RUNNERS[name](path, config.min_samples), _size(folder, name),
+            comparison.add(name, exported.runner(name, folder, config), _size(folder, name),
                            batches=name != layout.SPEECHBRAIN)
-        if layout.SHERPA in config.models:
-            step("comparing sherpa")
-            client = sherpa.client(folder / layout.MODELS[layout.SHERPA], folder / layout.TOKENS)
-            comparison.add_words(layout.SHERPA, lambda signal: sherpa.transcribe(client, signal, trained.sample_rate),
-                                 _size(folder, layout.SHERPA))
+        if request.target is not None:
+            step(f"comparing {request.target}")
+            exported.compare_own(request.target, folder, config, comparison, _size(folder, request.target))
     config.batching = comparison.batchable(request.tolerance)
     comparison.refuse(comparison.failures(request.tolerance, config.batching))
     if not config.batching:
-        logger.warning("In a batch an utterance's neighbours change its transcript, so each will run alone: layers of "
+        logger.warning("In a batch an utterance's neighbours change what comes out, so each will run alone: layers of "
                        "this model look beyond its end")
-    _describe(folder, config, comparison, request)
+    _describe(folder, config, comparison, request, exported)
     return comparison
 
 
-def _write(name: str, folder: Path, trained: Trained, program: torch.export.ExportedProgram, config: Config,
+def _write(name: str, folder: Path, exported: Exported, program: torch.export.ExportedProgram, config: layout.Bundle,
            title: str) -> None:
     path = folder / layout.MODELS[name]
     if name == layout.ONNX:
-        graph.write_onnx(program, path, _metadata(config))
+        graph.write_onnx(program, path, INPUTS, exported.outputs, exported.metadata(config))
     elif name == layout.INT8:
         whole = folder / layout.MODELS[layout.ONNX]
         if whole.is_file():
             graph.quantize(whole, path)
         else:
             with tempfile.TemporaryDirectory(dir=folder) as aside:
-                graph.write_onnx(program, Path(aside) / whole.name, _metadata(config))
+                graph.write_onnx(program, Path(aside) / whole.name, INPUTS, exported.outputs, exported.metadata(config))
                 graph.quantize(Path(aside) / whole.name, path)
     elif name == layout.TORCH:
         graph.write_torch(program, path)
     else:
-        speechbrain.write(folder, trained.run, trained.recognizer, trained.tokenizer, trained.sample_rate,
-                          config.blank_id, title)
-
-
-def _config(trained: Trained, program: torch.export.ExportedProgram, chosen: clips.Clips) -> Config:
-    recognizer, tokenizer = trained.recognizer, trained.tokenizer
-    silent = sorted({i for i in (trained.keys.bos_index, trained.keys.eos_index, getattr(tokenizer, "bos_id", None),
-                                 getattr(tokenizer, "eos_id", None)) if i is not None and i > 0})
-    texts = [clip.text for clip in chosen.alone if clip.text]
-    spaced = not texts or sum(" " in text for text in texts) > _SPACED * len(texts)
-    return Config(
-        sample_rate=trained.sample_rate, hop_samples=recognizer.hop_samples, subsampling=recognizer.subsampling,
-        vocabulary=len(tokenizer.pieces()), blank_id=trained.keys.blank_index, silent_ids=silent,
-        word_separator="▁" if spaced else None, language=trained.keys.language or None,
-        min_samples=graph.least_samples(program), chunk_seconds=round(min(max(chosen.longest, 10.0), 30.0), 2),
-        trained=trained.facts,
-        made_by={"sbkit": sbkit.__version__} | {name: metadata.version(name) for name in _BUILT_BY if _installed(name)},
-    )
-
-
-def _metadata(config: Config) -> dict[str, str]:
-    """What an ONNX file says of itself, for runtimes that look there."""
-    return {"sample_rate": str(config.sample_rate), "subsampling_factor": str(config.subsampling),
-            "vocab_size": str(config.vocabulary), "blank_id": str(config.blank_id), "comment": "made by sbkit"}
+        exported.write(name, folder, config, title)
 
 
 def _size(folder: Path, name: str) -> int:
@@ -189,11 +170,12 @@ def _size(folder: Path, name: str) -> int:
     return sum((folder / each).stat().st_size for each in names if (folder / each).exists())
 
 
-def _describe(folder: Path, config: Config, comparison: parity.Comparison, request: ExportRequest) -> None:
+def _describe(folder: Path, config: layout.Bundle, comparison: parity.Comparison, request: ExportRequest,
+              exported: Exported) -> None:
     """parity.json, README.md and, last, config.json with the fingerprints of the others."""
     facts = {"tolerance": request.tolerance, "threads": torch.get_num_threads(), **comparison.facts()}
     (folder / layout.PARITY).write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    (folder / layout.README).write_text(readme.text(request.to.name, config, comparison), encoding="utf-8")
+    (folder / layout.README).write_text(exported.readme(request.to.name, config, comparison), encoding="utf-8")
     for path in sorted(folder.iterdir()):
         path.chmod(0o644)
         config.files[path.name] = layout.fingerprint(path)

@@ -1,97 +1,24 @@
-"""The exported function: waveforms in, log-probabilities out; traced once, written as ONNX and as torch.export."""
+"""A module as a program of others: traced once, written as ONNX and as torch.export."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import io
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from sbkit.errors import SbkitError
-from sbkit.export import features, layout
-from sbkit.export.lobes import exportable
-from sbkit.nn.lengths import LengthRule
-from sbkit.nn.recognizer import GUARD_FRAMES, Recognizer
 
 logger = logging.getLogger(__name__)
 
 OPSET = 18
-_EXAMPLE = (2, 24_000)  # a batch that is traced; sizes of 0 and 1 would count as constants
-_UNUSED = ("decoder", "custom_tgt_module", "positional_encoding_decoder")  # of a transformer: CTC does without
 _SPLIT_OFF = 1 << 30  # weights above this go into a file beside: a protobuf ends at 2 GiB
-
-
-class Graph(nn.Module):
-    """A recogniser as one function of waveforms, each utterance by itself whatever its batch is.
-
-    Arguments
-    ---------
-    recognizer : whose parts it takes; they are copied, so the recogniser stays as it is
-    """
-
-    def __init__(self, recognizer: Recognizer):
-        super().__init__()
-        self.front_name = type(recognizer.compute_features).__name__
-        self.features = features.express(recognizer.compute_features, recognizer.hop_samples)
-        self.normalize = features.normalization(recognizer.normalize)
-        parts = (recognizer.frontend, recognizer.encoder, recognizer.ctc_lin)
-        self.frontend, self.encoder, self.ctc_lin = copy.deepcopy(nn.ModuleList(parts)).eval()
-        for part in (self.frontend, self.encoder, self.ctc_lin):
-            if part is not None:
-                exportable(part)
-        self.factor, self.shift = _closed_form(recognizer.frontend_rule)
-        self.encodes = hasattr(self.encoder, "encode")
-        for name in _UNUSED:
-            if self.encodes and hasattr(self.encoder, name):
-                delattr(self.encoder, name)
-        self.requires_grad_(False)
-
-    def _after(self, frames: Any) -> Any:
-        """Frames behind the front end for frames before it; integers, symbols or tensors."""
-        return (frames + self.shift) // self.factor
-
-    def forward(self, signals: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """Waveforms [B, S] and sample counts [B] to log-probabilities [B, T, V] and frame counts [B]."""
-        lengths = lengths.clamp(max=signals.shape[1])
-        feats, frames = self.features(signals, lengths)
-        if self.normalize is not None:
-            feats = self.normalize(feats, frames)
-        inside = torch.arange(feats.shape[1], device=feats.device)[None, :] < frames[:, None]
-        feats = feats.masked_fill(~inside[..., None], 0.0)
-        if self.frontend is not None:
-            longest = self._after(feats.shape[1])
-            feats = self.frontend(functional.pad(feats, (0, 0, 0, GUARD_FRAMES)))[:, :longest].flatten(2)
-            frames = self._after(frames)
-        encoded = self.encoder.encode(feats, frames / feats.shape[1]) if self.encodes else self.encoder(feats)
-        encoded = encoded[0] if isinstance(encoded, tuple) else encoded
-        return self.ctc_lin(encoded).float().log_softmax(-1), frames
-
-
-def _closed_form(rule: LengthRule) -> tuple[int, int]:
-    """(factor, shift) with ``rule(t) == (t + shift) // factor`` for every t above 0."""
-    for shift in range(-4 * rule.factor, 4 * rule.factor):
-        if all((t + shift) // rule.factor == rule.outputs[t] for t in range(1, len(rule.outputs))):
-            return rule.factor, shift
-    raise SbkitError("the front end makes of T frames no (T + a) // b frames, so its lengths can't be exported",
-                     hint="convolutions with padding 'same' do")
-
-
-def trace(graph: Graph) -> torch.export.ExportedProgram:
-    """The graph with batch and time left open."""
-    batch, samples = _EXAMPLE
-    example = (torch.randn(batch, samples) * 0.1, torch.tensor([samples, samples * 2 // 3]))
-    program = trace_module(graph, example, {"signals": (0, 1), "lengths": (0,)})
-    if isinstance(graph.features, features.Traced):
-        features.refuse_transforms(program, graph.front_name)
-    return program
 
 
 def trace_module(module: nn.Module, example: tuple[Tensor, ...],
@@ -111,12 +38,12 @@ def trace_module(module: nn.Module, example: tuple[Tensor, ...],
     return program
 
 
-def least_samples(program: torch.export.ExportedProgram) -> int:
+def least_samples(program: torch.export.ExportedProgram, signals: str = "signals") -> int:
     """The shortest signals that the traced function takes; shorter ones are padded with zeros."""
     samples = program.graph.find_nodes(op="placeholder", sort=True)
     for node in samples:
         value = node.meta.get("val")
-        if isinstance(value, Tensor) and node.name == layout.INPUTS[0]:
+        if isinstance(value, Tensor) and node.name == signals:
             symbol = value.shape[1].node.expr
             return max(1, int(program.range_constraints[symbol].lower))
     return 1
@@ -129,11 +56,10 @@ def write_torch(program: torch.export.ExportedProgram, path: Path) -> None:
         torch.export.save(program, file)
 
 
-def write_onnx(program: torch.export.ExportedProgram, path: Path, metadata: dict[str, str]) -> None:
-    """Write ``model.onnx``."""
-    model = to_onnx(program, layout.INPUTS, layout.OUTPUTS)
-    save(model, path, metadata, {"signals": ("batch", "samples"), "lengths": ("batch",),
-                                 "log_probs": ("batch", "frames"), "frames": ("batch",)})
+def write_onnx(program: torch.export.ExportedProgram, path: Path, inputs: Mapping[str, tuple[str, ...]],
+               outputs: Mapping[str, tuple[str, ...]], metadata: dict[str, str]) -> None:
+    """Write ``model.onnx``, with names for inputs and outputs and for their open dimensions."""
+    save(to_onnx(program, list(inputs), list(outputs)), path, metadata, {**inputs, **outputs})
 
 
 def to_onnx(program: torch.export.ExportedProgram, inputs: Sequence[str], outputs: Sequence[str]) -> Any:
@@ -146,7 +72,7 @@ def to_onnx(program: torch.export.ExportedProgram, inputs: Sequence[str], output
         raise SbkitError(f"the model can't be written as ONNX: {_first_line(error)}") from error
 
 
-def save(model: Any, path: Path, metadata: dict[str, str], dimensions: dict[str, tuple[str, ...]]) -> None:
+def save(model: Any, path: Path, metadata: dict[str, str], dimensions: Mapping[str, tuple[str, ...]]) -> None:
     """Write an ONNX model with names for its open dimensions."""
     import onnx
 
@@ -156,7 +82,7 @@ def save(model: Any, path: Path, metadata: dict[str, str], dimensions: dict[str,
     del model.graph.value_info[:]  # they speak of the tracer's symbols
     _forget_origins(model.graph)
     onnx.helper.set_model_props(model, metadata)
-    model.doc_string = "waveforms to log-probabilities of CTC; made by sbkit"
+    model.doc_string = "made by sbkit"
     beside = model.ByteSize() > _SPLIT_OFF
     onnx.save_model(model, path, save_as_external_data=beside, location=f"{path.name}.data" if beside else None)
 

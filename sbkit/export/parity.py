@@ -9,13 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from sbkit.decode.best_path import best_path
-from sbkit.decode.spans import Spans, collapse
 from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.export.clips import Clip, Clips
 from sbkit.export.runners import Runner
-from sbkit.export.vocabulary import Vocabulary
 from sbkit.score.rates import ErrorRates
 from sbkit.system.console import table
 
@@ -54,22 +51,26 @@ class Comparison:
 
     Arguments
     ---------
-    reference : waveform [S] to log-probabilities [T, V]: the checkpoint, one utterance at a time
-    decode : token ids to text, as the checkpoint's own tokenizer does
+    reference : waveform [S] to what the checkpoint gives for it alone
+    text : what a person reads off a format's output; None where nobody reads anything
+    own_text : the same of the checkpoint's output, by its own means
     """
 
-    def __init__(self, clips: Clips, vocabulary: Vocabulary, reference: Callable[[np.ndarray], np.ndarray],
-                 decode: Callable[[list[int]], str], sample_rate: int):
-        self.clips, self.vocabulary, self.sample_rate = clips, vocabulary, sample_rate
+    def __init__(self, clips: Clips, reference: Callable[[np.ndarray], np.ndarray], sample_rate: int,
+                 text: Callable[[np.ndarray], str] | None = None,
+                 own_text: Callable[[np.ndarray], str] | None = None):
+        self.clips, self.sample_rate, self.text = clips, sample_rate, text or (lambda output: "")
         self.expected, seconds = _timed(lambda clip: reference(clip.signal), clips.alone)
-        blank = vocabulary.config.blank_id
-        self.texts = [decode(_spans(each, blank).ids.tolist()) for each in self.expected]
+        self.texts = [(own_text or self.text)(each) for each in self.expected]
         self.results = [Result(CHECKPOINT, None, 0.0, None, 0, self._wer(self.texts), 0.0, self._rtf(seconds))]
+
+    what = "outputs"
+    """What is compared, in words."""
 
     def add(self, name: str, run: Runner, size: int, batches: bool = True) -> Result:
         """Try a format; nothing is judged yet."""
         found, seconds = _timed(lambda clip: run([clip.signal])[0], self.clips.alone)
-        texts = [self._text(each) for each in found]
+        texts = [self.text(each) for each in found]
         together = None
         if batches:
             uneven = self.clips.uneven
@@ -122,7 +123,7 @@ class Comparison:
                 continue
             worst = max(result.difference, result.batch_difference or 0.0) if batching else result.difference
             if not worst <= tolerance:  # also where it is not a number
-                wrong.append(f"{result.format}: log-probabilities differ by {worst:.2g}, and {tolerance:g} is allowed")
+                wrong.append(f"{result.format}: {self.what} differ by {worst:.2g}, and {tolerance:g} is allowed")
             if result.words_changed:
                 wrong.append(f"{result.format}: {result.words_changed} of {len(self.texts)} clips have other words")
         return wrong
@@ -156,11 +157,6 @@ class Comparison:
                 None if worst is None else f"{worst:.1e}", each.words_changed, each.wer, f"{each.rtf:.4f}",
             ])
         return table(["format", "MB", "max difference", "clips changed", "WER %", "real-time factor"], rows)
-
-    def _text(self, log_probs: np.ndarray) -> str:
-        spans = _spans(log_probs, self.vocabulary.config.blank_id)
-        self.vocabulary.check(spans.ids)
-        return self.vocabulary.text(self.vocabulary.words(spans))
 
     def _wer(self, texts: list[str]) -> float | None:
         rows = [(clip.name, clip.text, text) for clip, text in zip(self.clips.alone, texts, strict=True)
@@ -197,10 +193,6 @@ def _tied(expected: np.ndarray, found: np.ndarray) -> bool:
     """Whether the best labels [T] differ only where the checkpoint itself can hardly tell them apart."""
     if expected.shape != found.shape:
         return False
-    mine, theirs = (np.take_along_axis(expected, each.argmax(-1)[:, None], 1) for each in (expected, found))
+    mine, theirs = (np.take_along_axis(expected, each.argmax(-1)[..., None], -1) for each in (expected, found))
     return bool((mine - theirs <= _TIE).all())
 
-
-def _spans(log_probs: np.ndarray, blank_id: int) -> Spans:
-    labels, confidence = best_path(log_probs[None], np.array([len(log_probs)]), blank_id)
-    return collapse(labels, confidence, blank_id=blank_id)[0]

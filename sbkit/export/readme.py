@@ -1,9 +1,9 @@
-"""README.md of a bundle: what it is and how to use it in each of its forms."""
+"""README.md of a bundle whose model gives tensors: what it is and how to use it in each of its forms."""
 
 from __future__ import annotations
 
 from sbkit.export import layout
-from sbkit.export.layout import Config
+from sbkit.export.layout import Bundle
 from sbkit.export.parity import Comparison
 
 _USE = {
@@ -11,74 +11,47 @@ _USE = {
 
 ```python
 import numpy as np, onnxruntime, soundfile
-session = onnxruntime.InferenceSession("model.onnx")        # model.int8.onnx: smaller, 8-bit weights
+session = onnxruntime.InferenceSession("model.onnx")
 signal, rate = soundfile.read("clip.wav", dtype="float32")  # mono, {rate} samples a second
-log_probs, frames = session.run(None, {{"signals": signal[None], "lengths": np.array([len(signal)])}})
+found = session.run(None, {{"signals": signal[None], "lengths": np.array([len(signal)])}})  # {outputs}
 ```
 
-`signals` [batch, samples] float32, zeros behind shorter ones; `lengths` [batch] int64. `log_probs` [batch, frames,
-{vocabulary}], a frame every {frame:g} ms; `frames` [batch] says how many belong to each. The features are in the graph.
+`signals` [batch, samples] float32, zeros behind shorter ones; `lengths` [batch] int64.
 """,
     layout.TORCH: """### PyTorch
 
 ```python
 import torch
-program = torch.export.load("model.pt2")  # on a GPU: torch.export.passes.move_to_device_pass(program, "cuda")
-model = program.module()
-log_probs, frames = model(torch.from_numpy(signal)[None], torch.tensor([len(signal)]))
+model = torch.export.load("model.pt2").module()
+found = model(torch.from_numpy(signal)[None], torch.tensor([len(signal)]))
 ```
-""",
-    layout.SPEECHBRAIN: """### SpeechBrain
-
-```python
-from speechbrain.inference.ASR import EncoderASR
-asr = EncoderASR.from_hparams(source="{name}", savedir="/tmp/{name}")
-print(asr.transcribe_file("clip.wav"))
-```
-
-`model.ckpt` and `tokenizer.ckpt` are `model.safetensors` and `tokenizer.model` under the names that SpeechBrain looks
-for (hard links where the disk has them). No file here is a pickle.
-""",
-    layout.SHERPA: """### sherpa-onnx
-
-```python
-import sherpa_onnx
-asr = sherpa_onnx.OfflineRecognizer.from_omnilingual_asr_ctc(model="model.sherpa.onnx", tokens="tokens.txt")
-stream = asr.create_stream()
-stream.accept_waveform({rate}, signal)
-asr.decode_stream(stream)
-print(stream.result.text)
-```
-
-`omnilingual` is the kind of model that sherpa-onnx gives the waveform itself.
 """,
 }
 
 
-def text(name: str, config: Config, comparison: Comparison) -> str:
+def text(name: str, config: Bundle, comparison: Comparison) -> str:
     """The whole file."""
-    values = {"name": name, "rate": config.sample_rate, "vocabulary": config.vocabulary,
-              "frame": 1000 * config.frame_seconds}
-    trained = config.trained
+    outputs = ", ".join(getattr(config, "outputs", []))
+    labels = getattr(config, "labels", [])
+    values = {"rate": config.sample_rate, "outputs": outputs}
     parts = [f"""# {name}
 
-Speech recognition{f" ({config.language})" if config.language else ""} with CTC at {config.sample_rate} Hz, trained by
-sbkit{f" (experiment {trained['experiment']})" if trained.get("experiment") else ""}.
-
-```
-sbkit transcribe {name} FILES...
-```
+A model at {config.sample_rate} Hz, trained by sbkit. It gives {outputs} for each recording.
 
 ```python
 import sbkit.infer
 model = sbkit.infer.load("{name}")
-print(model.transcribe("clip.mp3").text)
+print(model.run("clip.mp3"){".label" if labels else ".outputs"})
 ```
 """]
     parts += [_USE[each].format(**values) for each in _USE if each in config.models]
-    if not config.batching:
-        parts.append("Run one utterance at a time: layers of this model see what a batch is padded with.\n")
-    parts.append(f"""## What was compared
+    parts.append(compared(comparison))
+    return "\n".join(parts)
+
+
+def compared(comparison: Comparison) -> str:
+    """The last section of any bundle's page."""
+    return f"""## What was compared
 
 On {comparison.clips.origin}, and one clip longer than any in training. The checkpoint is the first row.
 
@@ -86,7 +59,5 @@ On {comparison.clips.origin}, and one clip longer than any in training. The chec
 {comparison.table()}
 ```
 
-`tokens.txt` has a line `symbol id` for each token, `config.json` what a program has to know, `parity.json` these
-numbers.
-""")
-    return "\n".join(parts)
+`config.json` says what a program has to know, `parity.json` has these numbers.
+"""

@@ -1,11 +1,9 @@
-"""Each format of a bundle as one function, for the comparison: signals in, log-probabilities out."""
+"""Each format of a bundle as one function, for the comparison: signals in, what the graph gives for each out."""
 
 from __future__ import annotations
 
-import logging
-import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +11,7 @@ import torch
 
 from sbkit.export import layout
 
-#: A batch of waveforms [S] to log-probabilities [T, V], each with its own T.
+#: A batch of waveforms [S] to what the graph gives for each, all its outputs in one array; padding is cut off.
 Runner = Callable[[Sequence[np.ndarray]], list[np.ndarray]]
 
 
@@ -26,11 +24,19 @@ def padded(signals: Sequence[np.ndarray], at_least: int = 1) -> tuple[np.ndarray
     return batch, lengths
 
 
-def _cut(log_probs: np.ndarray, frames: np.ndarray) -> list[np.ndarray]:
-    return [row[:count] for row, count in zip(log_probs, frames.tolist(), strict=True)]
+def each(outputs: Mapping[str, tuple[str, ...]], values: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """What a graph gave, by utterance. An output that is called as an open dimension says how much of that is real."""
+    found = dict(zip(outputs, values, strict=True))
+    shown = [name for name in outputs if name not in {part for dims in outputs.values() for part in dims}]
+    parts = [[_cut(found, outputs[name], found[name][i], i) for name in shown] for i in range(len(values[0]))]
+    return [one[0] if len(one) == 1 else np.concatenate([part.ravel() for part in one]) for one in parts]
 
 
-def onnx(path: Path, at_least: int = 1) -> Runner:
+def _cut(found: Mapping[str, np.ndarray], dimensions: tuple[str, ...], value: np.ndarray, row: int) -> np.ndarray:
+    return value[: int(found[dimensions[1]][row])] if len(dimensions) > 1 and dimensions[1] in found else value
+
+
+def onnx(path: Path, outputs: Mapping[str, tuple[str, ...]], at_least: int = 1) -> Runner:
     """Through ONNX Runtime on the CPU."""
     import onnxruntime
 
@@ -39,12 +45,12 @@ def onnx(path: Path, at_least: int = 1) -> Runner:
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
     def run(signals: Sequence[np.ndarray]) -> list[np.ndarray]:
-        return _cut(*session.run(None, dict(zip(layout.INPUTS, padded(signals, at_least), strict=True))))
+        return each(outputs, session.run(None, dict(zip(layout.INPUTS, padded(signals, at_least), strict=True))))
 
     return run
 
 
-def exported(path: Path, at_least: int = 1) -> Runner:
+def exported(path: Path, outputs: Mapping[str, tuple[str, ...]], at_least: int = 1) -> Runner:
     """Through torch.export."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of read-only buffers, which nobody writes to
@@ -53,30 +59,10 @@ def exported(path: Path, at_least: int = 1) -> Runner:
     @torch.no_grad()
     def run(signals: Sequence[np.ndarray]) -> list[np.ndarray]:
         batch, lengths = padded(signals, at_least)
-        return _cut(*(each.numpy() for each in module(torch.from_numpy(batch), torch.from_numpy(lengths))))
+        found = module(torch.from_numpy(batch), torch.from_numpy(lengths))
+        return each(outputs, [value.numpy() for value in (found if isinstance(found, tuple) else (found,))])
 
     return run
 
 
-def speechbrain(bundle: Path, at_least: int = 1) -> Runner:
-    """Through stock SpeechBrain's ``EncoderASR``, one at a time: its batches have no lengths in samples."""
-    from speechbrain.inference.ASR import EncoderASR
-
-    for name in ("fetching", "parameter_transfer"):
-        logging.getLogger(f"speechbrain.utils.{name}").setLevel(logging.WARNING)
-    with tempfile.TemporaryDirectory() as folder:
-        model = EncoderASR.from_hparams(source=str(bundle), savedir=folder, run_opts={"device": "cpu"})
-
-    def run(signals: Sequence[np.ndarray]) -> list[np.ndarray]:
-        found = []
-        for signal in signals:
-            batch, _ = padded([signal], at_least)
-            found.append(model.encode_batch(torch.from_numpy(batch), torch.ones(1))[0].numpy())
-        return found
-
-    return run
-
-
-RUNNERS: dict[str, Callable[..., Runner]] = {
-    layout.ONNX: onnx, layout.INT8: onnx, layout.TORCH: exported, layout.SPEECHBRAIN: speechbrain,
-}
+RUNNERS: dict[str, Callable[..., Runner]] = {layout.ONNX: onnx, layout.INT8: onnx, layout.TORCH: exported}

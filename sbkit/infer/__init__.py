@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from sbkit.infer.graph_model import GraphModel, Output
 from sbkit.infer.model import Model, load
 from sbkit.infer.pipeline import Options
 from sbkit.infer.recordings import Recording
 from sbkit.infer.transcript import Segment, Transcript
 
-__all__ = ["Model", "Options", "Recording", "Segment", "Transcript", "load"]
+__all__ = ["GraphModel", "Model", "Options", "Output", "Recording", "Segment", "Transcript", "load"]

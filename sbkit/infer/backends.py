@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,30 +31,30 @@ class Backend(Protocol):
     width: int | None
     """Of the output, where the file says it."""
 
-    def __call__(self, signals: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """[B, S] float32 and [B] int64 to log-probabilities [B, T, V] and frame counts [B]."""
+    def __call__(self, signals: np.ndarray, lengths: np.ndarray) -> Sequence[np.ndarray]:
+        """[B, S] float32 and [B] int64 to the model's outputs; a recogniser's are [B, T, V] and frame counts [B]."""
 
 
 class Onnx:
     """ONNX Runtime; imports neither torch nor speechbrain."""
 
-    def __init__(self, path: Path, model: str, wanted: DeviceChoice, threads: int | None):
+    def __init__(self, path: Path, model: str, wanted: DeviceChoice, threads: int | None,
+                 outputs: Sequence[str] = layout.OUTPUTS):
         threads = threads or threads_to_ask_for()
         where, why = devices.for_eight_bits(wanted) if model == layout.INT8 else (wanted, "")
         self._session, device, note = devices.open_session(str(path), where, threads)
         names = [each.name for each in self._session.get_inputs()], [each.name for each in self._session.get_outputs()]
-        if names != (list(layout.INPUTS), list(layout.OUTPUTS)):
+        if names != (list(layout.INPUTS), list(outputs)):
             raise SbkitError(f"{path} takes {names[0]} and gives {names[1]}; a bundle's model takes "
-                             f"{list(layout.INPUTS)} and gives {list(layout.OUTPUTS)}")
-        width = self._session.get_outputs()[0].shape[2]
+                             f"{list(layout.INPUTS)} and gives {list(outputs)}")
+        width = self._session.get_outputs()[0].shape[-1]
         self.width = width if isinstance(width, int) else None
         self.running = Placement(
             wanted.text, device, self._session.get_providers()[0], model, path.name, threads or usable_cores(),
             {"onnxruntime": devices.runtime_version()}, why or note)
 
-    def __call__(self, signals: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        log_probs, frames = self._session.run(None, dict(zip(layout.INPUTS, (signals, lengths), strict=True)))
-        return log_probs, frames
+    def __call__(self, signals: np.ndarray, lengths: np.ndarray) -> Sequence[np.ndarray]:
+        return self._session.run(None, dict(zip(layout.INPUTS, (signals, lengths), strict=True)))
 
 
 class Torch:
@@ -86,13 +87,13 @@ class Torch:
             wanted.text, str(device), f"torch.compile {compile_mode}" if compile_mode else "torch.export", model,
             path.name, torch.get_num_threads(), {"torch": str(torch.__version__)}, note)
 
-    def __call__(self, signals: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def __call__(self, signals: np.ndarray, lengths: np.ndarray) -> Sequence[np.ndarray]:
         torch = self._torch
         with torch.inference_mode():
             found = self._module(torch.from_numpy(signals).to(self._device), torch.from_numpy(lengths).to(self._device))
             # Copied out here: with CUDA graphs the next run overwrites what this one returned.
-            log_probs, frames = (each.detach().to("cpu", copy=True).numpy() for each in found)
-        return log_probs, frames
+            found = found if isinstance(found, tuple) else (found,)
+            return [each.detach().to("cpu", copy=True).numpy() for each in found]
 
 
 def moved(program: Any, device: Any) -> Any:

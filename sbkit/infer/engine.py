@@ -43,8 +43,7 @@ class Engine:
     def __init__(self, folder: str | Path, model: str = AUTO, device: str = AUTO, threads: int | None = None,
                  compile: str | None = None, buckets: Sequence[tuple[int, float]] | None = None):
         self.folder = Path(folder)
-        self.config = Config.read(self.folder)
-        self.vocabulary = Vocabulary.read(self.folder, self.config)
+        self._read()
         model = self._choose(model)
         wanted = DeviceChoice.parse(device)
         if compile and model != layout.TORCH:
@@ -60,6 +59,11 @@ class Engine:
         except BaseException:
             self._worker.close()
             raise
+
+    def _read(self) -> None:
+        """What the bundle says of itself."""
+        self.config = Config.read(self.folder)
+        self.vocabulary = Vocabulary.read(self.folder, self.config)
 
     # ------------------------------------------------------------------ asking
 
@@ -97,13 +101,24 @@ class Engine:
         if model == layout.TORCH:
             self._backend = Torch(path, model, wanted, threads, self._worker, compile)
         else:
-            self._backend = Onnx(path, model, wanted, threads)
+            self._backend = Onnx(path, model, wanted, threads, self._outputs())
+        self._check_width(path)
+        for utterances, samples in self._buckets or [(1, self.config.sample_rate // 2)]:  # warm before the first asks
+            self._run([np.zeros(samples, dtype=np.float32)] * utterances)
+
+    def _at_once(self) -> float:
+        """Seconds of the longest signal that it is usually given."""
+        return self.config.chunk_seconds
+
+    def _outputs(self) -> Sequence[str]:
+        """Names of what the model gives."""
+        return layout.OUTPUTS
+
+    def _check_width(self, path: Path) -> None:
         width = self._backend.width
         if width is not None and width != len(self.vocabulary):
             raise SbkitError(f"{path} gives {width} scores a frame and {layout.TOKENS} has {len(self.vocabulary)} "
                              "tokens", hint="do both come from the same export?")
-        for utterances, samples in self._buckets or [(1, self.config.sample_rate // 2)]:  # warm before the first asks
-            self._run([np.zeros(samples, dtype=np.float32)] * utterances)
 
     def _run(self, signals: list[np.ndarray]) -> list[np.ndarray]:
         if self.fault is not None:
@@ -121,15 +136,20 @@ class Engine:
             batch[i, : len(signal)] = signal
             lengths[i] = len(signal)
         try:
-            log_probs, frames = self._backend(batch, lengths)
+            found = self._backend(batch, lengths)
         except Exception as error:
             if "CUDA" in str(error) or "cuda" in type(error).__name__.lower():
                 self.fault = str(error).strip().splitlines()[0]
             raise
+        return self._apart(found, len(signals))
+
+    def _apart(self, found: Sequence[np.ndarray], count: int) -> list[np.ndarray]:
+        """What the model gave for each of the first ``count`` rows."""
+        log_probs, frames = found
         if log_probs.shape[2] != len(self.vocabulary):
             raise SbkitError(f"the model gives {log_probs.shape[2]} scores a frame and there are "
                              f"{len(self.vocabulary)} tokens")
-        return [log_probs[i, : frames[i]] for i in range(len(signals))]
+        return [log_probs[i, : frames[i]] for i in range(count)]
 
     # ------------------------------------------------------------------ choosing
 
@@ -161,7 +181,7 @@ class Engine:
 
     def _shapes(self, buckets: Sequence[tuple[int, float]] | None) -> list[tuple[int, int]]:
         if buckets is None:
-            longest = max(self.config.chunk_seconds, _SECONDS[0])
+            longest = max(self._at_once(), _SECONDS[0])
             seconds = [*(each for each in _SECONDS if each < longest), longest]
             buckets = [(rows, each) for rows in (_BATCHES if self.config.batching else (1,)) for each in seconds]
         rate = self.config.sample_rate

@@ -9,7 +9,9 @@ from typing import Any, BinaryIO, overload
 
 import numpy as np
 
+from sbkit.export import layout
 from sbkit.infer.engine import AUTO, Engine
+from sbkit.infer.graph_model import GraphEngine, GraphModel
 from sbkit.infer.pipeline import Options, Pipeline
 from sbkit.infer.recordings import Recording
 from sbkit.infer.transcript import Transcript
@@ -78,8 +80,8 @@ def _recording(source: Source) -> Recording:
 
 def load(bundle: str | Path, device: str = AUTO, model: str = AUTO, threads: int | None = None,
          compile: str | None = None, options: Options | None = None, buckets: Sequence[tuple[int, float]] | None = None
-         ) -> Model:
-    """Load a bundle.
+         ) -> Model | GraphModel:
+    """Load a bundle: a recogniser has ``transcribe``, a model of another task ``run``.
 
     >>> model = load("bundle")                            # doctest: +SKIP
     >>> print(model.transcribe("clip.mp3").text)          # doctest: +SKIP
@@ -94,4 +96,6 @@ def load(bundle: str | Path, device: str = AUTO, model: str = AUTO, threads: int
     options : how recordings are cut up and batched
     buckets : shapes (utterances, seconds) that a compiled model is made for
     """
+    if isinstance(layout.read(bundle), layout.Graph):
+        return GraphModel(GraphEngine(bundle, model, device, threads, compile, buckets))
     return Model(Engine(bundle, model, device, threads, compile, buckets), options)

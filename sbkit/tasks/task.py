@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from speechbrain.core import Stage
@@ -29,6 +30,9 @@ from sbkit.tasks.keys import TaskKeys
 from sbkit.train.averaging import average
 from sbkit.train.brain import Brain
 from sbkit.train.distributed import sharding
+
+if TYPE_CHECKING:
+    from sbkit.export.exported import Exported
 
 logger = logging.getLogger(__name__)
 
@@ -232,6 +236,16 @@ class Task(Brain):
     def search_facts(self) -> dict[str, Any]:
         """What result.json says of the search."""
         return {}
+
+    # ------------------------------------------------------------ export
+
+    def exported(self, run: Path) -> Exported | None:
+        """What ``sbkit export`` is to write, of a model in evaluation mode on the CPU in fp32; None: nothing.
+
+        run : the folder that the model was trained in
+        """
+        del run
+        return None
 
     # ------------------------------------------------------------ what is written down
 

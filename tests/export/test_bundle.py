@@ -25,7 +25,10 @@ from sbkit.export import graph, layout, source
 from sbkit.export.bundle import ExportRequest, export
 from sbkit.export.layout import Config
 from sbkit.export.runners import RUNNERS
-from sbkit.runs import restore
+from sbkit.tasks.ctc import CTC
+from sbkit.tasks.ctc import exported as recogniser
+from sbkit.tasks.ctc.graph import OUTPUTS
+from sbkit.tasks.task import Task
 
 pytestmark = pytest.mark.slow  # each export takes some seconds
 
@@ -33,7 +36,7 @@ pytestmark = pytest.mark.slow  # each export takes some seconds
 @pytest.fixture(scope="module", autouse=True)
 def traced_once():
     """A model with the same weights is traced, and turned into ONNX, once: tests differ in what becomes of it."""
-    traced, turned, trace, to_onnx = {}, {}, graph.trace, graph.to_onnx
+    traced, turned, trace, to_onnx = {}, {}, recogniser.trace, graph.to_onnx
 
     def traced_before(made):
         key = tuple((name, value.numpy().tobytes()) for name, value in made.state_dict().items())
@@ -47,7 +50,7 @@ def traced_once():
         return copy.deepcopy(turned[id(program)][1])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graph, "trace", traced_before)
+        patch.setattr(recogniser, "trace", traced_before)
         patch.setattr(graph, "to_onnx", turned_before)
         yield
 
@@ -165,7 +168,7 @@ def test_parity_is_written_down_and_shown(made, run, tmp_path, capsys):
 @pytest.mark.parametrize("model", ["onnx", "torch"])
 def test_the_engine_says_what_the_checkpoint_says(made, run, clips, model):
     trained = source.open_run(run)
-    reference = source.reference(trained.recognizer)
+    reference = recogniser.reference(trained.exported.recognizer)
     with sbkit.infer.load(made, model=model, device="cpu") as loaded:
         for signal, found in zip(clips, loaded.engine.run(clips), strict=True):
             np.testing.assert_allclose(found, reference(signal), atol=1e-3)
@@ -173,7 +176,7 @@ def test_the_engine_says_what_the_checkpoint_says(made, run, clips, model):
             log_probs = reference(signal)
             labels = [k for k, before in zip(log_probs.argmax(-1), [0, *log_probs.argmax(-1)][:-1], strict=True)
                       if k != before and k != 0]
-            said = trained.tokenizer.decode(labels)
+            said = trained.keys.tokenizer.decode(labels)
             assert loaded.transcribe(signal).text.split() == said.split()
 
 
@@ -203,7 +206,7 @@ def _spoil(monkeypatch, made, spoil):
 
 @functools.cache
 def _right(made):
-    return RUNNERS["torch"](made / layout.MODELS["torch"], Config.read(made).min_samples)
+    return RUNNERS["torch"](made / layout.MODELS["torch"], OUTPUTS, Config.read(made).min_samples)
 
 
 @pytest.mark.parametrize("spoil, reason", [
@@ -304,9 +307,10 @@ def test_global_normalisation_goes_into_each_format(run, tmp_path, clips):
 
     def with_statistics(*a):
         trained = opened(*a)
-        norm = trained.recognizer.normalize
+        norm = trained.exported.recognizer.normalize
         torch.manual_seed(1)
         norm.count, norm.glob_mean, norm.glob_std = 5, torch.randn(80) * 5 - 20, torch.rand(80) * 9 + 5
+        trained.exported = trained.exported.of(trained.exported.recognizer, trained.keys, changed)
         return trained
 
     bundles.source.open_run, before = with_statistics, opened
@@ -340,13 +344,7 @@ def test_sherpa_onnx_loads_it_and_hears_the_same_words(run, tmp_path, clips):
     assert first == pytest.approx(found[timed].words[0].start, abs=0.021), "its times are ours"
 
 
-def test_only_ctc_is_exported(run, monkeypatch):
-    class Other:
-        pass
-
-    brain = Other()
-    brain.checkpointer = Other()
-    monkeypatch.setattr(restore, "build", lambda *a: brain)
-    monkeypatch.setattr(restore, "take_weights", lambda *a: [])
-    with pytest.raises(SbkitError, match="Other has no CTC recogniser to export"):
+def test_a_task_that_says_of_nothing_that_it_is_exported_is_not(run, monkeypatch):
+    monkeypatch.setattr(CTC, "exported", Task.exported)
+    with pytest.raises(SbkitError, match="CTC says of nothing that it is to be exported"):
         source.open_run(run)

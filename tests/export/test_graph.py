@@ -14,11 +14,14 @@ from speechbrain.processing.features import InputNormalization
 from torch import nn
 
 from sbkit.errors import SbkitError
-from sbkit.export import graph, runners, source
+from sbkit.export import graph, runners
 from sbkit.infer.backends import moved
 from sbkit.nn.accelerate import accelerate
 from sbkit.nn.lengths import LengthRule
 from sbkit.nn.recognizer import Recognizer
+from sbkit.tasks.ctc import graph as recogniser
+from sbkit.tasks.ctc.exported import reference
+from sbkit.tasks.ctc.graph import OUTPUTS
 
 MELS, LABELS = 16, 9
 #: Samples: the first is shorter than a window, the last far longer than what is traced.
@@ -101,9 +104,9 @@ def made(tmp_path_factory):
     def make(name):
         if name not in found:
             folder, model = tmp_path_factory.mktemp("made"), recognizer(**VARIANTS[name])
-            program = graph.trace(graph.Graph(model))
+            program = recogniser.trace(recogniser.Graph(model))
             graph.write_torch(program, folder / "m.pt2")
-            graph.write_onnx(program, folder / "m.onnx", {"a": "b"})
+            graph.write_onnx(program, folder / "m.onnx", recogniser.INPUTS, recogniser.OUTPUTS, {"a": "b"})
             found[name] = model, program, folder
         return found[name]
 
@@ -122,9 +125,9 @@ def sound(size, seed=0):
 def test_every_runtime_says_what_the_recogniser_says(name, made):
     model, program, folder = made(name)
     least = graph.least_samples(program)
-    expected = [source.reference(model, least)(sound(size, size)) for size in LENGTHS]
+    expected = [reference(model, least)(sound(size, size)) for size in LENGTHS]
     signals = [sound(size, size) for size in LENGTHS]
-    for run in (runners.onnx(folder / "m.onnx", least), runners.exported(folder / "m.pt2", least)):
+    for run in (runners.onnx(folder / "m.onnx", OUTPUTS, least), runners.exported(folder / "m.pt2", OUTPUTS, least)):
         for mine, signal in zip(expected, signals, strict=True):
             found = run([signal])[0]
             assert found.shape == mine.shape
@@ -150,7 +153,7 @@ def moves_whole(program):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_program_says_on_a_card_what_the_recogniser_says(name, tmp_path):
     model = recognizer(**VARIANTS[name])
-    graph.write_torch(graph.trace(graph.Graph(model)), tmp_path / "m.pt2")
+    graph.write_torch(recogniser.trace(recogniser.Graph(model)), tmp_path / "m.pt2")
     module = moved(torch.export.load(tmp_path / "m.pt2"), torch.device("cuda", 0)).module()
     signal = torch.from_numpy(sound(24_001))[None]
     with torch.no_grad(), torch.backends.cudnn.flags(allow_tf32=False):
@@ -165,7 +168,7 @@ def test_the_recogniser_is_left_as_it_was():
     signal = torch.from_numpy(sound(9_000))[None]
     with torch.no_grad():
         before = model.log_probs(signal, torch.tensor([9_000]))[0]
-        made = graph.Graph(model)
+        made = recogniser.Graph(model)
         after = model.log_probs(signal, torch.tensor([9_000]))[0]
     assert torch.equal(before, after)
     assert kinds == {name: type(layer) for name, layer in model.encoder.named_modules()}
@@ -178,14 +181,14 @@ def test_the_recogniser_is_left_as_it_was():
 ])
 def test_lengths_have_a_closed_form(outputs, expected):
     rule = LengthRule(outputs)
-    factor, shift = graph._closed_form(rule)
+    factor, shift = recogniser._closed_form(rule)
     assert (factor, shift) == expected
     assert all((t + shift) // factor == rule(t) for t in range(1, 5000))
 
 
 def test_lengths_without_one_are_refused():
     with pytest.raises(SbkitError, match=r"no \(T \+ a\) // b frames"):
-        graph._closed_form(LengthRule([0, 5, 5, 5, *((t + 1) // 2 for t in range(4, 64))]))
+        recogniser._closed_form(LengthRule([0, 5, 5, 5, *((t + 1) // 2 for t in range(4, 64))]))
 
 
 def test_eight_bits_are_in_matrix_products_alone_and_features_stay_exact(made):
@@ -196,5 +199,5 @@ def test_eight_bits_are_in_matrix_products_alone_and_features_stay_exact(made):
     kinds = [node.op_type for node in onnx.load(folder / "m8.onnx").graph.node]
     assert "MatMulInteger" in kinds and "Conv" in kinds and "ConvInteger" not in kinds
     assert not any(node.op_type in ("STFT", "DFT") for node in onnx.load(folder / "m.onnx").graph.node)
-    one, other = (runners.onnx(folder / name)([sound(16_000)])[0] for name in ("m.onnx", "m8.onnx"))
+    one, other = (runners.onnx(folder / name, OUTPUTS)([sound(16_000)])[0] for name in ("m.onnx", "m8.onnx"))
     assert 0 < np.abs(one - other).max() < 1.0

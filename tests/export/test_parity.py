@@ -8,6 +8,7 @@ from sbkit.export import parity
 from sbkit.export.clips import Clip, Clips
 from sbkit.export.layout import Config
 from sbkit.export.vocabulary import Vocabulary
+from sbkit.tasks.ctc.exported import compared
 
 SYMBOLS = ["<blk>", "▁", "a", "b"]
 
@@ -60,7 +61,7 @@ def comparison():
     alone = [Clip(np.full(16_000 * i, i, np.float32), text, str(i)) for i, text in ((1, "ab"), (2, "bb b"))]
     clips = Clips(alone, "x", 1.0)
     config = Config(sample_rate=16_000, hop_samples=160, subsampling=4, vocabulary=4)
-    made = parity.Comparison(clips, Vocabulary(SYMBOLS, config), lambda signal: said[int(signal[0])],
+    made = compared(clips, Vocabulary(SYMBOLS, config), lambda signal: said[int(signal[0])],
                              lambda ids: "".join(SYMBOLS[i] for i in ids).replace("▁", " ").strip(), 16_000)
     return made, said
 

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 from run_folders import TINY
-from sbkit.recipe.trace import gpu_stand_ins, stand_ins
 from speechbrain.core import Stage
 from test_no_host_sync import RECIPE, batch_of
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from sbkit.nn import ctc
 from sbkit.recipe import load
+from sbkit.recipe.trace import gpu_stand_ins, stand_ins
 from sbkit.tasks.ctc import CTC
 from sbkit.train import precision, step
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from speechbrain.core import Stage
@@ -35,6 +36,9 @@ from sbkit.tasks.ctc.vocabulary import check_sizes
 from sbkit.tasks.keys import TaskKeys
 from sbkit.train.monitor.timing import section
 from sbkit.train.step import Loss
+
+if TYPE_CHECKING:
+    from sbkit.tasks.ctc.exported import Recogniser
 
 
 class Scores(NamedTuple):
@@ -210,6 +214,11 @@ class CTC(ASR):
 
     def search_facts(self) -> dict[str, Any]:
         return {} if self.decoder is None else search.describe(self.decoder)
+
+    def exported(self, run: Path) -> Recogniser:
+        from sbkit.tasks.ctc.exported import Recogniser
+
+        return Recogniser.of(self.recognizer, self.keys, run)
 
     def _transcribe(self, scores: Scores, batch: Any, stage: Stage) -> None:
         if not batch.weight:  # a stand-in

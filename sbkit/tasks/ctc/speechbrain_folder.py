@@ -10,11 +10,15 @@ tokenizer.model in the same way, read by SpeechBrain's own hook for SentencePiec
 from __future__ import annotations
 
 import io
+import logging
 import os
 import shutil
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from hyperpyyaml import load_hyperpyyaml
 from ruamel.yaml import YAML
@@ -26,6 +30,7 @@ from torch import nn
 from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.export.features import is_input_normalization
+from sbkit.export.runners import Runner, padded
 from sbkit.nn.recognizer import GUARD_FRAMES, Recognizer
 from sbkit.recipe import load
 
@@ -208,3 +213,22 @@ def _also_as(path: Path, name: Path) -> None:
         os.link(path, name)
     except OSError:
         shutil.copyfile(path, name)
+
+
+def runner(bundle: Path, at_least: int = 1) -> Runner:
+    """Through stock SpeechBrain's ``EncoderASR``, one at a time: its batches have no lengths in samples."""
+    from speechbrain.inference.ASR import EncoderASR
+
+    for name in ("fetching", "parameter_transfer"):
+        logging.getLogger(f"speechbrain.utils.{name}").setLevel(logging.WARNING)
+    with tempfile.TemporaryDirectory() as folder:
+        model = EncoderASR.from_hparams(source=str(bundle), savedir=folder, run_opts={"device": "cpu"})
+
+    def run(signals: Sequence[np.ndarray]) -> list[np.ndarray]:
+        found = []
+        for signal in signals:
+            batch, _ = padded([signal], at_least)
+            found.append(model.encode_batch(torch.from_numpy(batch), torch.ones(1))[0].numpy())
+        return found
+
+    return run

@@ -22,8 +22,9 @@ from torch.nn import functional
 
 from sbkit.errors import SbkitError
 from sbkit.export import features
-from sbkit.export.graph import Graph, save, to_onnx, trace_module
+from sbkit.export.graph import save, to_onnx, trace_module
 from sbkit.export.layout import Config
+from sbkit.tasks.ctc.graph import Graph
 
 _FRAME_SECONDS = 0.02  # for sherpa-onnx's times
 _EXAMPLE = (2, 24_000)

@@ -1,0 +1,88 @@
+"""A recogniser as one function: waveforms in, log-probabilities out; traced with batch and time left open."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from sbkit.errors import SbkitError
+from sbkit.export import features
+from sbkit.export.graph import trace_module
+from sbkit.export.lobes import exportable
+from sbkit.nn.lengths import LengthRule
+from sbkit.nn.recognizer import GUARD_FRAMES, Recognizer
+
+EXAMPLE = (2, 24_000)  # a batch that is traced; sizes of 0 and 1 would count as constants
+#: Names and open dimensions of what goes in and what comes out.
+INPUTS = {"signals": ("batch", "samples"), "lengths": ("batch",)}
+OUTPUTS = {"log_probs": ("batch", "frames"), "frames": ("batch",)}
+_UNUSED = ("decoder", "custom_tgt_module", "positional_encoding_decoder")  # of a transformer: CTC does without
+
+
+class Graph(nn.Module):
+    """A recogniser as one function of waveforms, each utterance by itself whatever its batch is.
+
+    Arguments
+    ---------
+    recognizer : whose parts it takes; they are copied, so the recogniser stays as it is
+    """
+
+    def __init__(self, recognizer: Recognizer):
+        super().__init__()
+        self.front_name = type(recognizer.compute_features).__name__
+        self.features = features.express(recognizer.compute_features, recognizer.hop_samples)
+        self.normalize = features.normalization(recognizer.normalize)
+        parts = (recognizer.frontend, recognizer.encoder, recognizer.ctc_lin)
+        self.frontend, self.encoder, self.ctc_lin = copy.deepcopy(nn.ModuleList(parts)).eval()
+        for part in (self.frontend, self.encoder, self.ctc_lin):
+            if part is not None:
+                exportable(part)
+        self.factor, self.shift = _closed_form(recognizer.frontend_rule)
+        self.encodes = hasattr(self.encoder, "encode")
+        for name in _UNUSED:
+            if self.encodes and hasattr(self.encoder, name):
+                delattr(self.encoder, name)
+        self.requires_grad_(False)
+
+    def _after(self, frames: Any) -> Any:
+        """Frames behind the front end for frames before it; integers, symbols or tensors."""
+        return (frames + self.shift) // self.factor
+
+    def forward(self, signals: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Waveforms [B, S] and sample counts [B] to log-probabilities [B, T, V] and frame counts [B]."""
+        lengths = lengths.clamp(max=signals.shape[1])
+        feats, frames = self.features(signals, lengths)
+        if self.normalize is not None:
+            feats = self.normalize(feats, frames)
+        inside = torch.arange(feats.shape[1], device=feats.device)[None, :] < frames[:, None]
+        feats = feats.masked_fill(~inside[..., None], 0.0)
+        if self.frontend is not None:
+            longest = self._after(feats.shape[1])
+            feats = self.frontend(functional.pad(feats, (0, 0, 0, GUARD_FRAMES)))[:, :longest].flatten(2)
+            frames = self._after(frames)
+        encoded = self.encoder.encode(feats, frames / feats.shape[1]) if self.encodes else self.encoder(feats)
+        encoded = encoded[0] if isinstance(encoded, tuple) else encoded
+        return self.ctc_lin(encoded).float().log_softmax(-1), frames
+
+
+def _closed_form(rule: LengthRule) -> tuple[int, int]:
+    """(factor, shift) with ``rule(t) == (t + shift) // factor`` for every t above 0."""
+    for shift in range(-4 * rule.factor, 4 * rule.factor):
+        if all((t + shift) // rule.factor == rule.outputs[t] for t in range(1, len(rule.outputs))):
+            return rule.factor, shift
+    raise SbkitError("the front end makes of T frames no (T + a) // b frames, so its lengths can't be exported",
+                     hint="convolutions with padding 'same' do")
+
+
+def trace(graph: Graph) -> torch.export.ExportedProgram:
+    """The graph with batch and time left open."""
+    batch, samples = EXAMPLE
+    example = (torch.randn(batch, samples) * 0.1, torch.tensor([samples, samples * 2 // 3]))
+    program = trace_module(graph, example, {"signals": (0, 1), "lengths": (0,)})
+    if isinstance(graph.features, features.Traced):
+        features.refuse_transforms(program, graph.front_name)
+    return program
