@@ -63,8 +63,8 @@ class Bundle:
         """The configuration of the bundle in ``folder``, which must be of this kind."""
         found = read(folder)
         if not isinstance(found, cls):
-            raise SbkitError(f"{folder} is a bundle of kind {found.kind}, not of kind {cls.kind}",
-                             hint="sbkit.infer.load runs it from Python" if found.kind == GRAPH else None)
+            what = "gives no words" if found.kind == GRAPH else "is a recogniser's"
+            raise SbkitError(f"the bundle {folder} {what}", hint="sbkit.infer.load(bundle) runs it from Python")
         return found
 
     def check(self, path: Path) -> None:

@@ -35,6 +35,8 @@ class Results:
     utterances: int
     unread: dict[str, str] = field(default_factory=dict)
     """id -> why: what they are without."""
+    tables: list[Table] = field(default_factory=list)
+    """For the report."""
 
     def check(self) -> None:
         """Refuse what tells nothing."""
@@ -48,10 +50,6 @@ class Results:
 
     def lines(self) -> list[str]:
         """For the screen, below the headline."""
-        return []
-
-    def tables(self) -> list[Table]:
-        """For the report."""
         return []
 
     def facts(self) -> dict[str, Any]:
@@ -75,11 +73,11 @@ class Results:
         del manifest
         with atomic_write(folder / self.files(of)[0]) as out:
             json.dump({"stats": self.stats, "utterances": self.utterances, "unread": self.unread,
-                       "tables": [vars(each) for each in self.tables()]}, out, indent=1, ensure_ascii=False)
+                       "tables": [vars(each) for each in self.tables]}, out, indent=1, ensure_ascii=False)
 
     def text(self) -> str:
         """Its tables for a terminal."""
-        return "\n\n".join(f"{each.title}\n{table(each.columns, each.rows)}" for each in self.tables())
+        return "\n\n".join(f"{each.title}\n{table(each.columns, each.rows)}" for each in self.tables)
 
 
 def tell_unread(split: str, unread: Mapping[str, str], read: int) -> str:

@@ -55,8 +55,8 @@ class Transcripts(Results):
     def of(cls, rows: Sequence[Any], loss: float, unread: Mapping[str, str]) -> Transcripts:
         """Score rows."""
         words, characters = score(rows)
-        return cls({"loss": loss, "WER": words.rate, "CER": characters.rate}, len(rows), dict(unread), rows, words,
-                   characters)
+        return cls({"loss": loss, "WER": words.rate, "CER": characters.rate}, len(rows), dict(unread), rows=rows,
+                   words=words, characters=characters)
 
     def headline(self) -> str:
         low, high = interval(self.words)

@@ -20,7 +20,6 @@ from sbkit.cli import main
 from sbkit.data.audio import read_audio
 from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
-from sbkit.export import bundle as bundles
 from sbkit.export import graph, layout, source
 from sbkit.export.bundle import ExportRequest, export
 from sbkit.export.layout import Config
@@ -297,29 +296,24 @@ def test_a_run_that_was_moved_without_its_audio_is_compared_on_noise(run, tmp_pa
     assert "noise" in facts["clips"]["origin"] and facts["formats"]["torch"]["wer"] is None
 
 
-def test_global_normalisation_goes_into_each_format(run, tmp_path, clips):
+def test_global_normalisation_goes_into_each_format(run, tmp_path, clips, monkeypatch):
     """Its statistics are no parameters: the graph has them as constants, SpeechBrain's folder as a fixed batch norm."""
     changed = tmp_path / "run"
     shutil.copytree(run, changed)
     recipe = changed / "hyperparams.yaml"
     recipe.write_text(recipe.read_text().replace("norm_type: sentence", "norm_type: global"))
-    opened = bundles.source.open_run
+    take_weights = restore.take_weights
 
-    def with_statistics(*a):
-        trained = opened(*a)
-        norm = trained.exported.recognizer.normalize
+    def with_statistics(brain, *a):
+        used, norm = take_weights(brain, *a), brain.keys.normalize
         torch.manual_seed(1)
         norm.count, norm.glob_mean, norm.glob_std = 5, torch.randn(80) * 5 - 20, torch.rand(80) * 9 + 5
-        trained.exported = trained.exported.of(trained.exported.recognizer, trained.keys, changed)
-        return trained
+        return used
 
-    bundles.source.open_run, before = with_statistics, opened
-    try:
-        assert export(ExportRequest(changed, tmp_path / "b", formats=["onnx", "speechbrain"], clips=3)) == 0
-        with pytest.raises(SbkitError, match="equally loud"):
-            export(ExportRequest(changed, tmp_path / "c", formats=["torch"], target="sherpa", clips=3))
-    finally:
-        bundles.source.open_run = before
+    monkeypatch.setattr(restore, "take_weights", with_statistics)
+    assert export(ExportRequest(changed, tmp_path / "b", formats=["onnx", "speechbrain"], clips=3)) == 0
+    with pytest.raises(SbkitError, match="equally loud"):
+        export(ExportRequest(changed, tmp_path / "c", formats=["torch"], target="sherpa", clips=3))
 
 
 @pytest.mark.slow

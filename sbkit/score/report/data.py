@@ -14,7 +14,7 @@ import numpy as np
 from sbkit.errors import SbkitError
 from sbkit.score import utterances
 from sbkit.score.rates import ErrorRates
-from sbkit.score.run_files import EVALUATED, HEARD, METRICS, PREPARED, RECIPE, RESULT
+from sbkit.score.run_files import EVALUATED, HEARD, METRICS, NUMBERS, PREPARED, RECIPE, RESULT
 from sbkit.score.utterances import ScoredUtterance
 
 
@@ -79,6 +79,8 @@ class RunData:
     recipe: str
     scored: dict[str, Any] = field(default_factory=dict)  # how an evaluation was made
     tested: dict[str, Any] = field(default_factory=dict)  # the last line about the test set
+    stats: dict[str, float] = field(default_factory=dict)  # what the test came to, of a task that hears no words
+    tables: list[dict[str, Any]] = field(default_factory=list)  # title, columns, rows, remark
     warnings: list[dict[str, Any]] = field(default_factory=list)  # what training was told of and holds still
 
     @property
@@ -113,19 +115,23 @@ def read(run: str | Path, heard: str | Path | None = None) -> RunData:
     """
     folder = Path(run)
     if (folder / RESULT).is_file():
-        return replace(read(_run_of(folder), folder / EVALUATED), folder=folder, scored=_json(folder / RESULT))
+        numbers = _json(folder / NUMBERS.removeprefix("test_")) or {}
+        return replace(read(_run_of(folder), folder / EVALUATED), folder=folder, scored=_json(folder / RESULT),
+                       stats=numbers.get("stats", {}), tables=numbers.get("tables", []))
     if not (folder / METRICS).is_file() and not (folder / RECIPE).is_file():
         missing = f"is no run: it has no {METRICS} and no {RECIPE}" if folder.is_dir() else "is not there"
         raise SbkitError(f"{folder} {missing}", hint="name the output_folder of a training")
     lines = _metrics(folder / METRICS)
     heard = Path(heard) if heard is not None else folder / HEARD
     rows = utterances.read(heard) if heard.is_file() else []
+    numbers = _json(folder / NUMBERS) or {}
     return RunData(
         folder=folder, steps=[line for line in lines if line["kind"] == "step"], epochs=_epochs(lines),
         starts=[line for line in lines if line["kind"] == "run"],
         results=Results(rows) if any(row.reference.split() for row in rows) else None,
         prepared=_json(folder / PREPARED), recipe=_text(folder / RECIPE),
         tested=next((line for line in reversed(lines) if line["kind"] == "test"), {}), warnings=_warnings(lines),
+        stats=numbers.get("stats", {}), tables=numbers.get("tables", []),
     )
 
 

@@ -27,7 +27,7 @@ from sbkit.system.console import atomic_write
 
 _PAGE = Path(__file__).with_name("page.html")
 _SCRIPT = re.compile(r"<script>(.*?)</script>", re.DOTALL)
-_TITLES = {"first": "Look first", "against": "Compared", "curves": "Training", "where": "Where", "words": "Words",
+_TITLES = {"first": "Look first", "against": "Compared", "curves": "Training", "results": "Results", "where": "Where", "words": "Words",
            "worst": "Worst", "labels": "Labels", "data": "Data", "making": "Making"}
 
 
@@ -76,6 +76,7 @@ def _page(data: RunData, other: RunData | None, words: Comparison | None, title:
         parts["against"] = comparison(data, other, words, cards, count // 4)
     parts["first"] = sections.standing_out(findings(data, suspected))
     parts["curves"] = sections.training(data, other)
+    parts["results"] = sections.tables(data)
     if results is not None:
         parts["where"] = sections.where(results, None if other is None else other.results)
         parts["words"] = sections.confused(results)
@@ -92,7 +93,7 @@ def _page(data: RunData, other: RunData | None, words: Comparison | None, title:
 
 
 def _subtitle(data: RunData) -> str:
-    return "Test results" if data.results is not None else "No test set has been scored yet"
+    return "Test results" if data.results is not None or data.stats else "No test set has been scored yet"
 
 
 def _filled(title: str, body: Markup) -> str:

@@ -60,6 +60,8 @@ def tiles(run: RunData) -> Markup:
             _tile("Test set", _hours(run.results.hours * 3600), f"{len(words)} utterances, "
                                                                 f"{summary['num_scored_tokens']} words"),
         ]
+    cells += [_tile(name.capitalize(), f"{value:.4g}", "on the test set", big=name != "loss")
+              for name, value in run.stats.items()]
     trained = sum(epoch.get("train_seconds") or 0 for epoch in run.epochs)
     if trained:
         steps = run.epochs[-1].get("step", 0)
@@ -101,7 +103,7 @@ def standing_out(found: Sequence[Finding]) -> Markup | None:
 
 
 def training(run: RunData, other: RunData | None) -> Markup | None:
-    """Loss, WER, learning rate, speed and what a step's time went into."""
+    """Loss, what validation found, learning rate, speed and what a step's time went into."""
     ticks = _epoch_ticks(run, other)
 
     def curve(key: str, name: str, colour: int = 1) -> list[Series]:
@@ -110,6 +112,7 @@ def training(run: RunData, other: RunData | None) -> Markup | None:
     drawn = [
         charts.curves("Loss", curve("loss", "training") + curve("valid_loss", "validation", 2), ticks),
         charts.curves("Error rates on dev", curve("valid_WER", "WER") + curve("valid_CER", "CER", 3), ticks, unit=" %"),
+        *(charts.curves(f"{name} on dev", curve(f"valid_{name}", name), ticks) for name in _numbers(run)),
         charts.curves("Learning rate", curve("lr", "learning rate"), ticks),
         charts.curves("Throughput", curve("audio_s_per_s", "audio s/s"), ticks, unit=" s/s",
                       note="Seconds of audio per second of training, all devices together."),
@@ -119,6 +122,12 @@ def training(run: RunData, other: RunData | None) -> Markup | None:
     drawn = [each for each in drawn if each is not None]
     lead = "Dashed: the run compared with." if other is not None and (other.steps or other.epochs) else None
     return section("curves", "Training", tag("div", drawn, class_="charts"), lead=lead) if drawn else None
+
+
+def _numbers(run: RunData) -> list[str]:
+    """What validation gave beside what has a chart of its own."""
+    names = {key.removeprefix("valid_") for epoch in run.epochs for key in epoch if key.startswith("valid_")}
+    return sorted(names - {"loss", "WER", "CER", "unread"})
 
 
 def _curve(run: RunData, key: str, name: str, colour: int, other: bool = False) -> list[Series]:
@@ -149,6 +158,19 @@ def _step_time(run: RunData) -> Markup | None:
 
 
 # ---------------------------------------------------------------- errors
+
+
+def tables(run: RunData) -> Markup | None:
+    """What the task itself shows of its test."""
+    if not run.tables:
+        return None
+    shown = []
+    for each in run.tables:
+        head = tag("tr", [tag("th", str(name)) for name in each["columns"]])
+        lines = [tag("tr", [tag("td", str(value)) for value in row]) for row in each["rows"]]
+        table = tag("div", tag("table", tag("thead", head), tag("tbody", lines), class_="plain"), class_="scroll")
+        shown += [tag("h3", each["title"]), table, each.get("remark") and tag("p", each["remark"], class_="lead")]
+    return section("results", "Results", *shown)
 
 
 def where(results: Results, other: Results | None) -> Markup:

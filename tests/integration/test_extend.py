@@ -1,0 +1,148 @@
+"""What docs/extend.md says, done in a folder of one's own: a task that this repository does not know."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
+WORDS = ("low", "high", "both")
+
+
+def files():
+    """The files that the page writes out, by name."""
+    blocks = re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", PAGE, re.S)
+    return {name: text for name, text in blocks}
+
+
+def tone(word, seconds, seed):
+    drawn = np.random.default_rng(seed)
+    at = np.arange(int(seconds * 16_000)) / 16_000
+    pitches = {"low": [300], "high": [1100], "both": [300, 1100]}[word]
+    return sum(0.2 * np.sin(2 * np.pi * each * at + drawn.uniform(0, 6)) for each in pitches) \
+        + 0.01 * drawn.standard_normal(len(at))
+
+
+def corpus(folder):
+    for split, count in (("train", 60), ("dev", 15), ("test", 15)):
+        lines = ["ID,duration,wav,wrd"]
+        for i in range(count):
+            word, seconds = WORDS[i % 3], 0.4 + 0.05 * (i % 7)
+            path = folder / "wavs" / f"{split}{i}.wav"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            soundfile.write(path, tone(word, seconds, 1000 * len(split) + i), 16_000)
+            lines.append(f"{split}{i},{seconds},{path},{word}")
+        (folder / f"{split}.csv").write_text("\n".join(lines) + "\n")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A folder with the page's two files and a corpus."""
+    folder = tmp_path_factory.mktemp("mine")
+    for name, text in files().items():
+        (folder / name).write_text(text)
+    corpus(folder / "data")
+    return folder
+
+
+def environment():
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def sbkit(home, *words, processes=0, code=0):
+    launch = [sys.executable, "-m", *(["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", "-m"]
+                                      if processes else []), "sbkit"]
+    done = subprocess.run([*launch, *map(str, words)], cwd=home, env=environment(), capture_output=True, text=True,
+                          timeout=300)
+    assert done.returncode == code, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def weights(run):
+    return torch.load(max((run / "save").glob("CKPT+*"), key=lambda path: path.stat().st_mtime) / "model.ckpt",
+                      weights_only=True)
+
+
+@pytest.fixture(scope="module")
+def trained(home):
+    out = sbkit(home, "train", "spotter.yaml", "--noprogressbar")
+    return home / "results" / "spotter", out
+
+
+def test_the_page_writes_out_a_short_file_and_a_yaml():
+    assert set(files()) == {"spotter.py", "spotter.yaml"} and len(files()["spotter.py"].splitlines()) <= 120
+
+
+@pytest.mark.slow
+def test_it_is_checked_and_priced(home):
+    report = json.loads(sbkit(home, "check", "spotter.yaml", "--json"))
+    assert report["errors"] == report["warnings"] == []
+    assert report["sections"]["bill"]["values"]["operations_per_second_of_audio"] > 0
+    assert report["sections"]["shapes"]["values"]["head"] == [2, 3]
+    wrong = sbkit(home, "check", "spotter.yaml", "--width", "24", "--head.in_features", "32", "--json", code=1)
+    (error,) = json.loads(wrong)["errors"]
+    assert error["code"] == "shape-mismatch" and error["key"].endswith("head.in_features")
+    assert "the text 'three'" in subprocess.run(
+        [sys.executable, "-m", "sbkit", "check", "spotter.yaml", "--num_workers", "three"], cwd=home,
+        env=environment(), capture_output=True, text=True).stderr
+
+
+@pytest.mark.slow
+def test_it_is_trained_tested_and_reported(home, trained):
+    folder, out = trained
+    assert "accuracy 1" in out and "test_results.json" in out
+    assert json.loads((folder / "test_results.json").read_text())["stats"]["accuracy"] == 1
+    page = (folder / "report.html").read_text()
+    assert "What was heard" in page and "accuracy on dev" in page and "Accuracy" in page
+    assert "nothing left to do" in sbkit(home, "train", "spotter.yaml")
+    assert "accuracy" in sbkit(home, "evaluate", folder, "--split", "dev")
+    assert "report.html" in sbkit(home, "report", folder)
+
+
+@pytest.mark.slow
+def test_two_processes_learn_what_one_learns(home, trained):
+    sbkit(home, "train", "spotter.yaml", "--noprogressbar", "--output_folder", "results/two", processes=2)
+    for name, value in weights(trained[0]).items():
+        torch.testing.assert_close(weights(home / "results" / "two")[name], value, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_killed_it_comes_back_as_if_nothing_had_happened(home, trained):
+    words = [sys.executable, "-m", "sbkit", "train", "spotter.yaml", "--noprogressbar", "--output_folder",
+             "results/killed"]
+    process = subprocess.Popen(words, cwd=home, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    until = time.monotonic() + 120
+    while len(list((home / "results" / "killed" / "save").glob("CKPT+*"))) < 1:
+        assert time.monotonic() < until and process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    sbkit(home, "train", "spotter.yaml", "--noprogressbar", "--output_folder", "results/killed")
+    for name, value in weights(trained[0]).items():
+        assert torch.equal(weights(home / "results" / "killed")[name], value)
+
+
+@pytest.mark.slow
+def test_it_is_exported_and_runs_without_its_file(home, trained, tmp_path):
+    shown = sbkit(home, "export", trained[0], "--to", "bundle")
+    assert "int8" in shown and json.loads((home / "bundle" / "parity.json").read_text())["formats"]["onnx"]
+    for model in ("onnx", "torch"):
+        code = (f"import sbkit.infer, sys\nmodel = sbkit.infer.load({str(home / 'bundle')!r}, model={model!r})\n"
+                f"print([one.label for one in model.run(sys.argv[1:])], 'spotter' in sys.modules)")
+        clips = [home / "data" / "wavs" / f"test{i}.wav" for i in range(3)]
+        found = subprocess.run([sys.executable, "-c", code, *map(str, clips)], cwd=tmp_path, env=environment(),
+                               capture_output=True, text=True, timeout=120)
+        assert found.stdout.strip() == f"{list(WORDS)} False", found.stderr
+    assert "gives no words" in subprocess.run(
+        [sys.executable, "-m", "sbkit", "transcribe", str(home / "bundle"), str(clips[0])], env=environment(),
+        capture_output=True, text=True, check=False).stderr
