@@ -24,6 +24,7 @@ from sbkit.export import graph, layout, source
 from sbkit.export.bundle import ExportRequest, export
 from sbkit.export.layout import Config
 from sbkit.export.runners import RUNNERS
+from sbkit.runs import restore
 from sbkit.tasks.ctc import CTC
 from sbkit.tasks.ctc import exported as recogniser
 from sbkit.tasks.ctc.graph import OUTPUTS

@@ -22,7 +22,7 @@ WORDS = ("low", "high", "both")
 def files():
     """The files that the page writes out, by name."""
     blocks = re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", PAGE, re.S)
-    return {name: text for name, text in blocks}
+    return dict(blocks)
 
 
 def tone(word, seconds, seed):

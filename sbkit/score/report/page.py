@@ -27,8 +27,9 @@ from sbkit.system.console import atomic_write
 
 _PAGE = Path(__file__).with_name("page.html")
 _SCRIPT = re.compile(r"<script>(.*?)</script>", re.DOTALL)
-_TITLES = {"first": "Look first", "against": "Compared", "curves": "Training", "results": "Results", "where": "Where", "words": "Words",
-           "worst": "Worst", "labels": "Labels", "data": "Data", "making": "Making"}
+_TITLES = {"first": "Look first", "against": "Compared", "curves": "Training", "results": "Results",
+           "where": "Where", "words": "Words", "worst": "Worst", "labels": "Labels", "data": "Data",
+           "making": "Making"}
 
 
 def write_report(run: str | Path, *, against: str | Path | None = None, out: str | Path | None = None,
