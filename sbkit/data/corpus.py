@@ -73,7 +73,7 @@ class Corpus:
     demo_hours, demo_seed : size and seed of the demo corpus
     """
 
-    def __init__(self, source: Named | None = None, language: str | None = None,
+    def __init__(self, source: Named | Source | None = None, language: str | None = None,
                  folder: str | Path = "manifests", *, splits: Mapping[str, str | Sequence[str]] | None = None,
                  text: TextRules | Mapping[str, Any] | None = None, min_duration: float | None = None,
                  max_duration: float | None = None, limit_splits: Sequence[str] = ("train",),
@@ -222,11 +222,13 @@ class Corpus:
 
     def check_there(self) -> None:
         """Refuse a source on this machine that isn't there."""
-        if self.source is not None:
+        if self.source is not None and not isinstance(self.source, Source):
             check_there(self.source)
 
     def _open(self, show_progress: bool) -> Source:
         source = self.source
+        if isinstance(source, Source):
+            return source
         if source is None:
             source = self._demo(show_progress)
         return open_source(source, language=self.language, columns=self.columns, cache=self.cache_folder,
@@ -399,9 +401,9 @@ class Corpus:
 
 
 def _check_shapes(source: Any, **mappings: Any) -> None:
-    if not isinstance(source, (str, Path, Mapping, type(None))):
+    if not isinstance(source, (str, Path, Mapping, Source, type(None))):
         raise SbkitError(f"corpus: source is {source!r}",
-                         hint="expected a path, a hub address, or {train: FILE, dev: FILE, test: FILE}")
+                         hint="expected a path, a hub address, {train: FILE, dev: FILE, test: FILE}, or a Source")
     for name, value in mappings.items():
         if not isinstance(value, (Mapping, TextRules, type(None))):
             raise SbkitError(f"corpus: {name} is {value!r}", hint="expected {name: value, ...}")

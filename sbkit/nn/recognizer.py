@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +26,13 @@ class Recognizer:
 
     Arguments
     ---------
-    features : module
-        [B, S] waveforms to [B, T, F] features (``speechbrain.lobes.features.Fbank``).
+    features : module or None
+        [B, S] waveforms to [B, T, F] features (``speechbrain.lobes.features.Fbank``); None where the encoder takes
+        waveforms.
     encoder : module
-        A SpeechBrain transformer (its ``encode``), or any module [B, T, F] -> [B, T', D].
+        A SpeechBrain transformer (its ``encode``), or any module [B, T, F] (or [B, S]) -> [B, T', D]. One whose forward
+        takes a second argument gets the lengths [B]. One that shortens has a method ``frames`` that says, of lengths
+        (an int or a tensor), what becomes of them.
     ctc_lin : module
         [B, T, D] -> [B, T, V] scores.
     frontend : module, optional
@@ -44,7 +47,7 @@ class Recognizer:
 
     def __init__(
         self,
-        features: nn.Module,
+        features: nn.Module | None,
         encoder: nn.Module,
         ctc_lin: nn.Module,
         frontend: nn.Module | None = None,
@@ -57,31 +60,28 @@ class Recognizer:
         self.frontend, self.normalize, self.augment = frontend, normalize, augment
         self.hop_samples = hop_samples
         self.frontend_rule = LengthRule.probe(frontend, n_features) if frontend else LengthRule.identity()
-
-    @classmethod
-    def from_hparams(cls, hparams: Any) -> Recognizer:
-        """Take the parts by the names that the recipes use."""
-        get = lambda name, default=None: getattr(hparams, name, default)  # noqa: E731
-        sample_rate, hop_ms = get("sample_rate", 16000), get("hop_length", 10)
-        return cls(
-            features=hparams.compute_features,
-            encoder=get("Transformer") or hparams.encoder,
-            ctc_lin=hparams.ctc_lin,
-            frontend=get("CNN"),
-            normalize=get("normalize"),
-            augment=get("spec_augment"),
-            hop_samples=round(sample_rate * hop_ms / 1000),
-            n_features=get("n_mels", 80),
-        )
+        theirs = hasattr(encoder, "encode")
+        self.takes_lengths = not theirs and takes_lengths(encoder)
+        self._encoder_rule = None if theirs else getattr(encoder, "frames", None)
 
     @property
     def subsampling(self) -> int:
-        """Feature frames per encoder frame."""
-        return self.frontend_rule.factor
+        """Feature frames (or samples) per encoder frame."""
+        if self._encoder_rule is None:
+            return self.frontend_rule.factor
+        long = 1_000_000 * self.frontend_rule.factor
+        return round(self.frontend_rule.factor * long / (self._encoder_rule(2 * long) - self._encoder_rule(long)))
 
     def frames(self, samples: Tensor | int) -> Tensor | int:
         """Encoder frames for each number of samples."""
-        return self.frontend_rule(samples // self.hop_samples + 1)
+        return self._after(self.frontend_rule(self._feature_frames(samples)))
+
+    def _feature_frames(self, samples: Tensor | int) -> Tensor | int:
+        return samples if self.compute_features is None else samples // self.hop_samples + 1
+
+    def _after(self, frames: Tensor | int) -> Tensor | int:
+        """Behind the encoder."""
+        return frames if self._encoder_rule is None else self._encoder_rule(frames)
 
     def features(
         self, signals: Tensor, samples: Tensor, training: bool = False, views: int = 1, counted: bool = True
@@ -91,8 +91,11 @@ class Recognizer:
         With ``views`` each utterance comes so often, augmented anew: [views B, T, F], first views first.
         What is not ``counted`` (a stand-in) enters no running statistics, if ``normalize`` is sbkit's.
         """
+        if self.compute_features is None:
+            keep = lengths_to_mask(samples, signals.shape[1])
+            return signals.masked_fill(~keep, 0.0).repeat(views, 1), samples.repeat(views)
         feats = _by_rows(self.compute_features, signals, FRAMES_AT_ONCE * self.hop_samples)
-        frames = samples // self.hop_samples + 1
+        frames = self._feature_frames(samples)
         if self.normalize is not None:
             # Half a frame less: a relative length times T, in fp32, may otherwise come out one frame too many.
             normalize = self.normalize if counted else getattr(self.normalize, "uncounted", self.normalize)
@@ -118,8 +121,8 @@ class Recognizer:
         if hasattr(self.encoder, "encode"):
             encoded = self.encoder.encode(source, frames / source.shape[1])
         else:
-            encoded = self.encoder(source)
-        return encoded[0] if isinstance(encoded, tuple) else encoded, frames
+            encoded = self.encoder(source, frames) if self.takes_lengths else self.encoder(source)
+        return encoded[0] if isinstance(encoded, tuple) else encoded, self._after(frames)
 
     def encode_and_decode(self, feats: Tensor, frames: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """As :meth:`encode`, with the attention decoder's states [B, U, D] for tokens [B, U] beside it.
@@ -141,6 +144,13 @@ class Recognizer:
         """Waveforms [B, S] to log-probabilities [B, T', V] in fp32 and frame counts [B]."""
         encoded, frames = self.encode(*self.features(signals, samples))
         return self.ctc_lin(encoded).float().log_softmax(-1), frames
+
+
+def takes_lengths(encoder: nn.Module) -> bool:
+    """Whether a forward has a second argument that stands by its place."""
+    places = [p for p in inspect.signature(encoder.forward).parameters.values()
+              if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return len(places) > 1
 
 
 def _by_rows(layer: Callable[[Tensor], Tensor], x: Tensor, at_once: int) -> Tensor:

@@ -47,6 +47,7 @@ class BatchSize:
 
 def model_of(modules: Mapping[str, nn.Module]) -> list:
     """What tells one model from another: its layers and sizes, as the recipe builds them."""
+    modules = {name: module for name, module in modules.items() if module is not None}
     sizes = [[name, key, list(t.shape), str(t.dtype)] for name, module in modules.items()
              for key, t in module.state_dict().items()]
     return [*map(repr, modules.values()), sizes]

@@ -68,7 +68,7 @@ def _look_deeper(root: Node, findings: Findings, report: Report, run_opts: Any, 
                 report.notes.append("modules, devices, shapes and cost: the modules could not be built")
             return
         owned = ownership.Owned(modules)
-        complete = len(modules) == len(built.hparams["modules"])
+        complete = len(modules) == sum(each is not None for each in built.hparams["modules"].values())
         if complete:
             ownership.check_ownership(built, owned, findings)
             ownership.check_saved(built, owned, findings)

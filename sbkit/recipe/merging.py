@@ -19,7 +19,7 @@ from typing import Any
 
 from hyperpyyaml import core
 from ruamel.yaml import YAML
-from ruamel.yaml.comments import CommentedMap
+from ruamel.yaml.comments import CommentedMap, CommentedSeq
 
 from sbkit.errors import SbkitError
 from sbkit.recipe.includes import chain, place, read_plain, tag_of
@@ -36,9 +36,25 @@ def _merged(path: Path, overrides: Mapping[str, Any], inside: tuple[Path, ...], 
     tree = read_plain(path)
     update(tree, overrides, path, whole)
     _File(path, tree, inside).walk(tree, "")
+    _in_block_style(tree, set())
     text = io.StringIO()
     YAML().dump(tree, text)
     return text.getvalue()
+
+
+def _in_block_style(tree: Any, seen: set[int]) -> bool:
+    """Write what holds arguments of an object on lines of its own: within brackets ruamel.yaml, and so HyperPyYAML,
+    drops their braces. Gives whether there are any."""
+    if not isinstance(tree, (CommentedMap, CommentedSeq)) or id(tree) in seen:
+        return False
+    seen.add(id(tree))
+    inside = [_in_block_style(child, seen) for child in (tree.values() if isinstance(tree, CommentedMap) else tree)]
+    if any(inside):
+        tree.fa.set_block_style()
+    if tag_of(tree) and len(tree):
+        tree.fa.set_block_style()
+        return True
+    return any(inside)
 
 
 def update(tree: Any, given: Mapping[str, Any], path: Path, whole: frozenset[int] = frozenset(), within: str = "",

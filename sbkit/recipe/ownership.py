@@ -125,6 +125,8 @@ def check_modules(built: Built, findings: Findings) -> dict[str, nn.Module] | No
     if node is None or not isinstance(modules, Mapping):
         return None
     for name, module in modules.items():
+        if module is None:  # a part that the recipe does without
+            continue
         if not isinstance(module, nn.Module):
             hint = "only torch.nn.Module objects can be trained and saved"
             if isinstance(module, (list, tuple)):

@@ -21,7 +21,7 @@ from speechbrain.core import Stage
 from speechbrain.nnet import attention
 from speechbrain.utils.run_opts import RunOptions
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from sbkit.errors import SbkitError
 from sbkit.recipe.build import Built
@@ -32,8 +32,8 @@ from sbkit.recipe.values import static
 
 #: Utterances of the batch that is sent through, and seconds of each.
 UTTERANCES, SECONDS = 2, 3.0
-#: Tasks of the house: one of them may fit a recipe that names no brain, as a script of one's own has it.
-HOUSE = ("sbkit.tasks.ctc.CTC",)
+#: Tasks of the house, and the keys by which a recipe that names no brain (a script of one's own) is known as theirs.
+HOUSE = {"sbkit.tasks.ctc.CTC": ("compute_features", "ctc_lin", "modules")}
 #: What a module is called by.
 _CALLS = ("forward", "encode", "decode")
 # (what came, what was wanted) in torch's words.
@@ -106,10 +106,9 @@ def task_of(built: Built) -> Any:
     if "brain" in built.nodes:
         named = built.hparams.get("brain")
         return named if hasattr(named, "Keys") and hasattr(named, "stand_in") else None
-    for name in HOUSE:
-        task = locate(name)
-        if all(built.hparams.get(key) is not None for key in task.parts):
-            return task
+    for name, keys in HOUSE.items():
+        if all(built.hparams.get(key) is not None for key in keys):
+            return locate(name)
     return None
 
 
@@ -161,11 +160,11 @@ def _telling(found: Trace, findings: Findings) -> Iterator[None]:
     """What goes wrong inside becomes a finding, or a note where it's no mistake."""
     try:
         yield
-    except DataDependentOutputException as error:
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
         node, _ = _blame(error, found.built)
         where = node.key if node else "the features"
-        found.note = (f"the forward behind {where}, which reads values of tensors on the host (.item() or the like; "
-                      "that also makes a GPU wait)")
+        found.note = (f"the forward behind {where}, which reads values of tensors on the host (.item() or the like) or "
+                      "makes shapes of them; that also makes a GPU wait")
     except Exception as error:  # whatever a layer says to a shape it can't take
         _tell(error, found.built, findings, next(reversed(found.outputs), "features"))
 

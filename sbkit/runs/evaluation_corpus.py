@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from sbkit.data.sources import Source
 from sbkit.errors import SbkitError
 from sbkit.recipe.load import Recipe
 from sbkit.runs.evaluation import EvaluateRequest, writing
@@ -38,6 +39,8 @@ def prepare(request: EvaluateRequest, own: Any, source: Any) -> tuple[str, Any]:
     from sbkit.data.corpus import Corpus
 
     title = request.name or (Path(str(source).split("?")[0]).name.split(".")[0] if source else "demo")
+    if isinstance(source, Source):
+        title = request.name or source.kind
     if isinstance(source, str) and source.endswith(_ONE_FILE):
         source = {"test": source}
     corpora = request.folder / CORPORA

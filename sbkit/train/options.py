@@ -83,8 +83,11 @@ def pick(run_opts: RunOptions, hparams: Mapping[str, Any] | None, name: str) -> 
 
 
 def check_modules(modules: Mapping[str, Any] | None) -> dict[str, torch.nn.Module]:
-    """Everything under ``modules`` is a module with a usable name, or the error names what is not."""
-    checked = dict(modules) if modules is not None else {}
+    """Everything under ``modules`` is a module with a usable name, or the error names what is not.
+
+    A part that a recipe does without is null there, too.
+    """
+    checked = {key: module for key, module in (modules or {}).items() if module is not None}
     for key, module in checked.items():
         if isinstance(module, torch.nn.Module):
             continue

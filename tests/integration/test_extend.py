@@ -55,6 +55,24 @@ def home(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def parts(home):
+    """The same folder with recordings for the recipe of the second half of the page."""
+    recipe = home / "mine.yaml"
+    recipe.write_text(recipe.read_text().replace("FLAGSHIP", str(ROOT / "hparams" / "ctc.yaml")))
+    for split, count in (("train", 12), ("dev", 3), ("test", 3)):
+        for i in range(count):
+            path = home / "recordings" / f"{split}-{i} {WORDS[i % 3]} {WORDS[i % 2]}.wav"
+            path.parent.mkdir(exist_ok=True)
+            soundfile.write(path, tone(WORDS[i % 3], 0.8 + 0.03 * i, i), 16_000)
+    return home
+
+
+TINY = ("--d_model 16 --nhead 2 --num_encoder_layers 1 --num_decoder_layers 1 --d_ffn 16 --cnn_first_channels 4 "
+        "--cnn_channels 4 --num_workers 1 --least_steps 0 --step_seconds 4 --number_of_epochs 2 --noprogressbar "
+        "--precision fp32").split()
+
+
 def environment():
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
@@ -80,7 +98,7 @@ def trained(home):
 
 
 def test_the_page_writes_out_a_short_file_and_a_yaml():
-    assert set(files()) == {"spotter.py", "spotter.yaml"} and len(files()["spotter.py"].splitlines()) <= 120
+    assert {"spotter.py", "spotter.yaml"} <= set(files()) and len(files()["spotter.py"].splitlines()) <= 120
 
 
 @pytest.mark.slow
@@ -146,3 +164,34 @@ def test_it_is_exported_and_runs_without_its_file(home, trained, tmp_path):
     assert "gives no words" in subprocess.run(
         [sys.executable, "-m", "sbkit", "transcribe", str(home / "bundle"), str(clips[0])], env=environment(),
         capture_output=True, text=True, check=False).stderr
+
+
+@pytest.mark.slow
+def test_parts_of_ones_own_are_checked_trained_and_shipped(parts):
+    report = json.loads(sbkit(parts, "check", "mine.yaml", *TINY[:-5], "--json"))
+    assert report["errors"] == [] and report["sections"]["shapes"]["values"]["Transformer"][-1] == 16
+    out = sbkit(parts, "train", "mine.yaml", *TINY, "--output_folder", "results/mine")
+    assert "test WER" in out
+    lines = [json.loads(line) for line in (parts / "results" / "mine" / "metrics.jsonl").read_text().splitlines()]
+    assert any("sure" in line for line in lines), "the loss's own part is logged"
+    prepared = json.loads((parts / "results" / "mine" / "manifests" / "prepare_report.json").read_text())
+    assert prepared["source"]["kind"] == "folder of spoken names" and prepared["splits"]["train"]["kept"] == 12
+    checkpoints = [path.read_text() for path in (parts / "results" / "mine" / "save").glob("CKPT+*/CKPT.yaml")]
+    assert all("CER:" in text for text in checkpoints if "epoch" in text)
+
+
+@pytest.mark.slow
+def test_an_encoder_on_waveforms_is_trained_and_exported(parts):
+    (parts / "waves.yaml").write_text(
+        f"recipe: !include:{ROOT / 'hparams' / 'ctc.yaml'}\n    compute_features: null\n    normalize: null\n"
+        "    spec_augment: null\n    CNN: null\n    Transformer: !new:mine.Waves {size: !ref <d_model>}\n"
+        "    initial_weights: null\n    intermediate_ctc: 0.0\n    seq_lin: null\n"
+        "    model: !new:torch.nn.ModuleList\n        - [!ref <Transformer>, !ref <ctc_lin>]\n"
+        "    modules: {model: !ref <model>}\n"
+        "    corpus: !new:sbkit.data.corpus.Corpus\n        source: !new:mine.Folder [recordings]\n"
+        "        folder: !ref <output_folder>/manifests\n")
+    report = json.loads(sbkit(parts, "check", "waves.yaml", "--d_model", "16", "--json"))
+    assert report["errors"] == []
+    assert report["sections"]["shapes"]["values"]["frames_per_second"] == pytest.approx(50)
+    sbkit(parts, "train", "waves.yaml", *TINY, "--output_folder", "results/waves")
+    assert "onnx" in sbkit(parts, "export", "results/waves", "--to", "waves", "--formats", "onnx,torch")

@@ -2,6 +2,7 @@
 
 import inspect
 import textwrap
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -153,3 +154,10 @@ def test_every_argument_of_the_flagships_objects_can_be_given_on_the_command_lin
     read(FLAGSHIP, {"spec_augment": {"time_mask": 0}}, findings)
     assert [str(f) for f in findings] == [
         "command line: error: spec_augment.time_mask: SpecAugment has no argument time_mask; did you mean time_masks?"]
+
+
+def test_arguments_within_brackets_reach_their_object(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("a: !new:collections.OrderedDict\n    steps: [!new:fractions.Fraction {numerator: 1, "
+                    "denominator: 3}, !new:fractions.Fraction [2, 3], 1]\n")
+    assert load(path, {})["a"]["steps"] == [Fraction(1, 3), Fraction(2, 3), 1]

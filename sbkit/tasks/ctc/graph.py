@@ -34,7 +34,8 @@ class Graph(nn.Module):
     def __init__(self, recognizer: Recognizer):
         super().__init__()
         self.front_name = type(recognizer.compute_features).__name__
-        self.features = features.express(recognizer.compute_features, recognizer.hop_samples)
+        self.features = None if recognizer.compute_features is None else \
+            features.express(recognizer.compute_features, recognizer.hop_samples)
         self.normalize = features.normalization(recognizer.normalize)
         parts = (recognizer.frontend, recognizer.encoder, recognizer.ctc_lin)
         self.frontend, self.encoder, self.ctc_lin = copy.deepcopy(nn.ModuleList(parts)).eval()
@@ -42,7 +43,7 @@ class Graph(nn.Module):
             if part is not None:
                 exportable(part)
         self.factor, self.shift = _closed_form(recognizer.frontend_rule)
-        self.encodes = hasattr(self.encoder, "encode")
+        self.encodes, self.takes_lengths = hasattr(self.encoder, "encode"), recognizer.takes_lengths
         for name in _UNUSED:
             if self.encodes and hasattr(self.encoder, name):
                 delattr(self.encoder, name)
@@ -55,16 +56,20 @@ class Graph(nn.Module):
     def forward(self, signals: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """Waveforms [B, S] and sample counts [B] to log-probabilities [B, T, V] and frame counts [B]."""
         lengths = lengths.clamp(max=signals.shape[1])
-        feats, frames = self.features(signals, lengths)
+        feats, frames = (signals, lengths) if self.features is None else self.features(signals, lengths)
         if self.normalize is not None:
             feats = self.normalize(feats, frames)
         inside = torch.arange(feats.shape[1], device=feats.device)[None, :] < frames[:, None]
-        feats = feats.masked_fill(~inside[..., None], 0.0)
+        feats = feats.masked_fill(~(inside if self.features is None else inside[..., None]), 0.0)
         if self.frontend is not None:
             longest = self._after(feats.shape[1])
             feats = self.frontend(functional.pad(feats, (0, 0, 0, GUARD_FRAMES)))[:, :longest].flatten(2)
             frames = self._after(frames)
-        encoded = self.encoder.encode(feats, frames / feats.shape[1]) if self.encodes else self.encoder(feats)
+        if self.encodes:
+            encoded = self.encoder.encode(feats, frames / feats.shape[1])
+        else:
+            encoded = self.encoder(feats, frames) if self.takes_lengths else self.encoder(feats)
+            frames = self.encoder.frames(frames) if hasattr(self.encoder, "frames") else frames
         encoded = encoded[0] if isinstance(encoded, tuple) else encoded
         return self.ctc_lin(encoded).float().log_softmax(-1), frames
 

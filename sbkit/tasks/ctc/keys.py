@@ -14,11 +14,13 @@ from sbkit.tasks.keys import RecogniserKeys
 class CTCKeys(RecogniserKeys):
     """The parts of the model, of the loss and of the search."""
 
-    compute_features: Any = key("waveforms [B, S] to features [B, T, F], such as SpeechBrain's Fbank")
+    compute_features: Any = key("waveforms [B, S] to features [B, T, F], such as SpeechBrain's Fbank; null: the "
+                                "encoder takes waveforms", None)
     normalize: Any = key("features to normalised ones, such as SpeechBrain's InputNormalization", None)
     CNN: Any = key("the front end, [B, T, F] to [B, T', ...], such as SpeechBrain's ConvolutionFrontEnd", None)
     Transformer: Any = key("the encoder (and decoder): a SpeechBrain transformer", None)
-    encoder: Any = key("the same under another name: any module [B, T, F] to [B, T', D]", None)
+    encoder: Any = key("the same under another name: any module [B, T, F] to [B, T', D], "
+                       "given the lengths [B] if it takes them", None)
     ctc_lin: Any = key("the CTC head, encoder states to scores [B, T, V]")
     seq_lin: Any = key("the attention decoder's head, for joint training", None)
     decoder: Any = key("what searches for the test's transcripts, a sbkit.decode.beam.BeamSearch or JointSearch; "

@@ -23,8 +23,13 @@ def recognizer(keys: CTCKeys) -> Recognizer:
     encoder = keys.Transformer if keys.Transformer is not None else keys.encoder
     if encoder is None:
         raise SbkitError("the recipe has no encoder", hint=f"write it under {' or '.join(ENCODERS)}")
+    waveforms = keys.compute_features is None
+    for name in ("normalize", "spec_augment", "CNN"):
+        if waveforms and getattr(keys, name) is not None:
+            raise SbkitError(f"the encoder takes waveforms (compute_features: null), and {name} takes features",
+                             hint=f"write {name}: null")
     return Recognizer(
         features=keys.compute_features, encoder=encoder, ctc_lin=keys.ctc_lin, frontend=keys.CNN,
         normalize=keys.normalize, augment=keys.spec_augment, n_features=keys.n_mels,
-        hop_samples=round(keys.sample_rate * keys.hop_length / 1000),
+        hop_samples=1 if waveforms else round(keys.sample_rate * keys.hop_length / 1000),
     )

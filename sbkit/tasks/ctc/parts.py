@@ -21,7 +21,7 @@ def parts_fit(keys: CTCKeys, built: Built, findings: Findings) -> bool:
 def _front_end_fits(keys: CTCKeys, built: Built, findings: Findings) -> bool:
     """Whether it takes the features; the recogniser then finds its subsampling by trying it."""
     node = built.nodes.get("CNN")
-    if keys.CNN is None or node is None:
+    if keys.CNN is None or keys.compute_features is None or node is None:
         return True
     with stand_ins():
         feats = keys.compute_features(torch.empty(1, round(SECONDS * keys.sample_rate)))

@@ -69,7 +69,7 @@ class CTC(ASR):
     """
 
     Keys: ClassVar[type[TaskKeys]] = CTCKeys
-    parts = ("compute_features", "ctc_lin", "modules")
+    parts = ("ctc_lin", "modules")
     keys: CTCKeys
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -102,8 +102,9 @@ class CTC(ASR):
         model = self.recognizer
         hop = 1000 * model.hop_samples / self.keys.sample_rate
         frame = hop * model.subsampling
-        return ([f"features every {hop:g} ms, subsampled by {model.subsampling}: an encoder frame every {frame:g} ms, "
-                 f"{1000 / frame:g} a second"],
+        before = "" if model.compute_features is None else f"features every {hop:g} ms, subsampled by " \
+            f"{model.subsampling}: "
+        return ([f"{before}an encoder frame every {frame:g} ms, {1000 / frame:g} a second"],
                 {"subsampling": model.subsampling, "frames_per_second": 1000 / frame})
 
     # ------------------------------------------------------------ training
