@@ -127,7 +127,8 @@ def trace(built: Built, modules: Mapping[str, nn.Module], findings: Findings) ->
         found.note = "the forward: " + ("its brain is no task of sbkit's" if "brain" in built.nodes else
                                         "the recipe names no brain, and its parts are of no task of sbkit's")
         return found
-    missing = [key for key in task.parts if built.hparams.get(key) is None]
+    needed = dict.fromkeys((*task.parts, *(key for key in task.Keys.declared() if key in built.missing)))
+    missing = [key for key in needed if built.hparams.get(key) is None]
     if missing:
         found.note = f"the forward: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing or not built"
         return found
