@@ -32,8 +32,8 @@ from sbkit.recipe.values import static
 
 #: Utterances of the batch that is sent through, and seconds of each.
 UTTERANCES, SECONDS = 2, 3.0
-#: Tasks of the house, and the keys by which a recipe that names no brain (a script of one's own) is known as theirs.
-HOUSE = {"sbkit.tasks.ctc.CTC": ("compute_features", "ctc_lin", "modules")}
+#: Tasks of the house, one of which a recipe that names no brain (a script of one's own) may have the parts of.
+HOUSE = ("sbkit.tasks.ctc.CTC",)
 #: What a module is called by.
 _CALLS = ("forward", "encode", "decode")
 # (what came, what was wanted) in torch's words.
@@ -106,9 +106,9 @@ def task_of(built: Built) -> Any:
     if "brain" in built.nodes:
         named = built.hparams.get("brain")
         return named if hasattr(named, "Keys") and hasattr(named, "stand_in") else None
-    for name, keys in HOUSE.items():
-        if all(built.hparams.get(key) is not None for key in keys):
-            return locate(name)
+    for task in map(locate, HOUSE):
+        if all(built.hparams.get(key) is not None for key in task.known_by):
+            return task
     return None
 
 

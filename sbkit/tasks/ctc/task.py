@@ -20,7 +20,6 @@ from sbkit.errors import SbkitError
 from sbkit.nn.consistency import consistency
 from sbkit.nn.ctc import CTCLoss, ctc_loss
 from sbkit.nn.guard import guard_indices
-from sbkit.nn.taps import stack, tapped
 from sbkit.recipe.build import Built
 from sbkit.recipe.report import Section
 from sbkit.recipe.source import Findings, Node
@@ -32,6 +31,7 @@ from sbkit.tasks.ctc.keys import CTCKeys
 from sbkit.tasks.ctc.labels import check_labels
 from sbkit.tasks.ctc.model import recognizer
 from sbkit.tasks.ctc.parts import parts_fit
+from sbkit.tasks.ctc.taps import stack, tapped
 from sbkit.tasks.ctc.vocabulary import check_sizes
 from sbkit.tasks.keys import TaskKeys
 from sbkit.train.monitor.timing import section
@@ -70,6 +70,8 @@ class CTC(ASR):
 
     Keys: ClassVar[type[TaskKeys]] = CTCKeys
     parts = ("ctc_lin", "modules")
+    known_by = ("compute_features", "ctc_lin", "modules")
+    """By these a recipe that names no brain, as SpeechBrain's, is checked as one of CTC's."""
     keys: CTCKeys
 
     def __init__(self, *args: Any, **kwargs: Any):
