@@ -209,9 +209,9 @@ def ours(hparams: dict, request: SimpleNamespace) -> SimpleNamespace:
     valid = EvalLoader(manifests["dev"], tokenizer, max_batch_seconds=hparams["max_batch_seconds"],
                        workers=hparams["num_workers"])
     brain.hparams.train_logger.log_stats = lambda *_, **__: None
-    brain._plan_driven = True
+    brain.train_state.plan_driven = True
     brain.on_fit_start()
-    brain._first_step_checked = True  # what a run looks at once is no part of its steps
+    brain.train_state.first_step_checked = True  # what a run looks at once is no part of its steps
     kept = [batch.to(brain.device) for batch in kept]
     epochs = itertools.count(1)
 
@@ -220,11 +220,11 @@ def ours(hparams: dict, request: SimpleNamespace) -> SimpleNamespace:
         for batch in kept:
             brain.step += 1
             brain.fit_batch(batch)
-        brain._steps.facts(wait=True)
+        brain.stepper.steps.facts(wait=True)
         return seconds_of(kept)
 
     def epoch() -> float:
-        brain.step = brain._epoch_step = 0
+        brain.step = brain.train_state.epoch_step = 0
         brain.noprogressbar = True
         brain._fit_train(train, next(epochs), enable=False)
         return manifests["train"].hours * 3600

@@ -82,7 +82,7 @@ def build(recipe: Recipe, device: str | torch.device | None = None, **run_opts: 
     # No optimizer, no generators, no log files: what was trained is all that is taken from a checkpoint.
     shelf = brain.checkpointer
     shelf.recoverables = {name: obj for name, obj in shelf.recoverables.items() if isinstance(obj, _WEIGHTS)}
-    brain._ema = None  # its averages become the modules' own weights
+    brain.stop_averaging()  # its averages become the modules' own weights
     brain.modules.eval()
     return brain
 

@@ -14,7 +14,6 @@ from sbkit.errors import SbkitError
 from sbkit.recipe.load import Recipe
 from sbkit.runs.evaluation import EvaluateRequest, Result
 from sbkit.train.distributed import ranks
-from sbkit.train.evaluation import evaluate
 
 
 def score(request: EvaluateRequest, recipe: Recipe, brain: Any, manifest: Manifest, label: str) -> Result:
@@ -48,7 +47,7 @@ def hear(request: EvaluateRequest, recipe: Recipe, brain: Any, manifest: Manifes
     )
     with loader, torch.no_grad():
         brain.on_stage_start(Stage.TEST)
-        loss = evaluate(brain, loader, Stage.TEST, label, show=ranks.is_main())
+        loss = brain.pass_over(loader, Stage.TEST, label, show=ranks.is_main())
     return loader.damaged, loss
 
 

@@ -6,9 +6,8 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from speechbrain.core import INTRA_EPOCH_CKPT_FLAG
 
@@ -17,13 +16,13 @@ from sbkit.nn import guard
 from sbkit.train.diagnose import culprit
 from sbkit.train.distributed import ranks
 from sbkit.train.distributed.sharding import is_sharded
+from sbkit.train.hooks import Decides
+from sbkit.train.monitor.progress import Progress
 from sbkit.train.signals import Stopped, StopSignals
 from sbkit.train.step import Facts
+from sbkit.train.stepper import FLAGS, Stepper
 
 logger = logging.getLogger(__name__)
-
-#: What any rank may raise with a step, so that all act on it at the same one.
-FLAGS = ("stop", "save", "look", "graph")
 
 
 class NotFinite(SbkitError, ValueError):
@@ -33,22 +32,31 @@ class NotFinite(SbkitError, ValueError):
 
 
 class Between:
-    """Saves, stops and looks into steps that were not finite, on behalf of a ``Brain``."""
+    """Counts finished steps in, saves, stops and looks into steps that were not finite.
 
-    def __init__(self, brain: Any):
-        self.brain = brain
+    Arguments
+    ---------
+    hooks: the Brain's limits, and what hears of each step
+    stepper: whose steps these are
+    save: writes a checkpoint in the middle of an epoch
+    """
+
+    def __init__(self, hooks: Decides, stepper: Stepper, save: Callable[[], None]):
+        self.hooks, self.stepper, self.state, self._write = hooks, stepper, stepper.state, save
         self.signals: StopSignals | None = None
-        self.start_epoch()
+        self.progress: Progress | None = None
+        self._saved_at, self._batches = time.monotonic(), 0
 
     def start_epoch(self) -> None:
+        """Count from here to the next checkpoint in the middle of an epoch."""
         self._saved_at, self._batches = time.monotonic(), 0
 
     def flags(self) -> dict[str, bool]:
         """What this rank has to tell the others with this step."""
         minutes = (time.monotonic() - self._saved_at) / 60
-        due = ranks.is_main() and 0 < self.brain.ckpt_interval_minutes < minutes
-        return {"stop": self.asked_to_stop, "save": due, "look": self.brain._forward_state.surprise,
-                "graph": self.brain._parallel is not None and bool(self.brain._parallel.changed)}
+        due = ranks.is_main() and 0 < self.hooks.ckpt_interval_minutes < minutes
+        return {"stop": self.asked_to_stop, "save": due, "look": self.stepper.forward_state.surprise,
+                "graph": bool(self.stepper.wrap.changed)}
 
     @property
     def asked_to_stop(self) -> bool:
@@ -56,6 +64,7 @@ class Between:
         return self.signals is not None and self.signals.signum is not None
 
     def batch(self) -> None:
+        """Count a micro-batch."""
         self._batches += 1
 
     def step(self, facts: list[Facts], flags: dict[str, bool] | None = None) -> None:
@@ -67,14 +76,14 @@ class Between:
         raised = self.act_on(facts) if flags is None else {**self.act_on(facts), **flags}
         guard.poll()
         if raised["look"]:
-            self.brain._buffers.look()
-        if raised["graph"] and not self.brain._parallel.searches:  # on a card, the step before tells of it once more
+            self.stepper.buffers.look()
+        if raised["graph"] and not self.stepper.wrap.searches:  # on a card, the step before tells of it once more
             self.search()
         if raised["stop"]:
             self.leave()
-        due = 0 < self.brain.ckpt_interval_steps <= self._batches
-        if self.brain.checkpointer is not None:
-            self.brain.checkpointer.look()  # a run that can't save should end now, not an epoch later
+        due = 0 < self.hooks.ckpt_interval_steps <= self._batches
+        if self.hooks.checkpointer is not None:
+            self.hooks.checkpointer.look()  # a run that can't save should end now, not an epoch later
             if due or raised["save"]:
                 self.save()
 
@@ -82,40 +91,47 @@ class Between:
         """Count finished steps in, look into what was not finite; tells which flags were raised."""
         raised = dict.fromkeys(FLAGS, False)
         for fact in facts:
-            self.brain._count_in(fact)
+            self._count_in(fact)
             if fact.to_blame:
                 self.not_finite(fact)
             for name, number in fact.flags.items():
                 raised[name] |= number > 0
         return raised
 
+    def _count_in(self, fact: Facts) -> None:
+        if not self.stepper.overrides.averages_batches:
+            self.state.average.add(fact.total, fact.count)
+        if self.progress is not None:
+            self.progress.step(fact, self.stepper.learning_rate)
+        self.hooks.on_step_known(fact)
+
     def not_finite(self, fact: Facts) -> None:
         """Name the culprit; end the run when there were too many."""
-        brain = self.brain
-        brain.nonfinite_count += 1
+        hooks, state = self.hooks, self.state
+        state.nonfinite_count += 1
         what = "gradient" if math.isfinite(fact.total) else "loss"
         told = f"its {what} is not finite (fsdp: no rank can look for the culprit on its own)"
-        if not any(map(is_sharded, brain.modules.values())):
-            with brain._budget.pause(), brain.no_sync():
+        if not any(map(is_sharded, hooks.modules.values())):
+            with self.stepper.budget.pause(), hooks.no_sync():
                 told = culprit.report(
-                    brain, Path(brain.keys.output_folder or "."), fact.batches, step=fact.number,
-                    epoch=brain._epoch, what=what, scale=fact.scale, sum_scale=fact.sum_scale,
-                    lr=brain._learning_rate, late=fact.late,
+                    hooks, Path(hooks.keys.output_folder or "."), fact.batches, step=fact.number,
+                    epoch=state.epoch, what=what, scale=fact.scale, sum_scale=fact.sum_scale,
+                    lr=self.stepper.learning_rate, late=fact.late,
                 )
         if ranks.is_main():
             logger.warning("Step %d was skipped, number %d in this epoch (nonfinite_patience puts up with %d):\n%s",
-                           fact.number, brain.nonfinite_count, brain.nonfinite_patience, told)
-        if brain.nonfinite_count > brain.nonfinite_patience:
+                           fact.number, state.nonfinite_count, hooks.nonfinite_patience, told)
+        if state.nonfinite_count > hooks.nonfinite_patience:
             ranks.raise_on_main(NotFinite(
-                f"the {what} of {brain.nonfinite_count} steps of this epoch was not finite",
+                f"the {what} of {state.nonfinite_count} steps of this epoch was not finite",
                 hint="see the reports above; nonfinite_patience sets how many are put up with"))
 
     def search(self) -> None:
         """Some backward reached other parameters than the first step did: from here on each one looks for them."""
-        brain = self.brain
-        names = sorted({name for part in ranks.gather_objects(sorted(brain._parallel.changed)) for name in part})
-        brain._graph_changes = True
-        brain._parallel.search()
+        wrap = self.stepper.wrap
+        names = sorted({name for part in ranks.gather_objects(sorted(wrap.changed)) for name in part})
+        self.state.graph_changes = True
+        wrap.search()
         if ranks.is_main():
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             logger.warning(
@@ -125,11 +141,11 @@ class Between:
 
     def save(self) -> None:
         """An intra-epoch checkpoint, with everything that has been computed so far counted in."""
-        with self.brain._budget.pause():
-            self.act_on(self.brain._steps.facts(wait=True))
+        with self.stepper.budget.pause():
+            self.act_on(self.stepper.steps.facts(wait=True))
             guard.poll(wait=True)  # nothing learnt from a label outside its table is saved
-            self.brain._buffers.look()
-            self.brain._save_intra_epoch_ckpt()
+            self.stepper.buffers.look()
+            self._write()
         self.start_epoch()
 
     def hold(self) -> None:
@@ -138,7 +154,7 @@ class Between:
         A run that goes on from there repeats what follows, ``on_stage_end`` of the training first, from the
         same state and random numbers. Where each rank has but a part of the model it would take a whole save.
         """
-        checkpointer = self.brain.checkpointer
+        checkpointer = self.hooks.checkpointer
         if checkpointer is not None and not any(map(is_sharded, checkpointer.recoverables.values())):
             checkpointer.hold({INTRA_EPOCH_CKPT_FLAG: True})
 
@@ -148,20 +164,20 @@ class Between:
         try:
             yield
         except BaseException:
-            if self.brain.checkpointer is not None:
-                self.brain.checkpointer.drop()
+            if self.hooks.checkpointer is not None:
+                self.hooks.checkpointer.drop()
             raise
 
     def leave(self) -> None:
         """Save and end, because some rank was sent a signal."""
         signum = next(s for s in ranks.gather_objects(self.signals and self.signals.signum) if s is not None)
         saved = None
-        if self.brain.checkpointer is not None:
-            saved = self.brain.checkpointer.publish()
+        if self.hooks.checkpointer is not None:
+            saved = self.hooks.checkpointer.publish()
             if saved is not None:
-                self.brain.checkpointer.delete_checkpoints(
+                self.hooks.checkpointer.delete_checkpoints(
                     ckpt_predicate=lambda ckpt: INTRA_EPOCH_CKPT_FLAG in ckpt.meta, verbosity=logging.DEBUG)
             else:
                 self.save()
-                saved = self.brain.checkpointer.wait()
-        ranks.raise_on_main(Stopped.by(signum, self.brain.optimizer_step, saved and saved.path))
+                saved = self.hooks.checkpointer.wait()
+        ranks.raise_on_main(Stopped.by(signum, self.state.optimizer_step, saved and saved.path))

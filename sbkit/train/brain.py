@@ -19,24 +19,22 @@ from speechbrain.utils.run_opts import RunOptions
 from sbkit.nn import attention_kernel
 from sbkit.nn.accelerate import accelerate, compile_kernels
 from sbkit.system.cores import keep_to_usable_cores
-from sbkit.train import compiling, loaders, options, precision, rng
-from sbkit.train.between import FLAGS, Between
+from sbkit.train import compiling, loaders, options, precision, rng, sandbox
+from sbkit.train.between import Between
 from sbkit.train.checkpoint import Checkpointer
-from sbkit.train.diagnose.culprit import Suspect
 from sbkit.train.distributed import parallel, ranks, sharding
-from sbkit.train.epoch import train
-from sbkit.train.evaluation import evaluate, validate
-from sbkit.train.forward_state import ForwardState
+from sbkit.train.epoch import TrainLoop
+from sbkit.train.evaluation import EvaluationLoop
 from sbkit.train.keys import TrainKeys
-from sbkit.train.memory.oom import Parts, told
+from sbkit.train.memory.oom import OomRetry, told
 from sbkit.train.monitor.metrics import MetricsLog
-from sbkit.train.monitor.progress import Progress
-from sbkit.train.monitor.tally import Mean
-from sbkit.train.monitor.timing import StepBudget, profiler
+from sbkit.train.monitor.timing import profiler
 from sbkit.train.monitor.utilisation import Utilisation
 from sbkit.train.optim import fused, skips_itself
 from sbkit.train.signals import StopSignals
-from sbkit.train.step import Facts, Loss, Step, as_loss
+from sbkit.train.state import Counter, Overrides, TrainState
+from sbkit.train.step import Facts, Loss
+from sbkit.train.stepper import Stepper
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +64,7 @@ class Brain(sb.core.Brain):
     """
 
     Keys: ClassVar[type[TrainKeys]] = TrainKeys
+    step, optimizer_step, nonfinite_count = Counter(), Counter(), Counter()
 
     def __init__(
         self, modules: Mapping[str, torch.nn.Module] | None = None,
@@ -73,7 +72,7 @@ class Brain(sb.core.Brain):
         hparams: Mapping[str, Any] | None = None, run_opts: RunOptions | Mapping[str, Any] | None = None,
         checkpointer: Any = None,
     ):
-        self._average = Mean()
+        self.train_state = TrainState()
         run_opts, hparams = options.clean(run_opts, hparams)
         device = torch.device(options.pick(run_opts, hparams, "device"))
         ranks.init(device, options.pick(run_opts, hparams, "distributed_backend"))
@@ -93,41 +92,30 @@ class Brain(sb.core.Brain):
             for features in (value for value in vars(self.hparams).values() if isinstance(value, torch.nn.Module)):
                 accelerate(features)  # which have no weights, and so aren't among the modules
         self.rank, self.device_type = ranks.rank(), device.type
-        self._find_unused_given = options.given(run_opts, hparams, "find_unused_parameters")
-        self._find_unused = self.find_unused_parameters or not self._find_unused_given
+        given = options.given(run_opts, hparams, "find_unused_parameters")
+        self._unused = {"search": self.find_unused_parameters or not given, "settles": not given}
         self.precision, self.eval_precision = precision.chosen(run_opts, hparams)
         self.training_ctx = precision.autocast(device.type, self.precision)
         self.evaluation_ctx = precision.autocast(device.type, self.eval_precision)
         self.scaler = precision.Scaler(device.type, enabled=self.precision == "fp16")
-        self.nonfinite_count = 0
-        self._epoch: Any = None
-        self._epoch_step = 0  # optimizer steps done in this epoch
-        self._epoch_steps: int | None = None  # that its plan has
-        self._last_batch: int | None = None  # the number of an epoch's last batch, where it is known
-        self._parallel: parallel.Alone | None = None
-        self._steps = Step(device, scaler=self.scaler, flags=FLAGS)
-        self._forward_state = ForwardState(self.modules)
-        self._buffers = parallel.Buffers(self.modules)
-        self._found = SimpleNamespace(outputs=None, raw=None, loss=None)
-        self._plan_driven = self._first_step_checked = self._told_dropped = self._validates = self.compiled = False
-        self._graph_changes = False  # from step to step, so that each backward looks for what it does not reach
-        self._graphs = compiling.CudaGraphs()
-        self._budget = StepBudget(device)
-        self._progress: Progress | None = None
+        self.compiled = False
         self.utilisation: Utilisation | None = None
         """Set before ``fit``, each epoch says how much of the device's arithmetic it used."""
-        self._between = Between(self)
-        self._parts = Parts(self)
-        ema = self.keys.ema
-        self._ema = ema if getattr(ema, "decay", 1) > 0 else None
-        self._rng = rng.RngState(int(self.keys.seed or 0), lambda: self.optimizer_step, device)
         self.metrics_log = None if self.debug else MetricsLog.of(self.keys)
+        self._rng = rng.RngState(int(self.keys.seed or 0), lambda: self.optimizer_step, device)
+        ema = self.keys.ema if getattr(self.keys.ema, "decay", 1) > 0 else None
+        self.stepper = Stepper(self, self.train_state, Overrides.of(type(self), Brain), ema,
+                               lambda: self._between.flags())
+        self._retry = OomRetry(self, self.stepper)
+        self._between = Between(self, self.stepper, lambda: self._save_intra_epoch_ckpt())
+        self._training = TrainLoop(self, self.stepper, self._retry, self._between, self._rng)
+        self._evaluation = EvaluationLoop(self, self.stepper, self._retry, self._between)
         self._add_recoverables()
 
     def _add_recoverables(self) -> None:
         if self.checkpointer is None:
             return
-        extra = {"rng": self._rng, "metrics": self.metrics_log, "ema": self._ema,
+        extra = {"rng": self._rng, "metrics": self.metrics_log, "ema": self.stepper.ema,
                  "scaler": self.scaler if self.scaler.is_enabled() else None}
         for name, obj in extra.items():
             if obj is not None:
@@ -160,37 +148,27 @@ class Brain(sb.core.Brain):
             self.modules, self.compile_module_keys, self.device, mode=self.compile_mode,
             fullgraph=self.compile_using_fullgraph) > 0
         if self.compiled:
-            self._graphs.look(self.device, self.compile_mode)
+            self.stepper.graphs.look(self.device, self.compile_mode)
 
     def _wrap_distributed(self) -> None:
         """Wrap all modules at once (see ``parallel`` and ``sharding``)."""
         if self.data_parallel_backend:
             super()._wrap_distributed()
-        if self._parallel is not None:  # of an earlier fit
-            self._parallel.close()
-        self._parallel = sharding.wrap(self, self._forward)
-        self._steps = Step(torch.device(self.device), self._parallel.world, self.scaler, FLAGS)
-        self._forward_state = ForwardState(self.modules)
+        stepper = self.stepper
+        stepper.wrap.close()  # of an earlier fit
+        stepper.start(sharding.wrap(stepper.shell(), stepper.device, self.keys, stepper.overrides,
+                                    averages=self.averages_weights, **self._unused))
         self._rng.part()  # now that all have rank 0's weights
-        self._parts.begin()
-
-    @property
-    def _own_fit_batch(self) -> bool:
-        return type(self).fit_batch is not Brain.fit_batch
-
-    @property
-    def _averages_itself(self) -> bool:
-        return type(self).update_average is not sb.core.Brain.update_average
+        self._retry.begin(self.precision, bool(self.compile))
 
     @property
     def averages_weights(self) -> bool:
         """A moving average of the weights is what is validated, tested and shipped."""
-        return self._ema is not None
+        return self.stepper.ema is not None
 
-    @property
-    def _averages_batches(self) -> bool:
-        """The training loss is made of what ``fit_batch`` returns, as in SpeechBrain, not of exact sums."""
-        return self._own_fit_batch or self._averages_itself
+    def stop_averaging(self) -> None:
+        """Validate, test and ship the modules' own weights from here on."""
+        self.stepper.ema = None
 
     def init_optimizers(self) -> None:
         """As SpeechBrain's, with the fused form of ``opt_class`` where torch has one."""
@@ -203,132 +181,27 @@ class Brain(sb.core.Brain):
             logger.info("%s can't skip a step on %s by itself, so the host waits for the device once in each step; "
                         "AdamW, Adam and SGD can", type(self.optimizer).__name__, self.device)
 
-    def _active_optimizers(self) -> list[torch.optim.Optimizer]:
-        if self.optimizers_dict is not None:
-            return list(self.freeze_optimizers(self.optimizers_dict).values())
-        return [self.optimizer] if self.opt_class is not None else []
-
     # ------------------------------------------------------------ one batch
 
     def fit_batch(self, batch: Any) -> torch.Tensor:
         """One micro-batch; the last of its step also updates. Gives the detached loss, on the device."""
-        last = self._closes_step(batch)
+        last = self.train_state.closes_step(batch, self.grad_accumulation_factor)
         self.on_fit_batch_start(batch, last)
-        loss = self._parts.run(batch, last)
-        found = self._found  # of a micro-batch in parts: of the last part
+        loss = self._retry.run(batch, last)
+        found = self.stepper.objective.found  # of a micro-batch in parts: of the last part
         if last:
-            self._update()
-        self.on_fit_batch_end(batch, found.outputs, found.raw, last)
+            self.stepper.update()
+        self.on_fit_batch_end(batch, found.outputs, found.objectives, last)
         return loss.detach().mean
-
-    def try_batch(self, batch: Any) -> bool:
-        """Take a step on this micro-batch alone; False where memory did not suffice for it in one piece."""
-        return self._parts.fits(batch)
-
-    def _backward(self, batch: Any, last: bool, share: float = 1.0, generators: Any = None) -> Loss:
-        """Forward, loss and gradients of a micro-batch, or of a share of one."""
-        if not self._steps.started:
-            self._forward_state.keep()
-        with self.no_sync(not last):
-            # so that a culprit can be looked at again
-            generators = rng.capture(self.device) if generators is None else generators
-            total = self._forward(batch) if self._parallel is None else self._parallel(batch)
-            loss = self._found.loss._replace(total=total)
-            if share != 1.0 and not isinstance(self._found.raw, Loss):  # a mean over the batch
-                loss = loss._replace(total=total * share, count=loss.count * share)
-            self._steps.add(loss, Suspect(batch, generators))
-            if last:
-                self._steps.announce(self._between.flags())
-            with self._budget("backward"), parallel.zeroed_if(loss.weightless, self.modules):
-                if last:
-                    self._budget.exposed_all_reduce(loss.total)
-                scaled = self._steps.scaled(loss)
-                scaled.backward()
-                if self._parallel is not None:
-                    self._parallel.complete(scaled)
-                if not last:
-                    self._graphs.keep_gradients(self.modules)
-        return loss
-
-    def _exchange(self) -> None:
-        """Sums and gradients of a step whose last backward was within ``no_sync`` go round."""
-        self._steps.announce(self._between.flags())
-        self._parallel.finish()
-
-    def _forward(self, batch: Any) -> torch.Tensor:
-        """The loss of a training batch, to call ``backward`` on."""
-        return self.loss_of(batch).total
-
-    def loss_of(self, batch: Any) -> Loss:
-        """Forward and loss of a training batch; what else they gave is left in ``self._found``."""
-        with self.training_ctx:
-            with self._budget("forward"):
-                outputs = self.compute_forward(batch, Stage.TRAIN)
-            with self._budget("loss"):
-                outputs = precision.losses_in_fp32(outputs, self.training_ctx)
-                raw = self.compute_objectives(outputs, batch, Stage.TRAIN)
-        loss = as_loss(raw, getattr(batch, "weight", 1.0))
-        self._found = SimpleNamespace(outputs=outputs, raw=raw, loss=loss)
-        return loss
-
-    @contextlib.contextmanager
-    def untouched(self) -> Iterator[None]:
-        """Within it, losses and their gradients may be computed on stand-ins, and nothing of that is left: no gradient,
-        nothing that a layer keeps of a forward, no random number drawn."""
-        generators, found = rng.capture(self.device), self._found
-        held = [self.modules, *(value for value in vars(self.hparams).values() if isinstance(value, torch.nn.Module))]
-        before = {module: {name: dict(value) if name in ("_parameters", "_buffers") else value
-                           for name, value in vars(module).items()} for root in held for module in root.modules()}
-        try:
-            yield
-        finally:
-            for module, attributes in before.items():
-                vars(module).clear()
-                vars(module).update(attributes)
-            rng.restore(generators, self.device)
-            self.modules.zero_grad(set_to_none=True)
-            self._found = found
-
-    def _closes_step(self, batch: Any) -> bool:
-        if self.step == self._last_batch:
-            return True
-        return batch.last if self._plan_driven else self.step % self.grad_accumulation_factor == 0
-
-    def _update(self) -> None:
-        with self._budget("optimizer"):
-            if type(self).optimizers_step is not Brain.optimizers_step:
-                self._steps.normalise(self._active_optimizers())
-            self.optimizers_step()
-        if self._steps.started:  # the recipe's own optimizers_step, all by itself
-            self._steps.passed()
-            self._epoch_step += 1
 
     def optimizers_step(self) -> None:
         """Divide and clip all gradients together and update, unless something is not finite."""
-        optimizers = self._active_optimizers()
-        if not optimizers:
-            self._steps.reset()
-            return
-        if not self._first_step_checked:
-            parallel.tell_unreached(self.modules, vars(self.hparams))
-            if self._parallel is not None and not self._graph_changes:
-                self._parallel.note_unreached()
-        self._steps.number = self.optimizer_step
-        skipped = self._steps.update(optimizers, self.max_grad_norm)
-        self._forward_state.put_back(skipped)
-        for optimizer in optimizers:
-            optimizer.zero_grad(set_to_none=True)
-        if self._parallel is not None:
-            self._parallel.settle()
-        if self._ema is not None:
-            self._ema.update(skipped)
-        self.optimizer_step += 1
-        self._epoch_step += 1
+        self.stepper.apply()
 
     @contextlib.contextmanager
     def no_sync(self, use: bool = True) -> Iterator[None]:
         """Within it, gradients are accumulated on each rank and not averaged over ranks."""
-        with self._parallel.no_sync() if use and self._parallel is not None else contextlib.nullcontext():
+        with self.stepper.wrap.no_sync() if use else contextlib.nullcontext():
             yield
 
     @torch.no_grad()
@@ -337,6 +210,28 @@ class Brain(sb.core.Brain):
         with self.evaluation_ctx:
             outputs = precision.losses_in_fp32(self.compute_forward(batch, stage=stage), self.evaluation_ctx)
             return self.compute_objectives(outputs, batch, stage=stage).detach()
+
+    def loss_of(self, batch: Any) -> Loss:
+        """Forward and loss of a training batch, and no more."""
+        self.stepper.objective(batch)
+        return self.stepper.objective.found.loss
+
+    def try_batch(self, batch: Any) -> bool:
+        """Take a step on this micro-batch alone; False where memory did not suffice for it in one piece."""
+        return self._retry.fits(batch)
+
+    @contextlib.contextmanager
+    def untouched(self) -> Iterator[None]:
+        """Within it, losses and their gradients may be computed on stand-ins, and nothing of that is left: no gradient,
+        nothing that a layer keeps of a forward, no random number drawn."""
+        objective, found = self.stepper.objective, self.stepper.objective.found
+        beside = [value for value in vars(self.hparams).values() if isinstance(value, torch.nn.Module)]
+        try:
+            with sandbox.untouched([self.modules, *beside], self.device):
+                yield
+        finally:
+            self.modules.zero_grad(set_to_none=True)
+            objective.found = found
 
     # ------------------------------------------------------------ training
 
@@ -351,44 +246,25 @@ class Brain(sb.core.Brain):
             return
         with (ranks.failing_together(), told(self.device), StopSignals() as self._between.signals,
               self._between.letting_go()):
-            self._plan_driven = loaders.is_plan_driven(train_set)
-            train_set = self._loader(train_set, Stage.TRAIN, train_loader_kwargs)
+            state = self.train_state
+            state.plan_driven = loaders.is_plan_driven(train_set)
+            train_set = loaders.made(self, train_set, Stage.TRAIN, train_loader_kwargs or {})
             valid_loader_kwargs = {"ckpt_prefix": None, **(valid_loader_kwargs or {})}
-            valid_set = self._loader(valid_set, Stage.VALID, valid_loader_kwargs)
+            valid_set = loaders.made(self, valid_set, Stage.VALID, valid_loader_kwargs)
             self.on_fit_start()
-            self._buffers = parallel.Buffers(self.modules)
-            self._first_step_checked = False
-            self._validates = valid_set is not None
+            self.stepper.buffers = parallel.Buffers(self.modules)
+            state.first_step_checked, state.validates = False, valid_set is not None
             enable = (not self.noprogressbar if progressbar is None else progressbar) and ranks.is_main()
             for epoch in epoch_counter:
                 self._fit_train(train_set=train_set, epoch=epoch, enable=enable)
                 self._fit_valid(valid_set=valid_set, epoch=epoch, enable=enable)
-                if self._optimizer_step_limit_exceeded or (self.debug and epoch == self.debug_epochs):
+                if state.reached(self.optimizer_step_limit) or (self.debug and epoch == self.debug_epochs):
                     break
             if self.checkpointer is not None:
                 self.checkpointer.wait()
 
-    def _loader(self, dataset: Any, stage: Stage, kwargs: dict | None) -> Any:
-        return loaders.made(self, dataset, stage, kwargs or {})
-
-    @property
-    def _shares_validation(self) -> bool:
-        return self.keys.share_validation
-
     def _fit_train(self, train_set: Any, epoch: Any, enable: bool) -> None:
-        train(self, train_set, epoch, enable)
-
-    @property
-    def _learning_rate(self) -> Any:
-        optimizers = list((self.optimizers_dict or {}).values())
-        return optimizers[0].param_groups[0]["lr"] if optimizers else None
-
-    def _count_in(self, fact: Facts) -> None:
-        """A step's values have come from the device."""
-        if not self._averages_batches:
-            self._average.add(fact.total, fact.count)
-        self._progress.step(fact, self._learning_rate)
-        self.on_step_known(fact)
+        self._training.run(train_set, epoch, enable)
 
     def on_step_known(self, facts: Facts) -> None:
         """Called with each optimizer step's losses and norm, the same on all ranks, once they have come to the host."""
@@ -397,7 +273,7 @@ class Brain(sb.core.Brain):
 
     def _fit_valid(self, valid_set: Any, epoch: Any, enable: bool) -> None:
         if valid_set is not None:
-            validate(self, valid_set, epoch, enable)
+            self._evaluation.validate(valid_set, epoch, enable)
 
     def evaluate(
         self, test_set: Any, max_key: str | None = None, min_key: str | None = None,
@@ -406,15 +282,22 @@ class Brain(sb.core.Brain):
         """Load the best checkpoint and go through ``test_set`` once; gives the average loss."""
         with ranks.failing_together(), told(self.device):
             signals, self._between.signals = self._between.signals, None  # only fit catches them
-            test_set = self._loader(test_set, Stage.TEST, {**(test_loader_kwargs or {}), "ckpt_prefix": None})
+            test_set = loaders.made(self, test_set, Stage.TEST, {**(test_loader_kwargs or {}), "ckpt_prefix": None})
             self.on_evaluate_start(max_key=max_key, min_key=min_key)
             self.on_stage_start(Stage.TEST, epoch=None)
             enable = (not self.noprogressbar if progressbar is None else progressbar) and ranks.is_main()
             with torch.no_grad():
-                loss = evaluate(self, test_set, Stage.TEST, "test", enable)
+                loss = self.pass_over(test_set, Stage.TEST, "test", enable)
                 self.on_stage_end(Stage.TEST, loss, None)
             self.step, self._between.signals = 0, signals
             return loss
+
+    def pass_over(self, loader: Any, stage: Stage, name: str, show: bool) -> float:
+        """Evaluate each batch of a loader, without gradients; gives the average loss.
+
+        name, show: of a progress bar, and whether one is shown
+        """
+        return self._evaluation.run(loader, stage, name, show)
 
     def gather(self, rows: Iterable) -> list:
         """Every rank's rows in one list, the same on every rank; all ranks must call it."""
@@ -425,22 +308,16 @@ class Brain(sb.core.Brain):
     @property
     def avg_train_loss(self) -> float:
         """Mean training loss of the epoch so far, over all ranks; reading it waits for the device."""
-        pending = self._steps.peek() if hasattr(self, "_steps") and not self._averages_batches else []
-        return self._average.value((fact.total, fact.count) for fact in pending)
+        pending = [] if self.stepper.overrides.averages_batches else self.stepper.steps.peek()
+        return self.train_state.average.value((fact.total, fact.count) for fact in pending)
 
     @avg_train_loss.setter
     def avg_train_loss(self, value: float) -> None:
-        self._average.set(float(value))
+        self.train_state.average.set(float(value))
 
     @mark_as_saver
     def _save(self, path: str | os.PathLike) -> None:
-        """SpeechBrain's three keys, and what going on exactly needs."""
-        state = {
-            "step": self.step, "avg_train_loss": self.avg_train_loss, "optimizer_step": self.optimizer_step,
-            "epoch_step": self._epoch_step, "epoch_steps": self._epoch_steps,
-            "loss_sums": [self._average.total, self._average.count],
-            "nonfinite_count": self.nonfinite_count, "graph_changes": self._graph_changes, **self._parts.state_dict(),
-        }
+        state = {**self.train_state.state_dict(self.avg_train_loss), **self._retry.state_dict()}
         with open(path, "w", encoding="utf-8") as out:
             yaml.safe_dump(state, out)
 
@@ -448,13 +325,5 @@ class Brain(sb.core.Brain):
     def _recover(self, path: str | os.PathLike, end_of_epoch: bool) -> None:
         with open(path, encoding="utf-8") as file:
             state = yaml.safe_load(file)
-        self.optimizer_step = state.get("optimizer_step", state["step"])
-        self._parts.load_state_dict(state)
-        self._graph_changes = state.get("graph_changes", False)
-        if end_of_epoch:
-            state = {"step": 0, "avg_train_loss": 0.0}
-        self.step, self._epoch_step = state["step"], state.get("epoch_step", 0)
-        self._epoch_steps = state.get("epoch_steps")
-        self.nonfinite_count = state.get("nonfinite_count", 0)
-        self.avg_train_loss = state["avg_train_loss"]
-        self._average.total, self._average.count = state.get("loss_sums", (0.0, 0.0))
+        self.train_state.load_state_dict(state, end_of_epoch)
+        self._retry.load_state_dict(state)

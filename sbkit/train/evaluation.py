@@ -12,79 +12,99 @@ from torch import nn
 
 from sbkit.nn import guard
 from sbkit.train import loaders
+from sbkit.train.between import Between
 from sbkit.train.distributed import ranks
+from sbkit.train.hooks import Evaluates
 from sbkit.train.memory import host
+from sbkit.train.memory.oom import OomRetry
 from sbkit.train.monitor.display import StageDisplay
 from sbkit.train.monitor.tally import DeviceMean, one_number
+from sbkit.train.stepper import Stepper
 
 
-@contextlib.contextmanager
-def _at_rest(brain: Any) -> Iterator[None]:
-    """Within it no layer learns from what it sees, one that only ``hparams`` holds as little as the others.
+class EvaluationLoop:
+    """Goes through sets with the weights that are to be judged, and nothing is learnt.
 
-    Many a recipe leaves its ``normalize`` out of ``modules``: dev data would enter its statistics, and with shares
-    that differ in size ranks would wait in it for each other.
+    Arguments
+    ---------
+    hooks: the Brain's methods around a pass and for a batch of it
+    stepper, retry: whose modules these are, and what computes in halves where memory does not suffice
+    between: knows whether the run is to stop
     """
-    brain.modules.eval()
-    held = [value for value in vars(brain.hparams).values() if isinstance(value, nn.Module)]
-    beside = [layer for value in held for layer in value.modules() if layer.training]
-    for layer in beside:
-        layer.training = False
-    try:
-        yield
-    finally:
+
+    def __init__(self, hooks: Evaluates, stepper: Stepper, retry: OomRetry, between: Between):
+        self.hooks, self.stepper, self.retry, self.between = hooks, stepper, retry, between
+        self.state = stepper.state
+
+    def run(self, loader: Any, stage: Stage, name: str, show: bool) -> float:
+        """Average loss over a set, to be called without gradients.
+
+        A set that yields this rank's share is averaged over all ranks, exactly. Nothing inside the loop waits
+        for another rank, so shares may differ in size. A stop signal ends it early.
+        """
+        hooks, state, own_average = self.hooks, self.state, self.stepper.overrides.update_average
+        if self.stepper.device.type == "cpu":
+            host.trim()  # the loader may fork now
+        state.step, average = 0, 0.0
+        mean, share = DeviceMean(hooks.device), loaders.is_share(loader)
+        colour = hooks.tqdm_barcolor[stage.name.lower()] or None
+        display = StageDisplay(name, loaders.length(loader), show=show, colour=colour)
+        with self._at_rest(), self.stepper.wrap.gathered(), self._averaged_weights(), display:
+            for batch in loaders.on_device(loader, loader, hooks.device) if share else loader:
+                if self.between.asked_to_stop:
+                    break
+                state.step += 1
+                self.stepper.graphs.next_batch()
+                loss = self.retry.evaluate(batch, stage)
+                if own_average:
+                    average = hooks.update_average(one_number(loss), average)
+                else:
+                    mean.add(loss)
+                guard.poll()
+                display.update(seconds=getattr(batch, "seconds", 0.0))
+                if hooks.debug and state.step == hooks.debug_batches:
+                    break
+            guard.poll(wait=True)  # no score is made of labels outside their table
+        over_ranks = share or hooks.keys.share_validation
+        if over_ranks:
+            ranks.meet(name)
+        return average if own_average else mean.value(over_ranks)
+
+    @torch.no_grad()
+    def validate(self, loader: Any, epoch: Any, show: bool) -> None:
+        """An epoch's validation between its hooks; a run that is told to stop leaves as the epoch's training ended."""
+        hooks, state = self.hooks, self.state
+        try:
+            hooks.on_stage_start(Stage.VALID, epoch)
+            loss = self.run(loader, Stage.VALID, f"valid {epoch}", show)
+            state.step = 0
+            ranks.meet("validated")
+            if ranks.any_of(self.between.flags())["stop"]:
+                state.back_to_training()
+                self.between.leave()
+        finally:
+            if hooks.checkpointer is not None:
+                hooks.checkpointer.drop()
+        hooks.on_stage_end(Stage.VALID, loss, epoch)
+
+    def _averaged_weights(self) -> contextlib.AbstractContextManager[Any]:
+        ema = self.stepper.ema
+        return contextlib.nullcontext() if ema is None else ema.swapped()
+
+    @contextlib.contextmanager
+    def _at_rest(self) -> Iterator[None]:
+        """Within it no layer learns from what it sees, one that only ``hparams`` holds as little as the others.
+
+        Many a recipe leaves its ``normalize`` out of ``modules``: dev data would enter its statistics, and with shares
+        that differ in size ranks would wait in it for each other.
+        """
+        self.hooks.modules.eval()
+        held = [value for value in vars(self.hooks.hparams).values() if isinstance(value, nn.Module)]
+        beside = [layer for value in held for layer in value.modules() if layer.training]
         for layer in beside:
-            layer.training = True
-
-
-def evaluate(brain: Any, loader: Any, stage: Stage, name: str, show: bool) -> float:
-    """Average loss over a set, to be called without gradients.
-
-    A set that yields this rank's share is averaged over all ranks, exactly. Nothing inside the loop waits
-    for another rank, so shares may differ in size. A stop signal ends it early.
-    """
-    if brain.device_type == "cpu":
-        host.trim()  # the loader may fork now
-    brain.step, average = 0, 0.0
-    mean, share = DeviceMean(brain.device), loaders.is_share(loader)
-    weights = contextlib.nullcontext() if brain._ema is None else brain._ema.swapped()
-    colour = brain.tqdm_barcolor[stage.name.lower()] or None
-    gathered = contextlib.nullcontext() if brain._parallel is None else brain._parallel.gathered()
-    display = StageDisplay(name, loaders.length(loader), show=show, colour=colour)
-    with _at_rest(brain), gathered, weights, display:
-        for batch in loaders.on_device(loader, loader, brain.device) if share else loader:
-            if brain._between.asked_to_stop:
-                break
-            brain.step += 1
-            brain._graphs.next_batch()
-            loss = brain._parts.evaluate(batch, stage)
-            if brain._averages_itself:
-                average = brain.update_average(one_number(loss), average)
-            else:
-                mean.add(loss)
-            guard.poll()
-            display.update(seconds=getattr(batch, "seconds", 0.0))
-            if brain.debug and brain.step == brain.debug_batches:
-                break
-        guard.poll(wait=True)  # no score is made of labels outside their table
-    over_ranks = share or brain._shares_validation
-    if over_ranks:
-        ranks.meet(name)
-    return average if brain._averages_itself else mean.value(over_ranks)
-
-
-@torch.no_grad()
-def validate(brain: Any, loader: Any, epoch: Any, show: bool) -> None:
-    """An epoch's validation between its hooks; a run that is told to stop leaves as it was at the end of training."""
-    try:
-        brain.on_stage_start(Stage.VALID, epoch)
-        loss = evaluate(brain, loader, Stage.VALID, f"valid {epoch}", show)
-        brain.step = 0
-        ranks.meet("validated")
-        if ranks.any_of(brain._between.flags())["stop"]:
-            brain.step, brain._epoch_step, brain._average, brain.nonfinite_count = brain._trained
-            brain._between.leave()
-    finally:
-        if brain.checkpointer is not None:
-            brain.checkpointer.drop()
-    brain.on_stage_end(Stage.VALID, loss, epoch)
+            layer.training = False
+        try:
+            yield
+        finally:
+            for layer in beside:
+                layer.training = True

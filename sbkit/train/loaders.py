@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Sequ
 from sbkit.errors import SbkitError
 from sbkit.train import rng
 from sbkit.train.distributed import ranks
+from sbkit.train.hooks import Loads
 
 logger = logging.getLogger(__name__)
 
@@ -118,19 +119,19 @@ def on_device(batches: Iterable, loader: Any, device: str) -> Iterable:
     return (batch.to(device) if hasattr(batch, "to") else batch for batch in batches)
 
 
-def made(brain: Any, dataset: Any, stage: Stage, kwargs: dict[str, Any]) -> Any:
+def made(hooks: Loads, dataset: Any, stage: Stage, kwargs: dict[str, Any]) -> Any:
     """What a Brain goes through in ``stage``: the loader that it was given, or one made of the dataset."""
-    planned = stage is Stage.TRAIN and brain._plan_driven
-    if planned and brain.checkpointer is not None and hasattr(dataset, "load_state_dict"):
-        brain.checkpointer.add_recoverable("loader", Counts(dataset), optional_load=True)
+    planned = stage is Stage.TRAIN and is_plan_driven(dataset)
+    if planned and hooks.checkpointer is not None and hasattr(dataset, "load_state_dict"):
+        hooks.checkpointer.add_recoverable("loader", Counts(dataset), optional_load=True)
     if dataset is None or planned:
         return dataset
     if not is_loader(dataset):
-        if stage is not Stage.TRAIN and brain._shares_validation:
+        if stage is not Stage.TRAIN and hooks.keys.share_validation:
             kwargs = shared(dataset, kwargs)
-        dataset = brain.make_dataloader(dataset, stage=stage, **kwargs)
+        dataset = hooks.make_dataloader(dataset, stage=stage, **kwargs)
     if ranks.world_size() > 1:
-        _draw_alike(dataset, brain._rng.seed, brain.device)
+        _draw_alike(dataset, int(hooks.keys.seed or 0), hooks.device)
     return dataset
 
 

@@ -112,11 +112,11 @@ class Toy(Brain):
     def compute_forward(self, batch, stage):
         if stage == Stage.TRAIN:
             place = (batch.step, batch.micro) if hasattr(batch, "micro") else (self.step, 0)
-            self.at("train", self._epoch, *place)
+            self.at("train", self.train_state.epoch, *place)
             with open(self.hparams.seen, "a") as out:
-                print(json.dumps([self._epoch, place[0], batch.ids]), file=out)
+                print(json.dumps([self.train_state.epoch, place[0], batch.ids]), file=out)
         else:
-            self.at("evaluating", self._epoch, self.step, 0)
+            self.at("evaluating", self.train_state.epoch, self.step, 0)
         frames = batch.signals.unfold(1, 400, 320)
         lengths = torch.clamp((batch.signal_lengths - 400) // 320 + 1, min=1)
         frames = self.modules.normalize(frames, lengths / frames.shape[1])

@@ -99,7 +99,7 @@ def test_losses_are_fp32_in_every_precision_and_layers_are_not(precision):
     for stage in (Stage.TRAIN, Stage.VALID):
         assert seen[stage, "forward"] == seen[stage, "late"] == half
         assert seen[stage, "given"] == {torch.float32}
-    assert toy._found.loss.total.dtype == torch.float32
+    assert toy.stepper.objective.found.loss.total.dtype == torch.float32
 
 
 @pytest.mark.parametrize("precision, tolerance", [("bf16", 0.05), ("fp16", 0.05)])
@@ -132,8 +132,8 @@ class Long(ToyBrain):
         loss = super().compute_objectives(predictions, batch, stage)
         return Loss(loss.total * 25, loss.count * 500)
 
-    def _count_in(self, fact):
-        super()._count_in(fact)
+    def on_step_known(self, fact):
+        super().on_step_known(fact)
         self.facts = [*getattr(self, "facts", []), fact]
 
 
@@ -167,7 +167,7 @@ def test_a_report_says_which_weights_it_was_made_with(tmp_path, caplog, monkeypa
     toy, told, kept, again = bad_third_step(tmp_path / "at-once")
     assert told["late"] == 0 and torch.equal(kept, toy.after[2]) and "Weights: those of that step." in again
     assert "It is looked at with" not in caplog.text
-    monkeypatch.setattr("sbkit.train.brain.Step", Behind)
+    monkeypatch.setattr("sbkit.train.stepper.Step", Behind)
     toy, told, kept, again = bad_third_step(tmp_path / "late")
     assert told["late"] == 1 and torch.equal(kept, toy.after[3]) and not torch.equal(kept, toy.after[2])
     assert "Step 3 of epoch 1: the loss is not finite; the step was skipped. It is looked at with the weights after " \
@@ -213,7 +213,7 @@ def test_a_training_step_never_waits_for_the_device(device, micros, precision):
     toy = brain(precision=precision, device=device)
     loader = ToyTrainLoader(4, 6, micros=micros)
     toy.fit(range(1, 2), loader)  # the first step names unreached parameters and so on
-    toy._plan_driven, toy._last_batch = True, None
+    toy.train_state.plan_driven, toy.train_state.last_batch = True, None
     batches = [batch.to(toy.device) for batch in loader.at(2)]
     with HostSyncs() as syncs:
         for batch in batches:
@@ -438,8 +438,8 @@ def test_moving_averages_are_used_in_evaluation_only():
     toy.compute_forward = lambda batch, stage: (seen.append(model[0].weight.detach().clone()), compute(batch, stage))[1]
     toy.fit(range(1, 2), ToyTrainLoader(3), ToyEvalLoader(2))
     trained, evaluated = model[0].weight.detach(), seen[-1]
-    assert toy._ema.updates == 3 and not torch.equal(trained, evaluated)
-    torch.testing.assert_close(evaluated, toy._ema._averages["0.weight"])
+    assert toy.stepper.ema.updates == 3 and not torch.equal(trained, evaluated)
+    torch.testing.assert_close(evaluated, toy.stepper.ema._averages["0.weight"])
 
 
 # ------------------------------------------------------------------ what it leaves out

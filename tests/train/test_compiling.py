@@ -154,7 +154,7 @@ def test_layers_are_compiled_whole_within_ddp(monkeypatch, one_rank, device):
         assert compiling.compile_blocks(modules, None, device) == 2
         pieces.clear()  # of the trial whether there is a compiler
         wrapped = Wrapped(Shell(modules, lambda x: modules["model"][1](modules["model"][0](x)).sum()))
-        wrapped(torch.ones(3, 600, device=device)).backward()
+        wrapped.module(torch.ones(3, 600, device=device)).backward()
         assert len(pieces) == 2  # the first layer's input needs no gradient, the second's does
     wrapped.close()
 
@@ -238,7 +238,7 @@ def test_with_cuda_graphs_each_batch_is_announced_and_gradients_outlive_it(monke
 
     def trained(graphs):
         toy = brain()
-        toy._graphs.on = graphs
+        toy.stepper.graphs.on = graphs
         for parameter in toy.modules.parameters():
             parameter.register_post_accumulate_grad_hook(lambda parameter: written.append(parameter.grad))
         toy.fit(range(1, 3), ToyTrainLoader(steps=3, micros=3), ToyEvalLoader())

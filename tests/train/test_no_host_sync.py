@@ -87,8 +87,8 @@ class InObjectives(CTC):
 
 
 class InTheLoop(CTC):
-    def _count_in(self, fact):
-        super()._count_in(fact)
+    def on_step_known(self, fact):
+        super().on_step_known(fact)
         self.largest = max(float(p.detach().abs().max()) for p in self.modules.parameters())
 
 

@@ -62,7 +62,7 @@ class Ending(ToyBrain):
     """Draws random numbers and changes what is saved, wherever a recipe may; ends at a place of epoch 2."""
 
     def at(self, place):
-        if place == self.hparams.place and self._epoch == 2:
+        if place == self.hparams.place and self.train_state.epoch == 2:
             self.hparams.place = None
             self.hparams.end()
 
@@ -222,4 +222,4 @@ def test_an_epoch_s_checkpoint_taken_at_the_end_of_training_starts_the_next_epoc
     toy.fit(range(1, 2), ToyTrainLoader(3))
     again = brain(Saves, checkpointer=Checkpointer(tmp_path))
     again.on_fit_start()
-    assert (again.step, again._epoch_step, again.optimizer_step, again.avg_train_loss) == (0, 0, 3, 0.0)
+    assert (again.step, again.train_state.epoch_step, again.optimizer_step, again.avg_train_loss) == (0, 0, 3, 0.0)

@@ -67,8 +67,9 @@ class Wrapped(Alone):
             init_sync=not again,  # would hide that ranks differ
         )
 
-    def __call__(self, batch: Any) -> torch.Tensor:
-        return self.ddp(batch)
+    @property
+    def module(self) -> torch.nn.Module:
+        return self.ddp
 
     def no_sync(self) -> contextlib.AbstractContextManager:
         return self.ddp.no_sync()

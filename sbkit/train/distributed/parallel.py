@@ -40,10 +40,7 @@ class Shell(nn.Module):
     def __init__(self, modules: nn.Module, run: Callable[[Any], torch.Tensor]):
         super().__init__()
         self.owned = modules
-        object.__setattr__(self, "_run", run)
-
-    def forward(self, batch: Any) -> torch.Tensor:
-        return self._run(batch)
+        self.forward = run
 
 
 class Alone:
@@ -52,14 +49,18 @@ class Alone:
     world = 1
     #: Whether gradients may be averaged after a backward as well as during it.
     can_wait = False
+    #: Whether each backward looks for what it does not reach.
+    searches = False
     #: Parameters, by name, that were reached at first and then were not, or the other way round.
     changed: frozenset[str] | set[str] = frozenset()
 
     def __init__(self, shell: Shell):
         self.shell = shell
 
-    def __call__(self, batch: Any) -> torch.Tensor:
-        return self.shell(batch)
+    @property
+    def module(self) -> nn.Module:
+        """What gives the loss of a batch when it is called."""
+        return self.shell
 
     def no_sync(self) -> contextlib.AbstractContextManager:
         """Within it, backward only accumulates."""
@@ -76,6 +77,9 @@ class Alone:
 
     def settle(self) -> None:
         """After the update: go by what ``note_unreached`` saw."""
+
+    def search(self) -> None:
+        """From here on look in each backward for what it does not reach."""
 
     def gathered(self) -> contextlib.AbstractContextManager:
         """Within it each rank can evaluate on its own."""

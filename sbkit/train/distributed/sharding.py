@@ -13,7 +13,7 @@ import fnmatch
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -31,31 +31,33 @@ from sbkit.train.checkpoint.state import load_file
 from sbkit.train.distributed import parallel, ranks
 from sbkit.train.distributed.ddp import Wrapped
 from sbkit.train.distributed.parallel import Alone, Shell
+from sbkit.train.keys import TrainKeys
+from sbkit.train.state import Overrides
 
 logger = logging.getLogger(__name__)
 
 
-def wrap(brain: Any, run: Callable[[Any], torch.Tensor]) -> Alone:
+def wrap(shell: Shell, device: torch.device, keys: TrainKeys, overrides: Overrides, *, averages: bool,
+         search: bool, settles: bool) -> Alone:
     """What the recipe and the number of ranks ask for, around all of a Brain's modules.
 
-    run: batch -> scalar tensor to call ``backward`` on
+    Arguments
+    ---------
+    keys, overrides : what the recipe asks for, and which methods are its own
+    averages : a moving average of the weights is kept
+    search, settles : see ``Wrapped``
     """
-    fsdp, recomputed = brain.keys.fsdp, brain.keys.activation_checkpointing
-    device = torch.device(brain.device)
-    parallel.convert_batch_norm(brain.modules, device)
-    if recomputed:
-        checkpoint_activations(brain.modules, recomputed)
-    shell = Shell(brain.modules, run)
+    parallel.convert_batch_norm(shell.owned, device)
+    if keys.activation_checkpointing:
+        checkpoint_activations(shell.owned, keys.activation_checkpointing)
     if ranks.world_size() == 1 or not any(p.requires_grad for p in shell.parameters()):
         return Alone(shell)
-    if not fsdp:
-        if brain._own_fit_batch:
-            return parallel.Hooked(shell)
-        return Wrapped(shell, brain._find_unused, settles=not brain._find_unused_given)
-    if brain._own_fit_batch or brain._ema is not None:
-        other = "a fit_batch of the recipe's own" if brain._own_fit_batch else "ema"
+    if not keys.fsdp:
+        return parallel.Hooked(shell) if overrides.fit_batch else Wrapped(shell, search, settles)
+    if overrides.fit_batch or averages:
+        other = "a fit_batch of the recipe's own" if overrides.fit_batch else "ema"
         raise SbkitError(f"fsdp does not go together with {other}", hint="leave one of them out")
-    return Sharded(shell, device, fsdp)
+    return Sharded(shell, device, keys.fsdp)
 
 
 def find(modules: nn.Module, wanted: Iterable[Any], key: str) -> list[nn.Module]:

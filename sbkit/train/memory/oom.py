@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,9 +20,11 @@ from sbkit.train.diagnose.saved_batch import utterance_ids
 from sbkit.train.distributed import ranks
 from sbkit.train.distributed.parallel import talks_in_forward
 from sbkit.train.distributed.sharding import Sharded
+from sbkit.train.hooks import Evaluates
 from sbkit.train.memory import host
 from sbkit.train.memory.threads import NO_PRIMITIVE, Threads
 from sbkit.train.step import Loss
+from sbkit.train.stepper import Stepper
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +55,8 @@ def told(device: torch.device | str, hint: str = HINT) -> Iterator[None]:
         raise SbkitError(f"out of memory on {device}: {said}", hint=hint, exit_code=1) from error
 
 
-class Parts:
-    """Runs the micro-batches of a ``Brain``, each whole where that fits and in parts where it does not.
+class OomRetry:
+    """Computes micro-batches, each whole where that fits and in parts where it does not.
 
     Losses are sums and gradients add up, so a step in parts is the step it would have been (but for dropout,
     which draws other numbers, and for layers that look at a whole batch). A loss that is a plain scalar counts
@@ -68,8 +71,8 @@ class Parts:
     all of them are through. Its planned size is known to all, so all decide alike.
     """
 
-    def __init__(self, brain: Any):
-        self.brain = brain
+    def __init__(self, hooks: Evaluates, stepper: Stepper):
+        self.hooks, self.stepper, self.device = hooks, stepper, stepper.device
         self.limit = float("inf")
         """The least size that failed, in numbers of the batch's largest tensor."""
         self.evaluation_limit = float("inf")
@@ -84,12 +87,11 @@ class Parts:
         # Of this step: micro-batch, parts it was computed in, generators before it.
         self._done: list[tuple[Any, int, dict[str, torch.Tensor]]] = []
 
-    def begin(self) -> None:
+    def begin(self, precision: str, compiled: bool) -> None:
         """Learn from all ranks on what they train."""
-        brain = self.brain
-        recomputed = brain.keys.activation_checkpointing
-        own = f"{devices.described(brain.device)} in {brain.precision}"
-        own += ", compiled" * bool(brain.compile) + f", activation_checkpointing: {recomputed}" * bool(recomputed)
+        recomputed = self.hooks.keys.activation_checkpointing
+        own = f"{devices.described(self.device)} in {precision}"
+        own += ", compiled" * compiled + f", activation_checkpointing: {recomputed}" * bool(recomputed)
         self.conditions = sorted(set(ranks.gather_objects(own)))
 
     def state_dict(self) -> dict[str, Any]:
@@ -107,15 +109,15 @@ class Parts:
 
     def run(self, batch: Any, last: bool) -> Loss:
         """Forward and backward of a micro-batch, the last of its step or not; gives its whole loss."""
-        if not self.brain._steps.started:
+        if not self.stepper.steps.started:
             self._done = []
-        generators = rng.capture(self.brain.device)
+        generators = rng.capture(self.device)
         most = getattr(batch, "most", 0.0)
-        risky = last and most > self.got_through and getattr(self.brain._parallel, "can_wait", False)
+        risky = last and most > self.got_through and self.stepper.wrap.can_wait
         while True:
             count = self._count(batch)
             try:
-                loss = self._in_parts(batch, last and not risky, count, generators)
+                loss = self._way(count, generators)(batch, last and not risky)
                 break
             except Exception as error:
                 if not self._ran_out(error):
@@ -126,7 +128,7 @@ class Parts:
             self._start_again(generators)
         self.cut += count > 1
         if risky:
-            self.brain._exchange()
+            self.stepper.exchange()
             if not ranks.any_of({"cut": count > 1})["cut"]:
                 self.got_through = most
         self._done = [] if last else [*self._done, (batch, count, generators)]
@@ -135,8 +137,8 @@ class Parts:
     def fits(self, batch: Any) -> bool:
         """Take a step on a micro-batch, whole; False where that ran out of memory, and nothing is left of it."""
         try:
-            self._threads(self.brain._backward, batch, True)
-            self.brain._update()
+            self._threads(self.stepper.backward, batch, True)
+            self.stepper.update()
             return True
         except Exception as error:
             if not self._ran_out(error):
@@ -151,12 +153,12 @@ class Parts:
         """
         if self._may_fit(batch):
             try:
-                return self._threads(self.brain.evaluate_batch, batch, stage=stage)
+                return self._threads(self.hooks.evaluate_batch, batch, stage=stage)
             except Exception as error:
                 if not self._ran_out(error):
                     raise
                 if length(batch) == 1:
-                    raise _too_long(self.brain.device, batch) from error
+                    raise _too_long(self.device, batch) from error
             self._remember_evaluation(batch)
         size = length(batch)
         halves = [rows(batch, 0, size // 2), rows(batch, size // 2, size)]
@@ -172,8 +174,8 @@ class Parts:
     def _remember_evaluation(self, batch: Any) -> None:
         self.evaluation_limit = largest(batch)
         logger.warning("No memory left on %s to evaluate a batch of %d utterances: it and others of that size are "
-                       "evaluated in halves", self.brain.device, length(batch))
-        _free(self.brain.device)
+                       "evaluated in halves", self.device, length(batch))
+        _free(self.device)
 
     def tell(self) -> None:
         """One line for an epoch in which micro-batches were cut."""
@@ -191,16 +193,20 @@ class Parts:
                 count = min(2 * count, most)
         return count
 
-    def _in_parts(self, batch: Any, last: bool, count: int, generators: dict[str, torch.Tensor] | None = None) -> Loss:
-        if count == 1:
-            return self._threads(self.brain._backward, batch, last, generators=generators)
+    def _way(self, count: int, generators: dict[str, torch.Tensor]) -> Callable[[Any, bool], Loss]:
+        """What computes a micro-batch: the step itself, or the step of so many parts."""
+        if count > 1:
+            return functools.partial(self._in_parts, count)
+        return functools.partial(self._threads.reached(self.stepper.backward), generators=generators)
+
+    def _in_parts(self, count: int, batch: Any, last: bool) -> Loss:
         size = length(batch)
         edges = [i * size // count for i in range(count + 1)]
         losses = []
         for start, stop in itertools.pairwise(edges):
             part = rows(batch, start, stop)
             last_part = last and stop == size
-            loss = self._threads(self.brain._backward, part, last_part, share=(stop - start) / size)
+            loss = self._threads(self.stepper.backward, part, last_part, share=(stop - start) / size)
             losses.append(loss.detach())
         return Loss(sum(loss.total for loss in losses), sum(loss.count for loss in losses))
 
@@ -213,18 +219,18 @@ class Parts:
         return True
 
     def _give_up_unless_possible(self, batch: Any, last: bool, count: int, error: Exception) -> None:
-        brain, size = self.brain, length(batch)
+        stepper, size = self.stepper, length(batch)
         if count >= size:
-            raise _too_long(brain.device, batch) from error
-        if isinstance(brain._parallel, Sharded):
-            raise SbkitError(f"out of memory on {brain.device} with {size} utterances; with fsdp no rank can repeat a "
+            raise _too_long(self.device, batch) from error
+        if isinstance(stepper.wrap, Sharded):
+            raise SbkitError(f"out of memory on {self.device} with {size} utterances; with fsdp no rank can repeat a "
                              "step alone", hint=HINT, exit_code=1) from error
-        talking = next((name for name, module in brain.modules.named_modules() if talks_in_forward(module)), None)
+        talking = next((name for name, module in stepper.modules.named_modules() if talks_in_forward(module)), None)
         if ranks.world_size() > 1 and talking is not None:
-            raise SbkitError(f"out of memory on {brain.device} with {size} utterances; '{talking}' takes in what all "
+            raise SbkitError(f"out of memory on {self.device} with {size} utterances; '{talking}' takes in what all "
                              "ranks compute, so none can repeat a step alone", hint=HINT, exit_code=1) from error
-        if last and brain._steps.announced and ranks.world_size() > 1:
-            raise SbkitError(f"out of memory on {brain.device} with {size} utterances, while gradients were on their "
+        if last and stepper.steps.announced and ranks.world_size() > 1:
+            raise SbkitError(f"out of memory on {self.device} with {size} utterances, while gradients were on their "
                              "way to the other ranks", hint=HINT, exit_code=1) from error
 
     def _remember(self, batch: Any, count: int) -> None:
@@ -233,7 +239,7 @@ class Parts:
         amount = f" of {seconds:.0f} s with padding" if seconds else ""
         advice = f"; a max_batch_seconds below {seconds / count:.0f} spares the attempt" if seconds else ""
         logger.warning("Step %d: no memory left on %s for a micro-batch of %d utterances%s%s. It is computed in %d "
-                       "parts, and so are others of that size%s", self.brain.optimizer_step + 1, self.brain.device,
+                       "parts, and so are others of that size%s", self.stepper.state.optimizer_step + 1, self.device,
                        length(batch), amount, f" in {count} parts" if count > 1 else "", self._count(batch), advice)
 
     def _start_again(self, generators: dict[str, torch.Tensor]) -> None:
@@ -243,27 +249,23 @@ class Parts:
             self._clear()
             try:
                 for place, (batch, count, before) in enumerate(self._done):  # noqa: B007 (needed below)
-                    rng.restore(before, self.brain.device)
-                    self._in_parts(batch, False, count, before)
+                    rng.restore(before, self.device)
+                    self._way(count, before)(batch, False)
                 break
             except Exception as error:
                 batch, count, before = self._done[place]
                 if not self._ran_out(error) or count >= length(batch):
                     raise
                 self._done[place] = batch, min(2 * count, length(batch)), before
-        rng.restore(generators, self.brain.device)
+        rng.restore(generators, self.device)
 
     def _clear(self) -> None:
-        """Gradients, sums and whatever memory is held for nothing."""
-        brain = self.brain
-        brain.zero_grad(set_to_none=True)
-        brain._steps.reset()
-        brain._forward_state.put_back()
-        brain._found.outputs = brain._found.raw = brain._found.loss = None
-        _free(brain.device)
+        """Give up the step, and whatever memory is held for nothing."""
+        self.stepper.forget()
+        _free(self.device)
 
 
-def _too_long(device: str, batch: Any) -> SbkitError:
+def _too_long(device: torch.device, batch: Any) -> SbkitError:
     names = utterance_ids(batch)
     name = f" ({names[0]})" if length(batch) == 1 and names else ""
     return SbkitError(f"out of memory on {device} with a single utterance{name}", exit_code=1,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import queue
 from _thread import start_new_thread
 from collections.abc import Callable
@@ -76,9 +77,13 @@ class Threads:
         self._spare: _Worker | None = None
 
     def __call__(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        return self.reached(function)(*args, **kwargs)
+
+    def reached(self, function: Callable) -> Callable:
+        """The function as it is to be called: itself, or in another thread."""
         if self._spare is None and host.bounded():
             self._spare = _Worker()
-        return (self._worker or _here)(function, *args, **kwargs)
+        return function if self._worker is None else functools.partial(self._worker, function)
 
     def leave_if_stuck(self, error: BaseException) -> None:
         """Call functions in another thread from now on, where this error needs it."""
@@ -86,7 +91,3 @@ class Threads:
             if self._worker is not None:
                 self._worker.end()
             self._worker, self._spare = self._spare, None
-
-
-def _here(function: Callable, *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **kwargs)

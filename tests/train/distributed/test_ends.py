@@ -220,7 +220,7 @@ from sbkit.train.distributed import ddp, parallel, ranks
 ranks.init(torch.device("cpu"))
 layer = torch.nn.Linear(4, 4)
 wrapped = ddp.Wrapped(parallel.Shell(torch.nn.ModuleList([layer]), lambda x: layer(x).sum()), False)
-wrapped(torch.ones(2, 4)).backward()
+wrapped.module(torch.ones(2, 4)).backward()
 print("before", sum("gloo" in name for name in names()))
 {leaves}
 """

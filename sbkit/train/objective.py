@@ -1,0 +1,49 @@
+"""Forward and loss of a training batch: the one function that runs inside DDP, FSDP and a backward that is repeated."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from speechbrain.core import Stage
+
+from sbkit.train.hooks import Computes
+from sbkit.train.monitor.timing import StepBudget
+from sbkit.train.precision import losses_in_fp32
+from sbkit.train.step import Loss, as_loss
+
+
+class Found(NamedTuple):
+    """What a recipe gave for a batch, and its loss as sums."""
+
+    outputs: Any = None
+    objectives: Any = None
+    loss: Loss | None = None
+
+
+class Objective:
+    """Calls a recipe's ``compute_forward`` and ``compute_objectives``; what they gave is left in ``found``.
+
+    >>> total = objective(batch)  # doctest: +SKIP
+    >>> total.backward(), objective.found.outputs  # doctest: +SKIP
+    """
+
+    def __init__(self, hooks: Computes, budget: StepBudget):
+        self.hooks, self.budget, self.found = hooks, budget, Found()
+
+    def __call__(self, batch: Any) -> torch.Tensor:
+        """The sum to call ``backward`` on."""
+        context = self.hooks.training_ctx
+        with context:
+            with self.budget("forward"):
+                outputs = self.hooks.compute_forward(batch, Stage.TRAIN)
+            with self.budget("loss"):
+                outputs = losses_in_fp32(outputs, context)
+                objectives = self.hooks.compute_objectives(outputs, batch, Stage.TRAIN)
+        loss = as_loss(objectives, getattr(batch, "weight", 1.0))
+        self.found = Found(outputs, objectives, loss)
+        return loss.total
+
+    def forget(self) -> None:
+        """Hold nothing of a batch."""
+        self.found = Found()

@@ -1,0 +1,26 @@
+"""A place to compute losses and gradients of stand-ins, of which nothing is left."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+
+from sbkit.train import rng
+
+
+@contextlib.contextmanager
+def untouched(holders: Iterable[nn.Module], device: torch.device | str) -> Iterator[None]:
+    """Put back, at the end, all that modules hold, and the random generators; gradients are left to the caller."""
+    generators = rng.capture(device)
+    before = {module: {name: dict(value) if name in ("_parameters", "_buffers") else value
+                       for name, value in vars(module).items()} for root in holders for module in root.modules()}
+    try:
+        yield
+    finally:
+        for module, attributes in before.items():
+            vars(module).clear()
+            vars(module).update(attributes)
+        rng.restore(generators, device)

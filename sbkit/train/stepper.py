@@ -1,0 +1,141 @@
+"""The training step: micro-batches forward and backward, then one update. It reads from top to bottom."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from sbkit.train import rng
+from sbkit.train.averaging import EMA
+from sbkit.train.compiling import CudaGraphs
+from sbkit.train.diagnose.culprit import Suspect
+from sbkit.train.distributed.parallel import Alone, Buffers, Shell, tell_unreached, zeroed_if
+from sbkit.train.forward_state import ForwardState
+from sbkit.train.hooks import Steps
+from sbkit.train.monitor.timing import StepBudget
+from sbkit.train.objective import Objective
+from sbkit.train.state import Overrides, TrainState
+from sbkit.train.step import Loss, Step
+
+#: What any rank may raise with a step, so that all act on it at the same one.
+FLAGS = ("stop", "save", "look", "graph")
+
+
+class Stepper:
+    """Computes optimizer steps.
+
+        stepper.backward(batch, last=False)     # each micro-batch
+        stepper.backward(batch, last=True)      # with this one gradients, sums and flags go round
+        stepper.update()                        # divide, clip, update; unless something is not finite
+
+    Arguments
+    ---------
+    hooks: the Brain's methods, which a recipe may have written itself
+    state: where the run stands
+    overrides: which it has written
+    ema: a moving average of the weights that follows each update
+    flags: what this rank has to tell the others with a step
+    """
+
+    def __init__(self, hooks: Steps, state: TrainState, overrides: Overrides, ema: EMA | None,
+                 flags: Callable[[], Mapping[str, bool]]):
+        self.hooks, self.state, self.overrides, self.ema, self.flags = hooks, state, overrides, ema, flags
+        self.modules, self.device = hooks.modules, torch.device(hooks.device)
+        self.budget, self.graphs = StepBudget(self.device), CudaGraphs()
+        self.objective = Objective(hooks, self.budget)
+        self.buffers = Buffers(self.modules)
+        self.start(Alone(self.shell()))
+
+    def shell(self) -> Shell:
+        """All modules as one, whose forward is the objective."""
+        return Shell(self.modules, self.objective)
+
+    def start(self, wrap: Alone) -> None:
+        """Compute steps of modules that are wrapped so."""
+        self.wrap = wrap
+        self.steps = Step(self.device, wrap.world, self.hooks.scaler, FLAGS)
+        self.forward_state = ForwardState(self.modules)
+
+    @property
+    def learning_rate(self) -> Any:
+        optimizers = list((self.hooks.optimizers_dict or {}).values())
+        return optimizers[0].param_groups[0]["lr"] if optimizers else None
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Those that are not frozen."""
+        if self.hooks.optimizers_dict is not None:
+            return list(self.hooks.freeze_optimizers(self.hooks.optimizers_dict).values())
+        return [self.hooks.optimizer] if self.hooks.opt_class is not None else []
+
+    # ------------------------------------------------------------ a micro-batch
+
+    def backward(self, batch: Any, last: bool, *, share: float = 1.0, generators: Any = None) -> Loss:
+        """Forward, loss and gradients of a micro-batch, or of a share of one; the ``last`` of its step or not."""
+        if not self.steps.started:
+            self.forward_state.keep()
+        with self.hooks.no_sync(not last):
+            generators = rng.capture(self.device) if generators is None else generators  # to look at a culprit again
+            total = self.wrap.module(batch)
+            found = self.objective.found
+            loss = found.loss._replace(total=total)
+            if share != 1.0 and not isinstance(found.objectives, Loss):  # a mean over the batch
+                loss = loss._replace(total=total * share, count=loss.count * share)
+            self.steps.add(loss, Suspect(batch, generators))
+            if last:
+                self.steps.announce(self.flags())
+            with self.budget("backward"), zeroed_if(loss.weightless, self.modules):
+                if last:
+                    self.budget.exposed_all_reduce(loss.total)
+                scaled = self.steps.scaled(loss)
+                scaled.backward()
+                self.wrap.complete(scaled)
+                if not last:
+                    self.graphs.keep_gradients(self.modules)
+        return loss
+
+    def exchange(self) -> None:
+        """Sums and gradients of a step whose last backward was within ``no_sync`` go round."""
+        self.steps.announce(self.flags())
+        self.wrap.finish()
+
+    def forget(self) -> None:
+        """Leave nothing of the step that was begun: no gradient, no sum, nothing that a forward wrote."""
+        self.hooks.zero_grad(set_to_none=True)
+        self.steps.reset()
+        self.forward_state.put_back()
+        self.objective.forget()
+
+    # ------------------------------------------------------------ the update
+
+    def update(self) -> None:
+        """Call the recipe's ``optimizers_step``, which by default is ``apply``."""
+        with self.budget("optimizer"):
+            if self.overrides.optimizers_step:
+                self.steps.normalise(self.optimizers())
+            self.hooks.optimizers_step()
+        if self.steps.started:  # the recipe's own, all by itself
+            self.steps.passed()
+            self.state.epoch_step += 1
+
+    def apply(self) -> None:
+        """Divide and clip all gradients together and update, unless something is not finite."""
+        optimizers, state = self.optimizers(), self.state
+        if not optimizers:
+            self.steps.reset()
+            return
+        if not state.first_step_checked:
+            tell_unreached(self.modules, vars(self.hooks.hparams))
+            if not state.graph_changes:
+                self.wrap.note_unreached()
+        self.steps.number = state.optimizer_step
+        skipped = self.steps.update(optimizers, self.hooks.max_grad_norm)
+        self.forward_state.put_back(skipped)
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        self.wrap.settle()
+        if self.ema is not None:
+            self.ema.update(skipped)
+        state.optimizer_step += 1
+        state.epoch_step += 1
