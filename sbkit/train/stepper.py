@@ -42,11 +42,18 @@ class Stepper:
     def __init__(self, hooks: Steps, state: TrainState, overrides: Overrides, ema: EMA | None,
                  flags: Callable[[], Mapping[str, bool]]):
         self.hooks, self.state, self.overrides, self.ema, self.flags = hooks, state, overrides, ema, flags
-        self.modules, self.device = hooks.modules, torch.device(hooks.device)
         self.budget, self.graphs = StepBudget(self.device), CudaGraphs()
         self.objective = Objective(hooks, self.budget)
         self.buffers = Buffers(self.modules)
         self.start(Alone(self.shell()))
+
+    @property
+    def modules(self) -> torch.nn.ModuleDict:
+        return self.hooks.modules
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.hooks.device)
 
     def shell(self) -> Shell:
         """All modules as one, whose forward is the objective."""

@@ -72,7 +72,7 @@ class OomRetry:
     """
 
     def __init__(self, hooks: Evaluates, stepper: Stepper):
-        self.hooks, self.stepper, self.device = hooks, stepper, stepper.device
+        self.hooks, self.stepper = hooks, stepper
         self.limit = float("inf")
         """The least size that failed, in numbers of the batch's largest tensor."""
         self.evaluation_limit = float("inf")
@@ -86,6 +86,10 @@ class OomRetry:
         self._threads = Threads()
         # Of this step: micro-batch, parts it was computed in, generators before it.
         self._done: list[tuple[Any, int, dict[str, torch.Tensor]]] = []
+
+    @property
+    def device(self) -> torch.device:
+        return self.stepper.device
 
     def begin(self, precision: str, compiled: bool) -> None:
         """Learn from all ranks on what they train."""

@@ -1,0 +1,74 @@
+"""Where a run stands: which micro-batch closes a step, and what of the counters outlives the process."""
+
+from types import SimpleNamespace
+
+import pytest
+from toys import ToyBrain, brain
+
+from sbkit.train.state import Overrides, TrainState
+
+
+def test_a_step_is_closed_by_the_plan_by_the_count_or_by_the_epochs_end():
+    last, more = SimpleNamespace(last=True), SimpleNamespace(last=False)
+    planned = TrainState(step=1, plan_driven=True)
+    assert planned.closes_step(last, 1) and not planned.closes_step(more, 1)
+    counted = [step for step in range(1, 8) if TrainState(step=step, last_batch=7).closes_step(None, 3)]
+    assert counted == [3, 6, 7]
+
+
+@pytest.mark.parametrize("limit, reached", [(None, False), (4, False), (3, True), (0, True)])
+def test_a_limit_of_steps(limit, reached):
+    assert TrainState(optimizer_step=3).reached(limit) is reached
+
+
+def state(**more):
+    found = TrainState(step=5, optimizer_step=12, epoch_step=2, epoch_steps=6, nonfinite_count=1, **more)
+    found.average.add(8.0, 4.0)
+    return found
+
+
+def test_what_is_written_down_is_read_back():
+    first, second = state(graph_changes=True), TrainState()
+    second.load_state_dict(first.state_dict(2.0), end_of_epoch=False)
+    assert second.state_dict(2.0) == first.state_dict(2.0) and second.average.value() == 2.0
+    assert set(first.state_dict(2.0)) == {"step", "avg_train_loss", "optimizer_step", "epoch_step", "epoch_steps",
+                                          "loss_sums", "nonfinite_count", "graph_changes"}
+
+
+def test_an_epochs_checkpoint_begins_the_next_one():
+    again = TrainState()
+    again.load_state_dict(state().state_dict(2.0), end_of_epoch=True)
+    assert (again.step, again.epoch_step, again.epoch_steps, again.optimizer_step, again.nonfinite_count,
+            again.average.value()) == (0, 0, None, 12, 0, 0.0)
+
+
+@pytest.mark.parametrize("saved, steps", [({}, 7), ({"optimizer_step": 3}, 3)])
+def test_a_checkpoint_of_speechbrains_is_read(saved, steps):
+    again = TrainState()
+    again.load_state_dict({"step": 7, "avg_train_loss": 1.5, **saved}, end_of_epoch=False)
+    assert (again.step, again.optimizer_step, again.epoch_step, again.average.value()) == (7, steps, 0, 1.5)
+
+
+def test_a_validation_that_is_broken_off_leaves_the_epochs_training_as_it_was():
+    found = state()
+    before = found.state_dict(2.0)
+    found.end_training()
+    assert (found.step, found.epoch_step, found.nonfinite_count, found.average.count) == (0, 0, 0, 0)
+    found.back_to_training()
+    assert found.state_dict(2.0) == before
+
+
+def test_a_brains_counters_are_those_of_its_state():
+    toy = brain()
+    toy.step, toy.optimizer_step, toy.nonfinite_count, toy.avg_train_loss = 3, 2, 1, 0.5
+    held = toy.train_state
+    assert (held.step, held.optimizer_step, held.nonfinite_count, held.average.value()) == (3, 2, 1, 0.5)
+
+
+def test_what_a_recipe_wrote_itself_is_known():
+    class Own(ToyBrain):
+        def fit_batch(self, batch):
+            return super().fit_batch(batch)
+
+    assert Overrides.of(Own, ToyBrain) == Overrides(fit_batch=True, optimizers_step=False, update_average=False)
+    assert Overrides.of(Own, ToyBrain).averages_batches and not Overrides.of(ToyBrain, ToyBrain).averages_batches
