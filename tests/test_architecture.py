@@ -1,0 +1,35 @@
+"""docs/architecture.md tells of the house as it stands."""
+
+import re
+from pathlib import Path
+
+import pytest
+from test_imports import FILES, ORDER, room
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+
+
+def test_every_file_and_folder_it_names_is_there():
+    named = set(re.findall(r"`((?:sbkit|tests|docs)/[\w./]*)`", PAGE))
+    assert len(named) > 20
+    assert {path for path in named if not (ROOT / path).exists()} == set()
+
+
+def test_its_table_of_rooms_is_in_the_order_in_which_they_import():
+    rooms = re.findall(r"^\| `sbkit/(\w+)(?:/|\.py)` \|", PAGE, re.M)
+    assert rooms == [name for name in reversed(ORDER) if name not in ("errors", "__main__")]
+
+
+@pytest.mark.parametrize("part", sorted({module.split(".")[2] for module in FILES if room(module) == "train"
+                                         and FILES[module].name == "__init__.py" and module.count(".") == 2}))
+def test_each_part_of_training_says_what_it_never_does(part):
+    assert f"`{part}/`" in PAGE.rpartition("Inside `sbkit/train/`")[2]
+
+
+def test_the_way_of_a_batch_is_five_calls_that_there_are():
+    calls = re.findall(r"^\| (\d) \| `(?:(\w+)\.)?(\w+)` \| (?:`([\w/.]+)`|the task) \|", PAGE, re.M)
+    assert [number for number, *_ in calls] == list("12345") and calls[-1][2] == "compute_forward"
+    for _, kind, method, path in calls[:-1]:
+        text = (ROOT / path).read_text(encoding="utf-8")
+        assert f"class {kind}" in text and f"    def {method}(" in text
