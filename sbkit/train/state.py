@@ -87,8 +87,8 @@ class Counter:
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    def __get__(self, brain: Any, owner: type) -> int:
-        return getattr(brain.train_state, self._name)
+    def __get__(self, brain: Any, owner: type) -> Any:
+        return self if brain is None else getattr(brain.train_state, self._name)
 
     def __set__(self, brain: Any, value: int) -> None:
         setattr(brain.train_state, self._name, value)
