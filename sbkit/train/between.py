@@ -170,7 +170,8 @@ class Between:
 
     def leave(self) -> None:
         """Save and end, because some rank was sent a signal."""
-        signum = next(s for s in ranks.gather_objects(self.signals and self.signals.signum) if s is not None)
+        own = None if self.signals is None else self.signals.signum
+        signum = next(each for each in ranks.gather_objects(own) if each is not None)
         saved = None
         if self.hooks.checkpointer is not None:
             saved = self.hooks.checkpointer.publish()

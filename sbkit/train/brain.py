@@ -65,6 +65,9 @@ class Brain(sb.core.Brain):
 
     Keys: ClassVar[type[TrainKeys]] = TrainKeys
     step, optimizer_step, nonfinite_count = Counter(), Counter(), Counter()
+    opt_class: Any
+    profiler: Any
+    _between: Between
 
     def __init__(
         self, modules: Mapping[str, torch.nn.Module] | None = None,
@@ -214,7 +217,7 @@ class Brain(sb.core.Brain):
     def loss_of(self, batch: Any) -> Loss:
         """Forward and loss of a training batch, and no more."""
         self.stepper.objective(batch)
-        return self.stepper.objective.found.loss
+        return self.stepper.objective.loss
 
     def try_batch(self, batch: Any) -> bool:
         """Take a step on this micro-batch alone; False where memory did not suffice for it in one piece."""
@@ -237,8 +240,8 @@ class Brain(sb.core.Brain):
 
     def fit(
         self, epoch_counter: Iterable[int], train_set: Any, valid_set: Any = None,
-        progressbar: bool | None = None, train_loader_kwargs: dict | None = None,
-        valid_loader_kwargs: dict | None = None,
+        progressbar: bool | None = None, train_loader_kwargs: dict[str, Any] | None = None,
+        valid_loader_kwargs: dict[str, Any] | None = None,
     ) -> None:
         """Train and validate for each epoch of ``epoch_counter``; see SpeechBrain's ``Brain.fit``."""
         if self.test_only:
@@ -277,7 +280,7 @@ class Brain(sb.core.Brain):
 
     def evaluate(
         self, test_set: Any, max_key: str | None = None, min_key: str | None = None,
-        progressbar: bool | None = None, test_loader_kwargs: dict | None = None,
+        progressbar: bool | None = None, test_loader_kwargs: dict[str, Any] | None = None,
     ) -> float:
         """Load the best checkpoint and go through ``test_set`` once; gives the average loss."""
         with ranks.failing_together(), told(self.device):
@@ -299,7 +302,7 @@ class Brain(sb.core.Brain):
         """
         return self._evaluation.run(loader, stage, name, show)
 
-    def gather(self, rows: Iterable) -> list:
+    def gather(self, rows: Iterable[Any]) -> list[Any]:
         """Every rank's rows in one list, the same on every rank; all ranks must call it."""
         return [row for part in ranks.gather_objects(list(rows)) for row in part]
 
@@ -316,13 +319,13 @@ class Brain(sb.core.Brain):
         self.train_state.average.set(float(value))
 
     @mark_as_saver
-    def _save(self, path: str | os.PathLike) -> None:
+    def _save(self, path: str | os.PathLike[str]) -> None:
         state = {**self.train_state.state_dict(self.avg_train_loss), **self._retry.state_dict()}
         with open(path, "w", encoding="utf-8") as out:
             yaml.safe_dump(state, out)
 
     @mark_as_loader
-    def _recover(self, path: str | os.PathLike, end_of_epoch: bool) -> None:
+    def _recover(self, path: str | os.PathLike[str], end_of_epoch: bool) -> None:
         with open(path, encoding="utf-8") as file:
             state = yaml.safe_load(file)
         self.train_state.load_state_dict(state, end_of_epoch)

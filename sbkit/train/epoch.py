@@ -86,7 +86,7 @@ class TrainLoop:
                                          hooks.utilisation, compiled=hooks.compiled)
         return display, self.between.progress
 
-    def _batches(self, train_set: Any, epoch: Any) -> tuple[Iterable, int | None]:
+    def _batches(self, train_set: Any, epoch: Any) -> tuple[Iterable[Any], int | None]:
         """The epoch's batches from where it stands, and how many the bar counts to."""
         hooks, state = self.hooks, self.state
         state.last_batch = hooks.debug_batches if hooks.debug else None
@@ -107,7 +107,7 @@ class TrainLoop:
             state.last_batch = min(length, state.last_batch or length)
         return train_set, length
 
-    def _timed(self, batches: Iterable) -> Iterator:
+    def _timed(self, batches: Iterable[Any]) -> Iterator[Any]:
         """The same batches, until the limit of steps; waiting for one is counted as "data"."""
         iterator = iter(batches)
         self.rng.restore()  # where the checkpoint stood: starting workers has drawn random numbers

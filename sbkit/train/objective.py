@@ -44,6 +44,13 @@ class Objective:
         self.found = Found(outputs, objectives, loss)
         return loss.total
 
+    @property
+    def loss(self) -> Loss:
+        """That of the last batch."""
+        if self.found.loss is None:
+            raise RuntimeError("no batch was computed")
+        return self.found.loss
+
     def forget(self) -> None:
         """Hold nothing of a batch."""
         self.found = Found()

@@ -58,6 +58,8 @@ class TrainState:
 
     def back_to_training(self) -> None:
         """Stand where the epoch's training had ended."""
+        if self._trained is None:
+            raise RuntimeError("no epoch's training has ended")
         self.step, self.epoch_step, self.average, self.nonfinite_count = self._trained
 
     def state_dict(self, average: float) -> dict[str, Any]:
@@ -73,7 +75,7 @@ class TrainState:
         """Go on from there; at the end of an epoch that is the beginning of the next one."""
         self.optimizer_step = saved.get("optimizer_step", saved["step"])
         self.graph_changes = saved.get("graph_changes", False)
-        here = {"step": 0, "avg_train_loss": 0.0} if end_of_epoch else saved
+        here: Mapping[str, Any] = {"step": 0, "avg_train_loss": 0.0} if end_of_epoch else saved
         self.step, self.epoch_step = here["step"], here.get("epoch_step", 0)
         self.epoch_steps = here.get("epoch_steps")
         self.nonfinite_count = here.get("nonfinite_count", 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ class Stepper:
     """
 
     def __init__(self, hooks: Steps, state: TrainState, overrides: Overrides, ema: EMA | None,
-                 flags: Callable[[], Mapping[str, bool]]):
+                 flags: Callable[[], dict[str, bool]]):
         self.hooks, self.state, self.overrides, self.ema, self.flags = hooks, state, overrides, ema, flags
         self.budget, self.graphs = StepBudget(self.device), CudaGraphs()
         self.objective = Objective(hooks, self.budget)
@@ -85,9 +85,8 @@ class Stepper:
         with self.hooks.no_sync(not last):
             generators = rng.capture(self.device) if generators is None else generators  # to look at a culprit again
             total = self.wrap.module(batch)
-            found = self.objective.found
-            loss = found.loss._replace(total=total)
-            if share != 1.0 and not isinstance(found.objectives, Loss):  # a mean over the batch
+            loss = self.objective.loss._replace(total=total)
+            if share != 1.0 and not isinstance(self.objective.found.objectives, Loss):  # a mean over the batch
                 loss = loss._replace(total=total * share, count=loss.count * share)
             self.steps.add(loss, Suspect(batch, generators))
             if last:

@@ -325,7 +325,7 @@ def rows(batch: Any, start: int, stop: int) -> Any:
     # "damaged" and a PaddedBatch's lists of keys have lengths of their own
     fields = {key: value if "keys" in key or key == "damaged" else _cut(value, start, stop, size)
               for key, value in vars(batch).items()}
-    if dataclasses.is_dataclass(batch):
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         return dataclasses.replace(batch, **{f.name: fields[f.name] for f in dataclasses.fields(batch) if f.init})
     part = object.__new__(type(batch))
     part.__dict__.update(fields)

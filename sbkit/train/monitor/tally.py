@@ -15,7 +15,7 @@ from sbkit.train.step import Loss
 class Mean:
     """Sum over count; a recipe may also set the value."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.total = self.count = self._set = 0.0
 
     def add(self, total: float, count: float) -> None:
