@@ -38,6 +38,7 @@ RECIPE_COMMANDS = {
     "prepare": "Only prepare the corpus and the tokenizer, and say what was left out and why",
 }
 COMMANDS = {
+    "new": "a folder to start in: a task's recipes, train.py and a page that tells how to go on",
     "demo-data": "synthesise a small corpus in Common Voice's layout",
     "shard": "pack a manifest's recordings into tar shards that train directly",
     "evaluate": "score any checkpoint of a run on any corpus",

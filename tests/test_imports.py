@@ -22,7 +22,8 @@ def name_of(path):
     return ".".join(path.relative_to(HOME.parent).with_suffix("").parts).removesuffix(".__init__")
 
 
-FILES = {name_of(path): path for path in sorted(HOME.rglob("*.py"))}
+FILES = {name_of(path): path for path in sorted(HOME.rglob("*.py"))
+         if "starter" not in path.parts}  # what `sbkit new` copies is no module
 
 
 @cache

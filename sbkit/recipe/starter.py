@@ -1,0 +1,55 @@
+"""A starter: a task's flagship recipe and those that rest on it, ``train.py`` and a page that tells how to go on.
+
+``sbkit/starter`` holds what may go into one, in the places that it has there. In a checkout these are links to the
+files at its root, in an installed package the files themselves.
+"""
+
+from __future__ import annotations
+
+import difflib
+import shutil
+from pathlib import Path
+
+import sbkit
+from sbkit.errors import SbkitError
+from sbkit.recipe.includes import chain
+
+HOME = Path(sbkit.__file__).parent / "starter"
+RECIPES = "hparams"
+_ALWAYS = (Path("README.md"), Path("train.py"))
+
+
+def tasks() -> list[str]:
+    """The tasks that have a flagship."""
+    return sorted(path.stem for path in (HOME / RECIPES).glob("*.yaml"))
+
+
+def files(task: str) -> list[Path]:
+    """What a starter of the task consists of, as places in its folder."""
+    if task not in tasks():
+        near = difflib.get_close_matches(task, tasks(), n=1)
+        raise SbkitError(f"there is no task {task!r}",
+                         hint=(f"did you mean {near[0]}? " if near else "") + f"there is {', '.join(tasks())}")
+    flagship = HOME / RECIPES / f"{task}.yaml"
+    resting = [path.relative_to(HOME) for path in sorted(HOME.glob(f"recipes/*/*/*/{RECIPES}/*.yaml"))
+               if chain(path)[-1][0].samefile(flagship)]
+    return [*_ALWAYS, flagship.relative_to(HOME), *resting]
+
+
+def write(folder: Path, task: str) -> list[Path]:
+    """Make the starter, and write over nothing; gives the places of its files."""
+    places = files(task)
+    there = [str(place) for place in places if (folder / place).exists() or (folder / place).is_symlink()]
+    if there:
+        raise SbkitError(f"{folder} has {', '.join(there)} already", hint="name another folder: nothing was written")
+    for place in places:
+        _copy(HOME / place, folder / place)
+    return places
+
+
+def _copy(source: Path, to: Path) -> None:
+    try:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, to)
+    except (FileExistsError, NotADirectoryError, PermissionError) as error:
+        raise SbkitError(f"cannot write {to}: {error.strerror}", hint="name another folder") from error
