@@ -1,10 +1,9 @@
 """Insertions, deletions and substitutions between token sequences, counted and aligned as SpeechBrain does.
 
 Several shortest alignments can exist, and they can differ in how many edits are substitutions. SpeechBrain
-takes Kaldi's: walking back from the end it prefers an insertion to a deletion to a diagonal step. Words of short
-utterances are counted in ``bits``, all else is by rapidfuzz wherever all shortest alignments agree, which is nearly
-everywhere; the rest, and every alignment that is asked for, goes the same way back as SpeechBrain, for many pairs at
-a time.
+takes Kaldi's: walking back from the end it prefers an insertion to a deletion to a diagonal step. Rapidfuzz counts
+wherever all shortest alignments agree, which is nearly everywhere; the rest, and every alignment that is asked for,
+goes the same way back as SpeechBrain, for many pairs at a time.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ import numpy as np
 from rapidfuzz.distance import Levenshtein, Prefix
 from rapidfuzz.process import cpdist
 
-from sbkit.score.bits import MOST, count_short
-from sbkit.score.texts import Tokens, Words, words_of
+Tokens = Sequence[str]
 
 UTF_32 = f"utf-32-{sys.byteorder[0]}e"
 EQUAL, INSERTION, DELETION, SUBSTITUTION = "=IDS"
@@ -54,11 +52,6 @@ def count(references: Sequence[Tokens], hypotheses: Sequence[Tokens]) -> Counts:
     return _in_parts(references, hypotheses, _count_tokens)
 
 
-def count_words(references: Sequence[str], hypotheses: Sequence[str]) -> Counts:
-    """The same for texts (see ``texts.as_texts``), counted by words."""
-    return _in_parts(references, hypotheses, _count_words)
-
-
 def _in_parts(references: Sequence, hypotheses: Sequence, count_part: Callable[[list, list], Counts | np.ndarray],
               ) -> Counts:
     differ = bytes(map(ne, references, hypotheses))
@@ -71,25 +64,11 @@ def _in_parts(references: Sequence, hypotheses: Sequence, count_part: Callable[[
 
 
 def _count_tokens(references: list[Tokens], hypotheses: list[Tokens]) -> Counts:
-    if not _are_strings(references, hypotheses):  # rapidfuzz compares hashes: an empty word has that of the letter zero
+    # Rapidfuzz compares hashes: an empty word has that of the letter zero, and what is no word may have any.
+    if not _are_strings(references, hypotheses) and not _are_plain_words(references, hypotheses):
         number = _Numbers().__getitem__
         references, hypotheses = ([list(map(number, tokens)) for tokens in side] for side in (references, hypotheses))
     return _count(references, hypotheses, _lengths(hypotheses) - _lengths(references))
-
-
-def _count_words(references: list[str], hypotheses: list[str]) -> np.ndarray:
-    """[3, N] int64"""
-    words = words_of(references + hypotheses)
-    begins, sizes = (of.reshape(2, -1) for of in (words.begins, words.counts))
-    long = sizes.max(axis=0) > MOST
-    short = ~long if long.any() else slice(None)
-    counts = np.empty((3, len(references)), np.int64)
-    refs, hyps = (Words(words.numbers, begins[side, short], sizes[side, short]) for side in (0, 1))
-    counts[:, short] = _completed(*count_short(refs, hyps), hyps.counts - refs.counts)
-    if long.any():
-        split = ([text.split() for text in compress(side, long)] for side in (references, hypotheses))
-        counts[:, long] = _count(*split, sizes[1, long] - sizes[0, long])
-    return counts
 
 
 def _count(references: list[Tokens], hypotheses: list[Tokens], longer: np.ndarray) -> Counts:
@@ -113,6 +92,10 @@ def _count(references: list[Tokens], hypotheses: list[Tokens], longer: np.ndarra
 
 def _are_strings(*sides: list[Tokens]) -> bool:
     return all(isinstance(tokens, str) for side in sides for tokens in side)
+
+
+def _are_plain_words(*sides: list[Tokens]) -> bool:
+    return all("" not in tokens and set(map(type, tokens)) <= {str} for side in sides for tokens in side)
 
 
 def _completed(edits: np.ndarray, substitutions: np.ndarray, longer: np.ndarray) -> Counts:

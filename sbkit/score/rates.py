@@ -11,18 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sbkit.errors import SbkitError
-from sbkit.score.edits import (
-    DELETION,
-    EQUAL,
-    INSERTION,
-    SUBSTITUTION,
-    Counts,
-    Tokens,
-    align,
-    count,
-    count_words,
-)
-from sbkit.score.texts import Spaced, as_texts
+from sbkit.score.edits import DELETION, EQUAL, INSERTION, SUBSTITUTION, Counts, Tokens, align, count
 from sbkit.system.console import atomic_write
 
 _NOTHING = "there is nothing to score: no utterance was added"
@@ -79,10 +68,8 @@ class ErrorRates:
         self.space = space
         self.ids: list[str] = []
         self._known: set[str] = set()
-        # Texts, as long as all are and words are counted; else lists of words, or characters.
-        self._are_texts = unit == "word"
-        self._references: list[str | Tokens] = []
-        self._hypotheses: list[str | Tokens] = []
+        self._references: list[Tokens] = []
+        self._hypotheses: list[Tokens] = []
         self._size = 0  # tokens of all references
         self._counts: Counts | None = None
 
@@ -100,16 +87,12 @@ class ErrorRates:
         if not len(ids) == len(references) == len(hypotheses):
             raise SbkitError(f"{len(ids)} ids, {len(references)} references and {len(hypotheses)} hypotheses "
                              "can't be paired")
-        texts = _texts(references, hypotheses) if self._are_texts else None
-        refs, hyps = ((self._tokens(references), self._tokens(hypotheses)) if texts is None else
-                      (side.texts for side in texts))
-        if texts is None or texts[0].empty:
-            # Of a first word that is empty SpeechBrain makes a reference of no length: "".split(" ") gives one.
-            _refuse([name for name, ref in zip(ids, refs, strict=True) if not ref or ref[0] == ""],
-                    "an empty reference", "correct the transcript or leave the utterance out")
-        if texts is None:
-            _refuse([name for name, hyp in zip(ids, hyps, strict=True) if hyp is None], "no hypothesis",
-                    "one that is empty is '', and is scored")
+        refs, hyps = self._tokens(references), self._tokens(hypotheses)
+        # Of a first word that is empty SpeechBrain makes a reference of no length: "".split(" ") gives one.
+        _refuse([name for name, ref in zip(ids, refs, strict=True) if not ref or ref[0] == ""],
+                "an empty reference", "correct the transcript or leave the utterance out")
+        _refuse([name for name, hyp in zip(ids, hyps, strict=True) if hyp is None], "no hypothesis",
+                "one that is empty is '', and is scored")
         self._known.update(ids)
         if len(self._known) < len(self.ids) + len(ids):
             self._known = set(self.ids)
@@ -118,11 +101,9 @@ class ErrorRates:
                     "each utterance is scored once")
         self.ids += ids
         self._counts = None
-        if self._are_texts and texts is None:
-            self._references, self._hypotheses, self._are_texts = list(self.references), list(self.hypotheses), False
         self._references += refs
         self._hypotheses += hyps
-        self._size += sum(map(len, refs)) if texts is None else texts[0].words
+        self._size += sum(map(len, refs))
 
     def _tokens(self, side: Sequence[str | Tokens]) -> list[Tokens]:
         words = [text.split() if isinstance(text, str) else text for text in side]
@@ -131,11 +112,11 @@ class ErrorRates:
     @property
     def references(self) -> Sequence[Tokens]:
         """The tokens of each reference, in the order in which they were added."""
-        return _Split(self._references) if self._are_texts else self._references
+        return self._references
 
     @property
     def hypotheses(self) -> Sequence[Tokens]:
-        return _Split(self._hypotheses) if self._are_texts else self._hypotheses
+        return self._hypotheses
 
     def merge(self, others: Iterable[ErrorRates]) -> ErrorRates:
         """Take what others collected, for instance other ranks; gives itself back."""
@@ -151,8 +132,7 @@ class ErrorRates:
         if self._counts is None:
             if not self.ids:
                 raise SbkitError(_NOTHING)
-            count_all = count_words if self._are_texts else count
-            self._counts = count_all(self._references, self._hypotheses)
+            self._counts = count(self._references, self._hypotheses)
         return self._counts
 
     @property
@@ -220,32 +200,6 @@ class ErrorRates:
                     insertions=scored.insertions, deletions=scored.deletions,
                     substitutions=scored.substitutions,
                 ) + _picture(scored.reference, scored.hypothesis, way))
-
-
-class _Split(Sequence[Tokens]):
-    """The words of texts; each is split when it is looked at."""
-
-    def __init__(self, texts: list[str]):
-        self.texts = texts
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
-    def __getitem__(self, index: int) -> Tokens:
-        return self.texts[index].split()
-
-    def __iter__(self) -> Iterator[Tokens]:
-        return map(str.split, self.texts)
-
-
-def _texts(*sides: Sequence[str | Tokens]) -> list[Spaced] | None:
-    """The sides as texts, if each can be; the second is not tried for nothing."""
-    texts = []
-    for side in sides:
-        texts.append(as_texts(side))
-        if texts[-1] is None:
-            return None
-    return texts
 
 
 def score(references: Mapping[str, str | Tokens], hypotheses: Mapping[str, str | Tokens], unit: str = "word",
