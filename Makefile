@@ -5,6 +5,8 @@ VENV   := $(if $(VIRTUAL_ENV),$(VIRTUAL_ENV),.venv)
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.sbkit-installed$(subst /,_,$(CURDIR))
 OUT    ?= results/demo
+# Tests wait for processes, ports and disks a third of their time, so there are more of them at once than cores.
+TESTERS ?= $(shell $(PYTHON) -c 'import os; n = os.cpu_count() or 1; print(min(2 * n, n + 4))')
 
 .PHONY: help install demo test test-fast lint format bench gpu clean
 
@@ -32,10 +34,10 @@ demo: $(STAMP)
 	@$(BIN)/python tools/demo_end.py $(OUT)
 
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TESTERS) --dist loadfile --no-loadscope-reorder
 
 test-fast: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m 'not slow'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TESTERS) --dist loadfile --no-loadscope-reorder -m 'not slow'
 
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .
