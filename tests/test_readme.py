@@ -1,4 +1,4 @@
-"""What the READMEs tell a user to type is understood: targets, commands, recipes, and keys of those recipes."""
+"""What the pages tell a user to type is understood: targets, commands, recipes and their keys; links lead somewhere."""
 
 import re
 import shlex
@@ -11,22 +11,39 @@ from sbkit.recipe import arguments, load
 from sbkit.recipe.check import check
 
 ROOT = Path(__file__).parents[1]
-PAGES = ["README.md", "tools/README.md", *(f"recipes/CommonVoice/ASR/CTC/{name}.md" for name in ("README", "RESULTS"))]
+HOME = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "sbkit/starter/README.md", "tools/README.md",
+        *(f"recipes/CommonVoice/ASR/CTC/{name}.md" for name in ("README", "RESULTS"))]
+PAGES = [*HOME, *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
+#: Its commands run in a folder of its own, by tests/integration/test_extend.py.
+ELSEWHERE = {"docs/extend.md"}
+#: A page that is being written.
+COMING = {"docs/keys.md"}
+FLAGS = {"--json", "--measure", "--no-run", "--fresh"}
+
+
+def prose(page):
+    return (ROOT / page).read_text(encoding="utf-8")
 
 
 def commands(page):
     """Commands in indented blocks and in back quotes, continued lines joined, comments left out."""
-    text = (ROOT / page).read_text().replace("\\\n", " ")
+    text = prose(page).replace("\\\n", " ")
     found = re.findall(r"^ {4}((?:make|sbkit|torchrun|python) .*)$", text, re.MULTILINE)
-    found += re.findall(r"`((?:make|sbkit|torchrun|tools/launch_local.sh) [^`]+)`", text)
+    found += re.findall(r"`((?:make|sbkit|torchrun|python|tools/launch_local.sh) [^`]+)`", text)
     return [shlex.split(line, comments=True) for line in found if "..." not in line]
 
 
-COMMANDS = [pytest.param(words, id=f"{page}: {' '.join(words)}") for page in PAGES for words in commands(page)]
+COMMANDS = [pytest.param(words, id=f"{page}: {' '.join(words)}")
+            for page in PAGES if page not in ELSEWHERE for words in commands(page)]
 
 
 def test_there_are_commands():
-    assert len(COMMANDS) > 20
+    assert len(COMMANDS) > 80
+
+
+def test_every_command_of_sbkit_is_on_a_page():
+    told = {words[1] for page in PAGES for words in commands(page) if words[0] == "sbkit"}
+    assert {*cli.COMMANDS, *cli.RECIPE_COMMANDS} <= told
 
 
 @pytest.mark.parametrize("words", COMMANDS)
@@ -35,27 +52,73 @@ def test_a_command_is_understood(words, monkeypatch):
     if words[0] == "make":
         assert re.search(rf"^{re.escape(words[1])}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
         return
+    if words[0] == "python":
+        assert all(Path(word).exists() for word in words[1:] if word.endswith(".py")), "a script or a test"
+        return
     if words[0] == "torchrun" and "-m" in words:
         words = words[words.index("-m") + 1:]
     if words[0] == "sbkit" and words[1] not in cli.RECIPE_COMMANDS:
-        if len(words) == 2:  # its name alone
-            assert words[1] in cli._parser([]).format_help()
-        else:
+        if len(words) == 2 and words[1] != "doctor":  # its name alone
+            assert words[1] in (*cli.COMMANDS, "COMMAND", "--help")
+        elif words[1:] != ["COMMAND", "--help"] and words[-1] != "--help":
             cli._parser(words[1:]).parse_args(words[1:])
         return
     recipe = next((i for i, word in enumerate(words) if word.endswith(".yaml")), None)
     if recipe is None:
-        assert words[:3] == ["sbkit", words[1], "RECIPE"], "a command without a recipe of its own"
+        assert words[2:] in ([], ["--help"]) or words[2] == "RECIPE", "a command without a recipe of its own"
         return
-    request = arguments.parse([word for word in words[recipe:] if word not in ("--json", "--measure", "--fresh")])
+    given = [word for word in words[recipe:] if word not in FLAGS]
+    if "--memory" in given:
+        at = given.index("--memory")
+        assert float(given[at + 1]) > 0 and words[1] == "tune"
+        del given[at:at + 2]
+    request = arguments.parse(given)
     load.check_overrides(request.path, request.overrides)
 
 
 def test_the_worked_example_builds(tmp_path, monkeypatch):
-    """The Branchformer, put in the Conformer's place from the command line as the README shows it."""
-    [words] = [words for words in commands("README.md") if "branchformer" in words]
+    """The Branchformer, put in the Conformer's place from the command line as the page about models shows it."""
+    [words] = [words for words in commands("docs/models.md") if "branchformer" in words]
     monkeypatch.chdir(ROOT)
     request = arguments.parse(words[words.index("hparams/ctc.yaml"):])
     report = check(request.path, {**request.overrides, "output_folder": str(tmp_path)})
     assert [str(error) for error in report.errors] == []
     assert report.sections["shapes"].values["ctc_lin"]
+
+
+def anchors(page):
+    """The headings of a page as links name them."""
+    heads = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", prose(page), flags=re.MULTILINE | re.DOTALL),
+                       re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_link_leads_to_a_file_and_to_a_heading_in_it(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if re.match(r"https?://", link):
+            continue
+        name, _, heading = link.partition("#")
+        target = (ROOT / page).parent / name if name else ROOT / page
+        if str(target.resolve().relative_to(ROOT)) in COMING and not target.exists():
+            continue
+        assert target.exists(), f"{link}: there is no {target}"
+        assert not heading or heading in anchors(target), f"{link}: {target.name} has no such heading"
+
+
+def test_every_page_is_linked_to():
+    linked = {(ROOT / page).parent.joinpath(link.partition("#")[0]).resolve()
+              for page in PAGES for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)) if "://" not in link}
+    assert [page for page in PAGES if page.startswith("docs/") and (ROOT / page).resolve() not in linked] == []
+
+
+def test_the_readme_is_short():
+    assert len(prose("README.md").split()) <= 1100
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if not page.endswith("RESULTS.md")])  # which tells of the past
+def test_files_that_a_page_names_are_there(page):
+    named = re.findall(r"`((?:sbkit|tests|tools|hparams|recipes)/[\w./-]+)`", prose(page))
+    homes = ROOT, (ROOT / page).parent
+    missing = [name for name in named if not any((home / name).exists() for home in homes)]
+    assert missing == []
