@@ -105,7 +105,9 @@ def _module(command: str) -> Any:
 class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, and what may have been meant."""
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
+    def parse_known_args(  # type: ignore[override]  # argparse overloads it by the class of the namespace
+            self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None,
+    ) -> tuple[argparse.Namespace, list[str]]:
         """Nothing is left to the parser above, which knows none of this command's options."""
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:

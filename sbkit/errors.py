@@ -19,9 +19,9 @@ class SbkitError(Exception):
         if exit_code is not None:
             self.exit_code = exit_code
 
-    def __reduce__(self):  # worker processes and ranks send it through pickle
+    def __reduce__(self) -> tuple[object, ...]:  # worker processes and ranks send it through pickle
         return _rebuild, (type(self), self.message, self.hint, self.exit_code)
 
 
-def _rebuild(cls: type, message: str, hint: str | None, exit_code: int) -> SbkitError:
+def _rebuild(cls: type[SbkitError], message: str, hint: str | None, exit_code: int) -> SbkitError:
     return cls(message, hint=hint, exit_code=exit_code)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+from collections.abc import Callable
+from typing import TypeVar
+
+_Number = TypeVar("_Number", int, float)
 
 RUNS_CODE = "The recipe in a run's folder is code, which this imports and calls: name only runs that you trust."
 
@@ -34,7 +38,7 @@ def above(text: str) -> float:
     return _above_zero(text, float, "number")
 
 
-def _above_zero(text: str, kind: type, what: str) -> int | float:
+def _above_zero(text: str, kind: Callable[[str], _Number], what: str) -> _Number:
     with contextlib.suppress(ValueError):
         if (value := kind(text)) > 0:
             return value

@@ -61,7 +61,7 @@ class AudioError(SbkitError):
 
 
 def read_audio(
-    wav: str | os.PathLike | bytes | BinaryIO, *, start: float = 0.0, duration: float | None = None,
+    wav: str | os.PathLike[str] | bytes | BinaryIO, *, start: float = 0.0, duration: float | None = None,
     sample_rate: int | None = 16_000, speed: float = 1.0, slack: float = 0.0, remote: Remote = NOWHERE,
 ) -> np.ndarray:
     """Decode, mix to mono, resample: one open, one pass.
@@ -142,13 +142,13 @@ def resample(signal: np.ndarray, rate: float, to_rate: float) -> np.ndarray:
     return soxr.resample(signal, rate, to_rate, "MQ")
 
 
-def audio_info(wav: str | os.PathLike | bytes | BinaryIO, remote: Remote = NOWHERE) -> tuple[float, int, int]:
+def audio_info(wav: str | os.PathLike[str] | bytes | BinaryIO, remote: Remote = NOWHERE) -> tuple[float, int, int]:
     """What the header says: (seconds, sample rate, channels). Decodes nothing."""
     with _opened(wav, describe(wav), remote) as (file, _):
         return file.frames / file.samplerate, file.samplerate, file.channels
 
 
-def describe(wav: str | os.PathLike | bytes | BinaryIO) -> str:
+def describe(wav: str | os.PathLike[str] | bytes | BinaryIO) -> str:
     """How messages call it: the path, or that it is a number of bytes."""
     if isinstance(wav, (str, os.PathLike)):
         return os.fspath(wav)
@@ -157,7 +157,7 @@ def describe(wav: str | os.PathLike | bytes | BinaryIO) -> str:
     return f"<{getattr(wav, 'name', 'audio file')}>"
 
 
-def read_bytes(wav: str | os.PathLike, remote: Remote = NOWHERE) -> bytes:
+def read_bytes(wav: str | os.PathLike[str], remote: Remote = NOWHERE) -> bytes:
     """The encoded bytes behind a path or a shard member."""
     path, offset, size = split_member(os.fspath(wav))
     try:
@@ -184,7 +184,7 @@ def split_member(wav: str) -> tuple[str, int, int | None]:
 
 
 @contextlib.contextmanager
-def _opened(wav: str | os.PathLike | bytes | BinaryIO, name: str,
+def _opened(wav: str | os.PathLike[str] | bytes | BinaryIO, name: str,
             remote: Remote = NOWHERE) -> Iterator[tuple[soundfile.SoundFile, int]]:
     """An open recording with a plausible header, and the last frame that can be sought exactly."""
     handle = data = file = None

@@ -98,7 +98,7 @@ class Clip:
     seed: int
 
 
-def make_demo_corpus(out: str | os.PathLike, hours: float = 1.0, language: str = "en", seed: int = 1234,
+def make_demo_corpus(out: str | os.PathLike[str], hours: float = 1.0, language: str = "en", seed: int = 1234,
                      workers: int | None = None, show_progress: bool = True) -> Path:
     """Synthesise the corpus and return its folder, ``out/<language>``, to be used as ``data_folder``.
 

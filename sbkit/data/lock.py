@@ -30,10 +30,17 @@ class Lock:
 
     _open: ClassVar[weakref.WeakSet[Lock]] = weakref.WeakSet()
 
-    def __init__(self, path: str | os.PathLike, flags: int = os.O_RDONLY):
+    def __init__(self, path: str | os.PathLike[str], flags: int = os.O_RDONLY):
         self.path = Path(path)
         self.handle: int | None = os.open(path, flags, 0o666)
         Lock._open.add(self)
+
+    @property
+    def descriptor(self) -> int:
+        """The number of the open file."""
+        if self.handle is None:
+            raise ValueError(f"{self.path} was closed")
+        return self.handle
 
     def take(self, *, wait: bool = False, shared: bool = False) -> bool | None:
         """Whether this process holds it now; None where the file system has no locks.
@@ -44,7 +51,7 @@ class Lock:
             return None
         how = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         try:
-            fcntl.flock(self.handle, how if wait else how | fcntl.LOCK_NB)
+            fcntl.flock(self.descriptor, how if wait else how | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         except OSError as error:  # some network file systems
@@ -55,7 +62,7 @@ class Lock:
     def is_at(self, path: Path) -> bool:
         """Whether what is open is what has this name by now."""
         try:
-            return os.path.samestat(os.fstat(self.handle), os.stat(path))
+            return os.path.samestat(os.fstat(self.descriptor), os.stat(path))
         except FileNotFoundError:
             return False
 

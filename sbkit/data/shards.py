@@ -83,7 +83,7 @@ class _Job:
 
 
 def write_shards(
-    manifest: Manifest, out: str | os.PathLike, *, name: str = "shard", shard_size_mb: float = 512,
+    manifest: Manifest, out: str | os.PathLike[str], *, name: str = "shard", shard_size_mb: float = 512,
     encode: str | None = None, workers: int = 2, show_progress: bool = True,
 ) -> Manifest:
     """Write ``manifest``'s recordings into shards below ``out`` and return the manifest that reads them.

@@ -6,7 +6,7 @@ import gzip
 import io
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ def _lines(model: NGram) -> Iterator[str]:
     yield from (f"ngram {order}={count}\n" for order, count in enumerate(model.counts, start=1))
     texts: list[str] = []
     for order, level in enumerate(model.levels, start=1):
-        words = map(model.words.__getitem__, level.word.tolist())
+        words: Iterable[str] = map(model.words.__getitem__, level.word.tolist())
         if order > 1:
             words = (f"{texts[context]} {word}" for context, word in zip(level.context.tolist(), words, strict=True))
         texts, probabilities = list(words), level.log10.tolist()

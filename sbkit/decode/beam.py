@@ -255,4 +255,5 @@ def _begin(search: BeamSearch) -> None:
 
 
 def _go_on(part: Events, weights: Weights) -> list[list[Hypothesis]]:
+    assert _here is not None, "_begin comes first"
     return _here._search(part, weights)

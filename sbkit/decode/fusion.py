@@ -42,7 +42,7 @@ class Fusion:
         self.closed = lexicon is not None
         self.start = 0 if model is None else model.start
         self._word_model = None if per_piece else model
-        if per_piece:
+        if per_piece and model is not None:
             self.piece_ids = np.array([model.ids.get(text, model.unknown) for text in pieces.texts], np.int64)
         if lexicon is not None:
             words = list(lexicon)
@@ -52,7 +52,7 @@ class Fusion:
         words += [word for word in hot.words if word not in known]
         raw = [word.encode("utf-8", "surrogatepass") for word in words]
         ids, alone, self._unknown_alone = np.zeros(len(words), np.int64), np.zeros(len(words), np.float32), 0.0
-        if self._word_model:
+        if model is not None and not per_piece:
             ids = np.array([model.ids.get(word, model.unknown) for word in words], np.int64)
             alone = model.score(np.zeros(len(ids), np.int64), ids)[0]
             self._unknown_alone = float(model.score(np.zeros(1, np.int64), np.array([model.unknown]))[0][0])
@@ -70,8 +70,8 @@ class Fusion:
         gain[strange] += FORBIDDEN if self.closed else weights.unknown
         if self._word_model is None:
             return gain, states
-        ids[strange] = self.model.unknown
-        scores, after = self.model.score(states, ids)
+        ids[strange] = self._word_model.unknown
+        scores, after = self._word_model.score(states, ids)
         return gain + weights.lm * scores, after
 
     def expect(self, words: np.ndarray, weights: Weights) -> np.ndarray:
@@ -87,6 +87,7 @@ class Fusion:
 
     def extend(self, states: np.ndarray, tokens: np.ndarray, weights: Weights) -> tuple[np.ndarray, np.ndarray]:
         """What tokens [N] add after states [N] where the model is over pieces, and the states after."""
+        assert self.model is not None, "only a model over pieces extends"
         scores, after = self.model.score(states, self.piece_ids[tokens])
         return weights.lm * scores.astype(np.float64), after
 

@@ -58,9 +58,9 @@ def greedy(log_probs: Tensor, lengths: Tensor, blank_id: int = 0, certainty: str
     if certainty is not None:
         frames.append(frame_certainty(log_probs, certainty).where(inside, 1.0))
     # Labels are exact in float32 up to 16 million, so that everything fits in one tensor and one copy.
-    labels, *confidences = torch.stack(frames).cpu().numpy()
-    refuse_nan(confidences[0])
-    return Hypotheses(collapse(labels.astype(np.int64), *confidences, blank_id=blank_id))
+    path, confidence, *sure = torch.stack(frames).cpu().numpy()
+    refuse_nan(confidence)
+    return Hypotheses(collapse(path.astype(np.int64), confidence, sure[0] if sure else None, blank_id=blank_id))
 
 
 def check_shapes(log_probs: Tensor, lengths: Tensor) -> None:

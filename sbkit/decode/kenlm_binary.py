@@ -72,11 +72,11 @@ class KenLM(LanguageModel):
         tables = []
         sizes = [self.counts[0] + 1, *(_buckets(count, multiplier) for count in self.counts[1:])]
         kinds = [_UNIGRAM, *[_MIDDLE] * (order - 2), _LONGEST]
-        for size, kind in zip(sizes, kinds, strict=True):
-            end = at + size * kind.itemsize
+        for size, cell in zip(sizes, kinds, strict=True):
+            end = at + size * cell.itemsize
             if end > len(data):
                 raise self._truncated()
-            tables.append(data[at:end].view(kind))
+            tables.append(data[at:end].view(cell))
             at = end
         self._unigrams, self._tables = tables[0], tables[1:]
         words = data[at:].tobytes().split(b"\0")[:-1]

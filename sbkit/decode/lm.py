@@ -51,8 +51,8 @@ class Report:
         def shown(discounts: kneser_ney.Discounts) -> str:
             return " ".join(f"{value:.3f}" for value in discounts.values) + (" (set)" if discounts.fallback else "")
 
-        rows = [[order, count, full, shown(discounts)] for order, (count, full, discounts) in
-                enumerate(zip_longest(self.counts, self.counted, self.discounts, fillvalue=0), start=1)]
+        rows = [[order, count, full, shown(self.discounts[order - 1])] for order, (count, full) in
+                enumerate(zip_longest(self.counts, self.counted, fillvalue=0), start=1)]
         of = "the text given for it" if self.held_out else "the text it was estimated from"
         quality = self.quality
         return "\n".join([

@@ -45,7 +45,7 @@ class NGram(LanguageModel):
         self._build()
 
     @property
-    def counts(self) -> list[int]:
+    def counts(self) -> list[int]:  # type: ignore[override]  # nobody sets a model's counts from outside
         """N-grams of each order."""
         return [len(level.word) for level in self.levels]
 
@@ -67,10 +67,10 @@ class NGram(LanguageModel):
         size = self._size = len(self.words)
         offsets = np.cumsum([0, *self.counts])
         keys, below = [], 0
-        for level, context in enumerate(level.context for level in self.levels):
-            state = context.astype(np.int64) + (1 + below if level else 0)
-            keys.append(state * size + self.levels[level].word)
-            below = offsets[level]
+        for number, level in enumerate(self.levels):
+            state = level.context.astype(np.int64) + (1 + below if number else 0)
+            keys.append(state * size + level.word)
+            below = offsets[number]
         self._keys = np.concatenate(keys)
         self._ln = np.concatenate([level.log10 for level in self.levels]).astype(np.float32) * np.float32(LN10)
         backoff = np.concatenate([[0], *(level.backoff for level in self.levels)])

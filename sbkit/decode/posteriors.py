@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -140,6 +140,10 @@ def _likely(log_probs: Any, inside: np.ndarray, blank_id: int, threshold: float)
     """
     sure = math.log1p(-math.exp(threshold)) if threshold < 0 else math.inf
     flat = log_probs.reshape(-1, log_probs.shape[-1])
+    numpy: Callable[[Any], np.ndarray]
+    indices: Callable[[np.ndarray], Any]  # on the device of ``log_probs``, as what they find
+    nonzero: Callable[[Any], np.ndarray]
+    highest: Callable[[Any], Any]
     if isinstance(flat, np.ndarray):
         numpy, indices = np.asarray, np.asarray
         nonzero, highest = np.flatnonzero, lambda rows: rows.max(-1, initial=-np.inf)

@@ -273,10 +273,10 @@ class Search:
         first = np.arange(len(rows)) - np.searchsorted(utterance, utterance) < nbest
         rows, score, acoustic, utterance = rows[first], score[first], acoustic[first], utterance[first]
         found: list[list[Found]] = [[] for _ in self.rank]
-        columns = zip(self.rank[utterance].tolist(), *self._trace(beams.node[rows]), score.tolist(), acoustic.tolist(),
-                      strict=True)
-        for place, *parts in columns:
-            found[place].append(Found(*parts))
+        tokens, events = self._trace(beams.node[rows])
+        hypotheses = map(Found, tokens, events, score.tolist(), acoustic.tolist())
+        for place, hypothesis in zip(self.rank[utterance].tolist(), hypotheses, strict=True):
+            found[place].append(hypothesis)
         return found
 
     def _trace(self, nodes: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:

@@ -32,8 +32,8 @@ def hot_words(given: Sequence[str], boost: float = 5.0) -> dict[str, float]:
 def search(lm: str | None, lm_weight: float | None, word_score: float | None, beam: int | None,
            phrases: Sequence[str]) -> dict[str, Any] | None:
     """Options of the search that is asked for; None where none is."""
-    given = {"lm": lm, "lm_weight": lm_weight, "word_score": word_score, "beam": beam}
-    given = {name: value for name, value in given.items() if value is not None}
+    options: dict[str, Any] = {"lm": lm, "lm_weight": lm_weight, "word_score": word_score, "beam": beam}
+    given = {name: value for name, value in options.items() if value is not None}
     if phrases:
         given["hot_words"] = hot_words(phrases)
     return given or None

@@ -9,6 +9,7 @@ import sysconfig
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from sbkit.doctor import probe
 from sbkit.doctor.finding import IN_THE_WAY, NOTE, Finding, Scope
@@ -67,7 +68,7 @@ def torch_pair(asked: Scope) -> Iterator[Finding]:
         yield Finding("torchaudio", audio["version"])
 
 
-def _pair(facts: dict) -> Iterator[Finding]:
+def _pair(facts: dict[str, Any]) -> Iterator[Finding]:
     try:
         check_torch_pair()
     except SbkitError as error:

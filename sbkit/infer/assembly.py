@@ -39,10 +39,13 @@ class Assembly:
 
     def add(self, number: int, chunk: Chunk, log_probs: np.ndarray, frame_samples: int, decoder: Decoder) -> None:
         """Take what the model said of a chunk [T, V]; a stretch is closed where a pause ends it."""
-        stop = None if chunk.keep is None else chunk.skip + chunk.keep
+        if chunk.keep is None:
+            stop, samples = None, len(chunk.signal) - chunk.skip * frame_samples
+        else:
+            stop, samples = chunk.skip + chunk.keep, chunk.keep * frame_samples
         # A copy: a view would keep the whole batch in memory.
         self.parts[number] = log_probs[chunk.skip : stop].copy(), chunk.goes_on
-        self.samples += len(chunk.signal) - chunk.skip * frame_samples if stop is None else chunk.keep * frame_samples
+        self.samples += samples
         self._close(decoder)
 
     def _close(self, decoder: Decoder) -> None:

@@ -63,7 +63,7 @@ class Torch:
     A program is code: load only bundles that you trust. What could hold a pickle is refused unread.
     """
 
-    width = None
+    width: int | None = None
 
     def __init__(self, path: Path, model: str, wanted: DeviceChoice, threads: int | None, worker: Worker,
                  compile_mode: str | None):

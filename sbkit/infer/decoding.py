@@ -87,7 +87,8 @@ class Beam:
     joins = False
 
     def __init__(self, vocabulary: Vocabulary, options: Mapping[str, Any]):
-        from sbkit.decode.beam import BeamSearch, Events
+        from sbkit.decode.beam import BeamSearch
+        from sbkit.decode.posteriors import Events
 
         config = vocabulary.config
         try:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from importlib import util
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -52,7 +53,7 @@ class Engine:
         self.fault: str | None = None
         """What broke the device, once it is broken; then only a new process helps."""
         self._worker = Worker()
-        self._backend: Backend | None = None
+        self._opened: Backend | None = None
         try:
             self._worker.submit(self._open, self.folder / self.config.models[model], model, wanted, threads,
                                 compile).result()
@@ -68,6 +69,11 @@ class Engine:
     # ------------------------------------------------------------------ asking
 
     @property
+    def _backend(self) -> Backend:
+        assert self._opened is not None, "the engine was closed"
+        return self._opened
+
+    @property
     def running(self) -> Placement:
         """What was asked for and what runs."""
         return self._backend.running
@@ -76,7 +82,7 @@ class Engine:
         """Waveforms [S] to log-probabilities [T, V], each with its own T; waits for its turn."""
         return self.submit(signals).result()
 
-    def submit(self, signals: Sequence[np.ndarray]) -> Future:
+    def submit(self, signals: Sequence[np.ndarray]) -> Future[Any]:
         """As :meth:`run`, to be waited for later."""
         for signal in signals:
             if signal.ndim != 1 or signal.dtype != np.float32 or not len(signal):
@@ -86,7 +92,7 @@ class Engine:
     def close(self) -> None:
         """Release the model."""
         self._worker.close()
-        self._backend = None
+        self._opened = None
 
     def __enter__(self) -> Engine:
         return self
@@ -99,9 +105,9 @@ class Engine:
     def _open(self, path: Path, model: str, wanted: DeviceChoice, threads: int | None, compile: str | None) -> None:
         self._check_file(path)
         if model == layout.TORCH:
-            self._backend = Torch(path, model, wanted, threads, self._worker, compile)
+            self._opened = Torch(path, model, wanted, threads, self._worker, compile)
         else:
-            self._backend = Onnx(path, model, wanted, threads, self._outputs())
+            self._opened = Onnx(path, model, wanted, threads, self._outputs())
         self._check_width(path)
         for utterances, samples in self._buckets or [(1, self.config.sample_rate // 2)]:  # warm before the first asks
             self._run([np.zeros(samples, dtype=np.float32)] * utterances)

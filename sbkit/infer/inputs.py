@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -55,7 +56,7 @@ def _behind(name: str, schemes: tuple[str, ...]) -> Iterator[Recording]:
         yield Recording(name, _shown(path.stem), remote=Remote(tuple(filter(None, [scheme_of(name)]))))
 
 
-def _shown(path: str | os.PathLike) -> str:
+def _shown(path: str | os.PathLike[str]) -> str:
     """A name as text: on disks it is bytes, and those that are no UTF-8 could not be written into a transcript."""
     return os.fsencode(path).decode("utf-8", "replace")
 
@@ -87,8 +88,7 @@ def _remove(name: str) -> None:
 def _make_unique(recordings: list[Recording]) -> None:
     """Two clips of one name get their suffix, or else a number: files that are written must not meet."""
     def clashing() -> set[str]:
-        seen: set[str] = set()
-        return {each.id for each in recordings if each.id in seen or seen.add(each.id)}
+        return {name for name, times in Counter(each.id for each in recordings).items() if times > 1}
 
     twice = clashing()
     for each in recordings:

@@ -16,7 +16,7 @@ from sbkit.infer.pipeline import Options, Pipeline
 from sbkit.infer.recordings import Recording
 from sbkit.infer.transcript import Transcript
 
-Source = str | os.PathLike | bytes | BinaryIO | np.ndarray | Recording
+Source = str | os.PathLike[str] | bytes | BinaryIO | np.ndarray | Recording
 
 
 class Model:
@@ -51,14 +51,15 @@ class Model:
 
         Raises ``sbkit.data.audio.AudioError`` for the first that can't be read.
         """
-        several = isinstance(audio, list)
-        recordings = [_recording(each) for each in (audio if several else [audio])]
-        found: list[Transcript | None] = [None] * len(recordings)
-        for done in self._pipeline.run(recordings):
+        if not isinstance(audio, list):
+            return self.transcribe([audio])[0]
+        found: dict[int, Transcript] = {}
+        for done in self._pipeline.run([_recording(each) for each in audio]):
             if done.error is not None:
                 raise done.error
+            assert done.transcript is not None, "a recording has a transcript or an error"
             found[done.index] = done.transcript
-        return found if several else found[0]
+        return [found[i] for i in range(len(audio))]
 
     def close(self) -> None:
         """Release the model."""

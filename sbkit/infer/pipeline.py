@@ -6,7 +6,7 @@ import contextlib
 import queue
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -42,17 +42,24 @@ class Options:
 class Done(NamedTuple):
     """A recording's transcript, or why there is none."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # of a tuple it hides a method that nobody calls
     transcript: Transcript | None
     error: AudioError | None
 
 
 class _Read(NamedTuple):
-    """What a reader hands over: a chunk, or the number of chunks or the error that a recording ended with."""
+    """What a reader hands over: a chunk."""
 
-    index: int
+    recording: int
     number: int
-    chunk: Chunk | None
+    chunk: Chunk
+
+
+class _Ended(NamedTuple):
+    """What it hands over at a recording's end: how many chunks it has, and the error that it ended with."""
+
+    recording: int
+    chunks: int
     error: BaseException | None = None
 
 
@@ -68,13 +75,13 @@ class Pipeline:
         self._frame = config.hop_samples * config.subsampling
         self._decoder = decoder(engine.vocabulary, self.options.search)
 
-    def run(self, recordings: Sequence[Recording]) -> Iterator[Done]:
+    def run(self, recordings: Sequence[Recording]) -> Generator[Done, None, None]:
         """Each recording's result, as soon as it is there."""
         if not recordings:
             return
         stop = threading.Event()
         room = max(8, int(_BATCHES_WAITING * self._budget / (self._chunk_seconds * self.engine.config.sample_rate)))
-        read: queue.Queue[_Read | None] = queue.Queue(room)
+        read: queue.Queue[_Read | _Ended | None] = queue.Queue(room)
         turn = iter(range(len(recordings)))
         lock = threading.Lock()
         readers = [threading.Thread(target=self._read, args=(recordings, turn, lock, read, stop), daemon=True)
@@ -91,7 +98,7 @@ class Pipeline:
 
     # ------------------------------------------------------------------ reading
 
-    def _read(self, recordings: Sequence[Recording], turn: Iterator[int], lock: threading.Lock, read: queue.Queue,
+    def _read(self, recordings: Sequence[Recording], turn: Iterator[int], lock: threading.Lock, read: queue.Queue[_Read | _Ended | None],
               stop: threading.Event) -> None:
         rate = self.engine.config.sample_rate
         while not stop.is_set():
@@ -108,18 +115,19 @@ class Pipeline:
                     number += 1
                 if not number:
                     raise AudioError(recordings[index].name, "holds no audio")
-                read.put(_Read(index, number, None))
+                read.put(_Ended(index, number))
             except BaseException as error:
-                read.put(_Read(index, number, None, error))
+                read.put(_Ended(index, number, error))
         read.put(None)
 
     # ------------------------------------------------------------------ batches
 
-    def _collect(self, recordings: Sequence[Recording], read: queue.Queue, readers: int) -> Iterator[Done]:
+    def _collect(self, recordings: Sequence[Recording], read: queue.Queue[_Read | _Ended | None], readers: int,
+                 ) -> Iterator[Done]:
         heard: dict[int, Assembly] = {}
         ready: dict[int, Assembly] = {}
         waiting: list[_Read] = []
-        running: deque[tuple[list[_Read], Future]] = deque()
+        running: deque[tuple[list[_Read], Future[Any]]] = deque()
         while readers or waiting or running:
             while readers and (room := _BATCHES_WAITING * self._budget - _samples(waiting)) > 0:
                 # Wait for a reader only where there is nothing else to do and less than a batch to begin with.
@@ -130,13 +138,13 @@ class Pipeline:
                     item = read.get(block=idle)
                     if item is None:
                         readers -= 1
-                    elif item.chunk is not None:
+                    elif isinstance(item, _Read):
                         waiting.append(item)
                     elif item.error is None:
-                        heard.setdefault(item.index, Assembly()).expected = item.number
-                        _move(item.index, heard, ready)
+                        heard.setdefault(item.recording, Assembly()).expected = item.chunks
+                        _move(item.recording, heard, ready)
                     else:
-                        yield self._failed(item, heard, waiting)
+                        yield self._failed(item.recording, item.error, heard, waiting)
                     continue
                 break
             while waiting and len(running) < _BATCHES_RUNNING:
@@ -145,9 +153,9 @@ class Pipeline:
             if running:
                 batch, future = running.popleft()
                 for each, log_probs in zip(batch, future.result(), strict=True):
-                    heard.setdefault(each.index, Assembly()).add(each.number, each.chunk, log_probs, self._frame,
+                    heard.setdefault(each.recording, Assembly()).add(each.number, each.chunk, log_probs, self._frame,
                                                               self._decoder)
-                    _move(each.index, heard, ready)
+                    _move(each.recording, heard, ready)
             if len(ready) >= self._decoder.at_once:
                 yield from self._finish(recordings, ready)
         yield from self._finish(recordings, ready)
@@ -163,12 +171,12 @@ class Pipeline:
     # ------------------------------------------------------------------ words
 
     @staticmethod
-    def _failed(item: _Read, heard: dict[int, Assembly], waiting: list[_Read]) -> Done:
-        if not isinstance(item.error, AudioError):
-            raise item.error
-        waiting[:] = [each for each in waiting if each.index != item.index]
-        heard[item.index] = Assembly(expected=-1)  # what still runs of it is dropped
-        return Done(item.index, None, item.error)
+    def _failed(recording: int, error: BaseException, heard: dict[int, Assembly], waiting: list[_Read]) -> Done:
+        if not isinstance(error, AudioError):
+            raise error
+        waiting[:] = [each for each in waiting if each.recording != recording]
+        heard[recording] = Assembly(expected=-1)  # what still runs of it is dropped
+        return Done(recording, None, error)
 
     def _finish(self, recordings: Sequence[Recording], ready: dict[int, Assembly]) -> Iterator[Done]:
         if not ready:

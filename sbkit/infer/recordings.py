@@ -27,7 +27,7 @@ class Recording:
     start, duration : the stretch of it, in seconds; without ``duration`` all that follows
     """
 
-    audio: str | os.PathLike | bytes | BinaryIO | np.ndarray
+    audio: str | os.PathLike[str] | bytes | BinaryIO | np.ndarray
     id: str = ""
     start: float = 0.0
     duration: float | None = None
@@ -71,7 +71,7 @@ def _samples(signal: np.ndarray, name: str) -> Iterator[np.ndarray]:
     yield signal
 
 
-def _decoded(source: str | os.PathLike | bytes | BinaryIO, name: str, rate: int, start: float,
+def _decoded(source: str | os.PathLike[str] | bytes | BinaryIO, name: str, rate: int, start: float,
              duration: float | None, remote: Remote) -> Iterator[np.ndarray]:
     with audio._opened(source, name, remote) as (file, exact):
         own = file.samplerate

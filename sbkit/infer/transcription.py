@@ -82,7 +82,7 @@ def transcribe(request: TranscribeRequest) -> int:
         print(engine.running, file=sys.stderr)
         waiting = recordings
         if request.output is not None:
-            _claim(request, engine.running.model)
+            _claim(request, request.output, engine.running.model)
             waiting = [each for each in recordings if request.overwrite or not _there(request.output, each, formats)]
             if len(waiting) < len(recordings):
                 print(f"{len(recordings) - len(waiting)} are done already", file=sys.stderr)
@@ -106,7 +106,7 @@ def _run(engine: Engine, recordings: list[Recording], request: TranscribeRequest
             recording = recordings[index]
             if done.error is not None:
                 errors.append(done)
-            elif request.output is not None:
+            elif request.output is not None and done.transcript is not None:
                 _write(request.output, recording, done.transcript, formats)
             if screen is not None:
                 if sys.stdout.isatty():
@@ -168,7 +168,8 @@ class _Screen:
 
     def __init__(self, name: str, count: int):
         self.name, self.alone = name, count == 1
-        self.next, self.held = 0, {}
+        self.next = 0
+        self.held: dict[int, Transcript | None] = {}
 
     def put(self, index: int, transcript: Transcript | None) -> None:
         """Take one; print all whose turn it is."""
@@ -222,13 +223,13 @@ def _write(output: Path, recording: Recording, transcript: Transcript, formats: 
                              hint="the same command goes on from here") from error
 
 
-def _claim(request: TranscribeRequest, model: str) -> None:
+def _claim(request: TranscribeRequest, output: Path, model: str) -> None:
     """Note what makes the transcripts of a folder; another model's are not mixed with them unasked."""
     facts = {
         "bundle": hashlib.sha256((request.bundle / CONFIG).read_bytes()).hexdigest(), "model": model,
         "chunk_seconds": request.chunk_seconds, "search": request.search,
     }
-    path = request.output / MADE_BY
+    path = output / MADE_BY
     try:
         there = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

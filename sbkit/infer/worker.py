@@ -14,21 +14,23 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+_Job = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
+
 
 class Worker:
     """Runs calls one after another in a thread of its own; any thread may submit them."""
 
     def __init__(self, name: str = "sbkit-model"):
-        self._jobs: queue.SimpleQueue[tuple[Future, Callable, tuple] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=_work, args=(self._jobs,), name=name, daemon=True)
         self._thread.start()
         self._stop = weakref.finalize(self, self._jobs.put, None)  # also where nobody called close()
 
-    def submit(self, call: Callable[..., Any], *args: Any) -> Future:
+    def submit(self, call: Callable[..., Any], *args: Any) -> Future[Any]:
         """Queue a call. A future that is cancelled before its turn is passed over."""
         if not self._stop.alive:
             raise RuntimeError("the model was closed")
-        future: Future = Future()
+        future: Future[Any] = Future()
         self._jobs.put((future, call, args))
         return future
 
@@ -43,7 +45,7 @@ class Worker:
             self._thread.join()
 
 
-def _work(jobs: queue.SimpleQueue) -> None:
+def _work(jobs: queue.SimpleQueue[_Job | None]) -> None:
     while (job := jobs.get()) is not None:
         future, call, args = job
         if future.set_running_or_notify_cancel():

@@ -305,7 +305,7 @@ def _plain_fits(kind: type, inner: tuple, given: Any) -> bool:
         return isinstance(given, (int, float))
     if kind is complex:
         return isinstance(given, (int, float, complex))
-    if kind in (str, os.PathLike, pathlib.Path) or issubclass(kind, pathlib.PurePath):
+    if kind in (str, os.PathLike[str], pathlib.Path) or issubclass(kind, pathlib.PurePath):
         return isinstance(given, str)
     if isinstance(given, tuple):
         return kind is object or issubclass(tuple, kind) or kind in (list, collections.abc.MutableSequence)
@@ -352,7 +352,7 @@ def describe(hint: Any) -> str:
     if origin is typing.Literal:
         return "one of " + ", ".join(map(str, inner))
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null",
-             list: "a list", tuple: "a list", dict: "a mapping", pathlib.Path: "a path", os.PathLike: "a path"}
+             list: "a list", tuple: "a list", dict: "a mapping", pathlib.Path: "a path", os.PathLike[str]: "a path"}
     kind = origin or hint
     if kind in (list, collections.abc.Sequence, collections.abc.Iterable) and inner and inner[0] in (int, float, str):
         return f"a list of {({int: 'whole numbers', float: 'numbers', str: 'texts'})[inner[0]]}"

@@ -119,17 +119,22 @@ class RunLock:
             self._path(number).unlink(missing_ok=True)
         return True
 
+    @property
+    def _held(self) -> Lock:
+        assert self._lock is not None, "it is held"
+        return self._lock
+
     def _let_go(self) -> None:
         self._path(self._number).unlink(missing_ok=True)
-        self._lock.close()
+        self._held.close()
         self._lock = None
 
     def _write(self, **more: Any) -> None:
         self._facts |= more
         text = json.dumps(self._facts, indent=1).encode()
-        os.ftruncate(self._lock.handle, 0)
-        os.pwrite(self._lock.handle, text, 0)
-        os.fsync(self._lock.handle)
+        os.ftruncate(self._held.descriptor, 0)
+        os.pwrite(self._held.descriptor, text, 0)
+        os.fsync(self._held.descriptor)
 
     # ------------------------------------------------------------ another one holds it
 
@@ -160,12 +165,12 @@ class RunLock:
                 if self._followed():
                     launcher.leave(f"{self.folder} was taken over by another run, while this one gave no sign of life "
                                    "for long: it ends here")
-                os.utime(self._lock.handle)
+                os.utime(self._held.descriptor)
 
     def _followed(self) -> bool:
         """Whether another one holds the folder by now, this one or a new one of the same name."""
         newest = self._newest()
-        return newest > self._number or (newest == self._number and not self._lock.is_at(self._path(newest)))
+        return newest > self._number or (newest == self._number and not self._held.is_at(self._path(newest)))
 
 
 class _Holder:
@@ -187,7 +192,7 @@ class _Holder:
             with Lock(self.path) as lock:
                 free = lock.take(shared=True)
                 self.facts = self._read()
-                self.lives = self._judge(free, os.fstat(lock.handle).st_mtime_ns)
+                self.lives = self._judge(free, os.fstat(lock.descriptor).st_mtime_ns)
         except FileNotFoundError:  # another one holds the folder by now
             self.lives = False
 

@@ -17,6 +17,7 @@ from sbkit.errors import SbkitError
 from sbkit.recipe import load
 from sbkit.recipe.arguments import import_beside
 from sbkit.recipe.load import Recipe
+from sbkit.recipe.source import BASE
 from sbkit.runs.layout import RECIPE
 from sbkit.train.averaging import EMA, average
 from sbkit.train.checkpoint.state import TENSORS
@@ -148,9 +149,10 @@ _WEIGHTS = (torch.nn.Module, EMA)
 
 def _output_folder(tree: Mapping[str, Any], path: Path) -> str:
     while "output_folder" not in tree:
-        tree = tree.get(load.BASE)
-        if not isinstance(tree, Mapping):
+        base = tree.get(BASE)
+        if not isinstance(base, Mapping):
             raise SbkitError(f"{path} lacks output_folder", hint="is it the recipe that a run wrote down?")
+        tree = base
     return str(tree["output_folder"])
 
 

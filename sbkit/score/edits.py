@@ -9,10 +9,10 @@ goes the same way back as SpeechBrain, for many pairs at a time.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import compress
 from operator import ne
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 from rapidfuzz.distance import Levenshtein, Prefix
@@ -35,6 +35,10 @@ _FRONT = 100_000  # cells of all fronts that are held at once
 _CELLS = 16_000_000  # bytes of the table that is held at once
 
 
+_Item = TypeVar("_Item")
+_Coded = Sequence[Hashable]  # letters of a text, words, or numbers in their place
+
+
 class Counts(NamedTuple):
     """Edits of each pair, [N] int64."""
 
@@ -52,8 +56,8 @@ def count(references: Sequence[Tokens], hypotheses: Sequence[Tokens]) -> Counts:
     return _in_parts(references, hypotheses, _count_tokens)
 
 
-def _in_parts(references: Sequence, hypotheses: Sequence, count_part: Callable[[list, list], Counts | np.ndarray],
-              ) -> Counts:
+def _in_parts(references: Sequence[_Item], hypotheses: Sequence[_Item],
+              count_part: Callable[[list[_Item], list[_Item]], Counts | np.ndarray]) -> Counts:
     differ = bytes(map(ne, references, hypotheses))
     refs, hyps = (list(compress(side, differ)) for side in (references, hypotheses))
     parts = [count_part(refs[start:start + _AT_ONCE], hyps[start:start + _AT_ONCE])
@@ -65,13 +69,15 @@ def _in_parts(references: Sequence, hypotheses: Sequence, count_part: Callable[[
 
 def _count_tokens(references: list[Tokens], hypotheses: list[Tokens]) -> Counts:
     # Rapidfuzz compares hashes: an empty word has that of the letter zero, and what is no word may have any.
-    if not _are_strings(references, hypotheses) and not _are_plain_words(references, hypotheses):
-        number = _Numbers().__getitem__
-        references, hypotheses = ([list(map(number, tokens)) for tokens in side] for side in (references, hypotheses))
-    return _count(references, hypotheses, _lengths(hypotheses) - _lengths(references))
+    longer = _lengths(hypotheses) - _lengths(references)
+    if _are_strings(references, hypotheses) or _are_plain_words(references, hypotheses):
+        return _count(references, hypotheses, longer)
+    number = _Numbers().__getitem__
+    refs, hyps = ([list(map(number, tokens)) for tokens in side] for side in (references, hypotheses))
+    return _count(refs, hyps, longer)
 
 
-def _count(references: list[Tokens], hypotheses: list[Tokens], longer: np.ndarray) -> Counts:
+def _count(references: Sequence[_Coded], hypotheses: Sequence[_Coded], longer: np.ndarray) -> Counts:
     """Of pairs whose hypothesis is ``longer`` by so many tokens, [N] int64."""
     edits = _distances(references, hypotheses, 1)
     # edits = substitutions + |longer| + 2 * (insertions that a deletion elsewhere makes up for), which bounds the
@@ -90,7 +96,7 @@ def _count(references: list[Tokens], hypotheses: list[Tokens], longer: np.ndarra
     return _completed(edits, substitutions, longer)
 
 
-def _are_strings(*sides: list[Tokens]) -> bool:
+def _are_strings(*sides: Sequence[_Coded]) -> bool:
     return all(isinstance(tokens, str) for side in sides for tokens in side)
 
 
@@ -103,11 +109,11 @@ def _completed(edits: np.ndarray, substitutions: np.ndarray, longer: np.ndarray)
     return Counts(insertions, insertions - longer, substitutions)
 
 
-def _lengths(texts: list[Tokens]) -> np.ndarray:
+def _lengths(texts: Sequence[_Coded]) -> np.ndarray:
     return np.fromiter(map(len, texts), np.int64, len(texts))
 
 
-def _distances(references: list[Tokens], hypotheses: list[Tokens], substitution: int) -> np.ndarray:
+def _distances(references: Sequence[_Coded], hypotheses: Sequence[_Coded], substitution: int) -> np.ndarray:
     """The least cost of turning each reference into its hypothesis, an insertion or deletion costing 1, [N] int64."""
     if not references:
         return np.zeros(0, dtype=np.int64)
@@ -131,7 +137,7 @@ def align(references: Sequence[Tokens], hypotheses: Sequence[Tokens]) -> list[st
     return ways
 
 
-def _pick(items: Sequence, which: Sequence[int] | np.ndarray) -> list:
+def _pick(items: Sequence[_Item], which: Sequence[int] | np.ndarray) -> list[_Item]:
     if isinstance(which, np.ndarray):
         which = which.tolist()  # numpy's own integers find items at a third of the speed
     return [items[i] for i in which]
@@ -153,7 +159,8 @@ def _groups(references: Sequence[Tokens], hypotheses: Sequence[Tokens]) -> Itera
         yield group
 
 
-def _without_common_start(references: list[Tokens], hypotheses: list[Tokens]) -> tuple[list[Tokens], list[Tokens]]:
+def _without_common_start(references: Sequence[_Coded], hypotheses: Sequence[_Coded],
+                          ) -> tuple[list[_Coded], list[_Coded]]:
     """Every preferred way ends in the diagonal through a common start (a common end has no such rule)."""
     if not references:
         return [], []
@@ -162,21 +169,21 @@ def _without_common_start(references: list[Tokens], hypotheses: list[Tokens]) ->
             [tokens[start:] for tokens, start in zip(hypotheses, same, strict=True)])
 
 
-class _Numbers(dict):
+class _Numbers(dict[Hashable, int]):
     """A number for each different token."""
 
-    def __missing__(self, token: str) -> int:
+    def __missing__(self, token: Hashable) -> int:
         self[token] = number = len(self)
         return number
 
 
-def _encode(references: list[Tokens], hypotheses: list[Tokens]) -> tuple[np.ndarray, np.ndarray]:
+def _encode(references: Sequence[_Coded], hypotheses: Sequence[_Coded]) -> tuple[np.ndarray, np.ndarray]:
     """The tokens as numbers, [longest reference, B] and [longest hypothesis, B]; padding equals nothing."""
     numbers = _Numbers()
     encoded = []
     for side, padding in ((references, -1), (hypotheses, -2)):
         if _are_strings(references, hypotheses):
-            flat = np.frombuffer("".join(side).encode(UTF_32, "surrogatepass"), dtype=np.int32)
+            flat = np.frombuffer("".join(cast("Sequence[str]", side)).encode(UTF_32, "surrogatepass"), dtype=np.int32)
         else:
             flat = np.array([numbers[token] for tokens in side for token in tokens], dtype=np.int32)
         lengths = _lengths(side)
@@ -231,7 +238,7 @@ def _fronts(ref: np.ndarray, hyp: np.ndarray, deletions: int, insertions: int) -
         yield _Front(number, above, least)
 
 
-def _preferred(references: list[Tokens], hypotheses: list[Tokens], edits: np.ndarray) -> np.ndarray:
+def _preferred(references: Sequence[_Coded], hypotheses: Sequence[_Coded], edits: np.ndarray) -> np.ndarray:
     """How many substitutions the preferred alignment of each pair has, [B], if it has so many ``edits`` [B]."""
     rows, columns = (np.array([len(text) for text in side]) for side in (references, hypotheses))
     longer = columns - rows
@@ -244,7 +251,7 @@ def _preferred(references: list[Tokens], hypotheses: list[Tokens], edits: np.nda
     return result
 
 
-def _ways(references: list[Tokens], hypotheses: list[Tokens]) -> list[str]:
+def _ways(references: Sequence[_Coded], hypotheses: Sequence[_Coded]) -> list[str]:
     """The preferred alignment of each pair, from the table of steps, walked back for all pairs at once."""
     i, j = (np.array([len(text) for text in side]) for side in (references, hypotheses))
     batch, longest = len(i), i.max() + j.max()

@@ -29,7 +29,7 @@ def tag(name: str, *children: Any, **attributes: Any) -> Markup:
 
 def text(*children: Any) -> Markup:
     """Elements and escaped text one after another; lists are taken apart."""
-    out = []
+    out: list[str] = []
     for child in children:
         if isinstance(child, Markup):
             out.append(child)

@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -44,7 +44,7 @@ class Confusion(NamedTuple):
 
     reference: str
     hypothesis: str
-    count: int
+    count: int  # type: ignore[assignment]  # of a tuple it hides a method that nobody calls
 
 
 class ErrorRates:
@@ -82,7 +82,7 @@ class ErrorRates:
         return f"ErrorRates({f'{name} {self.rate:.2f} %' if self.ids else f'no {name} yet'}, {utterances})"
 
     def add(self, ids: Sequence[str], references: Sequence[str | Tokens],
-            hypotheses: Sequence[str | Tokens]) -> None:
+            hypotheses: Sequence[str | Tokens | None]) -> None:
         """Take a batch: texts, or lists of words. Nothing is taken of a batch that can't be scored."""
         if not len(ids) == len(references) == len(hypotheses):
             raise SbkitError(f"{len(ids)} ids, {len(references)} references and {len(hypotheses)} hypotheses "
@@ -105,7 +105,7 @@ class ErrorRates:
         self._hypotheses += hyps
         self._size += sum(map(len, refs))
 
-    def _tokens(self, side: Sequence[str | Tokens]) -> list[Tokens]:
+    def _tokens(self, side: Sequence[str | Tokens | None]) -> list[Any]:
         words = [text.split() if isinstance(text, str) else text for text in side]
         return words if self.unit == "word" else [each if each is None else self.space.join(each) for each in words]
 
@@ -184,13 +184,13 @@ class ErrorRates:
     def confusions(self, most: int = 50) -> list[Confusion]:
         """What is heard as what, the most frequent first."""
         found: Counter[tuple[str, str]] = Counter()
-        for *tokens, way in zip(self.references, self.hypotheses, self.alignments(), strict=True):
+        for reference, hypothesis, way in zip(self.references, self.hypotheses, self.alignments(), strict=True):
             if way.count(EQUAL) < len(way):
-                found.update((ref, hyp) for step, ref, hyp in aligned(*tokens, way) if step != EQUAL)
+                found.update((ref, hyp) for step, ref, hyp in aligned(reference, hypothesis, way) if step != EQUAL)
         ranked = sorted(found.items(), key=lambda item: (-item[1], item[0]))
         return [Confusion(*pair, times) for pair, times in ranked[:most]]
 
-    def write(self, path: str | os.PathLike) -> None:
+    def write(self, path: str | os.PathLike[str]) -> None:
         """Write wer_test.txt: the summary and every alignment in SpeechBrain's own format."""
         with atomic_write(path) as out:
             out.write(_HEAD.format(**self.summary()))

@@ -47,14 +47,14 @@ def join(rows: Iterable[Row], manifest: Manifest) -> Iterator[ScoredUtterance]:
                     said.start, said.speaker, {name: value for name, value in said.meta.items() if value})
 
 
-def write(path: str | os.PathLike, heard: Iterable[ScoredUtterance]) -> None:
+def write(path: str | os.PathLike[str], heard: Iterable[ScoredUtterance]) -> None:
     """One JSON object per line."""
     with atomic_write(path) as out:
         for one in heard:
             out.write(json.dumps(asdict(one), ensure_ascii=False) + "\n")
 
 
-def read(path: str | os.PathLike) -> list[ScoredUtterance]:
+def read(path: str | os.PathLike[str]) -> list[ScoredUtterance]:
     """The lines of such a file; one that is none of ours is named."""
     found = []
     with open(path, encoding="utf-8", newline="\n") as lines:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from sbkit.serve.disk import Disk, Held
 from sbkit.serve.doors import Doors
 from sbkit.serve.errors import ApiError, failed, invalid, not_ready, stopping
 from sbkit.serve.form import Form
-from sbkit.serve.gate import REQUEST_ID, Gate, Keys
+from sbkit.serve.gate import REQUEST_ID, App, Gate, Keys
 from sbkit.serve.hosts import Hosts
 from sbkit.serve.job import Job
 from sbkit.serve.limits import Limits
@@ -48,14 +48,14 @@ class State:
     registry: Registry | None = None
     decoders: Decoders | None = None
     stopping: bool = False
-    floor: Floor | None = None
-    disk: Disk | None = None
+    floor: Floor = field(init=False)
+    disk: Disk = field(init=False)
     doors: Doors | None = None
     loop: asyncio.AbstractEventLoop | None = None
     """That the application runs in, once it does."""
 
     def __post_init__(self) -> None:
-        self.disk = self.disk or Disk(self.limits.disk_bytes)
+        self.floor, self.disk = Floor(self.limits, self.metrics), Disk(self.limits.disk_bytes)
 
     def stop(self) -> None:
         """Let nobody in any more, and end live sessions with what was said so far; from any thread."""
@@ -74,10 +74,11 @@ class State:
         return [each.fault for each in self.registry or () if each.fault]
 
 
-def make(state: State, keys: Keys | None = None, origins: tuple[str, ...] = (), hosts: Hosts | None = None) -> Callable:
+def make(state: State, keys: Keys | None = None, origins: tuple[str, ...] = (), hosts: Hosts | None = None,
+         ) -> App:
     """The ASGI application around a state."""
     rooms = Rooms(state.limits, state.metrics)
-    floor = state.floor = Floor(state.limits, state.metrics)
+    floor = state.floor
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -167,6 +168,7 @@ def make(state: State, keys: Keys | None = None, origins: tuple[str, ...] = (), 
 def _transcribe(state: State, ask: Form, held: Held, job: Job, told: Callable[[Any], None]) -> Transcript:
     """In a thread: tells that the upload is audio, then, for a stream, pieces of the text."""
     with contextlib.closing(held), ask.upload:
+        assert state.decoders is not None, "it was asked whether all is loaded"
         wave = state.decoders.decode(ask.upload, ask.served.config.sample_rate, job)
     told(_DECODED)
     try:
@@ -179,7 +181,7 @@ def _transcribe(state: State, ask: Form, held: Held, job: Job, told: Callable[[A
     return transcript
 
 
-async def _events(found: AsyncIterator[str | Transcript], request: str) -> AsyncIterator[bytes]:
+async def _events(found: AsyncIterator[str | Transcript], request: str) -> AsyncGenerator[bytes, None]:
     """Pieces of the text as they are heard; then all of it, once. After an error nothing follows."""
     try:
         async for each in found:
@@ -199,7 +201,7 @@ class _Streamed(Response):
 
     media_type = replies.STREAM
 
-    def __init__(self, events: AsyncIterator[bytes], stay: contextlib.ExitStack):
+    def __init__(self, events: AsyncGenerator[bytes, None], stay: contextlib.ExitStack):
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events, self._stay = events, stay
@@ -235,13 +237,13 @@ def _errors(app: FastAPI, state: State) -> None:
     async def broke(request: Request, _: Exception) -> Response:
         return await refused(request, failed(request.scope[REQUEST_ID]))
 
-    app.add_exception_handler(ApiError, refused)
-    app.add_exception_handler(HTTPException, unknown)
-    app.add_exception_handler(Exception, broke)
+    app.exception_handler(ApiError)(refused)
+    app.exception_handler(HTTPException)(unknown)
+    app.exception_handler(Exception)(broke)
 
 
 def _count(state: State, rooms: Rooms, floor: Floor) -> None:
-    def by_model(read: Callable[[Any], float]) -> Callable[[], dict]:
+    def by_model(read: Callable[[Any], float]) -> Callable[[], dict[metrics.Labels, float]]:
         return lambda: {(("model", each.name),): read(each) for each in state.registry or ()}
 
     state.metrics.gauges += [

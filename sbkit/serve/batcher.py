@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,7 +19,7 @@ _ROWS = 32
 
 class _Query(NamedTuple):
     signal: np.ndarray
-    future: Future
+    future: Future[Any]
 
 
 class Batcher:
@@ -55,7 +55,7 @@ class Batcher:
         """How long the batch that runs has been running; 0 where none does."""
         return time.monotonic() - self._since if self._running else 0.0
 
-    def submit(self, signal: np.ndarray) -> Future:
+    def submit(self, signal: np.ndarray) -> Future[Any]:
         """Log-probabilities [T, V] of a signal [S], to be waited for; cancelled before its turn it costs nothing."""
         asked = _Query(signal, Future())
         with self._lock:
@@ -103,7 +103,7 @@ class Batcher:
         self._waiting = deque(each for each in self._waiting if id(each) not in taken and not each.future.cancelled())
         return batch
 
-    def _done(self, batch: list[_Query], done: Future) -> None:
+    def _done(self, batch: list[_Query], done: Future[Any]) -> None:
         error = CancelledError() if done.cancelled() else done.exception()
         if error is None:
             self._finish(batch, done.result())

@@ -32,7 +32,7 @@ class Impatient(H11Protocol):
         """When it ended its last request, or came; None while one is at work."""
         return self._idle_from if self.cycle is None or self.cycle.response_complete else None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
         """Begin to watch."""
         super().connection_made(transport)
         self._seen: Any = self

@@ -69,7 +69,7 @@ def decode(file: BinaryIO, out: BinaryIO, rate: int, max_seconds: float,
                 granted = max(4 * samples, 0 if granted else 4 * int(seconds * rate))
                 if not room(granted):
                     raise NoRoom
-            _write(out, memoryview(block).cast("B"))
+            _write(out, memoryview(block.data).cast("B"))
         out.flush()
         if not samples:
             raise AudioError("", "holds no audio")

@@ -192,7 +192,8 @@ class Decoders:
             held.grow(answer["no_room"])  # which says why
             raise no_room("there was no room on the server's disk")
         if "full" in answer:
-            raise said_of(OSError(answer["full"], ""))
+            full = OSError(answer["full"], "")
+            raise said_of(full) or full
         if "failed" in answer:
             raise RuntimeError(f"a recording could not be decoded: {answer['failed']}")
         return answer["samples"]
@@ -217,11 +218,11 @@ class Decoders:
                 answer = decoder.decode(order, (upload.fileno(), out.fileno()), room, job,
                                         2 * self._limits.decode_seconds)
             except BaseException as error:
-                decoder = self._replaced(decoder)
-                again = type(error) is Died and not fresh and decoder is not None
-                if not again:
-                    self._free.put(decoder)
+                replaced = self._replaced(decoder)
+                if type(error) is not Died or fresh or replaced is None:
+                    self._free.put(replaced)
                     raise (_blamed(error) if isinstance(error, Died) else error) from None
+                decoder = replaced
             else:
                 self._free.put(decoder)
                 return answer

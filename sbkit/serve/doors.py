@@ -12,13 +12,13 @@ import json
 import logging
 import resource
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from sbkit.errors import SbkitError
 from sbkit.serve.errors import ApiError, no_room
-from sbkit.serve.gate import PROBES, Scope
+from sbkit.serve.gate import PROBES, App, Receive, Scope, Send
 from sbkit.serve.limits import Limits
 from sbkit.serve.metrics import Metrics
 
@@ -60,8 +60,9 @@ def places(limits: Limits) -> Places:
 class Connection(Protocol):
     """As the doors see it."""
 
-    idle_since: float | None
-    """None while it is at work."""
+    @property
+    def idle_since(self) -> float | None:
+        """None while it is at work."""
 
     def refuse(self, answer: bytes) -> None:
         """Say so and close it."""
@@ -103,10 +104,10 @@ class Doors:
         else:
             loop.default_exception_handler(context)
 
-    def only_probes(self, app: Callable) -> Callable:
+    def only_probes(self, app: App) -> App:
         """The application for who is let in to ask whether the server lives."""
 
-        async def answer(scope: Scope, receive: Callable, send: Callable) -> None:
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["path"] in PROBES:
                 await app(scope, receive, send)
                 return

@@ -61,7 +61,7 @@ def _read(form: FormData, registry: Registry) -> Form:
     if unknown:
         raise invalid(f"this server does not do {', '.join(name[:40] for name in unknown)}", unknown[0][:40],
                       "unsupported_parameter")
-    served = registry.get(_text(form, "model", needed=True))
+    served = registry.get(_needed(form, "model"))
     served.check()
     _language(_text(form, "language"), served)
     _temperature(_text(form, "temperature"))
@@ -80,15 +80,22 @@ def _read(form: FormData, registry: Registry) -> Form:
     return Form(_file(form), served, kind, granularities or ("segment",), stream)
 
 
-def _text(form: FormData, name: str, needed: bool = False) -> str | None:
+def _needed(form: FormData, name: str) -> str:
+    value = _text(form, name)
+    if not value:
+        raise invalid(f"the field {name} is missing", name)
+    return value
+
+
+def _text(form: FormData, name: str) -> str | None:
     values = form.getlist(name)
     if len(values) > 1:
         raise invalid(f"{name} is given twice", name)
-    if any(not isinstance(value, str) for value in values):
+    if not values:
+        return None
+    if not isinstance(values[0], str):
         raise invalid(f"{name} has to be a text, not a file", name)
-    if needed and not (values and values[0]):
-        raise invalid(f"the field {name} is missing", name)
-    return values[0] if values else None
+    return values[0]
 
 
 def _file(form: FormData) -> IO[bytes]:
@@ -126,9 +133,11 @@ def _temperature(value: str | None) -> None:
 
 def _granularities(form: FormData) -> list[str]:
     names = ("timestamp_granularities[]", "timestamp_granularities")
-    values = [value for name in names for value in form.getlist(name)]
-    for value in values:
-        if value not in GRANULARITIES:
+    values: list[str] = []
+    for value in (value for name in names for value in form.getlist(name)):
+        if isinstance(value, str) and value in GRANULARITIES:
+            values.append(value)
+        else:
             shown = repr(value[:40]) if isinstance(value, str) else "a file"
             raise invalid(f"timestamp_granularities: {shown} is none of {', '.join(GRANULARITIES)}",
                           "timestamp_granularities", "unsupported_value")
@@ -136,7 +145,8 @@ def _granularities(form: FormData) -> list[str]:
 
 
 def _yes(value: str | None) -> bool:
-    if (value or "false").lower() in ("false", "0"):
+    value = value or "false"
+    if value.lower() in ("false", "0"):
         return False
     if value.lower() in ("true", "1"):
         return True

@@ -9,7 +9,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
 from sbkit.serve.errors import ApiError, failed, stopping, too_large, unauthorized, wrong_host
@@ -18,6 +18,9 @@ from sbkit.serve.metrics import Metrics
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 #: A browser can't set headers of a WebSocket; it names the key as a protocol: this and the key in base64url.
 KEY_PROTOCOL = "sbkit.key."
@@ -66,18 +69,18 @@ class Gate:
     stopping : whether nothing new is to be begun
     """
 
-    def __init__(self, app: Callable, keys: Keys, origins: Iterable[str], upload_bytes: int, metrics: Metrics,
+    def __init__(self, app: App, keys: Keys, origins: Iterable[str], upload_bytes: int, metrics: Metrics,
                  hosts: Hosts | None = None, stopping: Callable[[], bool] = lambda: False):
         self._app, self._keys, self._origins = app, keys, frozenset(origins)
         self._upload_bytes, self._metrics, self._hosts, self._stopping = upload_bytes, metrics, hosts, stopping
 
-    async def __call__(self, scope: Scope, receive: Callable, send: Callable) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
         else:
             await self._guarded(scope, receive, send)
 
-    async def _guarded(self, scope: Scope, receive: Callable, send: Callable) -> None:
+    async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         began, path = time.monotonic(), scope["path"]
         answer = _Answer(send, self._extra(headers))
@@ -134,7 +137,7 @@ class Gate:
             return {}
         return {"access-control-allow-origin": origin, "vary": "origin"}
 
-    def _counting(self, headers: dict[str, str], receive: Callable) -> Callable:
+    def _counting(self, headers: dict[str, str], receive: Receive) -> Receive:
         """Refuse what is too large: at once where it says so, else while it comes."""
         most = self._upload_bytes + _FORM_BYTES
         claimed = headers.get("content-length", "0")
@@ -183,7 +186,7 @@ def _key(headers: dict[str, str]) -> str:
 class _Answer:
     """Sends, and remembers the status; every answer gets the request's id and says that its type is meant."""
 
-    def __init__(self, send: Callable, extra: dict[str, str]):
+    def __init__(self, send: Send, extra: dict[str, str]):
         self._send, self.id, self.status = send, f"req_{uuid.uuid4().hex}", 0
         self.started = self.complete = False
         self._headers = {"x-request-id": self.id, "x-content-type-options": "nosniff", **extra}

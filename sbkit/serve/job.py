@@ -17,7 +17,7 @@ class Job:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._cancelled = False
-        self._waiting: set[Future] = set()
+        self._waiting: set[Future[Any]] = set()
 
     @property
     def cancelled(self) -> bool:
@@ -37,7 +37,7 @@ class Job:
         for future in waiting:
             future.cancel()
 
-    def watch(self, future: Future) -> Future:
+    def watch(self, future: Future[Any]) -> Future[Any]:
         """A future of this job's: cancelled with it."""
         with self._lock:
             cancelled = self._cancelled
@@ -49,7 +49,7 @@ class Job:
             future.add_done_callback(self._forget)  # without the lock: what is done already calls at once
         return future
 
-    def result(self, future: Future) -> Any:
+    def result(self, future: Future[Any]) -> Any:
         """Wait for one."""
         self.check()
         try:
@@ -58,6 +58,6 @@ class Job:
             self.check()
             raise
 
-    def _forget(self, future: Future) -> None:
+    def _forget(self, future: Future[Any]) -> None:
         with self._lock:
             self._waiting.discard(future)

@@ -67,7 +67,7 @@ class Floor:
         for session in self._sessions:
             session.end()
 
-    def place(self, client: str | None) -> contextlib.AbstractContextManager:
+    def place(self, client: str | None) -> contextlib.AbstractContextManager[None]:
         """For one session of a client; ``ApiError`` 429 where there is none."""
         if self.inside >= self._limits.max_live:
             raise busy(f"{self.inside} live sessions are open already", 30)
@@ -175,7 +175,7 @@ class _Session:
         self._rate = rate
         self._resampler = soxr.ResampleStream(rate, own, 1, dtype="float32", quality="MQ") if rate != own else None
         self._job = Job()
-        self._look: asyncio.Task | None = None
+        self._look: asyncio.Task[bool] | None = None
         self._end = asyncio.get_running_loop().create_future()
         self._shown = ""
 

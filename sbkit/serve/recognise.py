@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +31,7 @@ def recognise(served: ServedModel, blocks: Iterable[np.ndarray], job: Job,
     """
     heard, settling = Assembly(), StableWords(served.decoder, served.vocabulary)
     tell = None if told is None else _Telling(served, told)
-    waiting: deque[tuple[int, Chunk, Future]] = deque()
+    waiting: deque[tuple[int, Chunk, Future[Any]]] = deque()
 
     def take() -> None:
         number, chunk, future = waiting.popleft()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -118,8 +119,7 @@ def load(bundles: Mapping[str, Path], options: Options, told: Callable[[str, int
     loaded: dict[str, ServedModel] = {}
     try:
         for name, folder in bundles.items():
-            loaded[name] = ServedModel(name, folder, options, None if told is None else
-                                  lambda rows, name=name: told(name, rows))
+            loaded[name] = ServedModel(name, folder, options, None if told is None else functools.partial(told, name))
     except BaseException:
         Registry(loaded).close()
         raise

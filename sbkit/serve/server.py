@@ -133,11 +133,13 @@ class _Server:
         self._state.doors = doors.Doors(places.most, self._state.metrics)
         hosts = Hosts(listening.getsockname()[0], request.allow_hosts, request.host)
         app = make(self._state, Keys(keys), tuple(request.allow_origins), hosts)
+        http: Any = functools.partial(Impatient, self._state.doors)  # uvicorn calls it, and names only classes
+        grace: Any = request.grace_seconds  # it waits for a share of a second as well as for a whole one
         self._server = uvicorn.Server(uvicorn.Config(
             app, log_level="warning", access_log=False, server_header=False, lifespan="on",
-            http=functools.partial(Impatient, self._state.doors), ws="auto", ws_max_size=_LIVE_FRAME_BYTES,
+            http=http, ws="auto", ws_max_size=_LIVE_FRAME_BYTES,
             ws_per_message_deflate=False, backlog=places.backlog, proxy_headers=bool(request.trust_proxies),
-            forwarded_allow_ips=",".join(request.trust_proxies), timeout_graceful_shutdown=request.grace_seconds))
+            forwarded_allow_ips=",".join(request.trust_proxies), timeout_graceful_shutdown=grace))
         self._problem: BaseException | None = None
         self._guard: threading.Timer | None = None
 
@@ -209,7 +211,8 @@ class _Server:
         self._guard.start()
         while self._state.floor.inside and time.monotonic() < until and not self._server.should_exit:
             time.sleep(_LOOK_SECONDS / 4)
-        self._server.config.timeout_graceful_shutdown = max(until - time.monotonic(), _LOOK_SECONDS)
+        left: Any = max(until - time.monotonic(), _LOOK_SECONDS)  # as above
+        self._server.config.timeout_graceful_shutdown = left
         self._server.should_exit = True
 
     def _give_up(self) -> None:

@@ -67,7 +67,7 @@ class Visit:
         self.job = Job()
         self._request, self._threads, self._metrics = request, threads, metrics
         self._seconds, self._until = seconds, time.monotonic() + seconds
-        self._gone: asyncio.Task | None = None
+        self._gone: asyncio.Task[None] | None = None
 
     async def read(self, reading: Awaitable[T]) -> T:
         """What comes in, within the deadline."""
@@ -80,9 +80,13 @@ class Visit:
     async def stream(self, call: Callable[[Callable[[Any], None]], T]) -> AsyncIterator[Any]:
         """What a call in a thread tells, as it does; the last is what it returns. It ends early, and the call with it,
         at the deadline or when the client leaves."""
-        loop, told = asyncio.get_running_loop(), asyncio.Queue()
-        running = asyncio.wrap_future(self.job.watch(self._threads.submit(
-            call, lambda each: loop.call_soon_threadsafe(told.put_nowait, each))))
+        loop = asyncio.get_running_loop()
+        told: asyncio.Queue[Any] = asyncio.Queue()
+
+        def tell(each: Any) -> None:
+            loop.call_soon_threadsafe(told.put_nowait, each)
+
+        running = asyncio.wrap_future(self.job.watch(self._threads.submit(call, tell)))
         running.add_done_callback(lambda _: told.put_nowait(_End))
         try:
             while (each := await self._met(told.get())) is not _End:

@@ -48,7 +48,7 @@ def _is_number(text: str) -> bool:
     return text.rstrip("%x").replace(",", "").replace(".", "", 1).lstrip("-").isdigit()
 
 
-def progress(iterable: Iterable | None = None, *, what: str, total: int | None = None, unit: str = "it",
+def progress(iterable: Iterable[Any] | None = None, *, what: str, total: int | None = None, unit: str = "it",
              show: bool = True) -> tqdm:
     """A progress bar on stderr; silent where nobody watches (no terminal prints one line at the end)."""
     return tqdm(
@@ -73,7 +73,7 @@ class LogFile(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:
         """What ``emit`` does where it failed."""
         error = sys.exc_info()[1]
-        refused = error and disk.refusal(error)
+        refused = disk.refusal(error) if error else None
         if not refused:
             super().handleError(record)
         elif not self._told:
@@ -82,7 +82,7 @@ class LogFile(logging.FileHandler):
 
 
 @contextlib.contextmanager
-def atomic_write(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
+def atomic_write(path: str | os.PathLike[str], mode: str = "w") -> Iterator[IO[Any]]:
     """Write aside, sync, rename: the file under ``path`` is whole, or what it was before, also after a power cut."""
     path = Path(path)
     binary = "b" in mode

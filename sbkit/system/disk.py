@@ -20,7 +20,7 @@ HINT = "make room or raise the quota there, then run the same command again"
 # ---------------------------------------------------------------- power cuts
 
 
-def sync_folder(path: str | os.PathLike) -> None:
+def sync_folder(path: str | os.PathLike[str]) -> None:
     """Make renames and new names in a folder survive a power cut."""
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -32,7 +32,7 @@ def sync_folder(path: str | os.PathLike) -> None:
         os.close(handle)
 
 
-def sync_files(folder: str | os.PathLike) -> None:
+def sync_files(folder: str | os.PathLike[str]) -> None:
     """Sync the files in a folder, the few large ones of a model, and then the folder."""
     for path in Path(folder).iterdir():
         with open(path, "rb") as file:
@@ -40,7 +40,7 @@ def sync_files(folder: str | os.PathLike) -> None:
     sync_folder(folder)
 
 
-def sync_file_system(path: str | os.PathLike) -> None:
+def sync_file_system(path: str | os.PathLike[str]) -> None:
     """Sync all that was written on the disk of ``path``: one wait, however many files there are.
 
     An fsync for each of a million clips would wait for the disk a million times, for hours. This writes out what
@@ -63,7 +63,7 @@ def sync_file_system(path: str | os.PathLike) -> None:
 
 
 @contextlib.contextmanager
-def told(path: str | os.PathLike, called: str = "") -> Iterator[None]:
+def told(path: str | os.PathLike[str], called: str = "") -> Iterator[None]:
     """Say in one message which file a disk refused within this block.
 
     path : the file that is written there, or the folder of several
@@ -97,7 +97,7 @@ def refusal(error: BaseException) -> OSError | None:
     return None
 
 
-def explain(error: OSError, path: str | os.PathLike, needed: float | None = None, called: str = "") -> str:
+def explain(error: OSError, path: str | os.PathLike[str], needed: float | None = None, called: str = "") -> str:
     """What the disk did not take, why, what it would need and what is free."""
     what = "could not be read or written" if error.errno == errno.EIO else "could not be written"
     needs = "" if needed is None else f"it needs about {size(needed)}, "
@@ -114,7 +114,7 @@ def size(count: float) -> str:
     return f"{count:.1f} TB"
 
 
-def check_room(path: str | os.PathLike, needed: float, hint: str) -> None:
+def check_room(path: str | os.PathLike[str], needed: float, hint: str) -> None:
     """Refuse to begin what would fill the disk of ``path`` before it is done."""
     if needed > _usable(_status(Path(path))):
         raise SbkitError(explain(OSError(errno.ENOSPC, ""), path, needed), hint=hint)

@@ -28,9 +28,8 @@ def check_torch_pair(torch: str | None = None, torchaudio: str | None = None) ->
     """Refuse a torch and a torchaudio of different minor releases: their binaries do not load together."""
     torch = torch or version_of("torch")
     torchaudio = torchaudio or version_of("torchaudio")
-    for name, version in (("torch", torch), ("torchaudio", torchaudio)):
-        if version is None:
-            raise SbkitError(f"{name} is not installed", hint="pip install 'torch>=2.7,<2.12' 'torchaudio>=2.7,<2.12'")
+    if torch is None or torchaudio is None:
+        raise _not_installed("torch" if torch is None else "torchaudio")
     if _minor(torch) != _minor(torchaudio):
         wanted = ".".join(map(str, _minor(torch)))
         raise SbkitError(
@@ -42,9 +41,15 @@ def check_torch_pair(torch: str | None = None, torchaudio: str | None = None) ->
 def check_torch_exports(torch: str | None = None) -> None:
     """Refuse to export with a torch whose exporter can't take what SpeechBrain's layers do."""
     torch = torch or version_of("torch")
+    if torch is None:
+        raise _not_installed("torch")
     if _minor(torch) < (2, 9):
         raise SbkitError(f"the exporter of torch {torch} fails on SpeechBrain's layers",
                          hint="pip install 'torch>=2.9,<2.12' 'torchaudio>=2.9,<2.12': checkpoints stay as they are")
+
+
+def _not_installed(package: str) -> SbkitError:
+    return SbkitError(f"{package} is not installed", hint="pip install 'torch>=2.7,<2.12' 'torchaudio>=2.7,<2.12'")
 
 
 def _minor(version: str) -> tuple[int, int]:

@@ -27,8 +27,8 @@ def check(bench: Bench) -> None:
                 + (f": {', '.join(map(str, off))} frames" if off else "") + f"; with cuDNN {len(on)}", not off)
     times = {f"cuDNN {'on' if on else 'off'}, {what}": value for on in (False, True)
              for what, value in bench.call(_shapes, bench.device, on, bench.rehearse).items()}
-    off, on = times["cuDNN off, new shape, ms"], times["cuDNN on, new shape, ms"]
-    bench.measured("shapes", f"{off:.1f} ms off, {on:.1f} ms on", off <= 1.1 * on, **times)
+    without, with_it = times["cuDNN off, new shape, ms"], times["cuDNN on, new shape, ms"]
+    bench.measured("shapes", f"{without:.1f} ms off, {with_it:.1f} ms on", without <= 1.1 * with_it, **times)
     heads = {name: bench.call(_head, bench, name) for name in ("flagship", "large")}
     kernels = {f"{size} ({name})": bench.call(kernel_of, bench.device, size) for name, size in heads.items()}
     bench.measured("heads", ", ".join(f"{head}: {kernel}" for head, kernel in kernels.items()),
@@ -50,9 +50,10 @@ def not_finite(device: str, lengths: list[int], cudnn: bool) -> list[int]:
         q[:, :, ::7] = 12.0
         k[:] = -k.abs() - 1.0  # such a row's logsumexp lies far below zero
         mask = torch.arange(frames, device=device) < torch.tensor([[frames], [max(1, frames - 37)]], device=device)
-        found = [each.requires_grad_() for each in (q, k, v)]
-        attend(*found, mask[:, None, None], 0.0, 64**-0.5).float().square().mean().backward()
-        if not all(each.grad.isfinite().all() for each in found):
+        for each in (q, k, v):
+            each.requires_grad_()
+        attend(q, k, v, mask[:, None, None], 0.0, 64**-0.5).float().square().mean().backward()
+        if not all(each.grad is not None and each.grad.isfinite().all() for each in (q, k, v)):
             bad.append(frames)
     return bad
 

@@ -63,7 +63,7 @@ class Bench:
     folder: Path
     _told: Path = field(init=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self._told = self.folder / "seen.jsonl"
 
     # ------------------------------------------------------------------ telling
@@ -136,7 +136,7 @@ class Bench:
 
     def program(self, words: Sequence[str], **environment: str) -> Program:
         """``sbkit WORDS`` in a process of its own, whose imports are done."""
-        (done,) = self.programs([words], **environment)
+        (done,) = self.programs([words], ranks=False, patience=None, **environment)
         return done
 
     def needed(self, words: Sequence[str], **environment: str) -> Program:
@@ -155,19 +155,20 @@ class Bench:
             handle, name = tempfile.mkstemp(dir=self.folder, prefix=f"{words[0]}-", suffix=".txt")
             os.close(handle)
             place = torchrun_environment(i, len(lines), port) if ranks else {}
-            processes.append(_FORK.Process(target=_sbkit, args=(list(words), name, self.folder, place | environment)))
-            processes[-1].start()
+            process = _FORK.Process(target=_sbkit, args=(list(words), name, self.folder, place | environment))
+            process.start()
+            processes.append(process)
             outputs.append(Path(name))
-        ends = {}
+        ends: dict[int, tuple[int, float]] = {}  # their codes, and after how many seconds
         while len(ends) < len(processes):
             for i, process in enumerate(processes):
                 if i not in ends and process.exitcode is not None:
-                    ends[i] = time.monotonic() - started
+                    ends[i] = process.exitcode, time.monotonic() - started
                 elif patience is not None and time.monotonic() - started > patience:
                     process.kill()
             time.sleep(0.02)
-        done = [Program(process.exitcode, outputs[i].read_text(errors="replace"), ends[i], began + ends[i])
-                for i, process in enumerate(processes)]
+        done = [Program(ends[i][0], output.read_text(errors="replace"), ends[i][1], began + ends[i][1])
+                for i, output in enumerate(outputs)]
         for words, each in zip(lines, done, strict=True):
             print(f"--- sbkit {' '.join(words)}\n{each.output}--- code {each.code}, {each.seconds:.1f} s", flush=True)
         return done
@@ -228,7 +229,7 @@ def _own_threads() -> None:
     torch.set_num_threads(torch.get_num_threads())
 
 
-def _answer(pipe: Any, function: Callable[..., Any], args: tuple) -> None:
+def _answer(pipe: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     value = error = None
     _own_threads()
     try:

@@ -72,14 +72,16 @@ def ctc(device: str, labels: int) -> tuple[float, float]:
     by = ours._by_torch if device == "cpu" else ours._by_kernels
     expected = _losses(ours._by_torch, logits.double(), targets, widths, lengths)
     found = _losses(by, logits.to(device), *(each.to(device) for each in (targets, widths, lengths)))
-    return tuple(((a.double().cpu() - b).abs().max() / b.abs().max()).item() for a, b in
-                 zip(found, expected, strict=True))
+    losses, gradients = (((a.double().cpu() - b).abs().max() / b.abs().max()).item() for a, b in
+                         zip(found, expected, strict=True))
+    return losses, gradients
 
 
 def _losses(by: Any, logits: torch.Tensor, *rest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     logits = logits.clone().requires_grad_()
     losses = by(logits.log_softmax(-1), *rest, 0)
     losses.sum().backward()
+    assert logits.grad is not None
     return losses.detach(), logits.grad
 
 

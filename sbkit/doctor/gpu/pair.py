@@ -17,7 +17,7 @@ END_SECONDS, PATIENCE = 10.0, 40.0
 LOSS_APART = 0.01
 LEAST_OVERLAP = 0.5
 #: Dropped weights and masks are each rank's own: without them a run is the same on any number of devices.
-EXACT = {"dropout": 0.0, "spec_augment": "null", "precision": "fp32"}
+EXACT: dict[str, Any] = {"dropout": 0.0, "spec_augment": "null", "precision": "fp32"}
 
 
 def check(bench: Bench) -> None:

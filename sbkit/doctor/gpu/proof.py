@@ -10,7 +10,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -143,7 +143,7 @@ def _run(asked: list[Check], request: GpuRequest, machine: Machine, checkout: Pa
     return [results[check.name] for check in asked]
 
 
-def _results(starts: Iterator[runner.CheckProcess], at_once: int, stop: _Stop) -> Iterator[Result]:
+def _results(starts: Iterator[runner.CheckProcess], at_once: int, stop: _Stop) -> Generator[Result, None, None]:
     """What comes of each check, as it ends; those that still run when this is left are ended."""
     running: list[runner.CheckProcess] = []
     try:

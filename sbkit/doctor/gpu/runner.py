@@ -39,6 +39,11 @@ class CheckProcess:
         with helper_process.away_from_here():
             self._process.start()
 
+    @property
+    def _group(self) -> int:
+        assert self._process.pid is not None, "it was started"
+        return self._process.pid
+
     def result(self) -> Result | None:
         """What came of it; None while it runs."""
         seconds = time.monotonic() - self._started
@@ -53,16 +58,16 @@ class CheckProcess:
     def end(self) -> None:
         """End it and what it started, and see them gone: a killed process may still be making a file."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self._group, signal.SIGKILL)
         if self._process.exitcode is None:
             self._process.kill()
         self._process.join()
         until = time.monotonic() + _GOING_SECONDS
-        while processes.group_lives(self._process.pid) and time.monotonic() < until:
+        while processes.group_lives(self._group) and time.monotonic() < until:
             time.sleep(_POLL)
 
 
-def _how(code: int, log: Path) -> str:
+def _how(code: int | None, log: Path) -> str:
     if not code:
         return ""
     if code < 0:

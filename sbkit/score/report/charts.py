@@ -78,7 +78,7 @@ def bars(title: str, groups: Sequence[Group], note: str | None = None, mean: flo
         middle = round(LEFT + (i + 0.5) * step, 1)
         parts.append(tag("rect", tag("title", describe(group)), class_="bar", x=round(middle - wide / 2, 1),
                          width=round(wide, 1), y=y(group.rate), height=round(y(0) - y(group.rate), 1), rx=2))
-        if group.low is not None:
+        if group.low is not None and group.high is not None:
             parts += [tag("line", class_="whisker", x1=middle, x2=middle, y1=y(group.low), y2=y(group.high)),
                       *(tag("line", class_="whisker", x1=middle - 4, x2=middle + 4, y1=y(end), y2=y(end))
                         for end in (group.low, group.high))]

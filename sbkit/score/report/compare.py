@@ -17,10 +17,12 @@ MEASURES = ("the other run", "this run", "points", "95 % interval", "p")
 
 def comparison(run: RunData, other: RunData, words: Comparison, cards: Cards, count: int) -> Markup:
     """``run`` against ``other``, which differ in ``words``, on the same test set."""
-    characters = compare(other.results.characters, run.results.characters)
-    place = {one.id: i for i, one in enumerate(other.results.heard)}
-    theirs = np.array([place[one.id] for one in run.results.heard])
-    change = run.results.edits - other.results.edits[theirs]
+    ours, before = run.results, other.results
+    assert ours is not None and before is not None, "write_report refuses runs without results"
+    characters = compare(before.characters, ours.characters)
+    place = {one.id: i for i, one in enumerate(before.heard)}
+    theirs = np.array([place[one.id] for one in ours.heard])
+    change = ours.edits - before.edits[theirs]
     order = np.argsort(change, kind="stable")
     better = [int(i) for i in order if change[i] < 0]
     worse = [int(i) for i in order[::-1] if change[i] > 0]
@@ -33,7 +35,7 @@ def comparison(run: RunData, other: RunData, words: Comparison, cards: Cards, co
     def listed(title: str, indices: list[int]) -> list[Any]:
         if not indices:
             return []
-        shown = [cards.card(i, other=_before(other.results, int(theirs[i]))) for i in indices[:count]]
+        shown = [cards.card(i, other=_before(before, int(theirs[i]))) for i in indices[:count]]
         more = f" (the first {count} of {len(indices)})" if len(indices) > count else f" ({len(indices)})"
         return [tag("h3", title + more), tag("div", shown, class_="cards")]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +25,7 @@ class Results:
     words: ErrorRates = field(init=False)
     characters: ErrorRates = field(init=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.heard = [one for one in self.heard if one.reference.split()]
         self.words, self.characters = ErrorRates("word"), ErrorRates("character")
         for rates in (self.words, self.characters):
@@ -116,7 +115,7 @@ def read(run: str | Path, heard: str | Path | None = None) -> RunData:
     folder = Path(run)
     if (folder / RESULT).is_file():
         numbers = _json(folder / NUMBERS.removeprefix("test_")) or {}
-        return replace(read(_run_of(folder), folder / EVALUATED), folder=folder, scored=_json(folder / RESULT),
+        return replace(read(_run_of(folder), folder / EVALUATED), folder=folder, scored=_json(folder / RESULT) or {},
                        stats=numbers.get("stats", {}), tables=numbers.get("tables", []))
     if not (folder / METRICS).is_file() and not (folder / RECIPE).is_file():
         missing = f"is no run: it has no {METRICS} and no {RECIPE}" if folder.is_dir() else "is not there"
@@ -156,7 +155,7 @@ def _metrics(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _epochs(lines: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _epochs(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Lines of one epoch in one: the training part comes first, then what validation found."""
     found: dict[int, dict[str, Any]] = {}
     for line in lines:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from sbkit.score.report.data import Results, RunData, percent, rate
 from sbkit.score.report.groups import Group, breakdown
+from sbkit.score.report.suspects import Suspect
 
 MOST = 7
 _WORSE = 1.15  # times the rate of all others, from which a group is worth a sentence
@@ -27,7 +28,7 @@ class Finding(NamedTuple):
     place: str
 
 
-def findings(run: RunData, suspects: Sequence[object] = ()) -> list[Finding]:
+def findings(run: RunData, suspects: Sequence[Suspect] = ()) -> list[Finding]:
     """The most important first."""
     found = [*_warnings(run), *_training(run), *_data(run)]
     if run.results is not None and run.results.edits.sum():
@@ -44,7 +45,7 @@ def _warnings(run: RunData) -> Iterator[Finding]:
                       + (f" What to try, the likeliest first: {advice}." if advice else ""), "curves")
 
 
-def _labels(results: Results, suspects: Sequence[object]) -> Iterator[Finding]:
+def _labels(results: Results, suspects: Sequence[Suspect]) -> Iterator[Finding]:
     if suspects:
         count = len(suspects)
         errors = sum(int(results.edits[suspect.index]) for suspect in suspects) / int(results.edits.sum())
@@ -58,7 +59,7 @@ def _groups(results: Results) -> Iterator[Finding]:
     total = results.totals[0]
     for kind, groups in {"duration": found.durations, **found.values}.items():
         worst = max((group for group in groups if _stands_out(group, total)), key=lambda g: _excess(g), default=None)
-        if worst is not None:
+        if worst is not None and worst.rest is not None:
             share, words = worst.edits / total, worst.words / results.totals[1]
             label = worst.label if kind == "duration" else f"{kind} “{worst.label}”"
             yield Finding(
@@ -159,7 +160,7 @@ def _data(run: RunData) -> Iterator[Finding]:
         yield Finding(
             2.0, f"{run.unread:,}{of} test utterances could not be read: no rate here includes them",
             "The run's log names them. Mend the files and score again before publishing.", "data")
-    splits: Mapping[str, Mapping] = (run.prepared or {}).get("splits", {})
+    splits: Mapping[str, Mapping[str, Any]] = (run.prepared or {}).get("splits", {})
     train = splits.get("train")
     if train and train["rows"] and (train["rows"] - train["kept"]) > _LEFT_OUT * train["rows"]:
         left = train["rows"] - train["kept"]

@@ -50,10 +50,7 @@ def write_report(run: str | Path, *, against: str | Path | None = None, out: str
     """
     data = read(run)
     other = None if against is None else read(against)
-    if other is not None and (data.results is None or other.results is None):
-        missing = data if data.results is None else other
-        raise SbkitError(f"{missing.folder} has no scored test set to compare", hint="let the run finish first")
-    words = None if other is None else compare(other.results.words, data.results.words)
+    words = None if other is None else _compared(other, data)
     name = REPORT if other is None else f"report-against-{other.name.replace('/', '-')}.html"  # beside the run's own
     path = data.folder / name if out is None else Path(out)
     page = _page(data, other, words, title or data.name, utterances, Clips(audio_megabytes, remote))
@@ -67,18 +64,25 @@ def write_report(run: str | Path, *, against: str | Path | None = None, out: str
     return path
 
 
+def _compared(other: RunData, data: RunData) -> Comparison:
+    if data.results is None or other.results is None:
+        missing = data if data.results is None else other
+        raise SbkitError(f"{missing.folder} has no scored test set to compare", hint="let the run finish first")
+    return compare(other.results.words, data.results.words)
+
+
 def _page(data: RunData, other: RunData | None, words: Comparison | None, title: str, count: int, clips: Clips,
           ) -> str:
     parts: dict[str, Markup | None] = {}
     results = data.results
     suspected = suspects(results) if results is not None else []
     cards = None if results is None else Cards(results, clips)
-    if other is not None:
+    if other is not None and words is not None and cards is not None:
         parts["against"] = comparison(data, other, words, cards, count // 4)
     parts["first"] = sections.standing_out(findings(data, suspected))
     parts["curves"] = sections.training(data, other)
     parts["results"] = sections.tables(data)
-    if results is not None:
+    if results is not None and cards is not None:
         parts["where"] = sections.where(results, None if other is None else other.results)
         parts["words"] = sections.confused(results)
         parts["worst"] = sections.worst(results, cards, count, suspected)
@@ -100,8 +104,9 @@ def _subtitle(data: RunData) -> str:
 def _filled(title: str, body: Markup) -> str:
     """The template with its parts. Only the template's own script may run, whatever a transcript says."""
     template = _PAGE.read_text(encoding="utf-8")
-    script = _SCRIPT.search(template)[1]
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    found = _SCRIPT.search(template)
+    assert found is not None, f"{_PAGE.name} has a script"
+    digest = base64.b64encode(hashlib.sha256(found[1].encode()).digest()).decode()
     policy = ("default-src 'none'; style-src 'unsafe-inline'; media-src data:; img-src data:; "
               f"script-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'")
     values: dict[str, Any] = {"title": text(title), "policy": text(policy), "body": body}

@@ -199,7 +199,7 @@ def _table(title: str, rows: Sequence[Group], before: Sequence[Group] = ()) -> M
     lines = []
     for group in rows:
         marks = [tag("i", class_="fill", style=f"width:{100 * group.rate / top:.1f}%")]
-        if group.low is not None:
+        if group.low is not None and group.high is not None:
             marks.append(tag("i", class_="range", style=f"left:{100 * group.low / top:.1f}%;"
                                                         f"width:{100 * (group.high - group.low) / top:.1f}%"))
         if group.label in earlier:

@@ -29,7 +29,7 @@ NOT_TOLD = f"Not looked for: it takes {_LEAST} utterances or more whose confiden
 class Suspect(NamedTuple):
     """``error`` and ``usual`` are shares of the reference's characters, ``index`` the utterance's number."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # of a tuple it hides a method that nobody calls
     error: float
     usual: float
 
