@@ -34,7 +34,11 @@ class Output:
 class GraphEngine(Engine):
     """Named arrays of waveforms."""
 
-    config: layout.Graph
+    config: layout.Graph  # type: ignore[assignment]  # of another kind of bundle
+
+    def run(self, signals: Sequence[np.ndarray]) -> list[Any]:
+        """Waveforms [S] to arrays by name; waits for its turn."""
+        return self.submit(signals).result()
 
     def _read(self) -> None:
         self.config = layout.Graph.read(self.folder)

@@ -98,8 +98,8 @@ class Pipeline:
 
     # ------------------------------------------------------------------ reading
 
-    def _read(self, recordings: Sequence[Recording], turn: Iterator[int], lock: threading.Lock, read: queue.Queue[_Read | _Ended | None],
-              stop: threading.Event) -> None:
+    def _read(self, recordings: Sequence[Recording], turn: Iterator[int], lock: threading.Lock,
+              read: queue.Queue[_Read | _Ended | None], stop: threading.Event) -> None:
         rate = self.engine.config.sample_rate
         while not stop.is_set():
             with lock:

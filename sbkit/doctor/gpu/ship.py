@@ -71,10 +71,12 @@ def _transcribed(bench: Bench, bundle: Path, model: str, device: str, clips: lis
 def _together(bundle: Path, device: str, clips: list[Path], expected: list[str]) -> tuple[int, float]:
     """How many answers are others than alone, and the seconds they took."""
     import sbkit.infer
+    from sbkit.infer.model import Model
 
     longest = max(clip.stat().st_size for clip in clips) / 32_000 + 1  # 16 bits at 16 kHz
     with sbkit.infer.load(bundle, device=device, model="torch", compile="reduce-overhead",
                           buckets=[(8, longest)]) as model:
+        assert isinstance(model, Model), "the corpus's bundle is a recogniser"
         started = time.perf_counter()
         with ThreadPoolExecutor(THREADS) as pool:
             heard = list(pool.map(lambda i: model.transcribe(clips[i % len(clips)]).text, range(THREADS * len(clips))))
