@@ -53,7 +53,7 @@ class Engine:
         self.fault: str | None = None
         """What broke the device, once it is broken; then only a new process helps."""
         self._worker = Worker()
-        self._opened: Backend | None = None
+        self._backend: Backend | None = None
         try:
             self._worker.submit(self._open, self.folder / self.config.models[model], model, wanted, threads,
                                 compile).result()
@@ -69,14 +69,14 @@ class Engine:
     # ------------------------------------------------------------------ asking
 
     @property
-    def _backend(self) -> Backend:
-        assert self._opened is not None, "the engine was closed"
-        return self._opened
+    def _ready(self) -> Backend:
+        assert self._backend is not None, "the engine was closed"
+        return self._backend
 
     @property
     def running(self) -> Placement:
         """What was asked for and what runs."""
-        return self._backend.running
+        return self._ready.running
 
     def run(self, signals: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Waveforms [S] to log-probabilities [T, V], each with its own T; waits for its turn."""
@@ -92,7 +92,7 @@ class Engine:
     def close(self) -> None:
         """Release the model."""
         self._worker.close()
-        self._opened = None
+        self._backend = None
 
     def __enter__(self) -> Engine:
         return self
@@ -105,9 +105,9 @@ class Engine:
     def _open(self, path: Path, model: str, wanted: DeviceChoice, threads: int | None, compile: str | None) -> None:
         self._check_file(path)
         if model == layout.TORCH:
-            self._opened = Torch(path, model, wanted, threads, self._worker, compile)
+            self._backend = Torch(path, model, wanted, threads, self._worker, compile)
         else:
-            self._opened = Onnx(path, model, wanted, threads, self._outputs())
+            self._backend = Onnx(path, model, wanted, threads, self._outputs())
         self._check_width(path)
         for utterances, samples in self._buckets or [(1, self.config.sample_rate // 2)]:  # warm before the first asks
             self._run([np.zeros(samples, dtype=np.float32)] * utterances)
@@ -121,7 +121,7 @@ class Engine:
         return layout.OUTPUTS
 
     def _check_width(self, path: Path) -> None:
-        width = self._backend.width
+        width = self._ready.width
         if width is not None and width != len(self.vocabulary):
             raise SbkitError(f"{path} gives {width} scores a frame and {layout.TOKENS} has {len(self.vocabulary)} "
                              "tokens", hint="do both come from the same export?")
@@ -142,7 +142,7 @@ class Engine:
             batch[i, : len(signal)] = signal
             lengths[i] = len(signal)
         try:
-            found = self._backend(batch, lengths)
+            found = self._ready(batch, lengths)
         except Exception as error:
             if "CUDA" in str(error) or "cuda" in type(error).__name__.lower():
                 self.fault = str(error).strip().splitlines()[0]

@@ -50,7 +50,7 @@ class GraphEngine(Engine):
         return self.config.outputs
 
     def _check_width(self, path: Path) -> None:
-        width, labels = self._backend.width, self.config.labels
+        width, labels = self._ready.width, self.config.labels
         if labels and width is not None and width != len(labels):
             raise SbkitError(f"{path} gives {width} values and {layout.CONFIG} has {len(labels)} labels",
                              hint="do both come from the same export?")
