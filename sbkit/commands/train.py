@@ -59,11 +59,12 @@ def _run(request: Any, device: Any) -> None:
 
 def _train(recipe: Any, request: Any, device: Any, guard: Any) -> None:
     from sbkit.recipe import load
-    from sbkit.runs import completion, preflight, preparation, results, training
+    from sbkit.runs import completion, preflight, preparation, pretrained, results, training
     from sbkit.train.distributed import ranks
 
     folder = recipe.keys.folder
     ranks.run_on_main(preparation.open_folder, folder, request)
+    pretrained.fetch(recipe.keys.pretrainer)  # what is missing is told before a corpus is prepared
     follows = ranks.run_on_main(preparation.prepare_data, recipe, request.overrides)
     if follows:
         request.overrides.update(follows)
@@ -80,6 +81,7 @@ def _train(recipe: Any, request: Any, device: Any, guard: Any) -> None:
     ranks.run_on_main(completion.forget, recipe.keys)
     corpus = recipe.keys.corpus
     manifests = corpus.load()
+    pretrained.load(recipe.keys.pretrainer)
     brain = training.fit_and_test(recipe, request, device, manifests, guard)
     ranks.run_on_main(results.show, brain.tested, folder, manifests["test"], corpus.left_out("test"),
                       brain.metrics_log)

@@ -18,6 +18,7 @@ from sbkit.recipe import load
 from sbkit.recipe.arguments import import_beside
 from sbkit.recipe.load import Recipe
 from sbkit.recipe.source import BASE
+from sbkit.runs import pretrained
 from sbkit.runs.layout import RECIPE
 from sbkit.train.averaging import EMA, average
 from sbkit.train.checkpoint.state import TENSORS
@@ -79,6 +80,8 @@ def build(recipe: Recipe, device: str | torch.device | None = None, **run_opts: 
     """The run's Brain with its weights as they are drawn, to be filled by ``take_weights``."""
     options = {"device": None if device is None else str(device), **run_opts}
     options = {name: value for name, value in options.items() if value is not None}
+    shelf = recipe.hparams["checkpointer"]
+    pretrained.load(recipe.keys.pretrainer, shelf.recoverables.values())
     brain = recipe.brain(RunOptions(**options, overridden_args=set(options)), opt_class=None)
     # No optimizer, no generators, no log files: what was trained is all that is taken from a checkpoint.
     shelf = brain.checkpointer

@@ -1,0 +1,148 @@
+"""What a recipe's ``pretrainer`` brings: fetched by one rank, loaded by all, before a Brain takes the weights.
+
+The recipe says it as it would in SpeechBrain:
+
+    pretrainer: !new:speechbrain.utils.parameter_transfer.Pretrainer
+        collect_in: !ref <save_folder>/pretrained
+        loadables: {encoder: !ref <Transformer>}
+        paths: {encoder: /models/ours/encoder.ckpt}
+
+``paths`` are files, URLs or ``owner/model/file`` on the Hugging Face Hub. Files of weights are read as tensors alone,
+so that no code in them can run; what a class or a hook of the recipe loads is theirs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from speechbrain.utils.checkpoints import (
+    DEFAULT_LOAD_HOOKS,
+    DEFAULT_TRANSFER_HOOKS,
+    get_default_hook,
+    hook_on_loading_state_dict_checkpoint,
+    torch_parameter_transfer,
+    torch_recovery,
+)
+from torch import nn
+
+from sbkit.errors import SbkitError
+from sbkit.train.checkpoint.state import differences, load_file, load_state
+from sbkit.train.distributed import ranks
+
+logger = logging.getLogger(__name__)
+
+_NAMED = 5  # parameters that a warning lists
+
+
+def fetch(pretrainer: Any) -> dict[str, str]:
+    """Bring all files here, on one rank; every rank gets their paths by name."""
+    return {} if pretrainer is None else ranks.run_on_main(_collect, pretrainer)
+
+
+def load(pretrainer: Any, saved: Iterable[Any] = ()) -> None:
+    """Fetch and load all but what ``saved`` objects hold, which a checkpoint brings."""
+    if pretrainer is None:
+        return
+    held = {id(tensor) for obj in saved for tensor in _tensors(obj)}
+    wanted = {name: obj for name, obj in pretrainer.loadables.items()
+              if pretrainer.is_loadable(name) and not _within(obj, held)}
+    if not wanted:
+        return
+    paths = fetch(pretrainer)
+    for name, obj in wanted.items():
+        _load(obj, name, paths[name], pretrainer.custom_hooks.get(name))
+    if ranks.is_main():
+        logger.info("Pretrained: %s", ", ".join(f"{name} from {paths[name]}" for name in wanted))
+
+
+def _tensors(obj: Any) -> list[Any]:
+    """Parameters and buffers, themselves."""
+    return list(obj.state_dict(keep_vars=True).values()) if isinstance(obj, nn.Module) else []
+
+
+def _within(obj: Any, held: set[int]) -> bool:
+    tensors = _tensors(obj)
+    return bool(tensors) and all(id(tensor) in held for tensor in tensors)
+
+
+def _collect(pretrainer: Any) -> dict[str, str]:
+    named, folder = dict(pretrainer.paths), pretrainer.collect_in
+    wanted = [name for name in pretrainer.loadables if pretrainer.is_loadable(name)]
+    for name in wanted:
+        _check_there(name, named)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in wanted:  # a link may be to what an earlier recipe named
+            link = folder / f"{name}.ckpt"
+            if link.is_symlink():
+                link.unlink()
+    try:
+        return {name: str(path) for name, path in pretrainer.collect_files().items()}
+    except SbkitError:
+        raise
+    except Exception as error:  # whatever a network or a hub says
+        first = (str(error).strip().splitlines() or [""])[0]
+        raise SbkitError(f"pretrainer: can't fetch {', '.join(str(named[name]) for name in wanted)}: "
+                         f"{type(error).__name__}: {first}",
+                         hint="is its name right, and the network there?") from error
+    finally:
+        pretrainer.paths = named  # SpeechBrain writes over them where it put the files
+
+
+def _check_there(name: str, paths: Mapping[str, Any]) -> None:
+    """A path of this machine is looked at here: else it would be looked for on the Hub."""
+    if name not in paths:
+        raise SbkitError(f"pretrainer: nothing says where {name} comes from", hint=f"add {name}: FILE to its paths")
+    path = paths[name]
+    if not isinstance(path, str) or path.startswith(("http:", "https:")) or Path(path).is_file():
+        return
+    if Path(path).is_absolute() or path.startswith((".", "~")) or path.count("/") < 2 or Path(path).parent.is_dir():
+        raise SbkitError(f"pretrainer: {name}: there is no file {path}",
+                         hint="name a file, a URL, or owner/model/file on the Hugging Face Hub")
+
+
+def _load(obj: Any, name: str, path: str, custom: Any) -> None:
+    """By SpeechBrain's rules: the recipe's own hook, what transfers parameters, or what loads a checkpoint."""
+    hook = custom or get_default_hook(obj, DEFAULT_TRANSFER_HOOKS)
+    try:
+        if hook is torch_parameter_transfer:
+            _transfer(obj, name, path)
+        elif hook is not None:
+            hook(obj, path)
+        elif (hook := get_default_hook(obj, DEFAULT_LOAD_HOOKS)) is torch_recovery:
+            load_state(obj, path, name)
+        elif hook is not None:
+            hook(obj, path, False)
+        else:
+            raise SbkitError(f"nobody knows how to load a {type(obj).__name__}",
+                             hint=f"give the pretrainer a custom_hooks for {name}")
+    except SbkitError as error:
+        raise SbkitError(f"pretrainer: {name}: {error.message}", hint=error.hint) from error
+    except Exception as error:  # whatever a file holds
+        first = (str(error).strip().splitlines() or [""])[0]
+        raise SbkitError(f"pretrainer: {path} can't be loaded into {name}: {type(error).__name__}: {first}") from error
+
+
+def _transfer(module: nn.Module, name: str, path: str) -> None:
+    """Parameters that both have; what only one of them has is told, and another shape is an error."""
+    state = load_file(path)
+    own = module.state_dict()
+    if isinstance(state, Mapping):
+        state = hook_on_loading_state_dict_checkpoint(dict(state))
+    shared = [key for key in own if key in state] if isinstance(state, Mapping) else []
+    if not shared and own:
+        raise SbkitError(f"{path} has none of its parameters: {differences(own, state)}",
+                         hint="is it the file of another layer?")
+    differing = differences({key: own[key] for key in shared}, {key: state[key] for key in shared})
+    if differing:
+        raise SbkitError(f"{path} is of a model of other sizes: {differing}",
+                         hint="give the recipe the sizes that it was trained with")
+    module.load_state_dict(state, strict=False)
+    for what, left in (("has nothing for", own.keys() - set(shared)), ("has more than it", state.keys() - set(shared))):
+        if left and ranks.is_main():
+            some = sorted(left)[:_NAMED]
+            logger.warning("pretrainer: %s %s %s: %d parameters, such as %s", path, what, name, len(left),
+                           ", ".join(some))
