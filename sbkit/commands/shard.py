@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from sbkit.commands.options import add_schemes
+from sbkit.commands.options import add_schemes, count
 from sbkit.errors import SbkitError
 
 
@@ -13,7 +13,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Add what the command takes."""
     parser.add_argument("manifest", metavar="MANIFEST.csv")
     parser.add_argument("out", metavar="OUT")
-    parser.add_argument("--encode", choices=["flac", "wav16k"], help="decode once, to 16 kHz mono (default: as is)")
+    parser.add_argument("--encode", choices=["flac", "wav", "wav16k"], help="decode once, to mono (default: as is)")
+    parser.add_argument("--sample-rate", type=count, default=16_000, metavar="HZ",
+                        help="of what is decoded: what the model hears (16000)")
     parser.add_argument("--shard-size-mb", type=float, default=512)
     parser.add_argument("--data-root", help="what $data_root in the manifest stands for")
     parser.add_argument("--workers", type=int, default=2)
@@ -34,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     check_opened(rows.wavs, rows.remote, source)
     manifest = write_shards(
         rows, out, name=source.stem, shard_size_mb=args.shard_size_mb,
-        encode=args.encode, workers=args.workers,
+        encode=args.encode, sample_rate=args.sample_rate, workers=args.workers,
     )
     print(f"{len(manifest)} utterances, {manifest.hours:.2f} hours: {out / source.stem}.csv")
     return 0

@@ -52,6 +52,17 @@ class Augment:
         self._speed = speeds[0] if speeds else None
         self.stages = [stage for stage in stages if not isinstance(stage, SpeedPerturb)]
 
+    def hear_at(self, sample_rate: int) -> None:
+        """Tell stages that read recordings of their own at what rate waveforms come; one that insists on another is
+        refused."""
+        for stage in self.stages:
+            own = getattr(stage, "sample_rate", sample_rate)
+            if own is None:
+                stage.sample_rate = sample_rate
+            elif own != sample_rate:
+                raise SbkitError(f"augment: {type(stage).__name__} reads at {own} Hz, and it is to be mixed with "
+                                 f"recordings at {sample_rate}", hint="leave out its sample_rate")
+
     @property
     def stretch(self) -> float:
         """The longest that an utterance can become, as a factor."""
@@ -135,10 +146,11 @@ class AddNoise:
     folder: with audio files at any depth. Only the stretch needed is read; short recordings repeat.
     snr_low, snr_high: the range, in decibels.
     prob: how often.
+    sample_rate: of the waveforms; a loader says it.
     """
 
     def __init__(self, folder: str, snr_low: float = 0.0, snr_high: float = 20.0, prob: float = 0.5,
-                 sample_rate: int = SAMPLE_RATE):
+                 sample_rate: int | None = None):
         _check_range("AddNoise", snr_low=snr_low, snr_high=snr_high)
         self.files = AudioFolder(folder, "AddNoise")
         self.snr_low, self.snr_high, self.prob = snr_low, snr_high, _share(prob, "AddNoise")
@@ -156,10 +168,11 @@ class AddNoise:
         return signal + noise * np.float32((power / noise_power / 10 ** (ratio / 10)) ** 0.5)
 
     def _stretch(self, path: str, size: int, rng: np.random.Generator) -> np.ndarray:
-        needed = size / self.sample_rate
+        rate = self.sample_rate or SAMPLE_RATE
+        needed = size / rate
         seconds = audio_info(path)[0]
         start = rng.random() * max(seconds - needed, 0.0)
-        noise = read_audio(path, start=start, duration=needed + 0.01, sample_rate=self.sample_rate)
+        noise = read_audio(path, start=start, duration=needed + 0.01, sample_rate=rate)
         if len(noise) < size:
             noise = np.tile(np.roll(noise, rng.integers(len(noise))), -(-size // len(noise)))
         return noise[:size]
@@ -174,9 +187,10 @@ class AddReverb:
     ---------
     folder: with impulse responses as audio files, at any depth.
     prob: how often.
+    sample_rate: of the waveforms; a loader says it.
     """
 
-    def __init__(self, folder: str, prob: float = 0.5, sample_rate: int = SAMPLE_RATE):
+    def __init__(self, folder: str, prob: float = 0.5, sample_rate: int | None = None):
         self.files = AudioFolder(folder, "AddReverb")
         self.prob, self.sample_rate = _share(prob, "AddReverb"), sample_rate
 
@@ -184,7 +198,7 @@ class AddReverb:
         """``[S]`` to ``[S]``."""
         if rng.random() >= self.prob:
             return signal
-        response = self.files.draw(rng, lambda path: _response(path, self.sample_rate))
+        response = self.files.draw(rng, lambda path: _response(path, self.sample_rate or SAMPLE_RATE))
         size = 1 << (len(signal) + len(response) - 2).bit_length()
         wet = np.fft.irfft(np.fft.rfft(signal, size) * np.fft.rfft(response, size), size)
         wet = wet[: len(signal)].astype(np.float32)

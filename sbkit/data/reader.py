@@ -56,6 +56,8 @@ class Reader(Dataset):
                  seed: int = 0, sample_rate: int = SAMPLE_RATE, round_to: int = 0, most: int = 0):
         self.manifest, self.tokenizer, self.augment = manifest, tokenizer, augment
         self.seed, self.sample_rate, self.round_to, self.most = seed, sample_rate, round_to, most
+        if augment is not None:
+            augment.hear_at(sample_rate)
         self._sharded = len(manifest) > 0 and "?offset=" in manifest.wavs[0] and hasattr(os, "posix_fadvise")
 
     def __len__(self) -> int:

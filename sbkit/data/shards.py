@@ -45,20 +45,23 @@ from sbkit.system.console import atomic_write, progress
 #: Files looked at to guess how large a copied recording is.
 _SAMPLE = 64
 _SHUFFLE_SEED = 0
+#: Samples a second that a FLAC file can hold.
+_FLAC_MOST = 655_350
 
 
 class Encoding(NamedTuple):
-    """A file format to re-encode into, 16 kHz mono, and about how many bytes a second takes."""
+    """A file format to re-encode into, mono, and about how many bytes a sample takes."""
 
     suffix: str
     format: str
     subtype: str
-    bytes_per_second: float
+    bytes_per_sample: float
 
 
 ENCODINGS = {
-    "wav16k": Encoding("wav", "WAV", "PCM_16", 2.0 * SAMPLE_RATE),
-    "flac": Encoding("flac", "FLAC", "PCM_16", 1.1 * SAMPLE_RATE),
+    "wav": Encoding("wav", "WAV", "PCM_16", 2.0),
+    "wav16k": Encoding("wav", "WAV", "PCM_16", 2.0),
+    "flac": Encoding("flac", "FLAC", "PCM_16", 1.1),
 }
 
 
@@ -70,6 +73,7 @@ class _Job:
     first: int
     rows: list[Utterance]
     encode: str | None
+    sample_rate: int
     remote: Remote
 
     @property
@@ -78,13 +82,14 @@ class _Job:
 
     @property
     def fingerprint(self) -> str:
-        text = json.dumps([self.first, self.encode, [asdict(row) for row in self.rows]], ensure_ascii=False)
+        rows = [asdict(row) for row in self.rows]
+        text = json.dumps([self.first, self.encode, self.sample_rate, rows], ensure_ascii=False)
         return hashlib.sha256(text.encode()).hexdigest()
 
 
 def write_shards(
     manifest: Manifest, out: str | os.PathLike[str], *, name: str = "shard", shard_size_mb: float = 512,
-    encode: str | None = None, workers: int = 2, show_progress: bool = True,
+    encode: str | None = None, sample_rate: int = SAMPLE_RATE, workers: int = 2, show_progress: bool = True,
 ) -> Manifest:
     """Write ``manifest``'s recordings into shards below ``out`` and return the manifest that reads them.
 
@@ -92,8 +97,10 @@ def write_shards(
     ---------
     name: of the files, e.g. ``train``.
     shard_size_mb: roughly.
-    encode: ``None`` copies files as they are (segments of longer files become FLAC); ``wav16k`` (16-bit
-        PCM, by far the fastest to read) or ``flac`` (half the size) decode once and store 16 kHz mono.
+    encode: ``None`` copies files as they are (segments of longer files become FLAC, at the rate they have);
+        ``wav`` (16-bit PCM, by far the fastest to read) or ``flac`` (half the size) decode once and store mono;
+        ``wav16k`` is ``wav`` at 16 kHz, whatever the model hears.
+    sample_rate: of what is decoded once: what the model is to hear, or more.
     workers: processes.
 
     A shard appears whole or not at all; called again after a stop, it goes on with the first shard that
@@ -102,26 +109,30 @@ def write_shards(
     """
     check_number("shard_size_mb", shard_size_mb, above=0)
     check_number("workers", workers, above=0, whole=True)
+    check_number("sample_rate", sample_rate, above=0, whole=True)
     if encode is not None and encode not in ENCODINGS:
         raise SbkitError(f"cannot encode shards as {encode!r}", hint=f"it is one of {', '.join(ENCODINGS)}")
+    if encode == "wav16k" and sample_rate != SAMPLE_RATE:
+        raise SbkitError(f"wav16k is 16000 samples a second, not {sample_rate}", hint="encode as wav")
     if not len(manifest):
         raise SbkitError("the manifest is empty: there is nothing to write into shards")
     try:
         with locked(Path(out) / f".{name}.lock"):
-            return _write_shards(manifest, Path(out), name, shard_size_mb, encode, workers, show_progress)
+            return _write_shards(manifest, Path(out), name, shard_size_mb, encode, sample_rate, workers,
+                                 show_progress)
     except OSError as error:  # a full disk, a folder that may not be written
         raise SbkitError(f"{error.filename or out}: {error.strerror or error}") from error
 
 
-def _write_shards(manifest: Manifest, out: Path, name: str, shard_size_mb: float, encode: str | None, workers: int,
-                  show_progress: bool) -> Manifest:
+def _write_shards(manifest: Manifest, out: Path, name: str, shard_size_mb: float, encode: str | None, sample_rate: int,
+                  workers: int, show_progress: bool) -> Manifest:
     order = np.random.Generator(np.random.PCG64(_SHUFFLE_SEED)).permutation(len(manifest))
-    per_second = ENCODINGS[encode].bytes_per_second if encode else _bytes_per_second(manifest)
+    per_second = ENCODINGS[encode].bytes_per_sample * sample_rate if encode else _bytes_per_second(manifest)
     _check_space(out, name, manifest, per_second)
     bounds = _bounds(manifest.durations[order], shard_size_mb * 1e6 / per_second)
     jobs = (
         _Job(out / f"{name}-{i:06d}.tar", first, [manifest.row(row) for row in order[first:stop]], encode,
-             manifest.remote)
+             sample_rate, manifest.remote)
         for i, (first, stop) in enumerate(itertools.pairwise(bounds.tolist()))
     )
     done: dict[int, dict] = {}
@@ -169,7 +180,7 @@ def _write(job: _Job) -> dict:
     with atomic_write(job.path, "wb") as file:
         for i, row in enumerate(job.rows):
             try:
-                data, suffix, seconds = _encoded(row, job.encode, job.remote)
+                data, suffix, seconds = _encoded(row, job.encode, job.sample_rate, job.remote)
             except AudioError as error:
                 left_out.append((i, error.cause, *file_version(row.wav)))
                 continue
@@ -198,7 +209,7 @@ def _finished(job: _Job, fingerprint: str) -> dict | None:
     return None
 
 
-def _encoded(row: Utterance, encode: str | None, remote: Remote) -> tuple[bytes, str, float]:
+def _encoded(row: Utterance, encode: str | None, sample_rate: int, remote: Remote) -> tuple[bytes, str, float]:
     """(bytes of a file, its suffix, seconds) of one recording."""
     whole = row.start == 0 and encode is None
     if whole:
@@ -211,10 +222,11 @@ def _encoded(row: Utterance, encode: str | None, remote: Remote) -> tuple[bytes,
         path = split_member(row.wav)[0]
         return data, tar.suffix(data, path), round(seconds, 4)
     kind = ENCODINGS[encode or "flac"]
-    signal = read_utterance(row.wav, row.start, row.duration, sample_rate=SAMPLE_RATE, remote=remote)
+    rate = sample_rate if encode else min(audio_info(row.wav, remote)[1], _FLAC_MOST)
+    signal = read_utterance(row.wav, row.start, row.duration, sample_rate=rate, remote=remote)
     file = io.BytesIO()
-    soundfile.write(file, signal, SAMPLE_RATE, format=kind.format, subtype=kind.subtype)
-    return file.getvalue(), kind.suffix, round(len(signal) / SAMPLE_RATE, 4)
+    soundfile.write(file, signal, rate, format=kind.format, subtype=kind.subtype)
+    return file.getvalue(), kind.suffix, round(len(signal) / rate, 4)
 
 
 def _bounds(durations: np.ndarray, seconds_per_shard: float) -> np.ndarray:
@@ -235,7 +247,7 @@ def _bytes_per_second(manifest: Manifest) -> float:
             continue
         size += os.path.getsize(path) if part is None else part
         seconds += float(manifest.durations[i])
-    return size / seconds if size and seconds else ENCODINGS["flac"].bytes_per_second
+    return size / seconds if size and seconds else ENCODINGS["flac"].bytes_per_sample * SAMPLE_RATE
 
 
 def _check_space(out: Path, name: str, manifest: Manifest, per_second: float) -> None:

@@ -169,3 +169,19 @@ def test_costs_little_beside_reading(noises):
     for i in range(20):
         chain(signal, rng(name=str(i)))
     assert (time.process_time() - start) / 20 < 0.05
+
+
+@pytest.mark.parametrize("rate", [8000, 22_050])
+def test_noise_and_rooms_come_at_the_rate_of_the_waveforms(tmp_path, rate):
+    tone = np.sin(2 * np.pi * 1000 * np.arange(2 * 48_000) / 48_000).astype(np.float32)
+    (tmp_path / "tone.wav").write_bytes(encoded(tone, 48_000))
+    add, reverb = AddNoise(str(tmp_path), -60, -60, prob=1), AddReverb(str(tmp_path), prob=1)
+    Augment([add, reverb]).hear_at(rate)
+    mixed = add(1e-6 * np.random.default_rng(0).standard_normal(rate).astype(np.float32), rng())
+    assert np.argmax(np.abs(np.fft.rfft(mixed))) == pytest.approx(1000, abs=2)  # of one second: in hertz
+    assert reverb.sample_rate == rate
+
+
+def test_a_stage_that_insists_on_another_rate_is_refused(noises):
+    with pytest.raises(SbkitError, match=r"AddNoise reads at 16000 Hz.*at 8000.*leave out its sample_rate"):
+        Augment([Gain(), AddNoise(str(noises), sample_rate=16_000)]).hear_at(8000)

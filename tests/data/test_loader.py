@@ -110,6 +110,21 @@ def test_batches_are_padded_to_a_multiple_as_far_as_the_limit_allows(manifest):
     assert at_limit > 0 and len(shapes[1]) < len(shapes[0])
 
 
+def test_batches_have_the_rate_that_was_asked_for(manifest):
+    class Heard:
+        sample_rate = None
+
+        def __call__(self, signal, rng):
+            return signal
+
+    stage = Heard()
+    for batch in make(manifest, augment=Augment([stage]), sample_rate=8000).at(1):
+        assert batch.sample_rate == stage.sample_rate == 8000
+        for name, samples in zip(batch.ids, batch.signal_lengths.tolist(), strict=True):
+            assert samples / 8000 == pytest.approx(manifest.durations[manifest.ids.index(name)], abs=1e-3)
+        assert batch.seconds == pytest.approx(sum(batch.signal_lengths.tolist()) / 8000)
+
+
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize("workers", [1, 3])
 def test_the_number_of_workers_changes_nothing(manifest, workers):

@@ -76,6 +76,21 @@ def test_encoded_audio_is_16_khz_and_sounds_the_same(manifest, tmp_path, encode)
         assert np.abs(found - expected).max() <= 1 / 32768
 
 
+def test_what_is_encoded_has_the_rate_that_was_asked_for(manifest, tmp_path):
+    rows = by_id(pack(manifest, tmp_path / "wide", encode="wav", sample_rate=24_000))
+    for before in manifest:
+        expected, found = read_audio(before.wav, sample_rate=24_000), read_audio(rows[before.id].wav, sample_rate=None)
+        assert len(found) == len(expected) and np.abs(found - expected).max() <= 1 / 32768
+    with pytest.raises(SbkitError, match=r"wav16k is 16000 samples a second, not 8000.*encode as wav"):
+        pack(manifest, tmp_path / "other", encode="wav16k", sample_rate=8000)
+
+
+def test_segments_of_longer_files_keep_their_rate(manifest, tmp_path):
+    part = manifest.select(np.arange(4)).replace(starts=np.full(4, 0.1), durations=np.full(4, 0.3))
+    for row in pack(part, tmp_path):
+        assert len(read_audio(row.wav, sample_rate=None)) == round(0.3 * 48_000)
+
+
 def test_the_layout_is_webdatasets(manifest, tmp_path):
     pack(manifest, tmp_path, encode="flac", name="train")
     total = 0

@@ -33,8 +33,8 @@ class Labels(NamedTuple):
     """Ids of utterances without a token."""
 
 
-def look(manifest: Manifest, tokenizer: Any, recognizer: Recognizer, size: int, blank: int = 0,
-         sample_rate: int = 16000) -> Labels:
+def look(manifest: Manifest, tokenizer: Any, recognizer: Recognizer, size: int, sample_rate: int,
+         blank: int = 0) -> Labels:
     """Encode a split's texts and compare their labels with the vocabulary and the frames of their audio."""
     if len(manifest) > MOST:  # who speaks fastest is short of frames first
         density = pc.binary_length(manifest.texts.arrow).to_numpy(zero_copy_only=False) / manifest.durations
@@ -67,7 +67,7 @@ def check_labels(keys: CTCKeys, model: Recognizer, manifests: Mapping[str, Manif
     place = node.place if node is not None else Place()
     rows = []
     for split, manifest in manifests.items():
-        found = look(manifest, keys.tokenizer, model, keys.output_neurons, keys.blank_index, keys.sample_rate)
+        found = look(manifest, keys.tokenizer, model, keys.output_neurons, keys.sample_rate, keys.blank_index)
         rows.append([split, len(manifest), found.looked_at, len(found.short), len(found.empty)])
         of = f"of {found.looked_at} utterances"
         if found.outside:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sbkit.data.batch import SAMPLE_RATE, Batch
+from sbkit.data.batch import Batch
 from sbkit.data.loader import PREFETCH
 from sbkit.data.manifest import Manifest
 from sbkit.data.plan import Batching, Plan
@@ -157,7 +157,7 @@ def _answer(pipe: Connection, words: list[str], size: int, slack: float) -> None
     host.keep_freed_memory()  # as a run does
     with trial(request, torch.device("cpu")) as made:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # last words of libraries that have no memory
-        workers = made.brain.keys.num_workers
+        workers, rate = made.brain.keys.num_workers, made.brain.keys.sample_rate
         size -= BESIDE + workers * READER
         host.bound(int(slack * size))
         while True:
@@ -166,7 +166,7 @@ def _answer(pipe: Connection, words: list[str], size: int, slack: float) -> None
             except EOFError:
                 return
             try:
-                ahead = _read_ahead(*asked, workers)
+                ahead = _read_ahead(*asked, workers, rate)
                 with mmap.mmap(-1, max(ahead, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS):
                     fits, mistake = made.fits(*asked) and host.peak() + ahead <= size, ""
             except Exception as error:
@@ -174,9 +174,9 @@ def _answer(pipe: Connection, words: list[str], size: int, slack: float) -> None
             pipe.send((fits, mistake))
 
 
-def _read_ahead(utterances: int, seconds: float, workers: int) -> int:
+def _read_ahead(utterances: int, seconds: float, workers: int, sample_rate: int) -> int:
     """Bytes of the batches that a run's processes have read meanwhile."""
-    return round(max(0.0, utterances * seconds) * SAMPLE_RATE) * torch.float32.itemsize * (PREFETCH + 1) * workers
+    return round(max(0.0, utterances * seconds) * sample_rate) * torch.float32.itemsize * (PREFETCH + 1) * workers
 
 
 # ---------------------------------------------------------------------------------------------- measuring
