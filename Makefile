@@ -8,12 +8,13 @@ OUT    ?= results/demo
 # Tests wait for processes, ports and disks a third of their time, so there are more of them at once than cores.
 TESTERS ?= $(shell $(PYTHON) -c 'import os; n = os.cpu_count() or 1; print(min(2 * n, n + 4))')
 
-.PHONY: help install demo test test-fast lint format bench gpu clean
+.PHONY: help install demo test test-fast lint format docs bench gpu clean
 
 help:
 	@echo "make demo       synthesise speech, train a recogniser on it, score it, use it (minutes, no GPU)"
 	@echo "make test       every test, the slow ones too (make test-fast leaves them out)"
 	@echo "make lint       ruff, and mypy: the types of all of sbkit/"
+	@echo "make docs       docs/keys.md from what the classes declare"
 	@echo "make bench      speed against stock SpeechBrain in the same run"
 	@echo "make gpu        what works on this machine's CUDA cards, and how fast: ten minutes, gpu-report.md"
 
@@ -45,6 +46,9 @@ lint: $(STAMP)
 
 format: $(STAMP)
 	$(BIN)/python -m ruff check --fix .
+
+docs: $(STAMP)
+	$(BIN)/python tools/keys_page.py
 
 bench: $(STAMP)
 	$(BIN)/python tools/bench_data.py

@@ -1,4 +1,4 @@
-"""Top-level keys that the code reads by name, and those of a recipe that nothing reads: often they are misspelt."""
+"""Top-level keys that the code reads by name, and those of a recipe that nothing reads, which have no effect."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def declared(root: Node) -> Mapping[str, Declared]:
 
 
 def check_names(root: Node, referred: Collection[str], findings: Findings) -> None:
-    """Warn of keys without any effect that nearly are a key with one.
+    """Warn of keys without any effect: nothing reads them, no reference names them, and they call nothing.
 
     referred: keys that the recipe's references name
     """
@@ -54,17 +54,21 @@ def check_names(root: Node, referred: Collection[str], findings: Findings) -> No
     told = {finding.key for finding in findings}
     lacking = read - set(root.value) | told  # told as missing, with what they're near to
     for key in root.value:
-        if not isinstance(key, str) or key in useful | told or key.startswith("__") or re.search(r"\d", key):
+        if not isinstance(key, str) or key in useful | told or key.startswith("__"):
+            continue
+        if root.value[key].tag.startswith("!apply"):  # which has done its work
             continue
         place = root.place_of(key)
         beside = {each for each in useful if each in root.value and root.place_of(each).file == place.file}
         options = useful - beside - lacking
         # who writes both into one file means two things, save where a letter is the difference
         near = did_you_mean(key, options, cutoff=0.75) or did_you_mean(key, beside - lacking, cutoff=0.95)
-        if near:
-            longer = sorted(each for each in options if each.startswith(f"{key}_"))
-            findings.warning("unread-key", place, key, "nothing reads this key, and no reference names it",
-                             f"did you mean {' or '.join(longer if near in longer else [near])}?")
+        if not near and not hasattr(cls, "stand_in"):  # no task: a script of one's own reads what it likes
+            continue
+        longer = sorted(each for each in options if each.startswith(f"{key}_"))
+        findings.warning("unread-key", place, key, "nothing reads this key, and no reference names it",
+                         f"did you mean {' or '.join(longer if near in longer else [near])}?"
+                         if near and not re.search(r"\d", key) else "leave it out: it has no effect")
 
 
 def hparams_read(cls: type) -> set[str]:

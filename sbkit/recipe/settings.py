@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from speechbrain.utils.run_opts import RunOptions
 
+from sbkit.recipe.choices import SIZE
 from sbkit.recipe.keys import Declared
 from sbkit.recipe.names import declared
 from sbkit.recipe.report import did_you_mean, listed
@@ -143,6 +144,10 @@ def _check_epochs(root: Node, key: str, value: Any, findings: Findings) -> None:
     if _is_number(number) and not isinstance(number, str) and number < 1:
         findings.warning("setting", value.place_of("limit"), value.key_of("limit"),
                          f"it is {number!r}, so nothing would be trained", "set it to 1 or more")
+    said = static(root.value["number_of_epochs"]) if "number_of_epochs" in root.value else None
+    if said in SIZE and isinstance(number, int) and number != said:
+        findings.error("setting", value.place_of("limit"), value.key_of("limit"),
+                       f"it is {number}, and number_of_epochs is {said}", "write `limit: !ref <number_of_epochs>`")
 
 
 _TOLD: dict[str, Callable[[Node, str, Any, Findings], None]] = {

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sbkit.errors import SbkitError
-from sbkit.recipe.choices import COUNT, SIZE
+from sbkit.recipe.choices import COUNT, HERTZ, SIZE
 from sbkit.recipe.keys import key
 from sbkit.train.keys import TrainKeys
 
@@ -24,14 +24,16 @@ class TaskKeys(TrainKeys):
     opt_class: Any = key("the optimizer, `!name:` with its options", None)
     schedule: Any = key("a sbkit.train.schedule.Schedule of the learning rate", None)
     checkpointer: Any = key("a sbkit.train.checkpoint.Checkpointer", None)
-    pretrainer: Any = key("SpeechBrain's Pretrainer: weights that are fetched before training", None)
+    pretrainer: Any = key("SpeechBrain's Pretrainer: weights that are fetched, and loaded before training begins", None)
     train_logger: Any = key("a sbkit.train.train_log.TrainLog: a line for each epoch", None)
     augment: Any = key("a sbkit.data.augment.Augment of waveforms, in the processes that read them", None)
-    number_of_epochs: int = key("how often training goes through the corpus", 1, SIZE)
+    number_of_epochs: int | None = key("how often training goes through the corpus: the limit of epoch_counter, which "
+                                       "has to refer to it", None, SIZE)
     num_workers: int = key("processes that read audio; 0: the run's own", 2, COUNT)
-    sample_rate: int = key("of the recordings as the model hears them; others are resampled", 16_000, SIZE)
-    language: str | None = key("of the corpus, a code of Common Voice's", None)
-    experiment: str | None = key("a name for the run, told in its bundle", None)
+    sample_rate: int = key("samples a second that the model hears; recordings that have others are resampled",
+                           16_000, HERTZ)
+    language: str | None = key("of the corpus, told in its bundle", None)
+    experiment: str | None = key("a name for what is tried, told in its bundle", None)
     keep_checkpoints: int = key("how many of the best checkpoints stay beside the last", 1, SIZE)
     keep_every: int | None = key("keep the checkpoint of every so many epochs for good; 0: none", None, COUNT)
     average_checkpoints: int = key("test the mean of so many of the best checkpoints", 1, SIZE)

@@ -1,4 +1,4 @@
-"""Keys that nothing reads are told where they resemble one that is read; the list of those is what the code reads."""
+"""Keys that nothing reads are told, with what they resemble; the list of those is what the code reads."""
 
 from pathlib import Path
 
@@ -7,6 +7,7 @@ import pytest
 from sbkit.recipe.reading import read
 from sbkit.recipe.source import Findings
 
+ROOT = Path(__file__).parents[2]
 SMALL = (Path(__file__).parent / "small.yaml").read_text(encoding="utf-8")
 
 
@@ -27,9 +28,26 @@ def test_a_misspelt_key_is_told(tmp_path, key, meant):
 
 
 @pytest.mark.parametrize("key", ["colours", "train_log", "sos_index", "wer_file", "layer1"])
-def test_a_key_of_ones_own_is_not(tmp_path, key):
+def test_a_key_of_ones_own_is_told_where_it_has_no_effect(tmp_path, key):
     path = tmp_path / "recipe.yaml"
     path.write_text(f"{SMALL}\n{key}: 5\n")
+    assert unread(path) == {key: "leave it out: it has no effect"}
+    path.write_text(f"{SMALL}\n{key}: 5\n__note: !ref <{key}>\n")
+    assert unread(path) == {}
+
+
+@pytest.mark.parametrize("line", [
+    "__set_seed: !apply:speechbrain.utils.seed_everything [1]", "drawn: !apply:torch.manual_seed [1]",
+    "max_grad_norm: 5.0", "brain2: !ref <brain>\nbrain3: !ref <brain2>\n__set: !ref <brain3>"])
+def test_what_is_called_or_read_is_not_told(tmp_path, line):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"{SMALL}\n{line}\n")
+    assert unread(path) == {}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "hparams").glob("*.yaml")) + sorted((ROOT / "recipes").rglob("*.yaml")),
+                         ids=lambda path: path.name)
+def test_all_keys_of_what_is_shipped_have_an_effect(path):
     assert unread(path) == {}
 
 

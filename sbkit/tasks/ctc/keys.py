@@ -25,8 +25,8 @@ class CTCKeys(RecogniserKeys):
     seq_lin: Any = key("the attention decoder's head, for joint training", None)
     decoder: Any = key("what searches for the test's transcripts, a sbkit.decode.beam.BeamSearch or JointSearch; "
                        "null: each frame's best", None)
-    n_mels: int = key("features a frame", 80, SIZE)
-    hop_length: float = key("milliseconds between two frames of features", 10, POSITIVE)
+    n_mels: int = key("features a frame that compute_features makes", 80, SIZE)
+    hop_length: float = key("milliseconds between two frames that compute_features makes", 10, POSITIVE)
     blank_index: int = key("the id of CTC's blank", 0, COUNT)
     bos_index: int | None = key("the id that begins a sentence", None, COUNT)
     eos_index: int | None = key("the id that ends a sentence", None, COUNT)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from speechbrain.lobes.models.transformer.Transformer import TransformerInterface
+from torch import nn
 
 from sbkit.recipe.build import Built
 from sbkit.recipe.source import Findings
@@ -15,7 +16,36 @@ from sbkit.tasks.ctc.model import encoder_key
 
 def parts_fit(keys: CTCKeys, built: Built, findings: Findings) -> bool:
     """Whether a batch can be sent through."""
-    return _front_end_fits(keys, built, findings) and _has_its_decoder(keys, built, findings)
+    looks = _features_fit, _front_end_fits, _has_its_decoder  # the next rests on what the one before found right
+    return all(look(keys, built, findings) for look in looks)
+
+
+def _features_fit(keys: CTCKeys, built: Built, findings: Findings) -> bool:
+    """Whether features are what the recipe's keys say of them, by which frames are counted."""
+    node = built.nodes["compute_features"]
+    for module in keys.compute_features.modules() if isinstance(keys.compute_features, nn.Module) else ():
+        rate = getattr(module, "sample_rate", keys.sample_rate)
+        if rate != keys.sample_rate:
+            findings.error("sample-rate", node.place_of("sample_rate"), node.key_of("sample_rate"),
+                           f"it is {rate}, and sample_rate, at which recordings are read, is {keys.sample_rate}",
+                           "write `sample_rate: !ref <sample_rate>`")
+            return False
+    samples = round(SECONDS * keys.sample_rate)
+    with stand_ins(), torch.no_grad():
+        feats = keys.compute_features(torch.empty(1, samples))
+    if feats.dim() != 3:  # an encoder of one's own may take something else
+        return True
+    frames, width = feats.shape[1:]
+    expected = samples // round(keys.sample_rate * keys.hop_length / 1000) + 1
+    wrong = [("hop_length", frames, expected, f"makes {frames} frames of {SECONDS:g} s, with a hop_length of "
+              f"{keys.hop_length:g} ms there would be {expected}"),
+             ("n_mels", width, keys.n_mels, f"makes {width} features a frame, and n_mels is {keys.n_mels}")]
+    for key, found, said, message in wrong:
+        if found != said:
+            place, name = (built.nodes[key].place, key) if key in built.nodes else (node.place, node.key)
+            findings.error("shape-mismatch", place, name, f"compute_features {message}",
+                           f"write {key} at the top of the recipe, and `{key}: !ref <{key}>` under compute_features")
+    return all(found == said for _, found, said, _ in wrong)
 
 
 def _front_end_fits(keys: CTCKeys, built: Built, findings: Findings) -> bool:

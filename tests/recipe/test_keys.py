@@ -1,0 +1,433 @@
+"""Keys are read once, all mistakes in them at once; each that the flagship declares has an effect."""
+
+import copy
+import dataclasses
+import json
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from speechbrain.core import Stage
+from speechbrain.lobes.features import Fbank
+from speechbrain.nnet.linear import Linear
+from speechbrain.processing.features import InputNormalization
+from speechbrain.utils.parameter_transfer import Pretrainer
+from speechbrain.utils.run_opts import RunOptions
+from torch.utils.data import IterableDataset
+
+from sbkit.data.augment import Augment, Gain
+from sbkit.data.batch import Batch
+from sbkit.data.manifest import Manifest
+from sbkit.data.plan import Batching
+from sbkit.errors import SbkitError
+from sbkit.export import source
+from sbkit.nn.spec_augment import SpecAugment
+from sbkit.recipe import load
+from sbkit.recipe.choices import Range
+from sbkit.recipe.keys import Keys, key
+from sbkit.recipe.load import Recipe
+from sbkit.recipe.source import Findings, Place
+from sbkit.runs import preparation, pretrained, training
+from sbkit.tasks.ctc import CTC
+from sbkit.tasks.ctc.exported import Recogniser
+from sbkit.tasks.ctc.parts import parts_fit
+from sbkit.train import loaders
+from sbkit.train.averaging import EMA
+from sbkit.train.checkpoint import Checkpointer
+from sbkit.train.distributed import ranks
+from sbkit.train.schedule import Schedule
+from sbkit.train.train_log import TrainLog
+
+RECIPE = Path(__file__).parents[2] / "hparams" / "ctc.yaml"
+SMALL = {"d_model": 16, "nhead": 2, "num_encoder_layers": 3, "d_ffn": 16, "cnn_first_channels": 4, "cnn_channels": 4,
+         "dropout": 0.1, "precision": "fp32", "number_of_epochs": 3}
+
+
+# ------------------------------------------------------------------ reading
+
+
+@dataclasses.dataclass(kw_only=True)
+class Mine(Keys):
+    width: int = key("layers are so wide", allowed=Range(1, whole=True))
+    share: float = key("of something", 0.5, Range(0, 1))
+    name: str | None = key("what it is called", None)
+    loud: bool = key("whether it is heard", False)
+    layer: object = key("anything", None)
+
+
+def test_what_a_recipe_says_is_read_and_the_rest_is_as_declared():
+    read = Mine.read({"width": 3, "loud": True, "other": 1})
+    assert (read.width, read.share, read.name, read.loud) == (3, 0.5, None, True)
+
+
+def test_all_that_is_wrong_is_told_at_once():
+    with pytest.raises(SbkitError) as error:
+        Mine.read({"width": 0, "share": "half", "name": 3, "loud": None})
+    assert error.value.message == (
+        "width is 0, and must be a whole number, 1 or more; share is the text 'half', and must be a number from 0 to 1"
+        "; name is 3, and must be a text; loud is null, and must be true or false")
+
+
+def test_a_key_that_a_recipe_lacks_is_missed_when_it_is_read():
+    read = Mine.read({})
+    with pytest.raises(SbkitError, match="the recipe has no width: layers are so wide"):
+        print(read.width)
+    with pytest.raises(AttributeError, match="Mine declares no key colour"):
+        print(read.colour)
+    assert list(Mine.needed()) == ["width"]
+
+
+PLAIN = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.lists(st.integers(), max_size=2))
+
+
+@given(PLAIN)
+def test_a_value_is_kept_as_it_is_or_refused_with_its_key(value):
+    """As Python sees kinds: truth is no number, and a whole number is one."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    fits = {"width": number and isinstance(value, int) and value >= 1, "share": number and 0 <= value <= 1,
+            "name": value is None or isinstance(value, str), "loud": isinstance(value, bool), "layer": True}
+    for name, right in fits.items():
+        if right:
+            assert getattr(Mine.read({name: value}), name) is value
+        else:
+            with pytest.raises(SbkitError, match=rf"^{name} is .*, and must be "):
+                Mine.read({name: value})
+
+
+# ------------------------------------------------------------------ each has an effect
+
+
+class Spelling:
+    """A tokenizer that is all a run asks for."""
+
+    def __init__(self, sign="a"):
+        self.sign, self.vocab_size, self.model_type = sign, 28, "char"
+
+    def decode(self, ids):
+        return self.sign * (len(ids) + 1)
+
+    def entropy(self, texts):
+        return 1.0
+
+    def load(self):
+        return self
+
+    def check(self, size):
+        pass
+
+
+class Frames(torch.nn.Module):
+    """An encoder of one's own, and a front end."""
+
+    def __init__(self, scale=1.0):
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x):
+        return self.scale * x[..., :16]
+
+
+class Batches(torch.utils.data.DataLoader):
+    """Some batches, as a loader."""
+
+    def __init__(self, batches):
+        super().__init__(batches, collate_fn=lambda rows: rows[0])
+
+
+class Every(IterableDataset):
+    def __iter__(self):
+        return iter([1, 2])
+
+
+class Guess:
+    """A search that always finds the same."""
+
+    tokenizer = None
+
+    def decode(self, log_probs, frames):
+        return [[SimpleNamespace(text="guessed", confidence=1.0, score=0.0, acoustic=0.0)]] * len(frames)
+
+
+@pytest.fixture(scope="module")
+def flagship(tmp_path_factory):
+    hparams = load.load(RECIPE, {**SMALL, "output_folder": str(tmp_path_factory.mktemp("flagship"))})
+    return hparams | {"tokenizer": Spelling(), "opt_class": partial(torch.optim.SGD, lr=0.1), "checkpointer": None,
+                      "spec_augment": None, "train_logger": None, "schedule": None, "ema": None,
+                      "intermediate_ctc": 0.0}
+
+
+def batch():
+    generator = torch.Generator().manual_seed(0)
+    return Batch(ids=["a", "b"], signals=torch.randn(2, 16_000, generator=generator),
+                 signal_lengths=torch.tensor([16_000, 11_000]), tokens=torch.tensor([[3, 4, 4, 5], [6, 7, 0, 0]]),
+                 token_lengths=torch.tensor([4, 2]), texts=["a b", "c"], samples=27_000)
+
+
+@dataclasses.dataclass
+class Made:
+    """A recipe with one value of the key, and where its run may write."""
+
+    recipe: Recipe
+    folder: Path
+    patch: pytest.MonkeyPatch
+
+    def brain(self):
+        return self.recipe.brain(RunOptions(device="cpu", noprogressbar=True,
+                                            overridden_args={"device", "noprogressbar"}))
+
+
+def loss(made):
+    brain = made.brain()
+    brain.modules.train()
+    torch.manual_seed(0)
+    scores = brain.compute_forward(batch(), Stage.TRAIN)
+    return float(brain.compute_objectives(scores, batch(), Stage.TRAIN).total.detach())
+
+
+def heard(made):
+    brain = made.brain()
+    brain.modules.eval()
+    brain.on_stage_start(Stage.TEST)
+    with torch.no_grad():
+        brain.evaluate_batch(batch(), Stage.TEST)
+    return [row.hypothesis for row in brain.rows]
+
+
+def fitted(made, brain=None):
+    """Weights after a few epochs, and then all files."""
+    brain = brain or made.brain()
+    brain.begin_run(["a b"], 3)
+    brain.fit(brain.keys.epoch_counter, Batches([batch()]), Batches([batch()]))
+    return brain
+
+
+def weights(made):
+    return [float(parameter.detach().sum()) for parameter in fitted(made).modules.parameters()]
+
+
+def files(made):
+    fitted(made)
+    return sorted({path.relative_to(made.folder).parts[0].split("+")[0].split("tfevents")[0]
+                   for path in made.folder.rglob("*") if path.is_file()})
+
+
+def checkpoints(made):
+    return len(fitted(made).checkpointer.list_checkpoints())
+
+
+def averaged(made):
+    brain = fitted(made)
+    brain.on_evaluate_start(**brain.metric.order)
+    return [float(parameter.detach().sum()) for parameter in brain.modules.parameters()]
+
+
+def lines(made):
+    fitted(made)
+    written = (Path(made.recipe.keys.output_folder) / "metrics.jsonl").read_text().splitlines()
+    return sum(json.loads(line)["kind"] == "step" for line in written)
+
+
+def layers(made):
+    brain = made.brain()
+    brain.on_fit_start()
+    return [type(module).__mro__ for module in brain.modules.modules()]
+
+
+def refusal(made, act):
+    try:
+        act(made)
+    except Exception as error:  # the one or the other
+        return str(error)
+    return ""
+
+
+def wrapped(made):
+    made.patch.setattr(ranks, "world_size", lambda: 2)
+    return "does not go together with ema" in refusal(made, lambda made: made.brain().on_fit_start())
+
+
+def shared(made):
+    made.patch.setattr(ranks, "world_size", lambda: 2)
+    return refusal(made, lambda made: loaders.made(made.brain(), Every(), Stage.VALID, {}))
+
+
+def loaded(made):
+    """What loaders and the plan get, of a run that is then stopped."""
+    class Stop(Exception):
+        pass
+
+    seen = {}
+
+    def train(manifest, encoder, plan, **reading):
+        seen.update(reading, steps=len(plan), batching=plan.batching.max_batch_seconds)
+        raise Stop
+
+    made.patch.setattr(training, "TrainLoader", train)
+    manifest = Manifest(ids=["a", "b"], durations=[1.0, 2.0], wavs=["a.wav"] * 2, texts=["a", "b"])
+    with pytest.raises(Stop):
+        training.fit_and_test(made.recipe, SimpleNamespace(run_opts=RunOptions(device="cpu")), torch.device("cpu"),
+                              {"train": manifest}, None)
+    return {name: str(value) for name, value in seen.items()}
+
+
+class Corpus:
+    def __init__(self, text):
+        self.manifests = {split: [text] for split in preparation.SPLITS}
+
+    def prepare(self, needed):
+        return self.manifests
+
+    def summary(self):
+        return ""
+
+
+def prepared(made):
+    made.patch.setattr(CTC, "prepare", classmethod(lambda cls, keys, manifests, given: manifests["dev"]))
+    return preparation.prepare_data(made.recipe, {})
+
+
+def fetched(made):
+    pretrained.load(made.recipe.keys.pretrainer)
+    return float(made.recipe.keys.ctc_lin.w.weight.sum())
+
+
+def exported(made):
+    brain = made.brain()
+    return Recogniser.of(brain.recognizer, made.recipe.keys, made.folder).language
+
+
+def described(made):
+    brain = made.brain()
+    best = SimpleNamespace(meta={}, path="CKPT")
+    brain.checkpointer = SimpleNamespace(recoverables={})
+    return source._facts(made.recipe.keys, brain, [best], False)["experiment"]
+
+
+def counted(made):
+    torch.manual_seed(0)
+    return made.brain().stand_in(4, 3.0, noise=True).tokens.tolist()
+
+
+def fits(made):
+    findings, node = Findings(), SimpleNamespace(place=Place("recipe.yaml"), key="compute_features", value={})
+    built = SimpleNamespace(nodes={"compute_features": node, "Transformer": node}, hparams=made.recipe.hparams)
+    parts_fit(made.recipe.keys, built, findings)
+    return [finding.message for finding in findings]
+
+
+def epochs(made):
+    return load.load(RECIPE, {"number_of_epochs": made.recipe.keys.number_of_epochs,
+                              "output_folder": str(made.folder)})["epoch_counter"].limit
+
+
+def kept(made):
+    """The recipe's checkpointer, in this run's folder."""
+    return Checkpointer(made.folder / "save", {"model": made.recipe.hparams["model"]})
+
+
+def head(hparams):
+    torch.manual_seed(1)
+    return Linear(input_size=16, n_neurons=28)
+
+
+def weight_file(made):
+    torch.save({"w.weight": torch.zeros(28, 16), "w.bias": torch.zeros(28)}, made.folder / "lin.ckpt")
+    return Pretrainer(loadables={"lin": made.recipe.hparams["ctc_lin"]}, paths={"lin": f"{made.folder}/lin.ckpt"})
+
+
+class Other(CTC):
+    pass
+
+
+class From:
+    """A value that is made of the recipe it is for."""
+
+    def __init__(self, make):
+        self.make = make
+
+
+JOINT, SHELF = {"ctc_weight": 0.5}, {"checkpointer": From(kept)}
+AVERAGED = {"ema": From(lambda made: EMA(made.recipe.hparams["model"], 0.9))}
+#: Of each key two values, what differs between them, and what else the recipe says.
+CASES = {
+    "output_folder": (None, From(lambda made: str(made.folder)), lambda made: made.brain().metrics_log is None),
+    "seed": (1, 2, weights),
+    "accelerate": (False, True, layers),
+    "ema": (None, AVERAGED["ema"], lambda made: made.brain().averages_weights),
+    "fsdp": (None, True, wrapped, AVERAGED),
+    "activation_checkpointing": (None, "ConformerEncoderLayer", layers),
+    "share_validation": (False, True, shared),
+    "log_interval": (0.0, 1e6, lines, {"output_folder": From(lambda made: str(made.folder))}),
+    "tensorboard": (False, True, lambda made: refusal(made, files) or files(made),
+                    {"output_folder": From(lambda made: str(made.folder))}),
+    "brain": (CTC, Other, lambda made: type(made.brain())),
+    "modules": (From(lambda made: {"model": made.recipe.hparams["model"]}),
+                From(lambda made: {"head": made.recipe.hparams["ctc_lin"]}), lambda made: list(made.brain().modules)),
+    "corpus": (Corpus("a"), Corpus("b"), prepared),
+    "batching": (Batching(60), Batching(90), loaded),
+    "epoch_counter": (range(1, 2), range(1, 4), weights),
+    "opt_class": (partial(torch.optim.SGD, lr=0.1), partial(torch.optim.SGD, lr=0.2), weights),
+    "schedule": (None, Schedule(peak=0.5, warmup=1), weights),
+    "checkpointer": (None, From(kept), files),
+    "pretrainer": (None, From(weight_file), fetched),
+    "train_logger": (None, From(lambda made: TrainLog(str(made.folder / "train_log.txt"))), files),
+    "augment": (None, Augment([Gain()]), loaded),
+    "number_of_epochs": (3, 5, epochs),
+    "num_workers": (0, 1, loaded),
+    "sample_rate": (8000, 16_000, loaded),
+    "language": ("en", "fr", exported),
+    "experiment": ("one", "two", described),
+    "keep_checkpoints": (1, 3, checkpoints, SHELF),
+    "keep_every": (None, 1, checkpoints, SHELF),
+    "average_checkpoints": (1, 2, averaged, {**SHELF, "keep_checkpoints": 3}),
+    "tokenizer": (Spelling("a"), Spelling("b"), heard),
+    "output_neurons": (28, 20, counted),
+    "spec_augment": (None, SpecAugment(time_masks=20, time_share=0.5, ramp=None), loss),
+    "compute_features": (Fbank(n_mels=80), Fbank(n_mels=80, f_max=4000), loss),
+    "normalize": (None, InputNormalization(norm_type="sentence"), loss),
+    "CNN": (None, From(lambda made: made.recipe.hparams["CNN"]), loss),
+    "Transformer": (From(lambda made: made.recipe.hparams["Transformer"]), Frames(), loss),
+    "encoder": (Frames(1.0), Frames(2.0), loss, {"Transformer": None}),
+    "ctc_lin": (From(lambda made: made.recipe.hparams["ctc_lin"]), From(head), loss),
+    "seq_lin": (From(lambda made: made.recipe.hparams["seq_lin"]), From(head), loss, JOINT),
+    "decoder": (None, Guess(), heard),
+    "n_mels": (80, 40, fits),
+    "hop_length": (10, 20, loss),
+    "blank_index": (0, 1, loss),
+    "bos_index": (1, 2, loss, JOINT),
+    "eos_index": (1, 2, loss, JOINT),
+    "ctc_weight": (1.0, 0.5, loss),
+    "label_smoothing": (0.0, 0.3, loss, JOINT),
+    "intermediate_ctc": (0.0, 0.5, loss),
+    "intermediate_layers": (None, [2], loss, {"intermediate_ctc": 0.5}),
+    "consistency": (0.0, 0.5, loss, {"spec_augment": SpecAugment(ramp=None)}),
+    "consistency_warmup": (0.0, 1.0, loss, {
+        "consistency": 0.5, "spec_augment": SpecAugment(ramp=None),
+        "schedule": From(lambda made: SimpleNamespace(total_steps=100))}),
+}
+
+
+@pytest.mark.parametrize("name", CTC.Keys.declared())
+def test_a_key_has_an_effect(name, flagship, tmp_path, monkeypatch):
+    first, second, see, *more = CASES[name]
+    seen = []
+    for number, value in enumerate((first, second)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        hparams = copy.deepcopy({**flagship, "output_folder": None})
+        with monkeypatch.context() as patch:
+            made = Made(Recipe(hparams, CTC.Keys.read(hparams)), folder, patch)
+            for other, said in {**(more[0] if more else {}), name: value}.items():
+                hparams[other] = said.make(made) if isinstance(said, From) else copy.deepcopy(said)
+            made.recipe = load.opened(hparams, RECIPE)
+            seen.append(see(made))
+    assert seen[0] != seen[1]
+
+
+def test_each_declared_key_says_what_it_does():
+    assert set(CASES) == set(CTC.Keys.declared())
+    assert all(declared.what for declared in CTC.Keys.declared().values())

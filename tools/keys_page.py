@@ -1,0 +1,99 @@
+"""Writes docs/keys.md from what the classes declare: ``make docs``. A test holds the two equal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from sbkit.recipe.choices import Range
+from sbkit.recipe.keys import Declared, Keys
+from sbkit.recipe.names import RUN_OPTIONS
+from sbkit.tasks.ctc.keys import CTCKeys
+from sbkit.tasks.keys import RecogniserKeys, TaskKeys
+from sbkit.train.keys import TrainKeys
+
+PAGE = Path(__file__).parents[1] / "docs" / "keys.md"
+
+
+class Chapter(NamedTuple):
+    """Keys that one class declares."""
+
+    title: str
+    keys: type[Keys]
+    of: str
+
+
+CHAPTERS = (
+    Chapter("Every Brain", TrainKeys, "A `sbkit.Brain` reads these, in a script of your own too."),
+    Chapter("Every task", TaskKeys, "A recipe that names a task under `brain`, for `sbkit train` and all that follows, "
+                                    "has those above and these."),
+    Chapter("Recognisers", RecogniserKeys, "Tasks that hear words have those above and these."),
+    Chapter("CTC", CTCKeys, "`brain: !name:sbkit.tasks.ctc.CTC` has those above and these."),
+)
+
+_HEAD = """# Keys of a recipe
+
+Made by `make docs` from what the classes declare; edit the declarations, not this page.
+
+A recipe's keys are read once, when it is loaded. A value that can't be is refused, with its line, by `sbkit check` and
+before a run begins. A key that is not among these, nor a run option, is the recipe's own: others refer to it
+(`!ref <d_model>`), or the task reads it. One that nothing reads and nothing refers to gets a warning, since it has no
+effect. `--KEY VALUE` behind a command gives any key of the recipe another value, `--KEY.ARGUMENT VALUE` an argument of
+what it builds.
+
+"Object" is whatever the recipe builds there with `!new:` or names with `!name:`. What that takes is in its class's
+docstring, such as `python -m pydoc sbkit.data.corpus.Corpus`; [extend.md](extend.md) has tasks with keys of their own.
+"""
+
+_OPTIONS = """
+## Run options
+
+These are SpeechBrain's; [its documentation](https://speechbrain.readthedocs.io/en/latest/API/speechbrain.core.html) and
+`sbkit train --help` say what each does. A recipe may have them as keys, and on the command line they come first:
+{options}.
+
+sbkit adds `precision: auto` and `eval_precision: auto` (bf16 where the device computes in it, else fp32) and
+`--no-check` (start without looking at the recipe).
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [_HEAD]
+    for title, keys, of in CHAPTERS:
+        own = [declared for declared in keys.declared().values() if declared.by == keys.__name__]
+        rows = [["key", "type", "range", "default", "what it is"], ["---"] * 5, *map(_row, own)]
+        parts.append(f"\n## {title}\n\n{of}\n\n" + "".join(f"| {' | '.join(row)} |\n" for row in rows))
+    parts.append(_OPTIONS.format(options=_wrapped([f"`{name}`" for name in sorted(RUN_OPTIONS)])))
+    return "".join(parts)
+
+
+def _row(key: Declared) -> list[str]:
+    kind = " or ".join(dict.fromkeys("object" if part == "Any" else part for part in key.type.split(" | ")
+                                     if part != "None")) + (" or null" if "None" in key.type.split(" | ") else "")
+    return [f"`{key.name}`", kind, _range(key.allowed), "needed" if key.needed else _default(key.default), key.what]
+
+
+def _range(allowed: Range | None) -> str:
+    if allowed is None:
+        return ""
+    return str(allowed).removeprefix("a whole number").removeprefix("a number").strip(" ,")
+
+
+def _default(value: object) -> str:
+    shown = {None: "null", True: "true", False: "false"}
+    return f"{shown[value] if value is None or isinstance(value, bool) else value}"
+
+
+def _wrapped(words: list[str], width: int = 118) -> str:
+    lines = [""]
+    for word in words:
+        word = word + ("," if word != words[-1] else "")
+        if len(lines[-1]) + len(word) + 1 > width:
+            lines.append("")
+        lines[-1] = f"{lines[-1]} {word}".strip()
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
