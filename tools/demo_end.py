@@ -16,8 +16,8 @@ def main(run: Path) -> None:
     print(f"\nWhat it gets wrong, curves and players: {run / 'report.html'}"
           f"\nThe model, for other runtimes too:     {run / 'bundle'}"
           f"\nTry it: sbkit transcribe {run / 'bundle'} {clip.wav}"
-          "\nReal data: torchrun --nproc_per_node=8 train.py recipes/CommonVoice/ASR/CTC/hparams/fr.yaml "
-          "--data_folder CV_FOLDER/fr")
+          "\nReal data: torchrun --nproc_per_node=8 train.py recipes/CommonVoice/ASR/CTC/hparams/large.yaml "
+          "--language fr --data_folder CV_FOLDER/fr")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 #   sbatch [sbatch options] tools/launch_slurm.sh RECIPE.yaml [--key value ...]
 #
 # Submit it from the checkout. What sbatch is told on the command line overrides the lines below:
-#   sbatch --nodes=4 --time=2-00:00 tools/launch_slurm.sh recipes/CommonVoice/ASR/CTC/hparams/fr.yaml --data_folder /data/cv/fr
+#   sbatch --nodes=4 --time=2-00:00 tools/launch_slurm.sh recipes/CommonVoice/ASR/CTC/hparams/large.yaml --language fr --data_folder /data/cv/fr
 #
 # Environment:
 #   MIN_NODES      go on while at least this many machines are left (default: all of them)

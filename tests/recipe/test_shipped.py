@@ -20,12 +20,12 @@ def stand_ins(name: str, folder: Path) -> dict:
     """What a user of the recipe must give."""
     given = {"output_folder": str(folder / "run")}
     if any("data_folder: !PLACEHOLDER" in tree.read_text() for tree, _ in load.chain(ROOT / name)):
-        given["data_folder"] = str(folder)
+        given |= {"data_folder": str(folder), "language": "fr"}
     return given
 
 
 def test_there_are_recipes_to_check():
-    assert "hparams/ctc.yaml" in SHIPPED and len(SHIPPED) > 5
+    assert "hparams/ctc.yaml" in SHIPPED and len(SHIPPED) > 1
 
 
 def depth(name: str) -> dict:
@@ -53,7 +53,7 @@ def test_plain_hyperpyyaml_loads_and_builds_a_shipped_recipe(name, tmp_path):
     assert sum(p.numel() for p in hparams["model"].parameters()) > 1e6
 
 
-@pytest.mark.parametrize("name", ["hparams/ctc.yaml", "recipes/CommonVoice/ASR/CTC/hparams/fr.yaml"])
+@pytest.mark.parametrize("name", ["hparams/ctc.yaml", "recipes/CommonVoice/ASR/CTC/hparams/large.yaml"])
 def test_the_check_builds_what_hyperpyyaml_builds(name, tmp_path):
     given, findings = stand_ins(name, tmp_path), Findings()
     hparams = load.load(ROOT / name, given)

@@ -192,9 +192,10 @@ def test_what_many_refer_to_and_what_a_recipe_rests_on_is_told_once(folder, tmp_
     """Written as a run writes it."""
     told = []
     root = Path(__file__).parents[2]
-    for recipe in (root / "hparams" / "ctc.yaml", root / "recipes/CommonVoice/ASR/CTC/hparams/fr.yaml"):
+    for recipe in (root / "hparams" / "ctc.yaml", root / "recipes/CommonVoice/ASR/CTC/hparams/large.yaml"):
         texts = []
-        for given in ({"data_folder": "here"}, {"data_folder": "here", "number_of_epochs": 21, "n_mels": 40}):
+        for given in ({"data_folder": "here", "language": "fr"},
+                      {"data_folder": "here", "language": "fr", "number_of_epochs": 21, "n_mels": 40}):
             texts.append(load.merged(recipe, given))
         told.append(changes(folder, *texts))
     for found in told:

@@ -119,7 +119,8 @@ class Bench:
         """A command's words: recipe, device, corpus, sizes, and other values of some keys."""
         from sbkit.doctor.gpu.corpus import corpus
 
-        given = {"data_folder": corpus(self), **(SMALL if self.rehearse else {}), **self._batches(name), **keys}
+        small = SMALL if self.rehearse else {}
+        given = {"data_folder": corpus(self), "language": "en", **small, **self._batches(name), **keys}
         pairs = [word for key, value in given.items() for word in (f"--{key}", str(value))]
         return [str(self.recipe(name)), "--device", device or self.device, *pairs]
 
