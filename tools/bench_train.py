@@ -89,13 +89,14 @@ def compare(args: argparse.Namespace, rest: list[str], folder: Path) -> dict:
     return {"audio_s_per_s": times, "peak_mib": memory, "environment": environment.describe(), "arguments": rest}
 
 
-def prepare(recipe: Path, overrides: list[str]) -> list[str]:
+def prepare(path: Path, overrides: list[str]) -> list[str]:
     """Manifests and tokenizer; gives the overrides with those that follow from the corpus's text."""
     from sbkit.recipe import arguments, load
     from sbkit.runs.preparation import prepare_data
 
-    request = arguments.parse([str(recipe), *overrides])
-    follows = prepare_data(load.load(request.path, request.overrides), request.overrides)
+    request = arguments.parse([str(path), *overrides])
+    recipe = load.opened(load.load(request.path, request.overrides), request.path)
+    follows = prepare_data(recipe, request.overrides)
     return overrides + [f"--{name}={value}" for name, value in follows.items()]
 
 

@@ -250,7 +250,7 @@ def test_a_result_keeps_others_and_says_which_it_replaces(run, tmp_path, capsys)
     assert evaluate(run, *hot) == evaluate(run, *hot[:1], "ladder=3", *hot[2:]) == 0
     lines = capsys.readouterr().out.splitlines()
     [line] = [line for line in lines if "replaced the result of" in line]
-    assert f"(WER {json.loads((tmp_path / 'test-best-hot' / 'result.json').read_text())['WER']:.2f} %)" in line
+    assert f"(WER {json.loads((tmp_path / 'test-best-hot' / 'result.json').read_text())['WER']:.2f})" in line
     assert "; another --name keeps both" in line and lines[lines.index(line) - 1] == str(tmp_path / "test-best-hot")
 
 
@@ -276,10 +276,10 @@ def test_a_step_that_was_not_finite_is_replayed_from_the_run_alone(run, capsys):
     from sbkit.data.plan import Plan
     from sbkit.train.diagnose import culprit
 
-    hparams, brain = load_run(run, "cpu", precision="fp32")
-    manifest = hparams["corpus"].load()["train"]
-    plan = Plan(manifest.durations, hparams["batching"])
-    with TrainLoader(manifest, hparams["tokenizer"], plan, workers=0) as loader:
+    recipe, brain = load_run(run, "cpu", precision="fp32")
+    manifest = recipe.keys.corpus.load()["train"]
+    plan = Plan(manifest.durations, recipe.keys.batching)
+    with TrainLoader(manifest, recipe.keys.tokenizer, plan, workers=0) as loader:
         batch = next(loader.at(1))
     batch.signals[1] = float("nan")
     brain.modules.train()

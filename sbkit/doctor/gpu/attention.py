@@ -95,7 +95,8 @@ def _head(bench: Bench, name: str) -> int:
     """Of the recipe as it stands."""
     from sbkit.recipe import load
 
-    asked = load.load(bench.recipe(name), {"data_folder": "none", "output_folder": str(bench.folder / name)})
+    asked = load.load(bench.recipe(name), {"data_folder": "none", "language": "en",
+                                           "output_folder": str(bench.folder / name)})
     return asked["d_model"] // asked["nhead"]
 
 

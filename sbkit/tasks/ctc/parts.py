@@ -22,6 +22,8 @@ def parts_fit(keys: CTCKeys, built: Built, findings: Findings) -> bool:
 
 def _features_fit(keys: CTCKeys, built: Built, findings: Findings) -> bool:
     """Whether features are what the recipe's keys say of them, by which frames are counted."""
+    if keys.compute_features is None:  # an encoder on waveforms
+        return True
     node = built.nodes["compute_features"]
     for module in keys.compute_features.modules() if isinstance(keys.compute_features, nn.Module) else ():
         rate = getattr(module, "sample_rate", keys.sample_rate)
