@@ -69,8 +69,8 @@ def page() -> str:
 
 
 def _row(key: Declared) -> list[str]:
-    kind = " or ".join(dict.fromkeys("object" if part == "Any" else part for part in key.type.split(" | ")
-                                     if part != "None")) + (" or null" if "None" in key.type.split(" | ") else "")
+    kind = " or ".join(dict.fromkeys("object" if part == "Any" else part for part in key.kind.split(" | ")
+                                     if part != "None")) + (" or null" if "None" in key.kind.split(" | ") else "")
     return [f"`{key.name}`", kind, _range(key.allowed), "needed" if key.needed else _default(key.default), key.what]
 
 

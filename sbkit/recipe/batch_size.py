@@ -45,7 +45,7 @@ class BatchSize:
         return min(n * edge for n, edge in zip(self.fits, self.edges, strict=True))
 
 
-def model_of(modules: Mapping[str, nn.Module]) -> list:
+def model_of(modules: Mapping[str, nn.Module]) -> list[Any]:
     """What tells one model from another: its layers and sizes, as the recipe builds them."""
     modules = {name: module for name, module in modules.items() if module is not None}
     sizes = [[name, key, list(t.shape), str(t.dtype)] for name, module in modules.items()
@@ -53,7 +53,7 @@ def model_of(modules: Mapping[str, nn.Module]) -> list:
     return [*map(repr, modules.values()), sizes]
 
 
-def place(model: list, keys: Any, precision: str, device: torch.device) -> Path:
+def place(model: list[Any], keys: Any, precision: str, device: torch.device) -> Path:
     """Where the results for a model are kept."""
     cuda = device.type == "cuda" and torch.cuda.is_available()
     optimizer = keys.opt_class

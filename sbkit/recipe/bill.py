@@ -71,10 +71,11 @@ class _Alive(Arithmetic):
     def __init__(self, weights: Sequence[torch.Tensor] = ()) -> None:
         super().__init__(weights)
         self.known = {weight.untyped_storage()._cdata for weight in weights}  # counted apart
-        self.alive: dict[int, weakref.finalize] = {}
+        self.alive: dict[int, weakref.finalize[[int, int], torch.UntypedStorage]] = {}
         self.now = self.peak = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Mapping | None = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
+                           kwargs: Mapping[str, Any] | None = None) -> Any:
         out = super().__torch_dispatch__(func, types, args, kwargs)
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
@@ -180,6 +181,7 @@ def make(traced: Trace, owned: Owned, device: torch.device, precision: str,
     held = sum(t.numel() * t.element_size() for root in owned.roots.values() for t in root.state_dict().values())
     weights = held + trained * (1 + states_per_parameter(hparams.get("opt_class")))
     cost = count(traced, owned, precision, float(batch_seconds))
+    hours: float | None
     if measured is not None:
         hours = measured.step_seconds / measured.batch_seconds * 100
     else:

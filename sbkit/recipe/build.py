@@ -16,7 +16,7 @@ import random
 import tempfile
 import textwrap
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -44,14 +44,15 @@ class _Unfilled(TorchFunctionMode):
         self.kept = {name: getattr(torch.nn.init, name) for name in _COMPUTING}
         for name in _COMPUTING:
             setattr(torch.nn.init, name, lambda tensor, *args, **kwargs: tensor)
-        return super().__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]  # torch's has no types
 
     def __exit__(self, *exc: Any) -> None:
-        super().__exit__(*exc)
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]  # as above
         for name, function in self.kept.items():
             setattr(torch.nn.init, name, function)
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
+                           kwargs: dict[str, Any] | None = None) -> Any:
         if getattr(func, "__name__", "") in _FILLING:
             return args[0] if args else (kwargs or {}).get("tensor")
         return func(*args, **(kwargs or {}))
@@ -151,7 +152,7 @@ class _Builder:
             return [self.make(child) for child in node.value]
         return static(node)
 
-    def _arguments(self, node: Node) -> tuple[list, dict]:
+    def _arguments(self, node: Node) -> tuple[list[Any], dict[str, Any]]:
         args, kwargs = arguments(node)
         return [self.make(arg) for arg in args], {key: self.make(arg) for key, arg in kwargs.items()}
 
@@ -184,7 +185,7 @@ class _Builder:
         self.findings.error("not-built", place, name, message, hint)
 
 
-def _given(kwargs: dict) -> str:
+def _given(kwargs: Mapping[str, Any]) -> str:
     """The numbers, texts and lists of them among arguments: what doesn't fit together is often there."""
     shown = [f"{key} {value!r}" for key, value in kwargs.items()
              if all(isinstance(one, (bool, int, float, str, type(None)))

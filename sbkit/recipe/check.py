@@ -138,7 +138,7 @@ def _attention(built: Built, owned: ownership.Owned, device: torch.device, preci
 
 def _hours(built: Built) -> float | None:
     """Hours of training audio, where an earlier run prepared it."""
-    corpus = built.hparams.get("corpus")
+    corpus: Any = built.hparams.get("corpus")
     if not hasattr(corpus, "manifest_path") or not corpus.manifest_path("train").exists():
         return None
     try:

@@ -150,7 +150,7 @@ def _check_clashes(target: type, named: Mapping[Any, Node], node: Node, findings
                for clash in CLASHES.get(base.__name__, ())]
     if not clashes:
         return
-    given = defaultdict(lambda: UNKNOWN)
+    given: defaultdict[str, Any] = defaultdict(lambda: UNKNOWN)
     given.update((name, parameter.default) for name, parameter in inspect.signature(target).parameters.items())
     given.update((key, UNKNOWN if child.spoilt else static(child)) for key, child in named.items())
     for clash in clashes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
 from sbkit.recipe.build import Built
@@ -17,8 +19,9 @@ def check_corpus(built: Built, findings: Findings) -> None:
 
     One that a recipe names may be on another machine.
     """
-    corpus, node = built.hparams.get("corpus"), built.nodes.get("corpus")
-    if not hasattr(corpus, "check_there") or not isinstance(node.value, dict):
+    corpus: Any = built.hparams.get("corpus")
+    node = built.nodes.get("corpus")
+    if node is None or not hasattr(corpus, "check_there") or not isinstance(node.value, dict):
         return
     _check_longest(built, findings)
     if "source" not in node.value:
@@ -49,7 +52,7 @@ def _check_longest(built: Built, findings: Findings) -> None:
 
 def check_prepared(traced: Trace, findings: Findings) -> tuple[Section | None, str]:
     """The labels of what an earlier run prepared, as the task looks at them; or why they weren't looked at."""
-    corpus = traced.built.hparams.get("corpus")
+    corpus: Any = traced.built.hparams.get("corpus")
     if not hasattr(corpus, "manifest_path"):
         return None, ""
     if not traced.complete:

@@ -54,7 +54,7 @@ def _members(module: nn.Module) -> list[nn.Module]:
     return [inner for child in module.children() for inner in _members(child)]
 
 
-def _row(key: str, module: nn.Module, saved: dict[str, dict], trains: str) -> list:
+def _row(key: str, module: nn.Module, saved: dict[str, dict[int, torch.Tensor]], trains: str) -> list[str]:
     parameters = list(module.parameters())
     count = sum(p.numel() for p in parameters)
     trained = sum(p.numel() for p in parameters if p.requires_grad)

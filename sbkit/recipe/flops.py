@@ -22,11 +22,12 @@ class Arithmetic(TorchDispatchMode):
 
     def __init__(self, weights: Sequence[torch.Tensor] = ()) -> None:
         """``weights``: what is there before."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self.weights, self.operations = weights, 0
         self._formulas = FlopCounterMode(display=False).flop_registry
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Mapping | None = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
+                           kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         formula = self._formulas.get(func._overloadpacket)

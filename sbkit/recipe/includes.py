@@ -47,14 +47,15 @@ def tag_of(value: Any) -> str:
 def chain(path: Path) -> Files:
     """The recipe and those it rests on, each with its tree."""
     found: Files = []
-    while path is not None:
+    while True:
         if any(path.resolve() == known.resolve() for known, _ in found):
             raise SbkitError(f"{path} includes itself")
         tree = read_plain(path)
         found.append((path, tree))
         tag = tag_of(tree.get(BASE))
-        path = path.parent / tag[len(INCLUDE) :] if tag.startswith(INCLUDE) else None
-    return found
+        if not tag.startswith(INCLUDE):
+            return found
+        path = path.parent / tag[len(INCLUDE) :]
 
 
 def keys(tree: Mapping[str, Any]) -> Iterator[Any]:

@@ -34,7 +34,8 @@ class Declared(NamedTuple):
 
     name: str
     what: str
-    type: str
+    kind: str
+    """Its annotation."""
     allowed: Range | None
     default: Any
     needed: bool
@@ -62,7 +63,7 @@ class Declared(NamedTuple):
     @property
     def plain(self) -> list[type]:
         """Plain types among those of its annotation; none where any object will do."""
-        kinds = [part.strip() for part in self.type.split("|")]
+        kinds = [part.strip() for part in self.kind.split("|")]
         plain = {kind.__name__: kind for kind in _KINDS}
         return [plain[kind] for kind in kinds if kind in plain] if set(kinds) <= {*plain, "None"} else []
 
@@ -122,12 +123,12 @@ class Keys:
         return (declared.name for declared in cls.declared().values() if declared.needed)
 
 
-def _declared(cls: type[Keys], field: dataclasses.Field) -> Declared:
+def _declared(cls: type[Keys], field: dataclasses.Field[Any]) -> Declared:
     by = next(base for base in reversed(cls.__mro__) if field.name in inspect.get_annotations(base))
     kind = field.type if isinstance(field.type, str) else _written(field.type)
     needed = field.default is dataclasses.MISSING
     return Declared(
-        name=field.name, what=field.metadata.get("what", ""), type=kind, allowed=field.metadata.get("allowed"),
+        name=field.name, what=field.metadata.get("what", ""), kind=kind, allowed=field.metadata.get("allowed"),
         default=None if needed else field.default, needed=needed, by=by.__name__,
         optional=kind == "Any" or "None" in kind.replace(" ", "").split("|") or (not needed and field.default is None))
 

@@ -64,7 +64,7 @@ def _chain(path: Path, findings: Findings) -> list[tuple[Path, Node]]:
     found: list[tuple[Path, Node]] = []
     seen: set[Path] = set()
     told = findings
-    while path is not None and path.resolve() not in seen:
+    while path.resolve() not in seen:
         seen.add(path.resolve())
         root = read_file(path, told)
         if root is None:
@@ -72,7 +72,9 @@ def _chain(path: Path, findings: Findings) -> list[tuple[Path, Node]]:
         found.append((path, root))
         told = Findings()
         base = root.value.get(BASE)
-        path = _included(base.tag, path) if base is not None and base.tag.startswith(INCLUDE) else None
+        if base is None or not base.tag.startswith(INCLUDE):
+            break
+        path = _included(base.tag, path)
     return found
 
 

@@ -141,7 +141,7 @@ def _check_optimizer(root: Node, key: str, value: Any, findings: Findings) -> No
 def _check_epochs(root: Node, key: str, value: Any, findings: Findings) -> None:
     limit = value.value.get("limit") if isinstance(value, Node) and isinstance(value.value, dict) else None
     number = static(limit) if limit is not None else None
-    if _is_number(number) and not isinstance(number, str) and number < 1:
+    if isinstance(number, (int, float)) and not isinstance(number, bool) and number < 1:
         findings.warning("setting", value.place_of("limit"), value.key_of("limit"),
                          f"it is {number!r}, so nothing would be trained", "set it to 1 or more")
     said = static(root.value["number_of_epochs"]) if "number_of_epochs" in root.value else None

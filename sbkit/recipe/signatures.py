@@ -150,7 +150,8 @@ def bind(target: Any, node: Node, findings: Findings, partial: bool = False) -> 
                            f"did you mean {near}?" if near else f"it takes {listed(by_name)}" if by_name else
                            "it takes none")
             node.wrong = True
-            filled.add(near)  # it's not missing, it's misspelt
+            if near:
+                filled.add(near)  # it's not missing, it's misspelt
         else:
             near = did_you_mean(str(key), [n for n in by_name if n not in named], cutoff=0.85)
             if near:
@@ -298,7 +299,7 @@ def fits(hint: Any, node: Node) -> bool:
     return _plain_fits(kind, inner, given)
 
 
-def _plain_fits(kind: type, inner: tuple, given: Any) -> bool:
+def _plain_fits(kind: type, inner: tuple[Any, ...], given: Any) -> bool:
     if kind is bool:
         return isinstance(given, bool) or given in (0, 1)
     if kind is float:
@@ -316,7 +317,7 @@ def _plain_fits(kind: type, inner: tuple, given: Any) -> bool:
     return isinstance(given, kind)
 
 
-def _built_fits(kind: type, inner: tuple, node: Node) -> bool:
+def _built_fits(kind: type, inner: tuple[Any, ...], node: Node) -> bool:
     """Lists, mappings and objects that the recipe builds."""
     if isinstance(node.value, list) and not node.tag:
         if kind in (list, tuple, set, frozenset) or issubclass(list, kind):

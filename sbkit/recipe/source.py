@@ -87,7 +87,7 @@ class Node:
     whole: bool = False
     """A plain mapping that replaces what it overrides, as it was written as a reference."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.key = own_name(self.key)
 
     def place_of(self, key: Any) -> Place:
@@ -138,7 +138,7 @@ class Node:
             stack.extend(reversed(list(node.children())))
 
 
-class Findings(list):
+class Findings(list[Finding]):
     """Findings, collected with few words."""
 
     def error(self, code: str, place: Place, key: str, message: str, suggestion: str = "") -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -51,7 +52,7 @@ def speed_of(device: torch.device, precision: str) -> float | None:
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
     size = 4096 if device.type == "cuda" else 1024
     left, right = torch.ones(2, size, size, device=device, dtype=dtype)
-    wait = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
+    wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
     fastest, until = float("inf"), time.perf_counter() + LOOK_SECONDS
     while time.perf_counter() < until or math.isinf(fastest):
         wait()

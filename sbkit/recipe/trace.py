@@ -244,7 +244,7 @@ def _tell(error: Exception, built: Built, findings: Findings, stage: str) -> Non
             got, wanted = int(match["got"]), int(match["wanted"])
             message = f"{got} values a frame come in and {wanted} are expected{inside}"
             argument = _argument(node, wanted)
-            if argument is not None:
+            if node is not None and argument is not None:
                 place, key = node.place_of(argument), node.key_of(argument)
                 suggestion = f"set {argument} to {got}, or make what comes before it give {wanted}"
             else:
