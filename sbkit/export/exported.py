@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -18,6 +18,8 @@ from sbkit.export.parity import Comparison
 from sbkit.export.runners import RUNNERS, Runner, each
 
 INPUTS = {"signals": ("batch", "samples"), "lengths": ("batch",)}
+#: What ``Exported.config`` gave: a ``layout.Bundle``, whose class a task that derives from ``Exported`` knows.
+OwnBundle = Any
 _EXAMPLE = (2, 24_000)  # a batch that is traced; sizes of 0 and 1 would count as constants
 
 
@@ -66,22 +68,22 @@ class Exported:
             lengths={name: self.outputs[name][1] for name in shown if len(self.outputs[name]) > 1
                      and self.outputs[name][1] in self.outputs})
 
-    def write_beside(self, folder: Path, config: layout.Bundle) -> None:
+    def write_beside(self, folder: Path, config: OwnBundle) -> None:
         """Files that all formats share."""
 
-    def metadata(self, config: layout.Bundle) -> dict[str, str]:
+    def metadata(self, config: OwnBundle) -> dict[str, str]:
         """What an ONNX file says of itself, for runtimes that look there."""
         return {"sample_rate": str(config.sample_rate), "comment": "made by sbkit"}
 
-    def write(self, name: str, folder: Path, config: layout.Bundle, title: str) -> None:
+    def write(self, name: str, folder: Path, config: OwnBundle, title: str) -> None:
         """Write one of the task's own formats."""
         raise SbkitError(f"there is no way to write {name}")
 
-    def runner(self, name: str, folder: Path, config: layout.Bundle) -> Runner:
+    def runner(self, name: str, folder: Path, config: OwnBundle) -> Runner:
         """A written format as a function."""
         return RUNNERS[name](folder / layout.MODELS[name], self.outputs, config.min_samples)
 
-    def reference(self, config: layout.Bundle) -> Callable[[np.ndarray], np.ndarray]:
+    def reference(self, config: OwnBundle) -> Callable[[np.ndarray], np.ndarray]:
         """Waveform [S] to what the checkpoint itself gives for it, alone."""
         @torch.no_grad()
         def run(signal: np.ndarray) -> np.ndarray:
@@ -92,16 +94,16 @@ class Exported:
 
         return run
 
-    def comparison(self, clips: Clips, config: layout.Bundle, folder: Path) -> Comparison:
+    def comparison(self, clips: Clips, config: OwnBundle, folder: Path) -> Comparison:
         """What the formats are held against."""
         del folder
         text = (lambda output: str(self.labels[int(output.argmax())])) if self.labels else None
         return Comparison(clips, self.reference(config), config.sample_rate, text)
 
-    def compare_own(self, name: str, folder: Path, config: layout.Bundle, comparison: Comparison, size: int) -> None:
+    def compare_own(self, name: str, folder: Path, config: OwnBundle, comparison: Comparison, size: int) -> None:
         """Try a target of the task's own, which may give something else than the graph does."""
         raise SbkitError(f"there is no way to run {name}")
 
-    def readme(self, name: str, config: layout.Bundle, comparison: Comparison) -> str:
+    def readme(self, name: str, config: OwnBundle, comparison: Comparison) -> str:
         """README.md of the bundle."""
         return readme.text(name, config, comparison)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+from typing import TypeVar
 
 import torch
 
+#: One number of frames, or a tensor of them.
+N = TypeVar("N", int, torch.Tensor)
 _PROBED = 64  # longest input that is tried: enough for a subsampling of 16
 
 
@@ -56,7 +59,7 @@ class LengthRule:
                     outputs.append(0)
         return cls(outputs)
 
-    def __call__(self, frames: torch.Tensor | int) -> torch.Tensor | int:
+    def __call__(self, frames: N) -> N:
         """Output frames for each input length (an int, or an integer tensor of any shape and device)."""
         n, f = len(self.table), self.factor
         if isinstance(frames, int):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sbkit.nn.lengths import LengthRule, lengths_to_mask
+from sbkit.nn.lengths import LengthRule, N, lengths_to_mask
 
 # Zero frames put behind every utterance before the convolutions, more than their kernels can see.
 # With them the last frames of an utterance come out the same alone and in a batch.
@@ -52,17 +53,18 @@ class Recognizer:
         ctc_lin: nn.Module,
         frontend: nn.Module | None = None,
         normalize: nn.Module | None = None,
-        augment: Callable | None = None,
+        augment: Callable[[Tensor, Tensor], Tensor] | None = None,
         hop_samples: int = 160,
         n_features: int = 80,
     ):
-        self.compute_features, self.encoder, self.ctc_lin = features, encoder, ctc_lin
+        self.encoder: Any = encoder  # with whatever methods its class has
+        self.compute_features, self.ctc_lin = features, ctc_lin
         self.frontend, self.normalize, self.augment = frontend, normalize, augment
         self.hop_samples = hop_samples
         self.frontend_rule = LengthRule.probe(frontend, n_features) if frontend else LengthRule.identity()
         theirs = hasattr(encoder, "encode")
         self.takes_lengths = not theirs and takes_lengths(encoder)
-        self._encoder_rule = None if theirs else getattr(encoder, "frames", None)
+        self._encoder_rule: Callable[..., Any] | None = None if theirs else getattr(encoder, "frames", None)
 
     @property
     def subsampling(self) -> int:
@@ -72,14 +74,14 @@ class Recognizer:
         long = 1_000_000 * self.frontend_rule.factor
         return round(self.frontend_rule.factor * long / (self._encoder_rule(2 * long) - self._encoder_rule(long)))
 
-    def frames(self, samples: Tensor | int) -> Tensor | int:
+    def frames(self, samples: N) -> N:
         """Encoder frames for each number of samples."""
         return self._after(self.frontend_rule(self._feature_frames(samples)))
 
-    def _feature_frames(self, samples: Tensor | int) -> Tensor | int:
+    def _feature_frames(self, samples: N) -> N:
         return samples if self.compute_features is None else samples // self.hop_samples + 1
 
-    def _after(self, frames: Tensor | int) -> Tensor | int:
+    def _after(self, frames: N) -> N:
         """Behind the encoder."""
         return frames if self._encoder_rule is None else self._encoder_rule(frames)
 

@@ -68,7 +68,8 @@ class ASR(Task):
     # ------------------------------------------------------------ the vocabulary
 
     @classmethod
-    def prepare(cls, keys: Any, manifests: Mapping[str, Manifest], given: Mapping[str, Any]) -> dict[str, Any]:
+    def prepare(cls, keys: RecogniserKeys, manifests: Mapping[str, Manifest],
+                given: Mapping[str, Any]) -> dict[str, Any]:
         """Make the tokenizer. How many characters there are is nothing that a recipe, whose number is right for one
         corpus only, can know; a number given on the command line is meant."""
         tokenizer, said, follows = keys.tokenizer, keys.output_neurons, {}
@@ -87,18 +88,18 @@ class ASR(Task):
         return follows
 
     @classmethod
-    def is_prepared(cls, keys: Any) -> bool:
+    def is_prepared(cls, keys: RecogniserKeys) -> bool:
         return keys.tokenizer.path.exists()
 
     @classmethod
-    def encoder(cls, keys: Any) -> Encoder:
+    def encoder(cls, keys: RecogniserKeys) -> Encoder:
         """The tokenizer, which must be as large as the model's outputs are many."""
         tokenizer = keys.tokenizer.load()
         tokenizer.check(keys.output_neurons)
         return tokenizer
 
     @classmethod
-    def look_at_texts(cls, keys: Any, texts: Sequence[str]) -> None:
+    def look_at_texts(cls, keys: RecogniserKeys, texts: Sequence[str]) -> None:
         strange = keys.tokenizer.coverage(texts)
         if strange:
             listed = ", ".join(f"{char!r} x {times}" for char, times in strange.most_common(10))

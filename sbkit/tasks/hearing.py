@@ -61,12 +61,12 @@ class Hearing:
         return min(1.0, max(0.0, 1 - self._loss / self.chance))
 
     @mark_as_saver
-    def _save(self, path: str | PathLike) -> None:
+    def _save(self, path: str | PathLike[str]) -> None:
         with open(path, "w", encoding="utf-8") as out:
             yaml.safe_dump({"loss": self._loss, "recent": [list(each) for each in self._recent]}, out)
 
     @mark_as_loader
-    def _load(self, path: str | PathLike, end_of_epoch: bool) -> None:
+    def _load(self, path: str | PathLike[str], end_of_epoch: bool) -> None:
         with open(path, encoding="utf-8") as file:
             state: dict[str, Any] = yaml.safe_load(file)
         self._loss, self._recent = state["loss"], [(step, loss) for step, loss in state["recent"]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import asdict, dataclass, field
 from os import PathLike
+from typing import Any
 
 import yaml
 from speechbrain.utils.checkpoints import mark_as_loader, mark_as_saver, register_checkpoint_hooks
@@ -37,7 +38,7 @@ class _State:
     best: float = 0.0  # the most that was heard
     best_step: int = 0
     falls_since: int | None = None
-    validation: list | None = None  # the last one, see Validation
+    validation: list[Any] | None = None  # the last one, see Validation
     raised: dict[str, int] = field(default_factory=dict)  # what holds, and the step that told of it
 
 
@@ -55,7 +56,7 @@ class LearningAlarm:
     - ``divergence``: half of what was heard is lost, or the loss grew beyond where it began, for ``LASTING`` steps.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.setup = Setup()
         self.planned: int | None = None
         """Optimizer steps of the whole run, to be said before ``fit`` by who knows."""
@@ -80,21 +81,21 @@ class LearningAlarm:
             return []
         chance = hearing.chance if state.per_token and hearing.known else None
         heard = None if chance is None else max(0.0, 1 - loss / chance)
-        self._seen = Seen(step - 1, loss, chance, heard, state.rate, self._at_full_rate(step))
+        self._seen = seen = Seen(step - 1, loss, chance, heard, state.rate, self._at_full_rate(step))
         if state.first is None and step > SETTLED:
             state.first = loss
-        if chance is not None:
+        if chance is not None and heard is not None:
             state.came_down |= loss <= (1 + NOTHING) * chance
             if heard > state.best and step > SETTLED:
                 state.best, state.best_step = heard, step - 1
-        return [*self._divergence(step), *self._chance(step)]
+        return [*self._divergence(step, seen), *self._chance(step, seen)]
 
     def validated(self, step: int, empty: int, rows: int, cer: float) -> list[Notice]:
         """Take in a validation after ``step`` steps: how many of its transcripts are empty, and its CER in per cent."""
         if not rows:
             return []
-        self._state.validation = [step, empty, rows, float(cer)]
-        found = self._validation
+        found = words.Validation(step, empty, rows, float(cer))
+        self._state.validation = list(found)
         if VALIDATION in self._state.raised:
             return self._over(VALIDATION, step) if not found.deaf(HEARD_AGAIN) else []
         others = {CHANCE, DIVERGENCE} & self._state.raised.keys()  # which say why
@@ -129,8 +130,8 @@ class LearningAlarm:
         slower = words.USUAL_RATE / rate if rate else 1.0
         return words.PATIENCE * min(MOST_TIMES, max(1.0, slower))
 
-    def _chance(self, step: int) -> list[Notice]:
-        state, seen = self._state, self._seen
+    def _chance(self, step: int, seen: Seen) -> list[Notice]:
+        state = self._state
         if seen.heard is None:
             return []
         if CHANCE in state.raised:
@@ -144,11 +145,11 @@ class LearningAlarm:
             return [words.too_short(step - 1, self.planned)]
         return []
 
-    def _divergence(self, step: int) -> list[Notice]:
+    def _divergence(self, step: int, seen: Seen) -> list[Notice]:
         state = self._state
         if DIVERGENCE in state.raised:
-            return [] if self._lost(BACK, SHRUNK) else self._over(DIVERGENCE, step - 1)
-        if not self._lost(FALLEN, GROWN):
+            return [] if self._lost(seen, BACK, SHRUNK) else self._over(DIVERGENCE, step - 1)
+        if not self._lost(seen, FALLEN, GROWN):
             state.falls_since = None
             return []
         if state.falls_since is None:
@@ -156,18 +157,17 @@ class LearningAlarm:
         lasting = max(LASTING, LASTING_SHARE * step)
         return self._raise(DIVERGENCE, step - 1) if step - state.falls_since >= lasting else []
 
-    def _lost(self, share: float, times: float) -> bool:
-        ceiling = self._ceiling
-        return self._fallen(share) or (ceiling is not None and 0 < times * ceiling < self._seen.loss)
+    def _lost(self, seen: Seen, share: float, times: float) -> bool:
+        ceiling = self._ceiling(seen)
+        return self._fallen(seen, share) or (ceiling is not None and 0 < times * ceiling < seen.loss)
 
-    def _fallen(self, share: float) -> bool:
-        best, heard = self._state.best, self._seen.heard
+    def _fallen(self, seen: Seen, share: float) -> bool:
+        best, heard = self._state.best, seen.heard
         return heard is not None and best >= HEARS and heard < share * best
 
-    @property
-    def _ceiling(self) -> float | None:
+    def _ceiling(self, seen: Seen) -> float | None:
         """The loss where nothing is heard: chance, once the run was there, else where it began."""
-        return self._seen.chance if self._state.came_down else self._state.first
+        return seen.chance if self._state.came_down else self._state.first
 
     def _raise(self, what: str, step: int) -> list[Notice]:
         self._state.raised[what] = step
@@ -179,23 +179,27 @@ class LearningAlarm:
         return [words.over(what, step, since, self._seen)]
 
     def _notice(self, what: str, step: int) -> Notice:
-        state = self._state
-        if what == CHANCE:
-            return words.at_chance(step, self._seen, self._validation, self.setup)
+        state, seen, validation = self._state, self._seen, self._validation
         if what == VALIDATION:
-            return words.deaf(step, self._seen, self._validation, self.setup)
-        if self._fallen(BACK):
-            return words.lost(step, self._seen, state.best, state.best_step, self.setup)
-        return words.grown(step, self._seen, self._ceiling, self.setup)
+            assert validation is not None, "it was found deaf"
+            return words.deaf(step, seen, validation, self.setup)
+        assert seen is not None, "its loss was found bad"
+        if what == CHANCE:
+            return words.at_chance(step, seen, validation, self.setup)
+        if self._fallen(seen, BACK):
+            return words.lost(step, seen, state.best, state.best_step, self.setup)
+        ceiling = self._ceiling(seen)
+        assert ceiling is not None, "its loss was found to be far above"
+        return words.grown(step, seen, ceiling, self.setup)
 
     # ------------------------------------------------------------ what is saved
 
     @mark_as_saver
-    def _save(self, path: str | PathLike) -> None:
+    def _save(self, path: str | PathLike[str]) -> None:
         with open(path, "w", encoding="utf-8") as out:
             yaml.safe_dump(asdict(self._state), out)
 
     @mark_as_loader
-    def _load(self, path: str | PathLike, end_of_epoch: bool) -> None:
+    def _load(self, path: str | PathLike[str], end_of_epoch: bool) -> None:
         with open(path, encoding="utf-8") as file:
             self._state = _State(**yaml.safe_load(file))

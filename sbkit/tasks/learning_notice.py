@@ -52,7 +52,8 @@ class Seen(NamedTuple):
     full: int
 
     def against_chance(self) -> str:
-        """The loss in words."""
+        """The loss in words, where chance is known."""
+        assert self.chance is not None
         side = "below" if self.loss < self.chance else "above"
         return (f"the CTC loss is {self.loss:.3g} per token, {100 * abs(1 - self.loss / self.chance):.0f} % {side} "
                 f"chance ({self.chance:.3g}: guessing by how often each token comes)")
@@ -98,6 +99,7 @@ def at_chance(step: int, seen: Seen, validation: Validation | None, setup: Setup
     detail = [_sentence(seen.against_chance())]
     if validation is not None:
         detail.append(f"In the last validation (step {validation.step:,}) {validation.words()}.")
+    assert seen.chance is not None, "the loss stands there"
     above, few = seen.loss > (1 + NOTHING) * seen.chance, seen.full < PATIENCE
     headline = "The model has heard nothing yet" if few else "The model hears nothing: its loss stands at chance"
     if above:

@@ -58,7 +58,8 @@ class Task(Brain):
 
         compute_forward(batch, stage), compute_objectives(outputs, batch, stage)
 
-    and, of what follows, whatever differs from what stands here. ``self.keys`` has the recipe's values.
+    and, of what follows, whatever differs from what stands here. ``self.keys`` has the recipe's values, and so have the
+    ``keys`` of what is called before there is a model: an object of the class under ``Keys``.
     """
 
     Keys: ClassVar[type[TaskKeys]] = TaskKeys
@@ -76,7 +77,7 @@ class Task(Brain):
     # ------------------------------------------------------------ before the model is there
 
     @classmethod
-    def prepare(cls, keys: TaskKeys, manifests: Mapping[str, Manifest], given: Mapping[str, Any]) -> dict[str, Any]:
+    def prepare(cls, keys: Any, manifests: Mapping[str, Manifest], given: Mapping[str, Any]) -> dict[str, Any]:
         """Make what rests on the corpus (a vocabulary, statistics); one rank does it, before the model is built.
 
         given : what was overridden on the command line
@@ -87,13 +88,13 @@ class Task(Brain):
         return {}
 
     @classmethod
-    def is_prepared(cls, keys: TaskKeys) -> bool:
+    def is_prepared(cls, keys: Any) -> bool:
         """Whether what ``prepare`` makes is there."""
         del keys
         return True
 
     @classmethod
-    def encoder(cls, keys: TaskKeys) -> Encoder | None:
+    def encoder(cls, keys: Any) -> Encoder | None:
         """What makes of an utterance's text the ``tokens`` of its batch, in the processes that read; None: no tokens.
 
         Anything with ``encode(text) -> list[int]`` that can be pickled.
@@ -102,7 +103,7 @@ class Task(Brain):
         return None
 
     @classmethod
-    def check_parts(cls, keys: TaskKeys, built: Built, findings: Findings) -> bool:
+    def check_parts(cls, keys: Any, built: Built, findings: Findings) -> bool:
         """Look at what a recipe built before any batch is sent through; False where none can be."""
         del keys, built, findings
         return True
@@ -112,7 +113,7 @@ class Task(Brain):
         """Look at what was built and at what a batch of stand-ins gave on its way, as far as it came."""
 
     @classmethod
-    def check_labels(cls, keys: TaskKeys, manifests: Mapping[str, Manifest], findings: Findings,
+    def check_labels(cls, keys: Any, manifests: Mapping[str, Manifest], findings: Findings,
                      nodes: Mapping[str, Node]) -> Section | None:
         """Look at the labels of a prepared corpus; gives what of it is worth a table.
 
@@ -126,7 +127,7 @@ class Task(Brain):
         return [], {}
 
     @classmethod
-    def look_at_texts(cls, keys: TaskKeys, texts: Sequence[str]) -> None:
+    def look_at_texts(cls, keys: Any, texts: Sequence[str]) -> None:
         """Tell of texts of a corpus that is to be scored, where they can't come out right."""
 
     # ------------------------------------------------------------ training
@@ -145,8 +146,10 @@ class Task(Brain):
             token_lengths=torch.full((utterances,), labels), sample_rate=self.keys.sample_rate,
         )
 
-    labels_per_second: float = 0.0
-    """How many labels a second of a usual utterance has; it has at least one."""
+    @property
+    def labels_per_second(self) -> float:
+        """How many labels a second of a usual utterance has; it has at least one."""
+        return 0.0
 
     def stand_in_labels(self, shape: tuple[int, int], noise: bool) -> torch.Tensor:
         """Labels that may occur, of this shape."""

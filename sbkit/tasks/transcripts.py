@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +48,8 @@ class Transcripts(Results):
     """Rows of a test, and the rates of those that have a reference."""
 
     rows: Sequence[Any] = ()
-    words: ErrorRates | None = None
-    characters: ErrorRates | None = None
+    words: ErrorRates = field(kw_only=True)
+    characters: ErrorRates = field(kw_only=True)
 
     @classmethod
     def of(cls, rows: Sequence[Any], loss: float, unread: Mapping[str, str]) -> Transcripts:

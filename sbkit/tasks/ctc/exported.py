@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -36,9 +36,10 @@ class Heard(Comparison):
 class Recogniser(Exported):
     """A CTC recogniser; ``run`` is the folder that its recipe lies in."""
 
-    recognizer: Recognizer | None = None
-    keys: CTCKeys | None = None
-    run: Path = Path()
+    graph: Graph
+    recognizer: Recognizer = field(kw_only=True)
+    keys: CTCKeys = field(kw_only=True)
+    run: Path = field(kw_only=True)
 
     judges_words = True
     formats = (layout.ONNX, layout.INT8, layout.TORCH, layout.SPEECHBRAIN)

@@ -31,13 +31,16 @@ class Graph(nn.Module):
     recognizer : whose parts it takes; they are copied, so the recogniser stays as it is
     """
 
+    frontend: Any
+    encoder: Any
+
     def __init__(self, recognizer: Recognizer):
         super().__init__()
         self.front_name = type(recognizer.compute_features).__name__
         self.features = None if recognizer.compute_features is None else \
             features.express(recognizer.compute_features, recognizer.hop_samples)
         self.normalize = features.normalization(recognizer.normalize)
-        parts = (recognizer.frontend, recognizer.encoder, recognizer.ctc_lin)
+        parts: list[Any] = [recognizer.frontend, recognizer.encoder, recognizer.ctc_lin]  # the first may be None
         self.frontend, self.encoder, self.ctc_lin = copy.deepcopy(nn.ModuleList(parts)).eval()
         for part in (self.frontend, self.encoder, self.ctc_lin):
             if part is not None:

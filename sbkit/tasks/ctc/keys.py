@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from sbkit.errors import SbkitError
 from sbkit.recipe.choices import COUNT, POSITIVE, SHARE, SIZE, Range
 from sbkit.recipe.keys import key
 from sbkit.tasks.keys import RecogniserKeys
@@ -38,3 +39,11 @@ class CTCKeys(RecogniserKeys):
     consistency: float = key("CR-CTC: this much of what two augmented views disagree in is added to the loss", 0.0,
                              Range(0))
     consistency_warmup: float = key("the share of the run over which that rises", 0.1, SHARE)
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """The ids that begin and end a sentence, which joint training can't do without."""
+        if self.bos_index is None or self.eos_index is None:
+            raise SbkitError("the attention decoder needs bos_index and eos_index",
+                             hint="set both to ids of the tokenizer that are no text, such as 1 and 2")
+        return self.bos_index, self.eos_index

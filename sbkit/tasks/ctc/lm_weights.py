@@ -96,4 +96,5 @@ def tune(recorder: Recorder, rows: Sequence[Any]) -> BestWeights:
 
 def _around(pair: tuple[float, float]) -> Iterator[tuple[float, float]]:
     for steps in itertools.product((-1, 0, 1), repeat=2):
-        yield tuple(round(at + step * size, 4) for at, step, size in zip(pair, steps, FINER, strict=True))
+        lm, word = (round(at + step * size, 4) for at, step, size in zip(pair, steps, FINER, strict=True))
+        yield lm, word

@@ -68,8 +68,8 @@ def _joint(request: EvaluateRequest, keys: CTCKeys, asked: dict[str, Any]) -> Jo
                          hint="train with less than 1, such as --ctc_weight 0.3, or leave out --joint")
     if request.ctc_weight is not None:
         asked["ctc_weight"] = request.ctc_weight
-    return JointSearch(keys.tokenizer, blank_id=keys.blank_index, bos_id=keys.bos_index, eos_id=keys.eos_index,
-                       **asked)
+    begin, end = keys.ends
+    return JointSearch(keys.tokenizer, blank_id=keys.blank_index, bos_id=begin, eos_id=end, **asked)
 
 
 def describe(search: Any) -> dict[str, Any]:

@@ -36,6 +36,9 @@ _QUIET = 1e-6  # variance, where that of the whole recording is 1, below which a
 class _Wave(nn.Module):
     """Waveforms [B, S] alone, all of one length, to log-probabilities [B, T * repeats, V]."""
 
+    blank: Tensor
+    silent: Tensor
+
     def __init__(self, graph: Graph, repeats: int, config: Config):
         super().__init__()
         self.model, self.repeats = graph, repeats

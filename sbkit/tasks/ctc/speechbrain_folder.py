@@ -67,7 +67,8 @@ class Part(NamedTuple):
     """A module on the way from waveforms to scores, and how the recipe defines it."""
 
     key: str
-    module: nn.Module
+    module: Any
+    """With the attributes that its class has."""
     node: Any
 
     @property

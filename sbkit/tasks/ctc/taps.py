@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor, nn
 
 from sbkit.errors import SbkitError
 
 
-def stack(encoder: nn.Module) -> nn.Module:
-    """The part of a SpeechBrain transformer (or of an encoder like it) that has the list ``layers``."""
+def stack(encoder: nn.Module) -> tuple[nn.Module, nn.ModuleList]:
+    """The part of a SpeechBrain transformer (or of an encoder like it) that has the list ``layers``, and that list."""
     for part in (encoder, getattr(encoder, "encoder", None)):
-        if isinstance(getattr(part, "layers", None), nn.ModuleList):
-            return part
+        layers = getattr(part, "layers", None)
+        if isinstance(part, nn.Module) and isinstance(layers, nn.ModuleList):
+            return part, layers
     raise SbkitError(f"{type(encoder).__name__} has no list of layers to look between",
                      hint="intermediate_ctc needs encoder.layers or layers")
 
@@ -29,17 +31,17 @@ def tapped(encoder: nn.Module, layers: Sequence[int]) -> Iterator[list[Tensor]]:
     if not layers:
         yield states
         return
-    inside = stack(encoder)
-    count = len(inside.layers)
+    inside, stacked = stack(encoder)
+    count = len(stacked)
     if not all(1 <= layer < count for layer in layers):
         raise SbkitError(f"intermediate_layers {list(layers)}: the encoder has {count} layers",
                          hint=f"use numbers from 1 to {count - 1}")
     norm = getattr(inside, "norm", None) or nn.Identity()
 
-    def keep(_module: nn.Module, _inputs: tuple, output: Tensor | tuple) -> None:
+    def keep(_module: nn.Module, _inputs: tuple[Any, ...], output: Tensor | tuple[Any, ...]) -> None:
         states.append(norm(output[0] if isinstance(output, tuple) else output))
 
-    hooks = [inside.layers[layer - 1].register_forward_hook(keep) for layer in layers]
+    hooks = [stacked[layer - 1].register_forward_hook(keep) for layer in layers]
     try:
         yield states
     finally:

@@ -124,7 +124,7 @@ class CTC(ASR):
                                            counted=batch.weight != 0)
         with tapped(model.encoder, self._tapped_layers() if training else []) as states:
             if self.joint:
-                tokens = functional.pad(self._labels(batch), (1, 0), value=self.keys.bos_index)
+                tokens = functional.pad(self._labels(batch), (1, 0), value=self.keys.ends[0])
                 encoded, frames, decoded = model.encode_and_decode(feats, frames, tokens.repeat(views, 1))
                 attention = self.keys.seq_lin(decoded)
             else:
@@ -170,7 +170,7 @@ class CTC(ASR):
         layers, encoder = self.keys.intermediate_layers, self.recognizer.encoder
         if layers or not hasattr(encoder, "encode"):  # of an encoder of the user's nobody knows what its layers give
             return layers or []
-        middle = len(stack(encoder).layers) // 2
+        middle = len(stack(encoder)[1]) // 2
         return [middle] if middle else []
 
     def _ctc(self, scores: Tensor, frames: Tensor, batch: Batch) -> CTCLoss:
@@ -196,7 +196,7 @@ class CTC(ASR):
         ``counted`` [B]: the utterances that the step's mean is over.
         """
         target = functional.pad(self._labels(batch), (0, 1))
-        target = target.scatter(1, batch.token_lengths[:, None], self.keys.eos_index)
+        target = target.scatter(1, batch.token_lengths[:, None], self.keys.ends[1])
         beyond = torch.arange(target.shape[1], device=target.device) > batch.token_lengths[:, None]
         beyond = beyond | ~counted[:, None]
         return functional.cross_entropy(
@@ -244,9 +244,12 @@ class CTC(ASR):
 
     def _next_token(self, scores: Scores) -> Step:
         """The attention decoder as a joint search calls it."""
+        encoded = scores.encoded
+        assert encoded is not None, "kept for this search"
+
         def step(tokens: Tensor, rows: Tensor) -> Tensor:
             frames = scores.frames[rows]
-            decoded = self.recognizer.decode(tokens, scores.encoded[rows, :int(frames.max())], frames)
+            decoded = self.recognizer.decode(tokens, encoded[rows, :int(frames.max())], frames)
             return self.keys.seq_lin(decoded[:, -1]).float().log_softmax(-1)
 
         return step

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from sbkit.errors import SbkitError
@@ -73,7 +75,8 @@ def _check_embedding(built: Built, size: int, findings: Findings) -> None:
 
 def _check_tokenizer(built: Built, size: int, findings: Findings) -> None:
     """The tokenizer's size, from its file where there is one, from its arguments elsewhere."""
-    tokenizer, node = built.hparams.get("tokenizer"), built.nodes.get("tokenizer")
+    tokenizer: Any = built.hparams.get("tokenizer")
+    node = built.nodes.get("tokenizer")
     if node is None or not hasattr(tokenizer, "vocab_size") or not hasattr(tokenizer, "path"):
         return
     declared = tokenizer.vocab_size
