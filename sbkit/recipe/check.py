@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from speechbrain.utils.run_opts import RunOptions
 
 from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
@@ -100,8 +101,8 @@ def _bill(owned: ownership.Owned, traced: trace.Trace, findings: Findings, repor
     device = _device(run_opts)
     if not priced and bill.memory_of(str(device)) is None:
         return None
-    precision = getattr(run_opts, "precision", None) if _chosen(run_opts, "precision") else None
-    precision = precision or built.hparams.get("precision", "fp32")
+    chosen = run_opts.precision if _chosen(run_opts, "precision") else built.hparams.get("precision")
+    precision = chosen or RunOptions.precision
     if precision == "auto":
         absent = device.type == "cuda" and not torch.cuda.is_available()
         precision = "bf16" if absent else native_precision(device)
@@ -118,19 +119,18 @@ def _bill(owned: ownership.Owned, traced: trace.Trace, findings: Findings, repor
     tried = batch_size.remembered(batch_size.place(batch_size.model_of(owned.roots), traced.keys, precision, device))
     made.check_fits(findings, built.nodes.get("max_batch_seconds"), tried)
     section = bill.section(made, _hours(built), made.cost.batch_seconds, tried)
-    section.remarks += _attention(built, owned, device, precision, findings)
+    section.remarks += _attention(traced, owned, device, precision, findings)
     return section
 
 
-def _attention(built: Built, owned: ownership.Owned, device: torch.device, precision: str,
+def _attention(traced: trace.Trace, owned: ownership.Owned, device: torch.device, precision: str,
                findings: Findings) -> list[str]:
     """What attends on the card at hand; a warning where that is slow."""
     told = []
-    accelerated = built.hparams.get("accelerate", True)
-    for kernel in attention_kernel.kernels(owned.roots.values(), device, precision, accelerated):
+    for kernel in attention_kernel.kernels(owned.roots.values(), device, precision, traced.keys.accelerate):
         told.append(f"attention on {device}: torch's {kernel.name} kernel ({kernel.why})")
         if not kernel.fused:
-            node = built.nodes.get("nhead")
+            node = traced.built.nodes.get("nhead")
             findings.warning("slow-attention", node.place if node else Place(), node.key if node else "nhead",
                              f"attention on {device} is not fused: {kernel.why}", kernel.mend)
     return told
