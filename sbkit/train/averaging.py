@@ -68,7 +68,7 @@ def average(
     return mean, used
 
 
-def weights_in(state: Mapping[str, Any]) -> dict[str, Any]:
+def weights_in(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """A model's state dict out of a model's or an ``EMA``'s checkpoint file."""
     return state["weights"] if set(state) == {"weights", "updates", "decay"} else state
 

@@ -55,7 +55,8 @@ def compile_blocks(modules: nn.ModuleDict, keys: Iterable[str] | None, device: t
     torch._dynamo.config.optimize_ddp = False
     for module in found.values():
         if not isinstance(module, _Compiled):
-            module.__class__ = _compiled(type(module), mode, fullgraph)
+            kind = type(module)
+            module.__class__ = _compiled(kind, mode, fullgraph)  # type: ignore[arg-type]  # mypy asks objects' __hash__
     logger.info("--compile: %d layers are compiled as the first epoch reaches them%s", len(found),
                 "; on a CPU, steps have been longer with it" if torch.device(device).type == "cpu" else "")
     return len(found)
@@ -69,7 +70,7 @@ def _parts(module: nn.Module) -> list[nn.Module]:
 
 
 @functools.cache
-def _compiled(kind: type, mode: str | None, fullgraph: bool) -> type:
+def _compiled(kind: type[nn.Module], mode: str | None, fullgraph: bool) -> type:
     known = torch._inductor.list_mode_options()
     if mode is not None and mode not in known:
         raise SbkitError(f"--compile_mode: torch has no mode {mode!r}", hint=f"choose among {', '.join(known)}")
@@ -123,10 +124,10 @@ class CudaGraphs:
 
     def keep_gradients(self, modules: nn.Module) -> None:
         """Take gradients that another batch is to be added to out of the memory that its backward writes into."""
-        held = [parameter for parameter in modules.parameters() if parameter.grad is not None] if self.on else []
+        held = [(p, p.grad) for p in modules.parameters() if p.grad is not None] if self.on else []
         if held:
-            kept = torch._foreach_mul([parameter.grad for parameter in held], 1.0)
-            for parameter, grad in zip(held, kept, strict=True):
+            kept = torch._foreach_mul([grad for _, grad in held], 1.0)
+            for (parameter, _), grad in zip(held, kept, strict=True):
                 parameter.grad = grad
 
 

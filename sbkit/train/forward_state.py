@@ -14,6 +14,8 @@ from sbkit.train.checkpoint.state import TENSORS
 # A tensor with more numbers than this is copied at each step only once it was seen to change: most are tables.
 _SMALL = 1 << 16
 
+Kind = tuple[torch.Size, torch.dtype, torch.device]
+
 
 class Place(NamedTuple):
     """Where a value is found, also after its module has replaced it by another object."""
@@ -98,7 +100,7 @@ class ForwardState:
 class _Group:
     """Room for tensors of one type on one device, twice: as they were kept, and as they are now."""
 
-    def __init__(self, kinds: dict[int, tuple]):
+    def __init__(self, kinds: dict[int, Kind]):
         self.kinds = kinds
         shapes = [shape for shape, _, _ in kinds.values()]
         _, dtype, device = next(iter(kinds.values()))
@@ -124,14 +126,14 @@ def _views(whole: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tens
     return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
-def _grouped(kinds: dict[int, tuple]) -> list[_Group]:
-    members: dict[Any, dict[int, tuple]] = {}
+def _grouped(kinds: dict[int, Kind]) -> list[_Group]:
+    members: dict[Any, dict[int, Kind]] = {}
     for i, kind in kinds.items():
         members.setdefault(kind[1:], {})[i] = kind
     return [_Group(each) for each in members.values()]
 
 
-def _kind(value: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+def _kind(value: torch.Tensor) -> Kind:
     return value.shape, value.dtype, value.device
 
 

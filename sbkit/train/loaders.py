@@ -53,14 +53,14 @@ class Counts:
         self.loader = loader
 
     @mark_as_saver
-    def _save(self, path: str | os.PathLike) -> None:
+    def _save(self, path: str | os.PathLike[str]) -> None:
         counts = ranks.gather_objects(self.loader.state_dict())
         if ranks.is_main():
             with open(path, "w", encoding="utf-8") as out:
                 json.dump(counts, out)
 
     @mark_as_loader
-    def _load(self, path: str | os.PathLike, end_of_epoch: bool) -> None:
+    def _load(self, path: str | os.PathLike[str], end_of_epoch: bool) -> None:
         del end_of_epoch
         with open(path, encoding="utf-8") as file:
             counts = json.load(file)
@@ -80,13 +80,13 @@ def _part(values: list[Any], rank: int, world: int) -> Any:
 
 def set_epoch(epoch: int, *holders: Any) -> None:
     """Tell samplers which epoch it is; SpeechBrain leaves out those inside a ``batch_sampler``."""
-    found = {}
+    found: dict[int, Any] = {}
     for holder in holders:
         for sampler in (holder, getattr(holder, "batch_sampler", None), getattr(holder, "sampler", None)):
             if hasattr(sampler, "set_epoch"):
                 found[id(sampler)] = sampler
-    for sampler in found.values():
-        sampler.set_epoch(epoch)
+    for each in found.values():
+        each.set_epoch(epoch)
 
 
 def length(loader: Any) -> int | None:
@@ -112,7 +112,7 @@ def begins_at(loader: Any, step: int) -> int:
     return begins
 
 
-def on_device(batches: Iterable, loader: Any, device: str) -> Iterable:
+def on_device(batches: Iterable[Any], loader: Any, device: str) -> Iterable[Any]:
     """The batches of a loader of ours where they are needed, copied one ahead if the loader knows how."""
     if hasattr(loader, "to_device"):
         return loader.to_device(batches, device)
@@ -142,7 +142,7 @@ def _draw_alike(loader: Any, seed: int, device: torch.device | str) -> None:
             setattr(sampler, name, Alike(getattr(sampler, name), seed, device))
 
 
-class Alike(Sampler):
+class Alike(Sampler[Any]):
     """Another sampler's order, drawn alike by all ranks whatever they drew before: each takes its share of it."""
 
     def __init__(self, whole: Any, seed: int, device: torch.device | str):
@@ -153,7 +153,7 @@ class Alike(Sampler):
         self.epoch = int(epoch)
         set_epoch(epoch, self.whole)
 
-    def __iter__(self) -> Iterator:
+    def __iter__(self) -> Iterator[Any]:
         with rng.seeded(self.seed, self.epoch, device=self.device):
             return iter(list(self.whole))
 
@@ -161,13 +161,13 @@ class Alike(Sampler):
         return len(self.whole)
 
 
-class ShareSampler(Sampler):
+class ShareSampler(Sampler[Any]):
     """Every ``world``-th element of another sampler: none twice, none repeated to even out the ranks."""
 
-    def __init__(self, whole: Iterable, rank: int, world: int):
+    def __init__(self, whole: Any, rank: int, world: int):
         self.whole, self.rank, self.world = whole, rank, world
 
-    def __iter__(self) -> Iterator:
+    def __iter__(self) -> Iterator[Any]:
         return itertools.islice(iter(self.whole), self.rank, None, self.world)
 
     def __len__(self) -> int:

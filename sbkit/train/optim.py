@@ -27,11 +27,12 @@ def apply(optimizers: Sequence[Optimizer], multiplier: torch.Tensor, found_inf: 
     stop: bool | None = None
     for optimizer in optimizers:
         if skips_itself(optimizer):
-            optimizer.grad_scale, optimizer.found_inf = divisor, found_inf
+            itself: Any = optimizer  # with two attributes that only such a one reads
+            itself.grad_scale, itself.found_inf = divisor, found_inf
             try:
                 optimizer.step()
             finally:
-                del optimizer.grad_scale, optimizer.found_inf
+                del itself.grad_scale, itself.found_inf
             continue
         if stop is None:
             stop = bool(found_inf > 0)
@@ -72,7 +73,8 @@ def fused(opt_class: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
     ``opt_class`` is what SpeechBrain's Brain takes: a class or a partial (``!name:torch.optim.AdamW``).
     A ``fused``, ``foreach``, ``capturable`` or ``differentiable`` set by the user is left as it is.
     """
-    inner, given = opt_class, {}
+    inner: Any = opt_class
+    given: dict[str, Any] = {}
     while isinstance(inner, functools.partial):
         given = {**inner.keywords, **given}
         inner = inner.func

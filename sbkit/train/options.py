@@ -14,7 +14,7 @@ from sbkit.errors import SbkitError
 from sbkit.train import device as devices
 
 # SpeechBrain's parser leaves an option whose default is None as the word that was typed.
-_NUMBERS = {
+_NUMBERS: dict[str, Any] = {  # int or float, by the option's name
     field.name: int if field.name == "optimizer_step_limit" else type(field.default)
     for field in dataclasses.fields(RunOptions)
     if field.name == "optimizer_step_limit"
@@ -26,36 +26,41 @@ _PRECISIONS = ("fp32", "bf16", "fp16")
 def clean(run_opts: RunOptions | Mapping[str, Any] | None, hparams: Mapping[str, Any] | None,
           ) -> tuple[RunOptions, dict[str, Any] | None]:
     """Copies of both with numbers as numbers and ``device`` as a name that SpeechBrain understands."""
-    if run_opts is None:
-        run_opts = RunOptions()
-    elif not isinstance(run_opts, RunOptions):
-        unknown = sorted(set(run_opts) - {field.name for field in dataclasses.fields(RunOptions)})
-        if unknown:
-            raise SbkitError(f"run_opts has unknown keys: {', '.join(unknown)}",
-                             hint="options of the recipe belong into hparams")
-        run_opts = RunOptions.from_dictionary(dict(run_opts))
-    changed = {name: _number(name, run_opts[name]) for name in _NUMBERS}
+    opts = _as_options(run_opts)
+    changed: dict[str, Any] = {name: _number(name, opts[name]) for name in _NUMBERS}
     hparams = dict(hparams) if hparams is not None else None
     if hparams is not None:
         hparams.update({name: _number(name, hparams[name]) for name in _NUMBERS if name in hparams})
-    device = str(devices.resolve(pick(run_opts, hparams, "device")))
+    device = str(devices.resolve(pick(opts, hparams, "device")))
     for name in ("precision", "eval_precision"):
-        value = pick(run_opts, hparams, name)
+        value = pick(opts, hparams, name)
         if value == "auto":
             value = devices.native_precision(torch.device(device))
-            if name in run_opts.overridden_args or hparams is None:
+            if name in opts.overridden_args or hparams is None:
                 changed[name] = value
             else:
                 hparams[name] = value
         if value not in _PRECISIONS:
             raise SbkitError(f"{name} is {value!r}", hint=f"choose one of auto, {', '.join(_PRECISIONS)}")
-    hparams = _one_interval(run_opts, hparams)
-    chosen = set(run_opts.overridden_args)
+    hparams = _one_interval(opts, hparams)
+    chosen = set(opts.overridden_args)
     if hparams is not None and "device" in hparams:
         hparams["device"] = device
     else:
         chosen.add("device")  # or SpeechBrain would guess once more
-    return dataclasses.replace(run_opts, device=device, overridden_args=chosen, **changed), hparams
+    return dataclasses.replace(opts, device=device, overridden_args=chosen, **changed), hparams
+
+
+def _as_options(run_opts: RunOptions | Mapping[str, Any] | None) -> RunOptions:
+    if run_opts is None:
+        return RunOptions()
+    if isinstance(run_opts, RunOptions):
+        return run_opts
+    unknown = sorted(set(run_opts) - {field.name for field in dataclasses.fields(RunOptions)})
+    if unknown:
+        raise SbkitError(f"run_opts has unknown keys: {', '.join(unknown)}",
+                         hint="options of the recipe belong into hparams")
+    return RunOptions.from_dictionary(dict(run_opts))
 
 
 def _one_interval(run_opts: RunOptions, hparams: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from speechbrain.utils.autocast import AMPConfig, TorchAutocast
 from speechbrain.utils.run_opts import RunOptions
+from torch.amp.grad_scaler import GradScaler
 
 from sbkit.errors import SbkitError
 from sbkit.train.options import pick
@@ -16,7 +17,7 @@ from sbkit.train.options import pick
 _HALF = (torch.float16, torch.bfloat16)
 
 
-class Scaler(torch.amp.GradScaler):
+class Scaler(GradScaler):
     """torch's loss scaler; ``adjust`` is its ``update`` for a step that found its infinities itself.
 
     The scale is meant for a mean. ``sum_scale`` is what sums are multiplied by besides, 1 / their count or a little
@@ -45,6 +46,7 @@ class Scaler(torch.amp.GradScaler):
             self.sum_scale = torch.full((), state["sum_scale"], device=self._device)
 
     def adjust(self, found_inf: torch.Tensor) -> None:
+        assert self._scale is not None and self._growth_tracker is not None, "a loss was scaled"
         torch._amp_update_scale_(
             self._scale, self._growth_tracker, found_inf,
             self._growth_factor, self._backoff_factor, self._growth_interval,

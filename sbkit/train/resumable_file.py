@@ -35,7 +35,7 @@ class ResumableFile:
     written_again: whether a line is one that a resumed run writes again (and not, say, a test result)
     """
 
-    def __init__(self, path: str | os.PathLike, written_again: Callable[[str], bool]):
+    def __init__(self, path: str | os.PathLike[str], written_again: Callable[[str], bool]):
         self.path = Path(path)
         self._written_again = written_again
         self._resume_at: int | None = None
@@ -77,7 +77,7 @@ class ResumableFile:
         finally:
             os.close(handle)
 
-    def save(self, path: str | os.PathLike) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write the present length into a checkpoint file."""
         self._write_waiting()
         if self._resume_at is not None and not self._trained:
@@ -87,7 +87,7 @@ class ResumableFile:
         with atomic_write(path) as out:
             json.dump({"bytes": length}, out)
 
-    def load(self, path: str | os.PathLike) -> None:
+    def load(self, path: str | os.PathLike[str]) -> None:
         """Go on from a checkpoint file; ignored once this process has appended lines of training."""
         if not self._trained:
             self._resume_at = int(json.loads(Path(path).read_text(encoding="utf-8"))["bytes"])

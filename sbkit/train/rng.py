@@ -141,14 +141,14 @@ class RngState:
         return again is not None
 
     @mark_as_saver
-    def _save(self, path: str | os.PathLike) -> None:
+    def _save(self, path: str | os.PathLike[str]) -> None:
         saved = ranks.gather_objects(self._captured())
         if ranks.is_main():
             kind = torch.device(self.device).type
             write_state({"ranks": saved, "step": int(self.step()), "device": kind}, path)
 
     @mark_as_loader
-    def _load(self, path: str | os.PathLike, end_of_epoch: bool) -> None:
+    def _load(self, path: str | os.PathLike[str], end_of_epoch: bool) -> None:
         saved = load_file(path)
         rank, world = ranks.rank(), ranks.world_size()
         if len(saved["ranks"]) == world:

@@ -84,7 +84,7 @@ class _Caught(abc.ABC):
         self._watcher.start()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *rest: object) -> None:
         if not self._before:
             return
         signal.set_wakeup_fd(self._wakeup_before)
@@ -139,9 +139,9 @@ class StopSignals(_Caught):
             logger.warning("Training runs in a thread: stop signals can't be caught there")
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *rest: object) -> None:
         caught = bool(self._before)
-        super().__exit__(kind, *error)
+        super().__exit__(kind, error, *rest)
         if caught and kind is None and self.signum is not None:
             ranks.raise_on_main(Stopped(
                 f"stopped by {signal.Signals(self.signum).name} when training had ended",
@@ -168,6 +168,8 @@ class StopSignals(_Caught):
 
 class _Ending(SystemExit):
     """Raised wherever the main thread is; no mistake, so that nothing there takes it for one and goes on."""
+
+    code: int
 
 
 class EndSignals(_Caught):
@@ -208,10 +210,10 @@ class EndSignals(_Caught):
         return error
 
     def _heard(self, signum: int) -> None:
-        until = time.monotonic() + self.PATIENCE
+        until, main = time.monotonic() + self.PATIENCE, threading.main_thread().ident
         while not self._left.wait(self.AGAIN) and time.monotonic() < until:
-            if self._raised() is None:
-                signal.pthread_kill(threading.main_thread().ident, signum)
+            if self._raised() is None and main is not None:
+                signal.pthread_kill(main, signum)
         if not self._left.is_set():
             if os.environ.get("RANK", "0") == "0":
                 os.write(2, f"error: {_stopped(signum)}\n".encode())

@@ -15,9 +15,9 @@ read one step later. No host sync.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 import torch.distributed as dist
@@ -38,8 +38,8 @@ class Loss(NamedTuple):
     """
 
     total: torch.Tensor
-    count: torch.Tensor | float
-    extras: dict[str, tuple[torch.Tensor, torch.Tensor | float]] | None = None
+    count: torch.Tensor | float  # type: ignore[assignment]  # of a tuple it hides a method that nobody calls
+    extras: Mapping[str, tuple[torch.Tensor | float, torch.Tensor | float]] | None = None
 
     @property
     def mean(self) -> torch.Tensor:
@@ -194,7 +194,9 @@ class Step:
 
     def scaled(self, loss: Loss) -> torch.Tensor:
         """What ``backward`` is called on."""
-        return loss.total if self._sum_scale is None else self.scaler.scale(loss.total * self._sum_scale)
+        if self._sum_scale is None or self.scaler is None:
+            return loss.total
+        return self.scaler.scale(loss.total * self._sum_scale)
 
     def _factor(self) -> torch.Tensor | None:
         """What makes the summed gradients those of the mean; None when nothing is left to divide."""
@@ -207,7 +209,7 @@ class Step:
         count = self._sums[1]
         # A step of stand-ins only has count 0 and gradient 0.
         factor = torch.where(count > 0, self.world / count, torch.zeros_like(count))
-        if self._sum_scale is None:
+        if self._sum_scale is None or self.scaler is None:
             return factor
         self.scaler.follow(count / self.world)
         return factor / self._sum_scale
@@ -240,7 +242,7 @@ class Step:
         found_inf = (~finite).float()
         apply(optimizers, multiplier, found_inf)
         self._keep_facts(norm, found_inf, scale)
-        if scale is not None:
+        if self.scaler is not None and scale is not None:
             self.scaler.adjust(found_inf)
         return found_inf
 
@@ -288,5 +290,9 @@ class Step:
         return facts
 
 
+@overload
+def _detached(value: torch.Tensor) -> torch.Tensor: ...
+@overload
+def _detached(value: torch.Tensor | float) -> torch.Tensor | float: ...
 def _detached(value: torch.Tensor | float) -> torch.Tensor | float:
     return value.detach() if isinstance(value, torch.Tensor) else value

@@ -35,7 +35,7 @@ class TrainLog(FileTrainLogger):
         Decimal places of numbers.
     """
 
-    def __init__(self, save_file: str | os.PathLike, precision: int = 2):
+    def __init__(self, save_file: str | os.PathLike[str], precision: int = 2):
         super().__init__(save_file, precision)
         self._file = ResumableFile(save_file, _written_again)
 
@@ -63,11 +63,11 @@ class TrainLog(FileTrainLogger):
         self._file.start_afresh()
 
     @mark_as_saver
-    def _save(self, path: str | os.PathLike) -> None:
+    def _save(self, path: str | os.PathLike[str]) -> None:
         self._file.save(path)
 
     @mark_as_loader
-    def _load(self, path: str | os.PathLike, end_of_epoch: bool) -> None:
+    def _load(self, path: str | os.PathLike[str], end_of_epoch: bool) -> None:
         del end_of_epoch
         self._file.load(path)
 

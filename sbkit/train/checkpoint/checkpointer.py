@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ from sbkit.train.checkpoint import files, shelf
 from sbkit.train.checkpoint.files import CheckpointError
 from sbkit.train.checkpoint.pending import Writer
 from sbkit.train.checkpoint.saver import Saver, Source
-from sbkit.train.checkpoint.shelf import Predicate
-from sbkit.train.checkpoint.state import NotLoaded, hook_for, load_recoverable, unsaved
+from sbkit.train.checkpoint.shelf import Importance, Predicate
+from sbkit.train.checkpoint.state import Hook, NotLoaded, hook_for, load_recoverable, unsaved
 from sbkit.train.distributed import ranks
 
 logger = logging.getLogger(__name__)
@@ -54,10 +54,10 @@ class Checkpointer(stock.Checkpointer):
 
     def __init__(
         self,
-        checkpoints_dir: str | os.PathLike,
+        checkpoints_dir: str | os.PathLike[str],
         recoverables: Mapping[str, Any] | None = None,
-        custom_load_hooks: Mapping[str, Callable] | None = None,
-        custom_save_hooks: Mapping[str, Callable] | None = None,
+        custom_load_hooks: Mapping[str, Hook] | None = None,
+        custom_save_hooks: Mapping[str, Hook] | None = None,
         allow_partial_load: bool = False,
         asynchronous: bool = False,
     ):
@@ -104,7 +104,7 @@ class Checkpointer(stock.Checkpointer):
 
     def save_and_keep_only(
         self, meta: Mapping[str, Any] | None = None, end_of_epoch: bool = True, name: str | None = None,
-        num_to_keep: int = 1, keep_recent: bool = True, importance_keys: Sequence[Callable] = (),
+        num_to_keep: int = 1, keep_recent: bool = True, importance_keys: Sequence[Importance] = (),
         max_keys: Sequence[str] = (), min_keys: Sequence[str] = (), ckpt_predicate: Predicate | None = None,
         verbosity: int = logging.INFO, keep_every: int | None = None,
     ) -> None:
@@ -179,7 +179,7 @@ class Checkpointer(stock.Checkpointer):
 
     def delete_checkpoints(
         self, *, num_to_keep: int = 1, min_keys: Sequence[str] | None = None,
-        max_keys: Sequence[str] | None = None, importance_keys: Sequence[Callable] = (ckpt_recency,),
+        max_keys: Sequence[str] | None = None, importance_keys: Sequence[Importance] = (ckpt_recency,),
         ckpt_predicate: Predicate | None = None, verbosity: int = logging.INFO,
     ) -> None:
         """Delete the least important checkpoints; SpeechBrain's arguments and rules."""
@@ -194,7 +194,7 @@ class Checkpointer(stock.Checkpointer):
         ranks.run_on_main(delete)
 
     def _delete(
-        self, num_to_keep: int, orders: list[dict], ckpt_predicate: Predicate | None, verbosity: int,
+        self, num_to_keep: int, orders: list[dict[str, Any]], ckpt_predicate: Predicate | None, verbosity: int,
         spare: Predicate | None = None,
     ) -> None:
         if num_to_keep < 0:
@@ -221,7 +221,7 @@ class Checkpointer(stock.Checkpointer):
         return self._list()
 
     def find_checkpoints(
-        self, importance_key: Callable | None = None, max_key: str | None = None, min_key: str | None = None,
+        self, importance_key: Importance | None = None, max_key: str | None = None, min_key: str | None = None,
         ckpt_predicate: Predicate | None = None, max_num_checkpoints: int | None = None,
     ) -> list[Checkpoint]:
         """Checkpoints, the most important first; SpeechBrain's arguments and rules.
@@ -233,7 +233,7 @@ class Checkpointer(stock.Checkpointer):
         return self._find(importance_key, max_key, min_key, ckpt_predicate)[:max_num_checkpoints]
 
     def _find(
-        self, importance_key: Callable | None = None, max_key: str | None = None, min_key: str | None = None,
+        self, importance_key: Importance | None = None, max_key: str | None = None, min_key: str | None = None,
         ckpt_predicate: Predicate | None = None,
     ) -> list[Checkpoint]:
         return shelf.ranked(self._list(), importance_key, max_key, min_key, ckpt_predicate)
@@ -253,7 +253,7 @@ class Checkpointer(stock.Checkpointer):
     # ------------------------------------------------------------ recovering
 
     def recover_if_possible(
-        self, importance_key: Callable | None = None, max_key: str | None = None, min_key: str | None = None,
+        self, importance_key: Importance | None = None, max_key: str | None = None, min_key: str | None = None,
         ckpt_predicate: Predicate | None = None,
     ) -> Checkpoint | None:
         """Load the most important checkpoint that is whole; None where there is no checkpoint at all.

@@ -63,7 +63,7 @@ def begin(folder: Path, name: str) -> tuple[Path, Lock]:
         time.sleep(0.1)
 
 
-def write_state(state: Any, path: Path) -> None:
+def write_state(state: Any, path: str | os.PathLike[str]) -> None:
     """``torch.save`` through a Python file: a full disk stays an OSError, and other threads run meanwhile."""
     with open(path, "wb") as out:
         torch.save(state, out)

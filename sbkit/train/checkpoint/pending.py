@@ -50,6 +50,7 @@ class PendingCheckpoint:
 
     def write(self) -> None:
         """Write what is left and let the checkpoint appear under its name."""
+        assert self.folder is not None, "it has begun"
         for name, (state, ready) in self._states.items():
             ready()
             files.write_state(state, self.folder / f"{name}{PARAMFILE_EXT}")
@@ -81,7 +82,7 @@ class Writer:
     What a job raises is raised by the next ``look`` or ``settle``; if none follows, it is said at exit.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         atexit.register(_report, weakref.ref(self))
@@ -119,7 +120,7 @@ class Writer:
             self._error = error
 
 
-def _report(reference: weakref.ref) -> None:
+def _report(reference: weakref.ref[Writer]) -> None:
     writer = reference()
     if writer is not None and writer._error is not None:
         print(f"error: {writer._error}", file=sys.stderr, flush=True)

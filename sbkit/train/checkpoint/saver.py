@@ -17,7 +17,7 @@ from sbkit.system import disk
 from sbkit.train.checkpoint import files, shelf
 from sbkit.train.checkpoint.files import CheckpointError
 from sbkit.train.checkpoint.pending import PendingCheckpoint, Writer, plain
-from sbkit.train.checkpoint.state import TENSORS, hook_for, outside
+from sbkit.train.checkpoint.state import TENSORS, Hook, hook_for, outside
 from sbkit.train.distributed import ranks
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class Source:
     """What is saved and where to, as a Checkpointer has it at the moment."""
 
     recoverables: Mapping[str, Any]
-    hooks: Mapping[str, Callable]
+    hooks: Mapping[str, Hook]
     """Of a recipe's own, by the names of recoverables."""
     folder: Path
     standing: Callable[[], list[Checkpoint]]
@@ -79,9 +79,14 @@ class Saver:
             metas = [meta, *(ckpt.meta for ckpt in source.standing())]
             complaint = shelf.unknown_key(source.folder, keys, metas)
             pending = self._begin(source, meta, end_of_epoch, name, verbosity)
-            return pending and pending.folder, complaint
+            return pending.folder if pending is not None else None, complaint
+
+        def refuse(error: OSError) -> None:
+            assert pending is not None, "this rank writes"
+            self._failed(source, pending, error)
 
         def finish() -> bool:
+            assert pending is not None, "this rank writes"
             return self._finish(source, pending, None if complaint else tidy)
 
         with ranks.failing_together():
@@ -91,7 +96,7 @@ class Saver:
             refused = _call_hooks(source, folder, pending, "all" if background else None)
             refusals = [each for each in ranks.gather_objects(refused) if each]
             if refusals:
-                ranks.run_on_main(lambda: self._failed(source, pending, refusals[0]))
+                ranks.run_on_main(refuse, refusals[0])
                 return None
             saved = True
             if not background:
@@ -119,12 +124,12 @@ class Saver:
             except OSError as error:
                 logger.debug("no checkpoint is held: %s", error)
                 pending = None
-            return pending and pending.folder
+            return pending.folder if pending is not None else None
 
         with ranks.failing_together():
             folder = ranks.run_on_main(begin)
-            refused = folder is None or _call_hooks(source, folder, pending, "numbers")
-            refused = any(ranks.gather_objects(bool(refused)))
+            mine = folder is None or _call_hooks(source, folder, pending, "numbers") is not None
+            refused = any(ranks.gather_objects(mine))
         if pending is not None and refused:
             pending.discard()
         self._held = None if refused else pending
@@ -224,7 +229,7 @@ def _call_hooks(source: Source, folder: Path, pending: PendingCheckpoint | None,
 def _call_hook(
     source: Source, name: str, obj: Any, path: Path, pending: PendingCheckpoint | None, copy: str | None
 ) -> None:
-    hook = hook_for(obj, source.hooks.get(name), stock.DEFAULT_SAVE_HOOKS, "save")
+    hook: Any = hook_for(obj, source.hooks.get(name), stock.DEFAULT_SAVE_HOOKS, "save")
     if pending is not None:
         pending.names[name] = path.name
     if hook in TENSORS:

@@ -12,6 +12,7 @@ from speechbrain.utils.checkpoints import METAFNAME, PARAMFILE_EXT, Checkpoint, 
 from sbkit.train.checkpoint.files import CheckpointError, read_meta
 
 Predicate = Callable[[Checkpoint], bool]
+Importance = Callable[[Checkpoint], Any]
 
 
 def standing(folders: Iterable[Path]) -> tuple[list[Checkpoint], dict[Path, str]]:
@@ -30,7 +31,7 @@ def standing(folders: Iterable[Path]) -> tuple[list[Checkpoint], dict[Path, str]
 
 
 def ranked(
-    ckpts: Iterable[Checkpoint], importance_key: Callable | None = None, max_key: str | None = None,
+    ckpts: Iterable[Checkpoint], importance_key: Importance | None = None, max_key: str | None = None,
     min_key: str | None = None, ckpt_predicate: Predicate | None = None,
 ) -> list[Checkpoint]:
     """The most important first, of equals the newest; with a key, only those that have it."""
@@ -45,7 +46,7 @@ def ranked(
 
 
 def orders(
-    min_keys: Iterable[str], max_keys: Iterable[str], importance_keys: Iterable[Callable]
+    min_keys: Iterable[str], max_keys: Iterable[str], importance_keys: Iterable[Importance]
 ) -> list[dict[str, Any]]:
     """Arguments for ``ranked``, one for each way in which checkpoints are to be compared."""
     return [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -25,6 +26,7 @@ from speechbrain.utils.checkpoints import (
 from sbkit.errors import SbkitError
 from sbkit.train.checkpoint.files import CheckpointError
 
+Hook = Callable[..., Any]  # saves an object to a path, or loads it
 TENSORS = (torch_save, torch_save_once_per_node)  # the hooks that only save a state dict
 NAMED = 5  # how many keys of each kind an error lists
 
@@ -32,7 +34,7 @@ NAMED = 5  # how many keys of each kind an error lists
 # ---------------------------------------------------------------- hooks
 
 
-def hook_for(obj: Any, custom: Callable | None, defaults: Mapping[type, Callable], verb: str) -> Callable:
+def hook_for(obj: Any, custom: Hook | None, defaults: Mapping[type, Hook], verb: str) -> Hook:
     """What saves or loads an object, by SpeechBrain's rules."""
     hook = custom or get_default_hook(obj, defaults)
     if hook is None:
@@ -73,7 +75,7 @@ def snapshot(state: Any, tensors: bool = True) -> tuple[Any, Callable[[], None]]
     From a GPU the copies go to pinned memory in stream order: training may change the weights right
     away, and nothing waits but the thread that calls the second result.
     """
-    copies: dict[tuple, torch.Tensor] = {}
+    copies: dict[tuple[Any, ...], torch.Tensor] = {}
     devices: set[torch.device] = set()
 
     def tensor(value: torch.Tensor) -> torch.Tensor:
@@ -142,14 +144,14 @@ def plain_numbers() -> Iterator[None]:
     A scheduler that remembers losses as numpy floats saves without complaint; without this, its file
     would be refused at the resume.
     """
-    rebuild = np.array(0.0).__reduce__()[0]
-    scalar = np.float64(0).__reduce__()[0]
+    rebuild: Any = np.array(0.0).__reduce__()[0]
+    scalar: Any = np.float64(0).__reduce__()[0]
     kinds = {type(np.dtype(code)) for code in np.typecodes["All"] if code != "O"}
     with torch.serialization.safe_globals([rebuild, scalar, np.ndarray, np.dtype, *sorted(kinds, key=str)]):
         yield
 
 
-def load_file(path: str | Path) -> Any:
+def load_file(path: str | os.PathLike[str]) -> Any:
     """A state from a file, on the CPU; only tensors, numbers and containers are let in, never code."""
     try:
         with plain_numbers():
@@ -167,7 +169,7 @@ class NotLoaded(CheckpointError):
     """A file that its loader refuses, for whatever reason."""
 
 
-def load_recoverable(obj: Any, name: str, path: Path, hook: Callable, end_of_epoch: bool) -> None:
+def load_recoverable(obj: Any, name: str, path: Path, hook: Hook, end_of_epoch: bool) -> None:
     """Load one recoverable with its hook; what the hook raises is said with the file's name."""
     try:
         if hook is torch_recovery:

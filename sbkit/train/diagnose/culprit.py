@@ -40,7 +40,7 @@ class Suspect(NamedTuple):
 
 def report(
     brain: Any,
-    folder: str | os.PathLike,
+    folder: str | os.PathLike[str],
     suspects: Sequence[Any],
     *,
     step: int,

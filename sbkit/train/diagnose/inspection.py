@@ -216,7 +216,8 @@ class _Watch:
 @contextlib.contextmanager
 def _watched(modules: nn.Module, found: Findings) -> Iterator[_Watch]:
     """Hooks on every module: what comes out, and later what gradient comes back to it."""
-    watch, calls, handles = _Watch(), {}, []
+    watch, handles = _Watch(), []
+    calls: dict[str, int] = {}
 
     def hook_for(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -292,7 +293,7 @@ def _look_at_gradients(modules: nn.Module, found: Findings, scale: float) -> Non
 
 
 def _bad(named: Iterator[tuple[str, torch.Tensor]]) -> dict[str, Values]:
-    found = {}
+    found: dict[str, Values] = {}
     for name, tensor in named:
         values = measure(tensor.to_local() if hasattr(tensor, "to_local") else tensor)
         if values.bad and len(found) < _MOST_GRADIENTS:

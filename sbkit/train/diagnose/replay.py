@@ -20,7 +20,7 @@ from sbkit.train.diagnose.inspection import Findings, Layer, examine
 from sbkit.train.diagnose.saved_batch import unpack, utterance_ids
 
 
-def find(folder: str | os.PathLike) -> Path:
+def find(folder: str | os.PathLike[str]) -> Path:
     """The culprit's folder: the one given, or the newest of a run."""
     folder = Path(folder)
     if (folder / "culprit.json").is_file():
@@ -33,7 +33,7 @@ def find(folder: str | os.PathLike) -> Path:
                      hint="a run saves one when a loss or gradient is not finite")
 
 
-def replay(brain: Any, folder: str | os.PathLike, *, weights: bool = True) -> str:
+def replay(brain: Any, folder: str | os.PathLike[str], *, weights: bool = True) -> str:
     """Run the culprit in ``folder`` through ``brain``; what the report said, and a table of all layers.
 
     The brain must be the run's: same YAML, same modules, in the run's precision. The weights of the moment of the

@@ -26,7 +26,8 @@ def unpack(tree: Any, tensors: Mapping[str, torch.Tensor], device: torch.device 
     """The batch again, its tensors on ``device``."""
     if not isinstance(tree, dict):
         return tree
-    kind, value = tree["kind"], tree.get("value")
+    kind: str = tree["kind"]
+    value: Any = tree.get("value")
     if kind == "tensor":
         return tensors[value].to(device)
     if kind == "unknown":
@@ -40,7 +41,7 @@ def unpack(tree: Any, tensors: Mapping[str, torch.Tensor], device: torch.device 
     fields = {key: unpack(v, tensors, device) for key, v in value.items()}
     if kind == "namedtuple":
         return cls(**fields)
-    made = object.__new__(cls)
+    made: Any = object.__new__(cls)
     made.__dict__.update(fields)
     return made
 
@@ -60,7 +61,7 @@ def take_row(batch: Any, row: int) -> Any | None:
     Padding stays, so that shapes are those of the whole batch.
     """
     size = len(utterance_ids(batch))
-    if not dataclasses.is_dataclass(batch) or not 0 <= row < size:
+    if not dataclasses.is_dataclass(batch) or isinstance(batch, type) or not 0 <= row < size:
         return None
     changed = {}
     for one in dataclasses.fields(batch):
@@ -77,7 +78,7 @@ def _pack(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_complex():
         tensors[path] = value.detach().cpu().contiguous().clone()
         return {"kind": "tensor", "value": path}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
         return _object("namedtuple", value, value._asdict(), path, tensors)
     if isinstance(value, (list, tuple)):
         items = [_pack(v, f"{path}.{i}", tensors) for i, v in enumerate(value)]

@@ -68,11 +68,12 @@ class Wrapped(Alone):
         )
 
     @property
-    def module(self) -> torch.nn.Module:
+    def module(self) -> _Quiet:
+        assert self.ddp is not None, "it was closed"
         return self.ddp
 
-    def no_sync(self) -> contextlib.AbstractContextManager:
-        return self.ddp.no_sync()
+    def no_sync(self) -> contextlib.AbstractContextManager[object]:
+        return self.module.no_sync()
 
     def finish(self) -> None:
         average_gradients([p for p in self.shell.parameters() if p.requires_grad])
@@ -107,7 +108,7 @@ class Wrapped(Alone):
         self._wrap()
 
     def complete(self, loss: torch.Tensor) -> None:
-        if self.searches or not self.ddp.require_backward_grad_sync or self._is_complete():
+        if self.searches or not self.module.require_backward_grad_sync or self._is_complete():
             return
         reached = _leaves(loss)
         missed = {name: p for name, p in self._named()
@@ -120,7 +121,7 @@ class Wrapped(Alone):
         if self.changed:
             return False
         try:
-            self.ddp.reducer._check_reducer_finalized()
+            self.module.reducer._check_reducer_finalized()
         except RuntimeError:
             return False
         return True
@@ -159,10 +160,10 @@ class _Quiet(DistributedDataParallel):
 
     def _post_forward(self, output: Any) -> Any:
         if self._advised or not (self.find_unused_parameters and self.require_backward_grad_sync):
-            return super()._post_forward(output)
+            return super()._post_forward(output)  # type: ignore[no-untyped-call]  # torch's has no types
         self._advised = True
         with _without_advice():
-            return super()._post_forward(output)
+            return super()._post_forward(output)  # type: ignore[no-untyped-call]  # as above
 
 
 @contextlib.contextmanager

@@ -59,7 +59,7 @@ def now(code: int, patience: float = _WRITING_SECONDS) -> None:
 
 
 def _at_exit() -> None:
-    if is_due():
+    if _due is not None and is_due():
         now(_due[1])
 
 

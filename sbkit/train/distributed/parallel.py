@@ -37,7 +37,9 @@ class Shell(nn.Module):
     run: batch -> scalar tensor to call ``backward`` on
     """
 
-    def __init__(self, modules: nn.Module, run: Callable[[Any], torch.Tensor]):
+    _ddp_params_and_buffers_to_ignore: list[str]  # DDP looks for it
+
+    def __init__(self, modules: nn.ModuleDict, run: Callable[[Any], torch.Tensor]):
         super().__init__()
         self.owned = modules
         self.forward = run
@@ -62,7 +64,7 @@ class Alone:
         """What gives the loss of a batch when it is called."""
         return self.shell
 
-    def no_sync(self) -> contextlib.AbstractContextManager:
+    def no_sync(self) -> contextlib.AbstractContextManager[object]:
         """Within it, backward only accumulates."""
         return contextlib.nullcontext()
 
@@ -81,7 +83,7 @@ class Alone:
     def search(self) -> None:
         """From here on look in each backward for what it does not reach."""
 
-    def gathered(self) -> contextlib.AbstractContextManager:
+    def gathered(self) -> contextlib.AbstractContextManager[object]:
         """Within it each rank can evaluate on its own."""
         return contextlib.nullcontext()
 

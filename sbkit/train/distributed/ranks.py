@@ -398,7 +398,8 @@ def _connection() -> Any:
 
     So it does where NCCL sets itself up. (A torch before 2.8 has but one.)
     """
-    return _store().clone() if hasattr(dist.Store, "clone") else _store()
+    store = _store()
+    return store.clone() if hasattr(store, "clone") else store
 
 
 def _key(what: str) -> str:

@@ -109,7 +109,7 @@ def checkpoint_activations(modules: nn.Module, wanted: Any) -> None:
     """
     for module in find(modules, wanted, "activation_checkpointing"):
         if not isinstance(module, _Recomputed):
-            module.__class__ = _recomputed(type(module))
+            module.__class__ = _recomputed(type(module))  # type: ignore[arg-type]  # mypy asks objects' __hash__
 
 
 class _Recomputed:
@@ -117,7 +117,7 @@ class _Recomputed:
 
 
 @functools.cache
-def _recomputed(kind: type) -> type:
+def _recomputed(kind: type[nn.Module]) -> type:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         run = functools.partial(kind.forward, self)
         if not (self.training and torch.is_grad_enabled()):
@@ -151,7 +151,7 @@ class Sharded(Alone):
             fully_shard(piece, mesh=mesh)
         fully_shard(shell, mesh=mesh)
 
-    def no_sync(self) -> contextlib.AbstractContextManager:
+    def no_sync(self) -> contextlib.AbstractContextManager[object]:
         """Gradients are divided after each micro-batch: whole ones kept until the last would not fit."""
         return contextlib.nullcontext()
 
@@ -167,7 +167,7 @@ class Sharded(Alone):
         finally:
             for piece in pieces:
                 piece.reshard()
-                piece.set_reshard_after_forward(piece is not self.shell, recurse=False)
+                piece.set_reshard_after_forward(piece is not self.module, recurse=False)
 
 
 def is_sharded(obj: Any) -> bool:
@@ -187,14 +187,14 @@ def save_as_if_whole(checkpointer: Any) -> None:
             checkpointer.custom_load_hooks[name] = load_whole
 
 
-def save_whole(obj: nn.Module | torch.optim.Optimizer, path: str | os.PathLike) -> None:
+def save_whole(obj: nn.Module | torch.optim.Optimizer, path: str | os.PathLike[str]) -> None:
     """Write the state dict that an undivided model would write; every rank takes part."""
     state = _whole(obj.state_dict())
     if ranks.is_main():
         write_state(state, path)
 
 
-def load_whole(obj: nn.Module | torch.optim.Optimizer, path: str | os.PathLike, end_of_epoch: bool = True) -> None:
+def load_whole(obj: nn.Module | torch.optim.Optimizer, path: str | os.PathLike[str], end_of_epoch: bool = True) -> None:
     """Load such a state dict; every rank takes part and keeps its share."""
     del end_of_epoch
     state = load_file(path)

@@ -92,7 +92,11 @@ def search(edges: Sequence[float], fits: Callable[[int, float], bool], most_seco
     for edge in bar:  # the longest first: what fits there is a start for shorter ones
         most = max(1, math.ceil(most_seconds / edge))
         start = min(most, max(1, int(found[-1] * edges[-len(found)] / edge)) if found and found[-1] else 1)
-        found.append(_largest(lambda n, edge=edge: fits(n, edge), start, most))
+
+        def fits_here(n: int, edge: float = edge) -> bool:
+            return fits(n, edge)
+
+        found.append(_largest(fits_here, start, most))
     return found[::-1]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 try:
     import resource
 except ImportError:  # Windows
-    resource = None
+    resource = None  # type: ignore[assignment]  # `can_bound` asks
 
 # Parameters of glibc's mallopt (malloc.h).
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -2, -3, -4, -8

@@ -27,8 +27,8 @@ class _Worker:
     """
 
     def __init__(self) -> None:
-        self._asked: queue.SimpleQueue = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         try:
             start_new_thread(self._work, ())
             self._answers.get(timeout=_PATIENCE)
@@ -36,7 +36,7 @@ class _Worker:
             raise SbkitError("out of memory: not even a thread has room to start", hint="raise the bound that this "
                              "process has (ulimit -d, ulimit -v)", exit_code=1) from error
 
-    def __call__(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._asked.put((torch.is_grad_enabled(), function, args, kwargs))
         result, error = self._answers.get()
         if error is None:
@@ -56,6 +56,7 @@ class _Worker:
             if asked is None:
                 return
             grad, function, args, kwargs = asked
+            answer: tuple[Any, BaseException | None]
             try:
                 with torch.set_grad_enabled(grad):  # each thread has its own
                     answer = function(*args, **kwargs), None
@@ -76,10 +77,10 @@ class Threads:
         self._worker: _Worker | None = None
         self._spare: _Worker | None = None
 
-    def __call__(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self.reached(function)(*args, **kwargs)
 
-    def reached(self, function: Callable) -> Callable:
+    def reached(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function as it is to be called: itself, or in another thread."""
         if self._spare is None and host.bounded():
             self._spare = _Worker()

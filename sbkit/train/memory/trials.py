@@ -84,7 +84,7 @@ def _durations(request: arguments.Request, recipe: load.Recipe, folder: Path) ->
     """Of the prepared corpus where there is one; else all lengths up to the longest that are allowed."""
     root = read(request.path, request.overrides, Findings())
     corpus = recipe.keys.corpus
-    if hasattr(corpus, "manifest_path"):
+    if root is not None and hasattr(corpus, "manifest_path"):
         real = Path(str(root.value["output_folder"].value)) / corpus.manifest_path("train").relative_to(folder)
         if real.exists():
             return Manifest.read(real).durations
@@ -162,13 +162,13 @@ def _answer(pipe: Connection, words: list[str], size: int, slack: float) -> None
         host.bound(int(slack * size))
         while True:
             try:
-                asked = pipe.recv()
+                utterances, seconds = pipe.recv()
             except EOFError:
                 return
             try:
-                ahead = _read_ahead(*asked, workers, rate)
+                ahead = _read_ahead(utterances, seconds, workers, rate)
                 with mmap.mmap(-1, max(ahead, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS):
-                    fits, mistake = made.fits(*asked) and host.peak() + ahead <= size, ""
+                    fits, mistake = made.fits(utterances, seconds) and host.peak() + ahead <= size, ""
             except Exception as error:
                 fits, mistake = False, "" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
             pipe.send((fits, mistake))
@@ -195,7 +195,7 @@ def measurement(request: arguments.Request) -> Callable[[], Measured]:
 
 def time_steps(step: Callable[[Batch], bool], batch: Batch, device: torch.device) -> Measured:
     """Steps on one batch, the first left out; the median counts."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
+    wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     times: list[float] = []

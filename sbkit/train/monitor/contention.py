@@ -58,7 +58,7 @@ class Contention:
         if self._looked or not self._counts or time.monotonic() - self._began < after:
             return
         self._looked, share = True, self.share()
-        if share > _WORTH_TELLING:
+        if share is not None and share > _WORTH_TELLING:
             self._told = True
             if ranks.is_main():
                 threads = torch.get_num_threads()
@@ -70,7 +70,7 @@ class Contention:
 
 def _waited() -> dict[str, float]:
     """Seconds that each thread could have run and had no core."""
-    found = {}
+    found: dict[str, float] = {}
     try:
         threads = os.listdir(_THREADS)
     except OSError:

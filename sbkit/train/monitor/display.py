@@ -62,7 +62,8 @@ class StageDisplay:
         self._out = sys.stderr if out is None else out
         self._terminal = show and self._out.isatty()
         self._budget, self._scale, self._utilisation = budget, scale, utilisation
-        self._loss = self._lr = None
+        self._loss: Value = None
+        self._lr: Value = None
         self._peeks: dict[str, Peek] = {}
         self._shown: dict[str, float] = {}
         self._seconds = self._padded = 0.0

@@ -42,13 +42,14 @@ class MetricsLog:
               padding_share=0.04, grad_norm=norm, skipped_steps=0)
     """
 
-    def __init__(self, folder: str | os.PathLike, tensorboard: bool = False, enabled: bool | None = None):
+    def __init__(self, folder: str | os.PathLike[str], tensorboard: bool = False, enabled: bool | None = None):
         self.path = Path(folder) / METRICS
         self.enabled = if_main_process() if enabled is None else enabled
         self._file = ResumableFile(self.path, _written_again)
         self._waiting: deque[dict[str, Any]] = deque()
-        self._writer_class = _tensorboard() if tensorboard and self.enabled else None
-        self._writer = None
+        # TensorBoard's, which has no types
+        self._writer_class: Any = _tensorboard() if tensorboard and self.enabled else None
+        self._writer: Any = None
         self._step: int | None = None  # of the last line that had one
 
     @classmethod
@@ -114,12 +115,12 @@ class MetricsLog:
         self._file.start_afresh()
 
     @mark_as_saver
-    def _save(self, path: str | os.PathLike) -> None:
+    def _save(self, path: str | os.PathLike[str]) -> None:
         self.flush()
         self._file.save(path)
 
     @mark_as_loader
-    def _load(self, path: str | os.PathLike, end_of_epoch: bool) -> None:
+    def _load(self, path: str | os.PathLike[str], end_of_epoch: bool) -> None:
         del end_of_epoch
         self._file.load(path)
 

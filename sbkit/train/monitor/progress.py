@@ -41,7 +41,9 @@ class Progress:
         self._start = self._last = time.monotonic()
         self._seconds = self._padded = self._whole = self._whole_padded = 0.0
         self._steps = 0
-        self._loss, self._extras, self._norm = Mean(), {}, None
+        self._loss = Mean()
+        self._norm: float | None = None
+        self._extras: dict[str, Mean] = {}
 
     def batch(self, batch: Any, steps: int, loss: Callable[[], float], lr: Any) -> None:
         """One batch was trained on; ``steps``: how far the bar moves."""
@@ -62,11 +64,11 @@ class Progress:
         self._norm = fact.norm
         now = time.monotonic()
         if self.metrics is not None and now - self._last >= self.interval:
-            self._write(fact, lr, now)
+            self._write(self.metrics, fact, lr, now)
 
-    def _write(self, fact: Facts, lr: Any, now: float) -> None:
+    def _write(self, metrics: MetricsLog, fact: Facts, lr: Any, now: float) -> None:
         speed = self._seconds * ranks.world_size() / (now - self._last)
-        self.metrics.write(
+        metrics.write(
             "step", epoch=self.epoch, step=fact.number, loss=self._loss.value() if self._loss.count else None,
             **{name: mean.value() for name, mean in self._extras.items()}, lr=lr, grad_norm=self._norm,
             audio_s_per_s=speed or None, **self._used(speed), data_wait_share=self.budget.share("data"),

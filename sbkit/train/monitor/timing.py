@@ -24,7 +24,7 @@ _DRAIN_EVERY = 16  # steps between looks at which events have passed
 _current: StepBudget | None = None
 
 
-def section(name: str) -> contextlib.AbstractContextManager:
+def section(name: str) -> contextlib.AbstractContextManager[object]:
     """Time a part of the step from wherever the code is; nothing happens when nobody is measuring.
 
     >>> with section("features"):
@@ -36,7 +36,7 @@ def section(name: str) -> contextlib.AbstractContextManager:
     return budget(name)
 
 
-def profiler(warmup: int, steps: int, folder: str | os.PathLike) -> torch.profiler.profile:
+def profiler(warmup: int, steps: int, folder: str | os.PathLike[str]) -> torch.profiler.profile:
     """SpeechBrain's, which leaves ``steps`` steps in ``folder/profiler_logs``, without the stack of Python's functions.
 
     Those begin or end in the middle of our spans, which Perfetto then leaves out.
@@ -94,7 +94,7 @@ class StepBudget:
         self._marks: deque[tuple[Any, str | None]] = deque()
         self._open.clear()
         self._spans.clear()
-        self._last = self._clock.now()
+        self._last: Any = self._clock.now()  # a moment as the clock has it
         self.waits.reset()
         self.contention.reset()
 
@@ -109,7 +109,7 @@ class StepBudget:
         finally:
             _current = before
 
-    def __call__(self, name: str) -> contextlib.AbstractContextManager:
+    def __call__(self, name: str) -> contextlib.AbstractContextManager[object]:
         if not self.enabled or threading.get_ident() != self._thread:
             return _NOTHING
         if self._open and self._open[-1] in _WHOLE:
@@ -180,7 +180,8 @@ class StepBudget:
     def _enter(self, name: str) -> None:
         self._mark()
         self._open.append(name)
-        span = torch.profiler.record_function(name) if torch.autograd._profiler_enabled() else None
+        profiled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]  # torch's, which its types lack
+        span = torch.profiler.record_function(name) if profiled else None
         self._spans.append(span)
         if span is not None:
             span.__enter__()

@@ -9,7 +9,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Literal, TextIO
 
 import torch
 
@@ -18,7 +18,7 @@ FIRST, LOOKED_AT = 5, 100  # steps of an epoch that are passed over, and the ste
 _WAIT = r"called a synchronizing \w+ operation"
 _NOTICE = "Synchronization debug mode is a prototype feature"  # torch's, when the mode is first set
 # Else each place is told once. They stay, and touch no other warning.
-_FILTERS = (("always", _WAIT), ("ignore", _NOTICE))
+_FILTERS: tuple[tuple[Literal["always", "ignore"], str], ...] = (("always", _WAIT), ("ignore", _NOTICE))
 _WARN = 1  # as ``torch.cuda.get_sync_debug_mode()`` gives it
 
 
@@ -99,8 +99,9 @@ class HostWaits:
         if warnings.showwarning == self._show:
             warnings.showwarning = self._shown
 
-    def _show(self, message: Warning | str, category: type[Warning], filename: str, lineno: int, *rest: Any) -> None:
+    def _show(self, message: Warning | str, category: type[Warning], filename: str, lineno: int,
+              file: TextIO | None = None, line: str | None = None) -> None:
         if not re.match(_WAIT, str(message)):
-            self._shown(message, category, filename, lineno, *rest)
+            self._shown(message, category, filename, lineno, file, line)
         elif not self._paused and threading.get_ident() == self._thread:
             self._places[filename, lineno] += 1
