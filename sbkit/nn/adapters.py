@@ -1,0 +1,211 @@
+"""Small trained parts in a model that stays as it is: LoRA in its linear layers, Houlsby's adapters behind its blocks.
+
+    adapters: !new:sbkit.nn.adapters.LoRA
+        module: !ref <encoder>
+        targets: ["*.q_proj", "*.v_proj"]
+        rank: 16
+
+The layers stay where they are and keep the names of their parameters, so a recipe reaches them as before. What a
+checkpoint then holds is up to ``sbkit.train.checkpoint.adapted.Adapted``.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sbkit.errors import SbkitError
+
+#: Child modules of an adapted layer that hold what was added to it.
+LORA, HOULSBY = "lora", "adapter"
+_NAMED = 8  # layers that a message lists
+
+
+class _Adapted(nn.Module):
+    """A layer with something added; its class is made of the layer's own (see ``_class``)."""
+
+
+class _WithLoRA(_Adapted):
+    pass
+
+
+class _WithAdapter(_Adapted):
+    pass
+
+
+class Adapters:
+    """What was added to a module, whose own parameters no longer train.
+
+    Arguments
+    ---------
+    module : torch.nn.Module
+        The model that stays as it is.
+    targets : list of str
+        Layers by their path within it; ``*`` stands for any part of it. Each must fit something; of layers within
+        each other the outer one is meant.
+    """
+
+    def __init__(self, module: nn.Module, targets: str | Iterable[str]):
+        self.module, self.targets = module, [targets] if isinstance(targets, str) else list(targets)
+        self.layers = self._find()
+        for name, parameter in module.named_parameters():
+            if not is_added(name):
+                parameter.requires_grad_(False)
+        for path, layer in self.layers.items():
+            self.adapt(path, layer)
+
+    def adapt(self, path: str, layer: nn.Module) -> None:
+        """Add to one layer."""
+        raise NotImplementedError
+
+    def fits(self, layer: nn.Module) -> bool:
+        """Whether a layer is of a kind that can be added to."""
+        raise NotImplementedError
+
+    def _find(self) -> dict[str, nn.Module]:
+        own = {path: layer for path, layer in self.module.named_modules() if path and not is_added(path)}
+        fitting = {path: layer for path, layer in own.items() if self.fits(layer)}
+        for target in self.targets:
+            if fnmatch.filter(fitting, target):
+                continue
+            wrong = next(iter(fnmatch.filter(own, target)), None)
+            told = f"no layer of {type(self.module).__name__} is called {target}" if wrong is None else \
+                f"{wrong} is a {type(own[wrong]).__name__}, which can't be adapted"
+            raise SbkitError(f"{type(self).__name__}: {told}", hint=f"layers that can be: {_some(fitting)}")
+        wanted = [path for path in fitting if any(fnmatch.fnmatchcase(path, target) for target in self.targets)]
+        return {path: fitting[path] for path in wanted if not any(path.startswith(f"{outer}.") for outer in wanted)}
+
+
+class LoRA(Adapters):
+    """Adds a product of two narrow matrices to linear layers (arXiv 2106.09685); it starts as nothing.
+
+    Arguments
+    ---------
+    module, targets : see ``Adapters``; the targets are ``torch.nn.Linear``
+    rank : int
+        The width between the two matrices.
+    alpha : float, optional
+        The product is scaled by ``alpha / rank``; as large as the rank where it isn't given.
+    dropout : float
+        Of what goes into the added part.
+    """
+
+    def __init__(self, module: nn.Module, targets: str | Iterable[str], rank: int = 16, alpha: float | None = None,
+                 dropout: float = 0.0):
+        if rank < 1:
+            raise SbkitError(f"LoRA: rank is {rank}", hint="use 4 to 64")
+        self.rank, self.alpha, self.dropout = rank, float(rank if alpha is None else alpha), dropout
+        super().__init__(module, targets)
+
+    def fits(self, layer: nn.Module) -> bool:
+        return isinstance(layer, nn.Linear)
+
+    def adapt(self, path: str, layer: nn.Module) -> None:
+        if isinstance(layer, _WithLoRA):
+            raise SbkitError(f"LoRA: {path} has one already", hint="name each layer once")
+        assert isinstance(layer, nn.Linear)
+        down = nn.Linear(layer.in_features, self.rank, bias=False, device=layer.weight.device)
+        up = nn.Linear(self.rank, layer.out_features, bias=False, device=layer.weight.device)
+        nn.init.kaiming_uniform_(down.weight, a=math.sqrt(5))
+        nn.init.zeros_(up.weight)
+        added = nn.Sequential(nn.Dropout(self.dropout), down, up)
+        layer.add_module(LORA, added)
+        layer.lora_scale = self.alpha / self.rank  # type: ignore[assignment]  # a number beside the layer's own
+        layer.__class__ = _class(_WithLoRA, type(layer))
+
+
+class Houlsby(Adapters):
+    """Puts a narrow layer with a residual behind blocks (arXiv 1902.00751); it starts as the identity.
+
+    Arguments
+    ---------
+    module, targets : see ``Adapters``; the targets give a tensor [..., D], or a tuple whose first is one
+    size : int
+        The width of the narrow layer.
+    width : int, optional
+        D, where no parameter of the block tells it.
+    """
+
+    def __init__(self, module: nn.Module, targets: str | Iterable[str], size: int = 64, width: int | None = None):
+        if size < 1:
+            raise SbkitError(f"Houlsby: size is {size}", hint="use 16 to 256")
+        self.size, self.width = size, width
+        super().__init__(module, targets)
+
+    def fits(self, layer: nn.Module) -> bool:
+        return self.width is not None or _width(layer) is not None
+
+    def adapt(self, path: str, layer: nn.Module) -> None:
+        if isinstance(layer, _WithAdapter):
+            raise SbkitError(f"Houlsby: {path} has one already", hint="name each layer once")
+        width = self.width or _width(layer)
+        assert width is not None
+        device = next((parameter.device for parameter in layer.parameters()), None)
+        down, up = nn.Linear(width, self.size, device=device), nn.Linear(self.size, width, device=device)
+        nn.init.zeros_(up.weight)
+        nn.init.zeros_(up.bias)
+        layer.add_module(HOULSBY, nn.Sequential(nn.LayerNorm(width, device=device), down, nn.GELU(), up))
+        layer.__class__ = _class(_WithAdapter, type(layer))
+
+
+def is_added(name: str) -> bool:
+    """Whether a parameter or module is an adapter's, by its path."""
+    return not {LORA, HOULSBY}.isdisjoint(name.split("."))
+
+
+@torch.no_grad()
+def merge(module: nn.Module) -> int:
+    """Write each LoRA into the weights that it was added to, and take it away; gives how many there were."""
+    found = [layer for layer in module.modules() if isinstance(layer, _WithLoRA)]
+    for layer in found:
+        _, down, up = layer.lora  # type: ignore[misc]  # the Sequential that LoRA.adapt made
+        product = layer.lora_scale * (up.weight.double() @ down.weight.double())
+        layer.weight.copy_(layer.weight.double() + product)  # type: ignore[operator]
+        del layer.lora, layer.lora_scale
+        layer.__class__ = type(layer).__bases__[1]
+    return len(found)
+
+
+@functools.cache
+def _class(added: type[_Adapted], kind: type[nn.Module]) -> type[nn.Module]:
+    """``kind`` with an adapter; the parts of a model stay the objects that they are."""
+    forward = _lora_forward if added is _WithLoRA else _adapter_forward
+    body = {"forward": forward(kind), "__module__": kind.__module__}
+    return type(kind.__name__, (added, kind), body)
+
+
+def _lora_forward(kind: type[nn.Module]) -> Any:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return kind.forward(self, x) + self.lora_scale * self.lora(x)
+
+    return forward
+
+
+def _adapter_forward(kind: type[nn.Module]) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = kind.forward(self, *args, **kwargs)
+        if isinstance(out, tuple):
+            return out[0] + self.adapter(out[0]), *out[1:]
+        return out + self.adapter(out)
+
+    return forward
+
+
+def _width(layer: nn.Module) -> int | None:
+    """What a block gives, by the last of its layers that says so."""
+    widths = [inner.out_features if isinstance(inner, nn.Linear) else inner.normalized_shape[0]
+              for inner in layer.modules() if isinstance(inner, (nn.Linear, nn.LayerNorm))]
+    return widths[-1] if widths else None
+
+
+def _some(paths: Iterable[str]) -> str:
+    """Paths with ``*`` for the numbers of layers, each once."""
+    names = list(dict.fromkeys(".".join("*" if part.isdigit() else part for part in path.split(".")) for path in paths))
+    more = len(names) - _NAMED
+    return (", ".join(names[:_NAMED]) or "none") + (f" and {more} more" if more > 0 else "")
