@@ -82,12 +82,11 @@ def crdnn(width):
 
 VARIANTS = {
     "the flagship": {},
-    "none": {"norm": None, "frontend": None, "encoder": lambda size: one_layer(size, encoder_module="transformer")},
-    "mfcc, one block": {
+    "nothing before the encoder": {
+        "norm": None, "frontend": None, "encoder": lambda size: one_layer(size, encoder_module="transformer")},
+    "mfcc, one block, relative positions, global normalisation": {
         "features": MFCC(n_mfcc=MELS, n_mels=20, deltas=False, context=False), "frontend": lambda: front(1),
-        "encoder": lambda size: one_layer(2 * size)},
-    "relative positions, global normalisation": {
-        "norm": "global", "encoder": lambda size: one_layer(size, attention_type="RelPosMHAXL")},
+        "norm": "global", "encoder": lambda size: one_layer(2 * size, attention_type="RelPosMHAXL")},
     "branchformer": {"encoder": lambda size: one_layer(
         size, encoder_module="branchformer", attention_type="RelPosMHAXL")},
     "crdnn": {"encoder": crdnn, "frontend": None},
