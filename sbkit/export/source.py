@@ -11,6 +11,7 @@ from torch import nn
 
 from sbkit.errors import SbkitError
 from sbkit.export.exported import Exported
+from sbkit.nn import adapters
 from sbkit.runs import restore
 from sbkit.train.averaging import EMA
 
@@ -39,6 +40,7 @@ def open_run(run: str | Path, checkpoint: str = restore.BEST, mean_of: int = 1) 
     for module in (*brain.modules.values(), *vars(brain.hparams).values()):
         if isinstance(module, nn.Module):
             module.float().eval()
+    adapters.merge(brain.modules)
     exported = brain.exported(Path(run))
     if exported is None:
         raise SbkitError(f"{type(brain).__name__} says of nothing that it is to be exported",

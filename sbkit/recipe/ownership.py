@@ -244,10 +244,11 @@ def recoverables(built: Built) -> dict[str, Any] | None:
 
 
 def saved_by(recoverable: Any) -> dict[int, torch.Tensor]:
-    """Parameters and buffers that a recoverable's file holds."""
+    """Parameters and buffers that a recoverable's file holds, or the file that this one rests on."""
     if not isinstance(recoverable, nn.Module):
         return {}
-    kept = recoverable.state_dict(keep_vars=True).values()
+    saved: Any = getattr(recoverable, "saved", None)  # of one that says so itself
+    kept = saved() if callable(saved) else recoverable.state_dict(keep_vars=True).values()
     return {id(t): t for t in kept if isinstance(t, torch.Tensor)}
 
 
