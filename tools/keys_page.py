@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from sbkit.recipe.choices import Range
+from sbkit.recipe.choices import Allowed
 from sbkit.recipe.keys import Declared, Keys
 from sbkit.recipe.names import RUN_OPTIONS
 from sbkit.tasks.ctc.keys import CTCKeys
@@ -74,7 +74,7 @@ def _row(key: Declared) -> list[str]:
     return [f"`{key.name}`", kind, _range(key.allowed), "needed" if key.needed else _default(key.default), key.what]
 
 
-def _range(allowed: Range | None) -> str:
+def _range(allowed: Allowed | None) -> str:
     if allowed is None:
         return ""
     return str(allowed).removeprefix("a whole number").removeprefix("a number").strip(" ,")

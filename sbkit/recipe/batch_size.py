@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sbkit.recipe.parts import for_good
 from sbkit.system.cache import cache_folder
 from sbkit.system.console import atomic_write
 
@@ -62,7 +63,7 @@ def place(model: list[Any], keys: Any, precision: str, device: torch.device) -> 
     facts = [
         model, torch.cuda.get_device_name(device) if cuda else device.type, precision, torch.__version__,
         str(keys.activation_checkpointing), keys.numbers_of_the_task(), str(optimizer),
-        keys.ema is not None and getattr(keys.ema, "decay", 1) > 0,
+        keys.ema is not None and getattr(keys.ema, "decay", 1) > 0, *([for_good(keys.freeze)] if keys.freeze else []),
     ]
     key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     return cache_folder() / "tune" / f"{key}.json"

@@ -21,6 +21,7 @@ from sbkit.recipe import flops
 from sbkit.recipe.batch_size import BatchSize
 from sbkit.recipe.flops import Arithmetic
 from sbkit.recipe.ownership import Owned
+from sbkit.recipe.parts import opened
 from sbkit.recipe.report import Section
 from sbkit.recipe.source import Findings, Node, Place
 from sbkit.recipe.speed import speed_of
@@ -130,6 +131,8 @@ class Bill:
     """What a run needs, in bytes and hours."""
 
     parameters: int
+    frozen: int
+    """How many of them never train."""
     weights: int
     """Bytes that are there whatever the batch: weights, gradients, optimizer states."""
     cost: Cost
@@ -139,6 +142,8 @@ class Bill:
     measured: Measured | None = None
     recomputes: bool = False
     """Activations are recomputed in backward, which the count doesn't know."""
+    thaws: int = 0
+    """Steps after which all trains that is frozen for a while; the bill is for the time after."""
 
     @property
     def step_memory(self) -> int:
@@ -187,15 +192,17 @@ def make(traced: Trace, owned: Owned, device: torch.device, precision: str,
     else:
         speed = speed_of(device, precision)
         hours = None if speed is None else cost.operations / cost.batch_seconds * 100 / (speed * EFFICIENCY)
-    return Bill(sum(p.numel() for p in parameters), weights, cost, hours, str(device), measured,
-                bool(hparams.get("activation_checkpointing")))
+    turns = [value for value in opened(hparams.get("freeze") or {}).values() if value is not True]
+    return Bill(sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if not p.requires_grad), weights,
+                cost, hours, str(device), measured, bool(hparams.get("activation_checkpointing")),
+                int(max(turns, default=0)))
 
 
 def section(bill: Bill, hours: float | None, planned: float, tried: Sequence[BatchSize] = ()) -> Section:
     """The bill as a table; ``hours``: of audio in an epoch, where they're known; ``tried``: what a tuning found."""
     cost = bill.cost
     rows = [
-        ["parameters", f"{bill.parameters:,}"],
+        ["parameters", f"{bill.parameters:,}" + (f", {bill.frozen:,} of them frozen" if bill.frozen else "")],
         ["weights, gradients, optimizer", _gib(bill.weights)],
         [f"a micro-batch of {planned:g} s ({cost.utterances} x {cost.seconds:g} s)", _gib(cost.memory)],
         ["together", _gib(bill.step_memory)],
@@ -214,7 +221,7 @@ def section(bill: Bill, hours: float | None, planned: float, tried: Sequence[Bat
         what = f"hours per epoch, {hours:.1f} h of audio" if hours is not None else "hours per 100 hours of audio"
         rows.append([f"{what}, one {device}", f"{bill.hours_per_100 * amount / 100:.2f}"])
     values = {
-        "parameters": bill.parameters, "weights_bytes": bill.weights, "batch_bytes": cost.memory,
+        "parameters": bill.parameters, "frozen": bill.frozen, "weights_bytes": bill.weights, "batch_bytes": cost.memory,
         "batch_seconds": cost.batch_seconds, "operations_per_second_of_audio": cost.operations / cost.batch_seconds,
         "largest_max_batch_seconds": {f"{size} GB": int(bill.largest(size * 1e9)) for size in SIZES},
         "tried_max_batch_seconds": {f"{one.gib:g} GiB": one.seconds for one in tried},
@@ -230,12 +237,16 @@ def _remarks(bill: Bill) -> list[str]:
         amount = bill.cost.operations / bill.cost.batch_seconds / 1e9
         less = ["with activation_checkpointing less memory is needed than is counted here"] if bill.recomputes else []
         return [f"memory is counted on stand-ins; the time is an estimate from {amount:.2g} GFLOP a second of audio "
-                "(--measure runs a few steps)", *less]
+                "(--measure runs a few steps)", *less, *_thawing(bill)]
     remarks = [f"measured: a step of {measured.batch_seconds:g} s of audio takes {measured.step_seconds:.2f} s on "
                f"{measured.device}"]
     if measured.peak_bytes:
         remarks.append(f"measured: {_gib(measured.peak_bytes)} at once")
-    return remarks
+    return remarks + _thawing(bill)
+
+
+def _thawing(bill: Bill) -> list[str]:
+    return [f"freeze: this is for the time after its {bill.thaws} steps, in which less is needed"] if bill.thaws else []
 
 
 def memory_of(device: str) -> int | None:

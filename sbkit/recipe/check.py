@@ -15,7 +15,7 @@ from speechbrain.utils.run_opts import RunOptions
 from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
 from sbkit.nn import attention_kernel
-from sbkit.recipe import batch_size, bill, corpus_check, devices, ownership, trace
+from sbkit.recipe import batch_size, bill, corpus_check, devices, ownership, parts, trace
 from sbkit.recipe.blind_spots import nothing_from
 from sbkit.recipe.build import Built, build
 from sbkit.recipe.reading import read
@@ -75,6 +75,7 @@ def _look_deeper(root: Node, findings: Findings, report: Report, run_opts: Any, 
         if complete:
             ownership.check_ownership(built, owned, findings)
             ownership.check_saved(built, owned, findings)
+        parts.check_named(built, torch.nn.ModuleDict(modules), complete, findings)
         ownership.check_optimizer(built, owned, findings)
         report.sections["devices"] = table = devices.section(built, owned)
         traced = trace.trace(built, modules, findings)

@@ -6,11 +6,17 @@ import inspect
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from sbkit.recipe.report import did_you_mean, listed
 from sbkit.recipe.source import UNKNOWN, Findings, Node
 from sbkit.recipe.values import looks_like_number, static
+
+
+class Allowed(Protocol):
+    """What a key may be; as a text it ends a sentence."""
+
+    def __contains__(self, value: Any, /) -> bool: ...
 
 
 class Range(NamedTuple):

@@ -11,20 +11,20 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from sbkit.errors import SbkitError
-from sbkit.recipe.choices import Range
+from sbkit.recipe.choices import Allowed
 
 K = TypeVar("K", bound="Keys")
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
 
-def key(what: str, default: Any = dataclasses.MISSING, allowed: Range | None = None) -> Any:
+def key(what: str, default: Any = dataclasses.MISSING, allowed: Allowed | None = None) -> Any:
     """One field of ``Keys``.
 
     Arguments
     ---------
     what : what the key does, in a line
     default : what it is where a recipe does not say; without one a run can't do without the key
-    allowed : the numbers that it may be
+    allowed : the numbers, or other values, that it may be
     """
     return dataclasses.field(default=default, metadata={"what": what, "allowed": allowed})
 
@@ -36,7 +36,7 @@ class Declared(NamedTuple):
     what: str
     kind: str
     """Its annotation."""
-    allowed: Range | None
+    allowed: Allowed | None
     default: Any
     needed: bool
     """There is no default."""

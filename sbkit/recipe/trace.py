@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from sbkit.errors import SbkitError
 from sbkit.recipe.build import Built
+from sbkit.recipe.parts import for_good
 from sbkit.recipe.report import Section, listed
 from sbkit.recipe.signatures import locate
 from sbkit.recipe.source import Findings, Node, Place
@@ -115,6 +116,7 @@ def task_of(built: Built) -> Any:
 def build_brain(task: Any, hparams: Mapping[str, Any], precision: str = "fp32", **more: Any) -> Any:
     """A Brain of a recipe that is not to train: without folder and checkpoints. ``more``: keys of another value."""
     kept = {key: value for key, value in hparams.items() if key not in ("output_folder", "schedule", "precision")}
+    more = {"freeze": for_good(hparams.get("freeze")), **more}
     return task(modules=hparams["modules"], hparams={**kept, **more}, checkpointer=None,
                 run_opts=RunOptions(device="cpu", precision=precision, overridden_args={"device", "precision"}))
 

@@ -263,7 +263,7 @@ class Task(Brain):
     def _end_epoch(self, epoch: int | None, stats: dict[str, float]) -> None:
         meta = {"epoch": epoch, "steps": self.optimizer_step}
         if self.opt_class is not None:
-            meta["lr"] = self.optimizer.param_groups[0]["lr"]
+            meta["lr"] = self.stepper.learning_rate
         if self.keys.train_logger is not None:
             self.keys.train_logger.log_stats(meta, train_stats=self.train_stats, valid_stats=stats)
         self._write_down("epoch", epoch, stats)

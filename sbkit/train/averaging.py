@@ -117,6 +117,8 @@ class EMA:
         params = self._params()
         if not self._averages:
             self._averages = {name: _in_fp32(param) for name, param in params.items()}
+        elif len(self._averages) > len(params):  # frozen, be it for now
+            self._averages = {name: self._averages[name] for name in params}
         weight = 1.0 - min(self.decay, (1 + self.updates) / (10 + self.updates))
         averages = [self._averages[name] for name in params]
         targets = [param.to(mean.dtype) for param, mean in zip(params.values(), averages, strict=True)]
@@ -127,6 +129,12 @@ class EMA:
             torch._foreach_mul_(ways, weight * (1.0 - skipped))
             torch._foreach_add_(averages, ways)
         self.updates += 1
+
+    def follow(self) -> None:
+        """Average from here on what did not train before, too, and so stood still."""
+        if self._averages:
+            for name, param in self._params().items():
+                self._averages.setdefault(name, _in_fp32(param))
 
     @contextlib.contextmanager
     def swapped(self) -> Iterator[None]:
@@ -160,8 +168,8 @@ class EMA:
         self.updates = int(state["updates"])
         self._averages = {
             name: state["weights"][name].to(param.device, _wide(param.dtype), copy=True)
-            for name, param in self._params().items()
-        } if self.updates else {}
+            for name, param in self.module.named_parameters() if param.is_floating_point()
+        } if self.updates else {}  # of what is frozen, too: it may train by the time that this run had reached
 
     def _params(self) -> dict[str, torch.Tensor]:
         return {name: param.detach() for name, param in self.module.named_parameters() if param.requires_grad}

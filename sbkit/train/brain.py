@@ -16,15 +16,18 @@ from speechbrain.core import Stage
 from speechbrain.utils.checkpoints import mark_as_loader, mark_as_saver, register_checkpoint_hooks
 from speechbrain.utils.run_opts import RunOptions
 
+from sbkit.errors import SbkitError
 from sbkit.nn import attention_kernel
 from sbkit.nn.accelerate import accelerate, compile_kernels
+from sbkit.recipe.parts import Parts
 from sbkit.system.cores import keep_to_usable_cores
-from sbkit.train import compiling, loaders, options, precision, rng, sandbox
+from sbkit.train import compiling, loaders, options, precision, rates, rng, sandbox
 from sbkit.train.between import Between
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.distributed import parallel, ranks, sharding
 from sbkit.train.epoch import TrainLoop
 from sbkit.train.evaluation import EvaluationLoop
+from sbkit.train.freezing import Freezing
 from sbkit.train.keys import TrainKeys
 from sbkit.train.memory.oom import OomRetry, told
 from sbkit.train.monitor.metrics import MetricsLog
@@ -108,7 +111,7 @@ class Brain(sb.core.Brain):
         self._rng = rng.RngState(int(self.keys.seed or 0), lambda: self.optimizer_step, device)
         ema = self.keys.ema if getattr(self.keys.ema, "decay", 1) > 0 else None
         self.stepper = Stepper(self, self.train_state, Overrides.of(type(self), Brain), ema,
-                               lambda: self._between.flags())
+                               lambda: self._between.flags(), self._freezing())
         self._retry = OomRetry(self, self.stepper)
         self._between = Between(self, self.stepper, lambda: self._save_intra_epoch_ckpt())
         self._training = TrainLoop(self, self.stepper, self._retry, self._between, self._rng)
@@ -124,6 +127,19 @@ class Brain(sb.core.Brain):
             if obj is not None:
                 self.checkpointer.add_recoverable(name, obj, optional_load=True)
 
+    def _freezing(self) -> Freezing:
+        """Freeze what never trains; what does so later waits for ``fit``, so that a bill counts it."""
+        parts = Parts(self.modules, vars(self.hparams))
+        parts.told(self.keys.learning_rates or {}, "learning_rates")  # a name that fits nothing is told at once
+        if self._scales_rates and type(self).init_optimizers is not Brain.init_optimizers:
+            raise SbkitError(f"{type(self).__name__} makes its optimizers itself, so that learning_rates and "
+                             "layer_decay have no effect", hint="leave them out")
+        return Freezing(self.modules, parts, self.keys.freeze)
+
+    @property
+    def _scales_rates(self) -> bool:
+        return bool(self.keys.learning_rates) or self.keys.layer_decay != 1
+
     # ------------------------------------------------------------ setting up
 
     def on_fit_start(self) -> None:
@@ -134,6 +150,9 @@ class Brain(sb.core.Brain):
             attention_kernel.tell([self.modules], torch.device(self.device), self.precision,
                                   self.keys.accelerate)
         self._compile()
+        self.stepper.freezing.at(self.optimizer_step)
+        if ranks.is_main() and (frozen := self.stepper.freezing.told()):
+            logger.info("%s", frozen)
         self._wrap_distributed()
         self.init_optimizers()
         sharding.save_as_if_whole(self.checkpointer)
@@ -160,7 +179,8 @@ class Brain(sb.core.Brain):
         stepper = self.stepper
         stepper.wrap.close()  # of an earlier fit
         stepper.start(sharding.wrap(stepper.shell(), stepper.device, self.keys, stepper.overrides,
-                                    averages=self.averages_weights, **self._unused))
+                                    averages=self.averages_weights,
+                                    thaws=stepper.freezing.thaws, **self._unused))
         self._rng.part()  # now that all have rank 0's weights
         self._retry.begin(self.precision, bool(self.compile))
 
@@ -176,8 +196,13 @@ class Brain(sb.core.Brain):
     def init_optimizers(self) -> None:
         """As SpeechBrain's, with the fused form of ``opt_class`` where torch has one."""
         plain, self.opt_class = self.opt_class, self.opt_class and fused(self.opt_class)
+        if self._scales_rates and self.opt_class is not None:
+            parts = Parts(self.modules, vars(self.hparams))
+            wanted = rates.factors(self, parts, self.keys.learning_rates, self.keys.layer_decay)
+            self.opt_class = rates.grouped(self.opt_class, wanted, parts.parameters)
         try:
-            super().init_optimizers()
+            with self.stepper.freezing.lifted():
+                super().init_optimizers()
         finally:
             self.opt_class = plain
         if self.opt_class is not None and self.device_type != "cpu" and not skips_itself(self.optimizer):

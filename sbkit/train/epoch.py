@@ -45,7 +45,7 @@ class TrainLoop:
         hooks, state, stepper = self.hooks, self.state, self.stepper
         state.epoch = epoch
         hooks.on_stage_start(Stage.TRAIN, epoch)
-        hooks.modules.train()
+        stepper.freezing.train()
         hooks.zero_grad()
         batches, steps = self._batches(train_set, epoch)
         self.between.start_epoch()
@@ -58,6 +58,8 @@ class TrainLoop:
                 state.step += 1
                 self.between.batch()
                 before = state.optimizer_step
+                if stepped:
+                    self._thaw()
                 if stepped and self.overrides.fit_batch:
                     stepper.forward_state.keep()
                 stepper.graphs.next_batch()
@@ -120,6 +122,12 @@ class TrainLoop:
             if batch is _END:
                 return
             yield batch
+
+    def _thaw(self) -> None:
+        """Before a step: what has been frozen long enough trains from here on, and needs memory."""
+        self.stepper.thaw()
+        if self.stepper.freezing.turns(self.state.optimizer_step):
+            self.retry.got_through = 0.0
 
     def _after_step(self) -> None:
         """What all ranks do together between two optimizer steps."""

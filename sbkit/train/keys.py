@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from sbkit.recipe.choices import Range
 from sbkit.recipe.keys import Keys, key
+from sbkit.recipe.parts import FACTORS, FREEZE
 
 
 @dataclass(kw_only=True)
@@ -19,6 +21,13 @@ class TrainKeys(Keys):
     ema: Any = key("a sbkit.train.averaging.EMA: a moving average of the weights that is validated and tested", None)
     fsdp: Any = key("share weights and optimizer out over the devices: true, or what sbkit.train.sharding says", None)
     activation_checkpointing: Any = key("compute activations again in backward, to hold less memory", None)
+    freeze: Mapping[str, Any] | None = key("parts that don't train: never, or not in the first so many steps, such as "
+                                           "`{CNN: true, Transformer.encoder: 500}`; the last that fits counts", None,
+                                           FREEZE)
+    learning_rates: Mapping[str, Any] | None = key("what the learning rate of parts is multiplied by, such as "
+                                                   "`{ctc_lin: 10}`; the last that fits counts", None, FACTORS)
+    layer_decay: float = key("each layer below the top one of the encoder trains at so many times the rate of the one "
+                             "above", 1.0, Range(0, 1, above=True))
     share_validation: bool = key("share ordinary datasets out over ranks in validation and test", False)
     log_interval: float = key("seconds between lines of metrics.jsonl", 10.0, Range(0))
     tensorboard: bool = key("write the same numbers for TensorBoard", False)

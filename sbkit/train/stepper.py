@@ -7,15 +7,18 @@ from typing import Any
 
 import torch
 
+from sbkit.errors import SbkitError
 from sbkit.train import rng
 from sbkit.train.averaging import EMA
 from sbkit.train.compiling import CudaGraphs
 from sbkit.train.diagnose.culprit import Suspect
 from sbkit.train.distributed.parallel import Alone, Buffers, Shell, tell_unreached, zeroed_if
 from sbkit.train.forward_state import ForwardState
+from sbkit.train.freezing import Freezing
 from sbkit.train.hooks import Steps
 from sbkit.train.monitor.timing import StepBudget
 from sbkit.train.objective import Objective
+from sbkit.train.rates import scheduled
 from sbkit.train.state import Overrides, TrainState
 from sbkit.train.step import Loss, Step
 
@@ -37,11 +40,13 @@ class Stepper:
     overrides: which it has written
     ema: a moving average of the weights that follows each update
     flags: what this rank has to tell the others with a step
+    freezing: which parameters train
     """
 
     def __init__(self, hooks: Steps, state: TrainState, overrides: Overrides, ema: EMA | None,
-                 flags: Callable[[], dict[str, bool]]):
+                 flags: Callable[[], dict[str, bool]], freezing: Freezing):
         self.hooks, self.state, self.overrides, self.ema, self.flags = hooks, state, overrides, ema, flags
+        self.freezing = freezing
         self.budget, self.graphs = StepBudget(self.device), CudaGraphs()
         self.objective = Objective(hooks, self.budget)
         self.buffers = Buffers(self.modules)
@@ -68,13 +73,23 @@ class Stepper:
     @property
     def learning_rate(self) -> Any:
         optimizers = list((self.hooks.optimizers_dict or {}).values())
-        return optimizers[0].param_groups[0]["lr"] if optimizers else None
+        return scheduled(optimizers[0].param_groups[0]) if optimizers else None
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Those that are not frozen."""
         if self.hooks.optimizers_dict is not None:
             return list(self.hooks.freeze_optimizers(self.hooks.optimizers_dict).values())
         return [self.hooks.optimizer] if self.hooks.opt_class is not None else []
+
+    def thaw(self) -> None:
+        """Between two steps: what was frozen up to here trains from here on."""
+        if not self.freezing.at(self.state.optimizer_step):
+            return
+        self.freezing.train()
+        if self.ema is not None:
+            self.ema.follow()
+        self.wrap.renew()
+        self.state.first_step_checked = False
 
     # ------------------------------------------------------------ a micro-batch
 
@@ -85,6 +100,8 @@ class Stepper:
         with self.hooks.no_sync(not last):
             generators = rng.capture(self.device) if generators is None else generators  # to look at a culprit again
             total = self.wrap.module(batch)
+            if not total.requires_grad:
+                raise SbkitError("the loss rests on nothing that trains", hint="freeze less of the model")
             loss = self.objective.loss._replace(total=total)
             if share != 1.0 and not isinstance(self.objective.found.objectives, Loss):  # a mean over the batch
                 loss = loss._replace(total=total * share, count=loss.count * share)

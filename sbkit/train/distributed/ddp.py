@@ -40,7 +40,8 @@ class Wrapped(Alone):
         super().__init__(shell)
         self.world = ranks.world_size()
         self.changed: set[str] = set()
-        self.searches, self._settles = search, search and settles
+        self._at_first = search, search and settles
+        self.searches, self._settles = self._at_first
         self._unreached: dict[str, torch.nn.Parameter] | None = None  # by the first step, until that is settled
         self._handles: list[Any] = []
         self.ddp: _Quiet | None = None
@@ -77,6 +78,12 @@ class Wrapped(Alone):
 
     def finish(self) -> None:
         average_gradients([p for p in self.shell.parameters() if p.requires_grad])
+
+    def renew(self) -> None:
+        self.searches, self._settles = self._at_first
+        self._unreached = None
+        self.changed.clear()
+        self._wrap()
 
     def close(self) -> None:
         for handle in self._handles:

@@ -20,6 +20,7 @@ from speechbrain.processing.features import InputNormalization
 from torch import nn
 
 from sbkit.errors import SbkitError
+from sbkit.recipe.parts import Parts
 from sbkit.train.distributed import ranks
 
 logger = logging.getLogger(__name__)
@@ -83,6 +84,9 @@ class Alone:
     def search(self) -> None:
         """From here on look in each backward for what it does not reach."""
 
+    def renew(self) -> None:
+        """Other parameters train from here on: begin as with the first step; called by all ranks between two."""
+
     def gathered(self) -> contextlib.AbstractContextManager[object]:
         """Within it each rank can evaluate on its own."""
         return contextlib.nullcontext()
@@ -97,14 +101,20 @@ class Hooked(Alone):
     def __init__(self, shell: Shell):
         super().__init__(shell)
         self.world = ranks.world_size()
-        self._parameters = [p for p in shell.parameters() if p.requires_grad]
-        self._reached: set[int] = set()
-        self._sync, self._queued = True, False
-        self._handles = [parameter.register_post_accumulate_grad_hook(functools.partial(self._note, i))
-                         for i, parameter in enumerate(self._parameters)]
+        self._sync = True
+        self._handles: list[Any] = []
+        self.renew()
         with torch.no_grad():
             for tensor in [*shell.parameters(), *shell.buffers()]:
                 dist.broadcast(tensor.detach(), src=0)
+
+    def renew(self) -> None:
+        self.close()
+        self._parameters = [p for p in self.shell.parameters() if p.requires_grad]
+        self._reached: set[int] = set()
+        self._queued = False
+        self._handles = [parameter.register_post_accumulate_grad_hook(functools.partial(self._note, i))
+                         for i, parameter in enumerate(self._parameters)]
 
     def close(self) -> None:
         for handle in self._handles:
@@ -273,20 +283,10 @@ def tell_unreached(modules: nn.Module, recipe: Mapping[str, Any]) -> None:
     """After the first backward: name what is trained in vain, by the keys of the recipe where it has some."""
     names = unreached(modules)
     if names and ranks.is_main():
-        keys = {id(value): key for key, value in recipe.items() if isinstance(value, nn.Module)}
-        keyed = {path: keys[id(module)] for path, module in modules.named_modules() if id(module) in keys}
+        parts = Parts(modules, recipe)
         logger.warning("The loss does not reach these parameters, so they are not trained (right for a part that the "
                        "recipe leaves out, such as a decoder): %s",
-                       ", ".join(_by_key(name, keyed) for name in names).replace("_orig_mod.", ""))
-
-
-def _by_key(name: str, keyed: Mapping[str, str]) -> str:
-    """``model.1.decoder`` as ``Transformer.decoder``, where that is the key of ``model.1``."""
-    parts = name.split(".")
-    for count in range(len(parts), 0, -1):
-        if key := keyed.get(".".join(parts[:count])):
-            return ".".join([key, *parts[count:]])
-    return name
+                       ", ".join(map(parts.called, names)).replace("_orig_mod.", ""))
 
 
 def talks_in_forward(module: nn.Module) -> bool:

@@ -38,13 +38,14 @@ logger = logging.getLogger(__name__)
 
 
 def wrap(shell: Shell, device: torch.device, keys: TrainKeys, overrides: Overrides, *, averages: bool,
-         search: bool, settles: bool) -> Alone:
+         thaws: bool, search: bool, settles: bool) -> Alone:
     """What the recipe and the number of ranks ask for, around all of a Brain's modules.
 
     Arguments
     ---------
     keys, overrides : what the recipe asks for, and which methods are its own
     averages : a moving average of the weights is kept
+    thaws : what is frozen at first trains later
     search, settles : see ``Wrapped``
     """
     parallel.convert_batch_norm(shell.owned, device)
@@ -54,8 +55,9 @@ def wrap(shell: Shell, device: torch.device, keys: TrainKeys, overrides: Overrid
         return Alone(shell)
     if not keys.fsdp:
         return parallel.Hooked(shell) if overrides.fit_batch else Wrapped(shell, search, settles)
-    if overrides.fit_batch or averages:
-        other = "a fit_batch of the recipe's own" if overrides.fit_batch else "ema"
+    if overrides.fit_batch or averages or thaws:
+        other = "a fit_batch of the recipe's own" if overrides.fit_batch else "ema" if averages else \
+            "a freeze that ends after some steps"
         raise SbkitError(f"fsdp does not go together with {other}", hint="leave one of them out")
     return Sharded(shell, device, keys.fsdp)
 

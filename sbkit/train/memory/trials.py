@@ -25,6 +25,7 @@ from sbkit.data.plan import Batching, Plan
 from sbkit.errors import SbkitError
 from sbkit.recipe import arguments, batch_size, load
 from sbkit.recipe.bill import Measured, longest_utterance
+from sbkit.recipe.parts import for_good
 from sbkit.recipe.reading import read
 from sbkit.recipe.source import Findings
 from sbkit.system import helper_process
@@ -71,9 +72,10 @@ def trial(request: arguments.Request, device: torch.device) -> Iterator[Trial]:
     with tempfile.TemporaryDirectory(prefix="sbkit-tune-") as folder:
         recipe = load.opened(load.load(request.path, {**request.overrides, "output_folder": folder}), request.path)
         model = batch_size.model_of(recipe.keys.modules)  # before a Brain puts faster equivalents into it
-        brain = recipe.brain(request.run_opts, output_folder=None, schedule=None, checkpointer=None)
+        brain = recipe.brain(request.run_opts, output_folder=None, schedule=None, checkpointer=None,
+                             freeze=for_good(recipe.keys.freeze))
         brain.on_fit_start()
-        brain.modules.train()
+        brain.stepper.freezing.train()
         # The run itself names idle layers.
         logging.getLogger("sbkit.train.distributed.parallel").setLevel(logging.ERROR)
         durations = _durations(request, recipe, Path(folder))

@@ -21,12 +21,14 @@ from torch import nn
 
 from sbkit.errors import SbkitError
 from sbkit.nn.ctc import ctc_loss
+from sbkit.recipe.parts import Parts
 from sbkit.train import rng
 from sbkit.train.diagnose import culprit
 from sbkit.train.diagnose.culprit import Suspect, report
 from sbkit.train.diagnose.inspection import Ran, examine, measure
 from sbkit.train.diagnose.replay import find, replay
 from sbkit.train.diagnose.saved_batch import pack, take_row, unpack, utterance_ids
+from sbkit.train.freezing import Freezing
 
 
 @dataclasses.dataclass
@@ -61,6 +63,7 @@ class Recipe:
         self.device, self.precision = "cpu", "fp32"
         self.training_ctx = TorchAutocast(device_type="cpu", dtype=torch.float32)
         self.breaks = breaks
+        self.stepper = SimpleNamespace(freezing=Freezing(self.modules, Parts(self.modules, {}), None))
 
     def compute_forward(self, batch, stage):
         x = self.modules.front(batch.signals.unfold(1, 16, 16))

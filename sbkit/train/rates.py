@@ -1,0 +1,126 @@
+"""Learning rates by part: each parameter's is the schedule's, times a factor of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from sbkit.errors import SbkitError
+from sbkit.recipe.parts import Parts
+from sbkit.recipe.trace import stand_ins
+
+#: Seconds of the stand-in that is sent through to see which layer comes after which.
+_SECONDS = 3.0
+
+
+def factors(brain: Any, parts: Parts, by_part: Mapping[str, float] | None, layer_decay: float) -> dict[str, float]:
+    """What the learning rate of each parameter is multiplied by, by path; those that it leaves alone are left out.
+
+    by_part, layer_decay : as in the recipe
+    """
+    found = parts.told(by_part or {}, "learning_rates")
+    if layer_decay != 1:
+        for path, depth in depths(brain, parts).items():
+            found[path] = found.get(path, 1.0) * layer_decay ** depth
+    return {path: float(factor) for path, factor in found.items() if factor != 1}
+
+
+def grouped(opt_class: Callable[..., Optimizer], wanted: Mapping[str, float], parameters: Mapping[str, nn.Parameter],
+            ) -> Callable[..., Optimizer]:
+    """The same optimizer, with a group for each factor, which a schedule finds as the group's ``lr_scale``."""
+    by_id = {id(parameters[path]): factor for path, factor in wanted.items()}
+
+    def build(params: Iterable[Any]) -> Optimizer:
+        params = list(params)
+        groups = params if params and isinstance(params[0], dict) else [{"params": params}]
+        optimizer = opt_class([part for group in groups for part in _split(group, by_id)])
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * group["lr_scale"]
+        scales = [group["lr_scale"] for group in optimizer.param_groups]
+        optimizer.register_load_state_dict_pre_hook(lambda _, state: _as_recipe_says(state, scales))
+        return optimizer
+
+    return build
+
+
+def _split(group: Mapping[str, Any], by_id: Mapping[int, float]) -> Iterable[dict[str, Any]]:
+    """A group cut by factor: what trains at the schedule's rate first, then from fast to slow."""
+    inside: dict[float, list[nn.Parameter]] = {}
+    for parameter in group["params"]:
+        inside.setdefault(by_id.get(id(parameter), 1.0), []).append(parameter)
+    return ({**group, "params": inside[factor], "lr_scale": factor}
+            for factor in sorted(inside, key=lambda factor: (factor != 1, -factor)))
+
+
+def _as_recipe_says(state: dict[str, Any], scales: list[float]) -> dict[str, Any]:
+    """A run that goes on with other factors than it had takes those of its recipe."""
+    groups = [{**group, "lr_scale": scale} for group, scale in zip(state["param_groups"], scales, strict=True)]
+    return {**state, "param_groups": groups}
+
+
+def scheduled(group: Mapping[str, Any]) -> Any:
+    """The schedule's rate, of a group that trains at a multiple of it."""
+    return group["lr"] / group.get("lr_scale", 1.0)
+
+
+# ------------------------------------------------------------ depth
+
+
+def depths(brain: Any, parts: Parts) -> dict[str, int]:
+    """How many layers lie above each parameter in the model's stack of layers, by path; 0 in the top one and above.
+
+    Which part comes before which a training batch shows that is sent through on stand-ins. What it meets before the
+    stack's first layer lies below all of them.
+    """
+    if not hasattr(brain, "stand_in"):
+        raise SbkitError(f"layer_decay: nobody knows what a batch of {type(brain).__name__} is, and so not which layer "
+                         "comes before which", hint="derive it from sbkit.tasks.task.Task, or use learning_rates")
+    order = _order(brain)
+    layers = _stack(brain.modules, order)
+    if not layers:
+        raise SbkitError("layer_decay: no layers repeat in this model", hint="use learning_rates")
+    layers.sort(key=lambda layer: min(order[id(p)] for p in layer.parameters() if id(p) in order))
+    above = {id(p): len(layers) - 1 - place for place, layer in enumerate(layers) for p in layer.parameters()}
+    first = min(order[known] for known in above if known in order)
+    below = {known for known, when in order.items() if when < first}
+    return {path: len(layers) if id(p) in below else above.get(id(p), 0) for path, p in parts.parameters.items()}
+
+
+def _stack(modules: nn.Module, order: Mapping[int, int]) -> list[nn.Module]:
+    """The list of layers of one class that holds most of what the loss reaches."""
+    best: tuple[int, list[nn.Module]] = 0, []
+    for module in modules.modules():
+        layers = list(module) if isinstance(module, nn.ModuleList) else []
+        reached = [layer for layer in layers if any(id(p) in order for p in layer.parameters())]
+        size = sum(p.numel() for layer in reached for p in layer.parameters())
+        if len(reached) > 1 and len({type(layer) for layer in layers}) == 1 and size > best[0]:
+            best = size, reached
+    return best[1]
+
+
+class _Uses(TorchDispatchMode):
+    """Notes in which order parameters are computed with."""
+
+    def __init__(self, modules: nn.Module):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known = {id(parameter) for parameter in modules.parameters()}
+        self.order: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
+                           kwargs: Mapping[str, Any] | None = None) -> Any:
+        for leaf in tree_leaves((args, kwargs)):
+            if id(leaf) in self._known:
+                self.order.setdefault(id(leaf), len(self.order))
+        return func(*args, **(kwargs or {}))
+
+
+def _order(brain: Any) -> dict[int, int]:
+    with brain.untouched(), stand_ins(), torch.no_grad(), _Uses(brain.modules) as uses:
+        brain.loss_of(brain.stand_in(1, _SECONDS).to(brain.device))
+    return uses.order

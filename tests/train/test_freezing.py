@@ -1,0 +1,266 @@
+"""Parts that don't train, always or for some steps: as if they weren't there, and exact on resuming."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from processes import outcomes, results
+from speechbrain.core import Stage
+from speechbrain.utils.epoch_loop import EpochCounter
+from toys import ToyBrain, ToyEvalLoader, ToyTrainLoader, brain, layers, state
+
+from sbkit.errors import SbkitError
+from sbkit.recipe.parts import Parts
+from sbkit.train.averaging import EMA
+from sbkit.train.checkpoint import Checkpointer
+from sbkit.train.distributed import ranks
+from sbkit.train.freezing import Freezing
+
+
+class Stop(Exception):
+    pass
+
+
+class Named(ToyBrain):
+    """A recipe that has a key for the first layer, with statistics and dropout behind it."""
+
+    def compute_forward(self, batch, stage):
+        model = self.hparams.model
+        x = torch.nn.functional.dropout(model[4](model[0](batch.x)), 0.2, training=model[4].training)
+        return model[2](torch.tanh(model[1].project(torch.tanh(x)))).squeeze(-1)
+
+    def on_fit_batch_start(self, batch, should_step):
+        if self.optimizer_step == getattr(self.hparams, "die_at", None) and batch.micro == 1:
+            raise Stop
+
+
+def model():
+    made = layers()
+    made.append(torch.nn.BatchNorm1d(8))
+    return made
+
+
+def toy(freeze, modules=None, hparams=None, **options):
+    modules = modules or model()
+    return brain(Named, modules=modules, hparams={"first": modules[0], "freeze": freeze, **(hparams or {})}, **options)
+
+
+def test_what_is_frozen_stays_as_it_was_and_has_no_state():
+    made = toy({"first": True, "model.4": True})
+    before = state(made)
+    made.fit([1, 2], ToyTrainLoader(4))
+    after = state(made)
+    assert {name.split(".")[1] for name in after if not torch.equal(before[name], after[name])} == {"1", "2"}
+    held = {id(p) for p in made.optimizer.state}
+    assert not held & {id(p) for i in (0, 4) for p in made.modules["model"][i].parameters()}
+    assert all(parameter.grad is None for parameter in made.modules["model"][0].parameters())
+
+
+def test_no_graph_is_kept_for_what_lies_below():
+    seen = []
+
+    class Looking(Named):
+        def compute_forward(self, batch, stage):
+            out = super().compute_forward(batch, stage)
+            seen.append(self.hparams.model[0](batch.x).requires_grad)
+            return out
+
+    modules = model()
+    brain(Looking, modules=modules, hparams={"freeze": {"model.0": True}}).fit([1], ToyTrainLoader(2))
+    assert seen == [False, False]
+
+
+def test_modules_that_are_frozen_whole_run_as_in_use():
+    modes = []
+
+    class Looking(Named):
+        def compute_forward(self, batch, stage):
+            if stage == Stage.TRAIN:
+                modes.append([layer.training for layer in self.hparams.model])
+            return super().compute_forward(batch, stage)
+
+    modules = model()
+    made = brain(Looking, modules=modules,
+                 hparams={"first": modules[0], "freeze": {"first.bias": True, "model.4": 2}})
+    made.fit([1, 2], ToyTrainLoader(2), ToyEvalLoader(2))
+    assert modes[:2] == [[True, True, True, True, False]] * 2  # a part of a module is not all of it
+    assert modes[-2:] == [[True] * 5] * 2
+
+
+def test_the_last_pattern_that_fits_counts():
+    made = toy({"*": True, "model.2": False, "first.weight": 3})
+    frozen = [name for name, p in made.modules.named_parameters() if not p.requires_grad]
+    assert "model.2.weight" not in frozen and "model.0.bias" in frozen
+    assert "model.0.weight" not in frozen  # the bill is for the time after
+    made.fit([1], ToyTrainLoader(2))
+    assert not made.modules["model"][0].weight.requires_grad
+    made.fit([2, 3], ToyTrainLoader(2))
+    assert made.modules["model"][0].weight.requires_grad and not made.modules["model"][0].bias.requires_grad
+
+
+def test_a_weight_that_layers_share_is_frozen_by_either_name():
+    tied = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 3), "b": torch.nn.Linear(3, 3)})
+    tied["b"].weight = tied["a"].weight
+    Freezing(tied, Parts(tied, {}), {"b": True})
+    assert [p.requires_grad for p in tied["a"].parameters()] == [False, True]
+
+
+@pytest.mark.parametrize("pattern", ["first", "model.0", "model.0.*", "fir*", "model.[0]"])
+def test_a_part_is_named_by_its_key_by_its_path_or_by_a_pattern(pattern):
+    made = toy({pattern: True})
+    assert [n for n, p in made.modules.named_parameters() if not p.requires_grad] == ["model.0.weight", "model.0.bias"]
+
+
+@pytest.mark.parametrize("key", ["freeze", "learning_rates"])
+def test_a_pattern_that_fits_nothing_is_refused(key):
+    with pytest.raises(SbkitError, match=f"{key}: nothing that can be trained is called 'frist'") as error:
+        brain(Named, modules=(modules := model()), hparams={"first": modules[0], key: {"frist": 1}})
+    assert error.value.hint == "did you mean first?"
+
+
+@pytest.mark.parametrize("value", [{"first": "yes"}, {"first": -1}, ["first"], True])
+def test_a_value_that_says_nothing_is_refused(value):
+    with pytest.raises(SbkitError, match=r"freeze is .* and must be a mapping of parts to true"):
+        toy(value)
+
+
+def test_a_loss_that_rests_on_nothing_that_trains_is_told():
+    with pytest.raises(SbkitError, match="the loss rests on nothing that trains"):
+        toy({"*": True, "model.3": False}).fit([1], ToyTrainLoader(1))
+
+
+def test_frozen_for_no_steps_is_not_frozen_to_the_bit():
+    plain, made = toy(None), toy({"first": 0})
+    for each in (plain, made):
+        torch.manual_seed(4)
+        each.fit([1], ToyTrainLoader(4))
+    assert all(torch.equal(value, state(made)[name]) for name, value in state(plain).items())
+
+
+# ------------------------------------------------------------------ thawing, on one rank and on two
+
+UNTIL = {"first": 7, "model.4": 3}
+
+
+def run(folder, die_at=None, average=True):
+    rank, world = ranks.rank(), ranks.world_size()
+    torch.manual_seed(5)
+    modules, counter = model(), EpochCounter(3)
+    ema = EMA(modules, 0.9) if average else None
+    shelf = Checkpointer(folder, {"counter": counter, "model": modules})
+    made = toy(UNTIL, modules, {"die_at": die_at, "ema": ema, "output_folder": None, "seed": 3}, checkpointer=shelf,
+               opt_class=partial(torch.optim.AdamW, lr=0.02, weight_decay=0.3), max_grad_norm=0.5,
+               ckpt_interval_steps=2)
+    try:
+        made.fit(counter, ToyTrainLoader(4, 8, rank, world, micros=2), ToyEvalLoader(5, rank, world))
+    finally:
+        if die_at is None or ranks.world_size() == 1:
+            shelf.wait()
+    held = made.optimizer.state_dict()["state"]
+    return state(made), {i: {k: v.clone() for k, v in one.items()} for i, one in held.items()}, \
+        (ema.state_dict()["weights"] if ema else {}), getattr(made.stepper.wrap, "searches", False)
+
+
+def same(one, other):
+    return all(torch.equal(value, other[name]) for name, value in one.items()) and set(one) == set(other)
+
+
+def compare(whole, again):
+    assert same(whole[0], again[0]) and same(whole[2], again[2])
+    assert set(whole[1]) == set(again[1]) and all(same(each, again[1][i]) for i, each in whole[1].items())
+
+
+def cut_and_resumed(folder, die_at):
+    with pytest.raises(Stop):
+        run(folder, die_at)
+    return run(folder)
+
+
+def test_what_is_frozen_for_some_steps_trains_from_then_on(tmp_path):
+    start = {name: value.clone() for name, value in model().state_dict().items()}
+    with pytest.raises(Stop):
+        run(tmp_path, 7)
+    saved = torch.load(max(tmp_path.glob("CKPT*/model.ckpt"), key=lambda path: path.stat().st_mtime))
+    assert torch.equal(saved["0.weight"], start["0.weight"]) and not torch.equal(saved["4.weight"], start["4.weight"])
+    weights, held, averages, _ = run(tmp_path)
+    assert not torch.equal(weights["model.0.weight"], start["0.weight"])
+    steps = sorted({int(one["step"]) for one in held.values()})
+    assert steps == [5, 9, 12]  # of 12: each state is as old as its part trains
+    assert not torch.equal(averages["0.weight"], weights["model.0.weight"])
+
+
+@pytest.mark.parametrize("die_at", [2, 3, 4, 6, 7, 8, 9])
+def test_a_run_that_died_before_at_or_after_the_thaw_goes_on_as_if_it_had_not(tmp_path, die_at):
+    compare(run(tmp_path / "whole"), cut_and_resumed(tmp_path / "cut", die_at))
+
+
+@pytest.mark.slow
+def test_so_on_two_ranks(tmp_path):
+    first, second = results(run, tmp_path / "whole")
+    assert same(first[0], second[0]) and not first[3]  # and no backward searches for what it doesn't reach
+    for die_at in (6, 7, 9):
+        assert all(end.error is not None for end in outcomes(run, tmp_path / str(die_at), die_at))
+        again, other = results(run, tmp_path / str(die_at))
+        compare(first, again)
+        assert same(again[0], other[0]) and not again[3]
+
+
+def on_a_corner(_):
+    rank, world = ranks.rank(), ranks.world_size()
+    made = brain(ToyBrain, modules=layers(), hparams={"freeze": {"model.3": 2, "model.0": 2}})
+    made.fit([1, 2], ToyTrainLoader(4, 8, rank, world))
+    return state(made), made.stepper.wrap.searches
+
+
+@pytest.mark.slow
+def test_what_thaws_and_is_not_reached_is_left_out_of_the_averaging():
+    (first, searches), (second, _) = results(on_a_corner, None)
+    assert same(first, second) and not searches
+    assert torch.equal(first["model.3.weight"], layers()[3].weight)
+    assert not torch.equal(first["model.0.weight"], layers()[0].weight)
+
+
+class OwnStep(ToyBrain):
+    """A ``fit_batch`` of its own, as in a GAN."""
+
+    def fit_batch(self, batch):
+        loss = ((self.compute_forward(batch, None) - batch.x.sum(-1)) ** 2).mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.optimizer_step += 1
+        return loss.detach()
+
+
+def own(_):
+    made = brain(OwnStep, modules=layers(), hparams={"freeze": {"model.0": 2}})
+    made.fit([1], ToyTrainLoader(4, 8, ranks.rank(), ranks.world_size()))
+    return state(made)
+
+
+@pytest.mark.slow
+def test_a_fit_batch_of_the_recipes_own_thaws_too_on_two_ranks():
+    first, second = results(own, None)
+    assert same(first, second) and not torch.equal(first["model.0.weight"], layers()[0].weight)
+
+
+def divided(_):
+    made = brain(ToyBrain, modules=layers(), hparams={"freeze": {"model.0": 2}, "fsdp": True})
+    with pytest.raises(SbkitError, match="fsdp does not go together with a freeze that ends after some steps"):
+        made.fit([1], ToyTrainLoader(2, 8, ranks.rank(), ranks.world_size()))
+
+
+@pytest.mark.slow
+def test_divided_parameters_do_not_thaw():
+    results(divided, None)
+
+
+def test_the_size_of_what_fits_is_found_anew_when_more_trains():
+    made = toy({"first": 2})
+    seen = []
+    made.on_fit_batch_start = lambda batch, should_step: seen.append(made._retry.got_through)
+    made._retry.got_through = 5.0
+    made.fit([1], ToyTrainLoader(4))
+    assert seen == [5.0, 5.0, 0.0, 0.0]

@@ -1,0 +1,165 @@
+"""Learning rates by part and by depth, as multiples of the schedule's."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from speechbrain.utils.epoch_loop import EpochCounter
+from toys import SIZE, Block, ToyBrain, ToyTrainLoader, batch_of, brain, layers, state
+
+from sbkit.errors import SbkitError
+from sbkit.train.checkpoint import Checkpointer
+from sbkit.train.schedule import Schedule
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+class Deep(ToyBrain):
+    """Three equal layers between a first and a last one; a stand-in tells of their order."""
+
+    def compute_forward(self, batch, stage):
+        first, stack, last = self.hparams.model
+        x = first(batch.x)
+        for layer in (stack[1], stack[0], stack[2]):  # by use, and not as they are listed
+            x = torch.tanh(layer(x))
+        return last.project(x).squeeze(-1)
+
+    def stand_in(self, utterances, seconds, noise=False):
+        return batch_of(range(utterances))
+
+
+def deep():
+    torch.manual_seed(0)
+    stack = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+    return torch.nn.ModuleList([torch.nn.Linear(SIZE, 8), stack, Block(8, 1)])
+
+
+def made(cls=ToyBrain, modules=None, opt_class=SGD, **hparams):
+    modules = modules or layers()
+    toy = brain(cls, opt_class, modules=modules, hparams={"head": modules[2], **hparams})
+    toy.on_fit_start()
+    return toy
+
+
+def rates(toy):
+    names = {id(p): name for name, p in toy.modules.named_parameters()}
+    return {names[id(p)]: group["lr"] for group in toy.optimizer.param_groups for p in group["params"]}
+
+
+def test_a_part_trains_at_its_multiple_of_the_rate():
+    toy = made(learning_rates={"head": 10, "model.0.bias": 0.5, "head.bias": 2})
+    assert rates(toy) == pytest.approx({
+        "model.0.weight": 0.1, "model.0.bias": 0.05, "model.1.weight": 0.1, "model.2.weight": 1.0, "model.2.bias": 0.2,
+        "model.3.weight": 0.1, "model.3.bias": 0.1})
+    assert toy.stepper.learning_rate == pytest.approx(0.1)
+
+
+def test_a_step_is_so_many_times_as_long():
+    plain, scaled = made(), made(learning_rates={"head": 4})
+    start = state(plain)
+    for toy in (plain, scaled):
+        toy.fit_batch(batch_of(range(5)))
+        toy.optimizers_step()
+    one, other = state(plain), state(scaled)
+    for name in ("model.0.weight", "model.2.weight"):
+        factor = 4 if name.startswith("model.2") else 1
+        assert torch.allclose(other[name] - start[name], factor * (one[name] - start[name]), atol=1e-6)
+
+
+def test_a_schedule_keeps_the_multiples():
+    toy, schedule = made(learning_rates={"head": 10}), Schedule(peak=1.0, warmup=10, shape="constant")
+    assert schedule.apply(toy.optimizer, 5) == 0.5
+    assert rates(toy)["model.0.weight"] == 0.5 and rates(toy)["model.2.weight"] == 5.0
+    assert toy.stepper.learning_rate == 0.5
+
+
+def test_without_multiples_there_is_one_group_and_the_same_run():
+    toy, plain = made(learning_rates={"head": 1.0}), made()
+    assert len(plain.optimizer.param_groups) == 1 and "lr_scale" not in plain.optimizer.param_groups[0]
+    for each in (toy, plain):
+        each.fit([1], ToyTrainLoader(3))
+    assert all(torch.equal(value, state(plain)[name]) for name, value in state(toy).items())
+
+
+def test_fused_optimizers_stay_fused():
+    toy = made(opt_class=partial(torch.optim.AdamW, lr=0.1), learning_rates={"head": 3})
+    assert len(toy.optimizer.param_groups) == 2 and all(group["fused"] for group in toy.optimizer.param_groups)
+
+
+def test_vectors_without_weight_decay_have_their_multiples_too():
+    modules = layers()
+    toy = brain(ToyBrain, partial(torch.optim.AdamW, lr=0.1, weight_decay=0.3), modules=modules,
+                hparams={"learning_rates": {"model.2": 3}, "freeze": {"model.0": 5}}, remove_vector_weight_decay=True)
+    toy.on_fit_start()
+    groups = {(round(group["lr"], 3), group["weight_decay"]): len(group["params"])
+              for group in toy.optimizer.param_groups}
+    assert groups == {(0.1, 0.0): 2, (0.3, 0.0): 1, (0.1, 0.3): 3, (0.3, 0.3): 1}  # with those that thaw later
+
+
+def test_a_layer_learns_slower_the_deeper_it_lies():
+    found = rates(made(Deep, deep(), layer_decay=0.5))
+    assert {name: value for name, value in found.items() if name.endswith("weight")} == pytest.approx({
+        "model.0.weight": 0.0125, "model.1.1.weight": 0.025, "model.1.0.weight": 0.05, "model.1.2.weight": 0.1,
+        "model.2.weight": 0.1})
+
+
+def test_depth_and_part_multiply():
+    found = rates(made(Deep, deep(), layer_decay=0.5, learning_rates={"model.1.0": 4}))
+    assert found["model.1.0.weight"] == pytest.approx(0.2)
+
+
+def test_looking_for_the_order_leaves_nothing_behind():
+    torch.manual_seed(3)
+    toy = made(Deep, deep(), layer_decay=0.5)
+    drawn = torch.rand(1)
+    torch.manual_seed(3)
+    plain = made(Deep, deep())
+    assert torch.equal(drawn, torch.rand(1)) and all(p.grad is None for p in toy.modules.parameters())
+    assert all(torch.equal(value, state(plain)[name]) for name, value in state(toy).items())
+
+
+def test_depth_is_refused_where_nobody_knows_of_it():
+    with pytest.raises(SbkitError, match="layer_decay: nobody knows what a batch of ToyBrain is"):
+        made(layer_decay=0.5)
+
+
+class Flat(Deep):
+    def compute_forward(self, batch, stage):
+        return ToyBrain.compute_forward(self, batch, stage)
+
+
+def test_depth_is_refused_where_no_layers_repeat():
+    with pytest.raises(SbkitError, match="layer_decay: no layers repeat"):
+        made(Flat, layer_decay=0.5)
+
+
+class Own(ToyBrain):
+    def init_optimizers(self):
+        self.optimizer = SGD(self.modules.parameters())
+
+
+@pytest.mark.parametrize("hparams", [{"learning_rates": {"head": 2}}, {"layer_decay": 0.9}])
+def test_optimizers_of_the_recipes_own_have_no_multiples(hparams):
+    with pytest.raises(SbkitError, match="Own makes its optimizers itself"):
+        made(Own, **hparams)
+
+
+def trained(folder, factor, epochs):
+    counter = EpochCounter(epochs)
+    modules = layers()
+    toy = brain(modules=modules, hparams={"learning_rates": {"model.2": factor}},
+                checkpointer=Checkpointer(folder, {"counter": counter, "model": modules}), ckpt_interval_steps=3)
+    toy.fit(counter, ToyTrainLoader(3))
+    toy.checkpointer.wait()
+    return toy
+
+
+def test_a_run_goes_on_with_the_multiples_that_its_recipe_has_now(tmp_path):
+    whole = trained(tmp_path / "whole", 3.0, 2)
+    trained(tmp_path / "cut", 3.0, 1)
+    again = trained(tmp_path / "cut", 3.0, 2)
+    assert all(torch.equal(value, state(again)[name]) for name, value in state(whole).items())
+    other = trained(tmp_path / "cut", 5.0, 3)
+    assert [group["lr_scale"] for group in other.optimizer.param_groups] == [1.0, 5.0]
