@@ -1,7 +1,7 @@
-"""sbkit: train speech models from YAML recipes, checked, fast and crash-safe, and ship them.
+"""sbkit: train speech models from YAML recipes, with checks, speed and crash safety, and ship them.
 
     import sbkit
-    class ASR(sbkit.Brain): ...          # a drop-in for speechbrain.Brain
+    class ASR(sbkit.Brain): ...          # a drop-in replacement for speechbrain.Brain
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-# Looked up on first use: `import sbkit` costs nothing, and inference never imports training code.
+# Resolved on first use, so that `import sbkit` costs nothing, and inference never imports training code.
 _LAZY = {
     "Brain": "sbkit.train.brain",
     "Loss": "sbkit.train.step",

@@ -1,4 +1,4 @@
-"""``python -m sbkit``, and ``torchrun -m sbkit`` for commands on many devices."""
+"""``python -m sbkit``, and ``torchrun -m sbkit`` for commands that use several devices."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The command line: words to a command. Each stands in a file of its own, imported when it is called."""
+"""The command line: finds the command and runs it. Each command is one file, imported when it is called."""
 
 from __future__ import annotations
 
@@ -24,48 +24,48 @@ RECIPE_HELP = """usage: sbkit {command} RECIPE.yaml [--key value ...]
 {what}
 
 Any key of the YAML can be overridden: --d_model 256 --number_of_epochs 3 --data_folder /data/cv/fr
-Beside them SpeechBrain's run options work: --device --precision --debug --test_only --noprogressbar
+SpeechBrain's run options work too: --device --precision --debug --test_only --noprogressbar
 --ckpt_interval_minutes --grad_accumulation_factor --max_grad_norm --compile --profile_training ...
---no-check starts a run without the check of its recipe.
+--no-check starts a run without checking its recipe.
 
-A recipe is code: what it names is imported and called, by check too. For one that you don't trust: check --no-run."""
+A recipe is code: what it names is imported and called, even by check. For a recipe you don't trust: check --no-run."""
 
-#: Commands that take a recipe and overrides, as SpeechBrain's scripts do. argparse below never sees these words.
+#: Commands that take a recipe and overrides, as SpeechBrain's scripts do; argparse never sees their arguments.
 RECIPE_COMMANDS = {
     "train": "Train, test and report",
-    "check": "Say all that is wrong with a recipe, what it costs and what fits",
-    "tune": "Find the largest batch that fits, by trying; remembered per model, device and precision (--fresh)",
-    "prepare": "Only prepare the corpus and the tokenizer, and say what was left out and why",
+    "check": "Report everything wrong with a recipe, what it costs and what fits in memory",
+    "tune": "Find by trial the largest batch that fits; cached per model, device and precision (--fresh)",
+    "prepare": "Prepare the corpus and the tokenizer only, and report what was left out and why",
 }
 COMMANDS = {
-    "new": "a folder to start in: a task's recipes, train.py and a page that tells how to go on",
+    "new": "write a starter folder: a task's recipes, train.py and a README",
     "demo-data": "synthesise a small corpus in Common Voice's layout",
-    "shard": "pack a manifest's recordings into tar shards that train directly",
+    "shard": "pack a manifest's recordings into tar shards that training reads directly",
     "evaluate": "score any checkpoint of a run on any corpus",
     "lm": "estimate a language model from text, for a search with --lm",
-    "report": "one page about a run: its curves, its errors, what to fix next",
-    "replay": "run a step that was not finite again, layer by layer",
-    "export": "make a bundle of a run that others can use",
-    "transcribe": "what is said in recordings, by an exported bundle",
-    "serve": "bundles behind an OpenAI-shaped API, a live WebSocket and a page",
-    "doctor": "what this machine offers and what stands in the way",
+    "report": "write a page about a run: its curves, its errors, what to fix next",
+    "replay": "rerun a non-finite step, layer by layer",
+    "export": "make a bundle that others can use from a run",
+    "transcribe": "transcribe recordings with an exported bundle",
+    "serve": "serve bundles through an OpenAI-style API, a live WebSocket and a web page",
+    "doctor": "report what this machine offers and what is in the way",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; a mistake of the user's is one line on stderr and exit code 2."""
+    """Run one command; a user error is one line on stderr and exit code 2."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        with disk.told(os.environ.get("TMPDIR", "/tmp"), "the output or a temporary file"):  # others are told before
+        with disk.told(os.environ.get("TMPDIR", "/tmp"), "the output or a temporary file"):
             return _dispatch(argv)
     except SbkitError as error:
         if "--debug" in argv:
             traceback.print_exc()
-        if os.environ.get("RANK", "0") == "0":  # every rank meets the same mistake; one of them says it
+        if os.environ.get("RANK", "0") == "0":  # every rank makes the same error; one reports it
             print(f"error: {error}", file=sys.stderr)
         _tell_torchrun(error)
         return error.exit_code
-    except KeyboardInterrupt:  # outside of training's steps, which save a checkpoint first
+    except KeyboardInterrupt:  # outside training steps, which save a checkpoint first
         if "--debug" in argv:
             traceback.print_exc()
         if os.environ.get("RANK", "0") == "0":
@@ -77,11 +77,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _tell_torchrun(error: SbkitError) -> None:
-    """torchrun ends with a page of its own about processes that failed; this puts the reason into its last lines."""
+    """Put the reason into the last lines of torchrun's report about failed processes."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         text = f"error: {error}"
         extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
-        with contextlib.suppress(OSError):  # a full disk may be what it tells of
+        with contextlib.suppress(OSError):  # a full disk may be the very error
             Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}), encoding="utf-8")
 
 
@@ -98,17 +98,17 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def _module(command: str) -> Any:
-    """The file of a command; it says what the command takes (``HELP``, or ``add``) and runs it (``run``)."""
+    """The module of a command: ``HELP`` or ``add`` describes its arguments, ``run`` runs it."""
     return importlib.import_module(f"sbkit.commands.{command.replace('-', '_')}")
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, and what may have been meant."""
+    """A parser that reports an error in one line and suggests what may have been meant."""
 
     def parse_known_args(  # type: ignore[override]  # argparse overloads it by the class of the namespace
             self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None,
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Nothing is left to the parser above, which knows none of this command's options."""
+        """Parse, and refuse unknown options here: the parent parser doesn't know this command's options."""
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
             options = [word for action in self._actions for word in action.option_strings]
@@ -125,7 +125,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
-    """What understands these words: of other commands it knows no more than that they are there."""
+    """The parser for these words; only the command that they name is imported, others are just listed."""
     parser = _Parser(prog="sbkit", description="Train speech models from recipes and ship them.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, what in RECIPE_COMMANDS.items():

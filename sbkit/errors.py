@@ -1,10 +1,10 @@
-"""The one exception for mistakes that a user can mend: what is wrong, where, what to do."""
+"""The one exception for errors that a user can fix: what is wrong, where, what to do."""
 
 from __future__ import annotations
 
 
 class SbkitError(Exception):
-    """Shown as one plain line without a traceback; the command ends with ``exit_code``.
+    """An error shown as one plain line without a traceback; the command exits with ``exit_code``.
 
     >>> str(SbkitError("train.tsv has no column 'path'", hint="is it a Common Voice release?"))
     "train.tsv has no column 'path'; is it a Common Voice release?"
@@ -19,7 +19,7 @@ class SbkitError(Exception):
         if exit_code is not None:
             self.exit_code = exit_code
 
-    def __reduce__(self) -> tuple[object, ...]:  # worker processes and ranks send it through pickle
+    def __reduce__(self) -> tuple[object, ...]:  # worker processes and ranks pickle it
         return _rebuild, (type(self), self.message, self.hint, self.exit_code)
 
 

@@ -13,7 +13,7 @@ def main(run: Path) -> None:
     clip = Manifest.read(run / "manifests" / "test.csv").row(0)
     with sbkit.infer.load(run / "bundle") as model:
         print(f"\n{clip.wav}\nreference   {clip.text}\nhypothesis  {model.transcribe(clip.wav).text}")
-    print(f"\nWhat it gets wrong, curves and players: {run / 'report.html'}"
+    print(f"\nErrors, curves and players: {run / 'report.html'}"
           f"\nThe model, for other runtimes too:     {run / 'bundle'}"
           f"\nTry it: sbkit transcribe {run / 'bundle'} {clip.wav}"
           "\nReal data: torchrun --nproc_per_node=8 train.py recipes/CommonVoice/ASR/CTC/hparams/large.yaml "

@@ -1,1 +1,1 @@
-"""One file per command of ``sbkit``, called as it is: its words, and its stages in order."""
+"""One file per ``sbkit`` command, named after it: its arguments, and its stages in order."""

@@ -1,4 +1,4 @@
-"""``sbkit check RECIPE.yaml [--key value ...]``: all that is wrong with a recipe; 1 if anything is."""
+"""``sbkit check RECIPE.yaml [--key value ...]``: report everything wrong with a recipe; exit code 1 if anything is."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from sbkit.errors import SbkitError
 from sbkit.system.environment import check_torch_pair
 
 HELP = (
-    "Say all that is wrong with a recipe, what it costs and what fits. --json for programs, --measure to run "
-    "a few steps.\n--no-run imports nothing but speechbrain, torch and sbkit, builds and calls nothing, and "
-    "lists what it could not see."
+    "Report everything wrong with a recipe, what it costs and what fits in memory. --json for programs, --measure to\n"
+    "run a few steps.\n--no-run imports only speechbrain, torch and sbkit, builds and calls nothing, and "
+    "lists what it could not check."
 )
-#: Words that are no keys of a recipe.
+#: Arguments that are not recipe keys.
 FLAGS = ("--json", "--measure", "--no-run")
 
 
 def run(words: list[str]) -> int:
-    """Look, and say it; the exit code."""
+    """Check, print the findings and return the exit code."""
     check_torch_pair()
     from sbkit.recipe import arguments
     from sbkit.recipe.check import check
 
     chosen = {flag for flag in FLAGS if flag in words}
     if {"--measure", "--no-run"} <= chosen:
-        raise SbkitError("--measure runs steps of the recipe, and --no-run nothing of it", hint="leave out one of them")
+        raise SbkitError("--measure runs steps of the recipe, and --no-run runs nothing", hint="drop one of them")
     builds = "--no-run" not in chosen
     request = arguments.parse([word for word in words if word not in FLAGS], beside=builds)
     measure = None

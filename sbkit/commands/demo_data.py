@@ -1,4 +1,4 @@
-"""``sbkit demo-data``: a small corpus, synthesised in Common Voice's layout."""
+"""``sbkit demo-data``: synthesise a small corpus in Common Voice's layout."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from pathlib import Path
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
+    """Add the command's arguments."""
     parser.add_argument("out", metavar="OUT")
     parser.add_argument("--hours", type=float, default=1.0)
-    parser.add_argument("--language", default="en", help="any language that espeak-ng speaks")
+    parser.add_argument("--language", default="en", help="any language that espeak-ng supports")
     parser.add_argument("--seed", type=int, default=1234)
-    parser.add_argument("--workers", type=int, help="processes (default: one a core)")
+    parser.add_argument("--workers", type=int, help="processes (default: one per core)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Make it; the exit code."""
+    """Make the corpus and return the exit code."""
     from sbkit.data.demo import make_demo_corpus
 
     folder = make_demo_corpus(

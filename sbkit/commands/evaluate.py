@@ -1,4 +1,4 @@
-"""``sbkit evaluate``: any checkpoint of a run scored on any corpus."""
+"""``sbkit evaluate``: score any checkpoint of a run on any corpus."""
 
 from __future__ import annotations
 
@@ -20,30 +20,31 @@ OVER_LIMIT = 1  # exit code
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
+    """Add the command's arguments."""
     parser.epilog = RUNS_CODE
-    parser.add_argument("run", metavar="RUN", type=Path, help="the output folder of a training")
-    parser.add_argument("--on", metavar="CORPUS", help="a corpus of any kind (default: the run's own)")
-    parser.add_argument("--split", help="of the corpus (default: its test split)")
+    parser.add_argument("run", metavar="RUN", type=Path, help="the output folder of a run")
+    parser.add_argument("--on", metavar="CORPUS", help="a corpus of any supported kind (default: the run's own)")
+    parser.add_argument("--split", help="split of the corpus (default: test)")
     parser.add_argument("--checkpoint", nargs="+", default=["best"], metavar="CKPT", dest="checkpoints",
-                        help="best, last, or names of checkpoints: a row of the table each")
-    parser.add_argument("--average", type=int, default=1, metavar="N", help="the mean of the N best (or last)")
-    parser.add_argument("--max-wer", type=float, metavar="PERCENT", help="exit with 1 when a WER is higher")
-    parser.add_argument("--name", help="what the folder of results begins with (default: the corpus)")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="for results (default: RUN/evaluations)")
+                        help="best, last, or names of checkpoints; each is a row of the table")
+    parser.add_argument("--average", type=int, default=1, metavar="N",
+                        help="score the mean of the N best (or last) checkpoints")
+    parser.add_argument("--max-wer", type=float, metavar="PERCENT", help="exit with 1 if a WER is higher")
+    parser.add_argument("--name", help="name that the results folder begins with (default: the corpus)")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="folder for the results (default: RUN/evaluations)")
     add_search(parser)
-    parser.add_argument("--tune-lm", action="store_true", help="find the two weights on the run's dev split first")
-    parser.add_argument("--nbest", type=int, metavar="N", help="transcripts of each utterance in nbest.jsonl")
+    parser.add_argument("--tune-lm", action="store_true", help="first find the two weights on the run's dev split")
+    parser.add_argument("--nbest", type=int, metavar="N", help="transcripts per utterance to write to nbest.jsonl")
     parser.add_argument("--joint", action="store_true", help="search with the attention decoder and CTC together")
-    parser.add_argument("--ctc-weight", type=float, metavar="W", help="of CTC in that search (0.4)")
+    parser.add_argument("--ctc-weight", type=float, metavar="W", help="weight of CTC in the joint search (0.4)")
     parser.add_argument("--device")
     parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"])
-    parser.add_argument("--max-batch-seconds", type=float, metavar="S", help="audio that a device holds at once")
-    parser.add_argument("--workers", type=int, help="processes that read audio")
+    parser.add_argument("--max-batch-seconds", type=float, metavar="S", help="audio in one batch on a device")
+    parser.add_argument("--workers", type=int, help="number of processes that read audio")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Score as the command line says; the exit code."""
+    """Score as the command line asks and return the exit code."""
     check_torch_pair()
     from sbkit.runs.evaluation import EvaluateRequest
 
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def evaluate(request: EvaluateRequest) -> int:
-    """Score, write the files, print a table; the exit code says whether ``max_wer`` was kept."""
+    """Score, write the files and print a table; the exit code says whether ``max_wer`` was met."""
     from sbkit.runs import evaluation_corpus, restore
     from sbkit.train import device as devices
     from sbkit.train.distributed import ranks
@@ -110,7 +111,7 @@ def _tell(results: Sequence[Result], max_wer: float | None) -> int:
             if ids:
                 print(f"  not scored: {len(ids)} utterances that {what}: {', '.join(ids[:5])}")
     if max_wer is not None and "WER" not in results[0].facts:
-        raise SbkitError("there is no WER to hold against --max-wer", hint=f"the results are {', '.join(columns)}")
+        raise SbkitError("there is no WER to compare with --max-wer", hint=f"the results are {', '.join(columns)}")
     over = [scored.facts for scored in results if max_wer is not None and scored.facts["WER"] > max_wer]
     for facts in over:
         print(f"{facts['checkpoint']}: a WER of {facts['WER']:.2f} % is more than --max-wer {max_wer:g}",

@@ -1,4 +1,4 @@
-"""``sbkit export``: a bundle of a run, that others can use."""
+"""``sbkit export``: make a bundle that others can use from a run."""
 
 from __future__ import annotations
 
@@ -9,22 +9,24 @@ from sbkit.commands.options import RUNS_CODE, above, count
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
+    """Add the command's arguments."""
     parser.epilog = RUNS_CODE
-    parser.add_argument("run", metavar="RUN", type=Path, help="the output folder of a training")
-    parser.add_argument("--to", metavar="BUNDLE", type=Path, required=True, help="the folder to make")
-    parser.add_argument("--checkpoint", default="best", help="best, last, or the name of one (default: best)")
-    parser.add_argument("--average", type=int, default=1, metavar="N", help="the mean of the N best (or last)")
+    parser.add_argument("run", metavar="RUN", type=Path, help="the output folder of a run")
+    parser.add_argument("--to", metavar="BUNDLE", type=Path, required=True, help="the folder to create")
+    parser.add_argument("--checkpoint", default="best", help="best, last, or the name of a checkpoint (default: best)")
+    parser.add_argument("--average", type=int, default=1, metavar="N",
+                        help="export the mean of the N best (or last) checkpoints")
     parser.add_argument("--formats", type=lambda text: text.split(","), metavar="A,B",
-                        help="of onnx,int8,torch,speechbrain (default: all)")
-    parser.add_argument("--target", choices=["sherpa"], help="also a model for sherpa-onnx")
-    parser.add_argument("--clips", type=count, default=40, help="test utterances to compare the formats on")
-    parser.add_argument("--tolerance", type=above, metavar="D", help="largest difference of a log-probability (0.001)")
-    parser.add_argument("--force", action="store_true", help="replace the bundle that is there")
+                        help="any of onnx,int8,torch,speechbrain (default: all)")
+    parser.add_argument("--target", choices=["sherpa"], help="also write a model for sherpa-onnx")
+    parser.add_argument("--clips", type=count, default=40, help="number of test utterances to compare the formats on")
+    parser.add_argument("--tolerance", type=above, metavar="D",
+                        help="largest allowed difference in a log-probability (0.001)")
+    parser.add_argument("--force", action="store_true", help="replace an existing bundle")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Export it; the exit code."""
+    """Export the run and return the exit code."""
     from sbkit.system.environment import check_torch_exports, check_torch_pair
 
     check_torch_pair()

@@ -1,4 +1,4 @@
-"""``sbkit lm``: a language model from text files, manifests and runs, and how well it expects other text."""
+"""``sbkit lm``: estimate a language model from text files, manifests and runs, and its perplexity on other text."""
 
 from __future__ import annotations
 
@@ -14,21 +14,24 @@ from sbkit.errors import SbkitError
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
+    """Add the command's arguments."""
     parser.epilog = RUNS_CODE
     parser.add_argument("sources", metavar="TEXT", nargs="+",
-                        help="text files (.gz too), - for stdin, manifests, and runs: their training transcripts")
+                        help="text files (.gz too), - for stdin, manifests, or runs (their training transcripts)")
     parser.add_argument("--out", metavar="FILE", type=Path, required=True,
-                        help="ARPA (.gz: compressed), or .bin: KenLM's")
+                        help="output: ARPA (.gz: compressed), or .bin for KenLM's binary")
     parser.add_argument("--order", type=int, default=3, metavar="N", help="words in the longest n-gram (3)")
-    parser.add_argument("--prune", type=_prune, metavar="P", help="1e-7: leave out what raises the perplexity by less; "
-                        "0,0,1: n-grams seen so often or less, a number per order")
-    parser.add_argument("--unit", choices=["word", "piece"], default="word", help="piece: of the run's tokenizer")
+    parser.add_argument("--prune", type=_prune, metavar="P",
+                        help="1e-7: drop n-grams that change the perplexity by less; "
+                        "0,0,1: drop n-grams seen this often or less, one number per order")
+    parser.add_argument("--unit", choices=["word", "piece"], default="word",
+                        help="words, or pieces of the run's tokenizer")
     parser.add_argument("--min-count", type=int, default=1, metavar="N", help="rarer words become the unknown word")
-    parser.add_argument("--like", metavar="RUN", help="the run that it is for: texts are written by its rules")
+    parser.add_argument("--like", metavar="RUN",
+                        help="the run that the model is for: texts are normalised by its rules")
     parser.add_argument("--evaluate", metavar="TEXT", nargs="+", default=[],
                         help="text to report perplexity and unknown words on (default: the run's dev transcripts)")
-    parser.add_argument("--binary", action="store_true", help="write KenLM's binary beside the ARPA file")
+    parser.add_argument("--binary", action="store_true", help="write KenLM's binary next to the ARPA file")
 
 
 def _prune(text: str) -> list[int] | int | float:
@@ -40,14 +43,14 @@ def _prune(text: str) -> list[int] | int | float:
 
 @dataclass(frozen=True)
 class LmRequest:
-    """What a model is to be made of, and how: see :func:`sbkit.decode.lm.build`.
+    """What to make a language model from, and how: see :func:`sbkit.decode.lm.build`.
 
-    sources : text files (``.gz`` too), ``-`` for stdin, manifests (``.csv``), and runs: their training transcripts
-    out : an ARPA file (``.gz``: compressed), or KenLM's binary where it ends in ``.bin``
-    like : the run that the model is for: all texts are written by its rules, and pieces are its tokenizer's. By
+    sources : text files (``.gz`` too), ``-`` for stdin, manifests (``.csv``), and runs (their training transcripts)
+    out : an ARPA file (``.gz``: compressed), or KenLM's binary if it ends in ``.bin``
+    like : the run that the model is for: its rules normalise all texts, and its tokenizer gives the pieces. By
         default the first run among the sources
-    evaluate : sources to report perplexity and unknown words on, a run's being its dev transcripts. By default those
-        of ``like``, or else what the model is made of
+    evaluate : sources to report perplexity and unknown words on; of a run, its dev transcripts. By default those
+        of ``like``, otherwise the sources of the model
     """
 
     sources: Sequence[str]
@@ -62,20 +65,20 @@ class LmRequest:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Make the model of the command line; the exit code."""
+    """Make the model that the command line asks for and return the exit code."""
     return estimate(LmRequest(**{name: getattr(args, name) for name in LmRequest.__dataclass_fields__}))
 
 
 def estimate(request: LmRequest) -> int:
-    """Make the model, write it, print the report; the exit code."""
+    """Make the model, write it, print the report and return the exit code."""
     from sbkit.decode import lm
     from sbkit.runs.transcripts import found, read_run, texts
 
     like = request.like or next((name for name in request.sources if Path(name).is_dir()), None)
     if request.unit == "piece" and like is None:
-        raise SbkitError("a language model over pieces is made for the tokenizer of a run", hint="name it: --like RUN")
+        raise SbkitError("a language model over pieces needs the tokenizer of a run", hint="name it: --like RUN")
     run = read_run(like) if like else None
-    # What is missing is said before anything takes time.
+    # Report what is missing before anything takes time.
     sources = [found(name, "train") for name in request.sources]
     held_out = [found(name, "dev") for name in request.evaluate]
     if run and not held_out and run.corpus.manifest_path("dev").is_file():
@@ -94,7 +97,7 @@ def estimate(request: LmRequest) -> int:
 
 
 def _check_writable(path: Path) -> None:
-    """Raise now, and not after the counting, where ``path`` can't be written."""
+    """Raise before the counting, not after it, if ``path`` can't be written."""
     if path.is_dir():
         raise SbkitError(f"{path} is a folder", hint="name a file for the model: --out words.arpa")
     there = next(folder for folder in path.absolute().parents if folder.exists())

@@ -1,4 +1,4 @@
-"""``sbkit new FOLDER``: a folder to start in, with a task's recipes and a page that tells how to go on."""
+"""``sbkit new FOLDER``: write a starter folder with a task's recipes, train.py and a README."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from pathlib import Path
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
-    parser.add_argument("folder", metavar="FOLDER", type=Path, help="nothing that is there is written over")
-    parser.add_argument("--task", default="ctc", help="whose recipes to write (default: ctc)")
+    """Add the command's arguments."""
+    parser.add_argument("folder", metavar="FOLDER", type=Path,
+                        help="folder to create; existing files are never overwritten")
+    parser.add_argument("--task", default="ctc", help="task whose recipes to write (default: ctc)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write it, and say what to do next; the exit code."""
+    """Write the folder, print what to do next and return the exit code."""
     from sbkit.recipe import starter
 
     for place in starter.write(args.folder, args.task):
         print(args.folder / place)
-    print(f"\ncd {shlex.quote(str(args.folder))}; sbkit check hparams/{args.task}.yaml      (README.md tells the rest)")
+    print(f"\ncd {shlex.quote(str(args.folder))}; sbkit check hparams/{args.task}.yaml      (README.md has the rest)")
     return 0

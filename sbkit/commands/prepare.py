@@ -1,4 +1,4 @@
-"""``sbkit prepare RECIPE.yaml [--key value ...]``: manifests and tokenizer, and the table of what was left out."""
+"""``sbkit prepare RECIPE.yaml [--key value ...]``: make manifests and tokenizer, and report what was left out."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from sbkit.system.environment import check_torch_pair
 from sbkit.train.memory import host
 
 HELP = (
-    "Only prepare the corpus and the tokenizer, and say what was left out and why."
+    "Prepare the corpus and the tokenizer only, and report what was left out and why."
 )
 
 
 def run(words: list[str]) -> int:
-    """Prepare; the exit code."""
+    """Prepare the corpus and return the exit code."""
     check_torch_pair()
     host.reserve_little()
     from sbkit.recipe import arguments, load

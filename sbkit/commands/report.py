@@ -1,4 +1,4 @@
-"""``sbkit report``: one page about a run, alone or against another."""
+"""``sbkit report``: write a page about a run, alone or compared with another."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ from sbkit.commands.options import add_schemes
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
-    parser.add_argument("run", metavar="RUN", type=Path, help="the output folder of a training, or RUN/evaluations/...")
-    parser.add_argument("--against", metavar="OTHER", type=Path, help="another one on the same test set")
+    """Add the command's arguments."""
+    parser.add_argument("run", metavar="RUN", type=Path, help="the output folder of a run, or RUN/evaluations/...")
+    parser.add_argument("--against", metavar="OTHER", type=Path,
+                        help="another run on the same test set, to compare with")
     parser.add_argument("--out", metavar="FILE", type=Path,
                         help="where the page goes (default: RUN/report.html, or RUN/report-against-OTHER.html)")
-    parser.add_argument("--utterances", type=int, default=24, metavar="N", help="to show of each kind")
-    parser.add_argument("--audio-mb", type=float, default=8.0, metavar="MB", help="that recordings may add to the page")
+    parser.add_argument("--utterances", type=int, default=24, metavar="N",
+                        help="number of utterances to show of each kind")
+    parser.add_argument("--audio-mb", type=float, default=8.0, metavar="MB",
+                        help="megabytes that recordings may add to the page")
     add_schemes(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the page; the exit code."""
+    """Write the page and return the exit code."""
     from sbkit.data.remote import Remote, check_schemes
     from sbkit.score.report import write_report
 

@@ -1,4 +1,4 @@
-"""``sbkit shard``: a manifest's recordings in tar shards that train directly."""
+"""``sbkit shard``: pack a manifest's recordings into tar shards that training reads directly."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from sbkit.errors import SbkitError
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
+    """Add the command's arguments."""
     parser.add_argument("manifest", metavar="MANIFEST.csv")
     parser.add_argument("out", metavar="OUT")
-    parser.add_argument("--encode", choices=["flac", "wav", "wav16k"], help="decode once, to mono (default: as is)")
+    parser.add_argument("--encode", choices=["flac", "wav", "wav16k"],
+                        help="decode once, to mono (default: copy as they are)")
     parser.add_argument("--sample-rate", type=count, default=16_000, metavar="HZ",
-                        help="of what is decoded: what the model hears (16000)")
+                        help="sample rate of the decoded audio: the model's (16000)")
     parser.add_argument("--shard-size-mb", type=float, default=512)
     parser.add_argument("--data-root", help="what $data_root in the manifest stands for")
     parser.add_argument("--workers", type=int, default=2)
@@ -23,7 +24,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Pack them; the exit code."""
+    """Pack the recordings and return the exit code."""
     from sbkit.data.manifest import Manifest
     from sbkit.data.presence import check_opened
     from sbkit.data.remote import Remote, check_schemes
@@ -31,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
 
     source, out = Path(args.manifest), Path(args.out)
     if (out / f"{source.stem}.csv").resolve() == source.resolve():
-        raise SbkitError(f"{source}: the manifest of the shards would replace it", hint="choose another folder")
+        raise SbkitError(f"the manifest of the shards would overwrite {source}", hint="choose another folder")
     rows = Manifest.read(source, args.data_root, remote=Remote(check_schemes("--schemes", args.schemes)))
     check_opened(rows.wavs, rows.remote, source)
     manifest = write_shards(

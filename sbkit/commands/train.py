@@ -12,12 +12,12 @@ from sbkit.train.memory import host
 
 HELP = (
     "Train, test and report. On several devices: torchrun --nproc_per_node=8 train.py RECIPE.yaml ...\n"
-    "The same command resumes a run. One run at a time holds an output_folder: a second start is refused."
+    "The same command resumes a run. Only one run at a time may use an output_folder: a second start is refused."
 )
 
 
 def run(words: list[str]) -> int:
-    """Train, or go on; the exit code."""
+    """Train or resume and return the exit code."""
     launcher.watch()
     check_torch_pair()
     host.reserve_little()
@@ -26,7 +26,7 @@ def run(words: list[str]) -> int:
     from sbkit.train.signals import EndSignals
 
     request = arguments.parse(words)
-    if not request.check:  # which tells it together with all else
+    if not request.check:  # the check reports it with everything else
         load.check_overrides(request.path, request.overrides)
     device = devices.resolve(request.run_opts.device)
     if device.type == "cpu":
@@ -64,7 +64,7 @@ def _train(recipe: Any, request: Any, device: Any, guard: Any) -> None:
 
     folder = recipe.keys.folder
     ranks.run_on_main(preparation.open_folder, folder, request)
-    pretrained.fetch(recipe.keys.pretrainer)  # what is missing is told before a corpus is prepared
+    pretrained.fetch(recipe.keys.pretrainer)  # report what is missing before a corpus is prepared
     follows = ranks.run_on_main(preparation.prepare_data, recipe, request.overrides)
     if follows:
         request.overrides.update(follows)
@@ -85,5 +85,5 @@ def _train(recipe: Any, request: Any, device: Any, guard: Any) -> None:
     brain = training.fit_and_test(recipe, request, device, manifests, guard)
     ranks.run_on_main(results.show, brain.tested, folder, manifests["test"], corpus.left_out("test"),
                       brain.metrics_log)
-    if (done or not test_only) and not brain.tested.unread:  # a test alone does not make a run done
+    if (done or not test_only) and not brain.tested.unread:  # a test alone does not complete a run
         ranks.run_on_main(completion.keep, recipe.keys, request, brain.tested)

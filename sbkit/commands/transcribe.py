@@ -1,4 +1,4 @@
-"""``sbkit transcribe``: what is said in recordings, by an exported bundle."""
+"""``sbkit transcribe``: transcribe recordings with an exported bundle."""
 
 from __future__ import annotations
 
@@ -9,28 +9,29 @@ from sbkit.commands.options import above, add_schemes, add_search, count
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
+    """Add the command's arguments."""
     parser.add_argument("bundle", metavar="BUNDLE", type=Path, help="the folder that sbkit export made")
-    parser.add_argument("files", metavar="FILES", nargs="+", help="files, folders, a manifest.csv, - for stdin")
+    parser.add_argument("files", metavar="FILES", nargs="+",
+                        help="audio files, folders, a manifest.csv, or - for stdin")
     parser.add_argument("--output", metavar="FOLDER", type=Path,
-                        help="write a file for each recording, and skip what is there already")
+                        help="write a file for each recording, skipping those that exist")
     parser.add_argument("--format", dest="formats", default=["txt"], type=lambda text: text.split(","),
-                        metavar="A,B", help="of txt,json,srt,vtt,ctm (default: txt)")
+                        metavar="A,B", help="any of txt,json,srt,vtt,ctm (default: txt)")
     parser.add_argument("--model", default="auto", help="onnx, int8 (on a CPU) or torch "
-                        "(default: the first that is there)")
+                        "(default: the first that the bundle has)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument("--threads", type=count, help="of the model on the CPU (default: all it may use)")
-    parser.add_argument("--readers", type=count, default=2, help="threads that decode audio (2)")
-    parser.add_argument("--batch-seconds", type=above, metavar="S", help="audio in one batch, padding counted")
-    parser.add_argument("--chunk-seconds", type=above, metavar="S", help="longest that the model hears at once")
-    parser.add_argument("--references", metavar="FILE", help="manifest.csv or lines name<TAB>text: show the WER")
-    parser.add_argument("--overwrite", action="store_true", help="do again what is in the folder")
+    parser.add_argument("--threads", type=count, help="CPU threads of the model (default: all available)")
+    parser.add_argument("--readers", type=count, default=2, help="number of threads that decode audio (2)")
+    parser.add_argument("--batch-seconds", type=above, metavar="S", help="audio in one batch, with padding")
+    parser.add_argument("--chunk-seconds", type=above, metavar="S", help="longest audio the model gets at once")
+    parser.add_argument("--references", metavar="FILE", help="manifest.csv or lines of name<TAB>text; prints the WER")
+    parser.add_argument("--overwrite", action="store_true", help="redo recordings whose files exist")
     add_schemes(parser)
     add_search(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Transcribe them; the exit code."""
+    """Transcribe the recordings and return the exit code."""
     from sbkit.infer.transcription import TranscribeRequest, transcribe
 
     wanted = {name: getattr(args, name) for name in TranscribeRequest.__dataclass_fields__}

@@ -1,4 +1,4 @@
-"""``sbkit tune RECIPE.yaml [--key value ...]``: the largest batch that fits, found by trying and remembered."""
+"""``sbkit tune RECIPE.yaml [--key value ...]``: find by trial the largest batch that fits, and cache it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from sbkit.errors import SbkitError
 from sbkit.system.environment import check_torch_pair
 
 HELP = (
-    "Find the largest batch that fits, by trying; remembered per model, device and precision (--fresh).\n"
-    "--memory GIB: what a run may take (default: the whole GPU; on a CPU most of what is free)."
+    "Find by trial the largest batch that fits; cached per model, device and precision (--fresh).\n"
+    "--memory GIB: what a run may use (default: the whole GPU; on a CPU most of the free memory)."
 )
 
 
 def run(words: list[str]) -> int:
-    """Find it, or remember it, and say it; the exit code."""
+    """Find the largest batch or recall it, print it and return the exit code."""
     check_torch_pair()
     from sbkit.recipe import arguments
     from sbkit.recipe.batch_size import remember
@@ -33,8 +33,8 @@ def run(words: list[str]) -> int:
             found = sizes.find(made, words, gib)
             try:
                 remember(made.cache, found)
-            except SbkitError as error:  # what was found is worth telling all the same
-                print(f"warning: not remembered: {error}", file=sys.stderr)
+            except SbkitError as error:  # the result still gets printed
+                print(f"warning: the result was not cached: {error}", file=sys.stderr)
         else:
             print(f"found before, in {made.cache} (--fresh tries again)", file=sys.stderr)
     print(sizes.told(made, found))
@@ -42,7 +42,7 @@ def run(words: list[str]) -> int:
 
 
 def _memory(argv: list[str]) -> tuple[float | None, list[str]]:
-    """``--memory GIB`` and the other words."""
+    """Split ``--memory GIB`` from the other arguments."""
     words = [part for word in argv for part in (word.split("=", 1) if word.startswith("--memory=") else [word])]
     if "--memory" not in words:
         return None, words

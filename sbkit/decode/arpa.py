@@ -21,7 +21,7 @@ _COUNT = re.compile(rb"[ \t]*ngram[ \t]+(\d+)[ \t]*=[ \t]*(\d+)[ \t\r]*", re.MUL
 
 
 def write(model: NGram, path: str | Path) -> None:
-    """Write a model; a name that ends in ``.gz`` is compressed. The file is whole, or what it was before."""
+    """Write a model; a name that ends in ``.gz`` compresses it. The write is atomic."""
     path = Path(path)
     with atomic_write(path, "wb") as file:
         packed = gzip.GzipFile(filename="", fileobj=file, mode="wb", mtime=0) if path.suffix == ".gz" else file
@@ -52,18 +52,18 @@ def _lines(model: NGram) -> Iterator[str]:
 
 
 def read(path: str | Path) -> NGram:
-    """Read a model, ``.gz`` or plain; say what is wrong with a file that is damaged."""
+    """Read a model, ``.gz`` or plain; an error says what is wrong with a damaged file."""
     path = Path(path)
     data = _bytes(path)
     begin = data.find(b"\\data\\")
     if begin < 0:
-        raise SbkitError(f"{path} is no ARPA language model", hint="such a file has a section \\data\\")
+        raise SbkitError(f"{path} is not an ARPA language model", hint="such a file has a section \\data\\")
     first = _section(data, 1, begin)
     header = data[begin:first if first >= 0 else len(data)]
     counts = [(int(order), int(count)) for order, count in _COUNT.findall(header)]
     if not counts or [order for order, _ in counts] != list(range(1, len(counts) + 1)):
         raise SbkitError(f"{path}: its \\data\\ section doesn't say how many n-grams of each order there are",
-                         hint="is the file whole?")
+                         hint="is the file complete?")
     levels: list[Level] = []
     words: dict[bytes, int] = {}
     at = begin
@@ -77,7 +77,7 @@ def read(path: str | Path) -> NGram:
         body = data[at:end if end >= 0 else len(data)]
         lines = list(filter(bytes.strip, body.splitlines()))
         if len(lines) != count:
-            what = "is truncated" if len(lines) < count else "contradicts itself"
+            what = "is truncated" if len(lines) < count else "is inconsistent"
             raise SbkitError(f"{path} {what}: its section \\{order}-grams: has {len(lines)} n-grams, and \\data\\ says "
                              f"{count}", hint="get or write the file again")
         levels.append(_level(path, order, lines, words, levels))
@@ -87,12 +87,12 @@ def read(path: str | Path) -> NGram:
 
 
 def word_of(path: Path, word: bytes) -> str:
-    """A word of a model; one that is no UTF-8 would be one that nobody says."""
+    """Decode a word of a model; raises if it is not UTF-8, because it could never match a transcript."""
     try:
         return word.decode("utf-8")
     except UnicodeDecodeError:
-        raise SbkitError(f"{path}: the word {word.decode('utf-8', 'replace')!r} is no UTF-8",
-                         hint="convert the file to UTF-8, such as by iconv -f latin1 -t utf-8") from None
+        raise SbkitError(f"{path}: the word {word.decode('utf-8', 'replace')!r} is not UTF-8",
+                         hint="convert the file to UTF-8, for example with iconv -f latin1 -t utf-8") from None
 
 
 def _bytes(path: Path) -> bytes:
@@ -103,20 +103,20 @@ def _bytes(path: Path) -> bytes:
         raise SbkitError(f"{path}: there is no such language model",
                          hint="sbkit lm estimates one from text") from None
     except EOFError:
-        raise SbkitError(f"{path} is truncated: its compressed data end too early",
+        raise SbkitError(f"{path} is truncated: its compressed data ends too early",
                          hint="get or write the file again") from None
     except OSError as error:
         raise SbkitError(f"{path}: cannot be read ({error.strerror or error})") from None
 
 
 def _section(data: bytes, order: int, start: int) -> int:
-    """Where the section of an order begins, -1 without one."""
+    """The position of an order's section, -1 if there is none."""
     at = data.find(b"\n\\%d-grams:" % order, start)
     return at if at < 0 else at + 1
 
 
 def _level(path: Path, order: int, lines: list[bytes], words: dict[bytes, int], below: list[Level]) -> Level:
-    """The n-grams of an order, sorted; the first order fills the vocabulary."""
+    """Read the n-grams of an order, sorted; the first order fills the vocabulary."""
     columns = [_columns(path, order, lines[i:i + _AT_ONCE], words) for i in range(0, max(1, len(lines)), _AT_ONCE)]
     log10, backoff, ids = (np.concatenate([column[part] for column in columns]) for part in range(3))
     if order == 1:
@@ -126,20 +126,20 @@ def _level(path: Path, order: int, lines: list[bytes], words: dict[bytes, int], 
         row = _rows(level, row, word, size)
         if (row < 0).any():
             line = lines[int(np.flatnonzero(row < 0)[0])].decode("utf-8", "replace")
-            raise SbkitError(f"{path}: the {order}-gram {line!r} is there, but not the {order - 1}-gram it begins with")
+            raise SbkitError(f"{path}: the {order}-gram {line!r} is there without the {order - 1}-gram it begins with")
     keys = row * size + ids[:, -1]
     order_of = np.argsort(keys, kind="stable")
     keys = keys[order_of]
     twice = np.flatnonzero(keys[1:] == keys[:-1])
     if len(twice):
         line = lines[int(order_of[twice[0] + 1])].decode("utf-8", "replace")
-        raise SbkitError(f"{path}: the {order}-gram {line!r} is there twice")
+        raise SbkitError(f"{path}: the {order}-gram {line!r} occurs twice")
     return Level(row[order_of].astype(np.int32), ids[order_of, -1].astype(np.int32), log10[order_of],
                  backoff[order_of])
 
 
 def _rows(level: Level, context: np.ndarray, word: np.ndarray, size: np.int64) -> np.ndarray:
-    """Rows of n-grams in their level, -1 for those it lacks."""
+    """The rows of n-grams in their level, -1 if missing."""
     if not len(level.word):
         return np.full(len(word), -1, dtype=np.int64)
     keys, wanted = level.context * size + level.word, context * size + word
@@ -148,7 +148,7 @@ def _rows(level: Level, context: np.ndarray, word: np.ndarray, size: np.int64) -
 
 
 def _probable(log10: Any) -> Any:
-    return log10 < 1e-4  # some tools round to just above 0
+    return log10 < 1e-4  # some tools round to slightly above 0
 
 
 def _makes_sense(fields: list[bytes], order: int) -> bool:
@@ -159,7 +159,7 @@ def _makes_sense(fields: list[bytes], order: int) -> bool:
 
 
 def _columns(path: Path, order: int, lines: list[bytes], words: dict[bytes, int]) -> tuple[np.ndarray, ...]:
-    """Probabilities [N], backoffs [N] and word ids [N] or [N, order] of some lines."""
+    """Parse lines into probabilities [N], backoffs [N] and word ids [N] or [N, order]."""
     fields = b" ".join(lines).split()
     width, odd = divmod(len(fields), len(lines)) if lines else (order + 1, 0)
     if odd or width not in (order + 1, order + 2):
@@ -169,8 +169,8 @@ def _columns(path: Path, order: int, lines: list[bytes], words: dict[bytes, int]
             if len(row) == order + 1:
                 row.append(b"0")
             elif len(row) != order + 2:
-                raise SbkitError(f"{path}: the line {b' '.join(row).decode('utf-8', 'replace')!r} is no {order}-gram "
-                                 "with its probability")
+                raise SbkitError(f"{path}: the line {b' '.join(row).decode('utf-8', 'replace')!r} is not a "
+                                 f"{order}-gram with its probability")
         fields, width = [field for row in rows for field in row], order + 2
     try:
         log10 = np.array(fields[::width], dtype=np.float32)
@@ -180,14 +180,14 @@ def _columns(path: Path, order: int, lines: list[bytes], words: dict[bytes, int]
         log10 = backoff = np.full(len(lines), np.nan)
     if not (_probable(log10).all() and (backoff < np.inf).all()):  # nor is NaN
         line = next((line for line in lines if not _makes_sense(line.split(), order)), lines[0])
-        raise SbkitError(f"{path}: the line {line.decode('utf-8', 'replace')!r} has no {order}-gram's probability (a "
-                         "logarithm, at most 0) and back-off", hint="get or write the file again")
+        raise SbkitError(f"{path}: the line {line.decode('utf-8', 'replace')!r} is not a {order}-gram with its log10 "
+                         "probability (at most 0) and back-off", hint="get or write the file again")
     if order == 1:
         before = len(words)
         for word in fields[1::width]:
             words.setdefault(word, len(words))
         if len(words) - before != len(lines):
-            raise SbkitError(f"{path}: a word is there twice among the 1-grams")
+            raise SbkitError(f"{path}: a word occurs twice among the 1-grams")
         return log10, backoff, np.arange(before, len(words))
     try:
         ids = [list(map(words.__getitem__, fields[i::width])) for i in range(1, order + 1)]

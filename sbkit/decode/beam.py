@@ -1,4 +1,4 @@
-"""Beam search over CTC log-probabilities with a language model, a lexicon and hot words, for a YAML to name."""
+"""Beam search over CTC log-probabilities with a language model, a lexicon and hot words, for use in a YAML."""
 
 from __future__ import annotations
 
@@ -28,42 +28,42 @@ from sbkit.system import helper_process
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """One transcript. Scores are natural logarithms; the first of an utterance's list is the best."""
+    """One transcript. Scores are natural logarithms; the first in an utterance's list is the best."""
 
     text: str
-    score: float  # what the search sorts by: acoustic, language model, words, hot words
+    score: float  # the total: acoustic, language model, words, hot words
     acoustic: float  # CTC's log-probability of the tokens
     spans: Spans  # the tokens with their frames and confidences, as greedy decoding gives them
 
     @property
     def confidence(self) -> float | None:
-        """The tokens' mean; None where there are none."""
+        """The mean confidence of the tokens; None if there are none."""
         return float(self.spans.confidence.mean()) if len(self.spans) else None
 
 
 class BeamSearch:
-    """The best transcripts of a batch. The constructor touches no file; what it names is loaded on first use.
+    """Beam search for the best transcripts of a batch. Files are loaded on first use, not by the constructor.
 
     It searches all utterances of a batch at once with array operations, in one process or over several
-    (``workers``); its speed depends on how many tokens are likely per frame, hardly on how many there are.
+    (``workers``); its speed depends on how many tokens are likely per frame, hardly on the size of the vocabulary.
 
     Arguments
     ---------
     tokenizer : the model's: a ``sbkit.data.tokens.Tokenizer``, or its pieces in order of their ids; can be
         set later
     lm : a language model over words or over the tokenizer's pieces: ARPA (``.gz`` too) or KenLM's binary
-    lexicon : a file whose lines begin with a word, or the words: nothing else is ever transcribed
-    beam : hypotheses followed per utterance
-    token_beam : tokens followed per frame
-    token_threshold : log-probability below which a token isn't followed
+    lexicon : the only words that may be transcribed, or a file whose lines begin with them
+    beam : hypotheses kept per utterance
+    token_beam : tokens considered per frame
+    token_threshold : log-probability below which a token isn't considered
     width : how much worse than the best a hypothesis may be (natural logarithm)
-    lm_weight, word_score, unknown_score : what the language model's natural logarithms are multiplied by, what
-        every word adds (by default 1.5, and 0 without a language model), and what a word adds that the language
-        model doesn't know; ``sbkit evaluate --tune-lm`` finds the first two
-    hot_words : words or phrases to expect, with a boost each or all with ``hot_boost`` (natural logarithm)
+    lm_weight, word_score, unknown_score : the factor of the language model's natural logarithms, the score of every
+        word (by default 1.5, or 0 without a language model), and the score of a word that the language model
+        doesn't know; ``sbkit evaluate --tune-lm`` finds the first two
+    hot_words : words or phrases to expect, each with its boost, or all with ``hot_boost`` (natural logarithm)
     nbest : transcripts per utterance
-    unit : ``word`` or ``piece`` if the language model has to be over those; None finds out
-    workers : processes to search in beside this one; 0 searches here
+    unit : ``word`` or ``piece``, the unit that the language model must have; None detects it
+    workers : processes to search in besides this one; 0 searches only here
     """
 
     def __init__(self, tokenizer: Any = None, lm: str | Path | None = None,
@@ -76,16 +76,16 @@ class BeamSearch:
         for name, value, low in (("beam", beam, 1), ("token_beam", token_beam, 1), ("nbest", nbest, 1),
                                  ("workers", workers, 0)):
             if not isinstance(value, int) or value < low:
-                raise SbkitError(f"beam search: {name} is {value!r}", hint=f"use a whole number from {low} on")
+                raise SbkitError(f"beam search: {name} is {value!r}", hint=f"use a whole number of at least {low}")
         if not lm_weight >= 0:
             raise SbkitError(f"beam search: lm_weight is {lm_weight}", hint="use 0 or more, such as 0.5")
         if not width > 0 or not token_threshold < 0:
             raise SbkitError(f"beam search: width is {width} and token_threshold {token_threshold}",
-                             hint="the first is above 0 and the second below, such as 12 and -7")
+                             hint="width must be above 0 and token_threshold below, such as 12 and -7")
         self.lm, self.lexicon = lm or None, lexicon or None
         self.beam, self.token_beam, self.token_threshold = beam, token_beam, float(token_threshold)
         self.width, self.nbest = float(width), nbest
-        if word_score is None:  # makes up for what a language model takes from each word
+        if word_score is None:  # compensates the language model's penalty on each word
             word_score = Weights.word if self.lm else 0.0
         self.weights = Weights(float(lm_weight), float(word_score), float(unknown_score))
         boosts = hot_words if isinstance(hot_words, Mapping) else dict.fromkeys(hot_words or (), hot_boost)
@@ -107,15 +107,15 @@ class BeamSearch:
         return self.search(self.events(log_probs, lengths))
 
     def events(self, log_probs: Any, lengths: Any) -> Events:
-        """The first half of :meth:`decode`: what is likely in a batch, small enough to keep for a whole test set."""
+        """Run the first half of :meth:`decode`: likely tokens, small enough to keep for a whole test set."""
         return events(log_probs, lengths, self.blank_id, self.token_threshold, self.token_beam)
 
     def search(self, batch: Events, weights: Weights | None = None) -> list[list[Hypothesis]]:
-        """The second half: transcripts of what :meth:`events` gave, with weights other than the search's if given."""
+        """Run the second half of :meth:`decode` on the result of :meth:`events`, optionally with other weights."""
         weights = weights or self.weights
         if len(batch) and batch.labels != len(self.pieces):
             raise SbkitError(f"the model has {batch.labels} outputs, and the tokenizer of the search "
-                             f"{len(self.pieces)} tokens", hint="is it the one that the model was trained with?")
+                             f"{len(self.pieces)} tokens", hint="is it the tokenizer that the model was trained with?")
         parts = max(self.workers + 1, -(-len(batch) // AT_ONCE))
         cuts = np.linspace(0, len(batch), min(len(batch), parts) + 1).astype(int).tolist()
         pieces = [batch.part(start, stop) for start, stop in pairwise(cuts)]
@@ -126,13 +126,13 @@ class BeamSearch:
         return [hypotheses for part in found for hypotheses in part]
 
     def words(self, spans: Spans, frame_seconds: float, start: float = 0.0) -> list[Word]:
-        """Words with their times in seconds and confidences; the first frame lies at ``start``."""
+        """Join tokens to words with times in seconds and confidences; the first frame is at ``start``."""
         return words(spans, self.pieces.texts.__getitem__, frame_seconds, start=start, skip=self._silent,
                      separator=self.separator)
 
     @property
     def tokenizer(self) -> Any:
-        """What the tokens come from."""
+        """The tokenizer of the model."""
         return self._tokenizer
 
     @tokenizer.setter
@@ -153,7 +153,7 @@ class BeamSearch:
     def pieces(self) -> Pieces:
         """The tokens."""
         if self._tokenizer is None:
-            raise SbkitError("beam search: it has no tokenizer", hint="give it one: tokenizer: !ref <tokenizer>")
+            raise SbkitError("the beam search has no tokenizer", hint="give it one: tokenizer: !ref <tokenizer>")
         listed = getattr(self._tokenizer, "pieces", None)
         return Pieces(listed() if callable(listed) else self._tokenizer, self.separator)
 
@@ -171,7 +171,7 @@ class BeamSearch:
         for word in self.hot_words.words:
             if not pieces.spells(word):
                 raise SbkitError(f"the hot word {word!r} can't be spelled with this model's tokens",
-                                 hint="write it as the transcripts are written")
+                                 hint="write it as in the transcripts")
         return Fusion(pieces, model, self._allowed(), self.hot_words, per_piece)
 
     def _allowed(self) -> list[str] | None:
@@ -186,14 +186,14 @@ class BeamSearch:
         spelled = sum(map(self.pieces.spells, allowed))
         if spelled * 2 <= len(allowed):
             raise SbkitError(f"{name}: {len(allowed) - spelled} of its {len(allowed)} words can't be spelled with this "
-                             "model's tokens", hint="write them as the transcripts are written, one per line")
+                             "model's tokens", hint="write them as in the transcripts, one per line")
         return allowed
 
     # ---------------------------------------------------------------- search
 
     def _search(self, batch: Events, weights: Weights) -> list[list[Hypothesis]]:
         search = Search(self.fusion, weights, max(self.beam, self.nbest), self.width)
-        # Over pieces a transcript can be found in several spellings; the best of them stands for it.
+        # Over pieces a transcript can be found in several spellings; only the best is kept.
         found = search.run(batch, self.nbest if not self.fusion.per_piece else 2 * self.nbest)
         flat = [one for several in found for one in several]
         spans = iter(spans_of(batch, [one.tokens for one in flat], [one.events for one in flat]))
@@ -219,10 +219,10 @@ class BeamSearch:
     # -------------------------------------------------------------- processes
 
     def _in_processes(self, parts: list[Events], weights: Weights) -> list[list[list[Hypothesis]]]:
-        """The first part here, the others elsewhere."""
+        """Search the first part in this process and the others in worker processes."""
         if self._pool is None:
-            self.load()  # what is wrong is said once, and here
-            # A fresh process: a fork of one with threads and a device may hang.
+            self.load()  # so that errors are raised once, and here
+            # A fresh process: a fork of a process with threads and a device may hang.
             with helper_process.away_from_here():
                 self._pool = ProcessPoolExecutor(self.workers, get_context("spawn"), _begin, (self,))
         try:
@@ -231,7 +231,8 @@ class BeamSearch:
             return [self._search(parts[0], weights), *(future.result() for future in waiting)]
         except BrokenProcessPool as error:
             self.close()
-            raise SbkitError("a process of the beam search ended", hint="is there enough memory? use fewer workers") \
+            raise SbkitError("a worker process of the beam search died",
+                             hint="is there enough memory? use fewer workers") \
                 from error
 
     def close(self) -> None:

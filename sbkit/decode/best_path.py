@@ -1,4 +1,4 @@
-"""The best label of every frame by numpy alone: greedy CTC where torch is not imported."""
+"""The best label of every frame with numpy only: greedy CTC without importing torch."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from sbkit.errors import SbkitError
 
 
 def best_path(log_probs: np.ndarray, frames: np.ndarray, blank_id: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Labels [B, T] (blank beyond an utterance's end) and the probability of each [B, T], for ``spans.collapse``.
+    """Find labels [B, T] (blank beyond an utterance's end) and their probabilities [B, T], for ``spans.collapse``.
 
     Arguments
     ---------
     log_probs : [B, T, V] float log-probabilities
-    frames : [B] how many of the T each utterance has
+    frames : [B] number of frames of each utterance
     """
     if log_probs.ndim != 3 or np.shape(frames) != log_probs.shape[:1]:
         raise ValueError(f"log_probs [B, T, V] and frames [B] have the shapes {log_probs.shape} and {np.shape(frames)}")
@@ -23,7 +23,7 @@ def best_path(log_probs: np.ndarray, frames: np.ndarray, blank_id: int = 0) -> t
     labels = log_probs.argmax(-1)
     best = np.take_along_axis(log_probs, labels[..., None], -1)[..., 0]
     inside = np.arange(size) < np.asarray(frames)[:, None]
-    # The maximum of a frame with a NaN is that NaN for numpy, so looking at the best is looking at all.
+    # numpy's maximum of a frame with a NaN is NaN, so checking the best checks all.
     wrong = np.flatnonzero((np.isnan(best) & inside).any(-1)).tolist()
     if wrong:
         raise SbkitError(f"the model's output for utterances {wrong} of the batch is not a number",

@@ -1,4 +1,4 @@
-"""What a search adds to the acoustic scores: a language model over words or pieces, a lexicon, hot words."""
+"""Scores beside the acoustic ones: a language model over words or pieces, a lexicon, hot words."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from sbkit.decode.hotwords import HotWords
 from sbkit.decode.language_model import SPECIAL, LanguageModel
 from sbkit.decode.pieces import Pieces
 
-# What a word outside the lexicon costs: more than any path can make good, but where there is no other
-# path a search still has an answer.
+# The cost of a word outside the lexicon: more than any path can make up for. If there is no other path, the search
+# still has an answer.
 FORBIDDEN = -1e4
 
 
 @dataclass(frozen=True)
 class Weights:
-    """How much each part counts beside the acoustic score; natural logarithms."""
+    """Weights of the scores beside the acoustic one; natural logarithms."""
 
     lm: float = 0.5
     word: float = 1.5  # for every word
@@ -27,12 +27,12 @@ class Weights:
 
 
 class Fusion:
-    """Scores words when they are complete, words that have begun by the best they can become, and pieces.
+    """Scores complete words, unfinished words by the best that they can become, and pieces.
 
     Arguments
     ---------
     model : over words or over pieces, or None
-    lexicon : the words that may be said at all, or None for any
+    lexicon : the only words allowed, or None for any
     per_piece : the model is over pieces
     """
 
@@ -58,10 +58,10 @@ class Fusion:
             self._unknown_alone = float(model.score(np.zeros(1, np.int64), np.array([model.unknown]))[0][0])
         self._vocabulary = hashing.Table(hashing.hash_all(raw), ids)
         self._begun = _beginnings(raw, alone)
-        self.strict = self.closed or self._word_model is not None  # are there words that it doesn't know
+        self.strict = self.closed or self._word_model is not None  # whether some words are unknown
 
     def complete(self, states: np.ndarray, words: np.ndarray, weights: Weights) -> tuple[np.ndarray, np.ndarray]:
-        """What words [N], given by their hashes, add after states [N], and the states after."""
+        """The scores of complete words [N], given by hash, after states [N], and the states after them."""
         gain = np.full(len(words), weights.word)
         if not self.strict:
             return gain, states
@@ -75,7 +75,7 @@ class Fusion:
         return gain + weights.lm * scores, after
 
     def expect(self, words: np.ndarray, weights: Weights) -> np.ndarray:
-        """What the words that have begun so [N] can add at best; 0 where none has begun."""
+        """The best score that unfinished words [N] can get; 0 if there is none."""
         if not self.strict:
             return np.zeros(len(words))
         best = self._begun.get(words, -np.inf)
@@ -86,20 +86,20 @@ class Fusion:
         return best
 
     def extend(self, states: np.ndarray, tokens: np.ndarray, weights: Weights) -> tuple[np.ndarray, np.ndarray]:
-        """What tokens [N] add after states [N] where the model is over pieces, and the states after."""
+        """The scores of tokens [N] after states [N] by a model over pieces, and the states after them."""
         assert self.model is not None, "only a model over pieces extends"
         scores, after = self.model.score(states, self.piece_ids[tokens])
         return weights.lm * scores.astype(np.float64), after
 
     def finish(self, states: np.ndarray, weights: Weights) -> np.ndarray:
-        """What the end of the sentence adds."""
+        """The score of the sentence end."""
         if self.model is None:
             return np.zeros(len(states))
         return weights.lm * self.model.score(states, np.full(len(states), self.model.end))[0].astype(np.float64)
 
 
 def _beginnings(words: list[bytes], scores: np.ndarray) -> hashing.Table:
-    """All beginnings of all words, each with the best score of the words that it can become."""
+    """Index all prefixes of all words, each with the best score of the words that begin with it."""
     hashes, begins = hashing.prefixes(words)
     best = np.repeat(scores, np.diff(begins))
     if not len(hashes):

@@ -20,7 +20,7 @@ TSALLIS_ALPHA = 1 / 3
 
 @dataclass(frozen=True)
 class Hypotheses:
-    """What was heard in a batch, one ``Spans`` per utterance."""
+    """The greedy transcripts of a batch, one ``Spans`` per utterance."""
 
     spans: list[Spans]
 
@@ -41,15 +41,15 @@ class Hypotheses:
 
 @torch.no_grad()
 def greedy(log_probs: Tensor, lengths: Tensor, blank_id: int = 0, certainty: str | None = None) -> Hypotheses:
-    """The best path through each utterance, with one copy to the host for the whole batch.
+    """Find the best path through each utterance, with one copy to the host for the whole batch.
 
-    An utterance's result depends on its own frames alone, not on its neighbours or the padding.
+    An utterance's result depends only on its own frames, not on its neighbours or the padding.
 
     Arguments
     ---------
     log_probs : [B, T, V] log-probabilities (``log_softmax`` of the scores)
     lengths : [B] frames of each utterance, integers
-    certainty : what to make of the entropy of each frame: ``tsallis`` or ``gibbs`` (see ``frame_certainty``)
+    certainty : measure of certainty per frame: ``tsallis`` or ``gibbs`` (see ``frame_certainty``)
     """
     check_shapes(log_probs, lengths)
     best, labels = log_probs.max(dim=-1)
@@ -57,23 +57,23 @@ def greedy(log_probs: Tensor, lengths: Tensor, blank_id: int = 0, certainty: str
     frames = [labels.masked_fill(~inside, blank_id).float(), best.float().exp().where(inside, 1.0)]
     if certainty is not None:
         frames.append(frame_certainty(log_probs, certainty).where(inside, 1.0))
-    # Labels are exact in float32 up to 16 million, so that everything fits in one tensor and one copy.
+    # Labels are exact in float32 up to 16 million, so everything fits in one tensor and one copy.
     path, confidence, *sure = torch.stack(frames).cpu().numpy()
     refuse_nan(confidence)
     return Hypotheses(collapse(path.astype(np.int64), confidence, sure[0] if sure else None, blank_id=blank_id))
 
 
 def check_shapes(log_probs: Tensor, lengths: Tensor) -> None:
-    """Raise where log_probs aren't [B, T, V] or lengths no integers [B]."""
+    """Raise if log_probs aren't [B, T, V] or lengths aren't integers [B]."""
     if log_probs.dim() != 3 or lengths.shape != log_probs.shape[:1]:
         shapes = f"{[*log_probs.shape]} and {[*lengths.shape]}"
         raise ValueError(f"log_probs [B, T, V] and lengths [B] have the shapes {shapes}")
     if lengths.is_floating_point():
-        raise ValueError("lengths are numbers of frames (integers), not shares of the longest")
+        raise ValueError("lengths must be numbers of frames (integers), not fractions of the longest")
 
 
 def refuse_nan(confidence: np.ndarray) -> None:
-    """Name the utterances that have a frame [B, T] that is not a number."""
+    """Raise with the names of utterances that have a NaN among their frames [B, T]."""
     rows = np.flatnonzero(np.isnan(confidence).any(axis=1)).tolist()
     if rows:
         raise SbkitError(f"the model's output for utterances {rows} of the batch is not a number",
@@ -81,21 +81,20 @@ def refuse_nan(confidence: np.ndarray) -> None:
 
 
 def frame_certainty(log_probs: Tensor, measure: str = "tsallis") -> Tensor:
-    """How far each frame's distribution is from knowing nothing: [B, T, V] -> [B, T], 1 for a sure frame,
-    0 for a uniform one.
+    """Measure each frame's certainty by its entropy: [B, T, V] -> [B, T], 1 for a sure frame, 0 for a uniform one.
 
-    The entropy H, with H_max that of the uniform distribution, as (e^-H - e^-H_max) / (1 - e^-H_max).
-    ``gibbs`` takes Shannon's entropy; ``tsallis`` the one with alpha 1/3, which listens more to the
-    unlikely labels and tells mistakes apart where probabilities are peaked, as CTC's are.
+    With the entropy H, and H_max that of the uniform distribution, it is (e^-H - e^-H_max) / (1 - e^-H_max).
+    ``gibbs`` uses Shannon's entropy; ``tsallis`` the one with alpha 1/3, which gives more weight to unlikely labels
+    and detects errors better where probabilities are peaked, as CTC's are.
     """
     if measure not in ("tsallis", "gibbs"):
-        raise ValueError(f"the entropy is 'tsallis' or 'gibbs', not {measure!r}")
+        raise ValueError(f"the entropy must be 'tsallis' or 'gibbs', not {measure!r}")
     batch, frames, labels = log_probs.shape
     parts = []
     for part in log_probs.split(max(1, _AT_ONCE // max(1, frames * labels))):
         part = part.float()
         if measure == "gibbs":
-            # 0 log 0 is 0, where torch would say it is not a number.
+            # 0 log 0 is 0 here; torch would give NaN.
             parts.append(-(part.exp() * part.clamp_min(torch.finfo(part.dtype).min)).sum(-1))
         else:
             parts.append(((TSALLIS_ALPHA * part).exp().sum(-1) - 1) / (1 - TSALLIS_ALPHA))
@@ -110,7 +109,7 @@ def frame_certainty(log_probs: Tensor, measure: str = "tsallis") -> Tensor:
 @torch.no_grad()
 def align(log_probs: Tensor, lengths: Tensor, targets: Tensor, target_lengths: Tensor, blank_id: int = 0,
           ids: Sequence[str] | None = None) -> Hypotheses:
-    """Where each token of a known transcript was said; confidence is the probability given to that token.
+    """Align a known transcript with the frames; confidence is the probability given to each token.
 
     Arguments
     ---------
@@ -129,7 +128,7 @@ def align(log_probs: Tensor, lengths: Tensor, targets: Tensor, target_lengths: T
                   log_probs.shape[2], names)
     labels = torch.full(log_probs.shape[:2], blank_id, dtype=torch.int64)
     confidence = torch.ones(log_probs.shape[:2])
-    for i, (size, count) in enumerate(zip(frames, tokens, strict=True)):  # torchaudio aligns one at a time
+    for i, (size, count) in enumerate(zip(frames, tokens, strict=True)):  # torchaudio aligns one utterance at a time
         if count:
             target = targets[i:i + 1, :count].to(log_probs.device, torch.int32)
             path, scores = forced_align(log_probs[i:i + 1, :size].float(), target, blank=blank_id)

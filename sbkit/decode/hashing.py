@@ -1,4 +1,4 @@
-"""Texts as 64-bit numbers that grow letter by letter, so that thousands of hypotheses are spelled in one operation."""
+"""64-bit text hashes that can be extended by letters, for thousands of hypotheses in one operation."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _MIX = np.uint64(0xD6E8FEB86659FD93)
 
 
 def powers(lengths: np.ndarray) -> np.ndarray:
-    """What a hash is multiplied by when so many bytes follow: [N] -> [N] uint64."""
+    """The factor for a hash when this many bytes are appended: [N] -> [N] uint64."""
     table = np.ones(int(lengths.max(initial=0)) + 1, dtype=np.uint64)
     table[1:] = BASE
     return np.multiply.accumulate(table)[lengths]
 
 
 def prefixes(texts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """The hashes of all beginnings of all texts, from their first byte to the whole, one text after another.
+    """Hash all prefixes of all texts, from the first byte to the whole text, one text after another.
 
-    Gives the hashes [sum of lengths] and where each text's begin [N + 1].
+    Returns the hashes [sum of lengths] and where each text's hashes begin [N + 1].
     """
     lengths = np.array([len(text) for text in texts], dtype=np.int64)
     begins = np.concatenate([[0], np.cumsum(lengths)])
@@ -37,20 +37,20 @@ def prefixes(texts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def hash_all(texts: Sequence[bytes]) -> np.ndarray:
-    """The hash of each text: [N] uint64."""
+    """Hash each text: [N] uint64."""
     hashes, begins = prefixes(texts)
     return np.where(np.diff(begins) > 0, hashes[np.maximum(begins[1:] - 1, 0)] if len(hashes) else 0, np.uint64(0))
 
 
 def mix(hashes: np.ndarray) -> np.ndarray:
-    """Spread every bit over all others, so that any of them can stand for the whole."""
+    """Mix the bits, so that any part of a hash can represent the whole."""
     hashes = (hashes ^ (hashes >> np.uint64(32))) * _MIX
     hashes = (hashes ^ (hashes >> np.uint64(32))) * _MIX
     return hashes ^ (hashes >> np.uint64(32))
 
 
 class Table:
-    """Values by hash, looked up many at a time."""
+    """A table of values by hash, with batched lookup."""
 
     def __init__(self, hashes: np.ndarray, values: np.ndarray):
         order = np.argsort(hashes, kind="stable")
@@ -60,7 +60,7 @@ class Table:
         return len(self.hashes)
 
     def get(self, hashes: np.ndarray, default: float | int) -> np.ndarray:
-        """Values [N] of hashes [N], ``default`` for those that aren't there."""
+        """Look up the values [N] of hashes [N]; ``default`` if missing."""
         if not len(self.hashes):
             return np.full(len(hashes), default)
         at = np.minimum(np.searchsorted(self.hashes, hashes), len(self.hashes) - 1)

@@ -1,4 +1,4 @@
-"""Words and phrases that a search is told to expect: each letter of one earns its share of the boost."""
+"""Hot words: phrases that a search is told to expect; each letter earns its share of the boost."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _STATE = np.uint64(0xA24BAED4963EE407)
 
 
 class HotWords:
-    """Boosts while a phrase is being said; what was earned is lost again when it turns out to be another.
+    """Boosts a phrase while it is being spelled; the boost is lost again if it turns out to be another.
 
-    A state says which words of a phrase have been said; 0: none.
+    A state says which words of a phrase are complete; 0 means none.
 
     Arguments
     ---------
-    boosts : what each phrase is worth, a natural logarithm: 5 makes it 150 times as likely
+    boosts : the boost of each phrase as a natural logarithm: 5 makes it 150 times as likely
     """
 
     def __init__(self, boosts: Mapping[str, float]):
@@ -31,9 +31,9 @@ class HotWords:
         self.words = list(dict.fromkeys(word for phrase in self.boosts for word in phrase.split()))
         self.most = max([0.0, *self.boosts.values()])
         states: dict[tuple[str, ...], int] = {(): 0}
-        held = [0.0]  # what has been earned in each state
+        held = [0.0]  # boost earned in each state
         begun: dict[int, float] = {}  # (state, beginning of a word) -> earned
-        ended: dict[int, tuple[int, float]] = {}  # (state, word) -> state after, gained for good
+        ended: dict[int, tuple[int, float]] = {}  # (state, word) -> state after, boost kept
         for phrase, boost in self.boosts.items():
             words = phrase.split()
             size, said = sum(len(word.encode()) for word in words), 0
@@ -65,12 +65,12 @@ class HotWords:
         return words + states.astype(np.uint64) * _STATE
 
     def expect(self, states: np.ndarray, words: np.ndarray) -> np.ndarray:
-        """What the words that have begun so [N] have earned after states [N]; 0 stands for no word."""
+        """The boost earned by word prefixes [N] after states [N]; hash 0 means no word."""
         earned = np.maximum(self._begun.get(self._keys(states, words), 0.0), self._begun.get(words, 0.0))
         return np.where(words == 0, self._held[states], earned)
 
     def complete(self, states: np.ndarray, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What words [N] gain for good after states [N], and the states after."""
+        """The boost that complete words [N] keep after states [N], and the states after them."""
         keys = self._keys(states, words)
         gain = np.maximum(self._gain.get(keys, 0.0), self._gain.get(words, 0.0))
         further = self._to.get(keys, 0)

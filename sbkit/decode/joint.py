@@ -1,8 +1,8 @@
-"""Joint search: transcripts that an attention decoder and CTC find likely together, for models trained with both.
+"""Joint search with an attention decoder and CTC, for models trained with both.
 
-A hypothesis grows by one token at a time. Each is scored by the decoder and by CTC's prefix probability, that of all
-paths that begin with these tokens. The probabilities of a prefix over time follow a linear recurrence, which is solved
-for all frames at once by a cumulative sum; those of all its continuations are one product of matrices.
+A hypothesis grows by one token at a time. Each is scored by the decoder and by CTC's prefix probability, which sums
+all paths that begin with these tokens. The probabilities of a prefix over time follow a linear recurrence, solved for
+all frames at once by a cumulative sum; those of all its continuations are one matrix product.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from sbkit.errors import SbkitError
 
 Step = Callable[[Tensor, Tensor], Tensor]
 End = tuple[float, float, tuple[int, ...]]  # score, CTC's log-probability, tokens
-_NEVER = -1e30  # the logarithm of an impossible event: finite, so that a difference of two is a number
+_NEVER = -1e30  # the logarithm of an impossible event; finite, so that the difference of two is not NaN
 _ALIVE = -1e20
 
 
 @dataclass
 class _Beams:
-    """K hypotheses of each of B utterances that are not done. Frame 0 of T + 1 lies before the first."""
+    """K hypotheses for each of B unfinished utterances. Frame 0 of T + 1 is before the first."""
 
     ctc: Tensor  # [B, T, V] log-probabilities
-    likely: Tensor  # [B, T, V] and probabilities
+    likely: Tensor  # [B, T, V] the same as probabilities
     lengths: Tensor  # [B]
-    tokens: Tensor  # [B, K, 1 + U], the beginning first
+    tokens: Tensor  # [B, K, 1 + U], the start token first
     blank: Tensor  # [B, K, T + 1] log-probability of the paths up to a frame that end in a blank
-    other: Tensor  # [B, K, T + 1] and of those that end in the last token
+    other: Tensor  # [B, K, T + 1] the same for paths that end in the last token
     attention: Tensor  # [B, K] the decoder's log-probability
     score: Tensor  # [B, K]
 
@@ -42,22 +42,22 @@ class _Beams:
 
     @property
     def size(self) -> int:
-        """Tokens of each."""
+        """The number of tokens per hypothesis."""
         return self.tokens.shape[2] - 1
 
 
 class JointSearch:
-    """The best transcripts of a batch by an attention decoder and CTC.
+    """Search for the best transcripts of a batch with an attention decoder and CTC.
 
-    A transcript's score is ``ctc_weight`` times CTC's log-probability of its tokens, plus the rest times the
-    decoder's of the tokens and the end, plus ``token_score`` for every token. The search of an utterance ends when
-    no hypothesis can become better than those that are finished.
+    A transcript's score is ``ctc_weight`` times CTC's log-probability of its tokens, plus 1 - ``ctc_weight`` times
+    the decoder's of the tokens and the end, plus ``token_score`` per token. The search of an utterance ends when no
+    hypothesis can beat those that are finished.
 
     Arguments
     ---------
-    tokenizer : the model's; can be set later
-    beam : hypotheses followed per utterance
-    ctc_weight : above 0, since CTC keeps the decoder from stopping early and from repeating itself, up to 1
+    tokenizer : the model's tokenizer; can be set later
+    beam : hypotheses kept per utterance
+    ctc_weight : above 0 and up to 1; CTC keeps the decoder from stopping early and from repeating itself
     nbest : transcripts per utterance
     """
 
@@ -65,28 +65,28 @@ class JointSearch:
                  token_score: float = 0.0, blank_id: int = 0, bos_id: int = 1, eos_id: int = 2):
         for name, value in (("beam", beam), ("nbest", nbest)):
             if not isinstance(value, int) or value < 1:
-                raise SbkitError(f"joint search: {name} is {value!r}", hint="use a whole number from 1 on")
+                raise SbkitError(f"joint search: {name} is {value!r}", hint="use a whole number of at least 1")
         if not 0 < ctc_weight <= 1:
             raise SbkitError(f"joint search: ctc_weight is {ctc_weight}",
-                             hint="use a share above 0 and up to 1, such as 0.4")
+                             hint="use a value above 0 and up to 1, such as 0.4")
         self.tokenizer, self.beam, self.nbest = tokenizer, max(beam, nbest), nbest
         self.ctc_weight, self.token_score = float(ctc_weight), float(token_score)
         self.blank_id, self.bos_id, self.eos_id = blank_id, bos_id, eos_id
 
     @torch.no_grad()
     def decode(self, log_probs: Tensor, lengths: Tensor, step: Step) -> list[list[Hypothesis]]:
-        """The ``nbest`` transcripts of each utterance, the very best first.
+        """The ``nbest`` transcripts of each utterance, best first.
 
         Arguments
         ---------
         log_probs : [B, T, V] CTC's log-probabilities
         lengths : [B] frames of each utterance, integers
-        step : the decoder: tokens [N, U] that begin with bos, and the rows [N] of the batch that they are heard
-            in, to log-probabilities [N, V] of the token that follows
+        step : the decoder: maps tokens [N, U] that begin with bos, and the rows [N] of the batch that they belong to,
+            to log-probabilities [N, V] of the next token
         """
         check_shapes(log_probs, lengths)
         outside = torch.arange(log_probs.shape[1], device=lengths.device) >= lengths[:, None]
-        log_probs = log_probs.masked_fill(outside[..., None], 0.0)  # whatever stands beyond the end
+        log_probs = log_probs.masked_fill(outside[..., None], 0.0)  # values beyond the end are arbitrary
         refuse_nan(log_probs.sum(-1).cpu().numpy())
         found: list[list[End]] = [[] for _ in range(len(lengths))]
         rows, beams = torch.arange(len(lengths), device=log_probs.device), self._begin(log_probs, lengths)
@@ -106,13 +106,13 @@ class JointSearch:
         silence = torch.nn.functional.pad(ctc[..., self.blank_id].cumsum(1), (1, 0))
         blank = silence[:, None].repeat(1, self.beam, 1)
         score = ctc.new_full((len(ctc), self.beam), _NEVER)
-        score[:, 0] = 0.0  # there is one beginning
+        score[:, 0] = 0.0  # there is only one start
         tokens = torch.full((len(ctc), self.beam, 1), self.bos_id, device=ctc.device)
         return _Beams(ctc, ctc.exp(), lengths, tokens, blank, torch.full_like(blank, _NEVER),
                       torch.zeros_like(score), score)
 
     def _finish(self, beams: _Beams, end: Tensor, found: list[list[End]]) -> None:
-        """Every hypothesis may end here, with the decoder's ``end`` [B, K]; the best go to ``found``."""
+        """End every hypothesis here with the decoder's ``end`` [B, K]; the best go to ``found``."""
         last = beams.lengths[:, None, None].expand(-1, self.beam, 1)
         ctc = torch.logaddexp(beams.blank.gather(2, last), beams.other.gather(2, last))[..., 0]
         score = self._joined(ctc, beams.attention + end, beams.size).where(beams.score > _ALIVE, _NEVER)
@@ -127,12 +127,12 @@ class JointSearch:
         return self.ctc_weight * ctc + (1 - self.ctc_weight) * attention + self.token_score * tokens
 
     def _extend(self, beams: _Beams, following: Tensor) -> _Beams:
-        """The best hypotheses that are one token longer, by the decoder's log-probabilities [B, K, V] of it."""
+        """Extend to the best hypotheses with one more token, given the decoder's log-probabilities [B, K, V]."""
         batch, frames, labels = beams.ctc.shape
         outside = (torch.arange(frames, device=beams.ctc.device) >= beams.lengths[:, None])[:, None]
         total = torch.logaddexp(beams.blank, beams.other)
         last = beams.tokens[..., -1]
-        # Of each continuation: that it begins in any frame, the tokens before it said by then.
+        # The probability that a continuation begins in any frame, after all tokens before it.
         before = total[..., :-1].masked_fill(outside, _NEVER)
         peak = before.amax(-1, keepdim=True)
         prefix = torch.matmul((before - peak).exp(), beams.likely).log() + peak
@@ -147,7 +147,7 @@ class JointSearch:
 
         here = torch.arange(batch, device=place.device)[:, None]
         blank, repeats = beams.blank[here, parent], token == last[here, parent]
-        # Said for the first time after any path of the prefix, but a token that follows itself only after a blank.
+        # The new token may begin after any path of the prefix, but a repeated token only after a blank.
         other = _recur(_said(beams.ctc, token), blank.where(repeats[..., None], total[here, parent]))
         return replace(
             beams, tokens=torch.cat([beams.tokens[here, parent], token[..., None]], 2), other=other,
@@ -155,13 +155,13 @@ class JointSearch:
             attention=attention.flatten(1).gather(1, place), score=score)
 
     def _going_on(self, beams: _Beams, found: list[list[End]]) -> Tensor:
-        """Which utterances [B] have a hypothesis that may still become better than what is finished."""
+        """Which utterances [B] have a hypothesis that may still beat the finished ones."""
         hope = beams.score.amax(1) + max(0.0, self.token_score) * (beams.lengths - beams.size)
         enough = [ends[-1][0] if len(ends) == self.nbest else _ALIVE for ends in found]
         return (hope > torch.tensor(enough, dtype=hope.dtype, device=hope.device)) & (beams.size <= beams.lengths)
 
     def _hypotheses(self, found: list[list[End]], log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
-        """With where CTC hears their tokens."""
+        """Make hypotheses with the times at which CTC places their tokens."""
         owner = [row for row, ends in enumerate(found) for _ in ends]
         tokens = [torch.tensor(tokens, dtype=torch.int64) for ends in found for _, _, tokens in ends]
         if not tokens:
@@ -173,14 +173,14 @@ class JointSearch:
 
 
 def _said(ctc: Tensor, tokens: Tensor) -> Tensor:
-    """CTC's log-probabilities [B, K, T] of tokens [B, K] in all frames of [B, T, V]."""
+    """Gather CTC's log-probabilities [B, K, T] of tokens [B, K] in all frames of [B, T, V]."""
     return ctc.gather(2, tokens[:, None].expand(-1, ctc.shape[1], -1)).transpose(1, 2)
 
 
 def _recur(said: Tensor, before: Tensor) -> Tensor:
     """Logarithms of p[t] = said[t] (p[t - 1] + before[t - 1]) and p[0] = 0: [..., T], [..., T + 1] -> [..., T + 1].
 
-    Divided by the product of ``said`` up to t, it is a plain sum.
+    Divided by the product of ``said`` up to t, the recurrence is a plain sum.
     """
     product = torch.nn.functional.pad(said.cumsum(-1), (1, 0))
     summed = torch.logcumsumexp(before[..., :-1] - product[..., :-1], -1) + product[..., 1:]

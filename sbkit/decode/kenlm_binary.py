@@ -1,8 +1,8 @@
-"""KenLM's binary language models, read straight from the file as it lies on disk and written without KenLM.
+"""KenLM's binary language models, memory-mapped from disk and written without KenLM.
 
-Only the layout that ``build_binary`` makes when it isn't told otherwise ("probing"): hash tables that are
-searched where they are, mapped into memory, so that a model of gigabytes is there at once and is shared
-by all processes of a machine.
+Only the layout that ``build_binary`` makes by default ("probing") is supported: hash tables that are searched in
+place, mapped into memory, so that a model of gigabytes opens instantly and is shared by all processes of a
+machine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _KINDS = ("probing", "rest probing", "trie", "quantized trie", "array trie", "qu
 
 
 def recognise(path: str | Path) -> bool:
-    """Whether a file is one of KenLM's."""
+    """Whether a file is in KenLM's binary format."""
     with open(path, "rb") as file:
         return file.read(8) == _MAGIC[:8]
 
@@ -39,13 +39,13 @@ def _buckets(entries: int, multiplier: float) -> int:
 
 
 def combine(key: np.ndarray, word: np.ndarray) -> np.ndarray:
-    """The key of an n-gram with one more word before it; that of a word alone is its number."""
+    """The key of an n-gram extended by a word in front; the key of a single word is its number."""
     one_more = (word.astype(np.uint64) + np.uint64(1)) * np.uint64(17894857484156487943)
     return key * np.uint64(8978948897894561157) ^ one_more
 
 
 class KenLM(LanguageModel):
-    """A model in KenLM's format. Histories get their number when they are first met.
+    """A model in KenLM's format. A history gets its number when it is first seen.
     """
 
     def __init__(self, path: str | Path):
@@ -55,17 +55,17 @@ class KenLM(LanguageModel):
             raise self._truncated()
         sanity = data[:_SANITY.itemsize].view(_SANITY)[0]
         if sanity["magic"] != _MAGIC.rstrip(b"\0") or sanity["one"] != 1 or sanity["floats"].tolist() != [0, 1, -0.5]:
-            raise SbkitError(f"{self.path}: KenLM wrote it in another version of its format, or on another machine",
-                             hint="build it again from the ARPA file, or give that")
+            raise SbkitError(f"{self.path}: it was written by another version of KenLM, or on another kind of machine",
+                             hint="build it again from the ARPA file, or use the ARPA file")
         at = _SANITY.itemsize + _FIXED.itemsize
         fixed = data[_SANITY.itemsize:at].view(_FIXED)[0]
         kind, order = int(fixed["kind"]), int(fixed["order"])
         if kind:
-            raise SbkitError(f"{self.path} is a KenLM {_KINDS[min(kind, 5)]} model, and only probing ones are read",
-                             hint="run build_binary without 'trie', or give the ARPA file")
+            raise SbkitError(f"{self.path} is a KenLM {_KINDS[min(kind, 5)]} model, and only probing ones can be read",
+                             hint="run build_binary without 'trie', or use the ARPA file")
         if not fixed["has_words"]:
-            raise SbkitError(f"{self.path}: its words aren't in the file",
-                             hint="build it again with them, or give the ARPA file")
+            raise SbkitError(f"{self.path}: the vocabulary is not in the file",
+                             hint="build it again with the vocabulary, or use the ARPA file")
         self.counts = data[at:at + 8 * order].view("<u8").astype(np.int64).tolist()
         multiplier = float(fixed["multiplier"])
         at = -(-(at + 8 * order) // 8) * 8 + 8 + _buckets(self.counts[0], multiplier) * _WORD.itemsize
@@ -85,7 +85,7 @@ class KenLM(LanguageModel):
         self.words = [word_of(self.path, word) for word in words]
         self.ids = {word: i for i, word in enumerate(self.words)}
         self.unknown, self.end = 0, self.ids.get(END, 0)
-        self._contexts = np.zeros((1, order - 1), np.int64)  # words of each history, the last one first
+        self._contexts = np.zeros((1, order - 1), np.int64)  # words of each history, latest first
         self._lengths = np.zeros(1, np.int64)
         self._backoffs = np.zeros((1, order - 1), np.float32)
         self._numbers = {0: 0}
@@ -95,18 +95,18 @@ class KenLM(LanguageModel):
             np.array([[self._unigrams["backoff"][begin]] + [0.0] * (order - 2)], np.float32))[0])
 
     def _truncated(self) -> SbkitError:
-        return SbkitError(f"{self.path} is truncated: KenLM's header promises more than its {self.path.stat().st_size} "
+        return SbkitError(f"{self.path} is truncated: its header promises more than its {self.path.stat().st_size} "
                           "bytes", hint="get or build the file again")
 
     def score(self, states: np.ndarray, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Natural logarithms of the probabilities [N] of words [N] after states [N], and the states after."""
         contexts, lengths, before = self._contexts[states], self._lengths[states], self._backoffs[states]
         unigram = self._unigrams[words]
-        log10 = -np.abs(unigram["log10"])  # the sign says something else in this format
+        log10 = -np.abs(unigram["log10"])  # the sign has another meaning in this format
         backoffs = np.zeros((len(words), self.order), np.float32)
         backoffs[:, 0] = unigram["backoff"]
         matched = np.ones(len(words), np.int64)
-        usable = _goes_on(unigram["backoff"]).astype(np.int64)  # words that tell the next history from a shorter one
+        usable = _goes_on(unigram["backoff"]).astype(np.int64)  # words that lengthen the next history
         key, alive = words.astype(np.uint64), np.arange(len(words))
         for k in range(self.order - 1):
             alive = alive[lengths[alive] > k]
@@ -131,14 +131,14 @@ class KenLM(LanguageModel):
         return log10 * np.float32(LN10), self._number(after, np.minimum(usable, self.order - 1), backoffs[:, :-1])
 
     def _number(self, contexts: np.ndarray, lengths: np.ndarray, backoffs: np.ndarray) -> np.ndarray:
-        """The state of each history, a new one where it wasn't met before."""
+        """The state of each history; unseen ones get a new state."""
         hashes = np.zeros(len(contexts), np.uint64)
         for k in range(self.order - 1):
             hashes = np.where(lengths > k, combine(hashes, contexts[:, k]), hashes)
         unique, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
         numbers, known = self._numbers, len(self._lengths)
         states = np.fromiter((numbers.setdefault(value, len(numbers)) for value in unique.tolist()), np.int32)
-        rows = first[states >= known]  # new numbers were given in the order of these rows
+        rows = first[states >= known]  # new numbers are assigned in the order of these rows
         if len(rows):
             inside = np.arange(self.order - 1) < lengths[rows, None]
             self._contexts = np.concatenate([self._contexts, np.where(inside, contexts[rows], 0)])
@@ -148,12 +148,12 @@ class KenLM(LanguageModel):
 
 
 def _goes_on(backoff: np.ndarray) -> np.ndarray:
-    """Minus zero says that nothing longer begins with this n-gram."""
+    """Whether longer n-grams begin with this one; a backoff of minus zero says no."""
     return ~((backoff == 0) & np.signbit(backoff))
 
 
 def _probe(keys: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Rows of keys in a table with linear probing, -1 for those that aren't there."""
+    """Find the rows of keys in a table with linear probing, -1 if missing."""
     size = np.uint64(len(keys))
     at = (wanted % size).astype(np.int64)
     rows = np.full(len(wanted), -1, np.int64)
@@ -168,13 +168,13 @@ def _probe(keys: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 
 
 def write(model: NGram, path: str | Path, multiplier: float = 1.5) -> None:
-    """Write a model so that KenLM, and whatever stands on it, can read it; the file is whole or what it was before.
+    """Write a model that KenLM, and software built on it, can read. The write is atomic.
 
-    ``multiplier`` is the size of the hash tables for each n-gram in them.
+    ``multiplier`` is the size of a hash table relative to the number of its n-grams.
     """
     if model.order < 2:
-        raise SbkitError("KenLM's format needs an order of 2 at least")
-    # The unknown word has number 0 there.
+        raise SbkitError("KenLM's format needs an order of at least 2")
+    # KenLM gives the unknown word number 0.
     order = np.array([model.unknown, *(i for i in range(len(model.words)) if i != model.unknown)])
     number = np.empty(len(order), np.uint64)
     number[order] = np.arange(len(order), dtype=np.uint64)
@@ -185,7 +185,7 @@ def write(model: NGram, path: str | Path, multiplier: float = 1.5) -> None:
         values = np.zeros(len(level.word), _MIDDLE if longer is not None else _LONGEST)
         values["log10"] = -np.abs(level.log10)
         if longer is not None:
-            # The signs of zero and of probabilities say whether longer n-grams begin or end with this one.
+            # The signs of zeros and of probabilities encode whether longer n-grams begin or end with this one.
             opens = np.zeros(len(level.word), bool)
             opens[longer.context] = True
             values["backoff"] = np.where(level.backoff != 0, level.backoff, np.where(opens, 0.0, -0.0))
@@ -224,14 +224,14 @@ def write(model: NGram, path: str | Path, multiplier: float = 1.5) -> None:
 
 
 def _table(entries: np.ndarray, multiplier: float, promised: int | None = None) -> np.ndarray:
-    """A hash table with linear probing: an entry lies in the first free place from key modulo size on."""
+    """Build a hash table with linear probing: an entry is in the first free slot from key modulo size on."""
     size = _buckets(len(entries) if promised is None else promised, multiplier)
     table = np.zeros(size, entries.dtype)
     ideal = (entries["key"] % np.uint64(size)).astype(np.int64)
     order = np.argsort(ideal, kind="stable")
     steps = np.arange(len(order))
     place = np.maximum.accumulate(ideal[order] - steps) + steps
-    over = int((place >= size).sum())  # go on at the beginning
+    over = int((place >= size).sum())  # wrap around
     table[place[:len(place) - over]] = entries[order[:len(order) - over]]
     if over:
         table[np.flatnonzero(table["key"] == 0)[:over]] = entries[order[len(order) - over:]]
@@ -239,7 +239,7 @@ def _table(entries: np.ndarray, multiplier: float, promised: int | None = None) 
 
 
 def _murmur(words: list[bytes]) -> np.ndarray:
-    """MurmurHash64A of each word, by which KenLM finds its number."""
+    """The MurmurHash64A of each word, by which KenLM looks up its number."""
     prime = np.uint64(0xC6A4A7935BD1E995)
     lengths = np.array([len(word) for word in words], np.int64)
     width = int(lengths.max(initial=0)) // 8 + 1

@@ -19,13 +19,13 @@ from sbkit.decode.language_model import BEGIN, END, SPECIAL
 from sbkit.decode.ngram import NEVER, Level, NGram
 from sbkit.errors import SbkitError
 
-# Where a text is too small to say how much n-grams seen once, twice or more often are seen too often.
+# Discounts for texts that are too small to estimate them.
 FALLBACK = (0.5, 1.0, 1.5)
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Text as integers: each sentence is its beginning, its words and its end, one after another."""
+    """Text as integers: each sentence is its start symbol, its words and its end symbol."""
 
     words: list[str]
     ids: np.ndarray  # [P] int32
@@ -33,11 +33,11 @@ class Corpus:
 
     @property
     def tokens(self) -> int:
-        """Words in it, beginnings and ends not counted."""
+        """The number of words, without start and end symbols."""
         return len(self.ids) - 2 * self.sentences
 
     def texts(self) -> Iterator[str]:
-        """The sentences, with the unknown word for what isn't in the vocabulary."""
+        """The sentences, with words outside the vocabulary replaced by the unknown word."""
         begin = SPECIAL.index(BEGIN)
         for sentence in np.split(self.ids, np.flatnonzero(self.ids == begin)[1:]):
             yield " ".join(map(self.words.__getitem__, sentence[1:-1].tolist()))
@@ -51,27 +51,27 @@ class Counts:
     word: np.ndarray
     suffix: np.ndarray  # row of the last words in the order below
     raw: np.ndarray  # how often it occurs
-    adjusted: np.ndarray  # what Kneser-Ney counts: different words before it, where it isn't the highest order
+    adjusted: np.ndarray  # Kneser-Ney's count: distinct words before it, or ``raw`` for the highest order
 
 
 @dataclass(frozen=True)
 class Discounts:
-    """What is taken off the counts 1, 2, and 3 or more of an order, and whether the text itself said so."""
+    """Discounts for the counts 1, 2, and 3 or more of an order, and whether they are the fallback."""
 
     values: tuple[float, float, float]
     fallback: bool
 
 
 class Estimate(NamedTuple):
-    """A model and how it came about."""
+    """A model and how it was estimated."""
 
     model: NGram
     discounts: list[Discounts]  # of each order
-    counted: list[int]  # n-grams of each order in the text, before any is left out
+    counted: list[int]  # n-grams of each order in the text, before pruning
 
 
 def read(texts: Iterable[str], min_count: int = 1) -> Corpus:
-    """Words that occur less than ``min_count`` times become the unknown word."""
+    """Read text; words that occur less than ``min_count`` times become the unknown word."""
     sentences = [words for words in map(str.split, texts) if words]
     if not sentences:
         raise SbkitError("there is no text to estimate a language model from")
@@ -79,7 +79,7 @@ def read(texts: Iterable[str], min_count: int = 1) -> Corpus:
     reserved = [word for word in (BEGIN, END) if word in counts]
     if reserved:
         raise SbkitError(f"the text contains the word {reserved[0]}, which marks where sentences begin and end",
-                         hint="take it out of the text")
+                         hint="remove it from the text")
     vocabulary = {word: i for i, word in enumerate(SPECIAL)}
     for word, count in counts.items():
         if count >= min_count:
@@ -92,7 +92,7 @@ def read(texts: Iterable[str], min_count: int = 1) -> Corpus:
 
 
 def count(corpus: Corpus, order: int) -> list[Counts]:
-    """All n-grams up to ``order``, with a row for every word of the vocabulary, seen or not."""
+    """Count all n-grams up to ``order``, with a row for every word of the vocabulary, seen or not."""
     ids, size = corpus.ids, len(corpus.words)
     begin = corpus.words.index(BEGIN)
     starts = np.flatnonzero(ids == begin)
@@ -100,14 +100,14 @@ def count(corpus: Corpus, order: int) -> list[Counts]:
     raw = np.bincount(ids, minlength=size)
     everything = np.arange(size, dtype=np.int32)
     levels = [Counts(np.zeros(size, np.int32), everything, np.zeros(size, np.int32), raw, raw.copy())]
-    rows = ids  # of the n-gram that ends at each position, in the level at hand
+    rows = ids  # row, in the current level, of the n-gram that ends at each position
     for k in range(2, order + 1):
         at = np.flatnonzero(depth >= k - 1)
         keys = rows[at - 1] * np.int64(size) + ids[at]
         keys, first, inverse, raw = np.unique(keys, return_index=True, return_inverse=True, return_counts=True)
         below = levels[-1]
         suffix = rows[at[first]].astype(np.int32)
-        # Only what begins a sentence has nothing before it; it keeps its plain count.
+        # Only n-grams that begin a sentence have nothing before them; they keep their plain counts.
         before = np.bincount(suffix, minlength=len(below.word))
         below.adjusted = np.where(before > 0, before, below.raw)
         levels.append(Counts((keys // size).astype(np.int32), (keys % size).astype(np.int32), suffix, raw, raw.copy()))
@@ -117,10 +117,10 @@ def count(corpus: Corpus, order: int) -> list[Counts]:
 
 
 def discounts(adjusted: np.ndarray) -> Discounts:
-    """From how many n-grams were counted once, twice, three and four times (Chen and Goodman 1998).
+    """Estimate discounts from the numbers of n-grams counted once, twice, three and four times (Chen and Goodman 1998).
 
-    Falls back to ``FALLBACK`` where one of them is missing or a discount comes out as nonsense, as in
-    texts of a few sentences and for the single characters of any text.
+    Falls back to ``FALLBACK`` if one of these is missing or a discount comes out invalid, as in texts of a few
+    sentences and for the single characters of any text.
     """
     once, twice, thrice, four = (int((adjusted == times).sum()) for times in (1, 2, 3, 4))
     if not (once and twice and thrice):
@@ -133,19 +133,19 @@ def discounts(adjusted: np.ndarray) -> Discounts:
 
 
 def estimate(corpus: Corpus, order: int, cutoffs: Sequence[int] = ()) -> Estimate:
-    """A model up to an order.
+    """Estimate a model up to an order.
 
     Arguments
     ---------
-    cutoffs : n-grams that occur this often or less are left out, one number per order; the last holds for
-        the orders above, and words are never left out. What they had goes to shorter n-grams.
+    cutoffs : n-grams that occur this often or less are left out, one number per order; the last also holds for
+        higher orders, and words are never left out. Their probability goes to shorter n-grams.
     """
     levels = count(corpus, order)
     taken = [discounts(_countable(level, corpus)) for level in levels]
     cutoffs = [0, *(cutoffs[min(k, len(cutoffs) - 1)] if cutoffs else 0 for k in range(1, order))]
     built: list[Level] = []
-    probability = np.full(1, 1 / (len(corpus.words) - 1))  # every word but the beginning, before anything is known
-    rows = np.zeros(1, dtype=np.int32)  # where the n-grams of the level below are now
+    probability = np.full(1, 1 / (len(corpus.words) - 1))  # uniform over all words but the start symbol
+    rows = np.zeros(1, dtype=np.int32)  # new rows of the n-grams of the level below
     for number, level in enumerate(levels):
         contexts = len(probability)
         adjusted = level.adjusted.astype(np.float64)
@@ -154,8 +154,8 @@ def estimate(corpus: Corpus, order: int, cutoffs: Sequence[int] = ()) -> Estimat
         total = np.bincount(level.context, weights=adjusted, minlength=contexts)
         off = np.minimum(np.take((0, *taken[number].values), np.minimum(level.adjusted, 3)), adjusted)
         keep = _kept(level, cutoffs[number], rows)
-        given = np.where(keep, off, adjusted)  # to the shorter n-grams: the discount, or everything
-        # A context without any n-gram leaves everything to the shorter ones.
+        given = np.where(keep, off, adjusted)  # mass for shorter n-grams: the discount, or everything
+        # A context without any n-gram leaves all its mass to the shorter ones.
         share = np.ones(contexts)
         np.divide(np.bincount(level.context, weights=given, minlength=contexts), total, out=share, where=total > 0)
         with np.errstate(invalid="ignore"):
@@ -173,12 +173,12 @@ def estimate(corpus: Corpus, order: int, cutoffs: Sequence[int] = ()) -> Estimat
 
 
 def _kept(level: Counts, cutoff: int, rows: np.ndarray) -> np.ndarray:
-    """What occurs more often than ``cutoff`` and whose first words are kept."""
+    """Which n-grams occur more often than ``cutoff`` and have a context that is kept."""
     if not cutoff:
         return np.ones(len(level.word), dtype=bool) & (rows[level.context] >= 0)
     return (level.raw > cutoff) & (rows[level.context] >= 0)
 
 
 def _countable(level: Counts, corpus: Corpus) -> np.ndarray:
-    """The counts that say how much to discount: of what is predicted, not of what begins a sentence."""
+    """The counts to estimate discounts from: those of predicted words, not of sentence starts."""
     return level.adjusted[level.word != corpus.words.index(BEGIN)]

@@ -1,4 +1,4 @@
-"""What every n-gram language model can do, whatever it is stored in."""
+"""Interface of n-gram language models, however they are stored."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ LN10 = math.log(10)
 
 
 class Quality(NamedTuple):
-    """How well a model expects a text. The ends of sentences count as words, as in other tools."""
+    """How well a model predicts a text. Sentence ends count as words, as in other tools."""
 
     perplexity: float  # over the words that the model knows
     perplexity_with_unknown: float
-    words: int  # without the ends of sentences
+    words: int  # without sentence ends
     unknown: int
     sentences: int
 
     @property
     def unknown_share(self) -> float:
-        """Per cent of the words."""
+        """The share of unknown words in per cent."""
         return 100 * self.unknown / max(1, self.words)
 
 
 class LanguageModel(ABC):
-    """A back-off model. A state numbers a history that it can tell from others; 0 is the empty one.
+    """A back-off model. A state is the number of a distinguishable history; 0 is the empty one.
 
-    ``words`` is the vocabulary and ``ids`` their places in it, ``unknown`` the id of the unknown word, ``end`` that of
-    a sentence's end, ``start`` the state at its beginning, ``counts`` says how many n-grams of each order there are.
+    ``words`` is the vocabulary and ``ids`` the index of each word, ``unknown`` the id of the unknown word, ``end``
+    that of the sentence end, ``start`` the state at a sentence start, ``counts`` the number of n-grams of each order.
     """
 
     words: list[str]
@@ -48,16 +48,16 @@ class LanguageModel(ABC):
 
     @property
     def order(self) -> int:
-        """Words in the longest n-gram."""
+        """The number of words in the longest n-gram."""
         return len(self.counts)
 
     def lookup(self, words: Iterable[str]) -> np.ndarray:
-        """Ids of words, that of the unknown word for those outside the vocabulary."""
+        """Look up the ids of words; words outside the vocabulary get the unknown word's."""
         get, unknown = self.ids.get, self.unknown
         return np.fromiter((get(word, unknown) for word in words), dtype=np.int64)
 
     def sentence(self, text: str) -> float:
-        """The natural logarithm of a sentence's probability, its end included."""
+        """The natural logarithm of a sentence's probability, including its end."""
         state, total = np.array([self.start]), 0.0
         for word in [*self.lookup(text.split()), self.end]:
             score, state = self.score(state, np.array([word]))
@@ -65,7 +65,7 @@ class LanguageModel(ABC):
         return total
 
     def quality(self, texts: Iterable[str]) -> Quality:
-        """Perplexity of a text, and how many of its words the model doesn't know."""
+        """Measure the perplexity of a text, and how many of its words are unknown."""
         sentences = sorted((self.lookup(text.split()) for text in texts), key=len, reverse=True)
         lengths = np.array([len(sentence) for sentence in sentences], dtype=np.int64)
         flat = np.concatenate([np.append(sentence, self.end) for sentence in sentences] or [np.zeros(0, np.int64)])

@@ -1,4 +1,4 @@
-"""Language models for the search: estimated from text, loaded from ARPA or KenLM's binary, and checked to fit."""
+"""Language models for the search: estimated, loaded from ARPA or KenLM's binary, and checked against the tokens."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from sbkit.system.console import table
 
 logger = logging.getLogger(__name__)
 
-#: Of a language model's words, so many may be unknown to the tokens without a word about it.
+#: The share of a language model's words that may be impossible to spell before a warning or an error.
 _STRANGE_SHARE = 0.05
 
 UNITS = ("word", "piece")
-_LOOK = 10_000  # words that are looked at to see whether a model fits
+_LOOK = 10_000  # words that are checked against the tokens
 
 
 @dataclass(frozen=True)
 class Report:
-    """What was estimated, and how well it expects a text."""
+    """What was estimated, and how well it predicts a text."""
 
     files: list[Path]
     unit: str
@@ -44,7 +44,7 @@ class Report:
     tokens: int
     vocabulary: int
     quality: Quality
-    held_out: bool  # the quality is of text that the model wasn't estimated from
+    held_out: bool  # the quality was measured on text that the model wasn't estimated from
     seconds: float
 
     def __str__(self) -> str:
@@ -71,17 +71,17 @@ def build(texts: Iterable[str], out: str | Path, order: int = 3, prune: Sequence
 
     Arguments
     ---------
-    texts : sentences, words parted by blanks
-    out : an ARPA file, compressed where it ends in ``.gz``; or KenLM's binary where it ends in ``.bin``
+    texts : sentences, with words separated by spaces
+    out : an ARPA file, compressed if it ends in ``.gz``, or KenLM's binary if it ends in ``.bin``
     order : words in the longest n-gram
-    prune : counts leave out n-grams that occur so often or less, one per order, such as [0, 0, 1] (the last
-        holds for all orders above, and one number for all but words); a share such as 1e-7 leaves out what raises
-        the perplexity by less
+    prune : counts leave out n-grams that occur this often or less, one per order, such as [0, 0, 1] (the last
+        holds for all higher orders, and a single number for all but words); a share such as 1e-7 leaves out n-grams
+        that raise the perplexity by less
     unit : ``word``, or ``piece`` for a model over the tokenizer's pieces
     tokenizer : a ``sbkit.data.tokens.Tokenizer``, for pieces
     min_count : words that occur less often become the unknown word
-    evaluate : text to report perplexity and unknown words on; without it they are those of ``texts``
-    binary : write KenLM's binary beside the ARPA file as well
+    evaluate : text to report perplexity and unknown words on; by default ``texts``
+    binary : write KenLM's binary next to the ARPA file
     """
     began = time.perf_counter()
     out = Path(out)
@@ -91,11 +91,11 @@ def build(texts: Iterable[str], out: str | Path, order: int = 3, prune: Sequence
     model, discounts, counted = kneser_ney.estimate(corpus, order, cutoffs)
     if isinstance(prune, float):
         model = prune_by_entropy(model, prune)
-    if not model.counts[-1]:  # short sentences, or all of an order pruned: other tools want no empty orders
+    if not model.counts[-1]:  # sentences too short, or an order fully pruned: other tools reject empty orders
         model = NGram(model.words, [level for level in model.levels if len(level.word)])
     set_by_hand = [str(order) for order, each in enumerate(discounts, start=1) if each.fallback]
     if set_by_hand:
-        logger.info("The text is too small to tell the discounts of order %s; they are %s.", ", ".join(set_by_hand),
+        logger.info("The text is too small to estimate the discounts of order %s; using %s.", ", ".join(set_by_hand),
                     kneser_ney.FALLBACK)
     texts_of = corpus.texts() if evaluate is None else map(spell, evaluate)
     quality = model.quality(texts_of)
@@ -114,13 +114,13 @@ def build(texts: Iterable[str], out: str | Path, order: int = 3, prune: Sequence
 
 def _check(order: int, prune: Sequence[int] | float | None, unit: str, tokenizer: Any,
            min_count: int) -> Sequence[int]:
-    """The cutoffs, once everything that can be asked for wrongly is checked."""
+    """Check all options and return the cutoffs."""
     if not 1 <= order <= 10:
-        raise SbkitError(f"a language model of order {order}", hint="use 2 to 6")
+        raise SbkitError(f"a language model can't have order {order}", hint="use 2 to 6")
     if unit not in UNITS:
-        raise SbkitError(f"a language model over {unit!r}", hint="use word or piece")
+        raise SbkitError(f"a language model can't be over {unit!r}", hint="use word or piece")
     if unit == "piece" and tokenizer is None:
-        raise SbkitError("a language model over pieces needs the tokenizer they are of")
+        raise SbkitError("a language model over pieces needs their tokenizer")
     if min_count < 1:
         raise SbkitError(f"min_count is {min_count}", hint="1 keeps every word")
     if prune is None:
@@ -133,8 +133,8 @@ def _check(order: int, prune: Sequence[int] | float | None, unit: str, tokenizer
     if any(not isinstance(cutoff, int) or cutoff < 0 for cutoff in cutoffs) or sorted(cutoffs) != cutoffs:
         raise SbkitError(f"prune is {prune}", hint="use counts that don't fall, one per order, such as [0, 0, 1]")
     if cutoffs and cutoffs[0]:
-        raise SbkitError(f"prune is {prune}, and words are never pruned",
-                         hint="begin with 0; min_count makes rare words unknown")
+        raise SbkitError(f"prune is {prune}, but words are never pruned",
+                         hint="start with 0; min_count makes rare words unknown")
     return cutoffs
 
 
@@ -146,13 +146,13 @@ def _speller(tokenizer: Any) -> Any:
 
 
 def read_texts(paths: Iterable[str | Path]) -> Iterator[str]:
-    """The lines of text files, ``.gz`` or plain; ``-`` is stdin."""
+    """Yield the lines of text files, ``.gz`` or plain; ``-`` is stdin."""
     for path in map(Path, paths):
         try:
             with _open(path) as lines:
                 yield from (line.strip() for line in lines)
         except UnicodeDecodeError:
-            raise SbkitError(f"{path} is no text in UTF-8") from None
+            raise SbkitError(f"{path} is not UTF-8 text") from None
         except (OSError, EOFError, zlib.error) as error:
             raise SbkitError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
 
@@ -164,7 +164,7 @@ def _open(path: Path) -> IO[str]:
 
 
 def load(path: str | Path) -> LanguageModel:
-    """A model from an ARPA file, or from KenLM's binary, which stays on the disk and is read where it lies."""
+    """Load a model from an ARPA file, or from KenLM's binary, which is memory-mapped."""
     path = Path(path)
     try:
         binary = kenlm_binary.recognise(path)
@@ -176,12 +176,12 @@ def load(path: str | Path) -> LanguageModel:
 
 
 def unit_of(model: LanguageModel, pieces: Pieces, unit: str | None = None, name: str = "the language model") -> str:
-    """Whether a model is over words or over these pieces; an error where it fits neither.
+    """Tell whether a model is over words or over these pieces; raises if it fits neither.
 
-    ``unit`` says what it has to be; None finds out.
+    ``unit`` is what it has to be; None detects it.
     """
     if unit not in (None, *UNITS):
-        raise SbkitError(f"a language model over {unit!r}", hint="use word or piece")
+        raise SbkitError(f"a language model can't be over {unit!r}", hint="use word or piece")
     words = [word for word in model.words if word not in SPECIAL]
     if not words:
         raise SbkitError(f"{name} has no words")
@@ -193,11 +193,11 @@ def unit_of(model: LanguageModel, pieces: Pieces, unit: str | None = None, name:
         unit = "piece" if per_piece and len(alien) < len(words) / 2 else "word"
     if unit == "piece":
         if len(alien) > len(words) / 2:
-            raise SbkitError(f"{name} is not over this model's {len(pieces)} pieces: it knows {alien[0]!r}, which is "
-                             "none of them", hint="estimate it with this tokenizer: sbkit lm --unit piece")
+            raise SbkitError(f"{name} is not over this model's {len(pieces)} pieces: it has {alien[0]!r}, which isn't "
+                             "one of them", hint="estimate it with this tokenizer: sbkit lm --unit piece")
         return unit
     if marked:
-        raise SbkitError(f"{name} is over pieces of another tokenizer, not over words: it knows "
+        raise SbkitError(f"{name} is over pieces of another tokenizer, not over words: it has "
                          f"{next(word for word in words if WORD_START in word)!r}",
                          hint="estimate it over words, or over the pieces of this model's tokenizer")
     if pieces.across:
@@ -205,7 +205,7 @@ def unit_of(model: LanguageModel, pieces: Pieces, unit: str | None = None, name:
                          hint="estimate the language model over its pieces: sbkit lm --unit piece")
     if not pieces.opens.any():
         raise SbkitError(f"none of this model's {len(pieces)} tokens begins a word, so that words can't be scored",
-                         hint=f"is {pieces.separator!r} what parts words? null makes a word of every token")
+                         hint=f"is {pieces.separator!r} what separates words? null makes every token a word")
     _check_spelling(words, pieces, name)
     return unit
 
@@ -214,13 +214,13 @@ def _check_spelling(words: list[str], pieces: Pieces, name: str) -> None:
     strange = [word for word in words if not pieces.spells(word)]
     if len(strange) <= _STRANGE_SHARE * len(words):
         return
-    hint = "estimate it from text that is written like the transcripts, such as theirs: sbkit lm"
+    hint = "estimate it from text written like the transcripts, or from the transcripts: sbkit lm"
     for change, case in ((str.lower, "lower"), (str.upper, "upper")):
         if sum(pieces.spells(change(word)) for word in words) * 2 > len(words):
             hint = f"the tokens are in {case} case and the language model isn't: " + hint
             break
     share = f"{100 * len(strange) / len(words):.0f} % of its words can't be spelled with them, such as {strange[0]!r}"
     if len(strange) * 2 <= len(words):
-        logger.warning("%s knows words that this model can't write: by its tokens, %s; %s", name, share, hint)
+        logger.warning("%s fits this model's tokens only in part: %s; %s", name, share, hint)
         return
     raise SbkitError(f"{name} doesn't fit this model's tokens: {share}", hint=hint)

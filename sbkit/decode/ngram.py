@@ -1,4 +1,4 @@
-"""An n-gram language model as sorted integer arrays: scores many (history, word) pairs in one call."""
+"""An n-gram language model as sorted integer arrays: scores many (history, word) pairs per call."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ NEVER = -99.0  # how ARPA writes the log10 of a probability that is zero
 class Level(NamedTuple):
     """All n-grams of one order, sorted by (context, word); arrays of equal length [N].
 
-    ``context`` is the row of the first words in the level below (0 for single words), ``word`` the last
-    word's id. ``log10`` and ``backoff`` are what an ARPA file says.
+    ``context`` is the row of the first words in the level below (0 for single words), ``word`` the id of the last
+    word. ``log10`` and ``backoff`` are as in an ARPA file.
     """
 
     context: np.ndarray
@@ -26,7 +26,7 @@ class Level(NamedTuple):
 
 
 class NGram(LanguageModel):
-    """A back-off model. A state is a history that the model can tell from others; 0 is the empty one.
+    """A back-off model. A state is a history that the model can distinguish; 0 is the empty one.
 
     Arguments
     ---------
@@ -45,7 +45,7 @@ class NGram(LanguageModel):
         self._build()
 
     @property
-    def counts(self) -> list[int]:  # type: ignore[override]  # nobody sets a model's counts from outside
+    def counts(self) -> list[int]:  # type: ignore[override]  # a model's counts are never set from outside
         """N-grams of each order."""
         return [len(level.word) for level in self.levels]
 
@@ -60,9 +60,9 @@ class NGram(LanguageModel):
     # ------------------------------------------------------------- scoring
 
     def _build(self) -> None:
-        """Arcs in one table: n-gram i leads from the state of its context to state ``_next[i]``.
+        """Build one table of arcs: n-gram i leads from the state of its context to state ``_next[i]``.
 
-        The state of n-gram i is i + 1, so that contexts and keys are numbered through all orders.
+        The state of n-gram i is i + 1, numbered across all orders.
         """
         size = self._size = len(self.words)
         offsets = np.cumsum([0, *self.counts])
@@ -78,7 +78,7 @@ class NGram(LanguageModel):
         states = len(self._keys) + 1
         self._parent = np.zeros(states, dtype=np.int32)
         self._next = np.zeros(states - 1, dtype=np.int32)
-        tells = self._backoff != 0  # a history that says nothing of its own is no state
+        tells = self._backoff != 0  # a history without a backoff weight is no state
         tells[self._keys // size] = True
         for number, level in enumerate(self.levels):
             rows = np.arange(offsets[number], offsets[number + 1])
@@ -91,14 +91,14 @@ class NGram(LanguageModel):
             self._next[rows] = np.where(own, rows + 1, shorter)
 
     def suffixes(self, number: int) -> np.ndarray:
-        """Of the n-grams of a level, the rows in the level below of all their words but the first; -1 without."""
+        """The rows, in the level below, of a level's n-grams without their first words; -1 if missing."""
         offset = sum(self.counts[:number])
         parent = self._parent[offset + 1:offset + 1 + self.counts[number]]
         below = offset - self.counts[number - 1]
         return np.where(parent > below, parent - 1 - below, -1)
 
     def after_shorter(self, number: int) -> np.ndarray:
-        """Natural log-probabilities of the last words of a level's n-grams after histories one word shorter."""
+        """The natural log-probabilities of the last words of a level's n-grams given histories one word shorter."""
         words = self.levels[number].word
         offset = sum(self.counts[:number])
         histories = self._keys[offset:offset + len(words)] // self._size
@@ -115,7 +115,7 @@ class NGram(LanguageModel):
         return found
 
     def _find(self, states: np.ndarray, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Which n-gram (state, word) is, and whether it is one. The empty history knows every word."""
+        """Find the n-gram of (state, word), and whether it exists. Every word exists after the empty history."""
         wanted = states * np.int64(self._size) + words
         arc = np.minimum(np.searchsorted(self._keys, wanted), len(self._keys) - 1)
         return arc, self._keys[arc] == wanted

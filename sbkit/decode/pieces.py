@@ -1,4 +1,4 @@
-"""The tokens of a model as a search sees them: which begin a word, and the hash of what they add to one."""
+"""The tokens of a model for a search: which begin a word, and the hashes of their letters."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _SILENT = ("<unk>", "<s>", "</s>", "<pad>", "<blank>", "<blk>")
 
 
 class Pieces:
-    """Columns over the vocabulary [V].
+    """The tokens of a vocabulary, as columns [V].
 
-    ``opens``: the token ends the word before it. ``hash`` and ``power``: of the letters it adds, so that
+    ``opens``: the token ends the word before it. ``hash`` and ``power``: those of the letters it adds, so that
     hash(word + letters) = hash(word) * power + hash.
 
     Arguments
     ---------
-    texts : the pieces in order of their ids, as SentencePiece writes them (a blank as ``▁``)
-    separator : what begins a word within a piece; None makes a word of every piece
+    texts : the pieces in order of their ids, as SentencePiece writes them (a space as ``▁``)
+    separator : marks a word's start within a piece; None makes every piece a word
     """
 
     def __init__(self, texts: Sequence[str], separator: str | None = WORD_START):
@@ -50,11 +50,11 @@ class Pieces:
         return len(self.texts)
 
     def spells(self, word: str) -> bool:
-        """Whether the tokens have every letter of a word."""
+        """Whether the tokens contain every letter of a word."""
         return self.any_letter or self.letters.issuperset(word)
 
 
 def _bytes(text: str) -> bytes:
-    """A piece in UTF-8; one such as <0xE4> is that byte."""
+    """Encode a piece in UTF-8; a piece such as <0xE4> is that byte."""
     byte = _BYTE.fullmatch(text)
     return bytes([int(byte[1], 16)]) if byte else text.encode("utf-8", "surrogatepass")

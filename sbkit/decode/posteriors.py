@@ -1,4 +1,4 @@
-"""What a search needs of a batch of CTC log-probabilities: the few frames where something is said, sparse."""
+"""Sparse CTC log-probabilities for a search: only the few frames that can change a transcript."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ import numpy as np
 from sbkit.decode.spans import Spans
 from sbkit.errors import SbkitError
 
-_NO_BLANK = -15.0  # log-probability of a blank that can't part a token in two
+_NO_BLANK = -15.0  # log-probability of a blank that is too unlikely to split a token in two
 
 
 @dataclass(frozen=True)
 class Events:
     """Frames of a batch that can change a transcript, one utterance after another.
 
-    Runs of frames where only the blank is likely say nothing but "the token before has ended", and
-    runs where only one token is likely say the same as their first frame; both are folded, which
-    leaves the result of a search as it was. What they add to every hypothesis alike is in ``offset``.
+    Runs of frames where only the blank is likely mean no more than "the token before has ended", and runs where
+    only one token is likely mean the same as their first frame; both are folded, which does not change the result
+    of a search. The score that they add to every hypothesis is in ``offset``.
 
     Arrays: [B] utterances, [E] events, [N] likely tokens of all events.
     """
 
     first: np.ndarray  # [B + 1] where each utterance's events begin
-    offset: np.ndarray  # [B] log-probability of what was folded
+    offset: np.ndarray  # [B] log-probability of the folded frames
     frame: np.ndarray  # [E] frame of the event
-    run: np.ndarray  # [E] frames that it stands for
+    run: np.ndarray  # [E] number of frames that it represents
     pause: np.ndarray  # [E] bool: there was a blank between it and the event before
     blank: np.ndarray  # [E] probability of the blank, 0 where it is unlikely
     begin: np.ndarray  # [E + 1] where each event's tokens begin
     token: np.ndarray  # [N] int32
     prob: np.ndarray  # [N] probability
-    labels: int = 0  # V: so that a search can tell that its pieces are others
+    labels: int = 0  # V, to detect pieces of another model
 
     def __len__(self) -> int:
         return len(self.offset)
 
     def part(self, start: int, stop: int) -> Events:
-        """Some of the utterances."""
+        """Select a range of utterances."""
         events = slice(*self.first[[start, stop]].tolist())
         tokens = slice(*self.begin[[events.start, events.stop]].tolist())
         return Events(
@@ -53,7 +53,7 @@ class Events:
 
     @staticmethod
     def join(parts: list[Events]) -> Events:
-        """Batches, one after another."""
+        """Concatenate batches."""
         if not parts:
             none = np.zeros(0)
             one = np.zeros(1, np.int64)
@@ -71,22 +71,22 @@ class Events:
 
 
 def events(log_probs: Any, lengths: Any, blank_id: int = 0, threshold: float = -7.0, most: int = 20) -> Events:
-    """Keep of each frame the tokens that are likely.
+    """Keep the likely tokens of each frame.
 
     Arguments
     ---------
-    log_probs : [B, T, V] log-probabilities, a tensor on any device (it stays there, only what is likely is
+    log_probs : [B, T, V] log-probabilities, a tensor on any device (it stays there, only likely tokens are
         copied) or an array
     lengths : [B] frames of each utterance, integers
-    threshold : log-probability below which a token isn't followed; the best token of a frame always is
-    most : tokens followed per frame
+    threshold : log-probability below which a token is dropped; the best token of a frame is always kept
+    most : tokens kept per frame
     """
     if len(log_probs.shape) != 3 or tuple(lengths.shape) != tuple(log_probs.shape[:1]):
         shapes = f"{[*log_probs.shape]} and {[*lengths.shape]}"
         raise ValueError(f"log_probs [B, T, V] and lengths [B] have the shapes {shapes}")
     sizes = np.asarray(lengths.tolist())
     if sizes.size and sizes.dtype.kind == "f":
-        raise ValueError("lengths are numbers of frames (integers), not shares of the longest")
+        raise ValueError("lengths must be numbers of frames (integers), not fractions of the longest")
     batch, frames, labels = log_probs.shape
     inside = np.arange(frames) < sizes.reshape(-1, 1)
     utterance, time = np.nonzero(inside)
@@ -96,14 +96,14 @@ def events(log_probs: Any, lengths: Any, blank_id: int = 0, threshold: float = -
         raise SbkitError(f"the model's output for utterances {rows} of the batch is not a number",
                          hint="its weights may be damaged, or the precision too low")
     if top.size and top.max() > 1e-3:
-        raise SbkitError(f"the search wants log-probabilities and got scores of up to {top.max():.3g}",
+        raise SbkitError(f"the search needs log-probabilities but got scores of up to {top.max():.3g}",
                          hint="apply log_softmax to the model's output")
     row, token, value = _strongest(row, token, value, most)
     said = np.bincount(row, minlength=len(top))  # likely tokens per frame
     begin = np.concatenate([[0], np.cumsum(said)])
     blank = blank.astype(np.float64)
 
-    same = np.zeros(len(top), dtype=bool)  # as the frame before, in the same utterance
+    same = np.zeros(len(top), dtype=bool)  # same as the frame before, in the same utterance
     same[1:] = utterance[1:] == utterance[:-1]
     single = (said == 1) & (blank < _NO_BLANK)
     only = np.full(len(top), -1)
@@ -130,18 +130,18 @@ def events(log_probs: Any, lengths: Any, blank_id: int = 0, threshold: float = -
 
 
 def _likely(log_probs: Any, inside: np.ndarray, blank_id: int, threshold: float) -> tuple[np.ndarray, ...]:
-    """The likely tokens but for the blank as (frame, token, log-probability), frames counted among those inside.
+    """Find the likely tokens except the blank as (frame, token, log-probability), counting only frames inside.
 
-    Before them, of each frame inside [F]: the highest log-probability and the blank's. A frame whose
+    Returned before them, for each frame inside [F]: the highest log-probability and the blank's. A frame whose
     tokens all lie under the threshold keeps its best.
 
-    What is left beside a sure blank can't reach the threshold, so that most frames cost a look at one
-    number instead of V.
+    Where the blank is sure, no other token can reach the threshold, so that most frames cost a look at one number
+    instead of V.
     """
     sure = math.log1p(-math.exp(threshold)) if threshold < 0 else math.inf
     flat = log_probs.reshape(-1, log_probs.shape[-1])
     numpy: Callable[[Any], np.ndarray]
-    indices: Callable[[np.ndarray], Any]  # on the device of ``log_probs``, as what they find
+    indices: Callable[[np.ndarray], Any]  # on the device of ``log_probs``, like the result
     nonzero: Callable[[Any], np.ndarray]
     highest: Callable[[Any], Any]
     if isinstance(flat, np.ndarray):
@@ -156,7 +156,7 @@ def _likely(log_probs: Any, inside: np.ndarray, blank_id: int, threshold: float)
         nonzero, highest = lambda mask: mask.reshape(-1).nonzero()[:, 0].cpu().numpy(), lambda rows: rows.amax(-1)
     there = np.flatnonzero(inside)
     blank = numpy(flat[:, blank_id][indices(there)])
-    unsure = np.flatnonzero(~(blank >= sure))  # what is not a number counts as unsure
+    unsure = np.flatnonzero(~(blank >= sure))  # NaN counts as unsure
     top = blank.copy()
     if not len(unsure):
         none = np.zeros(0, np.int64)
@@ -176,7 +176,7 @@ def _likely(log_probs: Any, inside: np.ndarray, blank_id: int, threshold: float)
 
 
 def _strongest(row: np.ndarray, token: np.ndarray, value: np.ndarray, most: int) -> tuple[np.ndarray, ...]:
-    """In the order of frames, at most so many tokens of each, the likeliest first."""
+    """Keep at most this many tokens per frame, in the order of frames, the likeliest first."""
     order = np.lexsort((-value, row))
     counts = np.bincount(row)
     rank = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -185,16 +185,16 @@ def _strongest(row: np.ndarray, token: np.ndarray, value: np.ndarray, most: int)
 
 
 def spans_of(batch: Events, tokens: Sequence[np.ndarray], events: Sequence[np.ndarray]) -> list[Spans]:
-    """Where the tokens of each transcript [U] lie that begin at events [U], and how likely they are there.
+    """Locate the tokens of each transcript [U] that begin at events [U], and how likely they are there.
 
-    A token begins at the event where the best path takes it up, and goes on while the following frames
-    hold it at least as likely as the blank.
+    A token begins at the event where the best path first takes it, and continues while it is at least as likely as
+    the blank in the following frames.
     """
     if not len(tokens):
         return []
     sizes = np.array([len(each) for each in tokens])
     token, event = np.concatenate(tokens).astype(np.int64), np.concatenate(events).astype(np.int64)
-    # Up to where a token can go on: the next token, or the end of the utterance.
+    # The limit of a token: the next token, or the end of the utterance.
     limit = np.append(event[1:], 0)
     last = np.cumsum(sizes)[sizes > 0] - 1
     limit[last] = batch.first[np.searchsorted(batch.first, event[last], side="right")]

@@ -1,9 +1,9 @@
 """CTC prefix beam search over a whole batch at once: every step is a handful of array operations.
 
-All hypotheses of all utterances lie in flat arrays [M], sorted by utterance. One step extends each by the
-likely tokens of its utterance's next event, adds up those that spell the same, scores words that became
-complete, and keeps the best of each utterance. Probabilities are plain numbers, scaled to the best of
-their utterance after each step, which spares logarithms of sums.
+All hypotheses of all utterances are in flat arrays [M], sorted by utterance. One step extends each by the likely
+tokens of its utterance's next event, merges those with the same spelling, scores words that became complete, and
+keeps the best of each utterance. Probabilities are plain numbers, rescaled to the best of their utterance after each
+step, which avoids logarithms of sums.
 
 Measured by tools/bench_decode.py on two cores with a beam of 100, a 3-gram model and 64 utterances, in seconds of
 audio per second, one process: 2500 for 25 characters, 970 for 1000 pieces and 640 for 5000. SpeechBrain's
@@ -22,7 +22,7 @@ from sbkit.decode.fusion import Fusion, Weights
 from sbkit.decode.hashing import mix
 from sbkit.decode.posteriors import Events
 
-AT_ONCE = 256  # utterances searched together; more only leave the cache, and a key has room for 4096
+AT_ONCE = 256  # utterances searched together; more would not fit in the cache, and a key has room for 4096
 CROWD = 2  # hypotheses scored for each that may be kept
 BINS = 64
 _HASH_BITS = np.uint64(52)  # of a key; its utterance's number lies above
@@ -32,31 +32,31 @@ _DONE, _WORD, _LAST = np.uint64(0xC2B2AE3D27D4EB4F), np.uint64(0x165667B19E3779F
 
 @dataclass(frozen=True)
 class Found:
-    """One transcript of an utterance. Scores are natural logarithms."""
+    """A transcript of an utterance. Scores are natural logarithms."""
 
     tokens: np.ndarray  # [U]
-    events: np.ndarray  # [U] at which each token begins, counted through the whole batch
-    score: float  # the search's: acoustic, and what language model, words and hot words add
+    events: np.ndarray  # [U] where each token begins, counted across the batch
+    score: float  # total: acoustic, language model, words and hot words
     acoustic: float
 
 
 @dataclass
 class Beams:
-    """Hypotheses: arrays [M], sorted by key and so by utterance."""
+    """Hypotheses as arrays [M], sorted by key and so by utterance."""
 
     utterance: np.ndarray
     key: np.ndarray  # utterance, words, begun word and last token in one number
-    done: np.ndarray  # hash of the words that are complete, or of the tokens where the model is over those
-    word: np.ndarray  # hash of the word that has begun, 0 for none
+    done: np.ndarray  # hash of the complete words, or of the tokens if the language model is over pieces
+    word: np.ndarray  # hash of the unfinished word, 0 for none
     last: np.ndarray  # token that it ends with
     blank: np.ndarray  # probability of all paths that end in a blank
-    other: np.ndarray  # and of those that end in the token
+    other: np.ndarray  # the same for paths that end in the last token
     text: np.ndarray  # score of the complete words
-    soft: np.ndarray  # and what the word that has begun is expected to add
+    soft: np.ndarray  # expected score of the unfinished word
     state: np.ndarray  # of the language model
     hot: np.ndarray  # of the hot words
     node: np.ndarray  # row in the history
-    known: np.ndarray  # bool: is what the begun word adds, when it ends here, in these:
+    known: np.ndarray  # bool: whether the score of the begun word, if it ends here, is in these:
     gain: np.ndarray
     after: np.ndarray
     hot_after: np.ndarray
@@ -65,7 +65,7 @@ class Beams:
         return len(self.key)
 
     def take(self, rows: np.ndarray | slice) -> Beams:
-        """Some of them."""
+        """Select hypotheses."""
         return Beams(*(getattr(self, field.name)[rows] for field in fields(self)))
 
 
@@ -81,11 +81,11 @@ class Search:
     def __init__(self, fusion: Fusion, weights: Weights, beam: int, width: float):
         self.fusion, self.pieces, self.weights = fusion, fusion.pieces, weights
         self.beam, self.width = beam, width
-        self.most_gained = max(0.0, weights.word) + fusion.hot.most  # by one token, the model aside
-        self.opening = fusion.expect(self.pieces.hash, weights)  # [V] what a word that begins with it adds at best
+        self.most_gained = max(0.0, weights.word) + fusion.hot.most  # by one token, without the language model
+        self.opening = fusion.expect(self.pieces.hash, weights)  # [V] best score of a word that begins with it
 
     def run(self, events: Events, nbest: int) -> list[list[Found]]:
-        """The best transcripts of each utterance, the very best first."""
+        """The best transcripts of each utterance, best first."""
         self.events, self.token = events, events.token.astype(np.int64)
         counts = np.diff(events.first)
         self.rank = np.argsort(-counts, kind="stable")  # those with most events first, so that the others end
@@ -93,7 +93,7 @@ class Search:
         self.first = events.first[:-1][self.rank]
         self.scale = events.offset[self.rank].astype(np.float64)
         self.history: list[tuple[np.ndarray, ...]] = [(np.zeros(0, np.int64),) * 3]
-        self.nodes = len(counts)  # the first rows of the history are the beginnings
+        self.nodes = len(counts)  # the first rows of the history are the starts
         beams, ended = self._start(len(counts)), []
         for step in range(int(counts.max(initial=0))):
             active = int(np.searchsorted(-counts, -step, side="left"))
@@ -116,7 +116,7 @@ class Search:
     def _step(self, beams: Beams, step: int, active: int) -> Beams:
         sizes = np.bincount(beams.utterance, minlength=active)
         stay_blank, stay_other, parent, token, extended = self._extend(beams, step, sizes)
-        # What each token makes of its hypothesis's last word.
+        # The effect of each token on its hypothesis's last word.
         opens, begun = self.pieces.opens[token], beams.word[parent]
         closes = opens & (begun != 0)
         word = np.where(opens, np.uint64(0), begun) * self.pieces.power[token] + self.pieces.hash[token]
@@ -128,7 +128,7 @@ class Search:
         key = mix(done + word * _WORD + token.astype(np.uint64) * _LAST) >> _SHIFT
         key |= beams.utterance[parent].astype(np.uint64) << _HASH_BITS
 
-        # One that stayed and those extended to it are the same: the likeliest speaks for all.
+        # A hypothesis that stayed and those extended to it are merged: the likeliest represents all.
         keys = np.concatenate([beams.key, key])
         chosen, blank, other = _merge(keys, np.concatenate([stay_blank, np.zeros(len(key))]),
                                       np.concatenate([stay_other, extended]))
@@ -148,11 +148,11 @@ class Search:
             text[fresh] += gain
         soft[fresh] = self._expect(hot, word[pick])
         utterance = beams.utterance[source]
-        with np.errstate(divide="ignore"):  # one that can't stay as it is has no path left, and is pruned
+        with np.errstate(divide="ignore"):  # a hypothesis without any path left is pruned
             score = np.log(blank + other) + text + soft
         keep = self._prune(utterance, score, active)
 
-        # Only what is kept is written down.
+        # Only kept hypotheses are recorded in the history.
         new = beams.take(source[keep])
         new.key, new.blank, new.other = keys[chosen[keep]], blank[keep], other[keep]
         new.text, new.soft = text[keep], soft[keep]
@@ -176,8 +176,8 @@ class Search:
         return new
 
     def _extend(self, beams: Beams, step: int, sizes: np.ndarray) -> tuple[np.ndarray, ...]:
-        """What stays of each hypothesis [M], as probabilities that end in a blank and in the token; and which are
-        extended by which token with which probability [N], but for those that have no chance."""
+        """Compute the probabilities [M] of hypotheses that stay, ending in a blank and in the token, and the
+        extensions [N] (hypothesis, token, probability) that have a chance."""
         events, event = self.events, self.first[beams.utterance] + step
         total = beams.blank + beams.other
         pause = events.pause[event]
@@ -187,7 +187,7 @@ class Search:
         parent = np.repeat(np.arange(len(beams)), counts)
         at = np.arange(len(parent)) + np.repeat(begin - np.cumsum(counts) + counts, counts)
         token, prob = self.token[at], events.prob[at]
-        # A token that follows itself needs a blank between; without one it is the same token still.
+        # A repeated token needs a blank in between; without one it is still the same token.
         again = np.flatnonzero(token == beams.last[parent])
         before = parent[again]
         extended = total[parent]
@@ -208,7 +208,7 @@ class Search:
         return stay_blank, stay_other, parent[kept], token[kept], extended[kept]
 
     def _promising(self, utterance: np.ndarray, hope: np.ndarray, active: int) -> np.ndarray | slice:
-        """Rows [N], sorted by utterance, that may be among the best: not many more than the beam."""
+        """Select rows [N], sorted by utterance, that may be among the best: not many more than the beam."""
         sizes, enough = np.bincount(utterance, minlength=active), CROWD * self.beam
         if sizes.max() <= enough:
             return slice(None)
@@ -221,7 +221,7 @@ class Search:
         return place <= last[utterance]
 
     def _complete(self, beams: Beams, rows: np.ndarray) -> None:
-        """Fill in what the words that have begun add when they end here."""
+        """Fill in the scores of unfinished words if they end here."""
         need = np.zeros(len(beams), bool)
         need[rows] = True
         rows = np.flatnonzero(need & ~beams.known)
@@ -246,7 +246,7 @@ class Search:
         full = sizes > self.beam
         if not full.any():
             return rows
-        some = np.flatnonzero(full[utterance[rows]])  # only where there are too many they need an order
+        some = np.flatnonzero(full[utterance[rows]])  # only utterances with too many rows need sorting
         order = some[np.lexsort((-score[rows[some]], utterance[rows[some]]))]
         sizes = sizes[full]
         keep = np.ones(len(rows), bool)
@@ -262,7 +262,7 @@ class Search:
         if not self.fusion.per_piece:
             beams.state[begun] = beams.after[begun]
         text = beams.text + self.fusion.finish(beams.state, self.weights)
-        # The same words that end with different tokens are one transcript.
+        # The same words ending in different tokens are one transcript.
         key = mix(beams.done) >> _SHIFT | beams.utterance.astype(np.uint64) << _HASH_BITS
         rows, blank, other = _merge(key, beams.blank, beams.other)
         acoustic = np.log(blank + other) + self.scale[beams.utterance[rows]]
@@ -280,7 +280,7 @@ class Search:
         return found
 
     def _trace(self, nodes: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """The tokens of each hypothesis and their events, followed back from its row in the history."""
+        """Trace the tokens of each hypothesis and their events back from its row in the history."""
         roots = len(self.rank)
         parent, token, event = (np.concatenate(column) for column in zip(*self.history, strict=True))
         steps, at = [], nodes
@@ -293,7 +293,7 @@ class Search:
 
 
 def _merge(keys: np.ndarray, blank: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of those with equal keys the row of the likeliest, in the order of keys, and the sums of their probabilities."""
+    """Merge equal keys: the row of the likeliest, in the order of keys, and the sums of the probabilities."""
     order = np.argsort(keys)
     keys = keys[order]
     changes = np.ones(len(keys), bool)

@@ -1,4 +1,4 @@
-"""Makes a model smaller where it costs least: n-grams that shorter ones predict almost as well are left out."""
+"""Prunes a language model: drops n-grams that shorter ones predict almost as well."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from sbkit.decode.ngram import Level, NGram
 
 
 def prune(model: NGram, threshold: float) -> NGram:
-    """Leave out what raises the perplexity by less than this share each (Stolcke 1998), such as 1e-7.
+    """Drop n-grams that each raise the perplexity by less than this share, such as 1e-7 (Stolcke 1998).
 
-    Words stay, and so does what longer n-grams that stay begin or end with.
+    Words stay, and so do n-grams that a remaining longer one begins or ends with.
     """
     kept = [np.ones(len(level.word), bool) for level in model.levels]
     backoffs = [level.backoff for level in model.levels]
-    needed = np.zeros(0, bool)  # of the level at hand, by longer n-grams
+    needed = np.zeros(0, bool)  # which n-grams of this level longer ones need
     history = _histories(model)
     for number in range(model.order - 1, 0, -1):
         level = model.levels[number]
@@ -47,13 +47,12 @@ def prune(model: NGram, threshold: float) -> NGram:
 
 
 def _left(contexts: np.ndarray, probabilities: np.ndarray, size: int) -> np.ndarray:
-    """What the words that follow each context leave to all others; a context that says everything leaves next to
-    nothing."""
+    """The probability mass that each context leaves to words it has no n-gram for; never quite zero."""
     return np.maximum(1 - np.bincount(contexts, weights=probabilities, minlength=size), 1e-9)
 
 
 def _histories(model: NGram) -> list[np.ndarray]:
-    """The probability of each n-gram to occur; a sentence begins as often as one ends."""
+    """The probability of each n-gram to occur; sentences start as often as they end."""
     first = np.exp(model.levels[0].log10.astype(np.float64) * LN10)
     if BEGIN in model.ids and END in model.ids:
         first[model.ids[BEGIN]] = first[model.ids[END]]

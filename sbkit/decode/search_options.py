@@ -1,4 +1,4 @@
-"""Options of a search as they are given on a command line: a language model and what it weighs, hot words."""
+"""Command-line options of a search: a language model and its weights, hot words."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sbkit.errors import SbkitError
 
 
 def hot_words(given: Sequence[str], boost: float = 5.0) -> dict[str, float]:
-    """Phrases with their boosts, from ``PHRASE``, ``PHRASE=BOOST`` and ``@FILE`` with such lines."""
+    """Parse phrases with their boosts, from ``PHRASE``, ``PHRASE=BOOST`` and ``@FILE`` with such lines."""
     phrases: dict[str, float] = {}
     for each in given:
         lines = [each]
@@ -24,14 +24,15 @@ def hot_words(given: Sequence[str], boost: float = 5.0) -> dict[str, float]:
             try:
                 phrases[(phrase if equals else line).strip()] = float(value) if equals else boost
             except ValueError:
-                raise SbkitError(f"hot word {line!r}: the boost {value!r} is no number", hint="as in: Ada Lovelace=6") \
+                raise SbkitError(f"hot word {line!r}: the boost {value!r} is not a number",
+                                 hint="as in: Ada Lovelace=6") \
                     from None
     return phrases
 
 
 def search(lm: str | None, lm_weight: float | None, word_score: float | None, beam: int | None,
            phrases: Sequence[str]) -> dict[str, Any] | None:
-    """Options of the search that is asked for; None where none is."""
+    """Collect the options of a search; None if none was given."""
     options: dict[str, Any] = {"lm": lm, "lm_weight": lm_weight, "word_score": word_score, "beam": beam}
     given = {name: value for name, value in options.items() if value is not None}
     if phrases:

@@ -1,4 +1,4 @@
-"""From one label per frame to tokens and words with their times and confidences; needs numpy alone."""
+"""Tokens and words with times and confidences, from one label per frame; needs only numpy."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from dataclasses import dataclass
 import numpy as np
 
 WORD_START = "▁"  # how SentencePiece writes the space before a word
-_BYTES = re.compile(r"(?:<0x[0-9A-F]{2}>)+")  # how it writes a character that has no piece
+_BYTES = re.compile(r"(?:<0x[0-9A-F]{2}>)+")  # how SentencePiece writes a character that has no piece
 
 
 @dataclass(frozen=True)
 class Spans:
     """The tokens of one utterance: arrays of equal length [U].
 
-    ``starts`` and ``ends`` are frames, the end excluded. Confidences lie within 0 and 1:
-    ``confidence`` is the mean probability of the token over its frames, ``certainty`` says by the
-    entropy of the whole distribution how sure the model was (None where that wasn't asked for).
+    ``starts`` and ``ends`` are frames, the end excluded. Confidences are between 0 and 1: ``confidence`` is the mean
+    probability of the token over its frames, ``certainty`` is based on the entropy of the whole distribution
+    (None unless requested).
     """
 
     ids: np.ndarray
@@ -33,7 +33,7 @@ class Spans:
 
 @dataclass(frozen=True)
 class Word:
-    """A word, its times in seconds, and how sure its least sure token is."""
+    """A word, its times in seconds, and the lowest confidence of its tokens."""
 
     text: str
     start: float
@@ -44,7 +44,7 @@ class Word:
 
 def collapse(labels: np.ndarray, confidence: np.ndarray, certainty: np.ndarray | None = None,
              blank_id: int = 0) -> list[Spans]:
-    """CTC's rule: equal neighbours are one token, blanks are none.
+    """Apply CTC's rule: merge equal neighbours and drop blanks.
 
     Arguments
     ---------
@@ -58,7 +58,7 @@ def collapse(labels: np.ndarray, confidence: np.ndarray, certainty: np.ndarray |
         return [Spans(nothing, nothing, nothing, none, None if certainty is None else none)] * batch
     begins = np.ones(labels.shape, dtype=bool)
     begins[:, 1:] = labels[:, 1:] != labels[:, :-1]
-    starts = np.flatnonzero(begins)  # of the runs, in all rows one after another
+    starts = np.flatnonzero(begins)  # starts of the runs, for all rows
     ends = np.append(starts[1:], labels.size)
     ids = labels.ravel()[starts]
     tokens = ids != blank_id
@@ -74,16 +74,16 @@ def collapse(labels: np.ndarray, confidence: np.ndarray, certainty: np.ndarray |
 
 def words(spans: Spans, piece: Callable[[int], str], frame_seconds: float, *, start: float = 0.0,
           skip: Collection[int] = (), separator: str | None = WORD_START, pause: float | None = None) -> list[Word]:
-    """Join the tokens of an utterance to words.
+    """Join the tokens of an utterance into words.
 
     Arguments
     ---------
-    piece : the text of a token id, as SentencePiece's ``id_to_piece``
-    frame_seconds : from one frame to the next
-    start : seconds that the first frame lies at
-    skip : ids that are no text, such as those that begin and end a sentence
-    separator : begins a word within a piece; None makes a word of every token, for scripts without spaces
-    pause : so many frames without a token end a word, whatever the pieces say; None: they alone say it
+    piece : maps a token id to its text, as SentencePiece's ``id_to_piece``
+    frame_seconds : seconds from one frame to the next
+    start : time of the first frame in seconds
+    skip : ids without text, such as those that begin and end a sentence
+    separator : marks a word's start within a piece; None makes every token a word, for scripts without spaces
+    pause : this many frames without a token end a word, whatever the pieces say; None: only pieces end words
     """
     found: list[tuple[list[str], list[int]]] = []
     heard_until = 0
@@ -110,7 +110,7 @@ def words(spans: Spans, piece: Callable[[int], str], frame_seconds: float, *, st
 
 
 def _parts(text: str, separator: str | None) -> Iterator[tuple[str, bool]]:
-    """The pieces of words in a piece, and whether each begins a word."""
+    """Split a piece into parts of words, and whether each begins a word."""
     if separator is None:
         yield text.replace(WORD_START, ""), True
         return

@@ -1,1 +1,1 @@
-"""A run as its output folder: what lies in it, reading it back, guarding a start, knowing that it is done."""
+"""Runs as output folders: what they hold, reading one back, guarding a start, knowing when it is complete."""

@@ -1,4 +1,4 @@
-"""Whether a run is done: trained and tested as it is asked for, so that the same command need do neither again."""
+"""Whether a run is complete: trained and tested as asked, so that the same command need do neither again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SHOW = {"param_file", "test_only", "noprogressbar", "tqdm_colored_bar", "log_co
 
 
 def done(keys: Any, request: Any) -> str:
-    """What to say of a run that was tested and of which nothing has changed since; empty where it has."""
+    """The message for a run that was tested and has not changed since; empty if it has."""
     folder = keys.folder
     try:
         there = json.loads((folder / TESTED).read_text(encoding="utf-8"))
@@ -31,21 +31,21 @@ def done(keys: Any, request: Any) -> str:
 
 
 def forget(keys: Any) -> None:
-    """From here on the run trains or tests, and is not done until ``keep``."""
+    """Mark the run as incomplete until ``keep`` is called."""
     (keys.folder / TESTED).unlink(missing_ok=True)
 
 
 def keep(keys: Any, request: Any, results: Results) -> None:
-    """Write down, when all results are there, what they are of."""
+    """Record that the run is complete: its results, and what they were computed from."""
     if keys.checkpointer is None or not hasattr(keys.corpus, "manifest_path") or request.run_opts.debug:
-        return  # there is nothing to tell the run by, or only a part of it was run
+        return  # the run can't be identified, or only part of it was run
     with atomic_write(keys.folder / TESTED) as out:
         json.dump({**results.stats, "said": results.headline(), "files": results.files("test"),
                    "of": _of(keys, request)}, out, indent=1)
 
 
 def _of(keys: Any, request: Any) -> dict[str, Any]:
-    """Recipe, options, test set and checkpoints."""
+    """Fingerprint of recipe, options, test set and checkpoints."""
     options, shelf = request.run_opts, keys.checkpointer
     written = (keys.folder / RECIPE).read_text(encoding="utf-8")
     recipe = "".join(line for line in written.splitlines(keepends=True) if not line.startswith("#"))

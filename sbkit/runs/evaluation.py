@@ -1,4 +1,4 @@
-"""An evaluation of a run: what is asked for, and the folder that the results of a checkpoint make."""
+"""Evaluation of a run: the request, and the folder with a checkpoint's results."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from sbkit.score.results import Results
 from sbkit.system.console import atomic_write
 from sbkit.system.environment import command, describe
 
-_SCORED = ("source", "manifest", "checkpoints", "decoder", "precision")  # of result.json: what makes it another result
+_SCORED = ("source", "manifest", "checkpoints", "decoder", "precision")  # keys of result.json by which results differ
 
 
 @dataclass(frozen=True)
 class EvaluateRequest:
-    """What is to be scored.
+    """What to score, and how.
 
-    run : the output folder of a training
-    on : a corpus of any kind; None for the run's own
-    split : one of the corpus's; None for its test split, or the only one it has
+    run : the output folder of a run
+    on : a corpus of any supported kind; None for the run's own
+    split : a split of the corpus; None for its test split, or its only one
     checkpoints : ``best``, ``last``, names of checkpoints
     average : score the mean of this many instead
-    max_wer : per cent; more than this makes the exit code 1
-    name : of the results, which the checkpoint's and the search's options follow; by default the corpus's
-    out : the folder that results go to, by default ``RUN/evaluations``
+    max_wer : in per cent; a higher WER makes the exit code 1
+    name : name of the results, to which checkpoint and search options are appended; by default the corpus's
+    out : the folder for results, by default ``RUN/evaluations``
     lm : a language model (ARPA or KenLM's binary) to search with
     tune_lm : find the two weights below on the run's dev split first
-    lm_weight, word_score, beam : see ``sbkit.decode.beam.BeamSearch``. Where neither these nor a language model,
-        hot words or nbest are given, the transcripts are each frame's best, or what the recipe's decoder finds
-    hot_words : phrases to expect, each with ``=BOOST`` behind it or not; ``@FILE`` has one in each line
-    nbest : transcripts of each utterance to write into nbest.jsonl, with their scores
+    lm_weight, word_score, beam : see ``sbkit.decode.beam.BeamSearch``. Without any of these, a language model, hot
+        words or nbest, transcripts are each frame's best token, or what the recipe's decoder finds
+    hot_words : phrases to expect, each optionally followed by ``=BOOST``; ``@FILE`` has one per line
+    nbest : number of transcripts per utterance to write to nbest.jsonl, with their scores
     joint : search with the attention decoder and CTC together
-    ctc_weight : of CTC in that search
+    ctc_weight : weight of CTC in the joint search
     """
 
     run: Path
@@ -65,12 +65,12 @@ class EvaluateRequest:
     workers: int | None = None
 
     def search_options(self) -> list[str]:
-        """What was asked for of a search, by name."""
+        """The names of the search options that were given."""
         return [name for name in ("lm", "tune_lm", "lm_weight", "word_score", "beam", "hot_words", "nbest", "joint",
                                   "ctc_weight") if getattr(self, name)]
 
     def label(self) -> str:
-        """What the name of the results says of the search: all that was asked for, as in ``-joint-ctc0.2-beam10``."""
+        """The part of the results' name that lists the given search options, such as ``-joint-ctc0.2-beam10``."""
         numbers = {"lm": self.lm_weight, "word": self.word_score, "ctc": self.ctc_weight, "beam": self.beam,
                    "nbest": self.nbest}
         said = [("joint", self.joint), (self.lm and Path(self.lm).name.split(".")[0], self.lm),
@@ -80,21 +80,21 @@ class EvaluateRequest:
 
     @property
     def folder(self) -> Path:
-        """Where results go."""
+        """The folder for results."""
         return self.out or self.run / EVALUATIONS
 
 
 class Result(NamedTuple):
-    """What came out for one checkpoint; ``facts`` is what result.json says."""
+    """The result for one checkpoint; ``facts`` is the content of result.json."""
 
     came: Results
     facts: dict[str, Any]
     metric: str
-    replaced: str = ""  # the command of another result that had the same name
+    replaced: str = ""  # the command of a different result that had the same name
 
 
 def write(scored: Result, manifest: Manifest) -> str:
-    """All files of a result; gives how another result was made that had been there."""
+    """Write all files of a result; returns how a different result that it replaced was made."""
     folder = Path(scored.facts["folder"])
     replaced = _another(folder / RESULT, scored.facts, scored.metric)
     with writing(folder):
@@ -108,12 +108,12 @@ def write(scored: Result, manifest: Manifest) -> str:
 
 
 def source(on: str | None) -> str | None:
-    """A corpus by one name, however it was given."""
+    """Normalise the name of a corpus, however it was given."""
     return str(Path(on).resolve()) if on and Path(on).exists() else on
 
 
 def _another(path: Path, facts: dict[str, Any], metric: str) -> str:
-    """The command and the rate of the result that is there, if it's not of the same checkpoint, corpus and search."""
+    """The command and the rate of the result that is there, if checkpoint, corpus or search differ from this one's."""
     try:
         there = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -125,7 +125,7 @@ def _another(path: Path, facts: dict[str, Any], metric: str) -> str:
 
 @contextlib.contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Whose fault it is that nothing can be written there."""
+    """Report an unwritable results folder as an error that names it."""
     try:
         yield
     except OSError as error:

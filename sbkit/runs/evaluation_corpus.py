@@ -17,12 +17,12 @@ from sbkit.runs.layout import CORPORA
 
 logger = logging.getLogger(__name__)
 
-_TEST = ("test", "testing")  # what a corpus may call the split that is scored unless another is named
+_TEST = ("test", "testing")  # names of the split that is scored by default
 _ONE_FILE = (".csv", ".json", ".jsonl", ".parquet")
 
 
 def corpus(request: EvaluateRequest, recipe: Recipe) -> tuple[str, Path, Any]:
-    """What the results are called, the manifest to score, and which URLs in it may be opened."""
+    """The name of the results, the manifest to score, and the allowed URLs in it."""
     own = recipe.keys.corpus
     split = request.split or "test"
     if request.on is None and own.manifest_path(split).is_file():
@@ -35,7 +35,7 @@ def corpus(request: EvaluateRequest, recipe: Recipe) -> tuple[str, Path, Any]:
 
 
 def prepare(request: EvaluateRequest, own: Any, source: Any) -> tuple[str, Any]:
-    """A corpus whose test split is the one to score: the run's own by its options, another with texts by its rules."""
+    """Prepare the split to score: the run's own, or another corpus's with texts normalised by the run's rules."""
     from sbkit.data.corpus import Corpus
 
     title = request.name or (Path(str(source).split("?")[0]).name.split(".")[0] if source else "demo")
@@ -70,7 +70,7 @@ def prepare(request: EvaluateRequest, own: Any, source: Any) -> tuple[str, Any]:
 
 @contextlib.contextmanager
 def _naming_the_run(request: EvaluateRequest) -> Iterator[None]:
-    """Whose corpus it is where that was not said in the command."""
+    """Name the run in errors about its corpus, which the command did not name."""
     try:
         yield
     except SbkitError as error:

@@ -1,8 +1,8 @@
 """The names of all files and folders in a run's output folder.
 
-Those that a room below reads or writes stand there, and are taken from it. Where checkpoints, the tokenizer and the
-lines of epochs go is said by the recipe (``save`` and ``train_log.txt`` in all that are shipped), and where the log
-goes by ``log-config.yaml``: ``log.txt``.
+Names that a lower room reads or writes are defined there and imported here. The recipe says where checkpoints, the
+tokenizer and the log of epochs go (``save`` and ``train_log.txt`` in all shipped recipes), and ``log-config.yaml``
+says where the log goes: ``log.txt``.
 """
 
 from sbkit.data.exclusions import NAME as LEFT_OUT
@@ -21,15 +21,15 @@ from sbkit.score.run_files import (
 
 ENVIRONMENT = "env.log"
 HELD = ".held-{}.json"
-"""Who holds the folder, numbered."""
+"""Records who holds the folder; numbered."""
 BEFORE_START = ".before-this-start"
-"""What a start writes over, until it has begun to train."""
+"""Backup of what a start overwrites, kept until training begins."""
 TEST_WER, TEST_CER = "wer_test.txt", "cer_test.txt"
 TESTED = "tested.json"
-"""Says that the run is done, and what of."""
+"""Records that the run is complete, and for which recipe, options and data."""
 
 EVALUATIONS = "evaluations"
-"""Has a folder for each result of ``sbkit evaluate``, with these files, and one for corpora prepared for that."""
+"""Contains a folder per result of ``sbkit evaluate``, with these files, and one for the corpora prepared for it."""
 WER, CER, NBEST, CORPORA = "wer.txt", "cer.txt", "nbest.jsonl", "corpora"
 
 __all__ = [

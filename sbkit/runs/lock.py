@@ -1,12 +1,12 @@
-"""One run at a time in an output folder: who holds it is written there, with what shows that the holder lives.
+"""Lock on an output folder: one run at a time. The holder is recorded there, with what shows that it is alive.
 
-``.held-1.json`` in the folder says host, process, command and time. The next one to hold it makes a file with the next
-number, which only one can; so two that find a dead holder at once don't both follow it. Whether a holder lives is told
-by the first of these that knows:
+``.held-1.json`` in the folder gives host, process, command and time. The next holder creates a file with the next
+number, which only one process can do: two that find a dead holder at the same time can't both take over. Whether a
+holder is alive is decided by the first of these that gives an answer:
 
-- a lock of the kernel on the file, which ends with the process, also seen from other machines where NFS passes it on;
+- a kernel lock on the file, released when the process ends; other machines see it too if NFS passes it on;
 - the holder's process, on the same machine;
-- the time of the file, which the holder renews every few seconds.
+- the modification time of the file, which the holder renews every few seconds.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from sbkit.train.distributed import ending, launcher, ranks
 
 logger = logging.getLogger(__name__)
 
-BEAT, DEAD_AFTER = 10.0, 120.0  # seconds between signs of life, and without one
-#: Seconds that a holder may take to go: any, and one of the same job, which its launcher has just ended.
+BEAT, DEAD_AFTER = 10.0, 120.0  # seconds between signs of life, and without one until a holder counts as dead
+#: Seconds to wait for a holder to end: any, and one of the same job, which its launcher has just ended.
 PATIENCE, PATIENCE_WITH_KIN = 5.0, 60.0
 _POLL_SECONDS = 0.2
 _LONGEST = 200  # characters of a command that are shown
 
 
 class RunLock:
-    """Within it, this process or the job that it is part of is the only one that writes into a run's folder.
+    """Context in which only this process, or the job that it belongs to, writes into a run's folder.
 
-    Rank 0 holds it for all ranks. A folder that another run holds is an error; for a preparation it is waited.
+    Rank 0 holds the lock for all ranks. If another run holds the folder it is an error; a preparation is waited for.
 
-    folder : of the run
-    runs : whether it is a run that is to hold it, or a mere preparation
+    folder : the run's folder
+    runs : whether the holder is a run or only a preparation
     """
 
     def __init__(self, folder: Path, runs: bool = True):
@@ -64,7 +64,7 @@ class RunLock:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._lock is not None and self._lock.handle is not None:  # else another rank, or forked from this one
+        if self._lock is not None and self._lock.handle is not None:  # else another rank, or a fork of this process
             ending.finish_writing()
             self._over.set()
             self._thread.join()
@@ -88,7 +88,7 @@ class RunLock:
         self._thread.start()
 
     def _newest(self) -> int:
-        """The number of the last one who held the folder, 0 where nobody did."""
+        """The number of the folder's last holder, 0 if there was none."""
         numbers = (path.name.split("-")[1].removesuffix(".json") for path in self.folder.glob(HELD.format("*")))
         return max((int(number) for number in numbers if number.isdigit()), default=0)
 
@@ -96,7 +96,7 @@ class RunLock:
         return self.folder / HELD.format(number)
 
     def _follow(self, before: int) -> bool:
-        """Take the folder after its holder ``before`` has gone; False where another one was quicker."""
+        """Take the folder once its holder ``before`` has ended; False if another process was quicker."""
         if before:
             self._wait_for(self._path(before))
         path = self._path(before + 1)
@@ -106,9 +106,9 @@ class RunLock:
             return False
         self._lock, self._number = lock, before + 1
         try:
-            self._facts["locked"] = bool(lock.take(wait=True))  # others look at it for a moment only
+            self._facts["locked"] = bool(lock.take(wait=True))  # others lock it only to look, for a moment
             self._write(since=time.strftime("%Y-%m-%d %H:%M:%S"))
-            alone = self._newest() == self._number  # else this one looked long ago, and others have held it since
+            alone = self._newest() == self._number  # otherwise others have held it since ``before`` was found
         except BaseException:
             self._let_go()
             raise
@@ -139,7 +139,7 @@ class RunLock:
     # ------------------------------------------------------------ another one holds it
 
     def _wait_for(self, path: Path) -> None:
-        """Wait until the holder that wrote ``path`` has gone; a run that won't go is an error."""
+        """Wait until the holder that wrote ``path`` has ended; a run that doesn't end is an error."""
         began, told, holder = time.monotonic(), False, _Holder(path)
         while holder.lives is not False:
             waited = time.monotonic() - began
@@ -161,22 +161,22 @@ class RunLock:
 
     def _beat(self) -> None:
         while not self._over.wait(BEAT):
-            with contextlib.suppress(OSError):  # the disk is away for a moment
+            with contextlib.suppress(OSError):  # the disk may be unreachable for a moment
                 if self._followed():
-                    launcher.leave(f"{self.folder} was taken over by another run, while this one gave no sign of life "
-                                   "for long: it ends here")
+                    launcher.leave(f"{self.folder} was taken over by another run, because this one gave no sign of "
+                                   "life for too long; this run ends here")
                 os.utime(self._held.descriptor)
 
     def _followed(self) -> bool:
-        """Whether another one holds the folder by now, this one or a new one of the same name."""
+        """Whether another process has taken the folder, or a new folder of the same name."""
         newest = self._newest()
         return newest > self._number or (newest == self._number and not self._held.is_at(self._path(newest)))
 
 
 class _Holder:
-    """Who holds a folder, by the file that it wrote.
+    """The holder of a folder, as read from its file.
 
-    lives : whether it does; None where only time can tell
+    lives : whether the holder is alive; None if only time can tell
     """
 
     def __init__(self, path: Path):
@@ -187,19 +187,19 @@ class _Holder:
         self.look()
 
     def look(self) -> None:
-        """See how it is by now."""
+        """Read the file again and update ``lives``."""
         try:
             with Lock(self.path) as lock:
                 free = lock.take(shared=True)
                 self.facts = self._read()
                 self.lives = self._judge(free, os.fstat(lock.descriptor).st_mtime_ns)
-        except FileNotFoundError:  # another one holds the folder by now
+        except FileNotFoundError:  # another process has taken the folder
             self.lives = False
 
     def _read(self) -> dict[str, Any]:
         try:
             return dict(json.loads(self.path.read_text(encoding="utf-8")))
-        except ValueError:  # it has just begun
+        except ValueError:  # the holder has just started
             return {}
 
     def _judge(self, free: bool | None, beat: int) -> bool | None:
@@ -218,12 +218,12 @@ class _Holder:
         return True if beat != self._first else None
 
     def _now(self) -> int:
-        """The time by the clock of the file system: machines may differ."""
+        """The time by the file system's clock: the clocks of machines may differ."""
         with tempfile.TemporaryFile(dir=self.path.parent) as file:
             return os.fstat(file.fileno()).st_mtime_ns
 
     def __str__(self) -> str:
         if not self.facts:
-            return "a process that has just begun"
+            return "a process that has just started"
         shown = textwrap.shorten(self.facts["command"], _LONGEST, placeholder=" ...")
         return f"process {self.facts['pid']} on {self.facts['host']} since {self.facts['since']} ({shown})"

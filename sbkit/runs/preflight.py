@@ -1,4 +1,4 @@
-"""What is looked at before a run costs anything: its recipe, and the labels of its corpus."""
+"""Checks before a run costs anything: of its recipe, and of the labels of its corpus."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from sbkit.recipe.source import Findings
 
 
 def before_run(request: Any) -> None:
-    """Check the recipe of a run that is about to start: errors end it, warnings are shown."""
+    """Check the recipe of a run that is about to start: errors end the run, warnings are printed."""
     from sbkit.recipe.check import check
 
     report = check(request.path, request.overrides, run_opts=request.run_opts, prepared=False, priced=False)
-    if report.errors:  # one message, so that torchrun's last lines hold it too
+    if report.errors:  # one message, so that torchrun's last lines contain it all
         raise SbkitError(f"{report.verdict()}; --no-check would start the run as it is\n{report.problems()}",
                          exit_code=1)
     if report.problems():
@@ -24,11 +24,11 @@ def before_run(request: Any) -> None:
 
 
 def before_training(recipe: Recipe) -> None:
-    """Look at the labels of the corpus, now that it's prepared."""
+    """Check the labels of the prepared corpus against the model."""
     found = Findings()
     recipe.task.check_labels(recipe.keys, recipe.keys.corpus.load(), found, {})
     for finding in found:
         print(finding, file=sys.stderr, flush=True)
     errors = [finding for finding in found if finding.severity == "error"]
     if errors:
-        raise SbkitError("the labels don't fit the model", hint="--no-check would train on them", exit_code=1)
+        raise SbkitError("the labels don't fit the model", hint="--no-check trains on them anyway", exit_code=1)

@@ -1,4 +1,4 @@
-"""What a run needs before it trains: its folder, manifests, and what the task makes of them."""
+"""Preparation of a run: its folder, its manifests, and what the task makes from them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOG_CONFIG = Path(__file__).with_name("log-config.yaml")
 
 
 def open_folder(folder: str | Path, request: Any) -> None:
-    """The run's folder with the resolved recipe, the log and what it runs on."""
+    """Create the run's folder with the resolved recipe, the log and a record of the environment."""
     from speechbrain.core import create_experiment_directory
 
     try:
@@ -34,7 +34,7 @@ def open_folder(folder: str | Path, request: Any) -> None:
 
 
 def _save_recipe(folder: Path, request: Any) -> None:
-    """The resolved recipe, with the head and under the name that SpeechBrain gives it."""
+    """Write the resolved recipe with SpeechBrain's header and under SpeechBrain's name for it."""
     from sbkit.recipe import load
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -43,9 +43,9 @@ def _save_recipe(folder: Path, request: Any) -> None:
 
 
 def prepare_data(recipe: Recipe, overrides: dict[str, Any]) -> dict[str, Any]:
-    """Manifests and what the task makes of them, once, by one rank; the others read what it wrote.
+    """Prepare manifests and what the task makes from them, on one rank; the others read what it wrote.
 
-    Gives the overrides that follow from the corpus.
+    Returns the overrides that follow from the corpus.
     """
     corpus = recipe.keys.corpus
     manifests = corpus.prepare(needed=SPLITS)

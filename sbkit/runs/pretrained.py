@@ -1,14 +1,14 @@
-"""What a recipe's ``pretrainer`` brings: fetched by one rank, loaded by all, before a Brain takes the weights.
+"""Pretrained weights of a recipe's ``pretrainer``: fetched by one rank, loaded by all, before the Brain is built.
 
-The recipe says it as it would in SpeechBrain:
+The recipe declares it as in SpeechBrain:
 
     pretrainer: !new:speechbrain.utils.parameter_transfer.Pretrainer
         collect_in: !ref <save_folder>/pretrained
         loadables: {encoder: !ref <Transformer>}
         paths: {encoder: /models/ours/encoder.ckpt}
 
-``paths`` are files, URLs or ``owner/model/file`` on the Hugging Face Hub. Files of weights are read as tensors alone,
-so that no code in them can run; what a class or a hook of the recipe loads is theirs.
+``paths`` are files, URLs or ``owner/model/file`` on the Hugging Face Hub. Files of weights are read as tensors only,
+so that no code in them can run; files that a class or a hook of the recipe loads are read as that code likes.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _NAMED = 5  # parameters that a warning lists
 
 
 def fetch(pretrainer: Any) -> dict[str, str]:
-    """Bring all files here, on one rank; every rank gets their paths by name."""
+    """Fetch all files on one rank; every rank gets their paths by name."""
     return {} if pretrainer is None else ranks.run_on_main(_collect, pretrainer)
 
 
 def load(pretrainer: Any, saved: Iterable[Any] = ()) -> None:
-    """Fetch and load all but what ``saved`` objects hold, which a checkpoint brings."""
+    """Fetch and load everything except what ``saved`` objects hold, which comes from a checkpoint."""
     if pretrainer is None:
         return
     held = {id(tensor) for obj in saved for tensor in _tensors(obj)}
@@ -59,7 +59,7 @@ def load(pretrainer: Any, saved: Iterable[Any] = ()) -> None:
 
 
 def _tensors(obj: Any) -> list[Any]:
-    """Parameters and buffers, themselves."""
+    """The parameters and buffers of a module, as the same objects."""
     return list(obj.state_dict(keep_vars=True).values()) if isinstance(obj, nn.Module) else []
 
 
@@ -75,7 +75,7 @@ def _collect(pretrainer: Any) -> dict[str, str]:
         _check_there(name, named)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        for name in wanted:  # a link may be to what an earlier recipe named
+        for name in wanted:  # an old link may point to an earlier recipe's file
             link = folder / f"{name}.ckpt"
             if link.is_symlink():
                 link.unlink()
@@ -83,19 +83,19 @@ def _collect(pretrainer: Any) -> dict[str, str]:
         return {name: str(path) for name, path in pretrainer.collect_files().items()}
     except SbkitError:
         raise
-    except Exception as error:  # whatever a network or a hub says
+    except Exception as error:  # a network or a hub may raise anything
         first = (str(error).strip().splitlines() or [""])[0]
         raise SbkitError(f"pretrainer: can't fetch {', '.join(str(named[name]) for name in wanted)}: "
                          f"{type(error).__name__}: {first}",
-                         hint="is its name right, and the network there?") from error
+                         hint="is the name right, and is the network up?") from error
     finally:
-        pretrainer.paths = named  # SpeechBrain writes over them where it put the files
+        pretrainer.paths = named  # SpeechBrain replaced them with where it put the files
 
 
 def _check_there(name: str, paths: Mapping[str, Any]) -> None:
-    """A path of this machine is looked at here: else it would be looked for on the Hub."""
+    """Raise if a local path doesn't exist: otherwise it would be looked up on the Hub."""
     if name not in paths:
-        raise SbkitError(f"pretrainer: nothing says where {name} comes from", hint=f"add {name}: FILE to its paths")
+        raise SbkitError(f"pretrainer: there is no path for {name}", hint=f"add {name}: FILE to its paths")
     path = paths[name]
     if not isinstance(path, str) or path.startswith(("http:", "https:")) or Path(path).is_file():
         return
@@ -105,7 +105,7 @@ def _check_there(name: str, paths: Mapping[str, Any]) -> None:
 
 
 def _load(obj: Any, name: str, path: str, custom: Any) -> None:
-    """By SpeechBrain's rules: the recipe's own hook, what transfers parameters, or what loads a checkpoint."""
+    """Load by SpeechBrain's rules: with the recipe's hook, a parameter transfer, or a checkpoint's loader."""
     hook = custom or get_default_hook(obj, DEFAULT_TRANSFER_HOOKS)
     try:
         if hook is torch_parameter_transfer:
@@ -117,31 +117,31 @@ def _load(obj: Any, name: str, path: str, custom: Any) -> None:
         elif hook is not None:
             hook(obj, path, False)
         else:
-            raise SbkitError(f"nobody knows how to load a {type(obj).__name__}",
+            raise SbkitError(f"there is no known way to load a {type(obj).__name__}",
                              hint=f"give the pretrainer a custom_hooks for {name}")
     except SbkitError as error:
         raise SbkitError(f"pretrainer: {name}: {error.message}", hint=error.hint) from error
-    except Exception as error:  # whatever a file holds
+    except Exception as error:  # a file may hold anything
         first = (str(error).strip().splitlines() or [""])[0]
         raise SbkitError(f"pretrainer: {path} can't be loaded into {name}: {type(error).__name__}: {first}") from error
 
 
 def _transfer(module: nn.Module, name: str, path: str) -> None:
-    """Parameters that both have; what only one of them has is told, and another shape is an error."""
+    """Load the parameters that both have; log those that only one has; a different shape is an error."""
     state = load_file(path)
     own = module.state_dict()
     if isinstance(state, Mapping):
         state = hook_on_loading_state_dict_checkpoint(dict(state))
     shared = [key for key in own if key in state] if isinstance(state, Mapping) else []
     if not shared and own:
-        raise SbkitError(f"{path} has none of its parameters: {differences(own, state)}",
-                         hint="is it the file of another layer?")
+        raise SbkitError(f"{path} has none of the module's parameters: {differences(own, state)}",
+                         hint="is it the file of a different layer?")
     differing = differences({key: own[key] for key in shared}, {key: state[key] for key in shared})
     if differing:
-        raise SbkitError(f"{path} is of a model of other sizes: {differing}",
-                         hint="give the recipe the sizes that it was trained with")
+        raise SbkitError(f"{path} comes from a model of different sizes: {differing}",
+                         hint="set the recipe's sizes to those it was trained with")
     module.load_state_dict(state, strict=False)
-    for what, left in (("has nothing for", own.keys() - set(shared)), ("has more than it", state.keys() - set(shared))):
+    for what, left in (("has nothing for", own.keys() - set(shared)), ("has more than", state.keys() - set(shared))):
         if left and ranks.is_main():
             some = sorted(left)[:_NAMED]
             logger.warning("pretrainer: %s %s %s: %d parameters, such as %s", path, what, name, len(left),

@@ -1,4 +1,4 @@
-"""From a run's folder back to its recipe and its trained model: what scoring, exporting and replaying begin with."""
+"""Restores a run's recipe and trained model from its folder, for scoring, export and replay."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ BEST, LAST = "best", "last"
 
 def load_run(run: str | Path, device: str | torch.device | None = None, *, checkpoint: str = BEST, mean_of: int = 1,
              settings: Mapping[str, Any] | None = None, **run_opts: Any) -> tuple[Recipe, Any]:
-    """The recipe and the run's Brain, its modules in evaluation mode with trained weights.
+    """Load the recipe and the Brain of a run, with trained weights and modules in evaluation mode.
 
     >>> recipe, brain = load_run("results/ctc/en/1234", "cpu")  # doctest: +SKIP
 
     Arguments
     ---------
-    run : the ``output_folder`` of a training, wherever it has been moved since
-    device : as a run takes it; None for the accelerator of this machine, else the CPU
+    run : the ``output_folder`` of a run; it may have been moved
+    device : as for a run; None for this machine's accelerator if it has one, otherwise the CPU
     checkpoint, mean_of : see ``take_weights``
-    settings : top-level keys of the recipe that are to have another value, e.g. ``{"accelerate": False}``
+    settings : values that replace top-level keys of the recipe, e.g. ``{"accelerate": False}``
     run_opts : run options, e.g. ``precision="bf16"``
     """
     recipe = read_run(run)
@@ -49,12 +49,12 @@ def load_run(run: str | Path, device: str | torch.device | None = None, *, check
 
 
 def read_run(run: str | Path) -> Recipe:
-    """The recipe of a run, with the run's folder where it is now."""
+    """Read the recipe of a run, with paths adapted to where the folder is now."""
     run = Path(run)
     path = run / RECIPE
     if not path.is_file():
-        missing = "is no run: it has no " + RECIPE if run.is_dir() else "is not there"
-        raise SbkitError(f"{run} {missing}", hint="name the output_folder of a training")
+        missing = f"is not a run: it has no {RECIPE}" if run.is_dir() else "does not exist"
+        raise SbkitError(f"{run} {missing}", hint="name the output_folder of a run")
     tree = load.read_plain(path)
     import_beside(_origin(path))
     try:
@@ -62,28 +62,28 @@ def read_run(run: str | Path) -> Recipe:
     except Exception as error:
         first = (str(error).strip().splitlines() or [""])[0]
         raise SbkitError(f"{path} cannot be loaded: {type(error).__name__}: {first}",
-                         hint="was it trained with code of your own? name its folder in PYTHONPATH") from error
+                         hint="was it trained with your own code? add its folder to PYTHONPATH") from error
     if "checkpointer" not in hparams:
         raise SbkitError(f"{path} lacks checkpointer", hint="nothing that it trained was saved")
     recipe = load.opened(hparams, path)
-    recipe.task.encoder(recipe.keys)  # what was prepared is loaded
+    recipe.task.encoder(recipe.keys)  # loads what preparation made
     return recipe
 
 
 def _origin(path: Path) -> Path:
-    """The recipe that a run was started with, of which the head of the resolved one tells."""
+    """The recipe that a run was started with, as named in the resolved recipe's header."""
     line = path.read_text(encoding="utf-8").splitlines()[1:2]
     return Path(line[0].removeprefix("#").strip()) if line else path
 
 
 def build(recipe: Recipe, device: str | torch.device | None = None, **run_opts: Any) -> Any:
-    """The run's Brain with its weights as they are drawn, to be filled by ``take_weights``."""
+    """Build the run's Brain with freshly initialised weights, for ``take_weights`` to fill."""
     options = {"device": None if device is None else str(device), **run_opts}
     options = {name: value for name, value in options.items() if value is not None}
     shelf = recipe.hparams["checkpointer"]
     pretrained.load(recipe.keys.pretrainer, shelf.recoverables.values())
     brain = recipe.brain(RunOptions(**options, overridden_args=set(options)), opt_class=None)
-    # No optimizer, no generators, no log files: what was trained is all that is taken from a checkpoint.
+    # No optimizer, no generators, no log files: only what was trained is taken from a checkpoint.
     shelf = brain.checkpointer
     shelf.recoverables = {name: obj for name, obj in shelf.recoverables.items() if isinstance(obj, _WEIGHTS)}
     brain.stop_averaging()  # its averages become the modules' own weights
@@ -92,11 +92,11 @@ def build(recipe: Recipe, device: str | torch.device | None = None, **run_opts: 
 
 
 def take_weights(brain: Any, checkpoint: str = BEST, mean_of: int = 1) -> list[Checkpoint]:
-    """Fill a Brain from its checkpoints; gives those that were used.
+    """Fill a Brain from its checkpoints; returns those that were used.
 
     Arguments
     ---------
-    checkpoint : ``best`` (by the task's metric), ``last``, or the name of a checkpoint's folder or a part of it
+    checkpoint : ``best`` (by the task's metric), ``last``, or the name of a checkpoint's folder, or part of it
     mean_of : take the mean of the weights of this many of the best instead (of the newest, with ``last``)
     """
     shelf = brain.checkpointer
@@ -106,10 +106,10 @@ def take_weights(brain: Any, checkpoint: str = BEST, mean_of: int = 1) -> list[C
     if order and not any(brain.metric.name in ckpt.meta for ckpt in shelf.list_checkpoints()):
         raise SbkitError(f"no checkpoint in {shelf.checkpoints_dir} was validated, so none is the best by "
                          f"{brain.metric.name}",
-                         hint=f"take the newest (--checkpoint {LAST})")
+                         hint=f"use the newest (--checkpoint {LAST})")
     if mean_of != 1:
         if checkpoint not in (BEST, LAST):
-            raise SbkitError(f"an average is of the best or the last checkpoints, not of {checkpoint}")
+            raise SbkitError(f"only the best or the last checkpoints can be averaged, not {checkpoint}")
         return _take_mean(shelf, mean_of, order)
     if checkpoint in (BEST, LAST):
         used = shelf.recover_if_possible(**order)
@@ -123,7 +123,7 @@ def take_weights(brain: Any, checkpoint: str = BEST, mean_of: int = 1) -> list[C
 
 
 def _take_mean(shelf: Any, count: int, order: Mapping[str, str]) -> list[Checkpoint]:
-    """The mean of all weights; a normaliser's statistics and the like are the best checkpoint's."""
+    """Load the mean of all weights; other state, such as a normaliser's statistics, is the best checkpoint's."""
     weights = {name: obj for name, obj in shelf.recoverables.items() if isinstance(obj, EMA) or (
         name not in shelf.custom_load_hooks and get_default_hook(obj, DEFAULT_SAVE_HOOKS) in TENSORS)}
     means = {name: average(shelf, name, count, **order) for name in weights}
@@ -136,7 +136,7 @@ def _take_mean(shelf: Any, count: int, order: Mapping[str, str]) -> list[Checkpo
 
 
 def _named(shelf: Any, name: str) -> Checkpoint:
-    """The checkpoint whose folder is called so, or has it in its name."""
+    """The checkpoint whose folder has this name, or the only one whose name contains it."""
     there = {Path(ckpt.path).name: ckpt for ckpt in shelf.list_checkpoints()}
     wanted = Path(name).name
     found = [wanted] if wanted in there else [each for each in there if wanted in each]
@@ -144,7 +144,7 @@ def _named(shelf: Any, name: str) -> Checkpoint:
         return there[found[0]]
     problem = f"{len(found)} checkpoints have {name!r} in their name" if found else f"there is no checkpoint {name!r}"
     raise SbkitError(f"{problem} in {shelf.checkpoints_dir}",
-                     hint=f"there are {', '.join(sorted(there))}, and the words {BEST} and {LAST}")
+                     hint=f"choose one of {', '.join(sorted(there))}, {BEST} or {LAST}")
 
 
 _WEIGHTS = (torch.nn.Module, EMA)
@@ -154,13 +154,13 @@ def _output_folder(tree: Mapping[str, Any], path: Path) -> str:
     while "output_folder" not in tree:
         base = tree.get(BASE)
         if not isinstance(base, Mapping):
-            raise SbkitError(f"{path} lacks output_folder", hint="is it the recipe that a run wrote down?")
+            raise SbkitError(f"{path} lacks output_folder", hint="is it a recipe that a run wrote?")
         tree = base
     return str(tree["output_folder"])
 
 
 def _moved(tree: Any, old: str, new: str) -> io.StringIO:
-    """The recipe with each path below the folder it was written for put below the one it is in now."""
+    """The recipe with each path below the folder ``old`` moved below ``new``."""
     old, new = old.rstrip("/"), new.rstrip("/")
     seen: set[int] = set()
 
@@ -168,7 +168,7 @@ def _moved(tree: Any, old: str, new: str) -> io.StringIO:
         if isinstance(value, str):
             return type(value)(new + value[len(old):]) if f"{value}/".startswith(f"{old}/") else value
         if isinstance(value, (dict, list)) and id(value) not in seen:
-            seen.add(id(value))  # an alias is the same object again
+            seen.add(id(value))  # an alias is the same object
             for place, inner in list(value.items() if isinstance(value, dict) else enumerate(value)):
                 value[place] = move(inner)
         return value

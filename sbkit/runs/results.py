@@ -1,4 +1,4 @@
-"""What came out of a run's test: its files of results, and what is said of them on the screen."""
+"""Results of a run's test: the files, and the summary on the screen."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def show(results: Results, folder: Path, manifest: Manifest, left_out: str | None, metrics_log: Any) -> None:
-    """Write the files, say what came out and where the rest is, and make the page about it."""
+    """Write the files, print the results and where the rest is, and write the report."""
     results.write(folder, manifest, "test")
     for line in results.lines():
         print(f"\n{line}")
@@ -27,7 +27,7 @@ def show(results: Results, folder: Path, manifest: Manifest, left_out: str | Non
     print(results.where(folder, "test"))
     if metrics_log is not None:
         metrics_log.flush()
-    try:  # what it is made from is safe by now, so that it cannot fail the run
-        print(f"what it gets wrong, to look at and to hear: {write_report(folder, remote=manifest.remote)}", flush=True)
+    try:  # its inputs are already saved, so an error must not fail the run
+        print(f"errors, to look at and listen to: {write_report(folder, remote=manifest.remote)}", flush=True)
     except (SbkitError, OSError) as error:
-        logger.warning("The report could not be made: %s", error)
+        logger.warning("The report could not be written: %s", error)

@@ -1,4 +1,4 @@
-"""A run's Brain over a manifest: what comes of it on all ranks, and how long it took."""
+"""Scores a manifest with a run's Brain on all ranks, and measures the time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sbkit.train.distributed import ranks
 
 
 def score(request: EvaluateRequest, recipe: Recipe, brain: Any, manifest: Manifest, label: str) -> Result:
-    """Send the manifest through on all ranks; every rank gets all that came of it."""
+    """Score the manifest on all ranks; every rank gets the whole result."""
     ranks.meet("ready")
     began = time.monotonic()
     with brain.searching():
@@ -38,7 +38,7 @@ def score(request: EvaluateRequest, recipe: Recipe, brain: Any, manifest: Manife
 
 def hear(request: EvaluateRequest, recipe: Recipe, brain: Any, manifest: Manifest, label: str,
          ) -> tuple[dict[str, str], float]:
-    """One pass over this rank's share: leaves ``brain.rows``, gives what could not be read, and the loss."""
+    """Score this rank's share: fills ``brain.rows``, returns the unreadable recordings and the loss."""
     keys = recipe.keys
     loader = EvalLoader(
         manifest, recipe.task.encoder(keys), max_batch_seconds=request.max_batch_seconds or _batch_seconds(keys),
@@ -53,5 +53,5 @@ def hear(request: EvaluateRequest, recipe: Recipe, brain: Any, manifest: Manifes
 
 def _batch_seconds(keys: Any) -> float:
     if keys.batching is None:
-        raise SbkitError("the recipe has no batching", hint="say what a device holds at once: --max-batch-seconds 120")
+        raise SbkitError("the recipe has no batching", hint="set the audio in one batch: --max-batch-seconds 120")
     return keys.batching.max_batch_seconds

@@ -1,4 +1,4 @@
-"""A start that is refused leaves a run's folder as it was: with the recipe and the corpus that it was trained on."""
+"""Guard that leaves a run's folder, with its recipe and corpus, as it was if a start is refused."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from sbkit.system import disk
 logger = logging.getLogger(__name__)
 
 _FILES = (RECIPE, "run.py", TESTED)
-#: What lies in ``BEFORE_START`` is whole: it gets and loses that name in one step, and has these before and after.
+#: ``BEFORE_START`` is always complete: it gets and loses its name atomically, and has these names before and after.
 _PART, _GONE = f"{BEFORE_START}.part", f"{BEFORE_START}.gone"
 
 
 class StartGuard:
-    """Within it, what a start writes over is kept aside, and put back by an error before the run ``begins``.
+    """Context that backs up what a start overwrites, and restores it on an error before the run ``begins``.
 
-    A start that is killed leaves it aside: the next one puts it back first.
+    A start that is killed leaves its backup: the next start restores it first.
 
-    folder : of the run
+    folder : the run's folder
     here : whether this process is the one that writes there
     """
 
@@ -35,18 +35,18 @@ class StartGuard:
         self._here = here
 
     def begins(self) -> None:
-        """From here on what was written stands."""
+        """Keep what was written from here on, and drop the backup."""
         if self._here:
             _drop(self.folder)
             self._here = False
 
     def changes(self) -> list[str]:
-        """The values of the recipe that are others than the run had before, before it begins."""
+        """Descriptions of the recipe values that differ from the run's previous start; empty once it ``begins``."""
         if not self._here:
             return []
         try:
             before, now = (_values(load.read_plain(folder / RECIPE)) for folder in (self.aside, self.folder))
-        except SbkitError:  # not kept, or not the run's
+        except SbkitError:  # there is no backup, or it is not readable
             return []
         changed: dict[tuple[str, str], list[str]] = {}
         for key in before | now:
@@ -90,9 +90,10 @@ class StartGuard:
 
 
 def put_back(folder: Path) -> None:
-    """Make a run's folder what it was before a start that was refused or killed, and tidy up after that.
+    """Restore a run's folder to what it was before a start that was refused or killed, and drop the backup.
 
-    Manifests belong together: where the run had some, those that it hadn't go. Killed meanwhile, it is done again.
+    Manifests belong together: if the run had any, those that it did not have are deleted. If this is killed, the next
+    start does it again.
     """
     aside = folder / BEFORE_START
     if aside.is_dir():
@@ -107,13 +108,13 @@ def put_back(folder: Path) -> None:
             between.unlink(missing_ok=True)
             _link(aside / path, between)
             os.replace(between, folder / path)
-            between.unlink(missing_ok=True)  # still there where both were one file already
-        logger.info("%s is again as it was before a start that came to nothing", folder)
+            between.unlink(missing_ok=True)  # still there if both were already the same file
+        logger.info("%s was restored to what it was before a start that failed", folder)
     _drop(folder)
 
 
 def _drop(folder: Path) -> None:
-    """Forget what was kept aside, at once and not file by file."""
+    """Delete the backup, atomically rather than file by file."""
     aside, gone = folder / BEFORE_START, folder / _GONE
     shutil.rmtree(gone, ignore_errors=True)
     if aside.is_dir():
@@ -123,14 +124,14 @@ def _drop(folder: Path) -> None:
 
 
 def _manifests(folder: Path) -> list[Path]:
-    """What preparation writes for a run to read; not what it unpacks, nor its notes to itself."""
+    """The files that preparation writes for a run; not those it unpacks, nor its own notes."""
     there = folder / MANIFESTS
     return [path for path in there.iterdir() if path.is_file() and not path.name.startswith(".")] \
         if there.is_dir() else []
 
 
 def _values(recipe: dict[str, Any]) -> dict[str, str]:
-    """Each tag and each value of a recipe by its dotted key; what many refer to by the shortest one alone."""
+    """Each tag and value of a recipe by dotted key; a value with several references, by the shortest key only."""
     found: dict[str, str] = {}
     waiting, seen = deque(load.flatten(recipe).items()), set()
     while waiting:
@@ -149,8 +150,8 @@ def _values(recipe: dict[str, Any]) -> dict[str, str]:
 
 
 def _link(source: Path, target: Path) -> None:
-    """Manifests are replaced and never written into, so that a second name keeps them; they may be large."""
+    """Hard-link a manifest, which may be large: manifests are replaced, never modified, so a link keeps them."""
     try:
         os.link(source, target)
-    except OSError:  # a file system without
+    except OSError:  # a file system without hard links
         shutil.copy2(source, target)

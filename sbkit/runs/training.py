@@ -1,4 +1,4 @@
-"""A prepared run as its Brain goes through it: loaders from the plan, fit, and the test of what came out."""
+"""Training of a prepared run: loaders from the plan, fit, and the final test."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 def fit_and_test(recipe: Recipe, request: Any, device: torch.device, manifests: Mapping[str, Manifest],
                  guard: StartGuard) -> Any:
-    """Train what is missing, then test; the Brain, which has the results."""
+    """Train the remaining epochs, then test; returns the Brain, which has the results."""
     keys, train = recipe.keys, manifests["train"]
     encoder = recipe.task.encoder(keys)
     brain = recipe.brain(request.run_opts)
@@ -62,22 +62,22 @@ def fit_and_test(recipe: Recipe, request: Any, device: torch.device, manifests: 
 
 
 def _from_here_on(guard: StartGuard, epochs: Iterable[int], resumed: bool) -> Iterator[int]:
-    """The first epoch is asked for once the newest checkpoint was found to fit."""
+    """Yield the epochs; the first is asked for once the newest checkpoint was found to fit, so the run begins."""
     changes = guard.changes()
     if resumed and changes:
-        logger.warning("This run goes on with other values than it had: %s", "; ".join(changes))
+        logger.warning("This run resumes with changed values: %s", "; ".join(changes))
     guard.begins()
     yield from epochs
 
 
 def _utilisation(brain: Any, device: torch.device, manifest: Manifest) -> Utilisation | None:
-    """What a second of this corpus's audio takes in training, beside what the device computes in one."""
+    """The FLOPs of training on a second of this corpus, and the device's peak; None if unknown."""
     if not ranks.is_main():
         return None
     try:
         operations = flops.operations_per_second(brain, flops.typical_seconds(manifest.durations))
-    except Exception as error:  # an operation that stand-ins don't know: training itself may well know it
-        logger.info("Model FLOPs can't be counted, so no utilisation is told: %s: %s", type(error).__name__, error)
+    except Exception as error:  # stand-ins may lack an operation that training has
+        logger.info("Model FLOPs can't be counted, so utilisation is not reported: %s: %s", type(error).__name__, error)
         return None
     found = Utilisation(operations, *peak_of(device, brain.precision))
     logger.info("Model FLOPs: %s", found)
@@ -85,7 +85,7 @@ def _utilisation(brain: Any, device: torch.device, manifest: Manifest) -> Utilis
 
 
 def _write_down(brain: Any, device: torch.device) -> None:
-    """How the run was started and on what, for its report."""
+    """Record how the run was started and on what machine, for its report."""
     if brain.metrics_log is not None:
         parameters = sum(parameter.numel() for parameter in brain.modules.parameters())
         brain.metrics_log.write(

@@ -1,4 +1,4 @@
-"""Texts of files, manifests and runs, as a language model is made of them."""
+"""Texts of files, manifests and runs, to make a language model from."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _STDIN = "-"
 
 
 def read_run(folder: str) -> Any:
-    """The keys of a run's recipe, a corpus and a tokenizer among them."""
+    """Read the keys of a run's recipe, corpus and tokenizer included."""
     from sbkit.runs import restore
 
     keys = restore.read_run(folder).keys
     if not hasattr(type(keys), "declared") or "tokenizer" not in keys.declared():
-        raise SbkitError(f"the recipe of {folder} has no tokenizer", hint="give its transcripts as a file")
+        raise SbkitError(f"the recipe of {folder} has no tokenizer", hint="pass its transcripts as a file")
     return keys
 
 
 def found(name: str, split: str) -> str:
-    """The file that a source stands for; an error where there is none."""
+    """The file that a source stands for; raises if there is none."""
     path = Path(name)
     if path.is_dir():
         path = read_run(name).corpus.manifest_path(split)
@@ -34,7 +34,7 @@ def found(name: str, split: str) -> str:
 
 
 def texts(files: Sequence[str]) -> Iterator[str]:
-    """The texts of all files; an error where there are none, rather than a model or a perplexity of nothing."""
+    """Yield the texts of all files; raises if there are none, rather than making a model of nothing."""
     empty = True
     for name in files:
         for text in _transcripts(name) if name.endswith(".csv") else lm.read_texts([name]):
@@ -48,4 +48,4 @@ def _transcripts(path: str) -> Iterable[str]:
     from sbkit.data.delimited import read_delimited
     from sbkit.data.manifest import Column
 
-    return Column(read_delimited(path, only=("wrd",)).need("wrd", hint="a manifest has its transcripts there"))
+    return Column(read_delimited(path, only=("wrd",)).need("wrd", hint="that column of a manifest has the transcripts"))

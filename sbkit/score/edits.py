@@ -2,8 +2,8 @@
 
 Several shortest alignments can exist, and they can differ in how many edits are substitutions. SpeechBrain
 takes Kaldi's: walking back from the end it prefers an insertion to a deletion to a diagonal step. Rapidfuzz counts
-wherever all shortest alignments agree, which is nearly everywhere; the rest, and every alignment that is asked for,
-goes the same way back as SpeechBrain, for many pairs at a time.
+the edits wherever all shortest alignments agree, which is nearly everywhere; the other pairs, and every requested
+alignment, are traced back as SpeechBrain does, for many pairs at a time.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ UTF_32 = f"utf-32-{sys.byteorder[0]}e"
 EQUAL, INSERTION, DELETION, SUBSTITUTION = "=IDS"
 _INSERT, _DELETE, _DIAGONAL = 1, 2, 3
 
-# A way through the table in one number: its edits, then its last step, then its substitutions. The least of several
-# is the preferred one.
+# A path through the table is encoded as one number: its edits, then its last step, then its substitutions. The
+# smallest number is the preferred path.
 _AN_EDIT, _A_STEP, _SUBSTITUTIONS = 1 << 34, 1 << 32, (1 << 32) - 1
 _STEPS = 3 * _A_STEP
-_FAR = 1 << 60  # no way leads here
+_FAR = 1 << 60  # unreachable
 
-_AT_ONCE = 10_000  # pairs whose tokens are held as numbers at once
-_FRONT = 100_000  # cells of all fronts that are held at once
-_CELLS = 16_000_000  # bytes of the table that is held at once
+_AT_ONCE = 10_000  # pairs whose tokens are encoded at once
+_FRONT = 100_000  # cells of all fronts in memory at once
+_CELLS = 16_000_000  # bytes of the table in memory at once
 
 
 _Item = TypeVar("_Item")
-_Coded = Sequence[Hashable]  # letters of a text, words, or numbers in their place
+_Coded = Sequence[Hashable]  # letters of a text, words, or numbers that stand for them
 
 
 class Counts(NamedTuple):
@@ -52,7 +52,7 @@ class Counts(NamedTuple):
 
 
 def count(references: Sequence[Tokens], hypotheses: Sequence[Tokens]) -> Counts:
-    """The edits that turn each reference into its hypothesis."""
+    """Count the edits that turn each reference into its hypothesis."""
     return _in_parts(references, hypotheses, _count_tokens)
 
 
@@ -68,7 +68,7 @@ def _in_parts(references: Sequence[_Item], hypotheses: Sequence[_Item],
 
 
 def _count_tokens(references: list[Tokens], hypotheses: list[Tokens]) -> Counts:
-    # Rapidfuzz compares hashes: an empty word has that of the letter zero, and what is no word may have any.
+    # Rapidfuzz compares hashes: an empty word hashes like "\0", and other objects may have any hash.
     longer = _lengths(hypotheses) - _lengths(references)
     if _are_strings(references, hypotheses) or _are_plain_words(references, hypotheses):
         return _count(references, hypotheses, longer)
@@ -78,10 +78,10 @@ def _count_tokens(references: list[Tokens], hypotheses: list[Tokens]) -> Counts:
 
 
 def _count(references: Sequence[_Coded], hypotheses: Sequence[_Coded], longer: np.ndarray) -> Counts:
-    """Of pairs whose hypothesis is ``longer`` by so many tokens, [N] int64."""
+    """Count the edits of pairs whose hypothesis is ``longer`` by this many tokens, [N] int64."""
     edits = _distances(references, hypotheses, 1)
-    # edits = substitutions + |longer| + 2 * (insertions that a deletion elsewhere makes up for), which bounds the
-    # substitutions from above. From below it is the distance in which one costs two: no alignment has less.
+    # edits = substitutions + |longer| + 2 * (insertions that are balanced by a deletion elsewhere), which is an upper
+    # bound of the substitutions. The lower bound is the distance in which a substitution costs two.
     substitutions = edits - abs(longer)
     some = np.flatnonzero(substitutions > 1)
     least = _distances(_pick(references, some), _pick(hypotheses, some), 2) - edits[some]
@@ -114,7 +114,7 @@ def _lengths(texts: Sequence[_Coded]) -> np.ndarray:
 
 
 def _distances(references: Sequence[_Coded], hypotheses: Sequence[_Coded], substitution: int) -> np.ndarray:
-    """The least cost of turning each reference into its hypothesis, an insertion or deletion costing 1, [N] int64."""
+    """The lowest cost of turning each reference into its hypothesis, an insertion or deletion costing 1, [N] int64."""
     if not references:
         return np.zeros(0, dtype=np.int64)
     return cpdist(references, hypotheses, scorer=Levenshtein.distance, dtype=np.int64,
@@ -122,9 +122,9 @@ def _distances(references: Sequence[_Coded], hypotheses: Sequence[_Coded], subst
 
 
 def align(references: Sequence[Tokens], hypotheses: Sequence[Tokens]) -> list[str]:
-    """The alignment of each pair as a string of steps from the first token to the last.
+    """Align each pair, as a string of steps from the first token to the last.
 
-    ``=`` and ``S`` take a token of both, ``D`` one of the reference, ``I`` one of the hypothesis.
+    ``=`` and ``S`` consume a token of both, ``D`` one of the reference, ``I`` one of the hypothesis.
 
     >>> align([["a", "b", "c"]], [["a", "x", "c", "d"]])
     ['=S=I']
@@ -139,12 +139,12 @@ def align(references: Sequence[Tokens], hypotheses: Sequence[Tokens]) -> list[st
 
 def _pick(items: Sequence[_Item], which: Sequence[int] | np.ndarray) -> list[_Item]:
     if isinstance(which, np.ndarray):
-        which = which.tolist()  # numpy's own integers find items at a third of the speed
+        which = which.tolist()  # indexing with numpy integers is three times slower
     return [items[i] for i in which]
 
 
 def _groups(references: Sequence[Tokens], hypotheses: Sequence[Tokens]) -> Iterator[list[int]]:
-    """Indices in groups of like size, so that a padded table of a group wastes little and fits memory."""
+    """Group indices by size, so that a group's padded table wastes little and fits in memory."""
     order = sorted(range(len(references)), key=lambda i: (len(references[i]), len(hypotheses[i])))
     group: list[int] = []
     widest = 0
@@ -161,7 +161,7 @@ def _groups(references: Sequence[Tokens], hypotheses: Sequence[Tokens]) -> Itera
 
 def _without_common_start(references: Sequence[_Coded], hypotheses: Sequence[_Coded],
                           ) -> tuple[list[_Coded], list[_Coded]]:
-    """Every preferred way ends in the diagonal through a common start (a common end has no such rule)."""
+    """Drop common starts: every preferred path follows the diagonal there (not so at a common end)."""
     if not references:
         return [], []
     same = cpdist(references, hypotheses, scorer=Prefix.similarity, dtype=np.int64).tolist()
@@ -170,7 +170,7 @@ def _without_common_start(references: Sequence[_Coded], hypotheses: Sequence[_Co
 
 
 class _Numbers(dict[Hashable, int]):
-    """A number for each different token."""
+    """Numbers the distinct tokens in order of appearance."""
 
     def __missing__(self, token: Hashable) -> int:
         self[token] = number = len(self)
@@ -178,7 +178,7 @@ class _Numbers(dict[Hashable, int]):
 
 
 def _encode(references: Sequence[_Coded], hypotheses: Sequence[_Coded]) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens as numbers, [longest reference, B] and [longest hypothesis, B]; padding equals nothing."""
+    """Encode tokens as numbers, [longest reference, B] and [longest hypothesis, B]; padding matches no token."""
     numbers = _Numbers()
     encoded = []
     for side, padding in ((references, -1), (hypotheses, -2)):
@@ -194,11 +194,11 @@ def _encode(references: Sequence[_Coded], hypotheses: Sequence[_Coded]) -> tuple
 
 
 class _Front(NamedTuple):
-    """All cells (i, j) with i + j = number, of the table over prefixes (i reference, j hypothesis tokens)."""
+    """The cells (i, j) with i + j = number of the table over prefixes (i reference, j hypothesis tokens)."""
 
     number: int
     cells: slice  # over i
-    ways: np.ndarray  # [cells, B] the preferred way to each
+    ways: np.ndarray  # [cells, B] the preferred path to each
 
     @property
     def steps(self) -> np.ndarray:
@@ -210,14 +210,14 @@ class _Front(NamedTuple):
 
 
 def _fronts(ref: np.ndarray, hyp: np.ndarray, deletions: int, insertions: int) -> Iterator[_Front]:
-    """The edit-distance table by anti-diagonals: every cell of one depends on the two before it alone.
+    """Yield the edit-distance table by anti-diagonals: the cells of one depend only on the two before it.
 
-    Only cells that a way with so many ``deletions`` and ``insertions`` at most can reach, -deletions <= j - i <=
-    insertions. What lies beyond a pair's own lengths means nothing.
+    Only cells that a path with at most this many ``deletions`` and ``insertions`` can reach, -deletions <= j - i <=
+    insertions. Cells beyond a pair's own lengths are meaningless.
     """
     (rows, batch), columns = ref.shape, len(hyp)
     hyp = hyp[::-1]
-    # A row more than there are i on either side, that no way leads to.
+    # One extra, unreachable row on either side.
     ways = np.full((3, rows + 3, batch), _FAR, dtype=np.int64)
     ways[0, 1] = 0
     for number in range(1, rows + columns + 1):
@@ -228,18 +228,18 @@ def _fronts(ref: np.ndarray, hyp: np.ndarray, deletions: int, insertions: int) -
         now, before, earlier = number % 3, (number - 1) % 3, (number - 2) % 3
         here, above = slice(first + 1, end + 1), slice(first, end)
         diagonal = ways[earlier, above] + _DIAGONAL * _A_STEP
-        low, high = max(first, 1), min(end, number)  # in the first row and column there is none
+        low, high = max(first, 1), min(end, number)  # there are no diagonal steps into the first row and column
         differ = ref[low - 1:high - 1] != hyp[columns - number + low:columns - number + high]
         diagonal[low - first:high - first] += differ * (_AN_EDIT + 1)
         least = np.minimum(diagonal, ways[before, above] + (_AN_EDIT + _DELETE * _A_STEP))
         np.minimum(least, ways[before, here] + (_AN_EDIT + _INSERT * _A_STEP), out=least)
         ways[now, here] = least & ~_STEPS
-        ways[now, first] = ways[now, end + 1] = _FAR  # beside them stands what is left of an earlier one
+        ways[now, first] = ways[now, end + 1] = _FAR  # the cells next to them hold values of an earlier front
         yield _Front(number, above, least)
 
 
 def _preferred(references: Sequence[_Coded], hypotheses: Sequence[_Coded], edits: np.ndarray) -> np.ndarray:
-    """How many substitutions the preferred alignment of each pair has, [B], if it has so many ``edits`` [B]."""
+    """The number of substitutions in the preferred alignment of each pair, [B], given its number of ``edits`` [B]."""
     rows, columns = (np.array([len(text) for text in side]) for side in (references, hypotheses))
     longer = columns - rows
     result = np.zeros(len(rows), dtype=np.int64)

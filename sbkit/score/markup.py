@@ -1,4 +1,4 @@
-"""HTML in which nothing goes unescaped by accident: text is text unless a tag was made of it here."""
+"""HTML that can't go unescaped by accident: strings are escaped unless they were built as tags here."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _VOID = frozenset({"br", "hr", "img", "link", "meta", "source"})
 
 
 class Markup(str):
-    """Text that is HTML already."""
+    """A string that is already HTML."""
 
     __slots__ = ()
 
 
 def tag(name: str, *children: Any, **attributes: Any) -> Markup:
-    """An element. Plain strings in it, and in its attributes, are escaped; None is left out.
+    """Build an element. Plain strings in it and in its attributes are escaped; None is left out.
 
     >>> tag("p", "1 < 2 ", tag("b", "yes"), class_="note", data_count=3)
     '<p class="note" data-count="3">1 &lt; 2 <b>yes</b></p>'
@@ -28,7 +28,7 @@ def tag(name: str, *children: Any, **attributes: Any) -> Markup:
 
 
 def text(*children: Any) -> Markup:
-    """Elements and escaped text one after another; lists are taken apart."""
+    """Concatenate elements and escaped text; lists are flattened."""
     out: list[str] = []
     for child in children:
         if isinstance(child, Markup):

@@ -15,12 +15,12 @@ from sbkit.score.edits import DELETION, EQUAL, INSERTION, SUBSTITUTION, Counts, 
 from sbkit.system.console import atomic_write
 
 _NOTHING = "there is nothing to score: no utterance was added"
-GAP = "<eps>"  # stands where an alignment has no token, as in SpeechBrain's file
+GAP = "<eps>"  # placeholder for a missing token in an alignment, as in SpeechBrain's file
 
 
 @dataclass(frozen=True)
 class Scored:
-    """One utterance with what is wrong in it."""
+    """One utterance with its errors."""
 
     id: str
     reference: Tokens
@@ -35,16 +35,16 @@ class Scored:
 
     @property
     def rate(self) -> float:
-        """Per cent; more than 100 when much was inserted."""
+        """The error rate in per cent; more than 100 with many insertions."""
         return 100.0 * self.edits / len(self.reference)
 
 
 class Confusion(NamedTuple):
-    """``reference`` was heard as ``hypothesis``; one is empty where a word was missed or made up."""
+    """``reference`` was heard as ``hypothesis``; one of them is empty for a deletion or an insertion."""
 
     reference: str
     hypothesis: str
-    count: int  # type: ignore[assignment]  # of a tuple it hides a method that nobody calls
+    count: int  # type: ignore[assignment]  # hides a tuple method that nobody calls
 
 
 class ErrorRates:
@@ -58,7 +58,7 @@ class ErrorRates:
     Arguments
     ---------
     unit : ``word`` for WER, or ``character`` for CER.
-    space : stands between words among the characters, and is scored as one, as in SpeechBrain.
+    space : the character between words, which is scored too, as in SpeechBrain.
     """
 
     def __init__(self, unit: str = "word", space: str = "_"):
@@ -83,16 +83,16 @@ class ErrorRates:
 
     def add(self, ids: Sequence[str], references: Sequence[str | Tokens],
             hypotheses: Sequence[str | Tokens | None]) -> None:
-        """Take a batch: texts, or lists of words. Nothing is taken of a batch that can't be scored."""
+        """Add a batch of texts or lists of words. If any of it can't be scored, nothing is added."""
         if not len(ids) == len(references) == len(hypotheses):
             raise SbkitError(f"{len(ids)} ids, {len(references)} references and {len(hypotheses)} hypotheses "
                              "can't be paired")
         refs, hyps = self._tokens(references), self._tokens(hypotheses)
-        # Of a first word that is empty SpeechBrain makes a reference of no length: "".split(" ") gives one.
+        # SpeechBrain treats an empty first word, which "".split(" ") gives, as a reference of length zero.
         _refuse([name for name, ref in zip(ids, refs, strict=True) if not ref or ref[0] == ""],
                 "an empty reference", "correct the transcript or leave the utterance out")
         _refuse([name for name, hyp in zip(ids, hyps, strict=True) if hyp is None], "no hypothesis",
-                "one that is empty is '', and is scored")
+                "an empty hypothesis is '', and is scored")
         self._known.update(ids)
         if len(self._known) < len(self.ids) + len(ids):
             self._known = set(self.ids)
@@ -119,7 +119,7 @@ class ErrorRates:
         return self._hypotheses
 
     def merge(self, others: Iterable[ErrorRates]) -> ErrorRates:
-        """Take what others collected, for instance other ranks; gives itself back."""
+        """Add what others collected, such as other ranks; returns itself."""
         for other in others:
             if (other.unit, other.space) != (self.unit, self.space):
                 raise SbkitError(f"rates by {other.unit} can't be merged into rates by {self.unit}")
@@ -168,7 +168,7 @@ class ErrorRates:
             yield Scored(*row)
 
     def worst(self, most: int = 20) -> list[Scored]:
-        """The utterances with the highest rates, and with the most edits among equals."""
+        """The utterances with the highest rates, those with the most edits first if equal."""
         return sorted(self, key=lambda scored: (-scored.rate, -scored.edits))[:most]
 
     def alignments(self) -> list[str]:
@@ -182,7 +182,7 @@ class ErrorRates:
         return ways
 
     def confusions(self, most: int = 50) -> list[Confusion]:
-        """What is heard as what, the most frequent first."""
+        """Pairs of confused words, the most frequent first."""
         found: Counter[tuple[str, str]] = Counter()
         for reference, hypothesis, way in zip(self.references, self.hypotheses, self.alignments(), strict=True):
             if way.count(EQUAL) < len(way):
@@ -204,7 +204,7 @@ class ErrorRates:
 
 def score(references: Mapping[str, str | Tokens], hypotheses: Mapping[str, str | Tokens], unit: str = "word",
           ) -> ErrorRates:
-    """Score texts by id; every reference needs a hypothesis and every hypothesis a reference."""
+    """Score texts by id; every reference needs a hypothesis and vice versa."""
     rates = ErrorRates(unit)
     _refuse([name for name in hypotheses if name not in references], "a hypothesis but no reference",
             "score a system on the corpus that it transcribed")
@@ -215,7 +215,7 @@ def score(references: Mapping[str, str | Tokens], hypotheses: Mapping[str, str |
 
 
 def aligned(reference: Tokens, hypothesis: Tokens, way: str) -> Iterator[tuple[str, str, str]]:
-    """An alignment as (step, reference token, hypothesis token); empty where there is none."""
+    """Yield an alignment as (step, reference token, hypothesis token), with an empty string for a missing token."""
     i = j = 0
     for step in way:
         ref = "" if step == INSERTION else reference[i]
@@ -225,7 +225,7 @@ def aligned(reference: Tokens, hypothesis: Tokens, way: str) -> Iterator[tuple[s
 
 
 def some(ids: Sequence[str], most: int = 5) -> str:
-    """The first few ids, for a message."""
+    """Format the first few ids for a message."""
     return ", ".join(map(str, ids[:most])) + (f" and {len(ids) - most} more" if len(ids) > most else "")
 
 

@@ -1,4 +1,4 @@
-"""How far an error rate can be trusted: bootstrap intervals, and whether two runs really differ."""
+"""Significance of error rates: bootstrap intervals, and whether two runs really differ."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _AT_ONCE = 4_000_000  # random numbers held at a time
 
 def interval(rates: ErrorRates, confidence: float = 0.95, resamples: int = 2000, seed: int = 0,
              ) -> tuple[float, float]:
-    """Bounds of the error rate in per cent, by bootstrap over utterances.
+    """Compute bounds of the error rate in per cent by bootstrap over utterances.
 
-    Words of one utterance stand or fall together, so utterances are drawn, not words.
+    Utterances are resampled rather than words, because errors within an utterance are correlated.
     """
     return interval_of(rates.edits, rates.lengths, confidence, resamples, seed)
 
 
 def interval_of(edits: np.ndarray, lengths: np.ndarray, confidence: float = 0.95, resamples: int = 2000, seed: int = 0,
                 ) -> tuple[float, float]:
-    """The same for a part of a test set: edits and tokens of its utterances, both [N].
+    """Compute bounds for part of a test set, from edits and tokens of its utterances, both [N].
 
-    So many that drawing them takes long are enough for the normal distribution of a ratio of sums.
+    With so many utterances that resampling takes long, the normal distribution of a ratio of sums is used.
     """
     if len(edits) > NORMAL_FROM:
         return _normal_bounds(edits, lengths, confidence)
@@ -40,7 +40,7 @@ def interval_of(edits: np.ndarray, lengths: np.ndarray, confidence: float = 0.95
 
 @dataclass(frozen=True)
 class Comparison:
-    """Run ``b`` against run ``a`` on the same utterances."""
+    """Comparison of run ``b`` with run ``a`` on the same utterances."""
 
     rate_a: float
     rate_b: float
@@ -51,7 +51,7 @@ class Comparison:
 
     @property
     def difference(self) -> float:
-        """In points; below zero, ``b`` is better."""
+        """The difference in points; below zero, ``b`` is better."""
         return self.rate_b - self.rate_a
 
     @property
@@ -68,10 +68,10 @@ class Comparison:
 
 def compare(a: ErrorRates, b: ErrorRates, confidence: float = 0.95, resamples: int = 10_000, seed: int = 0,
             ) -> Comparison:
-    """Whether ``b`` differs from ``a``: a paired bootstrap for the interval, matched pairs for the p-value.
+    """Test whether ``b`` differs from ``a``: a paired bootstrap for the interval, matched pairs for the p-value.
 
-    The p-value is a permutation test: were both runs alike, each utterance's difference in edits could
-    as well have the other sign. Of many utterances both are by the normal distribution.
+    The p-value is that of a permutation test: if both runs were equally good, each utterance's difference in edits
+    could as well have the other sign. With many utterances, both use the normal distribution.
     """
     _refuse_other_references(a, b)
     order = {name: i for i, name in enumerate(b.ids)}
@@ -106,7 +106,7 @@ def _refuse_other_references(a: ErrorRates, b: ErrorRates) -> None:
 
 
 def _resampled(columns: np.ndarray, resamples: int, seed: int) -> Iterator[np.ndarray]:
-    """Sums of ``columns`` [2, N] over utterances drawn with replacement: [2, R] at a time."""
+    """Yield sums of ``columns`` [2, N] over utterances drawn with replacement, [2, R] at a time."""
     rng = np.random.default_rng(seed)
     size = columns.shape[1]
     at_once = max(1, _AT_ONCE // size)
@@ -127,20 +127,20 @@ def _normal_bounds(edits: np.ndarray, lengths: np.ndarray, confidence: float) ->
 
 
 def _normal_reach(edits: np.ndarray, lengths: np.ndarray, confidence: float) -> float:
-    """How far from the ratio of the sums its bounds are, in per cent."""
+    """The distance of the bounds from the ratio of the sums, in per cent."""
     rate = edits.sum() / lengths.sum()
     deviation = float(np.sqrt(np.square(edits - rate * lengths).sum()) / lengths.sum())
     return 100 * NormalDist().inv_cdf(0.5 + confidence / 2) * deviation
 
 
 def _normal_p(difference: np.ndarray) -> float:
-    """That of a sum of signs drawn at random, each times its difference."""
+    """The p-value of a sum of differences with random signs, by the normal distribution."""
     deviation = math.sqrt(np.square(difference.astype(np.float64)).sum())
     return math.erfc(abs(float(difference.sum())) / deviation / math.sqrt(2)) if deviation else 1.0
 
 
 def _permutation_p(difference: np.ndarray, resamples: int, seed: int) -> float:
-    difference = difference[difference != 0]  # the others stay what they are under any sign
+    difference = difference[difference != 0]  # zeros don't change with their sign
     if not len(difference):
         return 1.0
     rng = np.random.default_rng(seed)

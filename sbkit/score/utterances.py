@@ -1,4 +1,4 @@
-"""utterances.jsonl: each scored utterance as it was said and heard, with what the corpus says of it."""
+"""utterances.jsonl: each scored utterance with its reference, its transcript and its metadata."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sbkit.system.console import atomic_write
 
 
 class Row(Protocol):
-    """What a task reports of an utterance."""
+    """The fields that a task reports for an utterance."""
 
     id: str
     reference: str
@@ -24,7 +24,7 @@ class Row(Protocol):
 
 @dataclass(frozen=True)
 class ScoredUtterance:
-    """One utterance: what was said, what was heard, and whose and where the recording is."""
+    """One utterance: reference, transcript, speaker and recording."""
 
     id: str
     reference: str
@@ -38,7 +38,7 @@ class ScoredUtterance:
 
 
 def join(rows: Iterable[Row], manifest: Manifest) -> Iterator[ScoredUtterance]:
-    """Put the manifest's facts beside each row; every id must be in the manifest."""
+    """Join each row with the manifest's facts; every id must be in the manifest."""
     place = {name: i for i, name in enumerate(manifest.ids)}
     for row in rows:
         said = manifest.row(place[row.id])
@@ -48,14 +48,14 @@ def join(rows: Iterable[Row], manifest: Manifest) -> Iterator[ScoredUtterance]:
 
 
 def write(path: str | os.PathLike[str], heard: Iterable[ScoredUtterance]) -> None:
-    """One JSON object per line."""
+    """Write one JSON object per line."""
     with atomic_write(path) as out:
         for one in heard:
             out.write(json.dumps(asdict(one), ensure_ascii=False) + "\n")
 
 
 def read(path: str | os.PathLike[str]) -> list[ScoredUtterance]:
-    """The lines of such a file; one that is none of ours is named."""
+    """Read utterances.jsonl; an invalid line is an error that names it."""
     found = []
     with open(path, encoding="utf-8", newline="\n") as lines:
         for number, line in enumerate(lines, 1):

@@ -281,7 +281,7 @@ def test_mended_recordings_are_packed_the_next_time(manifest, tmp_path, there):
 def test_the_manifest_that_is_packed_stays(manifest, tmp_path, capsys):
     manifest.write(tmp_path / "train.csv")
     assert main(["shard", str(tmp_path / "train.csv"), str(tmp_path)]) != 0
-    assert "the manifest of the shards would replace it" in capsys.readouterr().err
+    assert "the manifest of the shards would overwrite" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["train.csv"]
 
 

@@ -80,14 +80,14 @@ def test_files_are_read_line_by_line(tmp_path):
         file.write("four\n")
     assert list(lm.read_texts([tmp_path / "a.txt", tmp_path / "b.txt.gz"])) == ["one two", "", "three", "four"]
     (tmp_path / "c.txt").write_bytes(b"\xff\xfe\xfa")
-    for name, message in (("none.txt", "none.txt: cannot be read"), ("c.txt", "c.txt is no text in UTF-8")):
+    for name, message in (("none.txt", "none.txt: cannot be read"), ("c.txt", "c.txt is not UTF-8 text")):
         with pytest.raises(SbkitError, match=message):
             list(lm.read_texts([tmp_path / name]))
 
 
 @pytest.mark.parametrize("options, message", [
-    ({"order": 0}, "of order 0"), ({"order": 99}, "of order 99"), ({"unit": "phone"}, "over 'phone'"),
-    ({"unit": "piece"}, "needs the tokenizer"), ({"min_count": 0}, "min_count is 0"),
+    ({"order": 0}, "have order 0"), ({"order": 99}, "have order 99"), ({"unit": "phone"}, "over 'phone'"),
+    ({"unit": "piece"}, "needs their tokenizer"), ({"min_count": 0}, "min_count is 0"),
     ({"prune": [1, 1]}, "words are never pruned"), ({"prune": [0, 2, 1]}, r"prune is \[0, 2, 1\]"),
     ({"prune": 2.0}, "prune is 2.0"), ({"prune": -1}, "prune is -1"),
 ])
@@ -108,8 +108,8 @@ def model(*sentences):
     (["THE CAT", "THE DOG"], LETTERS,
      r"100 % of its words can't be spelled .* such as 'THE'; the tokens are in lower case"),
     (["the cat", "the dog"], ["<unk>", "▁", *"ACDEGHOT"], r"such as 'the'; the tokens are in upper case"),
-    (["кот спит"], LETTERS, r"such as 'кот'; estimate it from text that is written like the transcripts"),
-    (["▁th e ▁ca t", "▁th e ▁do g"], LETTERS, r"is over pieces of another tokenizer, not over words: it knows '▁th'"),
+    (["кот спит"], LETTERS, r"such as 'кот'; estimate it from text written like the transcripts"),
+    (["▁th e ▁ca t", "▁th e ▁do g"], LETTERS, r"is over pieces of another tokenizer, not over words: it has '▁th'"),
     (["the cat"], ["<unk>", *"theca"], r"none of this model's 6 tokens begins a word"),
     (["the cat"], ["<unk>", "▁the▁c", "at", "▁t", "he"], r"pieces span words, such as 'the▁c'"),
 ])
@@ -121,7 +121,7 @@ def test_a_model_of_something_else_is_refused(sentences, pieces, message):
 def test_a_model_with_some_words_in_another_case_is_named_and_taken(caplog):
     some = model(" ".join([*(f"{a}{b}" for a in "abc" for b in "ehot"), "The", "Dog"]))
     assert lm.unit_of(some, Pieces(LETTERS), name="lm.arpa") == "word"
-    assert "lm.arpa knows words that this model can't write: by its tokens, 14 % of its words" in caplog.text
+    assert "lm.arpa fits this model's tokens only in part: 14 % of its words" in caplog.text
     assert "the tokens are in lower case" in caplog.text
     caplog.clear()
     lm.unit_of(model("the cat", "the dog"), Pieces(LETTERS))
@@ -132,7 +132,7 @@ def test_what_the_unit_has_to_be_can_be_said():
     words, pieces = model("the cat sat", "a dog"), model("▁the ▁c at", "▁a ▁d og")
     assert lm.unit_of(words, Pieces(WORDS)) == lm.unit_of(words, Pieces(WORDS), "word") == "word"
     assert lm.unit_of(pieces, Pieces(WORDS)) == lm.unit_of(pieces, Pieces(WORDS), "piece") == "piece"
-    with pytest.raises(SbkitError, match=r"is not over this model's 11 pieces: it knows 'the'"):
+    with pytest.raises(SbkitError, match=r"is not over this model's 11 pieces: it has 'the'"):
         lm.unit_of(words, Pieces(WORDS), "piece")
     with pytest.raises(SbkitError, match="over pieces of another tokenizer, not over words"):
         lm.unit_of(pieces, Pieces(WORDS), "word")
@@ -154,7 +154,7 @@ def test_a_search_refuses_what_does_not_fit_before_it_begins(tmp_path):
     with pytest.raises(SbkitError, match=r"upper\.arpa doesn't fit this model's tokens"):
         BeamSearch(LETTERS, lm=tmp_path / "upper.arpa").load()
     (tmp_path / "text.arpa").write_text("the cat sat\n")
-    with pytest.raises(SbkitError, match=r"text\.arpa is no ARPA language model"):
+    with pytest.raises(SbkitError, match=r"text\.arpa is not an ARPA language model"):
         BeamSearch(LETTERS, lm=tmp_path / "text.arpa").load()
     with pytest.raises(SbkitError, match="cannot be read"):
         BeamSearch(LETTERS, lm=tmp_path).load()

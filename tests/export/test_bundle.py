@@ -270,14 +270,14 @@ def test_what_is_there_is_replaced_only_when_asked(made, run, tmp_path, capsys):
 @pytest.mark.parametrize("words, expected", [
     (["--formats", "onnx,tflite"], "no format tflite"),
     (["--checkpoint", "best-of-all"], "no checkpoint 'best-of-all'"),
-    (["--clips", "-3"], "--clips: '-3' is no whole number above 0"),
-    (["--tolerance", "nan"], "--tolerance: 'nan' is no number above 0"),
+    (["--clips", "-3"], "--clips: '-3' is not a whole number above 0"),
+    (["--tolerance", "nan"], "--tolerance: 'nan' is not a number above 0"),
 ])
 def test_mistakes_are_told_before_anything_is_made(run, tmp_path, capsys, words, expected):
     assert main(["export", str(run), "--to", str(tmp_path / "b"), *words]) == 2
     assert expected in capsys.readouterr().err and list(tmp_path.iterdir()) == []
     assert main(["export", str(tmp_path), "--to", str(tmp_path / "b")]) == 2
-    assert "is no run" in capsys.readouterr().err
+    assert "is not a run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("inside, expected", [("", "is a file; name a folder"), ("b", "cannot write into")])

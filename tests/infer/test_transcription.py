@@ -165,8 +165,8 @@ def test_a_bad_clip_is_named_counted_and_left_out(bundle, clips, tmp_path, capsy
     (["none.wav"], "no such file"), (["."], "there is no audio"), (["CLIP", "--format", "docx"], "there is no format"),
     (["CLIP", "CLIP", "--format", "srt"], "--output FOLDER"), (["CLIP", "--format", "txt,json"], "--output FOLDER"),
     (["CLIP", "--device", "cuda"], "no CUDA"), (["CLIP", "--model", "int8"], "has no model int8"),
-    (["CLIP", "--chunk-seconds", "-1"], "--chunk-seconds: '-1' is no number above 0"),
-    (["CLIP", "--threads", "0"], "--threads: '0' is no whole number above 0"),
+    (["CLIP", "--chunk-seconds", "-1"], "--chunk-seconds: '-1' is not a number above 0"),
+    (["CLIP", "--threads", "0"], "--threads: '0' is not a whole number above 0"),
 ])
 def test_mistakes_are_one_line(bundle, clips, tmp_path, capsys, monkeypatch, words, expected):
     (tmp_path / "empty").mkdir()

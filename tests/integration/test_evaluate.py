@@ -165,7 +165,7 @@ def test_characters_that_the_model_cannot_write_are_counted(run, home, caplog):
     (["--nbest", "0"], "nbest is 0"),
     (["--hot-word", "Ñandú"], "hot word 'ñandú' can't be spelled with this model's tokens"),
     (["--hot-word", "?!=3"], "nothing is left of the hot word '?!'"),
-    (["--hot-word", "ladder=high"], "the boost 'high' is no number"),
+    (["--hot-word", "ladder=high"], "the boost 'high' is not a number"),
     (["--joint"], "has no trained attention decoder: its recipe says ctc_weight: 1.0"),
     (["--joint", "--hot-word", "ladder"], "the joint search takes no language model"),
     (["--ctc-weight", "0.3"], "add --joint"),
@@ -190,7 +190,7 @@ def test_every_wrong_command_is_one_line(run, home, capsys, words, message):
 
 def test_a_folder_that_is_no_run_is_told_so(home, capsys):
     assert evaluate(home / "data") == 2
-    assert "is no run: it has no hyperparams.yaml" in capsys.readouterr().err
+    assert "is not a run: it has no hyperparams.yaml" in capsys.readouterr().err
 
 
 def test_a_language_model_is_weighed_on_dev_and_used_on_test(run, tmp_path, capsys):

@@ -126,4 +126,4 @@ def test_steps_can_not_be_measured_of_what_is_not_run(tmp_path, capsys):
     path = tmp_path / "recipe.yaml"
     path.write_text(SMALL.read_text())
     assert cli.main(["check", str(path), "--no-run", "--measure"]) == 2
-    assert "leave out one of them" in capsys.readouterr().err
+    assert "drop one of them" in capsys.readouterr().err

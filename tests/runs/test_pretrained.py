@@ -68,9 +68,9 @@ def test_a_part_of_the_weights_is_told(folder, caplog):
 @pytest.mark.parametrize("name, message", [
     ("source/nowhere.ckpt", "pretrainer: layer: there is no file source/nowhere.ckpt"),
     ("/no/such/layer.ckpt", "pretrainer: layer: there is no file /no/such/layer.ckpt"),
-    ("source/wide.ckpt", "pretrainer: layer: source/wide.ckpt is of a model of other sizes: 2 of another shape "
-                         "(weight: 4x2 saved, 3x2 here, bias: 4 saved, 3 here)"),
-    ("source/alien.ckpt", "pretrainer: layer: source/alien.ckpt has none of its parameters"),
+    ("source/wide.ckpt", "pretrainer: layer: source/wide.ckpt comes from a model of different sizes: 2 of another "
+                         "shape (weight: 4x2 saved, 3x2 here, bias: 4 saved, 3 here)"),
+    ("source/alien.ckpt", "pretrainer: layer: source/alien.ckpt has none of the module's parameters"),
     ("source/harm.ckpt", "source/harm.ckpt holds more than tensors and numbers, so loading it could run code"),
     ("source/text.ckpt", "source/text.ckpt"),
 ])
@@ -82,7 +82,7 @@ def test_a_file_that_can_t_be_used_is_one_message(folder, name, message):
 
 
 def test_a_loadable_without_a_path_is_named(folder):
-    with pytest.raises(SbkitError, match="nothing says where layer comes from"):
+    with pytest.raises(SbkitError, match="there is no path for layer"):
         pretrained.fetch(Pretrainer(loadables={"layer": nn.Linear(2, 3)}))
 
 
@@ -135,7 +135,7 @@ number_of_epochs: 1
         torch.save(head(size, 7.0), tmp_path / "head.ckpt")
         done = start(recipe, *words)
         if attempt == 0:
-            assert done.returncode != 0 and "is of a model of other sizes" in done.stderr
+            assert done.returncode != 0 and "comes from a model of different sizes" in done.stderr
             size = int(done.stderr.split("output_neurons: ")[1].split(",")[0])
     assert done.returncode == 0, done.stderr[-3000:]
     torch.save(head(size, 0.0), tmp_path / "head.ckpt")

@@ -126,8 +126,8 @@ def test_nothing_but_the_model_is_taken_from_a_checkpoint_or_written(run):
 
 
 @pytest.mark.parametrize("spoil, message", [
-    (lambda run: shutil.rmtree(run), "is not there; name the output_folder"),
-    (lambda run: (run / "hyperparams.yaml").unlink(), "is no run: it has no hyperparams.yaml"),
+    (lambda run: shutil.rmtree(run), "does not exist; name the output_folder"),
+    (lambda run: (run / "hyperparams.yaml").unlink(), "is not a run: it has no hyperparams.yaml"),
     (lambda run: shutil.rmtree(run / "save") or (run / "save").mkdir(), "no tokenizer yet"),
     (lambda run: [shutil.rmtree(each) for each in (run / "save").glob("CKPT*")], "holds no checkpoint"),
     (lambda run: [shutil.rmtree(run / "save" / f"CKPT+epoch{i}") for i in (1, 2, 3)], "--checkpoint last"),
@@ -147,5 +147,5 @@ def test_a_name_that_fits_none_or_several_lists_what_there_is(run):
         restore.load_run(run, "cpu", checkpoint="nosuch")
     with pytest.raises(SbkitError, match="3 checkpoints have 'epoch'"):
         restore.load_run(run, "cpu", checkpoint="epoch")
-    with pytest.raises(SbkitError, match="an average is of the best"):
+    with pytest.raises(SbkitError, match="only the best or the last checkpoints can be averaged"):
         restore.load_run(run, "cpu", checkpoint="epoch1", mean_of=2)

@@ -1,4 +1,4 @@
-"""Recordings small enough to be part of a page: mono MP3, which every browser plays, up to a given size in all."""
+"""Recordings small enough to be part of a page: mono MP3, which every browser plays, up to a given total size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LONGEST = 120.0  # seconds of one recording
 
 
 class Clips:
-    """Gives data URIs until ``megabytes`` of page are used up; what can't be had is said instead."""
+    """Makes data URIs until ``megabytes`` are used up, then gives the reason why there is none."""
 
     def __init__(self, megabytes: float, remote: Remote = NOWHERE):
         self.remote = remote
@@ -26,7 +26,7 @@ class Clips:
         self._known: dict[str, tuple[str | None, str | None]] = {}
 
     def get(self, one: ScoredUtterance) -> tuple[str | None, str | None]:
-        """(a data URI, None), or (None, why there is none)."""
+        """Return (a data URI, None), or (None, the reason why there is none)."""
         if one.id not in self._known:
             self._known[one.id] = self._make(one)
         return self._known[one.id]

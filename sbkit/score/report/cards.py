@@ -1,4 +1,4 @@
-"""Utterances on the page: reference above hypothesis, word for word, with a player and what is known of them."""
+"""Utterances on the page: reference above hypothesis, word by word, with a player and their metadata."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from sbkit.score.report.audio import Clips
 from sbkit.score.report.data import Results, percent
 
 _CLASSES = {EQUAL: "eq", INSERTION: "ins", DELETION: "del", SUBSTITUTION: "sub"}
-_NOTHING = "·"  # stands where an alignment has no word
+_NOTHING = "·"  # placeholder for a missing word in an alignment
 
 
 class Cards:
-    """Makes a card for an utterance of ``results``; each recording is embedded once, however often it is shown."""
+    """Makes cards for the utterances of ``results``; each recording is embedded once, however often it is shown."""
 
     def __init__(self, results: Results, clips: Clips):
         self.results, self.clips = results, clips
         self._embedded: set[str] = set()
 
     def card(self, index: int, *remarks: str, other: tuple[Tokens, str, str] | None = None) -> Markup:
-        """Arguments: the utterance's number, things to say of it, and another run's (words, alignment, name)."""
+        """Make a card from the utterance's index, remarks about it, and another run's (words, alignment, name)."""
         results, one = self.results, self.results.heard[index]
         reference, heard = results.words.references[index], results.words.hypotheses[index]
         here = diff(reference, heard, results.ways[index])
@@ -45,28 +45,28 @@ class Cards:
         uri, why_not = self.clips.get(one)
         if uri is None:
             return tag("p", why_not, class_="remark")
-        if one.id in self._embedded:  # the page's script takes it from the player that has it
+        if one.id in self._embedded:  # the page's script copies it from the player that has it
             return tag("audio", controls=True, preload="none", data_same=one.id)
         self._embedded.add(one.id)
         return tag("audio", controls=True, preload="metadata", src=uri, data_clip=one.id)
 
 
 def diff(reference: Tokens, heard: Tokens, way: str) -> Markup:
-    """Both texts as pairs of words, the reference's above."""
+    """Lay out both texts as pairs of words, the reference's above."""
     pairs = [tag("span", tag("span", said or _NOTHING), " ", tag("span", word or _NOTHING), class_=_CLASSES[step])
              for step, said, word in aligned(reference, heard, way)]
     return tag("p", [text(pair, " ") for pair in pairs], class_="diff", dir="auto")
 
 
 def short(name: str, most: int = 12) -> str:
-    """A long name (a hash, say) by its beginning."""
+    """Shorten a long name, such as a hash."""
     return name if len(name) <= most else name[:8] + "…"
 
 
 def most_wrong(results: Results, count: int, without: Sequence[int] = ()) -> list[int]:
-    """The utterances with the most errors beyond what their length would bring.
+    """The utterances with the most errors beyond what their length makes likely.
 
-    By their rate alone, utterances of one word would come first.
+    Sorted by rate alone, utterances of one word would come first.
     """
     excess = results.edits - results.lengths * (results.edits.sum() / results.lengths.sum())
     order = (-excess).argsort(kind="stable")

@@ -1,4 +1,4 @@
-"""Charts as hand-written SVG that take their colours from the page; curves carry their points for its pointer."""
+"""Charts as hand-written SVG that take their colours from the page; curves carry their points for tooltips."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from sbkit.score.report.data import percent
 from sbkit.score.report.groups import Group
 
 WIDTH, HEIGHT = 400, 210
-LEFT, RIGHT, TOP, BOTTOM = 44, 10, 12, 26  # around the plot
-MOST_POINTS = 300  # of a curve; more are averaged
+LEFT, RIGHT, TOP, BOTTOM = 44, 10, 12, 26  # margins around the plot
+MOST_POINTS = 300  # points of a curve; more are averaged
 MOST_BARS = 60
 
 
 @dataclass
 class Series:
-    """A curve: N numbers each; ``colour`` is one of the page's (1 to 9), ``other`` marks the run compared with."""
+    """A curve of N points; ``colour`` is one of the page's (1 to 9), ``other`` marks the other run of a comparison."""
 
     name: str
     x: Sequence[float]
@@ -34,7 +34,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Scale:
-    """From values to the picture's coordinates."""
+    """Maps values to coordinates of the picture."""
 
     low: float
     high: float
@@ -48,7 +48,7 @@ class Scale:
 
 def curves(title: str, series: Sequence[Series], ticks: Sequence[tuple[float, str]], *, unit: str = "",
            note: str | None = None) -> Markup | None:
-    """A line chart over steps, from zero on; None where there is nothing to draw."""
+    """Draw a line chart over steps, starting at zero; None if there is nothing to draw."""
     series = [thinned(one) for one in series]
     series = [one for one in series if len(one.x)]
     if not series:
@@ -67,7 +67,7 @@ def curves(title: str, series: Sequence[Series], ticks: Sequence[tuple[float, st
 
 
 def bars(title: str, groups: Sequence[Group], note: str | None = None, mean: float | None = None) -> Markup:
-    """Rates in columns with their intervals, and how many utterances each stands for."""
+    """Draw rates as columns with their intervals and numbers of utterances."""
     y = Scale(0, _nice_top(max(group.high or group.rate for group in groups)), HEIGHT - BOTTOM - 14, TOP + 8)
     step = (WIDTH - LEFT - RIGHT) / len(groups)
     wide = min(44.0, step * 0.66)
@@ -88,7 +88,7 @@ def bars(title: str, groups: Sequence[Group], note: str | None = None, mean: flo
 
 
 def histogram(title: str, values: Sequence[float], x_label: str, note: str | None = None) -> Markup:
-    """How many of the values (per cent) lie where."""
+    """Draw the distribution of values in per cent."""
     top = max(10.0, math.ceil(max(values) / 10) * 10)
     size = top / 20 if top <= 100 else 10
     counts, edges = np.histogram(values, bins=np.arange(0, top + size, size))
@@ -107,7 +107,7 @@ def histogram(title: str, values: Sequence[float], x_label: str, note: str | Non
 
 def shares(title: str, rows: Sequence[tuple[str, dict[str, float]]], colours: dict[str, int], note: str | None = None,
            ) -> Markup:
-    """Columns of 100 % each, divided; the legend says the mean share of each part."""
+    """Draw stacked columns of 100 % each; the legend gives the mean share of each part."""
     rows = _every(rows, MOST_BARS)
     y = Scale(0, 100, HEIGHT - BOTTOM, TOP)
     step = (WIDTH - LEFT - RIGHT) / len(rows)
@@ -132,7 +132,7 @@ def shares(title: str, rows: Sequence[tuple[str, dict[str, float]]], colours: di
 
 
 def legend(names: Sequence[tuple[str, int]], square: bool = False) -> Markup | None:
-    """Names with their colours; nothing for a single curve."""
+    """List names with their colours; None for a single curve."""
     if len(names) < 2:
         return None
     kind = "square" if square else "stroke"
@@ -140,13 +140,13 @@ def legend(names: Sequence[tuple[str, int]], square: bool = False) -> Markup | N
 
 
 def describe(group: Group) -> str:
-    """A group in words."""
+    """Describe a group in words."""
     bounds = "" if group.low is None else f" ({group.low:.1f} to {group.high:.1f})"
     return f"{group.label}: WER {group.rate:.1f} %{bounds}, {group.utterances} utterances, {group.words} words"
 
 
 def thinned(series: Series) -> Series:
-    """At most ``MOST_POINTS`` points, each the mean of its neighbourhood; what is no number is left out."""
+    """Reduce a curve to at most ``MOST_POINTS`` points, each a local mean; NaN and infinity are left out."""
     pairs = [(a, b) for a, b in zip(series.x, series.y, strict=True) if b is not None and math.isfinite(b)]
     parts = np.array_split(np.array(pairs, dtype=float).reshape(-1, 2), min(MOST_POINTS, max(1, len(pairs))))
     means = [part.mean(axis=0) for part in parts if len(part)]
@@ -194,7 +194,7 @@ def _curve(one: Series, x: Scale, y: Scale) -> list[Markup]:
 
 
 def _top(series: Sequence[Series]) -> float:
-    """Where the y axis ends: a wild beginning does not flatten all that follows."""
+    """The end of the y axis, chosen so that a wild start does not flatten the rest."""
     everything = np.concatenate([np.asarray(one.y) for one in series])
     settled = np.concatenate([np.asarray(one.y)[len(one.y) // 20:] for one in series])
     highest, usual = float(everything.max()), float(settled.max())
@@ -219,7 +219,7 @@ def nice_ticks(low: float, high: float, count: int) -> list[float]:
 
 
 def _every(items: Sequence[Any], most: int) -> list[Any]:
-    """At most so many of them, evenly taken, from the first on."""
+    """At most this many items, evenly spaced, starting with the first."""
     stride = math.ceil(len(items) / most) if items else 1
     return list(items[::stride])
 

@@ -1,4 +1,4 @@
-"""One run against another on the page: whether they differ, and which utterances got better and worse."""
+"""Comparison of two runs on the page: whether they differ, and which utterances got better and worse."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MEASURES = ("the other run", "this run", "points", "95 % interval", "p")
 
 
 def comparison(run: RunData, other: RunData, words: Comparison, cards: Cards, count: int) -> Markup:
-    """``run`` against ``other``, which differ in ``words``, on the same test set."""
+    """Compare ``run`` with ``other`` on the same test set; ``words`` is their difference."""
     ours, before = run.results, other.results
     assert ours is not None and before is not None, "write_report refuses runs without results"
     characters = compare(before.characters, ours.characters)
@@ -47,7 +47,7 @@ def comparison(run: RunData, other: RunData, words: Comparison, cards: Cards, co
 
 
 def verdict(words: Comparison) -> str:
-    """The difference in one sentence."""
+    """Describe the difference in one sentence."""
     if not words.significant:
         return f"No significant difference ({_signed(words.difference)} points of WER)"
     how = "better" if words.difference < 0 else "worse"

@@ -1,4 +1,4 @@
-"""What a run's folder tells of it: curves, test results, prepared data, command and recipe."""
+"""Contents of a run's folder: curves, test results, prepared data, command and recipe."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sbkit.score.utterances import ScoredUtterance
 
 @dataclass(eq=False)
 class Results:
-    """Scored utterances, and their error rates in the same order. Those without a reference are not among them."""
+    """Scored utterances and their error rates in the same order; utterances without a reference are left out."""
 
     heard: list[ScoredUtterance]
     words: ErrorRates = field(init=False)
@@ -41,7 +41,7 @@ class Results:
 
     @cached_property
     def edits(self) -> np.ndarray:
-        """Words that are wrong in each utterance, [N] int64."""
+        """Wrong words of each utterance, [N] int64."""
         return self.words.edits
 
     @cached_property
@@ -51,7 +51,7 @@ class Results:
 
     @cached_property
     def totals(self) -> tuple[int, int]:
-        """Wrong words and words of all utterances together."""
+        """The total of wrong words and of words."""
         return int(self.edits.sum()), int(self.lengths.sum())
 
     @cached_property
@@ -61,40 +61,40 @@ class Results:
 
     @cached_property
     def character_rates(self) -> np.ndarray:
-        """Of each utterance, 0 to 1 and beyond, [N]."""
+        """The character error rate of each utterance as a fraction, [N]; it can exceed 1."""
         return self.characters.edits / self.characters.lengths
 
 
 @dataclass
 class RunData:
-    """One run as its files tell it; what is not there yet is empty."""
+    """The data in a run's files; what does not exist yet is empty."""
 
     folder: Path
     steps: list[dict[str, Any]]  # lines within epochs
     epochs: list[dict[str, Any]]  # one per epoch, training and validation together
-    starts: list[dict[str, Any]]  # one each time the run was started
+    starts: list[dict[str, Any]]  # one per start of the run
     results: Results | None
     prepared: dict[str, Any] | None
     recipe: str
     scored: dict[str, Any] = field(default_factory=dict)  # how an evaluation was made
     tested: dict[str, Any] = field(default_factory=dict)  # the last line about the test set
-    stats: dict[str, float] = field(default_factory=dict)  # what the test came to, of a task that hears no words
+    stats: dict[str, float] = field(default_factory=dict)  # test results of a task without words
     tables: list[dict[str, Any]] = field(default_factory=list)  # title, columns, rows, remark
-    warnings: list[dict[str, Any]] = field(default_factory=list)  # what training was told of and holds still
+    warnings: list[dict[str, Any]] = field(default_factory=list)  # warnings of training that still hold
 
     @property
     def unread(self) -> int:
-        """Test utterances that could not be read, so that the results are without them."""
+        """The number of test utterances that could not be read and are missing from the results."""
         return len(self.scored["damaged"]) if "damaged" in self.scored else self.tested.get("test_unread", 0)
 
     @property
     def name(self) -> str:
-        """The last parts of its folder's path, which tell runs apart."""
+        """The last parts of the folder's path, enough to tell runs apart."""
         return "/".join(self.folder.resolve().parts[-3:]).lstrip("/")
 
 
 def percent(share: float, digits: int = 0) -> str:
-    """A share as a person reads it, kept on one line.
+    """Format a share as per cent, with a non-breaking space.
 
     >>> percent(0.1234, 1)
     '12.3\\xa0%'
@@ -103,14 +103,14 @@ def percent(share: float, digits: int = 0) -> str:
 
 
 def rate(value: float, digits: int = 2) -> str:
-    """The same for what is in per cent already."""
+    """Format a value that is already in per cent."""
     return f"{value:.{digits}f}\N{NO-BREAK SPACE}%"
 
 
 def read(run: str | Path, heard: str | Path | None = None) -> RunData:
     """Read a run's folder; ``heard`` is where its test utterances are, if not in the usual place.
 
-    The folder of an evaluation will do as well: the run it is of, with what was scored there.
+    An evaluation's folder works too: it gives the evaluated run, with the evaluation's scores.
     """
     folder = Path(run)
     if (folder / RESULT).is_file():
@@ -118,8 +118,8 @@ def read(run: str | Path, heard: str | Path | None = None) -> RunData:
         return replace(read(_run_of(folder), folder / EVALUATED), folder=folder, scored=_json(folder / RESULT) or {},
                        stats=numbers.get("stats", {}), tables=numbers.get("tables", []))
     if not (folder / METRICS).is_file() and not (folder / RECIPE).is_file():
-        missing = f"is no run: it has no {METRICS} and no {RECIPE}" if folder.is_dir() else "is not there"
-        raise SbkitError(f"{folder} {missing}", hint="name the output_folder of a training")
+        missing = f"is not a run: it has no {METRICS} and no {RECIPE}" if folder.is_dir() else "does not exist"
+        raise SbkitError(f"{folder} {missing}", hint="name the output_folder of a run")
     lines = _metrics(folder / METRICS)
     heard = Path(heard) if heard is not None else folder / HEARD
     rows = utterances.read(heard) if heard.is_file() else []
@@ -135,7 +135,7 @@ def read(run: str | Path, heard: str | Path | None = None) -> RunData:
 
 
 def _run_of(evaluation: Path) -> Path:
-    """The run that an evaluation is of, which may have been moved with it."""
+    """The run that an evaluation belongs to, which may have been moved with it."""
     around = evaluation.resolve().parents[1]
     return around if (around / RECIPE).is_file() else Path((_json(evaluation / RESULT) or {}).get("run", around))
 
@@ -147,7 +147,7 @@ def _metrics(path: Path) -> list[dict[str, Any]]:
         try:
             value = json.loads(line) if line.strip() else None
         except ValueError as error:
-            if number == len(lines):  # a run that was killed, or writes just now
+            if number == len(lines):  # the run was killed, or is writing it just now
                 continue
             raise SbkitError(f"{path}, line {number}: {error}", hint="remove that line") from None
         if isinstance(value, dict) and "kind" in value:
@@ -156,7 +156,7 @@ def _metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _epochs(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Lines of one epoch in one: the training part comes first, then what validation found."""
+    """Merge the lines of each epoch: those of training, then those of validation."""
     found: dict[int, dict[str, Any]] = {}
     for line in lines:
         if line["kind"] == "epoch" and isinstance(line.get("epoch"), int):
@@ -165,7 +165,7 @@ def _epochs(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _warnings(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each kind the last, unless it says that it has passed."""
+    """The last warning of each kind, unless it says that the problem has passed."""
     last = {line.get("what"): line for line in lines if line["kind"] == "warning"}
     return [line for line in last.values() if line.get("holds")]
 

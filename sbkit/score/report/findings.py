@@ -1,4 +1,4 @@
-"""What stands out in a run, as sentences: where errors gather, what training lacked, what the data lost."""
+"""Findings about a run, as sentences: where errors cluster, what training lacked, what data was lost."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from sbkit.score.report.groups import Group, breakdown
 from sbkit.score.report.suspects import Suspect
 
 MOST = 7
-_WORSE = 1.15  # times the rate of all others, from which a group is worth a sentence
-_WORTH = 0.03  # of all errors, from which anything is
-_WAITING = 0.1  # of a step spent waiting for data
-_LEFT_OUT = 0.02  # of the rows
+_WORSE = 1.15  # times the rate of all others: a group with a higher rate is reported
+_WORTH = 0.03  # least share of all errors that is reported
+_WAITING = 0.1  # least share of a step spent waiting for data that is reported
+_LEFT_OUT = 0.02  # least share of rows left out that is reported
 
 
 class Finding(NamedTuple):
-    """``weight`` is about what share of the errors (or of the time) it is about; ``place`` is the section to see."""
+    """A finding; ``weight`` is roughly its share of the errors (or the time), ``place`` the section that shows it."""
 
     weight: float
     headline: str
@@ -29,7 +29,7 @@ class Finding(NamedTuple):
 
 
 def findings(run: RunData, suspects: Sequence[Suspect] = ()) -> list[Finding]:
-    """The most important first."""
+    """List what stands out in a run, the most important first."""
     found = [*_warnings(run), *_training(run), *_data(run)]
     if run.results is not None and run.results.edits.sum():
         found += [*_labels(run.results, suspects), *_groups(run.results), *_kinds(run.results), *_words(run.results)]
@@ -37,12 +37,12 @@ def findings(run: RunData, suspects: Sequence[Suspect] = ()) -> list[Finding]:
 
 
 def _warnings(run: RunData) -> Iterator[Finding]:
-    """Training's own come before all else: what it didn't learn explains the rest."""
+    """Yield the warnings of training, before all else: what was not learnt explains the rest."""
     for line in run.warnings:
         advice = "; ".join(line.get("advice") or ())
-        when = "" if line.get("at_end") else f"Told at step {line.get('step', 0):,}. "
+        when = "" if line.get("at_end") else f"Reported at step {line.get('step', 0):,}. "
         yield Finding(math.inf, line["headline"], f"{when}{line['detail']}"
-                      + (f" What to try, the likeliest first: {advice}." if advice else ""), "curves")
+                      + (f" What to try, most likely cause first: {advice}." if advice else ""), "curves")
 
 
 def _labels(results: Results, suspects: Sequence[Suspect]) -> Iterator[Finding]:
@@ -51,7 +51,7 @@ def _labels(results: Results, suspects: Sequence[Suspect]) -> Iterator[Finding]:
         errors = sum(int(results.edits[suspect.index]) for suspect in suspects) / int(results.edits.sum())
         yield Finding(
             1 + errors, f"{count} transcript{'s' if count > 1 else ''} may be wrong",
-            f"The model is sure of something else there: {percent(errors)} of all errors. Listen first.", "labels")
+            f"The model is confident of something else there: {percent(errors)} of all errors. Listen first.", "labels")
 
 
 def _groups(results: Results) -> Iterator[Finding]:
@@ -76,7 +76,7 @@ def _stands_out(group: Group, total: int) -> bool:
 
 
 def _excess(group: Group) -> float:
-    """Errors beyond those it would have at the others' rate."""
+    """The errors beyond those expected at the rate of all others."""
     return group.edits - (group.rest or 0) / 100 * group.words
 
 
@@ -98,11 +98,11 @@ def _kinds(results: Results) -> Iterator[Finding]:
     if deletions > 0.35 * total and deletions > 3 * insertions:
         yield Finding(
             deletions / total - 0.3, f"Words are missed: {percent(deletions / total)} of the errors are deletions",
-            "Usual reasons: too little training, speech too fast or too quiet, recordings cut off at an end.", "words")
+            "Usual reasons: too little training, speech too fast or too quiet, recordings cut off.", "words")
     if insertions > 0.35 * total and insertions > 3 * deletions:
         yield Finding(
             insertions / total - 0.3, f"Words are made up: {percent(insertions / total)} of the errors are insertions",
-            "Usual reasons: noise, a second voice, or transcripts that leave out what was said.", "words")
+            "Usual reasons: noise, a second speaker, or incomplete transcripts.", "words")
     silent = sum(not one.hypothesis.split() for one in results.heard)
     if silent > 0.02 * len(results):
         yield Finding(
@@ -146,12 +146,12 @@ def _training(run: RunData) -> Iterator[Finding]:
     if held and np.mean(held) > _WAITING:
         yield Finding(
             float(np.mean(held)), f"Training waited for a core during {percent(np.mean(held))} of the time",
-            "All its threads wait for the slowest: give OMP_NUM_THREADS as many as there are free cores.", "curves")
+            "All its threads wait for the slowest: set OMP_NUM_THREADS to the number of free cores.", "curves")
     skipped = sum(epoch.get("skipped_steps") or 0 for epoch in run.epochs)
     if skipped:
         yield Finding(
             0.2, f"{skipped} steps were skipped because something was not finite",
-            "The folder culprits/ in the run says which utterances and layers; sbkit replay shows more.", "curves")
+            "The run's folder culprits/ says which utterances and layers; sbkit replay shows more.", "curves")
 
 
 def _data(run: RunData) -> Iterator[Finding]:
@@ -159,7 +159,7 @@ def _data(run: RunData) -> Iterator[Finding]:
         of = f" of {run.unread + len(run.results):,}" if run.results is not None else ""
         yield Finding(
             2.0, f"{run.unread:,}{of} test utterances could not be read: no rate here includes them",
-            "The run's log names them. Mend the files and score again before publishing.", "data")
+            "The run's log names them. Fix the files and score again before publishing.", "data")
     splits: Mapping[str, Mapping[str, Any]] = (run.prepared or {}).get("splits", {})
     train = splits.get("train")
     if train and train["rows"] and (train["rows"] - train["kept"]) > _LEFT_OUT * train["rows"]:

@@ -1,4 +1,4 @@
-"""Error rates of parts of a test set: by duration, speaker, accent, age, gender, whatever the corpus says."""
+"""Error rates of parts of a test set: by duration, speaker, accent, age, gender or any column of the corpus."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from sbkit.score.report.data import Results
 from sbkit.score.significance import interval_of
 
 EDGES = (0, 1, 2, 3, 4, 5, 6, 8, 10, 15, 20, 30, math.inf)  # seconds
-SHOWN = 12  # groups of one kind; the rest are counted together
+SHOWN = 12  # groups of one kind that are shown; the rest are merged
 SPEAKERS_SHOWN = 8
-LEAST = 5  # utterances for an interval
+LEAST = 5  # least utterances for an interval
 UNKNOWN = "not said"
-_MOST_VALUES = 50  # a column with more different values than this sorts nobody into groups
+_MOST_VALUES = 50  # a column with more distinct values than this gives no groups
 _AGES = ("child", "teens", "twenties", "thirties", "forties", "fourties", "fifties", "sixties", "seventies", "eighties",
          "nineties")
 
@@ -45,19 +45,19 @@ class Breakdown(NamedTuple):
     """All groups of a test set."""
 
     durations: list[Group]
-    values: dict[str, list[Group]]  # by the name of the corpus's column
+    values: dict[str, list[Group]]  # by column name of the corpus
     speakers: list[Group]  # the hardest first
 
 
 @lru_cache(maxsize=4)
 def breakdown(results: Results) -> Breakdown:
-    """The groups, made once for all parts of the page that speak of them."""
+    """Compute all groups, once for all sections of the page."""
     values = {name: by_value(results, column, name) for name, column in columns(results).items()}
     return Breakdown(by_duration(results), values, by_speaker(results))
 
 
 def by_duration(results: Results) -> list[Group]:
-    """Groups of like duration that have any utterances."""
+    """Group utterances by duration; empty groups are left out."""
     durations = np.array([one.duration for one in results.heard])
     bins = np.searchsorted(EDGES, durations, side="right") - 1
     groups = []
@@ -68,7 +68,7 @@ def by_duration(results: Results) -> list[Group]:
 
 
 def columns(results: Results) -> dict[str, list[str]]:
-    """What the corpus says of each utterance, of which it says more than one thing: name -> N values."""
+    """The corpus columns with more than one value: name -> N values."""
     found: dict[str, list[str]] = {}
     for name in dict.fromkeys(["accent", "age", "gender", *(key for one in results.heard for key in one.meta)]):
         values = [one.meta.get(name, "") for one in results.heard]
@@ -78,7 +78,7 @@ def columns(results: Results) -> dict[str, list[str]]:
 
 
 def by_value(results: Results, values: Sequence[str], name: str = "") -> list[Group]:
-    """A group for each value: ages in their order, others by size, small ones together."""
+    """Group utterances by value: ages in order, other values by size, small groups merged."""
     array = np.array([value or UNKNOWN for value in values], dtype=object)
     sizes = Counter(array.tolist())
     ranked = sorted(sizes, key=lambda value: (value == UNKNOWN, -sizes[value]))
@@ -93,7 +93,7 @@ def by_value(results: Results, values: Sequence[str], name: str = "") -> list[Gr
 
 
 def by_speaker(results: Results) -> list[Group]:
-    """All speakers, the ones with the highest rate first; empty where the corpus names none or one."""
+    """Group by speaker, highest rate first; empty if the corpus names no speaker or only one."""
     speakers = np.array([one.speaker for one in results.heard], dtype=object)
     names = [name for name in dict.fromkeys(speakers) if name]
     if len(names) < 2:

@@ -1,4 +1,4 @@
-"""report.html: one file that shows a person what a run does, what it gets wrong, and what to fix next."""
+"""report.html: a single file that shows what a run does, what it gets wrong, and what to fix next."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ _TITLES = {"first": "Look first", "against": "Compared", "curves": "Training", "
 def write_report(run: str | Path, *, against: str | Path | None = None, out: str | Path | None = None,
                  title: str | None = None, utterances: int = 24, audio_megabytes: float = 8.0,
                  remote: Remote = NOWHERE, tell: Callable[[str], object] = lambda verdict: None) -> Path:
-    """Make the page of a run from what is in its folder; gives its path.
+    """Write the page of a run from the files in its folder; returns its path.
 
     Arguments
     ---------
-    run : the output folder of a training, finished or not, or of an evaluation
-    against : another run, to compare with on the same test set
-    out : where the page goes, by default ``RUN/report.html``, of a comparison ``RUN/report-against-OTHER.html``
-    title : its heading, by default the run's folder
-    utterances : how many to show of the worst and of suspected labels (of better and worse ones a quarter)
-    audio_megabytes : what recordings may add to the page
-    remote : which URLs among the recordings may be opened
-    tell : takes the verdict of a comparison
+    run : the output folder of a run, finished or not, or of an evaluation
+    against : another run on the same test set, to compare with
+    out : path of the page, by default ``RUN/report.html``, or ``RUN/report-against-OTHER.html`` for a comparison
+    title : heading of the page, by default the run's folder
+    utterances : how many of the worst and of suspected labels to show (a quarter of that for better and worse)
+    audio_megabytes : megabytes that recordings may add to the page
+    remote : which URLs of recordings may be opened
+    tell : called with the verdict of a comparison
     """
     data = read(run)
     other = None if against is None else read(against)
     words = None if other is None else _compared(other, data)
-    name = REPORT if other is None else f"report-against-{other.name.replace('/', '-')}.html"  # beside the run's own
+    name = REPORT if other is None else f"report-against-{other.name.replace('/', '-')}.html"  # next to the run's own
     path = data.folder / name if out is None else Path(out)
     page = _page(data, other, words, title or data.name, utterances, Clips(audio_megabytes, remote))
     try:
@@ -60,7 +60,7 @@ def write_report(run: str | Path, *, against: str | Path | None = None, out: str
     except OSError as error:
         raise SbkitError(f"cannot write {path}: {error.strerror}", hint="choose another place with --out") from error
     if words is not None:
-        tell(verdict(words).replace("−", "-"))  # a sign that any console has
+        tell(verdict(words).replace("−", "-"))  # a character that every console has
     return path
 
 
@@ -102,7 +102,7 @@ def _subtitle(data: RunData) -> str:
 
 
 def _filled(title: str, body: Markup) -> str:
-    """The template with its parts. Only the template's own script may run, whatever a transcript says."""
+    """Fill the template. Only the template's own script may run, whatever a transcript contains."""
     template = _PAGE.read_text(encoding="utf-8")
     found = _SCRIPT.search(template)
     assert found is not None, f"{_PAGE.name} has a script"

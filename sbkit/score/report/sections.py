@@ -1,4 +1,4 @@
-"""The parts of the report's page, each from one kind of facts."""
+"""Sections of the report, each from one kind of data."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from sbkit.score.significance import interval
 
 WORDS_SHOWN = 14
 EXAMPLES_SHOWN = 10
-#: Colours of the parts of a step; the same part has the same colour in every run.
+#: Colours of the parts of a step, the same in every run.
 PARTS = {"data": 2, "copy": 9, "features": 3, "forward": 1, "loss": 5, "backward": 4, "all-reduce": 6, "optimizer": 7,
          "other": 8}
 _OF_EVALUATIONS = ("checkpoints", "manifest", "precision", "device", "devices", "real_time_factor")
-#: What a line about an epoch calls what lines within it call otherwise.
+#: Names in the lines of epochs that differ from those in the lines within epochs.
 _OF_EPOCHS = {"loss": "train_loss"}
-#: What a reason of the preparation means.
+#: Explanations of the reasons that preparation gives.
 REASONS = {
     "malformed row": "the row cannot be read", "repeated id": "an earlier row has the same id",
-    "also in dev or test": "the recording is in dev or test as well", "missing clip": "the recording is not there",
+    "also in dev or test": "the recording is in dev or test as well", "missing clip": "the recording is missing",
     "no text": "no text", "undecodable": "the recording cannot be decoded",
     "too short": "shorter than {min_duration} s", "too long": "longer than {max_duration} s",
     "alphabet": "characters outside the alphabet", "few words": "fewer than {short_text} words",
@@ -36,7 +36,7 @@ REASONS = {
 
 
 def section(place: str, title: str, *content: Any, lead: str | None = None) -> Markup:
-    """A part of the page that the navigation reaches as ``#place``."""
+    """Make a section of the page that the navigation reaches as ``#place``."""
     return tag("section", tag("h2", title), lead and tag("p", lead, class_="lead"), *content, id=place)
 
 
@@ -44,7 +44,7 @@ def section(place: str, title: str, *content: Any, lead: str | None = None) -> M
 
 
 def tiles(run: RunData) -> Markup:
-    """The numbers that somebody who opens the page wants first."""
+    """Show the most important numbers."""
     cells = []
     if run.results is not None:
         words, characters = run.results.words, run.results.characters
@@ -73,8 +73,8 @@ def tiles(run: RunData) -> Markup:
 
 
 def _speed_details(epoch: Mapping[str, Any]) -> str:
-    """What the last epoch says beside its seconds of audio a second."""
-    found = ["audio a second"]
+    """Describe the last epoch's speed in terms other than seconds of audio per second."""
+    found = ["of audio"]
     if epoch.get("padding_share") is not None:
         found.append(f"padding {percent(epoch['padding_share'])}")
     if epoch.get("mfu") is not None:
@@ -82,7 +82,7 @@ def _speed_details(epoch: Mapping[str, Any]) -> str:
     elif epoch.get("flops_per_s"):
         found.append(f"{epoch['flops_per_s'] / 1e12:.3g} TFLOP/s")
     if epoch.get("host_waits_per_step") is not None:
-        found.append(f"host waits {epoch['host_waits_per_step']:.3g} a step")
+        found.append(f"host waits {epoch['host_waits_per_step']:.3g} per step")
     return ", ".join(found)
 
 
@@ -91,7 +91,7 @@ def _tile(name: str, value: str, more: str, big: bool = False) -> Markup:
 
 
 def standing_out(found: Sequence[Finding]) -> Markup | None:
-    """The findings, each with a link to where it can be seen."""
+    """List the findings, each with a link to the section that shows it."""
     if not found:
         return None
     items = [tag("li", tag("a", tag("b", finding.headline), " ", tag("span", finding.detail), href=f"#{finding.place}"))
@@ -103,7 +103,7 @@ def standing_out(found: Sequence[Finding]) -> Markup | None:
 
 
 def training(run: RunData, other: RunData | None) -> Markup | None:
-    """Loss, what validation found, learning rate, speed and what a step's time went into."""
+    """Chart loss, validation results, learning rate, speed and how the time of a step was spent."""
     ticks = _epoch_ticks(run, other)
 
     def curve(key: str, name: str, colour: int = 1) -> list[Series]:
@@ -120,18 +120,18 @@ def training(run: RunData, other: RunData | None) -> Markup | None:
         charts.curves("Gradient norm", curve("grad_norm", "gradient norm"), ticks),
     ]
     drawn = [each for each in drawn if each is not None]
-    lead = "Dashed: the run compared with." if other is not None and (other.steps or other.epochs) else None
+    lead = "Dashed: the other run." if other is not None and (other.steps or other.epochs) else None
     return section("curves", "Training", tag("div", drawn, class_="charts"), lead=lead) if drawn else None
 
 
 def _numbers(run: RunData) -> list[str]:
-    """What validation gave beside what has a chart of its own."""
+    """The names of validation results that have no chart of their own."""
     names = {key.removeprefix("valid_") for epoch in run.epochs for key in epoch if key.startswith("valid_")}
     return sorted(names - {"loss", "WER", "CER", "unread"})
 
 
 def _curve(run: RunData, key: str, name: str, colour: int, other: bool = False) -> list[Series]:
-    """What the lines within epochs or, where a run was too short for those, the epochs say of ``key``."""
+    """The curve of ``key`` from the lines within epochs or, if the run was too short for those, from the epochs."""
     lines = [line for line in run.steps if line.get(key) is not None]
     whole = not lines
     if whole:
@@ -154,14 +154,14 @@ def _step_time(run: RunData) -> Markup | None:
         return None
     rows = [(str(epoch["epoch"]), epoch["time_shares"]) for epoch in timed]
     parts = {**PARTS, **{name: 8 for epoch in timed for name in epoch["time_shares"] if name not in PARTS}}
-    return charts.shares("What a step's time goes into", rows, parts, note="Shares of a step's time, by epoch.")
+    return charts.shares("How the time of a step is spent", rows, parts, note="Shares of a step's time, by epoch.")
 
 
 # ---------------------------------------------------------------- errors
 
 
 def tables(run: RunData) -> Markup | None:
-    """What the task itself shows of its test."""
+    """Show the tables that the task made from its test."""
     if not run.tables:
         return None
     shown = []
@@ -174,7 +174,7 @@ def tables(run: RunData) -> Markup | None:
 
 
 def where(results: Results, other: Results | None) -> Markup:
-    """WER by duration, by whatever the corpus says of speakers, and by speaker."""
+    """Show WER by duration, by the corpus's metadata, and by speaker."""
     durations, values, speakers = groups.breakdown(results)
     before = None if other is None else groups.breakdown(other)
     blocks = [charts.bars("By duration", durations, mean=results.words.rate,
@@ -188,7 +188,7 @@ def where(results: Results, other: Results | None) -> Markup:
         if not few:
             blocks.append(charts.histogram("WER of the speakers", [group.rate for group in speakers], "WER %",
                                            note="How many speakers have which WER."))
-    lead = "Orange marks: the run compared with." if before and (values or speakers) else None
+    lead = "Orange marks: the other run." if before and (values or speakers) else None
     return section("where", "Where the errors are", tag("div", blocks, class_="columns"), lead=lead)
 
 
@@ -214,7 +214,7 @@ def _table(title: str, rows: Sequence[Group], before: Sequence[Group] = ()) -> M
 
 
 def confused(results: Results) -> Markup | None:
-    """The words most often mistaken, missed and made up."""
+    """Show the words most often confused, missed and inserted."""
     pairs = results.words.confusions(100_000)
     if not pairs:
         return None
@@ -240,25 +240,25 @@ def _words(title: str, pairs: Sequence[Confusion], most: int) -> Markup:
 
 
 def worst(results: Results, cards: Cards, count: int, suspects: Sequence[Suspect]) -> Markup | None:
-    """The utterances with the most errors, those with a suspected label apart."""
+    """Show the utterances with the most errors; those with suspected labels are left out."""
     chosen = most_wrong(results, count, [suspect.index for suspect in suspects])
     if not chosen:
         return None
-    lead = "Most errors beyond what their length would bring."
+    lead = "The most errors beyond what their length makes likely."
     if suspects:
         lead += " Those whose transcript is suspected are listed below instead."
     shown = tag("div", [cards.card(i) for i in chosen], class_="cards")
     return section("worst", "Worst utterances", KEY, shown, lead=lead)
 
 
-#: What the colours of an alignment mean.
+#: Legend of the colours of an alignment.
 KEY = tag(
     "p", "Above what was said, below what was heard: ", tag("span", "another word", class_="k sub"), " ",
     tag("span", "missed", class_="k del"), " ", tag("span", "made up", class_="k ins"), class_="key")
 
 
 def labels(cards: Cards, suspects: Sequence[Suspect], count: int, told: bool) -> Markup:
-    """Transcripts that may be wrong; ``told`` is whether there was enough to tell by."""
+    """Show transcripts that may be wrong; ``told`` is whether there was enough data to tell."""
     if not suspects:
         return section("labels", "Suspected label errors", lead=NONE_SUSPECTED if told else NOT_TOLD)
     shown = [cards.card(suspect.index, _why(suspect)) for suspect in suspects[:count]]
@@ -269,15 +269,14 @@ def labels(cards: Cards, suspects: Sequence[Suspect], count: int, told: bool) ->
 def _why(suspect: Suspect) -> str:
     if not suspect.usual and suspect.error == 1:
         return "Nothing was heard."
-    return (f"{percent(suspect.error)} of the characters differ; {percent(suspect.usual)} is usual where the model is "
-            "as sure as this.")
+    return (f"{percent(suspect.error)} of the characters differ; {percent(suspect.usual)} is usual at this confidence.")
 
 
 # ---------------------------------------------------------------- data, making
 
 
 def data(run: RunData) -> Markup | None:
-    """What was read, kept and left out, and why."""
+    """Show what was read, kept and left out, and why."""
     if not run.prepared:
         return None
     splits = run.prepared["splits"]
@@ -308,7 +307,7 @@ def _counted(characters: dict[str, int]) -> str:
 
 
 def making(run: RunData) -> Markup:
-    """How to make this run again: command, versions, hardware, recipe."""
+    """Show how to repeat this run: command, versions, hardware, recipe."""
     parts: list[Any] = []
     if run.scored:
         shown = {name: run.scored.get(name) for name in _OF_EVALUATIONS}
@@ -326,7 +325,7 @@ def making(run: RunData) -> Markup:
     if len(run.starts) > 1:
         parts.append(tag("p", f"The run was started {len(run.starts)} times; this is the last.", class_="note"))
     if not run.starts:
-        parts.append(tag("p", "The command and the versions were not written down.", class_="note"))
+        parts.append(tag("p", "The command and the versions were not recorded.", class_="note"))
     if run.recipe:
         parts.append(tag("details", tag("summary", tag("b", "The recipe")), tag("pre", run.recipe)))
     return section("making", "How it was made", *parts, lead=str(run.folder.resolve()))

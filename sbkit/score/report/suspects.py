@@ -1,4 +1,4 @@
-"""Utterances whose transcript may be wrong: the model is sure of what it heard, and it is something else."""
+"""Utterances whose transcript may be wrong: the model confidently heard something else."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ import numpy as np
 
 from sbkit.score.report.data import Results
 
-#: How it is said on the page what this is worth.
+#: The page's note on how far to trust this.
 HONESTLY = (
-    "A heuristic; nobody has listened yet. The model is fairly sure of what it heard here, and the transcript is much "
-    "further from it than is usual where the model is as sure as this. Reasons: a wrong transcript, a recording that "
-    "was cut off, a name or number written another way, or a model that is sure of its own mistake. Listen before you "
-    "correct anything."
+    "A heuristic; nobody has listened yet. The model is fairly confident of what it heard here, and the transcript is "
+    "much further from it than usual at this confidence. Possible reasons: a wrong transcript, a recording that was "
+    "cut off, a name or number written in another way, or a model that is confident of its own mistake. Listen before "
+    "you correct anything."
 )
-_EXCESS = 0.2  # of the characters, beyond what is usual at that confidence
-_SURE = 0.25  # the share of utterances, those the model is least sure of, that are left in peace
+_EXCESS = 0.2  # share of the characters beyond what is usual at that confidence
+_SURE = 0.25  # share of utterances, those with the lowest confidence, that are never suspected
 _NEIGHBOURS = 100
-_LEAST = 20  # utterances from which "usual" can be told
-_RARELY_SILENT = 0.05  # a model that hears nothing more often than this says nothing about the labels
+_LEAST = 20  # utterances needed to tell what is usual
+_RARELY_SILENT = 0.05  # if the model hears nothing more often than this, it tells nothing about the labels
 
-#: What it says where there are no suspects.
-NONE_SUSPECTED = "None: no transcript is much further from what was heard than is usual where the model is as sure."
-NOT_TOLD = f"Not looked for: it takes {_LEAST} utterances or more whose confidence is known."
+#: Texts shown if there are no suspects.
+NONE_SUSPECTED = "None: no transcript is much further from what was heard than usual at the model's confidence."
+NOT_TOLD = f"Not checked: this needs at least {_LEAST} utterances with a known confidence."
 
 
 class Suspect(NamedTuple):
-    """``error`` and ``usual`` are shares of the reference's characters, ``index`` the utterance's number."""
+    """A suspected label; ``error`` and ``usual`` are shares of the reference's characters."""
 
-    index: int  # type: ignore[assignment]  # of a tuple it hides a method that nobody calls
+    index: int  # type: ignore[assignment]  # hides a tuple method that nobody calls
     error: float
     usual: float
 
 
 def suspects(results: Results) -> list[Suspect]:
-    """Utterances whose reference is suspected to be wrong, the most suspicious first."""
+    """List utterances whose reference may be wrong, the most suspicious first."""
     if not can_tell(results):
         return []
     errors = np.minimum(results.character_rates, 1.0)
@@ -53,12 +53,12 @@ def suspects(results: Results) -> list[Suspect]:
 
 
 def can_tell(results: Results) -> bool:
-    """Whether there are utterances enough to tell what is usual."""
+    """Whether there are enough utterances to tell what is usual."""
     return sum(one.confidence is not None for one in results.heard) >= _LEAST
 
 
 def _running_median(values: np.ndarray, width: int) -> np.ndarray:
-    """The median of the ``width`` values around each; at the ends, of the first and the last so many."""
+    """The median of the ``width`` values around each; at the ends, of the first or last ``width`` values."""
     width = min(width, len(values))
     medians = np.median(np.lib.stride_tricks.sliding_window_view(values, width), axis=1)
     before = (width - 1) // 2

@@ -64,13 +64,13 @@ def test_the_page_says_what_the_files_say(tmp_path, wav):
     assert places == ["first", "curves", "where", "words", "worst", "labels", "data", "making"]
     assert [link["href"] for link in page.all("a")][:len(places)] == [f"#{place}" for place in places]
     titles = " ".join(attributes.get("aria-label", "") for attributes in page.all("svg"))
-    for title in ("Loss", "Error rates on dev", "Learning rate", "Throughput", "What a step's time goes into",
+    for title in ("Loss", "Error rates on dev", "Learning rate", "Throughput", "How the time of a step is spent",
                   "By duration"):
         assert title in titles
     for text in ("By accent", "By age", "By gender", "speakers", "not said", "Scottish English", "Mistaken", "Missed",
                  "longer than 20.0 s : 7 rows", "clip<7>", "torchrun train.py hparams/ctc.yaml --lr 1e-3 <&>",
                  "a processor", "1,234,567", "lr: 0.001 # <b>not bold</b>",
-                 "812 s/s", "audio a second, padding 4 %, MFU 37 %, host waits 2.04 a step",
+                 "812 s/s", "of audio, padding 4 %, MFU 37 %, host waits 2.04 per step",
                  "Common Voice: /data/cv/en"):
         assert text in page.text, text
 
@@ -92,7 +92,7 @@ def test_where_no_label_is_suspected_it_says_so_and_where_none_could_be(tmp_path
     assert "None: no transcript is much further" in Page(
         write_report(run_folders.run_that_tells(tmp_path / "right", right))).text
     few = Page(write_report(run_folders.run_that_tells(tmp_path / "few", right[:10]))).text
-    assert "Not looked for: it takes 20 utterances" in few and "None: no" not in few
+    assert "Not checked: this needs at least 20 utterances" in few and "None: no" not in few
 
 
 def test_text_from_data_is_text_and_nothing_else_runs(tmp_path, wav):
@@ -209,7 +209,7 @@ def test_marks_of_the_run_compared_with_stand_where_its_rates_are(tmp_path):
 
 
 def test_marks_and_lines_are_spoken_of_where_there_are_some(tmp_path):
-    keys = ("Orange marks", "Dashed: the run compared with")
+    keys = ("Orange marks", "Dashed: the other run")
     told = run_folders.told()
     whole, other = (run_folders.run_that_tells(tmp_path / name, told) for name in ("whole", "other"))
     assert all(key in Page(write_report(whole, against=other)).text for key in keys)
@@ -228,9 +228,9 @@ def test_runs_that_cannot_be_compared_are_told_so(tmp_path, capsys):
     with pytest.raises(SbkitError, match="unscored has no scored test set"):
         write_report(run, against=unscored)
     assert main(["report", str(run), "--against", str(tmp_path / "nowhere")]) == 2
-    assert "nowhere is not there; name the output_folder of a training" in capsys.readouterr().err
+    assert "nowhere does not exist; name the output_folder of a run" in capsys.readouterr().err
     assert main(["report", str(tmp_path)]) == 2
-    assert f"{tmp_path} is no run: it has no metrics.jsonl" in capsys.readouterr().err
+    assert f"{tmp_path} is not a run: it has no metrics.jsonl" in capsys.readouterr().err
 
 
 def test_damaged_files_are_named(tmp_path):

@@ -159,8 +159,8 @@ def test_what_training_was_warned_of_and_holds_stands_first(tmp_path):
     heard = [dataclasses.replace(one, reference=f"the {one.reference}", hypothesis="") for one in run_folders.told(60)]
     run = run_folders.run_that_tells(tmp_path, heard)
     found = warned(run, ("chance", "Nothing yet", True, False))
-    assert found[0] == ("Nothing yet", "Told at step 500. So it is. What to try, the likeliest first: try this; "
-                                       "or <that>.")
+    assert found[0] == ("Nothing yet", "Reported at step 500. So it is. What to try, most likely cause first: try "
+                                       "this; or <that>.")
     found = warned(run, ("chance", "Nothing at all", True, True))
     assert found[0][0] == "Nothing at all" and found[0][1].startswith("So it is. What to try")
     assert "Nothing yet" not in str(found), "said again at the end, it stands there once"
