@@ -198,16 +198,6 @@ class EpochPlan:
         parts, _ = self._parts(i, world, min_micros)
         return max(len(part) * float(self.durations[part[0]]) for part in parts)
 
-    @property
-    def padding_share(self) -> float:
-        """Share of padding, beyond the rounding, when each step is one batch: the most it can be."""
-        if not len(self._members):
-            return 0.0
-        ordered = self.durations[self._members]
-        starts = self._bounds[:-1]
-        computed = np.maximum.reduceat(ordered, starts).astype(np.float64) @ np.diff(self._bounds)
-        return 1.0 - float(ordered.sum(dtype=np.float64)) / float(computed)
-
     @functools.lru_cache(maxsize=1)  # noqa: B019 (one step's; the plan of an epoch goes when the next is made)
     def _parts(self, i: int, world: int, min_micros: int) -> tuple[list[np.ndarray], int]:
         members = self.step(i)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from sbkit.errors import SbkitError
@@ -183,11 +183,3 @@ def count_words(text: str) -> int:
     (3, 3)
     """
     return len(_WORD.findall(text))
-
-
-def count_characters(texts: Iterable[str]) -> Counter[str]:
-    """How often each character occurs."""
-    counts: Counter[str] = Counter()
-    for text in texts:
-        counts.update(text)
-    return counts

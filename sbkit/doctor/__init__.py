@@ -1,1 +1,1 @@
-"""``sbkit doctor``: what this machine offers and what stands in the way, a line each with what to do."""
+"""``sbkit doctor``: what this machine offers and what is in the way, one line each with what to do."""

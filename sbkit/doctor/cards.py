@@ -14,25 +14,25 @@ from sbkit.doctor.finding import IN_THE_WAY, NOTE, Finding, Scope
 
 _SECONDS = 10
 _DRIVER = Path("/proc/driver/nvidia/version")
-#: The oldest driver on Linux for each CUDA, by NVIDIA's table of compatibility.
+#: The oldest driver on Linux for each CUDA, by NVIDIA's compatibility table.
 _OLDEST = {"13": "580", "12": "525", "11": "450"}
 _CARD = ("index", "name", "memory.total", "memory.used", "ecc.errors.uncorrected.volatile.total", "mig.mode.current",
          "persistence_mode", "temperature.gpu", "clocks.sm", "clocks.max.sm", "power.limit", "power.default_limit")
-#: Reasons by which a clock is held down, as ``nvidia-smi -q -d PERFORMANCE`` calls them; idling is none.
+#: Reasons for a throttled clock, as named by ``nvidia-smi -q -d PERFORMANCE``; idling doesn't count.
 _SLOWED = {"HW Slowdown": "the board", "HW Thermal Slowdown": "heat", "SW Thermal Slowdown": "heat",
            "HW Power Brake Slowdown": "the machine's power supply", "SW Power Cap": "its power limit",
            "SW Power Capping": "its power limit"}
 
 
 def driver(asked: Scope) -> Iterator[Finding]:
-    """Whether there is one, and whether it is new enough for this torch."""
+    """Check that there is a driver, new enough for this torch."""
     torch = probe.asked("torch").get("torch", {})
     text = _smi()
     version = re.search(r"Driver Version: *([\d.]+)", text) or re.search(r"Kernel Module[^\d]*([\d.]+)", _proc())
     newest = re.search(r"CUDA Version: *([\d.]+)", text)
     if version is None:
         yield Finding("NVIDIA driver", "none: training and models run on the CPU", NOTE if torch.get("cuda") else "ok",
-                      "where there is a card: install its driver; a container needs --gpus all"
+                      "if there is a card, install its driver; a container needs --gpus all"
                       if torch.get("cuda") else "")
         return
     found = f"{version[1]}" + (f", for CUDA up to {newest[1]}" if newest else "")
@@ -54,14 +54,14 @@ def _unusable(found: str, version: str, cuda: str) -> tuple[str, str, str]:
     oldest = _OLDEST.get(major, "0")
     if int(version.split(".")[0]) < int(oldest):
         return (f"{found}; torch is built for CUDA {cuda}, which needs {oldest} or newer", IN_THE_WAY,
-                f"update the driver to {oldest}, or take a torch of an older CUDA: pip install 'torch>=2.7,<2.12' "
+                f"update the driver to {oldest}, or install a torch for an older CUDA: pip install 'torch>=2.7,<2.12' "
                 "'torchaudio>=2.7,<2.12' --index-url https://download.pytorch.org/whl/cu126")
     return (f"{found}; torch finds no card that works", IN_THE_WAY,
             "does nvidia-smi list cards? a container needs --gpus all; after an update of the driver: reboot")
 
 
 def cards(asked: Scope) -> Iterator[Finding]:
-    """Each card that torch sees."""
+    """Describe each card that torch sees."""
     facts = probe.asked("torch").get("cards", {})
     if "error" in facts:
         yield Finding("cards", f"torch can't use them: {facts['error']}", IN_THE_WAY, "does nvidia-smi list them?")
@@ -71,9 +71,9 @@ def cards(asked: Scope) -> Iterator[Finding]:
                  f"compute capability {major}.{minor}")
         if not _runs_on(facts["architectures"], major, minor):
             yield Finding(f"cuda:{index}", f"{found}; this torch has no code for it", IN_THE_WAY,
-                          f"take a torch that has: it was built for {', '.join(facts['architectures'])}")
+                          f"install one that has: this was built for {', '.join(facts['architectures'])}")
         elif card["free"] < 0.9 * card["total"]:
-            yield Finding(f"cuda:{index}", found, NOTE, "another process holds memory there: nvidia-smi lists it")
+            yield Finding(f"cuda:{index}", found, NOTE, "another process uses its memory: nvidia-smi lists it")
         else:
             yield Finding(f"cuda:{index}", found)
     if facts.get("without_peer_access"):
@@ -83,10 +83,10 @@ def cards(asked: Scope) -> Iterator[Finding]:
 
 
 def attention(asked: Scope) -> Iterator[Finding]:
-    """Which of torch's kernels attends, for some sizes of a head."""
+    """Report which attention kernel torch uses for some head sizes."""
     facts = probe.asked("torch").get("attention", {})
     if "error" in facts:
-        yield Finding("attention", f"can't be told: {facts['error']}", NOTE)
+        yield Finding("attention", f"unknown: {facts['error']}", NOTE)
     for index, card in enumerate(facts.get("cards", [])):
         told = [f"{name} for heads of {', '.join(map(str, heads))}" for name, heads in card["kernels"].items()]
         yield Finding("attention", f"cuda:{index} in {card['precision']}, masked: {'; '.join(told)} "
@@ -94,7 +94,7 @@ def attention(asked: Scope) -> Iterator[Finding]:
 
 
 def _runs_on(architectures: list[str], major: int, minor: int) -> bool:
-    """Whether there is machine code for a card of this generation, or what its driver can make some of."""
+    """Whether there is machine code for a card of this generation, or code that its driver can compile."""
     for each in architectures:
         kind, _, number = each.partition("_")
         has = divmod(int(re.sub(r"\D", "", number)), 10)
@@ -104,7 +104,7 @@ def _runs_on(architectures: list[str], major: int, minor: int) -> bool:
 
 
 def health(asked: Scope) -> Iterator[Finding]:
-    """What nvidia-smi says of each card: errors of its memory, slices, persistence, power and heat."""
+    """Report nvidia-smi's facts about each card: memory errors, slices, persistence, power and heat."""
     for row in _smi(f"--query-gpu={','.join(_CARD)}", "--format=csv,noheader,nounits").splitlines():
         values = [value.strip() for value in row.split(",")]
         if len(values) != len(_CARD):
@@ -117,7 +117,7 @@ def health(asked: Scope) -> Iterator[Finding]:
         errors = card["ecc.errors.uncorrected.volatile.total"]
         told.append(f"ECC errors {errors}" if errors.isdecimal() else "no ECC")
         if errors.isdecimal() and int(errors):
-            mends.append("its memory has errors: restart the machine, and have the card looked at if they come again")
+            mends.append("its memory has errors: restart the machine, and have the card checked if they return")
         if card["mig.mode.current"] == "Enabled":
             mends.append("MIG slices can't talk to each other by NCCL: train on one slice, or turn MIG off")
         if _lower(card["power.limit"], card["power.default_limit"]):
@@ -137,7 +137,7 @@ def _lower(limit: str, usual: str) -> bool:
 
 
 def clocks(asked: Scope) -> Iterator[Finding]:
-    """Whether a clock is held down now, or was since the driver was loaded: a run before this was as slow as that."""
+    """Report whether a clock is throttled now, or was since the driver was loaded, which slowed earlier runs."""
     text = _smi("-q", "-d", "PERFORMANCE")
     for index, part in enumerate(re.split(r"^GPU \S+$", text, flags=re.MULTILINE)[1:]):
         now = {_SLOWED[name] for name, state in re.findall(r"^ +([\w ]+?) +: (Active|Not Active)$", part, re.MULTILINE)
@@ -145,18 +145,18 @@ def clocks(asked: Scope) -> Iterator[Finding]:
         past = {_SLOWED[name]: int(micros) / 1e6
                 for name, micros in re.findall(r"^ +([\w ]+?) +: (\d+) us$", part, re.MULTILINE)
                 if name in _SLOWED and int(micros) > 60e6}
-        told = [f"held down now by {each}" for each in sorted(now)]
-        told += [f"was held down by {each} for {seconds / 60:.0f} min" for each, seconds in sorted(past.items())]
-        mend = "cooling, power supply or power limit (nvidia-smi -q -d POWER) keep it from its speed"
-        yield Finding(f"clock of card {index}", "; ".join(told) or "not held down",
+        told = [f"throttled now by {each}" for each in sorted(now)]
+        told += [f"was throttled by {each} for {seconds / 60:.0f} min" for each, seconds in sorted(past.items())]
+        mend = "cooling, power supply or power limit (nvidia-smi -q -d POWER) limit its speed"
+        yield Finding(f"clock of card {index}", "; ".join(told) or "not throttled",
                       NOTE if told else "ok", mend if told else "")
 
 
 def libraries(asked: Scope) -> Iterator[Finding]:
-    """cuDNN and NCCL as this torch brings them."""
+    """Report the versions of cuDNN and NCCL that come with this torch."""
     facts = probe.asked("torch").get("libraries", {})
     if "error" in facts:
-        yield Finding("cuDNN, NCCL", f"can't be told: {facts['error']}", NOTE)
+        yield Finding("cuDNN, NCCL", f"unknown: {facts['error']}", NOTE)
     elif facts.get("cudnn") or facts.get("nccl"):
         cudnn, nccl = facts["cudnn"], facts["nccl"]
         told = [f"cuDNN {cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}"] if cudnn else []

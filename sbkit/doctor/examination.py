@@ -1,4 +1,4 @@
-"""Every check of a machine, as a table that fits a terminal or as JSON."""
+"""Runs all checks of a machine, and formats them as a table for the terminal or as JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import asdict
 from sbkit.doctor import cards, folders, machine, packages, probe
 from sbkit.doctor.finding import IN_THE_WAY, NOTE, Check, Finding, Scope, look
 
-#: In the order of the table; what a check is called where it fails.
+#: The checks in the order of the table, with their names in case they fail.
 CHECKS: tuple[tuple[str, Check], ...] = (
     ("Python", packages.python), ("packages", packages.needed), ("torch", packages.torch_pair),
     ("NVIDIA driver", cards.driver), ("cards", cards.cards), ("attention", cards.attention),
@@ -25,25 +25,25 @@ _WIDEST = 120
 
 
 def examine(asked: Scope) -> list[Finding]:
-    """What all checks find; what torch and onnxruntime say of themselves is asked first, of both at once."""
+    """Run all checks; torch and onnxruntime are probed first, in parallel."""
     with ThreadPoolExecutor() as pool:
         list(pool.map(probe.asked, probe.LIBRARIES))
     return [finding for what, check in CHECKS for finding in look(what, check, asked)]
 
 
 def in_the_way(found: Sequence[Finding]) -> bool:
-    """Whether anything is."""
+    """Whether any finding is in the way."""
     return _count(found, IN_THE_WAY) > 0
 
 
 def as_json(found: Sequence[Finding]) -> str:
-    """For programs."""
+    """Format the findings as JSON."""
     return json.dumps({"findings": [asdict(each) for each in found], "in_the_way": _count(found, IN_THE_WAY)}, indent=1,
                       ensure_ascii=False)
 
 
 def as_table(found: Sequence[Finding], width: int = 80) -> str:
-    """Verdict, what and found in columns; what to do below what is not well."""
+    """Format the findings as a table, with what to do below those that are not ok."""
     first = max(len(each.verdict) for each in found)
     second = max(len(each.what) for each in found)
     room = max(30, min(width, _WIDEST) - first - second - 4)

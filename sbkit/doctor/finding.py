@@ -1,4 +1,4 @@
-"""One line of what the doctor found, and looking for it so that whatever is broken gives a line as well."""
+"""Findings of the doctor, and running checks so that a broken check gives a finding too."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 OK, NOTE, IN_THE_WAY = "ok", "note", "in the way"
-#: A check that takes longer is left alone: a network folder may never answer.
+#: A check that takes longer is abandoned: a network folder may never answer.
 PATIENCE_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What was looked at, what was found, and what to do about it."""
+    """One finding: what was checked, what was found, and what to do about it."""
 
     what: str
     found: str
@@ -28,7 +28,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Scope:
-    """Of the doctor: what to look at besides the machine."""
+    """What the doctor checks besides the machine."""
 
     data: Path | None = None
     run: Path | None = None
@@ -38,14 +38,14 @@ Check = Callable[[Scope], Iterable[Finding]]
 
 
 def look(what: str, check: Check, asked: Scope, patience: float = PATIENCE_SECONDS) -> list[Finding]:
-    """What a check finds; that it failed or doesn't answer is a finding."""
+    """Run a check and return its findings; a failure or a timeout is a finding too."""
     found: list[Finding] = []
 
     def run() -> None:
         try:
             found.extend(check(asked))
-        except Exception as error:  # whatever is broken here: it's what the doctor is asked about
-            found.append(Finding(what, f"can't be told: {first_line(error)}", NOTE))
+        except Exception as error:  # anything may be broken; that is what the doctor is for
+            found.append(Finding(what, f"unknown: {first_line(error)}", NOTE))
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
@@ -57,13 +57,13 @@ def look(what: str, check: Check, asked: Scope, patience: float = PATIENCE_SECON
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, shortly."""
+    """Summarise an error in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def without_names(text: str) -> str:
-    """Home folder, user and host left out: this is pasted where everybody reads it."""
+    """Replace the home folder, user and host: the output gets pasted into public places."""
     text = text.replace(str(Path.home()), "~") if Path.home() != Path("/") else text
     text = re.sub(rf"(?<=/){re.escape(_user())}(?=/|\b)", "USER", text)
     return re.sub(rf"(?<![\w.-]){re.escape(socket.gethostname())}(?![\w-])", "HOST", text)

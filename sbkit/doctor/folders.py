@@ -1,4 +1,4 @@
-"""Folders that sbkit reads and writes: whether it may, room on their disks and speed, and files from the future."""
+"""Checks of folders that sbkit reads and writes: permissions, free space, speed, and files from the future."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from sbkit.system.cache import cache_folder
 
 _LITTLE_DISK = 5 << 30
 _BLOCK = 1 << 20
-_SECONDS = 1.0  # of reading, and of writing
-_MOST = 256 << 20  # bytes of each
-#: Below it 8 data workers that read FLAC wait for a disk.
+_SECONDS = 1.0  # spent on reading, and on writing
+_MOST = 256 << 20  # most bytes read, and written
+#: Below this speed, 8 data workers that read FLAC wait for the disk.
 _SLOW = 50e6
-_LOOKED_AT = 2000  # files of a data folder
-_AHEAD = 60.0  # seconds: clocks of machines that share a folder differ by less
+_LOOKED_AT = 2000  # most files sampled from a data folder
+_AHEAD = 60.0  # seconds: tolerated clock difference of machines that share a folder
 
 
 def caches(asked: Scope) -> Iterator[Finding]:
-    """Where sbkit, torch's compiler and Hugging Face keep things, and temporary files."""
+    """Check the caches of sbkit, torch's compiler and Hugging Face, and the temporary folder."""
     triton = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton"
     hub = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
     for what, folder, variable in (("sbkit's cache", cache_folder(), "SBKIT_CACHE"),
@@ -32,7 +32,7 @@ def caches(asked: Scope) -> Iterator[Finding]:
                                    ("temporary", Path(tempfile.gettempdir()), "TMPDIR")):
         may, free = _may_write(folder), _free(folder)
         if not may:
-            yield Finding(what, f"{folder} can't be written", NOTE, f"export {variable}=FOLDER: one that can")
+            yield Finding(what, f"{folder} can't be written", NOTE, f"export {variable}=FOLDER, with a writable folder")
         elif free < _LITTLE_DISK:
             yield Finding(what, f"{folder}, {_gib(free)} free", NOTE, f"make room, or export {variable}=FOLDER")
         else:
@@ -40,11 +40,11 @@ def caches(asked: Scope) -> Iterator[Finding]:
 
 
 def data(asked: Scope) -> Iterator[Finding]:
-    """The corpus that was named: is it there, and how fast does it come."""
+    """Check that the named corpus exists, and measure how fast it is read."""
     if asked.data is None:
         return
     if not asked.data.exists():
-        yield Finding("data", f"{asked.data} is not there", IN_THE_WAY, "give --data a folder or file that is")
+        yield Finding("data", f"{asked.data} does not exist", IN_THE_WAY, "give --data an existing folder or file")
         return
     read, seconds, files = _read(asked.data)
     if not files:
@@ -54,14 +54,14 @@ def data(asked: Scope) -> Iterator[Finding]:
     speed = read / max(seconds, 1e-6)
     slow = speed < _SLOW and seconds > 0.2
     yield Finding("data", f"{asked.data}: {speed / 1e6:.0f} MB/s, {files / max(seconds, 1e-6):.0f} files/s, one reader "
-                          "(files in the page cache come faster)",
+                          "(cached files are faster)",
                   NOTE if slow else "ok",
                   "sbkit shard packs many small files into few large ones; or copy the data to a local disk"
                   if slow else "")
 
 
 def _read(path: Path) -> tuple[int, float, int]:
-    """Bytes, seconds and files of reading for a second, spread over the folder."""
+    """Read files across the folder for a second; returns bytes, seconds and number of files."""
     paths = [path] if path.is_file() else list(islice(_files(path), _LOOKED_AT))
     step = max(1, len(paths) // 200)
     began, read, files = time.perf_counter(), 0, 0
@@ -84,21 +84,21 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def output(asked: Scope) -> Iterator[Finding]:
-    """Where runs go: the folder that was named, else ``results`` here."""
+    """Check the output folder: the named one, or ``results`` in the working directory."""
     folder = asked.run or Path("results")
     if not _may_write(folder):
-        yield Finding("output", f"{folder} can't be written", IN_THE_WAY, "give --output_folder one that can")
+        yield Finding("output", f"{folder} can't be written", IN_THE_WAY, "give --output_folder a writable folder")
         return
     speed, free = _write_speed(_there(folder)), _free(folder)
     little, slow = free < _LITTLE_DISK, speed < _SLOW
-    yield Finding("output", f"{folder}: {_gib(free)} free, written at {speed / 1e6:.0f} MB/s",
+    yield Finding("output", f"{folder}: {_gib(free)} free, writes {speed / 1e6:.0f} MB/s",
                   NOTE if little or slow else "ok",
                   "a checkpoint needs three times its model's size: make room" if little else
-                  "checkpoints take long: a local disk, or a longer ckpt_interval_minutes" if slow else "")
+                  "checkpoints are slow: use a local disk, or a longer ckpt_interval_minutes" if slow else "")
 
 
 def _write_speed(folder: Path) -> float:
-    """Bytes a second that reach the disk, of a file that leaves nothing behind."""
+    """Measure the bytes per second that reach the disk, with a temporary file."""
     block, written, began = os.urandom(_BLOCK), 0, time.perf_counter()
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         while written < _MOST / 4 and time.perf_counter() - began < _SECONDS / 2:
@@ -108,25 +108,25 @@ def _write_speed(folder: Path) -> float:
 
 
 def time_stamps(asked: Scope) -> Iterator[Finding]:
-    """Files of a run that lie in the future: a clock was set back, or the folder's machine has another time."""
+    """Check a run for files from the future: a clock was set back, or the machines' clocks differ."""
     if asked.run is None:
         return
     if not asked.run.is_dir():
-        yield Finding("run", f"{asked.run} is not there", IN_THE_WAY, "give --run the output folder of a training")
+        yield Finding("run", f"{asked.run} does not exist", IN_THE_WAY, "give --run the output folder of a run")
         return
     now, newest = time.time(), 0.0
     for path in islice(_files(asked.run), _LOOKED_AT):
         newest = max(newest, path.lstat().st_mtime)
     ahead = newest - now
     wrong = ahead > _AHEAD
-    found = (f"the newest file of {asked.run} is of {ahead / 60:.0f} min in the future" if wrong else
-             f"no file of {asked.run} lies in the future" if newest else f"{asked.run} is empty")
+    found = (f"the newest file of {asked.run} is {ahead / 60:.0f} min in the future" if wrong else
+             f"no file of {asked.run} is in the future" if newest else f"{asked.run} is empty")
     yield Finding("clock", found, NOTE if wrong else "ok",
-                  "set this machine's clock (timedatectl): which checkpoint is the newest goes by it" if wrong else "")
+                  "set this machine's clock (timedatectl): it decides which checkpoint is the newest" if wrong else "")
 
 
 def _there(folder: Path) -> Path:
-    """The folder, or the nearest above it that exists."""
+    """Return the folder, or its nearest existing parent."""
     folder = folder.absolute()
     while not folder.is_dir() and folder != folder.parent:
         folder = folder.parent

@@ -1,4 +1,4 @@
-"""Cores, memory, shared memory, open files, and the language of file names."""
+"""Checks of cores, memory, shared memory, open files, and the encoding of file names."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from sbkit.system.cores import usable_cores
 from sbkit.train.memory import host
 
 SHARED_MEMORY = "/dev/shm"
-#: Bytes that a few batches of a few data workers take.
+#: Bytes that a few batches of a few data workers need.
 _SHARED = 2 << 30
 _LITTLE_MEMORY = 4 << 30
 _FILES = 4096
 
 
 def cores(asked: Scope) -> Iterator[Finding]:
-    """Those that may be used, and what libraries would take without being told."""
+    """Check the usable cores, and how many threads libraries would start by default."""
     usable, seen = usable_cores(), os.cpu_count() or 1
     found = f"{usable} usable"
-    found += f" of {seen}: affinity or a container's quota leaves no more" if usable < seen else ""
+    found += f" of {seen}: affinity or a container's quota limits them" if usable < seen else ""
     threads = os.environ.get("OMP_NUM_THREADS")
     found += f"; OMP_NUM_THREADS={threads}" if threads else ""
     if usable < 2:
@@ -35,17 +35,17 @@ def cores(asked: Scope) -> Iterator[Finding]:
 
 
 def main_memory(asked: Scope) -> Iterator[Finding]:
-    """Free and in all, no more than a container may have; and this process's own bound."""
+    """Check free and total memory within the container's limit, and this process's own limit."""
     total, free = host.total(), host.available()
     found = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
-    found += "; bounded for this process (ulimit -v or -d)" if host.bounded() else ""
+    found += "; limited for this process (ulimit -v or -d)" if host.bounded() else ""
     little = free < _LITTLE_MEMORY
     yield Finding("memory", found, NOTE if little else "ok",
                   "sbkit tune --memory finds batches that fit" if little else "")
 
 
 def shared_memory(asked: Scope) -> Iterator[Finding]:
-    """Where batches of data workers wait for the run."""
+    """Check the shared memory, through which data workers pass batches."""
     if not os.path.isdir(SHARED_MEMORY):
         yield Finding("shared memory", f"no {SHARED_MEMORY} on this system")
         return
@@ -58,7 +58,7 @@ def shared_memory(asked: Scope) -> Iterator[Finding]:
 
 
 def open_files(asked: Scope) -> Iterator[Finding]:
-    """How many this process may have; each batch on its way from a worker holds some."""
+    """Check the limit of open files; each batch on its way from a worker uses some."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     told = f"{_limit(soft)} (at most {_limit(hard)})"
     little = soft != resource.RLIM_INFINITY and soft < _FILES
@@ -72,7 +72,7 @@ def _limit(value: int) -> str:
 
 
 def language(asked: Scope) -> Iterator[Finding]:
-    """Transcripts and file names are UTF-8."""
+    """Check that file names and texts use UTF-8."""
     names, text = sys.getfilesystemencoding(), locale.getpreferredencoding(False)
     wrong = {names.lower(), text.lower()} - {"utf-8", "utf8"}
     yield Finding("locale", f"file names {names}, text {text}", NOTE if wrong else "ok",

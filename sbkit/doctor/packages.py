@@ -1,4 +1,4 @@
-"""Python, the packages that sbkit needs, torch with torchaudio, ONNX Runtime, and compilers."""
+"""Checks of Python, the packages that sbkit needs, torch with torchaudio, ONNX Runtime, and compilers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PAIR = ("torch", "torchaudio")
 
 
 def python(asked: Scope) -> Iterator[Finding]:
-    """Of which version, and on what."""
+    """Check the Python version."""
     from packaging.specifiers import SpecifierSet
 
     found = f"{platform.python_version()}, {platform.system()} {platform.release()} {platform.machine()}"
@@ -32,7 +32,7 @@ def python(asked: Scope) -> Iterator[Finding]:
 
 
 def needed(asked: Scope) -> Iterator[Finding]:
-    """What sbkit requires beside torch and torchaudio, as its package says."""
+    """Check the packages that sbkit requires besides torch and torchaudio, by its metadata."""
     from packaging.requirements import Requirement
 
     wanted = [Requirement(line) for line in metadata.requires("sbkit") or [] if "extra ==" not in line]
@@ -48,21 +48,21 @@ def needed(asked: Scope) -> Iterator[Finding]:
 
 
 def torch_pair(asked: Scope) -> Iterator[Finding]:
-    """Whether both can be imported, together."""
+    """Check that torch and torchaudio can be imported together."""
     facts = probe.asked("torch")
     yield from _pair(facts)
     torch = facts.get("torch", {})
     if "error" in torch or not torch:
         yield Finding("torch", f"{version_of('torch')} can't be imported: {torch.get('error') or facts['ended']}",
-                      IN_THE_WAY, "install it anew: pip install --force-reinstall 'torch>=2.7,<2.12' "
+                      IN_THE_WAY, "reinstall it: pip install --force-reinstall 'torch>=2.7,<2.12' "
                                   "'torchaudio>=2.7,<2.12'")
         return
-    built = f"CUDA {torch['cuda']}" if torch["cuda"] else f"ROCm {torch['hip']}" if torch["hip"] else "the CPU alone"
+    built = f"CUDA {torch['cuda']}" if torch["cuda"] else f"ROCm {torch['hip']}" if torch["hip"] else "the CPU only"
     yield Finding("torch", f"{torch['version']}, built for {built}")
     audio = facts.get("torchaudio", {})
     if "error" in audio or not audio:
         yield Finding("torchaudio", f"{version_of('torchaudio')} doesn't work: {audio.get('error') or facts['ended']}",
-                      IN_THE_WAY, "install the one that was made with this torch: pip install --force-reinstall "
+                      IN_THE_WAY, "install the one that belongs to this torch: pip install --force-reinstall "
                                   f"--no-deps 'torchaudio=={'.'.join(torch['version'].split('.')[:2])}.*'")
     else:
         yield Finding("torchaudio", audio["version"])
@@ -76,20 +76,20 @@ def _pair(facts: dict[str, Any]) -> Iterator[Finding]:
 
 
 def onnxruntime(asked: Scope) -> Iterator[Finding]:
-    """Which build is there, and which devices it was built for."""
+    """Check which build is installed, and for which devices."""
     builds = [f"{name} {version}" for name in ("onnxruntime", "onnxruntime-gpu") if (version := version_of(name))]
     if not builds:
-        yield Finding("onnxruntime", "not installed: training needs none, ONNX models do", NOTE,
+        yield Finding("onnxruntime", "not installed: only ONNX models need it", NOTE,
                       "pip install onnxruntime (for CUDA: onnxruntime-gpu)")
     elif len(builds) == 2:
         yield Finding("onnxruntime", f"{' and '.join(builds)}: each overwrote files of the other", IN_THE_WAY,
-                      "pip uninstall -y onnxruntime onnxruntime-gpu, then install the one that you want")
+                      "pip uninstall -y onnxruntime onnxruntime-gpu, then install the one you want")
     else:
         facts = probe.asked("onnxruntime")
         found = facts.get("onnxruntime", {})
         if "error" in found or not found:
             yield Finding("onnxruntime", f"{builds[0]} can't be imported: {found.get('error') or facts['ended']}",
-                          IN_THE_WAY, "install it anew: pip install --force-reinstall onnxruntime")
+                          IN_THE_WAY, "reinstall it: pip install --force-reinstall onnxruntime")
             return
         names = ", ".join(name.removesuffix("ExecutionProvider") for name in found["providers"])
         cards = probe.asked("torch").get("cards", {}).get("cards")
@@ -100,12 +100,12 @@ def onnxruntime(asked: Scope) -> Iterator[Finding]:
 
 
 def compilers(asked: Scope) -> Iterator[Finding]:
-    """A C compiler for the kernels of the CPU, and what Triton needs for those of a GPU."""
+    """Check the C compiler for CPU kernels, and what Triton needs for GPU kernels."""
     wanted = [os.environ.get("CC") or "gcc", "gcc", "cc", "clang"]
     compiler = next(filter(None, map(shutil.which, wanted)), None)
     why_not = probe.asked("torch").get("kernels", {})
     why_not = why_not.get("error") or why_not.get("why_not")
-    mend = "apt install gcc" if compiler is None else "training on a CPU goes without, more slowly"
+    mend = "apt install gcc" if compiler is None else "training on a CPU works without, but slower"
     yield Finding("C compiler", compiler or "none (gcc, cc or clang)", "ok" if compiler else NOTE,
                   "" if compiler else mend)
     yield Finding("CPU kernels", f"not used: {why_not}" if why_not else "compiled and loaded",
@@ -116,5 +116,5 @@ def compilers(asked: Scope) -> Iterator[Finding]:
     mends = {"triton": "pip install triton", "a C compiler": "apt install gcc", "Python.h": "apt install python3-dev"}
     yield Finding("Triton", (triton or "not installed") + (f"; {', '.join(missing)} missing" if missing else ""),
                   NOTE if missing else "ok",
-                  "kernels of a GPU and --compile need it: " + "; ".join(mends[each] for each in missing)
+                  "GPU kernels and --compile need it: " + "; ".join(mends[each] for each in missing)
                   if missing else "")

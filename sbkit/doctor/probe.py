@@ -1,6 +1,6 @@
-"""What torch and onnxruntime say of themselves, asked in processes of their own: a broken one may end its process.
+"""Probes torch and onnxruntime in separate processes, because a broken one may crash its process.
 
-This module, run with the word ``torch``, prints a line of JSON for each part that answers: ``[part, facts]``.
+This module, run with the word ``torch``, prints a line of JSON for each part that works: ``[part, facts]``.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 
 from sbkit.system import helper_process
 
-#: A cold start of torch from a network folder takes long.
+#: Time limit; a cold start of torch from a network folder is slow.
 _SECONDS = 120
-#: Sizes of heads: those of recipes, and one that no fused kernel takes as it is.
+#: Head sizes: those of recipes, and one that no fused kernel supports unpadded.
 _HEADS = (32, 36, 64, 80, 128)
 
 
 @cache
 def asked(library: str) -> dict[str, Any]:
-    """Each part's facts, or ``{"error": ...}``; a part that is absent was not reached, and ``ended`` says why."""
+    """Return each part's facts, or ``{"error": ...}``; a missing part was not reached, and ``ended`` says why."""
     command = [*helper_process.command(__name__), library]
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS,
@@ -37,10 +37,10 @@ def asked(library: str) -> dict[str, Any]:
 
 
 def _how(done: subprocess.CompletedProcess[str]) -> str:
-    """Why the process ended, where it did so before its end."""
+    """Describe why the process ended early; empty if it did not."""
     if done.returncode < 0:
         return f"the process that imported it was ended by {signal.Signals(-done.returncode).name}"
-    return "" if not done.returncode else (done.stderr.strip().splitlines() or ["it ended without a word"])[-1]
+    return "" if not done.returncode else (done.stderr.strip().splitlines() or ["it ended without a message"])[-1]
 
 
 def _torch() -> dict[str, Any]:
@@ -66,7 +66,7 @@ def _cards() -> dict[str, Any]:
 
 
 def _attention() -> dict[str, Any]:
-    """Of each card: the kernel for each of some sizes of a head, with a mask, in the half precision it computes in."""
+    """Find the attention kernel of each card for some head sizes, with a mask, in its half precision."""
     import torch
 
     from sbkit.nn import attention_kernel
@@ -118,7 +118,7 @@ LIBRARIES = tuple(_PARTS)
 
 
 def main(library: str) -> None:
-    """Print what each part says, as it says it."""
+    """Print each part's facts as soon as they are known."""
     for part, ask in _PARTS[library].items():
         try:
             facts = ask()

@@ -1,4 +1,4 @@
-"""Using a bundle, without torch or speechbrain: ``sbkit.infer.load("bundle").transcribe("clip.mp3").text``."""
+"""Inference with a bundle, without torch or speechbrain: ``sbkit.infer.load("bundle").transcribe("clip.mp3").text``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What came out of the model for one recording so far: stretches that end in pauses, and their words."""
+"""Collects a recording's model output as stretches that end in pauses, and joins their words."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from sbkit.infer.chunks import Chunk
 from sbkit.infer.decoding import Decoder, Found
 from sbkit.infer.transcript import PAUSE_SECONDS, Transcript
 
-_LONGEST = 8  # chunks without a pause between them that are decoded as one
+_LONGEST = 8  # most chunks without a pause between them that are decoded together
 
 
 @dataclass
 class Assembly:
-    """A recording whose chunks come in any order."""
+    """Assembles a recording whose chunks arrive in any order."""
 
     parts: dict[int, tuple[np.ndarray, bool]] = field(default_factory=dict)
-    """By the number of the chunk: log-probabilities [T, V], and whether the next chunk continues them."""
+    """By chunk number: log-probabilities [T, V], and whether the next chunk continues them."""
     stretches: list[Any] = field(default_factory=list)
-    """What the decoder keeps of the parts up to each pause."""
+    """The decoder's data for the parts up to each pause."""
     begun: int = 0
-    """Number of the first chunk that is in no stretch yet."""
+    """Number of the first chunk that is not in a stretch yet."""
     samples: int = 0
     frames: int = 0
-    """Of the stretches."""
+    """Frames of the stretches."""
     expected: int | None = None
 
     @property
     def whole(self) -> bool:
-        """Whether all of it is in stretches."""
+        """Whether the whole recording is in stretches."""
         return self.begun == self.expected
 
     def add(self, number: int, chunk: Chunk, log_probs: np.ndarray, frame_samples: int, decoder: Decoder) -> None:
-        """Take what the model said of a chunk [T, V]; a stretch is closed where a pause ends it."""
+        """Add the output [T, V] for a chunk; a stretch is closed where a pause ends it."""
         if chunk.keep is None:
             stop, samples = None, len(chunk.signal) - chunk.skip * frame_samples
         else:
@@ -49,7 +49,7 @@ class Assembly:
         self._close(decoder)
 
     def _close(self, decoder: Decoder) -> None:
-        """Turn what is complete up to a pause into stretches; what goes on and on is parted somewhere."""
+        """Turn chunks up to a pause into stretches; speech without pauses is split after some chunks."""
         end = self.begun
         while end in self.parts:
             goes_on = self.parts[end][1]
@@ -63,14 +63,14 @@ class Assembly:
 
 
 def words(found: Sequence[Found], vocabulary: Vocabulary) -> list[Word]:
-    """The words of a recording, from its tokens. No word goes on over a pause: a model that was trained on single
-    sentences has never heard one begin after another, and may not say so."""
+    """Join a recording's tokens into words. No word continues over a pause: a model that was trained on single
+    sentences has never seen one begin after another, and may not mark the word's start."""
     frame = vocabulary.config.frame_seconds
     return [word for part in found for word in vocabulary.words(part.spans, part.frame * frame, PAUSE_SECONDS)]
 
 
 def transcript(name: str, heard: Assembly, spoken: list[Word], vocabulary: Vocabulary) -> Transcript:
-    """Of a recording that is whole, with its words."""
+    """Make the transcript of a whole recording from its words."""
     config = vocabulary.config
     return Transcript(name, vocabulary.text(spoken), spoken, heard.samples / config.sample_rate, config.language,
                       config.word_separator is not None)

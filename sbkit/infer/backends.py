@@ -1,4 +1,4 @@
-"""The two ways of running a bundle's model: ONNX Runtime, and torch.export with or without a compiler."""
+"""Backends that run a bundle's model: ONNX Runtime, and torch.export with or without a compiler."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from sbkit.infer.device import DeviceChoice, Placement
 from sbkit.infer.worker import Worker
 from sbkit.system.cores import keep_to_usable_cores, threads_to_ask_for, usable_cores
 
-#: How torch may compile; with CUDA graphs in it, only within the thread that runs the result.
+#: Modes of torch.compile; those with CUDA graphs work only within the thread that runs the result.
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 _WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
-_SHAPES = 64  # that a module may be compiled for before torch gives up on it
+_SHAPES = 64  # number of shapes that a module may be compiled for before torch gives up
 
 
 class Backend(Protocol):
-    """Runs batches; made and called within the worker."""
+    """Runs batches; created and called within the worker thread."""
 
     running: Placement
     width: int | None
-    """Of the output, where the file says it."""
+    """Size of the output, if the file gives it."""
 
     def __call__(self, signals: np.ndarray, lengths: np.ndarray) -> Sequence[np.ndarray]:
-        """[B, S] float32 and [B] int64 to the model's outputs; a recogniser's are [B, T, V] and frame counts [B]."""
+        """Map signals [B, S] and lengths [B] to outputs; a recogniser's are [B, T, V] and frame counts [B]."""
 
 
 class Onnx:
-    """ONNX Runtime; imports neither torch nor speechbrain."""
+    """Runs a model with ONNX Runtime; imports neither torch nor speechbrain."""
 
     def __init__(self, path: Path, model: str, wanted: DeviceChoice, threads: int | None,
                  outputs: Sequence[str] = layout.OUTPUTS):
@@ -58,9 +58,9 @@ class Onnx:
 
 
 class Torch:
-    """A ``torch.export`` program, as it is or compiled.
+    """Runs a ``torch.export`` program, optionally compiled.
 
-    A program is code: load only bundles that you trust. What could hold a pickle is refused unread.
+    A program is code: load only bundles that you trust. Files that could contain a pickle are refused unread.
     """
 
     width: int | None = None
@@ -79,7 +79,7 @@ class Torch:
         else:
             keep_to_usable_cores()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of read-only buffers, which nobody writes to
+            warnings.simplefilter("ignore")  # about read-only buffers, which nobody writes to
             module = moved(torch.export.load(path), device).module()
         self._torch, self._device = torch, device
         self._module = compiled(module, compile_mode, worker) if compile_mode else module
@@ -91,15 +91,15 @@ class Torch:
         torch = self._torch
         with torch.inference_mode():
             found = self._module(torch.from_numpy(signals).to(self._device), torch.from_numpy(lengths).to(self._device))
-            # Copied out here: with CUDA graphs the next run overwrites what this one returned.
+            # Copied here: with CUDA graphs the next run overwrites what this one returned.
             found = found if isinstance(found, tuple) else (found,)
             return [each.detach().to("cpu", copy=True).numpy() for each in found]
 
 
 def moved(program: Any, device: Any) -> Any:
-    """A program on another device than it was traced on: weights, constants, and devices that its nodes name.
+    """Move a program to another device than it was traced on: weights, constants, and devices named by its nodes.
 
-    ``module().to(device)`` would move the weights alone. The pass of a torch before 2.9 leaves out what is nested.
+    ``module().to(device)`` would move only the weights. torch's own pass before 2.9 leaves out nested modules.
     """
     import torch
     from torch.export.passes import move_to_device_pass
@@ -109,28 +109,28 @@ def moved(program: Any, device: Any) -> Any:
              for node in part.graph.nodes for value in (*node.args, *node.kwargs.values())
              if isinstance(value, torch.device)}
     if kinds - {device.type}:
-        raise SbkitError(f"torch {torch.__version__} leaves a part of the model on {', '.join(kinds - {device.type})}",
-                         hint="pip install 'torch>=2.9,<2.12', or take --model onnx")
+        raise SbkitError(f"torch {torch.__version__} leaves part of the model on {', '.join(kinds - {device.type})}",
+                         hint="pip install 'torch>=2.9,<2.12', or use --model onnx")
     return program
 
 
 def compiled(module: Any, mode: str, worker: Worker) -> Any:
-    """``torch.compile`` a module, within the worker alone."""
+    """Compile a module with ``torch.compile``, only within the worker thread."""
     if mode not in COMPILE_MODES:
-        raise SbkitError(f"there is no way to compile {mode!r}", hint=f"use {', '.join(COMPILE_MODES)}")
+        raise SbkitError(f"unknown compile mode {mode!r}", hint=f"use {', '.join(COMPILE_MODES)}")
     if not worker.inside():
-        raise SbkitError(f"compiling with {mode} outside of the thread that runs the model was refused: "
+        raise SbkitError(f"can't compile with {mode} outside the thread that runs the model: "
                          "CUDA graphs recorded in one thread can't be replayed in another",
                          hint="let the engine do it: sbkit.infer.load(bundle, model='torch', compile=...)")
     import torch
-    from torch._inductor import cudagraph_trees  # what it keeps per thread, it keeps for the one that imports it first
+    from torch._inductor import cudagraph_trees  # its per-thread state belongs to the thread that imports it first
 
     if mode in _WITH_CUDA_GRAPHS:
         try:
             cudagraph_trees.get_container(0)
         except (AssertionError, AttributeError):
-            raise SbkitError(f"compiling with {mode} was refused: another thread has used torch's compiler before",
-                             hint="load the bundle before anything else compiles, or in a process of its own") from None
+            raise SbkitError(f"can't compile with {mode}: another thread has already used torch's compiler",
+                             hint="load the bundle before anything else compiles, or in a separate process") from None
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _SHAPES)
     return torch.compile(module, mode=mode, dynamic=False)
 
@@ -138,15 +138,15 @@ def compiled(module: Any, mode: str, worker: Worker) -> Any:
 def _torch_device(wanted: DeviceChoice, torch: Any) -> tuple[Any, str]:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted.explicit_gpu and wanted.index >= count:
-        raise SbkitError(f"{wanted.text} was asked for, and torch {torch.__version__} sees {count} CUDA devices",
-                         hint="nvidia-smi lists them; --device cpu needs none")
+        raise SbkitError(f"{wanted.text} was requested, but torch {torch.__version__} sees {count} CUDA devices",
+                         hint="nvidia-smi lists them; --device cpu needs no GPU")
     if wanted.kind == "cpu" or not count:
         return torch.device("cpu"), "" if wanted.kind == "cpu" else "torch sees no CUDA device"
     return torch.device("cuda", wanted.index), ""
 
 
 def refuse_pickles(path: Path) -> None:
-    """Refuse a .pt2 file with anything in it that loading would unpickle."""
+    """Refuse a .pt2 file that contains anything that loading would unpickle."""
     try:
         with zipfile.ZipFile(path) as archive:
             for entry in archive.infolist():
@@ -154,11 +154,11 @@ def refuse_pickles(path: Path) -> None:
                 if name.endswith("_config.json"):
                     payload = json.loads(archive.read(entry))
                     if any(each.get("use_pickle", True) for each in payload["config"].values()):
-                        raise SbkitError(f"{path}: {name} names pickles", hint="export the run again")
+                        raise SbkitError(f"{path}: {name} refers to pickles", hint="export the run again")
                 elif not _harmless(name, entry.file_size):
-                    raise SbkitError(f"{path} holds {name}, which may be a pickle", hint="export the run again")
+                    raise SbkitError(f"{path} contains {name}, which may be a pickle", hint="export the run again")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, zipfile.BadZipFile) as error:
-        raise SbkitError(f"{path} can't be read: {error}", hint="is the file whole? export the run again") from None
+        raise SbkitError(f"{path} can't be read: {error}", hint="is the file complete? export the run again") from None
 
 
 def _harmless(name: str, size: int) -> bool:

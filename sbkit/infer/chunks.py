@@ -1,7 +1,7 @@
-"""Audio of any length as chunks that a model takes, cut in pauses; holds one chunk in memory at a time.
+"""Cuts audio of any length at pauses into chunks for a model; keeps one chunk in memory at a time.
 
-Where nobody pauses for a whole chunk, the cut goes through speech: then both chunks hear some seconds
-beyond it, and each answers for the frames on its own side alone.
+If nobody pauses during a whole chunk, the cut goes through speech: then both chunks include some seconds beyond it,
+and each contributes only the frames on its own side.
 """
 
 from __future__ import annotations
@@ -11,37 +11,37 @@ from dataclasses import dataclass
 
 import numpy as np
 
-#: Loudness is looked at in stretches of so many seconds, each the mean over a pause's least length.
+#: Step in seconds at which loudness is measured, and the shortest pause, over which it is averaged.
 _STEP, _PAUSE = 0.01, 0.2
-#: A pause lies this much below the loud parts of its chunk (dB) ...
+#: A pause is this much quieter than the loud parts of its chunk (dB) ...
 _BELOW = 25.0
 #: ... and is looked for in the second half of a chunk.
 _FROM = 0.5
-#: What is heard beyond a cut through speech.
+#: Seconds included beyond a cut through speech.
 CONTEXT_SECONDS = 1.5
 
 
 @dataclass
 class Chunk:
-    """A signal [S] and the frames of its output that count: ``skip`` are left out, then ``keep`` taken (None: all)."""
+    """A signal [S] and which frames of its output to use: skip ``skip``, then take ``keep`` (None: all)."""
 
     signal: np.ndarray
     skip: int
     keep: int | None
     goes_on: bool = False
-    """Whether it ends amid speech, which the next chunk continues."""
+    """Whether it ends within speech, which the next chunk continues."""
 
 
 def cut(blocks: Iterable[np.ndarray], rate: int, frame_samples: int, chunk_seconds: float) -> Iterator[Chunk]:
-    """Chunks of at most ``chunk_seconds`` from blocks [S] of one recording.
+    """Cut blocks [S] of a recording into chunks of at most ``chunk_seconds``.
 
-    Cuts lie on the grid of the model's frames, so that the kept frames of all chunks, one after
-    another, are the frames of the recording.
+    Cuts are aligned with the model's frames, so that the kept frames of all chunks, concatenated, are the frames of
+    the recording.
     """
     size = max(int(chunk_seconds * rate) // frame_samples, 4) * frame_samples
     context = min(-(-int(CONTEXT_SECONDS * rate) // frame_samples), size // frame_samples // 4) * frame_samples
     waiting: list[np.ndarray] = []
-    held = heard = 0  # samples that wait, and those at their start whose frames were given already
+    held = heard = 0  # samples pending, and those at their start whose frames were already returned
     for block in blocks:
         waiting.append(block)
         held += len(block)
@@ -57,7 +57,7 @@ def cut(blocks: Iterable[np.ndarray], rate: int, frame_samples: int, chunk_secon
 
 
 def _best_cut(signal: np.ndarray, rate: int, frame_samples: int, context: int) -> tuple[int, int]:
-    """Samples before the cut, a multiple of a frame, and how many beyond it are to be heard."""
+    """Find the samples before the cut, a multiple of a frame, and how many beyond it to include."""
     length, pause = _quietest(signal, rate, frame_samples)
     if pause:
         return length, 0
@@ -65,7 +65,7 @@ def _best_cut(signal: np.ndarray, rate: int, frame_samples: int, context: int) -
 
 
 def _quietest(signal: np.ndarray, rate: int, frame_samples: int) -> tuple[int, bool]:
-    """Samples before the quietest place of the second half, a multiple of a frame, and whether it is a pause."""
+    """Find the samples before the quietest point of the second half, in whole frames, and whether it is a pause."""
     step = round(_STEP * rate)
     count = len(signal) // step
     power = np.square(signal[: count * step].reshape(count, step)).mean(axis=1)
@@ -73,9 +73,9 @@ def _quietest(signal: np.ndarray, rate: int, frame_samples: int) -> tuple[int, b
     if count <= width:
         return max(len(signal) // frame_samples, 1) * frame_samples, False
     total = np.concatenate([[0.0], np.cumsum(power, dtype=np.float64)])
-    smooth = (total[width:] - total[:-width]) / width  # of the steps i to i + width
+    smooth = (total[width:] - total[:-width]) / width  # mean of steps i to i + width
     first = int(len(smooth) * _FROM)
-    # Of places that are equally quiet (digital silence), the last makes the longest chunk.
+    # Among equally quiet points (digital silence), the last makes the longest chunk.
     late = smooth[first:]
     place = first + len(late) - 1 - int(np.argmin(late[::-1]))
     loud = np.quantile(smooth, 0.95)

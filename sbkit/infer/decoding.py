@@ -1,4 +1,4 @@
-"""From log-probabilities to tokens: the best label of every frame, or a search with language model and hot words."""
+"""Decoders of log-probabilities: the best label of every frame, or a search with language model and hot words."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from sbkit.export.vocabulary import Vocabulary
 
 
 class Found(NamedTuple):
-    """Tokens, whose frames count from ``frame`` of the recording on."""
+    """Tokens, with frames relative to ``frame`` of the recording."""
 
     frame: int
     spans: Spans
 
 
 class Decoder(Protocol):
-    """Keeps little of each stretch of a recording, and finds the tokens once all of it is there."""
+    """Keeps compact data of each stretch of a recording, and decodes once the recording is complete."""
 
     at_once: int
-    """Recordings that are best finished together."""
+    """How many recordings are best decoded together."""
     joins: bool
-    """Whether a word may go on over the end of a stretch."""
+    """Whether a word may continue past the end of a stretch."""
 
     def keep(self, log_probs: np.ndarray) -> Any:
-        """What is needed of a stretch [T, V] that ends in a pause."""
+        """Reduce a stretch [T, V] that ends in a pause to what decoding needs."""
 
     def tokens(self, recordings: Sequence[Sequence[Any]]) -> list[list[Found]]:
-        """The tokens of recordings, each given as its stretches in order."""
+        """Decode recordings, each given as its stretches in order."""
 
     def frames(self, kept: Any) -> int:
-        """Of a stretch."""
+        """The number of frames of a stretch."""
 
     def after(self, stretches: Sequence[Any], frame: int) -> list[Any]:
-        """What of stretches lies from a frame on: their end, or one where a token begins if it joins them."""
+        """The part of stretches from ``frame`` on: their end, or a token's start if stretches are joined."""
 
 
 class Greedy:
-    """The best label of every frame."""
+    """Greedy decoding: the best label of every frame."""
 
     at_once = 1
     joins = True
@@ -74,13 +74,13 @@ class Greedy:
 
 
 class Beam:
-    """The best transcript by the model together with a language model, a lexicon and hot words.
+    """Beam search with a language model, a lexicon and hot words.
 
-    A search remembers what it looked up in its language model, so one thread searches at a time.
+    A search caches its language model's lookups, so only one thread searches at a time.
 
     Arguments
     ---------
-    options : of ``sbkit.decode.beam.BeamSearch``: lm, lm_weight, word_score, hot_words, hot_boost, beam, ...
+    options : options of ``sbkit.decode.beam.BeamSearch``: lm, lm_weight, word_score, hot_words, hot_boost, beam, ...
     """
 
     at_once = 32
@@ -96,7 +96,7 @@ class Beam:
                                       **options)
         except TypeError as error:
             raise SbkitError(f"beam search: {error}") from None
-        self._search.load()  # what is wrong with the files is told now
+        self._search.load()  # reports problems with the files now
         self._join = Events.join
         self._lock = threading.Lock()
 
@@ -127,5 +127,5 @@ class Beam:
 
 
 def decoder(vocabulary: Vocabulary, search: Mapping[str, Any] | None) -> Decoder:
-    """A search where any of its options is given."""
+    """Make the decoder: a beam search if any search option is given, otherwise greedy."""
     return Beam(vocabulary, search) if search else Greedy(vocabulary)

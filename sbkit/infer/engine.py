@@ -1,4 +1,4 @@
-"""The engine: a bundle's model behind one worker thread; any number of threads may ask it."""
+"""Engine that runs a bundle's model in one worker thread, for any number of calling threads."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from sbkit.infer.worker import Worker
 AUTO = "auto"
 _PREFERRED = (layout.ONNX, layout.INT8, layout.TORCH)
 _NEEDS = {layout.ONNX: "onnxruntime", layout.INT8: "onnxruntime", layout.TORCH: "torch"}
-#: A compiled model has a graph for each of these shapes; batches are padded to the next one.
+#: Shapes for which a compiled model has a graph; batches are padded to the next one.
 _SECONDS, _BATCHES = (2.0, 5.0, 10.0, 20.0, 30.0), (1, 4, 16)
 
 
 class Engine:
-    """Log-probabilities of waveforms.
+    """Computes log-probabilities of waveforms.
 
     >>> engine = Engine("bundle", device="cuda")       # doctest: +SKIP
     >>> [scores] = engine.run([signal])                # [T, V]; from any thread
@@ -34,11 +34,11 @@ class Engine:
     Arguments
     ---------
     folder : a bundle
-    model : ``onnx``, ``int8`` or ``torch``; ``auto`` takes the first that is there
-    device : ``auto``, ``cpu``, ``cuda`` or ``cuda:N``; what can't be met is refused here
-    threads : of one run on the CPU; None for all that this process may use
+    model : ``onnx``, ``int8`` or ``torch``; ``auto`` takes the first that the bundle has
+    device : ``auto``, ``cpu``, ``cuda`` or ``cuda:N``; raises if it is unavailable
+    threads : CPU threads of one run; None for all that this process may use
     compile : a mode of ``torch.compile``, for ``model="torch"``
-    buckets : shapes (utterances, seconds) that a compiled model is made for
+    buckets : shapes (utterances, seconds) that the model is compiled for
     """
 
     def __init__(self, folder: str | Path, model: str = AUTO, device: str = AUTO, threads: int | None = None,
@@ -48,10 +48,11 @@ class Engine:
         model = self._choose(model)
         wanted = DeviceChoice.parse(device)
         if compile and model != layout.TORCH:
-            raise SbkitError(f"compile is for the model torch, and {model} was chosen", hint="add --model torch")
+            raise SbkitError(f"compile only works with the model torch, but {model} was chosen",
+                             hint="add --model torch")
         self._buckets = self._shapes(buckets) if compile else []
         self.fault: str | None = None
-        """What broke the device, once it is broken; then only a new process helps."""
+        """The error that broke the device, if any; only a new process helps then."""
         self._worker = Worker()
         self._backend: Backend | None = None
         try:
@@ -62,7 +63,7 @@ class Engine:
             raise
 
     def _read(self) -> None:
-        """What the bundle says of itself."""
+        """Read the bundle's configuration."""
         self.config = Config.read(self.folder)
         self.vocabulary = Vocabulary.read(self.folder, self.config)
 
@@ -75,18 +76,18 @@ class Engine:
 
     @property
     def running(self) -> Placement:
-        """What was asked for and what runs."""
+        """What was requested, and what actually runs."""
         return self._ready.running
 
     def run(self, signals: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Waveforms [S] to log-probabilities [T, V], each with its own T; waits for its turn."""
+        """Map waveforms [S] to log-probabilities [T, V], each with its own T; waits for its turn."""
         return self.submit(signals).result()
 
     def submit(self, signals: Sequence[np.ndarray]) -> Future[Any]:
-        """As :meth:`run`, to be waited for later."""
+        """Start :meth:`run` and return a future."""
         for signal in signals:
             if signal.ndim != 1 or signal.dtype != np.float32 or not len(signal):
-                raise ValueError(f"a signal is float32 [S], not {signal.dtype} {list(signal.shape)}")
+                raise ValueError(f"a signal must be float32 [S], not {signal.dtype} {list(signal.shape)}")
         return self._worker.submit(self._run, list(signals))
 
     def close(self) -> None:
@@ -109,26 +110,27 @@ class Engine:
         else:
             self._backend = Onnx(path, model, wanted, threads, self._outputs())
         self._check_width(path)
-        for utterances, samples in self._buckets or [(1, self.config.sample_rate // 2)]:  # warm before the first asks
+        for utterances, samples in self._buckets or [(1, self.config.sample_rate // 2)]:  # warms up
             self._run([np.zeros(samples, dtype=np.float32)] * utterances)
 
     def _at_once(self) -> float:
-        """Seconds of the longest signal that it is usually given."""
+        """The length in seconds of the longest usual signal."""
         return self.config.chunk_seconds
 
     def _outputs(self) -> Sequence[str]:
-        """Names of what the model gives."""
+        """The names of the model's outputs."""
         return layout.OUTPUTS
 
     def _check_width(self, path: Path) -> None:
         width = self._ready.width
         if width is not None and width != len(self.vocabulary):
-            raise SbkitError(f"{path} gives {width} scores a frame and {layout.TOKENS} has {len(self.vocabulary)} "
+            raise SbkitError(f"{path} gives {width} scores per frame, but {layout.TOKENS} has {len(self.vocabulary)} "
                              "tokens", hint="do both come from the same export?")
 
     def _run(self, signals: list[np.ndarray]) -> list[np.ndarray]:
         if self.fault is not None:
-            raise SbkitError(f"the device failed earlier ({self.fault})", hint="start again: it stays broken")
+            raise SbkitError(f"the device failed earlier ({self.fault})",
+                             hint="restart the process: the device stays broken")
         if not self.config.batching:
             return [self._batch([signal])[0] for signal in signals]
         return self._batch(signals) if signals else []
@@ -137,7 +139,7 @@ class Engine:
         longest = max(self.config.min_samples, *map(len, signals))
         rows, samples = self._bucket(len(signals), longest)
         batch = np.zeros((rows, samples), dtype=np.float32)
-        lengths = np.ones(rows, dtype=np.int64)  # of rows that only fill a bucket
+        lengths = np.ones(rows, dtype=np.int64)  # rows that only pad a bucket have length 1
         for i, signal in enumerate(signals):
             batch[i, : len(signal)] = signal
             lengths[i] = len(signal)
@@ -150,10 +152,10 @@ class Engine:
         return self._apart(found, len(signals))
 
     def _apart(self, found: Sequence[np.ndarray], count: int) -> list[np.ndarray]:
-        """What the model gave for each of the first ``count`` rows."""
+        """Split the model's output into the first ``count`` rows."""
         log_probs, frames = found
         if log_probs.shape[2] != len(self.vocabulary):
-            raise SbkitError(f"the model gives {log_probs.shape[2]} scores a frame and there are "
+            raise SbkitError(f"the model gives {log_probs.shape[2]} scores per frame, but there are "
                              f"{len(self.vocabulary)} tokens")
         return [log_probs[i, : frames[i]] for i in range(count)]
 
@@ -164,7 +166,7 @@ class Engine:
         usable = [name for name in there if util.find_spec(_NEEDS[name])]
         if model == AUTO:
             if not usable:
-                raise SbkitError(f"nothing that is installed runs the models of {self.folder} "
+                raise SbkitError(f"no installed package runs the models of {self.folder} "
                                  f"({', '.join(there) or 'it has none'})", hint="pip install onnxruntime")
             return usable[0]
         if model not in _PREFERRED:
@@ -176,14 +178,15 @@ class Engine:
         return model
 
     def _check_file(self, path: Path) -> None:
-        """A file that is missing or was cut off is told before a library says something about protobufs."""
+        """Report a missing or truncated file, before a library complains about protobufs."""
         expected = self.config.files.get(path.name, {}).get("bytes")
         try:
             actual = path.stat().st_size
         except OSError:
             raise SbkitError(f"{path} is missing", hint="copy the bundle again") from None
         if expected is not None and actual != expected:
-            raise SbkitError(f"{path} has {actual} bytes and the export wrote {expected}", hint="copy the bundle again")
+            raise SbkitError(f"{path} has {actual} bytes, but the export wrote {expected}",
+                             hint="copy the bundle again")
 
     def _shapes(self, buckets: Sequence[tuple[int, float]] | None) -> list[tuple[int, int]]:
         if buckets is None:

@@ -1,4 +1,4 @@
-"""A bundle whose model gives tensors: recordings in, named arrays out, and what the largest stands for."""
+"""Bundles whose model gives tensors: recordings in, named arrays and the best label out."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from sbkit.infer.device import Placement
 from sbkit.infer.engine import Engine
 from sbkit.infer.recordings import Recording
 
-#: A model that makes one thing of a whole recording holds all of it at once.
+#: Longest recording in seconds: a model that maps a whole recording to one result holds all of it.
 MOST_SECONDS = 600.0
-#: The longest that a compiled model is made for.
+#: Longest recording in seconds that a model is compiled for.
 USUAL_SECONDS = 20.0
 
 
 @dataclass
 class Output:
-    """What a model gives for one recording."""
+    """A model's output for one recording."""
 
     outputs: dict[str, np.ndarray]
-    """By name; padding is cut off."""
+    """The arrays by name, without padding."""
     label: str | None = None
-    """What the largest value of the first output stands for, where the bundle says it."""
+    """The label of the largest value of the first output, if the bundle has labels."""
 
 
 class GraphEngine(Engine):
-    """Named arrays of waveforms."""
+    """Computes named arrays from waveforms."""
 
-    config: layout.Graph  # type: ignore[assignment]  # of another kind of bundle
+    config: layout.Graph  # type: ignore[assignment]  # another kind of bundle
 
     def run(self, signals: Sequence[np.ndarray]) -> list[Any]:
-        """Waveforms [S] to arrays by name; waits for its turn."""
+        """Map waveforms [S] to arrays by name; waits for its turn."""
         return self.submit(signals).result()
 
     def _read(self) -> None:
@@ -52,7 +52,7 @@ class GraphEngine(Engine):
     def _check_width(self, path: Path) -> None:
         width, labels = self._ready.width, self.config.labels
         if labels and width is not None and width != len(labels):
-            raise SbkitError(f"{path} gives {width} values and {layout.CONFIG} has {len(labels)} labels",
+            raise SbkitError(f"{path} gives {width} values, but {layout.CONFIG} has {len(labels)} labels",
                              hint="do both come from the same export?")
 
     def _apart(self, found: Sequence[np.ndarray], count: int) -> list[Any]:
@@ -63,18 +63,18 @@ class GraphEngine(Engine):
 
 
 class GraphModel:
-    """A model that is ready to use; any number of threads may call it."""
+    """A loaded model, which any number of threads may call."""
 
     def __init__(self, engine: GraphEngine):
         self.engine = engine
 
     @property
     def running(self) -> Placement:
-        """The device that was asked for, and the one it runs on."""
+        """The requested device, and the one the model runs on."""
         return self.engine.running
 
     def run(self, audio: Any) -> Output | list[Output]:
-        """Run the model on a recording of any format, or on a list of such, which come back in the same order.
+        """Run the model on a recording of any format, or on a list; the results keep the order.
 
         audio : a path, the bytes of a file, a binary file, or float samples [S] at the model's rate
         """
@@ -87,8 +87,8 @@ class GraphModel:
         recording = audio if isinstance(audio, Recording) else Recording(audio)
         rate = self.engine.config.sample_rate
         if recording.seconds(rate) > MOST_SECONDS:
-            raise SbkitError(f"{recording.name} has {recording.seconds(rate):.0f} s, and this model takes a recording "
-                             f"as a whole, up to {MOST_SECONDS:g} s", hint="cut it up")
+            raise SbkitError(f"{recording.name} has {recording.seconds(rate):.0f} s, but this model takes a recording "
+                             f"as a whole, up to {MOST_SECONDS:g} s", hint="split it")
         return np.concatenate(list(recording.blocks(rate)))
 
     def _output(self, outputs: dict[str, np.ndarray]) -> Output:

@@ -1,4 +1,4 @@
-"""What is named on the command line as recordings: files, folders, manifests, standard input; and references."""
+"""Recordings named on the command line: files, folders, manifests, standard input; and their references."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ SUFFIXES = (".aif", ".aifc", ".aiff", ".au", ".caf", ".flac", ".mp3", ".oga", ".
 
 
 def collect(names: Sequence[str], references: str | None = None, schemes: Sequence[str] = ()) -> list[Recording]:
-    """The recordings behind the names, each with an id that is no other's.
+    """Find the recordings behind the names, each with a unique id.
 
-    schemes : kinds of URL that manifests may name; one that stands among the names itself is opened
+    schemes : URL schemes allowed in manifests; a URL among the names themselves is always opened
     """
     allowed = check_schemes("--schemes", schemes)
     if not names:
-        raise SbkitError("no recordings were named", hint="give files, folders, a manifest.csv, or - for stdin")
+        raise SbkitError("no recordings were given", hint="give files, folders, a manifest.csv, or - for stdin")
     found: list[Recording] = []
     for name in names:
         found += _behind(name, allowed)
@@ -57,7 +57,7 @@ def _behind(name: str, schemes: tuple[str, ...]) -> Iterator[Recording]:
 
 
 def _shown(path: str | os.PathLike[str]) -> str:
-    """A name as text: on disks it is bytes, and those that are no UTF-8 could not be written into a transcript."""
+    """Decode a file name, which on disk is bytes: invalid UTF-8 could not be written into a transcript."""
     return os.fsencode(path).decode("utf-8", "replace")
 
 
@@ -69,9 +69,9 @@ def _rows(path: Path, remote: Remote) -> Iterator[Recording]:
 
 
 def _from_stdin() -> str:
-    """Standard input in a file: decoders must seek, and it may be larger than the memory."""
+    """Save standard input to a file, because decoders must seek and it may not fit in memory."""
     if sys.stdin.isatty():
-        raise SbkitError("- reads audio from standard input, and that is a terminal", hint="cat clip.mp3 | sbkit ... -")
+        raise SbkitError("- reads audio from standard input, but that is a terminal", hint="cat clip.mp3 | sbkit ... -")
     handle, name = tempfile.mkstemp(prefix="sbkit-stdin-")
     import atexit
 
@@ -86,7 +86,7 @@ def _remove(name: str) -> None:
 
 
 def _make_unique(recordings: list[Recording]) -> None:
-    """Two clips of one name get their suffix, or else a number: files that are written must not meet."""
+    """Give clips of the same name their suffix or a number, so that their transcripts don't collide."""
     def clashing() -> set[str]:
         return {name for name, times in Counter(each.id for each in recordings).items() if times > 1}
 
@@ -103,7 +103,7 @@ def _make_unique(recordings: list[Recording]) -> None:
 
 
 def _add_references(recordings: list[Recording], path: Path) -> None:
-    """Transcripts from a manifest, or from lines ``name<TAB>text``; by id, or by the file's name."""
+    """Read references from a manifest or from lines ``name<TAB>text``, matched by id or file name."""
     texts = _texts(path)
     for each in recordings:
         names = [each.id, Path(each.id).name]
@@ -111,7 +111,8 @@ def _add_references(recordings: list[Recording], path: Path) -> None:
             names += [Path(each.audio).name, Path(each.audio).stem, each.audio]
         each.reference = next((texts[name] for name in names if name in texts), each.reference)
     if not any(each.reference for each in recordings):
-        raise SbkitError(f"{path} names none of the recordings", hint="its first column is their ids or file names")
+        raise SbkitError(f"{path} names none of the recordings",
+                         hint="its first column must have their ids or file names")
 
 
 def _texts(path: Path) -> dict[str, str]:

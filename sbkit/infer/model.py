@@ -1,4 +1,4 @@
-"""A bundle in three lines of Python: load it, give it audio, read what was said."""
+"""The Python API: load a bundle, give it audio, read the transcript."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Source = str | os.PathLike[str] | bytes | BinaryIO | np.ndarray | Recording
 
 
 class Model:
-    """A recogniser that is ready to use; any number of threads may call it.
+    """A loaded recogniser, which any number of threads may call.
 
     Arguments
     ---------
-    engine : which runs it
-    options : how long recordings are cut up and batched
+    engine : runs the model
+    options : how recordings are cut into chunks and batched
     """
 
     def __init__(self, engine: Engine, options: Options | None = None):
@@ -34,7 +34,7 @@ class Model:
 
     @property
     def running(self) -> Any:
-        """The device that was asked for, and the one it runs on."""
+        """The requested device, and the one the model runs on."""
         return self.engine.running
 
     @overload
@@ -46,10 +46,10 @@ class Model:
 
         Arguments
         ---------
-        audio : a path, the bytes of a file, a binary file, or float samples [S] at the model's rate; or a list
-            of such, which come back in the same order
+        audio : a path, the bytes of a file, a binary file, or float samples [S] at the model's rate; or a list of
+            these, whose transcripts come in the same order
 
-        Raises ``sbkit.data.audio.AudioError`` for the first that can't be read.
+        Raises ``sbkit.data.audio.AudioError`` for the first recording that can't be read.
         """
         if not isinstance(audio, list):
             return self.transcribe([audio])[0]
@@ -90,12 +90,12 @@ def load(bundle: str | Path, device: str = AUTO, model: str = AUTO, threads: int
     Arguments
     ---------
     bundle : the folder that ``sbkit export`` made
-    device : ``auto``, ``cpu``, ``cuda`` or ``cuda:N``; what can't be met is an error, never a silent CPU
-    model : ``onnx``, ``int8`` or ``torch``; ``auto`` takes the first that is there
-    threads : of one run on the CPU
-    compile : for ``model="torch"``: a mode of ``torch.compile``
-    options : how recordings are cut up and batched
-    buckets : shapes (utterances, seconds) that a compiled model is made for
+    device : ``auto``, ``cpu``, ``cuda`` or ``cuda:N``; an unavailable one is an error, never a silent fallback
+    model : ``onnx``, ``int8`` or ``torch``; ``auto`` takes the first that the bundle has
+    threads : CPU threads of one run
+    compile : a mode of ``torch.compile``, for ``model="torch"``
+    options : how recordings are cut into chunks and batched
+    buckets : shapes (utterances, seconds) that the model is compiled for
     """
     if isinstance(layout.read(bundle), layout.Graph):
         return GraphModel(GraphEngine(bundle, model, device, threads, compile, buckets))

@@ -1,4 +1,4 @@
-"""Many recordings through one engine: threads read and cut, chunks of like length share a batch, words come out."""
+"""Transcribes many recordings with one engine: threads read and cut them, chunks of similar length share a batch."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from sbkit.infer.engine import Engine
 from sbkit.infer.recordings import Recording
 from sbkit.infer.transcript import Transcript
 
-_BATCHES_WAITING = 4  # chunks of so many batches are looked at to find those of like length
-_BATCHES_RUNNING = 2  # one that runs, and one that waits for it
+_BATCHES_WAITING = 4  # batches' worth of chunks to choose similar lengths from
+_BATCHES_RUNNING = 2  # one running, and one waiting
 
 
 @dataclass
 class Options:
-    """How recordings are cut up and put together.
+    """How recordings are cut into chunks and batched.
 
-    batch_seconds : audio in one batch, padding counted; None for what suits the device
-    chunk_seconds : the longest that the model hears at once; None for what it was trained on
+    batch_seconds : audio in one batch, including padding; None for the device's default
+    chunk_seconds : longest chunk; None for the length that the model was trained on
     readers : threads that decode audio
     search : options of ``sbkit.decode.beam.BeamSearch`` (lm, hot_words, ...); None for the best label of each frame
     """
@@ -40,15 +40,15 @@ class Options:
 
 
 class Done(NamedTuple):
-    """A recording's transcript, or why there is none."""
+    """The result for a recording: a transcript, or the error."""
 
-    index: int  # type: ignore[assignment]  # of a tuple it hides a method that nobody calls
+    index: int  # type: ignore[assignment]  # hides a tuple method that nobody calls
     transcript: Transcript | None
     error: AudioError | None
 
 
 class _Read(NamedTuple):
-    """What a reader hands over: a chunk."""
+    """A chunk from a reader."""
 
     recording: int
     number: int
@@ -56,7 +56,7 @@ class _Read(NamedTuple):
 
 
 class _Ended(NamedTuple):
-    """What it hands over at a recording's end: how many chunks it has, and the error that it ended with."""
+    """The end of a recording from a reader: the number of chunks, and the error if any."""
 
     recording: int
     chunks: int
@@ -64,7 +64,7 @@ class _Ended(NamedTuple):
 
 
 class Pipeline:
-    """Transcribes recordings, in any order that is fast; memory does not grow with their length."""
+    """Transcribes recordings in whatever order is fast; memory does not grow with their length."""
 
     def __init__(self, engine: Engine, options: Options | None = None):
         self.engine, self.options = engine, options or Options()
@@ -76,7 +76,7 @@ class Pipeline:
         self._decoder = decoder(engine.vocabulary, self.options.search)
 
     def run(self, recordings: Sequence[Recording]) -> Generator[Done, None, None]:
-        """Each recording's result, as soon as it is there."""
+        """Yield each recording's result as soon as it is complete."""
         if not recordings:
             return
         stop = threading.Event()
@@ -92,7 +92,7 @@ class Pipeline:
             yield from self._collect(recordings, read, len(readers))
         finally:
             stop.set()
-            while any(reader.is_alive() for reader in readers):  # one may wait for room in the queue
+            while any(reader.is_alive() for reader in readers):  # a reader may be waiting for room in the queue
                 with contextlib.suppress(queue.Empty):
                     read.get(timeout=0.05)
 
@@ -130,7 +130,7 @@ class Pipeline:
         running: deque[tuple[list[_Read], Future[Any]]] = deque()
         while readers or waiting or running:
             while readers and (room := _BATCHES_WAITING * self._budget - _samples(waiting)) > 0:
-                # Wait for a reader only where there is nothing else to do and less than a batch to begin with.
+                # Wait for a reader only if nothing else is to do and there is less than a batch.
                 idle = not running and room > (_BATCHES_WAITING - 1) * self._budget
                 if idle and ready:
                     yield from self._finish(recordings, ready)
@@ -161,7 +161,7 @@ class Pipeline:
         yield from self._finish(recordings, ready)
 
     def _take(self, waiting: list[_Read]) -> list[_Read]:
-        """The longest chunk that waits, and those of like length that fit in a batch with it."""
+        """Take the longest waiting chunk, and those of similar length that fit in a batch with it."""
         waiting.sort(key=lambda each: len(each.chunk.signal), reverse=True)
         longest = len(waiting[0].chunk.signal)
         count = max(1, int(self._budget // longest)) if self.engine.config.batching else 1
@@ -175,7 +175,7 @@ class Pipeline:
         if not isinstance(error, AudioError):
             raise error
         waiting[:] = [each for each in waiting if each.recording != recording]
-        heard[recording] = Assembly(expected=-1)  # what still runs of it is dropped
+        heard[recording] = Assembly(expected=-1)  # its remaining chunks are dropped
         return Done(recording, None, error)
 
     def _finish(self, recordings: Sequence[Recording], ready: dict[int, Assembly]) -> Iterator[Done]:
@@ -190,13 +190,13 @@ class Pipeline:
 
 
 def batch_seconds(engine: Engine) -> float:
-    """Audio in one batch, padding counted: a CPU is slower on batches that outgrow its caches, a GPU idles on
-    batches that don't fill it."""
+    """The default audio in one batch, including padding: larger batches outgrow a CPU's caches, smaller ones don't
+    fill a GPU."""
     return 480.0 if engine.running.device != "cpu" else 20.0
 
 
 def _move(index: int, heard: dict[int, Assembly], ready: dict[int, Assembly]) -> None:
-    """Once all of a recording is there."""
+    """Move a recording to ``ready`` once it is complete."""
     if heard[index].whole:
         ready[index] = heard.pop(index)
 

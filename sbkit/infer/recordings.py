@@ -16,15 +16,15 @@ from sbkit.data.audio import AudioError
 from sbkit.data.remote import NOWHERE, Remote
 
 _BLOCK_SECONDS = 10.0
-_LOST_SECONDS = 1.0  # a recording may end this much before its header says so without a word about it
+_LOST_SECONDS = 1.0  # tolerated difference between a recording's length and its header
 
 
 @dataclass
 class Recording:
-    """What is to be transcribed.
+    """A recording to transcribe.
 
     audio : a path, a member of a tar shard, the bytes of a file, a binary file, or samples [S] at the model's rate
-    start, duration : the stretch of it, in seconds; without ``duration`` all that follows
+    start, duration : the part of it, in seconds; without ``duration``, to the end
     """
 
     audio: str | os.PathLike[str] | bytes | BinaryIO | np.ndarray
@@ -33,13 +33,13 @@ class Recording:
     duration: float | None = None
     reference: str | None = None
     called: str = ""
-    """How messages call it, where that isn't its path."""
+    """Its name in messages, if not its path."""
     remote: Remote = NOWHERE
-    """Which URLs may be opened, should it be one."""
+    """Which URLs may be opened, if ``audio`` is one."""
 
     @property
     def name(self) -> str:
-        """How messages call it."""
+        """Its name in messages."""
         if self.called:
             return self.called
         if isinstance(self.audio, np.ndarray):
@@ -47,7 +47,7 @@ class Recording:
         return audio.describe(self.audio)
 
     def seconds(self, rate: int) -> float:
-        """Its length by its header."""
+        """Read the length from the header."""
         if self.duration is not None:
             return self.duration
         if isinstance(self.audio, np.ndarray):
@@ -55,7 +55,7 @@ class Recording:
         return max(audio.audio_info(self.audio, self.remote)[0] - self.start, 0.0)
 
     def blocks(self, rate: int) -> Iterator[np.ndarray]:
-        """Mono float32 blocks at ``rate``; ``AudioError`` for what can't be read."""
+        """Yield mono float32 blocks at ``rate``; raises ``AudioError`` if it can't be read."""
         if isinstance(self.audio, np.ndarray):
             yield from _samples(self.audio, self.name)
         else:
@@ -64,7 +64,7 @@ class Recording:
 
 def _samples(signal: np.ndarray, name: str) -> Iterator[np.ndarray]:
     if signal.ndim != 1 or not len(signal) or not np.issubdtype(signal.dtype, np.floating):
-        raise AudioError(name, f"samples are floats [S], not {signal.dtype} {list(signal.shape)}")
+        raise AudioError(name, f"samples must be floats [S], not {signal.dtype} {list(signal.shape)}")
     signal = np.ascontiguousarray(signal, dtype=np.float32)
     if not np.isfinite(signal.sum()):
         raise AudioError(name, "holds values that are not finite (NaN or infinite)")
@@ -77,18 +77,18 @@ def _decoded(source: str | os.PathLike[str] | bytes | BinaryIO, name: str, rate:
         own = file.samplerate
         first = round(start * own)
         if first >= file.frames:
-            raise AudioError(name, f"has {file.frames / own:.2f} s, so none from {start:.2f} s on")
+            raise AudioError(name, f"is {file.frames / own:.2f} s long, so there is nothing from {start:.2f} s on")
         wanted = file.frames - first if duration is None else min(round(duration * own), file.frames - first)
         at = min(first, exact)
         if at:
             file.seek(at)
-        file.seekable = lambda: False  # else soundfile seeks after each read, which is slow and for MP3s inexact
+        file.seekable = lambda: False  # otherwise soundfile seeks after each read, which is slow, and inexact for MP3
         size = round(_BLOCK_SECONDS * own)
-        if first > at:  # where seeking isn't exact, what lies before is decoded too
+        if first > at:  # where seeking isn't exact, decode what comes before too
             at += sum(map(len, _reads(file, name, first - at, size)))
             if at < first:
                 raise AudioError(name, f"cut off: it ends after {at / own:.2f} of {file.frames / own:.2f} s, before "
-                                       f"the stretch from {start:.2f} s on")
+                                       f"the part from {start:.2f} s on")
         resampler = soxr.ResampleStream(own, rate, 1, dtype="float32", quality="MQ") if own != rate else None
         read = 0
         for block in _reads(file, name, wanted, size):
@@ -110,7 +110,7 @@ def _decoded(source: str | os.PathLike[str] | bytes | BinaryIO, name: str, rate:
 
 
 def _reads(file: soundfile.SoundFile, name: str, frames: int, size: int) -> Iterator[np.ndarray]:
-    """The next ``frames`` in blocks [S, C] of ``size``; fewer where the recording gives nothing more."""
+    """Read the next ``frames`` in blocks [S, C] of ``size``; fewer if the recording ends early."""
     read = 0
     while read < frames:
         try:

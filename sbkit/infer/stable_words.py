@@ -1,4 +1,4 @@
-"""The words of a recording as it is heard: settled once and for all, so that hours of it cost what their parts cost."""
+"""Words of a recording in progress, which become final step by step, so that cost grows linearly with length."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from sbkit.infer.transcript import PAUSE_SECONDS
 
 
 class StableWords:
-    """Takes stretches in order. What is settled never changes, and all of it after :meth:`end` is what decoding all
-    stretches together says.
+    """Takes stretches in order and settles words. Settled words never change; after :meth:`end`, all of them are what
+    decoding all stretches together gives.
 
-    Where a word may go on over the end of a stretch, a word is settled once the next one has begun or a pause
-    followed it; only what comes after is decoded again.
+    If a word may continue past the end of a stretch, it is settled once the next word has begun or a pause followed;
+    only what comes after is decoded again.
     """
 
     def __init__(self, decoder: Decoder, vocabulary: Vocabulary):
         self._decoder, self._vocabulary = decoder, vocabulary
         self._open: list[Any] = []  # stretches whose words may change
-        self._first = 0  # frame of the recording that they begin at
-        self._frames = 0  # of them
+        self._first = 0  # frame of the recording at which they begin
+        self._frames = 0  # their number of frames
         self._enough = 0
         self.words: list[Word] = []
-        """What is settled."""
+        """The settled words."""
 
     def more(self, stretches: Sequence[Any]) -> None:
-        """After them, as the decoder keeps them."""
+        """Add stretches as returned by the decoder's ``keep``."""
         self._open += stretches
         self._frames += sum(map(self._decoder.frames, stretches))
         if not self._decoder.joins:
@@ -41,13 +41,13 @@ class StableWords:
                 (part.frame + part.spans.ends[-1] - self._first for part in found if len(part.spans)), default=0)))
 
     def end(self) -> None:
-        """Nothing follows."""
+        """Settle the remaining words: the recording is over."""
         if self._frames:
             self.words += words(self._found(), self._vocabulary)
             self._go_on_from(self._first + self._frames)
 
     def _found(self) -> list[Found]:
-        """Of what is open."""
+        """Decode the open stretches."""
         return [Found(self._first + part.frame, part.spans) for part in self._decoder.tokens([self._open])[0]]
 
     def _settle(self, heard: list[Word], heard_until: int) -> None:
@@ -56,12 +56,12 @@ class StableWords:
             self.words += heard
             self._go_on_from(end)
             return
-        # A token may end one word and begin the next: no cut goes through it.
+        # A token may end one word and begin the next; don't cut through it.
         count = next((i for i in range(len(heard) - 1, 0, -1) if heard[i].start >= heard[i - 1].end), 0)
         if count:
             self.words += heard[:count]
             self._go_on_from(round(heard[count].start / frame))
-        #: What is decoded again without anything settled doubles each time: a word without an end costs no more.
+        #: The length that is decoded again doubles each time nothing settles, so that an endless word stays cheap.
         self._enough = 2 * self._frames
 
     def _go_on_from(self, frame: int) -> None:

@@ -1,4 +1,4 @@
-"""What was heard: text, words and segments with times and confidence, in the formats that others read."""
+"""Transcripts: text, words and segments with times and confidences, in common formats."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 from sbkit.decode.spans import Word
 
-#: A segment ends at a pause of so many seconds, ...
+#: A segment ends at a pause of this many seconds, ...
 PAUSE_SECONDS = 0.7
-#: ... and where it would become longer than this, or than two lines on a screen.
+#: ... or when it would become longer than this, or than two lines on a screen.
 SEGMENT_SECONDS, SEGMENT_CHARACTERS = 7.0, 84
 
 
 @dataclass
 class Segment:
-    """Words that are said in one go."""
+    """Words between two pauses."""
 
     words: list[Word]
     text: str
@@ -45,12 +45,12 @@ class Transcript:
 
     @property
     def confidence(self) -> float | None:
-        """The mean over the words; None where there are none."""
+        """The mean confidence of the words; None if there are none."""
         return sum(word.confidence for word in self.words) / len(self.words) if self.words else None
 
     @property
     def segments(self) -> list[Segment]:
-        """The words in lines for subtitles."""
+        """Group the words into lines for subtitles."""
         space = " " if self.spaced else ""
         lines: list[list[Word]] = []
         width = 0
@@ -66,7 +66,7 @@ class Transcript:
         return [Segment(line, space.join(word.text for word in line)) for line in lines]
 
     def facts(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the content of the JSON format."""
         confidence = self.confidence
         return {
             "id": self.id, "text": self.text, "duration": round(self.duration, 3), "language": self.language,
@@ -83,32 +83,32 @@ def _word(word: Word) -> dict[str, Any]:
 
 
 def as_txt(transcript: Transcript) -> str:
-    """The text, one line."""
+    """Format as one line of text."""
     return transcript.text + "\n"
 
 
 def as_json(transcript: Transcript) -> str:
-    """All that is known, as one JSON object."""
+    """Format everything as one JSON object."""
     return json.dumps(transcript.facts(), ensure_ascii=False, indent=1) + "\n"
 
 
 def as_srt(transcript: Transcript) -> str:
-    """SubRip subtitles."""
+    """Format as SubRip subtitles."""
     return "\n".join(
         f"{number}\n{clock(each.start, ',')} --> {clock(each.end, ',')}\n{each.text}\n"
         for number, each in enumerate(transcript.segments, 1))
 
 
 def as_vtt(transcript: Transcript) -> str:
-    """WebVTT subtitles."""
+    """Format as WebVTT subtitles."""
     lines = (f"\n{clock(each.start, '.')} --> {clock(each.end, '.')}\n{_escaped(each.text)}\n"
              for each in transcript.segments)
     return "WEBVTT\n" + "".join(lines)
 
 
 def as_ctm(transcript: Transcript) -> str:
-    """NIST's time-marked conversation: ``id channel start duration word confidence``."""
-    name = "_".join(transcript.id.split()) or "-"  # columns are what spaces separate
+    """Format as NIST's time-marked conversation (CTM): ``id channel start duration word confidence``."""
+    name = "_".join(transcript.id.split()) or "-"  # spaces separate the columns
     return "".join(f"{name} 1 {word.start:.2f} {word.end - word.start:.2f} {word.text} {word.confidence:.3f}\n"
                    for word in transcript.words)
 
@@ -129,10 +129,10 @@ def _escaped(text: str) -> str:
 
 
 def check_formats(names: Sequence[str]) -> list[str]:
-    """The names of formats that were asked for, each once."""
+    """Check the names of requested formats, and drop duplicates."""
     from sbkit.errors import SbkitError
 
     unknown = [name for name in names if name not in FORMATS]
     if unknown or not names:
-        raise SbkitError(f"there is no format {', '.join(unknown) or 'asked for'}", hint=f"use {', '.join(FORMATS)}")
+        raise SbkitError(f"unknown format: {', '.join(unknown) or 'none was given'}", hint=f"use {', '.join(FORMATS)}")
     return list(dict.fromkeys(names))

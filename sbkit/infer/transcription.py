@@ -1,4 +1,4 @@
-"""Recordings in, transcripts on the screen or in a folder; goes on where it was stopped."""
+"""Transcribes recordings to the screen or to a folder; resumes where it was stopped."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from sbkit.infer.recordings import Recording
 from sbkit.infer.transcript import FORMATS, Transcript, check_formats
 from sbkit.system.console import atomic_write, progress
 
-#: In a folder of transcripts: what made them.
+#: File in a folder of transcripts that records what made them.
 MADE_BY = ".sbkit-transcribe.json"
-LEFT_OUT = 1  # exit code where recordings could not be read
-_SHOWN = 20  # errors and hypotheses on the screen
+LEFT_OUT = 1  # exit code if some recordings could not be read
+_SHOWN = 20  # number of errors shown on the screen
 
 
 @dataclass(frozen=True)
 class TranscribeRequest:
-    """What is to be transcribed.
+    """What to transcribe, and how.
 
     bundle : the folder that ``sbkit export`` made
     files : files, folders, manifests, ``-``
-    output : the folder that transcripts go to; None for the screen
-    formats : of ``txt, json, srt, vtt, ctm``
-    overwrite : do again what is there
+    output : the folder for transcripts; None for the screen
+    formats : any of ``txt, json, srt, vtt, ctm``
+    overwrite : redo existing transcripts
     references : a manifest, or lines ``name<TAB>text``, to score against
-    schemes : kinds of URL that manifests may name
-    lm, lm_weight, word_score, beam : of a search with a language model
-    hot_words : phrases to expect, each with ``=BOOST`` behind it or not; ``@FILE`` has one in each line
+    schemes : URL schemes allowed in manifests
+    lm, lm_weight, word_score, beam : options of a search with a language model
+    hot_words : phrases to expect, each optionally followed by ``=BOOST``; ``@FILE`` has one per line
     """
 
     bundle: Path
@@ -64,12 +64,12 @@ class TranscribeRequest:
 
     @property
     def search(self) -> dict[str, Any] | None:
-        """Options of the search that is asked for; None where none is."""
+        """The options of the requested search; None without one."""
         return search(self.lm, self.lm_weight, self.word_score, self.beam, self.hot_words)
 
 
 def transcribe(request: TranscribeRequest) -> int:
-    """Do it; the exit code."""
+    """Transcribe and return the exit code."""
     formats = check_formats(request.formats)
     recordings = collect(request.files, request.references, request.schemes)
     if request.output is None and len(recordings) > 1 and set(formats) & {"srt", "vtt"}:
@@ -85,7 +85,7 @@ def transcribe(request: TranscribeRequest) -> int:
             _claim(request, request.output, engine.running.model)
             waiting = [each for each in recordings if request.overwrite or not _there(request.output, each, formats)]
             if len(waiting) < len(recordings):
-                print(f"{len(recordings) - len(waiting)} are done already", file=sys.stderr)
+                print(f"{len(recordings) - len(waiting)} are already done", file=sys.stderr)
         return _run(engine, waiting, request, formats)
 
 
@@ -93,7 +93,7 @@ def _run(engine: Engine, recordings: list[Recording], request: TranscribeRequest
     rate = engine.config.sample_rate
     lengths = [_seconds(each, rate) for each in recordings]
     order = sorted(range(len(recordings)), key=lambda i: -lengths[i])
-    # What goes to the screen comes in the order it was named in, so it is held back until its turn.
+    # The screen shows transcripts in the order the recordings were given in, so each is held back until its turn.
     screen = _Screen(formats[0], len(recordings)) if request.output is None else None
     options = Options(request.batch_seconds, request.chunk_seconds, request.readers, request.search)
     errors: list[Done] = []
@@ -110,7 +110,7 @@ def _run(engine: Engine, recordings: list[Recording], request: TranscribeRequest
                 _write(request.output, recording, done.transcript, formats)
             if screen is not None:
                 if sys.stdout.isatty():
-                    bar.clear()  # else the first line would stand behind it
+                    bar.clear()  # otherwise the first line would be printed after it
                 screen.put(index, done.transcript)
             if done.transcript is not None:
                 heard.append((recording, done.transcript))
@@ -124,7 +124,7 @@ def _run(engine: Engine, recordings: list[Recording], request: TranscribeRequest
 
 
 def _seconds(recording: Recording, rate: int) -> float:
-    """By the header; what can't be read is reported when its turn comes."""
+    """The length by the header; an unreadable file is reported when its turn comes."""
     try:
         return recording.seconds(rate)
     except SbkitError:
@@ -193,18 +193,18 @@ class _Screen:
 
 
 def _path(output: Path, recording: Recording, name: str) -> Path:
-    """Below ``output``, whatever the id says."""
+    """The path of a transcript: always below ``output``, whatever the id contains."""
     parts = [part for part in recording.id.replace("\\", "/").split("/") if part not in ("", ".", "..")]
     return output.joinpath(*(parts or ["_"])).with_name(f"{parts[-1] if parts else '_'}.{name}")
 
 
 def _refuse_meeting(output: Path, recordings: Sequence[Recording]) -> None:
-    """Ids of a manifest may differ in what a path leaves out."""
+    """Raise if two transcripts would have the same path: ids may differ in parts that a path drops."""
     first: dict[Path, Recording] = {}
     for each in recordings:
         other = first.setdefault(_path(output, each, "txt"), each)
         if other is not each:
-            raise SbkitError(f"the transcripts of {other.id!r} and {each.id!r} would be one file",
+            raise SbkitError(f"the transcripts of {other.id!r} and {each.id!r} would be the same file",
                              hint="change one of the ids")
 
 
@@ -220,11 +220,11 @@ def _write(output: Path, recording: Recording, transcript: Transcript, formats: 
                 file.write(FORMATS[name](transcript))
         except OSError as error:
             raise SbkitError(f"cannot write {path}: {error.strerror}",
-                             hint="the same command goes on from here") from error
+                             hint="the same command continues from here") from error
 
 
 def _claim(request: TranscribeRequest, output: Path, model: str) -> None:
-    """Note what makes the transcripts of a folder; another model's are not mixed with them unasked."""
+    """Record what makes the transcripts of a folder; raises if another model made the existing ones."""
     facts = {
         "bundle": hashlib.sha256((request.bundle / CONFIG).read_bytes()).hexdigest(), "model": model,
         "chunk_seconds": request.chunk_seconds, "search": request.search,
@@ -237,8 +237,8 @@ def _claim(request: TranscribeRequest, output: Path, model: str) -> None:
     except (OSError, ValueError) as error:
         raise SbkitError(f"{path} cannot be read: {error}") from error
     if there not in (None, facts) and not request.overwrite:
-        raise SbkitError(f"{request.output} holds transcripts of another model or other options",
-                         hint="choose another folder, or do them again with --overwrite")
+        raise SbkitError(f"{request.output} contains transcripts made by another model or with other options",
+                         hint="choose another folder, or redo them with --overwrite")
     try:
         with atomic_write(path) as file:
             json.dump(facts, file, indent=1)

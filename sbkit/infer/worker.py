@@ -1,8 +1,8 @@
-"""The one thread that owns a model: what is imported, compiled and warmed up there also runs there.
+"""The one thread that owns a model: imports, compilation, warm-up and runs all happen there.
 
-torch 2.11 keeps the state of CUDA graphs in the thread that first imports
-``torch._inductor.cudagraph_trees``; a model compiled in one thread and run in another finds none. With
-one thread for everything the question does not arise, for whatever a library keeps per thread.
+torch 2.11 keeps the state of CUDA graphs in the thread that first imports ``torch._inductor.cudagraph_trees``; a
+model compiled in one thread and run in another finds none. A single thread for everything avoids this, and the same
+problem with any other library's per-thread state.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ _Job = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
 
 
 class Worker:
-    """Runs calls one after another in a thread of its own; any thread may submit them."""
+    """Runs calls one after another in its own thread; any thread may submit them."""
 
     def __init__(self, name: str = "sbkit-model"):
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=_work, args=(self._jobs,), name=name, daemon=True)
         self._thread.start()
-        self._stop = weakref.finalize(self, self._jobs.put, None)  # also where nobody called close()
+        self._stop = weakref.finalize(self, self._jobs.put, None)  # also if nobody called close()
 
     def submit(self, call: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Queue a call. A future that is cancelled before its turn is passed over."""
+        """Queue a call. A future that is cancelled before its turn is skipped."""
         if not self._stop.alive:
             raise RuntimeError("the model was closed")
         future: Future[Any] = Future()
@@ -39,7 +39,7 @@ class Worker:
         return threading.current_thread() is self._thread
 
     def close(self) -> None:
-        """End the thread after what is queued; further calls are refused."""
+        """End the thread after the queued calls; further calls are refused."""
         self._stop()
         if not self.inside():
             self._thread.join()
@@ -53,7 +53,7 @@ def _work(jobs: queue.SimpleQueue[_Job | None]) -> None:
                 future.set_result(call(*args))
             except BaseException as error:
                 future.set_exception(error)
-        del job, future, call, args  # the last of them must not stay in memory until the next comes
+        del job, future, call, args  # otherwise the last call stays in memory until the next one
     while not jobs.empty():
         late = jobs.get()
         if late is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -117,14 +117,6 @@ class ErrorRates:
     @property
     def hypotheses(self) -> Sequence[Tokens]:
         return self._hypotheses
-
-    def merge(self, others: Iterable[ErrorRates]) -> ErrorRates:
-        """Add what others collected, such as other ranks; returns itself."""
-        for other in others:
-            if (other.unit, other.space) != (self.unit, self.space):
-                raise SbkitError(f"rates by {other.unit} can't be merged into rates by {self.unit}")
-            self.add(other.ids, other._references, other._hypotheses)
-        return self
 
     @property
     def counts(self) -> Counts:

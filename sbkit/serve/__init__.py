@@ -1,1 +1,1 @@
-"""A bundle behind an OpenAI-shaped API, a WebSocket and a page; imports no training code and no HyperPyYAML."""
+"""Server for bundles: an OpenAI-style API, a WebSocket and a web page; imports no training code and no HyperPyYAML."""

@@ -34,14 +34,14 @@ from sbkit.serve.upload import Upload
 from sbkit.serve.work import Left, Rooms
 
 _log = logging.getLogger(__name__)
-_CLIENT_LEFT = 499  # nobody sees it
+_CLIENT_LEFT = 499  # never sent, only counted
 _DECODED = object()
-_SLOW_READER_SECONDS = 60.0  # who takes longer to read an event is not waited for
+_SLOW_READER_SECONDS = 60.0  # a client that takes longer to read an event is dropped
 
 
 @dataclass
 class State:
-    """What the routes share. ``registry`` and ``decoders`` come when they are loaded and warm."""
+    """State shared by the routes. ``registry`` and ``decoders`` are set once they are loaded and warm."""
 
     limits: Limits = field(default_factory=Limits)
     metrics: Metrics = field(default_factory=Metrics)
@@ -52,31 +52,31 @@ class State:
     disk: Disk = field(init=False)
     doors: Doors | None = None
     loop: asyncio.AbstractEventLoop | None = None
-    """That the application runs in, once it does."""
+    """The event loop of the application, once it runs."""
 
     def __post_init__(self) -> None:
         self.floor, self.disk = Floor(self.limits, self.metrics), Disk(self.limits.disk_bytes)
 
     def stop(self) -> None:
-        """Let nobody in any more, and end live sessions with what was said so far; from any thread."""
+        """Stop accepting requests, and end live sessions with what was said so far; from any thread."""
         self.stopping = True
         if self.loop is not None:
             self.loop.call_soon_threadsafe(self.floor.end)
 
     def loaded(self) -> Registry:
-        """The models; ``ApiError`` 503 until they are there."""
+        """The models; raises ``ApiError`` 503 until they are loaded."""
         if self.registry is None or self.decoders is None:
             raise not_ready()
         return self.registry
 
     def faults(self) -> list[str]:
-        """Of all models."""
+        """The faults of all models."""
         return [each.fault for each in self.registry or () if each.fault]
 
 
 def make(state: State, keys: Keys | None = None, origins: tuple[str, ...] = (), hosts: Hosts | None = None,
          ) -> App:
-    """The ASGI application around a state."""
+    """Make the ASGI application around a state."""
     rooms = Rooms(state.limits, state.metrics)
     floor = state.floor
 
@@ -99,7 +99,7 @@ def make(state: State, keys: Keys | None = None, origins: tuple[str, ...] = (), 
 
     @app.get("/health", response_model=None)
     async def health() -> Response:
-        """Whether the process is worth keeping, from what is known already: nothing is asked of a model."""
+        """Report whether the process should be kept alive; no model is run for it."""
         faults = state.faults()
         status = "unhealthy" if faults else "loading" if state.registry is None else "ok"
         return JSONResponse({
@@ -109,7 +109,7 @@ def make(state: State, keys: Keys | None = None, origins: tuple[str, ...] = (), 
 
     @app.get("/ready", response_model=None)
     async def ready() -> Response:
-        """Whether to send requests here."""
+        """Report whether requests may be sent here."""
         why = "stopping" if state.stopping else "loading" if state.registry is None else "; ".join(state.faults())
         return JSONResponse({"ready": not why, "why": why or None}, 503 if why else 200)
 
@@ -136,12 +136,12 @@ def make(state: State, keys: Keys | None = None, origins: tuple[str, ...] = (), 
             try:
                 ask = await visit.read(form.read(upload.request, state.loaded))
                 found = visit.stream(lambda told: _transcribe(state, ask, held, visit.job, told))
-                await anext(found)  # it is audio; from here on a stream can only end with an event
+                await anext(found)  # it is audio; from here on errors are sent as events
                 if ask.stream:
                     return _Streamed(_events(found, request.scope[REQUEST_ID]), stay.pop_all())
                 transcript = await anext(found)
             except (Left, ClientDisconnect):
-                if state.stopping:  # the client is there, and what it asked for was cut off at the deadline
+                if state.stopping:  # the client is still there, but its request was cut off at the deadline
                     raise stopping() from None
                 return Response(status_code=_CLIENT_LEFT)
             return replies.reply(transcript, ask.response_format, ask.granularities)
@@ -166,23 +166,23 @@ def make(state: State, keys: Keys | None = None, origins: tuple[str, ...] = (), 
 
 
 def _transcribe(state: State, ask: Form, held: Held, job: Job, told: Callable[[Any], None]) -> Transcript:
-    """In a thread: tells that the upload is audio, then, for a stream, pieces of the text."""
+    """Transcribe in a thread: reports first that the upload is audio, then, for a stream, pieces of the text."""
     with contextlib.closing(held), ask.upload:
-        assert state.decoders is not None, "it was asked whether all is loaded"
+        assert state.decoders is not None, "the models are loaded"
         wave = state.decoders.decode(ask.upload, ask.served.config.sample_rate, job)
     told(_DECODED)
     try:
         with contextlib.closing(wave):
             transcript = recognise(ask.served, wave.blocks(), job, told if ask.stream else None)
     except Exception:
-        ask.served.check()  # a broken device says so
+        ask.served.check()  # raises for a broken device
         raise
     state.metrics.audio.add(transcript.duration, model=ask.served.name)
     return transcript
 
 
 async def _events(found: AsyncIterator[str | Transcript], request: str) -> AsyncGenerator[bytes, None]:
-    """Pieces of the text as they are heard; then all of it, once. After an error nothing follows."""
+    """Yield pieces of the text as they are recognised, then the whole text. Nothing follows an error."""
     try:
         async for each in found:
             yield replies.delta(each) if isinstance(each, str) else replies.done(each)
@@ -197,7 +197,7 @@ async def _events(found: AsyncIterator[str | Transcript], request: str) -> Async
 
 
 class _Streamed(Response):
-    """Events as they come; gives the request's place back however it ends."""
+    """Response that streams events and always releases the request's place at the end."""
 
     media_type = replies.STREAM
 
@@ -229,7 +229,7 @@ def _errors(app: FastAPI, state: State) -> None:
         return _said(error)
 
     async def unknown(request: Request, error: HTTPException) -> Response:
-        """No such path, or not with this method."""
+        """Answer requests for unknown paths or methods."""
         found = invalid(f"{request.method} {request.url.path[:80]}: {error.detail}", code="unknown_url")
         found.status, found.headers = error.status_code, dict(error.headers or {})
         return await refused(request, found)
@@ -247,11 +247,11 @@ def _count(state: State, rooms: Rooms, floor: Floor) -> None:
         return lambda: {(("model", each.name),): read(each) for each in state.registry or ()}
 
     state.metrics.gauges += [
-        metrics.Gauge("sbkit_requests_inside", "Requests in work or waiting.", lambda: {(): rooms.inside}),
+        metrics.Gauge("sbkit_requests_inside", "Requests running or waiting.", lambda: {(): rooms.inside}),
         metrics.Gauge("sbkit_live_sessions", "Live sessions.", lambda: {(): floor.inside}),
-        metrics.Gauge("sbkit_signals_waiting", "Signals that wait for a batch.",
+        metrics.Gauge("sbkit_signals_waiting", "Signals waiting for a batch.",
                       by_model(lambda each: each.batcher.waiting)),
-        metrics.Gauge("sbkit_device_fault", "1 where the device is broken.",
+        metrics.Gauge("sbkit_device_fault", "1 if the device is broken.",
                       by_model(lambda each: float(bool(each.fault)))),
     ]
 

@@ -1,4 +1,4 @@
-"""Batches what many requests ask of one model: while a batch runs, the next one gathers; nobody waits for company."""
+"""Batches signals of many requests for one model: the next batch fills while one runs, without extra waiting."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class _Query(NamedTuple):
 
 
 class Batcher:
-    """Stands before an engine.
+    """Batches calls to an engine.
 
     Arguments
     ---------
     engine : runs the batches, one after another
-    seconds : of audio in one batch, padding counted; None for what suits the device
-    rows : signals in one batch at most; 1 switches batching off
-    told : hears the number of signals in each batch
+    seconds : seconds of audio in one batch, including padding; None for the device's default
+    rows : most signals in one batch; 1 turns batching off
+    told : called with the number of signals of each batch
     """
 
     def __init__(self, engine: Engine, seconds: float | None = None, rows: int = _ROWS,
@@ -47,16 +47,16 @@ class Batcher:
 
     @property
     def waiting(self) -> int:
-        """Signals that no batch has taken yet."""
+        """The number of signals that are not in a batch yet."""
         return len(self._waiting)
 
     @property
     def busy_seconds(self) -> float:
-        """How long the batch that runs has been running; 0 where none does."""
+        """How long the current batch has been running; 0 if there is none."""
         return time.monotonic() - self._since if self._running else 0.0
 
     def submit(self, signal: np.ndarray) -> Future[Any]:
-        """Log-probabilities [T, V] of a signal [S], to be waited for; cancelled before its turn it costs nothing."""
+        """Queue a signal [S]; the future gives its log-probabilities [T, V] and can be cancelled before its turn."""
         asked = _Query(signal, Future())
         with self._lock:
             self._waiting.append(asked)
@@ -64,7 +64,7 @@ class Batcher:
         return asked.future
 
     def _feed(self) -> None:
-        """Begin the next batch, unless one runs. Its end calls this again, in the model's thread."""
+        """Start the next batch, unless one is running. Its end calls this again, in the model's thread."""
         with self._lock:
             if self._running:
                 return
@@ -81,7 +81,7 @@ class Batcher:
             future.add_done_callback(lambda done: self._done(batch, done))
 
     def _take(self) -> list[_Query]:
-        """The oldest, and of the others those of the most similar length that fit in with it."""
+        """Take the oldest signal, and those of the most similar length that fit in a batch with it."""
         if self._again:
             return [self._again.popleft()]
         oldest = None
@@ -108,13 +108,13 @@ class Batcher:
         if error is None:
             self._finish(batch, done.result())
         elif len(batch) > 1 and self.engine.fault is None and not done.cancelled():
-            self._again.extend(batch)  # each alone: one must not fail for another
+            self._again.extend(batch)  # each alone, so that one can't make another fail
             self._finish([], [])
         else:
             self._finish(batch, [error] * len(batch))
 
     def _finish(self, batch: list[_Query], results: Sequence[np.ndarray | BaseException]) -> None:
-        """Hand out what came, and go on."""
+        """Deliver the results and start the next batch."""
         for each, result in zip(batch, results, strict=True):
             if isinstance(result, BaseException):
                 each.future.set_exception(result)

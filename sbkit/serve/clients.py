@@ -1,4 +1,4 @@
-"""Who a client is, and the share of all places that one client may have."""
+"""Client addresses, and the share of all places that one client may have."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 from sbkit.serve.errors import busy
 
-_HOME = 64  # bits of an IPv6 address that a provider gives to one house, which has all addresses behind them
+_HOME = 64  # bits of an IPv6 prefix that a provider assigns to one home, which owns all addresses in it
 
 
 def address(scope: Mapping[str, Any]) -> str | None:
-    """Of the client; None for this machine's own, behind whose address a proxy may stand for everybody."""
+    """The client's address; None for this machine's own, which may be that of a proxy for everybody."""
     try:
         found = ipaddress.ip_address((scope.get("client") or ("",))[0].partition("%")[0])
     except ValueError:
@@ -26,7 +26,7 @@ def address(scope: Mapping[str, Any]) -> str | None:
 
 
 class Shares:
-    """How many of the places each client has; who has no address is not counted."""
+    """Counts the places that each client has; clients without an address are not counted."""
 
     def __init__(self, places: int, share: float):
         self._most = max(1, round(places * share))
@@ -34,15 +34,15 @@ class Shares:
 
     @contextlib.contextmanager
     def place(self, client: str | None, what: str) -> Iterator[None]:
-        """One of them; ``ApiError`` 429 for who has all that one may have."""
+        """Hold one place; raises ``ApiError`` 429 if the client has its full share."""
         if client is None:
             yield
             return
         if self._taken[client] >= self._most:
-            raise busy(f"your address has {self._taken[client]} {what}, as many as one may have", 5)
+            raise busy(f"your address has {self._taken[client]} {what}, which is the limit per address", 5)
         self._taken[client] += 1
         try:
             yield
         finally:
             self._taken[client] -= 1
-            self._taken += Counter()  # drops who has none
+            self._taken += Counter()  # drops clients without a place

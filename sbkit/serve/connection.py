@@ -1,4 +1,4 @@
-"""Connections that ask for nothing, or take forever over it, are closed."""
+"""Closes connections that send no request, or take too long to send one."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _LOOK_SECONDS = 15.0
 
 
 class Impatient(H11Protocol):
-    """uvicorn has no limit for the time that a request's headers take.
+    """HTTP connection with a time limit for a request's headers, which uvicorn lacks.
 
     Arguments
     ---------
-    doors : let it in
-    options : uvicorn's
+    doors : decide whether the connection is let in
+    options : options of uvicorn's protocol
     """
 
     def __init__(self, doors: Doors, **options: Any):
@@ -29,11 +29,11 @@ class Impatient(H11Protocol):
 
     @property
     def idle_since(self) -> float | None:
-        """When it ended its last request, or came; None while one is at work."""
+        """When the last request ended, or the connection was made; None while a request is running."""
         return self._idle_from if self.cycle is None or self.cycle.response_complete else None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
-        """Begin to watch."""
+        """Start watching the connection."""
         super().connection_made(transport)
         self._seen: Any = self
         self._watch = self.loop.call_later(_LOOK_SECONDS, self._look)
@@ -42,18 +42,18 @@ class Impatient(H11Protocol):
             self.app = self._doors.only_probes(self.app)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It ended by itself."""
+        """Stop watching the connection."""
         self._watch.cancel()
         super().connection_lost(exc)
         self._doors.left(self)
 
     def on_response_complete(self) -> None:
-        """It is idle now."""
+        """Note that the connection is idle now."""
         self._idle_from = time.monotonic()
         super().on_response_complete()
 
     def refuse(self, answer: bytes) -> None:
-        """Close it; who was never answered is told why."""
+        """Close the connection, with ``answer`` if it never got a response."""
         if self.cycle is None:
             self.transport.write(answer)
         self.transport.close()
@@ -62,7 +62,7 @@ class Impatient(H11Protocol):
         return self._whole and super()._should_upgrade()
 
     def _look(self) -> None:
-        """Close what had no request in work for a whole turn; after an answer uvicorn waits for bytes, not requests."""
+        """Close the connection if no request ran for a whole period; after a response uvicorn only waits for bytes."""
         if self.transport.is_closing() or self.transport.get_protocol() is not self:  # it became a WebSocket
             return
         idle = self.idle_since is not None

@@ -1,7 +1,7 @@
 """The process that decodes audio for the server: it gets open files and limits, has no secrets, and may die.
 
-Started by ``sbkit.serve.decoders``. An order is a line of JSON with two open files behind it, the upload and
-the place for float32 samples; the answer is a line of JSON. Before it, lines may ask for room on the disk.
+Started by ``sbkit.serve.decoders``. An order is a line of JSON accompanied by two open files, the upload and the
+target for float32 samples; the answer is a line of JSON. Before it, lines may ask for room on the disk.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from sbkit.data import audio
 from sbkit.data.audio import AudioError
 from sbkit.infer.recordings import Recording
 
-#: More channels than any recording of speech has; libsndfile takes up to 1024, and a block has samples of all.
+#: More channels than any recording of speech has; libsndfile allows up to 1024, and a block has samples of each.
 MAX_CHANNELS = 32
-#: Higher rates than any recorder's; a block of ten seconds has that many samples.
+#: Higher than any recorder's rate; blocks grow with it.
 MAX_RATE = 384_000
-#: Full scale is 1, that of files which hold 16-bit numbers as floats 32768; beyond lies what a model overflows on.
+#: Full scale is 1, or 32768 in files that store 16-bit numbers as floats; larger values make a model overflow.
 LOUDEST = 1e6
 READY, YES, NO = b"ready\n", b"y", b"n"
 
 
 class TooLong(Exception):
-    """More seconds than the order allows."""
+    """The recording is longer than the order allows."""
 
 
 class NoRoom(Exception):
-    """The server has no more of the disk to give."""
+    """The server has no more disk space to give."""
 
 
 def decode(file: BinaryIO, out: BinaryIO, rate: int, max_seconds: float,
            room: Callable[[int], bool] = lambda size: True) -> dict[str, Any]:
-    """Write an upload as float32 samples at ``rate``; what is to be said about it.
+    """Write an upload as float32 samples at ``rate``; returns the answer.
 
     Arguments
     ---------
-    room : is asked whether there is room for so many bytes: first by what the header says, then as it grows
+    room : says whether there is room for this many bytes; asked first for the header's length, then as the output grows
     """
     try:
         data = file.read()
@@ -54,7 +54,7 @@ def decode(file: BinaryIO, out: BinaryIO, rate: int, max_seconds: float,
         if channels > MAX_CHANNELS:
             raise AudioError("", f"its header claims {channels} channels; more than {MAX_CHANNELS} are refused")
         if own > MAX_RATE:
-            raise AudioError("", f"its header claims {own} samples a second; more than {MAX_RATE} are refused")
+            raise AudioError("", f"its header claims {own} samples per second; more than {MAX_RATE} are refused")
         if seconds > max_seconds:
             raise TooLong(f"{seconds:.1f} s long")
         samples, granted = 0, 0
@@ -91,14 +91,14 @@ def decode(file: BinaryIO, out: BinaryIO, rate: int, max_seconds: float,
 
 
 def _write(out: BinaryIO, data: memoryview) -> None:
-    """All of it: a disk that is nearly full takes a part and says so by the count alone."""
+    """Write all of it: a nearly full disk takes only part, and says so only by the count."""
     while data:
         data = data[out.write(data) :]
 
 
 def _limit(memory: int, file_bytes: int) -> None:
     bounds = [(resource.RLIMIT_FSIZE, file_bytes), (resource.RLIMIT_CORE, 0)]
-    if sys.platform != "darwin":  # which refuses to bound address space
+    if sys.platform != "darwin":  # macOS can't limit address space
         bounds.append((resource.RLIMIT_AS, memory))
     for what, most in bounds:
         hard = resource.getrlimit(what)[1]
@@ -108,13 +108,13 @@ def _limit(memory: int, file_bytes: int) -> None:
 
 
 def _limit_cpu(seconds: float) -> None:
-    """The kernel ends this process where the order takes more."""
+    """Have the kernel end this process if the order takes more."""
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time() + seconds) + 1, hard))
 
 
 def main(handle: int, memory: int, file_bytes: int) -> None:
-    """Take orders until the server is gone."""
+    """Process orders until the server is gone."""
     with socket.socket(fileno=handle) as server:
         _limit(memory, file_bytes)
         server.sendall(READY)

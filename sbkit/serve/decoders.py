@@ -1,7 +1,7 @@
 """Processes that decode uploads, apart from the server: one that dies, hangs or eats memory is replaced.
 
-A decoder gets an open file and gives samples in another one. It is given no path, no key and no other
-environment than it needs; the kernel limits its memory, its processor time and what it writes.
+A decoder gets an open file and writes samples into another one. It gets no path, no key and only the environment
+variables it needs; the kernel limits its memory, its processor time and what it writes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PASSED_ON = ("PATH", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "SYSTEMROOT
 _OWN_MEMORY = 1 << 30  # Python, numpy, libsndfile and blocks of samples; address space, not memory in use
 _HIGHEST_RATE = 192_000
 _START_SECONDS = 60.0
-_LOOK_SECONDS = 0.1  # how soon a cancelled job is noticed
+_LOOK_SECONDS = 0.1  # interval of checks for a cancelled job
 _BLOCK = 1 << 18  # samples
 
 
@@ -43,37 +43,37 @@ class Wave:
         self._file, self.samples, self._held = file, samples, held
 
     def blocks(self) -> Iterator[np.ndarray]:
-        """float32 [S], one after another."""
+        """Yield blocks of float32 samples [S]."""
         self._file.seek(0)
         left = self.samples
         while left:
             data = self._file.read(4 * min(left, _BLOCK))
             if not data:
-                raise RuntimeError(f"the last {left} of {self.samples} decoded samples are not there")
+                raise RuntimeError(f"the last {left} of {self.samples} decoded samples are missing")
             block = np.frombuffer(data, dtype=np.float32)
             left -= len(block)
             yield block
 
     def close(self) -> None:
-        """Give its space back."""
+        """Release the file and its disk space."""
         self._file.close()
         self._held.close()
 
 
 class Died(Exception):
-    """A decoder ended over an order."""
+    """A decoder died while processing an order."""
 
 
 class TookTooLong(Died):
-    """So it was ended."""
+    """A decoder was ended because it took too long."""
 
 
 class NotStarted(Died):
-    """It never took an order."""
+    """A decoder could not be started."""
 
 
 class _Decoder:
-    """One process."""
+    """One decoding process."""
 
     def __init__(self, command: Sequence[str], memory: int, file_bytes: int):
         self._socket, theirs = socket.socketpair()
@@ -82,16 +82,16 @@ class _Decoder:
             self._process = subprocess.Popen(
                 [*command, str(theirs.fileno()), str(memory), str(file_bytes)], pass_fds=[theirs.fileno()],
                 env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                start_new_session=True)  # Ctrl-C is for the server, which finishes what is in flight
+                start_new_session=True)  # Ctrl-C is for the server, which finishes requests in flight
         self._ready = self._used = False
 
     @property
     def fresh(self) -> bool:
-        """Whether it lives and never did anything: what it dies of then is the order."""
+        """Whether it is alive and unused: if it dies then, the order is to blame."""
         return not self._used and self._process.poll() is None
 
     def start(self, job: Job) -> None:
-        """Wait until it takes orders."""
+        """Wait until it accepts orders."""
         if not self._ready:
             try:
                 if self._line(job, time.monotonic() + _START_SECONDS) != READY:
@@ -102,7 +102,7 @@ class _Decoder:
 
     def decode(self, order: dict[str, Any], files: Sequence[int], room: Callable[[int], bool], job: Job,
                seconds: float) -> dict[str, Any]:
-        """Its answer; ``room`` says whether it may write so many bytes."""
+        """Process an order and return the answer; ``room`` says whether it may write this many bytes."""
         self.start(job)
         until = time.monotonic() + seconds
         try:
@@ -131,21 +131,21 @@ class _Decoder:
         return found
 
     def close(self) -> None:
-        """End it, whatever it does."""
+        """Kill the process."""
         self._process.kill()
         self._process.wait()
         self._socket.close()
 
 
 class Decoders:
-    """As many processes as ``limits.decoders``.
+    """A pool of ``limits.decoders`` decoding processes.
 
     Arguments
     ---------
-    limits : of what is decoded
-    restarted : is called when one was replaced
-    command : what to start in their place, for tests
-    disk : where the samples lie
+    limits : limits of decoding
+    restarted : called when a process was replaced
+    command : command to start instead, for tests
+    disk : where the samples are stored
     """
 
     def __init__(self, limits: Limits, restarted: Callable[[], None] | None = None,
@@ -155,34 +155,34 @@ class Decoders:
         self._restarted = restarted or (lambda: None)
         self._memory = _OWN_MEMORY + 4 * limits.upload_bytes
         self._file_bytes = int(4 * _HIGHEST_RATE * (limits.max_audio_seconds + 60))
-        self._free: queue.LifoQueue[_Decoder | None] = queue.LifoQueue()  # None: could not be started anew
+        self._free: queue.LifoQueue[_Decoder | None] = queue.LifoQueue()  # None: could not be restarted
         self._all: set[_Decoder] = set()
         for _ in range(limits.decoders):
             self._free.put(self._started())
 
     def check(self) -> None:
-        """Wait until they run; ``SbkitError`` where they can't."""
+        """Wait until they run; raises ``SbkitError`` if they can't."""
         for each in list(self._all):
             try:
                 each.start(Job())
             except Died as error:
                 raise SbkitError(f"a process that decodes audio {error}",
-                                 hint=f"see what this says: {' '.join(self._command)} 0 0 0") from None
+                                 hint=f"try it by hand: {' '.join(self._command)} 0 0 0") from None
 
     def decode(self, upload: IO[bytes], rate: int, job: Job) -> Wave:
-        """The samples of an upload; ``ApiError`` with the reason where there are none."""
+        """Decode an upload into samples; raises ``ApiError`` with the reason if it can't."""
         with contextlib.ExitStack() as undo:
             held = undo.enter_context(contextlib.closing(self._disk.hold()))
             with with_room():
                 out = undo.enter_context(tempfile.TemporaryFile(prefix="sbkit-"))
-                upload.fileno()  # from here on it lies on the disk
+                upload.fileno()  # from here on it is on disk
             samples = self._samples(self._ask(upload, out, held, rate, job), held)
             held.keep(4 * samples)
             undo.pop_all()
             return Wave(out, samples, held)
 
     def _samples(self, answer: dict[str, Any], held: Held) -> int:
-        """How many there are, by a decoder's answer."""
+        """The number of samples by a decoder's answer; raises ``ApiError`` for a refusal."""
         if "refused" in answer:
             raise invalid(f"the audio {_as_clause(answer['refused'])}", "file", "invalid_audio")
         if "too_long" in answer:
@@ -199,7 +199,7 @@ class Decoders:
         return answer["samples"]
 
     def _ask(self, upload: IO[bytes], out: IO[bytes], held: Held, rate: int, job: Job) -> dict[str, Any]:
-        """Of a decoder; where one dies that did something before, or that lay idle, a fresh one is asked again."""
+        """Ask a decoder; if a used or idle one dies, ask a fresh one again."""
         order = {"rate": rate, "seconds": self._limits.max_audio_seconds, "cpu_seconds": self._limits.decode_seconds}
 
         def room(size: int) -> bool:
@@ -246,7 +246,7 @@ class Decoders:
         return decoder
 
     def _replaced(self, decoder: _Decoder) -> _Decoder | None:
-        """Another in its place; None where the machine has no room for a process now."""
+        """Start a replacement; None if the machine has no room for a process now."""
         self._all.discard(decoder)
         decoder.close()
         self._restarted()
@@ -256,7 +256,7 @@ class Decoders:
             return None
 
     def close(self) -> None:
-        """End all."""
+        """End all processes."""
         for each in list(self._all):
             each.close()
 
@@ -268,7 +268,7 @@ def _blamed(error: Died) -> ApiError:
 
 
 def _as_clause(cause: str) -> str:
-    """Causes are said of a file: 'cannot be decoded: ...', 'its header claims ...'."""
+    """Turn a cause about a file, such as 'its header claims ...', into a clause about the audio."""
     if cause.endswith("Format not recognised"):
         return f"{cause}; send WAV, FLAC, MP3 or Ogg"
     return f"can't be used: {cause}" if cause.startswith("its ") else cause

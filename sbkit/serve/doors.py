@@ -1,7 +1,7 @@
-"""How many connections there may be, so that there is a file left for each thing that has to be opened.
+"""Limits the number of connections, so that files are left for everything that has to be opened.
 
-Where all places are taken, the connection that has asked for nothing for longest gives way to a new one. Where all are
-at work, a few more are let in to ask whether the server lives; whatever else they ask is refused.
+If all places are taken, the connection that has been idle the longest gives way to a new one. If all are busy, a few
+more are let in to ask whether the server is alive; any other request on them is refused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sbkit.serve.metrics import Metrics
 _BACKLOG = 128
 _SPARE = 8
 _FEWEST = 8
-_OWN_FILES = 48  # Python's, the models', the event loop's
+_OWN_FILES = 48  # files of Python, the models and the event loop
 _SAY_SECONDS = 60.0
 _NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _log = logging.getLogger(__name__)
@@ -33,14 +33,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Places:
-    """Connections that may be open, and those that may wait to be taken."""
+    """Numbers of connections that may be open, and that may wait to be accepted."""
 
     most: int
     backlog: int
 
 
 def places(limits: Limits) -> Places:
-    """As many as the limits say and open files allow, of which this process asks for more where it may have them."""
+    """Compute the places that the limits and open files allow, after raising this process's limit of open files."""
     needed = _OWN_FILES + limits.max_active + 2 * limits.decoders + _SPARE
     uploads = min(limits.max_requests, limits.max_connections)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -50,22 +50,22 @@ def places(limits: Limits) -> Places:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     left = (wanted if soft == resource.RLIM_INFINITY else soft) - needed
     if left < 3 * _FEWEST:
-        raise SbkitError(f"this process may open {soft} files, and {needed + 3 * _FEWEST} are needed",
-                         hint="raise it (ulimit -n), or lower --max-active")
-    backlog = min(_BACKLOG, left // 3)  # those are taken all at once, before the first of them can be refused
-    most = max((left - backlog) // 2, left - backlog - uploads)  # an upload is a file beside its connection
+        raise SbkitError(f"this process may open {soft} files, but needs {needed + 3 * _FEWEST}",
+                         hint="raise the limit (ulimit -n), or lower --max-active")
+    backlog = min(_BACKLOG, left // 3)  # those are accepted all at once, before the first of them can be refused
+    most = max((left - backlog) // 2, left - backlog - uploads)  # an upload is a file in addition to its connection
     return Places(min(limits.max_connections, most), backlog)
 
 
 class Connection(Protocol):
-    """As the doors see it."""
+    """A connection as seen by the doors."""
 
     @property
     def idle_since(self) -> float | None:
-        """None while it is at work."""
+        """When it became idle; None while a request is running."""
 
     def refuse(self, answer: bytes) -> None:
-        """Say so and close it."""
+        """Send the answer and close."""
 
 
 class Doors:
@@ -73,7 +73,7 @@ class Doors:
 
     Arguments
     ---------
-    most : open at once
+    most : connections open at once
     """
 
     def __init__(self, most: int, metrics: Metrics):
@@ -82,10 +82,10 @@ class Doors:
         self._said = -_SAY_SECONDS
 
     def enter(self, new: Connection, connections: Collection[Any]) -> bool:
-        """Whether a new one of the connections is let in for everything."""
+        """Whether a new connection is let in for all requests."""
         if len(connections) - len(self._leaving) <= self._most:
             return True
-        self._say("%d connections are open, as many as this server takes (--max-connections, ulimit -n)", self._most)
+        self._say("%d connections are open, which is this server's limit (--max-connections, ulimit -n)", self._most)
         if self._close_idle(connections, new):
             return True
         if len(connections) - len(self._leaving) > self._most + _SPARE:
@@ -93,11 +93,11 @@ class Doors:
         return False
 
     def left(self, connection: Connection) -> None:
-        """It is closed."""
+        """Note that a connection is closed."""
         self._leaving.discard(connection)
 
     def failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """What the event loop tells of errors: that no file is left to accept with comes many times a second."""
+        """Handle errors of the event loop: lack of files to accept connections is reported many times a second."""
         error = context.get("exception")
         if isinstance(error, OSError) and error.errno in _NO_FILES:
             self._say("a connection can't be accepted: %s (ulimit -n)", error.strerror)
@@ -105,7 +105,7 @@ class Doors:
             loop.default_exception_handler(context)
 
     def only_probes(self, app: App) -> App:
-        """The application for who is let in to ask whether the server lives."""
+        """Wrap the application for connections that may only ask whether the server is alive."""
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["path"] in PROBES:
@@ -120,7 +120,7 @@ class Doors:
         return answer
 
     def _close_idle(self, connections: Collection[Any], new: Connection) -> bool:
-        """Close the one that has asked for nothing for longest, if there is any."""
+        """Close the connection that has been idle the longest, if there is one."""
         idle = [each for each in connections if each is not new and each not in self._leaving
                 and getattr(each, "idle_since", None) is not None]
         if idle:
@@ -136,14 +136,14 @@ class Doors:
         connection.refuse(b"\r\n".join(lines))
 
     def _say(self, what: str, *values: Any) -> None:
-        """Once a minute."""
+        """Log a warning at most once a minute."""
         if time.monotonic() - self._said >= _SAY_SECONDS:
             self._said = time.monotonic()
             _log.warning(what, *values)
 
 
 def _full() -> ApiError:
-    error = no_room("this server has as many connections as it takes")
+    error = no_room("this server has reached its limit of connections")
     error.code = "too_many_connections"
     return error
 

@@ -1,4 +1,4 @@
-"""What a client asks for: the fields of OpenAI's form, each checked and none of them ignored in silence."""
+"""The request form of OpenAI's API: every field is checked, none is silently ignored."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sbkit.serve.registry import Registry, ServedModel
 
 FORMATS = ("json", "text", "srt", "verbose_json", "vtt")
 GRANULARITIES = ("word", "segment")
-#: With a stream come pieces of the text, so there is no subtitle to put them in.
+#: A stream sends pieces of the text, so subtitle formats are not possible.
 _STREAMED = ("json", "text")
 _TAKEN = frozenset({"file", "model", "language", "prompt", "response_format", "temperature", "stream",
                     "timestamp_granularities", "chunking_strategy"})
@@ -26,10 +26,10 @@ _FIELDS, _FIELD_BYTES = 32, 1 << 16
 
 @dataclass
 class Form:
-    """A request that can be met. ``prompt`` and ``temperature`` change nothing: this model has neither."""
+    """A valid request. ``prompt`` and ``temperature`` have no effect: these models don't use them."""
 
     upload: IO[bytes]
-    """To be closed by who asked."""
+    """The upload, closed by the caller."""
     served: ServedModel
     response_format: str
     granularities: tuple[str, ...]
@@ -37,17 +37,17 @@ class Form:
 
 
 async def read(request: Request, registry: Callable[[], Registry]) -> Form:
-    """The form of a request, as it comes in."""
+    """Read and check the form of a request."""
     if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
-        raise invalid("the body has to be multipart/form-data with the fields file and model")
+        raise invalid("the body must be multipart/form-data with the fields file and model")
     if request.headers.get("content-encoding", "identity").lower() != "identity":
-        raise invalid("a compressed body is refused; send it as it is")
+        raise invalid("compressed bodies are not supported; send it uncompressed")
     try:
         with with_room():
             form = await request.form(max_files=1, max_fields=_FIELDS, max_part_size=_FIELD_BYTES)
     except (HTTPException, MultiPartException) as error:
         raise invalid(f"the form can't be read: {getattr(error, 'detail', None) or error}") from None
-    except (ValueError, KeyError, TypeError, UnicodeError) as error:  # of headers that no browser writes
+    except (ValueError, KeyError, TypeError, UnicodeError) as error:  # invalid headers
         raise invalid(f"the form can't be read: {error}") from None
     try:
         return _read(form, registry())
@@ -59,7 +59,7 @@ async def read(request: Request, registry: Callable[[], Registry]) -> Form:
 def _read(form: FormData, registry: Registry) -> Form:
     unknown = sorted({name.removesuffix("[]") for name in form} - _TAKEN)
     if unknown:
-        raise invalid(f"this server does not do {', '.join(name[:40] for name in unknown)}", unknown[0][:40],
+        raise invalid(f"this server does not support {', '.join(name[:40] for name in unknown)}", unknown[0][:40],
                       "unsupported_parameter")
     served = registry.get(_needed(form, "model"))
     served.check()
@@ -69,14 +69,14 @@ def _read(form: FormData, registry: Registry) -> Form:
         raise invalid("chunking_strategy can only be 'auto' here", "chunking_strategy", "unsupported_value")
     kind = _text(form, "response_format") or "json"
     if kind not in FORMATS:
-        raise invalid(f"response_format {kind[:40]!r} is none of {', '.join(FORMATS)}", "response_format",
+        raise invalid(f"response_format {kind[:40]!r} must be one of {', '.join(FORMATS)}", "response_format",
                       "unsupported_value")
     granularities = tuple(_granularities(form))
     if granularities and kind != "verbose_json":
         raise invalid("timestamp_granularities needs response_format verbose_json", "timestamp_granularities")
     stream = _yes(_text(form, "stream"))
     if stream and kind not in _STREAMED:
-        raise invalid(f"a stream has no {kind}; ask for json", "response_format", "unsupported_value")
+        raise invalid(f"{kind} can't be streamed; use json", "response_format", "unsupported_value")
     return Form(_file(form), served, kind, granularities or ("segment",), stream)
 
 
@@ -94,7 +94,7 @@ def _text(form: FormData, name: str) -> str | None:
     if not values:
         return None
     if not isinstance(values[0], str):
-        raise invalid(f"{name} has to be a text, not a file", name)
+        raise invalid(f"{name} must be text, not a file", name)
     return values[0]
 
 
@@ -102,7 +102,7 @@ def _file(form: FormData) -> IO[bytes]:
     values = form.getlist("file")
     if len(values) != 1 or not isinstance(values[0], UploadFile):
         raise invalid("the field file with the audio is missing" if not values else
-                      "the field file has to be one file, sent with a file name", "file")
+                      "the field file must be one file, sent with a file name", "file")
     if not values[0].size:
         raise invalid("the file is empty", "file", "invalid_audio")
     return values[0].file
@@ -113,7 +113,7 @@ def _language(value: str | None, served: ServedModel) -> None:
     if not value or not spoken:
         return
     if _primary(value) != _primary(spoken):
-        raise invalid(f"the model {served.name} hears {spoken!r}, not {value[:40]!r}", "language", "unsupported_value")
+        raise invalid(f"the model {served.name} is for {spoken!r}, not {value[:40]!r}", "language", "unsupported_value")
 
 
 def _primary(code: str) -> str:
@@ -128,7 +128,7 @@ def _temperature(value: str | None) -> None:
     except ValueError:
         number = -1.0
     if not 0 <= number <= 1:
-        raise invalid(f"temperature {value[:40]!r} is no number from 0 to 1", "temperature")
+        raise invalid(f"temperature {value[:40]!r} must be a number from 0 to 1", "temperature")
 
 
 def _granularities(form: FormData) -> list[str]:
@@ -139,7 +139,7 @@ def _granularities(form: FormData) -> list[str]:
             values.append(value)
         else:
             shown = repr(value[:40]) if isinstance(value, str) else "a file"
-            raise invalid(f"timestamp_granularities: {shown} is none of {', '.join(GRANULARITIES)}",
+            raise invalid(f"timestamp_granularities: {shown} must be one of {', '.join(GRANULARITIES)}",
                           "timestamp_granularities", "unsupported_value")
     return values
 
@@ -150,4 +150,4 @@ def _yes(value: str | None) -> bool:
         return False
     if value.lower() in ("true", "1"):
         return True
-    raise invalid(f"stream is {value[:40]!r} and has to be true or false", "stream")
+    raise invalid(f"stream is {value[:40]!r}, but must be true or false", "stream")

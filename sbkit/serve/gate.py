@@ -1,4 +1,4 @@
-"""What stands before every route: keys, origins, sizes, ids of requests, and what is counted of all of them."""
+"""Middleware before every route: keys, origins, sizes, request ids and counters."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-#: A browser can't set headers of a WebSocket; it names the key as a protocol: this and the key in base64url.
+#: A browser can't set headers of a WebSocket, so it passes the key as a protocol: this prefix and the key in base64url.
 KEY_PROTOCOL = "sbkit.key."
-#: Where a request's id lies in its scope.
+#: The key of a request's id in its scope.
 REQUEST_ID = "sbkit.request_id"
-#: Beside the file a form has boundaries and short fields.
+#: Room in a form for boundaries and short fields beside the file.
 _FORM_BYTES = 1 << 16
-#: Open to all: the page, which asks for the key, and what tells whether the server lives.
+#: Paths that need no key: the page, which asks for it, and the health checks.
 _OPEN = frozenset({"/", "/health", "/ready"})
-#: Asked by who watches over the server, whatever else it refuses.
+#: Paths that monitoring may always ask for.
 PROBES = frozenset({"/health", "/ready", "/metrics"})
 _COUNTED = _OPEN | {"/metrics", "/v1/models", "/v1/audio/transcriptions", "/v1/audio/live"}
 _log = logging.getLogger(__name__)
 
 
 class Keys:
-    """The API keys, by their digests alone. Every key is compared with, in constant time."""
+    """The API keys, stored only as digests. A key is compared with all of them, in constant time."""
 
     def __init__(self, keys: Iterable[str]):
         self._digests = [_digest(key) for key in keys]
@@ -46,7 +46,7 @@ class Keys:
         return bool(self._digests)
 
     def allow(self, key: str) -> bool:
-        """Whether it is one of them."""
+        """Whether a key is valid."""
         given, found = _digest(key), False
         for digest in self._digests:
             found |= hmac.compare_digest(given, digest)
@@ -58,15 +58,15 @@ def _digest(key: str) -> bytes:
 
 
 class Gate:
-    """Wraps the application.
+    """Wraps the application with all checks.
 
     Arguments
     ---------
-    keys : that open what is not open to all; none where everybody may in
-    origins : pages of other servers that may ask, as ``https://example.org``; ``*`` for all
+    keys : the valid keys; without any, no key is needed
+    origins : origins of other servers' pages that may use this one, such as ``https://example.org``; ``*`` for all
     upload_bytes : the largest file
-    hosts : the names that it answers to; None for all
-    stopping : whether nothing new is to be begun
+    hosts : host names that the server answers to; None for all
+    stopping : whether new requests are refused
     """
 
     def __init__(self, app: App, keys: Keys, origins: Iterable[str], upload_bytes: int, metrics: Metrics,
@@ -117,15 +117,15 @@ class Gate:
                 if scope["method"] == "POST":
                     self._metrics.seconds.observe(time.monotonic() - began, path=shown)
 
-    # ------------------------------------------------------------------ what is looked at
+    # ------------------------------------------------------------------ checks
 
     def _origin(self, headers: dict[str, str]) -> None:
-        """A page of another server may not use this one through its visitor's browser."""
+        """Raise if a page of another server uses this one through its visitor's browser."""
         origin = headers.get("origin")
         if origin is None or self._allowed(origin):
             return
         if origin.lower() not in [f"{scheme}://{headers.get('host', '').lower()}" for scheme in ("http", "https")]:
-            raise ApiError(403, f"a page of {origin[:80]} may not use this server; start it with --allow-origin",
+            raise ApiError(403, f"pages from {origin[:80]} may not use this server; start it with --allow-origin",
                            code="origin_not_allowed")
 
     def _allowed(self, origin: str) -> bool:
@@ -138,11 +138,11 @@ class Gate:
         return {"access-control-allow-origin": origin, "vary": "origin"}
 
     def _counting(self, headers: dict[str, str], receive: Receive) -> Receive:
-        """Refuse what is too large: at once where it says so, else while it comes."""
+        """Refuse bodies that are too large: at once by their header, otherwise while they arrive."""
         most = self._upload_bytes + _FORM_BYTES
         claimed = headers.get("content-length", "0")
         if not claimed.isdecimal():
-            raise ApiError(400, "content-length is no number")
+            raise ApiError(400, "content-length is not a number")
         if int(claimed[:20]) > most:
             raise too_large(self._upload_bytes)
         came = 0
@@ -157,7 +157,7 @@ class Gate:
 
         return counting
 
-    # ------------------------------------------------------------------ what is said
+    # ------------------------------------------------------------------ answers
 
     async def _refuse(self, scope: Scope, answer: _Answer, error: ApiError) -> None:
         self._metrics.refused.add(reason=error.code or str(error.status))
@@ -184,7 +184,7 @@ def _key(headers: dict[str, str]) -> str:
 
 
 class _Answer:
-    """Sends, and remembers the status; every answer gets the request's id and says that its type is meant."""
+    """Sends the answer and records its status; adds the request's id and forbids content sniffing."""
 
     def __init__(self, send: Send, extra: dict[str, str]):
         self._send, self.id, self.status = send, f"req_{uuid.uuid4().hex}", 0
@@ -192,7 +192,7 @@ class _Answer:
         self._headers = {"x-request-id": self.id, "x-content-type-options": "nosniff", **extra}
 
     async def send(self, message: Message) -> None:
-        """On to the client."""
+        """Forward a message to the client."""
         if message["type"].endswith("response.start"):
             self.started, self.status = True, message["status"]
             own = [(name.encode(), value.encode("latin-1")) for name, value in self._headers.items()]
@@ -204,7 +204,7 @@ class _Answer:
             self.complete = True
 
     async def say(self, status: int, headers: dict[str, str], body: bytes, kind: str = "http.response") -> None:
-        """A whole answer."""
+        """Send a whole answer."""
         listed = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
         listed.append((b"content-length", str(len(body)).encode()))
         await self.send({"type": f"{kind}.start", "status": status, "headers": listed})

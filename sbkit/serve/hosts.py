@@ -1,4 +1,4 @@
-"""The names that a server answers to: a page elsewhere whose name was made to point here (DNS rebinding) isn't one."""
+"""Host names that the server answers to, as a protection against DNS rebinding."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ _OWN = ("localhost", "127.0.0.1", "[::1]")
 
 
 def loopback(address: str) -> bool:
-    """Whether only this machine reaches an address."""
+    """Whether an address can only be reached from this machine."""
     return ipaddress.ip_address(address).is_loopback
 
 
 class Hosts:
-    """What may stand in a request's ``Host``.
+    """The allowed values of a request's ``Host`` header.
 
     Arguments
     ---------
-    address : that is listened on; a loopback address answers to its own names alone
-    allowed : further names; given with another address, it too answers to these and its own alone
-    called : what the address was called when the server was started
+    address : the address listened on; a loopback address answers only to its own names
+    allowed : further names; if given, any other address too answers only to these and its own
+    called : the address as given when the server was started
     """
 
     def __init__(self, address: str, allowed: Iterable[str] = (), called: str = ""):
@@ -29,12 +29,12 @@ class Hosts:
         self._all = not (loopback(address) or list(allowed))
 
     def allow(self, host: str | None) -> bool:
-        """Whether it is one of them, at any port; a request without any comes from no browser."""
+        """Whether a host is allowed, at any port; requests without a host don't come from browsers."""
         return self._all or host is None or _name(host) in self._names
 
 
 def _name(host: str) -> str:
-    """Without the port."""
+    """Strip the port."""
     host = host.strip().lower()
     name, colon, port = host.rpartition(":")
     if colon and (not port or port.isdecimal()) and not name.endswith(":") and (":" not in name or name[-1:] == "]"):

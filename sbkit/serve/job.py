@@ -1,4 +1,4 @@
-"""One request's work: it can be cancelled from outside at any time, and then nothing of it goes on."""
+"""The work of one request, which can be cancelled from outside at any time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Cancelled(Exception):
 
 
 class Job:
-    """What the threads that work on a request look at."""
+    """Cancellation state shared by the threads that work on a request."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -21,16 +21,16 @@ class Job:
 
     @property
     def cancelled(self) -> bool:
-        """Whether to stop."""
+        """Whether the job was cancelled."""
         return self._cancelled
 
     def check(self) -> None:
-        """Stop here if nobody wants the answer any more."""
+        """Raise ``Cancelled`` if the job was cancelled."""
         if self._cancelled:
             raise Cancelled
 
     def cancel(self) -> None:
-        """Take what waits out of the queues; what runs is noticed by ``check``."""
+        """Cancel the job: queued futures are cancelled, running code stops at ``check``."""
         with self._lock:
             self._cancelled = True
             waiting, self._waiting = self._waiting, set()
@@ -38,7 +38,7 @@ class Job:
             future.cancel()
 
     def watch(self, future: Future[Any]) -> Future[Any]:
-        """A future of this job's: cancelled with it."""
+        """Add a future, which is cancelled with the job."""
         with self._lock:
             cancelled = self._cancelled
             if not cancelled:
@@ -46,11 +46,11 @@ class Job:
         if cancelled:
             future.cancel()
         else:
-            future.add_done_callback(self._forget)  # without the lock: what is done already calls at once
+            future.add_done_callback(self._forget)  # without the lock, because a finished future calls back at once
         return future
 
     def result(self, future: Future[Any]) -> Any:
-        """Wait for one."""
+        """Wait for a future's result."""
         self.check()
         try:
             return future.result()

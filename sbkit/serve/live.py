@@ -1,4 +1,4 @@
-"""Live audio over a WebSocket: words while somebody speaks, settled at pauses, for hours in bounded memory.
+"""Live transcription over a WebSocket: words appear during speech and settle at pauses; memory is bounded.
 
 The client sends one JSON text, then binary frames of 16-bit little-endian mono PCM, then a JSON text:
 
@@ -44,33 +44,33 @@ PROTOCOL = "sbkit.live"
 _log = logging.getLogger(__name__)
 _MIN_RATE, _MAX_RATE = 8_000, 192_000
 _START_SECONDS = 10.0
-_BEHIND_SECONDS = 5.0  # of audio that nobody looked at; then the client has to wait
+_BEHIND_SECONDS = 5.0  # of unprocessed audio; beyond that the client has to wait
 _LONGEST_FRAME_SECONDS = 10.0
 _LONGEST_TEXT = 1 << 14
-_POLICY, _INTERNAL = 1008, 1011  # codes of a WebSocket's end
+_POLICY, _INTERNAL = 1008, 1011  # close codes of a WebSocket
 
 
 class Floor:
-    """Where the live sessions are."""
+    """All live sessions of the server."""
 
     def __init__(self, limits: Limits, metrics: Metrics):
         self._limits, self._metrics = limits, metrics
         self._shares = Shares(limits.max_live, limits.client_share)
         self.inside = 0
-        """Sessions at the moment."""
+        """The current number of sessions."""
         self._sessions: set[_Session] = set()
         self._ending = False
 
     def end(self) -> None:
-        """Ask all sessions to finish, as if their clients had said stop; no more are let in."""
+        """Ask all sessions to finish, as if their clients had sent "stop"; refuse new ones."""
         self._ending = True
         for session in self._sessions:
             session.end()
 
     def place(self, client: str | None) -> contextlib.AbstractContextManager[None]:
-        """For one session of a client; ``ApiError`` 429 where there is none."""
+        """Hold a place for one session of a client; raises ``ApiError`` 429 if there is none."""
         if self.inside >= self._limits.max_live:
-            raise busy(f"{self.inside} live sessions are open already", 30)
+            raise busy(f"{self.inside} live sessions are already open", 30)
         share = contextlib.ExitStack()
         share.enter_context(self._shares.place(client, "live sessions"))
         self.inside += 1
@@ -85,7 +85,7 @@ class Floor:
                 self.inside -= 1
 
     async def session(self, websocket: WebSocket, registry: Registry) -> None:
-        """From the handshake to the end."""
+        """Run a session from the handshake to the end."""
         offered = websocket.scope.get("subprotocols", [])
         await websocket.accept(subprotocol=PROTOCOL if PROTOCOL in offered else None)
         session = None
@@ -112,50 +112,50 @@ class Floor:
 
 
 async def _end(websocket: WebSocket, error: ApiError, code: int) -> None:
-    with contextlib.suppress(RuntimeError, WebSocketDisconnect):  # it may be closed already
+    with contextlib.suppress(RuntimeError, WebSocketDisconnect):  # it may already be closed
         await websocket.send_json({"type": "error", **error.body})
         await websocket.close(code, error.code or "")
 
 
 async def _start(websocket: WebSocket, registry: Registry) -> tuple[ServedModel, int]:
-    """The first message."""
+    """Receive the first message."""
     first = await _receive(websocket, _START_SECONDS)
     if isinstance(first, bytes) or first.get("type") != "start":
-        raise invalid('the first message has to be {"type": "start", "model": NAME, "sample_rate": HERTZ}')
+        raise invalid('the first message must be {"type": "start", "model": NAME, "sample_rate": HERTZ}')
     if not isinstance(first.get("model"), str):
-        raise invalid("model has to be a name", "model")
+        raise invalid("model must be a name", "model")
     served = registry.get(first["model"])
     served.check()
     rate = first.get("sample_rate")
     if not isinstance(rate, int) or not _MIN_RATE <= rate <= _MAX_RATE:
-        raise invalid(f"sample_rate has to be a whole number from {_MIN_RATE} to {_MAX_RATE}", "sample_rate")
+        raise invalid(f"sample_rate must be a whole number from {_MIN_RATE} to {_MAX_RATE}", "sample_rate")
     await websocket.send_json({"type": "ready", "model": served.name, "sample_rate": rate})
     return served, rate
 
 
 async def _receive(websocket: WebSocket, seconds: float) -> bytes | dict[str, Any]:
-    """The next message: audio, or an object."""
+    """Receive the next message: audio, or an object."""
     try:
         message = await asyncio.wait_for(websocket.receive(), seconds)
     except (asyncio.TimeoutError, TimeoutError):
-        raise ApiError(408, f"nothing came for {seconds:g} s", code="idle") from None
+        raise ApiError(408, f"nothing was received for {seconds:g} s", code="idle") from None
     if message["type"] == "websocket.disconnect":
         raise WebSocketDisconnect(message.get("code", 1000))
     if message.get("bytes") is not None:
         return message["bytes"]
     if len(message["text"]) > _LONGEST_TEXT:
-        raise invalid("a text message has to be short")
+        raise invalid("the text message is too long")
     try:
         found = json.loads(message["text"])
     except (ValueError, RecursionError):
-        raise invalid("a text message has to be JSON") from None
+        raise invalid("a text message must be JSON") from None
     if not isinstance(found, dict):
-        raise invalid("a text message has to be a JSON object")
+        raise invalid("a text message must be a JSON object")
     return found
 
 
 def stretches(settled: Sequence[Word]) -> list[list[Word]]:
-    """Words in lines that end in pauses, however many were settled at once."""
+    """Split words at pauses into lines, however many were settled at once."""
     lines: list[list[Word]] = []
     for word in settled:
         if lines and word.start - lines[-1][-1].end < PAUSE_SECONDS:
@@ -166,7 +166,7 @@ def stretches(settled: Sequence[Word]) -> list[list[Word]]:
 
 
 class _Session:
-    """One speaker. At most one look at the audio runs at a time; while it does, more comes in."""
+    """One live session. The audio is decoded at most once at a time; meanwhile more arrives."""
 
     def __init__(self, websocket: WebSocket, served: ServedModel, rate: int, limits: Limits):
         self.served, self._websocket, self._limits = served, websocket, limits
@@ -180,12 +180,12 @@ class _Session:
         self._shown = ""
 
     def end(self) -> None:
-        """Finish with what came so far."""
+        """Finish with the audio received so far."""
         if not self._end.done():
             self._end.set_result({"type": "stop"})
 
     async def run(self) -> None:
-        """Until the client says stop."""
+        """Run until the client sends "stop"."""
         while True:
             message = await self._next()
             if isinstance(message, bytes):
@@ -197,7 +197,7 @@ class _Session:
             elif message.get("type") == "stop":
                 break
             else:
-                raise invalid('after "start" come binary frames of audio and {"type": "stop"}')
+                raise invalid('after "start", send binary frames of audio and {"type": "stop"}')
         await self._looked()
         self._hear(b"", last=True)
         while not await self._look_now(end=True):
@@ -206,13 +206,13 @@ class _Session:
         await self._websocket.close()
 
     def close(self) -> None:
-        """Nothing of it goes on."""
+        """Cancel all work of the session."""
         self._job.cancel()
         if self._look is not None:
             self._look.cancel()
 
     async def _next(self) -> bytes | dict[str, Any]:
-        """What comes next, from the client or from :meth:`end`; a look that fails before ends the session at once."""
+        """Wait for the next message, from the client or from :meth:`end`; a failed decoding ends the session."""
         receiving = asyncio.ensure_future(_receive(self._websocket, self._limits.idle_seconds))
         try:
             while not receiving.done():
@@ -228,22 +228,22 @@ class _Session:
 
     def _hear(self, data: bytes, last: bool = False) -> None:
         if len(data) % 2:
-            raise invalid("a frame of audio has to be 16-bit samples, so an even number of bytes")
+            raise invalid("a frame of audio must be 16-bit samples, so an even number of bytes")
         if len(data) > 2 * self._rate * _LONGEST_FRAME_SECONDS:
-            raise invalid(f"a frame of audio has to be shorter than {_LONGEST_FRAME_SECONDS:g} s")
+            raise invalid(f"a frame of audio must be shorter than {_LONGEST_FRAME_SECONDS:g} s")
         signal = np.frombuffer(data, dtype="<i2").astype(np.float32) / 32768.0
         if self._resampler is not None:
             signal = self._resampler.resample_chunk(signal, last=last)
         self.tail.add(signal)
 
     async def _looked(self) -> None:
-        """Wait for the look that runs, and hear of what went wrong in it."""
+        """Wait for the running decoding, and raise its error if it failed."""
         look, self._look = self._look, None
         if look is not None:
             await look
 
     async def _look_now(self, end: bool = False) -> bool:
-        """Ask the model what it hears in the tail, settle what can be, tell both; whether that was the end."""
+        """Decode the tail, settle what can be settled and send both; returns whether that was the end."""
         signal, skip = self.tail.look()
         if not len(signal):
             return True
@@ -254,7 +254,7 @@ class _Session:
         except (asyncio.TimeoutError, TimeoutError):
             raise too_late(self._limits.request_seconds) from None
         except Exception:
-            self.served.check()  # a broken device says so
+            self.served.check()  # raises for a broken device
             raise
         decoder, vocabulary = self.served.decoder, self.served.vocabulary
         loop = asyncio.get_running_loop()

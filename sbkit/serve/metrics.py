@@ -1,4 +1,4 @@
-"""Counters, gauges and histograms as Prometheus reads them."""
+"""Counters, gauges and histograms in Prometheus's text format."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class _Metric(ABC):
         self._lock = threading.Lock()
 
     def lines(self) -> list[str]:
-        """As text."""
+        """Format as text."""
         return [f"# HELP {self.name} {self.what}", f"# TYPE {self.name} {self.kind}", *self._values()]
 
     @abstractmethod
     def _values(self) -> list[str]:
-        """Its lines, without what it is."""
+        """Format the values, without the header."""
 
 
 class Counter(_Metric):
-    """Only grows."""
+    """A value that only grows."""
 
     kind = "counter"
 
@@ -51,7 +51,7 @@ class Counter(_Metric):
 
 
 class Gauge(_Metric):
-    """What a function says at the moment, by labels."""
+    """Current values of a function, by labels."""
 
     kind = "gauge"
 
@@ -64,7 +64,7 @@ class Gauge(_Metric):
 
 
 class Histogram(_Metric):
-    """How many values were at most so large."""
+    """Counts of values by upper bound."""
 
     kind = "histogram"
 
@@ -74,7 +74,7 @@ class Histogram(_Metric):
         self._found: dict[Labels, tuple[list[int], float]] = {}
 
     def observe(self, value: float, **labels: str) -> None:
-        """Take a value."""
+        """Add a value."""
         key = tuple(sorted(labels.items()))
         with self._lock:
             counts, total = self._found.get(key, ([0] * (len(self._bounds) + 1), 0.0))
@@ -103,7 +103,7 @@ def _escaped(value: str) -> str:
 
 
 class Metrics:
-    """All that this server counts."""
+    """All metrics of the server."""
 
     def __init__(self) -> None:
         self.requests = Counter("sbkit_requests_total", "Requests answered, by path and status.")
@@ -116,7 +116,7 @@ class Metrics:
         self.gauges: list[Gauge] = []
 
     def text(self) -> str:
-        """For /metrics."""
+        """Format all metrics for /metrics."""
         every = [self.requests, self.seconds, self.audio, self.batches, self.refused, self.cancelled, self.decoders,
                  *self.gauges]
         return "\n".join(line for each in every for line in each.lines()) + "\n"

@@ -1,4 +1,4 @@
-"""The page at /: one file with its style and script, which asks nobody but this server."""
+"""The page at /: one file with its style and script, which contacts only this server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 @functools.cache
 def _read() -> tuple[str, str]:
-    """The page, and the policy that lets its own script and style run and nothing else."""
+    """Read the page, and make the policy that allows only its own script and style."""
     text = _FILE.read_text(encoding="utf-8")
     digests = {kind: base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
                for kind, inside in _INLINE.findall(text)}
@@ -27,7 +27,7 @@ def _read() -> tuple[str, str]:
 
 
 def response() -> HTMLResponse:
-    """What / answers."""
+    """The response for /."""
     text, policy = _read()
     return HTMLResponse(text, headers={"content-security-policy": policy, "referrer-policy": "no-referrer",
                                        "cache-control": "no-cache"})

@@ -1,4 +1,4 @@
-"""From samples to a transcript, chunk by chunk through the batcher, with the words so far on the way."""
+"""Transcribes samples chunk by chunk through the batcher, reporting words on the way."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from sbkit.infer.transcript import Transcript
 from sbkit.serve.job import Job
 from sbkit.serve.registry import ServedModel
 
-_AHEAD = 4  # chunks of one recording that are asked for at once: long ones must not fill all batches
+_AHEAD = 4  # chunks of one recording in flight: a long recording must not fill all batches
 
 
 def recognise(served: ServedModel, blocks: Iterable[np.ndarray], job: Job,
               told: Callable[[str], None] | None = None) -> Transcript:
-    """The transcript of a recording given as blocks [S].
+    """Transcribe a recording given as blocks [S].
 
     Arguments
     ---------
     job : cancels it
-    told : hears more of the text whenever there is more; all that it heard, joined, is the transcript's text
+    told : called with each new piece of text; all pieces joined are the transcript's text
     """
     heard, settling = Assembly(), StableWords(served.decoder, served.vocabulary)
     tell = None if told is None else _Telling(served, told)
@@ -56,14 +56,14 @@ def recognise(served: ServedModel, blocks: Iterable[np.ndarray], job: Job,
 
 
 class _Telling:
-    """Tells the text of settled words as they come."""
+    """Reports the text of settled words as it grows."""
 
     def __init__(self, served: ServedModel, told: Callable[[str], None]):
         self._vocabulary, self._told = served.vocabulary, told
         self._count = 0
 
     def more(self, words: Sequence[Word]) -> None:
-        """What of the words was not told yet."""
+        """Report the words that were not reported yet."""
         new = words[self._count :]
         if new:
             text = self._vocabulary.text(new)

@@ -1,4 +1,4 @@
-"""The models of a server, by name: what a client may ask for is on this list, never a path."""
+"""The models of a server, by name: clients can only choose from this list, never by path."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from sbkit.serve.batcher import Batcher
 from sbkit.serve.errors import broken, unknown_model
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-#: A batch that runs for so long is not going to end.
+#: Seconds after which a running batch counts as stuck.
 STUCK_SECONDS = 120.0
 
 
 def named(given: Sequence[str]) -> dict[str, Path]:
-    """Bundles by name, from ``BUNDLE`` (called as its folder) and ``NAME=BUNDLE``."""
+    """Parse bundles by name, from ``BUNDLE`` (named after its folder) and ``NAME=BUNDLE``."""
     found: dict[str, Path] = {}
     for each in given:
         name, equals, path = each.partition("=")
         if not equals or Path(each).is_dir():
             name, path = Path(each).resolve().name, each
         if not _NAME.fullmatch(name):
-            raise SbkitError(f"{name!r} is no name for a model", hint=f"give it one, of letters, digits and -._ : "
-                                                                     f"NAME={path}")
+            raise SbkitError(f"{name!r} can't be a model's name", hint="choose one of letters, digits and -._ : "
+                                                                      f"NAME={path}")
         if name in found:
-            raise SbkitError(f"two bundles are called {name}", hint=f"give them names: NAME={path}")
+            raise SbkitError(f"two bundles are named {name}", hint=f"give them different names: NAME={path}")
         found[name] = Path(path)
     return found
 
 
 @dataclass
 class Options:
-    """How all bundles are run; as in ``sbkit transcribe``."""
+    """Options for all bundles, as in ``sbkit transcribe``."""
 
     model: str = AUTO
     device: str = AUTO
@@ -66,20 +66,20 @@ class ServedModel:
 
     @property
     def fault(self) -> str | None:
-        """Why it will never answer again; found out without asking it."""
+        """Why the model will never answer again, or None; the model is not run for it."""
         if self.engine.fault is not None:
             return self.engine.fault
         busy = self.batcher.busy_seconds
         return f"a batch has been running for {busy:.0f} s" if busy > STUCK_SECONDS else None
 
     def check(self) -> None:
-        """Refuse to wait for what is broken."""
+        """Raise ``ApiError`` if the model is broken."""
         if (fault := self.fault) is not None:
             raise broken(fault)
 
     @property
     def facts(self) -> dict[str, Any]:
-        """For /health."""
+        """Facts for /health."""
         running = self.engine.running
         return {"asked": running.asked, "device": running.device, "provider": running.provider,
                 "model": running.model, "file": running.file, "threads": running.threads,
@@ -88,12 +88,12 @@ class ServedModel:
 
     @property
     def listed(self) -> dict[str, Any]:
-        """For /v1/models."""
+        """Facts for /v1/models."""
         return {"id": self.name, "object": "model", "created": self.created, "owned_by": "sbkit"}
 
 
 class Registry:
-    """All of them."""
+    """All models of the server."""
 
     def __init__(self, served: Mapping[str, ServedModel]):
         self._served = dict(served)
@@ -102,20 +102,20 @@ class Registry:
         return iter(self._served.values())
 
     def get(self, name: str) -> ServedModel:
-        """The one of that name."""
+        """Look up a model by name."""
         try:
             return self._served[name]
         except KeyError:
             raise unknown_model(name, list(self._served)) from None
 
     def close(self) -> None:
-        """Release them."""
+        """Release all models."""
         for each in self:
             each.engine.close()
 
 
 def load(bundles: Mapping[str, Path], options: Options, told: Callable[[str, int], None] | None = None) -> Registry:
-    """Load all, or refuse with the first that is broken; ``told`` hears the size of each model's batches."""
+    """Load all bundles, or raise for the first broken one; ``told`` gets the size of each model's batches."""
     loaded: dict[str, ServedModel] = {}
     try:
         for name, folder in bundles.items():

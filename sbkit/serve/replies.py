@@ -11,15 +11,15 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from sbkit.infer.transcript import FORMATS, Segment, Transcript
 
-#: What the API calls the formats that are text.
+#: Content types of the text formats.
 _AS_TEXT = {"text": "txt", "srt": "srt", "vtt": "vtt"}
-UNKNOWN_LANGUAGE = "und"  # ISO 639's word for it
+UNKNOWN_LANGUAGE = "und"  # ISO 639's code for an undetermined language
 STREAM = "text/event-stream"
 END_OF_STREAM = b"data: [DONE]\n\n"
 
 
 def reply(transcript: Transcript, kind: str, granularities: Sequence[str]) -> Response:
-    """The whole answer."""
+    """Make the whole answer."""
     if kind in _AS_TEXT:
         media = "text/vtt" if kind == "vtt" else "text/plain"
         return PlainTextResponse(FORMATS[_AS_TEXT[kind]](transcript), media_type=media)
@@ -29,7 +29,7 @@ def reply(transcript: Transcript, kind: str, granularities: Sequence[str]) -> Re
 
 
 def verbose(transcript: Transcript, granularities: Sequence[str]) -> dict[str, Any]:
-    """What verbose_json holds."""
+    """Make the content of verbose_json."""
     found: dict[str, Any] = {
         "task": "transcribe", "language": transcript.language or UNKNOWN_LANGUAGE,
         "duration": round(transcript.duration, 3), "text": transcript.text, "usage": _usage(transcript),
@@ -43,8 +43,8 @@ def verbose(transcript: Transcript, granularities: Sequence[str]) -> dict[str, A
 
 
 def _segment(number: int, segment: Segment) -> dict[str, Any]:
-    """What a CTC model does not have (sampling, a compression ratio) is there with its neutral value: clients
-    that were written for Whisper drop a segment by these."""
+    """Make a segment of verbose_json. Fields that a CTC model does not have (sampling, a compression ratio) get neutral
+    values, because clients written for Whisper drop segments by them."""
     confidences = [max(word.confidence, 1e-6) for word in segment.words]
     return {
         "id": number, "seek": 0, "start": round(segment.start, 3), "end": round(segment.end, 3), "text": segment.text,
@@ -58,15 +58,15 @@ def _usage(transcript: Transcript) -> dict[str, Any]:
 
 
 def event(body: dict[str, Any]) -> bytes:
-    """One server-sent event."""
+    """Encode one server-sent event."""
     return b"data: " + json.dumps(body, ensure_ascii=False).encode() + b"\n\n"
 
 
 def delta(text: str) -> bytes:
-    """More of the text."""
+    """Make the event for more text."""
     return event({"type": "transcript.text.delta", "delta": text})
 
 
 def done(transcript: Transcript) -> bytes:
-    """All of the text, once, at the end."""
+    """Make the final event with the whole text."""
     return event({"type": "transcript.text.done", "text": transcript.text, "usage": _usage(transcript)})

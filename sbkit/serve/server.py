@@ -1,4 +1,4 @@
-"""The server: load bundles or refuse to start, answer until told to stop, then finish what is in flight."""
+"""The server: load bundles or refuse to start, answer until told to stop, then finish requests in flight."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ KEY_VARIABLE = "SBKIT_API_KEY"
 _NEEDED = ("fastapi", "uvicorn", "python_multipart", "websockets")
 _LIVE_FRAME_BYTES = 8 << 20
 _LOOK_SECONDS = 0.2
-_LAST_SECONDS = 3.0  # to end what was cut off
+_LAST_SECONDS = 3.0  # to clean up requests that were cut off
 
 
 @dataclass(frozen=True)
 class ServeRequest:
-    """What is to be served.
+    """What to serve, and how.
 
     bundles : ``BUNDLE`` or ``NAME=BUNDLE``
-    api_key_file : keys, one a line; the environment's SBKIT_API_KEY is one too
-    allow_origins : of web pages elsewhere that may use this server
-    allow_hosts : names that it answers to beside its own
-    trust_proxies : addresses of proxies whose word on who asks is taken
-    batching : False runs every signal alone
+    api_key_file : file of keys, one per line; SBKIT_API_KEY in the environment adds one
+    allow_origins : origins of web pages elsewhere that may use this server
+    allow_hosts : names that the server answers to besides its own
+    trust_proxies : addresses of proxies whose X-Forwarded-For is believed
+    batching : False runs every signal by itself
     search : options of a search with a language model and hot words
-    grace_seconds : in all, for what is in flight when the server is told to stop
+    grace_seconds : total time to finish requests in flight when the server is told to stop
     """
 
     bundles: Sequence[str]
@@ -62,7 +62,7 @@ class ServeRequest:
 
 
 def serve(request: ServeRequest) -> int:
-    """Run until SIGTERM or Ctrl-C; the exit code."""
+    """Run until SIGTERM or Ctrl-C and return the exit code."""
     missing = [name for name in _NEEDED if util.find_spec(name) is None]
     if missing:
         raise SbkitError(f"serving needs {', '.join(missing)}", hint="pip install 'sbkit[serve]'")
@@ -72,7 +72,7 @@ def serve(request: ServeRequest) -> int:
     keys = _keys(request.api_key_file)
     with _bound(request.host, request.port) as listening:
         if not keys and not loopback(listening.getsockname()[0]):
-            print(f"anybody who reaches {request.host} may use this server; {KEY_VARIABLE} or --api-key-file close it",
+            print(f"anybody who reaches {request.host} can use it; {KEY_VARIABLE} or --api-key-file protect it",
                   file=sys.stderr)
         return _Server(request, bundles, keys, listening).run()
 
@@ -80,8 +80,8 @@ def serve(request: ServeRequest) -> int:
 def _keys(path: Path | None) -> list[str]:
     keys = [os.environ[KEY_VARIABLE].strip()] if KEY_VARIABLE in os.environ else []
     if "" in keys:
-        raise SbkitError(f"{KEY_VARIABLE} is set and blank: everybody could use this server",
-                         hint="give it the key, or unset it to serve without one")
+        raise SbkitError(f"{KEY_VARIABLE} is set but blank, which would let everybody use this server",
+                         hint="set it to the key, or unset it to serve without one")
     if path is None:
         return keys
     try:
@@ -89,14 +89,14 @@ def _keys(path: Path | None) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise SbkitError(f"{path} cannot be read: {error}") from error
     if not found:
-        raise SbkitError(f"{path} holds no key", hint="one a line")
+        raise SbkitError(f"{path} contains no key", hint="write one per line")
     return keys + found
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """The address is taken first: loading takes longer than finding out that it isn't free."""
+    """Bind the address before the slow loading, to find out early if it isn't free."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # The protocol is named for asyncio, which else leaves Nagle's algorithm on: 40 ms for every answer.
+    # Name the protocol, or asyncio leaves Nagle's algorithm on: 40 ms for every answer.
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -104,17 +104,17 @@ def _bound(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         listening.close()
         reason = getattr(error, "strerror", None) or str(error)
-        hint = "choose another one with --port"
+        hint = "choose another port with --port"
         if getattr(error, "errno", None) == errno.EADDRINUSE:
-            hint = "another server may run there; choose another with --port"
+            hint = "another server may run there; choose another port with --port"
         elif isinstance(error, socket.gaierror) or getattr(error, "errno", None) == errno.EADDRNOTAVAIL:
-            hint = "give an address of this machine with --host"
-        raise SbkitError(f"{host}:{port} can't be listened on: {reason}", hint=hint) from None
+            hint = "use an address of this machine with --host"
+        raise SbkitError(f"can't listen on {host}:{port}: {reason}", hint=hint) from None
     return listening
 
 
 class _Server:
-    """The server runs in a thread, the models are loaded in another, and this one waits for signals."""
+    """Runs the server in one thread, loads models in another, and waits for signals in this one."""
 
     def __init__(self, request: ServeRequest, bundles: dict[str, Path], keys: list[str], listening: socket.socket):
         import uvicorn
@@ -128,13 +128,13 @@ class _Server:
         self._state = State(request.limits)
         places = doors.places(request.limits)
         if places.most < request.limits.max_connections:
-            print(f"{places.most} connections may be open at once, by the files that this process may open (ulimit -n)",
+            print(f"{places.most} connections may be open at once, limited by this process's open files (ulimit -n)",
                   file=sys.stderr)
         self._state.doors = doors.Doors(places.most, self._state.metrics)
         hosts = Hosts(listening.getsockname()[0], request.allow_hosts, request.host)
         app = make(self._state, Keys(keys), tuple(request.allow_origins), hosts)
-        http: Any = functools.partial(Impatient, self._state.doors)  # uvicorn calls it, and names only classes
-        grace: Any = request.grace_seconds  # it waits for a share of a second as well as for a whole one
+        http: Any = functools.partial(Impatient, self._state.doors)  # uvicorn just calls it
+        grace: Any = request.grace_seconds  # typed as int, but fractions work
         self._server = uvicorn.Server(uvicorn.Config(
             app, log_level="warning", access_log=False, server_header=False, lifespan="on",
             http=http, ws="auto", ws_max_size=_LIVE_FRAME_BYTES,
@@ -144,12 +144,12 @@ class _Server:
         self._guard: threading.Timer | None = None
 
     def run(self) -> int:
-        """Until the end."""
+        """Run until the end and return the exit code."""
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-        # uvicorn says so of every WebSocket that is refused with a status, which is no mistake.
+        # uvicorn logs this for every WebSocket that is refused with a status, which is not an error.
         logging.getLogger("uvicorn.error").addFilter(
             lambda record: "without completing handshake" not in record.getMessage())
-        logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it warns of each form that is damaged
+        logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it warns about each malformed form
         serving = threading.Thread(target=self._server.run, args=([self._listening],), name="sbkit-http")
         loading = threading.Thread(target=self._load, name="sbkit-load", daemon=True)
         before = {each: signal.signal(each, self._stop) for each in (signal.SIGINT, signal.SIGTERM)}
@@ -175,7 +175,7 @@ class _Server:
         try:
             self._fill()
         except BaseException as error:
-            if not self._state.stopping:  # a stop takes the socket and the decoders from under it
+            if not self._state.stopping:  # a stop closes the socket and the decoders during loading
                 self._problem = error
             self._server.should_exit = True
 
@@ -197,14 +197,14 @@ class _Server:
         print(f"ready on http://{f'[{host}]' if ':' in host else host}:{port}", file=sys.stderr, flush=True)
 
     def _stop(self, number: int, _: FrameType | None) -> None:
-        """The first signal lets what is in flight finish, the second doesn't."""
+        """Handle a signal: the first lets requests in flight finish, the second doesn't."""
         if self._state.stopping:
             self._server.force_exit = self._server.should_exit = True
         self._state.stop()
 
     def _finish(self) -> None:
-        """What is in flight, sessions and requests, until one deadline; uvicorn cuts sockets off when it ends, and
-        waits for requests only."""
+        """Finish requests and sessions in flight by one deadline; uvicorn cuts off sockets when it ends, and only waits
+        for requests."""
         until = time.monotonic() + self._request.grace_seconds
         self._guard = threading.Timer(self._request.grace_seconds + _LAST_SECONDS, self._give_up)
         self._guard.daemon = True
@@ -216,8 +216,8 @@ class _Server:
         self._server.should_exit = True
 
     def _give_up(self) -> None:
-        """A model that never comes back would keep the process for ever."""
-        print(f"not all could be ended within {self._request.grace_seconds:g} s; what is left is dropped",
+        """Exit even if a model never returns."""
+        print(f"not everything finished within {self._request.grace_seconds:g} s; the rest is dropped",
               file=sys.stderr, flush=True)
         if self._state.decoders is not None:
             self._state.decoders.close()
@@ -231,5 +231,5 @@ class _Server:
 
 
 def _keeps_the_process(thread: threading.Thread) -> bool:
-    """Whether Python waits for it at its end."""
+    """Whether Python waits for the thread at exit."""
     return thread.is_alive() and not thread.daemon and thread is not threading.current_thread()

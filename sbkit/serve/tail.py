@@ -1,4 +1,4 @@
-"""The end of a live recording that is not settled yet: when to look at it, what to settle, what to forget."""
+"""The unsettled end of a live recording: when to decode it, what to settle, what to forget."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from sbkit.decode.spans import Word
 from sbkit.infer.chunks import CONTEXT_SECONDS
 from sbkit.infer.transcript import PAUSE_SECONDS
 
-#: A look is due after so much new audio, and after this share of the tail: what is looked at again and again
-#: costs no more than 1 / SHARE times what it would cost to look once.
+#: Decode again after this much new audio, and after this share of the tail: repeated decoding costs at most 1 / SHARE
+#: times what decoding once would cost.
 EVERY_SECONDS, SHARE = 0.3, 0.1
-#: Where no word was heard, so much is kept: one may just begin.
+#: Seconds kept if no word was heard: one may just begin.
 _KEPT_SECONDS = 1.0
-#: A pause is cut at most so far behind its word, so that the next word has its beginning.
+#: A pause is cut at most this many seconds after its word, so that the next word keeps its start.
 _BEHIND_WORD_SECONDS = 0.5
 
 
 @dataclass
 class Settlement:
-    """Words that will not change any more, and those that may; times from the first sample on."""
+    """Words that are final, and those that may change; times are from the first sample."""
 
     final: list[Word]
     partial: list[Word]
     start: float
-    """Of what may change."""
+    """Text that may change."""
 
 
 class Tail:
-    """Samples at the model's rate.
+    """The unsettled samples of a live recording, at the model's rate.
 
     Arguments
     ---------
-    rate, frame_samples : the model's
-    longest : seconds that the model hears at once; then something is settled without a pause
+    rate, frame_samples : as in the model
+    longest : most seconds decoded at once; beyond that, words are settled without a pause
     """
 
     def __init__(self, rate: int, frame_samples: int, longest: float):
@@ -53,32 +53,32 @@ class Tail:
 
     @property
     def seconds(self) -> float:
-        """That came so far."""
+        """The seconds received so far."""
         return self._came / self._rate
 
     @property
     def held(self) -> int:
-        """Samples in memory."""
+        """The number of samples in memory."""
         return self._came - self._start
 
     @property
     def unseen_seconds(self) -> float:
-        """That came since the last look."""
+        """The seconds received since the last decoding."""
         return (self._came - self._seen) / self._rate
 
     @property
     def due(self) -> bool:
-        """Whether to look."""
+        """Whether to decode now."""
         return self.unseen_seconds >= max(EVERY_SECONDS, SHARE * self.held / self._rate)
 
     def add(self, signal: np.ndarray) -> None:
-        """Take samples [S]."""
+        """Add samples [S]."""
         if len(signal):
             self._more.append(signal)
             self._came += len(signal)
 
     def look(self) -> tuple[np.ndarray, int]:
-        """What the model should hear now [S], and how many frames of its output to leave out."""
+        """Return the samples [S] to decode now, and how many frames of the output to skip."""
         self._signal = np.concatenate([self._signal, *self._more])
         self._more = []
         seen = self._signal[: self._longest]
@@ -86,7 +86,7 @@ class Tail:
         return seen, self._skip
 
     def settle(self, words: Sequence[Word], seen: int, skip: int, end: bool = False) -> Settlement:
-        """Decide on what the model said of the first ``seen`` samples; times of words count from ``skip`` on."""
+        """Settle words decoded from the first ``seen`` samples; their times count from frame ``skip``."""
         first = (self._start + skip * self._frame) / self._rate
         words = [replace(word, start=word.start + first, end=word.end + first) for word in words]
         until = (self._start + seen) / self._rate
@@ -104,19 +104,19 @@ class Tail:
         return Settlement(words[:count], words[count:], words[count].start if count < len(words) else until)
 
     def _forget(self, until: float, context: bool = False) -> None:
-        """Drop what lies before; cuts lie on the grid of the frames."""
+        """Drop samples before ``until``; cuts are aligned with frames."""
         frames = int(until * self._rate) // self._frame
         kept = min(self._context, frames) if context else 0
         start = max((frames - kept) * self._frame, self._start)
         if frames * self._frame <= self._start + self._skip * self._frame:
             return
-        # A copy: a view would keep all that was there in memory.
+        # A copy: a view would keep the whole old array in memory.
         self._signal = self._signal[start - self._start :].copy()
         self._start, self._skip = start, frames - start // self._frame
 
 
 def _pause(words: Sequence[Word], until: float) -> tuple[int, float]:
-    """How many words lie before the last pause, and where it is to be cut; 0 where there is none."""
+    """Find the number of words before the last pause, and where to cut it; 0 if there is none."""
     for count in range(len(words), 0, -1):
         after = words[count].start if count < len(words) else until
         gap = after - words[count - 1].end
@@ -126,7 +126,7 @@ def _pause(words: Sequence[Word], until: float) -> tuple[int, float]:
 
 
 def _widest(words: Sequence[Word], first: float, until: float) -> tuple[int, float]:
-    """The same at the widest gap, in the second half if there is one; a single word goes to the side that it is on."""
+    """Find a cut at the widest gap, preferably in the second half; a single word goes to its own side."""
     middle = (first + until) / 2
     gaps = [(words[i].start - words[i - 1].end, i) for i in range(1, len(words)) if words[i - 1].end >= middle]
     gaps = gaps or [(words[i].start - words[i - 1].end, i) for i in range(1, len(words))]

@@ -1,4 +1,4 @@
-"""A request's body while it comes in: it has to come fast enough, and to have room on the disk."""
+"""Receives a request's body, which must arrive fast enough and fit on the disk."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from sbkit.serve.limits import Limits
 
 
 class Upload:
-    """Wraps a request; what is asked for in its place is :attr:`request`.
+    """Wraps a request; use :attr:`request` in its place.
 
     Arguments
     ---------
-    held : its part of the disk: as much as the request says it is long, or else as much as came
+    held : its disk reservation: the length that the request claims, or else what has arrived
     """
 
     def __init__(self, request: Request, limits: Limits, held: Held):
@@ -29,7 +29,7 @@ class Upload:
         self.request = Request(request.scope, self._next)
 
     async def _next(self) -> MutableMapping[str, Any]:
-        """What comes next. The clock runs only while the client is waited for."""
+        """Receive the next message. The clock runs only while waiting for the client."""
         if self._whole:
             return await self._receive()
         least = self._limits.min_upload_kbs * 1024
@@ -39,7 +39,7 @@ class Upload:
                 self._receive(), max(self._limits.upload_grace_seconds + self._came / least - self._waited, 0.01))
         except (asyncio.TimeoutError, TimeoutError):
             self._whole = True
-            raise too_slow(f"comes in at less than {self._limits.min_upload_kbs:g} KB a second") from None
+            raise too_slow(f"arrives at less than {self._limits.min_upload_kbs:g} KB a second") from None
         self._waited += time.monotonic() - began
         self._came += len(message.get("body", b""))
         self._whole = not message.get("more_body")

@@ -1,4 +1,4 @@
-"""A request's way through the house: a place, its deadline, an eye on the client, and the threads that do the work."""
+"""Processing of a request: its place, its deadline, the client's presence, and the worker threads."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from sbkit.serve.limits import Limits
 from sbkit.serve.metrics import Metrics
 
 T = TypeVar("T")
-_SMOOTH = 0.2  # how much of the newest request goes into the mean
+_SMOOTH = 0.2  # weight of the newest request in the mean
 
 
 class Left(Exception):
-    """The client is gone; nobody reads an answer."""
+    """The client left, so nobody reads an answer."""
 
 
 class Rooms:
-    """Places for requests, and the threads that they are worked on in."""
+    """Places for requests, and the threads that process them."""
 
     def __init__(self, limits: Limits, metrics: Metrics):
         self._limits, self._metrics = limits, metrics
@@ -34,15 +34,15 @@ class Rooms:
         self._shares = Shares(limits.max_requests, limits.client_share)
         self._mean = 1.0
         self.inside = 0
-        """Requests in the house."""
+        """The number of requests inside."""
 
     @contextlib.contextmanager
     def place(self, client: str | None = None) -> Iterator[None]:
-        """For one request of a client; ``ApiError`` 429 where there is none."""
+        """Hold a place for one request of a client; raises ``ApiError`` 429 if there is none."""
         if self.inside >= self._limits.max_requests:
-            raise busy(f"{self.inside} requests are in work or wait already",
+            raise busy(f"{self.inside} requests are already running or waiting",
                        self._mean * self.inside / self._limits.max_active)
-        with self._shares.place(client, "requests in work or waiting"):
+        with self._shares.place(client, "requests running or waiting"):
             self.inside += 1
             began = time.monotonic()
             try:
@@ -52,16 +52,16 @@ class Rooms:
                 self._mean += _SMOOTH * (time.monotonic() - began - self._mean)
 
     def visit(self, request: Request) -> Visit:
-        """One request's stay; its clock starts now."""
+        """Start the visit of one request; its clock starts now."""
         return Visit(request, self._threads, self._limits.request_seconds, self._metrics)
 
     def close(self) -> None:
-        """After the last request."""
+        """End the threads after the last request."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 class Visit:
-    """What one request has: a job, a deadline, a client who may leave."""
+    """One request with its job, its deadline and a client who may leave."""
 
     def __init__(self, request: Request, threads: ThreadPoolExecutor, seconds: float, metrics: Metrics):
         self.job = Job()
@@ -70,7 +70,7 @@ class Visit:
         self._gone: asyncio.Task[None] | None = None
 
     async def read(self, reading: Awaitable[T]) -> T:
-        """What comes in, within the deadline."""
+        """Wait for the upload, within the deadline."""
         try:
             return await asyncio.wait_for(reading, max(self._until - time.monotonic(), 0.0))
         except (asyncio.TimeoutError, TimeoutError):
@@ -78,8 +78,8 @@ class Visit:
             raise too_slow(f"took longer than {self._seconds:g} s") from None
 
     async def stream(self, call: Callable[[Callable[[Any], None]], T]) -> AsyncIterator[Any]:
-        """What a call in a thread tells, as it does; the last is what it returns. It ends early, and the call with it,
-        at the deadline or when the client leaves."""
+        """Yield what a call in a thread reports, then its result. Ends early, together with the call, at the deadline
+        or when the client leaves."""
         loop = asyncio.get_running_loop()
         told: asyncio.Queue[Any] = asyncio.Queue()
 
@@ -116,17 +116,17 @@ class Visit:
                 wanted.cancel()
 
     def close(self) -> None:
-        """Nothing of it goes on."""
+        """Cancel all work of the request."""
         self.job.cancel()
         if self._gone is not None:
             self._gone.cancel()
 
 
 class _End:
-    """The end of a queue."""
+    """Marks the end of a queue."""
 
 
 async def _until_gone(request: Request) -> None:
-    """The body was read, so the next that comes is the end."""
+    """Wait until the client leaves: after the body, the next message is the end."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

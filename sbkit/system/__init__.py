@@ -1,1 +1,1 @@
-"""The ground: disks, processes, cores, caches and the terminal, as every room needs them."""
+"""Base utilities for all packages: disks, processes, cores, caches and the terminal."""

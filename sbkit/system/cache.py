@@ -1,4 +1,4 @@
-"""Where sbkit keeps for a user what any of their runs may use again."""
+"""The user's cache folder, shared by all their runs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """``$SBKIT_CACHE``, or ``sbkit`` in the user's folder for such things."""
+    """Return ``$SBKIT_CACHE``, or ``sbkit`` in the user's cache folder."""
     home = os.environ.get("SBKIT_CACHE")
     return Path(home) if home else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sbkit"

@@ -1,4 +1,4 @@
-"""What a person sees in a terminal: tables, progress bars, file writes that are whole or absent."""
+"""Terminal output and files: tables, progress bars, log filters, atomic writes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sbkit.system import disk
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[Any]], indent: str = "") -> str:
-    """Align columns: numbers to the right, words to the left.
+    """Format a table: numbers aligned right, words left.
 
     >>> print(table(["split", "rows"], [["train", 1200], ["dev", 80]]))
     split  rows
@@ -50,7 +50,7 @@ def _is_number(text: str) -> bool:
 
 def progress(iterable: Iterable[Any] | None = None, *, what: str, total: int | None = None, unit: str = "it",
              show: bool = True) -> tqdm:
-    """A progress bar on stderr; silent where nobody watches (no terminal prints one line at the end)."""
+    """Show a progress bar on stderr; without a terminal only one line is printed at the end."""
     return tqdm(
         iterable, desc=what, total=total, unit=unit, disable=not show, dynamic_ncols=True, file=sys.stderr,
         mininterval=0.2 if sys.stderr.isatty() else 10.0, leave=True,
@@ -58,32 +58,32 @@ def progress(iterable: Iterable[Any] | None = None, *, what: str, total: int | N
 
 
 class ForPeople(logging.Filter):
-    """Warnings of all, news of ours only: libraries' news belong into log.txt."""
+    """Filter for the terminal: all warnings, but only sbkit's own info; libraries' info goes to log.txt."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the terminal shows it."""
+        """Whether the terminal shows a record."""
         return record.levelno >= logging.WARNING or record.name.startswith("sbkit")
 
 
 class LogFile(logging.FileHandler):
-    """log.txt. A full disk costs lines of it, and one line to say so rather than a traceback for each."""
+    """Handler of log.txt. A full disk loses lines, which is reported once rather than with a traceback for each."""
 
     _told = False
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """What ``emit`` does where it failed."""
+        """Handle a failed ``emit``."""
         error = sys.exc_info()[1]
         refused = disk.refusal(error) if error else None
         if not refused:
             super().handleError(record)
         elif not self._told:
             self._told = True
-            print(f"warning: {disk.explain(refused, self.baseFilename)}. Lines of it are lost", file=sys.stderr)
+            print(f"warning: {disk.explain(refused, self.baseFilename)}; some of its lines are lost", file=sys.stderr)
 
 
 @contextlib.contextmanager
 def atomic_write(path: str | os.PathLike[str], mode: str = "w") -> Iterator[IO[Any]]:
-    """Write aside, sync, rename: the file under ``path`` is whole, or what it was before, also after a power cut."""
+    """Write to a temporary file, sync, rename: ``path`` has the old or the new content, even after a power cut."""
     path = Path(path)
     binary = "b" in mode
     with disk.told(path):

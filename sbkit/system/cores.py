@@ -1,4 +1,4 @@
-"""How many of a machine's cores this process may use: a container may leave it fewer than it sees."""
+"""The number of cores that this process may use: a container may allow fewer than it shows."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ _MOUNT = Path("/sys/fs/cgroup")
 
 
 def usable_cores() -> int:
-    """Those that this process may run on, no more than a container's quota (``docker --cpus``, Kubernetes' limits).
+    """Count the cores that this process may run on, limited by a container's quota (``docker --cpus``, Kubernetes).
 
-    Libraries start a thread for each core they see; beyond its quota a process is stopped, with whatever its other
-    threads wait for. Half a core counts as none: threads that share one wait for each other.
+    Libraries start a thread for each core they see; beyond its quota a process is paused, and its other threads wait.
+    Half a core counts as none: threads that share one wait for each other.
     """
     seen = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, int(min([seen, *_quotas()])))
 
 
 def threads_to_ask_for() -> int | None:
-    """Of a library that goes by all cores of the machine, where this process may use fewer; None: it is right."""
+    """The number of threads to request from a library that counts all cores of the machine; None if it counts right."""
     cores = usable_cores()
     return cores if cores < (os.cpu_count() or 1) else None
 
 
 def keep_to_usable_cores() -> None:
-    """No more threads for torch than there are cores for them, unless ``OMP_NUM_THREADS`` says how many."""
+    """Limit torch's threads to the usable cores, unless ``OMP_NUM_THREADS`` sets them."""
     import torch
 
     if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > usable_cores():
@@ -35,8 +35,8 @@ def keep_to_usable_cores() -> None:
 
 
 def _quotas() -> Iterator[float]:
-    """In cores, of this process's control group and of all above it, in version 1 and 2 of Linux's control groups."""
-    second = _MOUNT / "unified" if (_MOUNT / "unified").is_dir() else _MOUNT  # beside version 1, or alone
+    """Yield the quotas in cores of this process's control group and all its parents, for cgroups version 1 and 2."""
+    second = _MOUNT / "unified" if (_MOUNT / "unified").is_dir() else _MOUNT  # next to version 1, or alone
     for line in _read(_GROUP).split("\n"):
         if line.count(":") < 2:
             continue
@@ -45,7 +45,7 @@ def _quotas() -> Iterator[float]:
             continue
         mount = _MOUNT / "cpu" if controllers else second
         folder = mount / path.strip("/")
-        if ".." in folder.parts or not folder.is_dir():  # a container's own root is called as the host calls it
+        if ".." in folder.parts or not folder.is_dir():  # a container's root has the host's name for it
             folder = mount
         while True:
             quota = (_read(folder / "cpu.cfs_quota_us") + " " + _read(folder / "cpu.cfs_period_us") if controllers

@@ -1,4 +1,4 @@
-"""What a disk may do to files: keep them through a power cut once they are synced, and be full, said in one message."""
+"""Disks: syncing against power cuts, and one clear message for full or broken disks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from sbkit.errors import SbkitError
 
-#: What a full, read-only or broken disk answers, and one on which nobody may have more or larger files.
+#: Errors of a full, read-only or broken disk, and of exceeded quotas and file sizes.
 ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO}
 HINT = "make room or raise the quota there, then run the same command again"
 
@@ -26,14 +26,14 @@ def sync_folder(path: str | os.PathLike[str]) -> None:
     try:
         os.fsync(handle)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems can't
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems can't sync folders
             raise
     finally:
         os.close(handle)
 
 
 def sync_files(folder: str | os.PathLike[str]) -> None:
-    """Sync the files in a folder, the few large ones of a model, and then the folder."""
+    """Sync the files in a folder, and then the folder; for a model's few large files."""
     for path in Path(folder).iterdir():
         with open(path, "rb") as file:
             os.fsync(file.fileno())
@@ -43,9 +43,9 @@ def sync_files(folder: str | os.PathLike[str]) -> None:
 def sync_file_system(path: str | os.PathLike[str]) -> None:
     """Sync all that was written on the disk of ``path``: one wait, however many files there are.
 
-    An fsync for each of a million clips would wait for the disk a million times, for hours. This writes out what
-    is still in memory, which the kernel keeps to a few gigabytes at most. Network disks have their files already:
-    NFS sends them when they are closed.
+    An fsync for each of a million clips would wait for the disk a million times, for hours. This writes whatever is
+    still in memory, which the kernel limits to a few gigabytes. Network disks already have their files: NFS sends
+    them when they are closed.
     """
     call = getattr(ctypes.CDLL(None, use_errno=True), "syncfs", None)
     if call is None:  # not Linux
@@ -67,7 +67,7 @@ def told(path: str | os.PathLike[str], called: str = "") -> Iterator[None]:
     """Say in one message which file a disk refused within this block.
 
     path : the file that is written there, or the folder of several
-    called : what is said in its place, where it may be another one
+    called : what the message calls it instead, if it may be a different file
     """
     try:
         yield
@@ -84,7 +84,7 @@ def told(path: str | os.PathLike[str], called: str = "") -> Iterator[None]:
 def refusal(error: BaseException) -> OSError | None:
     """The OSError of a full, read-only or broken disk behind ``error``, if that is what it was.
 
-    Libraries in Rust, such as safetensors, have errors of their own, which end with the kernel's number.
+    Libraries in Rust, such as safetensors, raise their own errors, which end with the kernel's number.
     """
     seen: BaseException | None = error
     while seen is not None:
@@ -98,7 +98,7 @@ def refusal(error: BaseException) -> OSError | None:
 
 
 def explain(error: OSError, path: str | os.PathLike[str], needed: float | None = None, called: str = "") -> str:
-    """What the disk did not take, why, what it would need and what is free."""
+    """Describe what the disk refused and why, what was needed and what is free."""
     what = "could not be read or written" if error.errno == errno.EIO else "could not be written"
     needs = "" if needed is None else f"it needs about {size(needed)}, "
     free = f"free in {os.fspath(path)}" if called else "free"
@@ -106,7 +106,7 @@ def explain(error: OSError, path: str | os.PathLike[str], needed: float | None =
 
 
 def size(count: float) -> str:
-    """A number of bytes for people: ``size(1_200_000_000)`` is ``'1.2 GB'``."""
+    """Format a number of bytes: ``size(1_200_000_000)`` is ``'1.2 GB'``."""
     for unit in ("bytes", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
@@ -115,18 +115,18 @@ def size(count: float) -> str:
 
 
 def check_room(path: str | os.PathLike[str], needed: float, hint: str) -> None:
-    """Refuse to begin what would fill the disk of ``path`` before it is done."""
+    """Raise if the disk of ``path`` has less room than ``needed``, before work begins."""
     if needed > _usable(_status(Path(path))):
         raise SbkitError(explain(OSError(errno.ENOSPC, ""), path, needed), hint=hint)
 
 
 def _free(path: Path) -> str:
-    """What is free on the disk that ``path`` is, or would be, on."""
+    """Describe what is free on the disk of ``path``, which need not exist yet."""
     try:
         found = _status(path)
     except OSError:
         return "unknown"
-    full = "" if not found.f_files or found.f_favail else ", but there are as many files as it can hold"
+    full = "" if not found.f_files or found.f_favail else ", but it can hold no more files"
     return size(_usable(found)) + full
 
 

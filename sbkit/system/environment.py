@@ -1,4 +1,4 @@
-"""What a run stands on: do torch and torchaudio fit together, and which versions and hardware are these."""
+"""The environment of a run: whether torch and torchaudio fit together, versions and hardware."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PACKAGES = ("sbkit", "torch", "torchaudio", "speechbrain", "hyperpyyaml", "data
 
 
 def version_of(package: str) -> str | None:
-    """The installed version, without importing the package; None when it is not installed."""
+    """Return a package's version without importing it; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -25,7 +25,7 @@ def version_of(package: str) -> str | None:
 
 
 def check_torch_pair(torch: str | None = None, torchaudio: str | None = None) -> None:
-    """Refuse a torch and a torchaudio of different minor releases: their binaries do not load together."""
+    """Raise if torch and torchaudio are of different minor releases: their binaries do not load together."""
     torch = torch or version_of("torch")
     torchaudio = torchaudio or version_of("torchaudio")
     if torch is None or torchaudio is None:
@@ -39,7 +39,7 @@ def check_torch_pair(torch: str | None = None, torchaudio: str | None = None) ->
 
 
 def check_torch_exports(torch: str | None = None) -> None:
-    """Refuse to export with a torch whose exporter can't take what SpeechBrain's layers do."""
+    """Raise if torch's exporter can't handle SpeechBrain's layers."""
     torch = torch or version_of("torch")
     if torch is None:
         raise _not_installed("torch")
@@ -58,7 +58,7 @@ def _minor(version: str) -> tuple[int, int]:
 
 
 def describe() -> dict[str, str]:
-    """Versions and hardware as shown at the start of a run, in its report and in a bundle."""
+    """Collect versions and hardware, for the start of a run, its report and a bundle."""
     facts = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
     facts |= {name: version_of(name) or "not installed" for name in _PACKAGES}
     cores = usable_cores()
@@ -72,14 +72,14 @@ def describe() -> dict[str, str]:
 
 
 def inventory() -> str:
-    """What SpeechBrain writes into ``env.log``, of this interpreter's packages: the ``pip`` that a shell finds may be
-    another one's, or none, and takes seconds."""
+    """Compose SpeechBrain's ``env.log`` for this interpreter's packages; the ``pip`` on the PATH may belong to another
+    interpreter or be missing, and takes seconds."""
     import torch
 
     installed = {str(each.metadata["Name"]): each.version for each in metadata.distributions()}
     packages = [f"{name}=={installed[name]}" for name in sorted(installed, key=str.lower)]
     git = ""
-    with contextlib.suppress(OSError):  # it isn't installed
+    with contextlib.suppress(OSError):  # git isn't installed
         git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     card = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
     parts = ["SpeechBrain system description", f"Python version:\n{sys.version}",
@@ -89,7 +89,7 @@ def inventory() -> str:
 
 
 def command() -> str:
-    """How this process was started, to be typed again in the same folder; torchrun's part is put together anew."""
+    """The command that started this process, to repeat it in the same folder; torchrun's part is reconstructed."""
     words = [word for word in sys.orig_argv[1:] if word != "-u"]
     if words and os.path.basename(words[0]) == "sbkit":
         words[0] = "sbkit"

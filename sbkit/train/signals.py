@@ -29,7 +29,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar
 
-from sbkit.data.reader import quiet_worker
 from sbkit.errors import SbkitError
 from sbkit.train.distributed import launcher, ranks
 
@@ -242,12 +241,3 @@ def _forget_end() -> None:
 
 os.register_at_fork(after_in_child=_forget_wakeup)
 os.register_at_fork(after_in_child=_forget_end)
-
-
-def worker_ignore_signals(worker_id: int = 0) -> None:
-    """For any data loader's ``worker_init_fn``: stop signals are the business of the process that trains.
-
-    Ctrl-C, SLURM and others send them to every process of a job; a worker that ended by them would take
-    the training with it before its checkpoint.
-    """
-    quiet_worker(worker_id)

@@ -163,8 +163,8 @@ def test_clocks_that_are_held_down_say_by_what(monkeypatch):
     monkeypatch.setattr(cards, "_smi", lambda *words: PERFORMANCE)
     hot, idle = look("clocks", cards.clocks, Scope())
     assert hot.verdict == NOTE
-    assert hot.found == "held down now by heat; held down now by the board; was held down by its power limit for 9 min"
-    assert (idle.verdict, idle.found) == (OK, "not held down")
+    assert hot.found == "throttled now by heat; throttled now by the board; was throttled by its power limit for 9 min"
+    assert (idle.verdict, idle.found) == (OK, "not throttled")
 
 
 def test_a_card_with_errors_and_slices_is_noted(monkeypatch):
@@ -230,7 +230,7 @@ def test_a_check_that_breaks_or_never_answers_is_a_line():
 
     one, rest = look("disk", broken, Scope())
     assert one.verdict == OK
-    assert rest == Finding("disk", "can't be told: ZeroDivisionError: of all things", NOTE)
+    assert rest == Finding("disk", "unknown: ZeroDivisionError: of all things", NOTE)
     (late,) = look("disk", lambda asked: time.sleep(60), Scope(), patience=0.05)
     assert late.found == "no answer within 0.05 s"
 

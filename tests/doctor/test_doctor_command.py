@@ -11,7 +11,7 @@ from sbkit.doctor.finding import IN_THE_WAY, NOTE, Finding
 BAD = [
     Finding("torch", "2.11.0, built for CUDA 13.0"),
     Finding("NVIDIA driver", "550.54, for CUDA up to 12.4; torch is built for CUDA 13.0, which needs 580 or newer",
-            IN_THE_WAY, "update the driver to 580, or take a torch of an older CUDA"),
+            IN_THE_WAY, "update the driver to 580, or install a torch for an older CUDA"),
     Finding("shared memory", "/dev/shm: 0.06 of 0.06 GiB free", NOTE, "docker run --shm-size=8g, or fewer workers"),
 ]
 
@@ -40,8 +40,8 @@ def test_what_is_in_the_way_ends_with_1_and_says_what_to_do(capsys, monkeypatch)
 ok          torch          2.11.0, built for CUDA 13.0
 in the way  NVIDIA driver  550.54, for CUDA up to 12.4; torch is built for CUDA
                            13.0, which needs 580 or newer
-                           -> update the driver to 580, or take a torch of an
-                              older CUDA
+                           -> update the driver to 580, or install a torch for
+                              an older CUDA
 note        shared memory  /dev/shm: 0.06 of 0.06 GiB free
                            -> docker run --shm-size=8g, or fewer workers
 

@@ -108,7 +108,7 @@ def test_signals_of_the_wrong_kind_are_refused_where_they_are_given(bundle):
 def test_cuda_on_a_cpu_runtime_is_refused(bundle):
     assert "CUDAExecutionProvider" not in onnxruntime.get_available_providers()
     for wanted in ("cuda", "cuda:1"):
-        with pytest.raises(SbkitError, match=f"{wanted} was asked for.*no CUDA.*onnxruntime-gpu"):
+        with pytest.raises(SbkitError, match=f"{wanted} was requested.*no CUDA.*onnxruntime-gpu"):
             Engine(bundle, device=wanted)
 
 
@@ -116,9 +116,9 @@ def test_auto_on_a_cpu_runtime_says_so(bundle):
     with Engine(bundle, device="auto") as engine:
         running = engine.running
         assert (running.asked, running.device, running.provider) == ("auto", "cpu", "CPUExecutionProvider")
-        assert "no CUDA" in running.note and "asked for auto" in str(running)
+        assert "no CUDA" in running.note and "requested: auto" in str(running)
     with Engine(bundle, device="cpu") as engine:
-        assert engine.running.note == "" and "asked for" not in str(engine.running)
+        assert engine.running.note == "" and "requested" not in str(engine.running)
 
 
 class Dropping(onnxruntime.InferenceSession):
@@ -160,7 +160,7 @@ def claims_cuda(monkeypatch):
 
 def test_a_session_that_dropped_cuda_in_silence_is_refused(bundle, monkeypatch, claims_cuda):
     monkeypatch.setattr(onnxruntime, "InferenceSession", Dropping)
-    with pytest.raises(SbkitError, match=r"cuda:2 was asked for, and onnxruntime fell back to CPUExecutionProvider"):
+    with pytest.raises(SbkitError, match=r"cuda:2 was requested, but onnxruntime fell back to CPUExecutionProvider"):
         Engine(bundle, device="cuda:2")
     assert Dropping.asked[0][0] == "CUDAExecutionProvider" and Dropping.asked[0][1]["device_id"] == "2"
     assert claims_cuda, "the CUDA libraries are loaded before the session is made"
@@ -185,7 +185,7 @@ def eight_bits(tmp_path_factory):
 
 
 def test_eight_bits_are_refused_on_a_gpu_where_their_products_would_run_on_the_cpu(eight_bits, claims_cuda):
-    with pytest.raises(SbkitError, match=r"cuda:1 was asked for.*8-bit products on the CPU alone; take --model onnx"):
+    with pytest.raises(SbkitError, match=r"cuda:1 was requested.*8-bit products only on the CPU; use --model onnx"):
         Engine(eight_bits, device="cuda:1")
 
 
@@ -194,7 +194,7 @@ def test_eight_bits_by_themselves_go_to_the_cpu_and_say_why(eight_bits, monkeypa
     with Engine(eight_bits, device="auto") as engine:
         assert Dropping.asked == ["CPUExecutionProvider"]
         assert (engine.running.asked, engine.running.device) == ("auto", "cpu")
-        assert engine.running.note == "8-bit products run on the CPU alone"
+        assert engine.running.note == "8-bit products run only on the CPU"
 
 
 def test_auto_tells_that_cuda_was_dropped(bundle, monkeypatch, claims_cuda):
@@ -228,7 +228,7 @@ def test_both_builds_of_onnxruntime_are_an_error_that_says_what_to_remove(bundle
 def test_torch_refuses_a_gpu_that_is_not_there(bundle):
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    with pytest.raises(SbkitError, match=r"cuda was asked for.*sees 0 CUDA devices"):
+    with pytest.raises(SbkitError, match=r"cuda was requested.*sees 0 CUDA devices"):
         Engine(bundle, model="torch", device="cuda")
 
 
@@ -248,7 +248,7 @@ def test_a_program_runs_on_another_device_than_it_was_traced_on(bundle, on_meta)
 
 def test_a_torch_that_leaves_parts_behind_says_what_is_needed(bundle, on_meta, monkeypatch):
     monkeypatch.setattr("torch.export.passes.move_to_device_pass", lambda program, _: program)
-    with pytest.raises(SbkitError, match=r"torch 2\..* leaves a part of the model on cpu; pip install 'torch>=2\.9"):
+    with pytest.raises(SbkitError, match=r"torch 2\..* leaves part of the model on cpu; pip install 'torch>=2\.9"):
         backends.Torch(bundle / "model.pt2", "torch", device.DeviceChoice.parse("cuda"), None, Worker(), None)
 
 
@@ -321,7 +321,7 @@ def test_compiling_outside_of_the_worker_is_refused():
     worker = Worker()
     try:
         for mode in backends.COMPILE_MODES:
-            with pytest.raises(SbkitError, match="outside of the thread"):
+            with pytest.raises(SbkitError, match="outside the thread"):
                 backends.compiled(torch.nn.Identity(), mode, worker)
     finally:
         worker.close()
@@ -378,7 +378,7 @@ def test_a_containers_quota_is_kept_to_unless_somebody_says_otherwise(bundle, mo
 
 
 def test_compile_is_for_torch(bundle):
-    with pytest.raises(SbkitError, match="compile is for the model torch"):
+    with pytest.raises(SbkitError, match="compile only works with the model torch"):
         Engine(bundle, compile="default")
 
 
@@ -387,7 +387,7 @@ def test_compile_is_for_torch(bundle):
 
 def test_a_width_that_is_not_the_tables_is_refused_at_start(tmp_path):
     folder = bundles.make(tmp_path / "b", width=len(bundles.PIECES) + 4)
-    with pytest.raises(SbkitError, match=r"34 scores a frame and tokens.txt has 30 tokens"):
+    with pytest.raises(SbkitError, match=r"34 scores per frame, but tokens.txt has 30 tokens"):
         Engine(folder)
 
 
@@ -395,7 +395,7 @@ def test_a_width_that_shows_only_when_it_runs_is_refused_too(bundle):
     with Engine(bundle, device="cpu") as engine:
         wide = engine._backend
         engine._backend = lambda *a: (np.zeros((1, 3, 99), np.float32), np.array([3]))
-        with pytest.raises(SbkitError, match="99 scores a frame and there are 30 tokens"):
+        with pytest.raises(SbkitError, match="99 scores per frame, but there are 30 tokens"):
             engine.run([bundles.say("a")])
         engine._backend = wide
 
@@ -404,7 +404,7 @@ def test_a_file_that_was_cut_off_or_is_missing_is_told_before_it_is_loaded(tmp_p
     folder = bundles.make(tmp_path / "b")
     data = (folder / "model.onnx").read_bytes()
     (folder / "model.onnx").write_bytes(data[:-10])
-    with pytest.raises(SbkitError, match=r"has \d+ bytes and the export wrote"):
+    with pytest.raises(SbkitError, match=r"has \d+ bytes, but the export wrote"):
         Engine(folder)
     (folder / "model.onnx").unlink()
     with pytest.raises(SbkitError, match="is missing"):

@@ -65,7 +65,7 @@ def test_what_is_there_is_not_done_again(bundle, clips, tmp_path, capsys):
     run(bundle, clips / "one.wav", "--output", out)
     (out / "one.txt").write_text("mine\n")
     assert run(bundle, clips / "one.wav", clips / "deep/two.flac", "--output", out) == 0
-    assert "1 are done already" in capsys.readouterr().err
+    assert "1 are already done" in capsys.readouterr().err
     assert (out / "one.txt").read_text() == "mine\n" and (out / "two.txt").exists()
     run(bundle, clips / "one.wav", "--output", out, "--overwrite")
     assert (out / "one.txt").read_text() == "first words\n"
@@ -79,7 +79,7 @@ def test_another_model_s_transcripts_are_not_mixed_in(bundle, clips, tmp_path, c
     out = tmp_path / "out"
     run(bundle, clips / "one.wav", "--output", out)
     assert run(other, clips / "one.wav", "--output", out) == 2
-    assert "holds transcripts of another model" in capsys.readouterr().err
+    assert "contains transcripts made by another model" in capsys.readouterr().err
     assert run(other, clips / "one.wav", "--output", out, "--overwrite") == 0
 
 
@@ -162,7 +162,7 @@ def test_a_bad_clip_is_named_counted_and_left_out(bundle, clips, tmp_path, capsy
 
 
 @pytest.mark.parametrize("words, expected", [
-    (["none.wav"], "no such file"), (["."], "there is no audio"), (["CLIP", "--format", "docx"], "there is no format"),
+    (["none.wav"], "no such file"), (["."], "there is no audio"), (["CLIP", "--format", "docx"], "unknown format"),
     (["CLIP", "CLIP", "--format", "srt"], "--output FOLDER"), (["CLIP", "--format", "txt,json"], "--output FOLDER"),
     (["CLIP", "--device", "cuda"], "no CUDA"), (["CLIP", "--model", "int8"], "has no model int8"),
     (["CLIP", "--chunk-seconds", "-1"], "--chunk-seconds: '-1' is not a number above 0"),
@@ -203,7 +203,7 @@ def test_ids_that_mean_one_file_are_refused(bundle, clips, tmp_path, capsys):
     (tmp_path / "m.csv").write_text("ID,duration,wav,spk_id,wrd\n" + "".join(
         f"{name},0.5,{clips}/one.wav,,a\n" for name in ("a/one", "../a//one")))
     assert run(bundle, tmp_path / "m.csv", "--output", tmp_path / "out") == 2
-    assert "'a/one' and '../a//one' would be one file" in capsys.readouterr().err
+    assert "'a/one' and '../a//one' would be the same file" in capsys.readouterr().err
 
 
 def test_json_of_several_is_a_line_each(bundle, clips, capsys):
@@ -218,7 +218,7 @@ def test_hot_words_and_a_language_model_on_the_command_line(bundle, clips, tmp_p
     assert run(bundle, clips / "one.wav", "--hot-word", "last=4", "--hot-word", f"@{tmp_path}/hot.txt") == 0
     assert capsys.readouterr().out == "first words\n"
     assert run(bundle, clips / "one.wav", "--hot-word", "x=much") == 2
-    assert "the boost 'much' is no number" in capsys.readouterr().err
+    assert "the boost 'much' is not a number" in capsys.readouterr().err
     assert run(bundle, clips / "one.wav", "--lm", tmp_path / "none.arpa") == 2
     assert "none.arpa" in capsys.readouterr().err
     arpa = tmp_path / "lm.arpa"

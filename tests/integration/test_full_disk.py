@@ -261,7 +261,7 @@ def test_what_no_stage_tells_is_one_line_of_the_command(monkeypatch, capsys):
 def test_what_is_free_says_when_it_is_files_that_are_too_many(tmp_path, monkeypatch):
     full = SimpleNamespace(f_bavail=1000, f_frsize=4096, f_files=10, f_favail=0)
     monkeypatch.setattr(disk.os, "statvfs", lambda path: full)
-    assert "free: 4.1 MB, but there are as many files as it can hold" in disk.explain(OSError(28, ""), tmp_path)
+    assert "free: 4.1 MB, but it can hold no more files" in disk.explain(OSError(28, ""), tmp_path)
 
 
 def test_without_a_small_disk_the_tests_bound_files(tmp_path, given):

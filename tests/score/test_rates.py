@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import pickle
 import random
 
 import pytest
@@ -67,18 +66,6 @@ def test_file_equals_speechbrain_byte_for_byte(tmp_path_factory, pairs, unit):
     stream = io.StringIO()
     theirs.write_stats(stream)
     assert path.read_text(encoding="utf-8") == stream.getvalue()
-
-
-def test_batches_merge_to_the_whole_and_survive_pickling():
-    whole, first, second = ErrorRates(), ErrorRates(), ErrorRates()
-    whole.add(["1", "2", "3"], ["a b", "c d", "e"], ["a", "c x", "e"])
-    first.add(["1"], ["a b"], ["a"])
-    second.add(["2", "3"], [["c", "d"], ["e"]], [["c", "x"], ["e"]])
-    merged = ErrorRates().merge(pickle.loads(pickle.dumps([first, second])))
-    assert merged.summary() == whole.summary()
-    assert [scored.id for scored in merged] == ["1", "2", "3"]
-    with pytest.raises(SbkitError, match="can't be merged"):
-        ErrorRates("character").merge([whole])
 
 
 def test_words_are_compared_to_their_last_character():

@@ -140,12 +140,12 @@ def test_models_are_listed_and_found_by_name(client):
 
 
 @pytest.mark.parametrize("field, value, words", [
-    ("response_format", "diarized_json", "none of json, text"),
-    ("timestamp_granularities", ["phoneme"], "none of word, segment"),
+    ("response_format", "diarized_json", "must be one of json, text"),
+    ("timestamp_granularities", ["phoneme"], "must be one of word, segment"),
     ("timestamp_granularities", ["word"], "needs response_format verbose_json"),
-    ("language", "fr", "hears 'en', not 'fr'"),
-    ("temperature", 7, "no number from 0 to 1"),
-    ("include", ["logprobs"], "does not do include"),
+    ("language", "fr", "is for 'en', not 'fr'"),
+    ("temperature", 7, "must be a number from 0 to 1"),
+    ("include", ["logprobs"], "does not support include"),
 ])
 def test_what_cannot_be_met_is_refused_by_name(client, field, value, words):
     with pytest.raises(openai.BadRequestError, match=words) as error:
@@ -168,7 +168,7 @@ def test_bad_audio_is_the_clients_mistake(client, data, words):
 
 
 @pytest.mark.parametrize("body, words", [
-    ({"data": {"model": "level"}, "files": {"other": ("a", b"1")}}, "does not do other"),
+    ({"data": {"model": "level"}, "files": {"other": ("a", b"1")}}, "does not support other"),
     ({"data": {"model": "level"}, "files": {"model": ("a", b"1")}}, "model is given twice"),
     ({"files": {"file": ("a.wav", b"1")}}, "field model is missing"),
     ({"json": {"model": "level"}}, "multipart/form-data"),

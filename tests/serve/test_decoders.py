@@ -193,7 +193,7 @@ def test_a_machine_without_room_for_a_process_costs_a_request_and_not_the_server
         with pytest.raises(BlockingIOError):
             decode(instances, serving.wav("b"))
         full[:] = [OSError(24, "Too many open files")]
-        with pytest.raises(ApiError, match="as many files open as it may") as error:
+        with pytest.raises(ApiError, match="its limit of open files") as error:
             decode(instances, serving.wav("b"))
         assert error.value.status == 503
         full.clear()

@@ -87,7 +87,7 @@ def test_many_requests_need_no_more_files_than_there_are_connections(monkeypatch
 def test_too_few_files_are_told_at_the_start(monkeypatch):
     monkeypatch.setattr(doors.resource, "getrlimit", lambda what: (99, 99))
     monkeypatch.setattr(doors.resource, "setrlimit", lambda *_: None)
-    with pytest.raises(SbkitError, match=r"may open 99 files, and 100 are needed.*ulimit -n"):
+    with pytest.raises(SbkitError, match=r"may open 99 files, but needs 100.*ulimit -n"):
         doors.places(Limits())
 
 

@@ -339,7 +339,7 @@ def test_unless_it_was_allowed(bundle):
 def test_every_limit_has_to_be_above_nothing():
     from sbkit.errors import SbkitError
 
-    with pytest.raises(SbkitError, match="--max-live is 0 and must be above 0"):
+    with pytest.raises(SbkitError, match="--max-live is 0, but must be above 0"):
         Limits(max_live=0)
 
 

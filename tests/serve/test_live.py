@@ -152,11 +152,11 @@ def test_hours_of_speech_are_held_in_seconds_of_memory():
 
 @pytest.mark.parametrize("first, param, words", [
     ('{"type": "start", "model": "nobody", "sample_rate": 16000}', "model", "does not exist"),
-    ('{"type": "start", "model": ["level"], "sample_rate": 16000}', "model", "has to be a name"),
+    ('{"type": "start", "model": ["level"], "sample_rate": 16000}', "model", "must be a name"),
     ('{"type": "start", "model": "level", "sample_rate": 16000000}', "sample_rate", "from 8000 to 192000"),
     ('{"type": "start", "model": "level", "sample_rate": true}', "sample_rate", "from 8000 to 192000"),
     ('{"type": "begin"}', None, "first message"), ("[1]", None, "JSON object"), ("junk", None, "JSON"),
-    ("[" * 10_000, None, "JSON"), ("[" * 100_000, None, "short"), (b"\0\0", None, "first message"),
+    ("[" * 10_000, None, "JSON"), ("[" * 100_000, None, "too long"), (b"\0\0", None, "first message"),
 ])
 def test_a_wrong_start_is_told_and_ends_it(server, first, param, words):
     with connect(server.live) as socket:

@@ -62,8 +62,8 @@ def test_parts_are_promised_up_to_the_bound_and_given_back(monkeypatch):
     first, second = room.hold(), room.hold()
     first.grow(6 * MEGABYTE)
     first.grow(MEGABYTE)  # it has more
-    with pytest.raises(ApiError, match="may take 10 MB on this server's disk now and 6 of them are in use; this one "
-                                       "needs 5 MB more") as refused:
+    with pytest.raises(ApiError, match="may use 10 MB of this server's disk now, 6 MB are in use, "
+                                       "and this request needs 5 MB more") as refused:
         second.grow(5 * MEGABYTE)
     assert refused.value.status == 503 and refused.value.headers["retry-after"]
     first.keep(MEGABYTE)
@@ -102,13 +102,13 @@ def test_a_request_beyond_the_bound_gets_503_and_the_next_one_is_answered(bundle
         for data in (bytes(3 * MEGABYTE), serving.silence(60, 16_000)):  # too much itself, and too much decoded
             answer = post(server, data)
             assert answer.status_code == 503 and answer.headers["retry-after"]
-            assert answer.json()["error"]["code"] == "no_room" and "on this server's disk" in answer.text
+            assert answer.json()["error"]["code"] == "no_room" and "of this server's disk" in answer.text
         assert post(server, serving.wav("good")).json()["text"] == "good"
         assert server.state.disk.held == 0 and server.counted("sbkit_requests_inside") == 0
 
 
 @pytest.mark.parametrize("code, words", [(errno.ENOSPC, "temporary folder is full"),
-                                         (errno.EMFILE, "as many files open as it may")])
+                                         (errno.EMFILE, "its limit of open files")])
 def test_an_upload_that_finds_no_room_is_told_so(server, monkeypatch, code, words):
     """Starlette keeps large uploads in a file of its own."""
     def full(*_):

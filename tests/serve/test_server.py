@@ -198,13 +198,13 @@ def test_one_deadline_ends_all_even_a_model_that_never_comes_back(bundle):
         _, err = process.communicate(timeout=60)
         asking.join()
     assert answers[0].status_code == 503 and "stopping" in answers[0].text
-    assert process.returncode == 1 and "not all could be ended within 2 s" in err
+    assert process.returncode == 1 and "not everything finished within 2 s" in err
 
 
 @pytest.mark.parametrize("blank", ["", "  ", "\n"])
 def test_a_blank_key_does_not_open_the_server_to_everybody(bundle, monkeypatch, blank):
     monkeypatch.setenv(server.KEY_VARIABLE, blank)
-    with pytest.raises(SbkitError, match=r"SBKIT_API_KEY is set and blank.*unset it to serve without one"):
+    with pytest.raises(SbkitError, match=r"SBKIT_API_KEY is set but blank.*unset it to serve without one"):
         server.serve(server.ServeRequest([str(bundle)], port=0))
 
 
@@ -223,8 +223,8 @@ def test_a_port_that_is_taken_is_one_line_at_once(bundle):
         taken.listen()
         port = taken.getsockname()[1]
         assert refused(bundle, "--port", port) == (
-            f"error: 127.0.0.1:{port} can't be listened on: Address already in use; another server may run there; "
-            "choose another with --port")
+            f"error: can't listen on 127.0.0.1:{port}: Address already in use; another server may run there; "
+            "choose another port with --port")
 
 
 def test_a_broken_bundle_ends_the_start_with_its_reason(bundle, tmp_path):
@@ -237,12 +237,12 @@ def test_a_broken_bundle_ends_the_start_with_its_reason(bundle, tmp_path):
 @pytest.mark.parametrize("words, message", [
     (["--port", "0"], "the following arguments are required"),
     (["nowhere", "--port", "0"], "nowhere is not there"),
-    (["../etc=BUNDLE", "--port", "0"], "is no name for a model"),
-    (["BUNDLE", "--port", "0", "--device", "cuda"], "cuda was asked for"),
+    (["../etc=BUNDLE", "--port", "0"], "can't be a model's name"),
+    (["BUNDLE", "--port", "0", "--device", "cuda"], "cuda was requested"),
     (["BUNDLE", "--port", "0", "--api-key-file", "no-such"], "no-such cannot be read"),
-    (["BUNDLE", "--max-upload-mb", "0"], "--max-upload-mb is 0.0 and must be above 0"),
-    (["BUNDLE", "--host", "203.0.113.7", "--port", "0"], "give an address of this machine with --host"),
-    (["BUNDLE", "--port", "99999"], "choose another one with --port"),
+    (["BUNDLE", "--max-upload-mb", "0"], "--max-upload-mb is 0.0, but must be above 0"),
+    (["BUNDLE", "--host", "203.0.113.7", "--port", "0"], "use an address of this machine with --host"),
+    (["BUNDLE", "--port", "99999"], "choose another port with --port"),
 ])
 def test_mistakes_are_one_line(bundle, capsys, words, message):
     from sbkit.cli import main
@@ -263,9 +263,9 @@ def test_bundles_are_called_as_their_folders_or_as_one_says(tmp_path):
         (tmp_path / name).mkdir()
     found = registry.named([str(tmp_path / "en"), f"whisper-1={tmp_path / 'en'}"])
     assert list(found) == ["en", "whisper-1"] and len(set(found.values())) == 1
-    with pytest.raises(SbkitError, match="two bundles are called en"):
+    with pytest.raises(SbkitError, match="two bundles are named en"):
         registry.named([str(tmp_path / "en"), f"en={tmp_path}"])
-    with pytest.raises(SbkitError, match=r"no name for a model.*NAME="):
+    with pytest.raises(SbkitError, match=r"can't be a model's name.*NAME="):
         registry.named([str(tmp_path / "a=b")])
 
 
@@ -274,7 +274,7 @@ def test_keys_come_from_the_environment_and_from_a_file(tmp_path, monkeypatch):
     (tmp_path / "keys").write_text("two\n\n three \n")
     assert server._keys(tmp_path / "keys") == ["one", "two", "three"]
     (tmp_path / "none").write_text("\n")
-    with pytest.raises(SbkitError, match="holds no key"):
+    with pytest.raises(SbkitError, match="contains no key"):
         server._keys(tmp_path / "none")
 
 

@@ -211,14 +211,15 @@ WORKERS = """
     import os, sys, time, torch, warnings
     from torch.utils.data import DataLoader
     warnings.filterwarnings("ignore", message="This DataLoader will create")  # where there is one core
-    from sbkit.train.signals import Stopped, StopSignals, worker_ignore_signals
+    from sbkit.data.reader import quiet_worker
+    from sbkit.train.signals import Stopped, StopSignals
     class Slow(torch.utils.data.Dataset):
         def __len__(self): return 100_000
         def __getitem__(self, i):
             time.sleep(0.005)
             return i
     with StopSignals() as stop:
-        loader = DataLoader(Slow(), num_workers=2, worker_init_fn=worker_ignore_signals)
+        loader = DataLoader(Slow(), num_workers=2, worker_init_fn=quiet_worker)
         after = None
         for i, batch in enumerate(loader):
             if i == 5:

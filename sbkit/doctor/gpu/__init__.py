@@ -1,1 +1,1 @@
-"""One command that shows what works on this machine's cards, and how fast: checks in processes of their own, a page."""
+"""``sbkit doctor --gpu``: tests what works on this machine's cards and how fast, and writes a report."""

@@ -1,4 +1,4 @@
-"""Attention on the card: gradients that cuDNN has spoilt elsewhere, what a new shape costs, and which lengths pay."""
+"""Attention on the card: finite gradients (cuDNN has had bugs), the cost of a new shape, and which lengths pay off."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 
 LENGTHS = 24
 ROUNDINGS = (0.0, 0.32, 1.28)
-#: How much slower than the best the chosen one may be.
+#: Factor by which the chosen rounding may be slower than the best.
 NEAR = 1.15
-#: What a kernel is called where torch runs none of its own.
+#: The kernel's name if torch runs none of its own.
 NONE = "sbkit's own for a CPU"
 
 
 def check(bench: Bench) -> None:
-    """Gradients, shapes, heads, rounding."""
-    bench.stand_in("torch's attention on a CPU, whatever cuDNN is told")
+    """Check gradients, shapes, heads and rounding."""
+    bench.stand_in("torch's attention on a CPU, where cuDNN's settings have no effect")
     lengths = [64 + 128 * i for i in range(bench.size(LENGTHS, 3))]
     off, on = (bench.call(not_finite, bench.device, lengths, cudnn) for cudnn in (False, True))
     bench.found("finite", f"{len(off)} of {len(lengths)} lengths with values that aren't"
@@ -37,7 +37,7 @@ def check(bench: Bench) -> None:
 
 
 def not_finite(device: str, lengths: list[int], cudnn: bool) -> list[int]:
-    """Lengths whose gradients aren't all numbers: padded rows, and queries that nothing answers to."""
+    """Find lengths with non-finite gradients: padded rows, and queries with all keys masked."""
     import torch
 
     from sbkit.nn.fast.attend import attend
@@ -48,7 +48,7 @@ def not_finite(device: str, lengths: list[int], cudnn: bool) -> list[int]:
     for frames in lengths:
         q, k, v = (torch.randn(2, 4, frames, 64, device=device, dtype=torch.bfloat16) for _ in range(3))
         q[:, :, ::7] = 12.0
-        k[:] = -k.abs() - 1.0  # such a row's logsumexp lies far below zero
+        k[:] = -k.abs() - 1.0  # such a row's logsumexp is far below zero
         mask = torch.arange(frames, device=device) < torch.tensor([[frames], [max(1, frames - 37)]], device=device)
         for each in (q, k, v):
             each.requires_grad_()
@@ -59,12 +59,12 @@ def not_finite(device: str, lengths: list[int], cudnn: bool) -> list[int]:
 
 
 def _shapes(device: str, cudnn: bool, small: bool) -> dict[str, float]:
-    """Milliseconds of forward and backward, of shapes that are new and of those that were seen before."""
+    """Measure milliseconds of forward and backward, for new and for known shapes."""
     import torch
 
     torch.backends.cuda.enable_cudnn_sdp(cudnn)
     lengths = [40 + 13 * i for i in range(3 if small else 16)]
-    _pass(device, 31)  # kernels are loaded
+    _pass(device, 31)  # loads the kernels
     new = [_pass(device, frames) for frames in lengths]
     known = [_pass(device, frames) for frames in lengths]
     return {"new shape, ms": 1e3 * sum(new) / len(new), "known shape, ms": 1e3 * sum(known) / len(known)}
@@ -92,7 +92,7 @@ def _wait(device: str | torch.device) -> None:
 
 
 def _head(bench: Bench, name: str) -> int:
-    """Of the recipe as it stands."""
+    """The head size of the unmodified recipe."""
     from sbkit.recipe import load
 
     asked = load.load(bench.recipe(name), {"data_folder": "none", "language": "en",
@@ -101,7 +101,7 @@ def _head(bench: Bench, name: str) -> int:
 
 
 def kernel_of(device: str, head: int) -> str:
-    """The kernel that torch runs for sbkit's attention with a mask and dropout, by torch's own profiler."""
+    """Find the kernel that torch runs for sbkit's attention with mask and dropout, by torch's profiler."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -137,7 +137,7 @@ def _chosen(bench: Bench) -> float:
 
 
 def _steps(bench: Bench, rounding: float) -> float:
-    """Seconds of audio a second of the flagship's steps on batches of new lengths, rounded up so."""
+    """Measure the flagship's speed in seconds of audio per second on new lengths with this rounding."""
     import numpy as np
     import torch
 

@@ -1,4 +1,4 @@
-"""What a check works with: the device, folders, processes of its own, and where it tells what it has seen."""
+"""The bench of a check: device, folders, processes, and the report of its observations."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from sbkit.system.processes import free_port, torchrun_environment
 
 T = TypeVar("T")
 
-#: Sizes of a recipe in a rehearsal.
+#: Sizes that a rehearsal sets in a recipe.
 SMALL = {"d_model": 16, "nhead": 2, "num_encoder_layers": 1, "num_decoder_layers": 1, "d_ffn": 32, "kernel_size": 7,
          "cnn_first_channels": 4, "cnn_channels": 4, "num_workers": 0}
 
 
 class Program(NamedTuple):
-    """How a program ended (negative: the signal), what it said, how long it took."""
+    """A finished program: exit code (negative: signal), output, duration."""
 
     code: int
     output: str
@@ -38,7 +38,7 @@ class Program(NamedTuple):
     """When it ended, in seconds since 1970."""
 
     def last_line(self) -> str:
-        """What it said last."""
+        """The last line of the output."""
         return (self.output.strip().splitlines() or ["it said nothing"])[-1]
 
 
@@ -48,9 +48,9 @@ class ProgramFailed(Exception):
 
 @dataclass
 class Bench:
-    """One check's workplace.
+    """The environment of one check.
 
-    home: the folder that all checks of this run share; folder: its own
+    home: the folder shared by all checks of this run; folder: the check's own
     """
 
     name: str
@@ -66,26 +66,26 @@ class Bench:
     def __post_init__(self) -> None:
         self._told = self.folder / "seen.jsonl"
 
-    # ------------------------------------------------------------------ telling
+    # ------------------------------------------------------------------ reporting
 
     def found(self, key: str, seen: str, good: bool, **figures: Any) -> None:
-        """A line's verdict, the same on every device."""
+        """Report a line whose verdict is the same on every device."""
         self._tell(Observation(key, seen, OK if good else SHORT, figures))
 
     def measured(self, key: str, seen: str, good: bool, **figures: Any) -> None:
-        """A line whose target is a card's: a rehearsal shows the figure and doesn't judge it."""
+        """Report a line with a target for cards: a rehearsal shows the figure without judging it."""
         self._tell(Observation(key, seen, REHEARSED if self.rehearse else OK if good else SHORT, figures))
 
     def not_shown(self, key: str, why: str) -> None:
-        """A line that can't be looked at here, through no fault of sbkit's."""
+        """Report a line that can't be checked here, through no fault of sbkit."""
         self._tell(Observation(key, why, NOT_SHOWN))
 
     def note(self, text: str) -> None:
-        """A sentence for the report's details."""
+        """Add a sentence to the report's details."""
         self._append({"note": text})
 
     def stand_in(self, text: str) -> None:
-        """What a rehearsal does in the place of what only a card can."""
+        """Note what a rehearsal does in place of something that needs a card."""
         if self.rehearse:
             self.note(f"stand-in: {text}")
 
@@ -100,23 +100,23 @@ class Bench:
     # ------------------------------------------------------------------ sizes
 
     def size(self, card: T, small: T) -> T:
-        """The first on a card, the second in a rehearsal."""
+        """Choose the first on a card, the second in a rehearsal."""
         return small if self.rehearse else card
 
     def recipe(self, name: str) -> Path:
-        """``flagship`` or ``large``."""
+        """The path of the recipe ``flagship`` or ``large``."""
         where = {"flagship": "hparams/ctc.yaml", "large": "recipes/CommonVoice/ASR/CTC/hparams/large.yaml"}
         return self.checkout / where[name]
 
     def run(self, name: str, folder: Path, *words: str, epochs: int, device: str | None = None, **keys: Any
             ) -> list[str]:
-        """``sbkit train`` into a folder, without the check of the recipe, which is the same each time."""
+        """The words of ``sbkit train`` into a folder, without the recipe check, which is the same each time."""
         keys = {"number_of_epochs": epochs, "output_folder": folder, "ckpt_interval_minutes": 0, "least_steps": 0,
                 **keys}
         return ["train", *self.words(name, device, **keys), *words, "--no-check"]
 
     def words(self, name: str, device: str | None = None, **keys: Any) -> list[str]:
-        """A command's words: recipe, device, corpus, sizes, and other values of some keys."""
+        """A command's arguments: recipe, device, corpus, sizes, and overridden keys."""
         from sbkit.doctor.gpu.corpus import corpus
 
         small = SMALL if self.rehearse else {}
@@ -136,12 +136,12 @@ class Bench:
     # ------------------------------------------------------------------ processes
 
     def program(self, words: Sequence[str], **environment: str) -> Program:
-        """``sbkit WORDS`` in a process of its own, whose imports are done."""
+        """Run ``sbkit WORDS`` in a separate process that has all imports done."""
         (done,) = self.programs([words], ranks=False, patience=None, **environment)
         return done
 
     def needed(self, words: Sequence[str], **environment: str) -> Program:
-        """The same; a failure ends the check."""
+        """Run a program; a failure ends the check."""
         done = self.program(words, **environment)
         if done.code:
             raise ProgramFailed(f"sbkit {words[0]} ended with code {done.code}: {done.last_line()}")
@@ -149,7 +149,7 @@ class Bench:
 
     def programs(self, lines: Sequence[Sequence[str]], ranks: bool = False, patience: float | None = None,
                  **environment: str) -> list[Program]:
-        """Several at once; ``ranks``: those of one job; ``patience``: seconds after which they are killed."""
+        """Run several programs at once; ``ranks``: as one job; ``patience``: seconds after which they are killed."""
         port = free_port() if ranks else 0
         began, started, processes, outputs = time.time(), time.monotonic(), [], []
         for i, words in enumerate(lines):
@@ -160,7 +160,7 @@ class Bench:
             process.start()
             processes.append(process)
             outputs.append(Path(name))
-        ends: dict[int, tuple[int, float]] = {}  # their codes, and after how many seconds
+        ends: dict[int, tuple[int, float]] = {}  # exit codes and seconds
         while len(ends) < len(processes):
             for i, process in enumerate(processes):
                 if i not in ends and process.exitcode is not None:
@@ -175,7 +175,7 @@ class Bench:
         return done
 
     def call(self, function: Callable[..., T], *args: Any) -> T:
-        """A function's value, out of a process of its own: what it does to the device goes with it."""
+        """Call a function in a separate process, so that its effects on the device end with it."""
         ours, theirs = _FORK.Pipe(duplex=False)
         process = _FORK.Process(target=_answer, args=(theirs, function, args))
         process.start()
@@ -192,7 +192,7 @@ class Bench:
 
     @contextlib.contextmanager
     def alone(self, what: str) -> Iterator[None]:
-        """One check at a time: who comes second finds what the first has made."""
+        """Context for one check at a time: the second finds what the first made."""
         with open(self.home / f".{what}.lock", "w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
@@ -224,7 +224,7 @@ def _sbkit(words: list[str], output: str, cwd: Path, environment: dict[str, str]
 
 
 def _own_threads() -> None:
-    """Make a forked process's pool of threads while it has but one: where two ask torch for it at once, it aborts."""
+    """Create torch's thread pool in a forked process while it has one thread: two at once would abort it."""
     import torch
 
     torch.set_num_threads(torch.get_num_threads())
@@ -243,4 +243,4 @@ def _answer(pipe: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> N
     pipe.close()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # a library's own end may hang where its device has failed
+    os._exit(0)  # a library's exit handler may hang if its device has failed

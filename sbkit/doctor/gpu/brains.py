@@ -1,4 +1,4 @@
-"""The flagship's Brain, made to fail or to be told to stop at a step, and to tell each rank's weights."""
+"""A CTC Brain that fails or gets SIGTERM at a chosen step, and records each rank's weights."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from typing import Any
 from sbkit.tasks.ctc import CTC
 from sbkit.train.distributed import ranks
 
-#: Of the environment: at which optimizer step rank 1 fails, at which everybody gets SIGTERM, where notes are left.
+#: Environment variables: the optimizer step at which rank 1 fails, that at which all get SIGTERM, the notes folder.
 FAIL_AT, STOP_AT, NOTES = "SBKIT_DOCTOR_FAIL_AT", "SBKIT_DOCTOR_STOP_AT", "SBKIT_DOCTOR_NOTES"
 
 
 class Watched(CTC):
-    """A CTC Brain; what is asked of it stands in the environment."""
+    """A CTC Brain controlled by environment variables."""
 
     def compute_objectives(self, predictions: Any, batch: Any, stage: Any) -> Any:
-        """The loss, before whose gradients rank 1 fails."""
+        """Compute the loss; rank 1 fails before the gradients at the chosen step."""
         if str(self.optimizer_step) == os.environ.get(FAIL_AT) and ranks.rank() == 1:
             Path(os.environ[NOTES], "failed").write_text(str(time.time()))
             raise RuntimeError("rank 1 was asked to fail here")
         return super().compute_objectives(predictions, batch, stage)
 
     def on_fit_batch_end(self, batch: Any, outputs: Any, loss: Any, should_step: bool) -> None:
-        """SIGTERM, as a scheduler would send it."""
+        """Send SIGTERM at the chosen step, as a scheduler would."""
         super().on_fit_batch_end(batch, outputs, loss, should_step)
         if should_step and str(self.optimizer_step) == os.environ.get(STOP_AT):
             os.kill(os.getpid(), signal.SIGTERM)
 
     def on_stage_end(self, stage: Any, stage_loss: Any, epoch: Any = None) -> None:
-        """A digest of this rank's weights."""
+        """Record a digest of this rank's weights."""
         super().on_stage_end(stage, stage_loss, epoch)
         if NOTES in os.environ:
             digest = hashlib.sha256()

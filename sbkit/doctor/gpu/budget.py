@@ -1,4 +1,4 @@
-"""Ten minutes shared out: which checks are run, and how long each of them may take."""
+"""Time budget: which checks are run, and how long each may take."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 
 from sbkit.doctor.gpu.check import Check
 
-#: Seconds of the whole that no check may have: the corpus, the table of the machine and the report.
+#: Seconds reserved for the corpus, the machine's table and the report.
 APART = 30.0
 
 
 def chosen(checks: Sequence[Check], seconds: float) -> list[Check]:
-    """Those whose shares have room, the first ones first: they are ordered by what they are worth."""
+    """Choose the checks whose shares fit, in order: the most valuable come first."""
     left, found = seconds - APART, []
     for check in checks:
         if check.seconds <= left:
@@ -22,7 +22,7 @@ def chosen(checks: Sequence[Check], seconds: float) -> list[Check]:
 
 
 class Budget:
-    """How long the next check may take: its share, and what those before it have left.
+    """Computes how long the next check may take: its share, plus what earlier ones left over.
 
     >>> budget = Budget([a, b], seconds=100)            # doctest: +SKIP
     >>> budget.limit(a)                                 # doctest: +SKIP
@@ -34,6 +34,6 @@ class Budget:
         self._clock, self._until = clock, clock() + seconds - APART
 
     def limit(self, check: Check) -> float:
-        """Seconds for a check that starts now, so that each one behind it still has its share."""
+        """The time limit of a check that starts now, so that every later one still has its share."""
         del self._waiting[check.name]
         return max(0.0, self._until - self._clock() - sum(self._waiting.values()))

@@ -1,10 +1,10 @@
-"""The checks, the most worth first, and what is expected of each line."""
+"""The checks, the most valuable first, and what is expected of each line."""
 
 from __future__ import annotations
 
 from sbkit.doctor.gpu.check import Check, Expect
 
-#: Of stock SpeechBrain's best precision, a step; of the card's peak, a step of large.yaml; of a step, waiting for data.
+#: Targets: a step against stock SpeechBrain's best precision, MFU of large.yaml, share of a step waiting for data.
 STEP_RATIO, LEAST_MFU, MOST_DATA_WAIT = 2.5, 0.35, 0.02
 
 _STOCK = (

@@ -1,4 +1,4 @@
-"""A check of the cards: what it looks at, what is expected of it, and what its verdicts come to."""
+"""Checks of the cards: what they expect, what they observe, and their verdicts."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 OK, SHORT, FAILED, NOT_RUN = "as expected", "short", "failed", "not run"
-#: Listed, and no fault: what would be needed isn't here (two cards, a package); a target of a card, on a CPU.
+#: Verdicts that are no failure: something needed is missing (two cards, a package), or a card's target on a CPU.
 NOT_SHOWN, REHEARSED = "not shown here", "rehearsed"
-#: What makes the command's exit code 1: a proof that wasn't made is none.
+#: Verdicts for exit code 1: a check that wasn't run proves nothing.
 BAD = (SHORT, FAILED, NOT_RUN)
 
 
 @dataclass(frozen=True)
 class Expect:
-    """One line of the report before anybody has looked."""
+    """One expected line of the report."""
 
     key: str
     what: str
@@ -25,7 +25,7 @@ class Expect:
 
 @dataclass(frozen=True)
 class Check:
-    """Runs in a process of its own.
+    """A check, which runs in a separate process.
 
     function: ``module:function``, the module as seen from this package; it gets a ``Bench``
     seconds: its share of the ten minutes
@@ -39,13 +39,13 @@ class Check:
 
     @property
     def cards(self) -> int:
-        """The least that are needed for any of its lines."""
+        """The fewest cards needed for any of its lines."""
         return min(each.cards for each in self.expects)
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What a check has found, of one of its lines."""
+    """What a check has observed for one of its lines."""
 
     key: str
     seen: str
@@ -55,17 +55,17 @@ class Observation:
 
 @dataclass(frozen=True)
 class Exit:
-    """How a check's process ended: ``""`` at its end by itself, else what happened."""
+    """How a check's process ended: ``""`` if normally, otherwise what happened."""
 
     seconds: float
     how: str = ""
     late: bool = False
-    """It was ended for want of time."""
+    """Whether it was stopped at its time limit."""
 
 
 @dataclass
 class Result:
-    """A check with what became of each of its lines."""
+    """The result of a check, with an observation for each line."""
 
     check: Check
     seen: list[Observation]
@@ -74,19 +74,19 @@ class Result:
     log: str = ""
 
     def lines(self) -> list[tuple[Expect, Observation]]:
-        """What was expected and what was seen, line by line."""
+        """Pair expectations with observations, line by line."""
         return list(zip(self.check.expects, self.seen, strict=True))
 
     @property
     def verdict(self) -> str:
-        """The worst of its lines."""
+        """The worst verdict of its lines."""
         return next((bad for bad in (FAILED, SHORT, NOT_RUN) if any(each.verdict == bad for each in self.seen)),
                     next((good for good in (OK, REHEARSED) if any(each.verdict == good for each in self.seen)),
                          NOT_SHOWN))
 
 
 def complete(check: Check, found: Iterable[Observation], notes: list[str], ended: Exit, cards: int, log: str) -> Result:
-    """A result in which each line has a verdict, also where the check ended before it came to it."""
+    """Make a result with a verdict for every line, even for those that the check did not reach."""
     by_key = {each.key: each for each in found}
     lines = []
     for expect in check.expects:
@@ -97,22 +97,22 @@ def complete(check: Check, found: Iterable[Observation], notes: list[str], ended
         elif ended.late:
             lines.append(Observation(expect.key, ended.how, NOT_RUN))
         else:
-            lines.append(Observation(expect.key, ended.how or "the check ended without a word of it", FAILED))
+            lines.append(Observation(expect.key, ended.how or "the check ended without reporting it", FAILED))
     return Result(check, lines, notes, ended.seconds, log)
 
 
 def left_out(check: Check, why: str, verdict: str) -> Result:
-    """A check that wasn't begun."""
+    """Make the result of a check that wasn't run."""
     return Result(check, [Observation(each.key, why, verdict) for each in check.expects])
 
 
 def passed(results: Sequence[Result]) -> bool:
-    """Whether nothing falls short, and all was run that could be."""
+    """Whether nothing falls short, and everything that could be run was."""
     return not any(each.verdict in BAD for result in results for each in result.seen)
 
 
 def headline(results: Sequence[Result]) -> str:
-    """The verdict in one line.
+    """Summarise the verdicts in one line.
 
     >>> kernels = Check("kernels", "", "", 1, (Expect("losses", "losses", ""), Expect("speed", "speed", "")))
     >>> headline([Result(kernels, [Observation("losses", "", OK), Observation("speed", "", SHORT)])])

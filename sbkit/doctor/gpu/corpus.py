@@ -1,4 +1,4 @@
-"""A corpus of tones, made in seconds: each letter has its own, so that a model learns to read it within some steps."""
+"""A corpus of tones, made in seconds: each letter has its tone, so that a model learns it within a few steps."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ T = TypeVar("T")
 RATE = 16_000
 LETTERS = "abcdefghijklmnopqrst"
 LETTER_SECONDS, GAP_SECONDS = 0.07, 0.03
-#: Of a clip, as Common Voice's are spread.
+#: Seconds of a clip, distributed as in Common Voice.
 SHORTEST, LONGEST = 1.5, 11.0
-#: How often the long corpus has each.
+#: How often the long corpus repeats each recording.
 AGAIN = 6
 
 
 class Workplace(Protocol):
-    """What of a check's bench a corpus is made with."""
+    """The part of a bench that making a corpus needs."""
 
     home: Path
 
     def alone(self, what: str) -> AbstractContextManager[None]:
-        """One check at a time."""
+        """Context for one check at a time."""
 
     def size(self, card: T, small: T) -> T:
-        """The first on a card, the second in a rehearsal."""
+        """Choose the first on a card, the second in a rehearsal."""
 
 
 def corpus(bench: Workplace) -> Path:
-    """The folder with ``train.csv``, ``dev.csv`` and ``test.csv``, made by the check that comes first."""
+    """Return the folder with ``train.csv``, ``dev.csv`` and ``test.csv``, which the first check makes."""
     folder = bench.home / "corpus"
     with bench.alone("corpus"):
-        if not (folder / "test.csv").exists():  # the last that is written
+        if not (folder / "test.csv").exists():  # the last file written
             hours = bench.size({"train": 1.0, "dev": 0.05, "test": 0.05}, {"train": 0.012, "dev": 0.002, "test": 0.002})
             write(folder, hours, longest=bench.size(LONGEST, 2.5))
     return folder
 
 
 def long_corpus(bench: Workplace) -> Path:
-    """The same recordings again and again, as other utterances: an epoch is long enough that its start is no part."""
+    """Repeat the recordings as different utterances: an epoch so long that its start doesn't count."""
     once, folder = corpus(bench), bench.home / "long-corpus"
     with bench.alone("long-corpus"):
         if not folder.exists():
@@ -59,7 +59,7 @@ def long_corpus(bench: Workplace) -> Path:
 
 
 def write(folder: Path, hours: dict[str, float], longest: float = LONGEST, seed: int = 1234) -> Path:
-    """So many hours of each split, in SpeechBrain's CSVs over 16-bit WAV files."""
+    """Write this many hours of each split, as SpeechBrain's CSVs with 16-bit WAV files."""
     import soundfile
 
     drawn, words = np.random.default_rng(seed), _lexicon(random.Random(seed))
@@ -95,7 +95,7 @@ def _sentence(drawn: np.random.Generator, words: list[str], seconds: float) -> s
 
 
 def _tone(place: int) -> np.ndarray:
-    """From 300 Hz up, in steps of a tenth, with soft ends."""
+    """Make a tone, from 300 Hz up in steps of a tenth, with faded ends."""
     samples = _samples(LETTER_SECONDS)
     return np.sin(2 * np.pi * 300 * 1.12**place * np.arange(samples) / RATE) * np.hanning(samples) ** 0.25
 

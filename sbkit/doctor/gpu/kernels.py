@@ -18,8 +18,8 @@ LAYERS = {"fp32": 1e-3, "bf16": 0.1}
 
 
 def check(bench: Bench) -> None:
-    """Losses, gradients, layers, dropout."""
-    bench.stand_in("torch's CTC in fp32 in the place of the kernels, which need a card; tests/nn/test_ctc.py runs them "
+    """Check losses, gradients, layers and dropout."""
+    bench.stand_in("torch's CTC in fp32 in place of the kernels, which need a card; tests/nn/test_ctc.py runs them "
                    "in Triton's interpreter")
     losses, gradients = {}, {}
     sizes = bench.size(LABELS, LABELS[:3])
@@ -45,7 +45,7 @@ def _worst(apart: dict[str, float]) -> str:
 
 
 def _most(labels: int) -> float:
-    """How far gradients may be: of fp32 alone torch's own are 1 % off with 1023 labels."""
+    """The tolerance for gradients: in fp32 torch's own are 1 % off with 1023 labels."""
     return max(GRADIENTS, 1e-5 * (2 * labels + 1))
 
 
@@ -58,7 +58,7 @@ def _used(device: str, sizes: Sequence[int]) -> bool:
 
 
 def ctc(device: str, labels: int) -> tuple[float, float]:
-    """How far losses and gradients are from torch's in fp64 on the CPU, relatively, for so many labels."""
+    """Compute the relative distance of losses and gradients from torch's in fp64 on the CPU."""
     import torch
 
     from sbkit.nn import ctc as ours
@@ -86,7 +86,7 @@ def _losses(by: Any, logits: torch.Tensor, *rest: torch.Tensor) -> tuple[torch.T
 
 
 def layers(device: str, recipe: Path, precision: str, small: bool, folder: Path) -> dict[str, float]:
-    """How far the flagship's CTC loss and its gradients, with sbkit's layers, are from those with SpeechBrain's."""
+    """Compute how far the flagship's CTC loss and gradients with sbkit's layers are from those with SpeechBrain's."""
     import torch
 
     from sbkit.nn.accelerate import accelerate, restore
@@ -104,7 +104,7 @@ def layers(device: str, recipe: Path, precision: str, small: bool, folder: Path)
 
 
 def _apart(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """In the length of the whole, with a floor for those that are about nothing, such as a bias before a norm."""
+    """Relative distance, with a floor for tensors that are almost zero, such as a bias before a norm."""
     return ((found - expected).norm() / (expected.norm() + 1e-3 * expected.numel() ** 0.5)).item()
 
 
@@ -119,7 +119,7 @@ def _gather(modules: torch.nn.Module, run: Any, kind: str, precision: str) -> tu
 
 
 def _flagship(device: str, recipe: Path, small: bool, folder: Path) -> tuple[torch.nn.Module, Any]:
-    """The recipe's modules without dropout, and what gives their loss of a batch of noise."""
+    """Build the recipe's modules without dropout, and a function for their loss on a batch of noise."""
     import torch
 
     from sbkit.doctor.gpu.bench import SMALL
@@ -136,7 +136,7 @@ def _flagship(device: str, recipe: Path, small: bool, folder: Path) -> tuple[tor
     encoder, front, last = hparams["Transformer"], hparams["CNN"], hparams["ctc_lin"]
     rows, samples = (2, 32_000) if small else (8, 160_000)
     signals = 0.1 * torch.randn(rows, samples, device=device)
-    share = torch.ones(rows, device=device)  # what padding changes differs on purpose
+    share = torch.ones(rows, device=device)  # effects of padding differ on purpose
     labels = torch.randint(3, 28, (rows, 20), device=device)
 
     def run() -> torch.Tensor:
@@ -149,7 +149,7 @@ def _flagship(device: str, recipe: Path, small: bool, folder: Path) -> tuple[tor
 
 
 def dropped(device: str) -> tuple[float, float]:
-    """What sbkit's dropout of 10 % drops of a million ones, and what the others become."""
+    """Apply dropout of 10 % to a million ones: the share dropped, and the value of the others."""
     import torch
 
     from sbkit.nn.accelerate import accelerate

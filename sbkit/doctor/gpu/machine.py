@@ -1,4 +1,4 @@
-"""The cards at hand, as a process of its own sees them: this one touches none, since it starts others."""
+"""The available cards, as seen by a separate process: this one must not touch them, since it forks others."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Machine:
-    """What the checks run on."""
+    """The machine that the checks run on."""
 
     name: str
     device: str
     cards: int
     gib: float | None
-    """Of the first card."""
+    """Memory of the first card in GiB."""
 
     @classmethod
     def look(cls, rehearse: bool) -> Machine:
-        """The cards, or a CPU that stands in for two of them."""
+        """Find the cards, or use a CPU that stands in for two of them."""
         if rehearse:
             return cls("a CPU that stands in for two cards", "cpu", 2, None)
         cards = probe.asked("torch").get("cards", {}).get("cards", [])
@@ -36,5 +36,5 @@ class Machine:
 
 
 def lines() -> list[tuple[str, str]]:
-    """Hardware and versions for the report: the doctor's table."""
+    """Return hardware and versions for the report: the doctor's table."""
     return [(each.what, each.found) for each in examination.examine(Scope())]

@@ -1,4 +1,4 @@
-"""The bill of ``sbkit check`` against what a few steps have held at most."""
+"""Compares the memory bill of ``sbkit check`` with the measured peak of a few steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GIB = 2**30
 
 
 def check(bench: Bench) -> None:
-    """Of both recipes."""
+    """Check both recipes."""
     bench.stand_in("a CPU's memory isn't measured")
     for name in ("flagship", "large"):
         bill = _bill(bench.needed(["check", *bench.words(name), "--measure", "--json"]).output)
@@ -28,7 +28,7 @@ def check(bench: Bench) -> None:
 
 
 def _bill(output: str) -> dict[str, Any]:
-    """The values of the bill in what the command printed."""
+    """Parse the values of the bill from the command's output."""
     lines = output.splitlines()
     report = json.loads("\n".join(lines[lines.index("{"):len(lines) - lines[::-1].index("}")]))
     return next(section["values"] for section in report["sections"].values() if "weights_bytes" in section["values"])

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 END_SECONDS, PATIENCE = 10.0, 40.0
 LOSS_APART = 0.01
 LEAST_OVERLAP = 0.5
-#: Dropped weights and masks are each rank's own: without them a run is the same on any number of devices.
+#: Dropped weights and masks differ per rank; without them a run is the same on any number of devices.
 EXACT: dict[str, Any] = {"dropout": 0.0, "spec_augment": "null", "precision": "fp32"}
 
 
 def check(bench: Bench) -> None:
-    """A failure; an epoch on one and on two; a trace of the large model."""
+    """Check a failure, an epoch on one and on two cards, and a trace of the large model."""
     bench.stand_in("two processes over gloo on one CPU")
     _fails(bench)
     one, two = _epochs(bench)
@@ -37,7 +37,7 @@ def _flagship(bench: Bench, folder: Path) -> list[str]:
 
 def _ranks(bench: Bench, words: list[str], folder: Path, patience: float | None = None, **environment: str
            ) -> list[Any]:
-    """One command as both ranks; each takes the card of its number."""
+    """Run one command as both ranks; each uses the card of its number."""
     notes = folder.parent / f"{folder.name}-notes"
     notes.mkdir()
     loopback = bench.size({}, {"GLOO_SOCKET_IFNAME": "lo"})
@@ -50,7 +50,7 @@ def _fails(bench: Bench) -> None:
     done = _ranks(bench, _flagship(bench, folder), folder, patience=PATIENCE + 60, **{brains.FAIL_AT: "2"})
     mark = folder.parent / "fails-notes" / "failed"
     if not mark.exists():
-        bench.found("fails", f"rank 1 never came to its failure: {done[1].last_line()}", False)
+        bench.found("fails", f"rank 1 never reached its failure: {done[1].last_line()}", False)
         return
     late = max(each.at for each in done) - float(mark.read_text())
     told = any("rank 1 was asked to fail here" in each.output for each in done)
@@ -60,7 +60,7 @@ def _fails(bench: Bench) -> None:
 
 
 def _epochs(bench: Bench) -> tuple[float, float]:
-    """The training loss of one and of two."""
+    """Compute the training losses on one card and on two."""
     bench.needed(bench.run("flagship", bench.folder / "one", epochs=1, **EXACT))
     two = bench.folder / "two"
     _succeeded(_ranks(bench, _flagship(bench, two), two))
@@ -93,7 +93,7 @@ Span = tuple[float, float]
 
 
 def overlap(events: Iterable[dict[str, Any]]) -> tuple[float, float]:
-    """Microseconds of communication in a trace, and of those, how many other kernels ran beside."""
+    """Compute microseconds of communication in a trace, and how many of them other kernels overlap."""
     timed = [event for event in events if event.get("ph") == "X" and event.get("dur")]
     kind = "kernel" if any(event.get("cat") == "kernel" for event in timed) else "cpu_op"
     comm, other = [], []
@@ -112,7 +112,7 @@ def _communicates(name: str) -> bool:
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
-    """Spans that don't overlap.
+    """Merge spans that overlap.
 
     >>> union([(4, 5), (0, 2), (1, 3)])
     [(0, 3), (4, 5)]

@@ -1,4 +1,4 @@
-"""The flagship in each precision, compiled, and as CUDA graphs: short runs that have to learn."""
+"""The flagship in each precision, compiled, and with CUDA graphs: short runs that must learn."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from sbkit.doctor.gpu.bench import Bench
 
 MOST_SKIPPED = 3
-#: How far the last epoch's loss of a compiled run may be from that of the same run without.
+#: How far the last epoch's loss of a compiled run may be from that of the uncompiled run.
 APART = 0.1
 
 
 def check(bench: Bench) -> None:
-    """Each way in turn; one that fails leaves the others."""
+    """Check each way in turn; a failure does not stop the others."""
     bench.stand_in("torch.compile runs what it is given as it is: a compiler on a CPU takes minutes")
     found = {}
     ways = {
@@ -25,7 +25,7 @@ def check(bench: Bench) -> None:
         "compile": ["--precision", "bf16", "--compile"],
         "graphs": ["--precision", "bf16", "--compile", "--compile_mode", "reduce-overhead"],
     }
-    bench.stand_in("bf16 in the place of fp16, which a CPU can't train in")
+    bench.stand_in("bf16 in place of fp16, which a CPU can't train in")
     for name, words in ways.items():
         folder = bench.folder / name
         try:

@@ -1,7 +1,7 @@
-"""What the server that checks are forked from imports once for all of them, without asking the driver for cards.
+"""Imports for the server from which checks are forked, done once for all, without asking the driver for cards.
 
-A process that has asked (SpeechBrain does when it is imported, for the sake of AMD's cards) can hand CUDA on to none of
-those that it forks.
+A process that has asked the driver (SpeechBrain does on import, for the sake of AMD's cards) can't pass on CUDA to the
+processes that it forks.
 """
 
 import torch

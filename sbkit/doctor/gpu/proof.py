@@ -1,4 +1,4 @@
-"""Proof of the cards: all checks in order of their worth, a line as each one ends, and the report."""
+"""Runs all checks of the cards in order of value, prints a line as each ends, and writes the report."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from sbkit.errors import SbkitError
 from sbkit.system.cores import usable_cores
 
 MINUTES = 10.0
-#: Seconds between two looks at the checks that run.
+#: Seconds between two polls of the running checks.
 _POLL = 0.05
 
 
 @dataclass(frozen=True)
 class GpuRequest:
-    """What to prove.
+    """Options of ``sbkit doctor --gpu``.
 
-    rehearse : on the CPU with small sizes: that the checks themselves work
-    out : of the report, without its ending
+    rehearse : run on the CPU with small sizes, to show that the checks themselves work
+    out : path of the report, without its suffix
     only : names of checks; none: all
-    minutes : for everything
+    minutes : time limit for everything
     """
 
     rehearse: bool = False
@@ -46,7 +46,7 @@ class GpuRequest:
 
 
 def prove(request: GpuRequest) -> int:
-    """Run the checks and write the report; 1 where one falls short or wasn't run."""
+    """Run the checks and write the report; returns 1 if one falls short or wasn't run."""
     asked, checkout = _asked(request.only), _checkout()
     machine = Machine.look(request.rehearse)
     started, stamp = time.monotonic(), time.time()
@@ -67,8 +67,8 @@ def prove(request: GpuRequest) -> int:
 
 
 class _Stop:
-    """Signals that end the command, acted on between two looks at the checks: what is raised where one comes is lost
-    in a destructor, and cuts short what is being ended."""
+    """Signals that end the command, handled between two polls of the checks: an exception raised in the handler could
+    be lost in a destructor, or interrupt the cleanup."""
 
     def __init__(self) -> None:
         self._signum: int | None = None
@@ -89,7 +89,7 @@ class _Stop:
         self._signum = self._signum or signum
 
     def if_asked(self) -> None:
-        """End the command if a signal has come."""
+        """End the command if a signal was received."""
         if self._signum == signal.SIGINT:
             raise KeyboardInterrupt
         if self._signum is not None:
@@ -98,27 +98,27 @@ class _Stop:
 
 @contextlib.contextmanager
 def _folder() -> Iterator[Path]:
-    """A temporary folder; one that can't be removed is no reason to end otherwise."""
+    """Create a temporary folder; failing to remove it is not an error."""
     home = Path(tempfile.mkdtemp(prefix="sbkit-gpu-"))
     try:
         yield home
     finally:
         shutil.rmtree(home, ignore_errors=True)
         if home.exists():
-            _say(f"{home} could not be removed; nothing needs it any more")
+            _say(f"{home} could not be removed; it is no longer needed")
 
 
 def _asked(only: Sequence[str]) -> list[Check]:
     known = [check.name for check in CHECKS]
     unknown = [name for name in only if name not in known]
     if unknown:
-        raise SbkitError(f"there is no check {', '.join(unknown)}", hint=f"choose of {','.join(known)}")
+        raise SbkitError(f"there is no check {', '.join(unknown)}", hint=f"choose from {','.join(known)}")
     return [check for check in CHECKS if not only or check.name in only]
 
 
 def _run(asked: list[Check], request: GpuRequest, machine: Machine, checkout: Path, home: Path, logs: Path,
          write: Callable[[Sequence[Result]], Any], stop: _Stop) -> list[Result]:
-    """A result of each, written as each one ends."""
+    """Run the checks; results are written as each ends."""
     results = {check.name: left_out(check, f"needs {check.cards} cards", NOT_SHOWN)
                for check in asked if check.cards > machine.cards}
     possible = [check for check in asked if check.name not in results]
@@ -133,7 +133,7 @@ def _run(asked: list[Check], request: GpuRequest, machine: Machine, checkout: Pa
         _tell(result, 0, len(asked))
     results |= {check.name: left_out(check, "not ended yet", NOT_RUN) for check in timely}
     starts = (runner.CheckProcess(check, settings, logs, budget.limit(check)) for check in timely)
-    at_once = min(2, usable_cores()) if request.rehearse else 1  # where nothing is timed
+    at_once = min(2, usable_cores()) if request.rehearse else 1  # nothing is timed in a rehearsal
     with contextlib.closing(_results(starts, at_once, stop)) as found:
         for result in found:
             results[result.check.name] = result
@@ -144,7 +144,7 @@ def _run(asked: list[Check], request: GpuRequest, machine: Machine, checkout: Pa
 
 
 def _results(starts: Iterator[runner.CheckProcess], at_once: int, stop: _Stop) -> Generator[Result, None, None]:
-    """What comes of each check, as it ends; those that still run when this is left are ended."""
+    """Yield the result of each check as it ends; checks still running on exit are killed."""
     running: list[runner.CheckProcess] = []
     try:
         while True:
@@ -163,22 +163,22 @@ def _results(starts: Iterator[runner.CheckProcess], at_once: int, stop: _Stop) -
 
 
 def _checkout() -> Path:
-    """The folder that this package lies in, which holds what the checks run: recipes, tools and tests."""
+    """Find the checkout that contains this package, with the recipes, tools and tests that the checks run."""
     folder = Path(sbkit.__file__).resolve().parents[1]
     if not all((folder / name).is_dir() for name in ("hparams", "recipes", "tools", "tests")):
-        raise SbkitError(f"this needs a checkout of sbkit, with its recipes, tools and tests, and {folder} is none",
-                         hint="start it in one: make gpu")
+        raise SbkitError(f"this needs a checkout of sbkit, with its recipes, tools and tests, but {folder} isn't one",
+                         hint="run it from a checkout: make gpu")
     return folder
 
 
 def _path(checkout: Path) -> str:
-    """For all that is started, wherever: packages may lie in folders that this one names."""
+    """The PYTHONPATH of all started processes, which includes this process's own entries."""
     others = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     return os.pathsep.join(dict.fromkeys([str(checkout), *(os.path.abspath(each) for each in others if each)]))
 
 
 def _tell(result: Result, place: int, count: int) -> None:
-    """A line as a check ends."""
+    """Print a line as a check ends."""
     number = f"[{place:2}/{count}]" if place else " " * len(f"[{count:2}/{count}]")
     bad = [f"{expect.what}: {seen.seen}" for expect, seen in result.lines()
            if seen.verdict == result.verdict and result.verdict in BAD]

@@ -16,12 +16,12 @@ from sbkit.system.console import atomic_write
 FORMAT = 1
 #: Lines of a failed check's log that the page shows.
 LAST_LINES = 15
-SMALL = " Small sizes on a CPU: the figures say nothing of a card, only that each check works."
+SMALL = " Small sizes on a CPU: the figures say nothing about a card, only that each check works."
 
 
 @dataclass(frozen=True)
 class Made:
-    """All that the report tells of."""
+    """The contents of the report."""
 
     at: float
     seconds: float
@@ -33,7 +33,7 @@ class Made:
 
 
 def write(made: Made, out: Path) -> tuple[Path, Path]:
-    """Both files, whole or not at all."""
+    """Write both files atomically."""
     written = Path(f"{out}.md"), Path(f"{out}.json")
     for path, text in zip(written, (page(made), json.dumps(facts(made), indent=1) + "\n"), strict=True):
         with atomic_write(path) as file:
@@ -42,7 +42,7 @@ def write(made: Made, out: Path) -> tuple[Path, Path]:
 
 
 def facts(made: Made) -> dict[str, Any]:
-    """The report as JSON; keys are only ever added."""
+    """Return the report as JSON; keys are only ever added."""
     checks = []
     for result in made.results:
         lines = [{"what": expect.what, "expected": expect.expected, **asdict(seen)}
@@ -56,7 +56,7 @@ def facts(made: Made) -> dict[str, Any]:
 
 
 def page(made: Made) -> str:
-    """The page in Markdown."""
+    """Format the report in Markdown."""
     day = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(made.at))
     blocks = [
         "# Rehearsal of the GPU report, on a CPU" if made.rehearsal else "# GPU report",
@@ -105,7 +105,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _cell(text: str) -> str:
-    """In one line, with nothing that ends the cell."""
+    """Put a text on one line, and escape what would end the cell."""
     return " ".join(str(text).replace("|", "\\|").split())
 
 

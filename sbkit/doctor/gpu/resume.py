@@ -1,4 +1,4 @@
-"""SIGTERM on the card: a checkpoint, and the weights that a run has which was never stopped."""
+"""SIGTERM on the card: a checkpoint is saved, and resuming gives the weights of a run that was never stopped."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ if TYPE_CHECKING:
     from sbkit.doctor.gpu.bench import Bench
 
 SIGTERM_CODE = 143
-#: Times what two runs differ by that were never stopped.
+#: Tolerance, as a multiple of the difference between two runs that were never stopped.
 AS_FAR = 5.0
 
 
 def check(bench: Bench) -> None:
-    """On the first card, and on the second where there is one."""
+    """Check on the first card, and on the second if there is one."""
     whole = bench.folder / "whole"
     bench.needed(_train(bench, whole, bench.device))
     code, far = _stopped(bench, "first", bench.device, whole)
     bench.found("stops", f"exit code {code}", code == SIGTERM_CODE)
     most = _most(bench, whole) if far else 0.0
     bench.found("exact", _words(far), far <= most, apart=far, most=most)
-    bench.stand_in("the CPU again in the place of cuda:1")
+    bench.stand_in("the CPU again in place of cuda:1")
     if bench.cards > 1:
         code, far = _stopped(bench, "second", bench.size("cuda:1", "cpu"), whole)
         bench.found("second", f"exit code {code}, {_words(far)}", code == SIGTERM_CODE and far <= most)
 
 
 def _most(bench: Bench, whole: Path) -> float:
-    """How far apart weights may be on a device whose sums are of another order each time: as in runs not stopped."""
+    """The tolerance for weights on a device with nondeterministic sums, measured from two unstopped runs."""
     again = bench.folder / "again"
     bench.needed(_train(bench, again, bench.device))
     usual = bench.call(apart, again, whole)
@@ -43,7 +43,7 @@ def _train(bench: Bench, folder: Path, device: str) -> list[str]:
 
 
 def _stopped(bench: Bench, name: str, device: str, whole: Path) -> tuple[int, float]:
-    """The code of a run that is stopped, and how far its weights are from the whole one's, once resumed."""
+    """Stop and resume a run; returns its exit code, and how far its weights are from the unstopped run's."""
     folder = bench.folder / name
     code = bench.program(_train(bench, folder, device), **{brains.STOP_AT: "3"}).code
     bench.needed(_train(bench, folder, device))
@@ -51,7 +51,7 @@ def _stopped(bench: Bench, name: str, device: str, whole: Path) -> tuple[int, fl
 
 
 def apart(one: Path, other: Path) -> float:
-    """The largest difference between weights of two runs; 0: they are equal in every bit."""
+    """Compute the largest difference between weights of two runs; 0 means equal to the bit."""
     import torch
 
     first, second = (torch.load(newest(folder) / "model.ckpt", map_location="cpu", weights_only=True)
@@ -60,7 +60,7 @@ def apart(one: Path, other: Path) -> float:
 
 
 def newest(run: Path) -> Path:
-    """The checkpoint at the end of the run."""
+    """Find the checkpoint at the end of the run."""
     return max((run / "save").glob("CKPT+*"), key=lambda path: path.stat().st_mtime_ns)
 
 

@@ -1,4 +1,4 @@
-"""Runs a check in a process of its own, with a limit: a crash or a hang in one doesn't take the others along."""
+"""Runs a check in a separate process with a time limit, so that a crash or a hang doesn't affect the others."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from sbkit.system import helper_process, processes
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _POLL = 0.05
-#: That what a check started may take to go, once it is killed.
+#: Seconds that a check's child processes may take to end once killed.
 _GOING_SECONDS = 30.0
 
 
 class CheckProcess:
-    """A check that runs, for so many seconds at most; what it has said by then counts."""
+    """A running check with a time limit; what it has reported by then counts."""
 
     def __init__(self, check: Check, settings: dict[str, Any], logs: Path, limit: float):
         self.check, self._limit, self._cards = check, limit, settings["cards"]
         self._log, self._folder = logs / f"{check.name}.log", settings["home"] / check.name
         self._folder.mkdir(parents=True)
         bench = Bench(check.name, folder=self._folder, **settings)
-        # A server that has imported everything, and never asked for a card, forks the checks.
+        # Checks are forked from a server that has imported everything but never touched a card.
         _CONTEXT.set_forkserver_preload([f"{__package__}.preload"])
         self._process = _CONTEXT.Process(target=_check, args=(check.function, bench, str(self._log)))
         self._started = time.monotonic()
@@ -45,7 +45,7 @@ class CheckProcess:
         return self._process.pid
 
     def result(self) -> Result | None:
-        """What came of it; None while it runs."""
+        """Return the result; None while it runs."""
         seconds = time.monotonic() - self._started
         late = self._process.exitcode is None
         if late and seconds < self._limit:
@@ -56,7 +56,7 @@ class CheckProcess:
         return complete(self.check, found, notes, Exit(seconds, how, late), self._cards, str(self._log))
 
     def end(self) -> None:
-        """End it and what it started, and see them gone: a killed process may still be making a file."""
+        """Kill the check and its children, and wait until they are gone: one may still be writing a file."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._group, signal.SIGKILL)
         if self._process.exitcode is None:
@@ -89,14 +89,14 @@ def _read(told: Path) -> tuple[list[Observation], list[str]]:
 
 
 def _check(function: str, bench: Bench, log: str) -> None:
-    """The process."""
-    os.setpgid(0, 0)  # what it starts is ended with it
-    os.environ.pop("PYTHONSAFEPATH", None)  # the server's: a tool imports what lies beside it
+    """Run the check in its process."""
+    os.setpgid(0, 0)  # its children are ended with it
+    os.environ.pop("PYTHONSAFEPATH", None)  # set for the server; a tool imports modules next to it
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     for stream in (1, 2):
         os.dup2(handle, stream)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    multiprocessing.set_start_method("fork", force=True)  # of its own children, as in a program that nobody forked
+    multiprocessing.set_start_method("fork", force=True)  # for its own children, as in an ordinary program
     code = 0
     try:
         if bench.rehearse:

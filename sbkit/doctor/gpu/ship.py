@@ -1,4 +1,4 @@
-"""A run is exported; its bundle transcribes on the card, by each model, compiled too, for many who ask at once."""
+"""Exports a run and transcribes with its bundle on the card: with each model, compiled, and from many threads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ THREADS = 32
 
 
 def check(bench: Bench) -> None:
-    """Export, then each way of running it."""
+    """Check the export, then each way of running the bundle."""
     bundle, with_onnx = bench.folder / "bundle", all(map(util.find_spec, ("onnx", "onnxscript", "onnxruntime")))
     formats = "onnx,torch" if with_onnx else "torch"
     run = run_of(bench)
@@ -31,7 +31,7 @@ def check(bench: Bench) -> None:
     if isinstance(expected, str):
         raise RuntimeError(expected)
     characters = sum(map(len, expected))
-    bench.note(f"{len(clips)} clips, {characters} characters heard by the model on the CPU, such as "
+    bench.note(f"{len(clips)} clips, {characters} characters from the model on the CPU, such as "
                f"{expected[0][:60]!r}")
     if not characters and not bench.rehearse:
         raise RuntimeError("the model on the CPU hears nothing in any clip: there is nothing to compare with")
@@ -40,7 +40,7 @@ def check(bench: Bench) -> None:
         _by(bench, "onnx", bundle, clips, expected)
     else:
         bench.not_shown("onnx", "needs onnx, onnxscript and onnxruntime: pip install 'sbkit[export]'")
-    bench.stand_in("what torch.compile is given runs as it is")
+    bench.stand_in("torch.compile returns its input unchanged")
     wrong, seconds = bench.call(_together, bundle, bench.device, clips, expected)
     bench.found("threads", f"{wrong} of {THREADS * len(clips)} answers differ, {seconds:.1f} s", not wrong,
                 seconds=seconds)
@@ -59,7 +59,7 @@ def _by(bench: Bench, model: str, bundle: Path, clips: list[Path], expected: lis
 
 
 def _transcribed(bench: Bench, bundle: Path, model: str, device: str, clips: list[Path]) -> list[str] | str:
-    """What each clip says, by the command line; a text where that failed."""
+    """Transcribe each clip by the command line; returns the error as a string if that failed."""
     out = bench.folder / f"{model}-{device.replace(':', '')}-{time.monotonic_ns()}"
     done = bench.program(["transcribe", str(bundle), *map(str, clips), "--model", model, "--device", device,
                           "--output", str(out)])
@@ -69,7 +69,7 @@ def _transcribed(bench: Bench, bundle: Path, model: str, device: str, clips: lis
 
 
 def _together(bundle: Path, device: str, clips: list[Path], expected: list[str]) -> tuple[int, float]:
-    """How many answers are others than alone, and the seconds they took."""
+    """Transcribe from many threads; returns how many answers differ from the expected ones, and the seconds."""
     import sbkit.infer
     from sbkit.infer.model import Model
 

@@ -14,29 +14,29 @@ from sbkit.doctor.gpu.catalogue import LEAST_MFU, STEP_RATIO
 if TYPE_CHECKING:
     from sbkit.doctor.gpu.bench import Bench
 
-#: At least so many times stock's best precision.
+#: Speed targets, as multiples of stock's best precision.
 TARGETS = {"step": STEP_RATIO, "epoch": 1.0, "validation": 1.0}
 
 
 def flagship(bench: Bench) -> None:
-    """In fp32 and bf16."""
+    """Compare the flagship in fp32 and bf16."""
     _judge(bench, measured(bench, "flagship", "fp32,bf16"))
 
 
 def large(bench: Bench) -> None:
-    """In bf16 alone, as the recipe says: four such models in two precisions would not fit on a card."""
+    """Compare large.yaml in bf16 only, as in the recipe: four such models in two precisions would not fit on a card."""
     found = measured(bench, "large", "bf16")
     _judge(bench, found)
     best = max(statistics.median(values) for side, values in found["audio_s_per_s"]["step"].items() if "sbkit" in side)
     operations, peak, source = bench.call(_operations, bench)
     share = best * operations / peak if peak else None
-    seen = f"{100 * share:.1f} % by {source}" if share is not None else f"what 100 % would be is not known of {source}"
+    seen = f"{100 * share:.1f} % by {source}" if share is not None else f"the peak of {source} is not known"
     bench.measured("mfu", seen, share is not None and share >= LEAST_MFU, operations_per_audio_second=operations,
                    peak=peak, audio_s_per_s=best)
 
 
 def measured(bench: Bench, recipe: str, precisions: str) -> dict[str, Any]:
-    """What the tool found, each side in turn."""
+    """Run the tool and return its measurements of each side."""
     path, *rest = bench.words(recipe, ctc_weight=1.0)
     device, rest = rest[1], rest[2:]
     out = bench.folder / "bench.json"
@@ -51,7 +51,7 @@ def measured(bench: Bench, recipe: str, precisions: str) -> dict[str, Any]:
 
 
 def ratio(sides: dict[str, list[float]]) -> float:
-    """sbkit's best precision to stock's best, of medians."""
+    """Compute the ratio of sbkit's best precision to stock's best, by medians."""
     medians = {name: statistics.median(values) for name, values in sides.items()}
     best = {side: max(value for name, value in medians.items() if name.startswith(side)) for side in ("sbkit", "stock")}
     return best["sbkit"] / best["stock"]
@@ -67,7 +67,7 @@ def _judge(bench: Bench, found: dict[str, Any]) -> None:
 
 
 def _operations(bench: Bench) -> tuple[float, float | None, str]:
-    """What a second of the corpus's audio takes in training, the device's peak, and what says so."""
+    """Compute the FLOPs per second of audio, the device's peak, and the source of the peak."""
     import torch
 
     from sbkit.data.manifest import Manifest

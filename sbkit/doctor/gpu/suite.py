@@ -11,14 +11,14 @@ from xml.etree import ElementTree
 if TYPE_CHECKING:
     from sbkit.doctor.gpu.bench import Bench
 
-#: What a file has in it that holds such tests: to collect the others takes longer than to run these.
+#: Text that marks files with such tests: collecting all others would take longer than running these.
 MARKS = "mark.gpu"
 #: Files of which a rehearsal runs the tests: they skip, and each takes seconds to import.
 FEW = 4
 
 
 def check(bench: Bench) -> None:
-    """Run them in one process of pytest."""
+    """Run the tests in one pytest process."""
     tests = bench.checkout / "tests"
     files = sorted(path for path in tests.rglob("test_*.py") if MARKS in path.read_text(encoding="utf-8"))
     out = bench.folder / "junit.xml"
@@ -31,7 +31,7 @@ def check(bench: Bench) -> None:
             bench.found("tests", f"pytest ended with code {done.returncode}", False)
         return
     counts, bad = outcomes(out)
-    bench.stand_in("they skip, each for want of a card")
+    bench.stand_in("they skip, since there is no card")
     words = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
     good = not bad and done.returncode == 0 and bool(counts["skipped"] if bench.rehearse else counts["passed"])
     bench.found("tests", words + (f": {', '.join(bad[:5])}" if bad else ""), good, **counts)
@@ -44,7 +44,7 @@ def _no_pytest() -> bool:
 
 
 def outcomes(junit: Path) -> tuple[dict[str, int], list[str]]:
-    """How many tests ended how, and those that didn't pass."""
+    """Count tests by outcome, and list those that didn't pass."""
     cases = list(ElementTree.parse(junit).iter("testcase"))
     counts = {"passed": 0, "failed": 0, "skipped": 0}
     bad = []

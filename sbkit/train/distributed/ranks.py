@@ -74,10 +74,6 @@ def rank() -> int:
     return int(os.environ["RANK"]) if launched() else 0
 
 
-def local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", "0"))
-
-
 def world_size() -> int:
     if connected():
         return dist.get_world_size()

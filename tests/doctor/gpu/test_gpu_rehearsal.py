@@ -66,7 +66,7 @@ def test_without_a_checkout_it_says_what_it_needs(capsys, monkeypatch, tmp_path)
 
 @pytest.mark.parametrize("words, told", [
     (["--gpu", "--rehearse", "--only", "kernel"], "there is no check kernel"),
-    (["--rehearse"], "--rehearse goes with --gpu"), (["--gpu", "--json"], "--json goes without --gpu")])
+    (["--rehearse"], "--rehearse works only with --gpu"), (["--gpu", "--json"], "--json works only without --gpu")])
 def test_words_that_make_no_sense_are_refused(words, told, capsys):
     assert main(["doctor", *words]) == 2
     assert told in capsys.readouterr().err

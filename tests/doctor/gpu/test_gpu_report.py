@@ -66,7 +66,7 @@ def test_the_page_begins_with_the_verdict_and_has_a_row_for_each_line(tmp_path):
 def test_a_rehearsal_says_that_it_is_one():
     page = report.page(made(rehearsal=True))
     assert page.startswith("# Rehearsal of the GPU report, on a CPU\n")
-    assert "`sbkit doctor --gpu --rehearse`" in page and "the figures say nothing of a card" in page
+    assert "`sbkit doctor --gpu --rehearse`" in page and "the figures say nothing about a card" in page
 
 
 def test_the_page_names_the_command_that_made_it():
