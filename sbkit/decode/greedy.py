@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,9 +12,6 @@ from torch import Tensor
 
 from sbkit.decode.spans import Spans, collapse
 from sbkit.errors import SbkitError
-
-_AT_ONCE = 1 << 26  # scores whose entropy is computed at a time: 256 MB
-TSALLIS_ALPHA = 1 / 3
 
 
 @dataclass(frozen=True)
@@ -40,7 +36,7 @@ class Hypotheses:
 
 
 @torch.no_grad()
-def greedy(log_probs: Tensor, lengths: Tensor, blank_id: int = 0, certainty: str | None = None) -> Hypotheses:
+def greedy(log_probs: Tensor, lengths: Tensor, blank_id: int = 0) -> Hypotheses:
     """Find the best path through each utterance, with one copy to the host for the whole batch.
 
     An utterance's result depends only on its own frames, not on its neighbours or the padding.
@@ -49,18 +45,15 @@ def greedy(log_probs: Tensor, lengths: Tensor, blank_id: int = 0, certainty: str
     ---------
     log_probs : [B, T, V] log-probabilities (``log_softmax`` of the scores)
     lengths : [B] frames of each utterance, integers
-    certainty : measure of certainty per frame: ``tsallis`` or ``gibbs`` (see ``frame_certainty``)
     """
     check_shapes(log_probs, lengths)
     best, labels = log_probs.max(dim=-1)
     inside = torch.arange(log_probs.shape[1], device=log_probs.device) < lengths.to(log_probs.device)[:, None]
     frames = [labels.masked_fill(~inside, blank_id).float(), best.float().exp().where(inside, 1.0)]
-    if certainty is not None:
-        frames.append(frame_certainty(log_probs, certainty).where(inside, 1.0))
     # Labels are exact in float32 up to 16 million, so everything fits in one tensor and one copy.
-    path, confidence, *sure = torch.stack(frames).cpu().numpy()
+    path, confidence = torch.stack(frames).cpu().numpy()
     refuse_nan(confidence)
-    return Hypotheses(collapse(path.astype(np.int64), confidence, sure[0] if sure else None, blank_id=blank_id))
+    return Hypotheses(collapse(path.astype(np.int64), confidence, blank_id=blank_id))
 
 
 def check_shapes(log_probs: Tensor, lengths: Tensor) -> None:
@@ -78,32 +71,6 @@ def refuse_nan(confidence: np.ndarray) -> None:
     if rows:
         raise SbkitError(f"the model's output for utterances {rows} of the batch is not a number",
                          hint="its weights may be damaged, or the precision too low")
-
-
-def frame_certainty(log_probs: Tensor, measure: str = "tsallis") -> Tensor:
-    """Measure each frame's certainty by its entropy: [B, T, V] -> [B, T], 1 for a sure frame, 0 for a uniform one.
-
-    With the entropy H, and H_max that of the uniform distribution, it is (e^-H - e^-H_max) / (1 - e^-H_max).
-    ``gibbs`` uses Shannon's entropy; ``tsallis`` the one with alpha 1/3, which gives more weight to unlikely labels
-    and detects errors better where probabilities are peaked, as CTC's are.
-    """
-    if measure not in ("tsallis", "gibbs"):
-        raise ValueError(f"the entropy must be 'tsallis' or 'gibbs', not {measure!r}")
-    batch, frames, labels = log_probs.shape
-    parts = []
-    for part in log_probs.split(max(1, _AT_ONCE // max(1, frames * labels))):
-        part = part.float()
-        if measure == "gibbs":
-            # 0 log 0 is 0 here; torch would give NaN.
-            parts.append(-(part.exp() * part.clamp_min(torch.finfo(part.dtype).min)).sum(-1))
-        else:
-            parts.append(((TSALLIS_ALPHA * part).exp().sum(-1) - 1) / (1 - TSALLIS_ALPHA))
-    entropy = torch.cat(parts) if parts else log_probs.new_zeros(batch, frames)
-    if measure == "gibbs":
-        least = 1 / labels
-    else:
-        least = math.exp((1 - labels ** (1 - TSALLIS_ALPHA)) / (1 - TSALLIS_ALPHA))
-    return (((-entropy).exp() - least) / max(1 - least, 1e-9)).clamp(0, 1)
 
 
 @torch.no_grad()

@@ -16,16 +16,14 @@ _BYTES = re.compile(r"(?:<0x[0-9A-F]{2}>)+")  # how SentencePiece writes a chara
 class Spans:
     """The tokens of one utterance: arrays of equal length [U].
 
-    ``starts`` and ``ends`` are frames, the end excluded. Confidences are between 0 and 1: ``confidence`` is the mean
-    probability of the token over its frames, ``certainty`` is based on the entropy of the whole distribution
-    (None unless requested).
+    ``starts`` and ``ends`` are frames, the end excluded; ``confidence`` is the mean probability of the token over its
+    frames.
     """
 
     ids: np.ndarray
     starts: np.ndarray
     ends: np.ndarray
     confidence: np.ndarray
-    certainty: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -39,23 +37,20 @@ class Word:
     start: float
     end: float
     confidence: float
-    certainty: float | None = None
 
 
-def collapse(labels: np.ndarray, confidence: np.ndarray, certainty: np.ndarray | None = None,
-             blank_id: int = 0) -> list[Spans]:
+def collapse(labels: np.ndarray, confidence: np.ndarray, blank_id: int = 0) -> list[Spans]:
     """Apply CTC's rule: merge equal neighbours and drop blanks.
 
     Arguments
     ---------
     labels : [B, T] integers, blank beyond an utterance's end
-    confidence, certainty : [B, T] of each frame; a token gets the mean over its frames
+    confidence : [B, T] of each frame; a token gets the mean over its frames
     """
     batch, frames = labels.shape
     if not labels.size:
         nothing = np.zeros(0, dtype=np.int64)
-        none = np.zeros(0, dtype=np.float32)
-        return [Spans(nothing, nothing, nothing, none, None if certainty is None else none)] * batch
+        return [Spans(nothing, nothing, nothing, np.zeros(0, dtype=np.float32))] * batch
     begins = np.ones(labels.shape, dtype=bool)
     begins[:, 1:] = labels[:, 1:] != labels[:, :-1]
     starts = np.flatnonzero(begins)  # starts of the runs, for all rows
@@ -63,10 +58,8 @@ def collapse(labels: np.ndarray, confidence: np.ndarray, certainty: np.ndarray |
     ids = labels.ravel()[starts]
     tokens = ids != blank_id
     row, first = np.divmod(starts, frames)
-    columns = [ids, first, first + ends - starts]
-    for values in (confidence, certainty):
-        if values is not None:
-            columns.append(np.add.reduceat(values.ravel(), starts) / (ends - starts).astype(np.float32))
+    mean = np.add.reduceat(confidence.ravel(), starts) / (ends - starts).astype(np.float32)
+    columns = [ids, first, first + ends - starts, mean]
     cuts = np.cumsum(np.bincount(row[tokens], minlength=batch))[:-1]
     utterances = zip(*(np.split(column[tokens], cuts) for column in columns), strict=True)
     return [Spans(*parts) for parts in utterances]
@@ -103,7 +96,6 @@ def words(spans: Spans, piece: Callable[[int], str], frame_seconds: float, *, st
             text=_text(parts), start=start + frame_seconds * int(spans.starts[tokens[0]]),
             end=start + frame_seconds * int(spans.ends[tokens[-1]]),
             confidence=float(spans.confidence[tokens].min()),
-            certainty=None if spans.certainty is None else float(spans.certainty[tokens].min()),
         )
         for parts, tokens in found if parts
     ]

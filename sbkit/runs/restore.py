@@ -27,7 +27,7 @@ BEST, LAST = "best", "last"
 
 
 def load_run(run: str | Path, device: str | torch.device | None = None, *, checkpoint: str = BEST, mean_of: int = 1,
-             settings: Mapping[str, Any] | None = None, **run_opts: Any) -> tuple[Recipe, Any]:
+             **run_opts: Any) -> tuple[Recipe, Any]:
     """Load the recipe and the Brain of a run, with trained weights and modules in evaluation mode.
 
     >>> recipe, brain = load_run("results/ctc/en/1234", "cpu")  # doctest: +SKIP
@@ -37,12 +37,9 @@ def load_run(run: str | Path, device: str | torch.device | None = None, *, check
     run : the ``output_folder`` of a run; it may have been moved
     device : as for a run; None for this machine's accelerator if it has one, otherwise the CPU
     checkpoint, mean_of : see ``take_weights``
-    settings : values that replace top-level keys of the recipe, e.g. ``{"accelerate": False}``
     run_opts : run options, e.g. ``precision="bf16"``
     """
     recipe = read_run(run)
-    if settings:
-        recipe = load.opened({**recipe.hparams, **settings}, Path(run) / RECIPE)
     brain = build(recipe, device, **run_opts)
     take_weights(brain, checkpoint, mean_of)
     return recipe, brain

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
-from sbkit.decode.greedy import align, frame_certainty, greedy
+from sbkit.decode.greedy import align, greedy
 from sbkit.errors import SbkitError
 
 
@@ -51,15 +50,15 @@ def test_equals_a_loop_over_frames(seed, blank):
 
 def test_the_same_whatever_else_is_in_the_batch():
     log_probs, lengths = random_batch(1)
-    together = greedy(log_probs, lengths, certainty="tsallis")
+    together = greedy(log_probs, lengths)
     for row in range(len(lengths)):
         length = int(lengths[row])
         padded = torch.full((1, 100, log_probs.shape[2]), float("-inf"))
         padded[0, :length] = log_probs[row, :length]
         padded[0, length:, 3] = 0.0  # what lies beyond the end would be a token
-        for alone in (greedy(log_probs[row:row + 1, :length], lengths[row:row + 1], certainty="tsallis"),
-                      greedy(padded, lengths[row:row + 1], certainty="tsallis")):
-            for name in ("ids", "starts", "ends", "confidence", "certainty"):
+        for alone in (greedy(log_probs[row:row + 1, :length], lengths[row:row + 1]),
+                      greedy(padded, lengths[row:row + 1])):
+            for name in ("ids", "starts", "ends", "confidence"):
                 np.testing.assert_array_equal(getattr(alone[0], name), getattr(together[row], name))
 
 
@@ -76,7 +75,7 @@ def test_one_copy_to_the_host_per_batch():
 
     log_probs, lengths = random_batch(2, batch=16)
     with Copies() as copies:
-        greedy(log_probs, lengths, certainty="gibbs")
+        greedy(log_probs, lengths)
     assert copies.seen == ["cpu"]
 
 
@@ -85,35 +84,6 @@ def test_low_precision_and_large_vocabularies_keep_their_ids():
     for frame, label in enumerate((70_000, 0, 65_537)):
         log_probs[0, frame, label] = 0.0
     assert greedy(log_probs, torch.tensor([3])).ids == [[70_000, 65_537]]
-
-
-def test_certainty_is_one_when_sure_zero_when_uniform_and_matches_its_formula():
-    labels = 7
-    sure = torch.full((labels,), float("-inf"))
-    sure[2] = 0
-    uniform = torch.full((labels,), -math.log(labels))
-    some = torch.tensor([0.5, 0.3, 0.1, 0.05, 0.03, 0.02, 0.0])
-    log_probs = torch.stack([sure, uniform, some.log()])[None]
-    p = some.double().numpy()
-    shannon = -(p[p > 0] * np.log(p[p > 0])).sum()
-    tsallis = ((p ** (1 / 3)).sum() - 1) / (2 / 3)
-    most = (labels ** (2 / 3) - 1) / (2 / 3)
-    expected = {
-        "gibbs": (labels * np.exp(-shannon) - 1) / (labels - 1),
-        "tsallis": (np.exp(-tsallis) - np.exp(-most)) / (1 - np.exp(-most)),
-    }
-    for measure, value in expected.items():
-        found = frame_certainty(log_probs, measure)[0].tolist()
-        assert found == pytest.approx([1.0, 0.0, value], abs=1e-5)
-    with pytest.raises(ValueError, match="tsallis"):
-        frame_certainty(log_probs, "max")
-
-
-def test_certainty_in_parts_equals_the_whole(monkeypatch):
-    log_probs, _ = random_batch(3)
-    whole = frame_certainty(log_probs)
-    monkeypatch.setattr("sbkit.decode.greedy._AT_ONCE", 1)
-    torch.testing.assert_close(frame_certainty(log_probs), whole)
 
 
 def test_what_is_not_a_number_is_named():
@@ -135,8 +105,8 @@ def test_relative_lengths_are_refused():
 
 
 def test_no_utterances_and_no_frames():
-    assert greedy(torch.zeros(0, 4, 3), torch.zeros(0, dtype=torch.int64), certainty="tsallis").ids == []
-    assert greedy(torch.zeros(2, 0, 3), torch.zeros(2, dtype=torch.int64), certainty="gibbs").ids == [[], []]
+    assert greedy(torch.zeros(0, 4, 3), torch.zeros(0, dtype=torch.int64)).ids == []
+    assert greedy(torch.zeros(2, 0, 3), torch.zeros(2, dtype=torch.int64)).ids == [[], []]
 
 
 def test_align_finds_the_best_of_all_alignments():

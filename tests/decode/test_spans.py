@@ -11,7 +11,7 @@ from sbkit.decode.spans import Spans, collapse, words
 def spans(*tokens):
     """From (id, start, end, confidence)."""
     ids, starts, ends, confidence = (np.array(column) for column in zip(*tokens, strict=True))
-    return Spans(ids, starts, ends, confidence, confidence / 2)
+    return Spans(ids, starts, ends, confidence)
 
 
 def texts(pieces, **options):
@@ -25,7 +25,7 @@ def test_pieces_join_to_words_with_times_and_the_least_confidence():
     the, cats = words(found, pieces.__getitem__, 0.04, start=10.0)
     assert (the.text, the.start, the.end) == ("the", 10.0, pytest.approx(10.08))
     assert (cats.text, cats.start, cats.end) == ("cats", pytest.approx(10.2), pytest.approx(10.4))
-    assert (cats.confidence, cats.certainty) == (0.4, 0.2)
+    assert cats.confidence == 0.4
 
 
 @pytest.mark.parametrize("pieces, expected", [
