@@ -56,7 +56,7 @@ class AudioError(SbkitError):
         super().__init__(f"{wav}: {cause}")
         self.wav, self.cause = wav, cause
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[object, ...]:
         return AudioError, (self.wav, self.cause)
 
 
@@ -187,7 +187,8 @@ def split_member(wav: str) -> tuple[str, int, int | None]:
 def _opened(wav: str | os.PathLike[str] | bytes | BinaryIO, name: str,
             remote: Remote = NOWHERE) -> Iterator[tuple[soundfile.SoundFile, int]]:
     """An open recording with a plausible header, and the last frame that can be sought exactly."""
-    handle = data = file = None
+    handle = file = None
+    data = b""
     try:
         if isinstance(wav, (str, os.PathLike)):
             path = os.fspath(wav)
@@ -219,8 +220,7 @@ def _opened(wav: str | os.PathLike[str] | bytes | BinaryIO, name: str,
             os.close(handle)
 
 
-def _as_mp3(file: soundfile.SoundFile, handle: int | None,
-            data: bytes | None) -> tuple[soundfile.SoundFile, bool]:
+def _as_mp3(file: soundfile.SoundFile, handle: int | None, data: bytes) -> tuple[soundfile.SoundFile, bool]:
     """Where libsndfile guessed the length wrongly, the same MP3 opened again with a tag that tells it."""
     def read(count: int, offset: int) -> bytes:
         if handle is not None:
@@ -245,7 +245,7 @@ def _check_header(name: str, rate: int, frames: int) -> None:
         raise AudioError(name, "its header does not say how long it is")
 
 
-def _cause(error: soundfile.SoundFileError, handle: int | None, data: bytes | None) -> str:
+def _cause(error: soundfile.SoundFileError, handle: int | None, data: bytes) -> str:
     """libsndfile says 'System error' and 'Format not recognised'; say what is behind it."""
     if handle is not None and os.path.isdir(f"/proc/self/fd/{handle}"):
         return "is a folder, not a recording"
@@ -284,7 +284,7 @@ class _Shard:
         self.handle = os.open(path, os.O_RDONLY)
         self.stat = os.fstat(self.handle)
 
-    def __del__(self):
+    def __del__(self) -> None:
         if hasattr(self, "handle"):
             os.close(self.handle)
 
@@ -296,7 +296,8 @@ class _Handles:
     """
 
     def __init__(self, size: int):
-        self.size, self.open, self.lock = size, OrderedDict(), threading.Lock()
+        self.open: OrderedDict[str, _Shard] = OrderedDict()
+        self.size, self.lock = size, threading.Lock()
 
     def get(self, path: str) -> _Shard:
         with self.lock:

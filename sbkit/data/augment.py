@@ -21,6 +21,7 @@ import os
 from collections.abc import Callable, Sequence
 from numbers import Real
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -45,12 +46,13 @@ class Augment:
     ``max_batch_seconds`` is made from ``durations * augment.stretch``.
     """
 
-    def __init__(self, stages: Sequence[Callable]):
-        speeds = [stage for stage in stages if isinstance(stage, SpeedPerturb)]
-        if len(speeds) > 1 or (speeds and stages[0] is not speeds[0]):
+    def __init__(self, stages: Sequence[Callable[..., np.ndarray]]):
+        every: Sequence[Any] = stages  # some have more than that they can be called
+        speeds = [stage for stage in every if isinstance(stage, SpeedPerturb)]
+        if len(speeds) > 1 or (speeds and every[0] is not speeds[0]):
             raise SbkitError("augment: SpeedPerturb may be there once, as the first stage")
         self._speed = speeds[0] if speeds else None
-        self.stages = [stage for stage in stages if not isinstance(stage, SpeedPerturb)]
+        self.stages = [stage for stage in every if not isinstance(stage, SpeedPerturb)]
 
     def hear_at(self, sample_rate: int) -> None:
         """Tell stages that read recordings of their own at what rate waveforms come; one that insists on another is

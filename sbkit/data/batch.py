@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -97,7 +97,7 @@ class Batch:
         )
 
 
-def stand_in(*, tokens: bool = True, sample_rate: int = SAMPLE_RATE, **place) -> Batch:
+def stand_in(*, tokens: bool = True, sample_rate: int = SAMPLE_RATE, **place: Any) -> Batch:
     """A batch of weight 0: one second of faint noise and one token, so that every loss stays finite."""
     signals = 1e-3 * torch.randn(1, sample_rate, generator=torch.Generator().manual_seed(0))
     return Batch(

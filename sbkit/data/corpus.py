@@ -207,15 +207,17 @@ class Corpus:
 
     def summary(self) -> str:
         """A table of what was read, kept and left out, and notes on what deserves a look."""
+        return summarize(self._reported())
+
+    def _reported(self) -> dict[str, Any]:
         if self.report is None:
             self.load()
-        return summarize(self.report)
+        assert self.report is not None, "load makes it"
+        return self.report
 
     def left_out(self, split: str) -> str | None:
         """What a split is without, for whoever reads a rate measured on it; None where it is whole."""
-        if self.report is None:
-            self.load()
-        entry = self.report["splits"][split]
+        entry = self._reported()["splits"][split]
         reasons = ", ".join(f"{one['count']:,} {reason}" for reason, one in entry["left_out"].items())
         count = entry["rows"] - entry["kept"]
         return f"{count:,} of {entry['rows']:,} {split} rows were left out in preparation: {reasons}" if count else None
@@ -352,7 +354,8 @@ class Corpus:
         self.report = report
         return {split: manifests[split] for split in ordered}
 
-    def _write(self, manifests: Mapping[str, Manifest], reports: Mapping[str, SplitReport], report: dict) -> None:
+    def _write(self, manifests: Mapping[str, Manifest], reports: Mapping[str, SplitReport],
+               report: dict[str, Any]) -> None:
         """All files aside, where a full disk refuses them while the old ones stand, and then in their places."""
         aside = self.folder / _ASIDE
         shutil.rmtree(aside, ignore_errors=True)  # of a preparation that was killed

@@ -157,9 +157,10 @@ def _malformed_lines(path: Path, expected: int, skip: int, delimiter: str,
 
 
 def _quoted_rows(path: Path, file: IO[str], skip: int, delimiter: str,
-                 **options: bool) -> Iterator[tuple[int, list[str]]]:
+                 skipinitialspace: bool = False) -> Iterator[tuple[int, list[str]]]:
     """(line, fields) of each row of a file that stands behind its first ``skip`` lines."""
-    reader = csv.reader(itertools.chain(file, [_END]), delimiter=delimiter, **options)
+    reader = csv.reader(itertools.chain(file, [_END]), delimiter=delimiter,
+                        skipinitialspace=skipinitialspace)
     begins = skip + 1
     try:
         for row in reader:

@@ -194,7 +194,7 @@ def _temporary_folder(folder: Path) -> Iterator[Path]:
             shutil.rmtree(aside, ignore_errors=True)
 
 
-Run = Callable[[Callable, Iterable[tuple]], Iterator[Any]]
+Run = Callable[[Callable[..., Any], Iterable[tuple[Any, ...]]], Iterator[Any]]
 
 
 @contextlib.contextmanager
@@ -207,7 +207,7 @@ def _pool(workers: int | None, language: str) -> Iterator[Run]:
         pool = ProcessPoolExecutor(workers or usable_cores(), mp_context=multiprocessing.get_context("spawn"),
                                    initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN))
 
-    def run(function: Callable, jobs: Iterable[tuple]) -> Iterator[Any]:
+    def run(function: Callable[..., Any], jobs: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
         with helper_process.away_from_here():
             return pool.map(_call, ((function, job) for job in jobs), chunksize=8)
 
@@ -222,7 +222,7 @@ def _pool(workers: int | None, language: str) -> Iterator[Run]:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _call(job: tuple[Callable, tuple]) -> Any:
+def _call(job: tuple[Callable[..., Any], tuple[Any, ...]]) -> Any:
     function, arguments = job
     return function(*arguments)
 

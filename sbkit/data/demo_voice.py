@@ -8,6 +8,7 @@ import ctypes
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 
@@ -65,7 +66,7 @@ def speak(text: str, voice: str, *, words_per_minute: int = 175, pitch: int = 50
     """Say ``text``: (mono float32 [S] within -1..1, sample rate). ``pitch`` and ``pitch_range``: 0 to 99."""
     chunks: list[np.ndarray] = []
 
-    def collect(samples, count, _events):  # noqa: ANN001  (called from C)
+    def collect(samples: Any, count: int, _events: Any) -> int:  # called from C
         if samples and count > 0:
             chunks.append(np.ctypeslib.as_array(samples, (count,)).copy())
         return 0

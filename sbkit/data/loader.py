@@ -13,7 +13,7 @@ import math
 import os
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -36,21 +36,24 @@ PREFETCH = 4
 NAMED = 5
 
 
-class _Requests(Sampler):
+class _Requests(Sampler[Request]):
     """What the loader asks its workers for; pointed at a place before each iteration."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.source: Iterator[Request] = iter(())
 
     def __iter__(self) -> Iterator[Request]:
         return self.source
 
 
-class _Workers(DataLoader):
+class _Workers(DataLoader[Any]):
     """As many workers as a recipe says; torch would warn where there are fewer cores, but they also wait for files."""
 
     def check_worker_number_rationality(self) -> None:
         """Nothing to tell."""
+
+
+_Own = TypeVar("_Own", bound="_Loader")
 
 
 class _Loader:
@@ -78,7 +81,7 @@ class _Loader:
         self._pid = os.getpid()
         self._read = self._failed = self._turn = 0
         self._requests = _Requests()
-        parallel = {}
+        parallel: dict[str, Any] = {}
         if workers:
             batch_bytes = int(max_batch_seconds * reader.sample_rate * torch.float32.itemsize)
             parallel = {"prefetch_factor": _prefetch_that_fits(prefetch, workers, batch_bytes),
@@ -136,7 +139,8 @@ class _Loader:
     def close(self) -> None:
         """End the worker processes. The loader can be used again; it then starts new ones."""
         self._turn += 1
-        iterator, self._loader._iterator = self._loader._iterator, None
+        iterator: Any = self._loader._iterator
+        self._loader._iterator = None
         if iterator is None or not self.workers:
             return
         iterator._shutdown_workers()
@@ -144,7 +148,7 @@ class _Loader:
             if worker.is_alive():
                 worker.kill()
 
-    def __enter__(self):
+    def __enter__(self: _Own) -> _Own:
         return self
 
     def __exit__(self, *exception: Any) -> None:

@@ -17,7 +17,7 @@ from sbkit.errors import SbkitError
 try:
     import fcntl
 except ImportError:  # Windows
-    fcntl = None
+    fcntl = None  # type: ignore[assignment]  # `take` asks
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, overload
@@ -64,7 +64,7 @@ class Column(Sequence[str]):
             return self.arrow.equals(other.arrow)
         return isinstance(other, Sequence) and list(self) == list(other)
 
-    __hash__ = None
+    __hash__ = None  # type: ignore[assignment]  # what Python itself says of a class whose objects are equal by value
 
     def take(self, indices: np.ndarray) -> Column:
         return Column(self.arrow.take(pa.array(indices)))
@@ -117,8 +117,10 @@ class Manifest:
         self.texts = Column(texts)
         self.speakers = Column(pa.repeat("", n)) if speakers is None else Column(speakers)
         self.meta = {name: Column(column) for name, column in (meta or {}).items()}
-        for name, column in (("durations", self.durations), ("starts", self.starts), ("wavs", self.wavs),
-                             ("texts", self.texts), ("speakers", self.speakers), *self.meta.items()):
+        columns: list[tuple[str, Sized]] = [
+            ("durations", self.durations), ("starts", self.starts), ("wavs", self.wavs), ("texts", self.texts),
+            ("speakers", self.speakers), *self.meta.items()]
+        for name, column in columns:
             if len(column) != n:
                 raise ValueError(f"{name} has {len(column)} entries for {n} ids")
         if taken := [name for name in self.meta if name in OWN]:

@@ -10,9 +10,10 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import astuple
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
@@ -95,12 +96,12 @@ def _measured(chunks: list[list[int]], wavs: Sequence[str], remote: Remote,
             yield chunk, [measure_one(wavs[i], remote) for i in chunk]
         return
     with _Processes(min(workers, len(chunks)), remote) as processes, ThreadPoolExecutor(workers) as threads:
-        waiting = {}
+        waiting: dict[Future[list[float | str]], list[int]] = {}
         remaining = iter(chunks)
         try:
             while True:
-                while len(waiting) < 2 * workers and (chunk := next(remaining, None)) is not None:
-                    waiting[threads.submit(processes.measure, [wavs[i] for i in chunk])] = chunk
+                while len(waiting) < 2 * workers and (taken := next(remaining, None)) is not None:
+                    waiting[threads.submit(processes.measure, [wavs[i] for i in taken])] = taken
                 if not waiting:
                     return
                 for done in wait(waiting, return_when=FIRST_COMPLETED).done:
@@ -119,8 +120,8 @@ class _Processes:
 
     def __init__(self, count: int, remote: Remote):
         self._remote = astuple(remote)
-        self._free: list[subprocess.Popen] = []
-        self._all: list[subprocess.Popen] = []
+        self._free: list[subprocess.Popen[str]] = []
+        self._all: list[subprocess.Popen[str]] = []
         self._lock = threading.Lock()
         self._closed = False
         for _ in range(count):
@@ -135,7 +136,7 @@ class _Processes:
             logger.warning("a helper process does not run here (%s): measuring in one process", sys.executable)
         return works
 
-    def _start(self) -> subprocess.Popen:
+    def _start(self) -> subprocess.Popen[str]:
         process = subprocess.Popen(
             _COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
             env=helper_process.environment(), text=True, encoding="utf-8")
@@ -158,7 +159,8 @@ class _Processes:
                 self._free.append(process)
         return results
 
-    def _ask(self, process: subprocess.Popen, wavs: list[str]) -> list[float | str] | None:
+    def _ask(self, process: subprocess.Popen[str], wavs: list[str]) -> list[float | str] | None:
+        assert process.stdin is not None and process.stdout is not None, "both are pipes"
         try:
             process.stdin.write(json.dumps([wavs, self._remote]) + "\n")
             process.stdin.flush()
@@ -176,15 +178,16 @@ class _Processes:
             process.kill()
         for process in self._all:
             process.wait()
-            process.stdin.close()
-            process.stdout.close()
+            for pipe in filter(None, (process.stdin, process.stdout)):
+                pipe.close()
 
 
 class _Journal:
     """Appends results to a file every few seconds; without a path it forgets them."""
 
     def __init__(self, path: Path | None):
-        self.path, self.file, self.saved = path, None, time.monotonic()
+        self.path, self.saved = path, time.monotonic()
+        self.file: IO[str] | None = None
 
     def __enter__(self) -> _Journal:
         if self.path is not None:

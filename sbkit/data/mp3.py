@@ -53,6 +53,7 @@ def inspect(read: Callable[[int, int], bytes]) -> Mp3 | None:
     if at is None:
         return None
     frame = _frame(head, at)
+    assert frame is not None, "one begins there"
     tag = head[at + 4 + frame.side : at + 16 + frame.side]
     if tag[:4] in (b"Xing", b"Info") and tag[7] & 1 and (count := int.from_bytes(tag[8:12], "big")):
         return Mp3(count, count * frame.samples, tag[:4] == b"Info", True, start + at)
@@ -74,14 +75,16 @@ def read_all(read: Callable[[int, int], bytes], start: int = 0) -> bytes:
 def with_tag(data: bytes, mp3: Mp3) -> bytes:
     """The same MP3 with a Xing tag in front that counts its frames."""
     frame = _frame(data, mp3.first)
+    assert frame is not None, "it was found there"
     header = bytearray(data[mp3.first : mp3.first + 4])
     header[1] |= 1  # no checksum
     header[2] = (header[2] & 0x0F) | 0xE0  # the largest bit rate: room for the tag
     tag = bytes(header)
-    size = _frame(tag, 0).size
+    tagged = _frame(tag, 0)
+    assert tagged is not None, "a header of a known rate is a frame's"
     side = frame.side if data[mp3.first + 1] & 1 else frame.side - 2
     body = tag + bytes(side) + b"Xing" + (1).to_bytes(4, "big") + mp3.frames.to_bytes(4, "big")
-    return body.ljust(size, b"\0") + data[mp3.first :]
+    return body.ljust(tagged.size, b"\0") + data[mp3.first :]
 
 
 def _after_id3(head: bytes) -> int:

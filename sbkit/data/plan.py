@@ -69,7 +69,7 @@ class Batching:
     round_seconds: float | None = None
     least_steps: int = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("max_batch_seconds", "step_seconds", "buckets", "max_batch_utterances"):
             check_number(f"batching: {name}", getattr(self, name), above=0, optional=name != "max_batch_seconds",
                          whole=name in ("buckets", "max_batch_utterances"))
@@ -81,6 +81,12 @@ class Batching:
                              hint="it is one of ascending, descending, random")
         if self.step_seconds is None:
             self.step_seconds = self.max_batch_seconds
+
+    @property
+    def update_seconds(self) -> float:
+        """``step_seconds``, which a made one always has."""
+        assert self.step_seconds is not None
+        return self.step_seconds
 
     def rounding(self, device_type: str, compiled: bool = False) -> float:
         """Seconds to whose next multiple batches are padded on such a device."""
@@ -122,11 +128,11 @@ class Plan:
         sizes = np.bincount(self._bucket, minlength=len(edges))
         steps = np.empty(len(edges), dtype=np.int64)
         for k, (size, longest) in enumerate(zip(sizes.tolist(), edges.tolist(), strict=True)):
-            fits = max(1, int(batching.step_seconds / longest + 1e-6))
+            fits = max(1, int(batching.update_seconds / longest + 1e-6))
             steps[k] = -(-size // fits)
         # A bucket's leftovers are spread evenly over its steps, so that no step is a straggler of one.
-        lengths = [np.diff(np.arange(n + 1) * size // n) for n, size in zip(steps, sizes, strict=True) if n]
-        lengths = np.concatenate(lengths) if lengths else np.zeros(0, np.int64)
+        parts = [np.diff(np.arange(n + 1) * size // n) for n, size in zip(steps, sizes, strict=True) if n]
+        lengths = np.concatenate(parts) if parts else np.zeros(0, np.int64)
         self._bounds = np.concatenate([[0], np.cumsum(lengths)])
         self.edges = edges
         self.passes = max(1, round(batching.least_steps / (len(lengths) * epochs))) if epochs else 1
@@ -206,6 +212,7 @@ class EpochPlan:
         batching = self.batching
         most = batching.max_batch_utterances or len(seconds)
         cuts = _cut(seconds, batching.max_batch_seconds, most)
+        assert cuts is not None, "it may be any number of runs"
         micros = max(min_micros, -(-len(cuts) // world))
         allowed = micros * world
         # The smallest cost per part for which `allowed` parts are enough: the most even division.
@@ -221,12 +228,13 @@ class EpochPlan:
         return [members[a:b] for a, b in best], micros
 
 
-def _cut(seconds: list[float], cost: float, most: int, allowed: int | None = None) -> list | None:
+def _cut(seconds: list[float], cost: float, most: int, allowed: int | None = None) -> list[tuple[int, int]] | None:
     """Cut descending durations into runs of at most ``cost`` seconds, padding counted.
 
     None where that takes more than ``allowed`` runs.
     """
-    cuts, start, total = [], 0, len(seconds)
+    cuts: list[tuple[int, int]] = []
+    start, total = 0, len(seconds)
     cost *= 1 + 1e-6  # durations are float32
     while start < total:
         if allowed is not None and (len(cuts) == allowed or seconds[start] > cost):
@@ -268,25 +276,25 @@ def _edges(durations: np.ndarray, batching: Batching) -> np.ndarray:
     candidates = np.unique(ordered[np.concatenate([places, at_levels[at_levels >= 0], [len(ordered) - 1]])])
     below = np.searchsorted(ordered, candidates, side="right").astype(np.float64)
     if batching.buckets is not None:
-        return _few_buckets(candidates, below, batching)
+        return _few_buckets(candidates, below, batching, total)
     edges = _few_buckets(candidates, below, batching, total)
-    for least, step_cost in NARROWER if total >= LEAST_STEPS * batching.step_seconds else ():
+    for least, step_cost in NARROWER if total >= LEAST_STEPS * batching.update_seconds else ():
         sizes = np.diff(np.searchsorted(ordered, edges, side="right"), prepend=0)
         if 1 - total / float(sizes @ edges.astype(np.float64)) <= MOST_PADDING:
             break
-        edges = _full_steps(candidates, below, batching.step_seconds, least, step_cost)
+        edges = _full_steps(candidates, below, batching.update_seconds, least, step_cost)
     return edges
 
 
-def _few_buckets(candidates: np.ndarray, below: np.ndarray, batching: Batching,
-                 total: float | None = None) -> np.ndarray:
-    """The edges that pad least for ``batching.buckets``; with the ``total`` seconds the number that costs least.
+def _few_buckets(candidates: np.ndarray, below: np.ndarray, batching: Batching, total: float) -> np.ndarray:
+    """The edges that pad least for ``batching.buckets``; where that is null, the number that costs least of ``total``
+    seconds.
 
     Found exactly (over the candidates) by dynamic programming: cost(bucket) = members x edge.
     """
     most = batching.buckets
     if most is None:
-        most = max(1, int(total / batching.step_seconds / MIN_STEPS_PER_BUCKET))
+        most = max(1, int(total / batching.update_seconds / MIN_STEPS_PER_BUCKET))
     most = min(most, MAX_BUCKETS, len(candidates))
     # cost[k][j]: candidates 0..j in k+1 buckets, the last of which ends at j.
     cost = below * candidates
@@ -304,7 +312,7 @@ def _few_buckets(candidates: np.ndarray, below: np.ndarray, batching: Batching,
         totals.append(cost[-1])
     if batching.buckets is None:
         halves = np.arange(1, most + 1) / 2
-        best = int(np.argmin(np.array(totals) * (1 + STEP_COST) + STEP_COST * batching.step_seconds * halves))
+        best = int(np.argmin(np.array(totals) * (1 + STEP_COST) + STEP_COST * batching.update_seconds * halves))
         back = back[:best]
     chosen, j = [len(candidates) - 1], len(candidates) - 1
     for came in reversed(back):

@@ -100,7 +100,7 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: Limits, *, t
 
     urls = refused(rows.wavs, remote)
     leave_out(REFUSED, urls)
-    details.update((int(i), remote.refusal(rows.wavs[i])) for i in np.flatnonzero(urls))
+    details.update((i, remote.refusal(rows.wavs[i])) for i in np.flatnonzero(urls).tolist())
     if not _first_of_each(rows.ids.arrow).all():
         # The same recording twice is one too many. Several of one id (of a sentence, say) are not: they are numbered.
         same = join(rows.ids.arrow, recording_keys(rows.wavs, rows.starts), separator="@")

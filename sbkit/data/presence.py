@@ -40,14 +40,14 @@ def existing(wavs: Column, listings: dict[str, pa.Array | None] | None = None) -
         listed = plain & (counts[codes] >= _WORTH_LISTING)
         result[listed] = _np(pc.is_in(path, pa.concat_arrays(there)))[listed]
         plain[listed] = False
-    for i in np.flatnonzero(plain):
+    for i in np.flatnonzero(plain).tolist():
         result[i] = os.path.isfile(wavs[i])
     sizes: dict[str, int] = {}
-    for i in np.flatnonzero(member & ~remote):
+    for i in np.flatnonzero(member & ~remote).tolist():
         shard, offset, size = split_member(wavs[i])
         if shard not in sizes:
             sizes[shard] = os.path.getsize(shard) if os.path.isfile(shard) else -1
-        result[i] = offset + size <= sizes[shard]
+        result[i] = offset + (size or 0) <= sizes[shard]
     return result
 
 

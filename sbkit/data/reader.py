@@ -44,7 +44,7 @@ class Request(NamedTuple):
     visit: int = 0  # which way through the corpus it is, of the run: each augments anew
 
 
-class Reader(Dataset):
+class Reader(Dataset[Any]):
     """Reads one micro-batch per request; the part that runs in a worker process.
 
     Arguments
@@ -75,7 +75,8 @@ class Reader(Dataset):
 
     def read(self, request: Request) -> Batch:
         """The batch of one request; what cannot be read is left out and named in ``batch.damaged``."""
-        place = {"step": request.step, "micro": request.micro, "micros": request.micros, "most": request.most}
+        place: dict[str, Any] = {"step": request.step, "micro": request.micro, "micros": request.micros,
+                                 "most": request.most}
         ids, texts, signals, damaged = [], [], [], []
         rows = request.rows.tolist()
         if self._sharded:
@@ -112,10 +113,10 @@ class Reader(Dataset):
         manifest = self.manifest
         start, duration = float(manifest.starts[row]), float(manifest.durations[row])
         rng = None if self.augment is None else self.augment.rng(self.seed, visit, name)
-        speed = 1.0 if rng is None else self.augment.speed(rng)
+        speed = 1.0 if self.augment is None or rng is None else self.augment.speed(rng)
         signal = read_utterance(manifest.wavs[row], start, duration, sample_rate=self.sample_rate,
                                 speed=speed, remote=manifest.remote)
-        return signal if rng is None else self.augment(signal, rng)
+        return signal if self.augment is None or rng is None else self.augment(signal, rng)
 
 
 @dataclass
@@ -173,6 +174,7 @@ def quiet_worker(worker: int) -> None:
     by now, which need not be the run.
     """
     run = multiprocessing.parent_process()
+    assert run is not None, "this is a worker"
     if multiprocessing.get_start_method() != "forkserver" and os.getppid() != run.pid:
         os._exit(0)  # the run was killed while this started; what it forked besides may keep the thread from seeing it
     threading.Thread(target=_end_with, args=(run,), daemon=True).start()

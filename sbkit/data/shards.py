@@ -25,7 +25,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import soundfile
@@ -135,7 +135,7 @@ def _write_shards(manifest: Manifest, out: Path, name: str, shard_size_mb: float
              sample_rate, manifest.remote)
         for i, (first, stop) in enumerate(itertools.pairwise(bounds.tolist()))
     )
-    done: dict[int, dict] = {}
+    done: dict[int, dict[str, Any]] = {}
     with progress(what="writing shards", total=len(manifest), unit="utt", show=show_progress) as bar:
         for index in _run(jobs, workers):
             done[index["first"]] = index
@@ -147,12 +147,12 @@ def _write_shards(manifest: Manifest, out: Path, name: str, shard_size_mb: float
     return result
 
 
-def _run(jobs: Iterable[_Job], workers: int) -> Iterator[dict]:
+def _run(jobs: Iterable[_Job], workers: int) -> Iterator[dict[str, Any]]:
     if workers <= 1:
         yield from map(_write, jobs)
         return
     jobs = iter(jobs)
-    waiting: set[Future] = set()
+    waiting: set[Future[Any]] = set()
     # Fork: the rows are there already, and no script is run a second time.
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
         try:
@@ -170,7 +170,7 @@ def _run(jobs: Iterable[_Job], workers: int) -> Iterator[dict]:
             pool.shutdown(cancel_futures=True)
 
 
-def _write(job: _Job) -> dict:
+def _write(job: _Job) -> dict[str, Any]:
     """Write one shard and its index, or take over what is there already."""
     fingerprint = job.fingerprint
     finished = _finished(job, fingerprint)
@@ -198,7 +198,7 @@ def _write(job: _Job) -> dict:
     return index
 
 
-def _finished(job: _Job, fingerprint: str) -> dict | None:
+def _finished(job: _Job, fingerprint: str) -> dict[str, Any] | None:
     try:
         index = json.loads(job.index.read_text(encoding="utf-8"))
         whole = index["fingerprint"] == fingerprint and os.path.getsize(job.path) == index["size"]
@@ -256,7 +256,7 @@ def _check_space(out: Path, name: str, manifest: Manifest, per_second: float) ->
     disk.check_room(out, needed - there, "choose another folder, or copy the files as they are (no encode)")
 
 
-def _manifest(manifest: Manifest, order: np.ndarray, shards: list[dict], out: Path) -> Manifest:
+def _manifest(manifest: Manifest, order: np.ndarray, shards: list[dict[str, Any]], out: Path) -> Manifest:
     rows, wavs, durations = [], [], []
     for shard in shards:
         path = out.absolute() / shard["shard"]
@@ -278,7 +278,7 @@ def _forget_others(out: Path, name: str, count: int) -> None:
             path.unlink()
 
 
-def _write_summary(out: Path, name: str, manifest: Manifest, order: np.ndarray, shards: list[dict],
+def _write_summary(out: Path, name: str, manifest: Manifest, order: np.ndarray, shards: list[dict[str, Any]],
                    result: Manifest) -> None:
     result.write(out / f"{name}.csv", data_root=out.absolute())
     left_out = [{"id": manifest.ids[order[shard["first"] + i]], "reason": reason}

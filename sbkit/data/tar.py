@@ -9,7 +9,9 @@ from typing import IO
 BLOCK = 512
 #: What a tar ends with.
 END = bytes(2 * BLOCK)
-_MAGIC = {"wav": b"RIFF", "flac": b"fLaC", "ogg": b"OggS", "mp3": (b"ID3", b"\xff\xfb", b"\xff\xf3", b"\xff\xf2")}
+_MAGIC: dict[str, bytes | tuple[bytes, ...]] = {
+    "wav": b"RIFF", "flac": b"fLaC", "ogg": b"OggS", "mp3": (b"ID3", b"\xff\xfb", b"\xff\xf3", b"\xff\xf2"),
+}
 
 
 def suffix(data: bytes, path: str) -> str:

@@ -75,7 +75,7 @@ class TextRules:
             if not isinstance(pairs, (Mapping, type(None))) or any(
                     not isinstance(x, str) or not k for k, v in (pairs or {}).items() for x in (k, v)):
                 raise SbkitError(f"text rules: {name} is {pairs!r}", hint="map texts to texts")
-        self.unicode = unicode
+        self.unicode: Any = unicode  # one of the names that unicodedata takes
         self.case = case
         self.keep_punctuation = keep_punctuation
         self.keep_anywhere = keep_anywhere
@@ -143,7 +143,7 @@ class TextRules:
         return Counter(char for char in text if char not in self._allowed)
 
 
-class _Table(dict):
+class _Table(dict[int, str | None]):
     """What each character becomes, decided once per character (``str.translate`` asks for missing ones)."""
 
     def __init__(self, inner: str, anywhere: str):

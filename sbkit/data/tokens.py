@@ -202,7 +202,7 @@ class Tokenizer:
     def _train(self, texts: Sequence[str], fingerprint: str) -> None:
         if not any(text.strip() for text in texts):
             raise SbkitError("tokenizer: there is no text to train on", hint="is the train split empty?")
-        kept = {"required_chars": self.characters}
+        kept: dict[str, Any] = {"required_chars": self.characters}
         if self.max_texts and len(texts) > self.max_texts:
             if self.character_coverage == 1.0:
                 kept["required_chars"] = "".join(sorted({*"".join(texts), *self.characters} - {" "}))
@@ -266,6 +266,7 @@ class Tokenizer:
         """SentencePiece's own object, loaded when first asked for."""
         if self._processor is None:
             self.load()
+        assert self._processor is not None, "load sets it"
         return self._processor
 
     @property

@@ -127,15 +127,17 @@ def _unpack(archive: Path, folder: Path, show_progress: bool) -> None:
             what=f"unpacking {archive.name}", total=size, unit="B", show=show_progress) as bar:
         compressed = raw.read(2) == b"\x1f\x8b"
         raw.seek(0)
-        stream = _Counted(gzip.GzipFile(fileobj=raw) if compressed else raw, archive, size)
+        stream: Any = _Counted(gzip.GzipFile(fileobj=raw) if compressed else raw, archive, size)  # tarfile only reads
         with tarfile.open(fileobj=stream, mode="r|", tarinfo=_Member) as tar:
             for member in tar:
                 _check_member(archive, member)
                 target = _target(member)
                 if member.isfile() and target is not None:
-                    _write(tar.extractfile(member), folder / target, member.size)
+                    content = tar.extractfile(member)
+                    assert content is not None, "a file's"
+                    _write(content, folder / target, member.size)
                 bar.update(raw.tell() - bar.n)
-                tar.members = []  # tarfile remembers them all: a gigabyte for two million clips
+                tar.members = []  # type: ignore[attr-defined]  # tarfile remembers them all: a gigabyte for two million clips
         while stream.read(_BLOCK):  # to the end, where gzip finds its checksum
             pass
 
@@ -143,7 +145,7 @@ def _unpack(archive: Path, folder: Path, show_progress: bool) -> None:
 class _Counted:
     """Reads a stream up to a limit."""
 
-    def __init__(self, stream: IO[bytes], archive: Path, size: int):
+    def __init__(self, stream: IO[bytes] | gzip.GzipFile, archive: Path, size: int):
         self.stream, self.archive, self.size = stream, archive, size
         self.left = max(size * _MOST_GROWTH, _ALWAYS_ALLOWED)
 
@@ -161,10 +163,10 @@ class _Member(tarfile.TarInfo):
     """Refuses damaged headers, where tarfile would end in silence, and notes that it would read into memory whole."""
 
     @classmethod
-    def frombuf(cls, buf: bytes, encoding: str, errors: str) -> tarfile.TarInfo:
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Member:
         try:
             member = super().frombuf(buf, encoding, errors)
-        except tarfile.EOFHeaderError:
+        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]  # the stubs leave it out
             raise
         except tarfile.HeaderError as error:
             raise tarfile.ReadError(f"{error} where an entry or the end should be") from None

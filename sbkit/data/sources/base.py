@@ -112,7 +112,7 @@ def blank(n: int) -> Column:
     return Column(pa.repeat("", n))
 
 
-def stamp(path: Path) -> list:
+def stamp(path: Path) -> list[Any]:
     """What tells one version of a file (or of a folder's list of names) from another."""
     try:
         status = path.stat()

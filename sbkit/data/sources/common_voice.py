@@ -99,9 +99,8 @@ class CommonVoice(Source):
             return None
         tsv = read_delimited(self._durations_file, delimiter="\t", quoted=False)
         names = _file_names(Column(tsv.need("clip", "path")).arrow)
-        title = next((title for title in tsv.columns if title.lower().startswith("duration")), None)
-        if title is None:
-            tsv.need("duration[ms]")
+        title = next((title for title in tsv.columns if title.lower().startswith("duration")), "duration[ms]")
+        tsv.need(title)
         seconds = to_seconds(self._durations_file, title, tsv.columns[title], unknown=np.nan)
         if "ms" in title.lower() or (np.isfinite(seconds).any() and np.nanmedian(seconds) > _LONGEST_SECONDS):
             seconds = seconds / 1000

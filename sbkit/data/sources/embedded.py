@@ -141,7 +141,7 @@ class _Shard:
 
 def _read_tables(folder: Path, name: str) -> list[pa.Table]:
     """The tables of finished shards, as far as they go on without a gap."""
-    tables = []
+    tables: list[pa.Table] = []
     while (shard := _shard_path(folder, name, len(tables))).with_suffix(".parquet").exists():
         table = pq.read_table(shard.with_suffix(".parquet"))
         inside = pc.match_substring(table.column("wav"), f"{shard.name}?offset=")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 _LOG_IN = "`hf auth login`, or set HF_TOKEN"
 _NETWORK = ("check the network (HTTPS_PROXY names a proxy, HF_ENDPOINT another hub) and start again: what is stored "
@@ -36,7 +37,7 @@ def explained(error: BaseException, dataset: str, revision: str | None = None) -
                 "unset HF_HUB_OFFLINE to download it")
     if found(DataFilesNotFoundError, EmptyDatasetError):
         return "it has no files that `datasets` can load", f"look at what it has: {page}/tree/main"
-    answer = found(errors.HfHubHTTPError)
+    answer: Any = found(errors.HfHubHTTPError)
     if answer is not None and answer.response.status_code == 401:
         return "the hub refuses your token", f"log in anew: {_LOG_IN}"
     if answer is not None and answer.response.status_code == 403:

@@ -242,7 +242,8 @@ class Parquet(HuggingFace):
             raise SbkitError(f"{folder} has parquet files in several folders",
                              hint=f"choose one of {', '.join(map(str, places))}")
         for path in paths:
-            found.setdefault(_PARQUET_SPLIT.match(path.stem)["name"] or "train", []).append(path)
+            split = _PARQUET_SPLIT.match(path.stem)
+            found.setdefault((split and split["name"]) or "train", []).append(path)
         return found
 
     def names(self) -> list[str]:

@@ -54,13 +54,13 @@ class JsonLines(FileSource):
                 raise no_column(path, role, keys, self.columns)
         ids = [utterance.id for utterance in utterances]
         if utterances and not any(item is not None for item in ids):
-            ids = unique_ids(map(_derived_id, utterances))
+            named = unique_ids(map(_derived_id, utterances))
         else:
-            ids = [_derived_id(u) if id_ is None else id_ for id_, u in zip(ids, utterances, strict=True)]
+            named = [_derived_id(u) if id_ is None else id_ for id_, u in zip(ids, utterances, strict=True)]
         meta = {name: Column([u.meta[name] for u in utterances]) for name in META_ALIASES
                 if any(u.meta[name] for u in utterances)}
         return Rows(
-            origin=str(path), ids=Column(ids), wavs=self.locate(Column([u.audio for u in utterances]), path),
+            origin=str(path), ids=Column(named), wavs=self.locate(Column([u.audio for u in utterances]), path),
             texts=Column([u.text for u in utterances]), speakers=Column([u.speaker for u in utterances]),
             durations=np.array([u.duration for u in utterances], float),
             starts=np.array([u.start for u in utterances], float), meta=meta, malformed=malformed)

@@ -33,15 +33,16 @@ class SpeechBrainCsv(FileSource):
         for role in ("audio", "text"):
             if roles[role] is None:
                 raise no_column(path, role, csv.columns, self.columns)
-        column = {role: csv.columns[name] for role, name in roles.items() if name is not None}
+        there = {role: name for role, name in roles.items() if name is not None}
+        column = {role: csv.columns[name] for role, name in there.items()}
         wavs = Column(column["audio"])
         durations = np.full(len(csv), np.nan)
         if "duration" in column:
-            durations = to_seconds(path, roles["duration"], column["duration"], unknown=np.nan)
+            durations = to_seconds(path, there["duration"], column["duration"], unknown=np.nan)
         starts = np.zeros(len(csv))
         if "start" in column:
-            starts, durations = _segments(path, csv, roles["start"], durations)
-        used = {*roles.values(), "stop"}
+            starts, durations = _segments(path, csv, there["start"], durations)
+        used = {*there.values(), "stop"}
         return Rows(
             origin=str(path),
             ids=Column(column["id"]) if "id" in column else Column(unique_ids(_stems(wavs))),
