@@ -83,8 +83,8 @@ def _long(clips: list[Clip], seconds: float, sample_rate: int) -> Clip:
         parts.append(clip.signal)
         texts.append(clip.text)
         i += 1
-    text = None if any(each is None for each in texts) else " ".join(texts)
-    return Clip(np.concatenate(parts), text, f"{i} joined")
+    known = [each for each in texts if each is not None]
+    return Clip(np.concatenate(parts), " ".join(known) if len(known) == i else None, f"{i} joined")
 
 
 def _noise(seconds: float, sample_rate: int) -> np.ndarray:

@@ -35,7 +35,11 @@ class Features(nn.Module):
     hop_samples : samples between two frames
     """
 
-    def __init__(self, features: nn.Module, hop_samples: int):
+    fourier: Tensor
+    mel: Tensor
+    cosine: Tensor | None
+
+    def __init__(self, features: lobes.Fbank | lobes.MFCC, hop_samples: int):
         super().__init__()
         stft, bank = features.compute_STFT, features.compute_fbanks
         _check(features, stft, bank, hop_samples)
@@ -47,7 +51,7 @@ class Features(nn.Module):
         cosine = getattr(features, "compute_dct", None)
         self.register_buffer("cosine", None if cosine is None else cosine.dct_mat.t().contiguous()[..., None])
         self.deltas = copy.deepcopy(features.compute_deltas) if features.deltas else None
-        self.context = None
+        self.context: Any = None
         if features.context:
             self.context = copy.deepcopy(features.context_window)
             width = bank.n_mels if cosine is None else cosine.dct_mat.shape[1]
@@ -157,6 +161,9 @@ def _held(feats: Tensor, frames: Tensor) -> Tensor:
 
 class Normalization(nn.Module):
     """SpeechBrain's ``InputNormalization`` by frame counts: exact, and the same alone and in a batch."""
+
+    mean: Tensor
+    spread: Tensor
 
     def __init__(self, norm: InputNormalization):
         super().__init__()

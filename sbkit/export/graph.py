@@ -44,8 +44,8 @@ def least_samples(program: torch.export.ExportedProgram, signals: str = "signals
     for node in samples:
         value = node.meta.get("val")
         if isinstance(value, Tensor) and node.name == signals:
-            symbol = value.shape[1].node.expr
-            return max(1, int(program.range_constraints[symbol].lower))
+            size: Any = value.shape[1]  # a symbol
+            return max(1, int(program.range_constraints[size.node.expr].lower))
     return 1
 
 
@@ -66,8 +66,10 @@ def to_onnx(program: torch.export.ExportedProgram, inputs: Sequence[str], output
     """A traced module as an ONNX model."""
     try:
         with torch.no_grad(), _quiet():
-            return torch.onnx.export(program, dynamo=True, opset_version=OPSET, input_names=list(inputs),
-                                     output_names=list(outputs), verbose=False).model_proto
+            made = torch.onnx.export(program, dynamo=True, opset_version=OPSET, input_names=list(inputs),
+                                     output_names=list(outputs), verbose=False)
+            assert made is not None, "it was asked for by no file's name"
+            return made.model_proto
     except Exception as error:
         raise SbkitError(f"the model can't be written as ONNX: {_first_line(error)}") from error
 

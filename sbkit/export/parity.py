@@ -112,7 +112,7 @@ class Comparison:
         for result in self.results[1:]:
             if result.format == layout.INT8:
                 mine, theirs = reference.wer, result.wer
-                if mine is None:
+                if mine is None or theirs is None:
                     mine, theirs = 0.0, result.wer_of_checkpoint
                 if not theirs - mine <= max(POINTS, SHARE * mine):
                     wrong.append(f"{result.format}: WER {theirs:.2f} % where the checkpoint has {mine:.2f} %")

@@ -20,6 +20,16 @@ def _scan(step: Callable[..., tuple[Any, Tensor]], state: Any, frames: Tensor) -
 class _Light:
     """A layer of SpeechBrain's light GRUs, both directions in one batch: [B, T, D] -> [B, T, H]."""
 
+    bidirectional: bool
+    w: nn.Module
+    norm: nn.Module
+    act: Callable[[Tensor], Tensor]
+    h_init: Tensor
+
+    def _recurrent(self, before: Tensor) -> Tensor:
+        """What the state before adds to an input."""
+        raise NotImplementedError
+
     def forward(self, x: Tensor, hx: None = None) -> Tensor:
         batch = x.shape[0]
         if self.bidirectional:
@@ -53,6 +63,8 @@ class ExportedSLiGRULayer(_Light, RNN.SLiGRU_Layer):
 class _LightStack:
     """The layers one after another; the last states, which nobody asks for, are not given."""
 
+    rnn: nn.ModuleList
+
     def forward(self, x: Tensor, hx: None = None) -> tuple[Tensor, None]:
         x = x.flatten(2)
         for layer in self.rnn:
@@ -68,31 +80,38 @@ class ExportedSLiGRU(_LightStack, RNN.SLiGRU):
     """``SLiGRU``: [B, T, D] -> [B, T, H]."""
 
 
-def _lstm(given: Tensor, before: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+_State = tuple[Tensor, ...]
+
+
+def _lstm(given: Tensor, before: Tensor, state: _State) -> _State:
     i, f, g, o = (given + before).chunk(4, 1)
     cell = torch.sigmoid(f) * state[1] + torch.sigmoid(i) * torch.tanh(g)
     return torch.sigmoid(o) * torch.tanh(cell), cell
 
 
-def _gru(given: Tensor, before: Tensor, state: tuple[Tensor]) -> tuple[Tensor]:
+def _gru(given: Tensor, before: Tensor, state: _State) -> _State:
     (given_r, given_z, given_n), (r, z, n) = given.chunk(3, 1), before.chunk(3, 1)
     keep = torch.sigmoid(given_z + z)
     return (keep * state[0] + (1 - keep) * torch.tanh(given_n + torch.sigmoid(given_r + r) * n),)
 
 
-def _tanh(given: Tensor, before: Tensor, state: tuple[Tensor]) -> tuple[Tensor]:
+def _tanh(given: Tensor, before: Tensor, state: _State) -> _State:
     return (torch.tanh(given + before),)
 
 
-def _relu(given: Tensor, before: Tensor, state: tuple[Tensor]) -> tuple[Tensor]:
+def _relu(given: Tensor, before: Tensor, state: _State) -> _State:
     return (torch.relu(given + before),)
 
 
-_CELLS = {"LSTM": (_lstm, 2), "GRU": (_gru, 1), "RNN_TANH": (_tanh, 1), "RNN_RELU": (_relu, 1)}
+_CELLS: dict[str, tuple[Callable[[Tensor, Tensor, _State], _State], int]] = {
+    "LSTM": (_lstm, 2), "GRU": (_gru, 1), "RNN_TANH": (_tanh, 1), "RNN_RELU": (_relu, 1),
+}
 
 
 class _TorchRecurrent:
     """One of torch's recurrent layers in SpeechBrain's wrapper: [B, T, D] -> [B, T, H]."""
+
+    rnn: nn.RNNBase
 
     def forward(self, x: Tensor, hx: None = None, lengths: None = None) -> tuple[Tensor, None]:
         x = x.flatten(2)
@@ -109,7 +128,7 @@ def _one_way(rnn: nn.RNNBase, name: str, x: Tensor) -> Tensor:
     weight, bias = getattr(rnn, f"weight_hh{name}"), getattr(rnn, f"bias_hh{name}", None)
     given = nn.functional.linear(x, getattr(rnn, f"weight_ih{name}"), getattr(rnn, f"bias_ih{name}", None))
 
-    def step(state: tuple[Tensor, ...], now: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+    def step(state: _State, now: Tensor) -> tuple[_State, Tensor]:
         state = cell(now, nn.functional.linear(state[0], weight, bias), state)
         return state, state[0].clone()
 
