@@ -34,7 +34,7 @@ class CTCLoss(NamedTuple):
         return self.losses.sum()
 
     @property
-    def count(self) -> torch.Tensor:
+    def count(self) -> torch.Tensor:  # type: ignore[override]  # of a tuple it hides a method that nobody calls
         """How many utterances are feasible, a scalar int64 tensor on the device."""
         return self.feasible.sum()
 
@@ -211,4 +211,5 @@ def _rehearse(
     lengths = torch.tensor([[frames, frames // 4, 2, 1], [labels, labels // 8, 3, 0]]).to(device)
     losses = by(logits.log_softmax(-1), targets, *lengths, 0)
     losses.sum().backward()
+    assert logits.grad is not None, "backward gave it"
     return losses.detach().cpu().float(), logits.grad.cpu().float()

@@ -7,20 +7,22 @@ per utterance walks through its frames; the states of one frame are one block in
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def _logaddexp3(a, b, c):  # noqa: ANN001
+def _logaddexp3(a, b, c):  # type: ignore[no-untyped-def]  # noqa: ANN001  (Triton's, which has other types)
     top = tl.maximum(tl.maximum(a, b), c)
     top = tl.where(top == float("-inf"), 0.0, top)
     return tl.log(tl.exp(a - top) + tl.exp(b - top) + tl.exp(c - top)) + top
 
 
 @triton.jit(do_not_specialize=["frames_max", "tokens_max"])
-def _forward(emit, targets, frames, tokens, alpha, losses, frames_max, tokens_max, BLOCK: tl.constexpr):  # noqa: ANN001
+def _forward(emit, targets, frames, tokens, alpha, losses, frames_max, tokens_max, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001  (as above)
     """Of one utterance: alpha [T, 2U+1] and the negative log-likelihood."""
     row = tl.program_id(0).to(tl.int64)
     length = tl.load(frames + row)
@@ -55,7 +57,7 @@ def _forward(emit, targets, frames, tokens, alpha, losses, frames_max, tokens_ma
 
 
 @triton.jit(do_not_specialize=["frames_max", "tokens_max"])
-def _backward(emit, targets, frames, tokens, alpha, losses, outer, grad, frames_max, tokens_max,  # noqa: ANN001
+def _backward(emit, targets, frames, tokens, alpha, losses, outer, grad, frames_max, tokens_max,  # type: ignore[no-untyped-def]  # noqa: ANN001  (as above)
               BLOCK: tl.constexpr):
     """Of one utterance: the gradient for emit, minus the posterior of each label in each frame."""
     row = tl.program_id(0).to(tl.int64)
@@ -106,7 +108,7 @@ class Sequences(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx, emit: torch.Tensor, targets: torch.Tensor,
+        ctx: Any, emit: torch.Tensor, targets: torch.Tensor,
         frames: torch.Tensor, tokens: torch.Tensor, block: int,
     ) -> torch.Tensor:
         emit, targets = emit.contiguous(), targets.contiguous()
@@ -121,7 +123,7 @@ class Sequences(torch.autograd.Function):
 
     @staticmethod
     def backward(
-        ctx: torch.autograd.function.FunctionCtx, outer: torch.Tensor
+        ctx: Any, outer: torch.Tensor
     ) -> tuple[torch.Tensor, None, None, None, None]:
         emit, targets, frames, tokens, alpha, losses = ctx.saved_tensors
         batch, frames_max, width = emit.shape

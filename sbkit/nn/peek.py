@@ -29,6 +29,7 @@ class Peek:
         self._shape = tensor.shape
         self._event = None
         self._value: np.ndarray | None = None
+        self._host: torch.Tensor | None
         if tensor.device.type == "cuda":
             spare = _POOL.setdefault((tensor.dtype, tensor.numel()), [])
             self._host = spare.pop() if spare else torch.empty(
@@ -48,13 +49,15 @@ class Peek:
     def numpy(self) -> np.ndarray:
         """The value; waits for the copy where it isn't ready yet."""
         if self._value is None:
+            host = self._host
+            assert host is not None, "there is one or the other"
             if self._event is not None:
                 self._event.synchronize()
-                self._value = self._host.numpy().copy().reshape(self._shape)
-                _POOL[(self._host.dtype, self._host.numel())].append(self._host)
+                self._value = host.numpy().copy().reshape(self._shape)
+                _POOL[(host.dtype, host.numel())].append(host)
                 self._event = None
             else:
-                self._value = self._host.numpy().reshape(self._shape)
+                self._value = host.numpy().reshape(self._shape)
             self._host = None
         return self._value
 

@@ -110,11 +110,12 @@ class Recognizer:
 
     def embed(self, feats: Tensor, frames: Tensor) -> tuple[Tensor, Tensor]:
         """Features through the front end: [B, T, F] -> [B, T', D], flattened over channels."""
-        if self.frontend is None:
+        frontend = self.frontend
+        if frontend is None:
             return feats, frames
         longest = self.frontend_rule(feats.shape[1])
         padded = functional.pad(feats, (0, 0, 0, GUARD_FRAMES))
-        out = _by_rows(lambda rows: self.frontend(rows)[:, :longest].flatten(2), padded, FRAMES_AT_ONCE)
+        out = _by_rows(lambda rows: frontend(rows)[:, :longest].flatten(2), padded, FRAMES_AT_ONCE)
         return out, self.frontend_rule(frames)
 
     def encode(self, feats: Tensor, frames: Tensor) -> tuple[Tensor, Tensor]:

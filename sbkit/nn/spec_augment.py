@@ -100,7 +100,10 @@ class SpecAugment(nn.Module):
         left = source.floor().long()
         right = torch.minimum(left + 1, last.long().clamp(min=0))
         part = (source - left)[..., None].to(features.dtype)
-        index = lambda place: place[..., None].expand(-1, -1, features.shape[2])  # noqa: E731
+
+        def index(place: Tensor) -> Tensor:
+            return place[..., None].expand(-1, -1, features.shape[2])
+
         return features.gather(1, index(left)) * (1 - part) + features.gather(1, index(right)) * part
 
     def extra_repr(self) -> str:

@@ -147,8 +147,9 @@ class MultiheadAttention(attention.MultiheadAttention):
         if attn is not None:
             attn = attn.view(b, -1, *attn.shape[-2:]) if attn.ndim == 3 else attn[None, None]
             attn = attn.to(dtype) if attn.is_floating_point() else ~attn.bool()
-        if keys is None or attn is None:
-            return attn if keys is None else _key_mask(keys)
+        heard = _key_mask(keys)
+        if heard is None or attn is None:
+            return attn if heard is None else heard
         if attn.dtype == torch.bool:
-            return attn & _key_mask(keys)
-        return attn.masked_fill(~_key_mask(keys), float("-inf"))
+            return attn & heard
+        return attn.masked_fill(~heard, float("-inf"))

@@ -13,6 +13,7 @@ from torch.nn import functional
 from sbkit.nn.fast import dropout, fused
 from sbkit.nn.fast.attention import RelPosMHAXL, RoPEMHA
 from sbkit.nn.fast.dropout import Dropout
+from sbkit.nn.native.library import WIDEST
 
 
 class ConvolutionModule(Conformer.ConvolutionModule):
@@ -61,27 +62,30 @@ class ConformerEncoderLayer(Conformer.ConformerEncoderLayer):
         return _norm(self.norm2, _feed_forward(self.ffn_module2, x, dtype), dtype and given), weights
 
 
-def _norm(module: nn.Module, x: Tensor, dtype: torch.dtype | None) -> Tensor:
+# Of a layer's class, which each of these looks at first, follow its attributes: so layers are Any.
+
+
+def _norm(module: Any, x: Tensor, dtype: torch.dtype | None) -> Tensor:
     """``module`` of ``x``, in ``dtype`` where that is given and the module is SpeechBrain's."""
     if dtype is None or type(module) is not normalization.LayerNorm or not fused.plain(module, module.norm):
         return module(x)
     return fused.norm(x, module.norm, dtype) if fused.fits(module.norm, x.shape[-1:]) else module(x)
 
 
-def _feed_forward(module: nn.Module, x: Tensor, dtype: torch.dtype | None) -> Tensor:
+def _feed_forward(module: Any, x: Tensor, dtype: torch.dtype | None) -> Tensor:
     """x plus half of ``module`` of it."""
-    parts = dtype and _parts(module, nn.LayerNorm, _FEED_FORWARDS, _DROPOUTS)
-    layers = parts and fused.plain(parts[1]) and _parts(parts[1].ffn, nn.Linear, _SILUS, _DROPOUTS, nn.Linear)
+    parts = None if dtype is None else _parts(module, nn.LayerNorm, _FEED_FORWARDS, _DROPOUTS)
+    layers = _parts(parts[1].ffn, nn.Linear, _SILUS, _DROPOUTS, nn.Linear) if parts and fused.plain(parts[1]) else None
     columns = x.shape[-1:]
-    whole = layers and fused.fits(parts[0], columns) and _biased(len(layers[0].weight), layers[0])
-    if whole and _biased(columns[0], layers[3]):
+    if (dtype is not None and parts and layers and fused.fits(parts[0], columns)
+            and _biased(len(layers[0].weight), layers[0]) and _biased(columns[0], layers[3])):
         inner, outer = dropout.share(layers[2]), dropout.share(parts[2])
         if inner is not None and outer is not None:
             return fused.feed_forward(x, parts[0], layers[0], layers[3], inner, outer, 0.5, dtype)
     return torch.add(x, module(x), alpha=0.5)
 
 
-def _attend(layer: nn.Module, x: Tensor, mask: Tensor | None, keys: Tensor | None, positions: Tensor | None,
+def _attend(layer: Any, x: Tensor, mask: Tensor | None, keys: Tensor | None, positions: Tensor | None,
             dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
     """x plus attention to its norm; and the weights, where the layer gives them."""
     if dtype is not None and mask is None and _attends_as_known(layer.mha_layer, layer.norm1, x, keys):
@@ -94,12 +98,12 @@ def _attend(layer: nn.Module, x: Tensor, mask: Tensor | None, keys: Tensor | Non
     return attended + x, weights
 
 
-def _attends_as_known(mha: nn.Module, norm: nn.Module, x: Tensor, keys: Tensor | None) -> bool:
+def _attends_as_known(mha: Any, norm: Any, x: Tensor, keys: Tensor | None) -> bool:
     """Whether this is one of the attentions that the kernels know."""
     if type(mha) not in (RoPEMHA, RelPosMHAXL) or type(norm) is not normalization.LayerNorm:
         return False
     p = mha.dropout if mha.training else 0.0
-    return bool(mha._qkv_same_embed_dim and mha.vbias is None and x.shape[1] <= fused.WIDEST
+    return bool(mha._qkv_same_embed_dim and mha.vbias is None and x.shape[1] <= WIDEST
                 and fused.plain(mha, mha.out_proj, norm, norm.norm) and type(mha.out_proj) is nn.Linear
                 and fused.fits(norm.norm, x.shape[-1:]) and fused.masks(keys, x.shape[:2])
                 and _biased(x.shape[-1], mha.out_proj) and fused.single(mha.in_proj_weight)
@@ -107,7 +111,7 @@ def _attends_as_known(mha: nn.Module, norm: nn.Module, x: Tensor, keys: Tensor |
                 and (not p or dropout.levels(p)))
 
 
-def _to_itself(mha: nn.Module, norm: nn.LayerNorm, x: Tensor, keys: Tensor | None, positions: Tensor | None,
+def _to_itself(mha: Any, norm: nn.LayerNorm, x: Tensor, keys: Tensor | None, positions: Tensor | None,
                dtype: torch.dtype) -> Tensor | None:
     """x plus attention to its norm, where its positions are as expected; else None."""
     t, size, p = x.shape[1], mha.head_dim, mha.dropout if mha.training else 0.0
@@ -131,20 +135,20 @@ def _to_itself(mha: nn.Module, norm: nn.LayerNorm, x: Tensor, keys: Tensor | Non
                                     mha.out_proj, mha.num_heads, mha.scale, p, dtype)
 
 
-def _convolution(module: nn.Module, x: Tensor, mask: Tensor | None, chunks: Any, dtype: torch.dtype | None) -> Tensor:
+def _convolution(module: Any, x: Tensor, mask: Tensor | None, chunks: Any, dtype: torch.dtype | None) -> Tensor:
     """x plus ``module`` of it."""
     if dtype is not None and type(module) is ConvolutionModule and chunks is None and fused.plain(module):
         first = _parts(module.bottleneck, nn.Conv1d, nn.GLU)
         behind = _parts(module.after_conv, nn.LayerNorm, _SILUS, nn.Linear, _DROPOUTS)
         around, columns = module.conv, x.shape[-1:]
-        whole = (first and behind and not module.causal and fused.plain(around, module.layer_norm)
-                 and fused.fits(module.layer_norm, columns) and fused.fits(behind[0], columns)
-                 and _convolves(first[0], 1) and first[0].kernel_size == (1,) and _convolves(around, columns[0])
-                 and fused.masks(mask, (*x.shape[:2], 1)) and _biased(2 * columns[0], first[0])
-                 and _biased(columns[0], around, behind[2]))
-        p = whole and dropout.share(behind[3])
-        if whole and p is not None:
-            return fused.convolution(x, mask, module.layer_norm, first[0], around, behind[0], behind[2], p, dtype)
+        if (first and behind and not module.causal and fused.plain(around, module.layer_norm)
+                and fused.fits(module.layer_norm, columns) and fused.fits(behind[0], columns)
+                and _convolves(first[0], 1) and first[0].kernel_size == (1,) and _convolves(around, columns[0])
+                and fused.masks(mask, (*x.shape[:2], 1)) and _biased(2 * columns[0], first[0])
+                and _biased(columns[0], around, behind[2])):
+            p = dropout.share(behind[3])
+            if p is not None:
+                return fused.convolution(x, mask, module.layer_norm, first[0], around, behind[0], behind[2], p, dtype)
     return x + module(x, mask, dynchunktrain_config=chunks)
 
 
@@ -159,7 +163,7 @@ _DROPOUTS = (nn.Dropout, Dropout)
 _SILUS = (nn.SiLU, activations.Swish)
 
 
-def _parts(module: nn.Module, *kinds: type | tuple[type, ...]) -> list[nn.Module] | None:
+def _parts(module: nn.Module, *kinds: type | tuple[type, ...]) -> list[Any] | None:
     """What stands in a plain Sequential of exactly these; else None."""
     if type(module) is not nn.Sequential or len(module) != len(kinds):
         return None
@@ -172,7 +176,7 @@ def _parts(module: nn.Module, *kinds: type | tuple[type, ...]) -> list[nn.Module
     return found if fused.plain(module, *found) else None
 
 
-def _biased(columns: int, *layers: nn.Module) -> bool:
+def _biased(columns: int, *layers: Any) -> bool:
     """Whether these have biases and give so many columns."""
     return all(layer.bias is not None and fused.single(layer.weight, layer.bias) and len(layer.weight) == columns
                for layer in layers)

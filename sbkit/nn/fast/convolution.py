@@ -98,7 +98,7 @@ class ConvBlock(convolution.ConvBlock):
         return self.drop(out + self.reduce_conv(x)) if self.reduce_conv else out
 
 
-def _through(layers: nn.Module, x: Tensor) -> Tensor:
+def _through(layers: Any, x: Tensor) -> Tensor:
     if type(layers) is not containers.Sequential or not fused.plain(layers):
         return layers(x)
     rest = list(layers.values())
@@ -108,7 +108,7 @@ def _through(layers: nn.Module, x: Tensor) -> Tensor:
     return x
 
 
-def _normed(x: Tensor, norm: nn.Module, activation: nn.Module, drop: nn.Module) -> Tensor | None:
+def _normed(x: Tensor, norm: Any, activation: Any, drop: Any) -> Tensor | None:
     """What the three make of x; None where they aren't to be passed over."""
     kinds = type(norm), type(activation), type(drop)
     if kinds not in _FUSED or activation.inplace:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from speechbrain.lobes import features as lobes
 from speechbrain.processing import features
@@ -29,6 +31,8 @@ class Fbank(lobes.Fbank):
 class STFT(features.STFT):
     """[B, S] to [B, T, F, 2]; the window stays where the signals are."""
 
+    window: Tensor
+
     def forward(self, x: Tensor) -> Tensor:
         if self.window.device != x.device:
             self.window = self.window.to(x.device)
@@ -54,6 +58,9 @@ class Filterbank(features.Filterbank):
 class InputNormalization(features.InputNormalization):
     """[B, T, F] to the same; running statistics are updated on the device, where the original waits for it twice."""
 
+    glob_mean: Tensor
+    glob_std: Tensor
+    count: int | Tensor
     _counting = True
 
     def forward(self, x: Tensor, lengths: Tensor | None = None, epoch: int | None = None) -> Tensor:
@@ -91,7 +98,7 @@ class InputNormalization(features.InputNormalization):
         self.glob_std = (torch.lerp(spread.square(), variance, share) + between).sqrt()
         self.count = count
 
-    def _statistics_dict(self) -> dict:
+    def _statistics_dict(self) -> dict[str, Any]:
         return {**super()._statistics_dict(), "count": int(self.count)}
 
 

@@ -17,6 +17,7 @@ from sbkit.nn.fast import dropout
 from sbkit.nn.fast.autocast import without_autocast
 from sbkit.nn.native.library import WIDEST, Dropout, call, loaded
 
+_once_differentiable: Any = once_differentiable  # torch types it otherwise than the ``backward`` that it is for
 _KNOWN = (torch.float32, torch.bfloat16)
 
 
@@ -24,7 +25,8 @@ def precision(x: Tensor) -> torch.dtype | None:
     """What activations are held in where these are used for ``x``; None where they aren't."""
     if torch.compiler.is_compiling() or not loaded() or type(x) not in (Tensor, nn.Parameter):
         return None
-    if x.device.type != "cpu" or not torch.is_grad_enabled() or torch.jit.is_tracing() or not x.numel():
+    tracing = torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]  # torch's, which its types lack
+    if x.device.type != "cpu" or not torch.is_grad_enabled() or tracing or not x.numel():
         return None
     wanted = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32
     return wanted if wanted in _KNOWN and x.dtype in (torch.float32, wanted) else None
@@ -151,7 +153,7 @@ class _FeedForward(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @_once_differentiable
     @without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, gain, shift, mean, rstd, normed, hidden, b1, active, w1, w2 = ctx.saved_tensors
@@ -191,7 +193,7 @@ class _Convolution(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @_once_differentiable
     @without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x, skip, gain1, shift1, mean1, rstd1, normed, w1, wide, b1, gated, kernel, around, gain2, shift2, mean2, rstd2,
@@ -233,6 +235,7 @@ class _Attention(torch.autograd.Function):
         query, key, value = (rows.empty(columns).view(b * heads, t, size) for _ in range(3))
         away, places, distances = None, None, None
         if positions is None:
+            assert table is not None, "one or the other is there"
             rows("heads_forward", size, normed @ w1.t(), *table, scale, query, key, value, heads, t)
         else:
             away = rows.empty(columns).view(heads, b * t, size)
@@ -251,7 +254,7 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @_once_differentiable
     @without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, gain, shift, mean, rstd, normed, w1, query, away, places, key, value, weights, heard, w2 = ctx.saved_tensors
@@ -293,7 +296,7 @@ class _Norm(torch.autograd.Function):
         return out.view(shape)
 
     @staticmethod
-    @once_differentiable
+    @_once_differentiable
     @without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
