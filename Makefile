@@ -13,7 +13,7 @@ TESTERS ?= $(shell $(PYTHON) -c 'import os; n = os.cpu_count() or 1; print(min(2
 help:
 	@echo "make demo       synthesise speech, train a recogniser on it, score it, use it (minutes, no GPU)"
 	@echo "make test       every test, the slow ones too (make test-fast leaves them out)"
-	@echo "make lint       ruff, and mypy: the types of all of sbkit/"
+	@echo "make lint       ruff, and mypy: the types of all of sbkit/ and tools/"
 	@echo "make docs       docs/keys.md from what the classes declare"
 	@echo "make bench      speed against stock SpeechBrain in the same run"
 	@echo "make gpu        what works on this machine's CUDA cards, and how fast: ten minutes, gpu-report.md"

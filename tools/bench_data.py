@@ -29,8 +29,9 @@ import tempfile
 import time
 import unicodedata
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # per worker, as a loader's worker has it
 
@@ -41,7 +42,7 @@ import torch
 from sbkit.data.audio import audio_info, read_utterance, resample
 from sbkit.data.corpus import Corpus
 from sbkit.data.loader import TrainLoader
-from sbkit.data.manifest import Manifest
+from sbkit.data.manifest import Manifest, Utterance
 from sbkit.data.plan import Batching, Plan
 from sbkit.data.shards import write_shards
 from sbkit.system.console import table
@@ -106,14 +107,14 @@ def stock_audio(wav: str) -> torch.Tensor:
     return torchaudio.transforms.Resample(info.sample_rate, SAMPLE_RATE)(read_audio(wav))
 
 
-def stock_sampler(durations: np.ndarray, seconds: float):
+def stock_sampler(durations: np.ndarray, seconds: float) -> Any:
     from speechbrain.dataio.sampler import DynamicBatchSampler
 
     return DynamicBatchSampler(durations, seconds, num_buckets=RECIPE_BUCKETS, max_batch_ex=256,
                                lengths_list=durations.tolist())
 
 
-def stock_loader(manifest: Manifest, seconds: float, workers: int):
+def stock_loader(manifest: Manifest, seconds: float, workers: int) -> Any:
     from speechbrain.dataio.batch import PaddedBatch
     from speechbrain.dataio.dataloader import SaveableDataLoader
     from speechbrain.dataio.dataset import DynamicItemDataset
@@ -121,12 +122,12 @@ def stock_loader(manifest: Manifest, seconds: float, workers: int):
 
     @takes("wav")
     @provides("sig")
-    def audio(wav):
+    def audio(wav: str) -> torch.Tensor:
         return stock_audio(wav)
 
     @takes("wrd")
     @provides("tokens")
-    def text(wrd):
+    def text(wrd: str) -> torch.Tensor:
         return torch.LongTensor(Letters().encode(wrd))
 
     rows = {row.id: {"wav": row.wav, "wrd": row.text, "duration": row.duration} for row in manifest}
@@ -142,7 +143,8 @@ class Bench:
     """Rows of results, measured in turns."""
 
     def __init__(self, rounds: int):
-        self.rounds, self.rows = rounds, []
+        self.rounds = rounds
+        self.rows: list[dict[str, Any]] = []
 
     def turns(self, **contenders: Callable[[], float]) -> dict[str, list[float]]:
         """What each contender returns, per round; every second round goes backwards."""
@@ -153,7 +155,7 @@ class Bench:
                 results[name].append(contenders[name]())
         return results
 
-    def row(self, what: str, unit: str, ours: list[float], other: list[float], against: str,
+    def row(self, what: str, unit: str, ours: Sequence[float], other: Sequence[float], against: str,
             target: float | None = None, less_is_better: bool = False) -> None:
         ratios = [b / a if less_is_better else a / b for a, b in zip(ours, other, strict=True)]
         self.rows.append({
@@ -200,7 +202,7 @@ def bench_prepare(bench: Bench, data: Path) -> None:
             with tempfile.TemporaryDirectory() as out:
                 corpus = Corpus(source, language="en", folder=out)
 
-                def work():
+                def work() -> float:
                     corpus.prepare(show_progress=False)
                     report = json.loads(corpus.report_path.read_text(encoding="utf-8"))
                     return sum(split["rows"] for split in report["splits"].values())
@@ -222,8 +224,8 @@ def bench_prepare(bench: Bench, data: Path) -> None:
 
 def bench_reading(bench: Bench, manifest: Manifest, packed: Manifest) -> None:
     """One process, no loader: audio seconds per second of CPU."""
-    def reader(one: Callable, rows: Manifest) -> Callable[[], float]:
-        rows = list(rows)
+    def reader(one: Callable[[Utterance], object], manifest: Manifest) -> Callable[[], float]:
+        rows = list(manifest)
 
         def work() -> float:
             for row in rows:
@@ -232,11 +234,11 @@ def bench_reading(bench: Bench, manifest: Manifest, packed: Manifest) -> None:
 
         return lambda: timed(work, time.process_time)
 
-    def decode(row):
+    def decode(row: Utterance) -> None:
         with soundfile.SoundFile(row.wav) as file:
             file.read(dtype="float32")
 
-    def ours(row):
+    def ours(row: Utterance) -> None:
         read_utterance(row.wav, row.start, row.duration)
 
     results = bench.turns(decode=reader(decode, manifest), ours=reader(ours, manifest),
@@ -285,7 +287,7 @@ def bench_batches(bench: Bench, durations: np.ndarray) -> None:
 def compare_batches(bench: Bench, durations: np.ndarray, whose: str = "") -> None:
     seconds = RECIPE_SECONDS
 
-    def padding(batches: list) -> float:
+    def padding(batches: Sequence[list[int]]) -> float:
         computed = sum(float(durations[batch].max()) * len(batch) for batch in batches)
         return 1 - float(durations.sum(dtype=np.float64)) / computed
 
@@ -297,8 +299,8 @@ def compare_batches(bench: Bench, durations: np.ndarray, whose: str = "") -> Non
     bench.row(f"padding, {size}", "% of computed", [100 * padding(ours[0])], [100 * padding(stock[0])], "stock", 1,
               less_is_better=True)
     bench.row(f"batches, {size}", "an epoch", [len(ours[0])], [len(stock[0])], "stock", less_is_better=True)
-    orders = [[len({str(epoch) for epoch in epochs})] for epochs in (ours, stock)]
-    bench.row(f"different orders, {size}", f"in {EPOCHS} epochs", *orders, "stock")
+    mine, theirs = ([len({str(epoch) for epoch in epochs})] for epochs in (ours, stock))
+    bench.row(f"different orders, {size}", f"in {EPOCHS} epochs", mine, theirs, "stock")
 
 
 PLAN = r"""

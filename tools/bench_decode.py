@@ -30,7 +30,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -148,7 +148,7 @@ def posteriors(tokens: Sequence[int], sounds: np.ndarray, rng: np.random.Generat
 # ---------------------------------------------------------------- the contenders
 
 
-def ours(task: Task, beam: int, weights: Pair = UNTUNED, **options: object) -> Decode:
+def ours(task: Task, beam: int, weights: Pair = UNTUNED, **options: Any) -> Decode:
     lm_weight, word_score = weights
     search = BeamSearch(task.pieces, lm=task.arpa, beam=beam, lm_weight=lm_weight, word_score=word_score,
                         **options).load()
@@ -228,7 +228,7 @@ def contenders(task: Task, dev: Task, beam: int, workers: int) -> Iterator[tuple
 # ---------------------------------------------------------------- the race
 
 
-def race(task: Task, dev: Task, beam: int, rounds: int, workers: int) -> list[dict[str, object]]:
+def race(task: Task, dev: Task, beam: int, rounds: int, workers: int) -> list[dict[str, Any]]:
     """A row for each contender; they take turns."""
     runs = list(contenders(task, dev, beam, workers))
     took: dict[str, list[float]] = {name: [] for name, _, _ in runs}

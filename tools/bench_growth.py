@@ -18,14 +18,16 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 RECIPE = ROOT / "hparams" / "ctc.yaml"
 
 #: What grows: its values, and (utterances, seconds of each, keys of the recipe) for one of them.
-SWEEPS = {
+SWEEPS: dict[str, tuple[list[Any], Callable[[Any], tuple[int, float, dict[str, Any]]]]] = {
     "batch seconds": ([15, 30, 60, 120, 240], lambda v: (int(v / 5), 5.0, {})),
     "utterance length": ([3.75, 7.5, 15, 30, 60], lambda v: (int(120 / v), v, {"corpus.max_duration": 60})),
     "d_model": ([72, 144, 288, 576], lambda v: (12, 5.0, {"d_model": v, "d_ffn": 4 * v})),
@@ -54,7 +56,7 @@ def main() -> None:
         args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
-def sweep(name: str, device: str, rest: list[str]) -> list[dict]:
+def sweep(name: str, device: str, rest: list[str]) -> list[dict[str, Any]]:
     """One row of figures for each value."""
     values, sizes = SWEEPS[name]
     rows = []
@@ -66,7 +68,7 @@ def sweep(name: str, device: str, rest: list[str]) -> list[dict]:
     return rows
 
 
-def ask(what: dict, device: str, rest: list[str]) -> dict:
+def ask(what: dict[str, Any], device: str, rest: list[str]) -> dict[str, Any]:
     """A point, measured in a process of its own."""
     command = [sys.executable, __file__, "--point", json.dumps(what), "--device", device, *rest]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
@@ -75,7 +77,7 @@ def ask(what: dict, device: str, rest: list[str]) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def point(what: dict, device: str, rest: list[str]) -> dict:
+def point(what: dict[str, Any], device: str, rest: list[str]) -> dict[str, Any]:
     """Median seconds and peak MiB of a step, or of a plan's epoch."""
     if "plan" in what:
         return plan(what["plan"])
@@ -94,7 +96,7 @@ def point(what: dict, device: str, rest: list[str]) -> dict:
     return {"seconds": measured.step_seconds, "mib": mib}
 
 
-def plan(size: int) -> dict:
+def plan(size: int) -> dict[str, Any]:
     """An epoch's plan of a corpus of this size."""
     import numpy as np
 
@@ -116,13 +118,13 @@ def peak_mib(device: str = "cpu") -> float:
     return peak / (2**20 if sys.platform == "darwin" else 2**10)  # macOS counts bytes, Linux KiB
 
 
-def slope(rows: list[dict], key: str) -> float:
+def slope(rows: list[dict[str, Any]], key: str) -> float:
     """Of the last two points on logarithmic axes."""
     (x, a), (y, b) = ((row["value"], max(row[key], 1e-9)) for row in rows[-2:])
     return math.log(b / a) / math.log(y / x)
 
 
-def show(found: dict[str, list[dict]]) -> str:
+def show(found: dict[str, list[dict[str, Any]]]) -> str:
     from sbkit.system.console import table
 
     rows = []

@@ -29,6 +29,7 @@ import argparse
 import shutil
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -76,7 +77,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=usable_cores(), help="of each system (all cores)")
     parser.add_argument("--nemo", type=Path, default=Path("results/nemo"), help="NeMo's environment (results/nemo)")
     parser.add_argument("--make-nemo", action="store_true", help="make that environment, and nothing else")
-    args, args.keys = parser.parse_known_args()
+    args, keys = parser.parse_known_args()
+    args.keys = keys
     args.nemo = args.nemo.absolute()
     if not args.make_nemo and args.out is None:
         parser.error("say where results go: --out FOLDER")
@@ -145,14 +147,16 @@ class Bench:
         for system, reason in self.skipped.items():
             print(f"without {system}: {reason}", file=sys.stderr, flush=True)
 
-    def cells(self, asked: Asked):
+    def cells(self, asked: Asked) -> Iterator[Cell]:
         """The runs that are missing for what was asked: itself, and before it one that tells the system's speed."""
         corpus, system, seed = asked.corpus, asked.system, asked.seed
         epochs = asked.length.epochs
         if epochs is None:
+            assert asked.length.minutes is not None, "a length has one or the other"
             if self.results.epoch_seconds(corpus, system) is None:
                 yield Cell(corpus, system, seed, SPEED_EPOCHS)
             epochs = self.results.fit(corpus, system, asked.length.minutes)
+            assert epochs is not None, "the system's speed is known"
         cell = Cell(corpus, system, seed, epochs)
         if self.results.get(cell) is None:
             yield cell

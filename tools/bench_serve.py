@@ -23,7 +23,9 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -85,7 +87,8 @@ def make_bundle(folder: Path, width: int, layers: int) -> Path:
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10),
               folder / "model.onnx")
     write_tokens(folder / layout.TOKENS, LETTERS, 0)
-    config = Config(RATE, 160, 4, len(LETTERS), language="en", models={"onnx": "model.onnx"})
+    config = Config(sample_rate=RATE, hop_samples=160, subsampling=4, vocabulary=len(LETTERS), language="en",
+                    models={"onnx": "model.onnx"})
     config.files = {"model.onnx": layout.fingerprint(folder / "model.onnx")}
     (folder / layout.CONFIG).write_text(config.to_json())
     return folder
@@ -108,8 +111,8 @@ def read_clips(names: list[str], count: int) -> list[tuple[bytes, float]]:
     from sbkit.data.audio import audio_info, read_bytes
     from sbkit.infer.inputs import collect
 
-    recordings = collect(names)[:count]
-    return [(read_bytes(each.audio), audio_info(each.audio)[0]) for each in recordings]
+    files = [str(each.audio) for each in collect(names)[:count]]
+    return [(read_bytes(file), audio_info(file)[0]) for file in files]
 
 
 class Server:
@@ -122,8 +125,8 @@ class Server:
             words += ["--threads", str(args.threads)]
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.process = subprocess.Popen([sys.executable, "-m", "sbkit", "serve", *words], stderr=self.log)
-        self.url = self.running = None
-        while self.url is None:
+        self.url = self.running = ""
+        while not self.url:
             if self.process.poll() is not None:
                 raise SystemExit(self._said())
             for line in self._said().splitlines():
@@ -148,7 +151,8 @@ def ask(client: httpx.Client, url: str, clip: bytes) -> str | None:
     return answer.json()["text"] if answer.status_code == 200 else None
 
 
-def load(url: str, clips: list[tuple[bytes, float]], expected: list[str], clients: int, requests: int) -> dict:
+def load(url: str, clips: list[tuple[bytes, float]], expected: Sequence[str | None], clients: int,
+         requests: int) -> dict[str, Any]:
     """What `clients` at once get for `requests` of them all together."""
     turns, lock = iter(itertools.islice(itertools.cycle(range(len(clips))), requests)), threading.Lock()
     latencies: list[float] = []
@@ -226,7 +230,7 @@ def main() -> int:
             raise SystemExit("the servers disagree on clips that are asked alone")
         found = []
         for clients in map(int, args.concurrency.split(",")):
-            rounds: dict[str, list[dict]] = {mode: [] for mode in MODES}
+            rounds: dict[str, list[dict[str, Any]]] = {mode: [] for mode in MODES}
             for turn in range(args.rounds):
                 for mode in (list(MODES), list(MODES)[::-1])[turn % 2]:
                     before = rows_per_batch(servers[mode].url)

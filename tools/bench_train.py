@@ -22,13 +22,25 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 from bench_growth import peak_mib
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+if TYPE_CHECKING:  # each side imports its own when it is asked to work
+    import torch
+
+    from sbkit.data.batch import Batch
+    from sbkit.data.corpus import Corpus
+    from sbkit.data.loader import TrainLoader
+    from sbkit.data.plan import Batching
+    from sbkit.recipe.arguments import Request
+    from sbkit.tasks.task import Task
 
 RECIPE = ROOT / "hparams" / "ctc.yaml"
 WARM_UP = {"step": "step", "validation": "validation", "epoch": "step"}  # what comes before each piece, uncounted
@@ -61,7 +73,7 @@ def main() -> None:
 # ------------------------------------------------------------------ the referee
 
 
-def compare(args: argparse.Namespace, rest: list[str], folder: Path) -> dict:
+def compare(args: argparse.Namespace, rest: list[str], folder: Path) -> dict[str, Any]:
     """Let every side do every piece in turn; times by (piece, side)."""
     from sbkit.system import environment
 
@@ -69,10 +81,10 @@ def compare(args: argparse.Namespace, rest: list[str], folder: Path) -> dict:
     overrides = prepare(args.recipe, overrides)
     sides = {}
     for precision in args.precisions.split(","):
-        for side in ("stock", "sbkit"):
-            command = [sys.executable, __file__, "--side", side, "--recipe", str(args.recipe), "--device", args.device,
+        for whose in ("stock", "sbkit"):
+            command = [sys.executable, __file__, "--side", whose, "--recipe", str(args.recipe), "--device", args.device,
                        *overrides, "--precision", precision, "--eval_precision", precision]
-            sides[f"{side} {precision}"] = Side(command)
+            sides[f"{whose} {precision}"] = Side(command)
     times: dict[str, dict[str, list[float]]] = {}
     try:
         for piece in args.pieces.split(","):
@@ -106,21 +118,23 @@ class Side:
     def __init__(self, command: list[str]):
         env = dict(os.environ)
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+        assert self.process.stdin is not None and self.process.stdout is not None, "both are pipes"
+        self.asked, self.answers = self.process.stdin, self.process.stdout
 
-    def do(self, piece: str) -> dict:
-        self.process.stdin.write(piece + "\n")
-        self.process.stdin.flush()
-        for line in self.process.stdout:
+    def do(self, piece: str) -> dict[str, Any]:
+        self.asked.write(piece + "\n")
+        self.asked.flush()
+        for line in self.answers:
             if line.startswith("{"):
                 return json.loads(line)
         raise SystemExit(f"a side ended with code {self.process.wait()}; its messages are above")
 
     def end(self) -> None:
-        self.process.stdin.close()
+        self.asked.close()
         self.process.wait(60)
 
 
-def show(results: dict) -> str:
+def show(results: dict[str, Any]) -> str:
     """The table: medians with their spread, and ratios to stock in the same precision and to its best."""
     from sbkit.system.console import table
 
@@ -178,34 +192,36 @@ def finish(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def seconds_of(batches: list) -> float:
+def seconds_of(batches: Sequence[Batch]) -> float:
     return sum(float(batch.signal_lengths.sum()) / 16000 for batch in batches)
 
 
-def planned(hparams: dict, device: str) -> tuple:
+def planned(hparams: dict[str, Any], device: str) -> tuple[TrainLoader, list[Batch]]:
     """sbkit's loader of the training set, and the batches that a step of either side is measured with."""
     import itertools
 
     from sbkit.data.loader import TrainLoader
     from sbkit.data.plan import Plan
 
-    manifest, tokenizer = hparams["corpus"].load()["train"], hparams["tokenizer"].load()
-    plan = Plan(manifest.durations, hparams["batching"],
-                round_seconds=hparams["batching"].rounding(device.split(":")[0]))
+    corpus: Corpus = hparams["corpus"]
+    batching: Batching = hparams["batching"]
+    manifest, tokenizer = corpus.load()["train"], hparams["tokenizer"].load()
+    plan = Plan(manifest.durations, batching, round_seconds=batching.rounding(device.split(":")[0]))
     loader = TrainLoader(manifest, tokenizer, plan, workers=hparams["num_workers"])
     return loader, list(itertools.islice(loader.at(1), STEP_BATCHES))
 
 
-def ours(hparams: dict, request: SimpleNamespace) -> SimpleNamespace:
+def ours(hparams: dict[str, Any], request: Request) -> SimpleNamespace:
     """sbkit's Brain, plan and loaders."""
     import itertools
 
     from sbkit.data.loader import EvalLoader
 
     hparams["checkpointer"] = None
-    manifests, tokenizer = hparams["corpus"].load(), hparams["tokenizer"].load()
-    brain = hparams["brain"](modules=hparams["modules"], opt_class=hparams["opt_class"], hparams=hparams,
-                             run_opts=request.run_opts)
+    corpus: Corpus = hparams["corpus"]
+    manifests, tokenizer = corpus.load(), hparams["tokenizer"].load()
+    brain: Task = hparams["brain"](modules=hparams["modules"], opt_class=hparams["opt_class"], hparams=hparams,
+                                   run_opts=request.run_opts)
     train, kept = planned(hparams, request.run_opts.device)
     valid = EvalLoader(manifests["dev"], tokenizer, max_batch_seconds=hparams["max_batch_seconds"],
                        workers=hparams["num_workers"])
@@ -238,7 +254,7 @@ def ours(hparams: dict, request: SimpleNamespace) -> SimpleNamespace:
     return SimpleNamespace(step=step, epoch=epoch, validation=validation, brain=brain)
 
 
-def stock(hparams: dict, request: SimpleNamespace) -> SimpleNamespace:
+def stock(hparams: dict[str, Any], request: Request) -> SimpleNamespace:
     """SpeechBrain's Brain and data pipeline, put together as its CTC recipes do."""
     import functools
 
@@ -253,7 +269,7 @@ def stock(hparams: dict, request: SimpleNamespace) -> SimpleNamespace:
     tokenizer = hparams["tokenizer"].load()
 
     class Stock(sb.core.Brain):
-        def compute_forward(self, batch, stage):
+        def compute_forward(self, batch: Any, stage: Any) -> Any:
             batch = batch.to(self.device)
             signals, lengths = batch.sig
             feats = hparams["compute_features"](signals)
@@ -261,7 +277,7 @@ def stock(hparams: dict, request: SimpleNamespace) -> SimpleNamespace:
             encoded = hparams["Transformer"].encode(hparams["CNN"](feats), lengths)
             return hparams["ctc_lin"](encoded).log_softmax(-1), lengths
 
-        def compute_objectives(self, predictions, batch, stage):
+        def compute_objectives(self, predictions: Any, batch: Any, stage: Any) -> Any:
             log_probs, lengths = predictions
             tokens, token_lengths = batch.tokens
             loss = sb.nnet.losses.ctc_loss(log_probs.float(), tokens, lengths, token_lengths, blank_index=0)
@@ -273,33 +289,33 @@ def stock(hparams: dict, request: SimpleNamespace) -> SimpleNamespace:
                 self.characters.append(batch.id, heard, said)
             return loss
 
-        def on_stage_start(self, stage, epoch=None):
+        def on_stage_start(self, stage: Any, epoch: int | None = None) -> None:
             self.words, self.characters = ErrorRateStats(), ErrorRateStats(split_tokens=True)
 
-        def on_stage_end(self, stage, stage_loss, epoch=None):
+        def on_stage_end(self, stage: Any, stage_loss: float, epoch: int | None = None) -> None:
             if stage == sb.Stage.VALID:
                 self.words.summarize("error_rate"), self.characters.summarize("error_rate")
 
-        def on_fit_batch_start(self, batch, should_step):
+        def on_fit_batch_start(self, batch: Any, should_step: bool) -> None:
             hparams["schedule"].apply(self.optimizer, self.optimizer_step + 1)
 
     @sb.utils.data_pipeline.takes("wav")
     @sb.utils.data_pipeline.provides("sig")
-    def audio(wav):  # read_audio says nothing of the rate; recipes open the file twice to know it
+    def audio(wav: str) -> torch.Tensor:  # read_audio says nothing of the rate; recipes open the file twice to know it
         signal, rate = sb.dataio.audio_io.load(wav)
         return resampler(rate)(signal.mean(0))
 
     @functools.cache
-    def resampler(rate):
+    def resampler(rate: int) -> Any:
         return torchaudio.transforms.Resample(rate, hparams["sample_rate"])
 
     @sb.utils.data_pipeline.takes("wrd")
     @sb.utils.data_pipeline.provides("wrd", "tokens")
-    def text(wrd):
+    def text(wrd: str) -> Iterator[Any]:
         yield wrd
         yield torch.LongTensor(tokenizer.encode(wrd))
 
-    def dataset(split):
+    def dataset(split: str) -> Any:
         return DynamicItemDataset.from_csv(
             hparams["corpus"].manifest_path(split), dynamic_items=[audio, text],
             output_keys=["id", "sig", "wrd", "tokens", "duration"],
@@ -325,7 +341,7 @@ def stock(hparams: dict, request: SimpleNamespace) -> SimpleNamespace:
              (("train", train_set), ("dev", valid_set))}
 
     @functools.cache
-    def kept():
+    def kept() -> list[Any]:
         rows = {name: row for row, name in enumerate(train_set.data_ids)}
         return [sb.dataio.batch.PaddedBatch([train_set[rows[name]] for name in batch.ids])
                 for batch in planned(hparams, request.run_opts.device)[1]]

@@ -12,6 +12,7 @@ from sbkit.data.manifest import Manifest
 def main(run: Path) -> None:
     clip = Manifest.read(run / "manifests" / "test.csv").row(0)
     with sbkit.infer.load(run / "bundle") as model:
+        assert isinstance(model, sbkit.infer.Model), "the demo trains a recogniser"
         print(f"\n{clip.wav}\nreference   {clip.text}\nhypothesis  {model.transcribe(clip.wav).text}")
     print(f"\nErrors, curves and players: {run / 'report.html'}"
           f"\nThe model, for other runtimes too:     {run / 'bundle'}"

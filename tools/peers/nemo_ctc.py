@@ -17,6 +17,7 @@ import logging
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as lightning
 import nemo
@@ -70,16 +71,17 @@ def main() -> None:
 class Clock(lightning.Callback):
     """Seconds of training and of validation in each epoch; Lightning validates when the last batch was trained on."""
 
-    def __init__(self):
-        self.training, self.validation = [], []
+    def __init__(self) -> None:
+        self.training: list[float] = []
+        self.validation: list[float] = []
 
-    def on_train_epoch_start(self, trainer, module):
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
         self.began = time.perf_counter()
 
-    def on_validation_start(self, trainer, module):
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
         self.training.append(self.lap())
 
-    def on_validation_end(self, trainer, module):
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
         self.validation.append(self.lap())
         print(f"epoch {len(self.training)}: {self.training[-1]} s, NeMo's own WER of dev "
               f"{100 * float(trainer.callback_metrics.get('val_wer', math.nan)):.2f} %", flush=True)
@@ -89,21 +91,21 @@ class Clock(lightning.Callback):
         return round(took, 3)
 
 
-def read(path: Path) -> list[dict]:
+def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def transcribe(model, rows: list[dict]) -> dict[str, str]:
+def transcribe(model: Any, rows: list[dict[str, Any]]) -> dict[str, str]:
     """Texts by id, each frame's best."""
     found = model.transcribe([row["audio_filepath"] for row in rows], batch_size=EVAL_BATCH, verbose=False)
     return {row["id"]: getattr(one, "text", one) for row, one in zip(rows, found, strict=True)}
 
 
-def settings(args: argparse.Namespace, train: list[dict], steps: int) -> dict:
+def settings(args: argparse.Namespace, train: list[dict[str, Any]], steps: int) -> dict[str, Any]:
     """The model's configuration; its letters are those of the training texts."""
     letters = sorted({letter for row in train for letter in row["text"]})
 
-    def data(split: str, **more) -> dict:
+    def data(split: str, **more: Any) -> dict[str, Any]:
         return {"manifest_filepath": str(args.manifests / f"{split}.json"), "labels": letters, "sample_rate": 16000,
                 "normalize_transcripts": False, "num_workers": args.workers, "pin_memory": False, **more}
 

@@ -14,6 +14,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -45,7 +46,7 @@ def main(answer: Path, keys: list[str]) -> None:
     }, ensure_ascii=False), encoding="utf-8")
 
 
-def transcripts(words) -> dict[str, str]:
+def transcripts(words: Any) -> dict[str, str]:
     """By id, of SpeechBrain's ErrorRateStats."""
     return {row["key"]: " ".join(row["hyp_tokens"]) for row in words.scores}
 
