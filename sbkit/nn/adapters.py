@@ -117,7 +117,7 @@ class LoRA(Adapters):
         added = nn.Sequential(nn.Dropout(self.dropout), down, up)
         layer.add_module(LORA, added)
         layer.lora_scale = self.alpha / self.rank  # type: ignore[assignment]  # a number beside the layer's own
-        layer.__class__ = _class(_WithLoRA, type(layer))
+        layer.__class__ = _class(_WithLoRA, type(layer))  # type: ignore[arg-type,assignment]  # mypy asks objects' __hash__
 
 
 class Houlsby(Adapters):
@@ -151,7 +151,7 @@ class Houlsby(Adapters):
         nn.init.zeros_(up.weight)
         nn.init.zeros_(up.bias)
         layer.add_module(HOULSBY, nn.Sequential(nn.LayerNorm(width, device=device), down, nn.GELU(), up))
-        layer.__class__ = _class(_WithAdapter, type(layer))
+        layer.__class__ = _class(_WithAdapter, type(layer))  # type: ignore[arg-type]  # mypy asks objects' __hash__
 
 
 def is_added(name: str) -> bool:

@@ -103,21 +103,22 @@ class Adapted(nn.Module):
         """All that the run's files hold: each checkpoint's own, and the base."""
         return list(super().state_dict(keep_vars=True).values())
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # takes nothing
         """All tensors of the model but the base's frozen parameters, and the hash of these."""
         base = {id(parameter) for parameter in self._base.values()}
         kept = super().state_dict(keep_vars=True)
         return {name: value.detach() for name, value in kept.items() if id(value) not in base} | {
             BASE: self.base_hash()}
 
-    def load_state_dict(self, state: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Take a state; its base is read from the folder where this model has another."""
-        unlike = differences(self.state_dict(), state)
+        unlike = differences(self.state_dict(), state_dict)
         if unlike:
             raise RuntimeError(unlike)
-        if state[BASE] != self.base_hash():
-            self._take_base(state[BASE])
-        return super().load_state_dict({name: value for name, value in state.items() if name != BASE}, strict=False)
+        if state_dict[BASE] != self.base_hash():
+            self._take_base(state_dict[BASE])
+        own = {name: value for name, value in state_dict.items() if name != BASE}
+        return super().load_state_dict(own, strict=False)
 
 
 def _bytes(tensor: Tensor) -> Any:
