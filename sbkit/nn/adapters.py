@@ -166,7 +166,7 @@ def merge(module: nn.Module) -> int:
     for layer in found:
         _, down, up = layer.lora  # type: ignore[misc]  # the Sequential that LoRA.adapt made
         product = layer.lora_scale * (up.weight.double() @ down.weight.double())
-        layer.weight.copy_(layer.weight.double() + product)  # type: ignore[operator]
+        layer.weight.copy_(layer.weight.double() + product)  # type: ignore[operator]  # as above
         del layer.lora, layer.lora_scale
         layer.__class__ = type(layer).__bases__[1]
     return len(found)

@@ -108,7 +108,7 @@ class _Uses(TorchDispatchMode):
     """Notes in which order parameters are computed with."""
 
     def __init__(self, modules: nn.Module):
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self._known = {id(parameter) for parameter in modules.parameters()}
         self.order: dict[int, int] = {}
 
