@@ -48,8 +48,11 @@ class Recogniser(Exported):
     @classmethod
     def of(cls, recognizer: Recognizer, keys: CTCKeys, run: Path) -> Recogniser:
         """The recogniser of a run, in evaluation mode; it stays as it is."""
-        return cls(Graph(recognizer), OUTPUTS, keys.sample_rate, keys.language or None, recognizer=recognizer,
+        made = cls(Graph(recognizer), OUTPUTS, keys.sample_rate, keys.language or None, recognizer=recognizer,
                    keys=keys, run=run)
+        if recognizer.takes_lengths:  # in samples or frames, which stock SpeechBrain has none of
+            made.formats = tuple(name for name in cls.formats if name != layout.SPEECHBRAIN)
+        return made
 
     def trace(self) -> torch.export.ExportedProgram:
         return trace(self.graph)

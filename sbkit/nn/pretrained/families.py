@@ -1,0 +1,49 @@
+"""Which of transformers' models are known here, by the ``model_type`` of their config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from sbkit.errors import SbkitError
+from sbkit.nn.pretrained.options import Options
+from sbkit.nn.pretrained.source import Settings
+
+
+def _wav2vec2() -> Any:
+    from sbkit.nn.pretrained.wav2vec2 import Wav2Vec2
+
+    return Wav2Vec2
+
+
+def _hubert() -> Any:
+    from sbkit.nn.pretrained.wav2vec2 import Hubert
+
+    return Hubert
+
+
+def _wavlm() -> Any:
+    from sbkit.nn.pretrained.wavlm import WavLM
+
+    return WavLM
+
+
+#: Each imports what it needs of transformers, which takes seconds, when it is wanted.
+FAMILIES: dict[str, Callable[[], Any]] = {"wav2vec2": _wav2vec2, "hubert": _hubert, "wavlm": _wavlm}
+
+
+def build(settings: Settings, options: Options) -> nn.Module:
+    """The encoder that the settings describe, its weights as they are drawn."""
+    kind = settings.config.get("model_type")
+    if kind not in FAMILIES:
+        named = f"is of another kind ({kind})" if kind else "has no model_type in its config.json"
+        raise SbkitError(f"the encoder's source {settings.source} {named}",
+                         hint=f"sbkit knows {', '.join(FAMILIES)}; XLS-R and MMS are wav2vec2")
+    try:
+        family = FAMILIES[kind]()
+    except ImportError as error:
+        raise SbkitError(f"a pretrained encoder needs transformers ({error})",
+                         hint="pip install 'sbkit[ssl]'") from error
+    return family(settings, options)

@@ -1,0 +1,105 @@
+"""wav2vec 2.0 (XLS-R and MMS, too) and HuBERT: convolutions over waveforms, then a transformer."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.models.hubert.configuration_hubert import HubertConfig
+from transformers.models.hubert.modeling_hubert import HubertModel
+from transformers.models.wav2vec2.configuration_wav2vec2 import Wav2Vec2Config
+from transformers.models.wav2vec2.modeling_wav2vec2 import Wav2Vec2Model
+
+from sbkit.nn.lengths import lengths_to_mask
+from sbkit.nn.pretrained.options import Options
+from sbkit.nn.pretrained.source import Settings
+from sbkit.nn.pretrained.spans import mask
+from sbkit.nn.pretrained.waveforms import Strides, at_least, convolved, normalized
+
+
+class Wav2Vec2(nn.Module):
+    """wav2vec 2.0: waveforms [B, S] and sample counts [B] to states [B, T, D], a frame every 20 ms.
+
+    An utterance comes out of any batch as it does alone. Those models whose first layer normalises over time
+    (``feat_extract_norm: group``) were pretrained without an attention mask, on clips that filled their batch: here
+    that layer sees an utterance's own frames, and attention the same, which is what such a model gives for it alone.
+    """
+
+    prefixes: tuple[str, ...] = ("wav2vec2.",)
+    drawn_anew: tuple[str, ...] = ("masked_spec_embed",)
+    Config: Any = Wav2Vec2Config
+    Model: Any = Wav2Vec2Model
+
+    def __init__(self, settings: Settings, options: Options):
+        super().__init__()
+        config = options.config(self.Config, settings)
+        model = self.Model(config)
+        self.feature_extractor, self.feature_projection = model.feature_extractor, model.feature_projection
+        self.encoder = model.encoder
+        self.encoder.layers = nn.ModuleList(options.lowest(self.encoder.layers))
+        self.strides = Strides(config.conv_kernel, config.conv_stride)
+        self.width: int = config.hidden_size
+        self.normalizes = bool(settings.preprocessor.get("do_normalize", config.feat_extract_norm == "layer"))
+        """Whether waveforms are made equally loud."""
+        self.norm_first: bool = config.do_stable_layer_norm
+        self.time, self.feature = options.spans(settings)
+        if self.time.share:
+            self.masked_spec_embed = nn.Parameter(torch.empty(self.width).uniform_())
+        self.freezes_front = options.freeze_front
+        if options.freeze_front:
+            self.feature_extractor.requires_grad_(False)
+
+    def frames(self, samples: Tensor | int) -> Tensor | int:
+        """States of so many samples."""
+        return self.strides(samples)
+
+    def forward(self, signals: Tensor, samples: Tensor) -> Tensor:
+        """[B, S], [B] -> [B, T, D]."""
+        signals = at_least(signals, self.strides.least)
+        if self.normalizes:
+            signals = normalized(signals, samples)
+        counts = self.strides.counts(samples)
+        frozen = self.freezes_front and torch.is_grad_enabled()
+        with torch.no_grad() if frozen else contextlib.nullcontext():
+            states = convolved(self.feature_extractor.conv_layers, signals, counts)
+        states = self.feature_projection(states)
+        states = states[0] if isinstance(states, tuple) else states
+        if self.training:
+            states = mask(states, counts[-1], self.time, self.feature, getattr(self, "masked_spec_embed", None))
+        return self.transform(states, lengths_to_mask(counts[-1], states.shape[1]))
+
+    def transform(self, states: Tensor, inside: Tensor) -> Tensor:
+        """The transformer over frames, of which those ``inside`` [B, T] exist."""
+        encoder = self.encoder
+        states = states.masked_fill(~inside[..., None], 0.0)
+        states = states + positions(encoder.pos_conv_embed, states, inside)
+        states = encoder.dropout(states if self.norm_first else encoder.layer_norm(states))
+        states = self.attend(states, inside)
+        return encoder.layer_norm(states) if self.norm_first else states
+
+    def attend(self, states: Tensor, inside: Tensor) -> Tensor:
+        """All layers."""
+        for layer in self.encoder.layers:
+            states = layer(states, attention_mask=inside[:, None, None])
+        return states
+
+
+class Hubert(Wav2Vec2):
+    """HuBERT, which differs in what it was trained to say."""
+
+    prefixes = ("hubert.",)
+    Config, Model = HubertConfig, HubertModel
+
+
+def positions(embed: nn.Module, states: Tensor, inside: Tensor) -> Tensor:
+    """What a convolution over neighbours says of places: [B, T, D] to the same; zeros behind an utterance."""
+    states = states.transpose(1, 2)
+    norm = getattr(embed, "batch_norm", None)
+    if norm is not None:  # by what it has seen in pretraining: a batch's own mean would be of padding, too
+        states = functional.batch_norm(states, norm.running_mean, norm.running_var, norm.weight, norm.bias,
+                                       eps=norm.eps)
+        states = states.masked_fill(~inside[:, None], 0.0)
+    return embed.activation(embed.padding(embed.conv(states))).transpose(1, 2)

@@ -1,0 +1,66 @@
+"""Tiny pretrained encoders on disk, each written by transformers itself with random weights."""
+
+import json
+
+import torch
+import transformers
+
+_TRANSFORMER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
+                "layerdrop": 0.1}
+_WAVES = {**_TRANSFORMER, "conv_dim": (32,) * 7, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2}
+_LAYER = {"feat_extract_norm": "layer", "do_stable_layer_norm": True}
+_GROUP = {"feat_extract_norm": "group", "do_stable_layer_norm": False}
+
+#: By what they are called in tests: the config's class, the model's and what they are given.
+KINDS = {
+    "wav2vec2-layer": ("Wav2Vec2Config", "Wav2Vec2Model", {**_WAVES, **_LAYER}),
+    "wav2vec2-group": ("Wav2Vec2Config", "Wav2Vec2Model", {**_WAVES, **_GROUP}),
+    "mms-adapters": ("Wav2Vec2Config", "Wav2Vec2Model", {**_WAVES, **_LAYER, "adapter_attn_dim": 4}),
+    "hubert-layer": ("HubertConfig", "HubertModel", {**_WAVES, **_LAYER}),
+    "hubert-group": ("HubertConfig", "HubertModel", {**_WAVES, **_GROUP}),
+    "hubert-batch-norm": ("HubertConfig", "HubertModel", {**_WAVES, **_GROUP, "conv_pos_batch_norm": True}),
+    "wavlm-layer": ("WavLMConfig", "WavLMModel", {**_WAVES, **_LAYER}),
+    "wavlm-group": ("WavLMConfig", "WavLMModel", {**_WAVES, **_GROUP}),
+}
+ON_WAVES = tuple(KINDS)
+
+
+def make(folder, kind="wav2vec2-layer", head=None, normalizes=None, seed=0, **more):
+    """An encoder's folder; ``head``: the class of a model that has it within."""
+    config, model, given = KINDS[kind]
+    torch.manual_seed(seed)
+    given = {**given, **more}
+    made = getattr(transformers, head or model)(getattr(transformers, config)(**given)).eval()
+    with torch.no_grad():
+        for name, value in made.named_parameters():  # norms and biases that change nothing would hide what they do
+            if value.dim() == 1 or "gru_rel_pos_const" in name:
+                value.add_(0.2 * torch.randn_like(value))
+        for name, value in made.named_buffers():
+            if "running" in name:
+                value.add_(0.3 * torch.rand_like(value))
+    made.save_pretrained(folder)
+    layer = given.get("feat_extract_norm") == "layer"
+    extractor = transformers.Wav2Vec2FeatureExtractor(
+        do_normalize=layer if normalizes is None else normalizes, return_attention_mask=layer)
+    extractor.save_pretrained(folder)
+    return folder
+
+
+def theirs(folder, kind, signal):
+    """What transformers' model gives for one signal [S] by itself: [T, D]."""
+    model = getattr(transformers, KINDS[kind][1]).from_pretrained(folder, attn_implementation="eager").eval()
+    with torch.no_grad():
+        extractor = transformers.AutoFeatureExtractor.from_pretrained(folder)
+        given = extractor(signal.numpy(), sampling_rate=16_000, return_tensors="pt")
+        return model(given[model.main_input_name]).last_hidden_state[0]
+
+
+def change(folder, name="config.json", **values):
+    """Change what a folder's config says."""
+    path = folder / name
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def start(folder, kind):
+    """An encoder's weights as the folder has them, by name."""
+    return getattr(transformers, KINDS[kind][1]).from_pretrained(folder).state_dict()

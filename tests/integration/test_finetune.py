@@ -1,0 +1,145 @@
+"""hparams/ssl.yaml from the command line: trained, killed, on two ranks, scored and shipped, without its source."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import encoders
+import numpy as np
+import pytest
+import soundfile
+import torch
+
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "hparams" / "ssl.yaml"
+WORDS = ("low", "high", "both")
+#: The first run and the one that is killed mask, and drop out; what two ranks do is compared with one that doesn't.
+DRAWING = "--dropout 0.1 --head_dropout 0.1 --mask_time_prob 0.3 --mask_time_length 3 --mask_feature_prob 0.1".split()
+STILL = "--dropout 0 --head_dropout 0 --mask_time_prob 0 --number_of_epochs 1".split()
+SMALL = ("--num_workers 1 --least_steps 0 --step_seconds 4 --number_of_epochs 2 --noprogressbar --precision fp32 "
+         "--data_folder data --language none").split()
+
+
+def tone(word, seconds, seed):
+    drawn = np.random.default_rng(seed)
+    at = np.arange(int(seconds * 16_000)) / 16_000
+    pitches = {"low": [300], "high": [1100], "both": [300, 1100]}[word]
+    return sum(0.2 * np.sin(2 * np.pi * each * at + drawn.uniform(0, 6)) for each in pitches) \
+        + 0.01 * drawn.standard_normal(len(at))
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A folder with a corpus and an encoder."""
+    folder = tmp_path_factory.mktemp("finetune")
+    for split, count in (("train", 48), ("dev", 8), ("test", 8)):
+        lines = ["ID,duration,wav,wrd"]
+        for i in range(count):
+            word, seconds = WORDS[i % 3], 0.5 + 0.06 * (i % 7)
+            path = folder / "data" / "wavs" / f"{split}{i}.wav"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            soundfile.write(path, tone(word, seconds, 1000 * len(split) + i), 16_000)
+            lines.append(f"{split}{i},{seconds},{path},{word}")
+        (folder / "data" / f"{split}.csv").write_text("\n".join(lines) + "\n")
+    encoders.make(folder / "encoder", "wav2vec2-group")
+    return folder
+
+
+def environment():
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
+            "HF_HUB_OFFLINE": "1"}
+
+
+def sbkit(home, *words, processes=0, code=0):
+    launch = [sys.executable, "-m", *(["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", "-m"]
+                                      if processes else []), "sbkit"]
+    done = subprocess.run([*launch, *map(str, words)], cwd=home, env=environment(), capture_output=True, text=True,
+                          timeout=400)
+    assert done.returncode == code, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout + done.stderr
+
+
+def words(to, *more):
+    return "train", RECIPE, "--encoder_source", "encoder", "--output_folder", f"results/{to}", *SMALL, *more
+
+
+def weights(run):
+    return torch.load(max((run / "save").glob("CKPT+*"), key=lambda path: path.stat().st_mtime) / "model.ckpt",
+                      weights_only=True)
+
+
+@pytest.fixture(scope="module")
+def trained(home):
+    said = sbkit(home, *words("run", *DRAWING))
+    assert "tensors taken" in said and "test WER" in said
+    return home / "results" / "run"
+
+
+def test_without_an_encoder_the_recipe_says_what_to_give(home):
+    assert "encoder_source: this value is left to you (!PLACEHOLDER); give it: --encoder_source VALUE" in \
+        sbkit(home, "check", RECIPE, code=1)
+
+
+@pytest.mark.slow
+def test_a_source_that_will_not_do_is_an_error_of_the_recipe(home):
+    said = sbkit(home, "check", RECIPE, "--encoder_source", "someone/nothing", "--json", code=1)
+    (error,) = json.loads(said[:said.rindex("}") + 1])["errors"]
+    assert error["key"] == "encoder" and "HF_HUB_OFFLINE" in error["message"]
+
+
+@pytest.mark.slow
+def test_killed_it_comes_back_as_if_nothing_had_happened(home, trained):
+    run = home / "results" / "killed"
+    process = subprocess.Popen([sys.executable, "-m", "sbkit", *map(str, words("killed", *DRAWING))], cwd=home,
+                               env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    until = time.monotonic() + 200
+    while not list((run / "save").glob("CKPT+*")):
+        assert time.monotonic() < until and process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    sbkit(home, *words("killed", *DRAWING))
+    expected, found = weights(trained), weights(run)
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.slow
+def test_two_ranks_learn_what_one_learns(home):
+    sbkit(home, *words("one", *STILL))
+    sbkit(home, *words("two", *STILL), processes=2)
+    one, two = (weights(home / "results" / name) for name in ("one", "two"))
+    moved = 0
+    start = encoders.start(home / "encoder", "wav2vec2-group")
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, rtol=1e-3, atol=2e-4)
+        source = start.get(name.removeprefix("0.network."))
+        moved += source is not None and not torch.equal(source, value)
+    assert moved > 20, "the encoder learns"
+    assert all(torch.equal(start[name], one[f"0.network.{name}"]) for name in start if "feature_extractor" in name)
+
+
+@pytest.mark.slow
+def test_it_is_scored_and_shipped_without_its_source_and_heard_without_transformers(home, trained, tmp_path):
+    (home / "encoder").rename(home / "away")
+    try:
+        assert "WER" in sbkit(home, "evaluate", trained, "--split", "dev")
+        shown = sbkit(home, "export", trained, "--to", "bundle")
+    finally:
+        (home / "away").rename(home / "encoder")
+    assert "int8" in shown and "torch" in shown
+    parity = json.loads((home / "bundle" / "parity.json").read_text())
+    assert set(parity["formats"]) == {"onnx", "int8", "torch"}
+    for model in ("onnx", "torch"):
+        code = (f"import sbkit.infer, sys\nmodel = sbkit.infer.load({str(home / 'bundle')!r}, model={model!r})\n"
+                "heard = [isinstance(one.text, str) for one in model.transcribe(sys.argv[1:])]\n"
+                "print(heard, 'transformers' in sys.modules)")
+        clips = [home / "data" / "wavs" / f"test{i}.wav" for i in range(2)]
+        found = subprocess.run([sys.executable, "-c", code, *map(str, clips)], cwd=tmp_path, env=environment(),
+                               capture_output=True, text=True, timeout=200)
+        assert found.stdout.strip() == "[True, True] False", found.stderr

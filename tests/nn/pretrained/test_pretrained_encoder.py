@@ -1,0 +1,170 @@
+"""Every family says of an utterance what transformers says of it alone, in any batch; and how it trains."""
+
+import encoders
+import pytest
+import torch
+
+from sbkit.errors import SbkitError
+from sbkit.nn.pretrained import Encoder, Head
+
+SAMPLES = (16_000, 400, 12_345, 7_999, 721, 16_001)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Each kind's folder, made when it is asked for."""
+    home, made = tmp_path_factory.mktemp("encoders"), {}
+
+    def folder(kind):
+        if kind not in made:
+            made[kind] = encoders.make(home / kind, kind)
+        return made[kind]
+
+    return folder
+
+
+def loaded(folder, **options):
+    encoder = Encoder(str(folder), **options)
+    encoder.load()
+    return encoder.eval()
+
+
+def waves(samples, seed=0):
+    """Noise whose loudness differs and that is not symmetric, and what is behind the utterances is not zero."""
+    drawn = torch.Generator().manual_seed(seed)
+    signals = torch.randn(len(samples), max(samples), generator=drawn)
+    return signals * (0.05 + torch.rand(len(samples), 1, generator=drawn)) + 0.1, torch.tensor(samples)
+
+
+def silenced(signals, samples):
+    return signals.masked_fill(torch.arange(signals.shape[1]) >= samples[:, None], 0.0)
+
+
+@pytest.mark.parametrize("kind", encoders.KINDS)
+def test_alone_it_is_what_transformers_says(folders, kind):
+    encoder = loaded(folders(kind))
+    for samples in (16_000, 12_345, 721):
+        signals, counts = waves([samples], seed=samples)
+        with torch.no_grad():
+            found = encoder(signals, counts)[0]
+        expected = encoders.theirs(folders(kind), kind, signals[0])
+        assert found.shape == expected.shape == (encoder.frames(samples), encoder.width)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("more", [0, 5_000])
+@pytest.mark.parametrize("kind", encoders.KINDS)
+def test_an_utterance_is_the_same_alone_and_in_any_batch(folders, kind, more):
+    encoder = loaded(folders(kind))
+    head = Head(encoder, 30).eval()
+    signals, counts = waves(SAMPLES)
+    batch = torch.nn.functional.pad(silenced(signals, counts), (0, more))
+    with torch.no_grad():
+        together = head(encoder(batch, counts)).log_softmax(-1)
+        for row, samples in enumerate(SAMPLES):
+            alone = head(encoder(signals[row:row + 1, :samples], counts[row:row + 1])).log_softmax(-1)
+            frames = encoder.frames(samples)
+            assert int(encoder.frames(counts)[row]) == frames <= alone.shape[1]
+            torch.testing.assert_close(together[row, :frames], alone[0, :frames], rtol=0, atol=1e-4)
+
+
+def test_what_is_shorter_than_a_frame_is_one(folders):
+    encoder = loaded(folders("wav2vec2-layer"))
+    assert encoder.frames(0) == encoder.frames(400) == encoder.frames(719) == 1 and encoder.frames(720) == 2
+    with torch.no_grad():
+        assert encoder(torch.randn(1, 30), torch.tensor([30])).isfinite().all()
+        assert encoder(torch.randn(2, 900), torch.tensor([900, 0])).isfinite().all()
+
+
+def test_waveforms_are_made_equally_loud_where_the_model_was_used_to_it(tmp_path):
+    encoders.make(tmp_path / "group", "wav2vec2-group", normalizes=True)
+    encoders.make(tmp_path / "layer", "wav2vec2-layer", normalizes=False)
+    assert loaded(tmp_path / "group").makes_loudness_equal and not loaded(tmp_path / "layer").makes_loudness_equal
+    (tmp_path / "layer" / "preprocessor_config.json").unlink()
+    (tmp_path / "group" / "preprocessor_config.json").unlink()
+    assert loaded(tmp_path / "layer").makes_loudness_equal and not loaded(tmp_path / "group").makes_loudness_equal
+
+
+@pytest.mark.parametrize("kind", encoders.KINDS)
+def test_every_parameter_but_the_frozen_ones_learns_in_each_step(folders, kind):
+    """Those that get no gradient would have DDP wait for them."""
+    encoder = loaded(folders(kind), mask_time_prob=0.3, mask_feature_prob=0.1).train()
+    front = {id(p) for p in encoder.network.feature_extractor.parameters()}
+    signals, counts = waves(SAMPLES)
+    for _ in range(3):
+        encoder.zero_grad(set_to_none=True)
+        encoder(silenced(signals, counts), counts).square().sum().backward()
+        without = {name for name, p in encoder.named_parameters() if p.grad is None}
+        assert without == {name for name, p in encoder.named_parameters() if id(p) in front}
+    assert len(front) > 0 and not any(p.requires_grad for p in encoder.network.feature_extractor.parameters())
+
+
+def test_the_front_learns_if_asked_to(folders):
+    encoder = loaded(folders("wav2vec2-group"), freeze_front=False, mask_time_prob=0.0).train()
+    signals, counts = waves([4_000, 3_000])
+    encoder(signals, counts).square().sum().backward()
+    assert all(p.grad is not None for p in encoder.parameters())
+    assert "network.masked_spec_embed" not in dict(encoder.named_parameters()), "nothing is masked"
+
+
+def test_the_same_generator_masks_the_same_spans(folders):
+    encoder = loaded(folders("wav2vec2-layer"), dropout=0.0, mask_time_prob=0.5, mask_feature_prob=0.2).train()
+    signals, counts = waves([16_000, 9_000, 400])
+
+    def once(seed):
+        torch.manual_seed(seed)
+        return encoder(silenced(signals, counts), counts)
+
+    torch.testing.assert_close(once(1), once(1), rtol=0, atol=0)
+    assert not torch.allclose(once(1), once(2))
+
+
+def test_activations_may_be_computed_again(folders):
+    from sbkit.train.distributed.sharding import checkpoint_activations
+
+    signals, counts = waves([8_000, 5_000])
+    gradients = []
+    for again in (False, True):
+        encoder = loaded(folders("wavlm-group"), dropout=0.1).train()
+        if again:
+            checkpoint_activations(encoder, ["GradientCheckpointingLayer"])
+        torch.manual_seed(3)
+        encoder(silenced(signals, counts), counts).square().sum().backward()
+        gradients.append({name: p.grad for name, p in encoder.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, value in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], value, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", encoders.KINDS)
+def test_in_bf16_it_says_much_the_same(folders, kind):
+    encoder = loaded(folders(kind), mask_time_prob=0.0, mask_feature_prob=0.0, dropout=0.0).train()
+    signals, counts = waves([8_000, 5_000])
+    with torch.autocast("cpu", torch.bfloat16):
+        half = encoder(silenced(signals, counts), counts)
+        half.float().square().sum().backward()
+    assert all(p.grad.isfinite().all() for p in encoder.parameters() if p.grad is not None)
+    encoder.eval()
+    with torch.no_grad():
+        whole = encoder(silenced(signals, counts), counts)
+        with torch.autocast("cpu", torch.bfloat16):
+            half = encoder(silenced(signals, counts), counts)
+    for row, frames in enumerate(encoder.frames(counts)):
+        error = (half[row, :frames].float() - whole[row, :frames]).square().mean().sqrt()
+        assert error < 0.05 * whole[row, :frames].std()
+
+
+def test_the_lowest_layers_may_be_taken_alone(folders):
+    encoder = loaded(folders("hubert-layer"), layers=1)
+    assert len(encoder.network.encoder.layers) == 1
+    with pytest.raises(SbkitError, match="layers is 3, and the encoder has 2"):
+        Encoder(str(folders("hubert-layer")), layers=3)
+
+
+def test_dropout_is_the_recipes_where_it_says_one(folders):
+    def shares(**options):
+        encoder = Encoder(str(folders("wav2vec2-layer")), **options)
+        return {module.p for module in encoder.modules() if isinstance(module, torch.nn.Dropout)} \
+            | {encoder.network.encoder.layers[0].attention.dropout}
+
+    assert shares(dropout=0.25) == {0.25} and shares() != {0.25}

@@ -1,0 +1,294 @@
+"""Weights of every form come in to the bit; what is missing, more, broken or no tensor is told."""
+
+import json
+import logging
+import pickle
+
+import encoders
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from sbkit.errors import SbkitError
+from sbkit.nn.pretrained import Encoder, Weights
+
+KIND = "wav2vec2-layer"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return encoders.make(tmp_path / "encoder", KIND)
+
+
+def states(folder):
+    encoder = Encoder(str(folder), mask_time_prob=0.05)
+    encoder.load()
+    return encoder.state_dict()
+
+
+def same(one, other):
+    assert one.keys() == other.keys()
+    return all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def tensors_of(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def put(folder, tensors):
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("head", ["Wav2Vec2ForCTC", "Wav2Vec2ForPreTraining"])
+def test_an_encoder_within_a_larger_model_is_the_same_encoder(tmp_path, head, caplog):
+    inner = encoders.make(tmp_path / "inner", KIND)
+    whole = encoders.make(tmp_path / "whole", KIND, head=head, seed=1)
+    plain = tensors_of(inner)
+    put(whole, {name: plain.get(name.removeprefix("wav2vec2."), value) for name, value in tensors_of(whole).items()})
+    with caplog.at_level(logging.INFO):
+        assert same(states(whole), states(inner))
+    left = "lm_head (2)" if head.endswith("CTC") else "quantizer"
+    assert any("tensors taken" in line and left in line for line in caplog.messages)
+
+
+def test_shards_are_one_model(tmp_path, folder):
+    model = transformers.Wav2Vec2Model.from_pretrained(folder)
+    model.save_pretrained(tmp_path / "shards", max_shard_size="40KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
+    assert same(states(tmp_path / "shards"), states(folder))
+    missing = sorted((tmp_path / "shards").glob("*.safetensors"))[1]
+    missing.unlink()
+    with pytest.raises(SbkitError, match=f"lacks {missing.name}, one of the files .* not to its end"):
+        Encoder(str(tmp_path / "shards"))
+
+
+@pytest.mark.parametrize("old", [True, False])
+def test_a_file_of_torch_is_read_as_tensors_alone(folder, old):
+    expected, found = states(folder), tensors_of(folder)
+    (folder / "model.safetensors").unlink()
+    torch.save(found, folder / "pytorch_model.bin", _use_new_zipfile_serialization=not old)
+    assert same(states(folder), expected)
+
+
+class Evil:
+    """Leaves a file behind when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def test_a_pickle_is_refused_and_not_run(folder, tmp_path):
+    (folder / "model.safetensors").unlink()
+    torch.save({"a": Evil(tmp_path / "run")}, folder / "pytorch_model.bin")
+    with pytest.raises(SbkitError, match=r"more than tensors, and what else is in it is not run; .*safetensors"):
+        Encoder(str(folder))
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Evil(tmp_path / "run")))
+    with pytest.raises(SbkitError, match=r"pytorch_model.bin holds more than tensors"):
+        Encoder(str(folder))
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_names_of_an_old_weight_norm_are_understood(folder):
+    expected, found = states(folder), tensors_of(folder)
+    old = {"original0": "weight_g", "original1": "weight_v"}
+    renamed = {}
+    for name, value in found.items():
+        head, _, last = name.rpartition(".")
+        renamed[f"{head.removesuffix('.parametrizations.weight')}.{old[last]}" if last in old else name] = value
+    assert "encoder.pos_conv_embed.conv.weight_g" in renamed
+    put(folder, renamed)
+    assert same(states(folder), expected)
+
+
+def test_half_precision_becomes_whole(folder):
+    put(folder, {name: value.half() for name, value in tensors_of(folder).items()})
+    assert {value.dtype for value in states(folder).values()} == {torch.float32}
+
+
+def test_a_file_cut_short_is_told(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(SbkitError, match=r"model.safetensors is not whole.*downloaded to its end\? fetch it again"):
+        Encoder(str(folder))
+    path.unlink()
+    torch.save({"a": torch.ones(1000)}, folder / "pytorch_model.bin")
+    whole = (folder / "pytorch_model.bin").read_bytes()
+    (folder / "pytorch_model.bin").write_bytes(whole[:len(whole) // 2])
+    with pytest.raises(SbkitError, match=r"pytorch_model.bin is not whole"):
+        Encoder(str(folder))
+
+
+def test_a_tensor_that_is_missing_or_of_another_shape_is_an_error(folder):
+    found = tensors_of(folder)
+    put(folder, {name: value for name, value in found.items() if ".layers.1." not in name})
+    with pytest.raises(SbkitError, match=r"lacks 16 of the \d+ tensors that its Wav2Vec2 encoder needs: "
+                                         r"encoder.layers \(16\)"):
+        Encoder(str(folder))
+    put(folder, found)
+    encoders.change(folder, intermediate_size=48)
+    with pytest.raises(SbkitError, match=r"tensors have another shape than its config.json says, such as "
+                                         r"encoder.layers.0.feed_forward"):
+        Encoder(str(folder))
+
+
+def test_what_only_training_needs_may_be_missing(folder, caplog):
+    found = tensors_of(folder)
+    assert found.pop("masked_spec_embed").shape == (32,)
+    put(folder, found)
+    with caplog.at_level(logging.INFO):
+        states(folder)
+    assert any("drawn anew, since it has none: masked_spec_embed" in line for line in caplog.messages)
+
+
+def test_a_run_that_kept_the_config_needs_no_source(folder, tmp_path):
+    encoder = Encoder(str(folder), tmp_path / "save", mask_time_prob=0.05)
+    assert not (tmp_path / "save").exists(), "building leaves no trace"
+    Weights(encoder).collect_files()
+    encoder.load()
+    folder.rename(tmp_path / "away")
+    again = Encoder(str(folder), tmp_path / "save", mask_time_prob=0.05)
+    again.load_state_dict(encoder.state_dict())
+    signals, counts = torch.randn(1, 4000), torch.tensor([4000])
+    with torch.no_grad():
+        assert torch.equal(again.eval()(signals, counts), encoder.eval()(signals, counts))
+    with pytest.raises(SbkitError, match="is not there"):
+        Weights(again).collect_files()
+    with pytest.raises(SbkitError, match="is not there"):
+        Encoder(str(tmp_path / "other"), tmp_path / "save")
+
+
+def test_a_source_that_changed_since_the_run_began_is_refused(folder, tmp_path):
+    encoder = Encoder(str(folder), tmp_path / "save")
+    Weights(encoder).collect_files()
+    encoders.change(folder, layer_norm_eps=1e-3)
+    with pytest.raises(SbkitError, match="another than when this run began; name another output_folder"):
+        Weights(Encoder(str(folder), tmp_path / "save")).collect_files()
+
+
+# ---------------------------------------------------------------------------------------------- sources that won't do
+
+
+def test_a_folder_without_weights_or_config_is_told(folder):
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(SbkitError, match=r"has no weights; it has to have model.safetensors, .*: one of them"):
+        Encoder(str(folder))
+    (folder / "config.json").unlink()
+    with pytest.raises(SbkitError, match=r"has no config.json; name a folder that save_pretrained"):
+        Encoder(str(folder))
+
+
+def test_another_architecture_is_told(tmp_path):
+    transformers.BertModel(transformers.BertConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=1, intermediate_size=16, vocab_size=10,
+    )).save_pretrained(tmp_path)
+    with pytest.raises(SbkitError, match=r"is of another kind \(bert\); sbkit knows wav2vec2, hubert, wavlm"):
+        Encoder(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(SbkitError, match=r"has no model_type in its config.json"):
+        Encoder(str(tmp_path))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(SbkitError, match=r"config.json can't be read"):
+        Encoder(str(tmp_path))
+
+
+def test_a_config_that_transformers_refuses_is_told(folder):
+    encoders.change(folder, conv_stride=[5, 2])
+    with pytest.raises(SbkitError, match=r"transformers refuses its config.json"):
+        Encoder(str(folder))
+
+
+@pytest.mark.parametrize("name", ["/nowhere/model", "./model", "~/no/model", "a/b/c", ""])
+def test_a_place_where_nothing_is_is_told(name):
+    with pytest.raises(SbkitError, match=r"is not there|nothing says which"):
+        Encoder(name)
+
+
+def test_a_file_in_place_of_its_folder_is_told(folder):
+    with pytest.raises(SbkitError, match="is a file; name the folder that holds it"):
+        Encoder(str(folder / "model.safetensors"))
+
+
+def test_without_transformers_it_says_how_to_get_it(folder, monkeypatch):
+    import sys
+
+    for name in [name for name in sys.modules if name.startswith("sbkit.nn.pretrained.wav2vec2")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in [name for name in sys.modules if name.split(".")[0] == "transformers"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(SbkitError, match=r"needs transformers .*; pip install 'sbkit\[ssl\]'"):
+        Encoder(str(folder))
+
+
+# ---------------------------------------------------------------------------------------------- the hub
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A hub's cache of this test's own, and a hub that nobody may ask."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return tmp_path / "hub"
+
+
+def cached(cache, folder, name):
+    commit = "0" * 40
+    home = cache / f"models--{name.replace('/', '--')}"
+    (home / "refs").mkdir(parents=True)
+    (home / "refs" / "main").write_text(commit)
+    (home / "snapshots").mkdir()
+    folder.rename(home / "snapshots" / commit)
+    return home / "snapshots" / commit, home / ".no_exist" / commit
+
+
+def test_what_the_hubs_cache_holds_needs_no_network(cache, folder):
+    expected = states(folder)
+    there, absent = cached(cache, folder, "someone/encoder")
+    assert same(states("someone/encoder"), expected) and same(states("someone/encoder@main"), expected)
+    (there / "preprocessor_config.json").unlink()
+    absent.mkdir(parents=True)
+    (absent / "preprocessor_config.json").touch()  # the hub was asked, and it has none
+    assert same(states("someone/encoder"), expected)
+
+
+def test_without_a_network_what_the_cache_lacks_is_told(cache, folder):
+    with pytest.raises(SbkitError, match=r"source someone/encoder: no folder is called so, its config.json is not in "
+                                         r"the hub's cache, and HF_HUB_OFFLINE forbids .*; unset HF_HUB_OFFLINE"):
+        Encoder("someone/encoder")
+    there, _ = cached(cache, folder, "someone/encoder")
+    (there / "model.safetensors").unlink()
+    encoder = Encoder("someone/encoder")  # a check looks at no weights of the hub
+    with pytest.raises(SbkitError, match=r"its model.safetensors is not in the hub's cache"):
+        Weights(encoder).collect_files()
+
+
+@pytest.mark.parametrize("kind, words", [
+    ("RepositoryNotFoundError", "the hub has no such model, or it is private; check the name"),
+    ("GatedRepoError", "given to those who asked for it; ask on"), ("RevisionNotFoundError", "no such revision"),
+    ("ConnectionError", "can't be fetched from .*: no route; check the network and start again"),
+])
+def test_what_the_hub_says_is_told_in_a_line(cache, monkeypatch, kind, words):
+    import httpx
+    from huggingface_hub import constants, errors
+
+    def refuse(*args, **kwargs):
+        if kind == "ConnectionError":
+            raise ConnectionError("no route")
+        raise getattr(errors, kind)("no", response=httpx.Response(404, request=httpx.Request("GET", "http://hub")))
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", refuse)
+    with pytest.raises(SbkitError, match=words):
+        Encoder("someone/encoder")
+
+
+def test_an_index_that_names_no_files_is_told(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../a.safetensors"}}))
+    with pytest.raises(SbkitError, match="names no files of weights"):
+        Encoder(str(folder))
