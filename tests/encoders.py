@@ -21,8 +21,14 @@ KINDS = {
     "hubert-batch-norm": ("HubertConfig", "HubertModel", {**_WAVES, **_GROUP, "conv_pos_batch_norm": True}),
     "wavlm-layer": ("WavLMConfig", "WavLMModel", {**_WAVES, **_LAYER}),
     "wavlm-group": ("WavLMConfig", "WavLMModel", {**_WAVES, **_GROUP}),
+    "w2v-bert": ("Wav2Vec2BertConfig", "Wav2Vec2BertModel", {
+        **_TRANSFORMER, "left_max_position_embeddings": 12, "right_max_position_embeddings": 5,
+        "conv_depthwise_kernel_size": 7}),
+    "whisper": ("WhisperConfig", "WhisperModel", {
+        "d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 64, "decoder_layers": 1,
+        "decoder_attention_heads": 2, "decoder_ffn_dim": 32, "vocab_size": 50, "pad_token_id": 0, "bos_token_id": 1,
+        "eos_token_id": 2, "decoder_start_token_id": 1, "encoder_layerdrop": 0.1}),
 }
-ON_WAVES = tuple(KINDS)
 
 
 def make(folder, kind="wav2vec2-layer", head=None, normalizes=None, seed=0, **more):
@@ -39,11 +45,18 @@ def make(folder, kind="wav2vec2-layer", head=None, normalizes=None, seed=0, **mo
             if "running" in name:
                 value.add_(0.3 * torch.rand_like(value))
     made.save_pretrained(folder)
-    layer = given.get("feat_extract_norm") == "layer"
-    extractor = transformers.Wav2Vec2FeatureExtractor(
-        do_normalize=layer if normalizes is None else normalizes, return_attention_mask=layer)
-    extractor.save_pretrained(folder)
+    _extractor(kind, given, normalizes).save_pretrained(folder)
     return folder
+
+
+def _extractor(kind, given, normalizes):
+    if kind == "w2v-bert":
+        return transformers.SeamlessM4TFeatureExtractor(padding_value=1)
+    if kind == "whisper":
+        return transformers.WhisperFeatureExtractor(feature_size=given.get("num_mel_bins", 80))
+    layer = given["feat_extract_norm"] == "layer"
+    return transformers.Wav2Vec2FeatureExtractor(
+        do_normalize=layer if normalizes is None else normalizes, return_attention_mask=layer)
 
 
 def theirs(folder, kind, signal):
@@ -52,7 +65,10 @@ def theirs(folder, kind, signal):
     with torch.no_grad():
         extractor = transformers.AutoFeatureExtractor.from_pretrained(folder)
         given = extractor(signal.numpy(), sampling_rate=16_000, return_tensors="pt")
-        return model(given[model.main_input_name]).last_hidden_state[0]
+        if kind == "whisper":
+            model = model.encoder
+        more = {"attention_mask": given["attention_mask"]} if kind == "w2v-bert" else {}  # half a frame is left out
+        return model(given[model.main_input_name], **more).last_hidden_state[0]
 
 
 def change(folder, name="config.json", **values):

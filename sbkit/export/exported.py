@@ -43,9 +43,13 @@ class Exported:
     examples: tuple[Tensor, ...] | None = None
     """A batch to trace by, where noise of one and a half seconds won't do."""
 
-    #: Formats that it can be written in, and what ``--target`` may add.
-    formats: ClassVar[tuple[str, ...]] = (layout.ONNX, layout.INT8, layout.TORCH)
+    #: What ``--target`` may add.
     targets: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Those that it can be written in."""
+        return layout.ONNX, layout.INT8, layout.TORCH
 
     @property
     def judges_words(self) -> bool:

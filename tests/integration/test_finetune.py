@@ -134,7 +134,7 @@ def test_it_is_scored_and_shipped_without_its_source_and_heard_without_transform
         (home / "away").rename(home / "encoder")
     assert "int8" in shown and "torch" in shown
     parity = json.loads((home / "bundle" / "parity.json").read_text())
-    assert set(parity["formats"]) == {"onnx", "int8", "torch"}
+    assert set(parity["formats"]) == {"checkpoint", "onnx", "int8", "torch"}
     for model in ("onnx", "torch"):
         code = (f"import sbkit.infer, sys\nmodel = sbkit.infer.load({str(home / 'bundle')!r}, model={model!r})\n"
                 "heard = [isinstance(one.text, str) for one in model.transcribe(sys.argv[1:])]\n"

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sbkit.errors import SbkitError
+from sbkit.nn.lengths import lengths_to_mask
 from sbkit.nn.pretrained import families, source, tensors
 from sbkit.nn.pretrained.options import Options
 from sbkit.nn.pretrained.source import Settings
@@ -75,7 +76,8 @@ class Encoder(nn.Module):
 
     def forward(self, signals: Tensor, samples: Tensor) -> Tensor:
         """[B, S], [B] -> [B, T, D]."""
-        return self.network(signals, samples)
+        inside = lengths_to_mask(samples, signals.shape[1])
+        return self.network(signals.masked_fill(~inside, 0.0), samples)
 
     def look(self) -> tuple[tensors.TensorFiles, list[str]]:
         """The source's tensors, if the encoder can do with them, and what is worth telling of them."""

@@ -30,8 +30,21 @@ def _wavlm() -> Any:
     return WavLM
 
 
+def _w2v_bert() -> Any:
+    from sbkit.nn.pretrained.w2v_bert import W2vBert
+
+    return W2vBert
+
+
+def _whisper() -> Any:
+    from sbkit.nn.pretrained.whisper import Whisper
+
+    return Whisper
+
+
 #: Each imports what it needs of transformers, which takes seconds, when it is wanted.
-FAMILIES: dict[str, Callable[[], Any]] = {"wav2vec2": _wav2vec2, "hubert": _hubert, "wavlm": _wavlm}
+FAMILIES: dict[str, Callable[[], Any]] = {"wav2vec2": _wav2vec2, "hubert": _hubert, "wavlm": _wavlm,
+                                          "wav2vec2-bert": _w2v_bert, "whisper": _whisper}
 
 
 def build(settings: Settings, options: Options) -> nn.Module:

@@ -37,7 +37,7 @@ class Options:
         said = {name: value for name, value in settings.config.items()
                 if name not in ("dtype", "torch_dtype", "architectures")}
         said |= {"layerdrop": 0.0, "encoder_layerdrop": 0.0, "mask_time_prob": 0.0, "mask_feature_prob": 0.0,
-                 "add_adapter": False}
+                 "add_adapter": False, "use_intermediate_ffn_before_adapter": False}
         if self.dropout is not None:
             said |= dict.fromkeys(_DROPOUTS, self.dropout)
         try:

@@ -52,6 +52,11 @@ class Wav2Vec2(nn.Module):
         if options.freeze_front:
             self.feature_extractor.requires_grad_(False)
 
+    @property
+    def front(self) -> list[nn.Parameter]:
+        """Of the convolutions."""
+        return list(self.feature_extractor.parameters())
+
     def frames(self, samples: Tensor | int) -> Tensor | int:
         """States of so many samples."""
         return self.strides(samples)

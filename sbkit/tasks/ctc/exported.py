@@ -42,17 +42,18 @@ class Recogniser(Exported):
     run: Path = field(kw_only=True)
 
     judges_words = True
-    formats = (layout.ONNX, layout.INT8, layout.TORCH, layout.SPEECHBRAIN)
     targets = (layout.SHERPA,)
 
     @classmethod
     def of(cls, recognizer: Recognizer, keys: CTCKeys, run: Path) -> Recogniser:
         """The recogniser of a run, in evaluation mode; it stays as it is."""
-        made = cls(Graph(recognizer), OUTPUTS, keys.sample_rate, keys.language or None, recognizer=recognizer,
+        return cls(Graph(recognizer), OUTPUTS, keys.sample_rate, keys.language or None, recognizer=recognizer,
                    keys=keys, run=run)
-        if recognizer.takes_lengths:  # in samples or frames, which stock SpeechBrain has none of
-            made.formats = tuple(name for name in cls.formats if name != layout.SPEECHBRAIN)
-        return made
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Stock SpeechBrain has no lengths in samples or frames, so it runs no encoder that takes them."""
+        return super().formats if self.recognizer.takes_lengths else (*super().formats, layout.SPEECHBRAIN)
 
     def trace(self) -> torch.export.ExportedProgram:
         return trace(self.graph)

@@ -42,12 +42,13 @@ def silenced(signals, samples):
 
 @pytest.mark.parametrize("kind", encoders.KINDS)
 def test_alone_it_is_what_transformers_says(folders, kind):
-    encoder = loaded(folders(kind))
+    """Whisper's in a window of 30 seconds, of which that makes states of silence, too."""
+    encoder = loaded(folders(kind), whole_window=True)
     for samples in (16_000, 12_345, 721):
         signals, counts = waves([samples], seed=samples)
         with torch.no_grad():
             found = encoder(signals, counts)[0]
-        expected = encoders.theirs(folders(kind), kind, signals[0])
+        expected = encoders.theirs(folders(kind), kind, signals[0])[:encoder.frames(samples)]
         assert found.shape == expected.shape == (encoder.frames(samples), encoder.width)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
@@ -68,9 +69,11 @@ def test_an_utterance_is_the_same_alone_and_in_any_batch(folders, kind, more):
             torch.testing.assert_close(together[row, :frames], alone[0, :frames], rtol=0, atol=1e-4)
 
 
-def test_what_is_shorter_than_a_frame_is_one(folders):
-    encoder = loaded(folders("wav2vec2-layer"))
-    assert encoder.frames(0) == encoder.frames(400) == encoder.frames(719) == 1 and encoder.frames(720) == 2
+@pytest.mark.parametrize("kind, least, two", [("wav2vec2-layer", 400, 720), ("w2v-bert", 560, 880),
+                                              ("whisper", 1, 321)])
+def test_what_is_shorter_than_a_frame_is_one(folders, kind, least, two):
+    encoder = loaded(folders(kind))
+    assert encoder.frames(0) == encoder.frames(least) == encoder.frames(two - 1) == 1 and encoder.frames(two) == 2
     with torch.no_grad():
         assert encoder(torch.randn(1, 30), torch.tensor([30])).isfinite().all()
         assert encoder(torch.randn(2, 900), torch.tensor([900, 0])).isfinite().all()
@@ -89,14 +92,15 @@ def test_waveforms_are_made_equally_loud_where_the_model_was_used_to_it(tmp_path
 def test_every_parameter_but_the_frozen_ones_learns_in_each_step(folders, kind):
     """Those that get no gradient would have DDP wait for them."""
     encoder = loaded(folders(kind), mask_time_prob=0.3, mask_feature_prob=0.1).train()
-    front = {id(p) for p in encoder.network.feature_extractor.parameters()}
+    front = {id(p) for p in encoder.network.front}
     signals, counts = waves(SAMPLES)
     for _ in range(3):
         encoder.zero_grad(set_to_none=True)
         encoder(silenced(signals, counts), counts).square().sum().backward()
         without = {name for name, p in encoder.named_parameters() if p.grad is None}
-        assert without == {name for name, p in encoder.named_parameters() if id(p) in front}
-    assert len(front) > 0 and not any(p.requires_grad for p in encoder.network.feature_extractor.parameters())
+        assert without == {name for name, p in encoder.named_parameters()
+                           if id(p) in front or "embed_positions" in name}
+    assert bool(front) == (kind != "w2v-bert") and not any(p.requires_grad for p in encoder.network.front)
 
 
 def test_the_front_learns_if_asked_to(folders):
@@ -168,3 +172,20 @@ def test_dropout_is_the_recipes_where_it_says_one(folders):
             | {encoder.network.encoder.layers[0].attention.dropout}
 
     assert shares(dropout=0.25) == {0.25} and shares() != {0.25}
+
+
+def test_whispers_encoder_says_what_it_can_not_hear(folders):
+    encoder = loaded(folders("whisper"))
+    encoder(torch.zeros(1, 480_000), torch.tensor([480_000]))
+    with pytest.raises(SbkitError, match=r"hears 30 s at most, and an utterance has 30.02 s; .*max_duration"):
+        encoder(torch.zeros(1, 480_001), torch.tensor([480_001]))
+
+
+def test_in_a_whole_window_an_utterance_is_the_same_in_any_batch(folders):
+    encoder = loaded(folders("whisper"), whole_window=True)
+    signals, counts = waves([4_000, 3_001])
+    with torch.no_grad():
+        together = encoder(signals, counts)
+        alone = encoder(signals[1:, :3_001], counts[1:])
+    assert together.shape[1] == 13
+    torch.testing.assert_close(together[1, :10], alone[0], rtol=0, atol=1e-4)

@@ -1,0 +1,95 @@
+"""Whisper's encoder: convolutions and a transformer over logarithms of mel energies."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.models.whisper.configuration_whisper import WhisperConfig
+from transformers.models.whisper.modeling_whisper import WhisperEncoder
+
+from sbkit.errors import SbkitError
+from sbkit.nn.lengths import lengths_to_mask
+from sbkit.nn.pretrained.log_mel import HOP, LogMel
+from sbkit.nn.pretrained.options import Options
+from sbkit.nn.pretrained.source import Settings
+from sbkit.nn.pretrained.spans import mask
+from sbkit.nn.pretrained.waveforms import at_least
+
+_STRIDE = 2  # of the second convolution
+_LEAST = 201  # samples that features can be made of
+_SEEN_BEHIND = 2  # frames behind an utterance that the convolutions look at
+
+
+class Whisper(nn.Module):
+    """Whisper's encoder: waveforms [B, S] and sample counts [B] to states [B, T, D], a frame every 20 ms.
+
+    It was pretrained on windows of 30 seconds, the silence behind an utterance among them, to all of which it attends.
+    Here it gets as much as the longest utterance of a batch needs: positions are cut there, and attention leaves out
+    what lies behind each utterance, so that it says the same in any batch. That is several times faster for clips of
+    5 seconds, and something that it has to get used to, which takes the first steps of training. ``whole_window`` gives
+    it 30 seconds as in pretraining. Longer ones it can't hear.
+    """
+
+    prefixes: tuple[str, ...] = ("model.encoder.", "encoder.")
+
+    def __init__(self, settings: Settings, options: Options):
+        super().__init__()
+        config = options.config(WhisperConfig, settings)
+        encoder = WhisperEncoder(config)
+        self.features = LogMel(config.num_mel_bins)
+        self.conv1, self.conv2, self.embed_positions = encoder.conv1, encoder.conv2, encoder.embed_positions
+        self.layers, self.layer_norm = nn.ModuleList(options.lowest(encoder.layers)), encoder.layer_norm
+        self.dropout: float = config.dropout
+        self.width: int = config.d_model
+        self.most: int = config.max_source_positions
+        self.whole_window = options.whole_window
+        said = settings.config if config.apply_spec_augment else {}
+        self.time, self.feature = options.spans(Settings(settings.source, said, {}))
+        self.freezes_front = options.freeze_front
+        for parameter in self.front:
+            parameter.requires_grad_(not options.freeze_front)
+
+    @property
+    def front(self) -> list[nn.Parameter]:
+        """Of the convolutions."""
+        return [*self.conv1.parameters(), *self.conv2.parameters()]
+
+    def frames(self, samples: Tensor | int) -> Tensor | int:
+        """States of so many samples."""
+        samples = samples.clamp(min=1) if isinstance(samples, Tensor) else max(samples, 1)
+        return (self.features.frames(samples) + _STRIDE - 1) // _STRIDE
+
+    def forward(self, signals: Tensor, samples: Tensor) -> Tensor:
+        """[B, S], [B] -> [B, T, D]."""
+        longest = self.frames(signals.shape[1])
+        if longest > self.most:
+            raise SbkitError(f"Whisper's encoder hears {self._seconds(self.most):g} s at most, and an utterance has "
+                             f"{self._seconds(longest):g} s", hint="leave longer ones out: corpus.max_duration")
+        if self.whole_window:
+            feats = self.features(at_least(signals, self.most * _STRIDE * HOP))
+        else:
+            feats = self.features(at_least(signals, _LEAST), more=_SEEN_BEHIND)
+        if self.training:
+            feats = mask(feats, self.features.frames(samples), self.time, self.feature)
+        states = self._convolved(feats)
+        inside = None
+        if not self.whole_window:
+            states = states[:, :longest]
+            inside = lengths_to_mask(self.frames(samples), states.shape[1])[:, None, None]
+        states = states + self.embed_positions.weight[:states.shape[1]]
+        states = functional.dropout(states, self.dropout, self.training)
+        for layer in self.layers:
+            states = layer(states, attention_mask=inside)
+        return self.layer_norm(states[:, :longest])
+
+    def _convolved(self, feats: Tensor) -> Tensor:
+        """Features [B, T, F] to states [B, T', D]."""
+        with torch.no_grad() if self.freezes_front and torch.is_grad_enabled() else contextlib.nullcontext():
+            states = functional.gelu(self.conv1(feats.transpose(1, 2)))
+            return functional.gelu(self.conv2(states)).transpose(1, 2)
+
+    def _seconds(self, frames: int) -> float:
+        return frames * _STRIDE * HOP / 16_000

@@ -1,0 +1,62 @@
+"""Kaldi's filter bank against torchaudio's, and against the one that w2v-BERT was trained with."""
+
+import pytest
+import torch
+import torchaudio
+
+from sbkit.nn.kaldi import FilterBank
+
+
+def waves(samples=16_000, rows=3):
+    """Noise of changing loudness, not symmetric."""
+    drawn = torch.Generator().manual_seed(0)
+    loud = 1.1 + torch.sin(torch.arange(samples) * (2 * torch.pi * 3 / 16_000))
+    return 0.1 * loud * torch.randn(rows, samples, generator=drawn) + 0.05
+
+
+@pytest.mark.parametrize("given", [
+    {}, {"n_mels": 23, "low": 60.0}, {"high": -400.0}, {"high": 7000.0, "preemphasis": 0.9},
+    {"frame_length": 20.0, "frame_shift": 12.5}, {"sample_rate": 8_000, "n_mels": 40}, {"scale": 32768.0},
+])
+@pytest.mark.parametrize("samples", [400, 16_000, 12_345])
+def test_it_is_torchaudios(given, samples):
+    signals, layer = waves(samples), FilterBank(**given)
+    found = layer(signals)
+    for row, signal in enumerate(signals):
+        expected = torchaudio.compliance.kaldi.fbank(
+            signal[None] * given.get("scale", 1.0), dither=0.0, num_mel_bins=given.get("n_mels", 80),
+            sample_frequency=given.get("sample_rate", 16_000), low_freq=given.get("low", 20.0),
+            high_freq=given.get("high", 0.0), preemphasis_coefficient=given.get("preemphasis", 0.97),
+            frame_length=given.get("frame_length", 25.0), frame_shift=given.get("frame_shift", 10.0))
+        assert layer.frames(samples) == len(expected)
+        torch.testing.assert_close(found[row], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_beside_a_loud_tone_it_is_nearer_to_the_truth_than_torchaudio():
+    """In fp32 both lose digits of what is 60 dB below."""
+    at = torch.arange(16_000) / 16_000
+    signal = waves()[:1] * 0.05 + 0.3 * torch.sin(2 * torch.pi * 900 * at)
+    true = torchaudio.compliance.kaldi.fbank(signal.double(), dither=0.0, num_mel_bins=80)
+    theirs = torchaudio.compliance.kaldi.fbank(signal, dither=0.0, num_mel_bins=80)
+    error = (FilterBank()(signal)[0] - true).abs().max()
+    assert error < 2e-3 and error < 1.5 * (theirs - true).abs().max()
+
+
+def test_autocast_changes_nothing():
+    signals, layer = waves(), FilterBank()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = layer(signals)
+    assert torch.equal(found, layer(signals))
+
+
+def test_an_exported_graph_has_products_where_it_has_transforms():
+    signals, layer = waves(), FilterBank(scale=32768.0)
+    open_ = {"signals": {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}}
+    program = torch.export.export(layer, (signals,), dynamic_shapes=open_, strict=False)
+    assert not any("fft" in str(node.target) for node in program.graph.nodes)
+    for samples in (12_345, 9_000):
+        torch.testing.assert_close(program.module()(waves(samples, 2)), layer(waves(samples, 2)), rtol=0, atol=1e-3)
+
+
+def test_a_checkpoint_has_nothing_of_it():
+    assert FilterBank().state_dict() == {}
