@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from sbkit.errors import SbkitError
@@ -65,6 +66,17 @@ def keys(tree: Mapping[str, Any]) -> Iterator[Any]:
         value = value.value if isinstance(value, Node) else value
         if key == BASE and isinstance(value, Mapping):
             yield from keys(value)
+
+
+def written(key: str, files: Files) -> str:
+    """Where a key gets its value, ``ctc.yaml:72``; the recipe alone where no file has it."""
+    for path, root in files:
+        tree: Any = root
+        while isinstance(tree, CommentedMap):
+            if key in tree:
+                return f"{path}:{tree.lc.key(key)[0] + 1}"
+            tree = tree.get(BASE)
+    return str(files[0][0])
 
 
 def depth(key: Any, files: Files) -> int:

@@ -29,6 +29,15 @@ def key(what: str, default: Any = dataclasses.MISSING, allowed: Allowed | None =
     return dataclasses.field(default=default, metadata={"what": what, "allowed": allowed})
 
 
+class Problem(NamedTuple):
+    """What is wrong with a recipe's keys, as a sentence."""
+
+    key: str
+    """The key to blame."""
+    message: str
+    hint: str
+
+
 class Declared(NamedTuple):
     """A key as its class declares it."""
 
@@ -90,19 +99,24 @@ class Keys:
     @classmethod
     def read(cls: type[K], hparams: Mapping[str, Any]) -> K:
         """The keys that are among ``hparams``, and the defaults of others; all that is wrong is told at once."""
-        found, wrong = object.__new__(cls), []
+        if wrong := cls.wrong(hparams):
+            raise SbkitError("; ".join(problem.message for problem in wrong), hint=wrong[0].hint)
+        found = object.__new__(cls)
         for declared in cls.declared().values():
-            if declared.name in hparams:
-                value = hparams[declared.name]
-                problem = declared.problem(value)
-                if problem:
-                    wrong.append(f"{declared.name} {problem}")
-                object.__setattr__(found, declared.name, value)
-            elif not declared.needed:
-                object.__setattr__(found, declared.name, declared.default)
-        if wrong:
-            raise SbkitError("; ".join(wrong), hint="docs/keys.md says what each key may be")
+            if declared.name in hparams or not declared.needed:
+                object.__setattr__(found, declared.name, hparams.get(declared.name, declared.default))
         return found
+
+    @classmethod
+    def wrong(cls, hparams: Mapping[str, Any]) -> list[Problem]:
+        """What is wrong with each key by itself."""
+        told = ((name, declared.problem(hparams[name])) for name, declared in cls.declared().items() if name in hparams)
+        return [Problem(name, f"{name} {problem}", "docs/keys.md says what each key may be")
+                for name, problem in told if problem]
+
+    def clashes(self) -> Iterator[Problem]:
+        """What is wrong with keys of which each is right by itself; derived classes say it."""
+        yield from ()
 
     def __getattr__(self, name: str) -> Any:
         """Only of what a recipe lacks and must not."""

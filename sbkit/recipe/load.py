@@ -19,7 +19,7 @@ from hyperpyyaml import load_hyperpyyaml
 
 from sbkit.errors import SbkitError
 from sbkit.recipe.arguments import check_known
-from sbkit.recipe.includes import Files, chain, keys, place, read_plain
+from sbkit.recipe.includes import Files, chain, keys, place, read_plain, written
 from sbkit.recipe.merging import merged
 from sbkit.recipe.source import BASE
 
@@ -90,4 +90,9 @@ def opened(hparams: dict[str, Any], path: Path) -> Recipe:
     missing = [key for key in declared.needed() if key not in hparams]
     if missing:
         raise SbkitError(f"{path} lacks {', '.join(missing)}", hint="hparams/ has a complete recipe for each task")
+    problems = declared.wrong(hparams) or list(declared.read(hparams).clashes())
+    if problems:
+        files = chain(path)
+        raise SbkitError("; ".join(f"{written(problem.key, files)}: {problem.message}" for problem in problems),
+                         hint="; ".join(dict.fromkeys(problem.hint for problem in problems)))
     return Recipe(hparams, declared.read(hparams))

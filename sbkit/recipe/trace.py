@@ -137,12 +137,21 @@ def trace(built: Built, modules: Mapping[str, nn.Module], findings: Findings) ->
     found.tried = True
     with _telling(found, findings), torch.no_grad():
         found.keys = task.Keys.read(built.hparams)
-        if not task.check_parts(found.keys, built, findings):
+        if _tell_clashes(found.keys, built, findings) or not task.check_parts(found.keys, built, findings):
             return found
         found.brain = build_brain(task, {**built.hparams, "modules": modules}, accelerate=False)
         with stand_ins():
             _run(found, "cpu")
     return found
+
+
+def _tell_clashes(keys: Any, built: Built, findings: Findings) -> bool:
+    """Tell of keys that don't go together; gives whether there are any."""
+    clashes = list(keys.clashes())
+    for key, message, hint in clashes:
+        node = built.nodes.get(key, built.nodes["modules"])
+        findings.error("clash", node.place if key in built.nodes else Place(node.place.file), key, message, hint)
+    return bool(clashes)
 
 
 def trace_moved(before: Trace, modules: nn.ModuleDict, findings: Findings) -> None:

@@ -70,6 +70,8 @@ class Task(Brain):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        for clash in self.keys.clashes():
+            raise SbkitError(clash.message, hint=clash.hint)
         if self.averages_weights and self.keys.average_checkpoints > 1:
             raise SbkitError("ema and average_checkpoints both average weights",
                              hint="use one of them: ema_decay: 0, or average_checkpoints: 1")

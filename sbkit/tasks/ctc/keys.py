@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from sbkit.errors import SbkitError
 from sbkit.recipe.choices import COUNT, POSITIVE, SHARE, SIZE, Range
-from sbkit.recipe.keys import key
+from sbkit.recipe.keys import Problem, key
 from sbkit.tasks.keys import RecogniserKeys
+
+#: What the encoder may be called.
+ENCODERS = ("Transformer", "encoder")
+#: What takes features.
+_ON_FEATURES = ("normalize", "spec_augment", "CNN")
 
 
 @dataclass(kw_only=True)
@@ -47,3 +53,20 @@ class CTCKeys(RecogniserKeys):
             raise SbkitError("the attention decoder needs bos_index and eos_index",
                              hint="set both to ids of the tokenizer that are no text, such as 1 and 2")
         return self.bos_index, self.eos_index
+
+    @property
+    def encoder_key(self) -> str:
+        """The key that the encoder stands under, or should."""
+        return next((name for name in ENCODERS if getattr(self, name) is not None), ENCODERS[0])
+
+    def clashes(self) -> Iterator[Problem]:
+        first, second = (getattr(self, name) for name in ENCODERS)
+        if first is None and second is None:
+            yield Problem(ENCODERS[0], "the recipe has no encoder", f"write it under {' or '.join(ENCODERS)}")
+        elif first is not None and second is not None and first is not second:
+            yield Problem(ENCODERS[1], f"{' and '.join(ENCODERS)} are both there, and a recogniser has one encoder",
+                          f"write {ENCODERS[0]}: null, or leave {ENCODERS[1]} out")
+        for name in _ON_FEATURES if self.compute_features is None else ():
+            if getattr(self, name) is not None:
+                yield Problem(name, f"the encoder takes waveforms (compute_features: null), and {name} takes features",
+                              f"write {name}: null")

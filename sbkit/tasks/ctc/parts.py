@@ -11,7 +11,6 @@ from sbkit.recipe.source import Findings
 from sbkit.recipe.trace import SECONDS, stand_ins
 from sbkit.recipe.values import static
 from sbkit.tasks.ctc.keys import CTCKeys
-from sbkit.tasks.ctc.model import encoder_key
 
 
 def parts_fit(keys: CTCKeys, built: Built, findings: Findings) -> bool:
@@ -70,10 +69,10 @@ def _front_end_fits(keys: CTCKeys, built: Built, findings: Findings) -> bool:
 
 def _has_its_decoder(keys: CTCKeys, built: Built, findings: Findings) -> bool:
     """Whether joint training finds a decoder in the encoder's class, where that is SpeechBrain's."""
-    key = encoder_key(built.hparams)
+    key = keys.encoder_key
     node = built.nodes[key]
     layers = node.value.get("num_decoder_layers") if isinstance(node.value, dict) else None
-    theirs = isinstance(built.hparams[key], TransformerInterface)
+    theirs = isinstance(getattr(keys, key), TransformerInterface)
     if not theirs or keys.seq_lin is None or keys.ctc_weight >= 1 or layers is None or static(layers) != 0:
         return True
     findings.error("forward", built.nodes["ctc_weight"].place, "ctc_weight",

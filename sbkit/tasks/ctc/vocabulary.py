@@ -8,9 +8,9 @@ from torch import nn
 
 from sbkit.errors import SbkitError
 from sbkit.recipe.build import Built
-from sbkit.recipe.source import Findings
+from sbkit.recipe.source import Findings, Node
 from sbkit.recipe.trace import Trace
-from sbkit.tasks.ctc.model import encoder_key
+from sbkit.tasks.ctc.keys import ENCODERS
 
 _INDICES = ("blank_index", "bos_index", "eos_index")
 _HEADS = ("ctc_lin", "seq_lin")
@@ -59,12 +59,13 @@ def _check_special(built: Built, size: int, findings: Findings) -> None:
 
 def _check_embedding(built: Built, size: int, findings: Findings) -> None:
     """The decoder's table of tokens has a row for each of them."""
-    key = encoder_key(built.hparams)
-    model = built.hparams.get(key)
-    target = getattr(model, "custom_tgt_module", None)
-    if not isinstance(target, nn.Module):
-        return
-    node = built.nodes[key]
+    for key in ENCODERS:
+        target = getattr(built.hparams.get(key), "custom_tgt_module", None)
+        if isinstance(target, nn.Module):
+            _check_tables(target, built.nodes[key], size, findings)
+
+
+def _check_tables(target: nn.Module, node: Node, size: int, findings: Findings) -> None:
     for table in target.modules():
         if isinstance(table, nn.Embedding) and table.num_embeddings != size:
             tell = findings.error if table.num_embeddings < size else findings.warning

@@ -1,0 +1,63 @@
+"""Keys that are right by themselves and wrong together are refused wherever a recipe becomes a Brain."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from sbkit.errors import SbkitError
+from sbkit.recipe import load
+from sbkit.tasks.ctc.keys import CTCKeys
+
+SMALL = Path(__file__).parent / "small.yaml"
+TWO = "recipe: !include:{}\n    seed: 2\n\nencoder: !new:torch.nn.Identity\n"
+
+
+@pytest.fixture
+def two(tmp_path):
+    """A recipe with an encoder of its own beside the Transformer of the one it rests on."""
+    path = tmp_path / "mine.yaml"
+    path.write_text(TWO.format(SMALL))
+    return path
+
+
+def hparams(path, folder):
+    return load.load(path, {"output_folder": str(folder)})
+
+
+def test_two_encoders_are_refused_at_load_with_file_and_line(two, tmp_path):
+    with pytest.raises(SbkitError) as error:
+        load.opened(hparams(two, tmp_path), two)
+    assert str(error.value) == (
+        f"{two}:4: Transformer and encoder are both there, and a recogniser has one encoder; "
+        "write Transformer: null, or leave encoder out")
+
+
+def test_and_where_a_script_makes_the_brain(two, tmp_path):
+    made = hparams(two, tmp_path)
+    with pytest.raises(SbkitError, match="Transformer and encoder are both there"):
+        made["brain"](made["modules"], hparams=made, run_opts={"device": "cpu"})
+
+
+def test_one_encoder_under_both_names_is_one(two, tmp_path):
+    two.write_text(TWO.format(SMALL).replace("encoder: !new:torch.nn.Identity", "encoder: !ref <Transformer>")
+                   .replace("\n\nencoder", "\n    encoder"))
+    assert load.opened(hparams(two, tmp_path), two).keys.encoder_key == "Transformer"
+
+
+@pytest.mark.parametrize("given, key", [
+    ({"Transformer": torch.nn.Identity()}, "Transformer"), ({"encoder": torch.nn.Identity()}, "encoder"),
+    ({"Transformer": None, "encoder": torch.nn.Identity()}, "encoder")])
+def test_an_encoder_has_either_name(given, key):
+    keys = CTCKeys.read({"compute_features": torch.nn.Identity(), **given})
+    assert list(keys.clashes()) == [] and keys.encoder_key == key
+
+
+def test_all_that_a_load_refuses_is_told_with_its_line(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"recipe: !include:{SMALL}\n    ctc_weight: 0\n    n_mels: 40\nlabel_smoothing: 2\n")
+    with pytest.raises(SbkitError) as error:
+        load.opened(hparams(path, tmp_path), path)
+    assert str(error.value) == (
+        f"{path}:2: ctc_weight is 0, and must be a number above 0, up to 1; "
+        f"{path}:4: label_smoothing is 2, and must be a number from 0 to 1; docs/keys.md says what each key may be")
