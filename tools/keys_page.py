@@ -38,8 +38,8 @@ Made by `make docs` from what the classes declare; edit the declarations, not th
 A recipe's keys are read once, when it is loaded. A value that can't be is refused, with its line, by `sbkit check` and
 before a run begins. A key that is not among these, nor a run option, is the recipe's own: others refer to it
 (`!ref <d_model>`), or the task reads it. One that nothing reads and nothing refers to gets a warning, since it has no
-effect. `--KEY VALUE` behind a command gives any key of the recipe another value, `--KEY.ARGUMENT VALUE` an argument of
-what it builds.
+effect. `--KEY VALUE` behind a command gives any key of the recipe another value, or one that is declared here and that
+the recipe does not write; `--KEY.ARGUMENT VALUE` gives one to an argument of what the recipe builds there.
 
 "Object" is whatever the recipe builds there with `!new:` or names with `!name:`. What that takes is in its class's
 docstring, such as `python -m pydoc sbkit.data.corpus.Corpus`; [extend.md](extend.md) has tasks with keys of their own.

@@ -1,4 +1,4 @@
-"""The command line of a run: SpeechBrain's flags, ours, and --key value for any key of the YAML."""
+"""The command line of a run: SpeechBrain's flags, ours, and --key value for any key of the recipe."""
 
 from __future__ import annotations
 
@@ -124,10 +124,8 @@ def read_value(text: str) -> Any:
         return text
 
 
-def check_known(overrides: dict[str, Any], known: list[str], path: Path) -> None:
-    """Every override names a key of the YAML; otherwise say which one is near."""
-    options = [*known, *(f for f in RunOptions.__dataclass_fields__ if f != "overridden_args")]
-    unknown = [key for key in overrides if key not in known]
+def refuse_unknown(unknown: list[str], options: list[str], path: Path) -> None:
+    """Overrides of keys that there aren't are an error, with the names that are near."""
     if unknown:
         parts = []
         for key in unknown:

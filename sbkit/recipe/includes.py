@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
-from ruamel.yaml.comments import CommentedMap
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from sbkit.errors import SbkitError
@@ -42,7 +41,7 @@ def read_plain(path: Path) -> dict[str, Any]:
 
 def tag_of(value: Any) -> str:
     """``!new:torch.nn.Linear``, ``!ref``, ...; empty for plain data."""
-    return str(getattr(getattr(value, "tag", None), "value", None) or "")
+    return value.tag if isinstance(value, Node) else str(getattr(getattr(value, "tag", None), "value", None) or "")
 
 
 def chain(path: Path) -> Files:
@@ -59,24 +58,33 @@ def chain(path: Path) -> Files:
         path = path.parent / tag[len(INCLUDE) :]
 
 
-def keys(tree: Mapping[str, Any]) -> Iterator[Any]:
-    """The keys of a recipe, and those that it gives to the one it rests on."""
-    for key, value in tree.items():
-        yield key
-        value = value.value if isinstance(value, Node) else value
-        if key == BASE and isinstance(value, Mapping):
-            yield from keys(value)
+def levels(files: Files) -> Iterator[tuple[Path, Any]]:
+    """The mappings whose keys are the recipe's, with their files: those first that win. A recipe has its own keys, and
+    those that it gives to the one it rests on."""
+    for path, tree in files:
+        level: Any = tree
+        while isinstance(level, Mapping):
+            yield path, level
+            below = level.get(BASE)
+            level = below.value if isinstance(below, Node) else below
+
+
+def keys(files: Files) -> list[Any]:
+    """All keys of a recipe's files."""
+    return [key for _, level in levels(files) for key in level]
 
 
 def written(key: str, files: Files) -> str:
     """Where a key gets its value, ``ctc.yaml:72``; the recipe alone where no file has it."""
-    for path, root in files:
-        tree: Any = root
-        while isinstance(tree, CommentedMap):
-            if key in tree:
-                return f"{path}:{tree.lc.key(key)[0] + 1}"
-            tree = tree.get(BASE)
-    return str(files[0][0])
+    return next((f"{path}:{level.lc.key(key)[0] + 1}" for path, level in levels(files) if key in level),
+                str(files[0][0]))
+
+
+def named(key: str, files: Files, overrides: Mapping[str, Any]) -> str:
+    """What ``key: !name:NAME`` names, before references are followed; empty where it is written otherwise."""
+    value = next((level[key] for _, level in [(None, overrides), *levels(files)] if key in level), None)
+    kind, _, name = tag_of(value).partition(":")
+    return name if kind == "!name" else ""
 
 
 def depth(key: Any, files: Files) -> int:

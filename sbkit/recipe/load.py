@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 from hyperpyyaml import load_hyperpyyaml
 
 from sbkit.errors import SbkitError
-from sbkit.recipe.arguments import check_known
-from sbkit.recipe.includes import Files, chain, keys, place, read_plain, written
+from sbkit.recipe.arguments import refuse_unknown
+from sbkit.recipe.includes import Files, chain, place, read_plain, written
 from sbkit.recipe.merging import merged
+from sbkit.recipe.names import unknown_overrides
 from sbkit.recipe.source import BASE
 
 __all__ = ["Recipe", "chain", "check_overrides", "flatten", "load", "merged", "opened", "place", "read_plain"]
@@ -46,9 +47,9 @@ class Recipe(NamedTuple):
 
 
 def check_overrides(path: Path, overrides: Mapping[str, Any]) -> Files:
-    """Refuse an override of a key that no file of the chain has; gives the chain."""
+    """Refuse an override of a key that no file of the chain has and the task does not declare; gives the chain."""
     files = chain(path)
-    check_known(dict(overrides), [key for _, tree in files for key in keys(tree)], path)
+    refuse_unknown(*unknown_overrides(files, overrides), path)
     return files
 
 

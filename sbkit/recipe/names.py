@@ -7,12 +7,14 @@ import inspect
 import re
 import textwrap
 from collections.abc import Collection, Mapping
+from typing import Any
 
 from speechbrain.utils.run_opts import RunOptions
 
+from sbkit.recipe.includes import Files, keys, named
 from sbkit.recipe.keys import Declared
 from sbkit.recipe.report import did_you_mean
-from sbkit.recipe.signatures import locate
+from sbkit.recipe.signatures import Outside, locate
 from sbkit.recipe.source import Findings, Node
 
 #: What declares the keys of every recipe that names a brain.
@@ -37,8 +39,41 @@ def declared(root: Node) -> Mapping[str, Declared]:
     """The keys that this class declares; of one that can't be looked at, those of every task."""
     if "brain" not in root.value:
         return {}
-    keys = getattr(brain_class(root), "Keys", None) or locate(EVERY_TASK)
-    return keys.declared()
+    declaring = getattr(brain_class(root), "Keys", None) or locate(EVERY_TASK)
+    return declaring.declared()
+
+
+def declared_in(files: Files, overrides: Mapping[str, Any], packages: tuple[str, ...] | None = None,
+                ) -> Mapping[str, Declared]:
+    """The same of a recipe of which nothing is resolved yet; none where its class can't be found.
+
+    packages : as ``locate`` takes them; of a class outside of them, the keys of every task
+    """
+    try:
+        name = named("brain", files, overrides)
+        declaring = getattr(locate(name, packages), "Keys", None) if name else None
+    except Outside:
+        declaring = locate(EVERY_TASK)
+    except LookupError:  # told with the name
+        declaring = None
+    return declaring.declared() if declaring is not None else {}
+
+
+def unknown_overrides(files: Files, overrides: Mapping[str, Any], packages: tuple[str, ...] | None = None,
+                      ) -> tuple[list[str], list[str]]:
+    """Overrides of what a recipe neither writes nor its task declares, and the names that may have been meant.
+
+    What a task declares and the recipe does not write has no parts that could be overridden one by one.
+    """
+    there = keys(files)
+    new = [key for key in overrides if key not in there]
+    declared = declared_in(files, overrides, packages) if new else {}
+    unknown = [key for key in new if key not in declared or type(overrides[key]) is dict]
+    return unknown, [name for name in (*filter(_is_text, there), *declared, *RUN_OPTIONS) if name not in unknown]
+
+
+def _is_text(key: Any) -> bool:
+    return isinstance(key, str)
 
 
 def check_names(root: Node, referred: Collection[str], findings: Findings) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sbkit.recipe.blind_spots import hide
+from sbkit.recipe.blind_spots import PACKAGES, hide
 from sbkit.recipe.names import RUN_OPTIONS, brain_class, check_names, declared, hparams_read
 from sbkit.recipe.report import did_you_mean, listed
 from sbkit.recipe.resolve import flatten, resolve
@@ -27,7 +27,7 @@ def read(path: Path, overrides: Mapping[str, Any], findings: Findings, unseen: l
     unseen: takes what was not looked at; without it, everything that the recipe names is imported
     """
     referred: set[str] = set()
-    root = resolve(Path(path), overrides, findings, flags=RUN_OPTIONS, referred=referred)
+    root = resolve(Path(path), overrides, findings, referred, None if unseen is None else PACKAGES)
     if root is None:
         return None
     root = flatten(root)

@@ -7,13 +7,14 @@ import dataclasses
 import os
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from sbkit.recipe import includes
 from sbkit.recipe.arithmetic import compute
-from sbkit.recipe.includes import Files, depth, keys
+from sbkit.recipe.includes import Files, depth
+from sbkit.recipe.names import declared_in, unknown_overrides
 from sbkit.recipe.report import did_you_mean, listed
 from sbkit.recipe.source import BASE, INCLUDE, REFERENCE, UNKNOWN, Findings, Node, Place, first_key, override, read_file
 
@@ -21,29 +22,30 @@ PLACEHOLDER = "!PLACEHOLDER"
 _LONGEST = 10_000  # characters of a text that references are put into; each can double it
 
 
-def resolve(path: Path, overrides: Mapping[str, Any], findings: Findings, flags: Iterable[str] = (),
-            referred: set[str] | None = None) -> Node | None:
+def resolve(path: Path, overrides: Mapping[str, Any], findings: Findings, referred: set[str] | None = None,
+            packages: tuple[str, ...] | None = None) -> Node | None:
     """The recipe as one tree: includes read, overrides applied, references replaced by what they name.
 
-    What several places refer to is one Node. ``flags`` are options that may be meant by a misspelt override;
-    into ``referred`` go the keys that references name.
+    What several places refer to is one Node. Into ``referred`` go the keys that references name; ``packages`` are those
+    that may be imported to see which keys the task declares, without them any.
     """
     files = _chain(path, findings)
     if not files:
         return None
-    known = [key for _, root in files for key in keys(root.value) if isinstance(key, str)]
-    unknown = [key for key in overrides if key not in known]
+    trees = _trees(files)
+    unknown, options = unknown_overrides(trees, overrides, packages)
     for key in unknown:
-        near = did_you_mean(key, [*known, *flags])
+        near = did_you_mean(key, options)
         findings.error("unknown-override", Place(), f"--{key}", f"{path} has no key {key}",
                        f"did you mean --{near}?" if near else "define that key in the YAML first")
     root = files[0][1]
-    placed = includes.place({k: v for k, v in overrides.items() if k not in unknown}, _trees(files))
-    override(root, placed, findings)
+    placed = includes.place({k: v for k, v in overrides.items() if k not in unknown}, trees)
+    declared = declared_in(trees, overrides, packages)
+    override(root, placed, findings, declared)
     _tell_shadowed(files, findings)
     if referred is not None:
         referred |= {part for _, tree in files for part in _named(tree)}
-    _Resolver(root, path, findings, (path.resolve(),)).run()
+    _Resolver(root, path, findings, (path.resolve(),), declared).run()
     _tell_cycles(root, findings)
     return root
 
@@ -127,8 +129,9 @@ def _named(root: Node) -> set[str]:
 class _Resolver:
     """One file: HyperPyYAML goes through it from top to bottom and replaces as it goes, and so does this."""
 
-    def __init__(self, root: Node, path: Path, findings: Findings, inside: tuple[Path, ...]):
-        self.root, self.path, self.findings, self.inside = root, path, findings, inside
+    def __init__(self, root: Node, path: Path, findings: Findings, inside: tuple[Path, ...],
+                 declared: Collection[str]):
+        self.root, self.path, self.findings, self.inside, self.declared = root, path, findings, inside, declared
         self.seen: dict[int, Node] = {}
         self.held: list[Node] = []  # what was seen and replaced: another node must not get its id
 
@@ -378,8 +381,8 @@ class _Resolver:
         if root is None:
             return self._unknown(node)
         if isinstance(node.value, dict):
-            override(root, _place(node, _trees(_chain(path, Findings()))), self.findings)
-        _Resolver(root, path, self.findings, (*self.inside, path.resolve())).run()
+            override(root, _place(node, _trees(_chain(path, Findings()))), self.findings, self.declared)
+        _Resolver(root, path, self.findings, (*self.inside, path.resolve()), self.declared).run()
         root.wrong = any(f.code == "syntax" for f in self.findings[before:])
         return copy.deepcopy(root)  # HyperPyYAML reads it anew: it shares nothing with the file around it
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -328,18 +328,22 @@ def _plain(value: Any) -> Any:
     return value if value is None else str(value) if not isinstance(value, (bytes,)) else value
 
 
-def override(root: Node, given: Mapping[str, Any] | Node, findings: Findings) -> None:
-    """Put values into a tree: a plain mapping changes parts, everything else replaces what's there, whole."""
+def override(root: Node, given: Mapping[str, Any] | Node, findings: Findings, declared: Collection[str] = ()) -> None:
+    """Put values into a tree: a plain mapping changes parts, everything else replaces what's there, whole.
+
+    declared : keys that are no typo though the tree has none of that name
+    """
     written = given if isinstance(given, Node) else Node({}, Place(), "")
     for key, value in (given.value if isinstance(given, Node) else given).items():
         new = value if isinstance(value, Node) else from_python(value, root.key_of(key))
         target = root.value.get(key)
         if target is None or new.tag or new.whole or not isinstance(new.value, dict):
-            _tell_typo(root, key, new, findings)
+            if key not in declared:
+                _tell_typo(root, key, new, findings)
             root.value[key] = new
             root.key_places[key] = written.place_of(key)
         elif isinstance(target.value, dict):
-            override(target, new, findings)
+            override(target, new, findings, declared)
         elif target.tag.startswith(TAKES_PARTS) and target.value in ("", None):
             places = {part: new.place_of(part) for part in new.value}
             root.value[key] = Node(new.value, target.place, target.key, target.tag, key_places=places)

@@ -11,6 +11,7 @@ import run_folders
 from processes import program
 
 from sbkit.cli import main
+from sbkit.runs.restore import read_run
 
 RECIPE = Path(__file__).parents[2] / "hparams" / "ctc.yaml"
 SMALL = {**run_folders.TINY, "number_of_epochs": 1, "precision": "fp32", "step_seconds": 6, "max_batch_seconds": 6}
@@ -81,6 +82,18 @@ def test_killed_in_its_test_it_tests_when_started_again(started, place):
     assert started("--number_of_epochs", "2")[1] == (0, 1), "what was tested before is not what is there"
     assert started("--number_of_epochs", "3")[1] == (0, 1)
     assert started("--number_of_epochs", "3")[1] == (0, 0)
+
+
+@pytest.mark.slow
+def test_a_key_that_only_the_command_line_has_is_the_runs_own(started, tmp_path):
+    out, words = tmp_path / "out", ("--log_interval", "0", "--tensorboard", "false")
+    assert started(*words, until="testing")[0] == -signal.SIGKILL
+    assert started(*words)[:2] == (0, (0, 1)) and started(*words)[:2] == (0, (0, 0))
+    told = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    steps = max(line["step"] for line in told if line["kind"] == "epoch")
+    assert sum(line["kind"] == "step" for line in told) == steps > 1, "a line for each"
+    assert main(["evaluate", str(out), "--device", "cpu", "--workers", "0"]) == 0
+    assert read_run(out).keys.log_interval == 0
 
 
 def test_a_start_that_is_refused_leaves_the_run_as_it_was(started, tmp_path):

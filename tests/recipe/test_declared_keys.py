@@ -1,0 +1,129 @@
+"""A key that the task declares may be given on the command line, though no file of the recipe writes it."""
+
+from pathlib import Path
+
+import pytest
+
+from sbkit.errors import SbkitError
+from sbkit.recipe import load
+from sbkit.recipe.arguments import parse_overrides
+from sbkit.recipe.check import check
+from sbkit.train.memory.trials import trial
+
+SMALL = Path(__file__).parent / "small.yaml"
+MINE = """
+import dataclasses
+from sbkit.recipe.keys import key
+from sbkit.tasks.ctc import CTC
+from sbkit.tasks.ctc.keys import CTCKeys
+
+
+@dataclasses.dataclass(kw_only=True)
+class Keys(CTCKeys):
+    colour: int = key("of the task itself", 1)
+
+
+class Mine(CTC):
+    Keys = Keys
+"""
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """A module with a task of one's own, which declares one key more."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "mine_declares.py").write_text(MINE)
+    return "!name:mine_declares.Mine"
+
+
+def chained(folder, text=""):
+    """A recipe that rests on one that rests on the small one."""
+    (folder / "middle.yaml").write_text(f"recipe: !include:{SMALL}\n    seed: 2\n")
+    path = folder / "recipe.yaml"
+    path.write_text(f"recipe: !include:middle.yaml\n    n_mels: 40\n{text}")
+    return path
+
+
+def keys(path, folder, *words):
+    given = {"output_folder": str(folder), **parse_overrides([*words])}
+    return load.opened(load.load(path, given), path).keys
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_it_is_read_and_written_down_for_all_that_comes_after(alone, tmp_path):
+    path, resolved = SMALL if alone else chained(tmp_path), tmp_path / "hyperparams.yaml"
+    words = "--log_interval 3 --experiment loud --intermediate_layers [1]".split()
+    resolved.write_text(load.merged(path, {"output_folder": str(tmp_path), **parse_overrides(words)}))
+    for found in (keys(path, tmp_path, *words), keys(resolved, tmp_path)):
+        assert (found.log_interval, found.experiment, list(found.intermediate_layers)) == (3, "loud", [1])
+
+
+def test_a_whole_object_may_be_given_too(tmp_path):
+    made = keys(SMALL, tmp_path, "--schedule", "!new:sbkit.train.schedule.Schedule {peak: 0.5, warmup: 3}")
+    assert made.schedule.peak == 0.5
+
+
+def test_the_check_says_what_the_run_would(tmp_path):
+    assert check(chained(tmp_path), {"log_interval": 3}).errors == []
+    assert [str(error) for error in check(chained(tmp_path), {"log_interval": -3, "tensorboard": 2}).errors] == [
+        "command line: error: log_interval: it is -3, and must be a number, 0 or more",
+        "command line: error: tensorboard: it is 2, and must be true or false"]
+
+
+def test_it_is_no_typo_of_one_that_is_written(tmp_path):
+    """keep_everi is; of a recipe that writes one of the two ids the other is not."""
+    text = SMALL.read_text().replace("ctc_weight: 0.3", "ctc_weight: 1.0").replace("bos_index: 1\n", "")
+    (tmp_path / "base.yaml").write_text(text)
+    path = tmp_path / "recipe.yaml"
+    path.write_text("recipe: !include:base.yaml\n    bos_index: 1\n")
+    assert check(path).errors == [] and check(tmp_path / "base.yaml", {"bos_index": 1}).errors == []
+
+
+@pytest.mark.parametrize("words, load_says, check_says", [
+    ("--log_intervall 3", "has no key for --log_intervall (did you mean --log_interval?)",
+     "has no key log_intervall; did you mean --log_interval?"),
+    ("--schedule.peak 3", "has no key for --schedule", "has no key schedule; define that key in the YAML first"),
+    ("--colour 3", "has no key for --colour", "has no key colour; define that key in the YAML first"),
+])
+def test_parts_of_it_and_what_nobody_declares_are_refused(words, load_says, check_says, tmp_path):
+    path, given = chained(tmp_path), parse_overrides(words.split())
+    with pytest.raises(SbkitError) as error:
+        load.load(path, given)
+    assert str(error.value) == f"{path} {load_says}"
+    (found,) = check(path, given).errors
+    assert str(found) == f"command line: error: {words.split()[0].partition('.')[0]}: {path} {check_says}"
+
+
+@pytest.mark.parametrize("brain", [None, "!name:sbkit.tasks.ctc.CTK", "!name:no_such_module.CTC", "CTC"])
+def test_where_the_task_is_not_found_it_is_refused(brain, tmp_path):
+    path = tmp_path / "recipe.yaml"
+    line = "" if brain is None else f"brain: {brain}\n"
+    path.write_text(SMALL.read_text().replace("brain: !name:sbkit.tasks.ctc.CTC\n", line))
+    with pytest.raises(SbkitError, match="has no key for --log_interval"):
+        load.load(path, {"log_interval": 3})
+
+
+@pytest.mark.parametrize("where", ["file", "include", "command line"])
+def test_the_task_is_the_one_that_wins(where, mine, tmp_path):
+    path = chained(tmp_path, {"file": f"brain: {mine}\n", "include": f"    brain: {mine}\n"}.get(where, ""))
+    words = ["--colour", "3", *(["--brain", mine] if where == "command line" else [])]
+    assert keys(path, tmp_path, *words).colour == 3
+    assert check(path, parse_overrides(words)).errors == []
+
+
+def test_without_a_run_a_task_of_ones_own_is_not_imported(tmp_path, mine):
+    (tmp_path / "mine_declares.py").write_text("raise SystemExit('it was imported')")
+    path = chained(tmp_path, f"brain: {mine}\n")
+    assert check(path, {"log_interval": 3}, run=False).errors == []
+    assert [error.key for error in check(path, {"colour": 3}, run=False).errors] == ["--colour"]
+
+
+def test_tune_tries_with_it(tmp_path, monkeypatch):
+    import torch
+
+    from sbkit.recipe.arguments import parse
+
+    monkeypatch.setenv("SBKIT_CACHE", str(tmp_path))
+    request = parse([str(SMALL), "--device", "cpu", "--consistency", "0.2"])
+    with trial(request, torch.device("cpu")) as made:
+        assert made.brain.keys.consistency == 0.2 and made.brain.views == 2
