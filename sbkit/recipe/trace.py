@@ -27,14 +27,11 @@ from sbkit.errors import SbkitError
 from sbkit.recipe.build import Built
 from sbkit.recipe.parts import for_good
 from sbkit.recipe.report import Section, listed
-from sbkit.recipe.signatures import locate
 from sbkit.recipe.source import Findings, Node, Place
 from sbkit.recipe.values import static
 
 #: Utterances of the batch that is sent through, and seconds of each.
 UTTERANCES, SECONDS = 2, 3.0
-#: Tasks of the house, one of which a recipe that names no brain (a script of one's own) may have the parts of.
-HOUSE = ("sbkit.tasks.ctc.CTC",)
 #: What a module is called by.
 _CALLS = ("forward", "encode", "decode")
 # (what came, what was wanted) in torch's words.
@@ -100,17 +97,12 @@ def gpu_stand_ins() -> bool:
 
 
 def task_of(built: Built) -> Any:
-    """The class that is to train: the recipe's ``brain``, or the task of the house whose keys a recipe without one has.
+    """The class that is to train, the recipe's ``brain``; None where that is no task.
 
-    None where that declares no keys: nobody knows what such a Brain needs.
+    Nobody knows what a Brain of any other kind needs, or what a script of one's own does with the parts of its recipe.
     """
-    if "brain" in built.nodes:
-        named = built.hparams.get("brain")
-        return named if hasattr(named, "Keys") and hasattr(named, "stand_in") else None
-    for task in map(locate, HOUSE):
-        if all(built.hparams.get(key) is not None for key in task.known_by):
-            return task
-    return None
+    named = built.hparams.get("brain")
+    return named if hasattr(named, "Keys") and hasattr(named, "stand_in") else None
 
 
 def build_brain(task: Any, hparams: Mapping[str, Any], precision: str = "fp32", **more: Any) -> Any:
@@ -127,7 +119,7 @@ def trace(built: Built, modules: Mapping[str, nn.Module], findings: Findings) ->
     task = found.task
     if task is None:
         found.note = "the forward: " + ("its brain is no task of sbkit's" if "brain" in built.nodes else
-                                        "the recipe names no brain, and its parts are of no task of sbkit's")
+                                        "the recipe names no brain, so what its parts compute is its script's affair")
         return found
     needed = dict.fromkeys((*task.parts, *(key for key in task.Keys.declared() if key in built.missing)))
     missing = [key for key in needed if built.hparams.get(key) is None]

@@ -70,8 +70,6 @@ class CTC(ASR):
 
     Keys: ClassVar[type[TaskKeys]] = CTCKeys
     parts = ("ctc_lin", "modules")
-    known_by = ("compute_features", "ctc_lin", "modules")
-    """By these a recipe that names no brain, as SpeechBrain's, is checked as one of CTC's."""
     keys: CTCKeys
 
     def __init__(self, *args: Any, **kwargs: Any):

@@ -48,9 +48,7 @@ def _check_special(built: Built, size: int, findings: Findings) -> None:
             findings.error("vocabulary", node.place, name, f"{index} is outside the vocabulary of {size}",
                            f"use 0 to {size - 1}")
         elif index in seen:
-            # a script of one's own may decode with one id for all of them, as SpeechBrain's seq2seq recipes do
-            tell = findings.error if "brain" in built.nodes else findings.warning
-            tell("vocabulary", node.place, name, f"{seen[index]} is {index} as well", "they should differ")
+            findings.error("vocabulary", node.place, name, f"{seen[index]} is {index} as well", "they should differ")
         elif isinstance(theirs := getattr(tokenizer, name.replace("_index", "_id"), None), int) and theirs != index:
             findings.error("vocabulary", node.place, name, f"it is {index}, but the tokenizer's is {theirs}",
                            f"set {name} to {theirs}")
