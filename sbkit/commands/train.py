@@ -59,15 +59,16 @@ def _run(request: Any, device: Any) -> None:
 
 def _train(recipe: Any, request: Any, device: Any, guard: Any) -> None:
     from sbkit.recipe import load
-    from sbkit.runs import completion, preflight, preparation, pretrained, results, training
+    from sbkit.runs import completion, initial, preflight, preparation, pretrained, results, training
     from sbkit.train.distributed import ranks
 
     folder = recipe.keys.folder
     ranks.run_on_main(preparation.open_folder, folder, request)
+    ranks.run_on_main(initial.look, recipe.keys)
     pretrained.fetch(recipe.keys.pretrainer)  # report what is missing before a corpus is prepared
     follows = ranks.run_on_main(preparation.prepare_data, recipe, request.overrides)
     if follows:
-        request.overrides.update(follows)
+        request.overrides.update({key: value for key, value in follows.items() if key in recipe.hparams})
         recipe = load.opened(load.load(request.path, request.overrides), request.path)
         ranks.run_on_main(preparation.open_folder, folder, request)
     if request.check:

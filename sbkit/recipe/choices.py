@@ -42,6 +42,31 @@ class Range(NamedTuple):
         return kind + (f", {self.least:g} or more" if self.least > -math.inf else "")
 
 
+class OneOf(NamedTuple):
+    """Texts to choose from."""
+
+    options: tuple[str, ...]
+
+    def __contains__(self, value: Any) -> bool:
+        return isinstance(value, str) and value in self.options
+
+    def __str__(self) -> str:
+        return " or ".join(self.options)
+
+
+class Texts(NamedTuple):
+    """A list of texts."""
+
+    of: str
+
+    def __contains__(self, value: Any) -> bool:
+        return isinstance(value, (list, tuple)) and all(isinstance(each, str) for each in value)
+
+    def __str__(self) -> str:
+        return f"a list of {self.of}"
+
+
+NAMES = Texts("names of parts")
 SIZE, COUNT, SHARE, POSITIVE = Range(1, whole=True), Range(0, whole=True), Range(0, 1), Range(0, above=True)
 #: What is less was meant in kHz.
 HERTZ = Range(1000, whole=True)

@@ -46,15 +46,21 @@ class Parts:
     ---------
     modules : what is trained, by name
     recipe : objects by key, some of which are among the modules
+    tensors : others by path, in the place of their parameters
     """
 
-    def __init__(self, modules: nn.Module, recipe: Mapping[str, Any]):
+    def __init__(self, modules: nn.Module, recipe: Mapping[str, Any], tensors: Mapping[str, Any] | None = None):
         keys = {id(value): key for key, value in recipe.items() if isinstance(value, nn.Module)}
         self._keyed = {path: keys[id(module)] for path, module in modules.named_modules(remove_duplicate=False)
                        if path and id(module) in keys}
-        self.parameters = dict(modules.named_parameters(remove_duplicate=False))
+        self.parameters = dict(modules.named_parameters(remove_duplicate=False) if tensors is None else tensors)
         self._ids = {path: id(parameter) for path, parameter in self.parameters.items()}
         self._names = [(name, path) for path in self.parameters for name in self.names(path)]
+
+    @classmethod
+    def of_names(cls, tensors: Mapping[str, Any]) -> Parts:
+        """Tensors that have one name each."""
+        return cls(nn.ModuleDict(), {}, tensors)
 
     def names(self, path: str) -> list[str]:
         """All that something under this path may be called; the shortest begins with a key, where one stands for it."""

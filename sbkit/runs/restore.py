@@ -55,7 +55,7 @@ def read_run(run: str | Path) -> Recipe:
     tree = load.read_plain(path)
     import_beside(_origin(path))
     try:
-        hparams = load.flatten(load_hyperpyyaml(_moved(tree, _output_folder(tree, path), str(run))))
+        hparams = load.flatten(load_hyperpyyaml(moved(tree, output_folder(tree, path), str(run))))
     except Exception as error:
         first = (str(error).strip().splitlines() or [""])[0]
         raise SbkitError(f"{path} cannot be loaded: {type(error).__name__}: {first}",
@@ -97,13 +97,7 @@ def take_weights(brain: Any, checkpoint: str = BEST, mean_of: int = 1) -> list[C
     mean_of : take the mean of the weights of this many of the best instead (of the newest, with ``last``)
     """
     shelf = brain.checkpointer
-    if not shelf.list_checkpoints():
-        raise SbkitError(f"{shelf.checkpoints_dir} holds no checkpoint", hint="has the run saved one yet?")
-    order = brain.metric.order if checkpoint == BEST else {}
-    if order and not any(brain.metric.name in ckpt.meta for ckpt in shelf.list_checkpoints()):
-        raise SbkitError(f"no checkpoint in {shelf.checkpoints_dir} was validated, so none is the best by "
-                         f"{brain.metric.name}",
-                         hint=f"use the newest (--checkpoint {LAST})")
+    order = order_of(shelf, brain.metric, checkpoint)
     if mean_of != 1:
         if checkpoint not in (BEST, LAST):
             raise SbkitError(f"only the best or the last checkpoints can be averaged, not {checkpoint}")
@@ -111,12 +105,27 @@ def take_weights(brain: Any, checkpoint: str = BEST, mean_of: int = 1) -> list[C
     if checkpoint in (BEST, LAST):
         used = shelf.recover_if_possible(**order)
     else:
-        used = _named(shelf, checkpoint)
+        used = named(shelf, checkpoint)
         shelf.load_checkpoint(used)
     for obj in shelf.recoverables.values():
         if isinstance(obj, EMA):
             obj.module.load_state_dict(obj.state_dict()["weights"])
     return [used]
+
+
+def order_of(shelf: Any, metric: Any, checkpoint: str, asked: str = f"--checkpoint {LAST}") -> dict[str, Any]:
+    """How to rank a run's checkpoints when ``checkpoint`` is asked for: by the task's metric, or by time if empty.
+
+    metric : of the task
+    asked : how to ask for the newest instead, for the message
+    """
+    if not shelf.list_checkpoints():
+        raise SbkitError(f"{shelf.checkpoints_dir} holds no checkpoint", hint="has the run saved one yet?")
+    order = metric.order if checkpoint == BEST else {}
+    if order and not any(metric.name in ckpt.meta for ckpt in shelf.list_checkpoints()):
+        raise SbkitError(f"no checkpoint in {shelf.checkpoints_dir} was validated, so none is the best by "
+                         f"{metric.name}", hint=f"use the newest ({asked})")
+    return order
 
 
 def _take_mean(shelf: Any, count: int, order: Mapping[str, str]) -> list[Checkpoint]:
@@ -132,7 +141,7 @@ def _take_mean(shelf: Any, count: int, order: Mapping[str, str]) -> list[Checkpo
     return used
 
 
-def _named(shelf: Any, name: str) -> Checkpoint:
+def named(shelf: Any, name: str) -> Checkpoint:
     """The checkpoint whose folder has this name, or the only one whose name contains it."""
     there = {Path(ckpt.path).name: ckpt for ckpt in shelf.list_checkpoints()}
     wanted = Path(name).name
@@ -147,7 +156,8 @@ def _named(shelf: Any, name: str) -> Checkpoint:
 _WEIGHTS = (torch.nn.Module, EMA)
 
 
-def _output_folder(tree: Mapping[str, Any], path: Path) -> str:
+def output_folder(tree: Mapping[str, Any], path: Path) -> str:
+    """The folder that a run's recipe was written for; ``path``: of that recipe, for the message."""
     while "output_folder" not in tree:
         base = tree.get(BASE)
         if not isinstance(base, Mapping):
@@ -156,7 +166,7 @@ def _output_folder(tree: Mapping[str, Any], path: Path) -> str:
     return str(tree["output_folder"])
 
 
-def _moved(tree: Any, old: str, new: str) -> io.StringIO:
+def moved(tree: Any, old: str, new: str) -> io.StringIO:
     """The recipe with each path below the folder ``old`` moved below ``new``."""
     old, new = old.rstrip("/"), new.rstrip("/")
     seen: set[int] = set()

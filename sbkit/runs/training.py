@@ -16,6 +16,7 @@ from sbkit.errors import SbkitError
 from sbkit.recipe import flops
 from sbkit.recipe.load import Recipe
 from sbkit.recipe.speed import peak_of
+from sbkit.runs import initial
 from sbkit.runs.start_guard import StartGuard
 from sbkit.system.environment import command, describe
 from sbkit.train.distributed import ranks
@@ -55,6 +56,8 @@ def fit_and_test(recipe: Recipe, request: Any, device: torch.device, manifests: 
                          hint="train first, or name the folder of a run with --output_folder")
     with train_set, valid_set:
         resumed = brain.checkpointer is not None and bool(brain.checkpointer.list_checkpoints())
+        if not resumed:
+            initial.load(brain)
         brain.fit(_from_here_on(guard, keys.epoch_counter, resumed), train_set, valid_set)
     with test_set:
         brain.evaluate(test_set, **brain.metric.order)

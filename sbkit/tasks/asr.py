@@ -12,6 +12,7 @@ import torch
 from sbkit.data.manifest import Manifest
 from sbkit.data.reader import Encoder
 from sbkit.tasks.hearing import Hearing
+from sbkit.tasks.kept_tokenizer import kept
 from sbkit.tasks.keys import RecogniserKeys, TaskKeys
 from sbkit.tasks.learning_alarm import LearningAlarm
 from sbkit.tasks.learning_notice import Notice, Setup
@@ -72,8 +73,11 @@ class ASR(Task):
                 given: Mapping[str, Any]) -> dict[str, Any]:
         """Make the tokenizer. How many characters there are is nothing that a recipe, whose number is right for one
         corpus only, can know; a number given on the command line is meant."""
-        tokenizer, said, follows = keys.tokenizer, keys.output_neurons, {}
-        if "output_neurons" not in given and said == tokenizer.vocab_size:
+        tokenizer, said = keys.tokenizer, keys.output_neurons
+        follows: dict[str, Any] = {}
+        if keys.init_tokenizer == "keep":
+            tokenizer, follows = kept(keys, manifests["train"].texts, given)
+        elif "output_neurons" not in given and said == tokenizer.vocab_size:
             size = tokenizer.follow(manifests["train"].texts)
             if size is not None:
                 print(f"output_neurons: {size}, what the characters of this corpus need (the recipe says {said})",

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sbkit.errors import SbkitError
-from sbkit.recipe.choices import COUNT, HERTZ, SIZE
+from sbkit.recipe.choices import COUNT, HERTZ, NAMES, SIZE, OneOf
 from sbkit.recipe.keys import key
 from sbkit.train.keys import TrainKeys
 
@@ -25,6 +25,11 @@ class TaskKeys(TrainKeys):
     schedule: Any = key("a sbkit.train.schedule.Schedule of the learning rate", None)
     checkpointer: Any = key("a sbkit.train.checkpoint.Checkpointer", None)
     pretrainer: Any = key("SpeechBrain's Pretrainer: weights that are fetched, and loaded before training begins", None)
+    init_from: str | None = key("weights to start from, with a recipe's names: a run, a checkpoint, a bundle, a folder "
+                                "for EncoderASR, or a .safetensors file", None)
+    init_checkpoint: str = key("of a run, which: best, last, or the name of one", "best")
+    init_average: int = key("of a run, the mean of so many of the best checkpoints (with last: of the newest)", 1, SIZE)
+    init_leave: Any = key("a list of parts that are drawn anew and not taken", None, NAMES)
     train_logger: Any = key("a sbkit.train.train_log.TrainLog: a line for each epoch", None)
     augment: Any = key("a sbkit.data.augment.Augment of waveforms, in the processes that read them", None)
     number_of_epochs: int | None = key("how often training goes through the corpus: the limit of epoch_counter, which "
@@ -57,4 +62,6 @@ class RecogniserKeys(TaskKeys):
 
     tokenizer: Any = key("a sbkit.data.tokens.Tokenizer")
     output_neurons: int = key("the size of the vocabulary; with characters it follows from the text", allowed=SIZE)
+    init_tokenizer: str = key("new: made from this corpus, rows of equal pieces are taken; keep: that of init_from",
+                              "new", OneOf(("new", "keep")))
     spec_augment: Any = key("what masks features in training, such as sbkit.nn.spec_augment.SpecAugment", None)

@@ -25,6 +25,7 @@ from sbkit.recipe.report import Section
 from sbkit.recipe.source import Findings, Node
 from sbkit.recipe.trace import Trace
 from sbkit.runs.evaluation import EvaluateRequest
+from sbkit.runs.initial.vocabulary import TokenTables
 from sbkit.score.results import Results, tell_unread
 from sbkit.tasks.keys import TaskKeys
 from sbkit.train.averaging import average
@@ -131,6 +132,12 @@ class Task(Brain):
     @classmethod
     def look_at_texts(cls, keys: Any, texts: Sequence[str]) -> None:
         """Tell of texts of a corpus that is to be scored, where they can't come out right."""
+
+    # ------------------------------------------------------------ where it starts
+
+    def token_tables(self) -> TokenTables | None:
+        """The tensors that have a row for each token, which follow another vocabulary row by row; None: none have."""
+        return None
 
     # ------------------------------------------------------------ training
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from speechbrain.core import Stage
 from speechbrain.lobes.features import Fbank
 from speechbrain.nnet.linear import Linear
@@ -31,7 +32,7 @@ from sbkit.recipe.choices import Range
 from sbkit.recipe.keys import Keys, key
 from sbkit.recipe.load import Recipe
 from sbkit.recipe.source import Findings, Place
-from sbkit.runs import preparation, pretrained, training
+from sbkit.runs import initial, preparation, pretrained, training
 from sbkit.tasks.ctc import CTC
 from sbkit.tasks.ctc.exported import Recogniser
 from sbkit.tasks.ctc.parts import parts_fit
@@ -112,6 +113,9 @@ class Spelling:
 
     def entropy(self, texts):
         return 1.0
+
+    def pieces(self):
+        return list("_abcdefghijklmnopqrstuvwxyz'")
 
     def load(self):
         return self
@@ -339,6 +343,28 @@ def weight_file(made):
     return Pretrainer(loadables={"lin": made.recipe.hparams["ctc_lin"]}, paths={"lin": f"{made.folder}/lin.ckpt"})
 
 
+def weights_of(made, value):
+    """A file with all of the model's tensors at this value."""
+    path = made.folder / "weights.safetensors"
+    save_file({f"model.{name}": torch.full_like(tensor, value)
+               for name, tensor in made.recipe.hparams["model"].state_dict().items()}, path)
+    return str(path)
+
+
+def begun(made):
+    """The head after a run took what it starts from."""
+    brain = made.brain()
+    initial.load(brain)
+    return float(brain.keys.ctc_lin.w.weight.detach().sum())
+
+
+def asked_of(made):
+    """What a run is asked for that it starts from."""
+    made.patch.setattr(initial.loading, "find", lambda *asked: asked[1:3])
+    made.recipe.keys.init_from = "a run"
+    return initial.source_of(made.recipe.keys)
+
+
 class Other(CTC):
     pass
 
@@ -350,6 +376,7 @@ class From:
         self.make = make
 
 
+ALONE = {"tokenizer": Spelling()}
 JOINT, SHELF = {"ctc_weight": 0.5}, {"checkpointer": From(kept)}
 AVERAGED = {"ema": From(lambda made: EMA(made.recipe.hparams["model"], 0.9))}
 #: Of each key two values, what differs between them, and what else the recipe says.
@@ -377,6 +404,10 @@ CASES = {
     "schedule": (None, Schedule(peak=0.5, warmup=1), weights),
     "checkpointer": (None, From(kept), files),
     "pretrainer": (None, From(weight_file), fetched),
+    "init_from": (None, From(lambda made: weights_of(made, 1)), begun, ALONE),
+    "init_checkpoint": ("best", "last", asked_of),
+    "init_average": (1, 3, asked_of),
+    "init_leave": (None, ["ctc_lin"], begun, {**ALONE, "init_from": From(lambda made: weights_of(made, 1))}),
     "train_logger": (None, From(lambda made: TrainLog(str(made.folder / "train_log.txt"))), files),
     "augment": (None, Augment([Gain()]), loaded),
     "number_of_epochs": (3, 5, epochs),
@@ -389,6 +420,8 @@ CASES = {
     "average_checkpoints": (1, 2, averaged, {**SHELF, "keep_checkpoints": 3}),
     "tokenizer": (Spelling("a"), Spelling("b"), heard),
     "output_neurons": (28, 20, counted),
+    "init_tokenizer": ("new", "keep", lambda made: refusal(made, lambda made: CTC.prepare(
+        made.recipe.keys, {"train": SimpleNamespace(texts=["a"])}, {}))),
     "spec_augment": (None, SpecAugment(time_masks=20, time_share=0.5, ramp=None), loss),
     "compute_features": (Fbank(n_mels=80), Fbank(n_mels=80, f_max=4000), loss),
     "normalize": (None, InputNormalization(norm_type="sentence"), loss),

@@ -25,6 +25,7 @@ from sbkit.recipe.report import Section
 from sbkit.recipe.source import Findings, Node
 from sbkit.recipe.trace import Trace
 from sbkit.runs.evaluation import EvaluateRequest
+from sbkit.runs.initial.vocabulary import TokenTables
 from sbkit.tasks.asr import ASR, Row, choices
 from sbkit.tasks.ctc import search
 from sbkit.tasks.ctc.keys import CTCKeys
@@ -32,7 +33,7 @@ from sbkit.tasks.ctc.labels import check_labels
 from sbkit.tasks.ctc.model import recognizer
 from sbkit.tasks.ctc.parts import parts_fit
 from sbkit.tasks.ctc.taps import stack, tapped
-from sbkit.tasks.ctc.vocabulary import check_sizes
+from sbkit.tasks.ctc.vocabulary import check_sizes, token_tables
 from sbkit.tasks.keys import TaskKeys
 from sbkit.train.monitor.timing import section
 from sbkit.train.step import Loss
@@ -106,6 +107,9 @@ class CTC(ASR):
             f"{model.subsampling}: "
         return ([f"{before}an encoder frame every {frame:g} ms, {1000 / frame:g} a second"],
                 {"subsampling": model.subsampling, "frames_per_second": 1000 / frame})
+
+    def token_tables(self) -> TokenTables | None:
+        return token_tables(self.keys)
 
     # ------------------------------------------------------------ training
 

@@ -10,7 +10,24 @@ from sbkit.errors import SbkitError
 from sbkit.recipe.build import Built
 from sbkit.recipe.source import Findings, Node
 from sbkit.recipe.trace import Trace
-from sbkit.tasks.ctc.keys import ENCODERS
+from sbkit.runs.initial.vocabulary import TokenTables, Vocabulary
+from sbkit.tasks.ctc.keys import ENCODERS, CTCKeys
+
+
+def token_tables(keys: CTCKeys) -> TokenTables:
+    """The last layers of both heads and the decoder's table of tokens, and what their rows stand for."""
+    encoder = keys.Transformer if keys.Transformer is not None else keys.encoder
+    ends = [[layer for layer in head.modules() if isinstance(layer, nn.Linear)][-1:]
+            for head in (keys.ctc_lin, keys.seq_lin) if isinstance(head, nn.Module)]
+    embedding = getattr(encoder, "custom_tgt_module", None)
+    tables = [layer for layer in embedding.modules() if isinstance(layer, nn.Embedding)] \
+        if isinstance(embedding, nn.Module) else []
+    tensors = [tensor for layer in [*(layer for end in ends for layer in end), *tables] for tensor in layer.parameters()
+               if len(tensor) == keys.output_neurons]
+    roles = {"blank": keys.blank_index, "bos": keys.bos_index, "eos": keys.eos_index}
+    return TokenTables(tensors, Vocabulary(keys.tokenizer.pieces(), {
+        role: place for role, place in roles.items() if place is not None}))
+
 
 _INDICES = ("blank_index", "bos_index", "eos_index")
 _HEADS = ("ctc_lin", "seq_lin")

@@ -1,0 +1,80 @@
+"""Tensors out of a file, whatever wrote it; nothing in it can run."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file as load_safetensors
+from speechbrain.utils.checkpoints import hook_on_loading_state_dict_checkpoint
+
+from sbkit.errors import SbkitError
+from sbkit.train.averaging import weights_in
+from sbkit.train.checkpoint.state import load_file
+
+_AGAIN = "copy, download or export it again"
+
+
+def tensors_in(path: Path) -> dict[str, torch.Tensor]:
+    """A state dict from a safetensors file, be it called ``.ckpt``, or from one that torch wrote."""
+    if _is_safetensors(path):
+        try:
+            return load_safetensors(path)
+        except (SafetensorError, OSError, ValueError) as error:
+            raise SbkitError(f"init_from: {path} is damaged or not whole: {error}", hint=_AGAIN) from error
+    try:
+        if not _is_torchs(path):
+            raise ValueError("it begins like none")
+        state = load_file(path)
+    except SbkitError as error:
+        raise SbkitError(f"init_from: {error.message}",
+                         hint="save it as a state dict of tensors, best as .safetensors") from error
+    except Exception as error:  # whatever torch says to a file that isn't its own, or is cut off
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise SbkitError(f"init_from: {path} is damaged, not whole, or no file of weights: {first}",
+                         hint=_AGAIN) from error
+    state = _plain(state)
+    if state is None:
+        raise SbkitError(f"init_from: {path} holds no state dict of tensors",
+                         hint="save model.state_dict(), best as .safetensors")
+    return state
+
+
+def plain_state(path: Path) -> dict[str, Any] | None:
+    """What a checkpoint's file holds, if that is tensors, or a moving average of them; None for anything else."""
+    if not _is_safetensors(path) and not zipfile.is_zipfile(path):
+        return None  # a counter or the like
+    state = load_safetensors(path) if _is_safetensors(path) else load_file(path)
+    if isinstance(state, Mapping) and weights_in(state) is not state:
+        return dict(state)
+    return _plain(state)
+
+
+def _plain(state: Any) -> dict[str, torch.Tensor] | None:
+    if not isinstance(state, Mapping):
+        return None
+    state = weights_in(hook_on_loading_state_dict_checkpoint(dict(state)))
+    whole = bool(state) and all(isinstance(name, str) and isinstance(value, torch.Tensor)
+                                for name, value in state.items())
+    return dict(state) if whole else None
+
+
+def _is_torchs(path: Path) -> bool:
+    """An archive as torch writes them, or a pickle as it did once."""
+    with open(path, "rb") as file:
+        return zipfile.is_zipfile(path) or file.read(1) == b"\x80"
+
+
+def _is_safetensors(path: Path) -> bool:
+    """By its name, or by its head: eight bytes of length, and JSON."""
+    if path.suffix == ".safetensors":
+        return True
+    try:
+        with open(path, "rb") as file:
+            return file.read(9)[8:] == b"{"
+    except OSError:
+        return False

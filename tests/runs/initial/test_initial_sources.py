@@ -1,0 +1,336 @@
+"""A run starts from whatever has weights, by the names of their recipe; what has none, or is broken, is told."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from run_folders import corpus, run_with_model
+from safetensors.torch import save_file
+from starts import spanish, state, target
+
+from sbkit.errors import SbkitError
+from sbkit.runs import initial
+from sbkit.tasks.ctc import speechbrain_folder
+
+
+@pytest.fixture(scope="module")
+def english(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("english")
+    return corpus(folder / "data", train=6, dev=2, test=2)
+
+
+@pytest.fixture(scope="module")
+def run(english):
+    return run_with_model(english.parent / "run", english)
+
+
+@pytest.fixture(scope="module")
+def bundle(run):
+    """As export writes what SpeechBrain reads."""
+    from sbkit.runs.restore import load_run
+
+    recipe, brain = load_run(run, "cpu")
+    folder = run.parent / "bundle"
+    folder.mkdir()
+    speechbrain_folder.write(folder, run, brain.recognizer, recipe.keys.tokenizer, 16000, 0, "bundle")
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def started(tmp_path, data, caplog, **keys):
+    """A Brain before and after it took its weights, and the table."""
+    brain = target(tmp_path / "new", data, **keys)
+    before = state(brain)
+    with caplog.at_level(logging.INFO, "sbkit.runs.initial"):
+        initial.load(brain)
+    table = [record.getMessage() for record in caplog.records if "Starting from" in record.getMessage()]
+    return before, state(brain), table[-1] if table else ""
+
+
+def saved(run, name):
+    (path,) = run.glob(f"save/*{name}*/model.ckpt")
+    return torch.load(path, weights_only=True)
+
+
+def test_without_a_source_nothing_changes(english, tmp_path, caplog):
+    before, after, table = started(tmp_path, english, caplog)
+    assert all(torch.equal(value, after[name]) for name, value in before.items()) and not table
+
+
+@pytest.mark.parametrize("asked, name", [({}, "epoch2"), ({"init_checkpoint": "last"}, "within"),
+                                         ({"init_checkpoint": "epoch3"}, "epoch3")])
+def test_a_run_gives_the_checkpoint_that_is_asked_for(run, english, tmp_path, caplog, asked, name):
+    _, after, table = started(tmp_path, english, caplog, init_from=str(run), **asked)
+    theirs = saved(run, name)
+    assert all(torch.equal(value, after[f"model.{key}"]) for key, value in theirs.items())
+    assert name in table and "drawn anew" not in table and "left there" not in table
+
+
+def test_a_run_gives_the_mean_of_several(run, english, tmp_path, caplog):
+    _, after, table = started(tmp_path, english, caplog, init_from=str(run), init_average=2)
+    one, two = saved(run, "epoch2"), saved(run, "epoch3")  # the best by WER
+    assert torch.allclose(after["model.3.w.weight"], (one["3.w.weight"] + two["3.w.weight"]) / 2)
+    assert "the mean of 2 checkpoints" in table
+
+
+def test_a_moving_average_takes_the_place_of_the_weights(english, tmp_path, caplog):
+    from sbkit.runs.restore import load_run
+
+    averaged = run_with_model(tmp_path / "averaged", english, rates=(70.0,), ema_decay=0.9)
+    (folder,) = averaged.glob("save/*epoch1*")
+    kept = torch.load(folder / "ema.ckpt", weights_only=True)
+    kept["updates"], kept["weights"] = 3, {
+        name: value if name.endswith(".pe") else value + 1 for name, value in kept["weights"].items()}
+    torch.save(kept, folder / "ema.ckpt")
+    next(folder.glob("*sums.json")).unlink()
+    _, after, _ = started(tmp_path, english, caplog, init_from=str(averaged))
+    _, brain = load_run(averaged, "cpu")
+    assert all(torch.equal(value, after[name]) for name, value in state(brain).items())
+    assert torch.equal(after["model.3.w.bias"], kept["weights"]["3.w.bias"])
+
+
+@pytest.mark.parametrize("place", ["", "save", "save/CKPT+epoch2"])
+def test_the_folders_of_a_run_will_do_wherever_it_was_moved(run, english, tmp_path, caplog, place):
+    moved = Path(shutil.copytree(run, tmp_path / "elsewhere"))
+    folder = next(moved.glob(f"{place}*")) if place.startswith("save/") else moved / place
+    _, after, table = started(tmp_path, english, caplog, init_from=str(folder))
+    assert torch.equal(after["model.3.w.weight"], saved(run, "epoch2")["3.w.weight"]) and "elsewhere" in table
+
+
+def test_a_checkpoint_away_from_its_run_goes_by_its_own_names(run, english, tmp_path, caplog):
+    (folder,) = run.glob("save/*epoch2*")
+    shutil.copytree(folder, tmp_path / "lone")
+    _, after, _ = started(tmp_path, english, caplog, init_from=str(tmp_path / "lone"))
+    assert torch.equal(after["model.3.w.weight"], saved(run, "epoch2")["3.w.weight"])
+
+
+def test_a_bundle_gives_all_but_the_decoder(run, bundle, english, tmp_path, caplog):
+    before, after, table = started(tmp_path, english, caplog, init_from=str(bundle))
+    theirs = saved(run, "epoch2")
+    for name in ("0.convblock_0.convs.conv_0.conv.weight", "1.encoder.layers.0.ffn_module1.1.ffn.0.weight",
+                 "3.w.weight"):
+        assert torch.equal(after[f"model.{name}"], theirs[name])
+    decoder = [name for name in after if ".1.decoder." in name]
+    assert decoder and all(torch.equal(before[name], after[name]) for name in decoder)
+    lines = [line.split() for line in table.splitlines()]
+    assert ["Transformer.decoder", "drawn"] in [line[:1] + line[2:3] for line in lines]
+    assert len(lines) < 20
+
+
+def test_speechbrains_folder_is_read_without_building_anything(bundle, english, tmp_path, caplog):
+    folder = Path(shutil.copytree(bundle, tmp_path / "asr"))
+    (folder / "config.json").unlink()
+    text = (folder / "hyperparams.yaml").read_text()
+    (folder / "hyperparams.yaml").write_text(f"ruin: !apply:os.mkdir [{tmp_path / 'made'}]\n{text}")
+    _, _, table = started(tmp_path, english, caplog, init_from=str(folder))
+    assert "Starting from the folder" in table and not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("naming", ["key", "path", "list", "part"])
+def test_a_file_may_call_its_tensors_by_key_by_path_or_as_a_part_does(run, english, tmp_path, caplog, naming):
+    theirs = saved(run, "epoch2")
+    keys = {"0": "CNN", "1": "Transformer", "2": "seq_lin", "3": "ctc_lin"}
+    names = {"key": lambda name: f"{keys[name[0]]}{name[1:]}", "path": lambda name: f"model.{name}",
+             "list": lambda name: name, "part": lambda name: name[2:]}
+    kept = {names[naming](name): value.contiguous() for name, value in theirs.items()
+            if naming != "part" or name.startswith("1.")}
+    save_file(kept, tmp_path / "weights.safetensors")
+    before, after, _ = started(tmp_path, english, caplog, init_from=str(tmp_path / "weights.safetensors"))
+    taken = [name for name, value in theirs.items() if torch.equal(after[f"model.{name}"], value)]
+    assert len(taken) == len(kept)
+    if naming == "part":
+        assert torch.equal(before["model.3.w.weight"], after["model.3.w.weight"])
+
+
+def test_recipes_that_order_their_lists_otherwise_understand_each_other(run, english, tmp_path, caplog):
+    other = run_with_model(tmp_path / "other", english, rates=(50.0,))
+    text = (other / "hyperparams.yaml").read_text()
+    (ckpt,) = other.glob("save/*epoch1*")
+    theirs = torch.load(ckpt / "model.ckpt", weights_only=True)
+    order = {"0": "3", "1": "2", "2": "1", "3": "0"}
+    torch.save({order[name[0]] + name[1:]: value for name, value in theirs.items()}, ckpt / "model.ckpt")
+    next(ckpt.glob("*sums.json")).unlink()
+    from ruamel.yaml import YAML
+    tree = YAML().load(text)
+    tree["model"][0].reverse()
+    with open(other / "hyperparams.yaml", "w") as out:
+        YAML().dump(tree, out)
+    _, after, table = started(tmp_path, english, caplog, init_from=str(other), init_checkpoint="epoch1")
+    assert all(torch.equal(value, after[f"model.{name}"]) for name, value in theirs.items()), table
+
+
+# ------------------------------------------------------------------ another vocabulary
+
+
+def test_rows_of_equal_tokens_are_taken_and_others_drawn_anew(run, tmp_path, caplog):
+    data = spanish(tmp_path / "es", train=5, dev=1, test=1)
+    before, after, table = started(tmp_path, data, caplog, init_from=str(run))
+    from sbkit.runs.restore import read_run
+
+    theirs, pieces = saved(run, "epoch2"), read_run(run).keys.tokenizer.pieces()
+    brain = target(tmp_path / "new", data)
+    own = brain.keys.tokenizer.pieces()
+    assert own != pieces and "ñ" in own
+    for place, piece in enumerate(own):
+        there = pieces.index(piece) if piece in pieces else None
+        for tensor in ("3.w.weight", "3.w.bias", "2.w.weight", "1.custom_tgt_module.layers.0.emb.Embedding.weight"):
+            expected = before[f"model.{tensor}"] if there is None else theirs[tensor]
+            assert torch.equal(after[f"model.{tensor}"][place], expected[place if there is None else there]), piece
+    common = len(set(own) & set(pieces))
+    assert f"for {common} of {len(own)} tokens, {len(own) - common} are drawn anew" in table
+    assert torch.equal(after["model.0.convblock_0.convs.conv_0.conv.weight"],
+                       theirs["0.convblock_0.convs.conv_0.conv.weight"])
+
+
+def test_what_is_named_is_drawn_anew(run, english, tmp_path, caplog):
+    before, after, table = started(tmp_path, english, caplog, init_from=str(run),
+                                   init_leave=["ctc_lin", "Transformer.*.norm1"])
+    kept = [name for name in after if "norm1" in name or "model.3" in name]
+    assert len(kept) == 6 and all(torch.equal(before[name], after[name]) for name in kept)
+    assert "init_leave" in table
+
+
+# ------------------------------------------------------------------ what is refused, in one message
+
+
+def refusal(data, tmp_path, source, **keys):
+    brain = target(tmp_path / "new", data, init_from=str(source), **keys)
+    before = state(brain)
+    with pytest.raises(SbkitError) as error:
+        initial.load(brain)
+    assert all(torch.equal(value, state(brain)[name]) for name, value in before.items())  # nothing half way
+    return error.value
+
+
+def test_what_is_not_there_is_told_before_the_corpus_is_prepared(english, tmp_path):
+    brain = target(tmp_path / "new", english, init_from=str(tmp_path / "nowhere"))
+    with pytest.raises(SbkitError, match=r"init_from: .*nowhere is not there") as error:
+        initial.look(brain.keys)
+    assert "a run, a checkpoint, a bundle" in error.value.hint
+
+
+def test_a_folder_that_is_none_of_these(english, tmp_path):
+    (tmp_path / "odd").mkdir()
+    assert "is none of what a run can start from" in refusal(english, tmp_path, tmp_path / "odd").message
+
+
+def test_a_bundle_of_graphs_alone(english, tmp_path):
+    (tmp_path / "graphs").mkdir()
+    (tmp_path / "graphs" / "config.json").write_text("{}")
+    error = refusal(english, tmp_path, tmp_path / "graphs")
+    assert "graphs alone" in error.message and "--formats speechbrain" in error.hint
+
+
+def test_a_recipe_without_weights(english, tmp_path):
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "hyperparams.yaml").write_text("lr: 3\n")
+    assert "has no pretrainer that says where weights are" in refusal(english, tmp_path, tmp_path / "odd").message
+
+
+def test_a_run_without_a_checkpoint(run, english, tmp_path):
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    shutil.copy(run / "hyperparams.yaml", bare)
+    assert "holds no checkpoint" in refusal(english, tmp_path, bare).message
+
+
+def test_another_name_of_a_checkpoint(run, english, tmp_path):
+    assert "there is no checkpoint 'epoch9'" in refusal(english, tmp_path, run, init_checkpoint="epoch9").message
+
+
+class Ruin:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_a_pickle_that_is_no_tensors_and_nothing_in_it_runs(english, tmp_path):
+    torch.save({"a": Ruin(tmp_path / "ran")}, tmp_path / "model.ckpt")
+    error = refusal(english, tmp_path, tmp_path / "model.ckpt")
+    assert "could run code" in error.message and not (tmp_path / "ran").exists()
+    (tmp_path / "plain.ckpt").write_bytes(pickle.dumps([1, 2]))
+    assert str(tmp_path / "plain.ckpt") in refusal(english, tmp_path, tmp_path / "plain.ckpt").message
+
+
+@pytest.mark.parametrize("name", ["half.safetensors", "half.ckpt", "empty.safetensors", "text.pt"])
+def test_a_file_that_is_damaged_or_half_written(run, english, tmp_path, name):
+    path, state = tmp_path / name, {key: value.contiguous() for key, value in saved(run, "epoch2").items()}
+    if name.startswith("half"):
+        (save_file if name.endswith("safetensors") else torch.save)(state, path)
+        path.write_bytes(path.read_bytes()[:path.stat().st_size // 2])
+    else:
+        path.write_text("" if name.startswith("empty") else "no weights at all")
+    error = refusal(english, tmp_path, path)
+    assert str(path) in error.message and "not whole" in error.message and error.hint
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_one_that_was_named_is_not(run, english, tmp_path, caplog):
+    copied = Path(shutil.copytree(run, tmp_path / "copied"))
+    (path,) = copied.glob("save/*epoch2*/model.ckpt")
+    path.write_bytes(path.read_bytes()[:-100])
+    assert "is damaged: model.ckpt has" in refusal(english, tmp_path, copied, init_checkpoint="epoch2").message
+    _, after, table = started(tmp_path, english, caplog, init_from=str(copied))
+    assert "epoch3" in table and torch.equal(after["model.3.w.bias"], saved(run, "epoch3")["3.w.bias"])
+
+
+def test_a_model_of_another_shape_is_told_whole(run, english, tmp_path):
+    error = refusal(english, tmp_path, run, d_model=24, cnn_channels=6)
+    assert "tensors of the run" in error.message
+    assert "ctc_lin.w.weight: " in error.message or "more" in error.message
+    assert "CNN.convblock_1.convs.conv_0.conv.weight: 4x4x3x3 there, 6x4x3x3 here" in error.message
+    assert "--init_leave" in error.hint
+
+
+def test_one_layer_of_another_shape_is_an_error_that_says_how_to_leave_it(run, english, tmp_path, caplog):
+    error = refusal(english, tmp_path, run, n_mels=40, **{"Transformer": {"input_size": 40}})
+    assert "Transformer.custom_src_module" in error.message
+    named = ["CNN.convblock_0", "CNN.convblock_1", "Transformer.custom_src_module"]
+    assert error.hint.endswith(f'draw them anew: --init_leave "[{", ".join(named)}]"')
+    shutil.rmtree(tmp_path / "new")
+    _, _, table = started(tmp_path, english, caplog, init_from=str(run), n_mels=40, Transformer={"input_size": 40},
+                          init_leave=named)
+    assert "Transformer.custom_src_module" in table and table.count("init_leave") == 2
+
+
+def test_another_vocabulary_where_the_source_has_no_tokenizer(run, tmp_path, caplog):
+    data = spanish(tmp_path / "es", train=5, dev=1, test=1)
+    state = {key: value.contiguous() for key, value in saved(run, "epoch2").items()}
+    save_file(state, tmp_path / "weights.safetensors")
+    error = refusal(data, tmp_path, tmp_path / "weights.safetensors")
+    assert "has no tokenizer, so nobody knows which token each row stands for" in error.message
+    assert "ctc_lin.w.weight: " in error.message
+    assert error.hint == "draw them anew: --init_leave \"[Transformer.custom_tgt_module, seq_lin, ctc_lin]\""
+    shutil.rmtree(tmp_path / "new")
+    _, _, table = started(tmp_path, data, caplog, init_from=str(tmp_path / "weights.safetensors"),
+                          init_leave=["ctc_lin", "seq_lin", "Transformer.custom_tgt_module"])
+    assert table.count("init_leave") == 3
+
+
+def test_a_model_of_which_nothing_fits(english, tmp_path):
+    save_file({"bert.layer.weight": torch.ones(3)}, tmp_path / "bert.safetensors")
+    error = refusal(english, tmp_path, tmp_path / "bert.safetensors")
+    assert "is called as a part of this model: it has bert.layer.weight, and here are CNN." in error.message
+
+
+def test_a_pattern_that_fits_nothing(run, english, tmp_path):
+    error = refusal(english, tmp_path, run, init_leave=["ctc_line"])
+    assert error.message == "init_leave: nothing is called 'ctc_line'" and error.hint == "did you mean ctc_lin?"
+
+
+def test_a_folder_that_lacks_a_file_of_its_recipe(bundle, english, tmp_path):
+    folder = Path(shutil.copytree(bundle, tmp_path / "asr"))
+    (folder / "model.ckpt").unlink()
+    assert "lacks model.ckpt, which its pretrainer loads" in refusal(english, tmp_path, folder).message
+
+
+@pytest.mark.parametrize("key, value", [("init_tokenizer", "old"), ("init_leave", "ctc_lin"), ("init_average", 0)])
+def test_values_that_say_nothing_are_refused(english, tmp_path, key, value):
+    with pytest.raises(SbkitError, match=f"^{key} is .*, and must be "):
+        target(tmp_path / "new", english, **{key: value})

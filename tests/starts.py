@@ -1,0 +1,42 @@
+"""Small runs to start from, and models that start from them."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import torch
+from run_folders import TINY, sound
+
+from sbkit.recipe import load
+
+RECIPE = Path(__file__).parents[1] / "hparams" / "ctc.yaml"
+SPANISH = "el niño camina por la calle mientras su hermana juega con el perro pequeño bajo la lluvia".split()
+
+
+def spanish(folder: Path, **splits: int) -> Path:
+    """CSVs of noise with texts of another alphabet."""
+    for split, count in splits.items():
+        rng = random.Random(split)
+        lines = ["ID,duration,wav,spk_id,wrd"]
+        for i in range(count):
+            wav = sound(folder / "wavs" / f"{split}{i}.wav", 0.9, seed=i)
+            lines.append(f"{split}{i},0.9,{wav},speaker,{' '.join(rng.choices(SPANISH, k=3))}")
+        (folder / f"{split}.csv").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def target(folder: Path, data: Path, **keys):
+    """The Brain of a run that has only been prepared."""
+    overrides = {**TINY, **keys, "output_folder": str(folder), "data_folder": str(data)}
+    recipe = load.opened(load.load(RECIPE, overrides), RECIPE)
+    manifests = recipe.keys.corpus.prepare(show_progress=False)
+    follows = recipe.task.prepare(recipe.keys, manifests, overrides)
+    overrides |= {key: value for key, value in follows.items() if key in recipe.hparams}
+    recipe = load.opened(load.load(RECIPE, overrides), RECIPE)
+    recipe.task.encoder(recipe.keys)
+    return recipe.brain({"device": "cpu", "noprogressbar": True})
+
+
+def state(brain) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in brain.modules.state_dict().items()}

@@ -1,0 +1,74 @@
+"""A run may go on with the tokenizer of what it starts from: copied, so that the source may go."""
+
+from __future__ import annotations
+
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sbkit.data.tokens import Tokenizer
+from sbkit.errors import SbkitError
+from sbkit.runs import initial
+from sbkit.tasks import kept_tokenizer
+from sbkit.tasks.kept_tokenizer import kept
+
+TEXTS = ["a cab", "bad cab", "a bee"]
+
+
+@pytest.fixture
+def source(tmp_path, monkeypatch):
+    """A folder with a tokenizer of char pieces, as what a run starts from."""
+    made = Tokenizer(tmp_path / "theirs", model_type="char").prepare(TEXTS)
+    found = SimpleNamespace(told="the run there", tokenizer=made.path)
+    monkeypatch.setattr(initial, "source_of", lambda keys: found if keys.init_from else None)
+    return found
+
+
+def keys(tmp_path, init_from="there", checkpoints=()):
+    shelf = SimpleNamespace(list_checkpoints=lambda: list(checkpoints))
+    return SimpleNamespace(tokenizer=Tokenizer(tmp_path / "ours", 28, "unigram"), init_from=init_from,
+                           checkpointer=shelf)
+
+
+def test_it_becomes_the_runs_own_and_sizes_follow(tmp_path, source):
+    tokenizer, follows = kept(keys(tmp_path), ["bad bee"], {"tokenizer": {"max_texts": 3}})
+    path = tmp_path / "ours" / kept_tokenizer.NAME
+    assert path.read_bytes() == source.tokenizer.read_bytes()
+    theirs = Tokenizer(tmp_path, model=source.tokenizer).load()
+    assert tokenizer.pieces() == theirs.pieces()
+    assert follows == {"output_neurons": theirs.size, "token_type": "char", "tokenizer": {
+        "max_texts": 3, "model": str(path), "model_type": "char", "vocab_size": theirs.size}}
+
+
+def test_a_run_that_goes_on_needs_the_source_no_more(tmp_path, source, monkeypatch):
+    first, follows = kept(keys(tmp_path), TEXTS, {})
+    shutil.rmtree(tmp_path / "theirs")
+    monkeypatch.setattr(initial, "source_of", lambda keys: pytest.fail("it is asked for"))
+    again, same = kept(keys(tmp_path, checkpoints=["one"]), TEXTS, {})
+    assert again.pieces() == first.pieces() and same == follows
+
+
+def test_characters_that_it_lacks_are_an_error_that_names_them(tmp_path, source):
+    with pytest.raises(SbkitError, match="has no piece for 2 characters of the train split: 'ñ' x 2, 'o' x 1") as error:
+        kept(keys(tmp_path), ["a ñña", "boa"], {})
+    assert "init_tokenizer: new" in error.value.hint
+
+
+def test_a_source_without_one_is_told(tmp_path, source):
+    source.tokenizer = None
+    with pytest.raises(SbkitError, match="keep: the run there has no tokenizer"):
+        kept(keys(tmp_path), TEXTS, {})
+
+
+def test_there_has_to_be_a_source(tmp_path, source):
+    with pytest.raises(SbkitError, match="init_tokenizer: keep has nothing to keep"):
+        kept(keys(tmp_path, None), TEXTS, {})
+
+
+def test_a_file_that_is_no_tokenizer_is_not_copied(tmp_path, source):
+    torch.save({"a": 1}, source.tokenizer)
+    with pytest.raises(SbkitError, match="is no SentencePiece model"):
+        kept(keys(tmp_path), TEXTS, {})
+    assert not (tmp_path / "ours" / kept_tokenizer.NAME).exists()
