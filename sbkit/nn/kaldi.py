@@ -7,6 +7,9 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+
+from sbkit.nn.lengths import N
 
 _FLOOR = 1.1920928955078125e-07  # what Kaldi takes the logarithm of at least
 _POVEY = 0.85  # the power of Hann's window that is Povey's
@@ -31,6 +34,10 @@ class FilterBank(nn.Module):
     torch.Size([2, 98, 80])
     """
 
+    window: Tensor
+    fourier: Tensor
+    mel: Tensor
+
     def __init__(self, sample_rate: int = 16_000, n_mels: int = 80, frame_length: float = 25.0,
                  frame_shift: float = 10.0, low: float = 20.0, high: float = 0.0, preemphasis: float = 0.97,
                  scale: float = 1.0):
@@ -43,18 +50,18 @@ class FilterBank(nn.Module):
         self.register_buffer("fourier", fourier(self.size, self.bins), persistent=False)
         self.register_buffer("mel", _mel(sample_rate, self.bins, n_mels, low, high), persistent=False)
 
-    def frames(self, samples: Tensor | int) -> Tensor | int:
+    def frames(self, samples: N) -> N:
         """Frames of so many samples, of which a frame needs ``size``."""
         return (samples - self.size) // self.hop + 1
 
-    def forward(self, signals: Tensor) -> Tensor:
-        """[B, S] -> [B, T, F]."""
+    def forward(self, signals: Tensor, count: int | None = None) -> Tensor:
+        """[B, S] -> [B, T, F], of which the first ``count`` if not all are wanted."""
         with full_precision(signals):
-            frames = framed(signals.float() * self.scale, self.size, self.hop)
+            frames = framed(signals.float() * self.scale, self.size, self.hop, count)
             frames = frames - frames.mean(2, keepdim=True)
             before = torch.cat([frames[..., :1], frames[..., :-1]], dim=2)
             power = spectrum((frames - self.preemphasis * before) * self.window, self.fourier, self.bins)
-            return torch.matmul(power, self.mel).clamp(min=_FLOOR).log()
+            return product(power, self.mel).clamp(min=_FLOOR).log()
 
 
 def full_precision(signals: Tensor) -> contextlib.AbstractContextManager[object]:
@@ -63,22 +70,29 @@ def full_precision(signals: Tensor) -> contextlib.AbstractContextManager[object]
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
 
 
-def framed(signals: Tensor, size: int, hop: int) -> Tensor:
-    """Waveforms [B, S] to windows [B, T, size] that begin every ``hop`` samples."""
-    count = (signals.shape[1] - size) // hop + 1
+def framed(signals: Tensor, size: int, hop: int, count: int | None = None) -> Tensor:
+    """Waveforms [B, S] to windows [B, T, size] that begin every ``hop`` samples, all or so many."""
+    count = (signals.shape[1] - size) // hop + 1 if count is None else count
     device = signals.device
     places = torch.arange(count, device=device)[:, None] * hop + torch.arange(size, device=device)
     return signals.index_select(1, places.flatten()).unflatten(1, (count, size))
 
 
 def spectrum(frames: Tensor, matrix: Tensor, bins: int) -> Tensor:
-    """The power [B, T, bins / 2 + 1] of windowed frames [B, T, size]; in an exported graph as a matrix product."""
+    """The power [B, T, bins / 2 + 1] of windowed frames [B, T, size]; in an exported graph by a product."""
     if torch.compiler.is_exporting():  # runtimes have no fast transform, some none
-        real, imaginary = torch.matmul(frames, matrix).chunk(2, dim=2)
+        real, imaginary = product(frames, matrix).chunk(2, dim=2)
     else:
         found = torch.view_as_real(torch.fft.rfft(frames, bins))
         real, imaginary = found[..., 0], found[..., 1]
     return real.square() + imaginary.square()
+
+
+def product(x: Tensor, matrix: Tensor) -> Tensor:
+    """[B, T, N] times [N, M]; in an exported graph a convolution, whose weights stay fp32 where matrices get 8 bits."""
+    if torch.compiler.is_exporting():
+        return functional.conv1d(x.transpose(1, 2), matrix.t()[..., None]).transpose(1, 2)
+    return torch.matmul(x, matrix)
 
 
 def fourier(size: int, bins: int) -> Tensor:

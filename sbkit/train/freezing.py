@@ -22,13 +22,16 @@ class Freezing:
     ---------
     modules : all that a Brain trains
     parts : their parameters by the names that a recipe has for them
-    wanted : ``{PATTERN: true | STEPS}``; of several that fit, the last counts
+    wanted : ``{PATTERN: true | STEPS}``; of several that fit, the last counts. What a module says is ``kept_frozen``
+        never thaws.
     """
 
     def __init__(self, modules: torch.nn.Module, parts: Parts, wanted: Mapping[str, bool | int] | None):
         self.modules = modules
         told = parts.told(wanted or {}, "freeze")
-        self._until = {path: until(value) for path, value in told.items() if until(value) > 0}
+        own = {id(parameter) for module in modules.modules() for parameter in getattr(module, "kept_frozen", ())}
+        self._until = {path: until(value) for path, value in told.items()
+                       if until(value) > 0 and id(parts.parameters[path]) not in own}
         self._turns = sorted({step for step in self._until.values() if step < float("inf")})
         self._stage = -1
         self.at(int(self._turns[-1]) if self._turns else 0)

@@ -264,3 +264,16 @@ def test_the_size_of_what_fits_is_found_anew_when_more_trains():
     made._retry.got_through = 5.0
     made.fit([1], ToyTrainLoader(4))
     assert seen == [5.0, 5.0, 0.0, 0.0]
+
+
+def test_what_a_module_keeps_frozen_itself_never_thaws():
+    """Parts of a pretrained encoder get no gradient, whatever the recipe thaws."""
+    modules = torch.nn.ModuleDict({"model": torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])})
+    kept = modules["model"][0]
+    kept.weight.requires_grad_(False)
+    kept.kept_frozen = [kept.weight]
+    freezing = Freezing(modules, Parts(modules, {}), {"*": 5})
+    freezing.at(0)
+    assert not any(parameter.requires_grad for parameter in modules.parameters())
+    freezing.at(5)
+    assert [name for name, each in modules.named_parameters() if not each.requires_grad] == ["model.0.weight"]

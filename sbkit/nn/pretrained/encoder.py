@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sbkit.errors import SbkitError
-from sbkit.nn.lengths import lengths_to_mask
+from sbkit.nn.lengths import N, lengths_to_mask
 from sbkit.nn.pretrained import families, source, tensors
 from sbkit.nn.pretrained.options import Options
 from sbkit.nn.pretrained.source import Settings
@@ -49,9 +49,10 @@ class Encoder(nn.Module):
                              hint="give its folder, or its name on the Hugging Face Hub: --encoder_source owner/name")
         kept = Settings.kept(source, folder)
         self.settings, self.folder = kept or Settings.of(source), folder
-        self.network = families.build(self.settings, Options(
+        self.network: Any = families.build(self.settings, Options(
             freeze_front, layers, dropout, mask_time_prob, mask_time_length, mask_feature_prob, mask_feature_length,
             whole_window))
+        self._kept_frozen = {name for name, value in self.network.named_parameters() if not value.requires_grad}
         if kept is None and _is_folder(source):  # at hand, so what doesn't fit is told before anything costs time
             self.look()
 
@@ -67,10 +68,15 @@ class Encoder(nn.Module):
 
     @property
     def makes_loudness_equal(self) -> bool:
-        """Whether waveforms come to the layers with mean 0 and variance 1."""
+        """Whether it is the same to the layers how loud a recording is."""
         return getattr(self.network, "normalizes", False)
 
-    def frames(self, samples: Tensor | int) -> Tensor | int:
+    @property
+    def kept_frozen(self) -> list[nn.Parameter]:
+        """What never trains, whatever a recipe's ``freeze`` thaws."""
+        return [parameter for name, parameter in self.network.named_parameters() if name in self._kept_frozen]
+
+    def frames(self, samples: N) -> N:
         """States of so many samples."""
         return self.network.frames(samples)
 

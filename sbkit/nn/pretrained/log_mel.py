@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sbkit.nn.kaldi import fourier, framed, full_precision, spectrum
+from sbkit.nn.kaldi import fourier, framed, full_precision, product, spectrum
+from sbkit.nn.lengths import N
 
 HOP = 160
 _SIZE = 400
@@ -26,6 +27,10 @@ class LogMel(nn.Module):
     n_mels : bands
     """
 
+    window: Tensor
+    fourier: Tensor
+    mel: Tensor
+
     def __init__(self, n_mels: int = 80, sample_rate: int = 16_000):
         super().__init__()
         self.register_buffer("window", torch.hann_window(_SIZE, dtype=torch.float64).float(), persistent=False)
@@ -33,7 +38,7 @@ class LogMel(nn.Module):
         self.register_buffer("mel", _mel(n_mels, sample_rate), persistent=False)
 
     @staticmethod
-    def frames(samples: Tensor | int) -> Tensor | int:
+    def frames(samples: N) -> N:
         """Frames of so many samples."""
         return (samples + HOP - 1) // HOP
 
@@ -46,7 +51,7 @@ class LogMel(nn.Module):
             before = signals[:, 1:half + 1].flip(1)
             whole = torch.cat([before, functional.pad(signals, (0, behind))], dim=1)
             power = spectrum(framed(whole, _SIZE, HOP) * self.window, self.fourier, _SIZE)
-            level = torch.matmul(power, self.mel).clamp(min=_FLOOR).log10()
+            level = product(power, self.mel).clamp(min=_FLOOR).log10()
             loudest = level.amax(dim=(1, 2), keepdim=True)
             return (torch.maximum(level, loudest - _RANGE) + 4.0) / 4.0
 

@@ -29,7 +29,7 @@ class Options:
     mask_feature_length: int | None = None
     whole_window: bool = False
 
-    def config(self, kind: type, settings: Settings) -> Any:
+    def config(self, kind: Any, settings: Settings) -> Any:
         """The settings as transformers' own config, without what is done here or not at all.
 
         No layer is left out at random: ranks would leave out others, and so would a run that is resumed.

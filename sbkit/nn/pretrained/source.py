@@ -16,7 +16,7 @@ CONFIG, PREPROCESSOR = "config.json", "preprocessor_config.json"
 WEIGHTS = {"model.safetensors": False, "model.safetensors.index.json": True,
            "pytorch_model.bin": False, "pytorch_model.bin.index.json": True}
 _KEPT = "encoder.json"  # in a run's folder
-_REPOSITORY = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(@(?P<revision>[\w./-]+))?")
+_REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,8 @@ def _fetched(source: str, name: str) -> Path:
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-    match = _REPOSITORY.fullmatch(source)
-    repository, revision = match["name"], match["revision"]
+    repository, _, at = source.partition("@")
+    revision = at or None
     cached = try_to_load_from_cache(repository, name, revision=revision)
     if isinstance(cached, str):
         return Path(cached)

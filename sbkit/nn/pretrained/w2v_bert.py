@@ -12,7 +12,7 @@ from transformers.models.wav2vec2_bert.modeling_wav2vec2_bert import Wav2Vec2Ber
 
 from sbkit.errors import SbkitError
 from sbkit.nn.kaldi import FilterBank
-from sbkit.nn.lengths import lengths_to_mask
+from sbkit.nn.lengths import N, lengths_to_mask
 from sbkit.nn.pretrained.options import Options
 from sbkit.nn.pretrained.source import Settings
 from sbkit.nn.pretrained.spans import mask
@@ -26,7 +26,8 @@ _KALDI = 2.0 ** 15  # Kaldi's samples are 16-bit integers
 class RelativeAttention(Wav2Vec2BertSelfAttention):
     """Attention by torch's own kernel with a bias by distance, of which each query is asked for each distance once."""
 
-    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **rest: Any) -> tuple[Tensor, None]:
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None,
+                relative_position_embeddings: Tensor | None = None, **rest: Any) -> tuple[Tensor, None]:
         """States [B, T, D] to the same; ``attention_mask`` [B, 1, 1, T] is true for those that exist."""
         states, heads = hidden_states, (self.num_heads, self.head_size)
         query, key, value = (layer(states).unflatten(-1, heads).transpose(1, 2)
@@ -65,6 +66,7 @@ class W2vBert(nn.Module):
 
     prefixes: tuple[str, ...] = ("wav2vec2_bert.",)
     drawn_anew: tuple[str, ...] = ("masked_spec_embed",)
+    normalizes = True  # the logarithms of energies, from which loudness goes with the mean
 
     def __init__(self, settings: Settings, options: Options):
         super().__init__()
@@ -92,7 +94,7 @@ class W2vBert(nn.Module):
         """Of convolutions in front, of which it has none."""
         return []
 
-    def frames(self, samples: Tensor | int) -> Tensor | int:
+    def frames(self, samples: N) -> N:
         """States of so many samples."""
         samples = samples.clamp(min=self.least) if isinstance(samples, Tensor) else max(samples, self.least)
         return self.features.frames(samples) // _STACKED
@@ -111,11 +113,13 @@ class W2vBert(nn.Module):
 
     def hear(self, signals: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
         """Waveforms [B, S] and sample counts [B] to normalised features [B, T, 160] and frame counts [B]."""
-        feats = self.features(at_least(signals, self.least))
+        signals, hop = at_least(signals, self.least), self.features.hop
+        states = (signals.shape[1] - self.least) // (_STACKED * hop) + 1
+        # One frame more than they need may be an utterance's, and counts where it is normalised.
+        feats = self.features(functional.pad(signals, (0, hop)), states * _STACKED + 1)
         count = self.features.frames(samples.clamp(min=self.least))[:, None, None]
         inside = lengths_to_mask(count[:, 0, 0], feats.shape[1])[..., None]
         centred = feats - feats.masked_fill(~inside, 0.0).sum(1, keepdim=True) / count
         variance = centred.masked_fill(~inside, 0.0).square().sum(1, keepdim=True) / (count - 1)
         feats = (centred * torch.rsqrt(variance + _EPSILON)).masked_fill(~inside, 0.0)
-        states = feats.shape[1] // _STACKED
         return feats[:, :states * _STACKED].unflatten(1, (states, _STACKED)).flatten(2), count[:, 0, 0] // _STACKED

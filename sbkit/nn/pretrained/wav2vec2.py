@@ -13,7 +13,7 @@ from transformers.models.hubert.modeling_hubert import HubertModel
 from transformers.models.wav2vec2.configuration_wav2vec2 import Wav2Vec2Config
 from transformers.models.wav2vec2.modeling_wav2vec2 import Wav2Vec2Model
 
-from sbkit.nn.lengths import lengths_to_mask
+from sbkit.nn.lengths import N, lengths_to_mask
 from sbkit.nn.pretrained.options import Options
 from sbkit.nn.pretrained.source import Settings
 from sbkit.nn.pretrained.spans import mask
@@ -57,7 +57,7 @@ class Wav2Vec2(nn.Module):
         """Of the convolutions."""
         return list(self.feature_extractor.parameters())
 
-    def frames(self, samples: Tensor | int) -> Tensor | int:
+    def frames(self, samples: N) -> N:
         """States of so many samples."""
         return self.strides(samples)
 
@@ -99,7 +99,7 @@ class Hubert(Wav2Vec2):
     Config, Model = HubertConfig, HubertModel
 
 
-def positions(embed: nn.Module, states: Tensor, inside: Tensor) -> Tensor:
+def positions(embed: Any, states: Tensor, inside: Tensor) -> Tensor:
     """What a convolution over neighbours says of places: [B, T, D] to the same; zeros behind an utterance."""
     states = states.transpose(1, 2)
     norm = getattr(embed, "batch_norm", None)

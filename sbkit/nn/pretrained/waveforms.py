@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sbkit.nn.lengths import lengths_to_mask
+from sbkit.nn.lengths import N, lengths_to_mask
 
 _EPSILON = 1e-7  # of transformers' feature extractors
 
@@ -31,13 +32,13 @@ class Strides:
         for kernel, stride in reversed(self.layers):
             self.least = (self.least - 1) * stride + kernel
 
-    def __call__(self, samples: Tensor | int) -> Tensor | int:
+    def __call__(self, samples: N) -> N:
         """Frames of a number or a tensor of them; fewer samples than make a frame count as so many."""
         return self.counts(samples)[-1]
 
-    def counts(self, samples: Tensor | int) -> list[Tensor | int]:
+    def counts(self, samples: N) -> list[N]:
         """Behind each layer."""
-        found, count = [], samples.clamp(min=self.least) if isinstance(samples, Tensor) else max(samples, self.least)
+        count, found = samples.clamp(min=self.least) if isinstance(samples, Tensor) else max(samples, self.least), []
         for kernel, stride in self.layers:
             count = (count - kernel) // stride + 1
             found.append(count)
@@ -69,7 +70,7 @@ def channel_norm(norm: nn.GroupNorm, states: Tensor, frames: Tensor) -> Tensor:
     return centred * (torch.rsqrt(variance + norm.eps) * norm.weight[:, None]) + norm.bias[:, None]
 
 
-def convolved(layers: nn.ModuleList, signals: Tensor, counts: Sequence[Tensor]) -> Tensor:
+def convolved(layers: Iterable[Any], signals: Tensor, counts: Sequence[Tensor]) -> Tensor:
     """Waveforms [B, S] through the convolutions, of which each makes so many frames [B]: [B, T, C]."""
     states = signals[:, None]
     for layer, frames in zip(layers, counts, strict=True):

@@ -19,7 +19,7 @@ class GatedAttention(WavLMAttention):
     """Attention by torch's own kernel, to which distances come as a bias; no weights are kept to be looked at."""
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, position_bias: Tensor | None = None,
-                index: int = 0, **rest: Any) -> tuple[Tensor, None, Tensor]:
+                index: int = 0, **rest: Any) -> Any:
         """States [B, T, D] to the same, and the bias of distances [H, T, T] that the layers above share."""
         states, heads = hidden_states, (self.num_heads, self.head_dim)
         if position_bias is None:

@@ -11,7 +11,7 @@ from transformers.models.whisper.configuration_whisper import WhisperConfig
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from sbkit.errors import SbkitError
-from sbkit.nn.lengths import lengths_to_mask
+from sbkit.nn.lengths import N, lengths_to_mask
 from sbkit.nn.pretrained.log_mel import HOP, LogMel
 from sbkit.nn.pretrained.options import Options
 from sbkit.nn.pretrained.source import Settings
@@ -57,7 +57,7 @@ class Whisper(nn.Module):
         """Of the convolutions."""
         return [*self.conv1.parameters(), *self.conv2.parameters()]
 
-    def frames(self, samples: Tensor | int) -> Tensor | int:
+    def frames(self, samples: N) -> N:
         """States of so many samples."""
         samples = samples.clamp(min=1) if isinstance(samples, Tensor) else max(samples, 1)
         return (self.features.frames(samples) + _STRIDE - 1) // _STRIDE

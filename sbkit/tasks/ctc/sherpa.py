@@ -68,7 +68,8 @@ def _level_of_silence(x: Tensor) -> Tensor:
 def check(graph: Graph, config: Config) -> None:
     """Refuse what sherpa-onnx would run otherwise than it was trained."""
     norm = graph.normalize
-    if not (isinstance(norm, features.Normalization) and norm.sentence and norm.deviation):
+    alike = isinstance(norm, features.Normalization) and norm.sentence and norm.deviation
+    if not alike and not getattr(graph.encoder, "makes_loudness_equal", False):
         raise SbkitError("sherpa-onnx makes every recording equally loud before the model hears it, and this model was "
                          "not trained to hear all of them alike", hint="train with normalize: norm_type: sentence")
     if config.sample_rate != 16_000:

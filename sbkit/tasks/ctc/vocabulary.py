@@ -16,7 +16,7 @@ from sbkit.tasks.ctc.keys import ENCODERS, CTCKeys
 
 def token_tables(keys: CTCKeys) -> TokenTables:
     """The last layers of both heads and the decoder's table of tokens, and what their rows stand for."""
-    encoder = keys.Transformer if keys.Transformer is not None else keys.encoder
+    encoder = getattr(keys, keys.encoder_key)
     ends = [[layer for layer in head.modules() if isinstance(layer, nn.Linear)][-1:]
             for head in (keys.ctc_lin, keys.seq_lin) if isinstance(head, nn.Module)]
     embedding = getattr(encoder, "custom_tgt_module", None)

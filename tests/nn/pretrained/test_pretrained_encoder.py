@@ -189,3 +189,13 @@ def test_in_a_whole_window_an_utterance_is_the_same_in_any_batch(folders):
         alone = encoder(signals[1:, :3_001], counts[1:])
     assert together.shape[1] == 13
     torch.testing.assert_close(together[1, :10], alone[0], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", encoders.KINDS)
+def test_it_says_what_of_it_never_trains(folders, kind):
+    encoder = Encoder(str(folders(kind)))
+    frozen = {id(p) for p in encoder.kept_frozen}
+    assert frozen == {id(p) for p in encoder.parameters() if not p.requires_grad}
+    assert frozen >= {id(p) for p in encoder.network.front}
+    thawed = Encoder(str(folders(kind)), freeze_front=False)
+    assert len(thawed.kept_frozen) == (kind == "whisper"), "its places are a table that was never trained"
