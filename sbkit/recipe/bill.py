@@ -192,7 +192,8 @@ def make(traced: Trace, owned: Owned, device: torch.device, precision: str,
     else:
         speed = speed_of(device, precision)
         hours = None if speed is None else cost.operations / cost.batch_seconds * 100 / (speed * EFFICIENCY)
-    turns = [value for value in opened(hparams.get("freeze") or {}).values() if value is not True]
+    freeze = hparams.get("freeze")
+    turns = [value for value in opened(freeze).values() if value is not True] if freeze else []
     return Bill(sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if not p.requires_grad), weights,
                 cost, hours, str(device), measured, bool(hparams.get("activation_checkpointing")),
                 int(max(turns, default=0)))
