@@ -100,7 +100,17 @@ def place(overrides: Mapping[str, Any], files: Files) -> dict[str, Any]:
         for _ in range(depth(key, files)):
             node = node.setdefault(BASE, {})
         if key == BASE and isinstance(value, Mapping):
-            node.setdefault(BASE, {}).update(value)
+            _put(node.setdefault(BASE, {}), value)
         else:
             node[key] = value
     return placed
+
+
+def _put(tree: dict[str, Any], given: Mapping[str, Any]) -> None:
+    """What is given later wins; a plain mapping changes parts of what an including recipe writes."""
+    for key, value in given.items():
+        old = tree.get(key)
+        if isinstance(old, dict) and isinstance(value, Mapping) and not tag_of(value):
+            _put(old, value)
+        else:
+            tree[key] = value

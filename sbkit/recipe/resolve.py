@@ -92,12 +92,20 @@ def _place(given: Node, files: Files) -> Node:
         for _ in range(depth(key, files)):
             into = into.value.setdefault(BASE, Node({}, given.place, BASE))
         if key == BASE and BASE in into.value and isinstance(value.value, dict):
-            into = into.value[BASE]
-            into.value.update(value.value)
-            into.key_places.update({part: value.place_of(part) for part in value.value})
+            _put(into.value[BASE], value)
         else:
             into.value[key], into.key_places[key] = value, given.place_of(key)
     return placed
+
+
+def _put(into: Node, given: Node) -> None:
+    """What is given later wins; a plain mapping changes parts of what an including recipe writes."""
+    for key, value in given.value.items():
+        old = into.value.get(key)
+        if old is not None and isinstance(old.value, dict) and isinstance(value.value, dict) and not value.tag:
+            _put(old, value)
+        else:
+            into.value[key], into.key_places[key] = value, given.place_of(key)
 
 
 def _included(tag: str, path: Path) -> Path:

@@ -29,6 +29,7 @@ from speechbrain.utils.checkpoints import (
 from torch import nn
 
 from sbkit.errors import SbkitError
+from sbkit.recipe.ownership import saved_by
 from sbkit.train.checkpoint.state import differences, load_file, load_state
 from sbkit.train.distributed import ranks
 
@@ -46,7 +47,7 @@ def load(pretrainer: Any, saved: Iterable[Any] = ()) -> None:
     """Fetch and load everything except what ``saved`` objects hold, which comes from a checkpoint."""
     if pretrainer is None:
         return
-    held = {id(tensor) for obj in saved for tensor in _tensors(obj)}
+    held = {tensor for obj in saved for tensor in saved_by(obj)}
     wanted = {name: obj for name, obj in pretrainer.loadables.items()
               if pretrainer.is_loadable(name) and not _within(obj, held)}
     if not wanted:

@@ -144,3 +144,34 @@ def test_it_is_scored_and_shipped_without_its_source_and_heard_without_transform
         found = subprocess.run([sys.executable, "-c", code, *map(str, clips)], cwd=tmp_path, env=environment(),
                                capture_output=True, text=True, timeout=200)
         assert found.stdout.strip() == "[True, True] False", found.stderr
+
+
+LORA = ROOT / "recipes" / "CommonVoice" / "ASR" / "CTC" / "hparams" / "lora.yaml"
+
+
+@pytest.mark.slow
+def test_lora_trains_a_little_saves_little_and_ships_without_its_source(home):
+    def trained(to, processes=0):
+        sbkit(home, "train", LORA, "--encoder_source", "encoder", "--output_folder", f"results/{to}", *SMALL, *STILL,
+              "--adapters.dropout", "0", processes=processes)
+        return weights(home / "results" / to)
+
+    one, two = trained("lora"), trained("lora-two", 2)
+    assert one["base"] == two["base"] and one.keys() == two.keys()
+    for name, value in one.items():
+        if name != "base":
+            torch.testing.assert_close(two[name], value, rtol=1e-3, atol=2e-4)
+    start = encoders.start(home / "encoder", "wav2vec2-group")
+    assert not any(name.removeprefix("model.0.network.") in start for name in one if name.endswith("weight"))
+    assert all(value.any() for name, value in one.items() if ".lora.2." in name), "each of them has learnt"
+    assert len(list((home / "results" / "lora" / "save").glob("base-*.safetensors"))) == 1
+    (home / "encoder").rename(home / "away")
+    try:
+        assert "WER" in sbkit(home, "evaluate", "results/lora", "--split", "dev")
+        sbkit(home, "export", "results/lora", "--to", "lora-bundle", "--formats", "onnx")
+    finally:
+        (home / "away").rename(home / "encoder")
+    import onnx
+
+    names = [each.name for each in onnx.load(home / "lora-bundle" / "model.onnx").graph.initializer]
+    assert names and not any("lora" in name for name in names), "merged"

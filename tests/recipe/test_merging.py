@@ -98,6 +98,9 @@ def test_keys_reach_the_file_that_they_belong_to_over_two_includes(tmp_path):
     assert loaded["sizes"] == {"s": 3} and loaded["added"] == {"a": 1, "b": 3}
     nested = both(tmp_path, text.replace("    lr: 3", "    recipe: {lr: 4}\n    d: 1"))
     assert nested["lr"] == nested["parts"]["lr"] == 4
+    of_its_own = text + "    fresh: !new:collections.Counter\n        f: !ref <lr>\n    again: !ref <fresh>\n"
+    loaded = both(tmp_path, of_its_own, "--fresh.g", "2")
+    assert loaded["fresh"] == loaded["again"] == {"f": 3, "g": 2}
 
 
 def test_keys_of_one_recipe_that_are_alike_are_overridden_together_over_two_includes(tmp_path):

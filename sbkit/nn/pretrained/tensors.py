@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sbkit.errors import SbkitError
+from sbkit.nn.adapters import is_added
 
 #: What torch's weight_norm called its two tensors before it was a parametrization.
 _OLD_NAMES = {"weight_g": "parametrizations.weight.original0", "weight_v": "parametrizations.weight.original1"}
@@ -87,9 +88,9 @@ def _renamed(name: str) -> str:
 def check(model: nn.Module, there: TensorFiles, source: str) -> list[str]:
     """Refuse weights that the model can't do with; gives what is worth telling of them.
 
-    A name in the model's ``drawn_anew`` may be missing: training alone uses it.
+    A name in the model's ``drawn_anew`` may be missing, as training alone uses it; adapters begin as they are drawn.
     """
-    own = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    own = {name: tuple(value.shape) for name, value in model.state_dict().items() if not is_added(name)}
     missing = own.keys() - there.shapes.keys()
     drawn = missing & set(getattr(model, "drawn_anew", ()))
     if missing - drawn:

@@ -5,7 +5,7 @@
             model: !ref <trained>
     trained: !new:sbkit.train.checkpoint.adapted.Adapted
         model: !ref <model>
-        base: !ref <encoder>            # whose frozen parameters lie in FOLDER/base-<hash>.safetensors, once
+        base: !ref <adapters>           # whose frozen parameters lie in FOLDER/base-<hash>.safetensors, once
         folder: !ref <save_folder>
 """
 
@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from sbkit.errors import SbkitError
+from sbkit.nn.adapters import Adapters
 from sbkit.system.console import atomic_write
 from sbkit.train.checkpoint.state import differences
 from sbkit.train.distributed import ranks
@@ -36,14 +37,15 @@ class Adapted(nn.Module):
     ---------
     model : torch.nn.Module
         What trains, the base within it.
-    base : torch.nn.Module
-        The part with adapters (``sbkit.nn.adapters``), or another with frozen parameters.
+    base : sbkit.nn.adapters.Adapters or torch.nn.Module
+        What was added to the part that stays as it is, or a part with frozen parameters itself.
     folder : str or Path
         Where the base's file is written when a run begins, and looked for when a checkpoint of another base is loaded.
     """
 
-    def __init__(self, model: nn.Module, base: nn.Module, folder: str | Path):
+    def __init__(self, model: nn.Module, base: Adapters | nn.Module, folder: str | Path):
         super().__init__()
+        base = base.module if isinstance(base, Adapters) else base
         self.model, self.folder = model, Path(folder)
         inside = {id(parameter) for parameter in model.parameters()}
         if not all(id(parameter) in inside for parameter in base.parameters()):
@@ -51,7 +53,7 @@ class Adapted(nn.Module):
         self._base = {name: p for name, p in base.named_parameters() if not p.requires_grad}
         if not self._base:
             raise SbkitError("Adapted: nothing in the base is frozen, so a checkpoint would hold all of it",
-                             hint="make its adapters above it (sbkit.nn.adapters.LoRA), or save the model itself")
+                             hint="give it adapters (sbkit.nn.adapters.LoRA), or save the model itself")
         self._hashed: tuple[tuple[int, ...], str] = (), ""
 
     # ------------------------------------------------------------ the base
