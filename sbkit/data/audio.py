@@ -88,7 +88,7 @@ def read_audio(
         rate, frames = file.samplerate, file.frames
         first = round(start * rate)
         if first >= frames:
-            raise AudioError(name, f"has {frames / rate:.2f} s, so none from {start:.2f} s on")
+            raise AudioError(name, f"is {frames / rate:.2f} s long, so there is nothing from {start:.2f} s on")
         wanted = frames - first
         if duration is not None and wanted > (duration + slack) * rate:
             wanted = round(duration * rate)

@@ -104,7 +104,8 @@ class Keys:
         found = object.__new__(cls)
         for declared in cls.declared().values():
             if declared.name in hparams or not declared.needed:
-                object.__setattr__(found, declared.name, hparams.get(declared.name, declared.default))
+                value = hparams[declared.name] if declared.name in hparams else declared.default
+                object.__setattr__(found, declared.name, value)
         return found
 
     @classmethod

@@ -17,6 +17,12 @@ ROOT = Path(__file__).parents[2]
 SHIPPED = sorted(str(p.relative_to(ROOT)) for folder in ("hparams", "recipes") for p in (ROOT / folder).rglob("*.yaml"))
 
 
+def refers_below(name: str) -> bool:
+    """Whether it refers to keys of the recipe that it rests on, which plain HyperPyYAML cannot."""
+    text = (ROOT / name).read_text()
+    return "!include:" in text and "!ref" in text
+
+
 def stand_ins(name: str, folder: Path) -> dict:
     """What a user of the recipe must give."""
     given = {"output_folder": str(folder / "run")}
@@ -35,8 +41,8 @@ def test_there_are_recipes_to_check():
 
 def depth(name: str) -> dict:
     """One layer for a recipe that has those of another, which is checked with all of them."""
-    own = (ROOT / name).read_text()
-    rests = "!include:" in own and "num_encoder_layers" not in own
+    own, *below = (path.read_text() for path, _ in load.chain(ROOT / name))
+    rests = "num_encoder_layers" not in own and any("num_encoder_layers:" in text for text in below)
     return {"num_encoder_layers": 1, "num_decoder_layers": 1} if rests else {}
 
 
@@ -44,13 +50,13 @@ def depth(name: str) -> dict:
 def test_a_shipped_recipe_passes_the_check(name, tmp_path):
     report = check(ROOT / name, stand_ins(name, tmp_path) | depth(name))
     assert [str(error) for error in report.errors] == []
-    assert report.sections["shapes"].values["seq_lin" if "recipes" in name else "ctc_lin"]
+    assert report.sections["shapes"].values["seq_lin" if "large" in name else "ctc_lin"]
     assert {row[4] for row in report.sections["devices"].rows} <= {"moved", "holds nothing"}
     assert report.sections["bill"].values["parameters"] > 1e6
     assert not (tmp_path / "run").exists(), "a check leaves no trace"
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", [name for name in SHIPPED if not refers_below(name)])
 def test_plain_hyperpyyaml_loads_and_builds_a_shipped_recipe(name, tmp_path):
     given = load.place(stand_ins(name, tmp_path), load.chain(ROOT / name))
     with open(ROOT / name, encoding="utf-8") as stream, torch.device("meta"):  # weights without memory

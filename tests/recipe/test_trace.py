@@ -166,7 +166,7 @@ def test_the_counted_memory_is_what_a_step_allocates(tmp_path):
 
 
 def test_the_largest_batch_fits_and_no_larger_one():
-    bill = Bill(1000, weights=10**9, cost=Cost(4, 10.0, 2 * 10**9, 1e12), hours_per_100=None, device="cpu")
+    bill = Bill(1000, frozen=0, weights=10**9, cost=Cost(4, 10.0, 2 * 10**9, 1e12), hours_per_100=None, device="cpu")
     largest = bill.largest(20e9)
     assert bill.weights + largest * 2e9 / 40 == pytest.approx(USABLE * 20e9)
     assert bill.largest(1e9) == 0 and bill.largest_shown(20e9) == "320 s"
