@@ -189,7 +189,7 @@ class Bench:
         spec, found = self.specs[name], corpus_list.find(self.specs[name], self.out)
         if found is not None:
             return 3600 * found.train_hours
-        return None if spec.hours is None else 3600 * spec.hours * corpus_list.TRAIN_SHARE
+        return None if spec.folder is not None else 3600 * spec.hours * corpus_list.TRAIN_SHARE
 
 
 def precision(args: argparse.Namespace) -> str:

@@ -138,7 +138,9 @@ def _likely(log_probs: Any, inside: np.ndarray, blank_id: int, threshold: float)
     Where the blank is sure, no other token can reach the threshold, so that most frames cost a look at one number
     instead of V.
     """
-    sure = math.log1p(-math.exp(threshold)) if threshold < 0 else math.inf
+    chance = math.exp(threshold)
+    # A blank of float32 is 1 while the others together have less than its precision: that says nothing of them.
+    sure = math.log1p(-chance) if np.finfo(np.float32).eps < chance < 1 else math.inf
     flat = log_probs.reshape(-1, log_probs.shape[-1])
     numpy: Callable[[Any], np.ndarray]
     indices: Callable[[np.ndarray], Any]  # on the device of ``log_probs``, like the result

@@ -102,10 +102,11 @@ class Keys:
         if wrong := cls.wrong(hparams):
             raise SbkitError("; ".join(problem.message for problem in wrong), hint=wrong[0].hint)
         found = object.__new__(cls)
-        for declared in cls.declared().values():
-            if declared.name in hparams or not declared.needed:
-                value = hparams[declared.name] if declared.name in hparams else declared.default
-                object.__setattr__(found, declared.name, value)
+        known = cls.declared().values()
+        values = {declared.name: declared.default for declared in known if not declared.needed}
+        values |= {declared.name: hparams[declared.name] for declared in known if declared.name in hparams}
+        for name, value in values.items():
+            object.__setattr__(found, name, value)
         return found
 
     @classmethod

@@ -8,7 +8,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
 from sbkit.system.console import atomic_write
 
@@ -22,7 +24,7 @@ class Spec:
     """A corpus as it was asked for: hours of synthesised speech, or a folder in any layout that a recipe reads."""
 
     language: str
-    hours: float | None = None
+    hours: float = 0.0
     folder: str | None = None
 
     @property
@@ -58,13 +60,13 @@ def parse(text: str) -> Spec:
         return Spec(language, folder=str(Path(folder).resolve()))
     language, _, hours = text.partition(":")
     try:
-        found = Spec(language, hours=float(hours))
+        asked = float(hours)
     except ValueError:
-        found = None
-    if found is None or not language or not 0 < found.hours <= 1000:
+        asked = 0.0
+    if not language or not 0 < asked <= 1000:
         raise SbkitError(f"a corpus is asked for as {text!r}",
                          hint="write LANGUAGE:HOURS, such as es:1, for synthesised speech, or LANGUAGE=FOLDER")
-    return found
+    return Spec(language, hours=asked)
 
 
 def find(spec: Spec, out: Path) -> Corpus | None:
@@ -99,7 +101,8 @@ def _synthesise(spec: Spec, folder: Path) -> Path:
     return make_demo_corpus(folder, hours=spec.hours, language=spec.language)
 
 
-def _manifests(spec: Spec, source: str, folder: Path, recipe: Path, options: Sequence[str]) -> dict:
+def _manifests(spec: Spec, source: str, folder: Path, recipe: Path, options: Sequence[str],
+               ) -> dict[str, Manifest]:
     """Our manifests by the recipe's own rules."""
     from sbkit.recipe import arguments, load
 
@@ -108,7 +111,7 @@ def _manifests(spec: Spec, source: str, folder: Path, recipe: Path, options: Seq
     return load.load(request.path, request.overrides)["corpus"].prepare(needed=SPLITS)
 
 
-def _convert(manifest, folder: Path, split: str) -> None:
+def _convert(manifest: Manifest, folder: Path, split: str) -> None:
     """NeMo's list of a split, each utterance a WAV of 16 kHz."""
     import soundfile
 
@@ -126,6 +129,6 @@ def _convert(manifest, folder: Path, split: str) -> None:
                                     "text": row.text}, ensure_ascii=False) + "\n")
 
 
-def read_lines(path: Path) -> list[dict]:
+def read_lines(path: Path) -> list[dict[str, Any]]:
     """A file of one JSON object a line."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -79,8 +79,10 @@ def _panel(title: str, found: dict[str, list[Point]], axis: str, label: str) -> 
               for value in nice_ticks(0, x.high, 6)]
     parts.append(tag("text", label, x=(LEFT + right) / 2, y=bottom + 36, text_anchor="middle"))
     for system, points in found.items():
-        parts += _curve(system, [(x(getattr(point, axis)), *(rate(math.log10(max(value, ticks[0]))) for value in
-                                                             (point.low, point.mean, point.high))) for point in points])
+        heights = [[rate(math.log10(max(value, ticks[0]))) for value in (point.low, point.mean, point.high)]
+                   for point in points]
+        parts += _curve(system, [(x(getattr(point, axis)), low, mean, high)
+                                 for point, (low, mean, high) in zip(points, heights, strict=True)])
     return parts
 
 

@@ -87,7 +87,8 @@ class Results:
         with atomic_write(self.folder / f"{cell.name}.json") as file:
             json.dump({**asdict(cell), "options": self.options, **facts}, file, indent=1, ensure_ascii=False)
 
-    def of(self, corpus: str | None = None, system: str | None = None, epochs: int | None = None) -> list[dict]:
+    def of(self, corpus: str | None = None, system: str | None = None, epochs: int | None = None,
+           ) -> list[dict[str, Any]]:
         """All that are there, by corpus, system and epochs where these are given."""
         wanted = {"corpus": corpus, "system": system, "epochs": epochs}
         found = [self._read(path) for path in sorted(self.folder.glob("*.json"))]
@@ -111,10 +112,11 @@ class Results:
 
         Once found they stay, for all seeds.
         """
-        epochs, seconds = self.fitted(corpus, system, Length(minutes=minutes)), self.epoch_seconds(corpus, system)
+        length = Length(minutes=minutes)
+        epochs, seconds = self.fitted(corpus, system, length), self.epoch_seconds(corpus, system)
         if epochs is None and seconds is not None:
             epochs = max(1, round(60 * minutes / seconds))
-            found = {**self._fits(), _fit_name(corpus, system, minutes): {"epochs": epochs, "epoch_seconds": seconds}}
+            found = {**self._fits(), _fit_name(corpus, system, length): {"epochs": epochs, "epoch_seconds": seconds}}
             with atomic_write(self._fits_file) as file:
                 json.dump(found, file, indent=1)
         return epochs
@@ -123,7 +125,7 @@ class Results:
         """Epochs of a length; None where minutes were not fitted yet."""
         if length.epochs is not None:
             return length.epochs
-        return self._fits().get(_fit_name(corpus, system, length.minutes), {}).get("epochs")
+        return self._fits().get(_fit_name(corpus, system, length), {}).get("epochs")
 
     def _fits(self) -> dict[str, dict[str, Any]]:
         return json.loads(self._fits_file.read_text(encoding="utf-8")) if self._fits_file.is_file() else {}
@@ -133,13 +135,15 @@ class Results:
         epoch = self.epoch_seconds(asked.corpus, asked.system)
         rests = [one["wall_seconds"] - sum(one["epoch_seconds"]) for one in self.of(asked.corpus, asked.system)]
         rest = statistics.median(rests) if rests else GUESSED_REST
-        if asked.length.epochs is None:
+        if asked.length.minutes is not None:
             return asked.length.minutes + rest / 60, epoch is not None
-        if epoch is None and train_seconds is None:
+        each = epoch
+        if each is None and train_seconds is not None:
+            each = train_seconds / GUESSED_SPEED[asked.system]
+        if each is None or asked.length.epochs is None:
             return None
-        each = epoch if epoch is not None else train_seconds / GUESSED_SPEED[asked.system]
         return (asked.length.epochs * each + rest) / 60, epoch is not None
 
 
-def _fit_name(corpus: str, system: str, minutes: float) -> str:
-    return f"{corpus}.{system}.{minutes:g}-minutes"
+def _fit_name(corpus: str, system: str, length: Length) -> str:
+    return f"{corpus}.{system}.{length.minutes:g}-minutes"

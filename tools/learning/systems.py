@@ -122,7 +122,7 @@ def measure(run: Run) -> dict[str, Any]:
     others = Others()
     found = TRAIN[run.cell.system](run)
     heard = found.pop("heard")
-    rates = {}
+    rates: dict[str, float] = {}
     for split in ("dev", "test"):
         rates |= score(split, run.corpus.references(split), heard[split])
     return {**rates, "audio_hours": run.cell.epochs * run.corpus.train_hours,
@@ -148,14 +148,15 @@ def score(split: str, references: dict[str, str], heard: dict[str, str]) -> dict
 class Others:
     """How much of the machine's cores others took meanwhile: a time measured beside much of it says little."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.began = self._now()
 
     def share(self) -> float | None:
         """Of all cores, 0 to 1, since this object was made; None where the system does not tell."""
-        if self.began is None:
+        now = self._now()
+        if self.began is None or now is None:
             return None
-        seconds, all_work, ours = (now - then for now, then in zip(self._now(), self.began, strict=True))
+        seconds, all_work, ours = (new - old for new, old in zip(now, self.began, strict=True))
         return round(max(0.0, all_work - ours) / (seconds * (os.cpu_count() or 1)), 3)
 
     @staticmethod

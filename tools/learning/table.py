@@ -26,12 +26,12 @@ def _rows(results: Results, corpus: str, length: Length) -> Iterator[list[str]]:
     for system in SYSTEMS:
         epochs = results.fitted(corpus, system, length)
         found[system] = [] if epochs is None else results.of(corpus, system, epochs)
-    ours = _mean(found["sbkit"], "dev_wer")
     for system, runs in found.items():
         if not runs:
             continue
         runs = sorted(runs, key=lambda run: run["seed"])
         wer = _mean(runs, "dev_wer")
+        ours = _mean(found["sbkit"], "dev_wer") if found["sbkit"] else 0.0
         ratio = f"{wer / ours:.1f}x" if ours and system != "sbkit" else ""
         yield [corpus, str(length), NAMES[system], str(runs[0]["epochs"]), f"{runs[0]['audio_hours']:.2f}",
                f"{_mean(runs, 'train_seconds') / 60:.1f}", f"{_mean(runs, 'wall_seconds') / 60:.1f}",
@@ -39,9 +39,8 @@ def _rows(results: Results, corpus: str, length: Length) -> Iterator[list[str]]:
                f"{_mean(runs, 'test_wer'):.1f} %"]
 
 
-def _mean(runs: Iterable[dict[str, Any]], key: str) -> float | None:
-    values = [run[key] for run in runs]
-    return statistics.mean(values) if values else None
+def _mean(runs: Iterable[dict[str, Any]], key: str) -> float:
+    return statistics.mean(run[key] for run in runs)
 
 
 def _notes(runs: Sequence[dict[str, Any]]) -> Iterator[str]:
