@@ -1,0 +1,185 @@
+#!/usr/bin/env python3
+"""What starting from a model of another corpus is worth: WER after the same minutes with --init_from and without.
+
+    python tools/bench_transfer.py --out FOLDER [--source RUN] [--corpora es:1,de:1]
+        [--recordings NAME:LANGUAGE=DATA_FOLDER] [--minutes 3] [--seeds 1,2,3] [--key value ...]
+
+The source is a run of hparams/ctc.yaml on the demo corpus (English), trained first unless --source names one. The
+corpora are synthesised (LANGUAGE:HOURS, any language that espeak-ng speaks) or recordings in any layout that a recipe
+reads. For each of them a run of one epoch tells how long an epoch trains; all runs then have as many epochs as come
+closest to the minutes, with the schedule planned for that, and are the same but for --init_from. Further keys are of
+the recipe, for every run but the source's. What is compared is the test WER of the best checkpoint.
+
+Each result is a file in FOLDER/results: the same command goes on where it was stopped. FOLDER/transfer.md is the table.
+The exit code is 1 if on some corpus the mean WER with --init_from is more than --at-most (0.5) times that without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from sbkit.errors import SbkitError  # noqa: E402
+from sbkit.system.console import atomic_write  # noqa: E402
+
+RECIPE = ROOT / "hparams" / "ctc.yaml"
+SCRATCH, TRANSFER = "scratch", "init_from"
+
+
+def main() -> int:
+    args = parse()
+    try:
+        bench = Bench(args)
+        bench.run()
+    except SbkitError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(bench.table())
+    return int(any(ratio > args.at_most for ratio in bench.ratios().values()))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None, allow_abbrev=False)
+    parser.add_argument("--out", type=Path, required=True, help="folder of runs, results and the table")
+    parser.add_argument("--source", type=Path, help="a run to start from (default: one on the demo corpus is made)")
+    parser.add_argument("--source-keys", default="", help="keys of the recipe for that run, as words")
+    parser.add_argument("--corpora", default="es:1", help="LANGUAGE:HOURS of synthesised speech; '' for none")
+    parser.add_argument("--recordings", action="append", default=[], metavar="NAME:LANGUAGE=DATA_FOLDER")
+    parser.add_argument("--minutes", type=float, default=3.0, help="of training")
+    parser.add_argument("--seeds", default="1,2,3")
+    parser.add_argument("--at-most", type=float, default=0.5, help="of the WER without, to pass")
+    args, rest = parser.parse_known_args()
+    args.keys = rest
+    return args
+
+
+class Bench:
+    """The runs that were asked for, and as many of their results as are there."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        self.out: Path = args.out.absolute()
+        self.seeds = [int(word) for word in args.seeds.split(",")]
+        self.corpora = dict(map(self._corpus, filter(None, args.corpora.split(","))))
+        for word in args.recordings:
+            name, sign, folder = word.partition("=")
+            if not sign or not Path(folder).exists():
+                raise SbkitError(f"--recordings {word}: there is no such folder",
+                                 hint="write NAME:LANGUAGE=DATA_FOLDER")
+            name, _, language = name.partition(":")
+            self.corpora[name] = {"data_folder": str(Path(folder).resolve()), "language": language or "en"}
+        self.found: dict[tuple[str, str, int], dict[str, float]] = {}
+
+    def _corpus(self, word: str) -> tuple[str, dict[str, Any]]:
+        """A synthesised corpus, made once."""
+        from sbkit.data.demo import make_demo_corpus
+
+        language, _, hours = word.partition(":")
+        folder = make_demo_corpus(self.out / "corpora" / language, hours=float(hours or 1), language=language)
+        return language, {"data_folder": str(folder), "language": language}
+
+    def run(self) -> None:
+        """Make what is missing, both ways in turn."""
+        source = self.args.source or self._source()
+        for name, corpus in self.corpora.items():
+            epochs = self._epochs(name, corpus)
+            for seed in self.seeds:
+                for way, more in ((SCRATCH, {}), (TRANSFER, {"init_from": str(source.absolute())})):
+                    keys = {**corpus, "seed": seed, "number_of_epochs": epochs, **more}
+                    self.found[name, way, seed] = self._cell(f"{name}-{way}-{seed}", keys)
+                    self._write()
+
+    def _source(self) -> Path:
+        folder = self.out / "source"
+        self._train("source", folder, {}, self.args.source_keys.split())  # nothing is left to do the next time
+        return folder
+
+    def _epochs(self, name: str, corpus: Mapping[str, Any]) -> int:
+        """How many take about the minutes that are asked for."""
+        one = self._cell(f"{name}-epoch", {**corpus, "seed": 0, "number_of_epochs": 1})
+        return max(1, round(60 * self.args.minutes / one["train_seconds"]))
+
+    def _cell(self, name: str, keys: Mapping[str, Any]) -> dict[str, float]:
+        """A run's result, from its file or by making it."""
+        path = self.out / "results" / f"{name}.json"
+        asked = {**{key: str(value) for key, value in keys.items()}, "keys": self.args.keys}
+        if path.is_file():
+            known = json.loads(path.read_text(encoding="utf-8"))
+            if known["asked"] == asked:
+                return dict(known["result"])
+        folder = self.out / "runs" / name
+        shutil.rmtree(folder, ignore_errors=True)  # of a call that was stopped: it would be resumed
+        self._train(name, folder, {"least_steps": 0, **keys}, self.args.keys)
+        result = read(folder)
+        shutil.rmtree(folder)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(path) as file:
+            json.dump({"asked": asked, "result": result}, file, indent=1)
+        print(f"{name}: test WER {result['wer']:.2f} %, {result['train_seconds']:.0f} s of training", file=sys.stderr)
+        return result
+
+    def _train(self, name: str, folder: Path, keys: Mapping[str, Any], more: Sequence[str]) -> None:
+        log = self.out / "logs" / f"{name}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        words = [word for key, value in {**keys, "output_folder": folder}.items() for word in (f"--{key}", str(value))]
+        command = [sys.executable, "-m", "sbkit", "train", str(RECIPE), "--noprogressbar", *words, *more]
+        with open(log, "w", encoding="utf-8") as out:
+            code = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=out,
+                                  stderr=out, stdin=subprocess.DEVNULL, check=False).returncode
+        if code:
+            last = (log.read_text(encoding="utf-8", errors="replace").rstrip().splitlines() or [""])[-1]
+            raise SbkitError(f"{name} ended with code {code}: {last}", hint=f"its log is {log}")
+
+    # ------------------------------------------------------------ the table
+
+    def _of(self, name: str, way: str, what: str) -> list[float]:
+        return [self.found[name, way, seed][what] for seed in self.seeds if (name, way, seed) in self.found]
+
+    def ratios(self) -> dict[str, float]:
+        """The mean WER with --init_from by that without, where all runs are there."""
+        return {name: statistics.mean(self._of(name, TRANSFER, "wer")) / statistics.mean(self._of(name, SCRATCH, "wer"))
+                for name in self.corpora if len(self._of(name, TRANSFER, "wer")) == len(self.seeds)}
+
+    def table(self) -> str:
+        """Markdown for RESULTS.md."""
+        rows = [["corpus", "minutes of training", "WER from nothing", "with `--init_from`", "ratio"], ["---"] * 5]
+        ratios = self.ratios()
+        for name in self.corpora:
+            seconds = self._of(name, SCRATCH, "train_seconds") + self._of(name, TRANSFER, "train_seconds")
+            if seconds:
+                rows.append([name, f"{min(seconds) / 60:.1f} to {max(seconds) / 60:.1f}",
+                             shown(self._of(name, SCRATCH, "wer")), shown(self._of(name, TRANSFER, "wer")),
+                             f"{ratios[name]:.2f}" if name in ratios else ""])
+        return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+    def _write(self) -> None:
+        with atomic_write(self.out / "transfer.md") as file:
+            file.write(self.table() + "\n")
+
+
+def shown(rates: Sequence[float]) -> str:
+    """The mean, and the single ones behind it."""
+    return f"{statistics.mean(rates):.1f} ({', '.join(f'{rate:.1f}' for rate in rates)})" if rates else ""
+
+
+def read(folder: Path) -> dict[str, float]:
+    """What a run came to: its test WER, and the seconds that its epochs trained."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    test = [line for line in lines if line["kind"] == "test"]
+    return {"wer": test[-1]["test_WER"], "cer": test[-1]["test_CER"],
+            "train_seconds": sum(line.get("train_seconds", 0.0) for line in lines if line["kind"] == "epoch")}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
