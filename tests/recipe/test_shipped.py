@@ -82,3 +82,10 @@ def test_the_check_builds_what_hyperpyyaml_builds(name, tmp_path):
         shapes = {name: p.shape for name, p in hparams["model"].named_parameters()}
         assert {name: p.shape for name, p in built.hparams["model"].named_parameters()} == shapes
         assert built.hparams["modules"]["model"] is built.hparams["model"]
+
+
+def test_a_rate_that_the_pretrained_encoder_was_not_trained_at_is_refused(tmp_path):
+    (error,) = check(ROOT / "hparams" / "ssl.yaml", stand_ins("hparams/ssl.yaml", tmp_path) | {"sample_rate": 8000}
+                     ).errors
+    assert (error.code, error.key) == ("sample-rate", "encoder")
+    assert "hears 16000 samples a second" in error.message and "write sample_rate: 16000" in error.suggestion

@@ -39,6 +39,9 @@ class Encoder(nn.Module):
     whole_window : give Whisper's encoder 30 seconds each time, silence behind the utterance, as in its pretraining
     """
 
+    sample_rate = 16_000
+    """Samples a second of the waveforms that all these families were pretrained on."""
+
     def __init__(self, source: str, folder: str | Path | None = None, *, freeze_front: bool = True,
                  layers: int | None = None, dropout: float | None = None, mask_time_prob: float | None = None,
                  mask_time_length: int | None = None, mask_feature_prob: float | None = None,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from inspect import signature
+
 import torch
 from speechbrain.lobes.models.transformer.Transformer import TransformerInterface
 from torch import nn
 
 from sbkit.recipe.build import Built
-from sbkit.recipe.source import Findings
+from sbkit.recipe.source import Findings, Node
 from sbkit.recipe.trace import SECONDS, stand_ins
 from sbkit.recipe.values import static
 from sbkit.tasks.ctc.keys import CTCKeys
@@ -15,8 +18,32 @@ from sbkit.tasks.ctc.keys import CTCKeys
 
 def parts_fit(keys: CTCKeys, built: Built, findings: Findings) -> bool:
     """Whether a batch can be sent through."""
-    looks = _features_fit, _front_end_fits, _has_its_decoder  # the next rests on what the one before found right
+    # the next rests on what the one before found right
+    looks = _rates_fit, _features_fit, _front_end_fits, _has_its_decoder
     return all(look(keys, built, findings) for look in looks)
+
+
+def _rates_fit(keys: CTCKeys, built: Built, findings: Findings) -> bool:
+    """Whether features, or an encoder, go by the rate at which recordings are read, where they say one."""
+    for key in ("compute_features", keys.encoder_key):
+        part = getattr(keys, key)
+        for module in part.modules() if isinstance(part, nn.Module) else ():
+            rate = getattr(module, "sample_rate", keys.sample_rate)
+            if rate != keys.sample_rate:
+                _tell_rate(built.nodes[key], signature(type(part)).parameters, rate, keys.sample_rate, findings)
+                return False
+    return True
+
+
+def _tell_rate(node: Node, takes: Collection[str], rate: int, read: int, findings: Findings) -> None:
+    if "sample_rate" in takes:
+        findings.error("sample-rate", node.place_of("sample_rate"), node.key_of("sample_rate"),
+                       f"it is {rate}, and sample_rate, at which recordings are read, is {read}",
+                       "write `sample_rate: !ref <sample_rate>`")
+    else:
+        findings.error("sample-rate", node.place, node.key,
+                       f"it hears {rate} samples a second, and sample_rate, at which recordings are read, is {read}",
+                       f"write sample_rate: {rate} at the top of the recipe")
 
 
 def _features_fit(keys: CTCKeys, built: Built, findings: Findings) -> bool:
@@ -24,13 +51,6 @@ def _features_fit(keys: CTCKeys, built: Built, findings: Findings) -> bool:
     if keys.compute_features is None:  # an encoder on waveforms
         return True
     node = built.nodes["compute_features"]
-    for module in keys.compute_features.modules() if isinstance(keys.compute_features, nn.Module) else ():
-        rate = getattr(module, "sample_rate", keys.sample_rate)
-        if rate != keys.sample_rate:
-            findings.error("sample-rate", node.place_of("sample_rate"), node.key_of("sample_rate"),
-                           f"it is {rate}, and sample_rate, at which recordings are read, is {keys.sample_rate}",
-                           "write `sample_rate: !ref <sample_rate>`")
-            return False
     samples = round(SECONDS * keys.sample_rate)
     with stand_ins(), torch.no_grad():
         feats = keys.compute_features(torch.empty(1, samples))
