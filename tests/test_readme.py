@@ -84,7 +84,7 @@ def test_the_worked_example_builds(tmp_path, monkeypatch):
     assert report.sections["shapes"].values["ctc_lin"]
 
 
-def test_the_recipe_that_begins_with_weights_builds(tmp_path):
+def test_the_recipe_whose_encoder_has_weights_builds(tmp_path):
     """As the page about models shows it, resting on this checkout's flagship."""
     [block] = [block for block in re.findall(r"(?:^ {4}.*\n)+", prose("docs/models.md"), re.M) if "Pretrainer" in block]
     recipe = tmp_path / "finetune.yaml"
