@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -42,11 +42,14 @@ if TYPE_CHECKING:  # each side imports its own when it is asked to work
     from sbkit.recipe.arguments import Request
     from sbkit.tasks.task import Task
 
+    MakeSide = Callable[[dict[str, Any], Request], SimpleNamespace]
+
 RECIPE = ROOT / "hparams" / "ctc.yaml"
 WARM_UP = {"step": "step", "validation": "validation", "epoch": "step"}  # what comes before each piece, uncounted
 #: What stock SpeechBrain doesn't have, switched off; nor is a checkpoint saved within an epoch.
 NOT_OF_STOCK = {"spec_augment": None, "intermediate_ctc": 0.0, "initial_weights": None, "ckpt_interval_minutes": 0}
-STEP_BATCHES = 12  # the same ones on both sides, again and again: a step's figure has no audio reading in it
+#: How many batches a step is measured on: the same on both sides, again and again, and no audio is read meanwhile.
+STEP_BATCHES = 12
 
 
 def main() -> None:
@@ -61,10 +64,10 @@ def main() -> None:
     parser.add_argument("--side", help=argparse.SUPPRESS)
     args, rest = parser.parse_known_args()
     if args.side:
-        work(args, rest)
+        work(args, rest, SIDES, NOT_OF_STOCK)
         return
     with tempfile.TemporaryDirectory() as folder:
-        results = compare(args, rest, Path(folder))
+        results = compare(args, rest, Path(folder), __file__)
     print(show(results))
     if args.json:
         args.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
@@ -73,8 +76,8 @@ def main() -> None:
 # ------------------------------------------------------------------ the referee
 
 
-def compare(args: argparse.Namespace, rest: list[str], folder: Path) -> dict[str, Any]:
-    """Let every side do every piece in turn; times by (piece, side)."""
+def compare(args: argparse.Namespace, rest: list[str], folder: Path, program: str) -> dict[str, Any]:
+    """Let every side of a benchmark do every piece in turn; audio seconds a second by piece and side."""
     from sbkit.system import environment
 
     overrides = [*rest, "--output_folder", str(folder / "run")] + (["--data_folder", args.data] if args.data else [])
@@ -82,7 +85,7 @@ def compare(args: argparse.Namespace, rest: list[str], folder: Path) -> dict[str
     sides = {}
     for precision in args.precisions.split(","):
         for whose in ("stock", "sbkit"):
-            command = [sys.executable, __file__, "--side", whose, "--recipe", str(args.recipe), "--device", args.device,
+            command = [sys.executable, program, "--side", whose, "--recipe", str(args.recipe), "--device", args.device,
                        *overrides, "--precision", precision, "--eval_precision", precision]
             sides[f"{whose} {precision}"] = Side(command)
     times: dict[str, dict[str, list[float]]] = {}
@@ -156,8 +159,8 @@ def show(results: dict[str, Any]) -> str:
 # ------------------------------------------------------------------ one side
 
 
-def work(args: argparse.Namespace, rest: list[str]) -> None:
-    """Do what each line of stdin says, and answer with a line of JSON."""
+def work(args: argparse.Namespace, rest: list[str], sides: Mapping[str, MakeSide], keys: Mapping[str, Any]) -> None:
+    """Be one of the sides: do what each line of stdin says, and answer in JSON. ``keys`` are the recipe's."""
     answer, sys.stdout = sys.stdout, sys.stderr  # whatever a library prints is no answer
     from sbkit.recipe import arguments, load
 
@@ -166,9 +169,9 @@ def work(args: argparse.Namespace, rest: list[str]) -> None:
         from sbkit.train.memory.host import keep_freed_memory
 
         keep_freed_memory()
-    hparams = load.load(request.path, request.overrides | NOT_OF_STOCK)
+    hparams = load.load(request.path, {**request.overrides, **keys})
     hparams["schedule"].total_steps = 10**6
-    side = SIDES[args.side](hparams, request)
+    side = sides[args.side](hparams, request)
     if side.brain.precision != request.run_opts.precision:
         raise SystemExit(f"{args.side} trains in {side.brain.precision}, not in {request.run_opts.precision}")
     for line in sys.stdin:
@@ -196,7 +199,7 @@ def seconds_of(batches: Sequence[Batch]) -> float:
     return sum(float(batch.signal_lengths.sum()) / 16000 for batch in batches)
 
 
-def planned(hparams: dict[str, Any], device: str) -> tuple[TrainLoader, list[Batch]]:
+def planned(hparams: dict[str, Any], device: str, batches: int = STEP_BATCHES) -> tuple[TrainLoader, list[Batch]]:
     """sbkit's loader of the training set, and the batches that a step of either side is measured with."""
     import itertools
 
@@ -208,10 +211,10 @@ def planned(hparams: dict[str, Any], device: str) -> tuple[TrainLoader, list[Bat
     manifest, tokenizer = corpus.load()["train"], hparams["tokenizer"].load()
     plan = Plan(manifest.durations, batching, round_seconds=batching.rounding(device.split(":")[0]))
     loader = TrainLoader(manifest, tokenizer, plan, workers=hparams["num_workers"])
-    return loader, list(itertools.islice(loader.at(1), STEP_BATCHES))
+    return loader, list(itertools.islice(loader.at(1), batches))
 
 
-def ours(hparams: dict[str, Any], request: Request) -> SimpleNamespace:
+def ours(hparams: dict[str, Any], request: Request, batches: int = STEP_BATCHES) -> SimpleNamespace:
     """sbkit's Brain, plan and loaders."""
     import itertools
 
@@ -222,7 +225,7 @@ def ours(hparams: dict[str, Any], request: Request) -> SimpleNamespace:
     manifests, tokenizer = corpus.load(), hparams["tokenizer"].load()
     brain: Task = hparams["brain"](modules=hparams["modules"], opt_class=hparams["opt_class"], hparams=hparams,
                                    run_opts=request.run_opts)
-    train, kept = planned(hparams, request.run_opts.device)
+    train, kept = planned(hparams, request.run_opts.device, batches)
     valid = EvalLoader(manifests["dev"], tokenizer, max_batch_seconds=hparams["max_batch_seconds"],
                        workers=hparams["num_workers"])
     brain.hparams.train_logger.log_stats = lambda *_, **__: None
@@ -369,7 +372,7 @@ def stock(hparams: dict[str, Any], request: Request) -> SimpleNamespace:
                            epoch_steps=len(train))
 
 
-SIDES = {"stock": stock, "sbkit": ours}
+SIDES: dict[str, MakeSide] = {"stock": stock, "sbkit": ours}
 
 
 if __name__ == "__main__":

@@ -65,7 +65,8 @@ def _train(recipe: Any, request: Any, device: Any, guard: Any) -> None:
     folder = recipe.keys.folder
     ranks.run_on_main(preparation.open_folder, folder, request)
     ranks.run_on_main(initial.look, recipe.keys)
-    pretrained.fetch(recipe.keys.pretrainer)  # report what is missing before a corpus is prepared
+    # Before a corpus is prepared, so that what is missing is told at once.
+    pretrained.fetch(recipe.keys.pretrainer, _resumed(recipe.keys))
     follows = ranks.run_on_main(preparation.prepare_data, recipe, request.overrides)
     if follows:
         request.overrides.update({key: value for key, value in follows.items() if key in recipe.hparams})
@@ -82,9 +83,17 @@ def _train(recipe: Any, request: Any, device: Any, guard: Any) -> None:
     ranks.run_on_main(completion.forget, recipe.keys)
     corpus = recipe.keys.corpus
     manifests = corpus.load()
-    pretrained.load(recipe.keys.pretrainer)
+    pretrained.load(recipe.keys.pretrainer, _resumed(recipe.keys))
     brain = training.fit_and_test(recipe, request, device, manifests, guard)
     ranks.run_on_main(results.show, brain.tested, folder, manifests["test"], corpus.left_out("test"),
                       brain.metrics_log)
     if (done or not test_only) and not brain.tested.unread:  # a test alone does not complete a run
         ranks.run_on_main(completion.keep, recipe.keys, request, brain.tested)
+
+
+def _resumed(keys: Any) -> list[Any]:
+    """The objects that come from a checkpoint of this run; none in a run that begins."""
+    from sbkit.runs import initial
+    from sbkit.train.distributed import ranks
+
+    return [] if ranks.run_on_main(initial.fresh, keys) else list(keys.checkpointer.recoverables.values())

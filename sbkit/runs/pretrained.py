@@ -38,25 +38,30 @@ logger = logging.getLogger(__name__)
 _NAMED = 5  # parameters that a warning lists
 
 
-def fetch(pretrainer: Any) -> dict[str, str]:
-    """Fetch all files on one rank; every rank gets their paths by name."""
-    return {} if pretrainer is None else ranks.run_on_main(_collect, pretrainer)
+def fetch(pretrainer: Any, saved: Iterable[Any] = ()) -> dict[str, str]:
+    """Fetch all files on one rank, unless ``saved`` objects hold everything; every rank gets their paths by name."""
+    return ranks.run_on_main(_collect, pretrainer) if _wanted(pretrainer, saved) else {}
 
 
 def load(pretrainer: Any, saved: Iterable[Any] = ()) -> None:
     """Fetch and load everything except what ``saved`` objects hold, which comes from a checkpoint."""
-    if pretrainer is None:
-        return
-    held = {tensor for obj in saved for tensor in saved_by(obj)}
-    wanted = {name: obj for name, obj in pretrainer.loadables.items()
-              if pretrainer.is_loadable(name) and not _within(obj, held)}
+    wanted = _wanted(pretrainer, saved)
     if not wanted:
         return
-    paths = fetch(pretrainer)
+    paths = ranks.run_on_main(_collect, pretrainer)
     for name, obj in wanted.items():
         _load(obj, name, paths[name], pretrainer.custom_hooks.get(name))
     if ranks.is_main():
         logger.info("Pretrained: %s", ", ".join(f"{name} from {paths[name]}" for name in wanted))
+
+
+def _wanted(pretrainer: Any, saved: Iterable[Any]) -> dict[str, Any]:
+    """What the pretrainer has to load: all that no saved object holds."""
+    if pretrainer is None:
+        return {}
+    held = {tensor for obj in saved for tensor in saved_by(obj)}
+    return {name: obj for name, obj in pretrainer.loadables.items()
+            if pretrainer.is_loadable(name) and not _within(obj, held)}
 
 
 def _tensors(obj: Any) -> list[Any]:

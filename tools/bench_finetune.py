@@ -1,0 +1,124 @@
+#!/usr/bin/env python3
+"""Speed and memory of fine-tuning a pretrained encoder: sbkit's against SpeechBrain's wrapper and Brain, in turn.
+
+    python tools/bench_finetune.py [--encoder FOLDER] [--rounds 3] [--device cpu] [--data FOLDER] [--json FILE]
+        [--key value ...]
+
+Both sides train hparams/ssl.yaml's encoder and head: the same weights (a wav2vec 2.0 of base size, 95 M parameters,
+drawn at random, unless --encoder names a folder that transformers' save_pretrained has written), the same batches,
+optimizer and frozen convolutions in front, and no masking or dropout. The stock side is SpeechBrain's Brain around its
+own ``Wav2Vec2`` with ``freeze_feature_extractor``. What is measured is a step on batches that are in memory, and the
+most memory that each process held. bench_train.py says how turns are taken; ratios above 1: sbkit is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import bench_train
+
+if TYPE_CHECKING:
+    from sbkit.recipe.arguments import Request
+
+RECIPE = bench_train.ROOT / "hparams" / "ssl.yaml"
+BATCHES = 2
+#: What only one of both has, and an encoder whose loss is the same each time.
+KEYS = {"head_dropout": 0.0, "mask_time_prob": 0.0, "mask_feature_prob": 0.0, "ckpt_interval_minutes": 0,
+        "encoder.dropout": 0.0}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None, allow_abbrev=False)
+    parser.add_argument("--encoder", type=Path)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--data", help="a corpus (default: the demo corpus)")
+    parser.add_argument("--precisions", default="fp32")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--recipe", type=Path, default=RECIPE, help=argparse.SUPPRESS)
+    parser.add_argument("--pieces", default="step", help=argparse.SUPPRESS)
+    parser.add_argument("--side", help=argparse.SUPPRESS)
+    args, rest = parser.parse_known_args()
+    if args.side:
+        bench_train.work(args, rest, {"stock": stock, "sbkit": ours}, KEYS)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        encoder = args.encoder or draw(Path(folder) / "encoder")
+        keys = ["--encoder_source", str(encoder), "--max_batch_seconds", "20", "--step_seconds", "20", *rest]
+        results = bench_train.compare(args, keys, Path(folder), __file__)
+    print(bench_train.show(results))
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+def draw(folder: Path) -> Path:
+    """A wav2vec 2.0 of base size with random weights, as transformers writes it."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.Wav2Vec2Config(hidden_dropout=0.0, attention_dropout=0.0, activation_dropout=0.0,
+                                         feat_proj_dropout=0.0, layerdrop=0.0)
+    transformers.Wav2Vec2Model(config).save_pretrained(folder)
+    extractor: Any = transformers.Wav2Vec2FeatureExtractor
+    extractor(do_normalize=True, return_attention_mask=False).save_pretrained(folder)
+    return folder
+
+
+def ours(hparams: dict[str, Any], request: Request) -> SimpleNamespace:
+    """sbkit's Brain with the encoder's weights."""
+    hparams["encoder"].load()
+    return bench_train.ours(hparams, request, BATCHES)
+
+
+def stock(hparams: dict[str, Any], request: Request) -> SimpleNamespace:
+    """SpeechBrain's Brain around its wrapper, put together as its Common Voice CTC recipes do."""
+    import speechbrain as sb
+    import torch
+    from speechbrain.integrations.huggingface.wav2vec2 import Wav2Vec2
+
+    source = hparams["encoder_source"]
+    encoder = Wav2Vec2(source, save_path=source, freeze=False, freeze_feature_extractor=True)
+    head = torch.nn.Linear(hparams["encoder"].width, hparams["output_neurons"])
+    del hparams["encoder"], hparams["model"], hparams["modules"]  # they'd count as its memory
+
+    class Stock(sb.core.Brain):
+        def compute_forward(self, batch: Any, stage: Any) -> Any:
+            signals, lengths = batch.sig
+            return head(encoder(signals, lengths)).log_softmax(-1), lengths
+
+        def compute_objectives(self, predictions: Any, batch: Any, stage: Any) -> Any:
+            log_probs, lengths = predictions
+            return sb.nnet.losses.ctc_loss(log_probs.float(), batch.tokens, lengths,
+                                           batch.token_lengths / batch.tokens.shape[1], blank_index=0)
+
+        def on_fit_batch_start(self, batch: Any, should_step: bool) -> None:
+            hparams["schedule"].apply(self.optimizer, self.optimizer_step + 1)
+
+    options = {"device": request.run_opts.device, "precision": request.run_opts.precision}
+    brain = Stock({"model": torch.nn.ModuleList([encoder, head])}, hparams["opt_class"], hparams, options)
+    brain.on_fit_start()
+
+    @functools.cache
+    def kept() -> list[Any]:
+        return [batch.to(brain.device) for batch in bench_train.planned(hparams, request.run_opts.device, BATCHES)[1]]
+
+    def step() -> float:
+        brain.modules.train()
+        for batch in kept():
+            brain.step += 1
+            print(f"loss {float(brain.fit_batch(batch)):.3f}", file=sys.stderr)
+        return bench_train.seconds_of(kept())
+
+    return SimpleNamespace(step=step, brain=brain)
+
+
+if __name__ == "__main__":
+    main()
