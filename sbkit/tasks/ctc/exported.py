@@ -18,10 +18,10 @@ from sbkit.export.layout import Config
 from sbkit.export.parity import Comparison
 from sbkit.export.runners import Runner
 from sbkit.export.vocabulary import Vocabulary, write_tokens
-from sbkit.nn.recognizer import Recognizer
 from sbkit.tasks.ctc import readme, sherpa, speechbrain_folder
 from sbkit.tasks.ctc.graph import OUTPUTS, Graph, trace
 from sbkit.tasks.ctc.keys import CTCKeys
+from sbkit.tasks.ctc.recognizer import Recognizer
 
 _SPACED = 0.1  # share of texts with a space from which words are what spaces separate
 

@@ -14,7 +14,7 @@ from sbkit.export import features
 from sbkit.export.graph import trace_module
 from sbkit.export.lobes import exportable
 from sbkit.nn.lengths import LengthRule
-from sbkit.nn.recognizer import GUARD_FRAMES, Recognizer
+from sbkit.tasks.ctc.recognizer import GUARD_FRAMES, Recognizer
 
 EXAMPLE = (2, 24_000)  # a batch that is traced; sizes of 0 and 1 would count as constants
 #: Names and open dimensions of what goes in and what comes out.

@@ -10,10 +10,10 @@ import pyarrow.compute as pc
 import torch
 
 from sbkit.data.manifest import Manifest
-from sbkit.nn.recognizer import Recognizer
 from sbkit.recipe.report import Section, listed
 from sbkit.recipe.source import Findings, Node, Place
 from sbkit.tasks.ctc.keys import CTCKeys
+from sbkit.tasks.ctc.recognizer import Recognizer
 
 #: Utterances of a split whose labels are looked at: all of them, or the ones with most text a second.
 MOST = 200_000

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sbkit.nn.recognizer import Recognizer
 from sbkit.tasks.ctc.keys import CTCKeys
+from sbkit.tasks.ctc.recognizer import Recognizer
 
 
 def recognizer(keys: CTCKeys) -> Recognizer:

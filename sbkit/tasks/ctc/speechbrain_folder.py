@@ -31,8 +31,8 @@ from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.export.features import is_input_normalization
 from sbkit.export.runners import Runner, padded
-from sbkit.nn.recognizer import GUARD_FRAMES, Recognizer
 from sbkit.recipe import load
+from sbkit.tasks.ctc.recognizer import GUARD_FRAMES, Recognizer
 
 _HEAD = """# For stock SpeechBrain; the weights are in model.ckpt, which is a safetensors file (never a pickle).
 #

@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from sbkit.decode.joint import JointSearch
 from sbkit.errors import SbkitError
-from sbkit.nn.recognizer import Recognizer
 from sbkit.tasks.ctc import CTC, Scores
+from sbkit.tasks.ctc.recognizer import Recognizer
 
 BOS, EOS, LABELS, SIZE = 1, 2, 6, 16
 WEIGHT = 0.35

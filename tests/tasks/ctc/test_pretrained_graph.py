@@ -7,8 +7,8 @@ import torch
 
 from sbkit.export import graph, runners
 from sbkit.nn.pretrained import Encoder, Head
-from sbkit.nn.recognizer import Recognizer
 from sbkit.tasks.ctc.graph import INPUTS, OUTPUTS, Graph, trace
+from sbkit.tasks.ctc.recognizer import Recognizer
 
 LENGTHS = (16_000, 12_345, 800, 37_000)
 

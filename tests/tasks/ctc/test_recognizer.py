@@ -7,9 +7,9 @@ from speechbrain.lobes.models.convolution import ConvolutionFrontEnd
 from speechbrain.lobes.models.transformer.TransformerASR import TransformerASR
 from speechbrain.processing.features import InputNormalization
 
-from sbkit.nn import recognizer
 from sbkit.nn.accelerate import accelerate
-from sbkit.nn.recognizer import Recognizer
+from sbkit.tasks.ctc import recognizer
+from sbkit.tasks.ctc.recognizer import Recognizer
 
 
 @pytest.fixture(scope="module")

@@ -18,10 +18,10 @@ from sbkit.export import graph, runners
 from sbkit.infer.backends import moved
 from sbkit.nn.accelerate import accelerate
 from sbkit.nn.lengths import LengthRule
-from sbkit.nn.recognizer import Recognizer
 from sbkit.tasks.ctc import graph as recogniser
 from sbkit.tasks.ctc.exported import reference
 from sbkit.tasks.ctc.graph import OUTPUTS
+from sbkit.tasks.ctc.recognizer import Recognizer
 
 MELS, LABELS = 16, 9
 #: Samples: the first is shorter than a window, the last far longer than what is traced.
