@@ -31,7 +31,7 @@ RECIPE = bench_train.ROOT / "hparams" / "ssl.yaml"
 BATCHES = 2
 #: What only one of both has, and an encoder whose loss is the same each time.
 KEYS = {"head_dropout": 0.0, "mask_time_prob": 0.0, "mask_feature_prob": 0.0, "ckpt_interval_minutes": 0,
-        "encoder.dropout": 0.0}
+        "dropout": 0.0}
 
 
 def main() -> None:

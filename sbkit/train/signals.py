@@ -30,7 +30,7 @@ from types import FrameType
 from typing import Any, ClassVar
 
 from sbkit.errors import SbkitError
-from sbkit.train.distributed import launcher, ranks
+from sbkit.train.distributed import launcher
 
 logger = logging.getLogger(__name__)
 
@@ -142,6 +142,8 @@ class StopSignals(_Caught):
         caught = bool(self._before)
         super().__exit__(kind, error, *rest)
         if caught and kind is None and self.signum is not None:
+            from sbkit.train.distributed import ranks  # imports torch: a signal is to be caught before
+
             ranks.raise_on_main(Stopped(
                 f"stopped by {signal.Signals(self.signum).name} when training had ended",
                 hint="run the same command to go on from there", exit_code=128 + self.signum,

@@ -70,7 +70,7 @@ def parts(home):
 
 TINY = ("--d_model 16 --nhead 2 --num_encoder_layers 1 --num_decoder_layers 1 --d_ffn 16 --cnn_first_channels 4 "
         "--cnn_channels 4 --num_workers 1 --least_steps 0 --step_seconds 4 --number_of_epochs 2 --noprogressbar "
-        "--precision fp32").split()
+        "--precision fp32 --no-check").split()
 
 
 def environment():
@@ -129,15 +129,15 @@ def test_it_is_trained_tested_and_reported(home, trained):
 
 @pytest.mark.slow
 def test_two_processes_learn_what_one_learns(home, trained):
-    sbkit(home, "train", "spotter.yaml", "--noprogressbar", "--output_folder", "results/two", processes=2)
+    sbkit(home, "train", "spotter.yaml", "--noprogressbar", "--no-check", "--output_folder", "results/two", processes=2)
     for name, value in weights(trained[0]).items():
         torch.testing.assert_close(weights(home / "results" / "two")[name], value, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.slow
 def test_killed_it_comes_back_as_if_nothing_had_happened(home, trained):
-    words = [sys.executable, "-m", "sbkit", "train", "spotter.yaml", "--noprogressbar", "--output_folder",
-             "results/killed"]
+    words = [sys.executable, "-m", "sbkit", "train", "spotter.yaml", "--noprogressbar", "--no-check",
+             "--output_folder", "results/killed"]
     process = subprocess.Popen(words, cwd=home, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     until = time.monotonic() + 120
     while len(list((home / "results" / "killed" / "save").glob("CKPT+*"))) < 1:
@@ -145,7 +145,7 @@ def test_killed_it_comes_back_as_if_nothing_had_happened(home, trained):
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    sbkit(home, "train", "spotter.yaml", "--noprogressbar", "--output_folder", "results/killed")
+    sbkit(home, "train", "spotter.yaml", "--noprogressbar", "--no-check", "--output_folder", "results/killed")
     for name, value in weights(trained[0]).items():
         assert torch.equal(weights(home / "results" / "killed")[name], value)
 
@@ -168,7 +168,7 @@ def test_it_is_exported_and_runs_without_its_file(home, trained, tmp_path):
 
 @pytest.mark.slow
 def test_parts_of_ones_own_are_checked_trained_and_shipped(parts):
-    report = json.loads(sbkit(parts, "check", "mine.yaml", *TINY[:-5], "--json"))
+    report = json.loads(sbkit(parts, "check", "mine.yaml", *TINY[:-6], "--json"))
     assert report["errors"] == [] and report["sections"]["shapes"]["values"]["Transformer"][-1] == 16
     out = sbkit(parts, "train", "mine.yaml", *TINY, "--output_folder", "results/mine")
     assert "test WER" in out

@@ -102,7 +102,7 @@ def test_a_starter_is_checked_trained_exported_transcribed_and_served(installed,
     large = "recipes/CommonVoice/ASR/CTC/hparams/large.yaml"
     assert "nothing wrong" in sbkit("check", large, "--no-run", "--data_folder", "../data", "--language", "fr")
 
-    trained = run(["train.py", "hparams/ctc.yaml", *TINY], tmp_path / "mine", **alone)
+    trained = run(["train.py", "hparams/ctc.yaml", *TINY, "--no-check"], tmp_path / "mine", **alone)
     assert "test WER" in trained and (tmp_path / "mine/results/tiny/report.html").exists()
     sbkit("export", "results/tiny", "--to", "bundle", "--formats", "onnx", "--clips", "2")
     clip = next((tmp_path / "data").rglob("*.wav"), None) or next((tmp_path / "data").rglob("*.mp3"))

@@ -11,6 +11,7 @@ from sbkit.tasks.ctc.graph import INPUTS, OUTPUTS, Graph, trace
 from sbkit.tasks.ctc.recognizer import Recognizer
 
 LENGTHS = (16_000, 12_345, 800, 37_000)
+TORCH = ("wav2vec2-group", "w2v-bert")  # reading it back takes long, and it is the program that the ONNX is made from
 
 
 @pytest.mark.slow
@@ -24,10 +25,12 @@ def test_every_family_is_exported(tmp_path, kind):
     assert least < 1_000 and not any("fft" in str(node.target) for node in program.graph.nodes)
     graph.write_onnx(program, tmp_path / "m.onnx", INPUTS, OUTPUTS, {})
     graph.quantize(tmp_path / "m.onnx", tmp_path / "q.onnx")
-    graph.write_torch(program, tmp_path / "m.pt2")
+    formats = [("m.onnx", runners.onnx, 1e-3), ("q.onnx", runners.onnx, 0.2)]
+    if kind in TORCH:
+        graph.write_torch(program, tmp_path / "m.pt2")
+        formats.append(("m.pt2", runners.exported, 1e-3))
     signals = [0.1 * np.random.default_rng(i).standard_normal(n).astype(np.float32) for i, n in enumerate(LENGTHS)]
-    for name, run, most in (("m.onnx", runners.onnx, 1e-3), ("m.pt2", runners.exported, 1e-3),
-                            ("q.onnx", runners.onnx, 0.2)):
+    for name, run, most in formats:
         run = run(tmp_path / name, OUTPUTS, least)
         together = run(signals)
         for signal, found in zip(signals, together, strict=True):
