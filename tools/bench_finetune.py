@@ -51,7 +51,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         encoder = args.encoder or draw(Path(folder) / "encoder")
-        keys = ["--encoder_source", str(encoder), "--max_batch_seconds", "20", "--step_seconds", "20", *rest]
+        keys = ["--encoder_source", str(encoder), "--max_batch_seconds", "40", "--step_seconds", "40", *rest]
         results = bench_train.compare(args, keys, Path(folder), __file__)
     print(bench_train.show(results))
     if args.json:

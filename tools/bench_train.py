@@ -147,7 +147,9 @@ def show(results: dict[str, Any]) -> str:
         best = max(value for name, value in medians.items() if name.startswith("stock"))
         for name, values in sides.items():
             same = medians.get(name.replace("sbkit", "stock"))
-            rows.append([piece, name, f"{medians[name]:.0f}", f"{min(values):.0f} to {max(values):.0f}",
+            digits = 0 if medians[name] >= 20 else 2
+            spread = f"{min(values):.{digits}f} to {max(values):.{digits}f}"
+            rows.append([piece, name, f"{medians[name]:.{digits}f}", spread,
                          f"{medians[name] / same:.2f}x" if same else "", f"{medians[name] / best:.2f}x"])
     for name, mib in results["peak_mib"].items():
         rows.append(["peak memory", name, f"{mib:.0f} MiB", "", "", ""])
