@@ -1,4 +1,4 @@
-"""``sbkit export``: a run becomes a bundle, made aside, compared with its checkpoint, and only then put in place."""
+"""Exports a run as a bundle: written to a temporary folder, compared with the checkpoint, and only then published."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _BUILT_BY = ("torch", "speechbrain", "onnx", "onnxscript", "onnxruntime")
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """What is to be exported.
+    """The options of ``sbkit export``.
 
     run : the output folder of a training
     to : the bundle's folder
     checkpoint, average : as ``sbkit.runs.restore.take_weights`` takes them
-    formats : of those that the task has, all by default; int8 is made from onnx
-    force : replace the bundle that is there
-    tolerance : largest difference of a log-probability
-    clips : utterances of the test split to compare on
+    formats : which of the task's formats to write, by default all; int8 is made from onnx
+    force : replace an existing bundle
+    tolerance : largest allowed difference from the checkpoint's outputs
+    clips : number of test utterances to compare on
     target : ``sherpa`` adds a model for sherpa-onnx
     """
 
@@ -51,8 +51,8 @@ class ExportRequest:
 
 
 def export(request: ExportRequest) -> int:
-    """Make the bundle and print what it does; the exit code."""
-    to = request.to.resolve()  # where a link leads
+    """Export a run, print how it compares with its checkpoint, and return the exit code."""
+    to = request.to.resolve()  # a link to a bundle stays a link
     publish.tidy(to)
     _check(request)
     trained = source.open_run(request.run, request.checkpoint, request.average)
@@ -70,26 +70,27 @@ def _check(request: ExportRequest) -> None:
     if request.to.exists() and not request.force:
         raise SbkitError(f"{request.to} exists", hint="--force replaces it")
     if request.to.exists() and not (request.to / layout.CONFIG).is_file() and any(request.to.iterdir()):
-        raise SbkitError(f"{request.to} is no bundle and is not empty, so it is not replaced",
+        raise SbkitError(f"{request.to} is neither a bundle nor empty, so it is not replaced",
                          hint="choose another place")
 
 
 def _formats(request: ExportRequest, exported: Exported) -> list[str]:
-    """Those that are to be written, in the order in which they are made."""
-    there = exported.formats if exported.judges_words else [name for name in exported.formats if name != layout.INT8]
-    asked = there if request.formats is None else request.formats
-    unknown = sorted(set(asked) - set(there))
-    if unknown or not asked:
-        raise SbkitError(f"there is no format {', '.join(unknown) or 'asked for'}",
-                         hint=f"choose of {', '.join(there)}")
+    """Return the formats to write, in the order in which they are made."""
+    available = [name for name in exported.formats if exported.judges_words or name != layout.INT8]
+    wanted = available if request.formats is None else request.formats
+    unknown = sorted(set(wanted) - set(available))
+    if unknown or not wanted:
+        raise SbkitError(f"there is no format {', '.join(unknown)}" if unknown else "--formats names no format",
+                         hint=f"choose from {', '.join(available)}")
+    targets = ", ".join(exported.targets)
     if request.target not in (None, *exported.targets):
-        raise SbkitError(f"a model of this task can't be made for {request.target}",
-                         hint=f"choose of {', '.join(exported.targets)}" if exported.targets else "leave out --target")
-    if {layout.ONNX, layout.INT8} & set(asked):
+        raise SbkitError(f"this task's models can't be exported for {request.target}",
+                         hint=f"choose from {targets}" if targets else "leave out --target")
+    if {layout.ONNX, layout.INT8} & set(wanted):
         missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if not _installed(name)]
         if missing:
-            raise SbkitError(f"ONNX needs {', '.join(missing)}", hint="pip install 'sbkit[export]'")
-    return [name for name in there if name in asked]
+            raise SbkitError(f"ONNX export needs {', '.join(missing)}", hint="pip install 'sbkit[export]'")
+    return [name for name in available if name in wanted]
 
 
 def _installed(name: str) -> bool:
@@ -101,10 +102,10 @@ def _installed(name: str) -> bool:
 
 
 def _fill(folder: Path, trained: Trained, request: ExportRequest) -> parity.Comparison:
-    """All files of the bundle, and the proof that they are right."""
+    """Write all files of the bundle, compare each format with the checkpoint, and refuse one that differs."""
     exported = trained.exported
-    tried = _formats(request, exported)
-    with progress(what="exporting", total=3 + 2 * len(tried) + 2 * (request.target is not None), unit="step") as bar:
+    formats = _formats(request, exported)
+    with progress(what="exporting", total=3 + 2 * len(formats) + 2 * (request.target is not None), unit="step") as bar:
         def step(what: str) -> None:
             bar.set_postfix_str(what)
             bar.update()
@@ -118,7 +119,7 @@ def _fill(folder: Path, trained: Trained, request: ExportRequest) -> parity.Comp
         config.made_by = {"sbkit": sbkit.__version__} | {
             name: metadata.version(name) for name in _BUILT_BY if _installed(name)}
         exported.write_beside(folder, config)
-        for name in tried:
+        for name in formats:
             step(f"writing {name}")
             _write(name, folder, exported, program, config, request.to.name)
             config.models[name] = layout.MODELS[name]
@@ -128,7 +129,7 @@ def _fill(folder: Path, trained: Trained, request: ExportRequest) -> parity.Comp
             config.models[request.target] = layout.MODELS[request.target]
         step("running the checkpoint")
         comparison = exported.comparison(chosen, config, folder)
-        for name in tried:
+        for name in formats:
             step(f"comparing {name}")
             comparison.add(name, exported.runner(name, folder, config), _size(folder, name),
                            batches=name != layout.SPEECHBRAIN)
@@ -138,8 +139,8 @@ def _fill(folder: Path, trained: Trained, request: ExportRequest) -> parity.Comp
     config.batching = comparison.batchable(request.tolerance)
     comparison.refuse(comparison.failures(request.tolerance, config.batching))
     if not config.batching:
-        logger.warning("In a batch an utterance's neighbours change what comes out, so each will run alone: layers of "
-                       "this model look beyond its end")
+        logger.warning("Utterances get other outputs in a batch than alone, since layers of this model look beyond an "
+                       "utterance's end; so each will run alone")
     _describe(folder, config, comparison, request, exported)
     return comparison
 
@@ -172,7 +173,7 @@ def _size(folder: Path, name: str) -> int:
 
 def _describe(folder: Path, config: layout.Bundle, comparison: parity.Comparison, request: ExportRequest,
               exported: Exported) -> None:
-    """parity.json, README.md and, last, config.json with the fingerprints of the others."""
+    """Write parity.json, README.md and, last, config.json with the fingerprints of all other files."""
     facts = {"tolerance": request.tolerance, "threads": torch.get_num_threads(), **comparison.facts()}
     (folder / layout.PARITY).write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     (folder / layout.README).write_text(exported.readme(request.to.name, config, comparison), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What an export is tried on: the run's test utterances from the shortest to the longest, and longer than any."""
+"""Clips to compare an export on: test utterances from the shortest to the longest, and one longer than any."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import numpy as np
 from sbkit.data.audio import AudioError, read_utterance
 from sbkit.data.manifest import Manifest
 
-_BEYOND = 1.25  # the long clip against the longest utterance
+_BEYOND = 1.25  # length of the long clip, as a multiple of the longest training utterance
 _SYNTHETIC_SECONDS = (0.05, 0.3, 1.0, 2.2, 4.7, 9.5)
 
 
 @dataclass(eq=False)
 class Clip:
-    """A signal [S] and what is said in it, where that is known."""
+    """A signal [S], its transcript if known, and its name."""
 
     signal: np.ndarray
     text: str | None
@@ -26,7 +26,7 @@ class Clip:
 
 @dataclass
 class Clips:
-    """The clips, and the longest seconds that the model was trained on."""
+    """The clips of a comparison, where they come from, and the seconds of the longest training utterance."""
 
     alone: list[Clip]
     origin: str
@@ -34,28 +34,28 @@ class Clips:
 
     @property
     def uneven(self) -> list[Clip]:
-        """A batch of lengths as different as there are."""
+        """A batch of clips whose lengths differ as much as possible."""
         order = sorted(self.alone, key=lambda clip: len(clip.signal))
         return [order[i] for i in dict.fromkeys((0, len(order) // 3, 2 * len(order) // 3, len(order) - 1))]
 
 
 def choose(corpus: Any, sample_rate: int, count: int) -> Clips:
-    """``count`` utterances of the run's test split where its audio is at hand, else noise of several lengths."""
+    """Choose ``count`` utterances of the run's test split, or noise of several lengths if its audio is missing."""
     manifests = {split: Path(corpus.manifest_path(split)) for split in ("train", "test")} if corpus else {}
     longest = 0.0
     if manifests and manifests["train"].is_file():
         durations = Manifest.read(manifests["train"]).durations
         longest = float(durations.max()) if len(durations) else 0.0
-    found: list[Clip] = []
+    clips: list[Clip] = []
     if manifests and manifests["test"].is_file():
-        found = _utterances(corpus.manifest("test"), sample_rate, count)
-    origin = f"{len(found)} utterances of the run's test split" if found else "noise: the run's audio is not at hand"
-    if not found:
-        found = [Clip(_noise(seconds, sample_rate), None, f"{seconds:g} s of noise") for seconds in _SYNTHETIC_SECONDS]
-    longest = longest or max(len(clip.signal) for clip in found) / sample_rate
-    found.append(_long(found, longest * _BEYOND, sample_rate))
-    found.insert(0, Clip(found[0].signal[: sample_rate // 20].copy(), None, "the first 50 ms of another"))
-    return Clips(found, origin, longest)
+        clips = _utterances(corpus.manifest("test"), sample_rate, count)
+    origin = f"{len(clips)} utterances of the run's test split" if clips else "noise, since the run's audio is missing"
+    if not clips:
+        clips = [Clip(_noise(seconds, sample_rate), None, f"{seconds:g} s of noise") for seconds in _SYNTHETIC_SECONDS]
+    longest = longest or max(len(clip.signal) for clip in clips) / sample_rate
+    clips.append(_long(clips, longest * _BEYOND, sample_rate))
+    clips.insert(0, Clip(clips[0].signal[: sample_rate // 20].copy(), None, "the first 50 ms of another"))
+    return Clips(clips, origin, longest)
 
 
 def _utterances(manifest: Manifest, sample_rate: int, count: int) -> list[Clip]:
@@ -67,14 +67,14 @@ def _utterances(manifest: Manifest, sample_rate: int, count: int) -> list[Clip]:
         try:
             signal = read_utterance(row.wav, row.start, row.duration, sample_rate=sample_rate,
                                     remote=manifest.remote)
-        except AudioError:  # moved or damaged since: the others will do
+        except AudioError:  # moved or damaged since training; the other clips are enough
             continue
         clips.append(Clip(signal, row.text, row.id))
     return clips
 
 
 def _long(clips: list[Clip], seconds: float, sample_rate: int) -> Clip:
-    """Clips one after another until they are longer than ``seconds``."""
+    """Join clips until they are longer than ``seconds``."""
     parts: list[np.ndarray] = []
     texts: list[str | None] = []
     i = 0
@@ -88,7 +88,7 @@ def _long(clips: list[Clip], seconds: float, sample_rate: int) -> Clip:
 
 
 def _noise(seconds: float, sample_rate: int) -> np.ndarray:
-    """Noise whose loudness and colour change, so that frames differ."""
+    """Make noise with changing loudness and pitch, so that frames differ."""
     draw = np.random.default_rng(round(seconds * 1000))
     size = round(seconds * sample_rate)
     time = np.arange(size) / sample_rate

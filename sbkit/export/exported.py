@@ -1,4 +1,4 @@
-"""What a task gives to be exported: a graph with named inputs and outputs, and how two of its outputs are compared."""
+"""What a task exports: a graph with named inputs and outputs, and how its outputs are written, run and compared."""
 
 from __future__ import annotations
 
@@ -18,52 +18,53 @@ from sbkit.export.parity import Comparison
 from sbkit.export.runners import RUNNERS, Runner, each
 
 INPUTS = {"signals": ("batch", "samples"), "lengths": ("batch",)}
-#: What ``Exported.config`` gave: a ``layout.Bundle``, whose class a task that derives from ``Exported`` knows.
+#: The result of ``Exported.config``: a ``layout.Bundle``, of a class that only a subclass of ``Exported`` knows.
 OwnBundle = Any
-_EXAMPLE = (2, 24_000)  # a batch that is traced; sizes of 0 and 1 would count as constants
+_EXAMPLE = (2, 24_000)  # batch and samples for tracing; torch.export takes sizes of 0 and 1 for constants
 
 
 @dataclass
 class Exported:
-    """A model of which no more is known than that it makes tensors of waveforms.
+    """A model that maps waveforms to tensors, ready for export.
 
-    A task whose model is more than that (words, audio) derives from it and says how it is run, looked at and told of.
+    A task that gives more than tensors (words, audio) derives from it and overrides how the model is written, run,
+    compared and described.
     """
 
     graph: nn.Module
-    """In evaluation mode on the CPU in fp32: waveforms [B, S] and sample counts [B] to tensors. Each utterance comes
-    out of a batch as it does alone."""
+    """Waveforms [B, S] and sample counts [B] to tensors; in evaluation mode, on the CPU, in fp32. An utterance's
+    outputs must not depend on its batch."""
     outputs: Mapping[str, tuple[str, ...]]
-    """Names of what it gives and of their open dimensions, ``{"scores": ("batch",)}``. An output that is called as an
-    open dimension says, of each utterance, how much of that is real."""
+    """Names of the outputs and of their dynamic dimensions, e.g. ``{"scores": ("batch",)}``. An output with the same
+    name as a dynamic dimension holds each utterance's length along that dimension."""
     sample_rate: int
     language: str | None = None
     labels: Sequence[str] = field(default_factory=list)
-    """What the last dimension of the first output stands for: the largest is what a person is told."""
+    """Names for the entries of the first output's last dimension; the one with the largest value is the result."""
     examples: tuple[Tensor, ...] | None = None
-    """A batch to trace by, where noise of one and a half seconds won't do."""
+    """A batch to trace with, for models that can't be traced with the default (1.5 s of noise)."""
 
-    #: What ``--target`` may add.
+    #: Values that ``--target`` takes for this task.
     targets: ClassVar[tuple[str, ...]] = ()
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """Those that it can be written in."""
+        """The formats that the model can be written in."""
         return layout.ONNX, layout.INT8, layout.TORCH
 
     @property
     def judges_words(self) -> bool:
-        """Whether a person reads something off its output, by which weights of eight bits can be judged."""
+        """Whether outputs can be read as text, which is how an 8-bit model is judged."""
         return bool(self.labels)
 
     def trace(self) -> torch.export.ExportedProgram:
-        """The graph with batch and time left open."""
+        """Trace the graph with dynamic batch and time dimensions."""
         batch, samples = _EXAMPLE
         example = self.examples or (torch.randn(batch, samples) * 0.1, torch.tensor([samples, samples * 2 // 3]))
         return graph.trace_module(self.graph.eval(), example, {"signals": (0, 1), "lengths": (0,)})
 
     def config(self, program: torch.export.ExportedProgram, clips: Clips) -> layout.Bundle:
-        """What config.json says of it, but for files and where it comes from."""
+        """Make the contents of config.json, except for files, training and versions, which the export adds."""
         del clips
         shown = [name for name in self.outputs if name not in {part for dims in self.outputs.values() for part in dims}]
         return layout.Graph(
@@ -73,41 +74,42 @@ class Exported:
                      and self.outputs[name][1] in self.outputs})
 
     def write_beside(self, folder: Path, config: OwnBundle) -> None:
-        """Files that all formats share."""
+        """Write files that all formats share, such as a vocabulary."""
 
     def metadata(self, config: OwnBundle) -> dict[str, str]:
-        """What an ONNX file says of itself, for runtimes that look there."""
+        """Return the metadata to put into ONNX files, for runtimes that read it."""
         return {"sample_rate": str(config.sample_rate), "comment": "made by sbkit"}
 
     def write(self, name: str, folder: Path, config: OwnBundle, title: str) -> None:
-        """Write one of the task's own formats."""
-        raise SbkitError(f"there is no way to write {name}")
+        """Write one of the task's own formats or targets."""
+        raise SbkitError(f"{type(self).__name__} can't write {name}", hint="override its method write")
 
     def runner(self, name: str, folder: Path, config: OwnBundle) -> Runner:
-        """A written format as a function."""
+        """Return a function that runs a written format."""
         return RUNNERS[name](folder / layout.MODELS[name], self.outputs, config.min_samples)
 
     def reference(self, config: OwnBundle) -> Callable[[np.ndarray], np.ndarray]:
-        """Waveform [S] to what the checkpoint itself gives for it, alone."""
+        """Return a function that runs the original model on one waveform [S]."""
         @torch.no_grad()
         def run(signal: np.ndarray) -> np.ndarray:
             batch = torch.from_numpy(signal)[None]
             batch = nn.functional.pad(batch, (0, max(0, config.min_samples - len(signal))))
-            found = self.graph(batch, torch.tensor([len(signal)]))
-            return each(self.outputs, [value.numpy() for value in (found if isinstance(found, tuple) else (found,))])[0]
+            values = self.graph(batch, torch.tensor([len(signal)]))
+            values = values if isinstance(values, tuple) else (values,)
+            return each(self.outputs, [value.numpy() for value in values])[0]
 
         return run
 
     def comparison(self, clips: Clips, config: OwnBundle, folder: Path) -> Comparison:
-        """What the formats are held against."""
+        """Run the original model on the clips, for the formats to be compared with."""
         del folder
         text = (lambda output: str(self.labels[int(output.argmax())])) if self.labels else None
         return Comparison(clips, self.reference(config), config.sample_rate, text)
 
     def compare_own(self, name: str, folder: Path, config: OwnBundle, comparison: Comparison, size: int) -> None:
-        """Try a target of the task's own, which may give something else than the graph does."""
-        raise SbkitError(f"there is no way to run {name}")
+        """Compare one of the task's own targets, which may have other outputs than the graph."""
+        raise SbkitError(f"{type(self).__name__} can't run {name}", hint="override its method compare_own")
 
     def readme(self, name: str, config: OwnBundle, comparison: Comparison) -> str:
-        """README.md of the bundle."""
+        """Make the text of the bundle's README.md."""
         return readme.text(name, config, comparison)

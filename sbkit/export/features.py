@@ -1,8 +1,8 @@
-"""Feature front ends as matrix products, so that the graph takes waveforms and any runtime runs it fast.
+"""Feature front ends as matrix products, so that an exported graph takes waveforms and every runtime runs it fast.
 
-A Fourier transform over frames of fixed size is a product with a fixed matrix: a convolution whose
-kernels are windowed cosines and sines. ``torch.stft`` in a graph becomes an operator that ONNX
-Runtime has no fast kernel for, and none at all on a GPU.
+A Fourier transform over frames of a fixed size is a product with a fixed matrix: a convolution with windowed cosines
+and sines as kernels. ``torch.stft`` would become an operator for which ONNX Runtime has no fast kernel on a CPU and
+none at all on a GPU.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from sbkit.errors import SbkitError
 from sbkit.nn.accelerate import FASTER
 from sbkit.nn.lengths import lengths_to_mask
 
-_SILENCE = -1e4  # dB: below any frame, so that padding never is the loudest
+_SILENCE = -1e4  # dB; below any frame, so that padding is never the loudest
 
 
 class Features(nn.Module):
     """Waveforms [B, S] and sample counts [B] to features [B, T, F] and frame counts [B].
 
-    Each utterance comes out as it does alone, whatever its neighbours are.
+    An utterance's features do not depend on its batch.
 
     Arguments
     ---------
@@ -55,10 +55,10 @@ class Features(nn.Module):
         if features.context:
             self.context = copy.deepcopy(features.context_window)
             width = bank.n_mels if cosine is None else cosine.dct_mat.shape[1]
-            self.context(torch.zeros(1, 1, width * (3 if features.deltas else 1)))  # it sizes its kernel by the first
+            self.context(torch.zeros(1, 1, width * (3 if features.deltas else 1)))  # builds its kernel
 
     def forward(self, signals: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, S], [B] -> [B, T, F], [B]; frames beyond an utterance's end hold anything."""
+        """[B, S], [B] -> [B, T, F], [B]; values beyond an utterance's end are undefined."""
         signals = signals.masked_fill(~lengths_to_mask(samples, signals.shape[1]), 0.0)
         waves = functional.conv1d(signals[:, None], self.fourier, stride=self.hop, padding=self.size // 2)
         real, imaginary = waves.chunk(2, dim=1)
@@ -73,7 +73,7 @@ class Features(nn.Module):
         return self._surroundings(level.transpose(1, 2), frames), frames
 
     def _surroundings(self, feats: Tensor, frames: Tensor) -> Tensor:
-        """Deltas and context, at an utterance's end as they are where nothing follows it."""
+        """Append deltas and context frames, computed at an utterance's end as if the batch ended there."""
         if self.deltas is not None:
             first = self.deltas(_held(feats, frames))
             second = self.deltas(_held(first, frames))
@@ -84,7 +84,7 @@ class Features(nn.Module):
 
 
 class Traced(nn.Module):
-    """Any other front end [B, S] -> [B, T, F], to be traced as it is; :func:`refuse_transforms` looks at the result."""
+    """Any other front end [B, S] -> [B, T, F], traced as it is; :func:`refuse_transforms` checks the result."""
 
     def __init__(self, features: nn.Module, hop_samples: int):
         super().__init__()
@@ -96,28 +96,28 @@ class Traced(nn.Module):
 
 
 def express(features: nn.Module, hop_samples: int) -> nn.Module:
-    """The front end as a module that exports; a ``SbkitError`` says why it can't be one."""
+    """Turn a front end into a module that can be exported; raises ``SbkitError`` with the reason if it can't be."""
     known = type(features) in (lobes.Fbank, FASTER[lobes.Fbank], lobes.MFCC)
     return (Features if known else Traced)(features, hop_samples).eval()
 
 
 def refuse_transforms(program: torch.export.ExportedProgram, name: str) -> None:
-    """Refuse a traced graph that has Fourier transforms or complex numbers in it."""
+    """Refuse a traced graph that contains Fourier transforms or complex numbers."""
     for node in program.graph.nodes:
         if node.op != "call_function":
-            continue  # buffers may be named so too
+            continue  # a buffer may have such a name too
         target = str(node.target)
         value = node.meta.get("val")
         if "stft" in target or "fft" in target or (isinstance(value, Tensor) and value.is_complex()):
             raise SbkitError(
                 f"the feature front end {name} can't be put into the graph: it uses {target.split('.')[1]}, "
-                "which runtimes have no fast kernel for",
-                hint="Fbank and MFCC of speechbrain.lobes.features become matrix products; others need to be real "
-                     "convolutions and products themselves")
+                "for which runtimes have no fast kernel",
+                hint="use Fbank or MFCC of speechbrain.lobes.features, or one made of real-valued convolutions and "
+                     "matrix products")
 
 
 def _check(features: nn.Module, stft: STFT, bank: Filterbank, hop_samples: int) -> None:
-    """Settings with another meaning than the one built here are refused, never approximated."""
+    """Refuse settings that :class:`Features` does not reproduce exactly."""
     name = type(features).__name__
     for value, expected, what in (
         (stft.center, True, "center"), (stft.pad_mode, "constant", "pad_mode"), (stft.onesided, True, "onesided"),
@@ -127,25 +127,26 @@ def _check(features: nn.Module, stft: STFT, bank: Filterbank, hop_samples: int) 
             raise SbkitError(f"the feature front end {name} can't be put into the graph: {what} is {value!r}, and only "
                              f"{expected!r} gives each utterance the same frames alone and in a batch")
     if stft.hop_length != hop_samples:
-        raise SbkitError(f"the recipe's hop_length is {hop_samples} samples and that of {name} is {stft.hop_length}")
+        raise SbkitError(f"the recipe's hop_length is {hop_samples} samples, but {name}'s is {stft.hop_length}",
+                         hint=f"give {name} `hop_length: !ref <hop_length>`")
 
 
 def _fourier(stft: STFT) -> Tensor:
-    """Windowed cosines, then sines, as convolution kernels [2 * bins, 1, n_fft]."""
+    """Make convolution kernels [2 * bins, 1, n_fft] of windowed cosines, then sines."""
     size, length = stft.n_fft, stft.win_length
     window = torch.zeros(size, dtype=torch.float64)
-    left = (size - length) // 2  # torch centres a short window
+    left = (size - length) // 2  # torch.stft centres a short window
     window[left : left + length] = stft.window.double()
     if stft.normalized_stft:
         window /= math.sqrt(size)
     bins, time = torch.arange(size // 2 + 1), torch.arange(size)
-    # The product as whole numbers modulo the period keeps the angles exact.
+    # Integers modulo the period keep the angles exact.
     angles = (torch.outer(bins, time) % size).double() * (2 * math.pi / size)
     return (torch.cat([angles.cos(), -angles.sin()]) * window).float()[:, None]
 
 
 def _mel(bank: Filterbank) -> Tensor:
-    """The filters [F, bins, 1]: what the bank makes of each bin alone."""
+    """Compute the filters [F, bins, 1] by applying the bank to each bin alone."""
     bank = copy.deepcopy(bank).eval()
     bank.log_mel = False
     with torch.no_grad():
@@ -153,14 +154,14 @@ def _mel(bank: Filterbank) -> Tensor:
 
 
 def _held(feats: Tensor, frames: Tensor) -> Tensor:
-    """The last frame of each utterance repeated until the end of the batch: [B, T, F]."""
+    """Repeat each utterance's last frame to the end of the batch: [B, T, F]."""
     time = torch.arange(feats.shape[1], device=feats.device)
     index = torch.minimum(time[None], frames[:, None] - 1)
     return feats.gather(1, index[..., None].expand(-1, -1, feats.shape[2]))
 
 
 class Normalization(nn.Module):
-    """SpeechBrain's ``InputNormalization`` by frame counts: exact, and the same alone and in a batch."""
+    """SpeechBrain's ``InputNormalization`` with frame counts instead of relative lengths, so the same in any batch."""
 
     mean: Tensor
     spread: Tensor
@@ -169,12 +170,13 @@ class Normalization(nn.Module):
         super().__init__()
         self.sentence, self.deviation, self.epsilon = norm.norm_type == "sentence", norm.std_norm, norm.epsilon
         if norm.norm_type == "batch":
-            raise SbkitError("normalize: norm_type 'batch' makes an utterance depend on its neighbours, so there is no "
-                             "function of one waveform to export", hint="train with norm_type: sentence or global")
+            raise SbkitError("normalize: norm_type 'batch' makes an utterance's features depend on its batch, so the "
+                             "model can't be exported as a function of one waveform",
+                             hint="train with norm_type: sentence or global")
         if not self.sentence:
             if not int(norm.count):
-                raise SbkitError("normalize: norm_type is 'global' and no statistics were saved",
-                                 hint="put normalize among the checkpointer's recoverables")
+                raise SbkitError("normalize: norm_type is 'global', but no statistics were saved",
+                                 hint="add normalize to the checkpointer's recoverables")
             self.register_buffer("mean", norm.glob_mean.detach().clone().float())
             spread = norm.glob_std if norm.std_norm else torch.ones_like(norm.glob_std)
             self.register_buffer("spread", spread.detach().clone().float().clamp(min=norm.epsilon))
@@ -193,7 +195,7 @@ class Normalization(nn.Module):
 
 
 class OtherNormalization(nn.Module):
-    """Any other module that takes features and relative lengths."""
+    """Any other normalisation that takes features and relative lengths."""
 
     def __init__(self, norm: nn.Module):
         super().__init__()
@@ -205,12 +207,12 @@ class OtherNormalization(nn.Module):
 
 
 def normalization(norm: Any) -> nn.Module | None:
-    """The recipe's ``normalize`` as a module that exports."""
+    """Turn the recipe's ``normalize`` into a module that can be exported; None stays None."""
     if norm is None:
         return None
     return (Normalization if is_input_normalization(norm) else OtherNormalization)(norm).eval()
 
 
 def is_input_normalization(norm: Any) -> bool:
-    """SpeechBrain's, or what ``accelerate`` made of it; what a subclass of the user's does, nobody knows."""
+    """Whether this is SpeechBrain's ``InputNormalization`` or its fast equivalent, and no subclass of a user's."""
     return type(norm) in (InputNormalization, FASTER[InputNormalization])

@@ -1,9 +1,8 @@
-"""SpeechBrain's layers in a form that exports: every size stays symbolic, nothing is remembered between calls.
+"""Equivalents of SpeechBrain's layers that can be exported: sizes stay symbolic, nothing is kept between calls.
 
-What the originals do that an exporter can't follow: ``len(tensor)`` fixes the batch, tables that are
-memoised or of a fixed length fix the time, Python loops over frames are unrolled, values are compared
-to choose a branch. Parameters and keys are the same; only classes are swapped, as ``sbkit.nn.accelerate``
-does, and only exact classes: what a user has derived is left as it is.
+The originals can't be exported because ``len(tensor)`` fixes the batch size, tables that are cached or have a fixed
+length fix the time, Python loops over frames are unrolled, and branches depend on values. Parameters and checkpoint
+keys are the same: only classes are swapped, as in ``sbkit.nn.accelerate``. A user's subclass is left as it is.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from sbkit.nn.lengths import lengths_to_mask
 
 
 def exportable(module: nn.Module) -> Counter[str]:
-    """Swap the class of each layer that has an equivalent for export. Returns how many of each were found."""
+    """Swap the class of each layer that has an equivalent for export; returns how many of each class were swapped."""
     accelerate(module)
     found: Counter[str] = Counter()
     for layer in module.modules():
@@ -38,14 +37,14 @@ def exportable(module: nn.Module) -> Counter[str]:
 
 
 class ExportedTransformerASR(TransformerASR):
-    """``TransformerASR`` whose masks come from shapes alone."""
+    """``TransformerASR`` with masks computed from shapes alone."""
 
     def encode(self, src: Tensor, wav_len: Tensor | None = None, pad_idx: int = 0,
                dynchunktrain_config: Any = None) -> Tensor:
         """[B, T, F] and relative lengths [B] to [B, T, D]."""
         if dynchunktrain_config is not None:
             raise SbkitError("an encoder that attends in chunks (dynchunktrain_config) can't be exported",
-                             hint="encode without it: the exported model then hears whole recordings")
+                             hint="leave it out: the exported model attends to whole recordings")
         src = src.flatten(2)
         size = src.shape[1]
         padding = None if wav_len is None else ~lengths_to_mask(torch.round(wav_len * size), size)
@@ -63,14 +62,14 @@ class ExportedTransformerASR(TransformerASR):
 
 
 def _interleaved_waves(positions: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-    """Sines in the even columns and cosines in the odd ones: [T] -> [T, size]."""
+    """Compute sines in even columns and cosines in odd ones: [T] -> [T, size]."""
     rates = torch.exp(torch.arange(0, size, 2, device=positions.device).float() * -(math.log(10000.0) / size))
     angles = positions.float()[:, None] * rates
     return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1).to(dtype)
 
 
 class ExportedPositionalEncoding(Transformer.PositionalEncoding):
-    """Sinusoids made for each length, where the original cuts them from a table of ``max_len``."""
+    """Sinusoids computed for each length, where the original slices a table of ``max_len``."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, D] -> [1, T, D]."""
@@ -79,34 +78,34 @@ class ExportedPositionalEncoding(Transformer.PositionalEncoding):
 
 
 class ExportedRelPosEncXL(attention.RelPosEncXL):
-    """Sinusoids of distances from T-1 to -(T-1)."""
+    """Sinusoids for distances from T-1 to -(T-1)."""
 
     def make_pe(self, seq_len: int) -> Tensor:
-        """[1, 2T-1, D]; as in the original, a sine has no sign."""
+        """T -> [1, 2T-1, D]; as in the original, sines ignore the sign of the distance."""
         distance = torch.arange(2 * seq_len - 1, device=self.inv_freq.device) - (seq_len - 1)
         return _interleaved_waves(distance.abs(), self.emb_dim, self.emb_dtype)[None]
 
 
 def _shifted(scores: Tensor) -> Tensor:
-    """Scores against 2T-1 distances to scores against T keys, for any T: [B, H, T, 2T-1] -> [B, H, T, T]."""
+    """Turn scores by distance into scores by key, for any T: [B, H, T, 2T-1] -> [B, H, T, T]."""
     size = scores.shape[2]
     padded = functional.pad(scores, (1, 0)).flatten(2).unflatten(2, (2 * size, size))
     return padded[:, :, 1:].flatten(2).unflatten(2, (size, 2 * size - 1))[..., :size]
 
 
 def _mask(keys: Tensor | None, pairs: Tensor | None) -> Tensor | None:
-    """Both of SpeechBrain's masks (True: ignore) as one for scores [B, H, T, T]."""
+    """Combine SpeechBrain's two masks (True: ignore) into one for scores [B, H, T, T]."""
     masks = [each for each in (None if keys is None else keys[:, None, None], pairs) if each is not None]
     return masks[0] | masks[1] if len(masks) == 2 else masks[0] if masks else None
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, bias: Tensor | None,
             ignore: Tensor | None) -> Tensor:
-    """Softmax attention of [B, T, H, D] tensors; gives [B, T, H * D]."""
+    """Compute softmax attention of [B, T, H, D] tensors: [B, T, H * D]."""
     scores = torch.matmul(query.transpose(1, 2) * scale, key.permute(0, 2, 3, 1))
     scores = scores if bias is None else scores + bias
     if ignore is not None:
-        scores = scores.masked_fill(ignore, torch.finfo(scores.dtype).min / 2)  # finite: no NaN where all is padding
+        scores = scores.masked_fill(ignore, torch.finfo(scores.dtype).min / 2)  # finite: no NaN in rows of padding
     out = torch.matmul(scores.softmax(-1), value.transpose(1, 2))
     return out.transpose(1, 2).flatten(2)
 
@@ -131,7 +130,7 @@ class ExportedRelPosMHAXL(attention.RelPosMHAXL):
 
 
 class ExportedRoPEMHA(attention.RoPEMHA):
-    """Self-attention with rotary positions: [B, T, D] -> [B, T, D]; angles are made for each length."""
+    """Self-attention with rotary positions, whose angles are computed for each length: [B, T, D] -> [B, T, D]."""
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
@@ -150,7 +149,7 @@ class ExportedRoPEMHA(attention.RoPEMHA):
 
 
 def _rotated(x: Tensor, sines: Tensor, cosines: Tensor) -> Tensor:
-    """Each pair of neighbouring columns turned by its angle: [B, T, H, size]."""
+    """Rotate each pair of adjacent columns by its angle: [B, T, H, size]."""
     even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack([even * cosines - odd * sines, even * sines + odd * cosines], dim=-1).flatten(-2)
 
@@ -182,5 +181,5 @@ _BY_ORIGINAL: dict[type, type] = {
     attention.MultiheadAttention: ExportedMultiheadAttention,
     **recurrent.EQUIVALENTS,
 }
-#: Also from what ``accelerate`` made of them.
+#: Keys are the fast equivalents where there are any, since ``exportable`` accelerates first.
 EQUIVALENTS = {FASTER.get(original, original): swapped for original, swapped in _BY_ORIGINAL.items()}

@@ -1,4 +1,4 @@
-"""The gate of an export: every format transcribes as the checkpoint does, or nothing is published."""
+"""Compares every exported format with the checkpoint; a bundle that differs is not published."""
 
 from __future__ import annotations
 
@@ -17,43 +17,43 @@ from sbkit.score.rates import ErrorRates
 from sbkit.system.console import table
 
 CHECKPOINT = "checkpoint"
-_TIE = 1e-4  # labels whose log-probabilities are no further apart than this
-TOLERANCE = 1e-3  # largest difference of a log-probability, of formats that compute in fp32
-#: What 8-bit weights may cost: points of WER, or a share of the WER where that is more.
+_TIE = 1e-4  # labels whose log-probabilities differ by no more than this count as equal
+TOLERANCE = 1e-3  # largest difference of an output, for formats that compute in fp32
+#: Increase of the WER that 8-bit weights may cost: in points, or relative to the WER if that is more.
 POINTS, SHARE = 1.0, 0.1
-#: Share of the clips (and at least one) in which a program that changes the waveform first may hear another word.
+#: Share of the clips (at least one clip) whose words may change in a program that modifies the waveform first.
 _OTHER_WORDS = 0.02
 
 
 @dataclass
 class Result:
-    """How one format did."""
+    """The result of comparing one format."""
 
     format: str
     bytes: int | None
-    """Of its files; None for the checkpoint."""
+    """Size of its files; None for the checkpoint."""
     difference: float | None
-    """Largest absolute difference of a log-probability from the checkpoint's; None where only words come out."""
+    """Largest absolute difference from the checkpoint's outputs; None for a program that gives only words."""
     batch_difference: float | None
-    """The same in a batch of uneven lengths; None where a format takes one utterance at a time."""
+    """Largest absolute difference in a batch of uneven lengths; None for a format that takes no batches."""
     words_changed: int
-    """Clips whose words are not the checkpoint's, but for ties that rounding decides."""
+    """Number of clips with other words than the checkpoint's, not counting ties that rounding decides."""
     wer: float | None
-    """Against the references; None where there are none."""
+    """WER against the transcripts, per cent; None without transcripts."""
     wer_of_checkpoint: float
-    """Against the checkpoint's own words, per cent."""
+    """WER against the checkpoint's words, per cent."""
     rtf: float
-    """Seconds of computing to a second of audio."""
+    """Real-time factor: seconds of computing per second of audio."""
 
 
 class Comparison:
-    """Runs the formats over the clips and keeps what came out.
+    """Runs formats on the clips and compares their outputs with the checkpoint's.
 
     Arguments
     ---------
-    reference : waveform [S] to what the checkpoint gives for it alone
-    text : what a person reads off a format's output; None where nobody reads anything
-    own_text : the same of the checkpoint's output, by its own means
+    reference : runs the checkpoint on one waveform [S]
+    text : turns an output into text; None for outputs that can't be read
+    own_text : turns the checkpoint's output into text, if not by ``text``
     """
 
     def __init__(self, clips: Clips, reference: Callable[[np.ndarray], np.ndarray], sample_rate: int,
@@ -65,10 +65,10 @@ class Comparison:
         self.results = [Result(CHECKPOINT, None, 0.0, None, 0, self._wer(self.texts), 0.0, self._rtf(seconds))]
 
     what = "outputs"
-    """What is compared, in words."""
+    """What the outputs are, for messages."""
 
     def add(self, name: str, run: Runner, size: int, batches: bool = True) -> Result:
-        """Try a format; nothing is judged yet."""
+        """Run a format on the clips and record how it differs; :meth:`failures` judges."""
         found, seconds = _timed(lambda clip: run([clip.signal])[0], self.clips.alone)
         texts = [self.text(each) for each in found]
         together = None
@@ -84,7 +84,7 @@ class Comparison:
         return self.results[-1]
 
     def add_words(self, name: str, transcribe: Callable[[np.ndarray], str], size: int) -> Result:
-        """Try a program that gives words alone."""
+        """Run a program that gives only words on the clips and record how they differ."""
         texts, seconds = _timed(lambda clip: transcribe(clip.signal), self.clips.alone)
         changed = sum(mine.split() != theirs.split() for mine, theirs in zip(self.texts, texts, strict=True))
         self.results.append(Result(name, size, None, None, changed, self._wer(texts), self._wer_of(texts),
@@ -92,7 +92,7 @@ class Comparison:
         return self.results[-1]
 
     def _wer_of(self, texts: list[str]) -> float:
-        """Against the checkpoint's own words."""
+        """Compute the WER against the checkpoint's words."""
         rates = ErrorRates("word")
         pairs = [(mine, theirs) for mine, theirs in zip(self.texts, texts, strict=True) if mine.split()]
         if not pairs:
@@ -101,12 +101,12 @@ class Comparison:
         return rates.rate
 
     def batchable(self, tolerance: float = TOLERANCE) -> bool:
-        """Whether utterances come out in a batch as they do alone. Some layers see what a batch is padded with."""
+        """Whether utterances have the same outputs in a batch as alone; some layers look at the padding."""
         return all(each.batch_difference is None or each.batch_difference <= tolerance for each in self.results
                    if each.format != layout.INT8)
 
     def failures(self, tolerance: float = TOLERANCE, batching: bool = True) -> list[str]:
-        """What keeps each format from being published."""
+        """Return, for each format that may not be published, the reason."""
         wrong = []
         reference = self.results[0]
         for result in self.results[1:]:
@@ -122,20 +122,20 @@ class Comparison:
                     wrong.append(f"{result.format}: {result.words_changed} of {len(self.texts)} clips have other words")
                 continue
             worst = max(result.difference, result.batch_difference or 0.0) if batching else result.difference
-            if not worst <= tolerance:  # also where it is not a number
-                wrong.append(f"{result.format}: {self.what} differ by {worst:.2g}, and {tolerance:g} is allowed")
+            if not worst <= tolerance:  # also true for NaN
+                wrong.append(f"{result.format}: {self.what} differ by {worst:.2g}, but only {tolerance:g} is allowed")
             if result.words_changed:
                 wrong.append(f"{result.format}: {result.words_changed} of {len(self.texts)} clips have other words")
         return wrong
 
     def refuse(self, failures: list[str]) -> None:
-        """Raise what ``failures`` found, with the table."""
+        """Raise ``SbkitError`` with the failures and the table, if there are any failures."""
         if failures:
-            raise SbkitError("the export does not do what the checkpoint does, so nothing was published:\n  "
+            raise SbkitError("the export does not match the checkpoint, so nothing was published:\n  "
                              + "\n  ".join(failures) + "\n" + self.table())
 
     def facts(self) -> dict[str, Any]:
-        """For parity.json."""
+        """Return the contents of parity.json."""
         lengths = sorted(len(clip.signal) / self.sample_rate for clip in self.clips.alone)
         return {
             "clips": {"origin": self.clips.origin, "count": len(lengths), "seconds": round(sum(lengths), 2),
@@ -146,7 +146,7 @@ class Comparison:
         }
 
     def table(self) -> str:
-        """For the screen."""
+        """Format the results as a table for the screen."""
         rows = []
         for each in self.results:
             worst = None if each.difference is None else each.difference
@@ -172,14 +172,14 @@ class Comparison:
 
 
 def _timed(run: Callable[[Clip], Any], clips: list[Clip]) -> tuple[list[Any], float]:
-    """What comes out for each clip, and the seconds it took after a first run that isn't counted."""
+    """Run all clips, after a first run that isn't timed; returns the outputs and the seconds."""
     run(clips[-1])
     start = time.perf_counter()
     return [run(clip) for clip in clips], time.perf_counter() - start
 
 
 def _difference(expected: list[np.ndarray], found: list[np.ndarray]) -> float:
-    """The largest; infinite where lengths differ or something is not a number."""
+    """Return the largest absolute difference; infinity where shapes differ or values are not finite."""
     worst = 0.0
     for mine, theirs in zip(expected, found, strict=True):
         if mine.shape != theirs.shape or not np.isfinite(theirs).all():
@@ -190,7 +190,7 @@ def _difference(expected: list[np.ndarray], found: list[np.ndarray]) -> float:
 
 
 def _tied(expected: np.ndarray, found: np.ndarray) -> bool:
-    """Whether the best labels [T] differ only where the checkpoint itself can hardly tell them apart."""
+    """Whether the best labels [T] differ only where the checkpoint scores them almost equally."""
     if expected.shape != found.shape:
         return False
     mine, theirs = (np.take_along_axis(expected, each.argmax(-1)[..., None], -1) for each in (expected, found))

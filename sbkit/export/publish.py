@@ -1,4 +1,4 @@
-"""The place of a bundle: made in a room beside it, moved there in one go; what killed exports left is tidied up."""
+"""Puts a bundle in place: built in a temporary folder next to it, then moved there atomically."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _HERE, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
 
 @contextlib.contextmanager
 def room_beside(to: Path) -> Iterator[Path]:
-    """An empty folder on the disk where the bundle will be; gone at the end, whatever is in it then."""
+    """Make a temporary folder on the bundle's disk, and remove it at the end unless it was published."""
     try:
         to.parent.mkdir(parents=True, exist_ok=True)
         aside, lock = _room(to)
     except OSError as error:
         raise SbkitError(f"cannot write into {to.parent}: {error.strerror}",
                          hint="choose another place with --to") from error
-    with disk.told(to):  # what is free is what is free without it
+    with disk.told(to):  # reports free space after the temporary folder is gone
         try:
             yield aside
         finally:
@@ -42,7 +42,7 @@ def room_beside(to: Path) -> Iterator[Path]:
 
 
 def publish(aside: Path, to: Path, force: bool) -> None:
-    """Sync and move: at ``to`` the new bundle stands whole, or what was there before does, also after a power cut."""
+    """Move the folder to ``to`` so that the old or the new bundle is there, complete, even after a power cut."""
     aside.chmod(0o755)
     disk.sync_files(aside)
     try:
@@ -59,24 +59,24 @@ def publish(aside: Path, to: Path, force: bool) -> None:
 
 
 def tidy(to: Path) -> None:
-    """Put back or remove what an export to the same place left when it was killed, and say so."""
+    """Restore or remove what a killed export to the same place has left behind, with a warning."""
     replaced = layout.replaced(to)
-    with contextlib.suppress(OSError):  # another export was quicker, or we may not
+    with contextlib.suppress(OSError):  # another export did it first, or we lack the permission
         if replaced.exists() and not to.exists():
             os.rename(replaced, to)
             disk.sync_folder(to.parent)
-            logger.warning("An export to %s was killed while it replaced the bundle there: that one is back", to)
+            logger.warning("An export to %s was killed while it replaced the bundle there; the old bundle is back", to)
     for left in (replaced, *to.parent.glob(f".{glob.escape(to.name)}.making-*")):
         with contextlib.suppress(OSError):
             if remove_unheld(left, unless_older=_DAY):
-                logger.warning("Removed %s, which an export that was killed had left", left)
+                logger.warning("Removed %s, left by an export that was killed", left)
 
 
 def _room(to: Path) -> tuple[Path, Lock]:
-    """A folder and its lock, which the kernel drops however this process ends."""
+    """Make a folder and lock it; the lock ends with this process, even if it is killed."""
     while True:
         path = Path(tempfile.mkdtemp(prefix=f".{to.name}.making-", dir=to.parent))
-        with contextlib.suppress(FileNotFoundError):  # another export tidied it away before it was locked
+        with contextlib.suppress(FileNotFoundError):  # another export removed it before it was locked
             lock = Lock(path)
             if lock.take() is not False and lock.is_at(path):
                 return path, lock
@@ -84,7 +84,7 @@ def _room(to: Path) -> tuple[Path, Lock]:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Let two folders change names in one step; False where the system or the disk can't."""
+    """Swap two folders atomically; returns False if the system or the disk can't."""
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if call is None:
         return False
@@ -97,7 +97,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def _replace(aside: Path, to: Path) -> None:
-    """The same in two steps; a kill between them leaves the old bundle where ``tidy`` and a reader find it."""
+    """Replace a folder in two steps; if killed between them, ``tidy`` restores the old one."""
     old = layout.replaced(to)
     os.rename(to, old)
     try:

@@ -1,4 +1,4 @@
-"""README.md of a bundle whose model gives tensors: what it is and how to use it in each of its forms."""
+"""The README.md of a bundle whose model gives tensors: what it is and how to use each format."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ _USE = {
 import numpy as np, onnxruntime, soundfile
 session = onnxruntime.InferenceSession("model.onnx")
 signal, rate = soundfile.read("clip.wav", dtype="float32")  # mono, {rate} samples a second
-found = session.run(None, {{"signals": signal[None], "lengths": np.array([len(signal)])}})  # {outputs}
+outputs = session.run(None, {{"signals": signal[None], "lengths": np.array([len(signal)])}})  # {outputs}
 ```
 
-`signals` [batch, samples] float32, zeros behind shorter ones; `lengths` [batch] int64.
+`signals` [batch, samples] float32, shorter ones padded with zeros; `lengths` [batch] int64: their samples.
 """,
     layout.TORCH: """### PyTorch
 
 ```python
 import torch
 model = torch.export.load("model.pt2").module()
-found = model(torch.from_numpy(signal)[None], torch.tensor([len(signal)]))
+outputs = model(torch.from_numpy(signal)[None], torch.tensor([len(signal)]))
 ```
 """,
 }
 
 
 def text(name: str, config: Bundle, comparison: Comparison) -> str:
-    """The whole file."""
+    """Make the whole text."""
     outputs = ", ".join(getattr(config, "outputs", []))
     labels = getattr(config, "labels", [])
     values = {"rate": config.sample_rate, "outputs": outputs}
@@ -50,14 +50,14 @@ print(model.run("clip.mp3"){".label" if labels else ".outputs"})
 
 
 def compared(comparison: Comparison) -> str:
-    """The last section of any bundle's page."""
+    """Make the section on the comparison, which READMEs of all kinds of bundles end with."""
     return f"""## What was compared
 
-On {comparison.clips.origin}, and one clip longer than any in training. The checkpoint is the first row.
+On {comparison.clips.origin}, and one clip longer than any in training. The first row is the checkpoint.
 
 ```
 {comparison.table()}
 ```
 
-`config.json` says what a program has to know, `parity.json` has these numbers.
+`config.json` has what a program needs to run the model, `parity.json` these numbers.
 """

@@ -1,4 +1,4 @@
-"""SpeechBrain's recurrent and pooling layers for export: the loop over frames is one scan, of any length."""
+"""Equivalents of SpeechBrain's recurrent and pooling layers that can be exported, for any number of frames."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 
 def _scan(step: Callable[..., tuple[Any, Tensor]], state: Any, frames: Tensor) -> Tensor:
-    """States [B, H] of each frame, [B, T, H], for inputs [B, T, D]."""
+    """Run ``step`` over inputs [B, T, D]; returns the states of all frames [B, T, H]."""
     from torch._higher_order_ops.scan import scan
 
     return scan(step, state, frames.transpose(0, 1).contiguous())[1].transpose(0, 1)
 
 
 class _Light:
-    """A layer of SpeechBrain's light GRUs, both directions in one batch: [B, T, D] -> [B, T, H]."""
+    """A layer of SpeechBrain's light GRUs, with both directions in one batch: [B, T, D] -> [B, T, H]."""
 
     bidirectional: bool
     w: nn.Module
@@ -27,7 +27,7 @@ class _Light:
     h_init: Tensor
 
     def _recurrent(self, before: Tensor) -> Tensor:
-        """What the state before adds to an input."""
+        """Compute what the previous state adds to an input."""
         raise NotImplementedError
 
     def forward(self, x: Tensor, hx: None = None) -> Tensor:
@@ -47,21 +47,21 @@ class _Light:
 
 
 class ExportedLiGRULayer(_Light, RNN.LiGRU_Layer):
-    """``LiGRU_Layer``."""
+    """``LiGRU_Layer``: [B, T, D] -> [B, T, H]."""
 
     def _recurrent(self, before: Tensor) -> Tensor:
         return self.u(before)
 
 
 class ExportedSLiGRULayer(_Light, RNN.SLiGRU_Layer):
-    """``SLiGRU_Layer``."""
+    """``SLiGRU_Layer``: [B, T, D] -> [B, T, H]."""
 
     def _recurrent(self, before: Tensor) -> Tensor:
         return self.layer_norm(self.u(before))
 
 
 class _LightStack:
-    """The layers one after another; the last states, which nobody asks for, are not given."""
+    """A stack of light GRU layers; unlike the original's, its forward returns None for the final states."""
 
     rnn: nn.ModuleList
 
@@ -109,7 +109,7 @@ _CELLS: dict[str, tuple[Callable[[Tensor, Tensor, _State], _State], int]] = {
 
 
 class _TorchRecurrent:
-    """One of torch's recurrent layers in SpeechBrain's wrapper: [B, T, D] -> [B, T, H]."""
+    """One of torch's recurrent layers in SpeechBrain's wrapper: [B, T, D] -> [B, T, H]; no final states."""
 
     rnn: nn.RNNBase
 
@@ -137,26 +137,26 @@ def _one_way(rnn: nn.RNNBase, name: str, x: Tensor) -> Tensor:
 
 
 class ExportedRNN(_TorchRecurrent, RNN.RNN):
-    """``RNN``."""
+    """``RNN``: [B, T, D] -> [B, T, H]."""
 
 
 class ExportedLSTM(_TorchRecurrent, RNN.LSTM):
-    """``LSTM``."""
+    """``LSTM``: [B, T, D] -> [B, T, H]."""
 
 
 class ExportedGRU(_TorchRecurrent, RNN.GRU):
-    """``GRU``."""
+    """``GRU``: [B, T, D] -> [B, T, H]."""
 
 
 def _pool(x: Tensor, axis: int, size: int, kind: str) -> Tensor:
-    """Pool an axis in steps of ``size``; what is left at the end is dropped."""
+    """Pool an axis in windows of ``size``; an incomplete last window is dropped."""
     count = x.shape[axis] // size
     x = x.narrow(axis, 0, count * size).unflatten(axis, (count, size))
     return x.amax(axis + 1) if kind == "max" else x.mean(axis + 1)
 
 
 def _plain(layer: nn.Module) -> bool:
-    """Whether windows neither overlap nor reach beyond the edges."""
+    """Whether pooling windows neither overlap nor reach beyond the edges."""
     pads = layer.padding if isinstance(layer.padding, tuple) else (layer.padding,)
     dilation = getattr(layer, "dilation", 1)
     return (layer.stride == layer.kernel_size and not any(pads) and not layer.ceil_mode
@@ -164,7 +164,7 @@ def _plain(layer: nn.Module) -> bool:
 
 
 class ExportedPooling1d(pooling.Pooling1d):
-    """``Pooling1d`` by reshaping: torch's own fixes whether the time is even."""
+    """``Pooling1d`` by reshaping, since torch's pooling fixes in the graph whether the number of frames is even."""
 
     def forward(self, x: Tensor) -> Tensor:
         layer = self.pool_layer
@@ -175,7 +175,7 @@ class ExportedPooling1d(pooling.Pooling1d):
 
 
 class ExportedPooling2d(pooling.Pooling2d):
-    """``Pooling2d`` by reshaping."""
+    """``Pooling2d`` by reshaping, for the same reason as :class:`ExportedPooling1d`."""
 
     def forward(self, x: Tensor) -> Tensor:
         layer = self.pool_layer

@@ -1,4 +1,4 @@
-"""Each format of a bundle as one function, for the comparison: signals in, what the graph gives for each out."""
+"""Runs each format of a bundle, for the comparison with the checkpoint."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 
 from sbkit.export import layout
 
-#: A batch of waveforms [S] to what the graph gives for each, all its outputs in one array; padding is cut off.
+#: Maps a batch of waveforms [S] to one array for each: all of its outputs, without padding.
 Runner = Callable[[Sequence[np.ndarray]], list[np.ndarray]]
 
 
 def padded(signals: Sequence[np.ndarray], at_least: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """[B, S] with zeros behind each signal, and lengths [B]."""
+    """Pad signals with zeros to [B, S]; returns their lengths [B] too."""
     lengths = np.array([len(signal) for signal in signals], dtype=np.int64)
     batch = np.zeros((len(signals), max(at_least, int(lengths.max()))), dtype=np.float32)
     for row, signal in zip(batch, signals, strict=True):
@@ -25,19 +25,20 @@ def padded(signals: Sequence[np.ndarray], at_least: int = 1) -> tuple[np.ndarray
 
 
 def each(outputs: Mapping[str, tuple[str, ...]], values: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """What a graph gave, by utterance. An output that is called as an open dimension says how much of that is real."""
-    found = dict(zip(outputs, values, strict=True))
+    """Split a graph's outputs by utterance and cut off the padding; ``outputs`` is as in ``Exported``."""
+    by_name = dict(zip(outputs, values, strict=True))
     shown = [name for name in outputs if name not in {part for dims in outputs.values() for part in dims}]
-    parts = [[_cut(found, outputs[name], found[name][i], i) for name in shown] for i in range(len(values[0]))]
+    parts = [[_cut(by_name, outputs[name], by_name[name][i], i) for name in shown] for i in range(len(values[0]))]
     return [one[0] if len(one) == 1 else np.concatenate([part.ravel() for part in one]) for one in parts]
 
 
-def _cut(found: Mapping[str, np.ndarray], dimensions: tuple[str, ...], value: np.ndarray, row: int) -> np.ndarray:
-    return value[: int(found[dimensions[1]][row])] if len(dimensions) > 1 and dimensions[1] in found else value
+def _cut(by_name: Mapping[str, np.ndarray], dimensions: tuple[str, ...], value: np.ndarray, row: int) -> np.ndarray:
+    has_lengths = len(dimensions) > 1 and dimensions[1] in by_name
+    return value[: int(by_name[dimensions[1]][row])] if has_lengths else value
 
 
 def onnx(path: Path, outputs: Mapping[str, tuple[str, ...]], at_least: int = 1) -> Runner:
-    """Through ONNX Runtime on the CPU."""
+    """Return a function that runs an ONNX model in ONNX Runtime on the CPU."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -51,16 +52,16 @@ def onnx(path: Path, outputs: Mapping[str, tuple[str, ...]], at_least: int = 1) 
 
 
 def exported(path: Path, outputs: Mapping[str, tuple[str, ...]], at_least: int = 1) -> Runner:
-    """Through torch.export."""
+    """Return a function that runs a program written by torch.export."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of read-only buffers, which nobody writes to
+        warnings.simplefilter("ignore")  # about read-only buffers, which are never written to
         module = torch.export.load(path).module()
 
     @torch.no_grad()
     def run(signals: Sequence[np.ndarray]) -> list[np.ndarray]:
         batch, lengths = padded(signals, at_least)
-        found = module(torch.from_numpy(batch), torch.from_numpy(lengths))
-        return each(outputs, [value.numpy() for value in (found if isinstance(found, tuple) else (found,))])
+        values = module(torch.from_numpy(batch), torch.from_numpy(lengths))
+        return each(outputs, [value.numpy() for value in (values if isinstance(values, tuple) else (values,))])
 
     return run
 

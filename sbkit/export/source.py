@@ -1,4 +1,4 @@
-"""What is exported: a run's model with the weights of the checkpoint that was asked for."""
+"""Opens a run for export: its model, with the weights of the chosen checkpoint."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Trained:
 
 
 def open_run(run: str | Path, checkpoint: str = restore.BEST, mean_of: int = 1) -> Trained:
-    """The model of a run.
+    """Load the model of a run for export.
 
     Arguments
     ---------
-    checkpoint : ``best`` (by the task's metric), ``last`` or the name of one
-    mean_of : take the mean of the weights of this many instead
+    checkpoint : ``best`` (by the task's metric), ``last`` or the name of a checkpoint
+    mean_of : average the weights of this many checkpoints
     """
     recipe = restore.read_run(Path(run))
     brain = restore.build(recipe, "cpu")
@@ -43,8 +43,8 @@ def open_run(run: str | Path, checkpoint: str = restore.BEST, mean_of: int = 1) 
     adapters.merge(brain.modules)
     exported = brain.exported(Path(run))
     if exported is None:
-        raise SbkitError(f"{type(brain).__name__} says of nothing that it is to be exported",
-                         hint="its method exported(run) does; docs/extend.md shows how")
+        raise SbkitError(f"{type(brain).__name__} does not say what to export",
+                         hint="define its method exported(run), as docs/extend.md shows")
     averaged = any(isinstance(each, EMA) for each in brain.checkpointer.recoverables.values())
     return Trained(exported, recipe.keys, _facts(recipe.keys, brain, used, averaged))
 

@@ -1,4 +1,4 @@
-"""tokens.txt: from the ids that a model says to words and text; needs numpy alone."""
+"""A bundle's vocabulary, tokens.txt: turns token ids into words and text. Needs only numpy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sbkit.decode.spans import Spans, Word, words
 from sbkit.errors import SbkitError
 from sbkit.export.layout import TOKENS, Config
 
-BLANK = "<blk>"  # how tokens.txt writes the blank, for runtimes that look for it
+BLANK = "<blk>"  # the blank in tokens.txt, as other runtimes expect it
 
 
 class Vocabulary:
@@ -19,8 +19,8 @@ class Vocabulary:
 
     Arguments
     ---------
-    symbols : in order of their ids, ``▁`` for the space before a word
-    config : the bundle's
+    symbols : the tokens in order of their ids, with ``▁`` for the space before a word
+    config : the bundle's configuration
     """
 
     def __init__(self, symbols: Sequence[str], config: Config):
@@ -29,21 +29,25 @@ class Vocabulary:
 
     @classmethod
     def read(cls, folder: Path, config: Config) -> Vocabulary:
-        """Of the bundle in ``folder``."""
+        """Read the vocabulary of the bundle in ``folder``."""
         return cls(read_tokens(folder / TOKENS, config.vocabulary), config)
 
     def __len__(self) -> int:
         return len(self.symbols)
 
     def check(self, labels: np.ndarray) -> None:
-        """Refuse ids that the table lacks, where looking them up would go wrong or hide it."""
+        """Refuse ids outside the table; negative ones would look up a wrong token unnoticed."""
         if labels.size and not 0 <= int(labels.min()) <= int(labels.max()) < len(self):
-            alien = np.unique(labels[(labels < 0) | (labels >= len(self))]).tolist()
-            raise SbkitError(f"the model said the tokens {alien[:5]} and the bundle has {len(self)}",
+            unknown = np.unique(labels[(labels < 0) | (labels >= len(self))]).tolist()
+            raise SbkitError(f"the model gave the token ids {unknown[:5]}, but the bundle has {len(self)} tokens",
                              hint=f"does {TOKENS} belong to this model?")
 
     def words(self, spans: Spans, start: float = 0.0, pause_seconds: float | None = None) -> list[Word]:
-        """Words with times and confidences; the first frame lies at ``start`` seconds. None goes on over a pause."""
+        """Return words with times and confidences.
+
+        start : seconds of the first frame
+        pause_seconds : a pause this long ends a word; None: no pause does
+        """
         frame = self.config.frame_seconds
         return words(spans, self.symbols.__getitem__, frame, start=start, skip=self._silent,
                      separator=self.config.word_separator,
@@ -51,22 +55,22 @@ class Vocabulary:
 
     @property
     def space(self) -> str:
-        """Between words."""
+        """The text between words: a space, or nothing for scripts without spaces."""
         return "" if self.config.word_separator is None else " "
 
-    def text(self, found: Sequence[Word]) -> str:
-        """What the words say together."""
-        return self.space.join(word.text for word in found)
+    def text(self, words: Sequence[Word]) -> str:
+        """Join words to text."""
+        return self.space.join(word.text for word in words)
 
 
 def write_tokens(path: Path, pieces: list[str], blank_id: int) -> None:
-    """tokens.txt: a line ``symbol id`` for each token, the blank as ``<blk>``."""
+    """Write tokens.txt: a line ``symbol id`` for each token, with the blank as ``<blk>``."""
     lines = (f"{BLANK if i == blank_id else piece} {i}\n" for i, piece in enumerate(pieces))
     path.write_text("".join(lines), encoding="utf-8")
 
 
 def read_tokens(path: Path, vocabulary: int) -> list[str]:
-    """The symbols of tokens.txt, in order of their ids."""
+    """Read the symbols of tokens.txt, in order of their ids."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -80,6 +84,6 @@ def read_tokens(path: Path, vocabulary: int) -> list[str]:
             raise SbkitError(f"{path}:{number}: expected 'symbol id', found {line!r}")
         symbols[int(index)] = symbol
     if sorted(symbols) != list(range(vocabulary)):
-        raise SbkitError(f"{path} has {len(symbols)} tokens and the model's output is {vocabulary} wide",
+        raise SbkitError(f"{path} has {len(symbols)} tokens, but the model has {vocabulary} outputs",
                          hint="do both come from the same export?")
     return [symbols[i] for i in range(vocabulary)]

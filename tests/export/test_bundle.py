@@ -341,5 +341,5 @@ def test_sherpa_onnx_loads_it_and_hears_the_same_words(run, tmp_path, clips):
 
 def test_a_task_that_says_of_nothing_that_it_is_exported_is_not(run, monkeypatch):
     monkeypatch.setattr(CTC, "exported", Task.exported)
-    with pytest.raises(SbkitError, match="CTC says of nothing that it is to be exported"):
+    with pytest.raises(SbkitError, match="CTC does not say what to export"):
         source.open_run(run)

@@ -32,7 +32,8 @@ def test_a_configuration_is_read_as_it_was_written(tmp_path):
 
 
 @pytest.mark.parametrize("changes, expected", [
-    ({"format": "another"}, "does not describe a bundle"), ({"version": 2}, "is of version 2 and this sbkit reads 1"),
+    ({"format": "another"}, "does not describe a bundle"),
+    ({"version": 2}, "has version 2, but this sbkit reads version 1"),
     ({"sample_rate": 0}, "sample_rate is 0"), ({"vocabulary": "5"}, "vocabulary is '5'"),
     ({"subsampling": True}, "subsampling is True"), ({"chunk_seconds": -1}, "chunk_seconds is -1"),
     ({"blank_id": 5}, "blank_id is 5"), ({"colour": "red"}, "unknown keys: colour"),
@@ -64,8 +65,8 @@ def test_tokens_are_read_as_they_were_written(tmp_path_factory, pieces):
 
 
 @pytest.mark.parametrize("text, expected", [
-    ("<blk> 0\na 1\n", "has 2 tokens and the model's output is 3 wide"), ("<blk> 0\na 1\nb x\n", "tokens.txt:3"),
-    ("<blk> 0\na 1\nb 1\n", "has 2 tokens"), ("<blk> 0\na 1\nb 7\n", "3 wide"), ("lonely\n", "tokens.txt:1"),
+    ("<blk> 0\na 1\n", "has 2 tokens, but the model has 3 outputs"), ("<blk> 0\na 1\nb x\n", "tokens.txt:3"),
+    ("<blk> 0\na 1\nb 1\n", "has 2 tokens"), ("<blk> 0\na 1\nb 7\n", "the model has 3 outputs"), ("lonely\n", "tokens.txt:1"),
 ])
 def test_a_table_that_is_not_the_models_is_refused(tmp_path, text, expected):
     (tmp_path / layout.TOKENS).write_text(text)
@@ -93,5 +94,5 @@ def test_ids_beyond_the_table_are_refused_and_never_looked_up():
     vocabulary.check(np.array([0, 2, 1]))
     vocabulary.check(np.array([], dtype=int))
     for wrong in ([0, 3], [-1, 2], [4159]):
-        with pytest.raises(SbkitError, match=r"the model said the tokens .* and the bundle has 3"):
+        with pytest.raises(SbkitError, match=r"the model gave the token ids .*, but the bundle has 3 tokens"):
             vocabulary.check(np.array(wrong))

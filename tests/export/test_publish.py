@@ -116,7 +116,7 @@ def test_what_a_killed_export_left_is_said_at_the_next(tmp_path, caplog):
     in_a_fork(killed)
     left, = hidden(to)
     export(to, 2)
-    assert f"Removed {to.parent / left}, which an export that was killed had left" in caplog.text
+    assert f"Removed {to.parent / left}, left by an export that was killed" in caplog.text
     assert bundle(to) == 2 and hidden(to) == []
 
 
@@ -124,10 +124,10 @@ def test_a_bundle_that_a_killed_export_was_replacing_is_named_and_put_back(tmp_p
     to = tmp_path / "b"
     export(to, 1)
     os.rename(to, layout.replaced(to))
-    with pytest.raises(SbkitError, match=r"b is not there; an export that was killed left .* as .*/\.b\.replaced"):
+    with pytest.raises(SbkitError, match=r"b does not exist; an export that was killed left .* at .*/\.b\.replaced"):
         Config.read(to)
     publish.tidy(to)
-    assert bundle(to) == 1 and "that one is back" in caplog.text
+    assert bundle(to) == 1 and "the old bundle is back" in caplog.text
 
 
 def test_the_room_of_an_export_under_way_stays(tmp_path):

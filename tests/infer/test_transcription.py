@@ -178,9 +178,9 @@ def test_mistakes_are_one_line(bundle, clips, tmp_path, capsys, monkeypatch, wor
 
 def test_no_bundle(clips, tmp_path, capsys):
     assert run(tmp_path, clips / "one.wav") == 2
-    assert "is no bundle: it has no config.json" in capsys.readouterr().err
+    assert "is not a bundle: it has no config.json" in capsys.readouterr().err
     assert run(tmp_path / "none", clips / "one.wav") == 2
-    assert "is not there" in capsys.readouterr().err
+    assert "does not exist" in capsys.readouterr().err
 
 
 def test_ids_can_not_leave_the_folder(bundle, tmp_path):

@@ -236,7 +236,7 @@ def test_a_broken_bundle_ends_the_start_with_its_reason(bundle, tmp_path):
 
 @pytest.mark.parametrize("words, message", [
     (["--port", "0"], "the following arguments are required"),
-    (["nowhere", "--port", "0"], "nowhere is not there"),
+    (["nowhere", "--port", "0"], "nowhere does not exist"),
     (["../etc=BUNDLE", "--port", "0"], "can't be a model's name"),
     (["BUNDLE", "--port", "0", "--device", "cuda"], "cuda was requested"),
     (["BUNDLE", "--port", "0", "--api-key-file", "no-such"], "no-such cannot be read"),
