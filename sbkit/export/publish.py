@@ -26,7 +26,7 @@ _HERE, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
 
 @contextlib.contextmanager
 def room_beside(to: Path) -> Iterator[Path]:
-    """Make a temporary folder on the bundle's disk, and remove it at the end unless it was published."""
+    """Make a temporary folder on the bundle's disk; at the end whatever is at its path is removed."""
     try:
         to.parent.mkdir(parents=True, exist_ok=True)
         aside, lock = _room(to)

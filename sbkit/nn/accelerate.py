@@ -1,4 +1,4 @@
-"""Runs SpeechBrain's layers by faster equivalents, wherever they stand in a model."""
+"""Replaces SpeechBrain's layers by faster equivalents, anywhere in a model."""
 
 from __future__ import annotations
 
@@ -39,28 +39,28 @@ FASTER: dict[type, type] = {
 
 
 def accelerate(module: nn.Module) -> Counter[str]:
-    """Swap the class of each layer that has a faster equivalent; its parameters and keys stay.
+    """Swap the class of each layer that has a faster equivalent; parameters and checkpoint keys stay.
 
-    Only exact classes are swapped: a subclass of the user's is left as it is. Returns how many of
-    each were found. :func:`restore` undoes it.
+    A user's subclass of a layer is left as it is. Returns how many layers of each class were swapped. :func:`restore`
+    undoes it.
     """
     return _swap(module, FASTER)
 
 
 def restore(module: nn.Module) -> Counter[str]:
-    """Give every layer its original class back."""
+    """Undo :func:`accelerate`; returns how many layers of each class were swapped back."""
     return _swap(module, {fast: slow for slow, fast in FASTER.items()})
 
 
 def compile_kernels(module: nn.Module) -> None:
-    """Where ``module`` has layers that can be trained on a CPU by compiled kernels, see to it that they are."""
+    """Compile and load the kernels for training on a CPU if ``module`` has layers that use them."""
     served = fast_conformer.ConformerEncoderLayer, fast_convolution.ConvBlock
     if any(isinstance(layer, served) for layer in module.modules()):
         why_not = library.load()
         if why_not is None:
-            logger.info("layers of this run are trained by sbkit's compiled kernels")
+            logger.info("layers of this run train with sbkit's compiled kernels")
         else:
-            logger.info("this run does without sbkit's compiled kernels, so its steps take about a quarter longer: %s",
+            logger.info("sbkit's compiled kernels can't be used, so steps take about a quarter longer: %s",
                         why_not)
 
 

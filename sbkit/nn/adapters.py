@@ -1,12 +1,12 @@
-"""Small trained parts in a model that stays as it is: LoRA in its linear layers, Houlsby's adapters behind its blocks.
+"""Adapters for a frozen model: LoRA in its linear layers, Houlsby's adapters after its blocks.
 
     adapters: !new:sbkit.nn.adapters.LoRA
         module: !ref <encoder>
         targets: ["*.q_proj", "*.v_proj"]
         rank: 16
 
-The layers stay where they are and keep the names of their parameters, so a recipe reaches them as before. What a
-checkpoint then holds is up to ``sbkit.train.checkpoint.adapted.Adapted``.
+Adapted layers and their parameters keep their places and names, so recipes and code that use the model need no change.
+For checkpoints with the adapters alone, see ``sbkit.train.checkpoint.adapted.Adapted``.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from torch import Tensor, nn
 
 from sbkit.errors import SbkitError
 
-#: Child modules of an adapted layer that hold what was added to it.
+#: Names of the child modules that are added to an adapted layer.
 LORA, HOULSBY = "lora", "adapter"
 _NAMED = 8  # layers that a message lists
 
 
 class _Adapted(nn.Module):
-    """A layer with something added; its class is made of the layer's own (see ``_class``)."""
+    """Base of the classes of adapted layers, which also derive from the layer's own class (see ``_class``)."""
 
 
 class _WithLoRA(_Adapted):
@@ -40,15 +40,15 @@ class _WithAdapter(_Adapted):
 
 
 class Adapters:
-    """What was added to a module, whose own parameters no longer train.
+    """Freezes a module and adds an adapter to each of some of its layers.
 
     Arguments
     ---------
     module : torch.nn.Module
-        The model that stays as it is.
+        The model to adapt.
     targets : list of str
-        Layers by their path within it; ``*`` stands for any part of it. Each must fit something; of layers within
-        each other the outer one is meant.
+        Paths of layers within the model, with ``*`` for any part of a path. Each must match a layer; where a layer and
+        one inside it match, only the outer one is adapted.
     """
 
     def __init__(self, module: nn.Module, targets: str | Iterable[str]):
@@ -61,11 +61,11 @@ class Adapters:
             self.adapt(path, layer)
 
     def adapt(self, path: str, layer: nn.Module) -> None:
-        """Add to one layer."""
+        """Add an adapter to one layer."""
         raise NotImplementedError
 
     def fits(self, layer: nn.Module) -> bool:
-        """Whether a layer is of a kind that can be added to."""
+        """Whether a layer is of a kind that can be adapted."""
         raise NotImplementedError
 
     def _find(self) -> dict[str, nn.Module]:
@@ -75,25 +75,25 @@ class Adapters:
             if fnmatch.filter(fitting, target):
                 continue
             wrong = next(iter(fnmatch.filter(own, target)), None)
-            told = f"no layer of {type(self.module).__name__} is called {target}" if wrong is None else \
+            problem = f"no layer of {type(self.module).__name__} is called {target}" if wrong is None else \
                 f"{wrong} is a {type(own[wrong]).__name__}, which can't be adapted"
-            raise SbkitError(f"{type(self).__name__}: {told}", hint=f"layers that can be: {_some(fitting)}")
+            raise SbkitError(f"{type(self).__name__}: {problem}", hint=f"layers that can be adapted: {_some(fitting)}")
         wanted = [path for path in fitting if any(fnmatch.fnmatchcase(path, target) for target in self.targets)]
         return {path: fitting[path] for path in wanted if not any(path.startswith(f"{outer}.") for outer in wanted)}
 
 
 class LoRA(Adapters):
-    """Adds a product of two narrow matrices to linear layers (arXiv 2106.09685); it starts as nothing.
+    """Adds the product of two narrow matrices, initially zero, to linear layers' weights (arXiv 2106.09685).
 
     Arguments
     ---------
     module, targets : see ``Adapters``; the targets are ``torch.nn.Linear``
     rank : int
-        The width between the two matrices.
+        The inner dimension of the product.
     alpha : float, optional
-        The product is scaled by ``alpha / rank``; as large as the rank where it isn't given.
+        The product is scaled by ``alpha / rank``; by default ``alpha`` is ``rank``.
     dropout : float
-        Of what goes into the added part.
+        Dropout of the adapter's input.
     """
 
     def __init__(self, module: nn.Module, targets: str | Iterable[str], rank: int = 16, alpha: float | None = None,
@@ -108,7 +108,7 @@ class LoRA(Adapters):
 
     def adapt(self, path: str, layer: nn.Module) -> None:
         if isinstance(layer, _WithLoRA):
-            raise SbkitError(f"LoRA: {path} has one already", hint="name each layer once")
+            raise SbkitError(f"LoRA: {path} has one already", hint="adapt each layer once")
         assert isinstance(layer, nn.Linear)
         down = nn.Linear(layer.in_features, self.rank, bias=False, device=layer.weight.device)
         up = nn.Linear(self.rank, layer.out_features, bias=False, device=layer.weight.device)
@@ -116,20 +116,20 @@ class LoRA(Adapters):
         nn.init.zeros_(up.weight)
         added = nn.Sequential(nn.Dropout(self.dropout), down, up)
         layer.add_module(LORA, added)
-        layer.lora_scale = self.alpha / self.rank  # type: ignore[assignment]  # a number beside the layer's own
-        layer.__class__ = _class(_WithLoRA, type(layer))  # type: ignore[arg-type,assignment]  # mypy asks objects' __hash__
+        layer.lora_scale = self.alpha / self.rank  # type: ignore[assignment]  # a new attribute of the layer
+        layer.__class__ = _class(_WithLoRA, type(layer))  # type: ignore[arg-type,assignment]  # mypy takes a class for unhashable
 
 
 class Houlsby(Adapters):
-    """Puts a narrow layer with a residual behind blocks (arXiv 1902.00751); it starts as the identity.
+    """Adds a bottleneck with a residual connection after blocks, initially the identity (arXiv 1902.00751).
 
     Arguments
     ---------
-    module, targets : see ``Adapters``; the targets give a tensor [..., D], or a tuple whose first is one
+    module, targets : see ``Adapters``; the targets return a tensor [..., D], or a tuple that starts with one
     size : int
-        The width of the narrow layer.
+        The width of the bottleneck.
     width : int, optional
-        D, where no parameter of the block tells it.
+        D, for blocks without linear layers or layer norms to read it from.
     """
 
     def __init__(self, module: nn.Module, targets: str | Iterable[str], size: int = 64, width: int | None = None):
@@ -143,7 +143,7 @@ class Houlsby(Adapters):
 
     def adapt(self, path: str, layer: nn.Module) -> None:
         if isinstance(layer, _WithAdapter):
-            raise SbkitError(f"Houlsby: {path} has one already", hint="name each layer once")
+            raise SbkitError(f"Houlsby: {path} has one already", hint="adapt each layer once")
         width = self.width or _width(layer)
         assert width is not None
         device = next((parameter.device for parameter in layer.parameters()), None)
@@ -151,30 +151,30 @@ class Houlsby(Adapters):
         nn.init.zeros_(up.weight)
         nn.init.zeros_(up.bias)
         layer.add_module(HOULSBY, nn.Sequential(nn.LayerNorm(width, device=device), down, nn.GELU(), up))
-        layer.__class__ = _class(_WithAdapter, type(layer))  # type: ignore[arg-type]  # mypy asks objects' __hash__
+        layer.__class__ = _class(_WithAdapter, type(layer))  # type: ignore[arg-type]  # mypy takes a class for unhashable
 
 
 def is_added(name: str) -> bool:
-    """Whether a parameter or module is an adapter's, by its path."""
+    """Whether a parameter or module belongs to an adapter, by its path."""
     return not {LORA, HOULSBY}.isdisjoint(name.split("."))
 
 
 @torch.no_grad()
 def merge(module: nn.Module) -> int:
-    """Write each LoRA into the weights that it was added to, and take it away; gives how many there were."""
-    found = [layer for layer in module.modules() if isinstance(layer, _WithLoRA)]
-    for layer in found:
+    """Merge each LoRA into its layer's weights and remove it; returns the number of merged layers."""
+    adapted = [layer for layer in module.modules() if isinstance(layer, _WithLoRA)]
+    for layer in adapted:
         _, down, up = layer.lora  # type: ignore[misc]  # the Sequential that LoRA.adapt made
         product = layer.lora_scale * (up.weight.double() @ down.weight.double())
         layer.weight.copy_(layer.weight.double() + product)  # type: ignore[operator]  # as above
         del layer.lora, layer.lora_scale
         layer.__class__ = type(layer).__bases__[1]
-    return len(found)
+    return len(adapted)
 
 
 @functools.cache
 def _class(added: type[_Adapted], kind: type[nn.Module]) -> type[nn.Module]:
-    """``kind`` with an adapter; the parts of a model stay the objects that they are."""
+    """Derive a class from ``kind`` that also runs the adapter, for existing layers to change to."""
     forward = _lora_forward if added is _WithLoRA else _adapter_forward
     body = {"forward": forward(kind), "__module__": kind.__module__}
     return type(kind.__name__, (added, kind), body)
@@ -198,14 +198,14 @@ def _adapter_forward(kind: type[nn.Module]) -> Any:
 
 
 def _width(layer: nn.Module) -> int | None:
-    """What a block gives, by the last of its layers that says so."""
+    """Return the width of a block's output, read off its last linear layer or layer norm."""
     widths = [inner.out_features if isinstance(inner, nn.Linear) else inner.normalized_shape[0]
               for inner in layer.modules() if isinstance(inner, (nn.Linear, nn.LayerNorm))]
     return widths[-1] if widths else None
 
 
 def _some(paths: Iterable[str]) -> str:
-    """Paths with ``*`` for the numbers of layers, each once."""
+    """Format paths for a message, with ``*`` for layer numbers and each once."""
     names = list(dict.fromkeys(".".join("*" if part.isdigit() else part for part in path.split(".")) for path in paths))
     more = len(names) - _NAMED
     return (", ".join(names[:_NAMED]) or "none") + (f" and {more} more" if more > 0 else "")

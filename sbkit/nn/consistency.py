@@ -1,4 +1,4 @@
-"""Two augmented views of the same utterances should be heard alike: the loss of CR-CTC."""
+"""The consistency loss of CR-CTC: two augmented views of an utterance should give the same outputs."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from sbkit.nn.lengths import lengths_to_mask
 
 
 def consistency(log_probs: Tensor, frames: Tensor) -> Tensor:
-    """How much each view departs from the other, summed over frames: a scalar.
+    """Compute the KL divergence of each view from the other, summed over frames: a scalar.
 
-    Each is drawn to where the other is now: what a view says is a target, without a gradient.
+    The view that serves as the target gets no gradient.
 
-    log_probs : [2 B, T, V], the second view of an utterance B rows below its first
-    frames : [2 B] int64; frames behind them don't count
+    Arguments
+    ---------
+    log_probs : [2 B, T, V], the first views of all utterances, then their second views
+    frames : [2 B] int64, frame counts; padding is ignored
     """
     target = torch.cat(log_probs.detach().chunk(2)[::-1])
-    apart = (target.exp() * (target - log_probs)).sum(-1)  # [2 B, T]
-    return apart.masked_fill(~lengths_to_mask(frames, log_probs.shape[1]), 0.0).sum()
+    divergence = (target.exp() * (target - log_probs)).sum(-1)  # [2 B, T]
+    return divergence.masked_fill(~lengths_to_mask(frames, log_probs.shape[1]), 0.0).sum()

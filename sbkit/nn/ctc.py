@@ -1,4 +1,4 @@
-"""CTC loss with exact lengths: per utterance, in fp32, and honest about utterances too short for it."""
+"""CTC loss per utterance, in fp32, with exact lengths and a flag for utterances that are too short for CTC."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from sbkit.nn.guard import guard_indices, has_values
 logger = logging.getLogger(__name__)
 
 MOST_TOKENS = 1023
-"""Labels of the longest utterance that sbkit's kernels take: 2 x 1023 + 1 states fit into a block of 2048."""
+"""The most labels per utterance that sbkit's kernels take: 2 x 1023 + 1 states fit into a block of 2048."""
 
 
 class CTCLoss(NamedTuple):
-    """What ``ctc_loss`` found.
+    """The result of ``ctc_loss``.
 
-    ``losses`` [B]: negative log-likelihood per utterance (fp32), 0 where infeasible, with no gradient there.
-    ``feasible`` [B] bool: whether the utterance has the frames that its labels need.
+    ``losses`` [B]: negative log-likelihood per utterance (fp32); 0 without a gradient where infeasible.
+    ``feasible`` [B] bool: whether the utterance has as many frames as its labels need.
     """
 
     losses: torch.Tensor
@@ -30,17 +30,17 @@ class CTCLoss(NamedTuple):
 
     @property
     def total(self) -> torch.Tensor:
-        """Sum over feasible utterances, a scalar."""
+        """The sum over feasible utterances, a scalar."""
         return self.losses.sum()
 
     @property
-    def count(self) -> torch.Tensor:  # type: ignore[override]  # of a tuple it hides a method that nobody calls
-        """How many utterances are feasible, a scalar int64 tensor on the device."""
+    def count(self) -> torch.Tensor:  # type: ignore[override]  # hides a method of tuples that is not used
+        """The number of feasible utterances, a scalar int64 tensor on the device."""
         return self.feasible.sum()
 
 
 def ctc_frames_needed(targets: torch.Tensor, target_lengths: torch.Tensor) -> torch.Tensor:
-    """Frames that CTC needs at least: a frame per label, and a blank between two equal neighbours.
+    """Count the frames that CTC needs at least: one per label, and one for the blank between two equal labels.
 
     targets: [B, U] integers; target_lengths: [B] int64. Returns [B] int64.
 
@@ -64,26 +64,25 @@ def ctc_loss(
     host_lengths: tuple[torch.Tensor, torch.Tensor] | None = None,
     ids: Sequence[str] | None = None,
 ) -> CTCLoss:
-    """Negative log-likelihood of ``targets`` under CTC.
+    """Compute the negative log-likelihood of ``targets`` under CTC.
 
-    An utterance with fewer frames than CTC needs has no alignment: its loss is infinite. It is found here
-    (``feasible``), left out of the sum, and given no gradient. An infinite loss of a feasible utterance is a
-    broken model and stays visible.
+    An utterance with fewer frames than CTC needs has no alignment and an infinite loss. Such utterances are flagged in
+    ``feasible``, count as 0 and get no gradient. An infinite loss of a feasible utterance means that the model is
+    broken, so it is kept.
 
-    On CUDA the recursions are sbkit's own kernels, which read the lengths where they are: no host sync.
-    torch's kernels take over where those can't run (no Triton, fp64, more than 1023 labels), and they wait
-    for the device several times.
+    On CUDA, sbkit's own kernels read the lengths on the device, without a host sync. Where they can't run (no Triton,
+    fp64, more than 1023 labels), torch's kernels are used, which sync several times.
 
     Arguments
     ---------
     log_probs: [B, T, V] logits, or log-probabilities with ``from_logits=False``; any float type. The loss is
         computed in fp32 (fp64 when given fp64)
-    targets: [B, U] int64 labels; what lies beyond the lengths is never looked at. A label outside [0, V) or
-        a blank is caught by ``sbkit.nn.guard``
-    input_lengths, target_lengths: [B] int64, frames and labels
-    host_lengths: the same two lengths on the CPU; given, a length that can't be is an error at once, and
-        torch's kernels needn't read them back. Without, its loss on a device is nan
-    ids: the utterances, for the guard's message
+    targets: [B, U] int64 labels; padding may have any value. Blanks and labels outside [0, V) are reported by
+        ``sbkit.nn.guard``
+    input_lengths, target_lengths: [B] int64, numbers of frames and of labels
+    host_lengths: copies of both lengths on the CPU, if there are any: then impossible lengths raise at once, and
+        torch's kernels need no copy. Without them, an impossible length on a device makes the loss NaN
+    ids: the utterances, for the guard's messages
     """
     width, depth = log_probs.shape[1], targets.shape[1]
     if host_lengths is None and input_lengths.device.type == target_lengths.device.type == "cpu":
@@ -124,7 +123,7 @@ def _by_torch(
     log_probs: torch.Tensor, targets: torch.Tensor, input_lengths: torch.Tensor,
     target_lengths: torch.Tensor, blank: int,
 ) -> torch.Tensor:
-    # Called below torch.nn.functional, zero_infinity touches the gradient alone: an infinite loss stays so.
+    # Unlike torch.nn.functional.ctc_loss, this applies zero_infinity to the gradient alone: infinite losses stay.
     losses, _ = torch._ctc_loss(
         log_probs.transpose(0, 1), targets, input_lengths.tolist(), target_lengths.tolist(), blank,
         zero_infinity=True,
@@ -133,7 +132,7 @@ def _by_torch(
 
 
 def _by_sizes(log_probs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Of tensors that have no values: something of the right shape that holds what the recursions keep for backward."""
+    """Stand in for the loss of tensors without values: right in shape and in the memory kept for backward."""
     states = log_probs.new_empty(*log_probs.shape[:2], 2 * targets.shape[1] + 1)
     return log_probs.sum((1, 2)) + states.sum((1, 2))
 
@@ -161,7 +160,7 @@ def _use_kernels(log_probs: torch.Tensor, targets: torch.Tensor) -> bool:
 
 
 def _block(tokens: int) -> int:
-    """The power of two that holds the states of so many labels: 2 x tokens + 1.
+    """Return the power of two that holds the 2 x tokens + 1 states of an utterance.
 
     >>> [_block(tokens) for tokens in (1, 15, 16, 31, 32, 1023)]
     [32, 32, 64, 64, 128, 2048]
@@ -171,45 +170,44 @@ def _block(tokens: int) -> int:
 
 @functools.cache
 def _kernels_work(device: torch.device, block: int) -> bool:
-    """Once per device and block: do the kernels compile there and give what torch gives on the CPU?
+    """Whether the kernels compile on a device and agree there with torch on the CPU; tested once per block size.
 
-    Each block is made into kernels of its own, whose states are shared by other threads and warps: what is right of
-    one says nothing of the next. It's compiled for its first batch anyway, and kept on disk by Triton; looking at it
-    takes a fraction of a second besides.
+    Each block size is compiled to separate kernels that distribute the states differently, so each needs its own test.
+    Compiling is needed anyway, and Triton caches the result on disk; the comparison takes a fraction of a second.
     """
     mode = torch.cuda.get_sync_debug_mode()
-    if mode:  # setting it is worth a warning to torch
-        torch.cuda.set_sync_debug_mode(0)  # this one comparison may wait
+    if mode:  # only if needed, since torch warns about setting it
+        torch.cuda.set_sync_debug_mode(0)  # this comparison may sync
     try:
         with torch.enable_grad():
             (losses, grad), (mine, my_grad) = (_rehearse(_by_torch, torch.float64, "cpu", block),
                                                _rehearse(_by_kernels, torch.float32, device, block))
-        # A gradient is exp(alpha + beta + loss), of some thousand each: what fp32 rounds off grows with the length.
+        # A gradient is exp(alpha + beta + loss), with terms in the thousands: fp32's rounding error grows with length.
         if torch.allclose(losses, mine, rtol=1e-4, atol=1e-4) and torch.allclose(grad, my_grad, rtol=0,
                                                                                  atol=1e-5 * block):
             return True
-        reason = "they give other values than torch's"
-    except Exception as error:  # no Triton, no compiler, an unknown card: torch's kernels do it, more slowly
+        reason = "their results differ from torch's"
+    except Exception as error:  # e.g. no Triton, no compiler, an unknown card
         reason = f"{type(error).__name__}: {error}"
     finally:
         if mode:
             torch.cuda.set_sync_debug_mode(mode)
-    logger.warning("sbkit's CTC kernels for up to %d labels can't be used on %s, torch's are (they make the host "
-                   "wait): %s", (block - 1) // 2, device, reason)
+    logger.warning("sbkit's CTC kernels for up to %d labels can't be used on %s; torch's are used, which make the "
+                   "host wait: %s", (block - 1) // 2, device, reason)
     return False
 
 
 def _rehearse(
     by: Callable[..., torch.Tensor], dtype: torch.dtype, device: torch.device | str, block: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Losses and gradient of an example that fills a block, on the CPU: long, short, impossible and empty."""
+    """Compute losses and gradient of a block's largest example: long, short, infeasible and empty utterances."""
     labels = (block - 1) // 2
     frames = 4 * labels // 3 + 15
     logits = torch.arange(4 * frames * 11).double().sin_().mul_(4).float().reshape(4, frames, 11)
     logits = logits.to(device, dtype).requires_grad_()
-    targets = (torch.arange(4 * labels).reshape(4, labels) * 3 // 4 % 6 + 1).to(device)  # one in four says it again
+    targets = (torch.arange(4 * labels).reshape(4, labels) * 3 // 4 % 6 + 1).to(device)  # every fourth label repeats
     lengths = torch.tensor([[frames, frames // 4, 2, 1], [labels, labels // 8, 3, 0]]).to(device)
     losses = by(logits.log_softmax(-1), targets, *lengths, 0)
     losses.sum().backward()
-    assert logits.grad is not None, "backward gave it"
+    assert logits.grad is not None, "backward has set it"
     return losses.detach().cpu().float(), logits.grad.cpu().float()

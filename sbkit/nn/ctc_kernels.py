@@ -1,8 +1,8 @@
-"""CTC's recursions as two GPU kernels that read lengths on the device, so that no step waits for the host.
+"""CTC's recursions as two GPU kernels that read lengths on the device, so that training steps need no host sync.
 
-torch's own CUDA kernels want the lengths as Python numbers and copy them back to the device with blocking
-copies, three forward and three backward: the host stops until the device has caught up. Here a program
-per utterance walks through its frames; the states of one frame are one block in registers.
+torch's own CUDA kernels take the lengths as Python numbers and copy them to the device with blocking copies, three in
+forward and three in backward, so the host waits for the device. Here one program per utterance goes through its frames;
+the states of a frame are one block in registers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _logaddexp3(a, b, c):  # type: ignore[no-untyped-def]  # noqa: ANN001  (Trit
 
 @triton.jit(do_not_specialize=["frames_max", "tokens_max"])
 def _forward(emit, targets, frames, tokens, alpha, losses, frames_max, tokens_max, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001  (as above)
-    """Of one utterance: alpha [T, 2U+1] and the negative log-likelihood."""
+    """Compute alpha [T, 2U+1] and the negative log-likelihood of one utterance."""
     row = tl.program_id(0).to(tl.int64)
     length = tl.load(frames + row)
     count = tl.load(tokens + row)
@@ -40,13 +40,13 @@ def _forward(emit, targets, frames, tokens, alpha, losses, frames_max, tokens_ma
 
     now = tl.load(emit, mask=alive & (s < 2) & (length > 0), other=never)
     tl.store(alpha, now, mask=alive & (length > 0))
-    coming = tl.load(emit + (tokens_max + 1), mask=alive & (length > 1), other=never)
+    upcoming = tl.load(emit + (tokens_max + 1), mask=alive & (length > 1), other=never)
     for t in range(1, length):
-        heard = coming  # the next frame is fetched while this one is computed
-        coming = tl.load(emit + (t + 1) * (tokens_max + 1), mask=alive & (t + 1 < length), other=never)
+        current = upcoming  # the next frame is loaded while this one is computed
+        upcoming = tl.load(emit + (t + 1) * (tokens_max + 1), mask=alive & (t + 1 < length), other=never)
         one = tl.where(s > 0, tl.gather(now, tl.maximum(s - 1, 0), 0), never)
         two = tl.where(skips, tl.gather(now, tl.maximum(s - 2, 0), 0), never)
-        now = tl.where(alive, _logaddexp3(now, one, two) + heard, never)
+        now = tl.where(alive, _logaddexp3(now, one, two) + current, never)
         tl.store(alpha + t * (2 * tokens_max + 1), now, mask=alive)
     ends = tl.where(alive & (s >= 2 * count - 1), now, never)
     top = tl.max(ends, 0)
@@ -59,7 +59,7 @@ def _forward(emit, targets, frames, tokens, alpha, losses, frames_max, tokens_ma
 @triton.jit(do_not_specialize=["frames_max", "tokens_max"])
 def _backward(emit, targets, frames, tokens, alpha, losses, outer, grad, frames_max, tokens_max,  # type: ignore[no-untyped-def]  # noqa: ANN001  (as above)
               BLOCK: tl.constexpr):
-    """Of one utterance: the gradient for emit, minus the posterior of each label in each frame."""
+    """Compute the gradient of emit for one utterance: minus the posterior of each label in each frame."""
     row = tl.program_id(0).to(tl.int64)
     length = tl.load(frames + row)
     count = tl.load(tokens + row)
@@ -77,7 +77,7 @@ def _backward(emit, targets, frames, tokens, alpha, losses, outer, grad, frames_
     grad += row * frames_max * (tokens_max + 1)
     alpha += row * frames_max * (2 * tokens_max + 1) + s
 
-    # An utterance without any path has no gradient.
+    # An utterance without an alignment has no gradient.
     length = tl.where(loss == float("inf"), 0, length)
     beta = tl.where(alive & (s >= 2 * count - 1), 0.0, never)
     for back in range(0, length):
@@ -86,22 +86,22 @@ def _backward(emit, targets, frames, tokens, alpha, losses, outer, grad, frames_
         share = tl.where(alive, tl.exp(passed + beta + loss), 0.0) * -scale
         tl.store(grad + t * (tokens_max + 1) + column, share, mask=alive & odd)
         tl.store(grad + t * (tokens_max + 1), tl.sum(tl.where(odd, 0.0, share), 0))
-        heard = tl.load(emit + t * (tokens_max + 1), mask=alive, other=never)
-        after = tl.where(alive, beta + heard, never)
+        current = tl.load(emit + t * (tokens_max + 1), mask=alive, other=never)
+        after = tl.where(alive, beta + current, never)
         one = tl.where(s < BLOCK - 1, tl.gather(after, tl.minimum(s + 1, BLOCK - 1), 0), never)
         two = tl.where(skips, tl.gather(after, tl.minimum(s + 2, BLOCK - 1), 0), never)
         beta = tl.where(alive, _logaddexp3(after, one, two), never)
 
 
 def warps(block: int) -> int:
-    """That share the states of a frame."""
+    """Return the number of warps that share the states of a frame."""
     return max(1, min(8, block // 64))
 
 
 class Sequences(torch.autograd.Function):
-    """Negative log-likelihood [B] from what each frame says of the blank and of the utterance's own labels.
+    """Negative log-likelihood [B] from each frame's log-probabilities of the blank and of the utterance's labels.
 
-    emit: [B, T, 1 + U] fp32 log-probabilities: the blank's, then those of ``targets``
+    emit: [B, T, 1 + U] fp32 log-probabilities of the blank, then of ``targets``
     targets: [B, U] int64, U at least 1; frames, tokens: [B] int64
     block: a power of two, at least 2 x U + 1
     """

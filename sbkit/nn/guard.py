@@ -1,4 +1,4 @@
-"""One guard for label and codebook indices: none outside its table reaches an embedding or a loss."""
+"""Checks label and codebook indices before they reach an embedding or a loss."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-# torch.compiler.disable that imports the compiler (seconds) with the first call only, as optimizers do.
+# torch.compiler.disable, but without importing the compiler (seconds) before the first call.
 from torch._compile import _disable_dynamo
 
 from sbkit.errors import SbkitError
 from sbkit.nn.peek import Peek
 
-# A log nobody polls must not grow for ever: beyond this many unread checks the oldest is waited for.
+# With this many unread checks the oldest is waited for, so that a log that is never polled does not grow for ever.
 _MOST_PENDING = 1024
 
 
 @dataclass
 class _Check:
-    """One guarded call, its verdict still on the way from the device."""
+    """A guarded call whose verdict is being copied from the device."""
 
-    peek: Peek  # int64 [3]: how many indices were bad, flat position of the first, its value
+    peek: Peek  # int64 [3]: number of bad indices, flat position of the first, its value
     width: int
     size: int
     name: str
@@ -32,11 +32,10 @@ class _Check:
 
 
 class GuardLog:
-    """Verdicts of guarded calls on a device, read when they have arrived.
+    """Collects the verdicts of guarded calls on a device.
 
-    ``poll()`` belongs where a run logs: it never waits, and raises for the first bad index found so far.
-    ``poll(wait=True)`` belongs at the end of a stage and before a checkpoint. Where nobody polls, the next
-    guarded call raises.
+    Call ``poll()`` where a run logs: it never waits, and raises for the first bad index known so far. Call
+    ``poll(wait=True)`` at the end of a stage and before a checkpoint. Each guarded call on a device polls too.
     """
 
     def __init__(self) -> None:
@@ -51,7 +50,7 @@ class GuardLog:
         self._pending.append(check)
 
     def poll(self, wait: bool = False) -> None:
-        """Raise ``SbkitError`` when a guarded index was outside its table."""
+        """Raise ``SbkitError`` if a guarded index was outside its table; with ``wait``, for all calls so far."""
         self._drain(wait)
         if self._found is not None:
             found, self._found = self._found, None
@@ -76,7 +75,7 @@ LOG = GuardLog()
 
 
 def poll(wait: bool = False) -> None:
-    """Raise for a bad index that a guarded call on a device has met (see ``GuardLog.poll``)."""
+    """Raise ``SbkitError`` if a guarded call on a device met a bad index (see ``GuardLog.poll``)."""
     LOG.poll(wait)
 
 
@@ -91,22 +90,21 @@ def guard_indices(
     forbidden: Sequence[int] = (),
     log: GuardLog | None = None,
 ) -> torch.Tensor:
-    """Return ``indices``, safe to look up in a table of ``size`` rows; complain about those that weren't.
+    """Return ``indices`` made safe to look up in a table of ``size`` rows, and report bad ones.
 
-    On the CPU, where a loader's batch still is, a bad index raises ``SbkitError`` at once. On a device it is
-    replaced by a safe one before anything can look it up, and a verdict (three numbers) is sent to ``log``
-    without a host sync; ``poll()`` raises it when the run next logs. Either way the message names the
+    On the CPU, a bad index raises ``SbkitError`` at once. On a device, bad indices are replaced by a safe one, and a
+    verdict is copied to ``log`` without a host sync, for ``poll()`` to raise later. In both cases the message names the
     utterance, the position, the value and the table.
 
     Arguments
     ---------
     indices: integers, [B, U] (any shape [B, ...] or [U])
     size: rows of the table; allowed are 0 .. size-1
-    name: the table, for the message ("tokens", "codebook 3")
-    ids: the B utterances, for the message
-    lengths: [B] int64, valid positions along the second dimension. What lies beyond is padding, no data:
-        it is made safe (0 or the first allowed index) and never complained about
-    forbidden: indices inside the table that must not occur (the blank among CTC labels)
+    name: the table's name for the message, e.g. "tokens" or "codebook 3"
+    ids: names of the B utterances, for the message
+    lengths: [B] int64, valid positions along the second dimension. What lies beyond is padding, which is made safe
+        (the first allowed index) but not reported
+    forbidden: indices inside the table that must not occur, such as the blank among CTC labels
     """
     if indices.is_floating_point() or indices.dtype == torch.bool:
         raise SbkitError(f"{name}: indices must be integers, got {indices.dtype}")
@@ -121,7 +119,7 @@ def _guard_on_host(
     indices: torch.Tensor, size: int, name: str, ids: Sequence[str] | None, lengths: torch.Tensor | None,
     forbidden: tuple[int, ...], safe: int,
 ) -> torch.Tensor:
-    values = indices.detach().numpy()  # numpy: the check must not look like a host sync
+    values = indices.detach().numpy()  # in numpy, so that it does not count as a host sync
     outside = (values < 0) | (values >= size)
     bad = outside | np.isin(values, forbidden) if forbidden else outside
     if not bad.any():
@@ -158,7 +156,7 @@ def _guard_on_device(
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """False for the stand-ins that a shape check runs on."""
+    """Whether a tensor has values; False for meta and fake tensors."""
     return tensor.device.type != "meta" and type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 
@@ -173,9 +171,9 @@ def _complaint(
     who = f"utterance {ids[row]}" if ids is not None and row < len(ids) else f"row {row}"
     if 0 <= value < size and value in forbidden:
         wrong = f"index {value} is reserved (blank) and must not occur"
-        hint = "was the text encoded with another tokenizer than the model's?"
+        hint = "was the text encoded with a tokenizer that is not the model's?"
     else:
         wrong = f"index {value} is outside the table of {size} (0 to {size - 1})"
-        hint = "the output layer or codebook must be as large as the tokenizer; `sbkit check` compares them"
+        hint = "the output layer or codebook must be as large as the tokenizer; run `sbkit check`, which compares them"
     more = f" ({count} such indices in this batch)" if count > 1 else ""
     return SbkitError(f"{name}: {who}, position {column}: {wrong}{more}", hint=hint)

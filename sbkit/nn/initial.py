@@ -1,4 +1,4 @@
-"""How layers' weights are drawn before training."""
+"""Initial weights of layers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d)
 
 
 def by_layer(*modules: nn.Module) -> None:
-    """Draw linear and convolutional layers anew as torch does, each by the number of inputs that one output has.
+    """Reinitialise linear and convolutional layers with torch's defaults, which depend on a layer's fan-in alone.
 
-    SpeechBrain's transformers draw all of their weights by Xavier's rule, which takes what a depthwise convolution's
-    output goes on to for its size too: its weights then begin five times smaller than they should, and a recogniser
-    begins to hear later.
+    SpeechBrain's transformers use Xavier's initialisation for all weights. It depends on the fan-out too, which is
+    wrong for depthwise convolutions: their weights start five times too small, and a recogniser learns later.
     """
     for module in modules:
         for layer in module.modules():

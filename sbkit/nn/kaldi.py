@@ -1,4 +1,4 @@
-"""Kaldi's filter bank as a layer: a batch of waveforms to logarithms of energies in bands, on the device."""
+"""Kaldi's log-mel filter bank as a layer, for batches of waveforms on any device."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from torch.nn import functional
 
 from sbkit.nn.lengths import N
 
-_FLOOR = 1.1920928955078125e-07  # what Kaldi takes the logarithm of at least
-_POVEY = 0.85  # the power of Hann's window that is Povey's
+_FLOOR = 1.1920928955078125e-07  # smallest energy that Kaldi takes the logarithm of
+_POVEY = 0.85  # Povey's window is Hann's to this power
 
 
 class FilterBank(nn.Module):
-    """Waveforms [B, S] to features [B, T, F], as ``compute-fbank-feats`` makes them without dither.
+    """Waveforms [B, S] to features [B, T, F], equal to those of ``compute-fbank-feats`` without dither.
 
-    Frames lie wholly within the waveform (``snip_edges``); :meth:`frames` says how many there are. Whatever precision
-    is around it, it computes in fp32. It holds nothing that a checkpoint would have to keep.
+    Frames lie wholly within the waveform (``snip_edges``); :meth:`frames` counts them. It computes in fp32 under
+    autocast too, and adds nothing to checkpoints.
 
     Arguments
     ---------
     sample_rate : of the waveforms
-    n_mels : bands
+    n_mels : number of bands
     frame_length, frame_shift : milliseconds
-    low, high : Hertz; ``high`` of 0 and less counts down from half the sample rate
-    preemphasis : how much of the sample before is taken away
-    scale : what samples are multiplied by; Kaldi's are 16-bit integers, 32768 times what others read
+    low, high : limits of the bands in Hertz; 0 or a negative ``high`` is relative to half the sample rate
+    preemphasis : share of the previous sample that is subtracted
+    scale : factor for the samples; 32768 for models trained on Kaldi's features of 16-bit samples
 
     >>> FilterBank()(torch.randn(2, 16_000)).shape
     torch.Size([2, 98, 80])
@@ -51,11 +51,11 @@ class FilterBank(nn.Module):
         self.register_buffer("mel", _mel(sample_rate, self.bins, n_mels, low, high), persistent=False)
 
     def frames(self, samples: N) -> N:
-        """Frames of so many samples, of which a frame needs ``size``."""
+        """Return the number of frames for a number of samples, at least ``size``."""
         return (samples - self.size) // self.hop + 1
 
     def forward(self, signals: Tensor, count: int | None = None) -> Tensor:
-        """[B, S] -> [B, T, F], of which the first ``count`` if not all are wanted."""
+        """[B, S] -> [B, T, F]; with ``count``, only that many frames."""
         with full_precision(signals):
             frames = framed(signals.float() * self.scale, self.size, self.hop, count)
             frames = frames - frames.mean(2, keepdim=True)
@@ -65,13 +65,13 @@ class FilterBank(nn.Module):
 
 
 def full_precision(signals: Tensor) -> contextlib.AbstractContextManager[object]:
-    """No autocast within it: the power of a spectrum has a range that half precision loses."""
+    """Return a context without autocast, since spectral power exceeds the range of half precision."""
     kind = signals.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
 
 
 def framed(signals: Tensor, size: int, hop: int, count: int | None = None) -> Tensor:
-    """Waveforms [B, S] to windows [B, T, size] that begin every ``hop`` samples, all or so many."""
+    """Cut waveforms [B, S] into frames [B, T, size] that start every ``hop`` samples; all, or ``count``."""
     count = (signals.shape[1] - size) // hop + 1 if count is None else count
     device = signals.device
     places = torch.arange(count, device=device)[:, None] * hop + torch.arange(size, device=device)
@@ -79,40 +79,43 @@ def framed(signals: Tensor, size: int, hop: int, count: int | None = None) -> Te
 
 
 def spectrum(frames: Tensor, matrix: Tensor, bins: int) -> Tensor:
-    """The power [B, T, bins / 2 + 1] of windowed frames [B, T, size]; in an exported graph by a product."""
-    if torch.compiler.is_exporting():  # runtimes have no fast transform, some none
+    """Compute the power spectrum [B, T, bins / 2 + 1] of windowed frames [B, T, size].
+
+    matrix : as made by :func:`fourier`, used in exported graphs
+    """
+    if torch.compiler.is_exporting():  # runtimes have a slow Fourier transform or none
         real, imaginary = product(frames, matrix).chunk(2, dim=2)
     else:
-        found = torch.view_as_real(torch.fft.rfft(frames, bins))
-        real, imaginary = found[..., 0], found[..., 1]
+        parts = torch.view_as_real(torch.fft.rfft(frames, bins))
+        real, imaginary = parts[..., 0], parts[..., 1]
     return real.square() + imaginary.square()
 
 
 def product(x: Tensor, matrix: Tensor) -> Tensor:
-    """[B, T, N] times [N, M]; in an exported graph a convolution, whose weights stay fp32 where matrices get 8 bits."""
+    """Multiply [B, T, N] by [N, M]; as a convolution in exported graphs, since quantization to 8 bits leaves those."""
     if torch.compiler.is_exporting():
         return functional.conv1d(x.transpose(1, 2), matrix.t()[..., None]).transpose(1, 2)
     return torch.matmul(x, matrix)
 
 
 def fourier(size: int, bins: int) -> Tensor:
-    """Cosines and sines that make the transform of a frame a product with it: [size, 2 (bins / 2 + 1)]."""
-    # The product as whole numbers modulo the period keeps the angles exact.
+    """Make the matrix [size, 2 (bins / 2 + 1)] that takes a frame to the real and imaginary parts of its spectrum."""
+    # Integers modulo the period keep the angles exact.
     angles = torch.outer(torch.arange(size), torch.arange(bins // 2 + 1)) % bins
     angles = angles.double() * (2 * math.pi / bins)
     return torch.cat([angles.cos(), -angles.sin()], dim=1).float()
 
 
 def _mel(sample_rate: int, bins: int, bands: int, low: float, high: float) -> Tensor:
-    """Triangles that lie evenly on the mel scale: [bins / 2 + 1, bands]; Kaldi leaves the highest bin out.
+    """Make triangular filters, evenly spaced on the mel scale: [bins / 2 + 1, bands].
 
-    As Kaldi's they are made in fp32, whose rounding is part of what models were trained on.
+    As in Kaldi, the highest bin is left out, and filters are computed in fp32: models were trained with its rounding.
     """
     top = high if high > 0 else sample_rate / 2 + high
     lowest, highest = (1127.0 * math.log1p(each / 700.0) for each in (low, top))
     step = (highest - lowest) / (bands + 1)
     left, centre, right = (lowest + torch.arange(first, first + bands) * step for first in (0.0, 1.0, 2.0))
     places = 1127.0 * (1.0 + torch.arange(bins // 2 + 1) * (sample_rate / bins) / 700.0).log()[:, None]
-    found = torch.minimum((places - left) / (centre - left), (right - places) / (right - centre)).clamp(min=0.0)
-    found[-1] = 0.0
-    return found
+    filters = torch.minimum((places - left) / (centre - left), (right - places) / (right - centre)).clamp(min=0.0)
+    filters[-1] = 0.0
+    return filters

@@ -1,4 +1,4 @@
-"""How many frames a strided stack of layers makes of T frames: exact integers, for any stack."""
+"""Exact numbers of output frames for any stack of strided layers, and masks made of lengths."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from typing import TypeVar
 
 import torch
 
-#: One number of frames, or a tensor of them.
+#: A length, or a tensor of lengths.
 N = TypeVar("N", int, torch.Tensor)
-_PROBED = 64  # longest input that is tried: enough for a subsampling of 16
+_PROBED = 64  # longest input that is tried; enough for subsampling by 16
 
 
 class LengthRule:
     """The number of output frames as a function of the number of input frames.
 
-    A relative length times the padded length, rounded, depends on what else is in the batch. This
-    doesn't: it is found once, by running the layers for T = 1, 2, 3, ... and reading the period (the
-    subsampling factor) off the result.
+    Unlike a relative length times the padded length, rounded, the result does not depend on the batch. The function is
+    found once, by running the layers on inputs of 1, 2, 3, ... frames; its period is the subsampling factor.
 
     Arguments
     ---------
@@ -27,9 +26,9 @@ class LengthRule:
 
     def __init__(self, outputs: list[int]):
         self.factor = self._period(outputs)
-        for t in reversed(range(1, len(outputs) - self.factor)):  # too short for a reflected padding: read backwards
+        for t in reversed(range(1, len(outputs) - self.factor)):  # too short for reflected padding: extrapolate
             outputs[t] = outputs[t] or max(outputs[t + self.factor] - 1, 0)
-        self.outputs = outputs  # for plain integers, which must not depend on tensors: shapes are checked without any
+        self.outputs = outputs  # for integers: shape checks allow no real tensors
         self.table = torch.tensor(outputs)
 
     @staticmethod
@@ -38,16 +37,17 @@ class LengthRule:
         for factor in range(1, n // 3):
             if all(outputs[t] + 1 == outputs[t + factor] for t in range(n // 3, n - factor)):
                 return factor
-        raise ValueError("the layers do not shorten their input by a whole factor")
+        raise ValueError("the layers do not shorten their input by a whole factor, such as 4")
 
     @classmethod
     def identity(cls) -> LengthRule:
+        """Return the rule of layers that keep the number of frames."""
         return cls(list(range(_PROBED)))
 
     @classmethod
     def probe(cls, module: torch.nn.Module, features: int) -> LengthRule:
         """Find the rule of ``module``, which maps [B, T, features] to [B, T', ...]."""
-        # so few frames are computed ten times as fast as their shapes are worked out on the meta device
+        # Computing so few frames is ten times faster than working out their shapes on the meta device.
         device = "meta" if any(each.is_meta for each in (*module.parameters(), *module.buffers())) else "cpu"
         twin = copy.deepcopy(module).to(device).eval()
         outputs = [0]
@@ -60,7 +60,7 @@ class LengthRule:
         return cls(outputs)
 
     def __call__(self, frames: N) -> N:
-        """Output frames for each input length (an int, or an integer tensor of any shape and device)."""
+        """Return the output frames for input frames: an int, or an integer tensor of any shape and device."""
         n, f = len(self.table), self.factor
         if isinstance(frames, int):
             if frames < n:
@@ -74,5 +74,5 @@ class LengthRule:
 
 
 def lengths_to_mask(lengths: torch.Tensor, size: int) -> torch.Tensor:
-    """True for the frames that exist: [B] -> [B, size]."""
+    """Make a mask, True for existing frames: [B] -> [B, size]."""
     return torch.arange(size, device=lengths.device)[None, :] < lengths[:, None]

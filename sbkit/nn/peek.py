@@ -1,20 +1,20 @@
-"""Look at a device tensor's value without stopping the host: copy it aside, ask later whether it came."""
+"""Reads values of device tensors without blocking the host: starts a copy, to be read once it has arrived."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
-# Pinned memory is dear to allocate; peeks are small and short-lived, so their buffers are kept for the next.
+# Allocating pinned memory is expensive, so the buffers of finished peeks are reused.
 _POOL: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}
 
 
 class Peek:
-    """A snapshot of ``tensor`` on its way to the host.
+    """A snapshot of ``tensor`` that is being copied to the host.
 
-    On CUDA the copy is queued behind the work already queued, and nobody waits: ``ready`` says whether it
-    arrived (an event query, no synchronisation). Elsewhere the value is there at once. The tensor may be
-    overwritten as soon as the constructor returns.
+    On CUDA the copy is queued after the work queued so far, and ``ready`` tells without a sync whether it has
+    arrived. On other devices the value is there at once. The tensor may be overwritten as soon as the constructor
+    returns.
 
     >>> Peek(torch.tensor([1.0, 2.0])).numpy().tolist()
     [1.0, 2.0]
@@ -47,10 +47,10 @@ class Peek:
         return self._event is None or self._event.query()
 
     def numpy(self) -> np.ndarray:
-        """The value; waits for the copy where it isn't ready yet."""
+        """Return the value; waits for the copy if it isn't ready yet."""
         if self._value is None:
             host = self._host
-            assert host is not None, "there is one or the other"
+            assert host is not None, "kept until _value is set"
             if self._event is not None:
                 self._event.synchronize()
                 self._value = host.numpy().copy().reshape(self._shape)
@@ -62,5 +62,5 @@ class Peek:
         return self._value
 
     def item(self) -> float | int:
-        """The value of a one-element tensor as a Python number."""
+        """Return the value of a one-element tensor as a Python number; waits like ``numpy()``."""
         return self.numpy().reshape(-1)[0].item()

@@ -11,22 +11,22 @@ from sbkit.nn.lengths import lengths_to_mask
 
 
 class SpecAugment(nn.Module):
-    """Mask stretches of frames and bands of features; in evaluation mode, nothing.
+    """Masks spans of frames and bands of features in training; does nothing in evaluation mode.
 
-    No parameters, no loop over utterances, and no value ever leaves the device. The random numbers are
-    the device's own, so a run that restores its generators repeats them.
+    It has no parameters, does not loop over utterances and never syncs with the device. Random numbers come from the
+    device's generator, so a resumed run repeats them.
 
     Arguments
     ---------
-    time_masks: stretches per utterance.
-    time_share: the longest stretch, as a share of the utterance (0.05: of 10 s at most 0.5 s each).
+    time_masks: spans per utterance.
+    time_share: the longest span, as a share of the utterance (with 0.05, at most 0.5 s of 10 s).
     frequency_masks: bands per utterance.
     frequency_width: the widest band, in features.
-    time_warp: an utterance is stretched before a random frame and squeezed behind it, or the other way
-        round, by at most so many frames; 0: not at all.
+    time_warp: an utterance is stretched before a random frame and squeezed after it, or the other way round, by at most
+        this many frames; 0: no warping.
     fill: what masked values become: ``mean`` of the utterance, or ``zero``.
-    ramp: ``[a, b]``: no mask as long as the model hears less than ``a`` (see ``follow``), from there on wider and
-        wider ones, the whole from ``b`` on; ``null``: the whole from the first step.
+    ramp: ``[a, b]``: no masks while the model's score (see ``follow``) is below ``a``, then wider and wider ones, and
+        the full width from ``b`` on; ``null``: the full width from the first step.
 
     >>> features = torch.randn(4, 100, 80)
     >>> SpecAugment()(features, torch.tensor([100, 80, 60, 3])).shape
@@ -40,28 +40,25 @@ class SpecAugment(nn.Module):
         if not 0 <= time_share <= 1:
             raise ValueError(f"time_share is {time_share}, not a share between 0 and 1")
         if min(time_masks, frequency_masks, frequency_width, time_warp) < 0:
-            raise ValueError("time_masks, frequency_masks, frequency_width, time_warp: not below 0")
+            raise ValueError("time_masks, frequency_masks, frequency_width and time_warp must not be below 0")
         if fill not in ("mean", "zero"):
-            raise ValueError(f"fill is {fill!r}; it is one of mean, zero")
+            raise ValueError(f"fill is {fill!r}, but must be mean or zero")
         self.time_masks, self.time_share = time_masks, time_share
         self.frequency_masks, self.frequency_width = frequency_masks, frequency_width
         if ramp is not None and not (len(ramp) == 2 and 0 <= ramp[0] <= ramp[1] <= 1):
             raise ValueError(f"ramp is {ramp!r}, not two shares between 0 and 1, the smaller one first")
         self.time_warp, self.fill, self.ramp = time_warp, fill, ramp
         self.strength = 1.0
-        """How wide masks are, of what the arguments say; without anybody to ``follow``, all of it."""
+        """Share of the full width that masks have now; 1 unless ``follow`` changes it."""
 
-    def follow(self, heard: float) -> None:
-        """Set the strength for a model that hears so much, of 0 (chance) to 1 (no loss)."""
+    def follow(self, score: float) -> None:
+        """Set the strength for a model's score, between 0 (chance) and 1 (no loss)."""
         if self.ramp is not None:
             begin, whole = self.ramp
-            self.strength = min(1.0, max(0.0, (heard - begin) / (whole - begin))) if heard < whole else 1.0
+            self.strength = min(1.0, max(0.0, (score - begin) / (whole - begin))) if score < whole else 1.0
 
     def forward(self, features: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Features ``[B, T, F]`` and frame counts ``[B]`` (all T where absent) to features ``[B, T, F]``.
-
-        Padding, the frames behind an utterance's length, comes out as it went in.
-        """
+        """Features ``[B, T, F]`` and frame counts ``[B]`` (None: all T) to ``[B, T, F]``; padding is unchanged."""
         if not self.training:
             return features
         batch, time, bands = features.shape
@@ -85,9 +82,9 @@ class SpecAugment(nn.Module):
         return torch.where(masked, mean[:, None, None].to(features.dtype), features)
 
     def _warped(self, features: Tensor, lengths: Tensor) -> Tensor:
-        """Each utterance read along a path of two straight pieces that meet at a random frame."""
+        """Warp each utterance's time, piecewise linearly with two pieces that meet at a random frame."""
         last = (lengths - 1).float()[:, None]
-        # The joint and where it moves to stay inside of the utterance, however short it is.
+        # Keeps the joint and its new place inside the utterance, however short it is.
         reach = torch.minimum(torch.full_like(last, self.time_warp * self.strength), (last - 1).clamp(min=0) / 2)
         draw = torch.rand(2, len(lengths), 1, device=features.device)
         joint = reach + draw[0] * (last - 2 * reach)
@@ -113,7 +110,7 @@ class SpecAugment(nn.Module):
 
 
 def _stretches(sizes: Tensor, widest: Tensor, size: int) -> Tensor:
-    """N random stretches per row, at most ``widest`` long, within ``sizes`` (``[B, N]``): ``[B, size]``."""
+    """Draw N random spans per row, at most ``widest`` long and within ``sizes`` (``[B, N]``): a mask ``[B, size]``."""
     draw = torch.rand(2, *sizes.shape, device=sizes.device)
     width = (draw[0] * (widest.floor() + 1)).floor()
     start = (draw[1] * (sizes - width + 1)).floor()

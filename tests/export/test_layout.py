@@ -66,7 +66,8 @@ def test_tokens_are_read_as_they_were_written(tmp_path_factory, pieces):
 
 @pytest.mark.parametrize("text, expected", [
     ("<blk> 0\na 1\n", "has 2 tokens, but the model has 3 outputs"), ("<blk> 0\na 1\nb x\n", "tokens.txt:3"),
-    ("<blk> 0\na 1\nb 1\n", "has 2 tokens"), ("<blk> 0\na 1\nb 7\n", "the model has 3 outputs"), ("lonely\n", "tokens.txt:1"),
+    ("<blk> 0\na 1\nb 1\n", "has 2 tokens"), ("<blk> 0\na 1\nb 7\n", "the model has 3 outputs"),
+    ("lonely\n", "tokens.txt:1"),
 ])
 def test_a_table_that_is_not_the_models_is_refused(tmp_path, text, expected):
     (tmp_path / layout.TOKENS).write_text(text)

@@ -137,7 +137,7 @@ def test_gradients_flow_through_what_is_not_masked():
 def test_mistakes_are_refused():
     with pytest.raises(ValueError, match="time_share is 5"):
         SpecAugment(time_share=5)
-    with pytest.raises(ValueError, match="not below 0"):
+    with pytest.raises(ValueError, match="must not be below 0"):
         SpecAugment(time_masks=-1)
     with pytest.raises(ValueError, match="fill is 'noise'"):
         SpecAugment(fill="noise")

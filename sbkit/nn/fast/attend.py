@@ -1,4 +1,4 @@
-"""Attention's arithmetic on a CPU in training, where torch has no fused kernel with dropout; elsewhere torch's."""
+"""Attention for training with dropout on a CPU, where torch has no fused kernel; elsewhere torch's kernels."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from sbkit.nn.fast.autocast import without_autocast
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, p: float, scale: float) -> Tensor:
-    """softmax(scale q k + bias) v with weights dropped: [B, H, T, K], twice [B, H, S, K] -> [B, H, T, K].
+    """Compute softmax(scale q k + bias) v, with dropout ``p`` of the weights: [B, H, T, K] -> [B, H, T, K].
 
-    bias: [B or 1, H or 1, T or 1, S], boolean (True: take part) or added
+    k, v : [B, H, S, K]
+    bias : [B or 1, H or 1, T or 1, S], boolean (True: take part) or added to the scores
     """
     drop = dropout.levels(p, q) if p else 0
     if not drop:
         fused = padded if q.device.type == "cuda" else functional.scaled_dot_product_attention
         return fused(q, k, v, attn_mask=bias, dropout_p=p, scale=scale)
     if bias is not None and bias.dtype == torch.bool:
-        never = torch.finfo(v.dtype).min / 2  # finite: no NaN where all is padding
+        never = torch.finfo(v.dtype).min / 2  # finite: no NaN in rows of padding
         bias = torch.zeros(bias.shape, dtype=v.dtype).masked_fill_(~bias, never)
     return _Attend.apply(q, k, v, bias, drop, scale)
 
 
 def padded(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """The same by one of a card's fused kernels, which take whole multiples of columns: those added are zero.
+    """Compute attention with head sizes padded with zeros, as fused kernels on GPUs need them.
 
-    options: of scaled_dot_product_attention, ``scale`` among them, since there it would follow from the columns
+    options : for scaled_dot_product_attention; must have ``scale``, whose default depends on the padded size
     """
     size = v.shape[-1]
     if missing := -size % WHOLE:
@@ -40,7 +41,7 @@ def padded(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 
 class _Attend(torch.autograd.Function):
-    """Kept for the backward: what came in, and the weights; neither their mask nor the dropped weights."""
+    """Attention that keeps its inputs and weights for backward, but no dropout mask and no dropped weights."""
 
     @staticmethod
     @without_autocast
@@ -70,18 +71,18 @@ class _Attend(torch.autograd.Function):
 
 
 class _Heads(torch.autograd.Function):
-    """[B, T, H, 3 K] to queries, keys and values [B, H, T, K], the first two turned by ``table`` [T, K / 2] complex."""
+    """[B, T, H, 3 K] to queries, keys and values [B, H, T, K], the first two rotated by a complex [T, K / 2]."""
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, table: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(table)
         b, t, heads, size = *qkv.shape[:3], qkv.shape[3] // 3
         parts = qkv.view(b, t, heads, 3, size).permute(3, 0, 2, 1, 4)
-        found = tuple(qkv.new_empty(b, heads, t, size) for _ in range(3))
-        for part, out in zip(parts[:2], found, strict=False):
+        outputs = tuple(qkv.new_empty(b, heads, t, size) for _ in range(3))
+        for part, out in zip(parts[:2], outputs, strict=False):
             _turn(part, table, out)
-        found[2].copy_(parts[2])
-        return found
+        outputs[2].copy_(parts[2])
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -91,13 +92,14 @@ class _Heads(torch.autograd.Function):
         parts = out.permute(3, 0, 2, 1, 4)
         back = table.conj().resolve_conj()
         for grad, part in zip(grads[:2], parts, strict=False):
-            _turn(grad if grad.stride(-1) == 1 else grad.contiguous(), back, part)  # turned over where torch attends
+            grad = grad if grad.stride(-1) == 1 else grad.contiguous()  # torch's attention may give it transposed
+            _turn(grad, back, part)
         parts[2].copy_(grads[2])
         return out.view(b, t, heads, 3 * size), None
 
 
 def _turn(x: Tensor, table: Tensor, out: Tensor) -> None:
-    """Pairs of the last dimension as complex numbers, times ``table``."""
+    """Multiply pairs of the last dimension, as complex numbers, by ``table``; writes to ``out``."""
     if x.dtype == torch.float32:
         torch.mul(_complex(x), table, out=_complex(out))
     else:
@@ -109,8 +111,8 @@ def _complex(x: Tensor) -> Tensor:
 
 
 def turned_heads(qkv: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, ...]:
-    """Queries, keys and values [B, H, T, K] out of [B, T, H, 3 K], queries and keys turned by their position.
+    """Split [B, T, H, 3 K] into queries, keys and values [B, H, T, K], with rotary positions.
 
-    cosines, sines: [T, K] in fp32 as SpeechBrain lays them out: each angle twice, its sine first with a minus
+    cosines, sines : [T, K] in fp32 in SpeechBrain's layout: each angle twice, with the first sine negated
     """
     return _Heads.apply(qkv, torch.complex(cosines[:, ::2], sines[:, 1::2]))

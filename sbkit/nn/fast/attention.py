@@ -1,4 +1,4 @@
-"""SpeechBrain's attentions through scaled_dot_product_attention; attention maps are not kept."""
+"""SpeechBrain's attention layers with fused kernels; attention maps are not returned."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from sbkit.nn.fast.attend import attend, turned_heads
 
 
 def relative_shift(scores: Tensor) -> Tensor:
-    """Scores against 2T-1 distances to scores against T keys: [B, H, T, 2T-1] -> [B, H, T, T], a view.
+    """Turn scores by distance into scores by key, as a view: [B, H, T, 2T-1] -> [B, H, T, T].
 
-    Row i of the result starts T-1-i columns in. Laid flat, rows of 2T-1 that each start one later
-    are rows of 2T-2.
+    Row i of the result starts at column T-1-i. Since each row starts one column before the previous one, rows start
+    2T-2 apart in the flattened scores.
     """
     t = scores.shape[2]
     if t == 1:
@@ -26,7 +26,7 @@ def relative_shift(scores: Tensor) -> Tensor:
 
 
 def _key_mask(key_padding_mask: Tensor | None) -> Tensor | None:
-    """SpeechBrain's mask (True: ignore) as scaled_dot_product_attention wants it (True: take part)."""
+    """Turn SpeechBrain's mask (True: ignore) into one for scaled_dot_product_attention (True: take part)."""
     return None if key_padding_mask is None else ~key_padding_mask.bool()[:, None, None, :]
 
 
@@ -51,7 +51,7 @@ class RelPosMHAXL(attention.RelPosMHAXL):
         with_u, bias = with_u.to(v.dtype), bias.to(v.dtype)
         keys = _key_mask(key_padding_mask)
         if keys is not None:
-            bias = bias.masked_fill(~keys, torch.finfo(bias.dtype).min / 2)  # finite: no NaN where all is padding
+            bias = bias.masked_fill(~keys, torch.finfo(bias.dtype).min / 2)  # finite: no NaN in rows of padding
         out = attend(with_u, k.transpose(1, 2), v.transpose(1, 2), bias, self.dropout if self.training else 0.0,
                      self.scale)
         out = self.out_proj(out.transpose(1, 2).reshape(b, t, heads * size))
@@ -59,10 +59,10 @@ class RelPosMHAXL(attention.RelPosMHAXL):
 
 
 def rotary_table(length: int, size: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """SpeechBrain's cosines and sines [T, K] as operations: for a compiler, which makes them a part of its kernels.
+    """Compute SpeechBrain's cosines and sines [T, K] without its cache, for compilers, which fuse this into kernels.
 
-    SpeechBrain's memo would tie a graph to one length. And what fills it while CUDA graphs warm up lies in the memory
-    of those graphs, where the next replay writes.
+    The cache would tie a compiled graph to one length. And tensors that are cached while CUDA graphs warm up lie in the
+    graphs' memory, so the next replay overwrites them.
     """
     exact = torch.promote_types(dtype, torch.float32)
     speeds = torch.exp(torch.arange(0, size, 2, dtype=exact, device=device) * -(math.log(10000.0) / size))
@@ -73,7 +73,7 @@ def rotary_table(length: int, size: int, dtype: torch.dtype, device: torch.devic
 
 
 class RoPEMHA(attention.RoPEMHA):
-    """Self-attention with rotary positions: [B, T, D] -> [B, T, D]; one mask row a key, pairs swapped by a view."""
+    """Self-attention with rotary positions: [B, T, D] -> [B, T, D]."""
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
@@ -94,13 +94,13 @@ class RoPEMHA(attention.RoPEMHA):
 
     @staticmethod
     def _turned(qkv: Tensor) -> tuple[Tensor, ...]:
-        """In one pass, as complex numbers, straight to where the products want them."""
+        """Split and rotate in one pass, with complex numbers, into the layout that matrix products need."""
         t, size = qkv.shape[1], qkv.shape[3] // 3
         table = attention._get_precomputed_values(t, size, torch.float32, qkv.device)
         return turned_heads(qkv, table.cosines[:t], table.sines[:t])
 
     def _rotated(self, qkv: Tensor) -> tuple[Tensor, ...]:
-        """In operations that compilers know."""
+        """Split and rotate with operations that compilers support."""
         size = qkv.shape[3] // 3
         qk, v = qkv[..., : 2 * size].unflatten(-1, (2, size)), qkv[..., 2 * size :]
         q, k = self._rotate(qk).unbind(3)
@@ -108,7 +108,7 @@ class RoPEMHA(attention.RoPEMHA):
 
     @staticmethod
     def _rotate(x: Tensor) -> Tensor:
-        """Rotate the pairs of the last dimension by their position: [B, T, H, 2, size]."""
+        """Rotate pairs of the last dimension by their position: [B, T, H, 2, size]."""
         if torch.compiler.is_dynamo_compiling():
             cosines, sines = rotary_table(x.shape[1], x.shape[-1], x.dtype, x.device)
             cosines, sines = cosines[:, None, None], sines[:, None, None]
@@ -120,7 +120,7 @@ class RoPEMHA(attention.RoPEMHA):
 
 
 class MultiheadAttention(attention.MultiheadAttention):
-    """torch's multi-head attention in SpeechBrain's wrapper ([B, L, D], [B, S, D] -> [B, L, D])."""
+    """torch's multi-head attention in SpeechBrain's wrapper: [B, L, D], [B, S, D] -> [B, L, D]."""
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
@@ -143,13 +143,13 @@ class MultiheadAttention(attention.MultiheadAttention):
         return (out, None) if return_attn_weights else out
 
     def _mask(self, attn: Tensor | None, keys: Tensor | None, b: int, dtype: torch.dtype) -> Tensor | None:
-        """Both of SpeechBrain's masks as one: boolean (True: take part) or added to the scores."""
+        """Combine SpeechBrain's two masks into one: boolean (True: take part) or added to the scores."""
         if attn is not None:
             attn = attn.view(b, -1, *attn.shape[-2:]) if attn.ndim == 3 else attn[None, None]
             attn = attn.to(dtype) if attn.is_floating_point() else ~attn.bool()
-        heard = _key_mask(keys)
-        if heard is None or attn is None:
-            return attn if heard is None else heard
+        present = _key_mask(keys)
+        if present is None or attn is None:
+            return attn if present is None else present
         if attn.dtype == torch.bool:
-            return attn & heard
-        return attn.masked_fill(~heard, float("-inf"))
+            return attn & present
+        return attn.masked_fill(~present, float("-inf"))

@@ -1,4 +1,4 @@
-"""Autograd functions that choose their types themselves."""
+"""A decorator for autograd functions that choose their types themselves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def without_autocast(method: Callable[..., Any]) -> Callable[..., Any]:
-    """``method`` without a CPU's autocast: a backward may meet another one than its forward did."""
+    """Run ``method`` without autocast on the CPU, which may differ between forward and backward."""
 
     @functools.wraps(method)
     def run(*arguments: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The Conformer's layer, its convolution module and SpeechBrain's feed-forward layer in fewer passes."""
+"""SpeechBrain's Conformer layer, its convolution module and its feed-forward layer in fewer passes over memory."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from sbkit.nn.native.library import WIDEST
 
 
 class ConvolutionModule(Conformer.ConvolutionModule):
-    """[B, T, D] to [B, T, D]; padding frames are zero before the depthwise convolution.
+    """``ConvolutionModule``: [B, T, D] to [B, T, D]; sets padding to zero before the depthwise convolution.
 
-    The original zeroes them behind it, so what a batch is padded with leaks into the last frames of
-    its shorter utterances. Here each utterance comes out as the original gives it alone.
+    The original does so only after it, so that padding leaks into the last frames of a batch's shorter utterances.
+    Here the outputs of an utterance in a batch equal the original's for that utterance alone.
     """
 
     def forward(self, x: Tensor, mask: Tensor | None = None, dynchunktrain_config: Any = None) -> Tensor:
@@ -37,7 +37,7 @@ class ConvolutionModule(Conformer.ConvolutionModule):
 
     def _depthwise(self, x: Tensor) -> Tensor:
         if x.device.type == "cpu" and not torch.compiler.is_compiling():
-            # oneDNN knows depthwise kernels for images whose channels are last: a third of the time.
+            # oneDNN's depthwise kernels for images with channels last take a third of the time.
             conv = self.conv
             out = functional.conv2d(x.transpose(1, 2)[..., None], conv.weight[..., None], conv.bias, 1,
                                     (*conv.padding, 0), (*conv.dilation, 1), conv.groups)[..., 0]
@@ -47,7 +47,7 @@ class ConvolutionModule(Conformer.ConvolutionModule):
 
 
 class ConformerEncoderLayer(Conformer.ConformerEncoderLayer):
-    """[B, T, D] to [B, T, D]; halving and adding are one pass, and on a CPU all between two products is."""
+    """``ConformerEncoderLayer``: [B, T, D] to [B, T, D]; with fused kernels for training on a CPU."""
 
     def forward(
         self, x: Tensor, src_mask: Tensor | None = None, src_key_padding_mask: Tensor | None = None,
@@ -55,25 +55,25 @@ class ConformerEncoderLayer(Conformer.ConformerEncoderLayer):
     ) -> tuple[Tensor, Tensor | None]:
         mask = None if src_key_padding_mask is None else src_key_padding_mask.unsqueeze(-1)
         dtype, given = fused.precision(x), x.dtype
-        x = x if dtype is None else x.float()  # what the layers add to is in float until the end
+        x = x if dtype is None else x.float()  # residuals are summed in float32
         x = _feed_forward(self.ffn_module1, x, dtype)
         x, weights = _attend(self, x, src_mask, src_key_padding_mask, pos_embs, dtype)
         x = _convolution(self.convolution_module, x, mask, dynchunktrain_config, dtype)
         return _norm(self.norm2, _feed_forward(self.ffn_module2, x, dtype), dtype and given), weights
 
 
-# Of a layer's class, which each of these looks at first, follow its attributes: so layers are Any.
+# Layers are Any below: the attributes used here follow from checks of their classes, which mypy can't see.
 
 
 def _norm(module: Any, x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """``module`` of ``x``, in ``dtype`` where that is given and the module is SpeechBrain's."""
+    """Apply a layer norm, with outputs in ``dtype`` if the fused norm can be used."""
     if dtype is None or type(module) is not normalization.LayerNorm or not fused.plain(module, module.norm):
         return module(x)
     return fused.norm(x, module.norm, dtype) if fused.fits(module.norm, x.shape[-1:]) else module(x)
 
 
 def _feed_forward(module: Any, x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """x plus half of ``module`` of it."""
+    """Compute x plus half the output of a feed-forward module, fused if possible."""
     parts = None if dtype is None else _parts(module, nn.LayerNorm, _FEED_FORWARDS, _DROPOUTS)
     layers = _parts(parts[1].ffn, nn.Linear, _SILUS, _DROPOUTS, nn.Linear) if parts and fused.plain(parts[1]) else None
     columns = x.shape[-1:]
@@ -87,7 +87,7 @@ def _feed_forward(module: Any, x: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 def _attend(layer: Any, x: Tensor, mask: Tensor | None, keys: Tensor | None, positions: Tensor | None,
             dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
-    """x plus attention to its norm; and the weights, where the layer gives them."""
+    """Compute x plus self-attention of its norm, fused if possible; returns the attention weights too, or None."""
     if dtype is not None and mask is None and _attends_as_known(layer.mha_layer, layer.norm1, x, keys):
         summed = _to_itself(layer.mha_layer, layer.norm1.norm, x, keys, positions, dtype)
         if summed is not None:
@@ -99,7 +99,7 @@ def _attend(layer: Any, x: Tensor, mask: Tensor | None, keys: Tensor | None, pos
 
 
 def _attends_as_known(mha: Any, norm: Any, x: Tensor, keys: Tensor | None) -> bool:
-    """Whether this is one of the attentions that the kernels know."""
+    """Whether the kernels support this attention layer and its norm."""
     if type(mha) not in (RoPEMHA, RelPosMHAXL) or type(norm) is not normalization.LayerNorm:
         return False
     p = mha.dropout if mha.training else 0.0
@@ -113,7 +113,7 @@ def _attends_as_known(mha: Any, norm: Any, x: Tensor, keys: Tensor | None) -> bo
 
 def _to_itself(mha: Any, norm: nn.LayerNorm, x: Tensor, keys: Tensor | None, positions: Tensor | None,
                dtype: torch.dtype) -> Tensor | None:
-    """x plus attention to its norm, where its positions are as expected; else None."""
+    """Compute x plus fused self-attention of its norm; None if the kernels don't support its positions."""
     t, size, p = x.shape[1], mha.head_dim, mha.dropout if mha.training else 0.0
     if type(mha) is RoPEMHA:
         if size % 2:
@@ -136,7 +136,7 @@ def _to_itself(mha: Any, norm: nn.LayerNorm, x: Tensor, keys: Tensor | None, pos
 
 
 def _convolution(module: Any, x: Tensor, mask: Tensor | None, chunks: Any, dtype: torch.dtype | None) -> Tensor:
-    """x plus ``module`` of it."""
+    """Compute x plus the output of a convolution module, fused if possible."""
     if dtype is not None and type(module) is ConvolutionModule and chunks is None and fused.plain(module):
         first = _parts(module.bottleneck, nn.Conv1d, nn.GLU)
         behind = _parts(module.after_conv, nn.LayerNorm, _SILUS, nn.Linear, _DROPOUTS)
@@ -153,7 +153,7 @@ def _convolution(module: Any, x: Tensor, mask: Tensor | None, chunks: Any, dtype
 
 
 def _convolves(layer: nn.Module, groups: int) -> bool:
-    """Whether this is a plain convolution over as many frames to each side."""
+    """Whether a layer is a plain convolution that is centred and keeps the number of frames."""
     return (type(layer) is nn.Conv1d and layer.groups == groups and layer.kernel_size[0] % 2 == 1
             and layer.padding == (layer.kernel_size[0] // 2,) and layer.padding_mode == "zeros"
             and layer.stride == layer.dilation == (1,))
@@ -164,26 +164,26 @@ _SILUS = (nn.SiLU, activations.Swish)
 
 
 def _parts(module: nn.Module, *kinds: type | tuple[type, ...]) -> list[Any] | None:
-    """What stands in a plain Sequential of exactly these; else None."""
+    """Return the layers of a plain Sequential if they have exactly these classes and no hooks, otherwise None."""
     if type(module) is not nn.Sequential or len(module) != len(kinds):
         return None
-    found = list(module)
-    for part, kind in zip(found, kinds, strict=True):
+    layers = list(module)
+    for part, kind in zip(layers, kinds, strict=True):
         if type(part) not in (kind if isinstance(kind, tuple) else (kind,)):
             return None
         if type(part) is activations.Swish and part.beta != 1:
             return None
-    return found if fused.plain(module, *found) else None
+    return layers if fused.plain(module, *layers) else None
 
 
 def _biased(columns: int, *layers: Any) -> bool:
-    """Whether these have biases and give so many columns."""
+    """Whether all layers have a bias, plain parameters and ``columns`` outputs."""
     return all(layer.bias is not None and fused.single(layer.weight, layer.bias) and len(layer.weight) == columns
                for layer in layers)
 
 
 class PositionalwiseFeedForward(attention.PositionalwiseFeedForward):
-    """[B, T, D] to [B, T, D], in place: the original permutes to [T, B, D] and back."""
+    """``PositionalwiseFeedForward``: [B, T, D] to [B, T, D], without the original's permutation to [T, B, D]."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.ffn(x)

@@ -1,4 +1,4 @@
-"""SpeechBrain's Conv2d and the blocks of its front end without transposes and copies: channels stay last throughout."""
+"""SpeechBrain's Conv2d and front-end blocks without transposes and copies, as channels stay last throughout."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _ReflectPad(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         time, freq = ctx.pads
         t, f = grad.shape[1] - 2 * time, grad.shape[2] - 2 * freq
-        rows = grad[:, time : time + t]  # in place: nobody but the convolution behind it has this gradient
+        rows = grad[:, time : time + t]  # in place, since only the convolution after it has this gradient
         for i in range(1, time + 1):
             rows[:, i] += grad[:, time - i]
             rows[:, t - 1 - i] += grad[:, time + t - 1 + i]
@@ -61,11 +61,11 @@ class Conv2d(CNN.Conv2d):
                 x = x.permute(0, 2, 3, 1)
             else:
                 x = _ReflectPad.apply(x, *pads)
-        # The original convolves [B, C, F, T]; with T and F swapped in the kernel too, no data moves.
+        # The original convolves [B, C, F, T]; swapping T and F in the kernel instead moves no data.
         conv, stride = self.conv, self.stride[::-1]
         if conv.weight.shape[2:] == (1, 1):
-            # Frames and bins that are passed over are left out first: with channels last and a stride, the backward of
-            # torch 2.11's oneDNN writes beyond its memory here.
+            # Strides are applied by slicing: with strides and channels last, the backward of torch 2.11's oneDNN writes
+            # out of bounds for this kernel size.
             x, stride = x[:, :: stride[0], :: stride[1]], (1, 1)
             if conv.groups == 1:
                 return functional.linear(x, conv.weight.flatten(1), conv.bias)
@@ -75,7 +75,7 @@ class Conv2d(CNN.Conv2d):
         return out.permute(0, 2, 3, 1)
 
     def _pads(self) -> tuple[int, int] | None:
-        """Frames and bins added on each side; None where this path doesn't apply."""
+        """Return the frames and bins to pad on each side; None if the original forward is needed."""
         plain = not (self.skip_transpose or self.swap or self.max_norm is not None)
         if not plain or self.padding not in ("same", "valid") or hasattr(self.conv, "parametrizations"):
             return None
@@ -91,7 +91,7 @@ class Conv2d(CNN.Conv2d):
 
 
 class ConvBlock(convolution.ConvBlock):
-    """[B, T, F] or [B, T, F, C] to [B, T', F', C']; on a CPU a norm, its activation and dropout are one pass."""
+    """``ConvBlock``: [B, T, F] or [B, T, F, C] to [B, T', F', C']; fuses norm, activation and dropout on a CPU."""
 
     def forward(self, x: Tensor) -> Tensor:
         out = _through(self.convs, x)
@@ -109,7 +109,7 @@ def _through(layers: Any, x: Tensor) -> Tensor:
 
 
 def _normed(x: Tensor, norm: Any, activation: Any, drop: Any) -> Tensor | None:
-    """What the three make of x; None where they aren't to be passed over."""
+    """Apply norm, activation and dropout in one pass; None if the kernels don't support them."""
     kinds = type(norm), type(activation), type(drop)
     if kinds not in _FUSED or activation.inplace:
         return None

@@ -1,4 +1,4 @@
-"""Dropout on a CPU for a fifth of torch's time: random words out of two tables, masks that select by integers."""
+"""Dropout on a CPU in a fifth of torch's time, with random words from two tables and integer masks."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 _LEVELS = 1 << 16
-_COARSE = 1 / 256  # nearer to 0 or 1 than this, the nearest level may be some percent off
-_STARTS = 1 << 16  # places where a mask's words may begin in each table
+_COARSE = 1 / 256  # for p closer than this to 0 or 1, levels are too coarse (some percent off)
+_STARTS = 1 << 16  # number of offsets in each table at which a mask may start
 
 
 def levels(p: float, like: Tensor | None = None) -> int:
-    """How many of the levels are dropped; 0 where torch's own dropout is to be used, for ``p`` or what ``like`` is."""
+    """Return how many of the 65536 levels to drop; 0 if ``p`` or the tensor ``like`` need torch's own dropout."""
     if not _COARSE <= p <= 1 - _COARSE:
         return 0
     if like is not None and (type(like) is not Tensor or like.device.type != "cpu" or like.dtype == torch.float64
@@ -23,7 +23,7 @@ def levels(p: float, like: Tensor | None = None) -> int:
 
 
 class _Table:
-    """Random words, always the same; it grows to the largest mask so far, and what it held stays at its place."""
+    """A fixed table of random words, which grows with the largest mask so far without changing existing words."""
 
     def __init__(self, seed: int):
         self.seed, self.words = seed, torch.empty(0, dtype=torch.int16)
@@ -32,7 +32,7 @@ class _Table:
         words = self.words
         if len(words) < count + _STARTS:
             generator = torch.Generator().manual_seed(self.seed)
-            more = (count + _STARTS) // 4  # words come by four; a quarter more than needed, since batches differ
+            more = (count + _STARTS) // 4  # four words each; a quarter in reserve, since batches differ
             drawn = torch.empty(more + more // 4 + 1, dtype=torch.int64, device="cpu")
             self.words = words = drawn.random_(-(1 << 63), None, generator=generator).view(torch.int16)
         return words[first : first + count]
@@ -42,11 +42,11 @@ _TABLES = _Table(1), _Table(2)
 
 
 class Words(NamedTuple):
-    """Random words of 16 bits that are yet to be summed: a stretch of one table plus an odd multiple of another's.
+    """Random 16-bit words, to be computed as a slice of one table plus an odd multiple of a slice of another.
 
-    Where both begin and the multiple are drawn, so there are 2^46 such sums; any two words of one, and those at one
-    place of any two, are independent but for what the tables' own generator leaves. It costs a tenth of drawing each,
-    and nothing to keep.
+    Both offsets and the factor are drawn, which gives 2^46 different sums. Two words of a sum, and two words at the
+    same place of different sums, are as independent as the tables' generator allows. This takes a tenth of the time
+    of drawing each word, and needs no memory to keep for backward.
     """
 
     one: Tensor
@@ -58,31 +58,31 @@ class Words(NamedTuple):
 
 
 def draw(count: int) -> Words:
-    """So many random words, by one number from torch's CPU generator: a seed repeats them."""
-    one = torch.empty((), dtype=torch.int64, device="cpu").random_()
-    drawn = int(one.numpy())  # no item(): nothing waits for a device
+    """Draw random words, using one number from torch's CPU generator, so that a seed repeats them."""
+    number = torch.empty((), dtype=torch.int64, device="cpu").random_()
+    drawn = int(number.numpy())  # not item(), which counts as a host sync
     first, second, odd = drawn % _STARTS, (drawn >> 16) % _STARTS, (drawn >> 32) % (_LEVELS // 2) | 1
     return Words(_TABLES[0].stretch(first, count), _TABLES[1].stretch(second, count), odd)
 
 
 def lowest(drop: int) -> int:
-    """The lowest word that keeps its element."""
+    """Return the lowest word that keeps its element if ``drop`` levels are dropped."""
     return drop - _LEVELS // 2
 
 
 def factor(drop: int) -> float:
-    """What keeps the mean where ``drop`` levels are dropped."""
+    """Return the scale that preserves the mean if ``drop`` levels are dropped."""
     return _LEVELS / (_LEVELS - drop)
 
 
 def keep(words: Words, drop: int, like: Tensor) -> Tensor:
-    """A mask for :func:`select`: 0 where it drops, else 1; in integers for values of 16 bits."""
+    """Make a mask for :func:`select`: 0 to drop, otherwise 1; of integers if ``like`` has 16-bit values."""
     sums = words.sums().view(like.shape)
     return sums.ge_(lowest(drop)) if like.itemsize == 2 else torch.ge(sums, lowest(drop), out=torch.empty_like(like))
 
 
 def select(x: Tensor, kept: Tensor, out: Tensor | None = None) -> Tensor:
-    """``x`` where ``kept`` is 1, 0 where it is 0; times 0 or 1 as integers is a third of the time of bfloat16."""
+    """Return ``x`` where ``kept`` is 1 and 0 elsewhere; integer products take a third of the time of bfloat16's."""
     if kept.dtype == x.dtype:
         return torch.mul(x, kept, out=out)
     whole = None if out is None else out.view(torch.int16)
@@ -97,7 +97,7 @@ def _dropped(x: Tensor, words: Words, drop: int) -> Tensor:
 
 
 class _Dropped(torch.autograd.Function):
-    """No mask is kept for the backward: its words are summed again."""
+    """Dropout that keeps no mask for backward, but recomputes it from its words."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, drop: int) -> Tensor:
@@ -110,7 +110,7 @@ class _Dropped(torch.autograd.Function):
 
 
 def dropout(x: Tensor, p: float, training: bool) -> Tensor:
-    """As ``torch.nn.functional.dropout``."""
+    """Apply dropout, with the arguments of ``torch.nn.functional.dropout``."""
     if not training or p == 0:
         return x
     drop = levels(p, x)
@@ -118,14 +118,14 @@ def dropout(x: Tensor, p: float, training: bool) -> Tensor:
 
 
 def share(layer: nn.Dropout) -> float | None:
-    """What ``layer`` drops now; None where its masks are torch's own."""
+    """Return the share that ``layer`` drops in its current mode; None if it uses torch's own dropout."""
     if not layer.training or layer.p == 0:
         return 0.0
     return layer.p if levels(layer.p) and not layer.inplace else None
 
 
 class Dropout(nn.Dropout):
-    """``torch.nn.Dropout``, drawn cheaply on a CPU."""
+    """``torch.nn.Dropout`` with cheaper random numbers on a CPU."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) if self.inplace else dropout(x, self.p, self.training)

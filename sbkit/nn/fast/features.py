@@ -1,4 +1,4 @@
-"""SpeechBrain's feature layers without tables that are made, or copied to the device, anew in each call."""
+"""SpeechBrain's feature layers without tables that are rebuilt, or copied to the device, in each call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sbkit.errors import SbkitError
 
 
 class Fbank(lobes.Fbank):
-    """[B, S] to [B, T, features]; the power of the spectrum is made in two passes, not in four."""
+    """``Fbank``: [B, S] to [B, T, features]; computes the power spectrum in two passes instead of four."""
 
     @fwd_default_precision(cast_inputs=torch.float32)
     def forward(self, wav: Tensor) -> Tensor:
@@ -29,7 +29,7 @@ class Fbank(lobes.Fbank):
 
 
 class STFT(features.STFT):
-    """[B, S] to [B, T, F, 2]; the window stays where the signals are."""
+    """``STFT``: [B, S] to [B, T, F, 2]; keeps its window on the device of the signals."""
 
     window: Tensor
 
@@ -40,7 +40,7 @@ class STFT(features.STFT):
 
 
 class Filterbank(features.Filterbank):
-    """[B, T, F] to [B, T, mels]; filters that stay as they are are made once."""
+    """``Filterbank``: [B, T, F] to [B, T, mels]; computes fixed filters only once."""
 
     def forward(self, spectrogram: Tensor) -> Tensor:
         changing = not self.freeze or (self.param_rand_factor != 0 and self.training)
@@ -56,7 +56,7 @@ class Filterbank(features.Filterbank):
 
 
 class InputNormalization(features.InputNormalization):
-    """[B, T, F] to the same; running statistics are updated on the device, where the original waits for it twice."""
+    """``InputNormalization``: [B, T, F] to the same; updates its statistics without the original's two host syncs."""
 
     glob_mean: Tensor
     glob_std: Tensor
@@ -65,7 +65,7 @@ class InputNormalization(features.InputNormalization):
 
     def forward(self, x: Tensor, lengths: Tensor | None = None, epoch: int | None = None) -> Tensor:
         if self.norm_type == "global":
-            # Neither buffers nor parameters: a checkpoint leaves them where it likes.
+            # Not buffers: after loading a checkpoint they may be on another device.
             self.glob_mean, self.glob_std = self.glob_mean.to(x.device), self.glob_std.to(x.device)
             if not self.glob_mean.numel() and not self._should_update(epoch):
                 raise SbkitError("InputNormalization with norm_type global has no statistics: it has seen no training, "
@@ -74,7 +74,7 @@ class InputNormalization(features.InputNormalization):
         return super().forward(x, lengths, epoch)
 
     def uncounted(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """As a call, but ``x`` enters no statistics; those of the other ranks, which may be in a call, do."""
+        """Normalise ``x`` without adding it to the statistics; takes part in the ranks' exchange of theirs."""
         self._counting = False
         try:
             return self(x, lengths)
@@ -84,7 +84,7 @@ class InputNormalization(features.InputNormalization):
     def _update_global_stats(self, x: Tensor, mask: Tensor) -> None:
         dims, wide, mask = (0, self.length_dim), x.float(), mask & self._counting
         number = _over_ranks(mask.sum().float())
-        divisor = number.clamp(min=1)  # all ranks may have nothing to count
+        divisor = number.clamp(min=1)  # no rank may have anything to count
         mean = _over_ranks((wide * mask).sum(dims)) / divisor
         apart = (wide - mean.unsqueeze(0).unsqueeze(self.length_dim)) * mask
         variance = _over_ranks(apart.square().sum(dims)) / divisor

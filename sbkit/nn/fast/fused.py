@@ -1,7 +1,7 @@
-"""A Conformer layer's parts in training on a CPU: matrix products by torch, all between them by ``sbkit.nn.native``.
+"""Parts of Conformer layers for training on a CPU: torch's matrix products, and ``sbkit.nn.native`` between them.
 
-Each is one node of the graph with its backward written out. What they compute is what the modules do one by one, and
-their dropout masks are the same ones; under autocast what stays between two products is rounded less often.
+Each part is one autograd function with its own backward. Results and dropout masks equal those of the separate modules,
+except that intermediate values are rounded less often under autocast.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from sbkit.nn.fast import dropout
 from sbkit.nn.fast.autocast import without_autocast
 from sbkit.nn.native.library import WIDEST, Dropout, call, loaded
 
-_once_differentiable: Any = once_differentiable  # torch types it otherwise than the ``backward`` that it is for
+_once_differentiable: Any = once_differentiable  # torch's type for it does not fit ``backward``
 _KNOWN = (torch.float32, torch.bfloat16)
 
 
 def precision(x: Tensor) -> torch.dtype | None:
-    """What activations are held in where these are used for ``x``; None where they aren't."""
+    """Return the type of activations if the fused parts can be used for ``x``, otherwise None."""
     if torch.compiler.is_compiling() or not loaded() or type(x) not in (Tensor, nn.Parameter):
         return None
-    tracing = torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]  # torch's, which its types lack
+    tracing = torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]  # torch does not type it
     if x.device.type != "cpu" or not torch.is_grad_enabled() or tracing or not x.numel():
         return None
     wanted = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32
@@ -33,32 +33,32 @@ def precision(x: Tensor) -> torch.dtype | None:
 
 
 def plain(*modules: nn.Module) -> bool:
-    """Whether a module may be passed over: it has nothing to be called with it."""
+    """Whether modules have no hooks, so that their parameters may be used without calling them."""
     return not torch.nn.modules.module._has_any_global_hook() and not any(
         m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks or "forward" in vars(m)
         for m in modules)
 
 
 def fits(norm: nn.Module, shape: torch.Size) -> bool:
-    """Whether this is a layer norm over such last dimensions that the kernels know."""
+    """Whether a module is a layer norm over ``shape`` that the kernels support."""
     return (type(norm) is nn.LayerNorm and norm.normalized_shape == shape and shape.numel() <= WIDEST
             and norm.weight is not None and norm.bias is not None and single(norm.weight, norm.bias))
 
 
 def single(*parameters: Tensor) -> bool:
-    """Whether these are plain parameters in float32 and one piece of memory: no shards, nothing made of others."""
+    """Whether all are plain, contiguous float32 parameters on the CPU, so neither shards nor parametrized."""
     return all(type(p) is nn.Parameter and p.dtype == torch.float32 and p.device.type == "cpu" and p.is_contiguous()
                for p in parameters)
 
 
 def masks(skip: Tensor | None, frames: tuple[int, ...]) -> bool:
-    """Whether ``skip`` says of each of ``frames``, and in a way that the kernels know, whether to pass it over."""
+    """Whether ``skip`` is None or a boolean mask of shape ``frames`` that the kernels support."""
     return skip is None or (type(skip) is Tensor and skip.dtype == torch.bool and skip.device.type == "cpu"
                             and skip.shape == frames)
 
 
 class _Drop:
-    """One dropout of a block: its words, to be summed in the kernels, forward and backward."""
+    """The dropout of one activation; kernels compute its mask from random words in forward and again in backward."""
 
     def __init__(self, count: int, p: float):
         self.words = dropout.draw(count) if p else None
@@ -78,7 +78,7 @@ _NOTHING = _Drop(0, 0.0)
 
 
 class _After(NamedTuple):
-    """What a norm is followed by: SiLU, or a factor for what is below zero; and dropout."""
+    """What follows a norm: SiLU if ``smooth``, otherwise a factor for negative values; then dropout."""
 
     smooth: bool = False
     slope: float = 1.0
@@ -92,7 +92,7 @@ _PLAIN, _SILU = _After(), _After(smooth=True)
 
 
 class _Rows:
-    """Calls kernels on ``count`` rows for activations of ``dtype``."""
+    """Calls kernels on ``count`` rows of activations in ``dtype``, and allocates tensors for them."""
 
     def __init__(self, count: int, dtype: torch.dtype):
         self.count, self.dtype, self.threads = count, dtype, torch.get_num_threads()
@@ -104,12 +104,12 @@ class _Rows:
         return torch.empty(self.count, columns, dtype=dtype or self.dtype, device="cpu")
 
     def sums(self, columns: int) -> Tensor:
-        """What a kernel's threads sum into: the first row comes to hold the result."""
+        """Allocate zeros for the threads of a kernel to sum into; the first row will hold the result."""
         return torch.zeros(self.threads, columns, dtype=torch.float32, device="cpu")
 
     def normalise(self, x: Tensor, norm: tuple[Tensor, Tensor, float],
                   after: _After = _PLAIN) -> tuple[Tensor, ...]:
-        """The normalised rows; with what :meth:`unnormalise` needs."""
+        """Normalise rows; returns them with the mean and reciprocal deviation that :meth:`unnormalise` needs."""
         columns, narrow = x.shape[-1], x.dtype != torch.float32
         out, mean, rstd = self.empty(columns), self.empty(1, torch.float32), self.empty(1, torch.float32)
         self("norm_forward", columns, x, narrow, *norm, *after.given(), out, mean, rstd)
@@ -117,7 +117,7 @@ class _Rows:
 
     def unnormalise(self, grad: Tensor, x: Tensor, gain: Tensor, shift: Tensor, mean: Tensor, rstd: Tensor,
                     add: Tensor | None = None, after: _After = _PLAIN) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of x (plus ``add``), gain and shift."""
+        """Return the gradients of x (plus ``add``), gain and shift."""
         columns, narrow = x.shape[-1], x.dtype != torch.float32
         out, sums = torch.empty_like(x), self.sums(2 * columns)
         self("norm_backward", columns, grad, x, narrow, gain, shift, *after.given(), mean, rstd, add, out, sums)
@@ -133,7 +133,7 @@ def _of_weight(grad: Tensor, x: Tensor, wanted: bool) -> Tensor | None:
 
 
 class _FeedForward(torch.autograd.Function):
-    """x + weight * dropped(linear(dropped(silu(linear(norm(x))))))."""
+    """x + weight * dropout(linear(dropout(silu(linear(norm(x))))))."""
 
     @staticmethod
     @without_autocast
@@ -168,7 +168,7 @@ class _FeedForward(torch.autograd.Function):
 
 
 class _Convolution(torch.autograd.Function):
-    """x + dropped(linear(silu(norm(depthwise(glu(linear(norm(x)))))))), without it in rows that are skipped."""
+    """x + dropout(linear(silu(norm(depthwise(glu(linear(norm(x)))))))); only x in skipped rows."""
 
     @staticmethod
     @without_autocast
@@ -216,10 +216,10 @@ class _Convolution(torch.autograd.Function):
 
 
 class _Attention(torch.autograd.Function):
-    """x + linear(softmax(queries by keys), dropped, by values), of norm(x): attention to itself.
+    """x + linear(dropout(softmax(queries by keys)) by values), for queries, keys and values of norm(x).
 
-    Either ``table`` turns queries and keys, or ``positions`` [2 T - 1, D] are what queries are compared with beside
-    keys, by their distance, with a bias of their own each: ``near`` and ``far``.
+    Positions are either rotary, by ``table``, or relative: ``positions`` [2 T - 1, D] for all distances, with the
+    queries' biases ``near`` for keys and ``far`` for positions.
     """
 
     @staticmethod
@@ -235,7 +235,7 @@ class _Attention(torch.autograd.Function):
         query, key, value = (rows.empty(columns).view(b * heads, t, size) for _ in range(3))
         away, places, distances = None, None, None
         if positions is None:
-            assert table is not None, "one or the other is there"
+            assert table is not None, "without positions there is a table"
             rows("heads_forward", size, normed @ w1.t(), *table, scale, query, key, value, heads, t)
         else:
             away = rows.empty(columns).view(heads, b * t, size)
@@ -245,11 +245,11 @@ class _Attention(torch.autograd.Function):
         weights, pairs = query @ key.transpose(1, 2), _Rows(b * heads * t, dtype)
         dropped, drop = torch.empty_like(weights), _Drop(weights.numel(), p)
         pairs("softmax_forward", t, weights, distances, skip, drop.pointer, dropped, heads)
-        heard = (dropped @ value).view(b, heads, t, size).transpose(1, 2).reshape(-1, columns)
+        attended = (dropped @ value).view(b, heads, t, size).transpose(1, 2).reshape(-1, columns)
         out = torch.empty_like(x)
-        rows("add_forward", columns, x, heard @ w2.t(), b2, 1.0, None, _NOTHING.pointer, out)
-        ctx.save_for_backward(x, gain, shift, mean, rstd, normed, w1, query, away, places, key, value, weights, heard,
-                              w2)
+        rows("add_forward", columns, x, attended @ w2.t(), b2, 1.0, None, _NOTHING.pointer, out)
+        ctx.save_for_backward(x, gain, shift, mean, rstd, normed, w1, query, away, places, key, value, weights,
+                              attended, w2)
         ctx.rows, ctx.pairs, ctx.drop, ctx.scale, ctx.heads, ctx.table = rows, pairs, drop, scale, heads, table
         return out
 
@@ -257,17 +257,18 @@ class _Attention(torch.autograd.Function):
     @_once_differentiable
     @without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, gain, shift, mean, rstd, normed, w1, query, away, places, key, value, weights, heard, w2 = ctx.saved_tensors
+        (x, gain, shift, mean, rstd, normed, w1, query, away, places, key, value, weights, attended,
+         w2) = ctx.saved_tensors
         rows, heads, grad, (b, t, columns) = ctx.rows, ctx.heads, grad.contiguous(), x.shape
         size = columns // heads
         of_added, of_b2 = rows.empty(columns), rows.sums(columns)
         rows("add_backward", columns, grad, 1.0, None, _NOTHING.pointer, of_added, of_b2)
-        of_heard = (of_added @ w2).view(b, t, heads, size).transpose(1, 2).reshape(-1, t, size)
-        of_scores, dropped = of_heard @ value.transpose(1, 2), torch.empty_like(weights)
+        of_attended = (of_added @ w2).view(b, t, heads, size).transpose(1, 2).reshape(-1, t, size)
+        of_scores, dropped = of_attended @ value.transpose(1, 2), torch.empty_like(weights)
         of_distances = None if away is None else away.new_empty(heads, b * t, 2 * t - 1)
         ctx.pairs("softmax_backward", t, of_scores, weights, ctx.drop.pointer, dropped, of_distances, heads)
         of_query, of_key = of_scores @ key, of_scores.transpose(1, 2) @ query
-        of_value, of_all = dropped.transpose(1, 2) @ of_heard, rows.empty(3 * columns)
+        of_value, of_all = dropped.transpose(1, 2) @ of_attended, rows.empty(3 * columns)
         of_relative: tuple[Tensor | None, ...] = None, None, None
         if of_distances is None:
             rows("heads_backward", size, of_query, of_key, of_value, *ctx.table, ctx.scale, of_all, heads, t)
@@ -278,11 +279,11 @@ class _Attention(torch.autograd.Function):
             of_relative = (of_biases[0, :columns], of_biases[0, columns:], of_places.permute(2, 0, 1).flatten(1))
         of_x, of_gain, of_shift = rows.unnormalise(of_all @ w1, x, gain, shift, mean, rstd, grad)
         return (of_x, None, of_gain, of_shift, _of_weight(of_all, normed, ctx.needs_input_grad[4]), *of_relative,
-                _of_weight(of_added, heard, ctx.needs_input_grad[8]), of_b2[0], *[None] * 6)
+                _of_weight(of_added, attended, ctx.needs_input_grad[8]), of_b2[0], *[None] * 6)
 
 
 class _Norm(torch.autograd.Function):
-    """Layer norm over the dimensions that ``gain`` has, with what follows it, to ``dtype``."""
+    """Layer norm over the dimensions of ``gain``, then an activation and dropout, with outputs in ``dtype``."""
 
     @staticmethod
     @without_autocast
@@ -306,9 +307,10 @@ class _Norm(torch.autograd.Function):
 
 def rotary_attention(x: Tensor, skip: Tensor | None, before: nn.LayerNorm, w1: Tensor, second: nn.Linear,
                      table: tuple[Tensor, Tensor], heads: int, scale: float, p: float, dtype: torch.dtype) -> Tensor:
-    """x plus what attention to itself makes of it; ``skip`` [B, T] is True where nothing is to be attended to.
+    """Compute x plus self-attention of its norm, with rotary positions.
 
-    table: cosines and sines [T, size] in fp32 as SpeechBrain lays them out
+    skip : [B, T], True for frames that are not attended to
+    table : cosines and sines [T, size] in fp32, in SpeechBrain's layout
     """
     return _Attention.apply(x, _bytes(skip), before.weight, before.bias, w1, None, None, None, second.weight,
                             second.bias, table, heads, scale, before.eps, p, dtype)
@@ -317,7 +319,11 @@ def rotary_attention(x: Tensor, skip: Tensor | None, before: nn.LayerNorm, w1: T
 def relative_attention(x: Tensor, skip: Tensor | None, before: nn.LayerNorm, w1: Tensor, near: Tensor, far: Tensor,
                        positions: Tensor, second: nn.Linear, heads: int, scale: float, p: float, dtype: torch.dtype,
                        ) -> Tensor:
-    """The same with positions [2 T - 1, D] as they come out of their layer, and the biases of SpeechBrain's queries."""
+    """Compute x plus self-attention of its norm, with relative positions; the other arguments as in rotary_attention.
+
+    near, far : SpeechBrain's ``pos_bias_u`` and ``pos_bias_v``
+    positions : [2 T - 1, D], the output of the layer for positions
+    """
     return _Attention.apply(x, _bytes(skip), before.weight, before.bias, w1, near.flatten(), far.flatten(),
                             positions, second.weight, second.bias, None, heads, scale, before.eps, p, dtype)
 
@@ -327,20 +333,20 @@ def _bytes(skip: Tensor | None) -> Tensor | None:
 
 
 def norm(x: Tensor, layer: nn.LayerNorm, dtype: torch.dtype, slope: float = 1.0, p: float = 0.0) -> Tensor:
-    """The norm of x; what is below zero times ``slope``, and dropped by ``p``."""
+    """Compute the layer norm of x; then multiply negative values by ``slope`` and apply dropout ``p``."""
     return _Norm.apply(x, layer.weight, layer.bias, layer.eps, slope, p, dtype)
 
 
 def feed_forward(x: Tensor, layer: nn.LayerNorm, first: nn.Linear, second: nn.Linear, inner: float, outer: float,
                  weight: float, dtype: torch.dtype) -> Tensor:
-    """x + ``weight`` times what the layers make of it."""
+    """Compute x plus ``weight`` times a feed-forward block of its norm, with dropout ``inner`` and ``outer``."""
     return _FeedForward.apply(x, layer.weight, layer.bias, first.weight, first.bias, second.weight, second.bias,
                               layer.eps, inner, outer, weight, dtype)
 
 
 def convolution(x: Tensor, skip: Tensor | None, before: nn.LayerNorm, first: nn.Conv1d, around: nn.Conv1d,
                 behind: nn.LayerNorm, second: nn.Linear, p: float, dtype: torch.dtype) -> Tensor:
-    """x plus what the layers make of it, where ``skip`` [B, T, 1] isn't True."""
+    """Compute x plus a Conformer's convolution block of its norm; only x where ``skip`` [B, T, 1] is True."""
     return _Convolution.apply(x, _bytes(skip), before.weight, before.bias, first.weight, first.bias, around.weight,
                               around.bias, behind.weight, behind.bias, second.weight, second.bias,
                               (before.eps, behind.eps), p, dtype)

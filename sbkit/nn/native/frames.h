@@ -1,6 +1,6 @@
-/* Kernels that know which rows are frames of one utterance: the depthwise convolution, and attention's parts. */
+/* Kernels for which rows are the frames of utterances: the depthwise convolution and the parts of attention. */
 
-/* Convolution over the frames of each utterance, a kernel [taps, columns] of its own for each column, taps odd. */
+/* Depthwise convolution over the frames of each utterance, with a kernel [taps, columns]; taps is odd. */
 API void OUT(depthwise_forward)(const T *restrict x, const float *restrict kernel, const float *restrict bias,
                                 T *restrict out, int taps, int64_t frames, int64_t rows, int64_t columns, int threads) {
 #pragma omp parallel num_threads(threads)
@@ -24,7 +24,8 @@ API void OUT(depthwise_forward)(const T *restrict x, const float *restrict kerne
     }
 }
 
-/* Of depthwise_forward. sums [threads, taps + 1, columns] come to hold the gradients of kernel and bias. */
+/* Gradients of depthwise_forward: to becomes that of x, the first row of sums [threads, taps + 1, columns] those of
+   kernel and bias. */
 API void OUT(depthwise_backward)(const T *restrict grad, const T *restrict x, const float *restrict kernel,
                                  T *restrict to, float *restrict sums, int taps, int64_t frames, int64_t rows,
                                  int64_t columns, int threads) {
@@ -64,9 +65,9 @@ API void OUT(depthwise_backward)(const T *restrict grad, const T *restrict x, co
     gather(sums, (taps + 1) * columns, threads);
 }
 
-/* A row of queries, keys and values [heads, 3, size] for each frame to three tensors [utterances, heads, frames, size].
-   Pairs of queries and keys are turned by their frame's angles, whose cosines and sines are [frames, size], the first
-   sine of each pair with a minus; queries are multiplied by scale. */
+/* Splits rows of queries, keys and values [heads, 3, size] into three tensors [utterances, heads, frames, size]. Pairs
+   of values of queries and keys are rotated by their frame's angles, given as cosines and sines [frames, size] with the
+   first sine of each pair negated; queries are multiplied by scale. */
 API void OUT(heads_forward)(const T *restrict x, const float *restrict cosines, const float *restrict sines,
                             float scale, T *restrict query, T *restrict key, T *restrict value, int64_t heads,
                             int64_t frames, int64_t rows, int64_t size, int threads) {
@@ -94,7 +95,7 @@ API void OUT(heads_forward)(const T *restrict x, const float *restrict cosines, 
     }
 }
 
-/* Of heads_forward. */
+/* Gradient of heads_forward: to becomes that of x. */
 API void OUT(heads_backward)(const T *restrict query, const T *restrict key, const T *restrict value,
                              const float *restrict cosines, const float *restrict sines, float scale, T *restrict to,
                              int64_t heads, int64_t frames, int64_t rows, int64_t size, int threads) {
@@ -123,8 +124,9 @@ API void OUT(heads_backward)(const T *restrict query, const T *restrict key, con
     }
 }
 
-/* As heads_forward for relative positions: nothing is turned; queries come with either bias [heads, size], and those
-   with the second, which distances are compared with, as [heads, utterances, frames, size]. */
+/* Splits rows as heads_forward does, for relative positions: without rotation, and with a bias [heads, size] added to
+   queries: near in query, for the scores of keys, and far in away [heads, utterances, frames, size], for those of
+   distances. */
 API void OUT(relative_forward)(const T *restrict x, const float *restrict near, const float *restrict far, float scale,
                                T *restrict query, T *restrict away, T *restrict key, T *restrict value, int64_t heads,
                                int64_t frames, int64_t rows, int64_t size, int threads) {
@@ -149,7 +151,8 @@ API void OUT(relative_forward)(const T *restrict x, const float *restrict near, 
     }
 }
 
-/* Of relative_forward. sums [threads, 2, heads, size] come to hold the gradients of the biases. */
+/* Gradients of relative_forward: to becomes that of x, the first row of sums [threads, 2, heads, size] those of near
+   and far. */
 API void OUT(relative_backward)(const T *restrict query, const T *restrict away, const T *restrict key,
                                 const T *restrict value, float scale, T *restrict to, float *restrict sums,
                                 int64_t heads, int64_t frames, int64_t rows, int64_t size, int threads) {
@@ -179,16 +182,16 @@ API void OUT(relative_backward)(const T *restrict query, const T *restrict away,
     gather(sums, 2 * heads * size, threads);
 }
 
-/* Where row i of scores [utterances, heads, columns, columns] has its columns among those of all distances [heads,
-   utterances, columns, 2 * columns - 1]: a later frame's lie further to the left. */
+/* The offset of row i of scores [utterances, heads, columns, columns] in the scores of distances [heads, utterances,
+   columns, 2 * columns - 1]; rows of later frames start further to the left. */
 static inline int64_t OUT(shifted)(int64_t i, int64_t heads, int64_t rows, int64_t columns) {
     const int64_t frame = i % columns, head = i / columns % heads, utterance = i / columns / heads;
     return (head * (rows / heads) + utterance * columns + frame) * (2 * columns - 1) + columns - 1 - frame;
 }
 
-/* Rows of scores [utterances, heads, columns, columns], to which those of distances are added where given, become their
-   softmax in place, and out that with dropout. Each utterance has a row of skip: columns where that is 1 weigh nothing,
-   or all the same where it is 1 throughout. */
+/* Replaces rows of scores [utterances, heads, columns, columns], plus distances if not null, by their softmax; out gets
+   the softmax with dropout. skip has a row for each utterance: columns where it is 1 get weight 0, or equal weights if
+   it is 1 in the whole row. */
 API void OUT(softmax_forward)(T *restrict scores, const T *restrict distances, const uint8_t *restrict skip,
                               const Dropout *from, T *restrict out, int64_t heads, int64_t rows, int64_t columns,
                               int threads) {
@@ -219,7 +222,7 @@ API void OUT(softmax_forward)(T *restrict scores, const T *restrict distances, c
 #pragma omp simd reduction(+ : sum)
             for (int64_t j = 0; j < columns; j++) {
                 const float below = row[j] - most;
-                row[j] = below < -80.0f ? 0.0f : exponential(below); /* products of what is not quite 0 are slow */
+                row[j] = below < -80.0f ? 0.0f : exponential(below); /* products of denormals are slow */
                 sum += row[j];
             }
             const float share_of = 1.0f / sum;
@@ -238,8 +241,8 @@ API void OUT(softmax_forward)(T *restrict scores, const T *restrict distances, c
     }
 }
 
-/* Of softmax_forward, in the place of grad and, where given, in distances, whose other columns become 0; out is what
-   that gave. */
+/* Gradients of softmax_forward: grad becomes that of scores and, if not null, distances that of distances, with 0 in
+   all other columns; out gets the softmax with dropout again. */
 API void OUT(softmax_backward)(T *restrict grad, const T *restrict weights, const Dropout *from, T *restrict out,
                                T *restrict distances, int64_t heads, int64_t rows, int64_t columns, int threads) {
     const Dropout drop = *from;

@@ -1,9 +1,9 @@
-/* What lies between the matrix products of a Conformer's layer, each in one pass over memory; forward and backward.
+/* The steps between the matrix products of a Conformer layer, each in one pass over memory, forward and backward.
 
-   Written once and compiled twice: for activations T in float (names end in _f32) and in bfloat16 (_bf16). All
-   arithmetic is in float. Rows are frames, columns are features. What is summed over rows is summed by each thread
-   over its own rows first, so that the same number of threads gives the same result; such sums come in as zeros. Rows
-   of up to WIDEST columns are held in float on the stack. Nothing here allocates or calls out. */
+   The kernels are written once and compiled twice: for activations T in float (names end in _f32) and in bfloat16
+   (_bf16). All arithmetic is in float. Rows are frames, columns are features. Each thread sums over its own rows first,
+   so that the same number of threads gives the same result; the caller passes zeros for such sums. Rows of up to WIDEST
+   columns are kept in float on the stack. Kernels do not allocate memory. */
 
 #include <stdint.h>
 #include <string.h>
@@ -16,7 +16,7 @@
 
 #define API __attribute__((visibility("default")))
 
-/* Keeps element i where one[i] + odd * other[i], as 16 bits, is at least lowest; one is null where nothing drops. */
+/* Keeps element i if one[i] + odd * other[i], as a 16-bit integer, is at least lowest; one is null without dropout. */
 typedef struct {
     const int16_t *restrict one, *restrict other;
     int32_t odd, lowest;
@@ -40,11 +40,11 @@ static inline uint32_t as_bits(float value) {
     return bits;
 }
 
-/* exp(x) to 2 units in the last place, in operations that a compiler turns into vectors; NaN stays NaN. */
+/* exp(x) to 2 units in the last place, with operations that compilers vectorise; NaN stays NaN. */
 static inline float exponential(float x) {
     x = x > 88.0f ? 88.0f : x;
     x = x < -87.0f ? -87.0f : x;
-    const float shifted = x * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: the sum is rounded to a whole number */
+    const float shifted = x * 1.44269504f + 12582912.0f; /* 1.5 * 2^23, which rounds the sum to an integer */
     const float whole = shifted - 12582912.0f;
     const float rest = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
     float sum = 1.9875691500e-4f;
@@ -68,20 +68,20 @@ static inline float silu_slope(float x) {
 
 static inline float from_bf16(uint16_t value) { return as_float((uint32_t)value << 16); }
 
-/* To the nearest, ties to even. What a NaN is rounded by is masked away: it would turn some into -0. */
+/* Rounds to the nearest, ties to even. NaNs are not rounded, which would turn some into -0. */
 static inline uint16_t to_bf16(float value) {
     const uint32_t bits = as_bits(value), number = (bits & 0x7fffffffu) > 0x7f800000u ? 0u : ~0u;
     return (uint16_t)((bits + ((0x7fffu + ((bits >> 16) & 1u)) & number)) >> 16);
 }
 
-/* This thread's share of the rows. */
+/* Computes this thread's share of the rows. */
 static inline void share(int64_t rows, int64_t *first, int64_t *end) {
     const int64_t threads = omp_get_num_threads(), me = omp_get_thread_num();
     *first = rows * me / threads;
     *end = rows * (me + 1) / threads;
 }
 
-/* sums [threads, columns] into its first row. */
+/* Adds all rows of sums [threads, columns] to its first. */
 static void gather(float *restrict sums, int64_t columns, int threads) {
     for (int t = 1; t < threads; t++)
 #pragma omp simd

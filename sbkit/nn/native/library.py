@@ -1,7 +1,7 @@
-"""Compiles and loads ``kernels.c``: two seconds at the first start on a machine, kept for the next ones.
+"""Compiles and loads ``kernels.c``, which takes two seconds once per machine; the result is cached.
 
-Where there is no C compiler, or torch's OpenMP can't be found, everything runs as it does without: the same numbers,
-rounded elsewhere, in more time. ``SBKIT_KERNELS=0`` turns them off.
+Without a C compiler, or if torch's OpenMP can't be found, layers run in torch: slower, with equal results except for
+rounding. ``SBKIT_KERNELS=0`` turns the kernels off.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from sbkit.system.cache import cache_folder
 from sbkit.system.console import atomic_write
 
 SOURCES = [Path(__file__).with_name(name) for name in ("kernels.c", "rows.h", "frames.h")]
-#: Columns of a row that the kernels hold at most.
+#: Most columns that the kernels take.
 WIDEST = 8192
-#: No -ffast-math: NaN and infinity have to come out as what they are.
+#: Without -ffast-math, which would break NaN and infinity.
 FLAGS = ["-O3", "-march=native", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-fno-thread-jumps", "-fopenmp",
          "-fPIC", "-fvisibility=hidden", f"-DWIDEST={WIDEST}"]
 if platform.machine() == "x86_64":
@@ -34,7 +34,7 @@ _SECONDS = 120
 
 
 class Dropout(Structure):
-    """As in kernels.c."""
+    """The struct of the same name in kernels.c."""
 
     _fields_ = [("one", c_void_p), ("other", c_void_p), ("odd", c_int32), ("lowest", c_int32), ("factor", c_float)]
 
@@ -65,28 +65,28 @@ _functions: dict[tuple[str, torch.dtype], Any] = {}
 
 
 class Unavailable(Exception):
-    """Why this machine does without the kernels."""
+    """The reason why the kernels can't be used on this machine."""
 
 
 def load() -> str | None:
-    """Make :func:`call` work in this process; says why not where it can't."""
+    """Load the kernels, after which :func:`call` works; returns the reason if they can't be used, otherwise None."""
     if _functions:
         return None
     try:
-        library, found = ctypes.CDLL(str(_built())), {}
+        library, functions = ctypes.CDLL(str(_built())), {}
         for name, arguments in _ARGUMENTS.items():
             for dtype, suffix in _SUFFIX.items():
                 function = getattr(library, f"{name}_{suffix}")
                 function.argtypes, function.restype = [*arguments, *_SIZES], None
-                found[name, dtype] = function
-    except Exception as error:  # whatever it is: training goes without
+                functions[name, dtype] = function
+    except Exception as error:  # the kernels are optional, so no failure may end a run
         return str(error) or type(error).__name__
-    _functions.update(found)
+    _functions.update(functions)
     return None
 
 
 def unload() -> None:
-    """Back to what runs without them."""
+    """Stop using the kernels, so that layers run in torch again."""
     _functions.clear()
 
 
@@ -95,7 +95,7 @@ def loaded() -> bool:
 
 
 def call(name: str, dtype: torch.dtype, *arguments: Any) -> None:
-    """Run a kernel for activations of ``dtype``; tensors are given by their addresses."""
+    """Run a kernel for activations of ``dtype``; tensors among the arguments are passed as addresses."""
     _functions[name, dtype](*[_address(x, dtype) if isinstance(x, torch.Tensor) else x for x in arguments])
 
 
@@ -106,11 +106,11 @@ def _address(x: torch.Tensor, dtype: torch.dtype) -> int:
 
 
 def _built() -> Path:
-    """The compiled library, out of the cache or new."""
+    """Return the path of the compiled library, from the cache or newly built."""
     if os.environ.get("SBKIT_KERNELS", "1") == "0":
         raise Unavailable("SBKIT_KERNELS=0")
     if platform.system() != "Linux":
-        raise Unavailable(f"they are made for Linux, not {platform.system()}")
+        raise Unavailable(f"they are written for Linux, not {platform.system()}")
     compiler = next(filter(None, map(shutil.which, [os.environ.get("CC") or "gcc", "gcc", "cc", "clang"])), None)
     if compiler is None:
         raise Unavailable("there is no C compiler (gcc, cc or clang) on this machine")
@@ -124,7 +124,7 @@ def _built() -> Path:
 
 
 def _compile(compiler: str, runtime: Path, folder: Path, key: str) -> Path:
-    """Linked with the OpenMP that torch uses: another one's threads would fight with torch's for the cores."""
+    """Compile the library, linked with torch's OpenMP, since another one's threads would compete with torch's."""
     with tempfile.TemporaryDirectory(dir=folder) as aside:
         objects, library = Path(aside) / "kernels.o", Path(aside) / "kernels.so"
         _run([compiler, *FLAGS, "-c", str(SOURCES[0]), "-o", str(objects)])
@@ -150,7 +150,7 @@ def _digest(data: bytes) -> str:
 
 
 def _openmp() -> Path:
-    """The OpenMP library whose functions torch calls; other packages may have brought others into this process."""
+    """Find the OpenMP library that torch calls; other packages may have loaded further ones into this process."""
     called = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).omp_get_max_threads
     address = ctypes.cast(called, c_void_p).value or 0
     for line in Path("/proc/self/maps").read_text().splitlines():
@@ -162,22 +162,22 @@ def _openmp() -> Path:
 
 
 def _processor() -> str:
-    """What ``-march=native`` depends on: a home folder may be shared by machines that differ."""
+    """Describe what ``-march=native`` depends on, since different machines may share a home folder."""
     lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     return "\n".join(line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part")))
 
 
 def _folder() -> Path:
-    """Where compiled code is kept: nobody else may write there, since it is run."""
+    """Return the folder for compiled code, which only this user may write to, since code from it is run."""
     folder = cache_folder() / "kernels"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not _is_ours(folder.resolve()):
-        raise Unavailable(f"{folder} is another user's, or others may write to it: nothing from there is run")
+        raise Unavailable(f"{folder} belongs to another user, or others may write to it, so no code from it is run")
     return folder
 
 
 def _is_sound(path: Path) -> bool:
-    """Whether this is what was compiled: whole, and by this user."""
+    """Whether a cached library is intact and belongs to this user."""
     return _is_ours(path) and path.is_file() and _digest(path.read_bytes()) == path.stem.split("-")[1]
 
 

@@ -1,7 +1,7 @@
-/* Kernels that know rows alone: layer norm, SiLU, the sum of a block and what it adds, and the gated linear unit. */
+/* Kernels that treat each row separately: layer norm, SiLU, residual sums, and the gated linear unit. */
 
-/* out = normalised x * gain + shift through an activation, with dropout; x is float, or T where narrow. The activation
-   is SiLU where smooth, else what is below zero is multiplied by slope. mean and rstd are kept. */
+/* out = dropout(activation(normalised x * gain + shift)); x is float, or T if narrow. The activation is SiLU if smooth,
+   otherwise negative values are multiplied by slope. mean and rstd are kept for backward. */
 API void OUT(norm_forward)(const void *x, int narrow, const float *restrict gain, const float *restrict shift,
                            float eps, int smooth, float slope, const Dropout *from, T *restrict out,
                            float *restrict mean, float *restrict rstd, int64_t rows, int64_t columns, int threads) {
@@ -46,8 +46,8 @@ API void OUT(norm_forward)(const void *x, int narrow, const float *restrict gain
     }
 }
 
-/* Of norm_forward: to, float or T where narrow, is the gradient of x, plus add where that is given. sums [threads, 2,
-   columns] come to hold the gradients of gain and shift. */
+/* Gradients of norm_forward: to, float or T if narrow, becomes the gradient of x, plus add if that is not null. The
+   first row of sums [threads, 2, columns] becomes the gradients of gain and shift. */
 API void OUT(norm_backward)(const T *restrict grad, const void *x, int narrow, const float *restrict gain,
                             const float *restrict shift, int smooth, float slope, const Dropout *from,
                             const float *restrict mean, const float *restrict rstd, const float *restrict add,
@@ -106,7 +106,7 @@ API void OUT(norm_backward)(const T *restrict grad, const void *x, int narrow, c
     gather(sums, 2 * columns, threads);
 }
 
-/* out = SiLU(x + bias), with dropout. */
+/* out = dropout(SiLU(x + bias)). */
 API void OUT(silu_forward)(const T *restrict x, const float *restrict bias, const Dropout *from, T *restrict out,
                            int64_t rows, int64_t columns, int threads) {
     const Dropout drop = *from;
@@ -127,7 +127,7 @@ API void OUT(silu_forward)(const T *restrict x, const float *restrict bias, cons
     }
 }
 
-/* Of silu_forward, in the place of grad. sums [threads, columns] come to hold its sum over the rows. */
+/* Gradients of silu_forward: grad becomes the gradient of x, the first row of sums [threads, columns] that of bias. */
 API void OUT(silu_backward)(T *restrict grad, const T *restrict x, const float *restrict bias, const Dropout *from,
                             float *restrict sums, int64_t rows, int64_t columns, int threads) {
     const Dropout drop = *from;
@@ -150,7 +150,7 @@ API void OUT(silu_backward)(T *restrict grad, const T *restrict x, const float *
     gather(sums, columns, threads);
 }
 
-/* out = x + weight * (what + bias), with dropout, and x alone in rows where skip is 1. */
+/* out = x + weight * dropout(what + bias); only x in rows where skip is 1. */
 API void OUT(add_forward)(const float *restrict x, const T *restrict what, const float *restrict bias, float weight,
                           const uint8_t *restrict skip, const Dropout *from, float *restrict out, int64_t rows,
                           int64_t columns, int threads) {
@@ -175,7 +175,7 @@ API void OUT(add_forward)(const float *restrict x, const T *restrict what, const
     }
 }
 
-/* Of add_forward with regard to what. sums [threads, columns] come to hold its sum over the rows. */
+/* Gradients of add_forward: to becomes the gradient of what, the first row of sums [threads, columns] that of bias. */
 API void OUT(add_backward)(const float *restrict grad, float weight, const uint8_t *restrict skip, const Dropout *from,
                            T *restrict to, float *restrict sums, int64_t rows, int64_t columns, int threads) {
     const Dropout drop = *from;
@@ -202,7 +202,7 @@ API void OUT(add_backward)(const float *restrict grad, float weight, const uint8
     gather(sums, columns, threads);
 }
 
-/* out = the first half of the columns of x + bias times the sigmoid of the second; 0 in rows where skip is 1. */
+/* out = the first half of x + bias times the sigmoid of its second half; 0 in rows where skip is 1. */
 API void OUT(glu_forward)(const T *restrict x, const float *restrict bias, const uint8_t *restrict skip,
                           T *restrict out, int64_t rows, int64_t columns, int threads) {
 #pragma omp parallel num_threads(threads)
@@ -222,7 +222,7 @@ API void OUT(glu_forward)(const T *restrict x, const float *restrict bias, const
     }
 }
 
-/* Of glu_forward. sums [threads, 2 * columns] come to hold its sum over the rows. */
+/* Gradients of glu_forward: to becomes the gradient of x, the first row of sums [threads, 2 * columns] that of bias. */
 API void OUT(glu_backward)(const T *restrict grad, const T *restrict x, const float *restrict bias,
                            const uint8_t *restrict skip, T *restrict to, float *restrict sums, int64_t rows,
                            int64_t columns, int threads) {

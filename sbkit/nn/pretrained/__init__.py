@@ -1,4 +1,4 @@
-"""Encoders that somebody has trained already, by transformers' layers: waveforms in, states out."""
+"""Pretrained encoders, built with the layers of transformers, that map waveforms to states."""
 
 from sbkit.nn.pretrained.encoder import Encoder, Head, Weights
 

@@ -1,4 +1,4 @@
-"""A pretrained encoder as a recipe names it, the head on top, and what brings its weights."""
+"""A pretrained encoder for recipes, a head for it, and a pretrainer that loads its weights."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ logger = logging.getLogger(__name__)
 
 
 class Encoder(nn.Module):
-    """Waveforms [B, S] and sample counts [B] to states [B, T, D], each utterance as if it were alone.
+    """Waveforms [B, S] and sample counts [B] to states [B, T, D], which do not depend on the rest of the batch.
 
-    Built by what its config says, with weights as they are drawn: :class:`Weights`, or ``load``, brings those of the
-    source. A run keeps the config, so that its checkpoints can be used where the source is not.
+    It is built from the source's config with random weights; :class:`Weights`, or ``load``, loads the pretrained ones.
+    A run keeps a copy of the config, so that its checkpoints can be used without the source.
 
     Arguments
     ---------
-    source : a folder that transformers' ``save_pretrained`` has written, or a repository of the Hugging Face Hub,
-        ``owner/name`` or ``owner/name@revision``, fetched once
-    folder : where a run keeps the config
-    freeze_front : leave the convolutions in front as they are
-    layers : take so many of the lowest layers; None: all
-    dropout : of all kinds within; None: as its config says
-    mask_time_prob, mask_time_length : this share of the frames is masked in training, in spans of this length; None: as
-        its config says
-    mask_feature_prob, mask_feature_length : the same of the features
-    whole_window : give Whisper's encoder 30 seconds each time, silence behind the utterance, as in its pretraining
+    source : a folder written by transformers' ``save_pretrained``, or a repository of the Hugging Face Hub,
+        ``owner/name`` or ``owner/name@revision``, which is downloaded once
+    folder : where a run keeps its copy of the config
+    freeze_front : never train the convolutions in front
+    layers : use only this many of the lowest layers; None: all
+    dropout : for all of the encoder's dropouts; None: as in its config
+    mask_time_prob, mask_time_length : share of the frames to mask in training, and length of the masked spans; None: as
+        in its config
+    mask_feature_prob, mask_feature_length : the same for features
+    whole_window : pad Whisper's input to 30 seconds with silence, as in its pretraining
     """
 
     sample_rate = 16_000
-    """Samples a second of the waveforms that all these families were pretrained on."""
+    """The sample rate that all these families were pretrained at."""
 
     def __init__(self, source: str, folder: str | Path | None = None, *, freeze_front: bool = True,
                  layers: int | None = None, dropout: float | None = None, mask_time_prob: float | None = None,
@@ -48,7 +48,7 @@ class Encoder(nn.Module):
                  mask_feature_length: int | None = None, whole_window: bool = False):
         super().__init__()
         if not isinstance(source, str) or not source:
-            raise SbkitError("nothing says which pretrained encoder is to be taken",
+            raise SbkitError("no pretrained encoder is named",
                              hint="give its folder, or its name on the Hugging Face Hub: --encoder_source owner/name")
         kept = Settings.kept(source, folder)
         self.settings, self.folder = kept or Settings.of(source), folder
@@ -56,31 +56,31 @@ class Encoder(nn.Module):
             freeze_front, layers, dropout, mask_time_prob, mask_time_length, mask_feature_prob, mask_feature_length,
             whole_window))
         self._kept_frozen = {name for name, value in self.network.named_parameters() if not value.requires_grad}
-        if kept is None and _is_folder(source):  # at hand, so what doesn't fit is told before anything costs time
+        if kept is None and _is_folder(source):  # on this machine, so a misfit is reported at once
             self.look()
 
     @property
     def source(self) -> str:
-        """Where its weights come from."""
+        """Where its weights come from, a folder or a repository."""
         return self.settings.source
 
     @property
     def width(self) -> int:
-        """Values of a state."""
+        """The width D of states."""
         return self.network.width
 
     @property
     def makes_loudness_equal(self) -> bool:
-        """Whether it is the same to the layers how loud a recording is."""
+        """Whether inputs are normalised, so that loudness has no effect."""
         return getattr(self.network, "normalizes", False)
 
     @property
     def kept_frozen(self) -> list[nn.Parameter]:
-        """What never trains, whatever a recipe's ``freeze`` thaws."""
+        """Parameters that never train, even if a recipe's ``freeze`` unfreezes the encoder."""
         return [parameter for name, parameter in self.network.named_parameters() if name in self._kept_frozen]
 
     def frames(self, samples: N) -> N:
-        """States of so many samples."""
+        """Return the number of states for a number of samples."""
         return self.network.frames(samples)
 
     def forward(self, signals: Tensor, samples: Tensor) -> Tensor:
@@ -89,22 +89,22 @@ class Encoder(nn.Module):
         return self.network(signals.masked_fill(~inside, 0.0), samples)
 
     def look(self) -> tuple[tensors.TensorFiles, list[str]]:
-        """The source's tensors, if the encoder can do with them, and what is worth telling of them."""
-        there = tensors.TensorFiles(source.weights(self.source), self.network.prefixes)
-        return there, tensors.check(self.network, there, self.source)
+        """Return the source's tensors, after checking that they fit, and lines to log about them."""
+        files = tensors.TensorFiles(source.weights(self.source), self.network.prefixes)
+        return files, tensors.check(self.network, files, self.source)
 
     def load(self) -> None:
-        """Take the source's weights."""
-        there, told = self.look()
-        tensors.fill(self.network, there)
+        """Load the source's weights."""
+        files, lines = self.look()
+        tensors.fill(self.network, files)
         if if_main_process():
-            logger.info("%s: %s", self.source, "; ".join(told))
+            logger.info("%s: %s", self.source, "; ".join(lines))
 
     def keep(self) -> None:
-        """Write the config down for who has the run and not the source; refuse one that is another by now."""
+        """Write a copy of the config into the run; refuses a source whose config has changed since the run began."""
         if Settings.of(self.source) != self.settings:
-            raise SbkitError(f"the config of {self.source} is another than when this run began",
-                             hint="name another output_folder, or bring back what it was")
+            raise SbkitError(f"the config of {self.source} has changed since this run began",
+                             hint="name another output_folder, or restore the old config")
         if self.folder is not None:
             self.settings.keep(self.folder)
 
@@ -114,9 +114,9 @@ class Head(nn.Linear):
 
     Arguments
     ---------
-    encoder : whose states it takes
-    n_neurons : how many scores
-    dropout : before it, in training
+    encoder : the encoder, for its width
+    n_neurons : number of scores V
+    dropout : dropout of the states in training
     """
 
     def __init__(self, encoder: Encoder, n_neurons: int, dropout: float = 0.0):
@@ -129,7 +129,7 @@ class Head(nn.Linear):
 
 
 class Weights:
-    """What a recipe's ``pretrainer`` is for an encoder: fetched by one rank, loaded before training begins.
+    """A recipe's ``pretrainer`` for an encoder: one rank downloads the weights, all load them before training.
 
     >>> Weights(encoder)  # doctest: +SKIP
     """
@@ -142,11 +142,11 @@ class Weights:
         self.custom_hooks = {"encoder": _load}
 
     def is_loadable(self, name: str) -> bool:
-        """Whether that is to be loaded."""
+        """Whether there is something to load under this name."""
         return name in self.loadables
 
     def collect_files(self) -> dict[str, Any]:
-        """Bring all files here, and keep in the run what it is to be built by."""
+        """Download all files, and keep the encoder's config in the run."""
         encoder = self.loadables["encoder"]
         encoder.keep()
         source.weights(encoder.source)
@@ -154,7 +154,7 @@ class Weights:
 
 
 def _load(encoder: Encoder, path: str) -> None:
-    """As SpeechBrain's Pretrainer calls it."""
+    """Load the weights; called with the arguments of SpeechBrain's Pretrainer hooks."""
     encoder.load()
 
 

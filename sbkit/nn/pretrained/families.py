@@ -1,4 +1,4 @@
-"""Which of transformers' models are known here, by the ``model_type`` of their config.json."""
+"""The supported models of transformers, by the ``model_type`` in their config.json."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ def _whisper() -> Any:
     return Whisper
 
 
-#: Each imports what it needs of transformers, which takes seconds, when it is wanted.
+#: Functions, since importing a family's part of transformers takes seconds.
 FAMILIES: dict[str, Callable[[], Any]] = {"wav2vec2": _wav2vec2, "hubert": _hubert, "wavlm": _wavlm,
                                           "wav2vec2-bert": _w2v_bert, "whisper": _whisper}
 
 
 def build(settings: Settings, options: Options) -> nn.Module:
-    """The encoder that the settings describe, its weights as they are drawn."""
+    """Build the encoder that the settings describe, with random weights."""
     kind = settings.config.get("model_type")
     if kind not in FAMILIES:
-        named = f"is of another kind ({kind})" if kind else "has no model_type in its config.json"
-        raise SbkitError(f"the encoder's source {settings.source} {named}",
+        problem = f"is of an unknown kind ({kind})" if kind else "has no model_type in its config.json"
+        raise SbkitError(f"the encoder's source {settings.source} {problem}",
                          hint=f"sbkit knows {', '.join(FAMILIES)}; XLS-R and MMS are wav2vec2")
     try:
         family = FAMILIES[kind]()

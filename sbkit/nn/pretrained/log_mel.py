@@ -1,4 +1,4 @@
-"""Whisper's features: logarithms of mel energies, the loudest 80 dB of an utterance."""
+"""Whisper's features: log-mel energies, limited to 80 dB below an utterance's loudest."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from sbkit.nn.lengths import N
 
 HOP = 160
 _SIZE = 400
-_FLOOR, _RANGE = 1e-10, 8.0  # of the energy, and of its logarithm below the loudest
-_LINEAR = 200.0 / 3  # Hertz of a mel below 1000 Hz, above which mels grow by this ratio:
-_RATIO = math.log(6.4) / 27.0
+_FLOOR, _RANGE = 1e-10, 8.0  # smallest energy; range of its logarithm below the loudest
+_LINEAR = 200.0 / 3  # Hertz per mel below 1000 Hz
+_RATIO = math.log(6.4) / 27.0  # above 1000 Hz, logarithm of the ratio of frequencies one mel apart
 
 
 class LogMel(nn.Module):
-    """Waveforms [B, S] to features [B, T, F], a frame for every 160 samples and as many more as are asked for.
+    """Waveforms [B, S] to features [B, T, F], a frame every 160 samples.
 
-    Behind a waveform is silence, as in Whisper's windows of 30 seconds; so an utterance with zeros behind it, in a
-    batch, comes out as it does alone.
+    A waveform is followed by silence, as in Whisper's windows of 30 seconds, so an utterance's features are the same in
+    a batch that is padded with zeros.
 
-    n_mels : bands
+    n_mels : number of bands
     """
 
     window: Tensor
@@ -39,11 +39,11 @@ class LogMel(nn.Module):
 
     @staticmethod
     def frames(samples: N) -> N:
-        """Frames of so many samples."""
+        """Return the number of frames for a number of samples."""
         return (samples + HOP - 1) // HOP
 
     def forward(self, signals: Tensor, more: int = 0) -> Tensor:
-        """[B, S], of 201 samples at least, -> [B, T + more, F]."""
+        """[B, S] with S of at least 201 -> [B, T + more, F]; ``more`` frames of silence follow."""
         with full_precision(signals):
             signals = signals.float()
             half = _SIZE // 2
@@ -57,7 +57,7 @@ class LogMel(nn.Module):
 
 
 def _mel(bands: int, sample_rate: int) -> Tensor:
-    """Triangles of equal area on Slaney's mel scale: [201, bands]."""
+    """Make triangular filters of equal area on Slaney's mel scale: [201, bands]."""
     def mels(hertz: float) -> float:
         return hertz / _LINEAR if hertz < 1000.0 else 15.0 + math.log(hertz / 1000.0) / _RATIO
 
@@ -65,5 +65,5 @@ def _mel(bands: int, sample_rate: int) -> Tensor:
     corners = torch.where(corners < 15.0, corners * _LINEAR, 1000.0 * torch.exp((corners - 15.0) * _RATIO))
     places = torch.linspace(0.0, sample_rate / 2, _SIZE // 2 + 1, dtype=torch.float64)[:, None]
     left, centre, right = corners[:-2], corners[1:-1], corners[2:]
-    found = torch.minimum((places - left) / (centre - left), (right - places) / (right - centre)).clamp(min=0.0)
-    return (found * (2.0 / (right - left))).float()
+    filters = torch.minimum((places - left) / (centre - left), (right - places) / (right - centre)).clamp(min=0.0)
+    return (filters * (2.0 / (right - left))).float()

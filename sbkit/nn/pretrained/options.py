@@ -1,4 +1,4 @@
-"""What a recipe may say of a pretrained encoder, and what its own config says where the recipe doesn't."""
+"""Options of a pretrained encoder in a recipe, and how they override its own config."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DROPOUTS = ("dropout", "hidden_dropout", "attention_dropout", "activation_dropo
 
 @dataclass(frozen=True)
 class Options:
-    """As :class:`sbkit.nn.pretrained.Encoder` takes them."""
+    """The options of :class:`sbkit.nn.pretrained.Encoder`, as documented there."""
 
     freeze_front: bool = True
     layers: int | None = None
@@ -30,30 +30,33 @@ class Options:
     whole_window: bool = False
 
     def config(self, kind: Any, settings: Settings) -> Any:
-        """The settings as transformers' own config, without what is done here or not at all.
+        """Make transformers' config from the settings, with dropout from these options.
 
-        No layer is left out at random: ranks would leave out others, and so would a run that is resumed.
+        Masking is turned off, since sbkit does it. Layer drop is turned off, since ranks and resumed runs
+        would drop different layers.
         """
-        said = {name: value for name, value in settings.config.items()
-                if name not in ("dtype", "torch_dtype", "architectures")}
-        said |= {"layerdrop": 0.0, "encoder_layerdrop": 0.0, "mask_time_prob": 0.0, "mask_feature_prob": 0.0,
-                 "add_adapter": False, "use_intermediate_ffn_before_adapter": False}
+        values = {name: value for name, value in settings.config.items()
+                  if name not in ("dtype", "torch_dtype", "architectures")}
+        values |= {"layerdrop": 0.0, "encoder_layerdrop": 0.0, "mask_time_prob": 0.0, "mask_feature_prob": 0.0,
+                   "add_adapter": False, "use_intermediate_ffn_before_adapter": False}
         if self.dropout is not None:
-            said |= dict.fromkeys(_DROPOUTS, self.dropout)
+            values |= dict.fromkeys(_DROPOUTS, self.dropout)
         try:
-            return kind.from_dict(said)
-        except Exception as error:  # whatever it says to its values
+            return kind.from_dict(values)
+        except Exception as error:  # of any kind: its checks differ by family
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise SbkitError(f"{settings.source}: transformers refuses its config.json: {first}") from error
+            raise SbkitError(f"{settings.source}: transformers refuses its config.json: {first}",
+                             hint="is the file complete and unchanged?") from error
 
     def spans(self, settings: Settings) -> tuple[Spans, Spans]:
-        """Over time and over features."""
+        """Return how much to mask over time and over features."""
         return (Spans.of(settings.config, "time", self.mask_time_prob, self.mask_time_length),
                 Spans.of(settings.config, "feature", self.mask_feature_prob, self.mask_feature_length))
 
     def lowest(self, layers: nn.ModuleList) -> Iterator[nn.Module]:
-        """As many layers as are asked for."""
+        """Return the lowest layers, as many as ``layers`` says."""
         most = self.layers
         if most is not None and not 1 <= most <= len(layers):
-            raise SbkitError(f"layers is {most}, and the encoder has {len(layers)}", hint="null takes all of them")
+            raise SbkitError(f"layers is {most}, but the encoder has {len(layers)}",
+                             hint=f"use 1 to {len(layers)}, or null for all")
         return iter(layers[:most])

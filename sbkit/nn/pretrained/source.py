@@ -1,4 +1,4 @@
-"""Where a pretrained encoder lies: a folder, or a repository of the Hugging Face Hub that is brought here once."""
+"""Finds the files of a pretrained encoder, in a folder or in a repository of the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from typing import Any
 from sbkit.errors import SbkitError
 
 CONFIG, PREPROCESSOR = "config.json", "preprocessor_config.json"
-#: Files of weights by the order in which they are looked for, and whether each is an index of several.
+#: Files of weights in the order in which they are looked for, and whether each is an index of several files.
 WEIGHTS = {"model.safetensors": False, "model.safetensors.index.json": True,
            "pytorch_model.bin": False, "pytorch_model.bin.index.json": True}
-_KEPT = "encoder.json"  # in a run's folder
+_KEPT = "encoder.json"  # the copy in a run's folder
 _REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What an encoder is made by, beside its weights."""
+    """The configuration of an encoder, which with its weights makes it complete."""
 
     source: str
     config: dict[str, Any]
-    """Its config.json."""
+    """The contents of its config.json."""
     preprocessor: dict[str, Any]
-    """Its preprocessor_config.json; empty where it has none."""
+    """The contents of its preprocessor_config.json; empty if there is none."""
 
     @classmethod
     def of(cls, source: str) -> Settings:
-        """Of a folder or a repository."""
+        """Read the settings of a folder or a repository."""
         config = _object(find(source, CONFIG))
         try:
             preprocessor = _object(find(source, PREPROCESSOR))
@@ -41,26 +41,26 @@ class Settings:
 
     @classmethod
     def kept(cls, source: str, folder: str | Path | None) -> Settings | None:
-        """Those of the same source that a run has kept."""
+        """Read the copy that a run has kept; None if there is none of this source."""
         path = None if folder is None else Path(folder) / _KEPT
         if path is None or not path.is_file():
             return None
-        found = cls(**_object(path))
-        return found if found.source == source else None
+        settings = cls(**_object(path))
+        return settings if settings.source == source else None
 
     def keep(self, folder: str | Path) -> None:
-        """Write them down for whoever builds the run's model without its source."""
+        """Write a copy into a run's folder, so that its model can be built without the source."""
         Path(folder).mkdir(parents=True, exist_ok=True)
         text = json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n"
         (Path(folder) / _KEPT).write_text(text, encoding="utf-8")
 
 
 class _NoSuchFile(SbkitError):
-    """A source that is there has no such file."""
+    """The source exists, but lacks the file."""
 
 
 def local(source: str) -> Path | None:
-    """The folder that a source is; None for a repository."""
+    """Return the source as a folder; None if it names a repository."""
     folder = Path(source).expanduser()
     if folder.is_dir():
         return folder
@@ -68,24 +68,24 @@ def local(source: str) -> Path | None:
         raise SbkitError(f"the encoder's source {source} is a file",
                          hint=f"name the folder that holds it and {CONFIG}")
     if folder.is_absolute() or source.startswith((".", "~")) or not _REPOSITORY.fullmatch(source):
-        raise SbkitError(f"the encoder's source {source} is not there",
+        raise SbkitError(f"the encoder's source {source} does not exist",
                          hint="name a folder, or a model of the Hugging Face Hub: owner/name or owner/name@revision")
     return None
 
 
 def find(source: str, name: str) -> Path:
-    """One file of a source; of a repository from the cache, else from the hub, on from where a download ended."""
+    """Return the path of a source's file; downloads those of a repository that are not in the cache."""
     folder = local(source)
     if folder is None:
         return _fetched(source, name)
     if not (folder / name).is_file():
         raise _NoSuchFile(f"{folder} has no {name}",
-                          hint="name a folder that save_pretrained of transformers has written")
+                          hint="name a folder that was written by save_pretrained of transformers")
     return folder / name
 
 
 def weights(source: str) -> list[Path]:
-    """All files of a source's weights."""
+    """Return the paths of all files of a source's weights."""
     for name, several in WEIGHTS.items():
         try:
             path = find(source, name)
@@ -95,10 +95,10 @@ def weights(source: str) -> list[Path]:
             return [path]
         shards = sorted(set(_object(path).get("weight_map", {}).values()))
         if not shards or any(Path(shard).name != shard for shard in shards):
-            raise SbkitError(f"{path} names no files of weights", hint="fetch it again")
+            raise SbkitError(f"{path} names no files of weights", hint="download it again")
         return [_shard(source, shard, path) for shard in shards]
     raise SbkitError(f"the encoder's source {source} has no weights",
-                     hint=f"it has to have {', '.join(WEIGHTS)}: one of them")
+                     hint=f"it must have one of {', '.join(WEIGHTS)}")
 
 
 def _shard(source: str, name: str, index: Path) -> Path:
@@ -106,24 +106,25 @@ def _shard(source: str, name: str, index: Path) -> Path:
         return find(source, name)
     except _NoSuchFile:
         raise SbkitError(f"{index.parent} lacks {name}, one of the files that {index.name} names",
-                         hint="it was not downloaded, or not to its end: fetch it again") from None
+                         hint="the download is incomplete: download it again") from None
 
 
 def _object(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise SbkitError(f"{path} can't be read: {error}", hint="was it downloaded to its end?") from error
-    if not isinstance(found, dict):
-        raise SbkitError(f"{path} holds no settings")
-    return found
+        raise SbkitError(f"{path} can't be read: {error}",
+                         hint="if the download is incomplete, download it again") from error
+    if not isinstance(values, dict):
+        raise SbkitError(f"{path} does not hold a JSON object", hint="download it again")
+    return values
 
 
 # ---------------------------------------------------------------------------------------------- the hub
 
 
 def _fetched(source: str, name: str) -> Path:
-    """A file of a repository. The hub is asked for what the cache lacks, and for nothing else."""
+    """Return the path of a repository's file; asks the hub only for what the cache lacks."""
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
@@ -132,15 +133,15 @@ def _fetched(source: str, name: str) -> Path:
     cached = try_to_load_from_cache(repository, name, revision=revision)
     if isinstance(cached, str):
         return Path(cached)
-    if cached is not None:  # the cache knows that there is none
+    if cached is not None:  # the cache has a note that there is no such file
         raise _NoSuchFile(f"{source} has no {name}")
     try:
         return Path(hf_hub_download(repository, name, revision=revision))
     except LocalEntryNotFoundError as error:  # also an EntryNotFoundError
         raise _explained(error, source, name) from error
     except EntryNotFoundError as error:
-        raise _NoSuchFile(f"{source} has no {name}", hint="is it a model of transformers?") from error
-    except Exception as error:  # whatever a network or the hub says
+        raise _NoSuchFile(f"{source} has no {name}", hint="is it a model for transformers?") from error
+    except Exception as error:  # any error of the network or the hub
         raise _explained(error, source, name) from error
 
 
@@ -149,19 +150,19 @@ def _explained(error: Exception, source: str, name: str) -> SbkitError:
 
     page = f"{constants.ENDPOINT}/{source.partition('@')[0]}"
     meanings: list[tuple[Callable[[], bool], str, str]] = [
-        (lambda: constants.HF_HUB_OFFLINE, f"no folder is called so, its {name} is not in the hub's cache, and "
-         "HF_HUB_OFFLINE forbids to ask the hub", "unset HF_HUB_OFFLINE to download it, or name a folder"),
-        (lambda: isinstance(error, errors.GatedRepoError), "it is given to those who asked for it",
-         f"ask on {page}, then `hf auth login` or set HF_TOKEN"),
+        (lambda: constants.HF_HUB_OFFLINE, f"no folder has this name, its {name} is not in the hub's cache, and "
+         "HF_HUB_OFFLINE forbids downloads", "unset HF_HUB_OFFLINE to download it, or name a folder"),
+        (lambda: isinstance(error, errors.GatedRepoError), "access has to be requested",
+         f"request it on {page}, then `hf auth login` or set HF_TOKEN"),
         (lambda: isinstance(error, errors.RevisionNotFoundError), "it has no such revision",
          f"its branches and commits are on {page}/commits/main"),
-        (lambda: isinstance(error, errors.RepositoryNotFoundError), "no folder is called so, and the hub has no such "
+        (lambda: isinstance(error, errors.RepositoryNotFoundError), "no folder has this name, and the hub has no such "
          "model, or it is private", "check the name; for a private one `hf auth login` or set HF_TOKEN"),
     ]
     for means, what, hint in meanings:
         if means():
             return SbkitError(f"the encoder's source {source}: {what}", hint=hint)
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return SbkitError(f"the encoder's source {source}: no folder is called so, and its {name} can't be fetched from "
-                      f"{constants.ENDPOINT}: {first}",
-                      hint="check the network and start again, what is stored already is kept; or name a folder")
+    return SbkitError(f"the encoder's source {source}: no folder has this name, and its {name} can't be downloaded "
+                      f"from {constants.ENDPOINT}: {first}",
+                      hint="check the network and start again, which continues the download; or name a folder")

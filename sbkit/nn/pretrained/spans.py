@@ -1,4 +1,4 @@
-"""Spans that are masked in training, over time and over features, as these encoders were pretrained with."""
+"""Masks spans of time and of features in training, as in the pretraining of these encoders."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class Spans:
-    """How much of an axis is masked.
+    """How much of an axis to mask.
 
-    share : of the axis, if no two spans lay on another
-    length : of a span
-    least : spans of an axis at least, if it is long enough
+    share : share of the axis to mask; less is masked where spans overlap
+    length : length of a span
+    least : smallest number of spans, if the axis is long enough
     """
 
     share: float
@@ -25,24 +25,23 @@ class Spans:
 
     @classmethod
     def of(cls, config: dict[str, Any], axis: str, share: float | None, length: int | None) -> Spans:
-        """What a recipe says of an axis (``time`` or ``feature``), else what the encoder's config says."""
+        """Take a recipe's values for an axis (``time`` or ``feature``); those of the encoder's config where None."""
         if share is not None and not 0 <= share <= 1:
             raise ValueError(f"mask_{axis}_prob is {share}, not a share between 0 and 1")
         if length is not None and length < 1:
-            raise ValueError(f"mask_{axis}_length is {length}; a span has at least 1")
-        found = config.get(f"mask_{axis}_prob", 0.0) if share is None else share
-        long = config.get(f"mask_{axis}_length", 10) if length is None else length
-        return cls(float(found), int(long), int(config.get(f"mask_{axis}_min_masks", 0)))
+            raise ValueError(f"mask_{axis}_length is {length}, but must be at least 1")
+        share = config.get(f"mask_{axis}_prob", 0.0) if share is None else share
+        length = config.get(f"mask_{axis}_length", 10) if length is None else length
+        return cls(float(share), int(length), int(config.get(f"mask_{axis}_min_masks", 0)))
 
     def draw(self, counts: Tensor, size: int) -> Tensor:
-        """True where a span lies: of axes with so many places [B] to [B, size].
+        """Draw a mask [B, size], True in spans, for axes with ``counts`` [B] valid places.
 
-        The numbers are torch's, of the device that ``counts`` is on, and nothing waits for it. An axis shorter than
-        a span gets none.
+        It uses torch's generator of the device of ``counts``, without a host sync. Axes shorter than a span get none.
         """
         batch = len(counts)
         wanted = (self.share * counts / self.length + torch.rand(batch, device=counts.device)).long()
-        last = counts - self.length  # where a span may begin at the latest
+        last = counts - self.length  # last place where a span may start
         wanted = wanted.clamp(min=self.least).minimum((last + 1).clamp(min=0))
         most = min(size, max(self.least, int(self.share * size / self.length) + 1))
         drawn = torch.rand(batch, size, device=counts.device)
@@ -54,9 +53,9 @@ class Spans:
 
 
 def mask(states: Tensor, counts: Tensor, time: Spans, feature: Spans, fill: Tensor | None = None) -> Tensor:
-    """States [B, T, F], of which each utterance has so many [B], with spans of time filled and of features zeroed.
+    """Mask spans of time and of features in states [B, T, F] with ``counts`` [B] valid frames.
 
-    fill : [F], what a masked state becomes; zeros where absent
+    fill : [F], the value of masked frames; None: zeros. Masked features become zero
     """
     if time.share:
         hidden = time.draw(counts, states.shape[1])[..., None]

@@ -1,4 +1,4 @@
-"""Weights of a source as tensors alone: which there are, how they fit a model, and into it."""
+"""Reads the weights of a source, as tensors only, checks that they fit a model, and loads them into it."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from sbkit.nn.adapters import is_added
 
 #: What torch's weight_norm called its two tensors before it was a parametrization.
 _OLD_NAMES = {"weight_g": "parametrizations.weight.original0", "weight_v": "parametrizations.weight.original1"}
-_LISTED = 6  # groups that a message names
-_AGAIN = "was it downloaded to its end? fetch it again"
+_LISTED = 6  # groups of tensors that a message lists
+_AGAIN = "if the download is incomplete, download it again"
 
 
 class TensorFiles:
-    """The tensors of some files, of which none is read before it is asked for.
+    """The tensors of some files; each is read only when it is used.
 
     Arguments
     ---------
-    paths : safetensors, or files of torch.save that hold tensors and nothing else
-    prefixes : what the encoder's tensors begin with in a model that has more than the encoder
+    paths : safetensors files, or files of torch.save that hold only tensors
+    prefixes : what names of the encoder's tensors may start with in a larger model
     """
 
     def __init__(self, paths: Sequence[Path], prefixes: Sequence[str]):
         self.shapes: dict[str, tuple[int, ...]] = {}
-        """By the names that the encoder alone would have."""
+        """Shapes by name, where names are the encoder's own, without a prefix."""
         self._read: dict[str, Any] = {}
         found: dict[str, tuple[Any, tuple[int, ...]]] = {}
         for path in paths:
@@ -54,26 +54,27 @@ def _safetensors(path: Path) -> dict[str, tuple[Any, tuple[int, ...]]]:
         return {name: (lambda name=name: file.get_tensor(name), tuple(file.get_slice(name).get_shape()))
                 for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise SbkitError(f"{path} is not whole, or no safetensors file: {error}", hint=_AGAIN) from error
+        raise SbkitError(f"{path} is incomplete or not a safetensors file: {error}", hint=_AGAIN) from error
 
 
 def _saved(path: Path) -> dict[str, tuple[Any, tuple[int, ...]]]:
-    """Of torch.save, without running anything that stands in it."""
+    """Open a file of torch.save without running code from it."""
     try:
         try:
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except RuntimeError as error:
             if "mmap" not in str(error):
                 raise
-            state = torch.load(path, map_location="cpu", weights_only=True)  # of an old torch
+            state = torch.load(path, map_location="cpu", weights_only=True)  # written by an old torch
     except pickle.UnpicklingError as error:
-        raise SbkitError(f"{path} holds more than tensors, and what else is in it is not run",
-                         hint="save the model anew with transformers: save_pretrained writes safetensors") from error
+        raise SbkitError(f"{path} holds more than tensors, so loading it could run code",
+                         hint="save the model again with transformers: save_pretrained writes safetensors") from error
     except (RuntimeError, EOFError, OSError, ValueError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise SbkitError(f"{path} is not whole, or no file of torch.save: {first}", hint=_AGAIN) from error
+        raise SbkitError(f"{path} is incomplete or not a file of torch.save: {first}", hint=_AGAIN) from error
     if not isinstance(state, Mapping) or not all(isinstance(each, Tensor) for each in state.values()):
-        raise SbkitError(f"{path} holds other things than tensors by name", hint="name a folder of transformers")
+        raise SbkitError(f"{path} does not map names to tensors",
+                         hint="name a folder that was written by save_pretrained of transformers")
     return {name: (lambda value=value: value, tuple(value.shape)) for name, value in state.items()}
 
 
@@ -85,38 +86,40 @@ def _renamed(name: str) -> str:
 # ---------------------------------------------------------------------------------------------- into a model
 
 
-def check(model: nn.Module, there: TensorFiles, source: str) -> list[str]:
-    """Refuse weights that the model can't do with; gives what is worth telling of them.
+def check(model: nn.Module, files: TensorFiles, source: str) -> list[str]:
+    """Refuse weights that do not fit the model; returns lines to log about them.
 
-    A name in the model's ``drawn_anew`` may be missing, as training alone uses it; adapters begin as they are drawn.
+    Tensors in the model's ``drawn_anew``, which only training uses, and those of adapters may be missing: they keep
+    their random values.
     """
     own = {name: tuple(value.shape) for name, value in model.state_dict().items() if not is_added(name)}
-    missing = own.keys() - there.shapes.keys()
+    missing = own.keys() - files.shapes.keys()
     drawn = missing & set(getattr(model, "drawn_anew", ()))
     if missing - drawn:
         raise SbkitError(f"{source} lacks {len(missing - drawn)} of the {len(own)} tensors that its {_kind(model)} "
-                         f"needs: {_groups(missing - drawn)}", hint="are its config.json and its weights one model's?")
-    other = {name for name in own.keys() & there.shapes.keys() if own[name] != there.shapes[name]}
-    if other:
-        name = min(other)
-        raise SbkitError(f"{source}: {len(other)} tensors have another shape than its config.json says, such as "
-                         f"{name}: {list(there.shapes[name])}, not {list(own[name])}",
-                         hint="are its config.json and its weights one model's?")
-    surplus = there.shapes.keys() - own.keys()
-    told = [f"{len(own) - len(drawn)} tensors taken"]
+                         f"needs: {_groups(missing - drawn)}",
+                         hint="are its config.json and its weights of the same model?")
+    wrong = {name for name in own.keys() & files.shapes.keys() if own[name] != files.shapes[name]}
+    if wrong:
+        name = min(wrong)
+        raise SbkitError(f"{source}: {len(wrong)} tensors have another shape than its config.json says, such as "
+                         f"{name}: {list(files.shapes[name])}, not {list(own[name])}",
+                         hint="are its config.json and its weights of the same model?")
+    surplus = files.shapes.keys() - own.keys()
+    lines = [f"{len(own) - len(drawn)} tensors taken"]
     if surplus:
-        told.append(f"left, since this encoder has no use for them: {_groups(surplus)}")
+        lines.append(f"left out, since this encoder does not use them: {_groups(surplus)}")
     if drawn:
-        told.append(f"drawn anew, since it has none: {', '.join(sorted(drawn))}")
-    return told
+        lines.append(f"drawn anew, since the source lacks them: {', '.join(sorted(drawn))}")
+    return lines
 
 
 @torch.no_grad()
-def fill(model: nn.Module, there: TensorFiles) -> None:
-    """Put the tensors into the model, one at a time."""
+def fill(model: nn.Module, files: TensorFiles) -> None:
+    """Copy the tensors into the model, reading one at a time."""
     for name, value in model.state_dict(keep_vars=True).items():
-        if name in there.shapes:
-            value.copy_(there[name])
+        if name in files.shapes:
+            value.copy_(files[name])
 
 
 def _kind(model: nn.Module) -> str:
@@ -124,7 +127,7 @@ def _kind(model: nn.Module) -> str:
 
 
 def _groups(names: Iterable[str]) -> str:
-    """Tensors by what they belong to, layers together: ``encoder.layers (12), lm_head (2)``."""
+    """Format names of tensors by module, layers together: ``encoder.layers (12), lm_head (2)``."""
     counted = Counter(_group(name) for name in sorted(names))
     shown = [f"{group} ({count})" for group, count in counted.most_common(_LISTED)]
     more = [f"{len(counted) - _LISTED} more kinds"] if len(counted) > _LISTED else []

@@ -1,4 +1,4 @@
-"""w2v-BERT 2.0: a conformer over Kaldi's features, two frames of them at a time."""
+"""w2v-BERT 2.0: a Conformer over pairs of frames of Kaldi's features."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _KALDI = 2.0 ** 15  # Kaldi's samples are 16-bit integers
 
 
 class RelativeAttention(Wav2Vec2BertSelfAttention):
-    """Attention by torch's own kernel with a bias by distance, of which each query is asked for each distance once."""
+    """Attention with torch's fused kernels and a bias by distance, which is computed once per query and distance."""
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None,
                 relative_position_embeddings: Tensor | None = None, **rest: Any) -> tuple[Tensor, None]:
-        """States [B, T, D] to the same; ``attention_mask`` [B, 1, 1, T] is true for those that exist."""
+        """States [B, T, D] to the same; ``attention_mask`` [B, 1, 1, T] is True for existing frames."""
         states, heads = hidden_states, (self.num_heads, self.head_size)
         query, key, value = (layer(states).unflatten(-1, heads).transpose(1, 2)
                              for layer in (self.linear_q, self.linear_k, self.linear_v))
-        known = torch.matmul(query, self.distance_embedding.weight.to(query.dtype).t()) * self.scaling
-        bias = by_distance(known, self.left_max_position_embeddings)
+        scores = torch.matmul(query, self.distance_embedding.weight.to(query.dtype).t()) * self.scaling
+        bias = by_distance(scores, self.left_max_position_embeddings)
         if attention_mask is not None:
             bias = bias.masked_fill(~attention_mask, torch.finfo(bias.dtype).min)
         out = functional.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=self.scaling,
@@ -41,18 +41,18 @@ class RelativeAttention(Wav2Vec2BertSelfAttention):
         return self.linear_out(out.transpose(1, 2).flatten(2)), None
 
 
-def by_distance(known: Tensor, left: int) -> Tensor:
-    """What queries say of distances from -left to the last, [B, H, T, N], as what they say of keys: [B, H, T, T].
+def by_distance(scores: Tensor, left: int) -> Tensor:
+    """Turn scores of queries for distances from -left on, [B, H, T, N], into scores for keys: [B, H, T, T].
 
-    Keys farther away than is known count as the farthest that is.
+    Keys that are farther away get the score of the farthest distance on their side.
     """
-    size = known.shape[2]
-    if torch.compiler.is_exporting():  # the way below is torch's alone to follow; its gradient is the same each time
-        time = torch.arange(size, device=known.device)
-        index = (time[None, :] - time[:, None]).clamp(-left, known.shape[3] - 1 - left) + left
-        return known.gather(3, index.expand(*known.shape[:2], size, size))
-    shape = (*known.shape[:3], size)
-    whole = torch.cat([known[..., :1].expand(shape), known, known[..., -1:].expand(shape)], dim=3)
+    size = scores.shape[2]
+    if torch.compiler.is_exporting():  # the code below can't be exported, but its gradient is deterministic
+        time = torch.arange(size, device=scores.device)
+        index = (time[None, :] - time[:, None]).clamp(-left, scores.shape[3] - 1 - left) + left
+        return scores.gather(3, index.expand(*scores.shape[:2], size, size))
+    shape = (*scores.shape[:3], size)
+    whole = torch.cat([scores[..., :1].expand(shape), scores, scores[..., -1:].expand(shape)], dim=3)
     near = whole[..., left + 1:left + 2 * size]  # from -(T - 1) to T - 1
     shifted = functional.pad(near, (1, 0)).flatten(2).unflatten(2, (2 * size, size))[:, :, 1:]
     return shifted.flatten(2).unflatten(2, (size, 2 * size - 1))[..., :size]
@@ -61,21 +61,22 @@ def by_distance(known: Tensor, left: int) -> Tensor:
 class W2vBert(nn.Module):
     """w2v-BERT 2.0: waveforms [B, S] and sample counts [B] to states [B, T, D], a frame every 20 ms.
 
-    Features are normalised over an utterance's own frames; convolutions look back only, never at padding.
+    An utterance's states do not depend on its batch: features are normalised over its own frames, and convolutions are
+    causal, so they never reach the padding after it.
     """
 
     prefixes: tuple[str, ...] = ("wav2vec2_bert.",)
     drawn_anew: tuple[str, ...] = ("masked_spec_embed",)
-    normalizes = True  # the logarithms of energies, from which loudness goes with the mean
+    normalizes = True  # subtracting the mean of log energies removes the loudness
 
     def __init__(self, settings: Settings, options: Options):
         super().__init__()
         config = options.config(Wav2Vec2BertConfig, settings)
         if config.position_embeddings_type != "relative_key" or config.feature_projection_input_dim != \
                 _BANDS * _STACKED:
-            raise SbkitError(f"{settings.source} is a w2v-BERT of another build than 2.0 (position_embeddings_type "
+            raise SbkitError(f"{settings.source} is another w2v-BERT than 2.0 (position_embeddings_type "
                              f"{config.position_embeddings_type}, {config.feature_projection_input_dim} features)",
-                             hint="take facebook/w2v-bert-2.0 or what was trained from it")
+                             hint="use facebook/w2v-bert-2.0 or a model trained from it")
         model = Wav2Vec2BertModel(config)
         self.features = FilterBank(n_mels=_BANDS, scale=_KALDI)
         self.feature_projection, self.encoder = model.feature_projection, model.encoder
@@ -83,7 +84,7 @@ class W2vBert(nn.Module):
         for layer in self.encoder.layers:
             layer.self_attn.__class__ = RelativeAttention
         self.least = self.features.size + (_STACKED - 1) * self.features.hop
-        """Samples that make one state."""
+        """The smallest number of samples that makes a state."""
         self.width: int = config.hidden_size
         self.time, self.feature = options.spans(settings)
         if self.time.share:
@@ -91,11 +92,11 @@ class W2vBert(nn.Module):
 
     @property
     def front(self) -> list[nn.Parameter]:
-        """Of convolutions in front, of which it has none."""
+        """The parameters of convolutions in front, of which there are none."""
         return []
 
     def frames(self, samples: N) -> N:
-        """States of so many samples."""
+        """Return the number of states for a number of samples."""
         samples = samples.clamp(min=self.least) if isinstance(samples, Tensor) else max(samples, self.least)
         return self.features.frames(samples) // _STACKED
 
@@ -115,7 +116,7 @@ class W2vBert(nn.Module):
         """Waveforms [B, S] and sample counts [B] to normalised features [B, T, 160] and frame counts [B]."""
         signals, hop = at_least(signals, self.least), self.features.hop
         states = (signals.shape[1] - self.least) // (_STACKED * hop) + 1
-        # One frame more than they need may be an utterance's, and counts where it is normalised.
+        # An odd last frame gives no state, but counts in an utterance's mean and variance.
         feats = self.features(functional.pad(signals, (0, hop)), states * _STACKED + 1)
         count = self.features.frames(samples.clamp(min=self.least))[:, None, None]
         inside = lengths_to_mask(count[:, 0, 0], feats.shape[1])[..., None]

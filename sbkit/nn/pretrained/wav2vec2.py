@@ -1,4 +1,4 @@
-"""wav2vec 2.0 (XLS-R and MMS, too) and HuBERT: convolutions over waveforms, then a transformer."""
+"""wav2vec 2.0 (with XLS-R and MMS) and HuBERT: convolutions over waveforms, then a transformer."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from sbkit.nn.pretrained.waveforms import Strides, at_least, convolved, normaliz
 class Wav2Vec2(nn.Module):
     """wav2vec 2.0: waveforms [B, S] and sample counts [B] to states [B, T, D], a frame every 20 ms.
 
-    An utterance comes out of any batch as it does alone. Those models whose first layer normalises over time
-    (``feat_extract_norm: group``) were pretrained without an attention mask, on clips that filled their batch: here
-    that layer sees an utterance's own frames, and attention the same, which is what such a model gives for it alone.
+    An utterance's states do not depend on its batch. Models whose first layer normalises over time
+    (``feat_extract_norm: group``) were pretrained without an attention mask, on clips of equal length. Here
+    normalisation and attention use an utterance's own frames, so the result is what such a model gives for it alone.
     """
 
     prefixes: tuple[str, ...] = ("wav2vec2.",)
@@ -54,11 +54,11 @@ class Wav2Vec2(nn.Module):
 
     @property
     def front(self) -> list[nn.Parameter]:
-        """Of the convolutions."""
+        """The parameters of the convolutions."""
         return list(self.feature_extractor.parameters())
 
     def frames(self, samples: N) -> N:
-        """States of so many samples."""
+        """Return the number of states for a number of samples."""
         return self.strides(samples)
 
     def forward(self, signals: Tensor, samples: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ class Wav2Vec2(nn.Module):
         return self.transform(states, lengths_to_mask(counts[-1], states.shape[1]))
 
     def transform(self, states: Tensor, inside: Tensor) -> Tensor:
-        """The transformer over frames, of which those ``inside`` [B, T] exist."""
+        """Run the transformer; ``inside`` [B, T] is True for existing frames."""
         encoder = self.encoder
         states = states.masked_fill(~inside[..., None], 0.0)
         states = states + positions(encoder.pos_conv_embed, states, inside)
@@ -86,24 +86,24 @@ class Wav2Vec2(nn.Module):
         return encoder.layer_norm(states) if self.norm_first else states
 
     def attend(self, states: Tensor, inside: Tensor) -> Tensor:
-        """All layers."""
+        """Run all layers of the transformer."""
         for layer in self.encoder.layers:
             states = layer(states, attention_mask=inside[:, None, None])
         return states
 
 
 class Hubert(Wav2Vec2):
-    """HuBERT, which differs in what it was trained to say."""
+    """HuBERT: the architecture of wav2vec 2.0, pretrained with another task."""
 
     prefixes = ("hubert.",)
     Config, Model = HubertConfig, HubertModel
 
 
 def positions(embed: Any, states: Tensor, inside: Tensor) -> Tensor:
-    """What a convolution over neighbours says of places: [B, T, D] to the same; zeros behind an utterance."""
+    """Compute convolutional position embeddings of states [B, T, D]; the states' padding must be zero."""
     states = states.transpose(1, 2)
     norm = getattr(embed, "batch_norm", None)
-    if norm is not None:  # by what it has seen in pretraining: a batch's own mean would be of padding, too
+    if norm is not None:  # always with pretraining's statistics: a batch's would include padding
         states = functional.batch_norm(states, norm.running_mean, norm.running_var, norm.weight, norm.bias,
                                        eps=norm.eps)
         states = states.masked_fill(~inside[:, None], 0.0)

@@ -1,4 +1,4 @@
-"""What the encoders on waveforms begin with, over an utterance's own samples and frames only."""
+"""The first steps of encoders on waveforms, computed from each utterance's own samples and frames only."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _EPSILON = 1e-7  # of transformers' feature extractors
 
 
 class Strides:
-    """How many frames convolutions without padding make of so many samples.
+    """The number of frames that convolutions without padding make of a number of samples.
 
     Arguments
     ---------
-    kernels, strides : of the layers, in order
+    kernels, strides : sizes and strides of the layers, in order
 
     >>> Strides([10, 3], [5, 2])(25)
     1
@@ -28,30 +28,30 @@ class Strides:
     def __init__(self, kernels: Sequence[int], strides: Sequence[int]):
         self.layers = list(zip(kernels, strides, strict=True))
         self.least = 1
-        """Samples that make one frame."""
+        """The smallest number of samples that makes a frame."""
         for kernel, stride in reversed(self.layers):
             self.least = (self.least - 1) * stride + kernel
 
     def __call__(self, samples: N) -> N:
-        """Frames of a number or a tensor of them; fewer samples than make a frame count as so many."""
+        """Return the number of frames; at least 1, as shorter inputs are padded."""
         return self.counts(samples)[-1]
 
     def counts(self, samples: N) -> list[N]:
-        """Behind each layer."""
-        count, found = samples.clamp(min=self.least) if isinstance(samples, Tensor) else max(samples, self.least), []
+        """Return the number of frames after each layer."""
+        count, counts = samples.clamp(min=self.least) if isinstance(samples, Tensor) else max(samples, self.least), []
         for kernel, stride in self.layers:
             count = (count - kernel) // stride + 1
-            found.append(count)
-        return found
+            counts.append(count)
+        return counts
 
 
 def at_least(signals: Tensor, least: int) -> Tensor:
-    """Waveforms [B, S] with zeros behind them where they are shorter than ``least``."""
+    """Pad waveforms [B, S] with zeros to at least ``least`` samples."""
     return functional.pad(signals, (0, least - signals.shape[1])) if signals.shape[1] < least else signals
 
 
 def normalized(signals: Tensor, samples: Tensor) -> Tensor:
-    """Waveforms [B, S] with mean 0 and variance 1 over their own samples [B]; zeros behind those."""
+    """Normalise waveforms [B, S] to mean 0 and variance 1 over their own samples [B]; padding becomes zero."""
     inside = lengths_to_mask(samples, signals.shape[1])
     count = samples.clamp(min=1)[:, None]
     signals = signals.float()
@@ -61,7 +61,7 @@ def normalized(signals: Tensor, samples: Tensor) -> Tensor:
 
 
 def channel_norm(norm: nn.GroupNorm, states: Tensor, frames: Tensor) -> Tensor:
-    """A GroupNorm with a group for each channel, [B, C, T], over each utterance's own frames [B]."""
+    """Apply a GroupNorm with one channel per group to [B, C, T], over each utterance's own frames [B]."""
     inside = lengths_to_mask(frames, states.shape[2])[:, None]
     count = frames[:, None, None]
     states = states.float()
@@ -71,7 +71,7 @@ def channel_norm(norm: nn.GroupNorm, states: Tensor, frames: Tensor) -> Tensor:
 
 
 def convolved(layers: Iterable[Any], signals: Tensor, counts: Sequence[Tensor]) -> Tensor:
-    """Waveforms [B, S] through the convolutions, of which each makes so many frames [B]: [B, T, C]."""
+    """Run waveforms [B, S] through convolutions, whose frame counts [B] are ``counts``: [B, T, C]."""
     states = signals[:, None]
     for layer, frames in zip(layers, counts, strict=True):
         states, norm = layer.conv(states), getattr(layer, "layer_norm", None)

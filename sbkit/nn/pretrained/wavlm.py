@@ -1,4 +1,4 @@
-"""WavLM: wav2vec 2.0 whose attention is biased by gated distances."""
+"""WavLM: wav2vec 2.0 with a gated bias by distance in its attention."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from sbkit.nn.pretrained.wav2vec2 import Wav2Vec2
 
 
 class GatedAttention(WavLMAttention):
-    """Attention by torch's own kernel, to which distances come as a bias; no weights are kept to be looked at."""
+    """Attention with torch's fused kernels and a gated bias by distance; returns no attention weights."""
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, position_bias: Tensor | None = None,
                 index: int = 0, **rest: Any) -> Any:
-        """States [B, T, D] to the same, and the bias of distances [H, T, T] that the layers above share."""
+        """States [B, T, D] to the same, with the bias by distance [H, T, T], which is shared by all layers."""
         states, heads = hidden_states, (self.num_heads, self.head_dim)
         if position_bias is None:
             position_bias = self.compute_bias(states.shape[1], states.shape[1])

@@ -1,4 +1,4 @@
-"""Whisper's encoder: convolutions and a transformer over logarithms of mel energies."""
+"""Whisper's encoder: convolutions and a transformer over log-mel features."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from sbkit.nn.pretrained.spans import mask
 from sbkit.nn.pretrained.waveforms import at_least
 
 _STRIDE = 2  # of the second convolution
-_LEAST = 201  # samples that features can be made of
-_SEEN_BEHIND = 2  # frames behind an utterance that the convolutions look at
+_LEAST = 201  # smallest number of samples that features can be computed from
+_SEEN_BEHIND = 2  # frames after an utterance that the convolutions see
 
 
 class Whisper(nn.Module):
     """Whisper's encoder: waveforms [B, S] and sample counts [B] to states [B, T, D], a frame every 20 ms.
 
-    It was pretrained on windows of 30 seconds, the silence behind an utterance among them, to all of which it attends.
-    Here it gets as much as the longest utterance of a batch needs: positions are cut there, and attention leaves out
-    what lies behind each utterance, so that it says the same in any batch. That is several times faster for clips of
-    5 seconds, and something that it has to get used to, which takes the first steps of training. ``whole_window`` gives
-    it 30 seconds as in pretraining. Longer ones it can't hear.
+    It was pretrained on windows of 30 seconds, with attention to the silence after an utterance. Here inputs are as
+    long as the longest utterance of a batch, and attention ignores the frames after each utterance, so that its states
+    do not depend on its batch. This is several times faster for clips of 5 seconds, but the encoder needs the first
+    steps of training to adapt. With ``whole_window`` inputs are padded to 30 seconds as in pretraining. Utterances of
+    more than 30 seconds are refused.
     """
 
     prefixes: tuple[str, ...] = ("model.encoder.", "encoder.")
@@ -46,19 +46,19 @@ class Whisper(nn.Module):
         self.width: int = config.d_model
         self.most: int = config.max_source_positions
         self.whole_window = options.whole_window
-        said = settings.config if config.apply_spec_augment else {}
-        self.time, self.feature = options.spans(Settings(settings.source, said, {}))
+        masking = settings.config if config.apply_spec_augment else {}
+        self.time, self.feature = options.spans(Settings(settings.source, masking, {}))
         self.freezes_front = options.freeze_front
         for parameter in self.front:
             parameter.requires_grad_(not options.freeze_front)
 
     @property
     def front(self) -> list[nn.Parameter]:
-        """Of the convolutions."""
+        """The parameters of the convolutions."""
         return [*self.conv1.parameters(), *self.conv2.parameters()]
 
     def frames(self, samples: N) -> N:
-        """States of so many samples."""
+        """Return the number of states for a number of samples."""
         samples = samples.clamp(min=1) if isinstance(samples, Tensor) else max(samples, 1)
         return (self.features.frames(samples) + _STRIDE - 1) // _STRIDE
 
@@ -66,8 +66,8 @@ class Whisper(nn.Module):
         """[B, S], [B] -> [B, T, D]."""
         longest = self.frames(signals.shape[1])
         if longest > self.most:
-            raise SbkitError(f"Whisper's encoder hears {self._seconds(self.most):g} s at most, and an utterance has "
-                             f"{self._seconds(longest):g} s", hint="leave longer ones out: corpus.max_duration")
+            raise SbkitError(f"Whisper's encoder takes at most {self._seconds(self.most):g} s, but an utterance has "
+                             f"{self._seconds(longest):g} s", hint="leave out longer ones with corpus.max_duration")
         if self.whole_window:
             feats = self.features(at_least(signals, self.most * _STRIDE * HOP))
         else:

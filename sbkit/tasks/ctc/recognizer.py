@@ -1,4 +1,4 @@
-"""From waveforms to token scores: the one path that training, checking, scoring and export share."""
+"""The path from waveforms to token scores that training, checking, scoring and export share."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from torch.nn import functional
 
 from sbkit.nn.lengths import LengthRule, N, lengths_to_mask
 
-# Zero frames put behind every utterance before the convolutions, more than their kernels can see.
-# With them the last frames of an utterance come out the same alone and in a batch.
+# Zero frames appended to every utterance before the convolutions, more than their kernels reach, so that the last
+# frames of an utterance are the same alone and in a batch.
 GUARD_FRAMES = 16
-# Feature frames that a CPU takes through features and front end at once outside training: what they hold on the way
-# then stays in its caches, and adds nothing to the peak.
+# Feature frames that go through features and front end at once on a CPU outside training: few enough for intermediate
+# results to stay in its caches and not to add to the memory peak.
 FRAMES_AT_ONCE = 4000
 
 
 class Recognizer:
-    """Features, front end, encoder and CTC head of a recipe, put together.
+    """Features, front end, encoder and CTC head of a recipe in one object.
 
-    It owns no parameters: the modules are the recipe's, wherever they are registered.
+    It is not a module and owns no parameters; the recipe's modules are registered elsewhere.
 
     Arguments
     ---------
     features : module or None
-        [B, S] waveforms to [B, T, F] features (``speechbrain.lobes.features.Fbank``); None where the encoder takes
+        [B, S] waveforms to [B, T, F] features (``speechbrain.lobes.features.Fbank``); None if the encoder takes
         waveforms.
     encoder : module
         A SpeechBrain transformer (its ``encode``), or any module [B, T, F] (or [B, S]) -> [B, T', D]. One whose forward
-        takes a second argument gets the lengths [B]. One that shortens has a method ``frames`` that says, of lengths
-        (an int or a tensor), what becomes of them.
+        takes a second argument gets the lengths [B]. One that changes the length has a method ``frames``, which maps
+        input lengths (an int or a tensor) to output lengths.
     ctc_lin : module
         [B, T, D] -> [B, T, V] scores.
     frontend : module, optional
         [B, T, F] -> [B, T', ...], such as SpeechBrain's ``ConvolutionFrontEnd``.
     normalize : module, optional
-        ``InputNormalization``-like: called with features and relative lengths.
+        Called with features and relative lengths, as SpeechBrain's ``InputNormalization``.
     augment : callable, optional
         Called in training with features [B, T, F] and lengths [B].
     hop_samples : int
@@ -62,9 +62,9 @@ class Recognizer:
         self.frontend, self.normalize, self.augment = frontend, normalize, augment
         self.hop_samples = hop_samples
         self.frontend_rule = LengthRule.probe(frontend, n_features) if frontend else LengthRule.identity()
-        theirs = hasattr(encoder, "encode")
-        self.takes_lengths = not theirs and takes_lengths(encoder)
-        self._encoder_rule: Callable[..., Any] | None = None if theirs else getattr(encoder, "frames", None)
+        encodes = hasattr(encoder, "encode")
+        self.takes_lengths = not encodes and takes_lengths(encoder)
+        self._encoder_rule: Callable[..., Any] | None = None if encodes else getattr(encoder, "frames", None)
 
     @property
     def subsampling(self) -> int:
@@ -75,23 +75,24 @@ class Recognizer:
         return round(self.frontend_rule.factor * long / (self._encoder_rule(2 * long) - self._encoder_rule(long)))
 
     def frames(self, samples: N) -> N:
-        """Encoder frames for each number of samples."""
+        """Return the number of encoder frames for a number of samples."""
         return self._after(self.frontend_rule(self._feature_frames(samples)))
 
     def _feature_frames(self, samples: N) -> N:
         return samples if self.compute_features is None else samples // self.hop_samples + 1
 
     def _after(self, frames: N) -> N:
-        """Behind the encoder."""
+        """Return the number of frames after the encoder."""
         return frames if self._encoder_rule is None else self._encoder_rule(frames)
 
     def features(
         self, signals: Tensor, samples: Tensor, training: bool = False, views: int = 1, counted: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """Waveforms [B, S] and sample counts [B] to normalised features [B, T, F] and frame counts [B].
+        """Compute normalised features [B, T, F] and frame counts [B] from waveforms [B, S] and sample counts [B].
 
-        With ``views`` each utterance comes so often, augmented anew: [views B, T, F], first views first.
-        What is not ``counted`` (a stand-in) enters no running statistics, if ``normalize`` is sbkit's.
+        views : return each utterance this many times, each augmented differently: [views B, T, F], all first views
+            first
+        counted : whether the batch may update running statistics; False for stand-ins, if ``normalize`` is sbkit's
         """
         if self.compute_features is None:
             keep = lengths_to_mask(samples, signals.shape[1])
@@ -99,7 +100,7 @@ class Recognizer:
         feats = _by_rows(self.compute_features, signals, FRAMES_AT_ONCE * self.hop_samples)
         frames = self._feature_frames(samples)
         if self.normalize is not None:
-            # Half a frame less: a relative length times T, in fp32, may otherwise come out one frame too many.
+            # Half a frame less, since rounding a relative length times T in fp32 may otherwise add a frame.
             normalize = self.normalize if counted else getattr(self.normalize, "uncounted", self.normalize)
             feats = normalize(feats, (frames - 0.5) / feats.shape[1])
         feats, frames = feats.repeat(views, 1, 1), frames.repeat(views)
@@ -109,7 +110,7 @@ class Recognizer:
         return feats.masked_fill(~keep[..., None], 0.0), frames
 
     def embed(self, feats: Tensor, frames: Tensor) -> tuple[Tensor, Tensor]:
-        """Features through the front end: [B, T, F] -> [B, T', D], flattened over channels."""
+        """Run the front end on features, flattened over channels: [B, T, F] -> [B, T', D], with frame counts [B]."""
         frontend = self.frontend
         if frontend is None:
             return feats, frames
@@ -119,7 +120,7 @@ class Recognizer:
         return out, self.frontend_rule(frames)
 
     def encode(self, feats: Tensor, frames: Tensor) -> tuple[Tensor, Tensor]:
-        """Features [B, T, F] to encoder states [B, T', D] and their counts [B]."""
+        """Compute encoder states [B, T', D] and their counts [B] from features [B, T, F]."""
         source, frames = self.embed(feats, frames)
         if hasattr(self.encoder, "encode"):
             encoded = self.encoder.encode(source, frames / source.shape[1])
@@ -128,37 +129,37 @@ class Recognizer:
         return encoded[0] if isinstance(encoded, tuple) else encoded, self._after(frames)
 
     def encode_and_decode(self, feats: Tensor, frames: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """As :meth:`encode`, with the attention decoder's states [B, U, D] for tokens [B, U] beside it.
+        """Compute encoder states and counts as :meth:`encode`, and decoder states [B, U, D] for tokens [B, U].
 
-        What tokens are padded with is looked at by what stands behind it alone: no token is taken for padding.
+        No token id is treated as padding: the decoder is causal, so padding affects only the states after it.
         """
         source, frames = self.embed(feats, frames)
         encoded, decoded = self.encoder(source, tokens, frames / source.shape[1], pad_idx=-1)
         return encoded, frames, decoded
 
     def decode(self, tokens: Tensor, encoded: Tensor, frames: Tensor) -> Tensor:
-        """The attention decoder's states [B, U, D] for tokens [B, U] and encoder states [B, T', D].
+        """Compute decoder states [B, U, D] for tokens [B, U] and encoder states [B, T', D].
 
-        ``frames`` [B] : how many of the states are an utterance's; the longest has all of them
+        frames : [B], each utterance's number of encoder states; at least one has all T'
         """
         return self.encoder.decode(tokens, encoded, frames)[0]
 
     def log_probs(self, signals: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
-        """Waveforms [B, S] to log-probabilities [B, T', V] in fp32 and frame counts [B]."""
+        """Compute log-probabilities [B, T', V] in fp32 and frame counts [B] from waveforms [B, S]."""
         encoded, frames = self.encode(*self.features(signals, samples))
         return self.ctc_lin(encoded).float().log_softmax(-1), frames
 
 
 def takes_lengths(encoder: nn.Module) -> bool:
-    """Whether a forward has a second argument that stands by its place."""
+    """Whether an encoder's forward has a second positional argument, for lengths."""
     places = [p for p in inspect.signature(encoder.forward).parameters.values()
               if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return len(places) > 1
 
 
 def _by_rows(layer: Callable[[Tensor], Tensor], x: Tensor, at_once: int) -> Tensor:
-    """``layer(x)``, whose rows do not see each other: on a CPU without gradients so many [B, at_once] at once."""
+    """Return ``layer(x)`` for a layer that treats rows separately; a few rows at once on a CPU without gradients."""
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or x.device.type != "cpu":
-        return layer(x)  # a compiler must not see the sizes compared: its graph would be theirs alone
+        return layer(x)  # comparing sizes would tie a compiler's graph to them
     rows = max(1, at_once // max(1, x.shape[1]))
     return layer(x) if rows >= len(x) else torch.cat([layer(part) for part in x.split(rows)])

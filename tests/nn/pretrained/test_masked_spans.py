@@ -67,7 +67,7 @@ def test_masked_frames_become_the_filling_and_masked_features_nothing():
     assert zero.any() and torch.equal(found.transpose(1, 2)[~zero], states.transpose(1, 2)[~zero])
 
 
-@pytest.mark.parametrize("share, length, words", [(1.5, 10, "not a share"), (0.1, 0, "at least 1")])
+@pytest.mark.parametrize("share, length, words", [(1.5, 10, "not a share"), (0.1, 0, "must be at least 1")])
 def test_what_can_not_be_is_refused(share, length, words):
     with pytest.raises(ValueError, match=words):
         Spans.of({}, "time", share, length)

@@ -161,7 +161,7 @@ def test_in_bf16_it_says_much_the_same(folders, kind):
 def test_the_lowest_layers_may_be_taken_alone(folders):
     encoder = loaded(folders("hubert-layer"), layers=1)
     assert len(encoder.network.encoder.layers) == 1
-    with pytest.raises(SbkitError, match="layers is 3, and the encoder has 2"):
+    with pytest.raises(SbkitError, match="layers is 3, but the encoder has 2"):
         Encoder(str(folders("hubert-layer")), layers=3)
 
 
@@ -177,7 +177,7 @@ def test_dropout_is_the_recipes_where_it_says_one(folders):
 def test_whispers_encoder_says_what_it_can_not_hear(folders):
     encoder = loaded(folders("whisper"))
     encoder(torch.zeros(1, 480_000), torch.tensor([480_000]))
-    with pytest.raises(SbkitError, match=r"hears 30 s at most, and an utterance has 30.02 s; .*max_duration"):
+    with pytest.raises(SbkitError, match=r"takes at most 30 s, but an utterance has 30.02 s; .*max_duration"):
         encoder(torch.zeros(1, 480_001), torch.tensor([480_001]))
 
 

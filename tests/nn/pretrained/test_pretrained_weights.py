@@ -59,7 +59,7 @@ def test_shards_are_one_model(tmp_path, folder):
     assert same(states(tmp_path / "shards"), states(folder))
     missing = sorted((tmp_path / "shards").glob("*.safetensors"))[1]
     missing.unlink()
-    with pytest.raises(SbkitError, match=f"lacks {missing.name}, one of the files .* not to its end"):
+    with pytest.raises(SbkitError, match=f"lacks {missing.name}, one of the files .* the download is incomplete"):
         Encoder(str(tmp_path / "shards"))
 
 
@@ -84,7 +84,7 @@ class Evil:
 def test_a_pickle_is_refused_and_not_run(folder, tmp_path):
     (folder / "model.safetensors").unlink()
     torch.save({"a": Evil(tmp_path / "run")}, folder / "pytorch_model.bin")
-    with pytest.raises(SbkitError, match=r"more than tensors, and what else is in it is not run; .*safetensors"):
+    with pytest.raises(SbkitError, match=r"more than tensors, so loading it could run code; .*safetensors"):
         Encoder(str(folder))
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Evil(tmp_path / "run")))
     with pytest.raises(SbkitError, match=r"pytorch_model.bin holds more than tensors"):
@@ -112,13 +112,13 @@ def test_half_precision_becomes_whole(folder):
 def test_a_file_cut_short_is_told(folder):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(SbkitError, match=r"model.safetensors is not whole.*downloaded to its end\? fetch it again"):
+    with pytest.raises(SbkitError, match=r"model.safetensors is incomplete or .*, download it again"):
         Encoder(str(folder))
     path.unlink()
     torch.save({"a": torch.ones(1000)}, folder / "pytorch_model.bin")
     whole = (folder / "pytorch_model.bin").read_bytes()
     (folder / "pytorch_model.bin").write_bytes(whole[:len(whole) // 2])
-    with pytest.raises(SbkitError, match=r"pytorch_model.bin is not whole"):
+    with pytest.raises(SbkitError, match=r"pytorch_model.bin is incomplete"):
         Encoder(str(folder))
 
 
@@ -141,7 +141,7 @@ def test_what_only_training_needs_may_be_missing(folder, caplog):
     put(folder, found)
     with caplog.at_level(logging.INFO):
         states(folder)
-    assert any("drawn anew, since it has none: masked_spec_embed" in line for line in caplog.messages)
+    assert any("drawn anew, since the source lacks them: masked_spec_embed" in line for line in caplog.messages)
 
 
 def test_a_run_that_kept_the_config_needs_no_source(folder, tmp_path):
@@ -155,9 +155,9 @@ def test_a_run_that_kept_the_config_needs_no_source(folder, tmp_path):
     signals, counts = torch.randn(1, 4000), torch.tensor([4000])
     with torch.no_grad():
         assert torch.equal(again.eval()(signals, counts), encoder.eval()(signals, counts))
-    with pytest.raises(SbkitError, match="is not there"):
+    with pytest.raises(SbkitError, match="does not exist"):
         Weights(again).collect_files()
-    with pytest.raises(SbkitError, match="is not there"):
+    with pytest.raises(SbkitError, match="does not exist"):
         Encoder(str(tmp_path / "other"), tmp_path / "save")
 
 
@@ -165,7 +165,7 @@ def test_a_source_that_changed_since_the_run_began_is_refused(folder, tmp_path):
     encoder = Encoder(str(folder), tmp_path / "save")
     Weights(encoder).collect_files()
     encoders.change(folder, layer_norm_eps=1e-3)
-    with pytest.raises(SbkitError, match="another than when this run began; name another output_folder"):
+    with pytest.raises(SbkitError, match="has changed since this run began; name another output_folder"):
         Weights(Encoder(str(folder), tmp_path / "save")).collect_files()
 
 
@@ -174,10 +174,10 @@ def test_a_source_that_changed_since_the_run_began_is_refused(folder, tmp_path):
 
 def test_a_folder_without_weights_or_config_is_told(folder):
     (folder / "model.safetensors").unlink()
-    with pytest.raises(SbkitError, match=r"has no weights; it has to have model.safetensors, .*: one of them"):
+    with pytest.raises(SbkitError, match=r"has no weights; it must have one of model.safetensors, "):
         Encoder(str(folder))
     (folder / "config.json").unlink()
-    with pytest.raises(SbkitError, match=r"has no config.json; name a folder that save_pretrained"):
+    with pytest.raises(SbkitError, match=r"has no config.json; name a folder that was written by save_pretrained"):
         Encoder(str(folder))
 
 
@@ -185,7 +185,7 @@ def test_another_architecture_is_told(tmp_path):
     transformers.BertModel(transformers.BertConfig(
         hidden_size=16, num_hidden_layers=1, num_attention_heads=1, intermediate_size=16, vocab_size=10,
     )).save_pretrained(tmp_path)
-    with pytest.raises(SbkitError, match=r"is of another kind \(bert\); sbkit knows wav2vec2, hubert, wavlm"):
+    with pytest.raises(SbkitError, match=r"is of an unknown kind \(bert\); sbkit knows wav2vec2, hubert, wavlm"):
         Encoder(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(SbkitError, match=r"has no model_type in its config.json"):
@@ -203,7 +203,7 @@ def test_a_config_that_transformers_refuses_is_told(folder):
 
 @pytest.mark.parametrize("name", ["/nowhere/model", "./model", "~/no/model", "a/b/c", ""])
 def test_a_place_where_nothing_is_is_told(name):
-    with pytest.raises(SbkitError, match=r"is not there|nothing says which"):
+    with pytest.raises(SbkitError, match=r"does not exist|no pretrained encoder is named"):
         Encoder(name)
 
 
@@ -257,8 +257,8 @@ def test_what_the_hubs_cache_holds_needs_no_network(cache, folder):
 
 
 def test_without_a_network_what_the_cache_lacks_is_told(cache, folder):
-    with pytest.raises(SbkitError, match=r"source someone/encoder: no folder is called so, its config.json is not in "
-                                         r"the hub's cache, and HF_HUB_OFFLINE forbids .*; unset HF_HUB_OFFLINE"):
+    with pytest.raises(SbkitError, match=r"source someone/encoder: no folder has this name, its config.json is not in "
+                                         r"the hub's cache, and HF_HUB_OFFLINE forbids downloads; unset HF_HUB"):
         Encoder("someone/encoder")
     there, _ = cached(cache, folder, "someone/encoder")
     (there / "model.safetensors").unlink()
@@ -269,8 +269,8 @@ def test_without_a_network_what_the_cache_lacks_is_told(cache, folder):
 
 @pytest.mark.parametrize("kind, words", [
     ("RepositoryNotFoundError", "the hub has no such model, or it is private; check the name"),
-    ("GatedRepoError", "given to those who asked for it; ask on"), ("RevisionNotFoundError", "no such revision"),
-    ("ConnectionError", "can't be fetched from .*: no route; check the network and start again"),
+    ("GatedRepoError", "access has to be requested; request it on"), ("RevisionNotFoundError", "no such revision"),
+    ("ConnectionError", "can't be downloaded from .*: no route; check the network and start again"),
 ])
 def test_what_the_hub_says_is_told_in_a_line(cache, monkeypatch, kind, words):
     import httpx
