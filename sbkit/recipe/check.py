@@ -74,8 +74,9 @@ def _look_deeper(root: Node, findings: Findings, report: Report, run_opts: Any, 
         complete = len(modules) == sum(each is not None for each in built.hparams["modules"].values())
         if complete:
             ownership.check_ownership(built, owned, findings)
-            ownership.check_saved(built, owned, findings)
         parts.check_named(built, torch.nn.ModuleDict(modules), complete, findings)
+        if complete:
+            ownership.check_saved(built, owned, findings)  # what is frozen for good need not be
         ownership.check_optimizer(built, owned, findings)
         report.sections["devices"] = table = devices.section(built, owned)
         traced = trace.trace(built, modules, findings)

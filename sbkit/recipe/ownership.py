@@ -184,6 +184,16 @@ def _fetched(built: Built) -> set[int]:
     return {id(p) for module in collected.values() if isinstance(module, nn.Module) for p in module.parameters()}
 
 
+def _or_frozen(built: Built, trained: set[int]) -> str:
+    """What else mends it where training would change weights that the pretrainer brings."""
+    brought = _fetched(built)
+    for key, module in built.hparams.items():
+        own = {id(p) for p in module.parameters()} if isinstance(module, nn.Module) else set()
+        if not own.isdisjoint(trained) and own <= brought:
+            return f"; or, if it is to stay as the pretrainer brings it, write `freeze: {{{key}: true}}`"
+    return ""
+
+
 def _kind(built: Built, key: str) -> str:
     obj = built.hparams.get(key)
     return type(obj).__name__ if isinstance(obj, nn.Module) else "a layer"
@@ -253,24 +263,30 @@ def saved_by(recoverable: Any) -> dict[int, torch.Tensor]:
 
 
 def check_saved(built: Built, owned: Owned, findings: Findings) -> None:
-    """Each parameter is in exactly one recoverable, and everything else with a state to save is in one."""
+    """Each parameter is in exactly one recoverable, and everything else with a state to save is in one.
+
+    What the pretrainer brings each time needs none, as long as it doesn't train.
+    """
     saved = recoverables(built)
     node = built.nodes.get("checkpointer")
     if saved is None or node is None:
         return
     holders = {name: saved_by(obj) for name, obj in saved.items()}
     fetched = _fetched(built)
+    brought = {id(p) for p in owned.parameters.values() if id(p) in fetched and not p.requires_grad}
     for root_name, root in owned.roots.items():
         by_holders: dict[tuple[str, ...], list[str]] = {}
-        for name, parameter in root.named_parameters():
-            if id(parameter) in fetched:
+        owned_by = dict(root.named_parameters())
+        for name, parameter in owned_by.items():
+            if id(parameter) in brought:
                 continue
             by_holders.setdefault(tuple(h for h, held in holders.items() if id(parameter) in held), []).append(name)
         for held_by, names in by_holders.items():
             if not held_by:
                 findings.error("not-saved", node.place, "checkpointer.recoverables",
                                f"{len(names)} parameters of {root_name} are in no checkpoint, such as {names[0]}",
-                               f"add `{root_name}: !ref <{root_name}>` to the recoverables")
+                               f"add `{root_name}: !ref <{root_name}>` to the recoverables"
+                               + _or_frozen(built, {id(owned_by[name]) for name in names} & fetched))
             elif len(held_by) > 1:
                 findings.warning("saved-twice", node.place, "checkpointer.recoverables",
                                  f"{len(names)} parameters of {root_name} are saved by {' and by '.join(held_by)}",

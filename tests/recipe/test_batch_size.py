@@ -2,8 +2,11 @@
 
 from types import SimpleNamespace
 
+import encoders
+import pytest
 import torch
 
+from sbkit.nn.pretrained import Encoder
 from sbkit.recipe import batch_size
 from sbkit.tasks.ctc import CTC
 
@@ -35,3 +38,14 @@ def test_they_are_kept_by_model_device_and_precision():
     assert place() == place()
     averaged = place(ema=SimpleNamespace(decay=0.9))
     assert len({place(), place(4), place(precision="bf16"), place(ctc_weight=0.3), averaged}) == 5
+
+
+@pytest.mark.parametrize("kind, option", [("wav2vec2-layer", {"freeze_front": False}), ("whisper", {"dropout": 0.1}),
+                                          ("whisper", {"whole_window": True})])
+def test_a_pretrained_encoder_is_another_with_options_that_take_another_amount_of_memory(tmp_path, kind, option):
+    folder = str(encoders.make(tmp_path / "encoder", kind))
+    plain, again, other = (Encoder(folder, **given) for given in ({}, {}, option))
+    other.requires_grad_(False)
+    again.requires_grad_(False)  # what a check does before it asks
+    plain, again, other = (batch_size.model_of({"m": module}) for module in (plain, again, other))
+    assert plain == again != other

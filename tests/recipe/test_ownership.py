@@ -159,6 +159,24 @@ def test_each_parameter_is_in_one_checkpoint_file(tmp_path):
     assert not (tmp_path / "never").exists()
 
 
+@pytest.mark.parametrize("frozen", [True, False])
+def test_what_the_pretrainer_brings_needs_no_checkpoint_unless_it_trains(tmp_path, frozen):
+    text = ("owned: !new:torch.nn.Linear [3, 5]\nbrought: !new:torch.nn.Linear [8, 3]\n" + TAIL
+            + "    brought: !ref <brought>\n"
+            "pretrainer: !new:speechbrain.utils.parameter_transfer.Pretrainer\n    loadables: {it: !ref <brought>}\n"
+            "checkpointer: !new:speechbrain.utils.checkpoints.Checkpointer\n    checkpoints_dir: never\n"
+            "    recoverables: {owned: !ref <owned>}\n")
+
+    def saved(built, owned, findings):
+        built.hparams["brought"].weight.requires_grad_(not frozen)
+        built.hparams["brought"].bias.requires_grad_(False)
+        check_saved(built, owned, findings)
+
+    findings, _ = look(tmp_path, text, saved)
+    assert [(f.code, f.severity) for f in findings] == ([] if frozen else [("not-saved", "error")])
+    assert all("1 parameters of brought" in f.message and "freeze: {brought: true}" in f.suggestion for f in findings)
+
+
 def test_what_is_no_module_is_told(tmp_path):
     text = "a: !name:torch.nn.Linear\nb: !new:torch.nn.Linear [3, 5]\nmodules: {a: !ref <a>, b: !ref <b>, c: 5}\n"
     findings, _ = look(tmp_path, text)

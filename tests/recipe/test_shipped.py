@@ -89,3 +89,22 @@ def test_a_rate_that_the_pretrained_encoder_was_not_trained_at_is_refused(tmp_pa
                      ).errors
     assert (error.code, error.key) == ("sample-rate", "encoder")
     assert "hears 16000 samples a second" in error.message and "write sample_rate: 16000" in error.suggestion
+
+
+@pytest.mark.parametrize("given, told, mend", [
+    ({"ctc_weight": 0.3}, "an attention decoder trains, but encoder has none", "write ctc_weight: 1.0"),
+    ({"intermediate_ctc": 0.3}, "Encoder has no list of layers to look between", "write intermediate_ctc: 0")], ids=str)
+def test_a_loss_that_a_pretrained_encoder_has_no_part_for_is_refused(tmp_path, given, told, mend):
+    (error,) = check(ROOT / "hparams" / "ssl.yaml", stand_ins("hparams/ssl.yaml", tmp_path) | given).errors
+    assert (error.key, error.file) == (*given, "command line")
+    assert told in error.message and error.suggestion.startswith(mend)
+
+
+def test_a_pretrained_encoder_that_trains_is_in_a_checkpoint(tmp_path):
+    path = tmp_path / "head_alone.yaml"
+    path.write_text(f"recipe: !include:{ROOT / 'hparams' / 'ssl.yaml'}\n    checkpointer:\n        recoverables:\n"
+                    "            model: !ref <ctc_lin>\n")
+    given = stand_ins("hparams/ssl.yaml", tmp_path)
+    (error,) = check(path, given).errors
+    assert error.code == "not-saved" and "freeze: {encoder: true}" in error.suggestion
+    assert check(path, given | {"freeze": {"encoder": True}}).errors == []

@@ -52,12 +52,17 @@ class Encoder(nn.Module):
                              hint="give its folder, or its name on the Hugging Face Hub: --encoder_source owner/name")
         kept = Settings.kept(source, folder)
         self.settings, self.folder = kept or Settings.of(source), folder
-        self.network: Any = families.build(self.settings, Options(
-            freeze_front, layers, dropout, mask_time_prob, mask_time_length, mask_feature_prob, mask_feature_length,
-            whole_window))
+        self.options = Options(freeze_front, layers, dropout, mask_time_prob, mask_time_length, mask_feature_prob,
+                               mask_feature_length, whole_window)
+        self.network: Any = families.build(self.settings, self.options)
         self._kept_frozen = {name for name, value in self.network.named_parameters() if not value.requires_grad}
         if kept is None and _is_folder(source):  # on this machine, so a misfit is reported at once
             self.look()
+
+    def extra_repr(self) -> str:
+        """The options that its layers don't show, and on which it depends how much a step holds."""
+        said = self.options
+        return f"freeze_front={said.freeze_front}, dropout={said.dropout}, whole_window={said.whole_window}"
 
     @property
     def source(self) -> str:

@@ -9,17 +9,19 @@ import torch
 from speechbrain.lobes.models.transformer.Transformer import TransformerInterface
 from torch import nn
 
+from sbkit.errors import SbkitError
 from sbkit.recipe.build import Built
 from sbkit.recipe.source import Findings, Node
 from sbkit.recipe.trace import SECONDS, stand_ins
 from sbkit.recipe.values import static
 from sbkit.tasks.ctc.keys import CTCKeys
+from sbkit.tasks.ctc.taps import stack
 
 
 def parts_fit(keys: CTCKeys, built: Built, findings: Findings) -> bool:
     """Whether a batch can be sent through."""
     # the next rests on what the one before found right
-    looks = _rates_fit, _features_fit, _front_end_fits, _has_its_decoder
+    looks = _rates_fit, _features_fit, _front_end_fits, _has_its_decoder, _has_layers_between
     return all(look(keys, built, findings) for look in looks)
 
 
@@ -88,14 +90,46 @@ def _front_end_fits(keys: CTCKeys, built: Built, findings: Findings) -> bool:
 
 
 def _has_its_decoder(keys: CTCKeys, built: Built, findings: Findings) -> bool:
-    """Whether joint training finds a decoder in the encoder's class, where that is SpeechBrain's."""
+    """Whether joint training finds a decoder in the encoder's class."""
+    if keys.ctc_weight >= 1:
+        return True
     key = keys.encoder_key
-    node = built.nodes[key]
+    encoder, node = getattr(keys, key), built.nodes[key]
     layers = node.value.get("num_decoder_layers") if isinstance(node.value, dict) else None
-    theirs = isinstance(getattr(keys, key), TransformerInterface)
-    if not theirs or keys.seq_lin is None or keys.ctc_weight >= 1 or layers is None or static(layers) != 0:
+    if not _decodes(encoder):
+        lacks, hint = f"{key} has none: {type(encoder).__name__} takes no tokens", \
+            "take an encoder with a decoder, such as SpeechBrain's TransformerASR"
+    elif isinstance(encoder, TransformerInterface) and layers is not None and static(layers) == 0:
+        lacks, hint = f"{key}.num_decoder_layers is 0", "give the decoder layers"
+    else:
         return True
     findings.error("forward", built.nodes["ctc_weight"].place, "ctc_weight",
-                   f"it is {keys.ctc_weight:g}, so the attention decoder trains, but {key}.num_decoder_layers is 0",
-                   "write ctc_weight: 1.0, or give the decoder layers")
+                   f"it is {keys.ctc_weight:g}, so an attention decoder trains, but {lacks}",
+                   f"write ctc_weight: 1.0, or {hint}")
+    return False
+
+
+def _decodes(encoder: nn.Module) -> bool:
+    """Whether a forward takes tokens, and what they are padded with, as joint training gives them."""
+    takes = signature(encoder.forward).parameters.values()
+    return any(each.name == "pad_idx" or each.kind == each.VAR_KEYWORD for each in takes)
+
+
+def _has_layers_between(keys: CTCKeys, built: Built, findings: Findings) -> bool:
+    """Whether a loss on layers within the encoder finds such layers."""
+    encoder = getattr(keys, keys.encoder_key)
+    if not keys.intermediate_ctc:
+        return True
+    try:
+        count = len(stack(encoder)[1])
+    except SbkitError as error:
+        told, hint = f"but {error.message}", "write intermediate_ctc: 0"
+    else:
+        if keys.intermediate_layers or hasattr(encoder, "encode"):
+            return True
+        told = f"and nobody knows which layers of {type(encoder).__name__} give what the head takes"
+        hint = f"name them, such as intermediate_layers: [{max(1, count // 2)}], or write intermediate_ctc: 0"
+    findings.error("forward", built.nodes["intermediate_ctc"].place, "intermediate_ctc",
+                   f"it is {keys.intermediate_ctc:g}, so layers within {keys.encoder_key} train with a loss of their "
+                   f"own, {told}", hint)
     return False
