@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Speed and memory of fine-tuning a pretrained encoder: sbkit's against SpeechBrain's wrapper and Brain, in turn.
 
-    python tools/bench_finetune.py [--encoder FOLDER] [--rounds 3] [--device cpu] [--data FOLDER] [--json FILE]
-        [--key value ...]
+    python tools/bench_finetune.py [--encoder FOLDER | --tiny] [--rounds 3] [--device cpu] [--data FOLDER]
+        [--json FILE] [--key value ...]
 
 Both sides train hparams/ssl.yaml's encoder and head: the same weights (a wav2vec 2.0 of base size, 95 M parameters,
 drawn at random, unless --encoder names a folder that transformers' save_pretrained has written), the same batches,
@@ -32,11 +32,15 @@ BATCHES = 2
 #: What only one of both has, and an encoder whose loss is the same each time.
 KEYS = {"head_dropout": 0.0, "mask_time_prob": 0.0, "mask_feature_prob": 0.0, "ckpt_interval_minutes": 0,
         "dropout": 0.0}
+#: What ``--tiny`` draws.
+TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
+        "conv_dim": (32,) * 7, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None, allow_abbrev=False)
     parser.add_argument("--encoder", type=Path)
+    parser.add_argument("--tiny", action="store_true", help="two narrow layers, to try the program itself")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--data", help="a corpus (default: the demo corpus)")
@@ -50,7 +54,7 @@ def main() -> None:
         bench_train.work(args, rest, {"stock": stock, "sbkit": ours}, KEYS)
         return
     with tempfile.TemporaryDirectory() as folder:
-        encoder = args.encoder or draw(Path(folder) / "encoder")
+        encoder = args.encoder or draw(Path(folder) / "encoder", **(TINY if args.tiny else {}))
         keys = ["--encoder_source", str(encoder), "--max_batch_seconds", "40", "--step_seconds", "40", *rest]
         results = bench_train.compare(args, keys, Path(folder), __file__)
     print(bench_train.show(results))
@@ -58,14 +62,14 @@ def main() -> None:
         args.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
-def draw(folder: Path) -> Path:
-    """A wav2vec 2.0 of base size with random weights, as transformers writes it."""
+def draw(folder: Path, **sizes: Any) -> Path:
+    """A wav2vec 2.0 of base size, or of other ``sizes``, with random weights, as transformers writes it."""
     import torch
     import transformers
 
     torch.manual_seed(0)
     config = transformers.Wav2Vec2Config(hidden_dropout=0.0, attention_dropout=0.0, activation_dropout=0.0,
-                                         feat_proj_dropout=0.0, layerdrop=0.0)
+                                         feat_proj_dropout=0.0, layerdrop=0.0, **sizes)
     transformers.Wav2Vec2Model(config).save_pretrained(folder)
     extractor: Any = transformers.Wav2Vec2FeatureExtractor
     extractor(do_normalize=True, return_attention_mask=False).save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""A step, an epoch and a validation against stock SpeechBrain, by ``tools/bench_train.py``."""
+"""A step, an epoch and a validation against stock SpeechBrain, by the programs under ``tools``."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import json
 import statistics
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
+from importlib import util
 from typing import TYPE_CHECKING, Any
 
 from sbkit.doctor.gpu.bench import ProgramFailed
-from sbkit.doctor.gpu.catalogue import LEAST_MFU, STEP_RATIO
+from sbkit.doctor.gpu.catalogue import FINETUNE_RATIO, LEAST_MFU, STEP_RATIO
+from sbkit.doctor.gpu.corpus import corpus
 
 if TYPE_CHECKING:
     from sbkit.doctor.gpu.bench import Bench
@@ -35,18 +38,35 @@ def large(bench: Bench) -> None:
                    peak=peak, audio_s_per_s=best)
 
 
+def finetuning(bench: Bench) -> None:
+    """Compare fine-tuning of a pretrained encoder, whose weights are random: none can be downloaded everywhere."""
+    if util.find_spec("transformers") is None:
+        bench.not_shown("step", "needs transformers: pip install 'sbkit[ssl]'")
+        return
+    at_once = 80 if bench.gib is None or bench.gib >= 38 else 40  # both sides in both precisions are on it together
+    seconds = str(bench.size(at_once, 8))
+    words = ["--data", str(corpus(bench)), "--language", "en", "--max_batch_seconds", seconds,
+             "--step_seconds", seconds]
+    bench.stand_in("an encoder of two narrow layers")
+    found = _run(bench, "bench_finetune.py", "fp32,bf16", [*words, "--num_workers", "0", *bench.size([], ["--tiny"])])
+    _judge(bench, found, {"step": FINETUNE_RATIO})
+
+
 def measured(bench: Bench, recipe: str, precisions: str) -> dict[str, Any]:
-    """Run the tool and return its measurements of each side."""
-    path, *rest = bench.words(recipe, ctc_weight=1.0)
-    device, rest = rest[1], rest[2:]
+    """Run bench_train.py and return its measurements of each side."""
+    path, _, _, *rest = bench.words(recipe, ctc_weight=1.0)
+    return _run(bench, "bench_train.py", precisions, ["--recipe", path, *rest])
+
+
+def _run(bench: Bench, tool: str, precisions: str, words: Sequence[str]) -> dict[str, Any]:
     out = bench.folder / "bench.json"
-    command = [sys.executable, str(bench.checkout / "tools" / "bench_train.py"), "--recipe", path, "--device", device,
+    command = [sys.executable, str(bench.checkout / "tools" / tool), "--device", bench.device,
                "--rounds", str(bench.size(2, 1)), "--precisions", bench.size(precisions, "fp32"), "--json", str(out),
-               *rest]
+               *words]
     print(" ".join(command), flush=True)
     done = subprocess.run(command, cwd=bench.checkout, stdin=subprocess.DEVNULL, check=False)
     if done.returncode:
-        raise ProgramFailed(f"tools/bench_train.py ended with code {done.returncode}")
+        raise ProgramFailed(f"tools/{tool} ended with code {done.returncode}")
     return json.loads(out.read_text(encoding="utf-8"))
 
 
@@ -57,8 +77,8 @@ def ratio(sides: dict[str, list[float]]) -> float:
     return best["sbkit"] / best["stock"]
 
 
-def _judge(bench: Bench, found: dict[str, Any]) -> None:
-    for piece, target in TARGETS.items():
+def _judge(bench: Bench, found: dict[str, Any], targets: Mapping[str, float] = TARGETS) -> None:
+    for piece, target in targets.items():
         sides = found["audio_s_per_s"][piece]
         figures = {f"{name}, audio s/s": statistics.median(values) for name, values in sides.items()}
         if piece == "step":
@@ -71,7 +91,6 @@ def _operations(bench: Bench) -> tuple[float, float | None, str]:
     import torch
 
     from sbkit.data.manifest import Manifest
-    from sbkit.doctor.gpu.corpus import corpus
     from sbkit.recipe import arguments, flops, load, speed
 
     request = arguments.parse(bench.words("large", ctc_weight=1.0))
