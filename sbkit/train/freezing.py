@@ -11,8 +11,13 @@ import contextlib
 from collections.abc import Iterator, Mapping
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from sbkit.recipe.parts import Parts, until
+from sbkit.errors import SbkitError
+from sbkit.recipe.parts import Parts, opened, until
+
+#: Parameters that a ``Freezing`` has set: any other one without a gradient was frozen by the model itself.
+_FROZEN = WeakTensorKeyDictionary()
 
 
 class Freezing:
@@ -22,16 +27,17 @@ class Freezing:
     ---------
     modules : all that a Brain trains
     parts : their parameters by the names that a recipe has for them
-    wanted : ``{PATTERN: true | STEPS}``; of several that fit, the last counts. What a module says is ``kept_frozen``
-        never thaws.
+    wanted : ``{PATTERN: true | STEPS}``; of several that fit, the last counts. What the model itself has frozen (the
+        base of adapters, a pretrained encoder's convolutions) never thaws.
     """
 
     def __init__(self, modules: torch.nn.Module, parts: Parts, wanted: Mapping[str, bool | int] | None):
         self.modules = modules
         told = parts.told(wanted or {}, "freeze")
-        own = {id(parameter) for module in modules.modules() for parameter in getattr(module, "kept_frozen", ())}
-        self._until = {path: until(value) for path, value in told.items()
-                       if until(value) > 0 and id(parts.parameters[path]) not in own}
+        own = {path for path, parameter in parts.parameters.items()
+               if not parameter.requires_grad and parameter not in _FROZEN}
+        _refuse_pointless(wanted or {}, parts, own)
+        self._until = {path: until(value) for path, value in told.items() if until(value) > 0 and path not in own}
         self._turns = sorted({step for step in self._until.values() if step < float("inf")})
         self._stage = -1
         self.at(int(self._turns[-1]) if self._turns else 0)
@@ -50,6 +56,7 @@ class Freezing:
         for path, parameter in self.modules.named_parameters(remove_duplicate=False):
             if path in self._until:
                 parameter.requires_grad_(step >= self._until[path])
+                _FROZEN[parameter] = True
         self.rest()
         return True
 
@@ -74,14 +81,13 @@ class Freezing:
         self.rest()
 
     def rest(self) -> None:
-        """Put those modules into evaluation mode of which every parameter is frozen."""
-        if not self._until:
-            return
-        frozen = {id(parameter) for path, parameter in self.modules.named_parameters(remove_duplicate=False)
-                  if path in self._until and not parameter.requires_grad}
-        for module in self.modules.modules():
+        """Put those modules into evaluation mode of which every parameter is frozen, some by the recipe."""
+        ours = {id(parameter) for path, parameter in self.modules.named_parameters(remove_duplicate=False)
+                if path in self._until}
+        for module in self.modules.modules() if ours else ():
             parameters = list(module.parameters())
-            if parameters and all(id(parameter) in frozen for parameter in parameters):
+            if any(id(parameter) in ours for parameter in parameters) and not any(
+                    parameter.requires_grad for parameter in parameters):
                 module.eval()
 
     @contextlib.contextmanager
@@ -96,3 +102,11 @@ class Freezing:
         finally:
             for parameter in frozen:
                 parameter.requires_grad_(False)
+
+
+def _refuse_pointless(wanted: Mapping[str, bool | int], parts: Parts, own: set[str]) -> None:
+    """Raise where a pattern lets something train from a step on that the model itself keeps frozen."""
+    for pattern, value in opened(wanted).items():
+        if 0 < until(value) < float("inf") and parts.matching(pattern) <= own:
+            raise SbkitError(f"freeze: {pattern} is to train after step {value}, but the model itself keeps it frozen",
+                             hint="take it out of freeze; for a pretrained encoder's convolutions see freeze_front")

@@ -160,12 +160,17 @@ LORA = ROOT / "recipes" / "CommonVoice" / "ASR" / "CTC" / "hparams" / "lora.yaml
 
 @pytest.mark.slow
 def test_lora_trains_a_little_saves_little_and_ships_without_its_source(home):
-    def trained(to, processes=0):
+    def trained(to, *more, processes=0):
         sbkit(home, "train", LORA, "--encoder_source", "encoder", "--output_folder", f"results/{to}", *SMALL, *STILL,
-              "--adapters.dropout", "0", processes=processes)
+              "--adapters.dropout", "0", *more, processes=processes)
         return weights(home / "results" / to)
 
-    one, two = trained("lora"), trained("lora-two", 2)
+    one, two = trained("lora"), trained("lora-two", processes=2)
+    trained("lora-again", "--optimizer_step_limit", "5")
+    with away(home):
+        again = trained("lora-again")
+    assert all(again[name] == value if name == "base" else torch.equal(again[name], value)
+               for name, value in one.items()), "stopped after its encoder thawed, and resumed"
     assert one["base"] == two["base"] and one.keys() == two.keys()
     for name, value in one.items():
         if name != "base":

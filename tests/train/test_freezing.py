@@ -12,6 +12,7 @@ from speechbrain.utils.epoch_loop import EpochCounter
 from toys import ToyBrain, ToyEvalLoader, ToyTrainLoader, brain, layers, state
 
 from sbkit.errors import SbkitError
+from sbkit.nn.adapters import LoRA
 from sbkit.recipe.parts import Parts
 from sbkit.train.averaging import EMA
 from sbkit.train.checkpoint import Checkpointer
@@ -266,14 +267,45 @@ def test_the_size_of_what_fits_is_found_anew_when_more_trains():
     assert seen == [5.0, 5.0, 0.0, 0.0]
 
 
-def test_what_a_module_keeps_frozen_itself_never_thaws():
-    """Parts of a pretrained encoder get no gradient, whatever the recipe thaws."""
+def test_what_a_model_keeps_frozen_itself_never_thaws():
+    """Convolutions of a pretrained encoder and the base of adapters get no gradient, whatever the recipe thaws."""
     modules = torch.nn.ModuleDict({"model": torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])})
-    kept = modules["model"][0]
-    kept.weight.requires_grad_(False)
-    kept.kept_frozen = [kept.weight]
-    freezing = Freezing(modules, Parts(modules, {}), {"*": 5})
-    freezing.at(0)
-    assert not any(parameter.requires_grad for parameter in modules.parameters())
+    modules["model"][0].weight.requires_grad_(False)
+    for _ in range(2):  # a run's modules may be given to another Brain, as the check's are
+        freezing = Freezing(modules, Parts(modules, {}), {"*": 5})
+        freezing.at(0)
+        assert not any(parameter.requires_grad for parameter in modules.parameters())
     freezing.at(5)
     assert [name for name, each in modules.named_parameters() if not each.requires_grad] == ["model.0.weight"]
+
+
+def test_the_base_of_adapters_stays_frozen_when_they_thaw():
+    model = torch.nn.ModuleList([torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))])
+    LoRA(model[0], "0", rank=1)
+    modules = torch.nn.ModuleDict({"model": model})
+    freezing = Freezing(modules, Parts(modules, {"encoder": model[0]}), {"encoder": 5})
+    freezing.at(5)
+    trained = {name for name, each in modules.named_parameters() if each.requires_grad}
+    assert trained == {"model.0.0.lora.1.weight", "model.0.0.lora.2.weight"}
+
+
+def test_a_module_rests_whoever_froze_its_parts():
+    """Spans are masked and values dropped by the module above: a frozen encoder is to do neither."""
+    encoder = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    encoder[0].requires_grad_(False)
+    modules = torch.nn.ModuleDict({"model": torch.nn.ModuleList([encoder, torch.nn.Linear(2, 2)])})
+    freezing = Freezing(modules, Parts(modules, {"encoder": encoder}), {"encoder": 5})
+    freezing.at(0)
+    freezing.train()
+    assert not encoder.training and not encoder[0].training and modules["model"][1].training
+    freezing.at(5)
+    freezing.train()
+    assert encoder.training
+
+
+def test_a_part_that_the_model_itself_keeps_frozen_cannot_train_from_a_step_on():
+    modules = torch.nn.ModuleDict({"model": torch.nn.Linear(2, 2)})
+    modules["model"].weight.requires_grad_(False)
+    with pytest.raises(SbkitError, match=r"freeze: model\.weight is to train after step 5, but the model itself keeps"):
+        Freezing(modules, Parts(modules, {}), {"model.weight": 5})
+    Freezing(modules, Parts(modules, {}), {"model.weight": True, "model.bias": 5})

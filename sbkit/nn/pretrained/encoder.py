@@ -55,7 +55,6 @@ class Encoder(nn.Module):
         self.options = Options(freeze_front, layers, dropout, mask_time_prob, mask_time_length, mask_feature_prob,
                                mask_feature_length, whole_window)
         self.network: Any = families.build(self.settings, self.options)
-        self._kept_frozen = {name for name, value in self.network.named_parameters() if not value.requires_grad}
         if kept is None and _is_folder(source):  # on this machine, so a misfit is reported at once
             self.look()
 
@@ -78,11 +77,6 @@ class Encoder(nn.Module):
     def makes_loudness_equal(self) -> bool:
         """Whether inputs are normalised, so that loudness has no effect."""
         return getattr(self.network, "normalizes", False)
-
-    @property
-    def kept_frozen(self) -> list[nn.Parameter]:
-        """Parameters that never train, even if a recipe's ``freeze`` unfreezes the encoder."""
-        return [parameter for name, parameter in self.network.named_parameters() if name in self._kept_frozen]
 
     def frames(self, samples: N) -> N:
         """Return the number of states for a number of samples."""

@@ -59,4 +59,11 @@ def build(settings: Settings, options: Options) -> nn.Module:
     except ImportError as error:
         raise SbkitError(f"a pretrained encoder needs transformers ({error})",
                          hint="pip install 'sbkit[ssl]'") from error
-    return family(settings, options)
+    try:
+        return family(settings, options)
+    except SbkitError:
+        raise
+    except Exception as error:  # transformers checks some values of a config only when it builds the layers
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise SbkitError(f"{settings.source}: its config.json describes no encoder: {first}",
+                         hint="fetch it again, or take an encoder that transformers can build") from error

@@ -33,10 +33,11 @@ class Options:
         """Make transformers' config from the settings, with dropout from these options.
 
         Masking is turned off, since sbkit does it. Layer drop is turned off, since ranks and resumed runs
-        would drop different layers.
+        would drop different layers. Attention is torch's own, which takes a mask of booleans; transformers' other kinds
+        would add it to the scores.
         """
         values = {name: value for name, value in settings.config.items()
-                  if name not in ("dtype", "torch_dtype", "architectures")}
+                  if name not in ("dtype", "torch_dtype", "architectures", "attn_implementation", "_attn_implementation")}
         values |= {"layerdrop": 0.0, "encoder_layerdrop": 0.0, "mask_time_prob": 0.0, "mask_feature_prob": 0.0,
                    "add_adapter": False, "use_intermediate_ffn_before_adapter": False}
         if self.dropout is not None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sbkit.errors import SbkitError
+from sbkit.system.console import atomic_write
 
 CONFIG, PREPROCESSOR = "config.json", "preprocessor_config.json"
 #: Files of weights in the order in which they are looked for, and whether each is an index of several files.
@@ -51,8 +52,8 @@ class Settings:
     def keep(self, folder: str | Path) -> None:
         """Write a copy into a run's folder, so that its model can be built without the source."""
         Path(folder).mkdir(parents=True, exist_ok=True)
-        text = json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n"
-        (Path(folder) / _KEPT).write_text(text, encoding="utf-8")
+        with atomic_write(Path(folder) / _KEPT) as out:
+            json.dump(asdict(self), out, indent=1, ensure_ascii=False)
 
 
 class _NoSuchFile(SbkitError):
@@ -93,10 +94,11 @@ def weights(source: str) -> list[Path]:
             continue
         if not several:
             return [path]
-        shards = sorted(set(_object(path).get("weight_map", {}).values()))
-        if not shards or any(Path(shard).name != shard for shard in shards):
+        files = _object(path).get("weight_map")
+        shards = set(files.values()) if isinstance(files, dict) else set()
+        if not shards or not all(isinstance(shard, str) and Path(shard).name == shard for shard in shards):
             raise SbkitError(f"{path} names no files of weights", hint="download it again")
-        return [_shard(source, shard, path) for shard in shards]
+        return [_shard(source, shard, path) for shard in sorted(shards)]
     raise SbkitError(f"the encoder's source {source} has no weights",
                      hint=f"it must have one of {', '.join(WEIGHTS)}")
 
@@ -130,12 +132,12 @@ def _fetched(source: str, name: str) -> Path:
 
     repository, _, at = source.partition("@")
     revision = at or None
-    cached = try_to_load_from_cache(repository, name, revision=revision)
-    if isinstance(cached, str):
-        return Path(cached)
-    if cached is not None:  # the cache has a note that there is no such file
-        raise _NoSuchFile(f"{source} has no {name}")
     try:
+        cached = try_to_load_from_cache(repository, name, revision=revision)
+        if isinstance(cached, str):
+            return Path(cached)
+        if cached is not None:  # the cache knows that there is none
+            raise EntryNotFoundError(f"{source} has no {name}")
         return Path(hf_hub_download(repository, name, revision=revision))
     except LocalEntryNotFoundError as error:  # also an EntryNotFoundError
         raise _explained(error, source, name) from error

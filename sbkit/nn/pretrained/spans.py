@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from sbkit.errors import SbkitError
+
 
 @dataclass(frozen=True)
 class Spans:
@@ -26,12 +28,13 @@ class Spans:
     @classmethod
     def of(cls, config: dict[str, Any], axis: str, share: float | None, length: int | None) -> Spans:
         """Take a recipe's values for an axis (``time`` or ``feature``); those of the encoder's config where None."""
-        if share is not None and not 0 <= share <= 1:
-            raise ValueError(f"mask_{axis}_prob is {share}, not a share between 0 and 1")
-        if length is not None and length < 1:
-            raise ValueError(f"mask_{axis}_length is {length}, but must be at least 1")
-        share = config.get(f"mask_{axis}_prob", 0.0) if share is None else share
+        own = config.get(f"mask_{axis}_prob", 0.0) if config.get("apply_spec_augment", True) else 0.0
+        share = own if share is None else share
         length = config.get(f"mask_{axis}_length", 10) if length is None else length
+        if not 0 <= share <= 1:
+            raise SbkitError(f"mask_{axis}_prob is {share}, not a share between 0 and 1")
+        if length < 1:
+            raise SbkitError(f"mask_{axis}_length is {length}, but must be at least 1")
         return cls(float(share), int(length), int(config.get(f"mask_{axis}_min_masks", 0)))
 
     def draw(self, counts: Tensor, size: int) -> Tensor:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from sbkit.errors import SbkitError
 from sbkit.nn.pretrained.spans import Spans, mask
 
 
@@ -69,8 +70,10 @@ def test_masked_frames_become_the_filling_and_masked_features_nothing():
 
 @pytest.mark.parametrize("share, length, words", [(1.5, 10, "not a share"), (0.1, 0, "must be at least 1")])
 def test_what_can_not_be_is_refused(share, length, words):
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(SbkitError, match=words):
         Spans.of({}, "time", share, length)
+    with pytest.raises(SbkitError, match=words):
+        Spans.of({"mask_time_prob": share, "mask_time_length": length}, "time", None, None)
 
 
 def test_what_a_recipe_does_not_say_the_config_does():
@@ -78,3 +81,4 @@ def test_what_a_recipe_does_not_say_the_config_does():
     assert Spans.of(config, "time", None, None) == Spans(0.075, 7, 1)
     assert Spans.of(config, "time", 0.2, 5) == Spans(0.2, 5, 1)
     assert Spans.of({}, "feature", None, None) == Spans(0.0, 10, 0)
+    assert Spans.of({**config, "apply_spec_augment": False}, "time", None, None).share == 0, "as Whisper's says"

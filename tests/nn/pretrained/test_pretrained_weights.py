@@ -287,8 +287,26 @@ def test_what_the_hub_says_is_told_in_a_line(cache, monkeypatch, kind, words):
         Encoder("someone/encoder")
 
 
-def test_an_index_that_names_no_files_is_told(folder):
+@pytest.mark.parametrize("files", [{}, [], None, {"a": 1}, {"a": "../b"}])
+def test_an_index_of_anything_but_names_is_told(folder, files):
     (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../a.safetensors"}}))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     with pytest.raises(SbkitError, match="names no files of weights"):
         Encoder(str(folder))
+
+
+def test_a_config_that_no_layers_can_be_built_by_is_told(folder):
+    encoders.change(folder, num_attention_heads=3)
+    with pytest.raises(SbkitError, match=r"its config\.json describes no encoder: .*divisible"):
+        Encoder(str(folder))
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+def test_attention_is_of_the_kind_that_leaves_padding_out(folder, key):
+    encoders.change(folder, **{key: "eager"})
+    encoder = Encoder(str(folder)).eval()
+    signals = torch.randn(2, 6000)
+    with torch.no_grad():
+        together = encoder(signals, torch.tensor([6000, 4000]))
+        alone = encoder(signals[1:, :4000], torch.tensor([4000]))
+    torch.testing.assert_close(together[1, :alone.shape[1]], alone[0], rtol=0, atol=1e-5)
