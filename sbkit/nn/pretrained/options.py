@@ -14,6 +14,7 @@ from sbkit.nn.pretrained.spans import Spans
 
 _DROPOUTS = ("dropout", "hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout",
              "conformer_conv_dropout")
+_LEFT_OUT = ("dtype", "torch_dtype", "architectures", "attn_implementation", "_attn_implementation")
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Options:
         would add it to the scores.
         """
         values = {name: value for name, value in settings.config.items()
-                  if name not in ("dtype", "torch_dtype", "architectures", "attn_implementation", "_attn_implementation")}
+                  if name not in _LEFT_OUT}
         values |= {"layerdrop": 0.0, "encoder_layerdrop": 0.0, "mask_time_prob": 0.0, "mask_feature_prob": 0.0,
                    "add_adapter": False, "use_intermediate_ffn_before_adapter": False}
         if self.dropout is not None:
