@@ -89,13 +89,14 @@ TINY = {
 }
 
 
-def run_with_model(folder: Path, data: Path, rates: tuple[float, ...] = (70.0, 40.0, 55.0), **keys: object) -> Path:
+def run_with_model(folder: Path, data: Path, rates: tuple[float, ...] = (70.0, 40.0, 55.0),
+                   recipe: Path = Path(__file__).parents[1] / "hparams" / "ctc.yaml", **keys: object) -> Path:
     """A run as training leaves it: recipe (with other values of some keys), tokenizer, manifests, and a checkpoint
     for each rate."""
 
     from sbkit.recipe import load
+    from sbkit.train.checkpoint.adapted import Adapted
 
-    recipe = Path(__file__).parents[1] / "hparams" / "ctc.yaml"
     overrides = {**TINY, **keys, "output_folder": str(folder), "data_folder": str(data)}
     hparams = load.load(recipe, overrides)
     manifests = hparams["corpus"].prepare(show_progress=False)
@@ -109,9 +110,13 @@ def run_with_model(folder: Path, data: Path, rates: tuple[float, ...] = (70.0, 4
     brain = hparams["brain"](hparams["modules"], hparams.get("opt_class"), hparams, {"device": "cpu"},
                              hparams["checkpointer"])
     brain.init_optimizers()
+    for saved in brain.checkpointer.recoverables.values():
+        if isinstance(saved, Adapted):
+            saved.start_afresh()
     for epoch, rate in enumerate(rates, 1):
         for parameter in brain.modules.parameters():
-            parameter.data.add_(0.01 * epoch)
+            if parameter.requires_grad:
+                parameter.data.add_(0.01 * epoch)
         brain.checkpointer.save_checkpoint(meta={"WER": rate, "epoch": epoch}, name=f"epoch{epoch}")
     brain.checkpointer.save_checkpoint(end_of_epoch=False, name="within")
     brain.checkpointer.wait()

@@ -26,16 +26,16 @@ def spanish(folder: Path, **splits: int) -> Path:
     return folder
 
 
-def target(folder: Path, data: Path, **keys):
+def target(folder: Path, data: Path, recipe: Path = RECIPE, **keys):
     """The Brain of a run that has only been prepared."""
     overrides = {**TINY, **keys, "output_folder": str(folder), "data_folder": str(data)}
-    recipe = load.opened(load.load(RECIPE, overrides), RECIPE)
-    manifests = recipe.keys.corpus.prepare(show_progress=False)
-    follows = recipe.task.prepare(recipe.keys, manifests, overrides)
-    overrides |= {key: value for key, value in follows.items() if key in recipe.hparams}
-    recipe = load.opened(load.load(RECIPE, overrides), RECIPE)
-    recipe.task.encoder(recipe.keys)
-    return recipe.brain({"device": "cpu", "noprogressbar": True})
+    made = load.opened(load.load(recipe, overrides), recipe)
+    manifests = made.keys.corpus.prepare(show_progress=False)
+    follows = made.task.prepare(made.keys, manifests, overrides)
+    overrides |= {key: value for key, value in follows.items() if key in made.hparams}
+    made = load.opened(load.load(recipe, overrides), recipe)
+    made.task.encoder(made.keys)
+    return made.brain({"device": "cpu", "noprogressbar": True})
 
 
 def state(brain) -> dict[str, torch.Tensor]:

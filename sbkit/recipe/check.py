@@ -84,6 +84,7 @@ def _look_deeper(root: Node, findings: Findings, report: Report, run_opts: Any, 
             report.notes.append(traced.note)
         if traced.task is not None:
             traced.task.check_outputs(traced, findings)
+            traced.task.check_start(traced, findings)
         corpus_check.check_corpus(built, findings)
         labels, note = corpus_check.check_prepared(traced, findings) if prepared else (None, "")
         bill_section = _bill(owned, traced, findings, report, run_opts, priced, measure)

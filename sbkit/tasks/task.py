@@ -27,6 +27,7 @@ from sbkit.recipe.trace import Trace
 from sbkit.runs.evaluation import EvaluateRequest
 from sbkit.runs.initial.vocabulary import TokenTables
 from sbkit.score.results import Results, tell_unread
+from sbkit.tasks import start
 from sbkit.tasks.keys import TaskKeys
 from sbkit.train.averaging import average
 from sbkit.train.brain import Brain
@@ -114,6 +115,11 @@ class Task(Brain):
     @classmethod
     def check_outputs(cls, trace: Trace, findings: Findings) -> None:
         """Look at what was built and at what a batch of stand-ins gave on its way, as far as it came."""
+
+    @classmethod
+    def check_start(cls, trace: Trace, findings: Findings) -> None:
+        """Look at what a run is to start from, as far as that can be done before its corpus is prepared."""
+        start.check(trace, findings)
 
     @classmethod
     def check_labels(cls, keys: Any, manifests: Mapping[str, Manifest], findings: Findings,

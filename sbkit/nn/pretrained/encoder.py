@@ -148,7 +148,7 @@ class Weights:
         """Download all files, and keep the encoder's config in the run."""
         encoder = self.loadables["encoder"]
         encoder.keep()
-        source.weights(encoder.source)
+        encoder.look()  # what doesn't fit is told before a corpus is prepared
         return {"encoder": encoder.source}
 
 

@@ -14,13 +14,23 @@ from speechbrain.utils.checkpoints import hook_on_loading_state_dict_checkpoint
 
 from sbkit.errors import SbkitError
 from sbkit.train.averaging import weights_in
+from sbkit.train.checkpoint.adapted import BASE
 from sbkit.train.checkpoint.state import load_file
 
 _AGAIN = "copy, download or export it again"
+#: What SpeechBrain's InputNormalization keeps.
+STATISTICS = {"count", "glob_mean", "glob_std"}
 
 
-def tensors_in(path: Path) -> dict[str, torch.Tensor]:
-    """A state dict from a safetensors file, be it called ``.ckpt``, or from one that torch wrote."""
+class NoTensors(SbkitError):
+    """A file that is whole, and holds something else."""
+
+
+def tensors_in(path: Path, lazily: bool = False) -> dict[str, Any]:
+    """A state dict from a safetensors file, be it called ``.ckpt``, or from one that torch wrote.
+
+    lazily : read values when they are used
+    """
     if _is_safetensors(path):
         try:
             return load_safetensors(path)
@@ -29,7 +39,7 @@ def tensors_in(path: Path) -> dict[str, torch.Tensor]:
     try:
         if not _is_torchs(path):
             raise ValueError("it begins like none")
-        state = load_file(path)
+        state = load_file(path, lazily=lazily)
     except SbkitError as error:
         raise SbkitError(f"init_from: {error.message}",
                          hint="save it as a state dict of tensors, best as .safetensors") from error
@@ -39,26 +49,40 @@ def tensors_in(path: Path) -> dict[str, torch.Tensor]:
                          hint=_AGAIN) from error
     state = _plain(state)
     if state is None:
-        raise SbkitError(f"init_from: {path} holds no state dict of tensors",
-                         hint="save model.state_dict(), best as .safetensors")
+        raise NoTensors(f"init_from: {path} holds no state dict of tensors",
+                        hint="save model.state_dict(), best as .safetensors")
     return state
 
 
-def plain_state(path: Path) -> dict[str, Any] | None:
+def plain_state(path: Path, lazily: bool = False) -> dict[str, Any] | None:
     """What a checkpoint's file holds, if that is tensors, or a moving average of them; None for anything else."""
     if not _is_safetensors(path) and not zipfile.is_zipfile(path):
         return None  # a counter or the like
-    state = load_safetensors(path) if _is_safetensors(path) else load_file(path)
+    state = load_safetensors(path) if _is_safetensors(path) else load_file(path, lazily=lazily)
     if isinstance(state, Mapping) and weights_in(state) is not state:
         return dict(state)
     return _plain(state)
 
 
-def _plain(state: Any) -> dict[str, torch.Tensor] | None:
+def looks_like_tensors(path: Path) -> bool:
+    """Whether a file begins as those of tensors do."""
+    return _is_safetensors(path) or _is_torchs(path)
+
+
+def statistics_in(state: Mapping[str, Any]) -> bool:
+    """Whether this is what an InputNormalization has counted."""
+    return set(state) == STATISTICS
+
+
+def _plain(state: Any) -> dict[str, Any] | None:
+    """Tensors by name, and the hash of a base that an adapted model rests on."""
     if not isinstance(state, Mapping):
         return None
     state = weights_in(hook_on_loading_state_dict_checkpoint(dict(state)))
-    whole = bool(state) and all(isinstance(name, str) and isinstance(value, torch.Tensor)
+    if statistics_in(state):
+        found = {name: torch.as_tensor(value) for name, value in state.items()}
+        return found if found["count"] > 0 else {}
+    whole = bool(state) and all(isinstance(name, str) and isinstance(value, str if name == BASE else torch.Tensor)
                                 for name, value in state.items())
     return dict(state) if whole else None
 

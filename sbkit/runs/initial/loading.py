@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from sbkit.errors import SbkitError
-from sbkit.runs.initial import table
+from sbkit.runs.initial import statistics, table
 from sbkit.runs.initial.matching import Match
 from sbkit.runs.initial.source import Source, find
 from sbkit.train.distributed import ranks
@@ -33,27 +33,47 @@ def source_of(keys: Any) -> Source | None:
 def look(keys: Any) -> None:
     """Tell of a source that isn't there, or is none, before a corpus is prepared."""
     if keys.init_from is not None and fresh(keys):
-        if Path(keys.init_from).resolve() == keys.folder.resolve():
-            raise SbkitError(f"init_from: {keys.init_from} is the folder of this very run",
-                             hint="the same command resumes a run; name another --output_folder to start a new one")
-        source_of(keys)
+        _sought(keys)
+
+
+def check(keys: Any, brain: Any) -> None:
+    """Refuse, beside what ``look`` does, names and shapes that don't fit; the rows of tokens wait for the corpus.
+
+    keys, brain : of the run that is to start, which may have no checkpoints; a Brain that need not be able to train
+    """
+    if keys.init_from is not None:
+        _match(brain, _sought(keys), shapes=True).check()
 
 
 def load(brain: Any) -> None:
     """Fill the modules of a Brain whose run begins; one rank reads, and the others get what it has."""
     if brain.keys.init_from is None:
         return
-    ranks.run_on_main(_fill, brain)
+    counted = ranks.run_on_main(_fill, brain)
+    statistics.put(brain.modules, counted)
     if ranks.world_size() > 1:
         with torch.no_grad():
             for tensor in brain.modules.state_dict(keep_vars=True).values():
                 dist.broadcast(tensor.detach(), src=0)
 
 
-def _fill(brain: Any) -> None:
-    keys = brain.keys
-    source = source_of(keys)
-    if source is None:
-        raise SbkitError("init_from is null")
-    match = Match(brain.modules, vars(brain.hparams), source, keys.init_leave or (), brain.token_tables())
+def _fill(brain: Any) -> dict[str, dict[str, torch.Tensor]]:
+    """Gives the running statistics, which are no part of a state dict."""
+    source = _sought(brain.keys)
+    match = _match(brain, source)
     logger.info("%s", table.text(source.told, match.fill()))
+    return match.statistics()
+
+
+def _match(brain: Any, source: Source, shapes: bool = False) -> Match:
+    return Match(brain.modules, vars(brain.hparams), source, brain.keys.init_leave or (), brain.token_tables(), shapes)
+
+
+def _sought(keys: Any) -> Source:
+    """The source, which is not the run itself."""
+    if Path(keys.init_from).resolve() == keys.folder.resolve():
+        raise SbkitError(f"init_from: {keys.init_from} is the folder of this very run",
+                         hint="the same command resumes a run; name another --output_folder to start a new one")
+    source = source_of(keys)
+    assert source is not None
+    return source

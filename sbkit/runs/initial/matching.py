@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +12,11 @@ from torch import nn
 from sbkit.errors import SbkitError
 from sbkit.recipe.parts import Parts
 from sbkit.recipe.report import listed
+from sbkit.runs.initial import adapters, statistics
 from sbkit.runs.initial.source import Source
 from sbkit.runs.initial.vocabulary import TokenTables
+
+logger = logging.getLogger(__name__)
 
 TAKEN, ANEW, LEFT = "taken", "drawn anew", "left there"
 _LISTED, _SHORT = 20, 6  # tensors of another shape that an error names, modules that its hint does
@@ -37,16 +41,23 @@ class Match:
     source : what it starts from
     leave : patterns of what isn't taken
     tables : which tensors have a row for each token
+    shapes : look at names and shapes alone, for ``check``
     """
 
     def __init__(self, modules: nn.Module, recipe: Mapping[str, Any], source: Source, leave: Sequence[str] = (),
-                 tables: TokenTables | None = None):
+                 tables: TokenTables | None = None, shapes: bool = False):
+        self.modules = modules
         self.own = modules.state_dict(keep_vars=True)
         self.parts = Parts(modules, recipe, self.own)
         self.source, self.tables = source, tables
-        self.theirs = source.tensors()
+        self.theirs = source.tensors(shapes)
         self.found = self._found()
-        self.left = self._left(leave)
+        self.merged = adapters.merge(self.theirs, self.found, modules, source.lora_scale)
+        self.found = {path: name for path, name in self.found.items() if name in self.theirs}
+        self.left, self.left_there = self._left(leave)
+        tabled = {id(tensor) for tensor in tables.tensors} if tables is not None else set()
+        self.with_rows = [path for path in self._wanted() if id(self.own[path]) in tabled]
+        self.counted = self._counted()
 
     # ------------------------------------------------------------ by name
 
@@ -59,6 +70,8 @@ class Match:
             for naming in self._namings():
                 found = {path: name for path in self.own if (name := naming(path)) in self.theirs and name is not None}
                 best = max(best, found, key=len)
+        if not self.theirs:
+            raise SbkitError(f"init_from: {self.source.told} holds no weights", hint="name another one, or its run")
         if not best:
             raise SbkitError(f"init_from: nothing in {self.source.told} is called as a part of this model: it has "
                              f"{_some(self.theirs)}, and here are {_some(map(self.parts.called, self.own))}",
@@ -76,30 +89,52 @@ class Match:
 
             yield below
 
-    def _left(self, leave: Sequence[str]) -> set[str]:
-        """The paths of what isn't to be taken; a pattern that fits nothing, here or there, is refused."""
+    def _left(self, leave: Sequence[str]) -> tuple[set[str], set[str]]:
+        """The paths of what isn't to be taken, and the names there; a pattern that fits neither is refused."""
         left: set[str] = set()
+        there: set[str] = set()
         beyond = Parts.of_names(self.theirs)
         for pattern in leave:
-            paths = self.parts.matching(pattern)
-            if not paths and not beyond.matching(pattern):
+            paths, names = self.parts.matching(pattern), beyond.matching(pattern)
+            if not paths and not names:
                 raise SbkitError(f"init_leave: nothing is called {pattern!r}", hint=self.parts.near(pattern))
             left |= paths
-        return left
+            there |= names
+        return left, there
+
+    def _counted(self) -> dict[str, dict[str, str]]:
+        """What the running statistics of the model's normalisations are called there, by the module's path."""
+        found = {}
+        for path, _ in statistics.counted(self.modules):
+            heads = [name.removesuffix(".count") for name in self.parts.names(f"{path}.count")]
+            for names in map(statistics.named, heads):
+                if self.theirs.keys() >= set(names.values()) and not self.left_there.intersection(names.values()):
+                    found[path] = names
+                    break
+        return found
 
     # ------------------------------------------------------------ what is copied
+
+    def check(self) -> None:
+        """Refuse what doesn't fit, but for the rows of tokens, which wait for the vocabulary."""
+        self._check_shapes(self.with_rows)
 
     @torch.no_grad()
     def fill(self) -> list[Fate]:
         """Copy into the model what fits; nothing is copied where something doesn't."""
-        tables = {id(tensor) for tensor in self.tables.tensors} if self.tables is not None else set()
-        with_rows = [path for path in self._wanted() if id(self.own[path]) in tables]
-        rows = self._rows(with_rows)
+        rows = self._rows(self.with_rows)
         self._check_shapes(rows)
         fates = [self._fill(path, rows) for path in self.own]
-        surplus = [Fate(name, tensor.numel(), LEFT, "nothing here is called so") for name, tensor in self.theirs.items()
-                   if name not in set(self.found.values())]
-        return [*fates, *surplus]
+        fates += [Fate(self.parts.called(path), sum(self.theirs[name].numel() for name in names.values()), TAKEN,
+                       "running statistics") for path, names in self.counted.items()]
+        known = {*self.found.values(), *(name for names in self.counted.values() for name in names.values())}
+        surplus = [Fate(name, tensor.numel(), LEFT, "init_leave" if name in self.left_there else
+                        "nothing here is called so") for name, tensor in self.theirs.items() if name not in known]
+        return [*fates, *surplus, *(Fate(name, 0, LEFT, why) for name, why in self.source.no_tensors.items())]
+
+    def statistics(self) -> dict[str, dict[str, torch.Tensor]]:
+        """What goes to ``statistics.put``, on every rank."""
+        return {path: {own: self.theirs[name] for own, name in names.items()} for path, names in self.counted.items()}
 
     def _wanted(self) -> list[str]:
         return [path for path in self.found if path not in self.left]
@@ -113,7 +148,7 @@ class Match:
         theirs = self.theirs[self.found[path]]
         if path not in rows:
             own.copy_(theirs)
-            return Fate(name, own.numel(), TAKEN)
+            return Fate(name, own.numel(), TAKEN, self._remark(path))
         kept = [(here, there) for here, there in enumerate(rows[path]) if there >= 0]
         here, there = (torch.tensor([pair[i] for pair in kept]) for i in (0, 1))
         own[here.to(own.device)] = theirs[there].to(own.device, own.dtype)
@@ -121,12 +156,20 @@ class Match:
         return Fate(name, own.numel(), TAKEN, f"for {len(kept)} of {len(own)} tokens, {missing} are drawn anew"
                     if missing else f"for all {len(own)} tokens")
 
+    def _remark(self, path: str) -> str:
+        if self.found[path] in self.merged:
+            return "its LoRA merged"
+        return "rows as they lie: no tokenizer there" if path in self.with_rows else ""
+
     def _rows(self, paths: Sequence[str]) -> dict[str, list[int]]:
         """Of tensors with a row for each token, which row each comes from; empty where nobody knows."""
         if not paths or self.tables is None:
             return {}
         if self.source.tokenizer is None and all(self._fits(path) for path in paths):
-            return {}  # taken as they are
+            if self.source.lost_tokenizer is not None:
+                logger.warning("init_from: %s names the tokenizer %s, which is not there: the rows of tokens are taken "
+                               "as they lie, as if both had the same", self.source.told, self.source.lost_tokenizer)
+            return {}
         try:
             theirs = self.source.vocabulary()
         except SbkitError as error:
@@ -139,13 +182,13 @@ class Match:
             raise SbkitError(f"init_from: {self.parts.called(wrong[0])} of {self.source.told} has "
                              f"{len(self.theirs[self.found[wrong[0]]])} rows, and its tokenizer "
                              f"{len(theirs.pieces)} entries", hint=self._leaving(wrong))
-        rows = self.tables.vocabulary.rows_in(theirs)
+        rows = self.tables.vocabulary().rows_in(theirs)
         return dict.fromkeys(paths, rows)
 
     def _fits(self, path: str) -> bool:
         return self.theirs[self.found[path]].shape == self.own[path].shape
 
-    def _check_shapes(self, rows: Mapping[str, list[int]]) -> None:
+    def _check_shapes(self, rows: Collection[str]) -> None:
         """All that don't fit at once."""
         wrong = []
         for path in self._wanted():

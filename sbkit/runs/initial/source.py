@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,19 +17,22 @@ from sbkit.data.tokens import Tokenizer
 from sbkit.errors import SbkitError
 from sbkit.recipe import load
 from sbkit.runs import restore
-from sbkit.runs.initial.files import plain_state, tensors_in
+from sbkit.runs.initial.files import NoTensors, looks_like_tensors, plain_state, statistics_in, tensors_in
 from sbkit.runs.initial.names import SavedNames
 from sbkit.runs.initial.vocabulary import Vocabulary
 from sbkit.runs.layout import RECIPE
 from sbkit.train.averaging import average, weights_in
 from sbkit.train.checkpoint import Checkpointer
+from sbkit.train.checkpoint.adapted import BASE, base_file, read_base
 from sbkit.train.checkpoint.files import damage
 
 logger = logging.getLogger(__name__)
 
 KINDS = "a run, a checkpoint, a bundle, a folder for EncoderASR, or a .safetensors file"
-#: The file that says that a folder is a bundle, and the tokenizers of bundles and of SpeechBrain's folders.
-_BUNDLE, _TOKENIZERS = "config.json", ("tokenizer.ckpt", "tokenizer.model")
+#: What a bundle says that it is, and the file that says it; in that, transformers' models say theirs.
+_BUNDLE, _CONFIG = "sbkit bundle", "config.json"
+_TOKENIZERS = ("tokenizer.ckpt", "tokenizer.model")  # of bundles and of SpeechBrain's folders
+_OTHER = "it holds no tensors"
 _SPECIAL = ("blank", "bos", "eos")
 
 
@@ -47,41 +51,83 @@ class Source:
     order: Mapping[str, Any] = field(default_factory=dict)
     """With a shelf: the mean of how many of its checkpoints, and which are the best."""
     tokenizer: Path | None = None
+    lost_tokenizer: Path | None = None
+    """The one that its recipe names, where that file is no more."""
     roles: dict[str, int] = field(default_factory=dict)
+    no_tensors: dict[str, str] = field(default_factory=dict)
+    """Files that hold something else, and what that is; known once the tensors are."""
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors, by the names that the recipe has for them, or by those in the file."""
-        states = {name: self._state(name, path) for name, path in self.files.items()}
-        known = {name: state for name, state in states.items() if state}
-        self._put_averages(known)
+    def tensors(self, shapes: bool = False) -> dict[str, torch.Tensor]:
+        """All tensors, by the names that the recipe has for them, or by those in the file.
+
+        shapes : without values, and in little time
+        """
+        states = {name: state for name, path in self.files.items() if (state := self._state(name, path, shapes))}
         if self.names is None:
-            return next(iter(known.values())) if len(known) == 1 else \
-                {f"{name}.{key}": value for name, state in known.items() for key, value in state.items()}
-        return {full: value for name, state in known.items() for full, value in self.names.named(name, state).items()}
+            found = self._unnamed(states)
+        else:
+            found = {full: value for name, state in states.items() if not self.names.averaged(name)
+                     for full, value in self._named(name, state, shapes).items()}
+            for name in filter(self.names.averaged, states):  # it takes the place of the weights that it is of
+                mean = self._named(name, self._average(states[name]), shapes)
+                found |= {full: value for full, value in mean.items() if full in found}
+        return {name: value.to("meta") for name, value in found.items()} if shapes else found
 
-    def _state(self, name: str, path: Path) -> dict[str, Any]:
-        if self.shelf is not None and self.mean_of > 1:
-            return average(self.shelf, name, self.mean_of, **self.order)[0]
+    def lora_scale(self, layer: str) -> float | None:
+        """By how much a LoRA counts at a layer; None where nobody says."""
+        return self.names.lora_scale(layer) if self.names is not None else None
+
+    def _unnamed(self, states: Mapping[str, dict[str, Any]]) -> dict[str, torch.Tensor]:
+        if any(BASE in state for state in states.values()):
+            raise SbkitError(f"init_from: {self.told} holds adapters, and not the model that they were trained with: "
+                             "only the recipe of its run says how they belong together",
+                             hint="name the run's folder, or the checkpoint in it")
+        return next(iter(states.values())) if len(states) == 1 else \
+            {f"{name}.{key}": value for name, state in states.items() for key, value in state.items()}
+
+    def _state(self, name: str, path: Path, shapes: bool) -> dict[str, Any]:
         if self.shelf is None:
-            return tensors_in(path)
-        state = plain_state(path)  # a checkpoint's: what isn't tensors is something else than weights
-        return state if state is not None else {}
+            try:
+                return tensors_in(path, lazily=shapes)
+            except NoTensors:
+                if len(self.files) == 1:
+                    raise
+                self.no_tensors[name] = _OTHER
+                return {}
+        state = plain_state(path, lazily=shapes) or {}  # what isn't tensors is something else than weights
+        if state and self.mean_of > 1 and not shapes and not statistics_in(state):
+            return average(self.shelf, name, self.mean_of, **self.order)[0]
+        return state
 
-    def _put_averages(self, states: dict[str, Any]) -> None:
-        """A moving average takes the place of the weights that it is of."""
-        for name in [name for name in states if self.names is not None and self.names.averaged(name)]:
-            kept = states.pop(name)
-            if not kept["updates"]:  # it has not begun
-                continue
-            mean = dict(weights_in(kept))
-            of = self.names.averaged(name) if self.names is not None else ""
-            if of in states and states[of].keys() == mean.keys():
-                states[of] = mean
+    def _named(self, name: str, state: Mapping[str, Any], shapes: bool) -> dict[str, torch.Tensor]:
+        """By the recipe's names, and with the base that a state rests on."""
+        assert self.names is not None
+        own = {key: value for key, value in state.items() if key != BASE}
+        found = self.names.named(name, own)
+        if BASE in state and not self.names.averaged(name):
+            found |= self.names.named_base(name, self._base(name, state[BASE], shapes))
+        return found
+
+    def _base(self, name: str, hashed: str, shapes: bool) -> dict[str, torch.Tensor]:
+        assert self.names is not None
+        folders = [self.files[name].parent.parent, Path(self.names.base_folder(name))]
+        path = next((found for folder in folders if (found := base_file(folder, hashed)).is_file()), None)
+        if path is None:
+            raise SbkitError(f"init_from: {self.told} holds adapters, and the model that they were trained with is not "
+                             f"there: {base_file(folders[0], hashed)}", hint="copy it from where the run was")
+        return tensors_in(path) if shapes else read_base(path, hashed)
+
+    def _average(self, kept: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What a moving average has come to; nothing where it has not begun."""
+        if weights_in(kept) is kept:  # the mean of several
+            return kept
+        return weights_in(kept) if kept["updates"] else {}
 
     def vocabulary(self) -> Vocabulary:
         """What each row of its head stands for; an error says why nobody knows."""
         if self.tokenizer is None:
-            raise SbkitError(f"{self.told} has no tokenizer")
+            lost = f": {self.lost_tokenizer} is not there" if self.lost_tokenizer is not None else ""
+            raise SbkitError(f"{self.told} has no tokenizer{lost}")
         tokenizer = Tokenizer(self.tokenizer.parent, model=self.tokenizer).load()
         ids = {"blank": tokenizer.blank_id, "bos": tokenizer.bos_id, "eos": tokenizer.eos_id} | self.roles
         return Vocabulary(tokenizer.pieces(), {role: place for role, place in ids.items() if place >= 0})
@@ -94,23 +140,59 @@ def find(path: str | Path, checkpoint: str, mean_of: int, metric: Any) -> Source
     metric : by which the best checkpoint is chosen
     """
     path = Path(path).expanduser()
+    if not path.exists():
+        raise SbkitError(f"init_from: {path} is not there", hint=f"name {KINDS}")
+    run = _run_of(path)
+    if run is not None:
+        return _of_run(run, checkpoint, mean_of, metric)
+    _refuse_choice(path, checkpoint, mean_of)
     if path.is_file():
         return Source(f"the file {path}", {"": path})
-    if not path.is_dir():
-        raise SbkitError(f"init_from: {path} is not there", hint=f"name {KINDS}")
     if (path / METAFNAME).is_file():
         return _of_checkpoint(path, metric)
     if (path / RECIPE).is_file():
-        tree = load.read_plain(path / RECIPE)
-        if "checkpointer" in load.flatten(tree):
-            return _of_run(path, checkpoint, mean_of, metric)
         return _of_speechbrain(path)
-    if any(path.glob("CKPT+*")) and (path.parent / RECIPE).is_file():
-        return _of_run(path.parent, checkpoint, mean_of, metric)
-    if (path / _BUNDLE).is_file():
-        raise SbkitError(f"init_from: the bundle {path} has graphs alone, and no weights that could train on",
-                         hint="export it with --formats speechbrain as well, or name the run that it came from")
-    raise SbkitError(f"init_from: {path} is none of what a run can start from", hint=f"name {KINDS}")
+    raise _none(path)
+
+
+def _run_of(path: Path) -> Path | None:
+    """The run that a folder is, or whose checkpoints it holds."""
+    if (path / METAFNAME).is_file() or path.is_file():
+        return None
+    if (path / RECIPE).is_file():
+        return path if "checkpointer" in load.flatten(load.read_plain(path / RECIPE)) else None
+    return path.parent if any(path.glob("CKPT+*")) and (path.parent / RECIPE).is_file() else None
+
+
+def _refuse_choice(path: Path, checkpoint: str, mean_of: int) -> None:
+    """There is nothing to choose among in what isn't a run."""
+    for key, asked, none in (("init_average", mean_of, 1), ("init_checkpoint", checkpoint, restore.BEST)):
+        if asked != none:
+            raise SbkitError(f"{key}: {asked} is of a run's checkpoints, and init_from names no run but {path}",
+                             hint=f"name the folder of the run, or leave {key} out")
+
+
+def _none(folder: Path) -> SbkitError:
+    """The error for a folder that is nothing to start from."""
+    said = _config(folder)
+    if said.get("format") == _BUNDLE:
+        return SbkitError(f"init_from: the bundle {folder} has graphs alone, and no weights that could train on",
+                          hint="name the run that it came from; a bundle with SpeechBrain's format, which sbkit export "
+                          "says whether a model has, would do as well")
+    if "model_type" in said:
+        return SbkitError(f"init_from: {folder} is a model of transformers ({said['model_type']}), and not one that a "
+                          "recipe of sbkit was trained to", hint="a recipe with a pretrained encoder, such as "
+                          f"hparams/ssl.yaml, takes it as --encoder_source {folder}")
+    return SbkitError(f"init_from: {folder} is none of what a run can start from", hint=f"name {KINDS}")
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """What a folder says of itself in JSON, as bundles and transformers' models do."""
+    try:
+        said = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return said if isinstance(said, dict) else {}
 
 
 # ------------------------------------------------------------ a run
@@ -129,8 +211,7 @@ def _of_run(run: Path, checkpoint: str, mean_of: int, metric: Any) -> Source:
         return _saved(f"the run {run} ({Path(chosen.path).name}{said})", chosen, tree, shelf)
     if checkpoint not in (restore.BEST, restore.LAST):
         raise SbkitError(f"init_average is of the best or the last checkpoints, not of {checkpoint}")
-    first = shelf.find_checkpoints(**order)[0]
-    made = _saved(f"the run {run} (the mean of {mean_of} checkpoints)", first, tree, shelf)
+    made = _saved(f"the run {run} (the mean of {mean_of} checkpoints)", _chosen(shelf, checkpoint, order), tree, shelf)
     made.mean_of, made.order = mean_of, order
     return made
 
@@ -177,7 +258,9 @@ def _saved(told: str, chosen: Checkpoint, tree: Mapping[str, Any], shelf: Checkp
     if not files:
         raise SbkitError(f"init_from: {chosen.path} holds no weights that its recipe names under modules")
     roles = {role: tree[f"{role}_index"] for role in _SPECIAL if isinstance(tree.get(f"{role}_index"), int)}
-    return Source(told, files, names, shelf, tokenizer=_tokenizer_of_run(tree), roles=roles)
+    tokenizer = _tokenizer_of_run(tree)
+    found = tokenizer if tokenizer is not None and tokenizer.is_file() else None
+    return Source(told, files, names, shelf, tokenizer=found, lost_tokenizer=None if found else tokenizer, roles=roles)
 
 
 def _moved(run: Path) -> dict[str, Any]:
@@ -191,11 +274,9 @@ def _tokenizer_of_run(tree: Mapping[str, Any]) -> Path | None:
     if not isinstance(node, Mapping):
         return None
     if node.get("model"):
-        path = Path(str(node["model"]))
-    else:
-        size = "all" if node.get("vocab_size") is None else node["vocab_size"]
-        path = Path(str(node.get("folder"))) / f"{size}_{node.get('model_type', 'unigram')}.model"
-    return path if path.is_file() else None
+        return Path(str(node["model"]))
+    size = "all" if node.get("vocab_size") is None else node["vocab_size"]
+    return Path(str(node.get("folder"))) / f"{size}_{node.get('model_type', 'unigram')}.model"
 
 
 # ------------------------------------------------------------ a folder for EncoderASR, a bundle
@@ -210,7 +291,7 @@ def _of_speechbrain(folder: Path) -> Source:
     if not isinstance(pretrainer, Mapping) or not isinstance(loadables, Mapping):
         raise SbkitError(f"init_from: {path} is no run's, and has no pretrainer that says where weights are",
                          hint=f"name {KINDS}")
-    bundle = (folder / _BUNDLE).is_file()
+    bundle = _config(folder).get("format") == _BUNDLE
     names = SavedNames(tree, loadables, {"layers": "encoder"} if bundle else {})
     paths = pretrainer.get("paths") or {}
     wanted = [name for name in loadables if names.is_made(name) and "tokenizer" not in name]
@@ -220,7 +301,10 @@ def _of_speechbrain(folder: Path) -> Source:
         raise SbkitError(f"init_from: {folder} lacks {', '.join(f'{name}{PARAMFILE_EXT}' for name in missing)}, which "
                          "its pretrainer loads", hint="download or copy all of it")
     tokenizer = next((folder / name for name in _TOKENIZERS if (folder / name).is_file()), None)
-    return Source(f"the {'bundle' if bundle else 'folder'} {folder}", files, names, tokenizer=tokenizer)
+    others = [name for name, file in files.items() if not names.is_module(name) and not looks_like_tensors(file)]
+    return Source(f"the {'bundle' if bundle else 'folder'} {folder}",
+                  {name: file for name, file in files.items() if name not in others}, names, tokenizer=tokenizer,
+                  no_tensors=dict.fromkeys(others, _OTHER))
 
 
 def _beside(folder: Path, name: str, said: Any) -> Path | None:

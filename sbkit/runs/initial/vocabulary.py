@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,4 +31,5 @@ class TokenTables(NamedTuple):
     """The tensors of a model that have a row for each token, and what the rows stand for."""
 
     tensors: Sequence[torch.Tensor]
-    vocabulary: Vocabulary
+    vocabulary: Callable[[], Vocabulary]
+    """Asked for once the corpus is prepared."""

@@ -25,7 +25,7 @@ def token_tables(keys: CTCKeys) -> TokenTables:
     tensors = [tensor for layer in [*(layer for end in ends for layer in end), *tables] for tensor in layer.parameters()
                if len(tensor) == keys.output_neurons]
     roles = {"blank": keys.blank_index, "bos": keys.bos_index, "eos": keys.eos_index}
-    return TokenTables(tensors, Vocabulary(keys.tokenizer.pieces(), {
+    return TokenTables(tensors, lambda: Vocabulary(keys.tokenizer.pieces(), {
         role: place for role, place in roles.items() if place is not None}))
 
 

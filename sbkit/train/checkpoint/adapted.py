@@ -28,6 +28,7 @@ from sbkit.train.distributed import ranks
 
 #: What the state holds beside tensors: the hash of the base.
 BASE = "base"
+_AGAIN = "copy it once more from where the run was"
 
 
 class Adapted(nn.Module):
@@ -62,16 +63,12 @@ class Adapted(nn.Module):
         """SHA-256 of the base's names, shapes and values."""
         versions = tuple(parameter._version for parameter in self._base.values())
         if self._hashed[0] != versions:
-            digest = hashlib.sha256()
-            for name, parameter in sorted(self._base.items()):
-                digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}\n".encode())
-                digest.update(_bytes(parameter))
-            self._hashed = versions, digest.hexdigest()
+            self._hashed = versions, _hash_of(self._base)
         return self._hashed[1]
 
     def base_file(self, named: str) -> Path:
         """Where the base of this hash lies."""
-        return self.folder / f"base-{named[:16]}.safetensors"
+        return base_file(self.folder, named)
 
     def start_afresh(self) -> None:
         """Write the base beside the checkpoints that are to come."""
@@ -86,18 +83,12 @@ class Adapted(nn.Module):
         if not path.is_file():
             raise SbkitError(f"the checkpoint rests on another base than this one, and {path} is not there",
                              hint="copy it from the run's save folder, or begin with the encoder the run began with")
-        try:
-            found = load_file(path)
-        except Exception as error:  # safetensors has its own for each way in which a file can be damaged
-            raise SbkitError(f"{path} is damaged: {error}", hint="copy it once more from where the run was") from error
+        found = read_base(path, named)
         unlike = differences(self._base, found)
         if unlike:
             raise SbkitError(f"{path} is the base of another model: {unlike}", hint="has the recipe changed?")
         for name, parameter in self._base.items():
             parameter.copy_(found[name])
-        if self.base_hash() != named:
-            raise SbkitError(f"{path} is damaged: its values are not those that it is named by",
-                             hint="copy it once more from where the run was")
 
     # ------------------------------------------------------------ a checkpoint
 
@@ -121,6 +112,30 @@ class Adapted(nn.Module):
             self._take_base(state_dict[BASE])
         own = {name: value for name, value in state_dict.items() if name != BASE}
         return super().load_state_dict(own, strict=False)
+
+
+def base_file(folder: Path, named: str) -> Path:
+    """Where a folder of checkpoints has the base of this hash."""
+    return folder / f"base-{named[:16]}.safetensors"
+
+
+def read_base(path: Path, named: str) -> dict[str, Tensor]:
+    """The parameters of a base from its file, whose values have to be those of this hash."""
+    try:
+        found = load_file(path)
+    except Exception as error:  # safetensors has its own for each way in which a file can be damaged
+        raise SbkitError(f"{path} is damaged: {error}", hint=_AGAIN) from error
+    if _hash_of(found) != named:
+        raise SbkitError(f"{path} is damaged: its values are not those that it is named by", hint=_AGAIN)
+    return found
+
+
+def _hash_of(base: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name, parameter in sorted(base.items()):
+        digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}\n".encode())
+        digest.update(_bytes(parameter))
+    return digest.hexdigest()
 
 
 def _bytes(tensor: Tensor) -> Any:

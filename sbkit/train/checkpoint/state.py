@@ -6,6 +6,7 @@ import contextlib
 import copy
 import os
 import pickle
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -151,11 +152,14 @@ def plain_numbers() -> Iterator[None]:
         yield
 
 
-def load_file(path: str | os.PathLike[str]) -> Any:
-    """A state from a file, on the CPU; only tensors, numbers and containers are let in, never code."""
+def load_file(path: str | os.PathLike[str], *, lazily: bool = False) -> Any:
+    """A state from a file, on the CPU; only tensors, numbers and containers are let in, never code.
+
+    lazily : read values when they are used, from a file that stays as it is until then
+    """
     try:
         with plain_numbers():
-            return torch.load(path, map_location="cpu", weights_only=True)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=lazily and zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
         lines = str(error).splitlines()
         reason = next((line.strip() for line in lines if "GLOBAL" in line), lines[0][:200])

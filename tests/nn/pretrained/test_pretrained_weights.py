@@ -256,6 +256,15 @@ def test_what_the_hubs_cache_holds_needs_no_network(cache, folder):
     assert same(states("someone/encoder"), expected)
 
 
+def test_weights_from_the_hub_that_do_not_fit_are_told_once_they_are_fetched(cache, folder):
+    tensors = tensors_of(folder)
+    del tensors["encoder.layers.0.final_layer_norm.weight"]
+    put(folder, tensors)
+    cached(cache, folder, "someone/encoder")
+    with pytest.raises(SbkitError, match="lack"):
+        Weights(Encoder("someone/encoder")).collect_files()
+
+
 def test_without_a_network_what_the_cache_lacks_is_told(cache, folder):
     with pytest.raises(SbkitError, match=r"source someone/encoder: no folder has this name, its config.json is not in "
                                          r"the hub's cache, and HF_HUB_OFFLINE forbids downloads; unset HF_HUB"):

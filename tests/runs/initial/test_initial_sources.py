@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import pickle
 import shutil
@@ -14,6 +15,7 @@ from safetensors.torch import save_file
 from starts import spanish, state, target
 
 from sbkit.errors import SbkitError
+from sbkit.export import layout
 from sbkit.runs import initial
 from sbkit.tasks.ctc import speechbrain_folder
 
@@ -38,7 +40,7 @@ def bundle(run):
     folder = run.parent / "bundle"
     folder.mkdir()
     speechbrain_folder.write(folder, run, brain.recognizer, recipe.keys.tokenizer, 16000, 0, "bundle")
-    (folder / "config.json").write_text("{}")
+    (folder / "config.json").write_text(json.dumps({"format": layout.FORMAT}))
     return folder
 
 
@@ -92,6 +94,24 @@ def test_a_moving_average_takes_the_place_of_the_weights(english, tmp_path, capl
     _, brain = load_run(averaged, "cpu")
     assert all(torch.equal(value, after[name]) for name, value in state(brain).items())
     assert torch.equal(after["model.3.w.bias"], kept["weights"]["3.w.bias"])
+
+
+def test_the_mean_of_several_moving_averages(english, tmp_path, caplog):
+    from sbkit.runs.restore import load_run
+
+    averaged = run_with_model(tmp_path / "averaged", english, rates=(70.0, 40.0), ema_decay=0.9)
+    for epoch in (1, 2):
+        (folder,) = averaged.glob(f"save/*epoch{epoch}*")
+        kept = torch.load(folder / "ema.ckpt", weights_only=True)
+        kept["updates"], kept["weights"] = 3, {
+            name: value if name.endswith(".pe") else value + epoch for name, value in kept["weights"].items()}
+        torch.save(kept, folder / "ema.ckpt")
+        next(folder.glob("*sums.json")).unlink()
+    _, after, _ = started(tmp_path, english, caplog, init_from=str(averaged), init_average=2)
+    _, brain = load_run(averaged, "cpu", mean_of=2)
+    assert all(torch.equal(value, after[name]) for name, value in state(brain).items())
+    own = [torch.load(path, weights_only=True)["3.w.bias"] for path in averaged.glob("save/*epoch*/model.ckpt")]
+    assert torch.allclose(after["model.3.w.bias"], (own[0] + own[1]) / 2 + 1.5)
 
 
 @pytest.mark.parametrize("place", ["", "save", "save/CKPT+epoch2"])
@@ -221,9 +241,17 @@ def test_a_folder_that_is_none_of_these(english, tmp_path):
 
 def test_a_bundle_of_graphs_alone(english, tmp_path):
     (tmp_path / "graphs").mkdir()
-    (tmp_path / "graphs" / "config.json").write_text("{}")
+    (tmp_path / "graphs" / "config.json").write_text(json.dumps({"format": layout.FORMAT}))
     error = refusal(english, tmp_path, tmp_path / "graphs")
-    assert "graphs alone" in error.message and "--formats speechbrain" in error.hint
+    assert "graphs alone" in error.message and error.hint.startswith("name the run that it came from")
+
+
+def test_a_pretrained_encoder_is_another_keys(english, tmp_path):
+    (tmp_path / "xls-r").mkdir()
+    (tmp_path / "xls-r" / "config.json").write_text('{"model_type": "wav2vec2"}')
+    error = refusal(english, tmp_path, tmp_path / "xls-r")
+    assert "is a model of transformers (wav2vec2)" in error.message
+    assert error.hint.endswith(f"takes it as --encoder_source {tmp_path / 'xls-r'}")
 
 
 def test_a_recipe_without_weights(english, tmp_path):
@@ -241,6 +269,14 @@ def test_a_run_without_a_checkpoint(run, english, tmp_path):
 
 def test_another_name_of_a_checkpoint(run, english, tmp_path):
     assert "there is no checkpoint 'epoch9'" in refusal(english, tmp_path, run, init_checkpoint="epoch9").message
+
+
+@pytest.mark.parametrize("asked", [{"init_average": 5}, {"init_checkpoint": "last"}])
+def test_one_checkpoint_leaves_nothing_to_choose(run, english, tmp_path, asked):
+    (folder,) = run.glob("save/*epoch2*")
+    error = refusal(english, tmp_path, folder, **asked)
+    (key, value), = asked.items()
+    assert error.message == f"{key}: {value} is of a run's checkpoints, and init_from names no run but {folder}"
 
 
 class Ruin:
@@ -311,6 +347,18 @@ def test_another_vocabulary_where_the_source_has_no_tokenizer(run, tmp_path, cap
     _, _, table = started(tmp_path, data, caplog, init_from=str(tmp_path / "weights.safetensors"),
                           init_leave=["ctc_lin", "seq_lin", "Transformer.custom_tgt_module"])
     assert table.count("init_leave") == 3
+
+
+def test_rows_that_nobody_knows_are_taken_as_they_lie_and_that_is_said(run, english, tmp_path, caplog):
+    copied = Path(shutil.copytree(run, tmp_path / "copied"))
+    (tokenizer,) = copied.glob("save/*.model")
+    tokenizer.unlink()
+    _, after, table = started(tmp_path, english, caplog, init_from=str(copied))
+    assert torch.equal(after["model.3.w.weight"], saved(run, "epoch2")["3.w.weight"])
+    told = [line.split(maxsplit=3)[3] for line in table.splitlines() if line.split()[:1] == ["ctc_lin"]]
+    assert told == ["rows as they lie: no tokenizer there"]
+    (warning,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert f"names the tokenizer {tokenizer}, which is not there" in warning
 
 
 def test_a_model_of_which_nothing_fits(english, tmp_path):

@@ -1,0 +1,32 @@
+"""What a recipe says of where its run starts, looked at while it is checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sbkit.errors import SbkitError
+from sbkit.recipe.build import Built
+from sbkit.recipe.source import Findings
+from sbkit.recipe.trace import Trace
+from sbkit.recipe.values import static
+from sbkit.runs import initial
+
+
+def check(trace: Trace, findings: Findings) -> None:
+    """Tell of a source that isn't there, or doesn't fit; a run that has a checkpoint needs none."""
+    if trace.brain is None or trace.keys.init_from is None or _begun(trace.built):
+        return
+    try:
+        initial.check(trace.keys, trace.brain)
+    except SbkitError as error:
+        nodes, (key, _, said) = trace.built.nodes, error.message.partition(": ")
+        key, said = (key, said) if key in nodes and key.startswith("init_") else ("init_from", error.message)
+        findings.error("start", nodes[key].place, key, said, error.hint or "")
+
+
+def _begun(built: Built) -> bool:
+    """Whether the run has a checkpoint: not where the check has put its checkpointer, but where the recipe does."""
+    node = built.nodes.get("checkpointer")
+    folder = node.value.get("checkpoints_dir") if node is not None and isinstance(node.value, dict) else None
+    said = static(folder) if folder is not None else None
+    return isinstance(said, str) and any(Path(said).glob("CKPT+*"))
