@@ -1,5 +1,6 @@
 """Every YAML that is shipped passes the check, and plain HyperPyYAML loads and builds it too."""
 
+import textwrap
 from pathlib import Path
 
 import encoders
@@ -108,3 +109,14 @@ def test_a_pretrained_encoder_that_trains_is_in_a_checkpoint(tmp_path):
     (error,) = check(path, given).errors
     assert error.code == "not-saved" and "freeze: {encoder: true}" in error.suggestion
     assert check(path, given | {"freeze": {"encoder": True}}).errors == []
+
+
+def test_the_recipe_with_houlsbys_adapters_on_the_page_passes_the_check(tmp_path):
+    page = (ROOT / "docs" / "finetune.md").read_text(encoding="utf-8")
+    [block] = [block for block in page.split("\n\n") if "Houlsby\n" in block]
+    path = tmp_path / "houlsby.yaml"
+    path.write_text(textwrap.dedent(block).replace("!include:", f"!include:{ROOT}/"))
+    report = check(path, stand_ins("hparams/ssl.yaml", tmp_path) | {"data_folder": str(tmp_path), "language": "ga"})
+    assert [str(finding) for finding in report.findings] == []
+    [encoder] = [row for row in report.sections["devices"].rows if row[0] == "encoder"]
+    assert encoder[3] != "0%" and encoder[3] != "100%" and encoder[6] == "model"
