@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections.abc
 import dataclasses
 import functools
 import inspect
+import sys
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -14,7 +16,11 @@ from sbkit.errors import SbkitError
 from sbkit.recipe.choices import Allowed
 
 K = TypeVar("K", bound="Keys")
-_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+#: Types of scalars: one, and several.
+_SCALARS = {int: ("a whole number", "whole numbers"), float: ("a number", "numbers"),
+            bool: ("true or false", "true or false"), str: ("a text", "texts")}
+_LISTS = (list, tuple, collections.abc.Sequence)
+_MAPPINGS = (dict, collections.abc.Mapping)
 
 
 def key(what: str, default: Any = dataclasses.MISSING, allowed: Allowed | None = None) -> Any:
@@ -44,45 +50,45 @@ class Declared(NamedTuple):
     name: str
     what: str
     kind: str
-    """Its annotation."""
+    """Its annotation as text."""
+    hint: Any
+    """Its annotation as a type; ``Any`` where that can't be evaluated."""
     allowed: Allowed | None
     default: Any
     needed: bool
     """There is no default."""
-    optional: bool
-    """``null`` will do."""
     by: str
     """The class that declares it."""
 
     def problem(self, value: Any) -> str:
         """What is wrong with a value, as the end of a sentence; empty where nothing is."""
         if value is None:
-            return "" if self.optional else f"is null, and must be {self.wanted}"
-        if value not in self.allowed if self.allowed is not None else not self._fits(value):
+            if self.optional:
+                return ""
+            return f"is null, and must be {self.wanted}" if self.wanted else "is null, and a run can't do without it"
+        if value not in self.allowed if self.allowed is not None else not _fits(self.hint, value):
             return f"is {_shown(value)}, and must be {self.wanted}"
         return ""
 
     @property
+    def optional(self) -> bool:
+        """Whether ``null`` will do: by its annotation, by its default, or as any object will."""
+        if _is_any(self.hint):
+            return not self.needed
+        return type(None) in _options(self.hint) or (not self.needed and self.default is None)
+
+    @property
     def wanted(self) -> str:
-        """What it may be, in words."""
+        """What it may be, in words; empty where any object will do."""
         if self.allowed is not None:
             return str(self.allowed)
-        return " or ".join(_KINDS[kind] for kind in self.plain)
+        return "" if _is_any(self.hint) else _words(self.hint)
 
     @property
     def plain(self) -> list[type]:
-        """Plain types among those of its annotation; none where any object will do."""
-        kinds = [part.strip() for part in self.kind.split("|")]
-        plain = {kind.__name__: kind for kind in _KINDS}
-        return [plain[kind] for kind in kinds if kind in plain] if set(kinds) <= {*plain, "None"} else []
-
-    def _fits(self, value: Any) -> bool:
-        plain = self.plain
-        if not plain:
-            return True
-        if isinstance(value, bool):
-            return bool in plain
-        return isinstance(value, tuple(plain)) or (float in plain and isinstance(value, int))
+        """Types of scalars that it may have; none where it may be something else as well."""
+        options = [each for each in _options(self.hint) if each is not type(None)]
+        return options if all(each in _SCALARS for each in options) else []
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -141,19 +147,88 @@ class Keys:
 
 def _declared(cls: type[Keys], field: dataclasses.Field[Any]) -> Declared:
     by = next(base for base in reversed(cls.__mro__) if field.name in inspect.get_annotations(base))
-    kind = field.type if isinstance(field.type, str) else _written(field.type)
     needed = field.default is dataclasses.MISSING
     return Declared(
-        name=field.name, what=field.metadata.get("what", ""), kind=kind, allowed=field.metadata.get("allowed"),
-        default=None if needed else field.default, needed=needed, by=by.__name__,
-        optional=kind == "Any" or "None" in kind.replace(" ", "").split("|") or (not needed and field.default is None))
+        name=field.name, what=field.metadata.get("what", ""), kind=_written(field.type), hint=_evaluated(field, by),
+        allowed=field.metadata.get("allowed"), default=None if needed else field.default, needed=needed,
+        by=by.__name__)
 
 
 def _written(kind: Any) -> str:
-    arguments = typing.get_args(kind)
-    if arguments and typing.get_origin(kind) in (typing.Union, types.UnionType):
-        return " | ".join(map(_written, arguments))
+    """An annotation as text."""
+    if isinstance(kind, str):
+        return kind
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return " | ".join(map(_written, typing.get_args(kind)))
+    if typing.get_args(kind):
+        return str(kind).removeprefix("typing.").removeprefix("collections.abc.")
     return "None" if kind is type(None) else getattr(kind, "__name__", str(kind))
+
+
+def _evaluated(field: dataclasses.Field[Any], by: type) -> Any:
+    """An annotation as a type; ``Any`` for a name that only type checkers import."""
+    scope = vars(sys.modules[by.__module__]) if by.__module__ in sys.modules else {}
+    try:
+        return typing.get_type_hints(types.SimpleNamespace(__annotations__={"it": field.type}), scope)["it"]
+    except Exception:  # whatever an annotation that isn't meant to be evaluated raises
+        return Any
+
+
+# ---------------------------------------------------------------------------------------------- types
+
+
+def _options(kind: Any) -> tuple[Any, ...]:
+    """The members of a union; the type itself otherwise."""
+    return typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+
+
+def _is_any(kind: Any) -> bool:
+    """Whether any object will do: for a union, where one of its members says so; classes aren't compared."""
+    known = {type(None), typing.Literal, *_SCALARS, *_LISTS, *_MAPPINGS}
+    return any((typing.get_origin(one) or one) not in known for one in _options(kind))
+
+
+def _fits(kind: Any, value: Any) -> bool:
+    """Whether a value has a type, with all elements of lists and mappings; truth is no number."""
+    if len(options := _options(kind)) > 1:
+        return any(_fits(one, value) for one in options)
+    if _is_any(kind):
+        return True
+    if kind is type(None):
+        return value is None
+    if kind in _SCALARS:
+        return isinstance(value, (int, float) if kind is float else kind) and (
+            kind is bool or not isinstance(value, bool))
+    origin, inner = typing.get_origin(kind) or kind, typing.get_args(kind)
+    if origin is typing.Literal:
+        return any(type(value) is type(one) and value == one for one in inner)
+    if origin in _MAPPINGS:
+        return isinstance(value, Mapping) and (not inner or all(
+            _fits(inner[0], name) and _fits(inner[1], each) for name, each in value.items()))
+    if not isinstance(value, (list, tuple)):
+        return False
+    if origin is tuple and inner and inner[-1] is not Ellipsis:
+        return len(value) == len(inner) and all(map(_fits, inner, value))
+    return not inner or all(_fits(inner[0], each) for each in value)
+
+
+def _words(kind: Any, many: bool = False) -> str:
+    """A type in words: ``a list of whole numbers``; ``null`` is left out."""
+    options = [each for each in _options(kind) if each is not type(None)]
+    if len(options) != 1:
+        return " or ".join(_words(each, many) for each in options)
+    if options[0] in _SCALARS:
+        return _SCALARS[options[0]][many]
+    origin, inner = typing.get_origin(options[0]) or options[0], typing.get_args(options[0])
+    if origin is typing.Literal:
+        return " or ".join(map(str, inner))
+    if origin in _MAPPINGS:
+        elements = "" if not inner or _is_any(inner[1]) else f" of {_words(inner[0], True)} to {_words(inner[1], True)}"
+        return ("mappings" if many else "a mapping") + elements
+    if origin is tuple and inner and inner[-1] is not Ellipsis:
+        return f"{'lists' if many else 'a list'} of {', '.join(map(_words, inner))}"
+    elements = "" if not inner or _is_any(inner[0]) else f" of {_words(inner[0], True)}"
+    return ("lists" if many else "a list") + elements
 
 
 def _shown(value: Any) -> str:

@@ -120,7 +120,8 @@ def until(value: bool | int) -> float:
 
 # ---------------------------------------------------------------------------------------------- the check
 
-_CHECKED = {"freeze": FREEZE, "learning_rates": FACTORS}
+#: Keys whose entries are told of one by one, each with its line.
+BY_PART = {"freeze": FREEZE, "learning_rates": FACTORS}
 
 
 def check_named(built: Built, modules: nn.Module, complete: bool, findings: Findings) -> None:
@@ -131,7 +132,7 @@ def check_named(built: Built, modules: nn.Module, complete: bool, findings: Find
     if "brain" not in built.nodes:  # a script of one's own may mean something else by these keys
         return
     parts = Parts(modules, built.hparams)
-    for key, allowed in _CHECKED.items():
+    for key, allowed in BY_PART.items():
         node = built.nodes.get(key)
         if node is not None and built.hparams.get(key) is not None and \
                 _check(node, key, allowed, parts if complete else None, findings):

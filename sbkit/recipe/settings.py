@@ -13,10 +13,11 @@ from speechbrain.utils.run_opts import RunOptions
 from sbkit.recipe.choices import SIZE
 from sbkit.recipe.keys import Declared
 from sbkit.recipe.names import declared
+from sbkit.recipe.parts import BY_PART
 from sbkit.recipe.report import did_you_mean, listed
 from sbkit.recipe.signatures import locate
 from sbkit.recipe.source import UNKNOWN, Findings, Node, Place
-from sbkit.recipe.values import static
+from sbkit.recipe.values import data, static
 
 _PRECISIONS = ("auto", *next(a.choices for a in RunOptions._create_parser()._actions if a.dest == "precision"))
 _COUNTED = {field.name: type(field.default) for field in dataclasses.fields(RunOptions)
@@ -33,16 +34,27 @@ def check_settings(root: Node, findings: Findings) -> None:
             continue
         if key in _TOLD:
             _TOLD[key](root, key, value, findings)
-        elif key in known:
-            problem = known[key].problem(value if not isinstance(value, Node) else value.value)
-            if problem and known[key].plain:
-                _tell(root, key, f"it is {_shown(value)}, and must be {known[key].wanted}", findings)
+        if node.spoilt:
+            continue
+        if key in known:
+            _check_declared(root, known[key], value, findings)
         elif key in _COUNTED and not _is_number(value):
             _tell(root, key, f"it is {_shown(value)}, and must be a number", findings)
         elif _too_low(key, value):
             _tell_low(root.place_of(key), key, key, value, findings)
     if "average_checkpoints" in known:
         _check_averaged(root, known, findings)
+
+
+def _check_declared(root: Node, known: Declared, value: Any, findings: Findings) -> None:
+    """Tell of a key that isn't of the type, or among the values, that its class declares."""
+    given = data(value) if isinstance(value, Node) else value
+    if given is UNKNOWN:  # an object, or a list of them: no number and no text, whatever it is
+        if known.plain:
+            _tell(root, known.name, f"it is {_shown(value)}, and must be {known.wanted}", findings)
+    elif known.name not in BY_PART and (problem := known.problem(given)):
+        hint = "hparams/ has a complete recipe for each task" if given is None and known.needed else ""
+        _tell(root, known.name, f"it {problem}", findings, hint)
 
 
 def check_options(run_opts: Any, findings: Findings) -> None:

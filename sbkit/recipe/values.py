@@ -30,6 +30,19 @@ def static(node: Node) -> Any:
     return node.value if node.scalar and not node.tag else node
 
 
+def data(node: Node) -> Any:
+    """The Python value of a scalar, list or mapping; UNKNOWN where it, or something in it, is built or known later."""
+    value = static(node)
+    if not isinstance(value, Node):
+        return value
+    if value.tag:
+        return UNKNOWN
+    inside = [data(child) for child in value.children()]
+    if any(each is UNKNOWN for each in inside):
+        return UNKNOWN
+    return dict(zip(value.value, inside, strict=True)) if isinstance(value.value, dict) else inside
+
+
 def _reads_as_tuple(node: Node) -> bool:
     return not (node.tag or node.quoted) and is_tuple(node.value)
 

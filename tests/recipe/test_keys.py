@@ -3,9 +3,11 @@
 import copy
 import dataclasses
 import json
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -44,6 +46,7 @@ from sbkit.train.schedule import Schedule
 from sbkit.train.train_log import TrainLog
 
 RECIPE = Path(__file__).parents[2] / "hparams" / "ctc.yaml"
+SMALL_RECIPE = Path(__file__).with_name("small.yaml")
 SMALL = {"d_model": 16, "nhead": 2, "num_encoder_layers": 3, "d_ffn": 16, "cnn_first_channels": 4, "cnn_channels": 4,
          "dropout": 0.1, "precision": "fp32", "number_of_epochs": 3}
 
@@ -97,6 +100,50 @@ def test_a_value_is_kept_as_it_is_or_refused_with_its_key(value):
         else:
             with pytest.raises(SbkitError, match=rf"^{name} is .*, and must be "):
                 Mine.read({name: value})
+
+
+@dataclasses.dataclass(kw_only=True)
+class Many(Keys):
+    source: Any = key("whatever the recipe builds")
+    names: list[str] = key("of parts", ())
+    layers: Sequence[int] | None = key("counted from 1", None)
+    rates: Mapping[str, float] = key("by name", None)
+    pairs: list[tuple[int, float]] = key("of a number and its share", ())
+    order: Literal["up", "down"] = key("of something", "up")
+    free: list[Any] | None = key("anything, several times", None)
+
+
+@pytest.mark.parametrize("given, told", [
+    ({"source": None}, "source is null, and a run can't do without it"),
+    ({"names": ["a", 3]}, "names is ['a', 3], and must be a list of texts"),
+    ({"names": "ab"}, "names is the text 'ab', and must be a list of texts"),
+    ({"layers": [1, True]}, "layers is [1, True], and must be a list of whole numbers"),
+    ({"rates": {"a": "fast"}}, "rates is {'a': 'fast'}, and must be a mapping of texts to numbers"),
+    ({"rates": {1: 0.5}}, "rates is {1: 0.5}, and must be a mapping of texts to numbers"),
+    ({"pairs": [[1, 2, 3]]}, "pairs is [[1, 2, 3]], and must be a list of lists of a whole number, a number"),
+    ({"order": "left"}, "order is the text 'left', and must be up or down"),
+    ({"free": 3}, "free is 3, and must be a list"),
+])
+def test_elements_and_needed_objects_are_held_to_their_types(given, told):
+    assert [problem.message for problem in Many.wrong(given)] == [told]
+
+
+@pytest.mark.parametrize("given", [
+    {"source": object(), "names": ["a"], "layers": (1, 2), "rates": {"a": 1}, "pairs": [(1, 0.5), [2, 1]]},
+    {"layers": None, "rates": None, "order": "down", "free": [1, "a", None]}, {"names": [], "rates": {}},
+])
+def test_elements_of_their_types_are_taken(given):
+    assert Many.wrong(given) == []
+
+
+def test_a_run_is_refused_with_the_line_of_a_needed_key_that_is_null(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"recipe: !include:{SMALL_RECIPE}\n    batching: null\n    intermediate_layers: [one]\n")
+    with pytest.raises(SbkitError) as error:
+        load.opened(load.load(path, {"output_folder": str(tmp_path)}), path)
+    assert error.value.message == (
+        f"{path}:2: batching is null, and a run can't do without it; "
+        f"{path}:3: intermediate_layers is ['one'], and must be a list of whole numbers")
 
 
 # ------------------------------------------------------------------ each has an effect
