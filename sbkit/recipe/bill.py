@@ -160,15 +160,20 @@ class Bill:
         step = 10 ** max(len(str(value)) - 2, 0)
         return f"{value // step * step} s"
 
-    def check_fits(self, findings: Findings, node: Node | None, tried: Sequence[BatchSize] = ()) -> None:
-        """Tell if the planned micro-batch is too large for the GPU at hand, unless it was tried and is not."""
+    def check_fits(self, findings: Findings, batching: Node | None, tried: Sequence[BatchSize] = ()) -> None:
+        """Warn of a planned micro-batch that is too large for the GPU at hand, unless a trial has shown that it fits.
+
+        batching : where the recipe builds its Batching, whose ``max_batch_seconds`` is to blame
+        """
         memory = memory_of(self.device)
         if memory is None or self.step_memory <= USABLE * memory:
             return
         if any(one.seconds >= self.cost.batch_seconds for one in tried):
             return
+        node = batching.value.get("max_batch_seconds") if batching and isinstance(batching.value, dict) else None
+        written = node and (node.source or node)
         findings.warning(
-            "too-large", node.place if node else Place(), node.key if node else "max_batch_seconds",
+            "too-large", written.place if written else Place(), written.key if written else "max_batch_seconds",
             f"a micro-batch of {self.cost.batch_seconds:g} s needs about {_gib(self.step_memory)}, {self.device} has "
             f"{_gib(memory)}", f"set max_batch_seconds to {self.largest_shown(memory)} or less: the optimizer's steps "
             "stay as they are, they're computed in more micro-batches")
@@ -178,7 +183,7 @@ def make(traced: Trace, owned: Owned, device: torch.device, precision: str,
          measured: Measured | None = None) -> Bill | None:
     """The bill of a recipe whose forward was traced; None where it can't be made."""
     hparams = traced.built.hparams
-    batch_seconds = getattr(hparams.get("batching"), "max_batch_seconds", hparams.get("max_batch_seconds"))
+    batch_seconds = getattr(hparams.get("batching"), "max_batch_seconds", None)
     if not traced.complete or not isinstance(batch_seconds, (int, float)):
         return None
     parameters = {id(p): p for root in owned.roots.values() for p in root.parameters()}.values()

@@ -117,10 +117,10 @@ def _bill(owned: ownership.Owned, traced: trace.Trace, findings: Findings, repor
         report.notes.append(f"the bill: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
         return None
     if made is None:
-        report.notes.append("the bill: the recipe has no max_batch_seconds")
+        report.notes.append("the bill: the recipe's batching has no max_batch_seconds")
         return None
     tried = batch_size.remembered(batch_size.place(batch_size.model_of(owned.roots), traced.keys, precision, device))
-    made.check_fits(findings, built.nodes.get("max_batch_seconds"), tried)
+    made.check_fits(findings, built.nodes.get("batching"), tried)
     section = bill.section(made, _hours(built), made.cost.batch_seconds, tried)
     section.remarks += _attention(traced, owned, device, precision, findings)
     return section

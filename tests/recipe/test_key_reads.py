@@ -1,4 +1,4 @@
-"""Nowhere in sbkit is a key read with a default of the reader's own: what a key is by default, its declaration says."""
+"""Nowhere in sbkit is a key read that no class declares, or with a default of the reader's own, another key included."""
 
 import ast
 from pathlib import Path
@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 import sbkit
+from sbkit.recipe.names import RUN_OPTIONS
+from sbkit.tasks.ctc import CTC
 
 HOME = Path(sbkit.__file__).parent
 FILES = {str(path.relative_to(HOME)): path for path in sorted(HOME.rglob("*.py")) if "starter" not in path.parts}
@@ -21,11 +23,14 @@ def own_defaults(tree):
 
 def _has_own_default(node):
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-        return node.func.id == "getattr" and len(node.args) == 3 and _holds(node.args[0])
+        if node.func.id != "getattr" or len(node.args) < 3:
+            return False
+        return _holds(node.args[0]) or (_reads(node.args[0]) and _reads(node.args[2]))
     if isinstance(node, ast.Call):
         return _takes_default(node) and len(node.args) + len(node.keywords) > 1
     if isinstance(node, ast.BoolOp):
-        return isinstance(node.op, ast.Or) and _reads(node.values[0]) and isinstance(node.values[-1], _LITERALS)
+        last = node.values[-1]
+        return isinstance(node.op, ast.Or) and _reads(node.values[0]) and (isinstance(last, _LITERALS) or _reads(last))
     if isinstance(node, ast.IfExp):
         test = node.test
         asked = isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.In) and _holds(test.comparators[0])
@@ -58,11 +63,33 @@ def _holds(node, names=HOLDERS):
     return getattr(node, "id", getattr(node, "attr", "")) in names
 
 
+def names_read(tree):
+    """Lines in which a recipe's values are read by a name, with that name."""
+    return sorted((node.lineno, name) for node in ast.walk(tree) if (name := _name_read(node)) is not None)
+
+
+def _name_read(node):
+    if isinstance(node, ast.Call) and _takes_default(node) and node.args:
+        return _constant(node.args[0])
+    if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "getattr" and _holds(node.args[0], HOLDERS[:1]):
+        return _constant(node.args[1])
+    if isinstance(node, ast.Subscript) and _holds(node.value, HOLDERS[:1]):
+        return _constant(node.slice)
+    if isinstance(node, ast.Attribute) and _holds(node.value, HOLDERS[:1]) and node.attr not in dir(dict):
+        return node.attr
+    return None
+
+
+def _constant(node):
+    return node.value if isinstance(node, ast.Constant) else None
+
+
 @pytest.mark.parametrize("line", [
     "getattr(self.hparams, 'seed', 0)", "getattr(hparams, name, None)", "getattr(self.keys, 'seed', 0)",
     "hparams.get('seed', 0)", "built.hparams.pop('seed', None)", "vars(self.hparams).get('seed', 0)",
     "hparams.setdefault('seed', 0)", "hparams.get('seed', default=0)", "hparams.get('seed') or 0",
     "self.hparams.seed or 0", "hparams['seed'] or []", "hparams['seed'] if 'seed' in hparams else -1",
+    "getattr(hparams.get('batching'), 'seconds', hparams.get('seconds'))", "hparams.get('seed') or hparams['draw']",
 ])
 def test_such_a_read_is_found(line):
     assert own_defaults(ast.parse(f"x = 1\nif x:\n    y = {line}\n")) == [3]
@@ -81,3 +108,21 @@ def test_no_file_has_one():
     found = {name: lines for name, path in FILES.items()
              if (lines := own_defaults(ast.parse(path.read_text(encoding="utf-8"))))}
     assert len(FILES) > 200 and found == {}, "declare the key, with its default, in the class that reads it"
+
+
+@pytest.mark.parametrize("line", ["hparams.get('seed')", "self.hparams.seed", "built.hparams['seed']",
+                                  "getattr(hparams, 'seed')", "getattr(hparams.get('seed'), 'limit', 1)"])
+def test_a_name_that_is_read_is_found(line):
+    assert names_read(ast.parse(f"\n{line}")) == [(2, "seed")]
+
+
+@pytest.mark.parametrize("line", ["hparams.get(name)", "hparams[name]", "hparams.items()", "keys.seed", "self.hparams"])
+def test_what_is_no_name_is_not(line):
+    assert names_read(ast.parse(line)) == []
+
+
+def test_every_name_that_is_read_is_declared():
+    declared = {*CTC.Keys.declared(), *RUN_OPTIONS}
+    found = {name: undeclared for name, path in FILES.items() if (undeclared := [
+        read for read in names_read(ast.parse(path.read_text(encoding="utf-8"))) if read[1] not in declared])}
+    assert found == {}, "declare the key in the class that reads it"
