@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from sbkit.data.presence import check_opened, refused
 from sbkit.data.remote import NOWHERE, SCHEMES, Remote, check_schemes, scheme_of
 from sbkit.data.sources import Named, Rows, Source, check_there, join_rows, on_hub, open_source
 from sbkit.data.sources.base import check_columns
+from sbkit.data.splits import SPLITS, check_needed, check_splits, choose_splits
 from sbkit.data.text import TextRules
 from sbkit.errors import SbkitError
 from sbkit.system import disk
@@ -33,13 +34,6 @@ from sbkit.system.console import atomic_write
 
 logger = logging.getLogger(__name__)
 
-SPLITS = ("train", "dev", "test")
-#: What a source may call our splits.
-SPLIT_NAMES = {
-    "train": ("train", "training"),
-    "dev": ("dev", "validation", "valid", "val", "development", "eval"),
-    "test": ("test", "testing"),
-}
 # Raise when the same input must give other manifests than before.
 _FORMAT = 2
 _JOURNAL = ".durations-"
@@ -114,10 +108,7 @@ class Corpus:
         for name in ("demo_hours", "url_megabytes", "url_seconds"):
             check_number(f"corpus: {name}", getattr(self, name), above=0)
         for option in ("splits", "limit_splits", "skip_short_texts", "only"):
-            alien = [name for name in getattr(self, option) if name not in SPLITS]
-            if alien:
-                raise SbkitError(f"corpus: {option} names {alien[0]!r}",
-                                 hint=f"splits are {', '.join(SPLITS)}")
+            check_splits(option, getattr(self, option))
         if not self.only:
             raise SbkitError("corpus: only names no split", hint=f"splits are {', '.join(SPLITS)}")
         if self.check_audio not in ("sample", "all"):
@@ -169,7 +160,7 @@ class Corpus:
             ready = self._read_ready(source, fingerprint)
             if ready is not None:
                 logger.info("corpus %s: prepared already in %s", source.where, self.folder)
-                self._check_needed(source, needed, ready)
+                check_needed(source, needed, ready)
                 return ready
             try:
                 with disk.told(self.folder):
@@ -245,38 +236,6 @@ class Corpus:
         return make_demo_corpus(cache_folder() / name, hours=self.demo_hours, language=language,
                                 seed=self.demo_seed, workers=self.workers, show_progress=show_progress)
 
-    def _choose(self, source: Source) -> dict[str, list[str]]:
-        """Our splits -> the source's names."""
-        there = source.names()
-        chosen = {}
-        for split in self.only:
-            if split in self.splits:
-                chosen[split] = self.splits[split]
-                for name in chosen[split]:
-                    if name not in there:
-                        raise SbkitError(f"{source.where} has no split {name!r} for {split}",
-                                         hint=f"it has {', '.join(there) or 'none'}")
-            else:
-                lowered = {name.lower(): name for name in there}
-                found = next((lowered[name] for name in SPLIT_NAMES[split] if name in lowered), None)
-                if found is not None:
-                    chosen[split] = [found]
-        if not chosen:
-            wanted = " or ".join(filter(None, (", ".join(self.only[:-1]), self.only[-1])))
-            raise SbkitError(
-                f"{source.where} ({source.kind}) has no split {wanted} (it has "
-                f"{', '.join(there) or 'none'})", hint="name them in the corpus's splits, e.g. {train: NAME}")
-        return chosen
-
-    @staticmethod
-    def _check_needed(source: Source, needed: Sequence[str], there: Collection[str]) -> None:
-        missing = [split for split in needed if split not in there]
-        if missing:
-            raise SbkitError(
-                f"{source.where} ({source.kind}) has no {' and no '.join(missing)} split (its splits: "
-                f"{', '.join(source.names())})",
-                hint=f"say what to take for it: --corpus.splits '{{{missing[0]}: NAME}}'")
-
     def _options(self) -> dict[str, Any]:
         return {
             "language": self.language, "splits": self.splits, "text": self.text.options(),
@@ -327,8 +286,8 @@ class Corpus:
     def _prepare(self, source: Source, fingerprint: str, show: bool,
                  needed: Sequence[str]) -> dict[str, Manifest]:
         started = time.monotonic()
-        chosen = self._choose(source)
-        self._check_needed(source, needed, chosen)
+        chosen = choose_splits(source, self.only, self.splits)
+        check_needed(source, needed, chosen)
         rows = {split: self._read(source, split, names, show) for split, names in chosen.items()}
         journal = self.folder / f"{_JOURNAL}{fingerprint[:16]}"
         manifests: dict[str, Manifest] = {}

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from sbkit.data.manifest import Manifest
+from sbkit.data.splits import SPLITS
 from sbkit.errors import SbkitError
 from sbkit.recipe.build import Built
 from sbkit.recipe.report import Section
 from sbkit.recipe.source import Findings
 from sbkit.recipe.trace import Trace
-
-SPLITS = ("train", "dev", "test")
 
 
 def check_corpus(built: Built, findings: Findings) -> None:

@@ -8,13 +8,13 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from sbkit.data.splits import SPLITS
 from sbkit.errors import SbkitError
 from sbkit.recipe.load import Recipe
 from sbkit.runs.layout import ENVIRONMENT, RECIPE
 from sbkit.system import disk
 from sbkit.system.environment import inventory
 
-SPLITS = ("train", "dev", "test")
 LOG_CONFIG = Path(__file__).with_name("log-config.yaml")
 
 

@@ -1,4 +1,4 @@
-"""Nowhere in sbkit is a key read that no class declares, or with a default of the reader's own, another key included."""
+"""Nowhere in sbkit is a key read that no class declares, or with a default of the reader's own."""
 
 import ast
 from pathlib import Path

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from sbkit.data.manifest import Manifest
+from sbkit.data.splits import SPLITS
 from sbkit.errors import SbkitError
 from sbkit.system.console import atomic_write
 
-SPLITS = ("train", "dev", "test")
 SAMPLE_RATE = 16_000
 TRAIN_SHARE = 0.82  # of a demo corpus, for estimates before it is there
 

@@ -1,0 +1,63 @@
+"""The three splits of a corpus, and which of a source's splits each of them is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from sbkit.errors import SbkitError
+
+if TYPE_CHECKING:  # whoever wants the names only shall not import every kind of source
+    from sbkit.data.sources import Source
+
+SPLITS = ("train", "dev", "test")
+#: What a source may call each of them, the likeliest name first.
+ALIASES = {
+    "train": ("train", "training"),
+    "dev": ("dev", "validation", "valid", "val", "development", "eval"),
+    "test": ("test", "testing"),
+}
+
+
+def check_splits(option: str, names: Collection[str]) -> None:
+    """Refuse an option of a corpus that names something else than a split."""
+    unknown = [name for name in names if name not in SPLITS]
+    if unknown:
+        raise SbkitError(f"corpus: {option} names {unknown[0]!r}", hint=f"splits are {', '.join(SPLITS)}")
+
+
+def choose_splits(source: Source, wanted: Sequence[str], named: Mapping[str, list[str]]) -> dict[str, list[str]]:
+    """The source's names for each of the wanted splits that it has.
+
+    named : the names that the corpus itself gives for a split; others are looked up among ``ALIASES``
+    """
+    available = source.names()
+    by_lower = {name.lower(): name for name in available}
+    chosen = {}
+    for split in wanted:
+        if split in named:
+            chosen[split] = named[split]
+            for name in chosen[split]:
+                if name not in available:
+                    raise SbkitError(f"{source.where} has no split {name!r} for {split}",
+                                     hint=f"it has {', '.join(available) or 'none'}")
+        else:
+            alias = next((name for name in ALIASES[split] if name in by_lower), None)
+            if alias is not None:
+                chosen[split] = [by_lower[alias]]
+    if not chosen:
+        either = " or ".join(filter(None, (", ".join(wanted[:-1]), wanted[-1])))
+        raise SbkitError(
+            f"{source.where} ({source.kind}) has no split {either} (it has {', '.join(available) or 'none'})",
+            hint="name them in the corpus's splits, e.g. {train: NAME}")
+    return chosen
+
+
+def check_needed(source: Source, needed: Sequence[str], available: Collection[str]) -> None:
+    """Refuse a source that lacks a split which the run needs."""
+    missing = [split for split in needed if split not in available]
+    if missing:
+        raise SbkitError(
+            f"{source.where} ({source.kind}) has no {' and no '.join(missing)} split (its splits: "
+            f"{', '.join(source.names())})",
+            hint=f"say what to take for it: --corpus.splits '{{{missing[0]}: NAME}}'")
