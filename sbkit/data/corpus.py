@@ -265,7 +265,7 @@ class Corpus:
                 logger.warning("corpus: the audio unpacked from %s is gone, unpacking it again", source.where)
                 return None
             for split, entry in report["splits"].items():
-                if _sha256(self.manifest_path(split)) != entry["sha256"]:
+                if disk.sha256(self.manifest_path(split)) != entry["sha256"]:
                     logger.warning("%s was changed since it was prepared: making it anew",
                                    self.manifest_path(split))
                     return None
@@ -322,7 +322,7 @@ class Corpus:
             for split, found in reports.items():
                 path = aside / self.manifest_path(split).name
                 manifests[split].write(path)
-                report["splits"][split] = {"sha256": _sha256(path), **found.facts()}
+                report["splits"][split] = {"sha256": disk.sha256(path), **found.facts()}
             exclusions.write(aside, [table for found in reports.values() for table in found.tables])
             written = list(aside.iterdir())
             with atomic_write(aside / self.report_path.name) as file:
@@ -369,11 +369,3 @@ def _check_shapes(source: Any, **mappings: Any) -> None:
     for name, value in mappings.items():
         if not isinstance(value, (Mapping, TextRules, type(None))):
             raise SbkitError(f"corpus: {name} is {value!r}", hint="expected {name: value, ...}")
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from sbkit.errors import SbkitError
+from sbkit.system import disk
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -173,11 +173,7 @@ def read(folder: str | Path) -> Bundle:
 
 def fingerprint(path: Path) -> dict[str, Any]:
     """Return the size and the sha256 of a file."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+    return {"bytes": path.stat().st_size, "sha256": disk.sha256(path)}
 
 
 def replaced(folder: str | Path) -> Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import os
 import re
 import textwrap
 from collections.abc import Collection, Iterator, Mapping
@@ -13,8 +12,8 @@ from typing import Any
 
 from sbkit.recipe import includes
 from sbkit.recipe.arithmetic import compute
-from sbkit.recipe.includes import Files, depth
 from sbkit.recipe.names import declared_in, unknown_overrides
+from sbkit.recipe.node_chain import NodeChain, included_path
 from sbkit.recipe.report import did_you_mean, listed
 from sbkit.recipe.source import BASE, INCLUDE, REFERENCE, UNKNOWN, Findings, Node, Place, first_key, override, read_file
 
@@ -29,22 +28,21 @@ def resolve(path: Path, overrides: Mapping[str, Any], findings: Findings, referr
     What several places refer to is one Node. Into ``referred`` go the keys that references name; ``packages`` are those
     that may be imported to see which keys the task declares, without them any.
     """
-    files = _chain(path, findings)
-    if not files:
+    chain = NodeChain(path, findings)
+    if not chain:
         return None
-    trees = _trees(files)
-    unknown, options = unknown_overrides(trees, overrides, packages)
+    unknown, options = unknown_overrides(chain.trees, overrides, packages)
     for key in unknown:
         near = did_you_mean(key, options)
         findings.error("unknown-override", Place(), f"--{key}", f"{path} has no key {key}",
                        f"did you mean --{near}?" if near else "define that key in the YAML first")
-    root = files[0][1]
-    placed = includes.place({k: v for k, v in overrides.items() if k not in unknown}, trees)
-    declared = declared_in(trees, overrides, packages)
+    root = chain.root
+    placed = includes.place({k: v for k, v in overrides.items() if k not in unknown}, chain.trees)
+    declared = declared_in(chain.trees, overrides, packages)
     override(root, placed, findings, declared)
-    _tell_shadowed(files, findings)
+    chain.check_shadowed(findings)
     if referred is not None:
-        referred |= {part for _, tree in files for part in _named(tree)}
+        referred |= chain.referred()
     _Resolver(root, path, findings, (path.resolve(),), declared).run()
     _tell_cycles(root, findings)
     return root
@@ -59,79 +57,6 @@ def flatten(root: Node) -> Node:
     own = {key: node for key, node in root.value.items() if key != BASE}
     return Node({**below.value, **own}, root.place, root.key, root.tag,
                 key_places={**below.key_places, **root.key_places}, wrong=root.wrong)
-
-
-def _chain(path: Path, findings: Findings) -> list[tuple[Path, Node]]:
-    """The recipe and those it rests on, each as it's written; problems of the latter are told when they're included."""
-    found: list[tuple[Path, Node]] = []
-    seen: set[Path] = set()
-    told = findings
-    while path.resolve() not in seen:
-        seen.add(path.resolve())
-        root = read_file(path, told)
-        if root is None:
-            break
-        found.append((path, root))
-        told = Findings()
-        base = root.value.get(BASE)
-        if base is None or not base.tag.startswith(INCLUDE):
-            break
-        path = _included(base.tag, path)
-    return found
-
-
-def _trees(files: list[tuple[Path, Node]]) -> Files:
-    return [(path, root.value) for path, root in files]
-
-
-def _place(given: Node, files: Files) -> Node:
-    """What stands under an include, each key within the file of the chain that it belongs to."""
-    placed = Node({}, given.place, given.key)
-    for key, value in given.value.items():
-        into = placed
-        for _ in range(depth(key, files)):
-            into = into.value.setdefault(BASE, Node({}, given.place, BASE))
-        if key == BASE and BASE in into.value and isinstance(value.value, dict):
-            _put(into.value[BASE], value)
-        else:
-            into.value[key], into.key_places[key] = value, given.place_of(key)
-    return placed
-
-
-def _put(into: Node, given: Node) -> None:
-    """What is given later wins; a plain mapping changes parts of what an including recipe writes."""
-    for key, value in given.value.items():
-        old = into.value.get(key)
-        if old is not None and isinstance(old.value, dict) and isinstance(value.value, dict) and not value.tag:
-            _put(old, value)
-        else:
-            into.value[key], into.key_places[key] = value, given.place_of(key)
-
-
-def _included(tag: str, path: Path) -> Path:
-    return Path(os.path.normpath(path.parent / tag[len(INCLUDE):]))
-
-
-def _tell_shadowed(files: list[tuple[Path, Node]], findings: Findings) -> None:
-    """A key beside ``recipe`` that an included file has too and refers to: those references never see it."""
-    for i, (_, root) in enumerate(files):
-        for key in root.value if i + 1 < len(files) else ():
-            blind = next((path for path, other in files[i + 1:] if key in other.value and _refers(other, key)), None)
-            if key != BASE and blind is not None:
-                findings.error("shadowed", root.place_of(key), str(key),
-                               f"it stands beside `{BASE}`, so the references of {blind.name} don't see it",
-                               f"indent it, as one of the keys under `{BASE}`")
-
-
-def _refers(root: Node, key: Any) -> bool:
-    named = re.compile(rf"<{re.escape(str(key))}[\[.>]")
-    return any(node.tag in ("!ref", "!copy") and node.scalar and named.search(str(node.value)) for node in root.walk())
-
-
-def _named(root: Node) -> set[str]:
-    """The parts of all references: ``a`` and ``b`` of <a[b]>."""
-    texts = [str(node.value) for node in root.walk() if node.tag in ("!ref", "!copy") and node.scalar]
-    return {part for text in texts for match in REFERENCE.findall(text) for part in re.split(r"[<>\[\].]", match)}
 
 
 class _Resolver:
@@ -374,7 +299,7 @@ class _Resolver:
     # ------------------------------------------------------------ includes
 
     def _include(self, node: Node) -> Node:
-        path = _included(node.tag, self.path)
+        path = included_path(node.tag, self.path)
         if path.resolve() in self.inside:
             self._error("circular-include", node, f"{path} includes itself",
                         " -> ".join(p.name for p in (*self.inside, path)))
@@ -389,7 +314,7 @@ class _Resolver:
         if root is None:
             return self._unknown(node)
         if isinstance(node.value, dict):
-            override(root, _place(node, _trees(_chain(path, Findings()))), self.findings, self.declared)
+            override(root, NodeChain(path, Findings()).place(node), self.findings, self.declared)
         _Resolver(root, path, self.findings, (*self.inside, path.resolve()), self.declared).run()
         root.wrong = any(f.code == "syntax" for f in self.findings[before:])
         return copy.deepcopy(root)  # HyperPyYAML reads it anew: it shares nothing with the file around it

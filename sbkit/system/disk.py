@@ -1,10 +1,11 @@
-"""Disks: syncing against power cuts, and one clear message for full or broken disks."""
+"""Disks: sums of files, syncing against power cuts, and one clear message for full or broken disks."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import errno
+import hashlib
 import os
 import re
 from collections.abc import Iterator
@@ -15,6 +16,15 @@ from sbkit.errors import SbkitError
 #: Errors of a full, read-only or broken disk, and of exceeded quotas and file sizes.
 ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO}
 HINT = "make room or raise the quota there, then run the same command again"
+
+
+def sha256(path: str | os.PathLike[str]) -> str:
+    """The SHA-256 of a file of any size, in hexadecimal."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 # ---------------------------------------------------------------- power cuts
