@@ -84,7 +84,7 @@ def read_audio(
     Raises ``AudioError`` for whatever is missing, damaged, cut off, empty, not finite or absurdly long.
     """
     name = describe(wav)
-    with _opened(wav, name, remote) as (file, exact):
+    with open_recording(wav, name, remote) as (file, exact):
         rate, frames = file.samplerate, file.frames
         first = round(start * rate)
         if first >= frames:
@@ -104,7 +104,7 @@ def read_audio(
     if missing > rate * TRUNCATED_SECONDS and missing > wanted * TRUNCATED_SHARE:
         raise AudioError(name, f"cut off: {len(signal) / rate:.2f} of {wanted / rate:.2f} s can be read")
     if signal.ndim == 2:
-        signal = _mono(signal)
+        signal = to_mono(signal)
     to_rate = sample_rate or rate
     if len(signal) and rate * speed != to_rate:
         signal = resample(signal, rate * speed, to_rate)
@@ -144,7 +144,7 @@ def resample(signal: np.ndarray, rate: float, to_rate: float) -> np.ndarray:
 
 def audio_info(wav: str | os.PathLike[str] | bytes | BinaryIO, remote: Remote = NOWHERE) -> tuple[float, int, int]:
     """What the header says: (seconds, sample rate, channels). Decodes nothing."""
-    with _opened(wav, describe(wav), remote) as (file, _):
+    with open_recording(wav, describe(wav), remote) as (file, _):
         return file.frames / file.samplerate, file.samplerate, file.channels
 
 
@@ -184,9 +184,12 @@ def split_member(wav: str) -> tuple[str, int, int | None]:
 
 
 @contextlib.contextmanager
-def _opened(wav: str | os.PathLike[str] | bytes | BinaryIO, name: str,
-            remote: Remote = NOWHERE) -> Iterator[tuple[soundfile.SoundFile, int]]:
-    """An open recording with a plausible header, and the last frame that can be sought exactly."""
+def open_recording(wav: str | os.PathLike[str] | bytes | BinaryIO, name: str,
+                   remote: Remote = NOWHERE) -> Iterator[tuple[soundfile.SoundFile, int]]:
+    """An open recording with a plausible header, and the last frame that can be sought exactly.
+
+    Whatever goes wrong with the recording while it is open is an ``AudioError`` that begins with ``name``.
+    """
     handle = file = None
     data = b""
     try:
@@ -261,7 +264,7 @@ def _os_cause(error: OSError) -> str:
     return "no such file" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
 
 
-def _mono(signal: np.ndarray) -> np.ndarray:
+def to_mono(signal: np.ndarray) -> np.ndarray:
     """Mean over channels, ``[S, C]`` to ``[S]``: column sums are far faster than ``mean(axis=1)``."""
     out = signal[:, 0].copy()
     for channel in range(1, signal.shape[1]):

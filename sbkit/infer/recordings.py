@@ -73,7 +73,7 @@ def _samples(signal: np.ndarray, name: str) -> Iterator[np.ndarray]:
 
 def _decoded(source: str | os.PathLike[str] | bytes | BinaryIO, name: str, rate: int, start: float,
              duration: float | None, remote: Remote) -> Iterator[np.ndarray]:
-    with audio._opened(source, name, remote) as (file, exact):
+    with audio.open_recording(source, name, remote) as (file, exact):
         own = file.samplerate
         first = round(start * own)
         if first >= file.frames:
@@ -93,7 +93,7 @@ def _decoded(source: str | os.PathLike[str] | bytes | BinaryIO, name: str, rate:
         read = 0
         for block in _reads(file, name, wanted, size):
             read += len(block)
-            signal = audio._mono(block) if block.shape[1] > 1 else block[:, 0]
+            signal = audio.to_mono(block) if block.shape[1] > 1 else block[:, 0]
             if not np.isfinite(signal.sum()):
                 raise AudioError(name, "holds values that are not finite (NaN or infinite)")
             if resampler is not None:
