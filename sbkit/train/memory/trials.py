@@ -83,14 +83,25 @@ def trial(request: arguments.Request, device: torch.device) -> Iterator[Trial]:
 
 
 def _durations(request: arguments.Request, recipe: load.Recipe, folder: Path) -> np.ndarray:
-    """Of the prepared corpus where there is one; else all lengths up to the longest that are allowed."""
-    root = read(request.path, request.overrides, Findings())
+    """Of the prepared corpus where there is one; else all lengths up to the longest that are allowed.
+
+    folder : what the recipe was given for its output folder
+    """
     corpus = recipe.keys.corpus
-    if root is not None and hasattr(corpus, "manifest_path"):
-        real = Path(str(root.value["output_folder"].value)) / corpus.manifest_path("train").relative_to(folder)
-        if real.exists():
-            return Manifest.read(real).durations
+    if hasattr(corpus, "manifest_path"):
+        manifest = _in_output_folder(corpus.manifest_path("train"), folder, request)
+        if manifest.exists():
+            return Manifest.read(manifest).durations
     return np.linspace(1.0, longest_utterance(recipe.hparams), 200, dtype=np.float32)
+
+
+def _in_output_folder(path: Path, folder: Path, request: arguments.Request) -> Path:
+    """A path below ``folder`` as one below the output folder that the recipe itself names; any other as it is."""
+    if not path.is_relative_to(folder):
+        return path
+    root = read(request.path, request.overrides, Findings())
+    named = root.value.get("output_folder") if root is not None else None
+    return path if named is None else Path(str(named.value)) / path.relative_to(folder)
 
 
 # ---------------------------------------------------------------------------------------- with little memory

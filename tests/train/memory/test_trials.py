@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
 from sbkit.recipe import arguments
 from sbkit.train.memory import host, trials
@@ -31,6 +32,26 @@ def test_a_trial_takes_real_steps_on_noise(trial):
     batch = trial.batch(3, 2.0)
     assert batch.padded_seconds == 6.0 and batch.tokens.min() >= 1 and batch.tokens.max() < 20
     assert not (Path.cwd() / "results" / "small").exists()
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_the_lengths_are_those_of_the_prepared_corpus_wherever_its_manifests_lie(inside, tmp_path, monkeypatch):
+    """Such as manifests that several runs share, outside of the output folder of each."""
+    monkeypatch.setenv("SBKIT_CACHE", str(tmp_path))
+    manifests = tmp_path / "run" / "manifests" if inside else tmp_path / "shared"
+    Manifest(ids=["a", "b"], durations=[1.5, 3.0], wavs=["a.wav"] * 2, texts=["a", "b"]).write(manifests / "train.csv")
+    words = ["--output_folder", str(tmp_path / "run"), *([] if inside else ["--corpus.folder", str(manifests)])]
+    with trials.trial(arguments.parse([str(SMALL), "--device", "cpu", *words]), torch.device("cpu")) as made:
+        assert made.edges[-1] == 3.0
+
+
+def test_a_recipe_without_an_output_folder_is_tried(tmp_path, monkeypatch):
+    monkeypatch.setenv("SBKIT_CACHE", str(tmp_path))
+    path = tmp_path / "recipe.yaml"
+    text = SMALL.read_text().replace("output_folder: !ref results/small/<seed>\n", "")
+    path.write_text(text.replace("<output_folder>", str(tmp_path / "run")))
+    with trials.trial(arguments.parse([str(path), "--device", "cpu"]), torch.device("cpu")) as made:
+        assert made.edges[-1] == 20.0
 
 
 def test_out_of_memory_is_an_answer_and_leaves_nothing(trial, monkeypatch):
