@@ -54,6 +54,22 @@ def room(module):
     return [*module.split("."), "errors"][1]
 
 
+def private_in(tree):
+    """Private names that a module imports from another one of sbkit's, or reads as ``module._name``, and lines."""
+    modules, found = set(), []
+    for node in (each for each in ast.walk(tree) if isinstance(each, ast.ImportFrom)):
+        modules |= {alias.asname or alias.name for alias in node.names if f"{node.module}.{alias.name}" in FILES}
+        found += [(node.lineno, alias.name) for alias in node.names
+                  if node.module in FILES and _is_private(alias.name)]
+    return found + [(node.lineno, node.attr) for node in ast.walk(tree)
+                    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+                    and node.value.id in modules and _is_private(node.attr)]
+
+
+def _is_private(name):
+    return name.startswith("_") and not name.endswith("__")
+
+
 def test_every_room_has_its_place():
     assert {room(module) for module in FILES} <= set(ORDER)
 
@@ -66,6 +82,20 @@ def test_no_room_imports_one_above_it():
     up = [told(module, other) for module in FILES for other in imports(module)
           if ORDER.index(room(other)) > ORDER.index(room(module))]
     assert up == []
+
+
+@pytest.mark.parametrize("text", [
+    "from sbkit.data.audio import _handles", "from sbkit.data import audio\naudio._handles",
+    "from sbkit.data import audio as sound\nif sound._handles: pass"])
+def test_a_private_name_of_another_module_is_found(text):
+    assert [name for _, name in private_in(ast.parse(text))] == ["_handles"]
+
+
+def test_no_module_uses_a_private_name_of_another():
+    """But for the doctor, who compares the ways among which a function chooses by itself."""
+    used = {module: found for module in FILES if room(module) != "doctor"
+            and (found := private_in(ast.parse(FILES[module].read_text(encoding="utf-8"))))}
+    assert used == {}
 
 
 def test_nobody_imports_a_command_or_the_doctor_but_those_who_call_them():
