@@ -1,7 +1,7 @@
-"""Waveform augmentation in the data workers: speed, noise, reverberation, gain; the same again under resume.
+"""Waveform augmentation in the data workers: speed, noise, reverberation and gain, reproducible after a resume.
 
-Every utterance draws from a generator of its own, seeded by (seed, visit, utterance), so neither the number
-of workers nor where a run was stopped changes what it sounds like.
+Every utterance has its own random generator, seeded by (seed, visit, utterance), so that its augmentation depends
+neither on the number of workers nor on where a run was stopped.
 
     augment: !new:sbkit.data.augment.Augment
         stages:
@@ -33,21 +33,21 @@ from sbkit.errors import SbkitError
 logger = logging.getLogger(__name__)
 
 SUFFIXES = {".wav", ".flac", ".mp3", ".ogg", ".opus", ".oga", ".aiff", ".aif", ".w64", ".sph"}
-#: Damaged noise files or impulse responses that one utterance passes over before the run ends.
+#: Damaged noise files or impulse responses that may be drawn in a row for one utterance before the run ends.
 _TRIES = 5
-#: Decoded impulse responses that a worker keeps; at a second each some 8 MB.
+#: Decoded impulse responses that a worker keeps; about 8 MB if each has a second.
 _KEPT_RESPONSES = 128
 
 
 class Augment:
-    """Augmentations in the order given. ``SpeedPerturb`` comes first: it is part of reading the file.
+    """A list of augmentations, applied in this order. ``SpeedPerturb`` must be the first: it happens while reading.
 
-    Slower speech is longer. ``stretch`` is the largest factor; a plan that must never exceed
-    ``max_batch_seconds`` is made from ``durations * augment.stretch``.
+    Slower speech is longer, up to the factor ``stretch``. So that batches never exceed ``max_batch_seconds``, the plan
+    is made from ``durations * augment.stretch``.
     """
 
     def __init__(self, stages: Sequence[Callable[..., np.ndarray]]):
-        every: Sequence[Any] = stages  # some have more than that they can be called
+        every: Sequence[Any] = stages  # some have attributes besides being callable
         speeds = [stage for stage in every if isinstance(stage, SpeedPerturb)]
         if len(speeds) > 1 or (speeds and every[0] is not speeds[0]):
             raise SbkitError("augment: SpeedPerturb may be there once, as the first stage")
@@ -55,8 +55,7 @@ class Augment:
         self.stages = [stage for stage in every if not isinstance(stage, SpeedPerturb)]
 
     def hear_at(self, sample_rate: int) -> None:
-        """Tell stages that read recordings of their own at what rate waveforms come; one that insists on another is
-        refused."""
+        """Set the sample rate of stages that read recordings themselves; refuse a stage that was given another one."""
         for stage in self.stages:
             own = getattr(stage, "sample_rate", sample_rate)
             if own is None:
@@ -67,18 +66,18 @@ class Augment:
 
     @property
     def stretch(self) -> float:
-        """The longest that an utterance can become, as a factor."""
+        """The largest factor by which an utterance can become longer."""
         return self._speed.stretch if self._speed else 1.0
 
     def check(self) -> None:
-        """List the folders, so that a missing one is told before the first batch."""
+        """List the folders of all stages, so that a missing one is reported before the first batch."""
         for stage in self.stages:
             if hasattr(stage, "files"):
                 stage.files.check()
 
     @staticmethod
     def rng(seed: int, visit: int, name: str) -> np.random.Generator:
-        """The generator of one utterance on one way through the corpus."""
+        """The random generator of one utterance in one pass over the corpus."""
         digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
         return np.random.Generator(np.random.PCG64([seed % 2**64, visit, int.from_bytes(digest, "little")]))
 
@@ -94,12 +93,12 @@ class Augment:
 
 
 class SpeedPerturb:
-    """Play faster or slower, pitch included (what sox calls speed), for free: in the resampling of reading.
+    """Change speed and pitch together (sox's ``speed``), as part of the resampling while reading, so at no extra cost.
 
     Arguments
     ---------
-    speeds: factors to choose from; 0.9 is slower and makes the utterance 1/0.9 as long.
-    prob: how often one is drawn at all.
+    speeds: factors to choose from; 0.9 is slower and makes the utterance 1/0.9 times as long.
+    prob: probability that a factor is drawn; otherwise the speed stays as it is.
     """
 
     def __init__(self, speeds: Sequence[float] = (0.9, 1.0, 1.1), prob: float = 1.0):
@@ -125,8 +124,8 @@ class Gain:
 
     Arguments
     ---------
-    low_db, high_db: the range.
-    prob: how often.
+    low_db, high_db: range of the gain.
+    prob: probability that an utterance is changed.
     """
 
     def __init__(self, low_db: float = -10.0, high_db: float = 6.0, prob: float = 1.0):
@@ -141,14 +140,14 @@ class Gain:
 
 
 class AddNoise:
-    """Mix in a stretch of a recording from a folder at a random signal-to-noise ratio.
+    """Add noise from a random recording of a folder at a random signal-to-noise ratio.
 
     Arguments
     ---------
-    folder: with audio files at any depth. Only the stretch needed is read; short recordings repeat.
-    snr_low, snr_high: the range, in decibels.
-    prob: how often.
-    sample_rate: of the waveforms; a loader says it.
+    folder: contains audio files at any depth. Only the stretch needed is read; short recordings are repeated.
+    snr_low, snr_high: range of the ratio, in decibels.
+    prob: probability that an utterance is changed.
+    sample_rate: of the waveforms; set by the loader.
     """
 
     def __init__(self, folder: str, snr_low: float = 0.0, snr_high: float = 20.0, prob: float = 0.5,
@@ -181,15 +180,15 @@ class AddNoise:
 
 
 class AddReverb:
-    """Let an utterance sound in a room: convolve it with an impulse response from a folder.
+    """Add reverberation: convolve an utterance with a random impulse response from a folder.
 
-    The direct sound stays where it was, and the loudness as it was.
+    The position of the direct sound and the loudness are kept.
 
     Arguments
     ---------
-    folder: with impulse responses as audio files, at any depth.
-    prob: how often.
-    sample_rate: of the waveforms; a loader says it.
+    folder: contains impulse responses as audio files at any depth.
+    prob: probability that an utterance is changed.
+    sample_rate: of the waveforms; set by the loader.
     """
 
     def __init__(self, folder: str, prob: float = 0.5, sample_rate: int | None = None):
@@ -210,7 +209,7 @@ class AddReverb:
 
 @functools.lru_cache(maxsize=_KEPT_RESPONSES)
 def _response(path: str, sample_rate: int) -> np.ndarray:
-    """An impulse response from its direct sound, the largest peak, on."""
+    """An impulse response, cut so that it begins with its direct sound, the largest peak."""
     response = read_audio(path, sample_rate=sample_rate)
     peak = int(np.argmax(np.abs(response)))
     if not response[peak]:
@@ -219,14 +218,14 @@ def _response(path: str, sample_rate: int) -> np.ndarray:
 
 
 class AudioFolder:
-    """The audio files below a folder, listed once, in an order that every machine agrees on."""
+    """The audio files below a folder, listed once and sorted, so that the order is the same on every machine."""
 
     def __init__(self, folder: str, whose: str):
         self.folder, self.whose = str(folder), whose
         self._paths: list[str] | None = None
 
     def check(self) -> list[str]:
-        """The files; an error where there are none."""
+        """The sorted paths of the files; an error if there are none."""
         if self._paths is None:
             if not os.path.isdir(self.folder):
                 raise SbkitError(f"{self.whose}: {self.folder} is no folder")
@@ -238,7 +237,7 @@ class AudioFolder:
         return self._paths
 
     def draw(self, rng: np.random.Generator, read: Callable[[str], np.ndarray]) -> np.ndarray:
-        """Read a random file; a damaged one is passed over for another."""
+        """Read a random file; if it is damaged, try others."""
         paths = self.check()
         for _ in range(_TRIES):
             path = paths[rng.integers(len(paths))]

@@ -1,4 +1,4 @@
-"""What a device gets: one micro-batch of padded signals and tokens, with its place in the epoch."""
+"""A micro-batch of padded signals and tokens with its place in the epoch, and its copy to the device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from speechbrain.dataio.batch import PaddedData
 
 SAMPLE_RATE = 16_000
-#: The id of the row that a stand-in batch (weight 0) carries.
+#: The id of the only row of a stand-in batch, whose weight is 0.
 STAND_IN = "<stand-in>"
 
 
@@ -36,31 +36,31 @@ class Batch:
     micro: int = 0
     micros: int = 1
     weight: float = 1.0
-    """0.0: a stand-in, so that a rank with no share of this step still takes part."""
+    """0.0 for a stand-in, with which a rank that has no data for this step still takes part in it."""
     damaged: list[tuple[str, str]] = field(default_factory=list)
     """(id, reason) of every utterance that belongs here and could not be read."""
     samples: int = 0
     """Sum of ``signal_lengths``, known on the CPU; 0 for a stand-in."""
     sample_rate: int = SAMPLE_RATE
     most: float = 0.0
-    """Padded seconds, as planned, of the largest micro-batch of this step on any rank: every rank knows the same."""
+    """Planned seconds, padding included, of the largest micro-batch of this step on any rank; equal on all ranks."""
 
     def __len__(self) -> int:
         return len(self.ids)
 
     @property
     def seconds(self) -> float:
-        """Audio in it, padding not counted."""
+        """Seconds of audio without padding."""
         return self.samples / self.sample_rate
 
     @property
     def padded_seconds(self) -> float:
-        """What the device computes: rows times the longest."""
+        """Seconds of audio with padding: the number of rows times the longest."""
         return self.signals.shape[0] * self.signals.shape[1] / self.sample_rate
 
     @property
     def last(self) -> bool:
-        """Whether the optimizer steps after this one."""
+        """Whether the optimizer steps after this micro-batch."""
         return self.micro == self.micros - 1
 
     @property
@@ -75,7 +75,7 @@ class Batch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def repeated(self, times: int) -> Batch:
-        """Its rows so often, one after the other, for a model that sees several views of each."""
+        """A batch with all rows ``times`` times in a row, for a model that sees several views of each utterance."""
         return dataclasses.replace(
             self, ids=self.ids * times, texts=self.texts * times, signals=self.signals.repeat(times, 1),
             signal_lengths=self.signal_lengths.repeat(times), tokens=self.tokens.repeat(times, 1),
@@ -83,11 +83,11 @@ class Batch:
         )
 
     def pin_memory(self) -> Batch:
-        """A copy in page-locked memory, from where a GPU copies while it computes."""
+        """A copy in page-locked memory, from which a GPU can copy while it computes."""
         return self._map(Tensor.pin_memory)
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor in it."""
+        """All tensors of the batch."""
         return [self.signals, self.signal_lengths, self.tokens, self.token_lengths]
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
@@ -108,10 +108,10 @@ def stand_in(*, tokens: bool = True, sample_rate: int = SAMPLE_RATE, **place: An
 
 
 class DevicePrefetcher:
-    """Copy the next batch to ``device`` while the current one is computed.
+    """Iterates over batches on ``device``, and copies the next one while the current one is computed.
 
-    On CUDA the copies run on a stream of their own (from pinned memory they overlap with compute); on
-    any other device each batch is moved as it comes.
+    On CUDA the copies run on a separate stream and overlap with computation if the memory is pinned; on any other
+    device each batch is copied when it is needed.
     """
 
     def __init__(self, batches: Iterable[Batch], device: torch.device | str):

@@ -1,4 +1,4 @@
-"""A corpus as a YAML names it: any source in, manifests and an honest report out, prepared once."""
+"""The corpus of a recipe: prepares a source of any kind into manifests and a report, once."""
 
 from __future__ import annotations
 
@@ -34,36 +34,36 @@ from sbkit.system.console import atomic_write
 
 logger = logging.getLogger(__name__)
 
-# Raise when the same input must give other manifests than before.
+# Increase when the same input gives other manifests than before.
 _FORMAT = 2
 _JOURNAL = ".durations-"
 _ASIDE = ".new"
 
 
 class Corpus:
-    """Utterances for training and testing, from whatever ``source`` is.
+    """Utterances for training, validation and testing, prepared from a source into manifests.
 
     Arguments
     ---------
     source : a Common Voice folder or ``.tar.gz``, a Hugging Face dataset (``hf://owner/name?config=fr``, a
         ``save_to_disk`` folder, parquet files), a folder of SpeechBrain CSVs or of JSON lines, or a mapping
-        ``{train: FILE, dev: FILE, test: FILE}`` where FILE may be a list; nothing: the demo corpus
-    language : code as the source writes it (``en``, ``zh-CN``): a release's language, and its text rules
-    folder : where manifests, ``prepare_report.json`` and ``left_out.csv`` go
-    splits : the source's names of our splits, ``{train: [train, other], dev: validation}``
-    text : rules of normalisation, a ``TextRules`` or a mapping of what differs from the language's rules
-    min_duration, max_duration : seconds; what is outside is left out of ``limit_splits``
-    limit_splits : where the duration limits and the alphabet leave utterances out; everywhere else they stay
-    only : our splits that are wanted; a source that has none of the others will do
-    skip_short_texts : splits without texts of fewer than ``short_text`` words (SpeechBrain: all three)
+        ``{train: FILE, dev: FILE, test: FILE}`` where FILE may be a list; null: the demo corpus
+    language : code as the source writes it (``en``, ``zh-CN``); chooses a release's language and the text rules
+    folder : where manifests, ``prepare_report.json`` and ``left_out.csv`` are written
+    splits : the source's names for our splits, ``{train: [train, other], dev: validation}``
+    text : text normalisation, a ``TextRules`` or a mapping of options that differ from the language's rules
+    min_duration, max_duration : seconds; utterances outside this range are left out of the ``limit_splits``
+    limit_splits : splits to which the duration limits and the alphabet apply; others keep such utterances
+    only : the splits that are wanted; the source need not have the others
+    skip_short_texts : splits that leave out texts of fewer than ``short_text`` words (SpeechBrain: all three)
     check_audio : "sample" compares some listed durations with the audio, "all" opens every recording
-    columns : a source's column names by role, ``{audio: speech, text: raw_transcription}``
-    data_root : what ``$data_root`` stands for and relative paths start from, by default their file's folder
-    schemes : kinds of URL that rows may name, ``[https]``; by default that of ``data_root``, ``hf`` of a dataset on the
-        hub, and none of any other
-    url_megabytes, url_seconds : that one recording behind a URL may have and take
-    cache_folder : where audio goes that must be unpacked, by default beside the manifests
-    workers : processes that measure, by default from the machine
+    columns : the source's column names by role, ``{audio: speech, text: raw_transcription}``
+    data_root : replaces ``$data_root`` in paths, and relative paths start from it; by default their file's folder
+    schemes : kinds of URL that rows may name, such as ``[https]``; by default the scheme of ``data_root``, ``hf`` for a
+        dataset on the hub, and none otherwise
+    url_megabytes, url_seconds : limits of size and download time for one recording behind a URL
+    cache_folder : where audio that must be unpacked is stored, by default beside the manifests
+    workers : processes that measure recordings, by default as many as suit the machine
     demo_hours, demo_seed : size and seed of the demo corpus
     """
 
@@ -122,7 +122,7 @@ class Corpus:
 
     @property
     def remote(self) -> Remote:
-        """Which URLs among the recordings may be opened: what the recipe allows, or what the corpus itself is."""
+        """Which URLs may be opened: the ``schemes`` that the recipe allows, by default that of the corpus's address."""
         schemes = self.schemes
         if schemes is None:
             hub = isinstance(self.source, (str, Path)) and on_hub(self.source)
@@ -131,7 +131,7 @@ class Corpus:
         return Remote(schemes, self.url_megabytes, self.url_seconds)
 
     def manifest(self, split: str) -> Manifest:
-        """The prepared manifest of a split; an error where it has URLs that may not be opened."""
+        """Read the prepared manifest of a split; refuse one with URLs that may not be opened."""
         found = Manifest.read(self.manifest_path(split), remote=self.remote)
         check_opened(found.wavs, found.remote, self.manifest_path(split))
         return found
@@ -143,16 +143,16 @@ class Corpus:
     # ---------------------------------------------------------------- prepare
 
     def prepare(self, show_progress: bool = True, needed: Sequence[str] = ()) -> dict[str, Manifest]:
-        """Manifests by split, made only where the source or an option changed since the last time.
+        """Prepare the corpus and return manifests by split; those on disk are reused if nothing has changed.
 
-        That is seen by the size and date of lists, tables and archives, and by those of the recordings that were
-        missing or undecodable the last time. All other recordings are not looked at again.
+        A change is one of the options, of the size or date of lists, tables and archives, or of recordings that were
+        missing or undecodable the last time. Other recordings are not looked at again.
 
-        In a run over several processes one of them prepares, and the others :meth:`load` afterwards.
+        In a run over several processes one of them prepares, and the others call :meth:`load` afterwards.
 
         Arguments
         ---------
-        needed : our splits that the source must have, told before any audio is read
+        needed : splits that the source must have; if it lacks one, that is an error before any audio is read
         """
         with locked(self.folder / ".lock"):
             source = self._open(show_progress)
@@ -169,7 +169,7 @@ class Corpus:
                 raise SbkitError(f"{error.filename or self.folder}: {error.strerror or error}") from error
 
     def load(self) -> dict[str, Manifest]:
-        """The manifests that :meth:`prepare` wrote."""
+        """Read the manifests that :meth:`prepare` wrote, by split."""
         try:
             self.report = json.loads(self.report_path.read_text(encoding="utf-8"))
             names = list(self.report["splits"])
@@ -182,9 +182,9 @@ class Corpus:
         return {split: self.manifest(split) for split in names}
 
     def only_split(self, name: str, folder: str | Path) -> Corpus:
-        """Another split of the same source by the same options, as the test split of a corpus in ``folder``.
+        """A corpus in ``folder`` with the same options, whose test split is the source's split ``name``.
 
-        What the source must unpack goes there too, unless a ``cache_folder`` was chosen.
+        Audio that must be unpacked goes there too, unless a ``cache_folder`` was chosen.
         """
         corpus = copy.copy(self)
         corpus.folder, corpus.splits, corpus.only, corpus.report = Path(folder), {"test": [name]}, ("test",), None
@@ -193,11 +193,11 @@ class Corpus:
         return corpus
 
     def names(self) -> list[str]:
-        """What the source calls its splits."""
+        """The source's own names for its splits."""
         return self._open(show_progress=False).names()
 
     def summary(self) -> str:
-        """A table of what was read, kept and left out, and notes on what deserves a look."""
+        """A table of the rows that were read, kept and left out, with notes on what looks wrong."""
         return summarize(self._reported())
 
     def _reported(self) -> dict[str, Any]:
@@ -207,14 +207,14 @@ class Corpus:
         return self.report
 
     def left_out(self, split: str) -> str | None:
-        """What a split is without, for whoever reads a rate measured on it; None where it is whole."""
+        """How many rows of a split were left out and why, to go with error rates measured on it; None if none were."""
         entry = self._reported()["splits"][split]
         reasons = ", ".join(f"{one['count']:,} {reason}" for reason, one in entry["left_out"].items())
         count = entry["rows"] - entry["kept"]
         return f"{count:,} of {entry['rows']:,} {split} rows were left out in preparation: {reasons}" if count else None
 
     def check_there(self) -> None:
-        """Refuse a source on this machine that isn't there."""
+        """Refuse a local source that doesn't exist."""
         if self.source is not None and not isinstance(self.source, Source):
             check_there(self.source)
 
@@ -228,7 +228,7 @@ class Corpus:
                            data_root=self.data_root, show_progress=show_progress)
 
     def _demo(self, show_progress: bool) -> Path:
-        """The demo corpus, made once per user; its folder's name says all that it depends on."""
+        """Make the demo corpus, once per user: the folder's name contains everything it depends on."""
         from sbkit.data.demo import FORMAT, make_demo_corpus  # needs the optional speech synthesiser
 
         language = self.language or "en"
@@ -255,7 +255,7 @@ class Corpus:
         return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
     def _read_ready(self, source: Source, fingerprint: str) -> dict[str, Manifest] | None:
-        """The manifests on disk where they are whole and were made from the same; None otherwise."""
+        """The manifests on disk if they are complete and made from the same source and options, else None."""
         try:
             report = json.loads(self.report_path.read_text(encoding="utf-8"))
             if report["fingerprint"] != fingerprint:
@@ -294,7 +294,7 @@ class Corpus:
         reports: dict[str, SplitReport] = {}
         taken: list[pa.Array] = []
         listings: dict[str, pa.Array | None] = {}
-        for split in reversed([split for split in SPLITS if split in chosen]):  # train must know the others
+        for split in reversed([split for split in SPLITS if split in chosen]):  # train last, without their rows
             manifests[split], reports[split] = prepare_split(
                 split, rows.pop(split), self.text, self._limits(split), taken=taken if split == "train" else (),
                 listings=listings, check_audio=self.check_audio, journal=journal, workers=self.workers,
@@ -308,16 +308,16 @@ class Corpus:
             "options": self._options(), "seconds": round(time.monotonic() - started, 1), "splits": {},
         }
         self._write(manifests, {split: reports[split] for split in ordered}, report)
-        for path in self.folder.glob(f"{_JOURNAL}*"):  # with those of other options that were given up
+        for path in self.folder.glob(f"{_JOURNAL}*"):  # also of preparations with other options that were stopped
             path.unlink(missing_ok=True)
         self.report = report
         return {split: manifests[split] for split in ordered}
 
     def _write(self, manifests: Mapping[str, Manifest], reports: Mapping[str, SplitReport],
                report: dict[str, Any]) -> None:
-        """All files aside, where a full disk refuses them while the old ones stand, and then in their places."""
+        """Write all files into a folder of their own, then move them into place: a full disk leaves the old ones."""
         aside = self.folder / _ASIDE
-        shutil.rmtree(aside, ignore_errors=True)  # of a preparation that was killed
+        shutil.rmtree(aside, ignore_errors=True)  # left by a preparation that was killed
         try:
             for split, found in reports.items():
                 path = aside / self.manifest_path(split).name
@@ -332,7 +332,7 @@ class Corpus:
                 os.replace(path, self.folder / path.name)
             for split in SPLITS:
                 if split not in manifests:
-                    self.manifest_path(split).unlink(missing_ok=True)  # of an earlier source
+                    self.manifest_path(split).unlink(missing_ok=True)  # left by an earlier source
             os.replace(aside / self.report_path.name, self.report_path)
             disk.sync_folder(self.folder)
         finally:

@@ -1,4 +1,4 @@
-"""Reads CSV and TSV files into Arrow columns: millions of rows in seconds, errors that name the row."""
+"""CSV and TSV files as Arrow columns: millions of rows are read in seconds, and errors name the line."""
 
 from __future__ import annotations
 
@@ -17,30 +17,32 @@ from sbkit.errors import SbkitError
 
 # A row never straddles two blocks unless it is longer than this.
 _BLOCK_BYTES = 16 << 20
-# How Arrow says that a row has too many or too few fields.
+# Arrow's message about a row with too many or too few fields.
 _WRONG_COUNT = re.compile(r"Expected \d+ columns, got \d+")
-# A row of its own behind the last one, unless a quotation mark is still open there.
+# Appended as a last line: it becomes a row of its own unless a quotation mark is still open.
 _END = "\0end of file"
 
 
 @dataclass
 class Delimited:
-    """A file's columns by name, all of them text, and the rows whose number of fields was wrong."""
+    """A file's columns by name, all as text, and the lines whose number of fields is wrong."""
 
     path: Path
     columns: dict[str, pa.ChunkedArray]
-    malformed: list[tuple[int, str]] = field(default_factory=list)  # (line, what was wrong)
-    header: Sequence[str] = ()  # all columns, whether read or not
+    malformed: list[tuple[int, str]] = field(default_factory=list)
+    """(line number, what is wrong with it)"""
+    header: Sequence[str] = ()
+    """Names of all columns, including those that were not read."""
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values()))) if self.columns else 0
 
     def find(self, *names: str) -> pa.ChunkedArray | None:
-        """The first column that has one of ``names``."""
+        """The first column with one of these names, None if there is none."""
         return next((self.columns[name] for name in names if name in self.columns), None)
 
     def need(self, *names: str, hint: str | None = None) -> pa.ChunkedArray:
-        """The first column that has one of ``names``, or an error that lists what the file has."""
+        """The first column with one of these names; if there is none, the error lists the file's columns."""
         column = self.find(*names)
         if column is None:
             wanted = " or ".join(repr(name) for name in names)
@@ -53,9 +55,9 @@ class Delimited:
 
 def read_delimited(path: str | Path, *, delimiter: str = ",", quoted: bool = True,
                    only: Collection[str] | None = None) -> Delimited:
-    """Read a whole file, or the columns that ``only`` names.
+    """Read all columns of a file, or those in ``only``.
 
-    ``quoted=False``: a quotation mark is a character like any other.
+    With ``quoted=False`` a quotation mark is an ordinary character.
     A byte order mark, Windows line ends and blank lines are tolerated; column names are stripped.
     """
     path = Path(path)
@@ -113,11 +115,11 @@ def _read_arrow(path: Path, names: Sequence[str], wanted: Sequence[str], skip: i
             raise SbkitError(f"{path}, {where}: not UTF-8", hint="save it as UTF-8") from None
         else:
             if quoted:
-                list(_malformed_lines(path, len(names), skip, delimiter, quoted))  # may know the line
+                list(_malformed_lines(path, len(names), skip, delimiter, quoted))  # may raise with the line
             raise SbkitError(f"{path}: {error}") from None
     columns = {name: table.column(name) for name in wanted}
-    # Arrow's threads don't know line numbers, so the rare file with such rows is read once more. So is one whose last
-    # row has several lines: Arrow takes a quotation mark that is never closed for all the rest.
+    # Arrow doesn't report line numbers, so the rare file with malformed rows is read once more. So is a file whose
+    # last row has several lines: with an unclosed quotation mark Arrow takes the rest of the file as one field.
     suspicious = quoted and len(table) and any("\n" in column[-1].as_py() for column in columns.values())
     bad = list(_malformed_lines(path, len(names), skip, delimiter, quoted)) if malformed or suspicious else []
     return Delimited(path, columns, bad, names)
@@ -125,8 +127,8 @@ def _read_arrow(path: Path, names: Sequence[str], wanted: Sequence[str], skip: i
 
 def _table(path: Path, names: Sequence[str], wanted: Sequence[str], skip: int, delimiter: str, quoted: bool,
            without_malformed: bool = False) -> pa.Table:
-    # A thread of Arrow's that lets go of a Python function while the process ends aborts it: hence either
-    # threads or a function, and the function only where there are malformed rows.
+    # If a thread of Arrow's releases a Python function while the process ends, the process aborts. So the function is
+    # only used if there are malformed rows, and then without threads.
     return pacsv.read_csv(
         path,
         read_options=pacsv.ReadOptions(block_size=_BLOCK_BYTES, column_names=[*names], skip_rows=skip,
@@ -158,7 +160,7 @@ def _malformed_lines(path: Path, expected: int, skip: int, delimiter: str,
 
 def _quoted_rows(path: Path, file: IO[str], skip: int, delimiter: str,
                  skipinitialspace: bool = False) -> Iterator[tuple[int, list[str]]]:
-    """(line, fields) of each row of a file that stands behind its first ``skip`` lines."""
+    """(line number, fields) of each row of a file whose first ``skip`` lines were read already."""
     reader = csv.reader(itertools.chain(file, [_END]), delimiter=delimiter,
                         skipinitialspace=skipinitialspace)
     begins = skip + 1
@@ -170,14 +172,14 @@ def _quoted_rows(path: Path, file: IO[str], skip: int, delimiter: str,
                 break
             yield skip + reader.line_num, row
             begins = skip + reader.line_num + 1
-    except csv.Error:  # it would be longer than any field is
+    except csv.Error:  # the field is longer than the csv module allows
         pass
     raise SbkitError(f"{path}, line {begins}: a quotation mark opens a field here and is never closed",
                      hint="close it, or double the quotation marks that are part of a text")
 
 
 def _read_spaced(path: Path, names: Sequence[str], skip: int, delimiter: str) -> Delimited:
-    """``ID, duration, wav``: a blank after each comma, which only Python's slower reader knows."""
+    """Read a file with blanks after the commas (``ID, duration, wav``), which Arrow's faster reader doesn't strip."""
     rows, malformed = [], []
     with open(path, encoding="utf-8-sig", newline="") as file:
         for _ in range(skip):

@@ -1,4 +1,4 @@
-"""``left_out.csv``: every row that preparation left out and why; the recordings in it are looked at again later."""
+"""``left_out.csv``: the rows that preparation left out and why, and whether any of their recordings has changed."""
 
 from __future__ import annotations
 
@@ -20,24 +20,27 @@ _COLUMNS = ("split", "ID", "wav", "reason", "detail", "size", "modified")
 
 def rows(split: str, reason: str, ids: Sequence[str], wavs: Sequence[str], details: Sequence[str], *,
          seal: bool = False) -> pa.Table:
-    """N rows left out for one reason; with ``seal`` also what their files look like now."""
+    """A table of N rows left out for one reason; with ``seal`` it has the size and date of their files."""
     seals = [file_version(wav) for wav in wavs] if seal else [("", "")] * len(ids)
     columns = ([split] * len(ids), ids, wavs, [reason] * len(ids), details, *zip(*seals, strict=True))
     return pa.table([pa.array(column, pa.large_string()) for column in columns], names=_COLUMNS)
 
 
 def write(folder: Path, tables: Iterable[pa.Table]) -> None:
-    """Write ``left_out.csv``, also where it stays empty."""
+    """Write ``left_out.csv``, even if it has no rows."""
     none = pa.table([pa.array([], pa.large_string())] * len(_COLUMNS), names=_COLUMNS)
     with atomic_write(folder / NAME, "wb") as file:
         pacsv.write_csv(pa.concat_tables([none, *tables]), file)
 
 
 def mended(folder: Path, missing: str, damaged: str) -> str | None:
-    """A recording that was ``missing`` or ``damaged`` (reasons) and has come or changed since; None of none.
+    """A recording that was left out and has appeared or changed since then; None if there is none.
 
-    Only these are looked at, one question to the file system for each damaged one and one listing for a folder of
-    missing ones: asking for all of a large corpus would take minutes on a network file system.
+    Arguments
+    ---------
+    missing, damaged : the reasons for which such recordings were left out
+
+    Other recordings are not looked at: to ask for all files of a large corpus takes minutes on a network file system.
     """
     csv = read_delimited(folder / NAME)
     reason, wavs = csv.need("reason"), csv.need("wav")

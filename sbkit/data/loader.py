@@ -1,7 +1,7 @@
-"""From a manifest and a plan to batches: worker processes read whole micro-batches, in the plan's order.
+"""Batches from a manifest and a plan: worker processes read whole micro-batches in the plan's order.
 
-What is in a batch depends on (manifest, plan, epoch, step, rank, world) only, never on the number of
-workers. Reading starts at any step of any epoch at once.
+What is in a batch depends only on (manifest, plan, epoch, step, rank, world), never on the number of workers.
+Reading can start at any step of any epoch without reading what comes before.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ logger = logging.getLogger(__name__)
 SHARED_MEMORY = "/dev/shm"
 #: Micro-batches that each worker reads ahead.
 PREFETCH = 4
-#: Damaged recordings named in an error or logged one by one.
+#: Damaged recordings that an error names; ten times as many are logged one by one.
 NAMED = 5
 
 
 class _Requests(Sampler[Request]):
-    """What the loader asks its workers for; pointed at a place before each iteration."""
+    """The requests for the workers; ``source`` is set before each iteration."""
 
     def __init__(self) -> None:
         self.source: Iterator[Request] = iter(())
@@ -47,26 +47,26 @@ class _Requests(Sampler[Request]):
 
 
 class _Workers(DataLoader[Any]):
-    """As many workers as a recipe says; torch would warn where there are fewer cores, but they also wait for files."""
+    """A DataLoader that doesn't warn of more workers than cores: workers wait for files most of the time."""
 
     def check_worker_number_rationality(self) -> None:
-        """Nothing to tell."""
+        """Do nothing, where torch would warn."""
 
 
 _Own = TypeVar("_Own", bound="_Loader")
 
 
 class _Loader:
-    """Worker processes, the count of damaged recordings, and orderly ends: what both loaders share.
+    """Base of both loaders: worker processes, their orderly end, and the count of damaged recordings.
 
     Arguments
     ---------
-    workers: processes; 0 reads in this one.
-    pin_memory: into page-locked memory, for copies to a GPU that overlap with compute.
+    workers: number of processes; with 0 this process reads.
+    pin_memory: read into page-locked memory, from which copies to a GPU overlap with computation.
     prefetch: micro-batches that each worker reads ahead.
-    timeout: seconds without a batch after which the run ends rather than hangs; 0: never.
-    max_damaged_share, damaged_floor: the run ends once more than ``damaged_floor`` recordings plus this
-        share of those read are damaged or missing. Until then they are left out and named.
+    timeout: seconds without a batch after which the run ends with an error; 0: wait without limit.
+    max_damaged_share, damaged_floor: the run ends when more than ``damaged_floor`` recordings plus this
+        share of those read are damaged or missing. Until then they are left out and logged.
     """
 
     def __init__(self, reader: Reader, max_batch_seconds: float, *, workers: int = 2,
@@ -77,7 +77,7 @@ class _Loader:
         self.reader, self.workers = reader, workers
         self.max_damaged_share, self.damaged_floor = max_damaged_share, damaged_floor
         self.damaged: dict[str, str] = {}
-        """id -> reason, of all that could not be read so far."""
+        """The reason for each utterance id that could not be read so far."""
         self._pid = os.getpid()
         self._read = self._failed = self._turn = 0
         self._requests = _Requests()
@@ -89,7 +89,7 @@ class _Loader:
         self._loader = _Workers(
             reader, sampler=self._requests, batch_size=None, collate_fn=_as_it_is, num_workers=workers,
             pin_memory=pin_memory and torch.cuda.is_available(),
-            generator=torch.Generator(),  # the global one would be drawn from at every epoch
+            generator=torch.Generator(),  # else each epoch draws from the global one
             **parallel,
         )
         _loaders.add(self)
@@ -129,22 +129,22 @@ class _Loader:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """What was read so far and what of it was damaged, for a checkpoint."""
+        """The number of recordings read so far and those that were damaged, for a checkpoint."""
         return {"read": self._read, "failed": self._failed, "damaged": dict(self.damaged)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Count on from there."""
+        """Continue counting from a checkpoint's state."""
         self._read, self._failed, self.damaged = state["read"], state["failed"], dict(state["damaged"])
 
     def close(self) -> None:
-        """End the worker processes. The loader can be used again; it then starts new ones."""
+        """End the worker processes; if the loader is used again, it starts new ones."""
         self._turn += 1
         iterator: Any = self._loader._iterator
         self._loader._iterator = None
         if iterator is None or not self.workers:
             return
         iterator._shutdown_workers()
-        for worker in iterator._workers:  # one that hangs in a read has not heard of it
+        for worker in iterator._workers:  # one that hangs while reading doesn't end by itself
             if worker.is_alive():
                 worker.kill()
 
@@ -156,18 +156,19 @@ class _Loader:
 
 
 class TrainLoader(_Loader):
-    """Micro-batches of a plan for one rank.
+    """Loads the micro-batches of a plan for one rank.
 
     Arguments
     ---------
-    manifest: the utterances, in the order that the plan's durations have.
+    manifest: the utterances, in the order of the plan's durations.
     tokenizer: encodes the texts, in the workers; ``None``: batches without tokens.
     plan: see ``sbkit.data.plan``.
     rank, world: which part of each step to read.
-    min_micros: micro-batches per step at least (gradient accumulation).
-    augment: ``sbkit.data.augment.Augment`` or ``None``; seeded by (plan's seed, epoch, utterance).
-    reading: ``workers``, ``pin_memory``, ``prefetch``, ``timeout``, ``max_damaged_share``, ``damaged_floor``,
-        see ``_Loader``.
+    min_micros: least number of micro-batches per step (gradient accumulation).
+    augment: ``sbkit.data.augment.Augment`` or ``None``; seeded by (plan's seed, pass over the corpus, utterance).
+    reading: ``workers`` (processes; 0: this one), ``pin_memory``, ``prefetch`` (micro-batches per worker), ``timeout``
+        (seconds without a batch before the run ends), ``max_damaged_share`` and ``damaged_floor`` (how many damaged
+        recordings a run tolerates).
 
     >>> with TrainLoader(manifest, tokenizer, plan) as loader:  # doctest: +SKIP
     ...     for batch in loader.at(epoch=3, step=1200):
@@ -189,22 +190,22 @@ class TrainLoader(_Loader):
         super().__init__(reader, most, **reading)
 
     def steps(self, epoch: int = 1) -> int:
-        """Optimizer steps of an epoch, the same on every rank."""
+        """The number of optimizer steps of an epoch, equal on all ranks."""
         return len(self.plan)
 
     def at(self, epoch: int, step: int = 0) -> Iterator[Batch]:
-        """This rank's micro-batches of an epoch from step ``step`` on; no step before it is touched."""
+        """This rank's micro-batches of an epoch from step ``step`` on; earlier steps are not read."""
         if not 0 <= step <= self.steps(epoch):
             raise SbkitError(f"epoch {epoch} has {self.steps(epoch)} steps; it cannot start at step {step}",
                              hint="was the run started with another corpus or other batching options?")
         return self._run(self._from(epoch, step))
 
     def to_device(self, batches: Iterator[Batch], device: torch.device | str) -> DevicePrefetcher:
-        """The same batches on ``device``, copied one ahead."""
+        """The same batches on ``device``, each copied while the one before is computed."""
         return DevicePrefetcher(batches, device)
 
     def epoch_plan(self, epoch: int) -> EpochPlan:
-        """The plan of an epoch (the last one asked for is kept)."""
+        """The plan of an epoch; the most recent one is cached."""
         if self._epoch is None or self._epoch[0] != epoch:
             self._epoch = epoch, self.plan.epoch(epoch)
         return self._epoch[1]
@@ -219,10 +220,10 @@ class TrainLoader(_Loader):
 
 
 class EvalLoader(_Loader):
-    """One rank's share of a manifest, once, longest first; no utterance is seen by two ranks.
+    """Loads one rank's share of a manifest once, longest first; no utterance is seen by two ranks.
 
-    Ranks may have different numbers of batches. An utterance longer than ``max_batch_seconds`` goes alone.
-    The arguments are those of ``TrainLoader``.
+    Ranks may have different numbers of batches. An utterance longer than ``max_batch_seconds`` is a batch of its own.
+    The other arguments are those of ``TrainLoader``.
     """
 
     def __init__(self, manifest: Manifest, tokenizer: Encoder | None, *, max_batch_seconds: float,
@@ -235,7 +236,7 @@ class EvalLoader(_Loader):
                          max(max_batch_seconds, longest), **reading)
 
     def __len__(self) -> int:
-        """Batches of this rank."""
+        """The number of batches of this rank."""
         return len(self.batches)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -244,10 +245,11 @@ class EvalLoader(_Loader):
 
 def eval_batches(durations: np.ndarray, max_batch_seconds: float, world: int = 1,
                  max_batch_utterances: int | None = None) -> list[np.ndarray]:
-    """Every utterance once, longest first, in batches that ``world`` ranks take turns at."""
+    """Row numbers of all utterances, longest first, in batches; rank ``r`` takes every ``world``-th from the ``r``-th.
+    """
     order = np.argsort(-durations, kind="stable")
     seconds = durations[order].astype(np.float64).tolist()
-    # Small sets are cut finer, so that every rank has something to do.
+    # Small sets get smaller batches, so that every rank has one.
     limit = min(max_batch_seconds, sum(seconds) / world * 1.1) * (1 + 1e-6)
     batches, start = [], 0
     while start < len(seconds):
@@ -259,12 +261,13 @@ def eval_batches(durations: np.ndarray, max_batch_seconds: float, world: int = 1
 
 
 def _prefetch_that_fits(prefetch: int, workers: int, batch_bytes: int) -> int:
-    """Batches wait for the run in shared memory, of which a container often has but 64 MB."""
+    """The batches per worker that shared memory has room for, ``prefetch`` at most; containers often have only 64 MB.
+    """
     if not os.path.isdir(SHARED_MEMORY):
         return prefetch
     found = os.statvfs(SHARED_MEMORY)
     free = found.f_bavail * found.f_frsize // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    fits = free // batch_bytes // workers - 1  # beside those read ahead each worker fills one
+    fits = free // batch_bytes // workers - 1  # each worker fills one more besides
     if fits >= prefetch:
         return prefetch
     need = (prefetch + 1) * workers * batch_bytes / 1e6
@@ -286,15 +289,15 @@ _loaders: weakref.WeakSet[_Loader] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Runs before torch's and multiprocessing's own ends, which would wait for the workers' SIGTERM."""
+    """Close all loaders at exit, before torch and multiprocessing would wait for the workers' SIGTERM."""
     for loader in list(_loaders):
-        if loader._pid == os.getpid():  # a forked process has no say in its parent's workers
+        if loader._pid == os.getpid():  # a forked process leaves its parent's workers alone
             loader.close()
 
 
 @contextlib.contextmanager
 def _plain_errors() -> Iterator[None]:
-    """What torch says of a worker that died or hangs, in words that help."""
+    """Replace torch's errors about workers that died or hang by errors that say what to do."""
     try:
         yield
     except RuntimeError as error:

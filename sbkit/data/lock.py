@@ -1,4 +1,4 @@
-"""Locks of the kernel: a file or folder that one process holds until it lets go, or dies, however it dies."""
+"""File locks of the kernel: a process holds one until it releases it or dies, in whatever way it dies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Lock:
-    """An open file or folder that can be locked. Processes that are forked meanwhile have no part in it.
+    """An open file or folder that can be locked. Processes forked meanwhile don't share the lock.
 
     flags : as ``os.open`` takes them
     """
@@ -37,15 +37,16 @@ class Lock:
 
     @property
     def descriptor(self) -> int:
-        """The number of the open file."""
+        """The file descriptor."""
         if self.handle is None:
             raise ValueError(f"{self.path} was closed")
         return self.handle
 
     def take(self, *, wait: bool = False, shared: bool = False) -> bool | None:
-        """Whether this process holds it now; None where the file system has no locks.
+        """Try to lock it; whether this process holds the lock now, or None if the file system has no locks.
 
-        shared : beside others that share it, but not beside one that holds it alone
+        wait : block until the lock is free
+        shared : allow other processes that also ask for a shared lock
         """
         if fcntl is None:
             return None
@@ -60,14 +61,14 @@ class Lock:
         return True
 
     def is_at(self, path: Path) -> bool:
-        """Whether what is open is what has this name by now."""
+        """Whether the open file is still the one that has this path."""
         try:
             return os.path.samestat(os.fstat(self.descriptor), os.stat(path))
         except FileNotFoundError:
             return False
 
     def close(self) -> None:
-        """Let go."""
+        """Release the lock and close the file."""
         Lock._open.discard(self)
         if self.handle is not None:
             os.close(self.handle)
@@ -85,18 +86,18 @@ def _close_all() -> None:
         lock.close()
 
 
-if fcntl is not None:  # the kernel drops a lock once nobody has the file open any more, the holder's workers included
+if fcntl is not None:  # the kernel releases a lock when no process has the file open, and forked workers would have it
     os.register_at_fork(after_in_child=_close_all)
 
 
 def remove_unheld(folder: Path, unless_older: float = 0.0) -> bool:
-    """Delete a folder, unless a living process holds it; gives whether this one did.
+    """Delete a folder unless a living process holds its lock; return whether it was deleted.
 
-    unless_older : seconds, for a file system without locks
+    unless_older : on a file system without locks, delete it only if it is older than this many seconds
     """
     with Lock(folder) as lock:
         free = lock.take()
-        if free is False or not lock.is_at(folder):  # another process deleted it, and may have made it anew
+        if free is False or not lock.is_at(folder):  # another process deleted it, and may have created it again
             return False
         if free is None and time.time() - folder.stat().st_mtime < unless_older:
             return False
@@ -106,7 +107,7 @@ def remove_unheld(folder: Path, unless_older: float = 0.0) -> bool:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the file ``path``; a second process that wants it waits. Without locks, it goes on without one."""
+    """Hold a lock on the file ``path``, waiting for it if needed; a file system without locks is ignored."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = Lock(path, os.O_WRONLY | os.O_CREAT)

@@ -1,4 +1,4 @@
-"""The manifest: one row per utterance, a CSV on disk that SpeechBrain can read, Arrow columns in memory."""
+"""The manifest, one row per utterance: on disk a CSV that SpeechBrain can read, in memory Arrow columns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sbkit.errors import SbkitError
 from sbkit.system.console import atomic_write
 
 REQUIRED = ("ID", "duration", "wav", "wrd")
-#: Columns with a meaning; metadata are called otherwise.
+#: Columns that a manifest uses itself; metadata must have other names.
 OWN = (*REQUIRED, "spk_id", "start")
 _ROWS_PER_BLOCK = 200_000
 _DATA_ROOT = r"^\$(data_root|\{data_root\})"
@@ -27,8 +27,8 @@ _DATA_ROOT = r"^\$(data_root|\{data_root\})"
 class Column(Sequence[str]):
     """A read-only sequence of strings in one Arrow array.
 
-    Two million strings are three blocks of memory rather than two million Python objects, so worker
-    processes share them with their parent. ``column[i]`` is a ``str``; ``.arrow`` is for whole-column work.
+    Two million strings are three blocks of memory instead of two million Python objects, so that worker processes
+    share them with their parent. ``column[i]`` is a ``str``; ``.arrow`` is the array, for operations on all rows.
     """
 
     __slots__ = ("arrow",)
@@ -64,7 +64,7 @@ class Column(Sequence[str]):
             return self.arrow.equals(other.arrow)
         return isinstance(other, Sequence) and list(self) == list(other)
 
-    __hash__ = None  # type: ignore[assignment]  # what Python itself says of a class whose objects are equal by value
+    __hash__ = None  # type: ignore[assignment]  # as Python sets it for a class that defines __eq__
 
     def take(self, indices: np.ndarray) -> Column:
         return Column(self.arrow.take(pa.array(indices)))
@@ -75,7 +75,7 @@ class Column(Sequence[str]):
 
 @dataclass
 class Utterance:
-    """One row: ``duration`` seconds of ``wav`` from ``start`` on, and what was said there."""
+    """One row of a manifest: ``duration`` seconds of ``wav`` from ``start`` on, and their transcript."""
 
     id: str
     wav: str
@@ -159,7 +159,7 @@ class Manifest:
         )
 
     def replace(self, **columns: Any) -> Manifest:
-        """The same rows with some columns exchanged, e.g. ``replace(wavs=...)`` after copying audio."""
+        """A manifest with some columns replaced, such as ``replace(wavs=...)`` after the audio was copied."""
         own = {name: getattr(self, name)
                for name in ("ids", "durations", "wavs", "texts", "speakers", "starts", "meta", "remote")}
         return Manifest(**{**own, **columns})
@@ -191,7 +191,7 @@ class Manifest:
         )
 
     def write(self, path: str | Path, data_root: str | Path | None = None) -> None:
-        """Write a CSV, whole or not at all; paths below a given ``data_root`` start with ``$data_root``."""
+        """Write a CSV, completely or not at all; in paths below ``data_root``, that becomes ``$data_root``."""
         wavs = self.wavs.arrow
         if data_root is not None:
             root = str(data_root).rstrip("/") + "/"
@@ -216,14 +216,14 @@ class Manifest:
 
 
 def _floats(column: pa.ChunkedArray) -> np.ndarray:
-    """Without pandas, which Arrow's own ``to_numpy`` loads: 40 MB, for nothing."""
+    """A column as numpy array, without Arrow's ``to_numpy``, which would import pandas (40 MB)."""
     return np.concatenate([np.from_dlpack(chunk) for chunk in column.chunks] or [np.zeros(0)])
 
 
 def to_seconds(path: Path, name: str, column: pa.ChunkedArray, unknown: float | None = None) -> np.ndarray:
-    """Text -> float64 seconds [N]. An entry that is no number >= 0 becomes ``unknown``.
+    """Convert a column of texts to float64 seconds [N].
 
-    Without ``unknown`` it is an error that names its row.
+    An entry that isn't a number >= 0 becomes ``unknown``; if that is None, it is an error that names the row.
     """
     column = pc.utf8_trim_whitespace(column)
     try:
@@ -248,7 +248,7 @@ def _number(text: str) -> float:
 
 
 def replace_data_root(wavs: pa.ChunkedArray, root: str | Path) -> pa.ChunkedArray:
-    """Put ``root`` for ``$data_root`` or ``${data_root}`` at the start of each path."""
+    """Replace ``$data_root`` or ``${data_root}`` at the start of each path by ``root``."""
     safe = re.sub(r"\\", r"\\\\", str(root))  # RE2 reads a backslash in a replacement as a group number
     return pc.replace_substring_regex(wavs, _DATA_ROOT, safe)
 
@@ -261,7 +261,7 @@ def join(*parts: pa.Array | str, separator: str = "") -> pa.Array:
 
 
 def _quote(column: pa.Array) -> pa.Array:
-    """CSV fields: quoted only where a comma, quote, line end or outer blank makes it necessary."""
+    """A column as CSV fields, quoted only if they contain a comma, quote or line end, or begin or end with a blank."""
     if not pa.types.is_large_string(column.type):
         return pc.cast(column, pa.large_string())
     needs = pc.match_substring_regex(column, r'[",\r\n]|^\s|\s$')

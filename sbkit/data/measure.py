@@ -1,4 +1,4 @@
-"""Measures recordings by their headers: parallel, resumable, and no damaged file can crash it."""
+"""Durations of recordings, read from their headers: in parallel, resumable, and safe against damaged files."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ from sbkit.system.cores import usable_cores
 logger = logging.getLogger(__name__)
 
 _CHUNK = 256
-# Below this, starting processes takes longer than measuring (some 60 microseconds a file).
+# For fewer recordings, starting processes takes longer than measuring (about 60 microseconds per file).
 _WORTH_PROCESSES = 2000
 _JOURNAL_SECONDS = 5.0
 _COMMAND = tuple(helper_process.command("sbkit.data.measure"))
 
 
 def default_workers() -> int:
-    """Twice the cores this process may use, since headers are waited for; 32 at most."""
+    """Twice the number of cores this process may use, because reading headers is mostly waiting; at most 32."""
     return min(32, 2 * usable_cores())
 
 
 def measure(wavs: Sequence[str], *, workers: int | None = None, journal: Path | None = None, remote: Remote = NOWHERE,
             what: str = "measuring", show_progress: bool = True) -> tuple[np.ndarray, dict[int, str]]:
-    """Length of each recording.
+    """Read the duration of each recording from its header.
 
     Arguments
     ---------
     wavs : N recordings
     remote : which URLs may be opened
-    journal : a file that remembers results, so that a later call goes on where this one was stopped
+    journal : a file that stores results, so that a later call continues where this one was stopped
 
     Returns
     -------
-    seconds : float64 [N], NaN where a recording cannot be read
-    causes : index -> why it cannot
+    seconds : float64 [N], NaN for a recording that can't be read
+    causes : for the index of each such recording, why
     """
     seconds = np.full(len(wavs), np.nan)
     causes: dict[int, str] = {}
@@ -68,14 +68,14 @@ def measure(wavs: Sequence[str], *, workers: int | None = None, journal: Path | 
         for chunk, results in _measured(chunks, wavs, remote, workers or default_workers()):
             for i, result in zip(chunk, results, strict=True):
                 _store(seconds, causes, i, result)
-                if not isinstance(result, str):  # what failed is tried again
+                if not isinstance(result, str):  # failures aren't stored, so that they are tried again
                     notes.add(wavs[i], result)
             bar.update(len(chunk))
     return seconds, causes
 
 
 def measure_one(wav: str, remote: Remote = NOWHERE) -> float | str:
-    """Seconds of a recording, or why it can't be read."""
+    """The duration of a recording in seconds, or why it can't be read."""
     try:
         return audio_info(wav, remote)[0]
     except AudioError as error:
@@ -112,10 +112,10 @@ def _measured(chunks: list[list[int]], wavs: Sequence[str], remote: Remote,
 
 
 class _Processes:
-    """Helper processes that read headers, this module run by itself: a line of JSON in, a line out.
+    """Helper processes that read headers: each runs this module and answers a line of JSON with another.
 
-    Neither forks (a process with threads or a GPU must not) nor multiprocessing's spawn (it runs the user's
-    script again); and a recording that crashes libsndfile costs one helper process, not the run.
+    A process with threads or a GPU must not fork, and multiprocessing's spawn would run the user's script again. A
+    recording that crashes libsndfile ends only a helper process.
     """
 
     def __init__(self, count: int, remote: Remote):
@@ -129,7 +129,7 @@ class _Processes:
 
     @classmethod
     def work(cls) -> bool:
-        """Whether such processes run here at all; else every recording would seem to crash them."""
+        """Whether helper processes run on this machine; if not, every recording would seem to crash them."""
         with cls(1, NOWHERE) as processes:
             works = processes._ask(processes._all[0], []) == []
         if not works:
@@ -183,7 +183,7 @@ class _Processes:
 
 
 class _Journal:
-    """Appends results to a file every few seconds; without a path it forgets them."""
+    """Appends results to a file, flushed every few seconds; without a path they are dropped."""
 
     def __init__(self, path: Path | None):
         self.path, self.saved = path, time.monotonic()
@@ -194,7 +194,7 @@ class _Journal:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.file = open(self.path, "a", encoding="utf-8")
             if self.path.stat().st_size:
-                self.file.write("\n")  # ends a line that was cut short
+                self.file.write("\n")  # ends a line that was interrupted
         return self
 
     def add(self, wav: str, result: float) -> None:
@@ -214,7 +214,7 @@ def _read_journal(path: Path | None) -> dict[str, float]:
     if path is not None and path.is_file():
         with open(path, encoding="utf-8", errors="replace") as file:
             for line in file:
-                with contextlib.suppress(ValueError):  # the line that was being written
+                with contextlib.suppress(ValueError):  # a line that was interrupted
                     wav, result = json.loads(line)
                     known[wav] = result
     return known

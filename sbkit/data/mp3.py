@@ -1,8 +1,8 @@
-"""What libsndfile does not see in an MP3: its true length where no tag tells, and whether seeking is exact.
+"""The true length of an MP3 without a tag, and whether seeking in it is exact: both are unknown to libsndfile.
 
-Without a Xing or Info tag libsndfile guesses the length from the first frame's bit rate and reads no
-further, so a recording of variable bit rate loses its end (or gains silence). And where the bit rate
-varies it seeks by the tag's coarse table, tens of milliseconds off. Both are seen in the frame headers.
+Without a Xing or Info tag libsndfile guesses the length from the first frame's bit rate and reads no further, so a
+recording of variable bit rate loses its end (or gets silence there). In a file of variable bit rate it seeks by the
+tag's coarse table, tens of milliseconds off. The frame headers tell both.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 _RATES_1 = (0, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320)
 _RATES_2 = (0, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160)
 _HERTZ = (44_100, 48_000, 32_000)
-#: Damaged frames to skip before what follows is taken for something other than audio.
+#: Bytes in which a frame is looked for behind damaged ones, before the rest is taken for something else than audio.
 _RESYNC_BYTES = 4096
 _MANY_BYTES = 1 << 26
 
@@ -29,21 +29,24 @@ class Frame(NamedTuple):
 
 
 class Mp3(NamedTuple):
-    """``frames`` counted or as the tag has them; ``tagged``: libsndfile knows them too."""
+    """What the headers of an MP3 say about its length."""
 
     frames: int
+    """Counted, or from the tag."""
     samples: int
     constant: bool
+    """Whether all frames have the same bit rate."""
     tagged: bool
+    """Whether a tag has the number of frames, so that libsndfile knows it too."""
     first: int
-    """Where the first frame begins."""
+    """Offset of the first frame in bytes."""
 
 
 def inspect(read: Callable[[int, int], bytes]) -> Mp3 | None:
-    """Look at an MP3 through ``read(count, offset)``; None where no frame is found.
+    """Examine an MP3 through ``read(count, offset)``; None if it has no frame.
 
-    With a tag that counts the frames one short read (two behind an ID3 tag) tells all; without one, all
-    headers are walked through.
+    With a tag that has the number of frames, one short read is enough (two if there is an ID3 tag); without one, all
+    frame headers are read.
     """
     head = read(_RESYNC_BYTES, 0)
     start = _after_id3(head)
@@ -64,7 +67,7 @@ def inspect(read: Callable[[int, int], bytes]) -> Mp3 | None:
 
 
 def read_all(read: Callable[[int, int], bytes], start: int = 0) -> bytes:
-    """Everything from ``start`` on; one ``read`` may give less than asked for."""
+    """All bytes from ``start`` on, in several reads if one returns fewer bytes than requested."""
     parts = []
     while part := read(_MANY_BYTES, start):
         parts.append(part)
@@ -73,7 +76,7 @@ def read_all(read: Callable[[int, int], bytes], start: int = 0) -> bytes:
 
 
 def with_tag(data: bytes, mp3: Mp3) -> bytes:
-    """The same MP3 with a Xing tag in front that counts its frames."""
+    """The same MP3 with a Xing tag in front that has the number of frames."""
     frame = _frame(data, mp3.first)
     assert frame is not None, "it was found there"
     header = bytearray(data[mp3.first : mp3.first + 4])
@@ -111,7 +114,7 @@ def _walk(data: bytes, at: int, start: int) -> Mp3:
 
 
 def _next_frame(data: bytes, at: int) -> int | None:
-    """Where the next frame begins: a header that another one follows, or that ends the data."""
+    """Offset of the next frame: a header that is followed by another one or by the end of the data."""
     while (at := data.find(b"\xff", at)) >= 0:
         frame = _frame(data, at)
         if frame is not None and (at + frame.size + 4 > len(data) or _frame(data, at + frame.size)):

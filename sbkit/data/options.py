@@ -1,4 +1,4 @@
-"""What an option of a YAML may be: a wrong type is told with the option's name, before anything is done."""
+"""Checks of options from a YAML: a wrong type or value is refused with the option's name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sbkit.errors import SbkitError
 
 def check_number(what: str, value: Any, *, above: float | None = None, least: float | None = None, whole: bool = False,
                  optional: bool = False) -> None:
-    """Refuse what is no (whole) number, not ``above`` a limit or not at ``least`` as large; ``optional``: null will do.
+    """Refuse a value that isn't a (whole) number ``above`` or at ``least`` a limit; ``optional`` allows null.
 
     >>> check_number("batching: buckets", 2.0, above=0, whole=True, optional=True)
     Traceback (most recent call last):
@@ -28,7 +28,7 @@ def check_number(what: str, value: Any, *, above: float | None = None, least: fl
 
 
 def texts(what: str, value: Any) -> list[str]:
-    """One text or several as a list.
+    """A list of texts, from one text or several.
 
     >>> texts("corpus: only", "test"), texts("corpus: only", ["train", "dev"])
     (['test'], ['train', 'dev'])

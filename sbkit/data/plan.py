@@ -1,9 +1,8 @@
-"""The plan of an epoch: which utterances make which optimizer step, from durations alone.
+"""The plan of an epoch: which utterances are in which optimizer step, derived from durations alone.
 
-The steps depend on (durations, what they are rounded to, batching, epoch) only. Ranks, workers and
-micro-batches decide who computes which part of a step, never what is in it, so a run on eight GPUs with
-accumulation takes the same optimizer steps as a run on one. Anything about step N is answered without
-walking through the steps before it, so resuming costs nothing.
+The steps depend only on (durations, their rounding, batching, epoch). Ranks, workers and micro-batches decide who
+computes which part of a step, never what is in it, so a run on eight GPUs with accumulation takes the same optimizer
+steps as a run on one. Step N is found without going through the steps before it, so resuming costs nothing.
 """
 
 from __future__ import annotations
@@ -18,46 +17,46 @@ import numpy as np
 from sbkit.data.options import check_number
 from sbkit.errors import SbkitError
 
-#: More buckets mean less padding, and more steps that are not full: each bucket ends in about half of one.
-#: What a step costs besides its audio, as a share of a full step, weighs one against the other.
+#: The cost of a step besides its audio, as a share of a full step. It balances padding, which more buckets reduce,
+#: against incomplete steps, of which each bucket adds half a one on average.
 STEP_COST = 0.05
 MAX_BUCKETS = 200
-#: A bucket of fewer steps would hardly mix its utterances.
+#: In a bucket of fewer steps, the utterances would hardly be mixed.
 MIN_STEPS_PER_BUCKET = 2
-#: More padding than this is not worth the mixing: a corpus of few steps gets narrower buckets, in this order of
-#: (steps per bucket, cost of a step), until it pads less. With one step per bucket an epoch has the steps of the one
-#: before in another order. Below ``LEAST_STEPS`` full ones nobody minds padding, and larger steps are better ones.
+#: A corpus of few steps whose padding exceeds this share gets narrower buckets: these (steps per bucket, cost of a
+#: step) are tried in turn until the padding is below. With one step per bucket, every epoch has the same steps in
+#: another order. A corpus of fewer than ``LEAST_STEPS`` full steps is left alone: for it, full steps matter more.
 MOST_PADDING, LEAST_STEPS = 0.02, 10
 NARROWER = ((2, STEP_COST), (1, STEP_COST), (1, 0.02), (1, 0.01))
-#: On a CPU oneDNN makes code for each new number of frames (in bf16 20 ms a step, and memory), and on a card
-#: ``--compile`` records each: padding is cheaper. Without it cuDNN and cuFFT make a plan there for each new shape, in
-#: some milliseconds: half as much rounding pads 1.4 % (lengths as Common Voice's), and of 3,900 batches of an epoch
-#: 155 have a new shape, where 3,500 would have one.
+#: Seconds to whose multiples batches are padded, which makes shapes recur. On a CPU oneDNN generates code for each new
+#: number of frames (in bf16 20 ms a step, and memory), and on a GPU ``--compile`` records each shape. Without it cuDNN
+#: and cuFFT make a plan for each new shape, in a few milliseconds, so half as much rounding is enough there: with
+#: lengths as in Common Voice it pads 1.4 %, and of 3,900 batches of an epoch 155 have a new shape instead of 3,500.
 ROUND_SECONDS, CARD_ROUND_SECONDS = 0.32, 0.16
-#: Places where an edge between buckets may be put; more would not save padding worth the time.
+#: Candidates for edges between buckets; more candidates take time and hardly reduce padding.
 EDGE_CANDIDATES = 600
 
 
 @dataclass
 class Batching:
-    """How utterances are put together; what a YAML names.
+    """How utterances are grouped into micro-batches and optimizer steps; the ``batching`` of a recipe.
 
     Arguments
     ---------
-    max_batch_seconds: what one device holds at once (a micro-batch), in seconds, padding counted.
-    step_seconds: what one optimizer update sees over all devices and micro-batches, in seconds,
-        padding counted; ``null``: as much as ``max_batch_seconds``.
-    buckets: groups of similar duration, from which steps are drawn, at most 200; ``null``: as many as
-        cost least, padding and incomplete steps weighed against each other; more where padding exceeds 2 %.
+    max_batch_seconds: size of a micro-batch, which one device holds at once, in seconds including padding.
+    step_seconds: audio of one optimizer update over all devices and micro-batches, in seconds including
+        padding; ``null``: as much as ``max_batch_seconds``.
+    buckets: number of groups of similar duration, from which steps are drawn, at most 200; ``null``: the number with
+        the least cost of padding and incomplete steps, or more if padding exceeds 2 %.
     max_batch_utterances: a second limit on a micro-batch; ``null``: none.
-    seed: of the order of utterances and steps.
-    sort: ``ascending`` or ``descending`` takes the first epoch (epoch 1) in order of duration; every
-        later epoch is shuffled. ``null`` or ``random``: every epoch is.
-    least_steps: optimizer steps that a run takes at least, by about: where ``number_of_epochs`` of the corpus hold far
-        fewer, an epoch goes through the corpus as often as comes nearest. A recogniser needs some hundreds to hear
-        anything; 0: none.
-    round_seconds: batches are padded to a multiple of it, as far as ``max_batch_seconds`` allows, so that what is
-        prepared for one shape serves again; 0: not; ``null``: 0.32 on a CPU and with ``--compile``, else 0.16.
+    seed: seed of the order of utterances and steps.
+    sort: with ``ascending`` or ``descending``, the first epoch (epoch 1) is ordered by duration and later
+        ones are shuffled; with ``null`` or ``random``, all epochs are shuffled.
+    least_steps: about how many optimizer steps a run takes at least: if ``number_of_epochs`` of the corpus have far
+        fewer, each epoch goes through the corpus several times. A recogniser needs a few hundred before it recognises
+        anything; 0: no minimum.
+    round_seconds: batches are padded to a multiple of it, as far as ``max_batch_seconds`` allows, so that shapes recur;
+        0: no rounding; ``null``: 0.32 on a CPU and with ``--compile``, else 0.16.
     """
 
     max_batch_seconds: float
@@ -84,30 +83,30 @@ class Batching:
 
     @property
     def update_seconds(self) -> float:
-        """``step_seconds``, which a made one always has."""
+        """``step_seconds`` as a number, which it is once the object is built."""
         assert self.step_seconds is not None
         return self.step_seconds
 
     def rounding(self, device_type: str, compiled: bool = False) -> float:
-        """Seconds to whose next multiple batches are padded on such a device."""
+        """Seconds to whose next multiple batches are padded on a device of this type."""
         if self.round_seconds is not None:
             return self.round_seconds
         return ROUND_SECONDS if device_type == "cpu" or compiled else CARD_ROUND_SECONDS
 
 
 class Plan:
-    """Buckets and step sizes of a corpus; ``epoch(e)`` shuffles them.
+    """The buckets and step sizes of a corpus, from which ``epoch(e)`` makes the steps of an epoch.
 
     Arguments
     ---------
-    durations: ``[N]``, seconds of each utterance; the plan's own are rounded up.
+    durations: ``[N]``, seconds of each utterance; the attribute ``durations`` has them rounded up.
     batching: see ``Batching``.
-    ids: names for error messages.
-    round_seconds: what ``Batching.rounding`` gives for a device. Buckets and batches are made of rounded durations:
-        fewer buckets, in each as many utterances as fit, and so few shapes.
-    epochs: of the run, by which ``Batching.least_steps`` goes.
+    ids: names of utterances for error messages.
+    round_seconds: the ``Batching.rounding`` of the device. Buckets and batches are made from rounded durations, so
+        that few shapes occur.
+    epochs: epochs of the run, which ``Batching.least_steps`` needs.
 
-    An utterance longer than ``max_batch_seconds`` is an error that names it: it would not fit on the device.
+    An utterance longer than ``max_batch_seconds`` would not fit on the device; the error names it.
 
     >>> plan = Plan([1.0, 1.2, 5.0, 5.5], Batching(max_batch_seconds=6, step_seconds=11, buckets=2))
     >>> sorted(sorted(plan.epoch(1).step(i).tolist()) for i in range(2))
@@ -130,7 +129,7 @@ class Plan:
         for k, (size, longest) in enumerate(zip(sizes.tolist(), edges.tolist(), strict=True)):
             fits = max(1, int(batching.update_seconds / longest + 1e-6))
             steps[k] = -(-size // fits)
-        # A bucket's leftovers are spread evenly over its steps, so that no step is a straggler of one.
+        # The utterances of a bucket are spread evenly over its steps, so that the last step isn't nearly empty.
         parts = [np.diff(np.arange(n + 1) * size // n) for n, size in zip(steps, sizes, strict=True) if n]
         lengths = np.concatenate(parts) if parts else np.zeros(0, np.int64)
         self._bounds = np.concatenate([[0], np.cumsum(lengths)])
@@ -139,11 +138,11 @@ class Plan:
         """How often an epoch goes through the corpus."""
 
     def __len__(self) -> int:
-        """Steps in an epoch."""
+        """The number of steps in an epoch."""
         return self.passes * (len(self._bounds) - 1)
 
     def epoch(self, epoch: int) -> EpochPlan:
-        """The plan of one epoch. Epochs count from 1; each, and each of its passes, has an order of its own."""
+        """The plan of one epoch, counted from 1; every epoch, and every pass in it, is shuffled differently."""
         steps, size = len(self._bounds) - 1, len(self.durations)
         passes = [self._pass(self.passes * (epoch - 1) + number) for number in range(1, self.passes + 1)]
         bounds = [self._bounds[:1], *(self._bounds[1:] + i * size for i in range(self.passes))]
@@ -152,17 +151,17 @@ class Plan:
             np.concatenate([order + i * steps for i, (_, order) in enumerate(passes)]))
 
     def visit(self, epoch: int, step: int) -> int:
-        """Which way through the corpus, of the run, a step of an epoch belongs to; counted from 1."""
+        """The pass over the corpus to which a step of an epoch belongs, counted from 1 over the whole run."""
         return self.passes * (epoch - 1) + step // (len(self._bounds) - 1) + 1
 
     def _pass(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Utterances as one way through the corpus lays them out, bucket by bucket, and the order of its steps."""
+        """The utterances of one pass over the corpus, bucket by bucket, and the order of its steps."""
         rng = np.random.Generator(np.random.PCG64([self.batching.seed % 2**64, number]))
         members = rng.permutation(len(self.durations))
         members = members[np.argsort(self._bucket[members], kind="stable")]
         order = rng.permutation(len(self._bounds) - 1)
         if number <= 1 and self.batching.sort in ("ascending", "descending"):
-            # Steps are laid out bucket by bucket, the shortest first.
+            # Steps are numbered bucket by bucket, the shortest first.
             order = np.arange(len(order))[:: 1 if self.batching.sort == "ascending" else -1]
         return members, order
 
@@ -188,11 +187,11 @@ class EpochPlan:
         return self._members[self._bounds[place] : self._bounds[place + 1]]
 
     def share(self, i: int, rank: int = 0, world: int = 1, min_micros: int = 1) -> list[np.ndarray]:
-        """What ``rank`` of ``world`` computes of step ``i``: the indices of each of its micro-batches.
+        """The micro-batches that ``rank`` of ``world`` computes in step ``i``, each as indices of utterances.
 
-        Every rank gets a list of the same length: ``min_micros``, or what ``max_batch_seconds`` needs.
-        The parts of a step cost about the same, padding counted; neighbours in duration share a
-        micro-batch. A part is empty where the step has fewer utterances than parts.
+        All ranks get lists of the same length: ``min_micros``, or more if ``max_batch_seconds`` requires it. The
+        micro-batches of a step have about the same size, padding included, and each has utterances of similar
+        duration. Some are empty if the step has fewer utterances than micro-batches.
         """
         parts, micros = self._parts(i, world, min_micros)
         empty = np.zeros(0, dtype=np.int64)
@@ -200,11 +199,11 @@ class EpochPlan:
         return [parts[place] if place < len(parts) else empty for place in places]
 
     def most(self, i: int, world: int = 1, min_micros: int = 1) -> float:
-        """Seconds, padding counted, of the largest of all ranks' micro-batches of step ``i``."""
+        """Seconds, padding included, of the largest micro-batch of step ``i`` on any rank."""
         parts, _ = self._parts(i, world, min_micros)
         return max(len(part) * float(self.durations[part[0]]) for part in parts)
 
-    @functools.lru_cache(maxsize=1)  # noqa: B019 (one step's; the plan of an epoch goes when the next is made)
+    @functools.lru_cache(maxsize=1)  # noqa: B019 (keeps one step, and this object lives for an epoch)
     def _parts(self, i: int, world: int, min_micros: int) -> tuple[list[np.ndarray], int]:
         members = self.step(i)
         members = members[np.argsort(-self.durations[members], kind="stable")]
@@ -212,10 +211,10 @@ class EpochPlan:
         batching = self.batching
         most = batching.max_batch_utterances or len(seconds)
         cuts = _cut(seconds, batching.max_batch_seconds, most)
-        assert cuts is not None, "it may be any number of runs"
+        assert cuts is not None, "the number of runs isn't limited here"
         micros = max(min_micros, -(-len(cuts) // world))
         allowed = micros * world
-        # The smallest cost per part for which `allowed` parts are enough: the most even division.
+        # The smallest size for which `allowed` parts are enough makes them as even as possible.
         low, high = sum(seconds) / allowed, batching.max_batch_seconds
         best = cuts
         while high - low > 0.01 * high:
@@ -229,9 +228,9 @@ class EpochPlan:
 
 
 def _cut(seconds: list[float], cost: float, most: int, allowed: int | None = None) -> list[tuple[int, int]] | None:
-    """Cut descending durations into runs of at most ``cost`` seconds, padding counted.
+    """Cut descending durations into runs of at most ``cost`` seconds, padding included.
 
-    None where that takes more than ``allowed`` runs.
+    None if that takes more than ``allowed`` runs.
     """
     cuts: list[tuple[int, int]] = []
     start, total = 0, len(seconds)
@@ -266,7 +265,7 @@ def _refuse(durations: np.ndarray, batching: Batching, ids: Sequence[str] | None
 
 
 def _edges(durations: np.ndarray, batching: Batching) -> np.ndarray:
-    """Upper edges of the buckets, ascending: as many as ``batching`` says, or as many as cost least."""
+    """Upper edges of the buckets, ascending: as many as ``batching`` says, or the number of least cost."""
     ordered = np.sort(durations)
     total = float(ordered.sum(dtype=np.float64))
     # Candidates: equal shares of the utterances, and equal steps of duration for the tails.
@@ -287,10 +286,9 @@ def _edges(durations: np.ndarray, batching: Batching) -> np.ndarray:
 
 
 def _few_buckets(candidates: np.ndarray, below: np.ndarray, batching: Batching, total: float) -> np.ndarray:
-    """The edges that pad least for ``batching.buckets``; where that is null, the number that costs least of ``total``
-    seconds.
+    """The edges with the least padding for ``batching.buckets``; if that is null, for the number of least cost.
 
-    Found exactly (over the candidates) by dynamic programming: cost(bucket) = members x edge.
+    Dynamic programming finds the best choice among the candidates; a bucket costs its members times its edge.
     """
     most = batching.buckets
     if most is None:
@@ -324,9 +322,9 @@ def _few_buckets(candidates: np.ndarray, below: np.ndarray, batching: Batching, 
 
 def _full_steps(candidates: np.ndarray, below: np.ndarray, step_seconds: float, least: int,
                 step_cost: float) -> np.ndarray:
-    """Edges for small corpora: each bucket holds ``least`` steps or more, and costs its padded seconds and its steps.
+    """Edges for small corpora: every bucket has at least ``least`` full steps, and their number follows from the cost.
 
-    The cheapest way from nothing to all candidates, over each bucket's last one; how many buckets is up to it.
+    Dynamic programming finds the best choice among the candidates; a bucket costs its padded seconds and its steps.
     """
     fits = np.maximum(1, np.floor(step_seconds / candidates + 1e-6))
     before = np.concatenate([[0.0], below])

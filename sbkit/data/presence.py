@@ -1,4 +1,4 @@
-"""Which recordings are there (one listing of a large folder rather than a question per file), and may be opened."""
+"""Which recordings exist, with one listing per large folder instead of a query per file, and which may be opened."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from sbkit.data.manifest import Column
 from sbkit.data.remote import Remote
 from sbkit.errors import SbkitError
 
-# Listing a folder beats asking for each file from about this many rows on.
+# From about this many files on, listing a folder is faster than asking for each.
 _WORTH_LISTING = 20
 
 
 def existing(wavs: Column, listings: dict[str, pa.Array | None] | None = None) -> np.ndarray:
-    """Which recordings are there, [N] booleans; large folders are listed once rather than asked per file."""
+    """Which recordings exist, [N] booleans; ``listings`` keeps what large folders contain for further calls."""
     listings = {} if listings is None else listings
     result = np.ones(len(wavs), bool)
     path = wavs.arrow
@@ -62,7 +62,7 @@ def refused(wavs: Column, remote: Remote) -> np.ndarray:
 
 
 def check_opened(wavs: Column, remote: Remote, where: object) -> None:
-    """Refuse a list with URLs that may not be opened, and tell how that is allowed."""
+    """Refuse a list with URLs that may not be opened; the error says how to allow them."""
     at = np.flatnonzero(refused(wavs, remote))
     if len(at):
         first = wavs[int(at[0])]
@@ -71,7 +71,7 @@ def check_opened(wavs: Column, remote: Remote, where: object) -> None:
 
 
 def file_version(wav: str) -> tuple[str, str]:
-    """Size and time of change of a recording's file, as text; empty where there is none to ask."""
+    """Size and modification time of a recording's file as text, both empty if it can't be found."""
     try:
         status = os.stat(split_member(wav)[0])
     except OSError:
@@ -80,18 +80,18 @@ def file_version(wav: str) -> tuple[str, str]:
 
 
 def _folders(path: pa.Array) -> tuple[list[str], np.ndarray]:
-    """The folders of N paths and which of them each path is in, [N]."""
+    """The distinct folders of N paths, and the index of each path's folder, [N]."""
     first = path[0].as_py().rpartition("/") if len(path) else ("", "", "")
     only = first[0] + first[1]
     same = pc.and_(pc.starts_with(path, only), pc.equal(pc.count_substring(path, "/"), only.count("/")))
-    if pc.all(same).as_py():  # a release has all clips in one place; a regular expression takes ten times longer
+    if pc.all(same).as_py():  # as in Common Voice; the regular expression below is ten times slower
         return [only], np.zeros(len(path), np.int32)
     folders = pc.replace_substring_regex(path, r"[^/]*$", "").dictionary_encode()
     return folders.dictionary.to_pylist(), folders.indices.to_numpy(zero_copy_only=False)
 
 
 def _listing(folder: str) -> pa.Array | None:
-    """The paths in a folder that lead somewhere; None where it can't be listed, or holds names that are no text."""
+    """The paths in a folder without broken links; None if it can't be listed or has names that are no UTF-8."""
     try:
         with os.scandir(folder or ".") as entries:
             there = (entry.name for entry in entries if not entry.is_symlink() or os.path.exists(entry.path))

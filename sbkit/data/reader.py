@@ -1,4 +1,4 @@
-"""What runs in a worker process: reading, augmenting and encoding one micro-batch."""
+"""Reading, augmenting and encoding micro-batches in worker processes, and the life of such a process."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from sbkit.data.batch import SAMPLE_RATE, Batch, stand_in
 from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
 
-#: A worker lives on for this long after SIGTERM, so that the run it serves can end in order.
+#: Seconds that a worker continues after SIGTERM, so that its run can end in order.
 SECONDS_AFTER_SIGTERM = 20
 
 
 class Encoder(Protocol):
-    """What a loader needs of a tokenizer."""
+    """The part of a tokenizer that a loader uses."""
 
     def encode(self, text: str) -> list[int]: ...
 
 
 class Request(NamedTuple):
-    """One micro-batch to be read: its place, and the rows of the manifest in it."""
+    """A micro-batch to read: its place in the epoch and its rows of the manifest."""
 
     epoch: int
     step: int
@@ -41,15 +41,17 @@ class Request(NamedTuple):
     micros: int
     rows: np.ndarray
     most: float = 0.0
-    visit: int = 0  # which way through the corpus it is, of the run: each augments anew
+    visit: int = 0
+    """The pass over the corpus, counted over the whole run; each is augmented differently."""
 
 
 class Reader(Dataset[Any]):
-    """Reads one micro-batch per request; the part that runs in a worker process.
+    """Dataset that reads one micro-batch per request, in a worker process.
 
     Arguments
     ---------
-    round_to: samples to whose next multiple a batch is padded, unless it then exceeds ``most`` samples in all; 0: none
+    round_to: batches are padded to a multiple of so many samples, unless they would then have more than ``most``
+        samples in all; 0: no rounding
     """
 
     def __init__(self, manifest: Manifest, tokenizer: Encoder | None, *, augment: Augment | None = None,
@@ -68,13 +70,13 @@ class Reader(Dataset[Any]):
             return self.read(request)
         except SbkitError as error:
             return Failure(error, None)
-        except Exception as error:  # goes to the main process whole, where it is raised
+        except Exception as error:  # raised in the main process, with this traceback
             where = f"epoch {request.epoch}, step {request.step}"
             cause = f"reading {where} failed: {type(error).__name__}: {error}"
             return Failure(SbkitError(cause), traceback.format_exc())
 
     def read(self, request: Request) -> Batch:
-        """The batch of one request; what cannot be read is left out and named in ``batch.damaged``."""
+        """Read the batch of a request; recordings that can't be read are left out and named in ``batch.damaged``."""
         place: dict[str, Any] = {"step": request.step, "micro": request.micro, "micros": request.micros,
                                  "most": request.most}
         ids, texts, signals, damaged = [], [], [], []
@@ -103,13 +105,13 @@ class Reader(Dataset[Any]):
         )
 
     def _width(self, lengths: list[int]) -> int:
-        """Samples that each row of the batch gets."""
+        """The number of samples to which each row of the batch is padded."""
         longest = max(lengths)
         rounded = -(-longest // self.round_to) * self.round_to if self.round_to else longest
         return rounded if rounded * len(lengths) <= self.most else longest
 
     def signal(self, row: int, name: str, visit: int) -> np.ndarray:
-        """One utterance's waveform ``[S]`` float32, augmented as this visit to it wants it."""
+        """The waveform of one utterance, ``[S]`` float32, augmented for this pass over the corpus."""
         manifest = self.manifest
         start, duration = float(manifest.starts[row]), float(manifest.durations[row])
         rng = None if self.augment is None else self.augment.rng(self.seed, visit, name)
@@ -132,7 +134,7 @@ class Failure:
 
 
 def _pad(rows: Sequence[np.ndarray | list[int]], dtype: torch.dtype, width: int = 0) -> torch.Tensor:
-    """Rows to ``[B, width]`` or more, 0-padded; in a worker, in shared memory from the start."""
+    """Pad rows with 0 to ``[B, width]``, or wider if a row is longer; in a worker, directly in shared memory."""
     shape = len(rows), max(width, *map(len, rows))
     if torch.utils.data.get_worker_info() is not None and shape[1]:
         storage = torch.UntypedStorage._new_shared(shape[0] * shape[1] * dtype.itemsize)  # comes zeroed
@@ -145,15 +147,15 @@ def _pad(rows: Sequence[np.ndarray | list[int]], dtype: torch.dtype, width: int 
     return out
 
 
-#: What reaches whole process groups, and is meant for the run.
+#: Signals that are sent to whole process groups but are meant for the run.
 _GROUP_SIGNALS = {getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)}
 
 
 @contextlib.contextmanager
 def starting_workers() -> Iterator[None]:
-    """Worker processes that begin within it have these signals held back until :func:`quiet_worker` is ready for them.
+    """Block signals in worker processes that are started within it, until :func:`quiet_worker` handles them.
 
-    Else one that is still starting dies of a Ctrl-C, and its run waits for it.
+    Otherwise a worker that is still starting would die of a Ctrl-C, and its run would wait for it.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _GROUP_SIGNALS)
     try:
@@ -168,18 +170,18 @@ def _end_with(run: Any) -> None:
 
 
 def quiet_worker(worker: int) -> None:
-    """Ctrl-C and SIGTERM reach whole process groups; the run decides when its workers end, and tells them.
+    """Prepare a worker process: it ignores Ctrl-C, outlives SIGTERM for a while, and ends when its run has ended.
 
-    A worker whose run is gone ends, however it was started: torch's own watch is over the process that is its parent
-    by now, which need not be the run.
+    Ctrl-C and SIGTERM reach whole process groups, and the run decides when its workers end. Torch's own watchdog
+    watches the current parent process, which need not be the run.
     """
     run = multiprocessing.parent_process()
     assert run is not None, "this is a worker"
     if multiprocessing.get_start_method() != "forkserver" and os.getppid() != run.pid:
-        os._exit(0)  # the run was killed while this started; what it forked besides may keep the thread from seeing it
+        os._exit(0)  # the run was killed meanwhile; the thread below may not notice if others it forked live
     threading.Thread(target=_end_with, args=(run,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # SLURM's warning, meant for the run
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # SLURM's warning to the run
     # Exit code 0: torch raises an error in the run, wherever it is, when a worker is killed.
     signal.signal(signal.SIGALRM, lambda *_: os._exit(0))
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(SECONDS_AFTER_SIGTERM))

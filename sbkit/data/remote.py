@@ -1,8 +1,8 @@
-"""Recordings behind URLs: which may be opened at all, how much of one is read, and for how long.
+"""Recordings behind URLs: which may be opened, and limits of size and time.
 
-A row of a corpus is a text that anyone may have written. Opened as it stands, a URL asks whatever server it names,
-and one within another (``reference://...::http://...``) has had programs run. So a row's URL is opened only where
-whoever runs the command has said so.
+Anyone may have written the rows of a corpus. To open a URL from a row is to send a request to whatever server it names,
+and chained URLs (``reference://...::http://...``) have been used to run programs. So a URL is opened only if whoever
+runs the command has allowed it.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss",
 _HTTP = ("https", "http")
 _SCHEME = re.compile(r"([A-Za-z][\w+.-]*)://")
 _SAFE = "/%:@!$&'()*+,;=~-._?"
-#: A server that is silent for so long is not waited for.
+#: Seconds without an answer after which a server is given up.
 _SILENT_SECONDS = 20.0
 
 
 def scheme_of(url: str) -> str | None:
-    """``s3`` of ``s3://bucket/clip.wav``; None of a path."""
+    """The scheme of a URL, such as ``s3`` for ``s3://bucket/clip.wav``; None for a path."""
     match = _SCHEME.match(url)
     return match[1].lower() if match else None
 
 
 def check_schemes(where: str, schemes: Iterable[str]) -> tuple[str, ...]:
-    """Refuse what no row may name, whoever allows it."""
+    """Refuse schemes that can't be allowed; return the others as a tuple."""
     schemes = tuple(schemes)
     if alien := [scheme for scheme in schemes if scheme not in SCHEMES]:
         raise SbkitError(f"{where} names {alien[0]!r}", hint=f"it may name {', '.join(SCHEMES)}")
@@ -43,12 +43,12 @@ def check_schemes(where: str, schemes: Iterable[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Remote:
-    """What of the URLs among recordings may be opened; by default none.
+    """Which URLs may be opened, by default none, and the limits for each.
 
     Arguments
     ---------
-    schemes : kinds of URL, of ``SCHEMES``
-    megabytes, seconds : that one recording may have and take
+    schemes : kinds of URL, among ``SCHEMES``
+    megabytes, seconds : limits of size and download time for one recording
     """
 
     schemes: tuple[str, ...] = ()
@@ -56,7 +56,7 @@ class Remote:
     seconds: float = 120.0
 
     def refusal(self, url: str) -> str:
-        """Why a URL is not opened; empty where it is."""
+        """Why a URL is not opened; empty if it may be opened."""
         scheme = scheme_of(url)
         if "::" in url:
             return "a URL within a URL (::) is never opened"
@@ -68,7 +68,7 @@ class Remote:
         return ""
 
     def read(self, url: str, offset: int = 0, size: int | None = None) -> bytes:
-        """The bytes behind a URL, or ``size`` of them from ``offset`` on; ``OSError`` says why not."""
+        """Download the bytes behind a URL, or ``size`` of them from ``offset`` on; ``OSError`` if that fails."""
         if why := self.refusal(url):
             raise OSError(why)
         most = int(self.megabytes * 1e6)
@@ -82,7 +82,7 @@ class Remote:
                 data = _from_store(url, offset, wanted, self.seconds)
         except OSError:
             raise
-        except Exception as error:  # no credentials, a package that is not installed: each client has its own
+        except Exception as error:  # each client has its own, for missing credentials or packages
             raise OSError(str(error) or type(error).__name__) from error
         if len(data) > most:
             raise OSError(self._too_large)
@@ -97,7 +97,7 @@ NOWHERE = Remote()
 
 
 def _from_store(url: str, first: int, most: int, seconds: float) -> bytes:
-    import fsspec  # only who reads from an object store pays for the import
+    import fsspec  # slow, and only needed for object stores
 
     filesystem, inside = fsspec.core.url_to_fs(url)
     deadline = {"timeout": seconds} if filesystem.async_impl else {}
@@ -112,7 +112,7 @@ def _late(seconds: float) -> str:
 
 
 def _over_http(url: str, first: int, most: int, seconds: float) -> bytes:
-    """At most so many bytes, from that server alone: no redirect is followed, and nothing is sent but the question."""
+    """Download at most ``most`` bytes from this server; redirects aren't followed, and no credentials are sent."""
     parts = urlsplit(url)
     kind = http.client.HTTPSConnection if parts.scheme.lower() == "https" else http.client.HTTPConnection
     connection = kind(parts.hostname or "", parts.port, timeout=min(seconds, _SILENT_SECONDS))
@@ -139,7 +139,7 @@ def _over_http(url: str, first: int, most: int, seconds: float) -> bytes:
 
 def _hang_up(connected: socket.socket, late: threading.Event) -> None:
     late.set()
-    with contextlib.suppress(OSError):  # it is closed just now
+    with contextlib.suppress(OSError):  # it was closed meanwhile
         connected.shutdown(socket.SHUT_RDWR)
 
 

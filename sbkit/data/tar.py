@@ -1,4 +1,4 @@
-"""Members of uncompressed tars, written such that a manifest can point at their bytes."""
+"""Writes uncompressed tars, whose members a manifest can point to by offset and size."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAGIC: dict[str, bytes | tuple[bytes, ...]] = {
 
 
 def suffix(data: bytes, path: str) -> str:
-    """What a member's name should end with: what its data are, else what its file was called, else "audio"."""
+    """The suffix for a member's name: by its data, else by the name of its file, else "audio"."""
     called = PurePosixPath(path).suffix[1:].lower()
     if not (called.isalnum() and called.isascii() and len(called) <= 5):
         called = "audio"
@@ -23,7 +23,7 @@ def suffix(data: bytes, path: str) -> str:
 
 
 def append(file: IO[bytes], name: str, data: bytes) -> int:
-    """Add a member; how many bytes the tar grew by. Its data begin one ``BLOCK`` in: USTAR headers have that size."""
+    """Append a member and return by how many bytes the tar grew. The data begin after a header of one ``BLOCK``."""
     member = tarfile.TarInfo(name)
     member.size = len(data)
     padding = -len(data) % BLOCK
