@@ -1,11 +1,11 @@
-"""Reading audio: any file, byte string or shard member to float32 mono at the wanted rate, opened once.
+"""Reads audio: a file, bytes or a member of a shard as float32 mono at the wanted sample rate.
 
-libsndfile decodes (WAV, FLAC, MP3, Ogg Vorbis and Opus), soxr resamples. Of reading a 48 kHz MP3 four
-fifths are decoding. soxr's "MQ" keeps 0 to 7.3 kHz within 0.1 dB (7.5 kHz: -0.5) and what lies above 8 kHz
-100 dB down; a tone below 7 kHz comes out 110 dB above all else, more than 16 bits can tell. "HQ" would gain
-what nobody hears for 2 to 3 % of the time, "LQ" would lose what lies above 6 kHz and gain nothing. The kernel
-is built in 20 microseconds, so there is nothing worth caching. (Tried, and no quicker: matrix products, FFTs,
-decoding and resampling block by block in the cache, a buffer that is used again.)
+libsndfile decodes (WAV, FLAC, MP3, Ogg Vorbis and Opus), soxr resamples. Decoding takes four fifths of reading a 48 kHz
+MP3. With quality "MQ", soxr keeps 0 to 7.3 kHz within 0.1 dB (7.5 kHz: -0.5), attenuates everything above 8 kHz by
+100 dB, and distorts a tone below 7 kHz 110 dB below its level, which is less than 16 bits can represent. "HQ" would add
+nothing audible for 2 to 3 % more time, "LQ" would lose everything above 6 kHz and save no time. The filter is computed
+in 20 microseconds, so it isn't cached. (Tried, and not faster: matrix products, FFTs, decoding and resampling block by
+block in the cache, reusing a buffer.)
 """
 
 from __future__ import annotations
@@ -27,30 +27,29 @@ from sbkit.data import mp3
 from sbkit.data.remote import NOWHERE, Remote
 from sbkit.errors import SbkitError
 
-#: Longest stretch that one call decodes. A header can claim anything; memory is finite.
+#: The longest stretch that one call decodes, so that a damaged header can't fill the memory.
 MAX_SECONDS = 4 * 3600.0
-#: Sample rates outside of these are damaged headers, not recordings.
+#: A sample rate outside of this range is that of a damaged header.
 MIN_RATE, MAX_RATE = 1_000, 768_000
-#: A file that holds less than its header says by more than this was cut off (MP3 padding stays below).
+#: A file that has less audio than its header says, by more than both of these, was cut off (MP3 padding is less).
 TRUNCATED_SECONDS, TRUNCATED_SHARE = 0.1, 0.1
-#: A recording may be this much longer than its row says (a list that rounds, an encoder's padding): it is read
-#: whole. What goes on for longer is a segment on purpose, and so is every row that has a start.
+#: A recording that is longer than its row says by no more than the sum of these (rounding in a list, an encoder's
+#: padding) is read to its end. If more follows, or if the row has a start, the row is a segment of the recording.
 LONGER_SECONDS, LONGER_SHARE = 0.2, 0.02
-#: One that is shorter than its row says by more than both of these was cut off.
+#: A recording that is shorter than its row says, by more than both of these, was cut off.
 MISSING_SECONDS, MISSING_SHARE = 0.5, 0.1
-#: Frames above this mean "unknown" (libsndfile answers 2^63-1).
+#: A number of frames above this means that it is unknown (libsndfile gives 2^63-1).
 NO_LENGTH = 2**40
-#: libsndfile seeks some 20 ms off within the last page of an Ogg Vorbis file,
-#: which has at most so many frames.
+#: Within the last page of an Ogg Vorbis file, which has at most so many frames, libsndfile seeks about 20 ms off.
 VORBIS_PAGE = 2**18
-#: Shards that one process keeps open.
+#: The number of shards that one process keeps open.
 OPEN_SHARDS = 64
 
 _MEMBER = re.compile(r"^(?P<path>.+)\?offset=(?P<offset>\d+)&size=(?P<size>\d+)$")
 
 
 class AudioError(SbkitError):
-    """Audio that cannot be used: ``.wav`` names it, ``.cause`` says why."""
+    """Raised for audio that can't be used: ``.wav`` names it, ``.cause`` says why."""
 
     def __init__(self, wav: str, cause: str):
         super().__init__(f"{wav}: {cause}")
@@ -64,24 +63,24 @@ def read_audio(
     wav: str | os.PathLike[str] | bytes | BinaryIO, *, start: float = 0.0, duration: float | None = None,
     sample_rate: int | None = 16_000, speed: float = 1.0, slack: float = 0.0, remote: Remote = NOWHERE,
 ) -> np.ndarray:
-    """Decode, mix to mono, resample: one open, one pass.
+    """Read a recording, or a stretch of it: decode, mix to mono and resample in one pass.
 
     Arguments
     ---------
     wav: a path, a member of an uncompressed tar (``shard.tar?offset=1536&size=20480``), a URL of either that
         ``remote`` allows, the bytes of a file, or a binary file.
-    start, duration: the stretch to read, in seconds; without ``duration`` all that follows ``start``.
-        Only this stretch is decoded, except where libsndfile cannot seek exactly: from the beginning in
-        MP3s of variable bit rate, and from some seconds before the end in Ogg Vorbis.
-    sample_rate: of the result; ``None`` keeps the recording's own.
-    slack: where the recording ends no more than this many seconds after the stretch, it is read to its end.
-    speed: plays the recording faster (1.1) or slower (0.9), pitch included, in the same resampling pass.
+    start, duration: the stretch to read, in seconds; without ``duration`` it ends with the recording.
+        Only this stretch is decoded, unless libsndfile can't seek exactly: MP3s of variable bit rate are decoded
+        from their beginning, and the last seconds of Ogg Vorbis from before them.
+    sample_rate: sample rate of the result; ``None`` keeps the recording's.
+    slack: if the recording ends at most so many seconds after the stretch, it is read to its end.
+    speed: makes the recording faster (1.1) or slower (0.9), with its pitch, in the same resampling.
 
     Returns
     -------
     float32 array, shape ``[S]``, mono (the mean of the channels).
 
-    Raises ``AudioError`` for whatever is missing, damaged, cut off, empty, not finite or absurdly long.
+    Raises ``AudioError`` if the audio is missing, damaged, cut off, empty, too long, or has values that aren't finite.
     """
     name = describe(wav)
     with open_recording(wav, name, remote) as (file, exact):
@@ -92,7 +91,7 @@ def read_audio(
         wanted = frames - first
         if duration is not None and wanted > (duration + slack) * rate:
             wanted = round(duration * rate)
-        # Where seeking is not exact, what lies before is decoded too. One read: soundfile seeks after each.
+        # If seeking isn't exact, what comes before is decoded too, in the same read: soundfile seeks after each.
         skipped = max(first - exact, 0)
         if wanted + skipped > MAX_SECONDS * rate:
             raise AudioError(name, f"{(skipped + wanted) / rate / 3600:.1f} hours at once; the limit is "
@@ -117,7 +116,7 @@ def read_audio(
 
 def read_utterance(wav: str, start: float, duration: float, *, sample_rate: int = 16_000,
                    speed: float = 1.0, remote: Remote = NOWHERE) -> np.ndarray:
-    """What a row of a manifest names, ``[S]``; ``AudioError`` where the recording does not have all of it."""
+    """Read the recording of a manifest's row, float32 mono ``[S]``; ``AudioError`` if much of it is missing."""
     slack = 0.0 if start else longer(duration)
     signal = read_audio(wav, start=start, duration=duration, sample_rate=sample_rate, speed=speed, slack=slack,
                         remote=remote)
@@ -126,30 +125,31 @@ def read_utterance(wav: str, start: float, duration: float, *, sample_rate: int 
 
 
 def check_whole(wav: str, duration: float, seconds: float) -> None:
-    """``AudioError`` where a row of ``duration`` has so few ``seconds`` of audio that it was cut off."""
+    """Raise ``AudioError`` if a row of ``duration`` has so few ``seconds`` of audio that it must have been cut off."""
     missing = duration - seconds
     if missing > MISSING_SECONDS and missing > MISSING_SHARE * duration:
         raise AudioError(wav, f"{missing:.2f} of its {duration:.2f} s are missing")
 
 
 def longer(duration: float) -> float:
-    """Seconds (an array of them, too) by which a recording may be longer than its row says and still be all of it."""
+    """Seconds by which a recording may be longer than its row's ``duration``, a number or an array, and be read whole.
+    """
     return LONGER_SECONDS + LONGER_SHARE * duration
 
 
 def resample(signal: np.ndarray, rate: float, to_rate: float) -> np.ndarray:
-    """Resample float32 ``[S]`` at high quality; ``[round(S * to_rate / rate)]`` come back."""
+    """Resample float32 ``[S]`` to ``[round(S * to_rate / rate)]``."""
     return soxr.resample(signal, rate, to_rate, "MQ")
 
 
 def audio_info(wav: str | os.PathLike[str] | bytes | BinaryIO, remote: Remote = NOWHERE) -> tuple[float, int, int]:
-    """What the header says: (seconds, sample rate, channels). Decodes nothing."""
+    """Seconds, sample rate and channels of a recording, from its header; no audio is decoded."""
     with open_recording(wav, describe(wav), remote) as (file, _):
         return file.frames / file.samplerate, file.samplerate, file.channels
 
 
 def describe(wav: str | os.PathLike[str] | bytes | BinaryIO) -> str:
-    """How messages call it: the path, or that it is a number of bytes."""
+    """The name of a recording for messages: its path, or how many bytes it has."""
     if isinstance(wav, (str, os.PathLike)):
         return os.fspath(wav)
     if isinstance(wav, (bytes, bytearray, memoryview)):
@@ -158,7 +158,7 @@ def describe(wav: str | os.PathLike[str] | bytes | BinaryIO) -> str:
 
 
 def read_bytes(wav: str | os.PathLike[str], remote: Remote = NOWHERE) -> bytes:
-    """The encoded bytes behind a path or a shard member."""
+    """The encoded bytes of a file, a member of a shard, or a URL that ``remote`` allows."""
     path, offset, size = split_member(os.fspath(wav))
     try:
         if "://" in path:
@@ -176,7 +176,7 @@ def read_bytes(wav: str | os.PathLike[str], remote: Remote = NOWHERE) -> bytes:
 
 
 def split_member(wav: str) -> tuple[str, int, int | None]:
-    """``path?offset=O&size=N`` as (path, O, N); a plain path as (path, 0, None)."""
+    """Split ``path?offset=O&size=N`` into (path, O, N); a plain path gives (path, 0, None)."""
     match = _MEMBER.match(wav)
     if match is None:
         return wav, 0, None
@@ -224,7 +224,7 @@ def open_recording(wav: str | os.PathLike[str] | bytes | BinaryIO, name: str,
 
 
 def _as_mp3(file: soundfile.SoundFile, handle: int | None, data: bytes) -> tuple[soundfile.SoundFile, bool]:
-    """Where libsndfile guessed the length wrongly, the same MP3 opened again with a tag that tells it."""
+    """An MP3 with its true length, opened again with a tag if libsndfile guessed it, and whether seeking is exact."""
     def read(count: int, offset: int) -> bytes:
         if handle is not None:
             return os.pread(handle, count, offset)
@@ -249,13 +249,13 @@ def _check_header(name: str, rate: int, frames: int) -> None:
 
 
 def _cause(error: soundfile.SoundFileError, handle: int | None, data: bytes) -> str:
-    """libsndfile says 'System error' and 'Format not recognised'; say what is behind it."""
+    """The reason why a file can't be decoded, where libsndfile says only 'System error' or the like."""
     if handle is not None and os.path.isdir(f"/proc/self/fd/{handle}"):
         return "is a folder, not a recording"
     if (os.fstat(handle).st_size if handle is not None else len(data)) == 0:
         return "is empty (0 bytes)"
     reason = (getattr(error, "error_string", "") or str(error)).strip().rstrip(".")
-    if not reason or "does not exist" in reason:  # what it says of some that are cut off: this file is open
+    if not reason or "does not exist" in reason:  # as libsndfile says of some files that are cut off
         reason = "damaged"
     return f"cannot be decoded: {reason}"
 
@@ -265,7 +265,7 @@ def _os_cause(error: OSError) -> str:
 
 
 def to_mono(signal: np.ndarray) -> np.ndarray:
-    """Mean over channels, ``[S, C]`` to ``[S]``: column sums are far faster than ``mean(axis=1)``."""
+    """The mean of the channels, ``[S, C]`` to ``[S]``; far faster than ``mean(axis=1)``."""
     out = signal[:, 0].copy()
     for channel in range(1, signal.shape[1]):
         out += signal[:, channel]
@@ -274,7 +274,7 @@ def to_mono(signal: np.ndarray) -> np.ndarray:
 
 
 def will_need(wavs: Iterable[str]) -> None:
-    """Ask the kernel to fetch these shard members now, all at once, rather than one after another."""
+    """Ask the kernel to read these members of shards ahead, all at once instead of one after another."""
     for wav in wavs:
         path, offset, size = split_member(wav)
         if size is not None and "://" not in path:
@@ -293,9 +293,9 @@ class _Shard:
 
 
 class _Handles:
-    """Open shards; beyond ``size`` the least recently used is closed.
+    """Open shards, at most ``size``: the least recently used one is closed for another.
 
-    ``pread`` knows no position, so threads and forked processes can share the handles.
+    ``pread`` doesn't use the file's position, so threads and forked processes can share the handles.
     """
 
     def __init__(self, size: int):
@@ -305,7 +305,7 @@ class _Handles:
     def get(self, path: str) -> _Shard:
         with self.lock:
             shard = self.open.pop(path, None)
-            if shard is None or not os.path.samestat(shard.stat, os.stat(path)):  # or written anew since
+            if shard is None or not os.path.samestat(shard.stat, os.stat(path)):  # or replaced since then
                 shard = _Shard(path)
             self.open[path] = shard
             while len(self.open) > self.size:

@@ -1,12 +1,11 @@
-"""The embedded corpus: synthesised speech in the exact layout of a Common Voice release.
+"""The embedded demo corpus: synthesised speech in the layout of a Common Voice release.
 
     OUT/<language>/clips/common_voice_<language>_<number>.mp3
     OUT/<language>/{train,dev,test,validated,invalidated,other}.tsv
     OUT/<language>/clip_durations.tsv
 
-It exists so that a newcomer without data hears a model learn within minutes. Nobody learns anything
-about real speech from it; what it does keep honest is the split: the voices and the sentences of dev
-and test never occur in training.
+With it, somebody without data can train a model within minutes. It says nothing about error rates on real speech, but
+its splits are proper ones: voices and sentences of dev and test don't occur in training.
 """
 
 from __future__ import annotations
@@ -42,12 +41,12 @@ COLUMNS = (
     "gender", "accents", "variant", "locale", "segment",
 )
 
-# Common Voice ships 32 or 48 kHz. Here it is 16 kHz, what the models hear: half the decoding and no
-# resampling in every epoch of a demo on two cores, and an espeak voice has nothing to lose above 8 kHz.
+# Common Voice has 32 or 48 kHz. Here it is 16 kHz, the default of models: that halves the decoding and saves the
+# resampling in each epoch, which counts on two cores, and an espeak voice has nothing above 8 kHz worth keeping.
 SAMPLE_RATE = 16_000
-FORMAT = 1  # of this corpus: raise it when the same seed gives other clips
+FORMAT = 1  # of this corpus: increase it when the same seed gives other clips
 
-# Dialects share a language's sentences. Accents are named as Common Voice's speakers name theirs.
+# Dialects share the sentences of their language. Accents have the names that Common Voice's speakers give theirs.
 DIALECTS = {
     "en": {
         "en": "England English", "en-us": "United States English", "en-gb-scotland": "Scottish English",
@@ -59,10 +58,10 @@ DIALECTS = {
     "fr": {"fr": "Français de France", "fr-be": "Français de Belgique", "fr-ch": "Français de Suisse"},
     "pt": {"pt": "Português de Portugal", "pt-br": "Português do Brasil"},
 }
-# Common Voice's code where espeak-ng uses another.
+# Common Voice's language codes for which espeak-ng has other names.
 ESPEAK_NAMES = {"zh": "cmn", "zh-cn": "cmn", "zh-tw": "cmn", "zh-hk": "yue", "no": "nb", "nn-no": "nb"}
 
-# Timbres. The two groups never meet: a voice of dev or test is new to the model in every respect.
+# Timbres. The two groups are disjoint, so that the voices of dev and test are entirely new to the model.
 TRAIN_VARIANTS = ("", "+f1", "+m1", "+f2", "+m2", "+f4", "+m3", "+m5", "+m7", "+m8")
 HELD_OUT_VARIANTS = ("+f3", "+m4", "+f5", "+m6")
 VOICES = {"train": 20, "dev": 4, "test": 4}
@@ -70,9 +69,9 @@ AGES = ("teens", "twenties", "thirties", "fourties", "fifties", "sixties")  # Co
 
 SHARES = {"train": 0.82, "dev": 0.08, "test": 0.10}  # of the clips, and of all possible sentences
 LEAST_CLIPS = 8  # of a split, however short the corpus
-EXTRAS = {"invalidated": 0.01, "other": 0.01}  # of the clips, on top: what a release holds beside the splits
+EXTRAS = {"invalidated": 0.01, "other": 0.01}  # of the clips, in addition: lists of a release besides the splits
 SHORTEST_SECONDS = 1.5
-RETRIES = 1000  # draws for a sentence that is new; only the number lists of tiny languages ever need them
+RETRIES = 1000  # draws for a new sentence; needed only for number lists of languages with few number words
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ class Speaker:
 
 @dataclass(frozen=True)
 class Clip:
-    """One clip of the plan; ``seed`` decides everything about its sound that the speaker leaves open."""
+    """A clip to be made; what its sound has at random, beyond the speaker's properties, is drawn from ``seed``."""
 
     number: int
     split: str
@@ -102,15 +101,15 @@ def make_demo_corpus(out: str | os.PathLike[str], hours: float = 1.0, language: 
                      workers: int | None = None, show_progress: bool = True) -> Path:
     """Synthesise the corpus and return its folder, ``out/<language>``, to be used as ``data_folder``.
 
-    The same arguments give the same bytes, with any number of workers. A folder that these arguments
-    made before is used again; one that they didn't make is never touched.
+    The same arguments give the same bytes, with any number of workers. A folder that was made with these arguments is
+    reused; any other folder is left alone.
 
     Arguments
     ---------
-    out : folder in which the language's folder is made; it appears there whole or not at all.
-    hours : about how much speech, all splits together.
-    language : an espeak-ng language or Common Voice's code of one. Ten languages speak sentences (see
-        ``demo_sentences``); every other one counts: its sentences are lists of numbers, written in digits.
+    out : folder in which the language's folder is made; it appears there completely or not at all.
+    hours : approximate amount of speech in all splits together.
+    language : an espeak-ng language or Common Voice's code for it. For ten languages there are sentences (see
+        ``demo_sentences``); in all others the texts are lists of numbers, written in digits.
     """
     if not 0 < hours <= 1000:
         raise SbkitError(f"hours must lie between 0 and 1000, not {hours}")
@@ -140,7 +139,7 @@ def make_demo_corpus(out: str | os.PathLike[str], hours: float = 1.0, language: 
         try:
             os.rename(aside, folder)
         except OSError:
-            if not _finished(folder, made_with):  # another process made the same meanwhile
+            if not _finished(folder, made_with):  # another process has made the same meanwhile
                 raise
         disk.sync_folder(folder.parent)
     return folder
@@ -160,7 +159,7 @@ def _espeak_name(language: str) -> str:
 
 
 def _finished(folder: Path, made_with: dict[str, Any]) -> bool:
-    """Whether the folder is there and these arguments made it; an error when something else lies there."""
+    """Whether the folder exists and was made with these arguments; an error if it contains something else."""
     if not folder.exists():
         return False
     note = folder / "demo.json"
@@ -178,7 +177,7 @@ def _finished(folder: Path, made_with: dict[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def _temporary_folder(folder: Path) -> Iterator[Path]:
-    """A folder beside ``folder``, gone at the end unless it was renamed."""
+    """A temporary folder beside ``folder``, which is deleted at the end unless it was renamed."""
     aside = None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -199,9 +198,9 @@ Run = Callable[[Callable[..., Any], Iterable[tuple[Any, ...]]], Iterator[Any]]
 
 @contextlib.contextmanager
 def _pool(workers: int | None, language: str) -> Iterator[Run]:
-    """Processes, since one process can hold one espeak-ng; gives ``run(function, argument tuples)``.
+    """Worker processes, because a process can load espeak-ng only once; gives ``run(function, argument tuples)``.
 
-    Results come in order. Spawned, not forked: the caller may hold CUDA or threads.
+    Results come in order. The processes are spawned, not forked, because the caller may have threads or use CUDA.
     """
     with helper_process.away_from_here():
         pool = ProcessPoolExecutor(workers or usable_cores(), mp_context=multiprocessing.get_context("spawn"),
@@ -228,7 +227,7 @@ def _call(job: tuple[Callable[..., Any], tuple[Any, ...]]) -> Any:
 
 
 def _numbers(espeak_name: str, run: Run) -> Grammar:
-    """Lists of the numbers below 100 that the language pronounces, each differently from all others."""
+    """A grammar of number lists, with the numbers below 100 that have a pronunciation of their own."""
     (spoken,) = run(demo_voice.pronounce, [([str(number) for number in range(100)], espeak_name)])
     sayable = [number for number, sound in enumerate(spoken) if sound and spoken.count(sound) == 1]
     if len(sayable) < 20:
@@ -240,7 +239,7 @@ def _numbers(espeak_name: str, run: Run) -> Grammar:
 
 
 def _voices(espeak_name: str, seed: int) -> dict[str, list[Speaker]]:
-    """The speakers of each split, each with a rate and pitch of their own."""
+    """The speakers of each split, with random rates and pitches."""
     accents = DIALECTS.get(espeak_name, {espeak_name: ""})
     dialects = list(accents)
     speakers: dict[str, list[Speaker]] = {}
@@ -251,7 +250,7 @@ def _voices(espeak_name: str, seed: int) -> dict[str, list[Speaker]]:
         for i in range(count):
             rng = random.Random(f"{seed} {split} voice {i}")
             dialect, variant = dialects[met % len(dialects)], variants[i % len(variants)]
-            # Two speakers with one timbre are a low and a high voice.
+            # Of two speakers with the same timbre, one has a low and one a high voice.
             low, high = (50, 68) if i // len(variants) % 2 else (32, 50)
             speakers[split].append(Speaker(
                 id=hashlib.sha512(f"sbkit {seed} {espeak_name} {split} {i}".encode()).hexdigest(),
@@ -264,7 +263,7 @@ def _voices(espeak_name: str, seed: int) -> dict[str, list[Speaker]]:
 
 
 def _count_clips(hours: float, grammar: Grammar, speakers: Sequence[Speaker], seed: int, run: Run) -> int:
-    """How many clips make so many hours, by speaking a few."""
+    """The number of clips for so many hours, estimated by synthesising a few."""
     sample = [
         Clip(0, "train", speaker, text, text, i)
         for i in range(3) for speaker in speakers
@@ -275,8 +274,7 @@ def _count_clips(hours: float, grammar: Grammar, speakers: Sequence[Speaker], se
 
 
 def _plan(count: int, grammar: Grammar, voices: dict[str, list[Speaker]], seed: int) -> list[Clip]:
-    """Who says what. No sentence of one split can occur in another, whatever the size: a hash of the
-    sentence decides where it belongs."""
+    """All clips: who says what. A hash of a sentence decides its split, so that none occurs in two of them."""
     sizes = {split: max(LEAST_CLIPS, round(count * SHARES[split])) for split in ("dev", "test")}
     sizes = {"train": count - sum(sizes.values()), **sizes}
     sizes.update({name: max(2, round(count * share)) for name, share in EXTRAS.items()})
@@ -301,7 +299,7 @@ def _new_sentence(grammar: Grammar, rng: random.Random, split: str, used: set[st
                 used.add(text)
                 return text
             seen = text
-    return seen  # everything the grammar can say was said; a repetition within the split does no harm
+    return seen  # all sentences of the grammar are used; a repetition within the split does no harm
 
 
 def _home(text: str) -> str:
@@ -315,7 +313,7 @@ def _home(text: str) -> str:
 
 
 def _sound(clip: Clip) -> np.ndarray:
-    """The clip as float32 [S] at SAMPLE_RATE: speech at its own level, a moment of room before and after."""
+    """The clip as float32 [S] at SAMPLE_RATE: speech at a random level, with a moment of silence on both sides."""
     import soxr
 
     rng = np.random.default_rng(clip.seed)
@@ -330,17 +328,17 @@ def _sound(clip: Clip) -> np.ndarray:
     peak = 10 ** (rng.uniform(-9, -1) / 20)
     after = max(after, int(SAMPLE_RATE * SHORTEST_SECONDS) - before - len(speech))
     samples = np.pad(speech * (peak / np.abs(speech).max()), (before, after))
-    # No microphone gives digital silence: noise 60 dB below the loudest clip.
+    # Real recordings have no digital silence, so noise 60 dB below the loudest clip is added.
     return (samples + 10 ** (-60 / 20) * rng.standard_normal(len(samples))).astype(np.float32)
 
 
 def _record(clip: Clip, path: Path) -> int:
-    """Write the clip's MP3; how long it is in milliseconds."""
+    """Write the clip as MP3 and return its duration in milliseconds."""
     import soundfile
 
     samples, encoded = _sound(clip), io.BytesIO()
     soundfile.write(encoded, samples, SAMPLE_RATE, format="MP3")
-    path.write_bytes(encoded.getvalue())  # by Python: of a full disk libsndfile says "System error"
+    path.write_bytes(encoded.getvalue())  # by Python, because libsndfile reports a full disk as "System error"
     return round(len(samples) * 1000 / SAMPLE_RATE)
 
 

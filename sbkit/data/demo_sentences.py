@@ -1,9 +1,8 @@
-"""What the embedded corpus says: small grammars per language, and numbers for every other language.
+"""Texts of the embedded corpus: small grammars for some languages, and lists of numbers for all others.
 
-A grammar is a table of slots; ``expand`` picks one alternative of a slot and fills the slots named
-in it. Each yields more than 100,000 sentences over 90 to 150 words, so a model has to hear words: the
-sentences themselves are far too many to learn. No two words of a grammar sound the same, so that
-every transcript is the only one that fits its clip.
+A grammar is a table of slots; ``expand`` picks one alternative of a slot and fills the slots named in it. Each grammar
+yields more than 100,000 sentences over 90 to 150 words: too many to learn by heart, so a model has to recognise words.
+No two words of a grammar sound the same, so that only one transcript fits a clip.
 """
 
 from __future__ import annotations
@@ -298,7 +297,7 @@ SWAHILI = _phrases(
     ),
 )
 
-# By espeak-ng's name for the language.
+# By espeak-ng's name of the language.
 GRAMMARS: Mapping[str, Grammar] = {
     "ar": ARABIC, "cmn": MANDARIN, "de": GERMAN, "en": ENGLISH, "es": SPANISH, "fr": FRENCH, "hi": HINDI,
     "it": ITALIAN, "ru": RUSSIAN, "sw": SWAHILI,
@@ -306,17 +305,17 @@ GRAMMARS: Mapping[str, Grammar] = {
 
 
 def numbers_grammar(sayable: Sequence[int]) -> Grammar:
-    """Lists of numbers, for a language that has no grammar here.
+    """A grammar of number lists, for a language that has no sentences here.
 
-    espeak-ng reads digits as that language's number words; the transcript keeps the digits, which is
-    exact in any script. ``sayable`` are the numbers that this language pronounces each in its own way.
+    espeak-ng reads digits as number words of the language, and the transcript keeps the digits, so no knowledge of its
+    script is needed. ``sayable`` are the numbers with a pronunciation of their own.
     """
     numbers = [f"{number}" for number in sayable]
     return {"sentence": tuple(", ".join(["{n}"] * count) + "." for count in (3, 4, 5)), "n": tuple(numbers)}
 
 
 def expand(grammar: Grammar, rng: random.Random, slot: str = "sentence") -> str:
-    """One sentence of the grammar, with a capital letter and ``an`` where English wants it."""
+    """A random sentence of the grammar, with a capital letter, and ``an`` before vowels in English."""
     text = _fill(grammar, rng, slot)
     if grammar is ENGLISH:
         text = re.sub(r"\ba (?=[aeiou])", "an ", text)
@@ -329,6 +328,6 @@ def _fill(grammar: Grammar, rng: random.Random, slot: str) -> str:
 
 
 def words(grammar: Grammar) -> set[str]:
-    """Every word that the grammar can say, in lower case (Chinese has no spaces: every phrase)."""
+    """All words of the grammar in lower case; for Chinese, which has no spaces, all phrases."""
     texts = " ".join(text for alternatives in grammar.values() for text in alternatives)
     return set(re.findall(r"[^\s.,?¿؟।。？]+", re.sub(r"\{\w+\}", " ", texts).lower()))

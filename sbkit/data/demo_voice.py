@@ -1,4 +1,4 @@
-"""Speech by espeak-ng through its C interface: one sentence in, one waveform out, the same every time."""
+"""Speech synthesis by espeak-ng through its C interface; the same sentence always gives the same waveform."""
 
 from __future__ import annotations
 
@@ -34,11 +34,10 @@ def _loader() -> ModuleType:
 
 @contextlib.contextmanager
 def _library() -> Iterator[tuple[ctypes.CDLL, int]]:
-    """A freshly loaded espeak-ng and its sample rate.
+    """A freshly loaded espeak-ng and its sample rate; it is unloaded at the end.
 
-    Its synthesiser keeps state in static variables that no call resets (not even Terminate), so that a
-    sentence would sound a little different after another one. Unloading the library does reset them:
-    5 ms, and a clip no longer depends on what the same process said before.
+    The synthesiser keeps state in static variables that no call resets (not even Terminate), so that a sentence would
+    sound slightly different after another one. Unloading the library resets them and takes 5 ms.
     """
     loader = _loader()
     library = ctypes.CDLL(loader.get_library_path())
@@ -54,7 +53,7 @@ def _library() -> Iterator[tuple[ctypes.CDLL, int]]:
 
 
 def _select(library: ctypes.CDLL, voice: str) -> None:
-    """Choose a voice such as ``en-us+f2``; for an unknown one espeak-ng itself would go on with another."""
+    """Choose a voice such as ``en-us+f2``; an unknown one, which espeak-ng would replace silently, is an error."""
     variant = voice.partition("+")[2]
     known = not variant or (Path(_loader().get_data_path()) / "voices" / "!v" / variant).is_file()
     if library.espeak_SetVoiceByName(voice.encode()) != 0 or not known:
@@ -63,7 +62,13 @@ def _select(library: ctypes.CDLL, voice: str) -> None:
 
 def speak(text: str, voice: str, *, words_per_minute: int = 175, pitch: int = 50, pitch_range: int = 50,
           seed: int = 1) -> tuple[np.ndarray, int]:
-    """Say ``text``: (mono float32 [S] within -1..1, sample rate). ``pitch`` and ``pitch_range``: 0 to 99."""
+    """Synthesise a text; return it as mono float32 [S] within -1..1, and its sample rate.
+
+    Arguments
+    ---------
+    voice : such as ``en-us+f2``
+    pitch, pitch_range : from 0 to 99
+    """
     chunks: list[np.ndarray] = []
 
     def collect(samples: Any, count: int, _events: Any) -> int:  # called from C
@@ -86,7 +91,7 @@ def speak(text: str, voice: str, *, words_per_minute: int = 175, pitch: int = 50
 
 
 def pronounce(texts: list[str], voice: str) -> list[str]:
-    """How the voice pronounces each text, in IPA; empty where it has no sound for it."""
+    """The pronunciation of each text in IPA; empty if the voice has no sound for it."""
     spoken = []
     with _library() as (library, _):
         _select(library, voice)

@@ -1,4 +1,4 @@
-"""Turns a source's rows into a manifest and says of every row left out why."""
+"""Turns the rows of a source into a manifest, and records why each other row was left out."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from sbkit.system.console import progress, table
 
 logger = logging.getLogger(__name__)
 
-#: Why a row can be left out; the first that applies is the one counted.
+#: Reasons for which a row is left out; only the first that applies is counted.
 MALFORMED, REFUSED, MISSING, UNDECODABLE = "malformed row", "refused URL", "missing clip", "undecodable"
 REASONS = (MALFORMED, REFUSED, "repeated id", "also in dev or test", MISSING, "no text", UNDECODABLE,
            "too short", "too long", "alphabet", "few words")
-_CODE = {reason: i for i, reason in enumerate(REASONS, 1)}  # 0: kept
+_CODE = {reason: i for i, reason in enumerate(REASONS, 1)}  # 0: the row is kept
 
 _EXAMPLES = 10
 _SAMPLE = 200
-#: Where more of the sample than this disagrees, the list is not believed.
+#: If more of the sample than this has a wrong duration in the list, all recordings are measured.
 _DISAGREE_SHARE = 0.05
-#: Where more of it than this can't be read, all recordings are looked at: a training would end over them.
+#: The same if more of it than this can't be read: so many damaged recordings would end a training.
 _DAMAGED_SHARE = 0.01
-# Less takes no time that anyone would watch.
+# Fewer rows take no time, so they get no progress bar.
 _WORTH_A_BAR = 1000
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What may leave rows of a split out, beyond what makes them unusable."""
+    """Limits beyond which the rows of a split are left out, though they are usable."""
 
     min_duration: float | None = None
     max_duration: float | None = None
@@ -54,7 +54,7 @@ class Limits:
 
 @dataclass
 class SplitReport:
-    """How many rows were read, kept and left out, and why: ``rows == kept + sum(left_out)`` always."""
+    """How many rows of a split were read, kept and left out, and why; always ``rows == kept + missing``."""
 
     split: str
     origin: str
@@ -65,10 +65,10 @@ class SplitReport:
     outside_alphabet: dict[str, int] = field(default_factory=dict)
     durations: dict[str, Any] = field(default_factory=dict)
     tables: list[pa.Table] = field(default_factory=list, repr=False)
-    """Every row left out, for ``left_out.csv``."""
+    """All rows that were left out, for ``left_out.csv``."""
 
     def facts(self) -> dict[str, Any]:
-        """What goes into ``prepare_report.json``."""
+        """The entry of this split in ``prepare_report.json``."""
         return {name: value for name, value in vars(self).items() if name != "tables"}
 
     @property
@@ -80,14 +80,15 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: Limits, *, t
                   listings: dict[str, pa.Array | None] | None = None, check_audio: str = "sample",
                   journal: Path | None = None, workers: int | None = None, remote: Remote = NOWHERE,
                   show_progress: bool = True) -> tuple[Manifest, SplitReport]:
-    """Normalise, measure, filter.
+    """Make the manifest of a split: normalise texts, measure recordings, leave out unusable and unwanted rows.
 
     Arguments
     ---------
     rows : N rows of a source
-    taken : recordings of other splits (:func:`recording_keys`) that must not be in this one
-    listings : what folders hold, shared between splits of one folder
+    taken : recordings of other splits (:func:`recording_keys`), which are left out of this one
+    listings : contents of large folders, kept between calls for splits in the same folder
     check_audio : "sample" compares some listed durations with the audio, "all" opens every recording
+    journal : where measured durations are stored, see :func:`sbkit.data.measure.measure`
     remote : which URLs may be opened
     """
     rows = _with_starts(rows)
@@ -102,7 +103,7 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: Limits, *, t
     leave_out(REFUSED, urls)
     details.update((i, remote.refusal(rows.wavs[i])) for i in np.flatnonzero(urls).tolist())
     if not _first_of_each(rows.ids.arrow).all():
-        # The same recording twice is one too many. Several of one id (of a sentence, say) are not: they are numbered.
+        # The same recording is kept once; different recordings with one id (of a sentence, say) get numbered ids.
         same = join(rows.ids.arrow, recording_keys(rows.wavs, rows.starts), separator="@")
         leave_out("repeated id", ~_first_of_each(same))
         ids = np.array(list(rows.ids), object)
@@ -153,7 +154,7 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: Limits, *, t
 
 
 def _with_starts(rows: Rows) -> Rows:
-    """The rows; those whose start is no number of 0 or more become malformed ones."""
+    """The rows, of which those whose start isn't a number >= 0 are moved to the malformed ones."""
     fine = rows.starts >= 0
     if fine.all():
         return rows
@@ -164,15 +165,15 @@ def _with_starts(rows: Rows) -> Rows:
 
 
 def recording_keys(wavs: Column, starts: np.ndarray) -> pa.Array:
-    """What makes two rows the same recording: file and start."""
+    """Texts [N] that are equal for rows of the same recording: its file and start."""
     return join(wavs.arrow, pc.cast(pa.array(starts), pa.large_string()), separator="@")
 
 
 def _durations(split: str, rows: Rows, why: np.ndarray, details: dict[int, str], report: SplitReport,
                check_audio: str, journal: Path | None, workers: int | None, remote: Remote, show: bool) -> np.ndarray:
-    """Seconds of each usable row, NaN where its recording can't be read; listed ones are checked."""
+    """Seconds of each usable row, NaN if its recording can't be read; listed durations are checked."""
     durations = rows.durations.copy()
-    durations[(durations == 0) & (rows.starts == 0)] = np.nan  # nobody measured them
+    durations[(durations == 0) & (rows.starts == 0)] = np.nan  # 0 means that nobody measured it
     usable = np.flatnonzero(why == 0)
     listed = usable[np.isfinite(durations[usable])]
     unlisted = usable[~np.isfinite(durations[usable])]
@@ -200,9 +201,9 @@ def _durations(split: str, rows: Rows, why: np.ndarray, details: dict[int, str],
 
 
 def _correct(durations: np.ndarray, rows: Rows, at: np.ndarray, found: np.ndarray) -> np.ndarray:
-    """Put what the audio says where the rows ``at`` disagree with it; which ones did, as booleans.
+    """Replace durations of the rows ``at`` that disagree with the audio; return which ones did, as booleans.
 
-    A recording may go on after a segment ends, so a list of segments is wrong only where one ends too late.
+    A recording may continue after a segment ends, so the duration of a segment is wrong only if it is too long.
     """
     listed, left = durations[at], found - rows.starts[at]
     excess = listed - left if rows.segments else np.abs(listed - left)
@@ -234,7 +235,7 @@ def _explain(report: SplitReport, rows: Rows, why: np.ndarray, durations: np.nda
 
 
 def summarize(report: Mapping[str, Any]) -> str:
-    """The table and notes of a ``prepare_report.json``."""
+    """A table and notes from the content of a ``prepare_report.json``, for the terminal."""
     splits = report["splits"]
     reasons = [reason for reason in REASONS if any(reason in entry["left_out"] for entry in splits.values())]
     rows = [[split, entry["rows"], entry["kept"], float(entry["hours"]),
@@ -255,7 +256,7 @@ def summarize(report: Mapping[str, Any]) -> str:
 
 
 def _first_of_each(column: pa.Array) -> np.ndarray:
-    """True where a value stands for the first time, [N]."""
+    """Whether each value occurs for the first time, [N] booleans."""
     codes = column.dictionary_encode().indices.to_numpy(zero_copy_only=False)
     first = np.zeros(len(column), bool)
     first[np.unique(codes, return_index=True)[1]] = True

@@ -1,14 +1,14 @@
-"""Pack a manifest's recordings into tar shards (WebDataset's layout) that train at once and resume exactly.
+"""Packs the recordings of a manifest into tar shards (WebDataset's layout), whose manifest trains like any other.
 
     OUT/shard-000000.tar    000000000.flac, 000000000.json, 000000001.flac, ...  (uncompressed)
-    OUT/shard-000000.json   where each recording lies in it; a shard counts as done once this is there
+    OUT/shard-000000.json   offsets of the recordings; a shard is complete when this file exists
     OUT/shard.csv           the manifest: read it like any other
-    OUT/shard-index.json    the list of shards, as WebDataset's `wids` reads it
+    OUT/shard-index.json    the list of shards for WebDataset's `wids`
     OUT/shard-report.json   rows read, kept and left out
 
-Network file systems and object stores are slow at opening millions of small files and fast at reading
-stretches of large ones. The loader reads a recording by its place, so the plan shuffles the whole corpus
-and not just a buffer. The rows are shuffled on the way in, so that others may read shards in order.
+Network file systems and object stores are slow at opening millions of small files and fast at reading stretches of
+large ones. The loader reads a recording by its offset, so the plan shuffles the whole corpus and not just a buffer.
+The rows are shuffled before they are written, so that other tools can read the shards in order.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from sbkit.errors import SbkitError
 from sbkit.system import disk
 from sbkit.system.console import atomic_write, progress
 
-#: Files looked at to guess how large a copied recording is.
+#: Files from which the size of a second of copied audio is estimated.
 _SAMPLE = 64
 _SHUFFLE_SEED = 0
-#: Samples a second that a FLAC file can hold.
+#: The highest sample rate of a FLAC file.
 _FLAC_MOST = 655_350
 
 
 class Encoding(NamedTuple):
-    """A file format to re-encode into, mono, and about how many bytes a sample takes."""
+    """A file format for mono recordings that are encoded again, and about how many bytes it needs per sample."""
 
     suffix: str
     format: str
@@ -67,7 +67,7 @@ ENCODINGS = {
 
 @dataclass(frozen=True)
 class _Job:
-    """One shard: its rows, and what makes it what it is."""
+    """One shard to write: its rows and how they are encoded."""
 
     path: Path
     first: int
@@ -91,21 +91,21 @@ def write_shards(
     manifest: Manifest, out: str | os.PathLike[str], *, name: str = "shard", shard_size_mb: float = 512,
     encode: str | None = None, sample_rate: int = SAMPLE_RATE, workers: int = 2, show_progress: bool = True,
 ) -> Manifest:
-    """Write ``manifest``'s recordings into shards below ``out`` and return the manifest that reads them.
+    """Write the recordings of ``manifest`` into shards below ``out`` and return the manifest that reads them.
 
     Arguments
     ---------
-    name: of the files, e.g. ``train``.
-    shard_size_mb: roughly.
-    encode: ``None`` copies files as they are (segments of longer files become FLAC, at the rate they have);
-        ``wav`` (16-bit PCM, by far the fastest to read) or ``flac`` (half the size) decode once and store mono;
-        ``wav16k`` is ``wav`` at 16 kHz, whatever the model hears.
-    sample_rate: of what is decoded once: what the model is to hear, or more.
-    workers: processes.
+    name: beginning of the file names, such as ``train``.
+    shard_size_mb: approximate size of a shard.
+    encode: ``None`` copies files as they are (segments of longer files become FLAC with their own sample rate);
+        ``wav`` (16-bit PCM, by far the fastest to read) and ``flac`` (half the size) store decoded audio as mono;
+        ``wav16k`` is ``wav`` at 16 kHz, whatever the model's sample rate.
+    sample_rate: sample rate with ``encode``: the model's, or higher.
+    workers: number of processes.
 
-    A shard appears whole or not at all; called again after a stop, it goes on with the first shard that
-    is missing. Recordings that cannot be read are left out and named in ``<name>-report.json``; called again
-    after they were mended, it writes their shards anew. Other recordings are not looked at again.
+    A shard is written completely or not at all; after an interruption, another call continues with the first shard
+    that is missing. Recordings that can't be read are left out and named in ``<name>-report.json``; when they have
+    been repaired, another call writes their shards again. Other recordings are not looked at again.
     """
     check_number("shard_size_mb", shard_size_mb, above=0)
     check_number("workers", workers, above=0, whole=True)
@@ -120,7 +120,7 @@ def write_shards(
         with locked(Path(out) / f".{name}.lock"):
             return _write_shards(manifest, Path(out), name, shard_size_mb, encode, sample_rate, workers,
                                  show_progress)
-    except OSError as error:  # a full disk, a folder that may not be written
+    except OSError as error:  # such as a full disk, or a folder without write permission
         raise SbkitError(f"{error.filename or out}: {error.strerror or error}") from error
 
 
@@ -153,7 +153,7 @@ def _run(jobs: Iterable[_Job], workers: int) -> Iterator[dict[str, Any]]:
         return
     jobs = iter(jobs)
     waiting: set[Future[Any]] = set()
-    # Fork: the rows are there already, and no script is run a second time.
+    # Forked processes have the rows already, and don't run the user's script again.
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
         try:
             while True:
@@ -171,7 +171,7 @@ def _run(jobs: Iterable[_Job], workers: int) -> Iterator[dict[str, Any]]:
 
 
 def _write(job: _Job) -> dict[str, Any]:
-    """Write one shard and its index, or take over what is there already."""
+    """Write one shard and its index, unless it is complete already; return the index."""
     fingerprint = job.fingerprint
     finished = _finished(job, fingerprint)
     if finished is not None:
@@ -205,17 +205,17 @@ def _finished(job: _Job, fingerprint: str) -> dict[str, Any] | None:
         if whole and all(tuple(version) == file_version(job.rows[i].wav) for i, _, *version in index["left_out"]):
             return index
     except (OSError, ValueError, KeyError):
-        pass  # not written yet, or by something else: it is written anew
+        pass  # not written yet, or not a shard's index: it is written again
     return None
 
 
 def _encoded(row: Utterance, encode: str | None, sample_rate: int, remote: Remote) -> tuple[bytes, str, float]:
-    """(bytes of a file, its suffix, seconds) of one recording."""
+    """The bytes of a recording's file, its suffix, and its duration in seconds."""
     whole = row.start == 0 and encode is None
     if whole:
         data = read_bytes(row.wav, remote)
         seconds = audio_info(data)[0]
-        # A segment that begins its file is copied only where it is all of it.
+        # A segment at the beginning of its file is copied only if it is the whole file.
         whole = seconds <= row.duration + longer(row.duration)
     if whole:
         check_whole(row.wav, row.duration, seconds)
@@ -230,7 +230,7 @@ def _encoded(row: Utterance, encode: str | None, sample_rate: int, remote: Remot
 
 
 def _bounds(durations: np.ndarray, seconds_per_shard: float) -> np.ndarray:
-    """Where shards begin and end, such that each holds about as many seconds: ``[shards + 1]``."""
+    """Row numbers at which shards begin, and the end: ``[shards + 1]``; all shards have about the same duration."""
     ends = np.cumsum(durations, dtype=np.float64)
     shards = max(1, min(len(durations), round(ends[-1] / seconds_per_shard)))
     inner = np.searchsorted(ends, ends[-1] * np.arange(1, shards) / shards) + 1
@@ -238,7 +238,7 @@ def _bounds(durations: np.ndarray, seconds_per_shard: float) -> np.ndarray:
 
 
 def _bytes_per_second(manifest: Manifest) -> float:
-    """How many bytes a second of the recordings takes, from some of them."""
+    """Average bytes per second of the recordings, estimated from some of them."""
     size = seconds = 0.0
     for i in np.unique(np.linspace(0, len(manifest) - 1, _SAMPLE).astype(int)).tolist():
         wav = manifest.wavs[i]
@@ -271,7 +271,7 @@ def _manifest(manifest: Manifest, order: np.ndarray, shards: list[dict[str, Any]
 
 
 def _forget_others(out: Path, name: str, count: int) -> None:
-    """Shards of an earlier, longer run with other options would only mislead."""
+    """Delete shards that an earlier call with other options left beyond the last one."""
     ours = re.compile(re.escape(name) + r"-(\d{6,})\.(tar|json)")
     for path in list(out.iterdir()):
         if (match := ours.fullmatch(path.name)) and int(match[1]) >= count:

@@ -1,4 +1,4 @@
-"""Transcript normalisation as data: a few rules that a YAML can change, and that no script dies of."""
+"""Normalisation of transcripts by a few rules that a YAML can change and that suit all scripts."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 from sbkit.errors import SbkitError
 
-# What people type for an apostrophe: curly and full-width quotes, prime, grave and acute accents.
+# Characters that people type instead of an apostrophe: curly and full-width quotes, prime, grave and acute accents.
 _APOSTROPHE = re.compile("[’‘‛＇′`´]")
-# Joiners decide how letters of Persian and Indic scripts connect: part of the spelling, inside a word.
+# Joiners decide how letters of Persian and Indic scripts connect; inside a word they are part of the spelling.
 _JOINERS = "\u200c\u200d"
 # Scripts written without spaces: each character counts as a word.
 _UNSPACED = (
@@ -21,7 +21,7 @@ _UNSPACED = (
 )
 _WORD = re.compile(f"[{_UNSPACED}]|[^\\s{_UNSPACED}]+")
 
-# Where the neutral rules would damage a language. Everything here can be overruled in the YAML.
+# Rules of languages that the defaults would damage. A YAML can override each of them.
 LANGUAGES: dict[str, dict[str, Any]] = {
     "az": {"case_pairs": {"I": "ı", "İ": "i"}},
     "tr": {"case_pairs": {"I": "ı", "İ": "i"}},
@@ -35,11 +35,11 @@ LANGUAGES: dict[str, dict[str, Any]] = {
 
 
 class TextRules:
-    """How a transcript becomes training text.
+    """Rules that turn a transcript into training text.
 
-    Letters, combining marks and digits of every script are kept, white space becomes single blanks, and
-    everything else (punctuation, symbols, emoji, control characters) becomes a blank, but for what
-    ``keep_punctuation`` and ``keep_anywhere`` name. In this order: ``replace``, Unicode form, case, filter.
+    Letters, combining marks and digits of every script are kept, white space becomes single blanks, and everything else
+    (punctuation, symbols, emoji, control characters) becomes a blank, except for the characters in
+    ``keep_punctuation`` and ``keep_anywhere``. The order is: ``replace``, Unicode form, case, filter.
 
     Arguments
     ---------
@@ -47,11 +47,11 @@ class TextRules:
     case : "lower", "upper" or "keep"
     keep_punctuation : characters kept inside a word, with a letter, mark or digit on both sides; typographic
         apostrophes count as ``'``
-    keep_anywhere : characters kept wherever they stand, e.g. ``".,?!"``
-    alphabet : the only characters that a normalised text may hold (a blank always may); None: any. Texts with
-        others are left out and counted, never silently stripped; see :meth:`outside`
-    replace : text to find -> text to put, before everything else
-    case_pairs : upper -> lower case where a language differs from Unicode's default
+    keep_anywhere : characters kept everywhere, such as ``".,?!"``
+    alphabet : the characters, besides blanks, that a normalised text may contain; None: all. Texts with other
+        characters are left out and counted, never silently stripped; see :meth:`outside`
+    replace : texts and their replacements, applied before everything else
+    case_pairs : upper-case letters and their lower-case ones, for languages that differ from Unicode's default
 
     >>> TextRules()("« L’été, c’est 'chaud' ! »")
     "l'été c'est chaud"
@@ -86,7 +86,7 @@ class TextRules:
 
     @classmethod
     def for_language(cls, language: str | None, **overrides: Any) -> TextRules:
-        """The rules for a language code (``tr``, ``ca``, ``zh-CN``), changed by ``overrides``."""
+        """The rules for a language code (``tr``, ``ca``, ``zh-CN``), with ``overrides`` of single rules."""
         base = LANGUAGES.get((language or "").replace("_", "-").split("-")[0].lower(), {})
         try:
             return cls(**{**base, **overrides})
@@ -137,14 +137,14 @@ class TextRules:
         return text if text.isascii() else unicodedata.normalize(self.unicode, text)
 
     def outside(self, text: str) -> Counter[str]:
-        """The characters of a normalised text that the alphabet lacks, counted."""
+        """The characters of a normalised text that are not in the alphabet, with counts."""
         if self._allowed is None or self._allowed.issuperset(text):
             return Counter()
         return Counter(char for char in text if char not in self._allowed)
 
 
 class _Table(dict[int, str | None]):
-    """What each character becomes, decided once per character (``str.translate`` asks for missing ones)."""
+    """A table for ``str.translate`` that decides about a character when it occurs for the first time."""
 
     def __init__(self, inner: str, anywhere: str):
         super().__init__()
@@ -156,7 +156,7 @@ class _Table(dict[int, str | None]):
         if _is_word(char):
             result = char
         elif unicodedata.category(char) == "Cf" and char != "\u200b":
-            result = ""  # soft hyphens, direction marks: invisible and inside words; U+200B parts words
+            result = ""  # soft hyphens, direction marks: invisible, inside words; U+200B separates words
         else:
             result = " "
         self[code] = result
@@ -168,7 +168,7 @@ def _is_word(char: str) -> bool:
 
 
 def _keep_inside_words(match: re.Match[str]) -> str:
-    """Inner punctuation and joiners stay only between two characters of a word."""
+    """The replacement of inner punctuation or a joiner: itself between two characters of a word."""
     text, at = match.string, match.start()
     char = match[0]
     if 0 < at < len(text) - 1 and _is_word(text[at - 1]) and _is_word(text[at + 1]):
@@ -177,7 +177,7 @@ def _keep_inside_words(match: re.Match[str]) -> str:
 
 
 def count_words(text: str) -> int:
-    """Words as a person counts them: parted by blanks, and each character of an unspaced script is one.
+    """The number of words, separated by blanks; in scripts without spaces each character counts as one.
 
     >>> count_words("three small words"), count_words("三个字")
     (3, 3)

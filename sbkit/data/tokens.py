@@ -1,4 +1,4 @@
-"""The tokenizer: a SentencePiece model trained once, kept with the fingerprint of what it was made from."""
+"""The tokenizer: a SentencePiece model, trained once and stored with a fingerprint of its text and options."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ logger = logging.getLogger(__name__)
 
 MODEL_TYPES = ("unigram", "bpe", "char")
 BLANK_ID = 0
-ENOUGH_TEXTS = 20_000  # to know how often each token occurs
+ENOUGH_TEXTS = 20_000  # for the frequencies of tokens
 _TOO_LARGE = re.compile(r"Vocabulary size too high \(\d+\)\. Please set it to a value <= (\d+)")
 _TOO_SMALL = re.compile(r"Vocabulary size is smaller than required_chars\. \d+ vs (\d+)")
 
 
 class Tokenizer:
-    """Text to token ids and back. The constructor touches no file; call :meth:`prepare` or :meth:`load`.
+    """Converts text to token ids and back. The constructor touches no file; call :meth:`prepare` or :meth:`load`.
 
-    Ids are SpeechBrain's: 0 is the unknown piece and doubles as the blank of CTC, 1 begins and 2 ends a
-    sentence. :meth:`encode` never returns 0, so a label is never mistaken for a blank.
+    Ids are as in SpeechBrain: 0 is the unknown piece and also the blank of CTC, 1 begins and 2 ends a sentence.
+    :meth:`encode` never returns 0, so a label can't be mistaken for a blank.
 
-    The files are ``<folder>/<vocab_size>_<model_type>.model`` and ``.vocab``, where SpeechBrain's own
-    ``SentencePiece`` looks for them, and ``.json`` with the fingerprint of the text and the options.
+    The files are ``<folder>/<vocab_size>_<model_type>.model`` and ``.vocab``, where SpeechBrain's ``SentencePiece``
+    looks for them, and ``.json`` with the fingerprint of the text and the options.
 
     Arguments
     ---------
-    folder : where the files go
-    vocab_size : entries of the vocabulary, blank, bos and eos included; with ``char`` it follows from the
-        text, so it may be None, and any other number is an error that says the right one (see :meth:`follow`)
+    folder : where the files are stored
+    vocab_size : entries of the vocabulary, including blank, bos and eos; with ``char`` it follows from the text, so it
+        may be None, and a wrong number is an error that tells the right one (see :meth:`follow`)
     model_type : "unigram", "bpe" or "char"
     character_coverage : share of the characters that get a piece of their own
-    characters : characters that get a piece even if the text lacks them
-    bos_id, eos_id : -1 for a model without
+    characters : characters that get a piece even if they are not in the text
+    bos_id, eos_id : ids of the pieces that begin and end a sentence; -1: the model has none
     max_piece_length : longest piece in characters
     split_by_whitespace : False lets a piece span words (languages written without spaces)
     user_defined_symbols : texts that are always one piece
-    max_texts : train on this many texts at most, taken evenly; the characters of all are kept
-    model : a ready SentencePiece model to use as it is; nothing is trained then
+    max_texts : train on this many texts at most, taken evenly; the characters of all texts are kept
+    model : an existing SentencePiece model to use; nothing is trained then
     """
 
     def __init__(self, folder: str | Path, vocab_size: int | None = None, model_type: str = "unigram",
@@ -97,10 +97,10 @@ class Tokenizer:
         return {name: getattr(self, name) for name in names}
 
     def follow(self, texts: Iterable[str]) -> int | None:
-        """Let ``vocab_size`` be what the characters of ``texts`` need; the new size, None where nothing changes.
+        """Set ``vocab_size`` to what the characters of ``texts`` need; return it, or None if nothing changes.
 
-        That is for char models that keep every character. Where a model of the old size is there already, or
-        was given, nothing changes: what was trained with it depends on it.
+        Only char models that keep all characters change. If there is a model of the old size already, nothing
+        changes either, because checkpoints may depend on it.
         """
         if self.model_type != "char" or self.character_coverage < 1 or self.vocab_size is None \
                 or self.path.exists():
@@ -113,9 +113,9 @@ class Tokenizer:
         return self.vocab_size
 
     def prepare(self, texts: Iterable[str]) -> Tokenizer:
-        """Train on ``texts`` unless the model on disk was made from the same text and options; load it.
+        """Train on ``texts``, unless the model on disk was made from the same text and options; then load it.
 
-        In a run over several processes one of them prepares, and the others :meth:`load` afterwards.
+        In a run over several processes, one of them prepares and the others call :meth:`load` afterwards.
         """
         if self.model is not None:
             return self.load()
@@ -131,7 +131,7 @@ class Tokenizer:
         return self.load()
 
     def load(self) -> Tokenizer:
-        """Load the model file and check that it is what the options say."""
+        """Load the model file and check that it agrees with the options."""
         try:
             proto = self.path.read_bytes()
         except FileNotFoundError:
@@ -184,7 +184,7 @@ class Tokenizer:
             return None
 
     def _refuse_to_replace(self, known: str | None) -> None:
-        """An alien model stays, and so does one that checkpoints beside it were trained with."""
+        """Refuse to replace a model that wasn't trained here, or that checkpoints in its folder depend on."""
         if known is None and not self.path.with_suffix(".json").exists():
             raise SbkitError(
                 f"{self.path} is there already, and nothing says what it was made from",
@@ -210,7 +210,7 @@ class Tokenizer:
             texts = [texts[int(i * step)] for i in range(self.max_texts)]
         if self.model_type != "char":
             kept["vocab_size"] = self.vocab_size
-        else:  # an upper bound that never binds: the vocabulary is the characters
+        else:  # an upper bound beyond all characters, which make up the vocabulary
             kept["vocab_size"] = 1_114_112
         model = io.BytesIO()
         try:
@@ -219,8 +219,8 @@ class Tokenizer:
                 character_coverage=self.character_coverage, unk_id=BLANK_ID, bos_id=self.bos_id,
                 eos_id=self.eos_id, pad_id=-1, max_sentencepiece_length=self.max_piece_length,
                 split_by_whitespace=self.split_by_whitespace, user_defined_symbols=self.user_defined_symbols,
-                # The corpus's text rules have normalised already; a second opinion would make
-                # decode(encode(text)) differ from text.
+                # The corpus's text rules have normalised the text; more normalisation here would make
+                # decode(encode(text)) differ from it.
                 normalization_rule_name="identity",
                 max_sentence_length=max(10, max(len(text) for text in texts) * 4 + 1),
                 minloglevel=2, **kept)
@@ -236,8 +236,8 @@ class Tokenizer:
                         for i in range(processor.vocab_size()))
         stored = {"fingerprint": fingerprint, "options": self.options(), "texts": len(texts),
                   "model_sha256": hashlib.sha256(model.getvalue()).hexdigest()}
-        # All or none where a disk is full. The last one appears first: a model without a fingerprint would count as
-        # somebody else's.
+        # All files or none if the disk is full. The last one is renamed first: a model without a fingerprint would
+        # count as one that wasn't trained here.
         with (atomic_write(self.path, "wb") as whole, atomic_write(self.path.with_suffix(".vocab")) as listed,
               atomic_write(self.path.with_suffix(".json")) as facts):
             whole.write(model.getvalue())
@@ -263,7 +263,7 @@ class Tokenizer:
 
     @property
     def processor(self) -> spm.SentencePieceProcessor:
-        """SentencePiece's own object, loaded when first asked for."""
+        """The SentencePiece processor, loaded on first use."""
         if self._processor is None:
             self.load()
         assert self._processor is not None, "load sets it"
@@ -271,18 +271,18 @@ class Tokenizer:
 
     @property
     def size(self) -> int:
-        """Entries of the vocabulary, blank included."""
+        """The number of entries in the vocabulary, including the blank."""
         return self.processor.vocab_size()
 
     def __len__(self) -> int:
         return self.size
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without those it has no piece for (:meth:`coverage` counts them): never 0."""
+        """The ids of a text; characters without a piece are dropped (:meth:`coverage` counts them), so none is 0."""
         return [i for i in self.processor.encode(text) if i != BLANK_ID]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids; blank, bos and eos are left out."""
+        """The text of some ids; blank, bos and eos are skipped."""
         silent = (BLANK_ID, self.bos_id, self.eos_id)
         return self.processor.decode([int(i) for i in ids if i not in silent])
 
@@ -295,7 +295,7 @@ class Tokenizer:
         return self.processor.id_to_piece(list(range(self.size)))
 
     def coverage(self, texts: Iterable[str]) -> Counter[str]:
-        """The characters in ``texts`` that have no piece, counted; empty where it can express them all."""
+        """The characters in ``texts`` that have no piece, with counts; empty if all have one."""
         counts: Counter[str] = Counter()
         for text in texts:
             counts.update(text)
@@ -303,7 +303,7 @@ class Tokenizer:
         return Counter({char: n for char, n in counts.items() if char in unknown})
 
     def entropy(self, texts: Sequence[str]) -> float:
-        """Nats per token where only how often each token occurs is known; of many texts, some taken evenly."""
+        """The entropy of single tokens in nats, from their frequencies; estimated from a sample of many texts."""
         every = max(1, len(texts) // ENOUGH_TEXTS)
         counts = Counter(chain.from_iterable(map(self.encode, texts[::every])))
         total = counts.total()

@@ -1,6 +1,6 @@
-"""Where utterances come from: one file per kind of corpus, all of them giving the same rows.
+"""Sources of utterances: one module per kind of corpus; all give the same rows.
 
-What a corpus's ``source`` may be, how it is recognised, and what its splits are called:
+What a corpus's ``source`` may be, how it is recognised, and the names of its splits:
 
 ===================================== ===================================== ==============================
 source                                recognised by                         splits
@@ -21,12 +21,12 @@ single files                          a mapping ``{train: FILE, dev: ...}`` the 
                                       or ``{train: [FILE, FILE], ...}``
 ===================================== ===================================== ==============================
 
-``validation``, ``valid`` and ``val`` count as dev; the corpus's ``splits`` names any others.
+``validation``, ``valid`` and ``val`` count as dev; for other names set the corpus's ``splits``.
 
-Every kind gives the same rows: id, recording (a path, or a stretch of a tar as ``x.tar?offset=O&size=N``),
-start and duration in seconds, text, speaker, and accent, age, gender and language where they are known.
-CSVs keep all their other columns too, as ``source_wrd`` one that is called like ours and not used for it. Columns are
-found by name (see ``ALIASES`` in ``base.py``); the corpus's ``columns`` names those that are called otherwise.
+Every row has an id, a recording (a path, or a stretch of a tar as ``x.tar?offset=O&size=N``), start and duration in
+seconds, a text, a speaker, and accent, age, gender and language if they are known. CSVs keep all their other columns
+too; one whose name a manifest uses for something else gets a prefix, such as ``source_wrd``. Columns are found by name
+(see ``ALIASES`` in ``base.py``); for other names set the corpus's ``columns``.
 """
 
 from sbkit.data.sources.base import Rows, Source, join_rows

@@ -1,4 +1,4 @@
-"""Unpacks a downloaded Common Voice archive once: streamed, resumable, and safe against a hostile one."""
+"""Common Voice archives as downloaded: unpacked once, streamed, resumable, and with hostile archives refused."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from sbkit.system.console import atomic_write, progress
 logger = logging.getLogger(__name__)
 
 SUFFIXES = (".tar.gz", ".tgz", ".tar")
-_STAMP = ".unpacked.json"  # says of which archive the folder holds all
-_BEGUN = ".begun.json"  # and this of which it may hold a part
-# MP3s don't compress: an archive that grows more than this is no release but a bomb. Small ones may.
+_STAMP = ".unpacked.json"  # names the archive that the folder has completely
+_BEGUN = ".begun.json"  # names the archive that the folder has at least a part of
+# MP3s hardly compress, so an archive that grows more than this is a zip bomb. Small archives may.
 _MOST_GROWTH, _ALWAYS_ALLOWED = 20, 256 << 20
-# Long names and other notes between the files; a real one has a few hundred bytes.
+# Long names and other headers between the files; real ones have a few hundred bytes.
 _MOST_HEADER_BYTES = 1 << 20
 _BLOCK = 1 << 20
 _DISTRUST = "no Common Voice archive does that: download it anew, from a source you trust"
 
 
 class CommonVoiceArchive(Source):
-    """A release as downloaded; unpacked below ``cache`` when its rows are first needed."""
+    """A release as downloaded, which is unpacked below ``cache`` when its rows are first needed."""
 
     kind = "Common Voice"
 
@@ -70,7 +70,7 @@ class CommonVoiceArchive(Source):
 
 
 def is_unpacked(archive: Path, into: Path) -> bool:
-    """Whether ``into`` holds the whole of this version of the archive."""
+    """Whether the folder ``into`` has all of this version of the archive."""
     return _read(into / _STAMP) == stamp(archive)
 
 
@@ -82,9 +82,9 @@ def _read(path: Path) -> Any:
 
 
 def unpack(archive: Path, into: Path, show_progress: bool = True) -> Path:
-    """Unpack clips and TSVs to the folder ``into``, which is there whole or not at all.
+    """Unpack clips and TSVs to the folder ``into``, which appears completely or not at all.
 
-    What an earlier, interrupted call unpacked is not written again.
+    Files that an earlier, interrupted call has unpacked are not written again.
     """
     with locked(into.with_name(f".{into.name}.lock")):
         if not is_unpacked(archive, into):
@@ -95,7 +95,7 @@ def unpack(archive: Path, into: Path, show_progress: bool = True) -> Path:
 def _unpack_aside(archive: Path, into: Path, show_progress: bool) -> None:
     partial = into.with_name(into.name + ".partial")
     begun = {"archive": stamp(archive), "uptime": processes.machine()}
-    if _read(partial / _BEGUN) != begun:  # of another archive, or from before the power failed
+    if _read(partial / _BEGUN) != begun:  # of another archive, or from before a power cut
         shutil.rmtree(partial, ignore_errors=True)
     try:
         with disk.told(partial):
@@ -137,13 +137,13 @@ def _unpack(archive: Path, folder: Path, show_progress: bool) -> None:
                     assert content is not None, "a file's"
                     _write(content, folder / target, member.size)
                 bar.update(raw.tell() - bar.n)
-                tar.members = []  # type: ignore[attr-defined]  # tarfile remembers them all: a gigabyte for two million clips
-        while stream.read(_BLOCK):  # to the end, where gzip finds its checksum
+                tar.members = []  # type: ignore[attr-defined]  # else tarfile keeps them: 1 GB for two million clips
+        while stream.read(_BLOCK):  # to the end, where gzip checks the checksum
             pass
 
 
 class _Counted:
-    """Reads a stream up to a limit."""
+    """Reads a stream, and refuses one that grows beyond a limit."""
 
     def __init__(self, stream: IO[bytes] | gzip.GzipFile, archive: Path, size: int):
         self.stream, self.archive, self.size = stream, archive, size
@@ -160,7 +160,7 @@ class _Counted:
 
 
 class _Member(tarfile.TarInfo):
-    """Refuses damaged headers, where tarfile would end in silence, and notes that it would read into memory whole."""
+    """A header that is refused if it is damaged, where tarfile would end silently, or too large to read into memory."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Member:
@@ -187,9 +187,9 @@ def _check_member(archive: Path, member: tarfile.TarInfo) -> None:
 
 
 def _target(member: tarfile.TarInfo) -> Path | None:
-    """Where an entry goes: clips and tables are wanted, everything else is not."""
+    """The path to which an entry is unpacked; None for anything but clips and tables."""
     path = PurePosixPath(member.name)
-    if path.name.startswith("."):  # macOS leaves its own notes behind
+    if path.name.startswith("."):  # such as macOS's ._ files
         return None
     return Path(*path.parts) if path.suffix == ".tsv" or path.parent.name == "clips" else None
 

@@ -1,4 +1,4 @@
-"""What every kind of corpus gives: rows in columns, and names for what it has."""
+"""The interface of all sources: rows in columns, and the names of a source's columns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pyarrow as pa
 from sbkit.data.manifest import Column
 from sbkit.errors import SbkitError
 
-#: What a column may be called, the likeliest name first. A corpus's ``columns`` option goes before all.
+#: Names by which a column is recognised, the likeliest first. A corpus's ``columns`` option precedes them.
 ALIASES: dict[str, tuple[str, ...]] = {
     "id": ("ID", "id", "utt_id", "utt", "uttid", "key", "segment_id"),
     "audio": ("audio", "wav", "audio_filepath", "audio_path", "wav_path", "path", "file", "filename"),
@@ -23,7 +23,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "duration": ("duration", "dur", "audio_length"),
     "start": ("start", "offset"),
 }
-#: Columns about the speaker that are kept in the manifest, by the names they have had.
+#: Columns about the speaker that are kept in the manifest, and the names they have had in releases.
 META_ALIASES: dict[str, tuple[str, ...]] = {
     "accent": ("accents", "accent"), "age": ("age",), "gender": ("gender", "sex"),
     "language": ("locale", "language", "lang"),
@@ -32,11 +32,10 @@ META_ALIASES: dict[str, tuple[str, ...]] = {
 
 @dataclass
 class Rows:
-    """One split as its source has it: N rows in columns, nothing judged yet.
+    """One split as its source has it: N rows in columns, before any is left out.
 
-    ``durations[i]`` is NaN where the source doesn't say, ``starts[i]`` where what it says is no number.
-    ``malformed`` are rows that could not be read at all, as (what to call it, what is wrong); they count as
-    read and left out.
+    ``durations[i]`` is NaN if the source doesn't give it, ``starts[i]`` if it isn't a number. ``malformed`` has rows that
+    could not be read, as (a name for the row, what is wrong); they count as read and left out.
     """
 
     origin: str
@@ -54,11 +53,11 @@ class Rows:
 
     @property
     def segments(self) -> bool:
-        """Whether rows are stretches of longer recordings."""
+        """Whether any row is a segment of a longer recording."""
         return bool((self.starts > 0).any())
 
     def take(self, at: np.ndarray) -> Rows:
-        """The rows at ``at``, and all malformed ones."""
+        """The rows with the indices ``at``, and all malformed ones."""
         return replace(
             self, ids=self.ids.take(at), wavs=self.wavs.take(at), texts=self.texts.take(at),
             speakers=self.speakers.take(at), durations=self.durations[at], starts=self.starts[at],
@@ -66,14 +65,14 @@ class Rows:
 
 
 class Source(ABC):
-    """A corpus. Opening one is cheap; ``read`` does the work."""
+    """A corpus in some format. Creating the object is cheap; ``read`` does the work."""
 
     kind: str
     where: str
 
     @abstractmethod
     def names(self) -> list[str]:
-        """The splits it has, by its own names."""
+        """The source's own names for its splits."""
 
     @abstractmethod
     def read(self, name: str, show_progress: bool = True) -> Rows:
@@ -81,10 +80,10 @@ class Source(ABC):
 
     @abstractmethod
     def fingerprint(self) -> Any:
-        """Plain data that changes when rows may have changed; found without reading them."""
+        """Plain data that changes when the rows may have changed, found without reading them."""
 
     def intact(self) -> bool:
-        """Whether audio that had to be unpacked is still where the manifests say."""
+        """Whether audio that had to be unpacked still exists where manifests point to."""
         return True
 
 
@@ -108,12 +107,12 @@ def join_rows(parts: Sequence[Rows]) -> Rows:
 
 
 def blank(n: int) -> Column:
-    """N empty strings."""
+    """A column of N empty strings."""
     return Column(pa.repeat("", n))
 
 
 def stamp(path: Path) -> list[Any]:
-    """What tells one version of a file (or of a folder's list of names) from another."""
+    """Plain data that changes when a file, or the list of names in a folder, changes: path, size and date."""
     try:
         status = path.stat()
     except OSError:
@@ -122,7 +121,7 @@ def stamp(path: Path) -> list[Any]:
 
 
 def pick(role: str, available: Iterable[str], columns: Mapping[str, str]) -> str | None:
-    """Which of the ``available`` columns plays a role; ``columns`` (role -> name) decides first."""
+    """The one of the ``available`` columns that has a role, None if none has; ``columns`` maps roles to other names."""
     available = list(available)
     if role in columns:
         return columns[role] if columns[role] in available else None
@@ -130,7 +129,7 @@ def pick(role: str, available: Iterable[str], columns: Mapping[str, str]) -> str
 
 
 def check_columns(columns: Mapping[str, str] | None) -> dict[str, str]:
-    """Refuse roles that don't exist, before anything is read."""
+    """Refuse roles that don't exist; return the mapping of roles to names as a dict."""
     columns = dict(columns or {})
     for role in columns:
         if role not in ALIASES:
@@ -140,7 +139,7 @@ def check_columns(columns: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def no_column(where: object, role: str, available: Iterable[str], columns: Mapping[str, str]) -> SbkitError:
-    """The error for a role that no column plays."""
+    """The error for a role that no column has."""
     wanted = repr(columns[role]) if role in columns else "any of " + ", ".join(map(repr, ALIASES[role]))
     return SbkitError(
         f"{where} has no column for the {role}: looked for {wanted} among {', '.join(available) or 'none'}",
@@ -148,7 +147,7 @@ def no_column(where: object, role: str, available: Iterable[str], columns: Mappi
 
 
 def unique_ids(ids: Iterable[str]) -> list[str]:
-    """Number repeated ids (a, a-2, a-3), past numbers that are ids themselves."""
+    """Make ids unique by numbers (a, a-2, a-3), skipping those that exist as ids already."""
     ids = list(ids)
     known, seen = set(ids), dict.fromkeys(ids, 0)
     result = []

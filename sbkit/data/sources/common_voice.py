@@ -1,4 +1,4 @@
-"""Common Voice releases, version 5 to today: a folder with ``clips/`` and one TSV per split."""
+"""Common Voice releases from version 5 on: a folder with ``clips/`` and one TSV per split."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ from sbkit.errors import SbkitError
 logger = logging.getLogger(__name__)
 
 _HINT = "is it a Common Voice release? Its TSVs have the columns client_id, path, sentence, ..."
-#: TSVs of a release that list something else than clips with sentences.
+#: TSVs of a release that don't list clips with sentences.
 _OTHER_LISTS = {"clip_durations", "reported", "unvalidated_sentences", "validated_sentences"}
 _COLUMNS = {"path", "sentence", "client_id", *(name for names in META_ALIASES.values() for name in names)}
-# Nobody records a sentence for this long: a larger "duration" without a unit is in milliseconds.
+# No sentence is this long: a larger "duration" without a unit is in milliseconds.
 _LONGEST_SECONDS = 300.0
 
 
 class CommonVoice(Source):
     """One language of a release.
 
-    ``path`` may be the language folder (the one with ``clips/``) or a folder of such folders, of
-    which ``language`` chooses one.
+    Arguments
+    ---------
+    path : the language's folder (the one with ``clips/``), or a folder of such folders
+    language : chooses one of several language folders
     """
 
     kind = "Common Voice"
@@ -83,7 +85,7 @@ class CommonVoice(Source):
                            self.folder, found, self.language)
 
     def _durations(self, clip_names: pa.Array) -> np.ndarray:
-        """Seconds per clip from ``clip_durations.tsv``, NaN where it says nothing."""
+        """Seconds of each clip from ``clip_durations.tsv``, NaN for clips that it doesn't list."""
         seconds = np.full(len(clip_names), np.nan)
         if self._listed is not None:
             names, listed = self._listed
@@ -94,7 +96,7 @@ class CommonVoice(Source):
 
     @cached_property
     def _listed(self) -> tuple[pa.Array, np.ndarray] | None:
-        """File names and seconds of all clips, as the release lists them since version 14 or so."""
+        """File names and seconds of all clips, which releases list since about version 14."""
         if not self._durations_file.is_file():
             return None
         tsv = read_delimited(self._durations_file, delimiter="\t", quoted=False)
@@ -104,12 +106,12 @@ class CommonVoice(Source):
         seconds = to_seconds(self._durations_file, title, tsv.columns[title], unknown=np.nan)
         if "ms" in title.lower() or (np.isfinite(seconds).any() and np.nanmedian(seconds) > _LONGEST_SECONDS):
             seconds = seconds / 1000
-        seconds[seconds == 0] = np.nan  # nobody measured them
+        seconds[seconds == 0] = np.nan  # 0 means that nobody measured it
         return names, seconds
 
 
 def _file_names(paths: pa.Array) -> pa.Array:
-    """``clips/a.mp3`` and ``a`` (as some copies of releases have it) to ``a.mp3``."""
+    """Plain file names: ``a.mp3`` for ``clips/a.mp3`` and for ``a``, as some copies of releases have it."""
     if pc.any(pc.match_substring(paths, "/")).as_py():
         paths = pc.replace_substring_regex(paths, r"^.*/", "")
     if _all_mp3(paths):
@@ -118,7 +120,7 @@ def _file_names(paths: pa.Array) -> pa.Array:
 
 
 def _stems(names: pa.Array) -> pa.Array:
-    if _all_mp3(names):  # as in every release; a regular expression takes ten times longer
+    if _all_mp3(names):  # as in every release; the regular expression below is ten times slower
         return pc.utf8_slice_codeunits(names, 0, -len(".mp3"))
     return pc.replace_substring_regex(names, r"\.[A-Za-z0-9]+$", "")
 
@@ -128,7 +130,7 @@ def _all_mp3(names: pa.Array) -> bool:
 
 
 def _primary(language: str) -> str:
-    """``zh`` of ``zh-CN``."""
+    """The first part of a language code, such as ``zh`` of ``zh-CN``."""
     return language.replace("_", "-").split("-")[0].lower()
 
 
@@ -137,7 +139,7 @@ def is_language_folder(path: Path) -> bool:
 
 
 def language_folders(path: Path) -> list[Path]:
-    """The language folders in a release, or one level further down (``cv-corpus-21.0-2025-03-14/fr``)."""
+    """The language folders in a folder, or else one level below (``cv-corpus-21.0-2025-03-14/fr``)."""
     inside = _folders(path)
     found = [child for child in inside if is_language_folder(child)]
     return found or [child for top in inside for child in _folders(top) if is_language_folder(child)]

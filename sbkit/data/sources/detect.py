@@ -1,4 +1,4 @@
-"""Tells from a path or name what kind of corpus it is."""
+"""Recognises the kind of a corpus by its path or name, and opens it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sbkit.data.sources.json_lines import JsonLines
 from sbkit.data.sources.speechbrain_csv import SpeechBrainCsv
 from sbkit.errors import SbkitError
 
-#: What a corpus may be named as: a path, a hub address, or files by split.
+#: How a recipe may name a source: a path, a hub address, or files by split.
 Named = str | Path | Mapping[str, str | Path | Sequence[str | Path]]
 
 _FILE_KINDS: tuple[type[FileSource], ...] = (SpeechBrainCsv, JsonLines)
@@ -34,10 +34,10 @@ def open_source(source: Named, *, cache: Path, language: str | None = None,
     Arguments
     ---------
     source : a path, a hub address, or a mapping of split names to a file or several
-    cache : where audio goes that has to be unpacked
-    language : which one to take of a release with several
-    columns : names of columns by role, where they can't be guessed
-    data_root : what ``$data_root`` stands for and relative paths start from, by default their file's folder
+    cache : where audio that must be unpacked is stored
+    language : chooses one of a release's languages
+    columns : names of columns by role, for those that aren't recognised
+    data_root : replaces ``$data_root`` in paths, and relative paths start from it; by default their file's folder
     """
     columns = columns or {}
     check_there(source)
@@ -57,7 +57,7 @@ def open_source(source: Named, *, cache: Path, language: str | None = None,
 
 
 def check_there(source: Named) -> None:
-    """Refuse files and folders that aren't there; nothing is opened."""
+    """Refuse a source whose files or folders don't exist; nothing is opened."""
     if isinstance(source, Mapping):
         for path in (path for split, named in source.items() for path in _paths(split, named)):
             if not path.exists():
@@ -68,7 +68,7 @@ def check_there(source: Named) -> None:
 
 
 def on_hub(source: str | Path) -> bool:
-    """Whether a source's name is that of a dataset on the hub."""
+    """Whether a source's name means a dataset on the hub."""
     path = Path(source)
     return str(source).startswith(("hf://", _HUB_PAGE)) or (
         len(path.parts) == 2 and not path.is_absolute() and not path.parent.exists() and not path.suffix)

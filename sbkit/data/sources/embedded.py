@@ -1,4 +1,4 @@
-"""Audio that lives inside a dataset: its bytes go once into tar shards, which a manifest can point into."""
+"""Audio that is stored inside a dataset: its bytes are written once to tar shards, which a manifest can point to."""
 
 from __future__ import annotations
 
@@ -27,22 +27,21 @@ from sbkit.system.console import atomic_write, progress
 _SHARD_BYTES = 1 << 30
 _SHARD_ROWS = 50_000
 
-#: Rows of a dataset from one on, in tables with the columns id, path, bytes, text, speaker, duration, start
-#: and "meta <name>"; all but ``bytes`` (binary) are text.
+#: Gives the rows of a dataset from a row number on, in tables with the columns id, path, bytes, text, speaker,
+#: duration, start and "meta <name>"; all are texts except for ``bytes`` (binary).
 Tables = Callable[[int], Iterator[pa.Table]]
 
 
 def store_rows(tables: Tables, folder: Path, name: str, origin: str, *, total: int | None = None,
                show_progress: bool = True) -> Rows:
-    """Write the audio of a split into ``<folder>/<name>-NNNNNN.tar`` and return rows that point there.
+    """Write the audio of a split to ``<folder>/<name>-NNNNNN.tar`` and return rows that point there.
 
-    Each shard stands beside a table of its rows; both are whole or absent, so an interrupted call goes on
-    after the last shard, and a finished split is read from its tables alone. Rows without bytes keep their
-    path.
+    Each shard has a table of its rows beside it. Both are complete or absent, so a call after an interruption continues
+    after the last shard, and a finished split is read from its tables alone. Rows without bytes keep their path.
     """
     with locked(folder / f".{name}.lock"), disk.told(folder):
         if not is_stored(folder, name):
-            for left in folder.glob(f".{name}-*.tar.*"):  # by a process that was killed
+            for left in folder.glob(f".{name}-*.tar.*"):  # left by a process that was killed
                 left.unlink()
             _store(tables, folder, name, total, show_progress)
     return _rows(_read_tables(folder, name), origin)
@@ -75,7 +74,7 @@ def _store(tables: Tables, folder: Path, name: str, total: int | None, show_prog
 
 
 def is_stored(folder: Path, name: str) -> bool:
-    """Whether a split was stored whole and its shards are still there."""
+    """Whether a split was stored completely and its shards still exist."""
     try:
         tars = json.loads((folder / f"{name}.json").read_text())["tars"]
     except (OSError, ValueError, KeyError):
@@ -88,7 +87,7 @@ def _shard_path(folder: Path, name: str, number: int) -> Path:
 
 
 class _Shard:
-    """One tar under way; it appears under its name when it is finished."""
+    """A shard that is being written; it gets its name when it is finished."""
 
     def __init__(self, folder: Path, name: str, number: int):
         self.path = _shard_path(folder, name, number)
@@ -102,7 +101,7 @@ class _Shard:
         if data:
             row["wav"] = self._append(data, path, number)
             left = _seconds(data) - row["start"]
-            # Where rows are segments a duration says where one ends; else the audio knows better than a list.
+            # For a segment, the duration says where it ends; otherwise the audio is more reliable than a list.
             row["duration"] = listed if listed < left and segment else left
         row["name"] = PurePosixPath(path).stem or f"{number:08d}"
         self.rows.append(row)
@@ -125,28 +124,28 @@ class _Shard:
             self.file.flush()
             os.fsync(self.file.fileno())
             self.file.close()
-            os.chmod(self.file.name, 0o644)  # temporary files are for their owner only
+            os.chmod(self.file.name, 0o644)  # temporary files can be read by their owner only
             os.replace(self.file.name, self.path)
         with atomic_write(self.path.with_suffix(".parquet"), "wb") as file:
             pq.write_table(pa.Table.from_pylist(self.rows), file)
 
     def discard(self) -> None:
-        """Remove what was not finished."""
+        """Delete a shard that was not finished."""
         if self.file is not None:
-            with contextlib.suppress(OSError):  # a full disk, for what was to be written yet
+            with contextlib.suppress(OSError):  # closing writes the rest, and the disk may be full
                 self.file.close()
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.file.name)
 
 
 def _read_tables(folder: Path, name: str) -> list[pa.Table]:
-    """The tables of finished shards, as far as they go on without a gap."""
+    """The tables of finished shards, up to the first one that is missing."""
     tables: list[pa.Table] = []
     while (shard := _shard_path(folder, name, len(tables))).with_suffix(".parquet").exists():
         table = pq.read_table(shard.with_suffix(".parquet"))
         inside = pc.match_substring(table.column("wav"), f"{shard.name}?offset=")
         if not shard.exists() and pc.any(inside).as_py():
-            break  # somebody removed it
+            break  # the shard was deleted
         tables.append(table)
     return tables
 
@@ -160,7 +159,7 @@ def _rows(tables: list[pa.Table], origin: str) -> Rows:
     def column(name: str) -> Column:
         return Column(table.column(name).cast(pa.large_string()).fill_null(""))
 
-    # Without ids of their own, rows are called by their files, which may share a name.
+    # Rows without ids get the names of their files, which may not be unique.
     ids = column("id") if table.column("id").null_count < len(table) else Column(unique_ids(column("name")))
     return Rows(
         origin=origin, ids=ids, wavs=column("wav"), texts=column("text"), speakers=column("speaker"),
@@ -171,7 +170,7 @@ def _rows(tables: list[pa.Table], origin: str) -> Rows:
 def _seconds(data: bytes) -> float:
     try:
         return audio_info(data)[0]
-    except AudioError:  # preparation meets it again and says why
+    except AudioError:  # preparation will find it too, and report why
         return float("nan")
 
 

@@ -1,4 +1,4 @@
-"""Corpora that are one file per split: ``train.csv``, ``dev.csv``, ``test.csv``, or a mapping to files."""
+"""Sources with one file per split: ``train.csv``, ``dev.csv``, ``test.csv``, or a mapping of splits to files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sbkit.data.sources.base import Rows, Source, join_rows, stamp
 
 
 class FileSource(Source):
-    """``files`` by split name; a subclass knows how to read one."""
+    """Base of sources with one file per split, given as ``files`` by name; subclasses read a file."""
 
     suffixes: tuple[str, ...] = ()
 
@@ -28,7 +28,7 @@ class FileSource(Source):
 
     @classmethod
     def in_folder(cls, folder: Path) -> dict[str, Path]:
-        """The files of this kind in a folder by their names without suffix."""
+        """The files of this kind in a folder, by their names without suffix."""
         return {path.name[: -len(suffix)]: path for suffix in reversed(cls.suffixes)
                 for path in sorted(folder.glob(f"*{suffix}"))}
 
@@ -46,13 +46,13 @@ class FileSource(Source):
         """The rows of one file."""
 
     def locate(self, wavs: Column, file: Path) -> Column:
-        """Absolute paths: ``$data_root`` and relative ones start from ``data_root`` or the file's folder.
+        """Make paths absolute: ``$data_root`` and relative ones start from ``data_root``, by default the file's folder.
 
-        Where the first relative path leads nowhere from there but somewhere from the working folder, as
-        recipes that are started in one place have it, that folder it is.
+        If the first relative path doesn't exist there but exists below the working directory, all relative paths start
+        from the working directory.
         """
         root = str(file.parent if self.data_root is None else self.data_root)
-        if "://" not in root:  # else in an object store
+        if "://" not in root:  # not in an object store
             root = os.path.abspath(root)
         paths = replace_data_root(wavs.arrow, root)
         relative = pc.invert(pc.or_(pc.starts_with(paths, "/"), pc.match_substring(paths, "://")))
@@ -65,7 +65,7 @@ class FileSource(Source):
 
 
 class Mixed(Source):
-    """Sources of one file each for each split, as a mapping ``{train: [..., ...], dev: ..., test: ...}`` names them."""
+    """A source of several files per split, possibly of different kinds, from a mapping of splits to files."""
 
     kind = "files"
 

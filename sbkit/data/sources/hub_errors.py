@@ -1,4 +1,4 @@
-"""What the many errors of the Hugging Face hub mean, and what helps, by the kinds of error that caused them."""
+"""Explanations of errors from the Hugging Face hub: what is wrong and what to do."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 _LOG_IN = "`hf auth login`, or set HF_TOKEN"
 _NETWORK = ("check the network (HTTPS_PROXY names a proxy, HF_ENDPOINT another hub) and start again: what is stored "
             "already is kept")
-# Its HTTP client changes with the version of huggingface_hub.
+# HTTP clients of the versions of huggingface_hub.
 _CLIENTS = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3", "aiohttp")
 
 
 def explained(error: BaseException, dataset: str, revision: str | None = None) -> tuple[str, str]:
-    """What went wrong with ``dataset``, and what to do about it."""
+    """A message for an error while loading ``dataset``, and a hint what to do."""
     from datasets.data_files import EmptyDatasetError
     from datasets.exceptions import DataFilesNotFoundError, DatasetNotFoundError
     from huggingface_hub import constants, errors
@@ -48,7 +48,10 @@ def explained(error: BaseException, dataset: str, revision: str | None = None) -
 
 
 def reason(error: BaseException) -> str:
-    """The line that says it: an answer of the hub begins with its number, a failed generation says nothing itself."""
+    """The informative line of an error: its first, but for the hub's answers the line after the HTTP status.
+
+    For an error of `datasets` about a failed generation, it is that of its cause.
+    """
     from datasets.exceptions import DatasetGenerationError
 
     while isinstance(error, DatasetGenerationError) and error.__cause__ is not None:

@@ -1,4 +1,4 @@
-"""Hugging Face datasets: the hub, ``save_to_disk`` folders, parquet files; none of it decodes audio."""
+"""Hugging Face datasets: from the hub, from ``save_to_disk`` folders and from parquet files, without decoding audio."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Raise when the same dataset must be stored differently from before.
+# Increase when the same dataset is stored differently from before.
 _FORMAT = 2
-# Rows in memory at once: some 100 MB of long recordings.
+# Rows in memory at once: about 100 MB of long recordings.
 _BATCH = 256
 _PARQUET_SPLIT = re.compile(r"^(?P<name>.*?)(-\d+-of-\d+(-[0-9a-f]+)?|[-_.]?\d+)?$")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _NO_NAME = re.compile(r"[^\w.-]+")
-_TIMEOUT = 10.0  # seconds for a question that a run without a network can do without
+_TIMEOUT = 10.0  # seconds for asking the hub for its commit, which works without an answer too
 _HUB_OPTIONS = ("config", "revision", "streaming")
 
 
 class HuggingFace(Source):
-    """A dataset with an audio column; its bytes are stored in tar shards below ``cache``."""
+    """Base of datasets with an audio column, whose bytes are stored in tar shards below ``cache``."""
 
     hint = "is it whole? Compare it with where it was copied from"
 
@@ -49,16 +49,16 @@ class HuggingFace(Source):
         self.cache = cache
 
     def unreadable(self, where: str, error: Exception) -> SbkitError:
-        """`datasets`' many errors as one."""
+        """The error to raise instead of one of the many kinds that `datasets` raises."""
         return SbkitError(f"{where} cannot be read: {reason(error)}", hint=self.hint)
 
     @abstractmethod
     def load(self, name: str) -> datasets.Dataset | datasets.IterableDataset:
-        """A split as `datasets` has it."""
+        """Load a split with `datasets`."""
 
     @property
     def folder(self) -> Path:
-        """Where this very dataset is stored: another version gets another folder."""
+        """The folder of this version of the dataset; other versions have other folders."""
         facts = json.dumps([_FORMAT, self.fingerprint(), dict(self.columns)], sort_keys=True).encode()
         return self.cache / f"{self._label()}-{hashlib.sha256(facts).hexdigest()[:12]}"
 
@@ -84,10 +84,10 @@ class HuggingFace(Source):
 
 
 class Hub(HuggingFace):
-    """``hf://owner/name?config=fr&revision=main&streaming=true``; without options ``owner/name`` is enough.
+    """A dataset on the hub, ``hf://owner/name?config=fr&revision=main&streaming=true``, or simply ``owner/name``.
 
-    Prepared again when the hub has another commit of the revision than the last time; what is read is that commit.
-    With ``streaming=true`` nothing but the shards is written; otherwise `datasets` keeps its own copy too.
+    It is prepared again when the revision has another commit on the hub than the last time, and that commit is read.
+    With ``streaming=true`` only the shards are written; otherwise `datasets` keeps a copy of its own as well.
     """
 
     kind = "Hugging Face hub"
@@ -120,14 +120,14 @@ class Hub(HuggingFace):
 
     @cached_property
     def commit(self) -> str | None:
-        """What ``revision`` (by default main) stands for today; the one stored where the hub can't be asked."""
+        """The current commit of ``revision`` (by default main); if the hub doesn't answer, the one stored last."""
         if self.revision is not None and _COMMIT.fullmatch(self.revision):
             return self.revision
         import huggingface_hub
 
         try:
             return huggingface_hub.HfApi().dataset_info(self.id, revision=self.revision, timeout=_TIMEOUT).sha
-        except huggingface_hub.errors.OfflineModeIsEnabled:  # as asked; `datasets` may have it in its cache
+        except huggingface_hub.errors.OfflineModeIsEnabled:  # `datasets` may have it in its cache
             return self._noted()
         except Exception as error:  # whatever its HTTP client raises
             known = self._noted()
@@ -139,7 +139,7 @@ class Hub(HuggingFace):
 
     @property
     def _note(self) -> Path:
-        """Which commit was stored last."""
+        """The file that names the commit stored last."""
         return self.cache / f"{self._label()}{'-' + _NO_NAME.sub('-', self.revision) if self.revision else ''}.json"
 
     def _noted(self) -> str | None:
@@ -170,7 +170,7 @@ class Hub(HuggingFace):
             raise self.unreadable(self.where, error) from error
 
     def _check_config(self) -> None:
-        """Refuse a config that isn't there, or none where there are several."""
+        """Refuse a config that the dataset doesn't have, or a missing one if it has several."""
         import datasets
 
         try:
@@ -190,7 +190,7 @@ class Hub(HuggingFace):
 
 
 class SavedToDisk(HuggingFace):
-    """A folder that ``save_to_disk`` wrote: one dataset (its split counts as train) or one per split."""
+    """A folder written by ``save_to_disk``, with one dataset per split, or a single one, which counts as train."""
 
     kind = "Hugging Face dataset"
 
@@ -223,7 +223,7 @@ class SavedToDisk(HuggingFace):
 
 
 class Parquet(HuggingFace):
-    """Parquet files, named by split as on the hub (``train-00000-of-00004.parquet``)."""
+    """Parquet files with the name of their split, as on the hub (``train-00000-of-00004.parquet``)."""
 
     kind = "parquet"
 
@@ -234,7 +234,7 @@ class Parquet(HuggingFace):
 
     @staticmethod
     def in_folder(folder: Path) -> dict[str, list[Path]]:
-        """The parquet files in a folder or in one below it, by split."""
+        """The parquet files in a folder, or else in the one folder below it, by split."""
         found: dict[str, list[Path]] = {}
         paths = sorted(folder.glob("*.parquet")) or sorted(folder.glob("*/*.parquet"))
         places = sorted({path.parent for path in paths})
@@ -255,13 +255,13 @@ class Parquet(HuggingFace):
     def load(self, name: str) -> datasets.IterableDataset:
         import datasets
 
-        # Streaming reads the files as they are; otherwise `datasets` would copy them into its cache first.
+        # With streaming the files are read in place; otherwise `datasets` would copy them into its cache.
         files = list(map(str, self.files[name]))
         return datasets.load_dataset("parquet", data_files={name: files}, split=name, streaming=True)
 
 
 class _Layout:
-    """Which column of a dataset is what, and its rows in tables of our columns."""
+    """The roles of a dataset's columns, and its rows in tables with our columns."""
 
     def __init__(self, origin: str, dataset: Any, columns: Mapping[str, str]):
         import datasets

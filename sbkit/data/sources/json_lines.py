@@ -1,4 +1,4 @@
-"""JSON lines as NeMo and ESPnet write them, and SpeechBrain's JSON: one object per utterance."""
+"""JSON lines as NeMo and ESPnet write them, and SpeechBrain's JSON, with one object per utterance."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _WORTH_A_BAR = 50e6  # bytes
 
 
 class JsonLines(FileSource):
-    """Objects with a path and a text (``audio_filepath`` and ``text`` for NeMo; see ``ALIASES`` for others).
+    """Files of objects with a path and a text (``audio_filepath`` and ``text`` in NeMo; see ``ALIASES`` for others).
 
-    ``duration`` and ``offset`` in seconds; a duration that isn't there is measured. A file may also be one
-    object of objects by id, as SpeechBrain has it, or one array.
+    ``duration`` and ``offset`` are in seconds; missing durations are measured. A file may also be a single array, or a
+    single object of objects by id, as in SpeechBrain.
     """
 
     kind = "JSON lines"
@@ -33,7 +33,7 @@ class JsonLines(FileSource):
         names = {role: (self.columns[role],) if role in self.columns else ALIASES[role] for role in ALIASES}
         utterances: list[_Utterance] = []
         malformed: list[tuple[str, str]] = []
-        keys: dict[str, None] = {}  # seen so far, to name them where a role has none
+        keys: dict[str, None] = {}  # all names that occur, for the error about a missing role
         found = {"audio": False, "text": False}
         for line, item in progress(_objects(path), what=f"reading {path.name}", unit="row",
                                    show=show_progress and path.stat().st_size > _WORTH_A_BAR):
@@ -94,13 +94,13 @@ def _derived_id(utterance: _Utterance) -> str:
 
 
 def _objects(path: Path) -> Iterator[tuple[int, Any]]:
-    """(line, object) of each utterance; an error in place of the object says why there is none."""
+    """The line number and object of each utterance; a broken line gives an error instead of the object."""
     try:
         whole = _whole(path)
         if whole is not None:
             yield from enumerate(whole, 1)
             return
-        with open(path, "rb") as file:  # as bytes: a line that is no UTF-8 costs itself only
+        with open(path, "rb") as file:  # as bytes, so that a line that isn't UTF-8 affects no others
             for number, line in enumerate(file, 1):
                 line = _stripped(line)
                 if line:
@@ -113,9 +113,9 @@ def _objects(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _whole(path: Path) -> list[Any] | None:
-    """The utterances of a file that is one array or SpeechBrain's object of objects; None of lines.
+    """The utterances of a file that is one array or SpeechBrain's object of objects; None for JSON lines.
 
-    A file of lines stays one when its first line is broken: another one is an utterance then.
+    A file counts as JSON lines even if its first line is broken, provided that another line is an utterance.
     """
     with open(path, "rb") as file:
         lines = filter(None, map(_stripped, file))
@@ -140,7 +140,7 @@ def _whole(path: Path) -> list[Any] | None:
 
 
 def _is_row(line: bytes) -> bool:
-    """Whether a line is an utterance of its own, and not (the beginning of) an object of objects."""
+    """Whether a line is an utterance, and not the beginning, or all, of an object of objects."""
     try:
         item = json.loads(line)
     except ValueError:
@@ -160,5 +160,5 @@ def _text(value: Any) -> str:
     if value is None:
         return ""
     text = str(value)
-    # JSON can hold halves of surrogate pairs, which no file or Arrow column can.
+    # JSON can contain halves of surrogate pairs, which can't be written to a file or an Arrow column.
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")

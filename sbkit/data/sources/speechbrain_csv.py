@@ -12,15 +12,15 @@ from sbkit.data.manifest import OWN, Column, to_seconds
 from sbkit.data.sources.base import Rows, blank, no_column, pick, unique_ids
 from sbkit.data.sources.files import FileSource
 
-# Recipes that give segments in samples have start and stop; a rate below this is none.
+# Recipes with segments in samples have columns start and stop; a quotient below this isn't a sample rate.
 _LOWEST_RATE = 1000
 
 
 class SpeechBrainCsv(FileSource):
-    """CSV files. Only a path and a text are needed; a duration that isn't there is measured.
+    """CSV files with at least a path and a text; missing durations are measured.
 
-    Other columns are kept as metadata, as ``source_wrd`` those that a manifest uses for something else.
-    ``start`` is in seconds; together with ``stop`` it may be in samples.
+    Other columns are kept as metadata; those whose name a manifest uses for something else get a prefix, such as
+    ``source_wrd``. ``start`` is in seconds; together with ``stop`` it may be in samples.
     """
 
     kind = "SpeechBrain CSV"
@@ -55,7 +55,7 @@ class SpeechBrainCsv(FileSource):
 
 
 def _segments(path: Path, csv: Delimited, name: str, durations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(starts, durations) in seconds [N]; a row without a duration may have a stop."""
+    """Starts and durations in seconds, [N] each; a row without a duration may have a stop."""
     column = csv.columns[name]
     starts = np.where(pc.equal(pc.utf8_trim_whitespace(column), ""), 0.0,
                       to_seconds(path, name, column, unknown=np.nan))
