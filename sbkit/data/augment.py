@@ -244,7 +244,7 @@ class AudioFolder:
             try:
                 return read(path)
             except AudioError as error:
-                logger.warning("%s: passed over: %s", self.whose, error)
+                logger.warning("%s: skipped: %s", self.whose, error)
                 last = error
         raise SbkitError(f"{self.whose}: {_TRIES} files in a row cannot be used, the last: {last}",
                          hint=f"look at what is in {self.folder}")

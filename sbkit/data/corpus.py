@@ -266,7 +266,7 @@ class Corpus:
                 return None
             for split, entry in report["splits"].items():
                 if disk.sha256(self.manifest_path(split)) != entry["sha256"]:
-                    logger.warning("%s was changed since it was prepared: making it anew",
+                    logger.warning("%s was changed since it was prepared: preparing it again",
                                    self.manifest_path(split))
                     return None
             mended = exclusions.mended(self.folder, MISSING, UNDECODABLE)
@@ -342,7 +342,7 @@ class Corpus:
     def _read(source: Source, split: str, names: Sequence[str], show: bool) -> Rows:
         rows = join_rows([source.read(name, show) for name in names])
         if not len(rows) and not rows.malformed:
-            raise SbkitError(f"{rows.origin}: the {split} split is empty", hint="expected a row or more")
+            raise SbkitError(f"{rows.origin}: the {split} split is empty", hint="expected at least one row")
         return rows
 
     def _limits(self, split: str) -> Limits:

@@ -124,8 +124,8 @@ class _Loader:
             first = "; ".join(f"{name}: {reason}" for name, reason in list(self.damaged.items())[:NAMED])
             raise SbkitError(
                 f"{self._failed} of the {self._read} recordings read so far are damaged or missing: {first}",
-                hint="mend them, or let preparation find them all (the corpus's check_audio: all); "
-                     "max_damaged_share sets what a run puts up with",
+                hint="repair them, or let preparation find them all (the corpus's check_audio: all); "
+                     "max_damaged_share is the share that a run tolerates",
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -311,7 +311,7 @@ def _plain_errors() -> Iterator[None]:
                 hint="give the container more (docker run --shm-size=8g), or use fewer workers",
             ) from error
         if "ancdata" in text or "Too many open files" in text:
-            raise SbkitError("too many files are open to take over a batch from a data worker",
+            raise SbkitError("too many open files: no more batches can be received from a data worker",
                              hint="raise the limit (ulimit -n 65536), or keep fewer batches") from error
         if "DataLoader worker" in text:
             raise SbkitError(f"a data worker died: {text.splitlines()[0]}",

@@ -160,7 +160,7 @@ def _with_starts(rows: Rows) -> Rows:
         return rows
     bad = rows.ids.take(np.flatnonzero(~fine))
     rows = rows.take(np.flatnonzero(fine))
-    rows.malformed = [*rows.malformed, *((id_, "its start is no number of 0 or more") for id_ in bad)]
+    rows.malformed = [*rows.malformed, *((id_, "its start is not a number of 0 or more") for id_ in bad)]
     return rows
 
 

@@ -108,7 +108,7 @@ def _from_store(url: str, first: int, most: int, seconds: float) -> bytes:
 
 
 def _late(seconds: float) -> str:
-    return f"not there after {seconds:g} s (corpus.url_seconds)"
+    return f"not downloaded after {seconds:g} s (corpus.url_seconds)"
 
 
 def _over_http(url: str, first: int, most: int, seconds: float) -> bytes:
@@ -145,7 +145,7 @@ def _hang_up(connected: socket.socket, late: threading.Event) -> None:
 
 def _body(response: http.client.HTTPResponse, first: int, most: int) -> bytes:
     if response.status in (301, 302, 303, 307, 308):
-        raise OSError(f"it leads on to {response.getheader('Location')}, and redirects are not followed")
+        raise OSError(f"it redirects to {response.getheader('Location')}, and redirects are not followed")
     if response.status not in (200, 206):
         raise FileNotFoundError if response.status == 404 else OSError(
             f"the server says {response.status} {response.reason}")

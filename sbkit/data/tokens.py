@@ -195,7 +195,7 @@ class Tokenizer:
                 f"{self.path} was made from other text or other options, and checkpoints such as "
                 f"{checkpoints.name} were trained with it",
                 hint="start in a new output_folder, or set text and options back")
-        logger.warning("tokenizer %s: its text or options changed, training it anew", self.path)
+        logger.warning("tokenizer %s: its text or options changed, training it again", self.path)
 
     # --------------------------------------------------------------- training
 

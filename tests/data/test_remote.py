@@ -211,8 +211,8 @@ def test_members_of_an_object_store_are_read_by_range():
 
 
 @pytest.mark.parametrize("path, told", [
-    ("moved", r"leads on to http://localhost:\d+/elsewhere, and redirects are not followed"),
-    ("file", "leads on to file:///etc/passwd"),
+    ("moved", r"redirects to http://localhost:\d+/elsewhere, and redirects are not followed"),
+    ("file", "redirects to file:///etc/passwd"),
     ("gone", "no such file"),
     ("cut", "the connection ended after 100 of"),
     ("a?offset=5&size=9", "gives no parts of files"),
@@ -231,7 +231,7 @@ def test_a_part_of_a_file_is_asked_for_by_range(server):
 
 def test_a_server_that_trickles_is_left(server):
     started = time.monotonic()
-    with pytest.raises(AudioError, match=r"not there after 0\.5 s"):
+    with pytest.raises(AudioError, match=r"not downloaded after 0\.5 s"):
         audio_info(f"{server.url}/trickle", Remote(("http",), seconds=0.5))
     assert time.monotonic() - started < 30, "sixty seconds are what it would take"
 
@@ -241,7 +241,7 @@ def test_a_store_that_does_not_answer_is_left(monkeypatch):
         raise fsspec.exceptions.FSTimeoutError
 
     monkeypatch.setattr(fsspec.implementations.memory.MemoryFileSystem, "cat_file", hangs)
-    with pytest.raises(AudioError, match="not there after 120 s"):
+    with pytest.raises(AudioError, match="not downloaded after 120 s"):
         audio_info("memory://bucket/a.wav", MEMORY)
 
 

@@ -181,7 +181,7 @@ def test_a_new_download_under_the_same_name_replaces_the_old(download, tmp_path)
 def test_a_damaged_download_is_named_and_an_interrupted_unpacking_goes_on(download, tmp_path, monkeypatch):
     whole = download.read_bytes()
     download.write_bytes(whole[: len(whole) * 2 // 3])
-    with pytest.raises(SbkitError, match=r"cv 21 fr\.tar\.gz: damaged or not wholly downloaded"):
+    with pytest.raises(SbkitError, match=r"cv 21 fr\.tar\.gz: damaged or not completely downloaded"):
         prepare(download, tmp_path / "m")
     assert [p.name for p in (tmp_path / "m" / "audio").glob("cv*")] == ["cv 21 fr.partial"]
     download.write_bytes(whole)
@@ -315,7 +315,7 @@ def test_damage_anywhere_in_an_archive_is_told(tmp_path, packed):
     places = range(40, len(whole) - 8, len(whole) // 15) if packed else headers
     for at in places:
         path.write_bytes(whole[:at] + bytes(x ^ 0x5A for x in whole[at : at + 8]) + whole[at + 8 :])
-        with pytest.raises(SbkitError, match=r"damaged\.tar.*: damaged or not wholly downloaded"):
+        with pytest.raises(SbkitError, match=r"damaged\.tar.*: damaged or not completely downloaded"):
             open_source(path, cache=tmp_path / "cache", show_progress=False).names()
         assert not (tmp_path / "cache" / "damaged").exists()
     path.write_bytes(whole)

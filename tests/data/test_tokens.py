@@ -76,7 +76,7 @@ def test_other_text_or_options_train_it_anew(tmp_path, change, caplog):
     with caplog.at_level(logging.WARNING):
         new = Tokenizer(tmp_path, 30, **change).prepare(texts)
     assert json.loads(new.path.with_suffix(".json").read_text())["fingerprint"] != old["fingerprint"]
-    assert "training it anew" in caplog.text
+    assert "training it again" in caplog.text
 
 
 def test_a_tokenizer_that_checkpoints_depend_on_is_never_replaced(tmp_path):

@@ -110,7 +110,7 @@ def _unpack_aside(archive: Path, into: Path, show_progress: bool) -> None:
             os.replace(partial, into)
             disk.sync_folder(into.parent)
     except (EOFError, zlib.error, gzip.BadGzipFile, tarfile.TarError) as error:
-        raise SbkitError(f"{archive}: damaged or not wholly downloaded ({error})",
+        raise SbkitError(f"{archive}: damaged or not completely downloaded ({error})",
                          hint="compare its size and checksum with the download page") from None
     except OSError as error:
         raise SbkitError(f"{error.filename or archive}: {error.strerror or error}") from None
@@ -171,7 +171,7 @@ class _Member(tarfile.TarInfo):
         except tarfile.HeaderError as error:
             raise tarfile.ReadError(f"{error} where an entry or the end should be") from None
         if member.type not in tarfile.REGULAR_TYPES and member.size > _MOST_HEADER_BYTES:
-            raise tarfile.ReadError("it holds notes larger than any release has")
+            raise tarfile.ReadError("it has headers larger than those of any release")
         return member
 
 

@@ -34,8 +34,8 @@ META_ALIASES: dict[str, tuple[str, ...]] = {
 class Rows:
     """One split as its source has it: N rows in columns, before any is left out.
 
-    ``durations[i]`` is NaN if the source doesn't give it, ``starts[i]`` if it isn't a number. ``malformed`` has rows that
-    could not be read, as (a name for the row, what is wrong); they count as read and left out.
+    ``durations[i]`` is NaN if the source doesn't give it, ``starts[i]`` if it isn't a number. ``malformed`` has
+    rows that could not be read, as (a name for the row, what is wrong); they count as read and left out.
     """
 
     origin: str
