@@ -1,4 +1,4 @@
-"""The command line of a run: SpeechBrain's flags, ours, and --key value for any key of the recipe."""
+"""The command line of a run: a recipe, SpeechBrain's flags, and ``--key value`` for any key of the recipe."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
 @dataclass
 class Request:
-    """What the user asked for: a recipe, how to run it, and what differs from the file."""
+    """A parsed command line: a recipe, options of the run, and overrides of the recipe's keys."""
 
     path: Path
     run_opts: RunOptions
@@ -29,16 +29,16 @@ class Request:
 
 
 def parse(argv: list[str], beside: bool = True) -> Request:
-    """Split ``argv`` into the YAML, the run options and the overrides of YAML keys.
+    """Split ``argv`` into the recipe, the run options and the overrides of the recipe's keys.
 
-    beside: what lies beside the YAML can be imported from now on
+    beside: make modules beside the recipe importable from now on
     """
     parser = RunOptions._create_parser()
     parser.allow_abbrev = False  # --debug_b is a typo, not --debug_batches
     parser.error = _raise
     parser.add_argument("--no-check", "--no_check", dest="no_check", action="store_true")
     for action in parser._actions:
-        action.default = argparse.SUPPRESS  # what is absent was not given: hparams decide
+        action.default = argparse.SUPPRESS  # an absent option wasn't given, and the recipe's value counts
         if action.dest == "optimizer_step_limit":
             action.type = int
         if "precision" in action.dest:
@@ -54,7 +54,10 @@ def parse(argv: list[str], beside: bool = True) -> Request:
 
 
 def import_beside(recipe: Path) -> None:
-    """It may name classes in files beside it, as SpeechBrain's do (``custom_model.py`` above ``hparams/``), or here."""
+    """Make modules importable that lie beside a recipe, above its folder, or in the working directory.
+
+    SpeechBrain's recipes name classes in such files (``custom_model.py`` above ``hparams/``).
+    """
     folders = Path.cwd(), recipe.parent, recipe.parent.parent
     sys.path += [name for name in dict.fromkeys(str(folder.resolve()) for folder in folders) if name not in sys.path]
 
@@ -65,7 +68,7 @@ def _raise(message: str) -> None:
 
 
 def locate(name: str) -> Path:
-    """The YAML as given, or beside the script that was started (a run from another working directory)."""
+    """The path of a recipe, as given or else relative to the folder of the script that was started."""
     candidates = [Path(name), Path(sys.argv[0]).resolve().parent / name]
     for path in candidates:
         if path.is_file():
@@ -78,7 +81,7 @@ def locate(name: str) -> Path:
 
 
 def parse_overrides(words: list[str]) -> dict[str, Any]:
-    """``--a 1 --b.c=x --flag`` as a tree of values; values are read as YAML reads them.
+    """Parse ``--a 1 --b.c=x --flag`` into a tree of values, which are read as in YAML.
 
     >>> parse_overrides(["--lr", "1e-3", "--a.b=x=y", "--flag"])
     {'lr': 0.001, 'a': {'b': 'x=y'}, 'flag': True}
@@ -108,7 +111,7 @@ def parse_overrides(words: list[str]) -> dict[str, Any]:
 
 
 def read_value(text: str) -> Any:
-    """One value as YAML reads it, tags and references included; 1e-3 is a number and (2, 2) a tuple."""
+    """Read a value as in YAML, including tags and references; 1e-3 is a number and (2, 2) a tuple."""
     from ruamel.yaml import YAML
     from ruamel.yaml.comments import TaggedScalar
     from ruamel.yaml.error import YAMLError
@@ -125,7 +128,7 @@ def read_value(text: str) -> Any:
 
 
 def refuse_unknown(unknown: list[str], options: list[str], path: Path) -> None:
-    """Overrides of keys that there aren't are an error, with the names that are near."""
+    """Refuse overrides of unknown keys; the error suggests similar names among ``options``."""
     if unknown:
         parts = []
         for key in unknown:

@@ -1,4 +1,4 @@
-"""Arithmetic in a recipe's references: what HyperPyYAML computes, refused where it would take for ever."""
+"""Arithmetic in a recipe's references, as HyperPyYAML computes it; expressions that would never end are refused."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from hyperpyyaml.core import parse_arithmetic
 
 
 class _Rough(ast.NodeTransformer):
-    """Whole numbers become floats: a tower of powers overflows at once, where they would fill the memory."""
+    """Turns whole numbers into floats, so that nested powers overflow at once instead of filling the memory."""
 
     def visit_Constant(self, node: ast.Constant) -> ast.Constant:
         return ast.Constant(float(node.value)) if isinstance(node.value, int) else node
 
 
 def compute(text: str) -> Any:
-    """What a reference's text comes to, itself where it is no arithmetic.
+    """The result of a reference's text; the text itself if it isn't arithmetic.
 
-    ArithmeticError or ValueError says why it can't be computed.
+    Raises ArithmeticError or ValueError, with the reason, if it can't be computed.
     """
     try:
         tree = ast.parse(text, mode="eval")
@@ -35,7 +35,7 @@ def compute(text: str) -> Any:
 
 
 def _repeats_text(tree: ast.AST) -> bool:
-    """Whether texts may become long: by ``*``, and by ``%``, which is told a width."""
+    """Whether an expression may produce long texts: by ``*``, or by ``%`` with a width."""
     nodes = list(ast.walk(tree))
     return any(isinstance(node, (ast.Mult, ast.Mod)) for node in nodes) and any(
         isinstance(node, ast.Constant) and isinstance(node.value, (str, bytes)) for node in nodes)

@@ -1,4 +1,4 @@
-"""What ``sbkit tune`` found by trying, remembered per model, device and precision, and for each amount of memory."""
+"""The batch sizes that ``sbkit tune`` found, stored per model, device, precision and amount of memory."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from sbkit.recipe.parts import for_good
 from sbkit.system.cache import cache_folder
 from sbkit.system.console import atomic_write
 
-#: Share of what was found to fit that is recommended: memory fragments, and some texts are longer than others.
+#: The recommended share of the largest batch that fits, because memory fragments and some texts are longer than others.
 MARGIN = 0.9
 
 
 @dataclass(frozen=True)
 class BatchSize:
-    """What fits into so much memory."""
+    """The batches that fit into an amount of memory."""
 
     gib: float
     edges: list[float]
     """Seconds of the longest utterance of each bucket that was tried, ascending."""
     fits: list[int]
-    """How many of those fit at once."""
+    """For each of them, how many such utterances fit at once."""
     most: float
-    """Seconds beyond which nothing was tried."""
+    """Seconds beyond which no larger batch was tried."""
     share: float = MARGIN
-    """How much of what fits is recommended."""
+    """The recommended share of the largest batch that fits."""
 
     @property
     def seconds(self) -> int:
-        """The ``max_batch_seconds`` to choose; 0 where not even one of the longest utterances fits."""
+        """The recommended ``max_batch_seconds``; 0 if not even one of the longest utterances fits."""
         return int(min(self.most, self.share * self.at_once))
 
     @property
     def at_once(self) -> float:
-        """Seconds that fit in each bucket."""
+        """Seconds of audio that fit at once, whatever the bucket."""
         return min(n * edge for n, edge in zip(self.fits, self.edges, strict=True))
 
 
 def model_of(modules: Mapping[str, nn.Module]) -> list[Any]:
-    """What tells one model from another: its layers and sizes, as the recipe builds them."""
+    """Plain data that identifies a model: its layers and sizes, as the recipe builds them."""
     modules = {name: module for name, module in modules.items() if module is not None}
     sizes = [[name, key, list(t.shape), str(t.dtype)] for name, module in modules.items()
              for key, t in module.state_dict().items()]
@@ -55,7 +55,7 @@ def model_of(modules: Mapping[str, nn.Module]) -> list[Any]:
 
 
 def place(model: list[Any], keys: Any, precision: str, device: torch.device) -> Path:
-    """Where the results for a model are kept."""
+    """The file that has the results for a model on a device, with a precision and the keys that affect memory."""
     cuda = device.type == "cuda" and torch.cuda.is_available()
     optimizer = keys.opt_class
     while isinstance(optimizer, functools.partial):
@@ -70,7 +70,7 @@ def place(model: list[Any], keys: Any, precision: str, device: torch.device) -> 
 
 
 def remembered(path: Path) -> list[BatchSize]:
-    """Results by rising memory; none where nothing readable is kept."""
+    """Stored results, ordered by memory; empty if there are none or they can't be read."""
     try:
         stored = [BatchSize(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))]
         return sorted((one for one in stored if one.seconds >= 0), key=lambda one: one.gib)
@@ -79,7 +79,7 @@ def remembered(path: Path) -> list[BatchSize]:
 
 
 def remember(path: Path, found: BatchSize) -> None:
-    """Keep a result, in the place of an older one for as much memory."""
+    """Store a result; it replaces an older one for the same amount of memory."""
     kept: Iterable[BatchSize] = (one for one in remembered(path) if one.gib != found.gib)
     with atomic_write(path) as file:
         json.dump([asdict(one) for one in (*kept, found)], file)

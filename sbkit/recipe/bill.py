@@ -1,7 +1,7 @@
-"""What a recipe costs: parameters, memory, the largest batch that fits, hours per epoch, before anything is paid.
+"""The bill: what training a recipe will need, as parameters, memory, the largest batch that fits and hours per epoch.
 
-The memory of a step is counted while forward and backward run on stand-ins: every tensor that would be alive at
-once. The time is an estimate from the operations, unless a measurement is given.
+The memory of a step is counted while forward and backward run on stand-ins: it is that of all tensors that are alive at
+the same time. The hours are estimated from the number of operations, unless a measurement is given.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from sbkit.recipe.speed import speed_of
 from sbkit.recipe.trace import Trace, build_brain
 
 GIB = 2**30
-#: Memory of common GPUs, for who plans without one at hand.
+#: Memory of common GPUs in GB, for planning without one.
 SIZES = (16, 24, 40, 80, 141)
-#: Share of a device's memory that a plan may use: the rest is the context's, the allocator's and the kernels'.
+#: Share of a device's memory that a step may use; the rest is for the context, the allocator and kernels.
 USABLE = 0.85
-#: Share of the fastest matrix product that training reaches on the whole.
+#: Speed of training as a share of that of a large matrix product.
 EFFICIENCY = 0.35
-#: Seconds of the longest utterance where nobody says.
+#: Seconds of the longest utterance if the corpus sets no limit.
 LONGEST = 20.0
 _STATES = {"SGD": 0, "Adagrad": 1, "RMSprop": 1, "Lion": 1, "Adafactor": 0}
 
 
 @dataclass(frozen=True)
 class Cost:
-    """One micro-batch of a recipe, forward and backward."""
+    """The cost of forward and backward for one micro-batch."""
 
     utterances: int
     seconds: float
-    """Of each of them."""
+    """The duration of each utterance."""
     memory: int
-    """Bytes alive at once beside weights, gradients and optimizer states."""
+    """Peak bytes besides weights, gradients and optimizer states."""
     operations: float
-    """Floating point operations."""
+    """Number of floating point operations."""
 
     @property
     def batch_seconds(self) -> float:
@@ -58,7 +58,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Measured:
-    """A few real steps on a device."""
+    """A measurement of a few real steps on a device."""
 
     device: str
     batch_seconds: float
@@ -67,11 +67,11 @@ class Measured:
 
 
 class _Alive(Arithmetic):
-    """Counts the bytes of the tensors that live at once, too."""
+    """Counts operations, and the bytes of the tensors that are alive at the same time."""
 
     def __init__(self, weights: Sequence[torch.Tensor] = ()) -> None:
         super().__init__(weights)
-        self.known = {weight.untyped_storage()._cdata for weight in weights}  # counted apart
+        self.known = {weight.untyped_storage()._cdata for weight in weights}  # counted separately
         self.alive: dict[int, weakref.finalize[[int, int], torch.UntypedStorage]] = {}
         self.now = self.peak = 0
 
@@ -98,7 +98,7 @@ class _Alive(Arithmetic):
 
 
 def count(traced: Trace, owned: Owned, precision: str, batch_seconds: float) -> Cost:
-    """Run one micro-batch of the longest utterances on stand-ins and count."""
+    """Count the cost of one micro-batch of the longest utterances by running it on stand-ins."""
     hparams = traced.built.hparams
     longest = min(longest_utterance(hparams), batch_seconds)
     utterances = max(1, int(batch_seconds / longest))
@@ -111,13 +111,13 @@ def count(traced: Trace, owned: Owned, precision: str, batch_seconds: float) -> 
 
 
 def longest_utterance(hparams: Mapping[str, Any]) -> float:
-    """Seconds: attention's memory grows with the square of it, so a bill is for the longest."""
+    """Seconds of the longest utterance that a recipe lets in; the memory of attention grows with its square."""
     longest = getattr(hparams.get("corpus"), "max_duration", None) or LONGEST
     return float(longest) * getattr(hparams.get("augment"), "stretch", 1.0)  # slower speech is longer
 
 
 def states_per_parameter(opt_class: Any) -> int:
-    """Numbers that the optimizer keeps for each parameter."""
+    """How many numbers the optimizer stores per parameter."""
     given: dict[str, Any] = {}
     while isinstance(opt_class, functools.partial):
         given = {**opt_class.keywords, **given}
@@ -128,34 +128,34 @@ def states_per_parameter(opt_class: Any) -> int:
 
 @dataclass(frozen=True)
 class Bill:
-    """What a run needs, in bytes and hours."""
+    """What a training run needs, in bytes and hours."""
 
     parameters: int
     frozen: int
-    """How many of them never train."""
+    """The number of parameters that are never trained."""
     weights: int
-    """Bytes that are there whatever the batch: weights, gradients, optimizer states."""
+    """Bytes that don't depend on the batch: weights, gradients, optimizer states."""
     cost: Cost
     hours_per_100: float | None
-    """Hours of computing for 100 hours of audio; None where nobody knows the device's speed."""
+    """Hours of computation for 100 hours of audio; None if the speed of the device is unknown."""
     device: str
     measured: Measured | None = None
     recomputes: bool = False
-    """Activations are recomputed in backward, which the count doesn't know."""
+    """Whether activations are recomputed in backward, which the count doesn't take into account."""
     thaws: int = 0
-    """Steps after which all trains that is frozen for a while; the bill is for the time after."""
+    """Steps after which all temporarily frozen parts are trained; the bill is for the time after that."""
 
     @property
     def step_memory(self) -> int:
-        """Bytes that the planned micro-batch needs in all."""
+        """Total bytes with the planned micro-batch."""
         return self.weights + self.cost.memory
 
     def largest(self, memory: float) -> float:
-        """Seconds of audio, padding counted, that fit into ``memory`` bytes."""
+        """Seconds of audio, including padding, whose micro-batch fits into ``memory`` bytes."""
         return max(0.0, (USABLE * memory - self.weights) / (self.cost.memory / self.cost.batch_seconds))
 
     def largest_shown(self, memory: float) -> str:
-        """The same in words; two digits say enough about an estimate."""
+        """The same as text, rounded to two digits because it is an estimate."""
         value = int(self.largest(memory))
         step = 10 ** max(len(str(value)) - 2, 0)
         return f"{value // step * step} s"
@@ -181,7 +181,7 @@ class Bill:
 
 def make(traced: Trace, owned: Owned, device: torch.device, precision: str,
          measured: Measured | None = None) -> Bill | None:
-    """The bill of a recipe whose forward was traced; None where it can't be made."""
+    """The bill of a recipe whose forward was traced; None if it can't be made."""
     hparams = traced.built.hparams
     batch_seconds = getattr(hparams.get("batching"), "max_batch_seconds", None)
     if not traced.complete or not isinstance(batch_seconds, (int, float)):
@@ -205,7 +205,12 @@ def make(traced: Trace, owned: Owned, device: torch.device, precision: str,
 
 
 def section(bill: Bill, hours: float | None, planned: float, tried: Sequence[BatchSize] = ()) -> Section:
-    """The bill as a table; ``hours``: of audio in an epoch, where they're known; ``tried``: what a tuning found."""
+    """The bill as a table of the report.
+
+    hours : hours of audio in an epoch, if they are known
+    planned : seconds of the planned micro-batch
+    tried : results of ``sbkit tune``
+    """
     cost = bill.cost
     rows = [
         ["parameters", f"{bill.parameters:,}" + (f", {bill.frozen:,} of them frozen" if bill.frozen else "")],
@@ -256,7 +261,7 @@ def _thawing(bill: Bill) -> list[str]:
 
 
 def memory_of(device: str) -> int | None:
-    """Bytes of a GPU that is at hand."""
+    """The bytes of memory of a GPU; None for other devices, and for GPUs that aren't available."""
     if not device.startswith("cuda") or not torch.cuda.is_available():
         return None
     return torch.cuda.get_device_properties(torch.device(device)).total_memory

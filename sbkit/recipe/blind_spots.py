@@ -1,4 +1,4 @@
-"""What ``check --no-run`` leaves alone: names of a recipe outside of three packages, and all that is called."""
+"""What ``check --no-run`` doesn't look at: names outside of three packages, and everything that would be called."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 from sbkit.recipe.signatures import Outside, locate
 from sbkit.recipe.source import UNKNOWN, Node
 
-#: What may be imported; whoever runs the check has it already, and runs it.
+#: Packages that may be imported: the check itself runs their code.
 PACKAGES = ("speechbrain", "torch", "sbkit")
 _CALLED = ("!apply", "!applyref")
 
 
 def hide(root: Node) -> list[str]:
-    """Make unknown what a look may not import; where each of that stands, and what is called there."""
+    """Make nodes unknown that must not be imported or called; return their places with the reasons."""
     told = {}
     for node in list(root.walk()):
         why, known = _why_unseen(node.tag)
@@ -26,12 +26,12 @@ def hide(root: Node) -> list[str]:
                 str(node.place), node.key, why)))
         if not known:
             node.tag = ""
-            node.value = node.value if node is root else UNKNOWN  # the keys of a file with a tag can be looked at
+            node.value = node.value if node is root else UNKNOWN  # the keys of a file with a tag can be checked
     return [told[place] for place in sorted(told)]
 
 
 def _why_unseen(tag: str) -> tuple[str, bool]:
-    """What to say of a tag, if anything, and whether what it names may be looked up."""
+    """Why a tag is not looked at, empty if it is; and whether the name in it may be imported."""
     kind, _, name = tag.partition(":")
     if tag.startswith("!!python/"):
         return f"{tag} runs Python when it is read", False
@@ -50,7 +50,7 @@ def _why_unseen(tag: str) -> tuple[str, bool]:
 
 @contextlib.contextmanager
 def nothing_from(*folders: Path) -> Iterator[None]:
-    """Within it none of these folders is a place to import from: a package that is missing may lie there as a trap."""
+    """Import nothing from these folders within it, where files with the name of a missing package may lie."""
     before = list(sys.path)
     left_out = {os.path.realpath(folder) for folder in folders}
     sys.path[:] = [each for each in before if os.path.realpath(each) not in left_out]

@@ -1,9 +1,9 @@
-"""Builds a recipe's objects as HyperPyYAML does, remembering which line each comes from.
+"""Builds the objects of a recipe as HyperPyYAML does, and stores the line of each.
 
-The check looks at objects, so they must be built: what the YAML names is imported and called, ``!apply:`` too, and
-may do whatever a program can. But a check may run while a training writes into the same
-folder, so a checkpointer gets a folder of its own that goes when the check is over; weights are left as memory
-holds them, which takes no time; keys that HyperPyYAML drops (``__set_seed``) aren't called.
+The check looks at objects, so they must be built: names in the YAML are imported and called, including ``!apply:``, and
+may do whatever a program can. Since a check may run while a training writes into the same folder, a checkpointer gets a
+temporary folder. Weights aren't initialised, which saves time. Keys that HyperPyYAML drops (``__set_seed``) aren't
+called.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from sbkit.recipe.values import static
 
 _FILLING = frozenset(("uniform_", "normal_", "exponential_", "xavier_uniform_", "xavier_normal_", "kaiming_uniform_",
                       "kaiming_normal_"))
-#: torch.nn.init's that compute before they fill.
+#: Functions of torch.nn.init that compute before they fill a tensor.
 _COMPUTING = ("orthogonal_", "trunc_normal_", "sparse_")
 
 
 class _Unfilled(TorchFunctionMode):
-    """Within it, weights aren't drawn: a check looks at shapes and places only."""
+    """Leaves weights uninitialised within it: a check looks only at shapes and devices."""
 
     def __enter__(self) -> _Unfilled:
         self.kept = {name: getattr(torch.nn.init, name) for name in _COMPUTING}
@@ -59,33 +59,33 @@ class _Unfilled(TorchFunctionMode):
 
 
 class _NotBuilt(Exception):
-    """Something that an object needs was not built; why is told already."""
+    """Raised for an object whose parts were not built; the reason is among the findings already."""
 
 
 class Built:
-    """A recipe's objects by key, and where each comes from."""
+    """The objects of a recipe by key, and the nodes they were built from."""
 
     def __init__(self) -> None:
         self.hparams: dict[str, Any] = {}
         self.nodes: dict[str, Node] = {}
-        """By top-level key."""
+        """Nodes by top-level key."""
         self.missing: set[str] = set()
-        """Keys that could not be built."""
+        """Top-level keys that could not be built."""
         self._origins: dict[int, tuple[Any, Node]] = {}
 
     def origin(self, obj: Any) -> Node | None:
-        """The Node that an object was built from."""
+        """The node that an object was built from, None if it is unknown."""
         found = self._origins.get(id(obj))
         return found[1] if found is not None and found[0] is obj else None
 
     def remember(self, obj: Any, node: Node) -> None:
-        """The first Node wins: where several refer to one object, that's where it's defined."""
+        """Store the node of an object; if it has one already, that is the definition and stays."""
         self._origins.setdefault(id(obj), (obj, node))
 
 
 @contextlib.contextmanager
 def build(root: Node, findings: Findings) -> Iterator[Built]:
-    """Build everything that no mistake stands in the way of; what fails is told with its line."""
+    """Build everything that has no mistake in it; failures become findings with their lines."""
     built = Built()
     with tempfile.TemporaryDirectory(prefix="sbkit-check-") as folder, _untouched_generators():
         builder = _Builder(built, findings, folder)
@@ -103,7 +103,7 @@ def build(root: Node, findings: Findings) -> Iterator[Built]:
 
 @contextlib.contextmanager
 def _untouched_generators() -> Iterator[None]:
-    """Random numbers go on afterwards as if nothing had been drawn."""
+    """Restore the states of random generators afterwards."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield
@@ -120,7 +120,7 @@ class _Builder:
         self.failed: set[int] = set()
 
     def make(self, node: Node) -> Any:
-        """The object of a node, made once."""
+        """The object of a node, built once."""
         if id(node) in self.made:
             return self.made[id(node)]
         if id(node) in self.failed or node.spoilt:
@@ -145,7 +145,7 @@ class _Builder:
             args, kwargs = self._arguments(node)
             return functools.partial(target, *args, **kwargs) if args or kwargs else target
         if node.tag.startswith("!!python/"):
-            raise _NotBuilt  # YAML's own way to call Python; the check leaves it alone
+            raise _NotBuilt  # PyYAML's own tags to call Python; the check doesn't call them
         if isinstance(node.value, dict):
             return {key: self.make(child) for key, child in node.value.items()}
         if isinstance(node.value, list):
@@ -164,20 +164,20 @@ class _Builder:
             return target(*args, **kwargs)
         except SbkitError as error:
             self._tell(node, error.message, error.hint or "")
-        except OSError as error:  # a file that is not there yet, or a network that is not there now
+        except OSError as error:  # a file that doesn't exist yet, or no network
             self.findings.warning("not-built", node.place, node.key,
                                   f"{_name(target)} can't be built here: {_first(error)}",
                                   "what rests on it was not looked at")
         except Exception as error:  # whatever a constructor says to its arguments
             hint, said = _given(kwargs), _first(error)
             if target is nn.ModuleList:
-                said = "modules is a list of layers, and this one holds lists"  # torch's words change
+                said = "modules is a list of layers, and this one holds lists"  # torch's message changes with versions
                 hint = "its layers stand in one list within a list: [[!ref <a>, !ref <b>]]"
             self._tell(node, f"{_name(target)} refuses its arguments: {said}", hint)
         raise _NotBuilt
 
     def _tell(self, node: Node, message: str, hint: str) -> None:
-        """At the argument that the message speaks of, where it speaks of one."""
+        """Add a finding, at the argument that the message mentions if it mentions exactly one."""
         words = set(message.replace("'", " ").replace("`", " ").replace(":", " ").split())
         named = [key for key in node.value if key in words] if isinstance(node.value, dict) else []
         key = named[0] if len(named) == 1 else None
@@ -186,7 +186,7 @@ class _Builder:
 
 
 def _given(kwargs: Mapping[str, Any]) -> str:
-    """The numbers, texts and lists of them among arguments: what doesn't fit together is often there."""
+    """A hint with the numbers, texts and lists among the arguments, which are likely to blame."""
     shown = [f"{key} {value!r}" for key, value in kwargs.items()
              if all(isinstance(one, (bool, int, float, str, type(None)))
                     for one in (value if isinstance(value, (list, tuple)) else [value]))]
@@ -199,13 +199,13 @@ def _name(target: Any) -> str:
 
 def _first(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
-    if not lines and isinstance(error, AssertionError):  # the line itself names what it doesn't like
+    if not lines and isinstance(error, AssertionError):  # without a message, the asserted statement explains it
         lines = [_statement(traceback.extract_tb(error.__traceback__)[-1])]
     return lines[0] if lines and lines[0] else type(error).__name__
 
 
 def _statement(frame: traceback.FrameSummary) -> str:
-    """What stands at a line, and behind it where the statement goes on."""
+    """The source of the statement at a traceback's line, which may span several lines."""
     lines = linecache.getlines(frame.filename)[(frame.lineno or 1) - 1:][:20]
     for end in range(1, len(lines) + 1):
         with contextlib.suppress(SyntaxError):

@@ -1,4 +1,4 @@
-"""Checks a whole recipe: reads it, builds it as a run does, and looks at all that would cost hours later."""
+"""Checks a recipe as a whole: reads it, builds it as a run does, and looks for mistakes that a run would meet late."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ def check(
     prepared: bool = True, priced: bool = True,
     measure: Callable[[], bill.Measured] | None = None,
 ) -> Report:
-    """Everything that is wrong with a recipe, all at once.
+    """Check a recipe; the report has all mistakes at once.
 
     Arguments
     ---------
-    path, overrides : the YAML and values that differ from it
-    run_opts : SpeechBrain's run options: numbers that can't be, device and precision of the bill
+    path, overrides : the recipe's file and values that replace those in it
+    run_opts : SpeechBrain's run options; their numbers are checked, and the bill uses device and precision
     run : import what the recipe names, build its objects and look at ownership, devices, shapes, vocabulary and cost;
-        else nothing is built or called, and only SpeechBrain, torch and sbkit are imported
-    prepared : look at the labels of what an earlier run prepared
-    priced : make the bill even where there is no GPU that a batch might be too large for
-    measure : runs a few steps for the bill
+        otherwise nothing is built or called, and only SpeechBrain, torch and sbkit are imported
+    prepared : check the labels of a corpus that an earlier run has prepared
+    priced : make the bill even without a GPU, whose memory a batch could exceed
+    measure : takes a few steps and measures them for the bill
     """
     started = time.perf_counter()
     report, findings = Report(str(path), built=run), Findings()
@@ -55,7 +55,7 @@ def check(
         report.notes.append("modules, devices, shapes, labels and cost: nothing is built with --no-run")
     if root is not None and run:
         _look_deeper(root, findings, report, run_opts, prepared, priced, measure)
-    owned = {finding.key for finding in findings if finding.code == "not-owned"}  # says more
+    owned = {finding.key for finding in findings if finding.code == "not-owned"}  # more specific
     findings[:] = [each for each in findings if each.code != "unread-key" or each.key not in owned]
     report.add(findings)
     report.seconds = time.perf_counter() - started
@@ -112,7 +112,7 @@ def _bill(owned: ownership.Owned, traced: trace.Trace, findings: Findings, repor
     measured = measure() if measure is not None and not any(f.severity == "error" for f in findings) else None
     try:
         made = bill.make(traced, owned, device, precision, measured)
-    except Exception as error:  # an operation that stand-ins don't know: the run itself may well work
+    except Exception as error:  # such as an operation without support for stand-ins; the run itself may work
         logger.debug("no bill", exc_info=True)
         report.notes.append(f"the bill: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
         return None
@@ -128,7 +128,7 @@ def _bill(owned: ownership.Owned, traced: trace.Trace, findings: Findings, repor
 
 def _attention(traced: trace.Trace, owned: ownership.Owned, device: torch.device, precision: str,
                findings: Findings) -> list[str]:
-    """What attends on the card at hand; a warning where that is slow."""
+    """Remarks on the kernels that compute attention on this device; a slow one is a warning too."""
     told = []
     for kernel in attention_kernel.kernels(owned.roots.values(), device, precision, traced.keys.accelerate):
         told.append(f"attention on {device}: torch's {kernel.name} kernel ({kernel.why})")
@@ -140,7 +140,7 @@ def _attention(traced: trace.Trace, owned: ownership.Owned, device: torch.device
 
 
 def _hours(built: Built) -> float | None:
-    """Hours of training audio, where an earlier run prepared it."""
+    """Hours of training audio, None if no earlier run has prepared it."""
     corpus: Any = built.hparams.get("corpus")
     if not hasattr(corpus, "manifest_path") or not corpus.manifest_path("train").exists():
         return None
@@ -164,7 +164,7 @@ def _chosen(run_opts: Any, name: str) -> bool:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Constructors' news would be told twice: once by the check, once by the run."""
+    """Suppress log messages of constructors, which the run would repeat."""
     before = logging.root.manager.disable
     logging.disable(logging.INFO)
     try:

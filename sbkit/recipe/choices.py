@@ -1,4 +1,4 @@
-"""What arguments of SpeechBrain's and torch's classes may be, where they say it late, dimly or not at all."""
+"""Values that arguments of SpeechBrain's and torch's classes may have, if those check them late or not at all."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from sbkit.recipe.values import looks_like_number, static
 
 
 class Allowed(Protocol):
-    """What a key may be; as a text it ends a sentence."""
+    """The values that a key may have; ``str`` describes them at the end of a sentence."""
 
     def __contains__(self, value: Any, /) -> bool: ...
 
 
 class Range(NamedTuple):
-    """The numbers that a key may have."""
+    """A range of numbers."""
 
     least: float = -math.inf
     most: float = math.inf
     whole: bool = False
     above: bool = False
-    """The least itself is none of them."""
+    """Whether ``least`` itself is excluded."""
 
     def __contains__(self, value: Any) -> bool:
         if not isinstance(value, int if self.whole else (int, float)) or isinstance(value, bool):
@@ -43,7 +43,7 @@ class Range(NamedTuple):
 
 
 class OneOf(NamedTuple):
-    """Texts to choose from."""
+    """A choice of texts."""
 
     options: tuple[str, ...]
 
@@ -58,6 +58,7 @@ class Texts(NamedTuple):
     """A list of texts."""
 
     of: str
+    """What the texts are, for messages."""
 
     def __contains__(self, value: Any) -> bool:
         return isinstance(value, (list, tuple)) and all(isinstance(each, str) for each in value)
@@ -68,10 +69,10 @@ class Texts(NamedTuple):
 
 NAMES = Texts("names of parts")
 SIZE, COUNT, SHARE, POSITIVE = Range(1, whole=True), Range(0, whole=True), Range(0, 1), Range(0, above=True)
-#: What is less was meant in kHz.
+#: Sample rates; a smaller number was meant in kHz.
 HERTZ = Range(1000, whole=True)
 _LIBRARIES = ("speechbrain.", "torch.")
-#: By the name of a class of these libraries, those derived from it there included: texts to choose from, numbers.
+#: Allowed values of arguments, by the name of a class of these libraries; they also hold for their derived classes.
 ARGUMENTS: dict[str, dict[str, tuple[str, ...] | Range]] = {
     "TransformerInterface": {
         "encoder_module": ("transformer", "conformer", "branchformer"),
@@ -87,19 +88,19 @@ ARGUMENTS: dict[str, dict[str, tuple[str, ...] | Range]] = {
 
 
 class Clash(NamedTuple):
-    """Arguments of which each is right, and all together are not."""
+    """A combination of arguments that doesn't work, though each by itself is right."""
 
     met: Callable[[Mapping[str, Any]], bool]
-    """Of all arguments, those left out with what they are by default."""
+    """Whether all arguments, including defaults of those left out, are such a combination."""
     key: str
     """The argument to blame."""
     message: str
     suggestion: str
     fails: bool = True
-    """False where it runs, or only the decoder fails."""
+    """False if it runs nevertheless, or only the decoder fails; then it is a warning."""
 
 
-#: By the name of a class, as above; ``tests/recipe/test_choices.py`` tries every combination.
+#: Such combinations by the name of a class, as above; ``tests/recipe/test_choices.py`` tries them all.
 CLASHES: dict[str, tuple[Clash, ...]] = {
     "TransformerInterface": (
         Clash(lambda a: (a["encoder_module"], a["attention_type"]) == ("branchformer", "RoPEMHA"), "attention_type",
@@ -162,9 +163,9 @@ def _odd_heads(size: Any, heads: Any) -> bool:
 
 
 def check_choices(target: Any, named: Mapping[Any, Node], node: Node, findings: Findings) -> None:
-    """Tell of every named argument that its class can't use, by itself or beside the others."""
+    """Add findings about named arguments that a class can't use, alone or in combination."""
     if not inspect.isclass(target) or not target.__module__.startswith(_LIBRARIES):
-        return  # a class of one's own may know more
+        return  # a user's class may allow more
     for base in target.__mro__:
         wanted = ARGUMENTS.get(base.__name__, {}) if base.__module__.startswith(_LIBRARIES) else {}
         for key in filter(named.__contains__, wanted):
@@ -192,7 +193,7 @@ def _check_clashes(target: type, named: Mapping[Any, Node], node: Node, findings
 
 
 def _problem(name: str, key: str, value: Any, wanted: tuple[str, ...] | Range) -> tuple[str, str] | None:
-    """Message and suggestion; None where nothing is wrong, or where another check tells of its type."""
+    """A message and a suggestion; None if the value is right, or of a wrong type, which another check reports."""
     if isinstance(wanted, Range):
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         text = isinstance(value, str) and looks_like_number(value) is None

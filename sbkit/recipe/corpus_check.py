@@ -1,4 +1,4 @@
-"""The corpus of a recipe: it is where it is said to be, and a batch can hold what it lets in."""
+"""Checks of a recipe's corpus: its source exists, its utterances fit into a batch, and its labels suit the model."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from sbkit.recipe.trace import Trace
 
 
 def check_corpus(built: Built, findings: Findings) -> None:
-    """What a corpus lets in fits into a batch, and one that was named on the command line is there.
+    """Check that the longest utterances fit into a batch, and that a source from the command line exists.
 
-    One that a recipe names may be on another machine.
+    A source that is written in the recipe isn't looked for, since it may be on another machine.
     """
     corpus: Any = built.hparams.get("corpus")
     node = built.nodes.get("corpus")
@@ -35,7 +35,7 @@ def check_corpus(built: Built, findings: Findings) -> None:
 
 
 def _check_longest(built: Built, findings: Findings) -> None:
-    """What the corpus lets in fits into a batch."""
+    """Warn of a limit for the duration of utterances that is larger than a batch."""
     longest = getattr(built.hparams["corpus"], "max_duration", None)
     most = getattr(built.hparams.get("batching"), "max_batch_seconds", None)
     if longest is None or most is None:
@@ -50,7 +50,7 @@ def _check_longest(built: Built, findings: Findings) -> None:
 
 
 def check_prepared(traced: Trace, findings: Findings) -> tuple[Section | None, str]:
-    """The labels of what an earlier run prepared, as the task looks at them; or why they weren't looked at."""
+    """The task's check of labels in a corpus that an earlier run has prepared, or why they weren't checked."""
     corpus: Any = traced.built.hparams.get("corpus")
     if not hasattr(corpus, "manifest_path"):
         return None, ""

@@ -1,4 +1,4 @@
-"""Where every module ends up: a table, proved by moving the modules to a device that holds no memory."""
+"""The table of modules and their devices, found by moving the modules to torch's ``meta`` device."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from sbkit.recipe.trace import Trace, gpu_stand_ins, trace_moved
 
 
 def section(built: Built, owned: Owned) -> Section:
-    """One row for each module that a YAML builds: size, trainable share, optimizer, checkpoint.
+    """A table with one row per module of the recipe: its size, trained share, optimizer and checkpoint.
 
-    The device is filled in by ``prove``.
+    The column of the device is empty until ``prove`` fills it.
     """
     saved = {name: saved_by(obj) for name, obj in (recoverables(built) or {}).items()}
     trains = {"opt_class": "yes", "": "no"}.get(by := optimized_by(built), by)
@@ -37,7 +37,7 @@ def section(built: Built, owned: Owned) -> Section:
 
 
 def _listed(built: Built, owned: Owned) -> list[tuple[str, nn.Module]]:
-    """The modules that have a key of their own; a container's members instead of the container."""
+    """The modules with a key of their own; for a container, its members."""
     keys: dict[int, tuple[str, nn.Module]] = {}
     for name, root in owned.roots.items():
         inner = [m for m in _members(root) if built.origin(m) is not None and m is not root]
@@ -48,7 +48,7 @@ def _listed(built: Built, owned: Owned) -> list[tuple[str, nn.Module]]:
 
 
 def _members(module: nn.Module) -> list[nn.Module]:
-    """What a ModuleList or ModuleDict holds, lists in lists opened."""
+    """The members of a ModuleList, ModuleDict or Sequential, including nested ones; any other module itself."""
     if type(module) not in (nn.ModuleList, nn.ModuleDict, nn.Sequential):
         return [module]
     return [inner for child in module.children() for inner in _members(child)]
@@ -64,10 +64,10 @@ def _row(key: str, module: nn.Module, saved: dict[str, dict[int, torch.Tensor]],
 
 
 def prove(owned: Owned, table: Section, traced: Trace, findings: Findings) -> None:
-    """Move the modules to ``meta`` and see what stays; then run the forward as if they were on a GPU.
+    """Move the modules to ``meta`` to see which tensors stay behind, then run the forward as if they were on a GPU.
 
-    A constant that stays is told of, unless the forward that uses it copes with that. The modules can't be
-    used afterwards.
+    A constant that stays is a finding, unless the forward that uses it works nevertheless. The modules can't be used
+    afterwards.
     """
     built, modules = traced.built, nn.ModuleDict(owned.roots)
     listed = _listed(built, owned)
@@ -79,7 +79,7 @@ def prove(owned: Owned, table: Section, traced: Trace, findings: Findings) -> No
         trace_moved(traced, modules, findings)
     elif traced.complete:
         table.remarks.append(f"no forward on a GPU: torch {torch.__version__} needs a driver to stand in for one")
-    if traced.complete:  # the forward copes with what it uses, or it broke and says so
+    if traced.complete:  # what the forward uses either works, or was reported when it failed
         left = [t for t in left if t.path.split(".")[0].split("[")[0] not in traced.outputs]
     if traced.complete or (traced.task is None and "brain" not in built.nodes):
         tell_left_behind(left, owned, findings)

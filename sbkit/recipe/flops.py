@@ -1,4 +1,4 @@
-"""The arithmetic of a second of audio in training, counted on stand-ins so that no real step is touched."""
+"""The number of operations for a second of audio in training, counted on stand-ins without taking a real step."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from sbkit.recipe.trace import stand_ins
 class Arithmetic(TorchDispatchMode):
     """Counts floating point operations by the formulas of torch's FlopCounterMode.
 
-    That one also finds out which layer each operation belongs to, at half the price of the whole count.
+    It takes half the time, because it doesn't find out which layer an operation belongs to.
     """
 
     def __init__(self, weights: Sequence[torch.Tensor] = ()) -> None:
-        """``weights``: what is there before."""
+        """``weights``: tensors that exist before the count begins."""
         super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self.weights, self.operations = weights, 0
         self._formulas = FlopCounterMode(display=False).flop_registry
@@ -37,20 +37,20 @@ class Arithmetic(TorchDispatchMode):
 
 
 def typical_seconds(durations: np.ndarray) -> float:
-    """The length whose second costs what the corpus's seconds cost on the average; durations: [N].
+    """The length of an utterance whose cost per second is the average cost per second of the corpus; durations: [N].
 
-    A step's arithmetic has a part that grows with the length and, in attention, one with its square, so that this
-    is the mean over seconds of audio, not over utterances.
+    The cost has a part that grows with the length and, in attention, one that grows with its square. So this is the
+    mean over seconds of audio, not over utterances.
     """
     durations = durations.astype(np.float64)
     return float((durations**2).sum() / durations.sum())
 
 
 def operations_per_second(brain: Any, seconds: float) -> float:
-    """Floating point operations of a second of audio in an utterance of ``seconds``, forward and backward.
+    """Floating point operations per second of audio in an utterance of ``seconds``, for forward and backward.
 
-    What the step's loss doesn't reach (an attention decoder beside CTC alone) isn't counted, nor is what is frozen
-    in the backward.
+    Parts that don't contribute to the loss (an attention decoder with CTC alone) aren't counted, nor is the backward of
+    frozen parts.
     """
     with sdpa_kernel(SDPBackend.MATH):  # the counter doesn't know a CPU's fused attention
         return run(brain, 1, seconds, Arithmetic).operations / seconds
@@ -60,10 +60,10 @@ A = TypeVar("A", bound="Arithmetic")
 
 
 def run(brain: Any, utterances: int, seconds: float, counts: type[A]) -> A:
-    """Take a training micro-batch of the Brain's own through forward, loss and backward, on stand-ins; what counted.
+    """Run forward, loss and backward of a training micro-batch on stand-ins; return the counter.
 
-    Nothing of it is touched, wherever its modules are: stand-ins have no memory, and what a forward writes elsewhere
-    is put back.
+    The Brain is unchanged afterwards, whatever device its modules are on: stand-ins have no memory, and other state
+    that a forward changes is restored.
     """
     with brain.untouched(), stand_ins() as mode, torch.enable_grad():
         weights = [mode.from_tensor(tensor) for tensor in (*brain.modules.parameters(), *brain.modules.buffers())]
