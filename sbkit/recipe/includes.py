@@ -1,4 +1,4 @@
-"""A recipe's files: which rests on which, and the file that each key of an override belongs to."""
+"""The files of a recipe: which is based on which, and to which of them the key of an override belongs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Files = list[tuple[Path, Mapping[str, Any]]]
 
 
 def read_plain(path: Path) -> dict[str, Any]:
-    """The YAML as a tree with its tags, nothing imported and nothing built."""
+    """Read a YAML as a tree with its tags; nothing is imported or built."""
     try:
         yaml = YAML()
         yaml.Composer = ShallowComposer
@@ -40,12 +40,12 @@ def read_plain(path: Path) -> dict[str, Any]:
 
 
 def tag_of(value: Any) -> str:
-    """``!new:torch.nn.Linear``, ``!ref``, ...; empty for plain data."""
+    """The tag of a value, such as ``!new:torch.nn.Linear`` or ``!ref``; empty for plain data."""
     return value.tag if isinstance(value, Node) else str(getattr(getattr(value, "tag", None), "value", None) or "")
 
 
 def chain(path: Path) -> Files:
-    """The recipe and those it rests on, each with its tree."""
+    """The file of a recipe and those it is based on, each with its tree."""
     found: Files = []
     while True:
         if any(path.resolve() == known.resolve() for known, _ in found):
@@ -59,8 +59,10 @@ def chain(path: Path) -> Files:
 
 
 def levels(files: Files) -> Iterator[tuple[Path, Any]]:
-    """The mappings whose keys are the recipe's, with their files: those first that win. A recipe has its own keys, and
-    those that it gives to the one it rests on."""
+    """The mappings with keys of a recipe, each with its file; the first one that has a key decides its value.
+
+    Each file has its own keys, and then those under ``recipe``, which override keys of the file it is based on.
+    """
     for path, tree in files:
         level: Any = tree
         while isinstance(level, Mapping):
@@ -70,30 +72,30 @@ def levels(files: Files) -> Iterator[tuple[Path, Any]]:
 
 
 def keys(files: Files) -> list[Any]:
-    """All keys of a recipe's files."""
+    """The keys of all files of a recipe, including repeated ones."""
     return [key for _, level in levels(files) for key in level]
 
 
 def written(key: str, files: Files) -> str:
-    """Where a key gets its value, ``ctc.yaml:72``; the recipe alone where no file has it."""
+    """The file and line where a key gets its value, ``ctc.yaml:72``; the recipe's file if none has it."""
     return next((f"{path}:{level.lc.key(key)[0] + 1}" for path, level in levels(files) if key in level),
                 str(files[0][0]))
 
 
 def named(key: str, files: Files, overrides: Mapping[str, Any]) -> str:
-    """What ``key: !name:NAME`` names, before references are followed; empty where it is written otherwise."""
+    """The name in ``key: !name:NAME`` before references are resolved; empty if the value is anything else."""
     value = next((level[key] for _, level in [(None, overrides), *levels(files)] if key in level), None)
     kind, _, name = tag_of(value).partition(":")
     return name if kind == "!name" else ""
 
 
 def depth(key: Any, files: Files) -> int:
-    """Which of the files a key belongs to: the first that has it; the last, whose references see most, if none does."""
+    """The index of the file that a key belongs to: the first that has it, else the last, so that all see it."""
     return next((i for i, (_, tree) in enumerate(files) if key in tree), len(files) - 1)
 
 
 def place(overrides: Mapping[str, Any], files: Files) -> dict[str, Any]:
-    """Overrides as a tree that reaches, through the includes, the file that each key belongs to."""
+    """Overrides as a tree in which each key is nested under ``recipe`` as deep as the file it belongs to."""
     placed: dict[str, Any] = {}
     for key, value in overrides.items():
         node = placed
@@ -107,7 +109,7 @@ def place(overrides: Mapping[str, Any], files: Files) -> dict[str, Any]:
 
 
 def _put(tree: dict[str, Any], given: Mapping[str, Any]) -> None:
-    """What is given later wins; a plain mapping changes parts of what an including recipe writes."""
+    """Add values; later ones win, and a plain mapping changes parts of what is there."""
     for key, value in given.items():
         old = tree.get(key)
         if isinstance(old, dict) and isinstance(value, Mapping) and not tag_of(value):

@@ -1,4 +1,4 @@
-"""Keys of a recipe as a class declares them: each with its type, range, default and one line; read once, at load."""
+"""Keys of a recipe, declared by a class with type, range, default and a line of text, and read once at load."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ _MAPPINGS = (dict, collections.abc.Mapping)
 
 
 def key(what: str, default: Any = dataclasses.MISSING, allowed: Allowed | None = None) -> Any:
-    """One field of ``Keys``.
+    """Declare a field of ``Keys``.
 
     Arguments
     ---------
-    what : what the key does, in a line
-    default : what it is where a recipe does not say; without one a run can't do without the key
-    allowed : the numbers, or other values, that it may be
+    what : what the key does, in one line
+    default : its value in recipes that don't have it; a key without a default is needed
+    allowed : the numbers or other values that it may have; by default all of its type
     """
     return dataclasses.field(default=default, metadata={"what": what, "allowed": allowed})
 
 
 class Problem(NamedTuple):
-    """What is wrong with a recipe's keys, as a sentence."""
+    """A mistake in a recipe's keys."""
 
     key: str
-    """The key to blame."""
+    """The key that is wrong."""
     message: str
     hint: str
 
 
 class Declared(NamedTuple):
-    """A key as its class declares it."""
+    """The declaration of a key."""
 
     name: str
     what: str
@@ -56,12 +56,12 @@ class Declared(NamedTuple):
     allowed: Allowed | None
     default: Any
     needed: bool
-    """There is no default."""
+    """Whether it has no default, so that a recipe must have it."""
     by: str
-    """The class that declares it."""
+    """The name of the class that declares it."""
 
     def problem(self, value: Any) -> str:
-        """What is wrong with a value, as the end of a sentence; empty where nothing is."""
+        """What is wrong with a value, as the end of a sentence; empty if nothing is."""
         if value is None:
             if self.optional:
                 return ""
@@ -72,28 +72,28 @@ class Declared(NamedTuple):
 
     @property
     def optional(self) -> bool:
-        """Whether ``null`` will do: by its annotation, by its default, or as any object will."""
+        """Whether it may be ``null``: by its annotation, by its default, or because any object may be its value."""
         if _is_any(self.hint):
             return not self.needed
         return type(None) in _options(self.hint) or (not self.needed and self.default is None)
 
     @property
     def wanted(self) -> str:
-        """What it may be, in words; empty where any object will do."""
+        """The values it may have, in words; empty if any object may be its value."""
         if self.allowed is not None:
             return str(self.allowed)
         return "" if _is_any(self.hint) else _words(self.hint)
 
     @property
     def plain(self) -> list[type]:
-        """Types of scalars that it may have; none where it may be something else as well."""
+        """The types of scalars that it may have; empty if it may have other types as well."""
         options = [each for each in _options(self.hint) if each is not type(None)]
         return options if all(each in _SCALARS for each in options) else []
 
 
 @dataclasses.dataclass(kw_only=True)
 class Keys:
-    """What a class reads of a recipe. Derived classes add fields by ``key``.
+    """The keys that a class reads from a recipe. Derived classes declare fields with ``key``.
 
     >>> @dataclasses.dataclass(kw_only=True)
     ... class Mine(Keys):
@@ -104,7 +104,7 @@ class Keys:
 
     @classmethod
     def read(cls: type[K], hparams: Mapping[str, Any]) -> K:
-        """The keys that are among ``hparams``, and the defaults of others; all that is wrong is told at once."""
+        """Read the keys from ``hparams``, with defaults for those it lacks; an error names all wrong values at once."""
         if wrong := cls.wrong(hparams):
             raise SbkitError("; ".join(problem.message for problem in wrong), hint=wrong[0].hint)
         found = object.__new__(cls)
@@ -117,17 +117,17 @@ class Keys:
 
     @classmethod
     def wrong(cls, hparams: Mapping[str, Any]) -> list[Problem]:
-        """What is wrong with each key by itself."""
+        """The problems of single keys."""
         told = ((name, declared.problem(hparams[name])) for name, declared in cls.declared().items() if name in hparams)
         return [Problem(name, f"{name} {problem}", "docs/keys.md says what each key may be")
                 for name, problem in told if problem]
 
     def clashes(self) -> Iterator[Problem]:
-        """What is wrong with keys of which each is right by itself; derived classes say it."""
+        """The problems of keys in combination, each of which is right by itself; for derived classes to override."""
         yield from ()
 
     def __getattr__(self, name: str) -> Any:
-        """Only of what a recipe lacks and must not."""
+        """Raise an error for a needed key that the recipe lacks; Python calls this for missing attributes only."""
         if name in type(self).declared():
             raise SbkitError(f"the recipe has no {name}: {type(self).declared()[name].what}",
                              hint="hparams/ has a complete recipe for each task")
@@ -136,12 +136,12 @@ class Keys:
     @classmethod
     @functools.cache
     def declared(cls) -> Mapping[str, Declared]:
-        """All keys, those of its bases first."""
+        """The declarations of all keys by name, those of base classes first."""
         return types.MappingProxyType({field.name: _declared(cls, field) for field in dataclasses.fields(cls)})
 
     @classmethod
     def needed(cls) -> Iterator[str]:
-        """The keys that a run can't do without."""
+        """The names of the keys that have no default."""
         return (declared.name for declared in cls.declared().values() if declared.needed)
 
 

@@ -1,12 +1,12 @@
-"""Reads a recipe: a HyperPyYAML file and overrides become objects, or one plain error.
+"""Loads a recipe: builds the objects of a HyperPyYAML file with overrides, or raises a single readable error.
 
-A recipe may rest on another one and hold only what differs:
+A recipe may be based on another one and contain only what differs:
 
     recipe: !include:../ctc.yaml
         d_model: 512
 
-HyperPyYAML puts the included tree under the key ``recipe``. Here its keys become the recipe's own, and
-overrides reach the file they belong to.
+HyperPyYAML puts the included tree under the key ``recipe``. Here its keys become keys of the recipe itself, and
+overrides are applied in the file they belong to.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ __all__ = ["Recipe", "chain", "check_overrides", "flatten", "load", "merged", "o
 
 
 class Recipe(NamedTuple):
-    """A recipe's objects, and the keys that the task under ``brain`` reads of them."""
+    """The objects of a recipe by key, and the keys that its task reads, the class under ``brain``."""
 
     hparams: dict[str, Any]
     keys: Any
-    """As the task declares them (``sbkit.tasks.task.Task.Keys``)."""
+    """An instance of the task's ``Keys`` (see ``sbkit.tasks.task.Task``)."""
 
     @property
     def task(self) -> Any:
-        """The class that trains."""
+        """The class under ``brain``, which trains."""
         return self.keys.brain
 
     def brain(self, run_opts: Any = None, **instead: Any) -> Any:
-        """The Brain of a recipe; ``instead``: other values of its keys."""
+        """Build the Brain; ``instead`` replaces values of keys."""
         hparams = {**self.hparams, **instead}
         return self.task(modules=hparams["modules"], opt_class=hparams.get("opt_class"), hparams=hparams,
                          run_opts=run_opts, checkpointer=hparams.get("checkpointer"))
 
 
 def check_overrides(path: Path, overrides: Mapping[str, Any]) -> Files:
-    """Refuse an override of a key that no file of the chain has and the task does not declare; gives the chain."""
+    """Refuse overrides of keys that no file of the recipe has and the task doesn't declare; return the files."""
     files = chain(path)
     refuse_unknown(*unknown_overrides(files, overrides), path)
     return files
 
 
 def load(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Build the recipe's objects; whatever goes wrong is told with the file's name."""
+    """Build the objects of a recipe; all errors name its file."""
     check_overrides(path, overrides)
     try:
         hparams = load_hyperpyyaml(merged(path, overrides))
@@ -70,7 +70,7 @@ def load(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flatten(hparams: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of the included recipes and the recipe's own, the latter winning."""
+    """The keys of a loaded recipe and of those it is based on, at one level; the recipe's own values win."""
     own = dict(hparams)
     base = own.get(BASE)
     if not isinstance(base, Mapping):
@@ -80,7 +80,10 @@ def flatten(hparams: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def opened(hparams: dict[str, Any], path: Path) -> Recipe:
-    """A recipe for ``sbkit train`` and all that comes after: its task's keys are there and may be what they are."""
+    """Open a loaded recipe for ``sbkit train`` and later commands; refuse it if a key of its task is missing or wrong.
+
+    path : the recipe's file, for error messages
+    """
     task = hparams.get("brain")
     if task is None:
         raise SbkitError(f"{path} lacks brain", hint="hparams/ has a complete recipe for each task")

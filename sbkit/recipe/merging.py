@@ -1,13 +1,13 @@
-"""A recipe as one tree: overrides put in, includes read and references followed, as HyperPyYAML does it.
+"""Merges the files of a recipe into one YAML, with overrides applied and references resolved as in HyperPyYAML.
 
-It differs in two ways, so that a recipe which rests on another may exchange any part of it:
+It differs from HyperPyYAML in two ways, so that a recipe can replace any part of the one it is based on:
 
-- HyperPyYAML merges each mapping into what it overrides, and keeps the tag that was there. Here a value with a tag
-  (``!new:``, ``!name:``, ``!apply:``, ``!ref``, ...) replaces what it overrides, whole; a plain mapping changes parts,
-  of an object that is written without any arguments too.
-- A reference under an ``!include:`` that names no key of its own file means one of the included file.
+- HyperPyYAML merges a mapping into the value that it overrides, and keeps that value's tag. Here a value with a tag
+  (``!new:``, ``!name:``, ``!apply:``, ``!ref``, ...) replaces the whole value; a plain mapping changes parts of it,
+  including arguments of an object that is written without any.
+- A reference under an ``!include:``, if its key isn't in its own file, means a key of the included file.
 
-``resolve`` does the same for the check, on trees that know their lines.
+``sbkit.recipe.resolve`` does the same for the check, on trees with line numbers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sbkit.recipe.source import INCLUDE, REFERENCE, TAKES_PARTS, first_key, own_
 
 
 def merged(path: Path, overrides: Mapping[str, Any]) -> str:
-    """The YAML of a recipe that rests on no other and holds no references."""
+    """The text of an equivalent recipe without includes and references."""
     return _merged(path, place(overrides, chain(path)), (path.resolve(),))
 
 
@@ -43,8 +43,10 @@ def _merged(path: Path, overrides: Mapping[str, Any], inside: tuple[Path, ...], 
 
 
 def _in_block_style(tree: Any, seen: set[int]) -> bool:
-    """Write what holds arguments of an object on lines of its own: within brackets ruamel.yaml, and so HyperPyYAML,
-    drops their braces. Gives whether there are any."""
+    """Give mappings and lists with objects that take arguments the block style; return whether there are any.
+
+    Within brackets, ruamel.yaml (and so HyperPyYAML) drops the braces of such arguments when it writes them.
+    """
     if not isinstance(tree, (CommentedMap, CommentedSeq)) or id(tree) in seen:
         return False
     seen.add(id(tree))
@@ -59,9 +61,9 @@ def _in_block_style(tree: Any, seen: set[int]) -> bool:
 
 def update(tree: Any, given: Mapping[str, Any], path: Path, whole: frozenset[int] = frozenset(), within: str = "",
            ) -> None:
-    """Put values into a tree.
+    """Apply overrides to a tree: a plain mapping changes parts of a value, anything else replaces it.
 
-    whole: ids of plain mappings that replace what they override all the same
+    whole: ids of plain mappings that replace the whole value nevertheless
     """
     for key, value in given.items():
         old = tree.get(key)
@@ -72,7 +74,7 @@ def update(tree: Any, given: Mapping[str, Any], path: Path, whole: frozenset[int
         elif tag_of(old).startswith(TAKES_PARTS) and getattr(old, "value", None) in ("", None):
             tree[key] = CommentedMap(value)
             tree[key].yaml_set_ctag(old.tag)
-        elif type(value) is not dict and not isinstance(old, list) and not tag_of(old):  # written, and not part by part
+        elif type(value) is not dict and not isinstance(old, list) and not tag_of(old):  # from a file, not from --a.b
             tree[key] = value
         else:
             raise SbkitError(f"{path}: {own_name(within + str(key))} has no parts that could be set one by one",
@@ -80,14 +82,14 @@ def update(tree: Any, given: Mapping[str, Any], path: Path, whole: frozenset[int
 
 
 class _File:
-    """One file, gone through from top to bottom."""
+    """Resolves one file from top to bottom."""
 
     def __init__(self, path: Path, tree: dict[str, Any], inside: tuple[Path, ...]):
         self.path, self.tree, self.inside = path, tree, inside
         self.whole: set[int] = set()
 
     def walk(self, node: Any, key: str, included: bool = False) -> Any:
-        """A node with everything in it resolved."""
+        """The node with everything in it resolved."""
         tag = tag_of(node)
         included = included or tag.startswith(INCLUDE)
         if isinstance(node, (dict, list)):

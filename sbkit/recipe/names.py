@@ -1,4 +1,4 @@
-"""Top-level keys that the code reads by name, and those of a recipe that nothing reads, which have no effect."""
+"""Top-level keys that code reads by name, and a check for keys of a recipe that have no effect."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from sbkit.recipe.report import did_you_mean
 from sbkit.recipe.signatures import Outside, locate
 from sbkit.recipe.source import Findings, Node
 
-#: What declares the keys of every recipe that names a brain.
+#: The class with the keys of every recipe that has a ``brain``.
 EVERY_TASK = "sbkit.tasks.keys.TaskKeys"
-#: Keys that a Brain reads where they are there: adding one is no typo.
+#: Options of SpeechBrain's Brain, which a recipe may have as keys.
 RUN_OPTIONS = tuple(name for name in RunOptions.__dataclass_fields__ if name != "overridden_args")
 
 
 def brain_class(root: Node) -> type | None:
-    """The class that a recipe names under ``brain``; None where there is none to look at."""
+    """The class under ``brain``; None if the recipe names none, or it can't be imported."""
     brain = root.value.get("brain")
     if brain is None or brain.wrong or not brain.tag.startswith("!name:"):
         return None
     try:
         cls = locate(brain.tag[len("!name:"):])
-    except LookupError:  # told with the name
+    except LookupError:  # reported where the name is checked
         return None
     return cls if inspect.isclass(cls) else None
 
 
 def declared(root: Node) -> Mapping[str, Declared]:
-    """The keys that this class declares; of one that can't be looked at, those of every task."""
+    """The keys that the class under ``brain`` declares; those of every task if it can't be imported."""
     if "brain" not in root.value:
         return {}
     declaring = getattr(brain_class(root), "Keys", None) or locate(EVERY_TASK)
@@ -45,25 +45,25 @@ def declared(root: Node) -> Mapping[str, Declared]:
 
 def declared_in(files: Files, overrides: Mapping[str, Any], packages: tuple[str, ...] | None = None,
                 ) -> Mapping[str, Declared]:
-    """The same of a recipe of which nothing is resolved yet; none where its class can't be found.
+    """The same for files whose references aren't resolved yet; empty if the class can't be found.
 
-    packages : as ``locate`` takes them; of a class outside of them, the keys of every task
+    packages : packages that may be imported, all if None; for a class in another one, the keys of every task
     """
     try:
         name = named("brain", files, overrides)
         declaring = getattr(locate(name, packages), "Keys", None) if name else None
     except Outside:
         declaring = locate(EVERY_TASK)
-    except LookupError:  # told with the name
+    except LookupError:  # reported where the name is checked
         declaring = None
     return declaring.declared() if declaring is not None else {}
 
 
 def unknown_overrides(files: Files, overrides: Mapping[str, Any], packages: tuple[str, ...] | None = None,
                       ) -> tuple[list[str], list[str]]:
-    """Overrides of what a recipe neither writes nor its task declares, and the names that may have been meant.
+    """Overrides of keys that neither the recipe has nor its task declares, and the known names, for suggestions.
 
-    What a task declares and the recipe does not write has no parts that could be overridden one by one.
+    A key that is declared but not in the recipe has no parts that could be overridden one by one.
     """
     there = keys(files)
     new = [key for key in overrides if key not in there]
@@ -77,28 +77,28 @@ def _is_text(key: Any) -> bool:
 
 
 def check_names(root: Node, referred: Collection[str], findings: Findings) -> None:
-    """Warn of keys without any effect: nothing reads them, no reference names them, and they call nothing.
+    """Warn of keys without effect: nothing reads them, no reference names them, and they call nothing.
 
-    referred: keys that the recipe's references name
+    referred: the keys that references in the recipe name
     """
-    if "brain" not in root.value:  # a script of one's own reads what it likes
+    if "brain" not in root.value:  # a user's script may read any key
         return
     cls = brain_class(root)
     read, asked = hparams_named(cls) if cls is not None else (set(), set())
     useful = set(declared(root)) | set(RUN_OPTIONS) | read | asked | {key for key in referred if key in root.value}
     told = {finding.key for finding in findings}
-    lacking = read - set(root.value) | told  # told as missing, with what they're near to
+    lacking = read - set(root.value) | told  # reported as missing, with similar names
     for key in root.value:
         if not isinstance(key, str) or key in useful | told or key.startswith("__"):
             continue
-        if root.value[key].tag.startswith("!apply"):  # which has done its work
+        if root.value[key].tag.startswith("!apply"):  # calling it is its effect
             continue
         place = root.place_of(key)
         beside = {each for each in useful if each in root.value and root.place_of(each).file == place.file}
         options = useful - beside - lacking
-        # who writes both into one file means two things, save where a letter is the difference
+        # two keys in one file mean different things, unless only a letter differs
         near = did_you_mean(key, options, cutoff=0.75) or did_you_mean(key, beside - lacking, cutoff=0.95)
-        if not near and not hasattr(cls, "stand_in"):  # no task: a script of one's own reads what it likes
+        if not near and not hasattr(cls, "stand_in"):  # not a task: a user's script may read any key
             continue
         longer = sorted(each for each in options if each.startswith(f"{key}_"))
         findings.warning("unread-key", place, key, "nothing reads this key, and no reference names it",
@@ -107,18 +107,18 @@ def check_names(root: Node, referred: Collection[str], findings: Findings) -> No
 
 
 def hparams_read(cls: type) -> set[str]:
-    """Attributes of ``self.hparams`` that a Brain's own code reads without asking whether they're there."""
+    """Attributes of ``self.hparams`` that the code of a Brain reads without testing whether they exist."""
     read, asked = hparams_named(cls)
     return read - asked
 
 
 def hparams_named(cls: type) -> tuple[set[str], set[str]]:
-    """Attributes of ``self.hparams`` that a Brain's own code reads; names that it asks for by getattr or hasattr."""
+    """Attributes of ``self.hparams`` that the code of a Brain reads, and names that it gives to getattr or hasattr."""
     read: set[str] = set()
     asked_for: set[str] = set()
     for base in cls.__mro__:
         if base.__module__.partition(".")[0] in ("speechbrain", "builtins") or base.__name__ == "Brain":
-            continue  # SpeechBrain sets its defaults itself
+            continue  # SpeechBrain sets defaults for what it reads
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
         except (OSError, TypeError, SyntaxError):

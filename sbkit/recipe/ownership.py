@@ -1,7 +1,7 @@
-"""Whose are the tensors: everything reachable from a recipe is under ``modules``, or is told with its line.
+"""Checks that all tensors reachable from a recipe are under ``modules``, are trained and are saved.
 
 A Brain moves, trains, synchronises and saves what is under ``modules`` and nothing else. A layer that is
-reached only through a searcher, a list or a partial stays on the CPU as it was drawn.
+reached only through a searcher, a list or a partial stays on the CPU and keeps its initial weights.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from sbkit.recipe.source import Findings, Node, Place
 
 _LEAVES = (str, bytes, int, float, complex, type(None), type, types.ModuleType, types.BuiltinFunctionType,
            torch.dtype, torch.device, torch.Size, torch.Generator)
-#: What sbkit's Brain adds to the checkpoints by itself.
+#: Keys that sbkit's Brain adds to checkpoints by itself.
 _SAVED_BY_BRAIN = ("ema",)
-#: More objects than any recipe has: a data set that was loaded into a list isn't walked through to its end.
+#: A limit of objects to visit, more than any recipe has: a data set in a list isn't visited to its end.
 _MOST = 500_000
 
 
 @dataclass(frozen=True, eq=False)
 class Tensor:
-    """A tensor and how it was come by."""
+    """A tensor and how it was reached."""
 
     value: torch.Tensor
     path: str
-    """As Python would reach it: ``searcher.modules[0].w.weight``."""
+    """The Python expression for it, such as ``searcher.modules[0].w.weight``."""
     module: nn.Module | None
     """The innermost module around it."""
     registered: bool
-    """Whether that module knows it as a parameter or buffer, so that ``.to`` moves it."""
+    """Whether it is a parameter or buffer of that module, so that ``.to`` moves it."""
     key: str
-    """The key of the recipe that it belongs to: what the YAML builds, nearest to it."""
+    """The key of the innermost object around it that the recipe builds."""
     node: Node | None
 
 
 def tensors(built: Built) -> Iterator[Tensor]:
-    """Every tensor reachable from a recipe's objects, each once for each module that holds it."""
+    """All tensors reachable from the objects of a recipe, once for each module that has them."""
     seen: set[int] = set()
-    keep: list[Any] = []  # ids are those of living objects only
+    keep: list[Any] = []  # keeps objects alive, so that no other object gets the same id
     todo: deque[tuple[Any, str, nn.Module | None, bool, str, Node | None]] = deque()
     for key, value in built.hparams.items():
         todo.append((value, key, None, False, key, built.nodes.get(key)))
@@ -71,7 +71,7 @@ def tensors(built: Built) -> Iterator[Tensor]:
 
 
 def _inside(obj: Any) -> Iterator[tuple[str, Any, bool]]:
-    """What an object holds: (how it's reached, the thing, whether a module has it registered)."""
+    """The contents of an object: (its part of the path, the value, whether a module has it registered)."""
     if isinstance(obj, Mapping):
         yield from ((f"[{name}]", value, False) for name, value in list(obj.items()))
     elif isinstance(obj, (list, tuple, set, frozenset, deque)):
@@ -86,7 +86,7 @@ def _inside(obj: Any) -> Iterator[tuple[str, Any, bool]]:
         for name, cell in zip(obj.__code__.co_freevars, obj.__closure__ or (), strict=True):
             try:
                 yield f".{name}", cell.cell_contents, False
-            except ValueError:  # not filled yet
+            except ValueError:  # an empty cell
                 continue
     elif isinstance(obj, nn.Module):
         for name, value in vars(obj).items():
@@ -106,7 +106,7 @@ def _inside(obj: Any) -> Iterator[tuple[str, Any, bool]]:
 
 
 class Owned:
-    """What a Brain takes care of: the modules under ``modules``, their parameters and buffers."""
+    """The modules under ``modules`` with their parameters and buffers, which a Brain takes care of."""
 
     def __init__(self, modules: Mapping[str, nn.Module]):
         self.roots = dict(modules)
@@ -119,13 +119,13 @@ class Owned:
 
 
 def check_modules(built: Built, findings: Findings) -> dict[str, nn.Module] | None:
-    """The modules of a recipe where all of them are modules; None where there are none to look at."""
+    """Check that everything under ``modules`` is a module; return those that are, None if there are none at all."""
     node = built.nodes.get("modules")
     modules = built.hparams.get("modules")
     if node is None or not isinstance(modules, Mapping):
         return None
     for name, module in modules.items():
-        if module is None:  # a part that the recipe does without
+        if module is None:  # an optional part that the recipe leaves out
             continue
         if not isinstance(module, nn.Module):
             hint = "only torch.nn.Module objects can be trained and saved"
@@ -147,7 +147,7 @@ def _can_name(name: Any) -> bool:
 
 
 def check_ownership(built: Built, owned: Owned, findings: Findings) -> None:
-    """Tell of every parameter that is not under ``modules``, by the key that made it."""
+    """Add findings about parameters that are not under ``modules``, by the key that builds them."""
     strangers: dict[str, list[Tensor]] = {}
     for tensor in tensors(built):
         if tensor.registered and tensor.value not in owned:
@@ -161,7 +161,7 @@ def check_ownership(built: Built, owned: Owned, findings: Findings) -> None:
     for key, found in strangers.items():
         parameters = {id(t.value): t for t in found if isinstance(t.value, nn.Parameter)}.values()
         if not parameters:
-            continue  # constants: told of with the attributes that stay behind, unless the forward copes with them
+            continue  # constants are reported by `tell_left_behind`, unless the forward works with them
         first, node = next(iter(parameters)), found[0].node
         trained = any(t.value.requires_grad for t in parameters)
         kind = type(first.module).__name__ if len({id(t.module) for t in parameters}) == 1 else _kind(built, key)
@@ -179,7 +179,7 @@ def check_ownership(built: Built, owned: Owned, findings: Findings) -> None:
 
 
 def _fetched(built: Built) -> set[int]:
-    """Parameters that SpeechBrain's Pretrainer loads anew in each run."""
+    """Ids of the parameters that SpeechBrain's Pretrainer loads again in each run."""
     collected = getattr(built.hparams.get("pretrainer"), "loadables", {})
     return {id(p) for module in collected.values() if isinstance(module, nn.Module) for p in module.parameters()}
 
@@ -200,7 +200,7 @@ def _kind(built: Built, key: str) -> str:
 
 
 def _keeps_statistics(obj: Any) -> bool:
-    """SpeechBrain's InputNormalization, whose statistics are neither buffers nor in its state dict."""
+    """Whether it is SpeechBrain's InputNormalization with statistics that are neither buffers nor in its state dict."""
     return isinstance(obj, nn.Module) and getattr(obj, "norm_type", None) == "global"
 
 
@@ -215,21 +215,21 @@ def _mends(key: str, owned: Owned) -> str:
 
 
 def left_behind(built: Built, before: Owned) -> list[Tensor]:
-    """Constants on the CPU after ``modules`` were moved; parameters are ``check_ownership``'s.
+    """Constants that are still on the CPU after ``modules`` were moved; ``check_ownership`` is for parameters.
 
-    before: what was owned before the move; parameters are moved in place, wherever else they're held
+    before: what was owned before the move; parameters are moved in place, wherever else they are referred to
     """
     return [t for t in tensors(built)
-            if t.value.device.type == "cpu" and t.value.dim() and t.value.numel()  # a lone number mixes with any device
+            if t.value.device.type == "cpu" and t.value.dim() and t.value.numel()  # scalars work on any device
             and not isinstance(t.value, nn.Parameter) and id(t.value) not in before.parameters]
 
 
 def tell_left_behind(left: list[Tensor], owned: Owned, findings: Findings) -> None:
-    """Buffers outside ``modules``, and attributes that are no buffers: a move of the modules passes them by."""
+    """Warn of tensors that don't move with the modules: buffers outside of them, and attributes that aren't buffers."""
     told = {finding.key for finding in findings if finding.code == "not-owned"}
     groups: dict[str, list[Tensor]] = {}
     for tensor in left:
-        if not (tensor.registered and tensor.key in told):  # it moves with its module, once that is under modules
+        if not (tensor.registered and tensor.key in told):  # those move once their module is under modules
             groups.setdefault(tensor.key, []).append(tensor)
     for key, found in groups.items():
         node = found[0].node
@@ -248,24 +248,24 @@ def tell_left_behind(left: list[Tensor], owned: Owned, findings: Findings) -> No
 
 
 def recoverables(built: Built) -> dict[str, Any] | None:
-    """What the checkpointer saves, by name; None without a checkpointer."""
+    """The objects that the checkpointer saves, by name; None without a checkpointer."""
     checkpointer = built.hparams.get("checkpointer")
     return dict(checkpointer.recoverables) if isinstance(checkpointer, Checkpointer) else None
 
 
 def saved_by(recoverable: Any) -> dict[int, torch.Tensor]:
-    """Parameters and buffers that a recoverable's file holds, or the file that this one rests on."""
+    """Parameters and buffers by id that are in the file of a recoverable, or in a file that it is based on."""
     if not isinstance(recoverable, nn.Module):
         return {}
-    saved: Any = getattr(recoverable, "saved", None)  # of one that says so itself
+    saved: Any = getattr(recoverable, "saved", None)  # of a class that says itself what it saves
     kept = saved() if callable(saved) else recoverable.state_dict(keep_vars=True).values()
     return {id(t): t for t in kept if isinstance(t, torch.Tensor)}
 
 
 def check_saved(built: Built, owned: Owned, findings: Findings) -> None:
-    """Each parameter is in exactly one recoverable, and everything else with a state to save is in one.
+    """Check that each parameter is in exactly one recoverable, and that other objects with a state are in one.
 
-    What the pretrainer brings each time needs none, as long as it doesn't train.
+    Weights that the pretrainer loads in each run need none if they aren't trained.
     """
     saved = recoverables(built)
     node = built.nodes.get("checkpointer")
@@ -312,7 +312,7 @@ def check_saved(built: Built, owned: Owned, findings: Findings) -> None:
 
 
 def optimized_by(built: Built) -> str:
-    """What trains the parameters: ``opt_class``, the recipe's own ``init_optimizers``, or nothing that's known."""
+    """What trains the parameters: ``opt_class``, ``init_optimizers`` of the user's Brain, or empty if unknown."""
     brain = built.hparams.get("brain")
     makers = [cls for cls in getattr(brain, "__mro__", ()) if "init_optimizers" in vars(cls)]
     if makers and makers[0].__name__ != "Brain":
@@ -323,7 +323,7 @@ def optimized_by(built: Built) -> str:
 
 
 def check_optimizer(built: Built, owned: Owned, findings: Findings) -> None:
-    """A Brain gives all parameters under ``modules`` to ``opt_class``, once; it must be there and take them."""
+    """Check that there is an optimizer, that it can be built, and that at least one parameter is trained."""
     opt_class, node = built.hparams.get("opt_class"), built.nodes.get("opt_class")
     if not optimized_by(built):
         findings.error("missing-key", built.nodes["brain"].place, "opt_class",
@@ -337,6 +337,6 @@ def check_optimizer(built: Built, owned: Owned, findings: Findings) -> None:
         return
     try:
         opt_class([nn.Parameter(torch.zeros(1))])
-    except Exception as error:  # whatever an optimizer says to its arguments
+    except Exception as error:  # each optimizer has its own errors for wrong arguments
         findings.error("not-built", node.place, "opt_class",
                        f"{node.tag.partition(':')[2].rpartition('.')[2] or 'it'} refuses its arguments: {error}")

@@ -1,7 +1,7 @@
-"""Parts of a model by the names that a recipe has for them: ``CNN``, ``Transformer.encoder.layers.0.*``, ``model.1``.
+"""Parts of a model by their names in a recipe, such as ``CNN``, ``Transformer.encoder.layers.0.*`` or ``model.1``.
 
-A key of the recipe stands for the module that it builds, wherever that is in the model; the path of a module below
-``modules`` will do as well. ``*`` and the like are fnmatch's, and what names a module means all that is below it.
+A key of the recipe means the module that it builds, wherever that is in the model; the path of a module below
+``modules`` works too. Wildcards are those of fnmatch, and the name of a module includes everything below it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ T = TypeVar("T")
 
 
 class Patterns(NamedTuple):
-    """What a key may be that says something of parts: a mapping of patterns."""
+    """The allowed values of a key that is a mapping of patterns for parts."""
 
     values: str
+    """The values of the mapping, in words."""
     fits: Callable[[Any], bool]
+    """Whether a value of the mapping is allowed."""
 
     def __contains__(self, value: Any) -> bool:
         return isinstance(value, Mapping) and all(self.fits(each) for each in opened(value).values())
@@ -40,13 +42,13 @@ FACTORS = Patterns("a number above 0", lambda value: value in POSITIVE)
 
 
 class Parts:
-    """The parameters of some modules, each by all its names.
+    """The parameters of some modules, which can be found by all their names.
 
     Arguments
     ---------
-    modules : what is trained, by name
-    recipe : objects by key, some of which are among the modules
-    tensors : others by path, in the place of their parameters
+    modules : the trained modules
+    recipe : objects of the recipe by key, some of which are among the modules
+    tensors : tensors by path to use instead of the modules' parameters
     """
 
     def __init__(self, modules: nn.Module, recipe: Mapping[str, Any], tensors: Mapping[str, Any] | None = None):
@@ -59,11 +61,11 @@ class Parts:
 
     @classmethod
     def of_names(cls, tensors: Mapping[str, Any]) -> Parts:
-        """Tensors that have one name each."""
+        """Parts of tensors that have only one name each."""
         return cls(nn.ModuleDict(), {}, tensors)
 
     def names(self, path: str) -> list[str]:
-        """All that something under this path may be called; the shortest begins with a key, where one stands for it."""
+        """All names of the part with this path; if a key of the recipe means it, the first one begins with the key."""
         words, found = path.split("."), []
         for count in range(len(words), 0, -1):
             if key := self._keyed.get(".".join(words[:count])):
@@ -71,18 +73,24 @@ class Parts:
         return [*found, *([] if path in found else [path])]
 
     def called(self, path: str) -> str:
-        """What somebody who wrote the recipe would call it: ``Transformer.decoder`` for ``model.1.decoder``."""
+        """The name of a path that is closest to the recipe: ``Transformer.decoder`` for ``model.1.decoder``."""
         return self.names(path)[0]
 
     def matching(self, pattern: str) -> set[str]:
-        """The paths of the parameters that a pattern means; one that layers share has a path in each."""
+        """The paths of the parameters that match a pattern; one that layers share has several paths."""
         below = f"{pattern}.*"
         ids = {self._ids[path] for name, path in self._names
                if fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, below)}
         return {path for path, known in self._ids.items() if known in ids}
 
     def told(self, wanted: Mapping[str, T], key: str) -> dict[str, T]:
-        """What patterns say of each parameter, by path; the last that fits counts. ``key``: of the recipe."""
+        """The values that patterns give to parameters, by path; the last matching one counts.
+
+        Arguments
+        ---------
+        wanted : values by pattern
+        key : the key of the recipe with the patterns, for error messages
+        """
         found: dict[str, T] = {}
         for pattern, value in opened(wanted).items():
             paths = self.matching(pattern)
@@ -92,7 +100,7 @@ class Parts:
         return found
 
     def near(self, pattern: str) -> str:
-        """What may have been meant."""
+        """A hint with a name similar to a pattern that matches nothing."""
         words = (name.split(".") for name, _ in self._names)
         known = {".".join(each[:count]) for each in words for count in range(1, len(each) + 1)}
         meant = did_you_mean(pattern.removesuffix(".*"), sorted(known), cutoff=0.75)
@@ -101,7 +109,7 @@ class Parts:
 
 
 def opened(wanted: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Patterns and what they say; ``{a: {b: 1}}``, as ``--KEY.a.b 1`` makes it, is ``{a.b: 1}``."""
+    """Patterns and their values at one level: ``{a: {b: 1}}``, which ``--KEY.a.b 1`` gives, becomes ``{a.b: 1}``."""
     found: dict[str, Any] = {}
     for name, value in wanted.items():
         found.update(opened(value, f"{before}{name}.") if isinstance(value, Mapping) else {f"{before}{name}": value})
@@ -109,7 +117,7 @@ def opened(wanted: Mapping[str, Any], before: str = "") -> dict[str, Any]:
 
 
 def for_good(freeze: Mapping[str, Any] | None) -> dict[str, bool]:
-    """The same without what thaws: the training that a run comes to in the end."""
+    """The value of ``freeze`` at the end of a run, when only permanently frozen parts are still frozen."""
     return {pattern: value is True for pattern, value in opened(freeze or {}).items()}
 
 
@@ -125,18 +133,18 @@ BY_PART = {"freeze": FREEZE, "learning_rates": FACTORS}
 
 
 def check_named(built: Built, modules: nn.Module, complete: bool, findings: Findings) -> None:
-    """Tell of every pattern that fits nothing and of values that say nothing; freeze what never trains.
+    """Check ``freeze`` and ``learning_rates``, then freeze the parts that are never trained.
 
-    complete : all of the recipe's modules are there
+    complete : all modules of the recipe were built, so that a pattern without a match is a mistake
     """
-    if "brain" not in built.nodes:  # a script of one's own may mean something else by these keys
+    if "brain" not in built.nodes:  # a user's script may use these keys for something else
         return
     parts = Parts(modules, built.hparams)
     for key, allowed in BY_PART.items():
         node = built.nodes.get(key)
         if node is not None and built.hparams.get(key) is not None and \
                 _check(node, key, allowed, parts if complete else None, findings):
-            built.hparams[key] = None  # told, and nothing to go on with
+            built.hparams[key] = None  # reported, and not usable further on
     freeze = built.hparams.get("freeze")
     if not freeze or not complete:
         return
@@ -154,7 +162,7 @@ def check_named(built: Built, modules: nn.Module, complete: bool, findings: Find
 
 
 def _check(node: Node, key: str, allowed: Patterns, parts: Parts | None, findings: Findings) -> bool:
-    """Whether something is wrong."""
+    """Add findings about one of these keys; whether there are any."""
     before = len(findings)
     if not isinstance(node.value, dict):
         findings.error("setting", node.place, key, f"it must be {allowed}", f"write {key}: {{CNN: {_example(key)}}}")

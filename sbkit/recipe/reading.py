@@ -1,4 +1,4 @@
-"""Every mistake that can be seen without building anything: names, arguments, references, values."""
+"""Reads a recipe and finds the mistakes that can be seen without building it, in names, arguments and values."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _ALL_TAGS = (*_TAGS, "!ref", "!copy", "!include:", "!PLACEHOLDER", "!tuple")
 
 def read(path: Path, overrides: Mapping[str, Any], findings: Findings, unseen: list[str] | None = None,
          ) -> Node | None:
-    """The recipe as one tree of resolved values; what is wrong with it goes into ``findings``.
+    """The recipe as one tree of resolved values, None if it can't be read; mistakes are added to ``findings``.
 
-    unseen: takes what was not looked at; without it, everything that the recipe names is imported
+    unseen: notes on what wasn't looked at are added to it, and little is imported; None imports all names
     """
     referred: set[str] = set()
     root = resolve(Path(path), overrides, findings, referred, None if unseen is None else PACKAGES)
@@ -34,7 +34,7 @@ def read(path: Path, overrides: Mapping[str, Any], findings: Findings, unseen: l
     nodes = list(root.walk())
     if unseen is not None:
         unseen += hide(root)
-    for node in nodes:  # texts first: an argument that refers to one isn't told a second time
+    for node in nodes:  # texts first, so that an argument that refers to one isn't reported again
         for child in node.children():
             if child.scalar and child.value is not UNKNOWN:
                 check_text(child, findings, in_list=isinstance(node.value, list))
@@ -95,7 +95,7 @@ def _check_tagged(node: Node, findings: Findings) -> None:
 
 
 def _kind_wanted(kind: str, target: Any) -> str:
-    """What to write instead, where a tag is of another kind than what it names."""
+    """A suggestion if a tag doesn't suit what it names, such as ``!new:`` for a function; otherwise empty."""
     if kind == "!new" and not inspect.isclass(target):
         return "write !apply: to call it, or !name: to pass it on" if callable(target) else "!new: takes a class"
     if kind in ("!apply", "!applyref") and not inspect.isroutine(target):
@@ -135,7 +135,7 @@ def _check_needed(root: Node, findings: Findings, path: Path) -> None:
 
 
 def _check_brain(root: Node, findings: Findings) -> None:
-    """Names that the task reads as ``self.hparams.NAME`` and the recipe lacks."""
+    """Check that ``brain`` is a Brain, and warn of names that it reads as ``self.hparams.NAME`` and the recipe lacks."""
     cls = brain_class(root)
     if cls is None:
         return

@@ -1,4 +1,4 @@
-"""What a check found: mistakes with their place and what to do about them, for people and for programs."""
+"""The report of a check: mistakes with their places and suggestions, and tables, for people and for programs."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import Any
 from sbkit.system.console import table
 
 ERROR, WARNING = "error", "warning"
-#: Raise when a field of the JSON is renamed or removed.
+#: Increase when a field of the JSON is renamed or removed.
 JSON_FORMAT = 1
 COMMAND_LINE = "command line"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One mistake: what is wrong, where, what to do."""
+    """A mistake or a warning: what is wrong, where, and what to do."""
 
     severity: str
     code: str
-    """A stable name of the kind of mistake, for programs."""
+    """A stable name for the kind of mistake, for programs."""
     file: str
-    """The YAML, or ``command line``."""
+    """The path of the YAML, or ``command line``."""
     line: int
-    """From 1; 0 where there is none."""
+    """Counted from 1; 0 if there is none."""
     key: str
     message: str
     suggestion: str = ""
@@ -34,7 +34,7 @@ class Finding:
 
     @property
     def where(self) -> str:
-        """``file:line``, as editors and terminals make a link of it."""
+        """``file:line``, which editors and terminals turn into a link."""
         return f"{self.file}:{self.line}" if self.line else self.file
 
     def __str__(self) -> str:
@@ -45,7 +45,7 @@ class Finding:
 
 @dataclass
 class Section:
-    """Facts worth a table: a title, columns, rows, and remarks on them."""
+    """A table of the report with a title and remarks."""
 
     title: str
     columns: list[str]
@@ -63,20 +63,20 @@ class Section:
 
 @dataclass
 class Report:
-    """All that a check of one recipe found."""
+    """The findings, tables and notes of the check of a recipe."""
 
     recipe: str
     findings: list[Finding] = field(default_factory=list)
     sections: dict[str, Section] = field(default_factory=dict)
     """Tables by a stable name: devices, shapes, tokens, bill."""
     notes: list[str] = field(default_factory=list)
-    """What was not looked at, and why."""
+    """Parts of the check that were left out, and why."""
     seconds: float = 0.0
     built: bool = True
-    """Whether the recipe's objects were looked at too."""
+    """Whether the objects of the recipe were built and checked as well."""
 
     def add(self, found: Iterable[Finding]) -> None:
-        """Take in findings, each once."""
+        """Add findings that aren't there yet."""
         known = set(self.findings)
         for finding in found:
             if finding not in known:
@@ -88,26 +88,26 @@ class Report:
 
     @property
     def errors(self) -> list[Finding]:
-        """What would end or spoil a run, in the order of the files' lines."""
+        """Findings that would end or spoil a run, ordered by file and line."""
         return self._of(ERROR)
 
     @property
     def warnings(self) -> list[Finding]:
-        """What deserves a look."""
+        """Findings that may be mistakes, ordered by file and line."""
         return self._of(WARNING)
 
     def problems(self) -> str:
-        """Errors and warnings, one a line."""
+        """Errors and warnings, one per line."""
         return "\n".join(map(str, [*self.errors, *self.warnings]))
 
     def facts(self) -> str:
-        """The tables and what was not looked at."""
+        """The tables, and notes on what wasn't looked at."""
         tables = [section.text() for section in self.sections.values()]
         notes = "\n".join(f"not looked at: {note}" for note in self.notes)
         return "\n\n".join(filter(None, [*tables, notes]))
 
     def verdict(self) -> str:
-        """One line that sums it up."""
+        """A summary in one line."""
         if not self.errors and not self.warnings:
             seen = "" if self.built else " in what can be seen without running it"
             return f"{self.recipe}: nothing wrong{seen} ({self.seconds:.1f} s)"
@@ -115,11 +115,11 @@ class Report:
         return f"{self.recipe}: {' and '.join(filter(None, counts))} ({self.seconds:.1f} s)"
 
     def text(self) -> str:
-        """Everything, for a terminal."""
+        """The whole report for a terminal."""
         return "\n\n".join(filter(None, [self.problems(), self.facts(), self.verdict()]))
 
     def json(self) -> str:
-        """Everything, for editors and CI; keys are only ever added."""
+        """The whole report as JSON for editors and CI; within a format, keys are only added."""
         return json.dumps({
             "format": JSON_FORMAT, "recipe": self.recipe, "ok": not self.errors,
             "errors": [asdict(f) for f in self.errors], "warnings": [asdict(f) for f in self.warnings],
@@ -133,14 +133,14 @@ def _count(n: int, what: str) -> str:
 
 
 def did_you_mean(word: str, options: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The option nearest to a misspelt word."""
+    """The option most similar to a misspelt word, None if none is similar enough."""
     by_lower = {option.lower(): option for option in reversed(list(options))}  # AdamW for adamw
     near = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
     return by_lower[near[0]] if near else None
 
 
 def listed(names: Iterable[str], most: int = 12) -> str:
-    """Names in a sentence, the first ones where they are many."""
+    """Names separated by commas; of more than ``most``, only the first and how many follow."""
     names = list(names)
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more

@@ -1,4 +1,4 @@
-"""References, copies and includes of a recipe, followed as HyperPyYAML does, with every mistake told."""
+"""Resolves references, copies and includes of a recipe as HyperPyYAML does, and finds all mistakes in them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,19 @@ from sbkit.recipe.report import did_you_mean, listed
 from sbkit.recipe.source import BASE, INCLUDE, REFERENCE, UNKNOWN, Findings, Node, Place, first_key, override, read_file
 
 PLACEHOLDER = "!PLACEHOLDER"
-_LONGEST = 10_000  # characters of a text that references are put into; each can double it
+_LONGEST = 10_000  # characters of a text with references put in; each of them can double it
 
 
 def resolve(path: Path, overrides: Mapping[str, Any], findings: Findings, referred: set[str] | None = None,
             packages: tuple[str, ...] | None = None) -> Node | None:
     """The recipe as one tree: includes read, overrides applied, references replaced by what they name.
 
-    What several places refer to is one Node. Into ``referred`` go the keys that references name; ``packages`` are those
-    that may be imported to see which keys the task declares, without them any.
+    What several places refer to is one Node.
+
+    Arguments
+    ---------
+    referred : the keys that references name are added to it
+    packages : packages that may be imported to find the keys that the task declares; None: all
     """
     chain = NodeChain(path, findings)
     if not chain:
@@ -49,7 +53,7 @@ def resolve(path: Path, overrides: Mapping[str, Any], findings: Findings, referr
 
 
 def flatten(root: Node) -> Node:
-    """The keys of the recipes it rests on and its own, the latter winning."""
+    """The tree with the keys of the recipe and those it is based on at one level; its own values win."""
     base = root.value.get(BASE)
     if base is None or not isinstance(base.value, dict):
         return root
@@ -60,22 +64,22 @@ def flatten(root: Node) -> Node:
 
 
 class _Resolver:
-    """One file: HyperPyYAML goes through it from top to bottom and replaces as it goes, and so does this."""
+    """Resolves one file from top to bottom, replacing nodes on the way, as HyperPyYAML does."""
 
     def __init__(self, root: Node, path: Path, findings: Findings, inside: tuple[Path, ...],
                  declared: Collection[str]):
         self.root, self.path, self.findings, self.inside, self.declared = root, path, findings, inside, declared
         self.seen: dict[int, Node] = {}
-        self.held: list[Node] = []  # what was seen and replaced: another node must not get its id
+        self.held: list[Node] = []  # keeps replaced nodes alive, so that no other node gets the same id
 
     def run(self) -> None:
         """Resolve the tree in place."""
         self._walk(self.root)
 
     def _walk(self, node: Node, included: bool = False) -> Node:
-        """Replace what is inside, then the node itself.
+        """Replace what is inside a node, then the node itself.
 
-        included: it stands under an include, and a reference that isn't meant for this file is left to that one
+        included: the node is under an include, so references to keys of that file are left to it
         """
         if id(node) in self.seen:  # shared, or inside itself
             return self.seen[id(node)]
@@ -87,7 +91,7 @@ class _Resolver:
             node.value[key] = self._walk(child, included)
         found = (self._leave(node) if included else None) or self._replace(node)
         if included and found is not node and not found.scalar:
-            found = self._walk(found)  # it may stand below, and there it isn't resolved again
+            found = self._walk(found)  # it may be further below, where it isn't visited again
         if included and node.tag and not found.tag and isinstance(found.value, dict):
             found = dataclasses.replace(found, whole=True)
         self.seen[id(node)] = found
@@ -110,7 +114,7 @@ class _Resolver:
         return node
 
     def _leave(self, node: Node) -> Node | None:
-        """A reference that names keys of the included file, with those of this one replaced."""
+        """A reference to keys of the included file, with keys of this file replaced; None if it has none of those."""
         if node.tag not in ("!ref", "!copy") or not node.scalar:
             return None
         text = str(node.value)
@@ -127,12 +131,12 @@ class _Resolver:
     # ------------------------------------------------------------ references
 
     def _follow(self, text: str, node: Node, seen: tuple[str, ...]) -> Node:
-        """What a reference names, as a Node that others may share, or a scalar of its own."""
+        """The node that a reference names, possibly shared with others; a new one for a scalar."""
         if not REFERENCE.search(text):
             found = self._scalar(node, text)
             found.wrong = not seen and self._tell_literal(text, node)
             return found
-        if len(seen) > 50:  # a circle that's told of where it is
+        if len(seen) > 50:  # a circle, which is reported elsewhere
             return self._unknown(node)
         seen = (*seen, text)
         if REFERENCE.fullmatch(text):
@@ -161,7 +165,7 @@ class _Resolver:
         return inner
 
     def _take(self, target: Node, node: Node, seen: tuple[str, ...]) -> Node:
-        if target.tag in ("!ref", "!copy") or target.tag.startswith(INCLUDE):  # not replaced yet: it stands below
+        if target.tag in ("!ref", "!copy") or target.tag.startswith(INCLUDE):  # not replaced yet: it is further below
             self._tell_later(target, node)
             return self._unknown(node)
         if target.tag == PLACEHOLDER or target.value is UNKNOWN:
@@ -181,7 +185,7 @@ class _Resolver:
         return target
 
     def _find(self, reference: str, node: Node) -> Node | None:
-        """HyperPyYAML's ``deref``: ``key[part].attribute`` in this file."""
+        """The node of ``key[part].attribute`` in this file, as in HyperPyYAML's ``deref``; None if it is missing."""
         reference, _, attribute = reference.partition(".")
         branch = self.root
         for i, part in enumerate(reference.split("[")):
@@ -202,7 +206,7 @@ class _Resolver:
         if target.tag in ("!ref", "!copy"):
             return None if self._tell_circle(target, node) else str(target.value)
         if target.tag.startswith("!applyref:"):
-            return None  # known when the recipe is built
+            return None  # known only when the recipe is built
         if target.tag or not target.scalar:
             kind = "a list" if isinstance(target.value, list) else "a mapping"
             self._error("bad-ref", node, f"{match} is {target.tag or kind}, which can't be part of a text",
@@ -238,13 +242,13 @@ class _Resolver:
         self._error("dangling-ref", node, f"there is no <{name}>", suggestion)
 
     def _tell_later(self, target: Node, node: Node) -> None:
-        """A chain of references runs upwards, or in a circle."""
+        """Report a reference to a reference further below, or to itself by a circle."""
         if not self._tell_circle(target, node):
             self._error("later-ref", node, f"{target.key} is itself a reference, and it stands below ({target.place})",
                         f"move {target.key} above {node.key}: a recipe is read from top to bottom")
 
     def _tell_circle(self, target: Node, node: Node) -> bool:
-        """Whether references that aren't replaced yet lead from ``target`` in a circle."""
+        """Report a circle of references that begins with ``target``; whether there is one."""
         way, branches, done = [node], [iter([target])], set()
         while branches:
             found = next(branches[-1], None)
@@ -266,7 +270,7 @@ class _Resolver:
         return False
 
     def _referred(self, node: Node) -> Iterator[Node]:
-        """What a reference that isn't replaced yet names, as far as it is there."""
+        """The existing nodes that an unresolved reference names."""
         names = REFERENCE.findall(str(node.value)) if node.tag in ("!ref", "!copy") else []
         return filter(None, map(self._quietly, names))
 
@@ -317,7 +321,7 @@ class _Resolver:
             override(root, NodeChain(path, Findings()).place(node), self.findings, self.declared)
         _Resolver(root, path, self.findings, (*self.inside, path.resolve()), self.declared).run()
         root.wrong = any(f.code == "syntax" for f in self.findings[before:])
-        return copy.deepcopy(root)  # HyperPyYAML reads it anew: it shares nothing with the file around it
+        return copy.deepcopy(root)  # HyperPyYAML reads each include separately, so nothing in it is shared
 
 
 def _short(text: str) -> str:
@@ -325,7 +329,7 @@ def _short(text: str) -> str:
 
 
 def _tell_cycles(root: Node, findings: Findings) -> None:
-    """A mapping or list that contains itself can't be built."""
+    """Report mappings and lists that contain themselves."""
     done: set[int] = set()
     path: list[Node] = []
 

@@ -1,4 +1,4 @@
-"""Keys that every run reads by name: numbers in their range, run options that exist, classes of the right kind."""
+"""Checks of the keys that a run reads by name: values of declared keys, run options, and kinds of classes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LEAST = {"grad_accumulation_factor": 1, "nonfinite_patience": 0, "max_grad_norm
 
 
 def check_settings(root: Node, findings: Findings) -> None:
-    """Tell of every such key whose value would end a run later than its check."""
+    """Add findings about keys with values that a run would refuse."""
     known = declared(root)
     for key, node in root.value.items():
         value = static(node)
@@ -47,9 +47,9 @@ def check_settings(root: Node, findings: Findings) -> None:
 
 
 def _check_declared(root: Node, known: Declared, value: Any, findings: Findings) -> None:
-    """Tell of a key that isn't of the type, or among the values, that its class declares."""
+    """Add a finding about a value without the type, or not among the values, that its key is declared with."""
     given = data(value) if isinstance(value, Node) else value
-    if given is UNKNOWN:  # an object, or a list of them: no number and no text, whatever it is
+    if given is UNKNOWN:  # an object, or a list of them: neither a number nor a text
         if known.plain:
             _tell(root, known.name, f"it is {_shown(value)}, and must be {known.wanted}", findings)
     elif known.name not in BY_PART and (problem := known.problem(given)):
@@ -58,7 +58,7 @@ def _check_declared(root: Node, known: Declared, value: Any, findings: Findings)
 
 
 def check_options(run_opts: Any, findings: Findings) -> None:
-    """The same for what was given as options of the run."""
+    """Add findings about run options from the command line with values that a run would refuse."""
     for name in sorted(getattr(run_opts, "overridden_args", ())):
         value = getattr(run_opts, name, None)
         if _too_low(name, value):
@@ -78,7 +78,7 @@ def _tell_low(place: Place, written: str, name: str, value: Any, findings: Findi
 
 
 def _check_averaged(root: Node, known: Mapping[str, Declared], findings: Findings) -> None:
-    """An average of checkpoints needs as many, of weights that aren't averages themselves."""
+    """Check that as many checkpoints are kept as are averaged, and that their weights aren't averages already."""
     key = "average_checkpoints"
     count = _number(root, known[key])
     if count is None or count < 2:
@@ -93,13 +93,13 @@ def _check_averaged(root: Node, known: Mapping[str, Declared], findings: Finding
 
 
 def _number(root: Node, known: Declared) -> int | None:
-    """A number as the run reads it; None where it's known later, or is wrong and told."""
+    """The value of a key that is a whole number; None if it is known only later, or wrong and reported already."""
     value = static(root.value[known.name]) if known.name in root.value else known.default
     return value if isinstance(value, int) and not known.problem(value) else None
 
 
 def _averages(root: Node) -> bool:
-    """Whether ``ema`` keeps a moving average, as a Brain asks its ``decay``."""
+    """Whether ``ema`` keeps a moving average, which depends on its ``decay``."""
     node = root.value.get("ema")
     if node is None or static(node) is None or static(node) is UNKNOWN:
         return False
@@ -124,10 +124,10 @@ def _check_device(root: Node, key: str, value: Any, findings: Findings) -> None:
 
 
 def _builds(tag: str, kind: str) -> bool:
-    """Whether a tag builds an object of a class of this kind at once; a ``functools.partial`` of one does not."""
+    """Whether a tag builds an object of this kind of class; a ``functools.partial`` of one does not."""
     try:
         built = locate(tag.removeprefix("!new:")) if tag.startswith("!new:") else None
-    except LookupError:  # told with the name
+    except LookupError:  # reported where the name is checked
         return False
     return any(base.__name__ == kind for base in getattr(built, "__mro__", ()))
 
@@ -169,7 +169,7 @@ _TOLD: dict[str, Callable[[Node, str, Any, Findings], None]] = {
 
 
 def _is_number(value: Any) -> bool:
-    """As a run option is read: ``"5"`` and null will do."""
+    """Whether a run option takes it for a number: ``"5"`` and null are allowed."""
     if isinstance(value, str):
         try:
             return math.isfinite(float(value))
@@ -179,7 +179,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _named(value: Any, example: str) -> str:
-    """How a class is named; a text with dots is taken for one."""
+    """A suggestion to name a class: the given text if it looks like the name of one, else an example."""
     dotted = isinstance(value, str) and "." in value and all(part.isidentifier() for part in value.split("."))
     return f"write !name:{value if dotted else example}"
 
@@ -191,7 +191,7 @@ def _shown(value: Any) -> str:
 
 
 def _tell(root: Node, key: str, message: str, findings: Findings, suggestion: str = "") -> None:
-    """Where the value is written; what refers to it isn't told of again."""
+    """Add a finding about a key, and mark its value, so that references to it aren't reported again."""
     node = root.value[key]
     findings.error("setting", root.place_of(key), key, message, suggestion)
     (node.source or node).wrong = node.wrong = True

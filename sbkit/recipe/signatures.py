@@ -1,4 +1,4 @@
-"""Names and arguments in a recipe against the Python they mean: imported and compared, never called."""
+"""Checks names and arguments in a recipe against the Python objects they name: those are imported, never called."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sbkit.recipe.source import UNKNOWN, Findings, Node
 from sbkit.recipe.values import is_tuple, looks_like_number, static
 
 _COMMON = ("torch", "torchaudio", "speechbrain", "sbkit", "transformers", "numpy")
-#: Ends of names of arguments that take a class, though it's often annotated as what the class makes.
+#: Ends of the names of arguments that take a class, although they are often annotated with the type of its objects.
 _FACTORIES = ("class", "cls", "type", "factory", "fn", "module")
 _TRUTHS = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 
@@ -31,14 +31,14 @@ _TRUTHS = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 
 
 class Outside(LookupError):
-    """A name that leads, at once or on the way, to what other packages have."""
+    """Raised for a name that is, or is reached through, an object of a package that may not be imported."""
 
 
 def locate(name: str, packages: tuple[str, ...] | None = None) -> Any:
-    """The object that a dotted name means; LookupError says what is wrong with it.
+    """The object with a dotted name; LookupError has a message and a hint if there is none.
 
-    packages: where it must lie, every step on the way to it too (``torch.os.system`` doesn't); else it is ``Outside``,
-        and nothing of any other package was imported for its sake
+    packages: the packages that it, and every step on the way to it, must belong to (``torch.os.system`` doesn't);
+        otherwise ``Outside`` is raised, and no other package is imported
 
     >>> locate("collections.OrderedDict")
     <class 'collections.OrderedDict'>
@@ -62,7 +62,7 @@ def locate(name: str, packages: tuple[str, ...] | None = None) -> Any:
             if error.name is not None and (module == error.name or module.startswith(f"{error.name}.")):
                 break
             raise LookupError(f"importing {module} fails: {_first(error)}", f"install {error.name}") from error
-        except Exception as error:  # whatever a module does when it's imported
+        except Exception as error:  # a module can raise anything when it is imported
             raise LookupError(f"importing {module} fails: {type(error).__name__}: {_first(error)}", "") from error
     if found is None:
         if hasattr(builtins, parts[0]):
@@ -79,7 +79,7 @@ def locate(name: str, packages: tuple[str, ...] | None = None) -> Any:
             near = did_you_mean(parts[i], _offers(found))
             hint = f"did you mean {owner}.{near}?" if near else ""
             raise LookupError(f"{owner} has no {parts[i]}", hint) from None
-        except Exception as error:  # lazily imported by SpeechBrain, and its import fails
+        except Exception as error:  # SpeechBrain imports some modules lazily, and that can fail
             raise LookupError(f"importing {'.'.join(parts[: i + 1])} fails: {_first(error)}", "") from error
         if packages is not None:
             _refuse_outside(found.__name__ if inspect.ismodule(found) else getattr(found, "__module__", None), packages)
@@ -107,9 +107,9 @@ def _offers(owner: Any) -> list[str]:
 
 
 def bind(target: Any, node: Node, findings: Findings, partial: bool = False) -> None:
-    """Compare the arguments that a node gives with the signature of what it calls.
+    """Add findings about arguments of a node that don't suit the signature of what it calls.
 
-    partial: more arguments come later, so none is missing (``!name:``)
+    partial: more arguments are given later, so none is missing (``!name:``)
     """
     try:
         signature = inspect.signature(target)
@@ -151,7 +151,7 @@ def bind(target: Any, node: Node, findings: Findings, partial: bool = False) -> 
                            "it takes none")
             node.wrong = True
             if near:
-                filled.add(near)  # it's not missing, it's misspelt
+                filled.add(near)  # misspelt rather than missing
         else:
             near = did_you_mean(str(key), [n for n in by_name if n not in named], cutoff=0.85)
             if near:
@@ -168,7 +168,7 @@ def bind(target: Any, node: Node, findings: Findings, partial: bool = False) -> 
 
 
 def arguments(node: Node) -> tuple[list[Node], dict[Any, Node]]:
-    """Positional and named arguments, as HyperPyYAML takes them from a list or a mapping."""
+    """The positional and named arguments of a node, as HyperPyYAML takes them from a list or a mapping."""
     if isinstance(node.value, list):
         return node.value, {}
     if isinstance(node.value, dict):
@@ -180,7 +180,7 @@ def arguments(node: Node) -> tuple[list[Node], dict[Any, Node]]:
 
 
 def _taken(by_place: list[inspect.Parameter]) -> str:
-    """What may be given; where that is one list, how it is written."""
+    """A hint on the possible arguments; if that is a single list, how to write it."""
     if len(by_place) == 1 and re.search("Iterable|Sequence|[Ll]ist", str(by_place[0].annotation)):
         return f"{by_place[0].name} is a list of its own: write [[a, b]], or put a second - before the first item"
     return f"it takes {listed(p.name for p in by_place)}" if by_place else ""
@@ -193,7 +193,7 @@ def _plural(n: int, what: str, count: bool = True) -> str:
 
 def _compare(name: str, parameter: inspect.Parameter, hints: Mapping[str, Any], value: Node, node: Node, key: Any,
              findings: Findings) -> None:
-    """One argument with its annotation, or with the type of its default."""
+    """Compare an argument with its annotation, or else with the type of its default."""
     given = static(value)
     if given is UNKNOWN or value.spoilt or (given == parameter.default and not isinstance(given, Node)):
         return
@@ -260,13 +260,13 @@ def _mend(given: Any, hint: Any, value: Node) -> str:
 
 
 def _hints(target: Any) -> dict[str, Any]:
-    """Annotations as types, those that can be told."""
+    """The annotations of arguments as types, without those that can't be evaluated."""
     function = target.__init__ if inspect.isclass(target) else target
     if not hasattr(function, "__annotations__"):
         return {}
     try:
         return typing.get_type_hints(function)
-    except Exception:  # an annotation that's only there for type checkers: the others can still be used
+    except Exception:  # an annotation that only type checkers can evaluate: the others are still used
         scope = getattr(sys.modules.get(getattr(function, "__module__", "")), "__dict__", {})
         hints: dict[str, Any] = {}
         for name, raw in function.__annotations__.items():
@@ -276,7 +276,7 @@ def _hints(target: Any) -> dict[str, Any]:
 
 
 def fits(hint: Any, node: Node) -> bool:
-    """Whether a value may be passed where ``hint`` is asked for; True where that can't be told."""
+    """Whether a value has the type ``hint``; True if that can't be decided."""
     given = static(node)
     if given is UNKNOWN:
         return True
@@ -311,14 +311,14 @@ def _plain_fits(kind: type, inner: tuple[Any, ...], given: Any) -> bool:
     if isinstance(given, tuple):
         return kind is object or issubclass(tuple, kind) or kind in (list, collections.abc.MutableSequence)
     if isinstance(given, str) and kind in (collections.abc.Sequence, collections.abc.Iterable, list, tuple):
-        return not inner and kind not in (list, tuple)  # a Sequence[str] would take it letter by letter
+        return not inner and kind not in (list, tuple)  # as a Sequence[str], a text would be taken letter by letter
     if kind.__module__.split(".")[0] == "torch" and kind.__name__ in ("dtype", "device"):
         return isinstance(given, (str, int))
     return isinstance(given, kind)
 
 
 def _built_fits(kind: type, inner: tuple[Any, ...], node: Node) -> bool:
-    """Lists, mappings and objects that the recipe builds."""
+    """The same for lists, mappings and objects that the recipe builds."""
     if isinstance(node.value, list) and not node.tag:
         if kind in (list, tuple, set, frozenset) or issubclass(list, kind):
             of_one_kind = inner[:1] if len(inner) == 1 or (len(inner) == 2 and inner[1] is Ellipsis) else ()
@@ -333,15 +333,15 @@ def _built_fits(kind: type, inner: tuple[Any, ...], node: Node) -> bool:
             return True
         return not isinstance(built, type) or issubclass(built, kind) or kind in (float, complex) or _duck(kind)
     if node.tag.startswith("!name:"):
-        with contextlib.suppress(LookupError, TypeError):  # a Protocol may refuse to be asked
-            if isinstance(locate(node.tag[len("!name:"):]), kind):  # a constant, or a class where one is asked for
+        with contextlib.suppress(LookupError, TypeError):  # some Protocols don't support isinstance
+            if isinstance(locate(node.tag[len("!name:"):]), kind):  # a constant, or a class for a type
                 return True
         return kind in (type, object) or kind.__name__ == "Callable" or _duck(kind) or kind.__module__ == "typing"
     return True
 
 
 def _duck(kind: type) -> bool:
-    """Types that an object may satisfy without inheriting from them."""
+    """Whether an object can have this type without inheriting from it."""
     return getattr(kind, "_is_protocol", False) or kind.__module__ in ("collections.abc", "typing")
 
 

@@ -1,4 +1,4 @@
-"""A recipe's files as trees in which every key and value knows its file, line and column."""
+"""The files of a recipe as trees in which every key and value has its file, line and column."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from sbkit.recipe.report import COMMAND_LINE, ERROR, WARNING, Finding, did_you_m
 
 BASE = "recipe"
 INCLUDE = "!include:"
-#: Tags that may stand alone; behind them a mapping is what they are called with, or what the file is read with.
+#: Tags that may stand alone, or with a mapping of arguments (of overrides for an include).
 TAKES_PARTS = ("!new:", "!name:", "!apply:", "!applyref:", INCLUDE)
 REFERENCE = re.compile(r"<[^>]*>")
-#: Lists and mappings within each other that a file may have; a recipe that a person wrote has a dozen.
+#: How deep lists and mappings may be nested; in recipes that people write it is about a dozen.
 MAX_DEPTH = 100
 _YAML_TAG = "tag:yaml.org,2002:"
 _MERGE = _YAML_TAG + "merge"
@@ -30,7 +30,7 @@ _PLAIN_TAGS = frozenset(_YAML_TAG + kind for kind in (
 
 
 class _Unknown:
-    """A value that isn't known before the recipe is built."""
+    """The value of a node that isn't known before the recipe is built."""
 
     def __repr__(self) -> str:
         return "a value known later"
@@ -40,12 +40,12 @@ UNKNOWN = _Unknown()
 
 
 def first_key(reference: str) -> str:
-    """The top-level key that ``<key[part].attribute>`` looks for in its file."""
+    """The top-level key of a reference such as ``<key[part].attribute>``."""
     return reference.strip("<>").partition(".")[0].partition("[")[0]
 
 
 def own_name(key: str) -> str:
-    """A key as a reader knows it: what's indented under ``recipe`` are the recipe's own keys."""
+    """The name of a key for messages: without ``recipe``, since keys under it are keys of the recipe."""
     while key.startswith(f"{BASE}."):
         key = key.removeprefix(f"{BASE}.")
     return key
@@ -53,7 +53,7 @@ def own_name(key: str) -> str:
 
 @dataclass(frozen=True)
 class Place:
-    """Where something is written."""
+    """The place where something is written; by default the command line."""
 
     file: str = COMMAND_LINE
     line: int = 0
@@ -68,42 +68,43 @@ class Node:
     """A scalar, list or mapping of a YAML."""
 
     value: Any
-    """A Python value, a list of Nodes or a dict of Nodes; ``UNKNOWN`` where a mistake hides it."""
+    """A Python value, a list of Nodes or a dict of Nodes; ``UNKNOWN`` if it is known only when the recipe is built."""
     place: Place
     key: str
-    """How a reader finds it: ``CNN.strides[0]``."""
+    """Its full name for messages, such as ``CNN.strides[0]``."""
     tag: str = ""
     """``!new:torch.nn.Linear``, ``!ref``, ...; empty for plain data."""
     quoted: bool = False
     computed: bool = False
-    """Put together from references, or given on the command line."""
+    """Whether it was computed from references, or given on the command line."""
     key_places: dict[Any, Place] = field(default_factory=dict)
+    """Places of the keys of a mapping."""
     wrong: bool = False
-    """A mistake in it is reported already."""
+    """Whether a mistake in it is reported already."""
     source: Node | None = None
-    """The scalar that it's a reference to."""
+    """The scalar that it is a reference to."""
     dotted: bool = False
-    """A mapping of parts that were given one by one, as ``--a.b 1`` does."""
+    """Whether it is a mapping of parts that were given one by one, as by ``--a.b 1``."""
     whole: bool = False
-    """A plain mapping that replaces what it overrides, as it was written as a reference."""
+    """Whether it is a plain mapping that replaces the whole value it overrides, since it was written as a reference."""
 
     def __post_init__(self) -> None:
         self.key = own_name(self.key)
 
     def place_of(self, key: Any) -> Place:
-        """Where one of its keys or items is written."""
+        """The place of one of its keys; its own place if there is none."""
         return self.key_places.get(key, self.place)
 
     def key_of(self, key: Any) -> str:
-        """The name of one of its keys or items."""
+        """The full name of one of its keys or items."""
         if isinstance(self.value, list):
             return f"{self.key}[{key}]"
         return f"{self.key}.{key}" if self.key else str(key)
 
     def blame(self, key: Any) -> Place:
-        """Mark what is wrong with one of its keys; where its value was given: there, or on the command line.
+        """Mark the value of a key as wrong; return the place to blame: the key, or the command line.
 
-        A value that many refer to is told once.
+        The value that a reference names is marked too, so that it is reported only once.
         """
         self.wrong = True
         child = self.value.get(key) if isinstance(self.value, dict) else None
@@ -115,7 +116,7 @@ class Node:
 
     @property
     def spoilt(self) -> bool:
-        """Whether a mistake is reported already, here or where its value comes from: it can't be built."""
+        """Whether it can't be built, because of a mistake in it, or in its source, that is reported already."""
         return self.wrong or self.value is UNKNOWN or (self.source is not None and self.source.spoilt)
 
     @property
@@ -123,11 +124,11 @@ class Node:
         return not isinstance(self.value, (dict, list))
 
     def children(self) -> Iterator[Node]:
-        """What is directly inside."""
+        """The nodes directly inside it."""
         yield from self.value.values() if isinstance(self.value, dict) else self.value if not self.scalar else ()
 
     def walk(self) -> Iterator[Node]:
-        """Itself and everything inside, each node once."""
+        """The node itself and all nodes inside it, each once."""
         seen, stack = set(), [self]
         while stack:
             node = stack.pop()
@@ -139,14 +140,14 @@ class Node:
 
 
 class Findings(list[Finding]):
-    """Findings, collected with few words."""
+    """A list of findings, with a method to add each kind."""
 
     def error(self, code: str, place: Place, key: str, message: str, suggestion: str = "") -> None:
-        """Something that would end or spoil a run."""
+        """Add a finding that would end or spoil a run."""
         self.append(Finding(ERROR, code, place.file, place.line, key, message, suggestion, place.column))
 
     def warning(self, code: str, place: Place, key: str, message: str, suggestion: str = "") -> None:
-        """Something that deserves a look."""
+        """Add a finding that may be a mistake."""
         self.append(Finding(WARNING, code, place.file, place.line, key, message, suggestion, place.column))
 
 
@@ -154,7 +155,7 @@ class Findings(list[Finding]):
 
 
 class ShallowComposer(Composer):
-    """ruamel's, which descends as deep as a text has brackets; this one counts and ends in time."""
+    """A composer with a limit on nesting; ruamel's own descends as deep as a text has brackets."""
 
     depth = 0
 
@@ -176,7 +177,7 @@ def _compose(text: str) -> yaml_nodes.Node | None:
 
 
 def read_file(path: Path, findings: Findings, prefix: str = "") -> Node | None:
-    """A YAML as a tree of Nodes, nothing imported or resolved; None where it can't be read at all."""
+    """Read a YAML as a tree of Nodes; nothing is imported or resolved. None, with a finding, if it can't be read."""
     name, text = str(path), ""
     try:
         text = path.read_text(encoding="utf-8")
@@ -212,7 +213,7 @@ def read_file(path: Path, findings: Findings, prefix: str = "") -> Node | None:
 
 
 def _glued_colon(text: str, line: int) -> tuple[int, int] | None:
-    """Line and column of ``key:value`` without a plain space, in the line where reading ended or the one above."""
+    """The line and column of a ``key:value`` without a space, in the line where reading failed or the one above."""
     for number, written in list(enumerate(text.splitlines(), 1))[max(line - 2, 0) : line]:
         if match := re.match(r"\s*(?:- +)?\w+:(?![ \n]|$|//)", written):
             return number, match.end()
@@ -243,11 +244,11 @@ def _advice(problem: str, text: str, line: int) -> str:
 
 
 class _Converter:
-    """ruamel's nodes to ours."""
+    """Converts nodes of ruamel.yaml to Nodes."""
 
     def __init__(self, file: str, findings: Findings):
         self.file, self.findings = file, findings
-        self.known: dict[int, Node] = {}  # an alias is the same node as its anchor
+        self.known: dict[int, Node] = {}  # an alias becomes the same Node as its anchor
         self.constructor = YAML(typ="safe", pure=True).constructor
 
     def place(self, mark: Any) -> Place:
@@ -256,7 +257,7 @@ class _Converter:
     def node(self, raw: Any, key: str) -> Node:
         if id(raw) in self.known:
             return self.known[id(raw)]
-        tag = str(raw.tag or "").replace("!tuple", "")  # known to ruamel once HyperPyYAML has loaded something
+        tag = str(raw.tag or "").replace("!tuple", "")  # ruamel adds it once HyperPyYAML has loaded something
         node = Node(None, self.place(raw.start_mark), key, "" if tag in _PLAIN_TAGS else tag.replace(_YAML_TAG, "!!"))
         self.known[id(raw)] = node
         if str(raw.tag).endswith("!tuple") and not isinstance(raw, yaml_nodes.ScalarNode):
@@ -307,7 +308,7 @@ class _Converter:
 
 
 def from_python(value: Any, key: str, place: Place = Place()) -> Node:
-    """A value from the command line, or from a program, as a Node."""
+    """Convert a value from the command line, or from a program, to a Node."""
     tag = getattr(getattr(value, "tag", None), "value", None) or ""
     if isinstance(value, Mapping):
         node = Node({}, place, key, tag, dotted=type(value) is dict)
@@ -321,7 +322,7 @@ def from_python(value: Any, key: str, place: Place = Place()) -> Node:
 
 
 def _plain(value: Any) -> Any:
-    """Without ruamel's memory of how it was written."""
+    """A plain Python value, without ruamel's information on how it was written."""
     for kind in (bool, int, float, str):
         if isinstance(value, kind):
             return value if kind is bool else kind(value)
@@ -329,9 +330,9 @@ def _plain(value: Any) -> Any:
 
 
 def override(root: Node, given: Mapping[str, Any] | Node, findings: Findings, declared: Collection[str] = ()) -> None:
-    """Put values into a tree: a plain mapping changes parts, everything else replaces what's there, whole.
+    """Apply overrides to a tree: a plain mapping changes parts of a value, anything else replaces it.
 
-    declared : keys that are no typo though the tree has none of that name
+    declared : keys that aren't misspelt even if the tree doesn't have them
     """
     written = given if isinstance(given, Node) else Node({}, Place(), "")
     for key, value in (given.value if isinstance(given, Node) else given).items():
@@ -356,7 +357,7 @@ def override(root: Node, given: Mapping[str, Any] | Node, findings: Findings, de
 
 
 def _advise(target: Node) -> str:
-    """How to override what has no parts by name."""
+    """A hint how to override a value without named parts."""
     if target.tag in ("!ref", "!copy"):
         return f"it is {target.tag} {target.value}: set the parts of that, or replace {target.key} whole"
     if isinstance(target.value, list) and target.tag:
@@ -367,12 +368,12 @@ def _advise(target: Node) -> str:
 
 
 def _tell_typo(root: Node, key: Any, new: Node, findings: Findings) -> None:
-    """A key that is added to a mapping and nearly is one that's there."""
+    """Report a key that is added to a mapping and is similar to one that it has."""
     if key in root.value or not isinstance(key, str) or root.tag.startswith(("!new:", "!name:", "!apply", INCLUDE)):
-        return  # arguments are compared with the signature, and what an included file is given with that file
+        return  # arguments are compared with the signature, and overrides of an included file with that file
     written = [k for k in root.value if isinstance(k, str) and root.place_of(k).file != COMMAND_LINE]
     options = [k for k in written if root.value[k].tag or not new.tag]
-    near = did_you_mean(key, options, cutoff=0.85)  # an object is no misspelt number
+    near = did_you_mean(key, options, cutoff=0.85)
     if near and not re.search(r"\d", key):  # layer1 beside layer2 is no typo
         findings.error("unknown-override", new.place, root.key_of(key),
                        f"{root.key or 'the recipe'} has no key {key} to override", f"did you mean {near}?")

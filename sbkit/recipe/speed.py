@@ -1,4 +1,4 @@
-"""What a device can compute: in which precision, and operations a second by data sheet or a large matrix product."""
+"""The speed of a device: operations per second by data sheet or by a large matrix product, and its best precision."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 import torch
 
-#: Dense 10^12 operations a second by the makers' data sheets: of tensor cores with bf16 or fp16 inputs and fp32 sums,
-#: of tensor cores with TF32, with fp32. The sheets' larger figures are for sparse matrices (twice the dense ones) and,
-#: for GeForce, for fp16 sums besides; a training step has neither.
-#: The first entry whose words stand in the card's name counts, so the longer names come first.
+#: 10^12 dense operations per second by the makers' data sheets: of tensor cores with bf16 or fp16 inputs and fp32 sums,
+#: of tensor cores with TF32, and with fp32. Larger figures in the sheets are for sparse matrices (twice the dense ones)
+#: and, for GeForce, for fp16 sums; a training step has neither.
+#: The first entry that is part of the card's name counts, so longer names come first.
 PEAKS = {
     "GB200": (2500, 1250, 80), "B200": (2250, 1100, 75), "GH200": (990, 495, 67),
     "H200 NVL": (836, 418, 60), "H200": (989, 495, 67), "H100 NVL": (836, 418, 60), "H100 PCIe": (756, 378, 51),
@@ -26,14 +26,14 @@ PEAKS = {
 }
 
 
-#: The fastest of the products within it counts: others that compute for a moment are not to be taken for a slow device.
+#: Seconds during which products are timed. The fastest counts, in case other programs compute in the meantime.
 LOOK_SECONDS = 0.3
 
 
 def peak_of(device: torch.device, precision: str) -> tuple[float | None, str]:
-    """Operations a second that training could reach at most, and what says so; None for a card that isn't in the table.
+    """The highest operations per second that training could reach, and the source; None for a card not in the table.
 
-    Of a CPU, whose data sheet says nothing of its cores' clock at work, it is what a matrix product reaches.
+    For a CPU, whose data sheet doesn't tell the clock under load, it is the speed of a matrix product.
     """
     if device.type != "cuda":
         return speed_of(device, precision), "a large matrix product here"
@@ -46,7 +46,7 @@ def peak_of(device: torch.device, precision: str) -> tuple[float | None, str]:
 
 
 def speed_of(device: torch.device, precision: str) -> float | None:
-    """Operations a second of a large matrix product on a device that is at hand; None for one that isn't."""
+    """Measure operations per second of a large matrix product; None for a device that isn't available."""
     if device.type not in ("cuda", "cpu") or (device.type == "cuda" and not torch.cuda.is_available()):
         return None
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
@@ -67,7 +67,7 @@ def speed_of(device: torch.device, precision: str) -> float | None:
 
 
 def native_precision(device: torch.device) -> str:
-    """What ``precision: auto`` stands for: bf16 where the device computes in it rather than emulates it."""
+    """The precision that ``auto`` means: bf16 if the device computes in it and doesn't emulate it, else fp32."""
     if device.type == "cuda":
         native = torch.cuda.is_bf16_supported(including_emulation=False)
     elif device.type == "cpu":

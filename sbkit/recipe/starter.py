@@ -1,7 +1,7 @@
-"""A starter: a task's flagship recipe and those that rest on it, ``train.py`` and a page that tells how to go on.
+"""The starter folder that ``sbkit new`` writes: a task's main recipe, recipes based on it, ``train.py`` and a README.
 
-``sbkit/starter`` holds what may go into one, in the places that it has there. In a checkout these are links to the
-files at its root, in an installed package the files themselves.
+``sbkit/starter`` has all files that may go into one, with the same relative paths. In a checkout these are links to
+files at its root, in an installed package they are the files themselves.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _ALWAYS = (Path("README.md"), Path("train.py"))
 
 
 def tasks() -> list[str]:
-    """The tasks that have a flagship."""
+    """The tasks that have a main recipe."""
     return sorted(path.stem for path in (HOME / RECIPES).glob("*.yaml"))
 
 
 def files(task: str) -> list[Path]:
-    """What a starter of the task consists of, as places in its folder."""
+    """The files of a task's starter, as paths relative to its folder."""
     if task not in tasks():
         near = difflib.get_close_matches(task, tasks(), n=1)
         raise SbkitError(f"there is no task {task!r}",
@@ -37,7 +37,7 @@ def files(task: str) -> list[Path]:
 
 
 def write(folder: Path, task: str) -> list[Path]:
-    """Make the starter, and write over nothing; gives the places of its files."""
+    """Write a starter and return the paths of its files; existing files are never overwritten."""
     places = files(task)
     there = [str(place) for place in places if (folder / place).exists() or (folder / place).is_symlink()]
     if there:

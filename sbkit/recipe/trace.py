@@ -1,7 +1,7 @@
-"""A training batch through a recipe's own Brain on stand-in tensors: shapes, and whether all meets on one device.
+"""Runs a training batch through the recipe's Brain on stand-in tensors, to find shapes and mismatches.
 
-Stand-ins (torch's FakeTensor) have shapes, types and devices and no memory, so neither data nor a GPU is
-needed, and a model of any size takes no room. What runs is what training runs: the task's ``compute_forward`` and
+Stand-ins (torch's FakeTensor) have shapes, types and devices but no memory, so neither data nor a GPU is needed, and
+the size of the model doesn't matter. The code is that of training: the task's ``compute_forward`` and
 ``compute_objectives``.
 """
 
@@ -30,11 +30,11 @@ from sbkit.recipe.report import Section, listed
 from sbkit.recipe.source import Findings, Node, Place
 from sbkit.recipe.values import static
 
-#: Utterances of the batch that is sent through, and seconds of each.
+#: Utterances of the batch, and seconds of each.
 UTTERANCES, SECONDS = 2, 3.0
-#: What a module is called by.
+#: Methods by which modules are called.
 _CALLS = ("forward", "encode", "decode")
-# (what came, what was wanted) in torch's words.
+# Torch's messages about sizes that don't match.
 _MISMATCHES = (
     re.compile(r"got \[\d+, (?P<got>\d+)\] X \[(?P<wanted>\d+), \d+\]"),
     re.compile(r"\(\d+x(?P<got>\d+) and (?P<wanted>\d+)x\d+\)"),
@@ -45,34 +45,34 @@ _OTHER_DEVICE = re.compile(r"two different devices (\S+), (\S+)|Expected all ten
 
 
 class Trace:
-    """What a forward showed."""
+    """The result of running a forward on stand-ins."""
 
     def __init__(self, built: Built) -> None:
         self.built = built
         self.task: Any = task_of(built)
-        """The class that is to train; None where nobody knows what it needs."""
+        """The class under ``brain``; None if it isn't a task, so that its needs are unknown."""
         self.brain: Any = None
-        """The recipe's Brain, where it could be built."""
+        """The recipe's Brain, None if it couldn't be built."""
         self.keys: Any = None
-        """The task's keys, where the recipe has what it needs."""
+        """The task's keys, None if the recipe lacks some that are needed."""
         self.outputs: dict[str, tuple[str, tuple[int, ...]]] = {}
-        """Class and shape of what each object of the recipe gave, by key, in the order of a batch's way."""
+        """The class of each object of the recipe and the shape of its output, by key, in the order of the calls."""
         self.tried = False
         self.complete = False
         self.note = ""
-        """Why the forward ended early, where that is no mistake."""
+        """Why the forward ended early, if that isn't a mistake."""
 
     def shape(self, key: str) -> tuple[int, ...] | None:
-        """What the object under a key gave, where the forward came that far."""
+        """The shape of the output of the object under a key; None if it wasn't called."""
         return self.outputs[key][1] if key in self.outputs else None
 
 
 @contextlib.contextmanager
 def stand_ins() -> Iterator[FakeTensorMode]:
-    """Within it, tensors have shapes and no memory; real weights count as if they had none."""
+    """Within it, new tensors have shapes but no memory, and real weights are treated like them."""
     told = logging.root.manager.disable
-    logging.disable(logging.ERROR)  # torch logs a traceback for each mismatch, which is told better below
-    # SpeechBrain keeps rotary tables for the process: a stand-in left there would reach the run that follows.
+    logging.disable(logging.ERROR)  # torch logs a traceback for each mismatch, which becomes a finding here
+    # SpeechBrain caches rotary tables for the process; a stand-in in the cache would break the run that follows.
     tables = attention._get_precomputed_values.memo
     attention._get_precomputed_values.memo = {}
     try:
@@ -86,7 +86,7 @@ def stand_ins() -> Iterator[FakeTensorMode]:
 
 @functools.cache
 def gpu_stand_ins() -> bool:
-    """Whether tensors can pretend to be on a GPU here: torch 2.9 and older need a driver for that."""
+    """Whether stand-ins can be on a GPU here: torch 2.9 and older need a driver for that."""
     real = torch.ones(1)
     try:
         with stand_ins():
@@ -97,16 +97,16 @@ def gpu_stand_ins() -> bool:
 
 
 def task_of(built: Built) -> Any:
-    """The class that is to train, the recipe's ``brain``; None where that is no task.
+    """The class under ``brain``; None if it isn't a task.
 
-    Nobody knows what a Brain of any other kind needs, or what a script of one's own does with the parts of its recipe.
+    The needs of any other Brain are unknown, and so is what a user's script does with the parts of its recipe.
     """
     named = built.hparams.get("brain")
     return named if hasattr(named, "Keys") and hasattr(named, "stand_in") else None
 
 
 def build_brain(task: Any, hparams: Mapping[str, Any], precision: str = "fp32", **more: Any) -> Any:
-    """A Brain of a recipe that is not to train: without folder and checkpoints. ``more``: keys of another value."""
+    """Build the Brain of a recipe, without output folder and checkpoints; ``more`` replaces values of keys."""
     kept = {key: value for key, value in hparams.items() if key not in ("output_folder", "schedule", "precision")}
     more = {"freeze": for_good(hparams.get("freeze")), **more}
     return task(modules=hparams["modules"], hparams={**kept, **more}, checkpointer=None,
@@ -114,7 +114,7 @@ def build_brain(task: Any, hparams: Mapping[str, Any], precision: str = "fp32", 
 
 
 def trace(built: Built, modules: Mapping[str, nn.Module], findings: Findings) -> Trace:
-    """Run a training batch through the recipe's Brain on stand-ins; the first mismatch is told with its line."""
+    """Run a training batch through the recipe's Brain on stand-ins; the first mismatch becomes a finding."""
     found = Trace(built)
     task = found.task
     if task is None:
@@ -138,7 +138,7 @@ def trace(built: Built, modules: Mapping[str, nn.Module], findings: Findings) ->
 
 
 def _tell_clashes(keys: Any, built: Built, findings: Findings) -> bool:
-    """Tell of keys that don't go together; gives whether there are any."""
+    """Add findings about keys that can't be combined; whether there are any."""
     clashes = list(keys.clashes())
     for key, message, hint in clashes:
         node = built.nodes.get(key, built.nodes["modules"])
@@ -147,13 +147,13 @@ def _tell_clashes(keys: Any, built: Built, findings: Findings) -> bool:
 
 
 def trace_moved(before: Trace, modules: nn.ModuleDict, findings: Findings) -> None:
-    """The same forward with the modules on stand-ins of a GPU: it fails where something was left behind.
+    """Repeat the forward with modules on a stand-in GPU; it fails where a tensor is still on the CPU.
 
-    modules: all that a Brain moves, on the ``meta`` device; they end as stand-ins
+    modules: all that a Brain moves, on the ``meta`` device; they are stand-ins afterwards
     """
     found = Trace(before.built)
     found.brain = before.brain
-    # Without cuDNN: an LSTM would ask it, and so a driver that may not be there, how to lay out its weights.
+    # Without cuDNN, which an LSTM would ask for the layout of its weights, and which needs a driver.
     with _telling(found, findings), torch.no_grad(), stand_ins(), torch.backends.cudnn.flags(enabled=False):
         modules.to_empty(device="cuda:0")
         _run(found, "cuda:0")
@@ -161,7 +161,7 @@ def trace_moved(before: Trace, modules: nn.ModuleDict, findings: Findings) -> No
 
 @contextlib.contextmanager
 def _telling(found: Trace, findings: Findings) -> Iterator[None]:
-    """What goes wrong inside becomes a finding, or a note where it's no mistake."""
+    """Turn errors within it into findings, or into a note if they aren't mistakes."""
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -169,7 +169,7 @@ def _telling(found: Trace, findings: Findings) -> Iterator[None]:
         where = node.key if node else "the features"
         found.note = (f"the forward behind {where}, which reads values of tensors on the host (.item() or the like) or "
                       "makes shapes of them; that also makes a GPU wait")
-    except Exception as error:  # whatever a layer says to a shape it can't take
+    except Exception as error:  # each layer has its own errors for a shape that doesn't fit
         _tell(error, found.built, findings, next(reversed(found.outputs), "features"))
 
 
@@ -183,7 +183,7 @@ def _run(found: Trace, device: str) -> None:
 
 @contextlib.contextmanager
 def _watched(found: Trace) -> Iterator[None]:
-    """Within it, what each object of the recipe gives is noted the first time."""
+    """Within it, record the shape of the first output of each object of the recipe."""
     watched = [(key, obj) for key, obj in found.built.hparams.items() if isinstance(obj, nn.Module)]
     patched: list[tuple[nn.Module, str]] = []
     for key, module in watched:
@@ -217,7 +217,7 @@ def _noting(call: Callable[..., Any], key: str, module: nn.Module, found: Trace)
 
 
 def _blame(error: BaseException, built: Built) -> tuple[Node | None, nn.Module | None]:
-    """The innermost object of the recipe whose code was running, and the innermost layer."""
+    """The innermost object of the recipe whose code was running at an error, and the innermost layer."""
     node, layer = None, None
     for frame, _ in traceback.walk_tb(error.__traceback__):
         owner = frame.f_locals.get("self")
@@ -233,7 +233,7 @@ def _tell(error: Exception, built: Built, findings: Findings, stage: str) -> Non
     inside = f" (in its {type(layer).__name__})" if layer is not None and built.origin(layer) is not node else ""
     text = " ".join(str(error).split())
     if _OTHER_DEVICE.search(text) and any(f.code == "not-owned" and f.key == key for f in findings):
-        return  # that is why
+        return  # which explains it
     if _OTHER_DEVICE.search(text):
         findings.error("device-mismatch", place, key,
                        f"a tensor stays on the CPU while the rest is on a device{inside}",
@@ -260,14 +260,14 @@ def _tell(error: Exception, built: Built, findings: Findings, stage: str) -> Non
 
 
 def _texts(node: Node | None) -> str:
-    """Options among the arguments of a layer, one of which may be misspelt."""
+    """A hint with the texts among the arguments of a layer, one of which may be misspelt."""
     given = node.value.items() if node is not None and isinstance(node.value, dict) else ()
     shown = [f"{key} {value!r}" for key, child in given if isinstance(value := static(child), str)]
     return f"it gets {listed(shown)}" if shown else "look at its arguments"
 
 
 def _argument(node: Node | None, value: int) -> str | None:
-    """The argument of a layer that has this value."""
+    """The argument of a layer with this value, preferably an input size."""
     if node is None or not isinstance(node.value, dict):
         return None
     found = [key for key, child in node.value.items() if static(child) == value and isinstance(key, str)]
@@ -278,7 +278,7 @@ def _argument(node: Node | None, value: int) -> str | None:
 
 
 def section(found: Trace) -> Section | None:
-    """What each object of the recipe gives, and what the task says of it."""
+    """The table of output shapes, with the task's remarks."""
     if not found.outputs:
         return None
     rows = [[key, kind, f"[{', '.join(['B', *map(str, shape[1:])])}]"] for key, (kind, shape) in found.outputs.items()]

@@ -1,4 +1,4 @@
-"""What a scalar of a recipe is to Python, and what it only looks like: numbers, tuples and truth as text."""
+"""Values of a recipe's scalars in Python, and a check for texts that were meant as numbers, tuples, truth or null."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TRUTHS = {"yes": "true", "no": "false", "on": "true", "off": "false"}
 
 
 def static(node: Node) -> Any:
-    """A scalar's Python value; the node itself for what is a list, a mapping or is built; or UNKNOWN."""
+    """The Python value of a scalar; the node itself for lists, mappings and objects; UNKNOWN if it is known later."""
     if node.value is UNKNOWN or node.tag in ("!ref", "!copy"):
         return UNKNOWN
     if _reads_as_tuple(node):
@@ -31,7 +31,7 @@ def static(node: Node) -> Any:
 
 
 def data(node: Node) -> Any:
-    """The Python value of a scalar, list or mapping; UNKNOWN where it, or something in it, is built or known later."""
+    """The Python value of a scalar, list or mapping; UNKNOWN if it, or anything in it, is an object or known later."""
     value = static(node)
     if not isinstance(value, Node):
         return value
@@ -48,12 +48,12 @@ def _reads_as_tuple(node: Node) -> bool:
 
 
 def is_tuple(value: Any) -> bool:
-    """Whether a text is written as a tuple."""
+    """Whether a value is a text in the form of a tuple."""
     return isinstance(value, str) and TUPLE.fullmatch(value) is not None
 
 
 def as_tuple(text: str) -> Any:
-    """What HyperPyYAML makes of ``(3, 3)``: PyYAML reads the inside, so ``1e-3`` stays a text."""
+    """The tuple that HyperPyYAML makes of a text such as ``(3, 3)``; PyYAML reads its items, so ``1e-3`` is a text."""
     try:
         return tuple(yaml.safe_load(f"[{text[1:-1]}]"))
     except yaml.YAMLError:
@@ -61,7 +61,7 @@ def as_tuple(text: str) -> Any:
 
 
 def looks_like_number(text: str) -> str | None:
-    """How the number that a text was meant as is written; None where it's none.
+    """The right spelling of the number that a text was meant as; None if it wasn't meant as one.
 
     >>> looks_like_number("1,000"), looks_like_number("0,5"), looks_like_number("1e-3"), looks_like_number("fr")
     ('1000', '0.5', '1e-3', None)
@@ -81,18 +81,18 @@ def looks_like_number(text: str) -> str | None:
 
 
 def expression(text: str) -> bool:
-    """Whether a text is arithmetic that nobody computes: ``1/3``, ``2 * 80``."""
+    """Whether a text is arithmetic that isn't computed, such as ``1/3`` or ``2 * 80``."""
     return bool(_EXPRESSION.fullmatch(text.strip())) and any(char.isdigit() for char in text)
 
 
 def check_text(node: Node, findings: Findings, in_list: bool = False) -> None:
-    """Tell of a plain scalar that is text, though a number, a tuple or nothing was meant."""
+    """Add a finding about a scalar that is a text though a number, a tuple, true, false or null was meant."""
     text = node.value
     if node.source is not None:
-        return  # told where it's written
+        return  # reported where it is written
     if _reads_as_tuple(node):
         _check_tuple(node, findings)
-        if node.computed and not node.wrong:  # HyperPyYAML writes it out and reads it again
+        if node.computed and not node.wrong:  # HyperPyYAML writes such values to text and reads them again
             findings.warning("tuple-as-text", node.place, node.key,
                              f"{text!r} is a tuple in the first recipe that a program loads, and a text in the next",
                              f"write a list: [{text[1:-1]}]")
@@ -110,7 +110,7 @@ def check_text(node: Node, findings: Findings, in_list: bool = False) -> None:
               "write a list inside the list: [[3, 3], [2, 2]]")
     elif re.fullmatch(r"\(\s*[-+.\d].*", text):
         _tell(node, findings, "tuple-as-text", "is a text: the bracket is not closed", f"write [{text[1:]}]")
-    elif text.lower() not in _SPECIAL and (number := looks_like_number(text)):  # nan is a language, too
+    elif text.lower() not in _SPECIAL and (number := looks_like_number(text)):  # nan is also a language code
         hint = f"write {number}" if number != text else "write the number itself, without !ref or quotes"
         if _COMMA.fullmatch(text) and not _GROUPED.fullmatch(text):
             hint += f", or [{text.replace(',', ', ')}] for two numbers"
