@@ -135,7 +135,7 @@ def _check_needed(root: Node, findings: Findings, path: Path) -> None:
 
 
 def _check_brain(root: Node, findings: Findings) -> None:
-    """Check that ``brain`` is a Brain, and warn of names that it reads as ``self.hparams.NAME`` and the recipe lacks."""
+    """Check that ``brain`` is a Brain, and warn of keys that it reads from ``self.hparams`` and the recipe lacks."""
     cls = brain_class(root)
     if cls is None:
         return
