@@ -228,7 +228,7 @@ class AudioFolder:
         """The sorted paths of the files; an error if there are none."""
         if self._paths is None:
             if not os.path.isdir(self.folder):
-                raise SbkitError(f"{self.whose}: {self.folder} is no folder")
+                raise SbkitError(f"{self.whose}: {self.folder} is not a folder")
             below = Path(self.folder).rglob("*")
             self._paths = sorted(str(path) for path in below if path.suffix.lower() in SUFFIXES)
             if not self._paths:

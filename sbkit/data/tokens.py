@@ -144,7 +144,7 @@ class Tokenizer:
             processor = spm.SentencePieceProcessor(model_proto=proto)
             size = processor.vocab_size()
         except (RuntimeError, OSError):
-            raise SbkitError(f"{self.path} is no SentencePiece model") from None
+            raise SbkitError(f"{self.path} is not a SentencePiece model") from None
         if processor.unk_id() != BLANK_ID:
             raise SbkitError(
                 f"{self.path}: its unknown piece has id {processor.unk_id()}, the blank needs id {BLANK_ID}",

@@ -257,7 +257,7 @@ def _remarks(bill: Bill) -> list[str]:
 
 
 def _thawing(bill: Bill) -> list[str]:
-    return [f"freeze: this is for the time after its {bill.thaws} steps, in which less is needed"] if bill.thaws else []
+    return [f"freeze: this is for the time after its {bill.thaws} steps; before, less is needed"] if bill.thaws else []
 
 
 def memory_of(device: str) -> int | None:

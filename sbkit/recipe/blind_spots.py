@@ -43,7 +43,7 @@ def _why_unseen(tag: str) -> tuple[str, bool]:
         locate(name, PACKAGES)
     except Outside as error:
         return f"{tag}: {error}", False
-    except LookupError:  # told with the other mistakes
+    except LookupError:  # reported with the other mistakes
         return "", True
     return (f"{tag} is called when the recipe is loaded" if kind in _CALLED else ""), True
 

@@ -167,8 +167,8 @@ class _Builder:
         except OSError as error:  # a file that doesn't exist yet, or no network
             self.findings.warning("not-built", node.place, node.key,
                                   f"{_name(target)} can't be built here: {_first(error)}",
-                                  "what rests on it was not looked at")
-        except Exception as error:  # whatever a constructor says to its arguments
+                                  "objects that need it were not checked")
+        except Exception as error:  # each constructor has its own errors for wrong arguments
             hint, said = _given(kwargs), _first(error)
             if target is nn.ModuleList:
                 said = "modules is a list of layers, and this one holds lists"  # torch's message changes with versions

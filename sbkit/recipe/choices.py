@@ -107,20 +107,20 @@ CLASHES: dict[str, tuple[Clash, ...]] = {
               "SpeechBrain's Branchformer has no attention_type 'RoPEMHA', it has regularMHA, RelPosMHAXL, hypermixing",
               "write RelPosMHAXL, or encoder_module: conformer"),
         Clash(lambda a: _indivisible(a["d_model"], a["nhead"]), "nhead",
-              "the heads of attention share d_model out evenly, and nhead doesn't divide it",
+              "each attention head gets an equal share of d_model, and nhead doesn't divide it",
               "choose an nhead that does, or another d_model"),
         Clash(lambda a: a["attention_type"] == "RoPEMHA" and _odd_heads(a["d_model"], a["nhead"]), "nhead",
-              "RoPEMHA turns pairs of values, and d_model / nhead is an odd number",
+              "RoPEMHA rotates pairs of values, and d_model / nhead is an odd number",
               "choose nhead so that it is an even one, or attention_type: RelPosMHAXL"),
         Clash(lambda a: a["causal"] is True and a["attention_type"] == "hypermixing", "causal",
-              "hypermixing hears all frames at once, causal or not: a frame depends on those that come after it",
+              "hypermixing sees all frames at once, causal or not: a frame depends on those that come after it",
               "write causal: false, or choose another attention_type", fails=False),
         Clash(lambda a: a["causal"] is True and a["attention_type"] != "hypermixing"
               and a["encoder_module"] == "branchformer", "causal",
               "the Branchformer's convolutions are not causal: a frame depends on those that come after it",
               "write causal: false, or encoder_module: conformer", fails=False),
         Clash(lambda a: a["encoder_module"] == "conformer" and a["causal"] is False and _even(a["kernel_size"]),
-              "kernel_size", "the Conformer's convolutions give a frame less than they get where kernel_size is even",
+              "kernel_size", "with an even kernel_size the Conformer's convolutions return a frame less than they get",
               "write an odd number"),
     ),
     "TransformerASR": (
@@ -139,7 +139,7 @@ CLASHES: dict[str, tuple[Clash, ...]] = {
               "a window has more samples than n_fft; win_length and hop_length are in milliseconds, n_fft in samples",
               "write win_length: 25 and hop_length: 10, or a larger n_fft"),
         Clash(lambda a: _numbers(a["hop_length"], a["win_length"]) and a["hop_length"] > a["win_length"], "hop_length",
-              "windows are further apart than they are long, so that audio between them isn't heard; both are in "
+              "windows are further apart than they are long, so that audio between them is lost; both are in "
               "milliseconds", "write hop_length: 10", fails=False),
     ),
 }

@@ -29,13 +29,13 @@ def read_plain(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise SbkitError(f"{path} is not UTF-8 text: {error}") from error
     except YAMLError as error:
-        raise SbkitError(f"{path} is no YAML: {str(error).splitlines()[0]}") from error
+        raise SbkitError(f"{path} is not valid YAML: {str(error).splitlines()[0]}") from error
     except OSError as error:
         raise SbkitError(f"cannot read {path}: {error.strerror}") from error
     if text.startswith("%"):
         raise SbkitError(f"{path}: a recipe takes no directives", hint="remove the lines down to ---")
     if not isinstance(tree, dict):
-        raise SbkitError(f"{path} holds no key: value pairs")
+        raise SbkitError(f"{path} has no lines with key: value")
     return tree
 
 

@@ -170,7 +170,7 @@ def _evaluated(field: dataclasses.Field[Any], by: type) -> Any:
     scope = vars(sys.modules[by.__module__]) if by.__module__ in sys.modules else {}
     try:
         return typing.get_type_hints(types.SimpleNamespace(__annotations__={"it": field.type}), scope)["it"]
-    except Exception:  # whatever an annotation that isn't meant to be evaluated raises
+    except Exception:  # an annotation can raise anything when it is evaluated
         return Any
 
 

@@ -89,7 +89,7 @@ def opened(hparams: dict[str, Any], path: Path) -> Recipe:
         raise SbkitError(f"{path} lacks brain", hint="hparams/ has a complete recipe for each task")
     declared = getattr(task, "Keys", None)
     if declared is None or not hasattr(task, "stand_in"):
-        raise SbkitError(f"{path}: brain is {getattr(task, '__name__', task)!s}, which is no task of sbkit's",
+        raise SbkitError(f"{path}: brain is {getattr(task, '__name__', task)!s}, which is not a task of sbkit",
                          hint="derive it from sbkit.tasks.task.Task; docs/extend.md shows how")
     missing = [key for key in declared.needed() if key not in hparams]
     if missing:

@@ -17,7 +17,7 @@ class NodeChain:
     Arguments
     ---------
     path : the recipe
-    findings : takes what is wrong with this file; what is wrong with the others is told when they are included
+    findings : takes what is wrong with this file; mistakes in the others are reported when they are included
     """
 
     def __init__(self, path: Path, findings: Findings):

@@ -295,7 +295,7 @@ def check_saved(built: Built, owned: Owned, findings: Findings) -> None:
     for name, obj in saved.items():
         if name not in custom and get_default_hook(obj, DEFAULT_SAVE_HOOKS) is None:
             findings.error("not-savable", node.place, f"checkpointer.recoverables.{name}",
-                           f"nobody knows how to save {type(obj).__name__}, so the first checkpoint would fail",
+                           f"there is no way to save {type(obj).__name__}, so the first checkpoint would fail",
                            "remove it, or give the checkpointer a custom_save_hooks for it")
     kept = {id(obj) for obj in saved.values()}
     for key, obj in built.hparams.items():

@@ -128,7 +128,7 @@ def until(value: bool | int) -> float:
 
 # ---------------------------------------------------------------------------------------------- the check
 
-#: Keys whose entries are told of one by one, each with its line.
+#: Keys whose entries are reported one by one, each with its line.
 BY_PART = {"freeze": FREEZE, "learning_rates": FACTORS}
 
 

@@ -126,7 +126,7 @@ def _check_needed(root: Node, findings: Findings, path: Path) -> None:
         if known.needed and key not in root.value:
             near = did_you_mean(key, map(str, root.value), cutoff=0.8)
             findings.error("missing-key", Place(str(path)), key, f"the recipe lacks this key: {known.what}",
-                           f"is it {near}, spelt otherwise?" if near else
+                           f"is {near} a misspelling of it?" if near else
                            "hparams/ has a complete recipe for each task")
     modules = root.value.get("modules")
     if modules is not None and not modules.wrong and not isinstance(modules.value, dict):
@@ -141,10 +141,10 @@ def _check_brain(root: Node, findings: Findings) -> None:
         return
     brain = root.value["brain"]
     if not any(base.__name__ == "Brain" for base in cls.__mro__):
-        _wrong(brain, findings, "wrong-kind", f"{cls.__name__} is no Brain", "write !name:sbkit.tasks.ctc.CTC")
+        _wrong(brain, findings, "wrong-kind", f"{cls.__name__} is not a Brain", "write !name:sbkit.tasks.ctc.CTC")
         return
     for name in sorted(hparams_read(cls) - set(root.value) - set(RUN_OPTIONS) - set(declared(root))):
         near = did_you_mean(name, map(str, root.value), cutoff=0.8)
         findings.warning("missing-key", brain.place, "brain",
                          f"{cls.__name__} reads the key {name}, which the recipe lacks",
-                         f"is it {near}, spelt otherwise?" if near else f"add {name}: VALUE")
+                         f"is {near} a misspelling of it?" if near else f"add {name}: VALUE")

@@ -175,7 +175,7 @@ class _Resolver:
         if node.tag == "!copy":
             for inner in target.walk():
                 if inner.tag in ("!ref", "!copy"):
-                    self._error("later-ref", node, f"{target.key} has references of its own and stands below",
+                    self._error("later-ref", node, f"{target.key} has references of its own and is further below",
                                 "move it above the copy")
                     return self._unknown(node)
             return copy.deepcopy(target)
@@ -244,8 +244,8 @@ class _Resolver:
     def _tell_later(self, target: Node, node: Node) -> None:
         """Report a reference to a reference further below, or to itself by a circle."""
         if not self._tell_circle(target, node):
-            self._error("later-ref", node, f"{target.key} is itself a reference, and it stands below ({target.place})",
-                        f"move {target.key} above {node.key}: a recipe is read from top to bottom")
+            self._error("later-ref", node,
+                        f"{target.key} is itself a reference, and it is further below ({target.place})", f"move {target.key} above {node.key}: a recipe is read from top to bottom")
 
     def _tell_circle(self, target: Node, node: Node) -> bool:
         """Report a circle of references that begins with ``target``; whether there is one."""

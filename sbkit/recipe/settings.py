@@ -120,7 +120,7 @@ def _check_device(root: Node, key: str, value: Any, findings: Findings) -> None:
         torch.device(value)
     except (RuntimeError, TypeError):
         if value is not None:
-            _tell(root, key, f"torch knows no device {value!r}", findings, "write cpu, cuda or cuda:1")
+            _tell(root, key, f"torch has no device {value!r}", findings, "write cpu, cuda or cuda:1")
 
 
 def _builds(tag: str, kind: str) -> bool:

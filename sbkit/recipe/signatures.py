@@ -48,7 +48,7 @@ def locate(name: str, packages: tuple[str, ...] | None = None) -> Any:
     """
     parts = name.split(".")
     if not all(part.isidentifier() for part in parts):
-        raise LookupError(f"{name!r} is no name of a class or function", "write it as module.Class")
+        raise LookupError(f"{name!r} is not the name of a class or function", "write it as module.Class")
     if packages is not None:
         _refuse_outside(parts[0], packages)
         if any(part.startswith("_") for part in parts):

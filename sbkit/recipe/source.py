@@ -189,17 +189,17 @@ def read_file(path: Path, findings: Findings, prefix: str = "") -> Node | None:
         problem = (error.problem or error.context or str(error)).strip()
         if glued := _glued_colon(text, place.line):
             place, problem = Place(name, *glued), "no space behind the colon"
-        findings.error("syntax", place, "", f"this is no YAML: {problem}", _advice(problem, text, place.line))
+        findings.error("syntax", place, "", f"this is not valid YAML: {problem}", _advice(problem, text, place.line))
         return None
     except (UnicodeDecodeError, ReaderError) as error:
-        findings.error("syntax", Place(name), "", f"this is no UTF-8 text: {str(error).splitlines()[0]}",
+        findings.error("syntax", Place(name), "", f"this is not UTF-8 text: {str(error).splitlines()[0]}",
                        "save the file as UTF-8")
         return None
     except OSError as error:
         findings.error("no-file", Place(name), "", f"cannot be read: {error.strerror}")
         return None
     except (YAMLError, YAMLStreamError) as error:
-        findings.error("syntax", Place(name), "", f"this is no YAML: {error}")
+        findings.error("syntax", Place(name), "", f"this is not valid YAML: {error}")
         return None
     if root is None:
         findings.error("syntax", Place(name, 1, 1), "", "a recipe is made of lines `key: value`, this file isn't")
@@ -297,7 +297,7 @@ class _Converter:
             if key in own:
                 first = node.place_of(key).line
                 self.findings.error("duplicate-key", place, node.key_of(key),
-                                    f"this key stands in line {first} already", "remove one of the two")
+                                    f"this key is in line {first} already", "remove one of the two")
                 continue
             node.key_places[key] = place
             own[key] = self.node(raw_value, f"{node.key}.{key}" if node.key else str(key))

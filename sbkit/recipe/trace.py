@@ -118,8 +118,8 @@ def trace(built: Built, modules: Mapping[str, nn.Module], findings: Findings) ->
     found = Trace(built)
     task = found.task
     if task is None:
-        found.note = "the forward: " + ("its brain is no task of sbkit's" if "brain" in built.nodes else
-                                        "the recipe names no brain, so what its parts compute is its script's affair")
+        found.note = "the forward: " + ("its brain is not a task of sbkit" if "brain" in built.nodes else
+                                        "the recipe has no brain, so only its script knows what its parts compute")
         return found
     needed = dict.fromkeys((*task.parts, *(key for key in task.Keys.declared() if key in built.missing)))
     missing = [key for key in needed if built.hparams.get(key) is None]
@@ -167,7 +167,7 @@ def _telling(found: Trace, findings: Findings) -> Iterator[None]:
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         node, _ = _blame(error, found.built)
         where = node.key if node else "the features"
-        found.note = (f"the forward behind {where}, which reads values of tensors on the host (.item() or the like) or "
+        found.note = (f"the forward after {where}, which reads values of tensors on the host (.item() or the like) or "
                       "makes shapes of them; that also makes a GPU wait")
     except Exception as error:  # each layer has its own errors for a shape that doesn't fit
         _tell(error, found.built, findings, next(reversed(found.outputs), "features"))
@@ -245,7 +245,7 @@ def _tell(error: Exception, built: Built, findings: Findings, stage: str) -> Non
     for pattern in _MISMATCHES:
         if match := pattern.search(text):
             got, wanted = int(match["got"]), int(match["wanted"])
-            message = f"{got} values a frame come in and {wanted} are expected{inside}"
+            message = f"{got} values per frame come in and {wanted} are expected{inside}"
             argument = _argument(node, wanted)
             if node is not None and argument is not None:
                 place, key = node.place_of(argument), node.key_of(argument)

@@ -119,7 +119,7 @@ def check_text(node: Node, findings: Findings, in_list: bool = False) -> None:
         findings.warning("number-as-text", node.place, node.key, f"{text!r} is a text: nothing computes it",
                          "write the number; arithmetic works behind !ref with a <key> in it")
     elif text == "None":
-        findings.warning("null-as-text", node.place, node.key, f"{text!r} is a text, not nothing", "write null")
+        findings.warning("null-as-text", node.place, node.key, f"{text!r} is a text, not null", "write null")
     elif text in _TRUTHS and node.key.rpartition(".")[2] != "language":
         findings.warning("truth-as-text", node.place, node.key, f"{text!r} is a text, not true or false",
                          f"write {_TRUTHS[text]}, or quote it if the word is meant")

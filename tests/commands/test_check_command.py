@@ -23,7 +23,7 @@ def test_mistakes_go_to_stderr_with_exit_code_1(capsys):
     _, err = capsys.readouterr()
     lines = err.strip().splitlines()
     assert lines[0] == f"command line: error: --d_modl: {SMALL} has no key d_modl; did you mean --d_model?"
-    assert "command line: error: ctc_lin.input_size: 16 values a frame come in and 3 are expected" in lines[1]
+    assert "command line: error: ctc_lin.input_size: 16 values per frame come in and 3 are expected" in lines[1]
     assert lines[-1].startswith(f"{SMALL}: 2 errors (")
 
 

@@ -143,7 +143,7 @@ def test_damaged_files_are_passed_over(noises, caplog):
 
 def test_mistakes_are_told_before_the_first_batch(tmp_path):
     augment = Augment([AddNoise("/nowhere/noise")])  # naming it in a YAML touches no file
-    with pytest.raises(SbkitError, match="AddNoise: /nowhere/noise is no folder"):
+    with pytest.raises(SbkitError, match="AddNoise: /nowhere/noise is not a folder"):
         augment.check()
     with pytest.raises(SbkitError, match=r"AddReverb: no audio files in .*looked for .*\.wav"):
         Augment([AddReverb(str(tmp_path))]).check()

@@ -326,5 +326,5 @@ def test_an_archive_of_something_else_is_named(tmp_path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "readme.txt").write_text("no release")
     path = archive(tmp_path / "notes", tmp_path / "notes.tar.gz")
-    with pytest.raises(SbkitError, match=r"notes\.tar\.gz: .* is no Common Voice language folder"):
+    with pytest.raises(SbkitError, match=r"notes\.tar\.gz: .* is not a Common Voice language folder"):
         open_source(path, cache=tmp_path / "cache", show_progress=False).names()

@@ -157,7 +157,7 @@ def test_no_text_no_model(tmp_path):
 
 def test_files_that_are_no_fitting_model_are_named(tmp_path):
     (tmp_path / "x.model").write_bytes(b"not a model")
-    with pytest.raises(SbkitError, match=r"x\.model is no SentencePiece model"):
+    with pytest.raises(SbkitError, match=r"x\.model is not a SentencePiece model"):
         Tokenizer(tmp_path, model=tmp_path / "x.model").load()
     model = io.BytesIO()
     spm.SentencePieceTrainer.train(sentence_iterator=iter(TEXTS), model_writer=model, vocab_size=30, unk_id=3,

@@ -115,7 +115,7 @@ def test_below_one_the_decoder_trains_too(alone, cache, tmp_path):
     ("train hparams/ctc.yaml --output_folder /proc/nowhere", "/proc/nowhere"),
     ("train", "no recipe given"),
     ("trian hparams/ctc.yaml", "invalid choice: 'trian'"),
-    ("prepare hparams/ctc.yaml --output_folder {tmp}/o --data_folder {tmp}", "is no corpus that sbkit knows"),
+    ("prepare hparams/ctc.yaml --output_folder {tmp}/o --data_folder {tmp}", "is not a corpus that sbkit recognises"),
 ])
 def test_a_wrong_command_is_one_line_and_exit_code_2(words, says, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)

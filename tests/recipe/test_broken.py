@@ -52,7 +52,7 @@ def test_text_that_is_not_utf8_is_an_error(tmp_path):
     path = tmp_path / "latin.yaml"
     path.write_bytes("language: français\n".encode("latin-1"))
     (error,) = check(path).errors
-    assert "no UTF-8 text" in error.message
+    assert "not UTF-8 text" in error.message
 
 
 @pytest.mark.parametrize("text, told", [

@@ -42,7 +42,7 @@ def test_a_name_is_found(name, found):
     ("torch.nn.linear", "torch.nn has no linear", "did you mean torch.nn.Linear?"),
     ("torhc.nn.Linear", "there is no module torhc", "did you mean torch?"),
     ("speechbrain.lobes.featurs.Fbank", "speechbrain.lobes has no featurs", "did you mean speechbrain.lobes.features?"),
-    ("torch nn", "'torch nn' is no name of a class or function", "write it as module.Class"),
+    ("torch nn", "'torch nn' is not the name of a class or function", "write it as module.Class"),
     ("unheard_of.Thing", "there is no module unheard_of", "is it installed?")])
 def test_a_name_that_is_not_there(name, message, hint):
     with pytest.raises(LookupError) as error:

@@ -96,7 +96,7 @@ def test_a_constant_that_stays_on_the_cpu_is_an_error_where_the_forward_meets_it
 def test_a_forward_that_reads_values_is_no_mistake(tmp_path):
     report = check(head(tmp_path, "Reading"))
     assert report.errors == []
-    assert any(note.startswith("the forward behind ctc_lin, which reads values") for note in report.notes)
+    assert any(note.startswith("the forward after ctc_lin, which reads values") for note in report.notes)
 
 
 def test_features_that_cope_with_any_device_are_not_told(tmp_path):
@@ -113,7 +113,7 @@ def test_a_recipe_that_names_no_brain_is_checked_as_far_as_it_goes(text, tmp_pat
     path.write_text(text)
     report = check(path, {"output_folder": str(tmp_path)} if "output_folder" in text else {})
     assert report.errors == [] and "shapes" not in report.sections and "devices" in report.sections
-    assert report.notes[0] == "the forward: the recipe names no brain, so what its parts compute is its script's affair"
+    assert report.notes[0] == "the forward: the recipe has no brain, so only its script knows what its parts compute"
 
 
 def test_stand_ins_take_no_memory_and_end():

@@ -69,6 +69,6 @@ def test_there_has_to_be_a_source(tmp_path, source):
 
 def test_a_file_that_is_no_tokenizer_is_not_copied(tmp_path, source):
     torch.save({"a": 1}, source.tokenizer)
-    with pytest.raises(SbkitError, match="is no SentencePiece model"):
+    with pytest.raises(SbkitError, match="is not a SentencePiece model"):
         kept(keys(tmp_path), TEXTS, {})
     assert not (tmp_path / "ours" / kept_tokenizer.NAME).exists()

@@ -166,5 +166,5 @@ def _language_folder(path: Path, language: str | None) -> Path:
     names = ", ".join(folder.name for folder in found) or "none"
     wanted = f" and has none for the language {language!r}" if language else ""
     raise SbkitError(
-        f"{path} is no Common Voice language folder{wanted} (languages there: {names})",
+        f"{path} is not a Common Voice language folder{wanted} (languages there: {names})",
         hint="expected a folder with clips/ and train.tsv, or set the language")

@@ -88,7 +88,7 @@ def _open_folder(path: Path, cache: Path, language: str | None, columns: Mapping
     if list(path.glob("*.tsv")):
         raise SbkitError(f"{path} has TSVs but no folder clips/ with the recordings",
                          hint="is the release unpacked completely?")
-    raise SbkitError(f"{path} is no corpus that sbkit knows", hint=_EXPECTED)
+    raise SbkitError(f"{path} is not a corpus that sbkit recognises", hint=_EXPECTED)
 
 
 def _paths(split: str, named: Any) -> list[Path]:

@@ -103,7 +103,7 @@ class Hub(HuggingFace):
                 raise SbkitError(f"{address}: there is no option {name!r}",
                                  hint=f"options are {', '.join(_HUB_OPTIONS)}")
         if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.id):
-            raise SbkitError(f"{address} is no name of a dataset", hint="write hf://owner/name?config=fr")
+            raise SbkitError(f"{address} is not the name of a dataset", hint="write hf://owner/name?config=fr")
         self.config, self.revision = options.get("config"), options.get("revision")
         streaming = options.get("streaming", "false")
         if streaming.lower() not in ("true", "false"):

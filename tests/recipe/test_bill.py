@@ -1,0 +1,40 @@
+"""The bill warns of a micro-batch that the GPU has no room for, where the recipe sets its size."""
+
+import pytest
+
+from sbkit.recipe import bill
+from sbkit.recipe.batch_size import BatchSize
+from sbkit.recipe.source import Findings, Node, Place
+
+WRITTEN = Node(60, Place("recipe.yaml", 3), "max_batch_seconds")
+BATCHING = Node({"max_batch_seconds": Node(60, Place("recipe.yaml", 9), "batching.max_batch_seconds", source=WRITTEN)},
+                Place("recipe.yaml", 8), "batching", "!new:sbkit.data.plan.Batching")
+
+
+@pytest.fixture
+def needs_nine(monkeypatch):
+    """A bill for 9 GiB on a GPU with 8."""
+    monkeypatch.setattr(bill, "memory_of", lambda device: 8 * bill.GIB)
+    return bill.Bill(1, 0, bill.GIB, bill.Cost(3, 20.0, 8 * bill.GIB, 1e9), None, "cuda")
+
+
+def warnings(made, *given):
+    findings = Findings()
+    made.check_fits(findings, *given)
+    return [str(finding) for finding in findings]
+
+
+@pytest.mark.parametrize("batching, place", [
+    (BATCHING, "recipe.yaml:3"), (Node({}, Place("recipe.yaml", 8), "batching"), "command line"), (None, "command line"),
+])
+def test_a_micro_batch_that_is_too_large_is_blamed_on_the_value_that_batching_has(needs_nine, batching, place):
+    (warning,) = warnings(needs_nine, batching)
+    assert warning == (
+        f"{place}: warning: max_batch_seconds: a micro-batch of 60 s needs about 9.00 GiB, cuda has 8.00 GiB; set "
+        "max_batch_seconds to 43 s or less: the optimizer's steps stay as they are, they're computed in more "
+        "micro-batches")
+
+
+def test_one_that_was_tried_and_fits_is_not(needs_nine):
+    tried = BatchSize(gib=8.0, edges=[20.0], fits=[4], most=120.0)
+    assert tried.seconds == 72 and warnings(needs_nine, BATCHING, [tried]) == []
