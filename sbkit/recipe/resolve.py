@@ -245,7 +245,8 @@ class _Resolver:
         """Report a reference to a reference further below, or to itself by a circle."""
         if not self._tell_circle(target, node):
             self._error("later-ref", node,
-                        f"{target.key} is itself a reference, and it is further below ({target.place})", f"move {target.key} above {node.key}: a recipe is read from top to bottom")
+                        f"{target.key} is itself a reference, and it is further below ({target.place})",
+                        f"move {target.key} above {node.key}: a recipe is read from top to bottom")
 
     def _tell_circle(self, target: Node, node: Node) -> bool:
         """Report a circle of references that begins with ``target``; whether there is one."""

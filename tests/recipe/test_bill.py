@@ -25,7 +25,8 @@ def warnings(made, *given):
 
 
 @pytest.mark.parametrize("batching, place", [
-    (BATCHING, "recipe.yaml:3"), (Node({}, Place("recipe.yaml", 8), "batching"), "command line"), (None, "command line"),
+    (BATCHING, "recipe.yaml:3"), (Node({}, Place("recipe.yaml", 8), "batching"), "command line"),
+    (None, "command line"),
 ])
 def test_a_micro_batch_that_is_too_large_is_blamed_on_the_value_that_batching_has(needs_nine, batching, place):
     (warning,) = warnings(needs_nine, batching)
