@@ -322,8 +322,8 @@ def _sound(clip: Clip) -> np.ndarray:
         words_per_minute=clip.speaker.words_per_minute + int(rng.integers(-8, 9)),
         pitch=clip.speaker.pitch + int(rng.integers(-5, 6)), pitch_range=int(rng.integers(40, 61)),
     )
-    heard = np.flatnonzero(np.abs(speech) > 0.005)
-    speech = soxr.resample(speech[heard[0]:heard[-1] + 1], rate, SAMPLE_RATE)
+    loud = np.flatnonzero(np.abs(speech) > 0.005)
+    speech = soxr.resample(speech[loud[0]:loud[-1] + 1], rate, SAMPLE_RATE)
     before, after = (int(SAMPLE_RATE * seconds) for seconds in rng.uniform(0.1, 0.35, size=2))
     peak = 10 ** (rng.uniform(-9, -1) / 20)
     after = max(after, int(SAMPLE_RATE * SHORTEST_SECONDS) - before - len(speech))

@@ -224,13 +224,13 @@ def _explain(report: SplitReport, rows: Rows, why: np.ndarray, durations: np.nda
         if not len(at):
             continue
         ids = list(rows.ids.take(at))
-        said = [details.get(i, "") for i in at.tolist()]
-        shown = said if reason != MISSING else list(rows.wavs.take(at[:_EXAMPLES]))
+        notes = [details.get(i, "") for i in at.tolist()]
+        shown = notes if reason != MISSING else list(rows.wavs.take(at[:_EXAMPLES]))
         examples = [f"{id_}: {detail}" if detail else id_
                     for id_, detail in zip(ids[:_EXAMPLES], shown, strict=False)]
         report.left_out[reason] = {"count": len(at), "hours": round(float(np.nansum(durations[at])) / 3600, 3),
                                    "examples": examples}
-        report.tables.append(exclusions.rows(report.split, reason, ids, list(rows.wavs.take(at)), said,
+        report.tables.append(exclusions.rows(report.split, reason, ids, list(rows.wavs.take(at)), notes,
                                            seal=reason == UNDECODABLE))
 
 

@@ -18,16 +18,16 @@ _CALLED = ("!apply", "!applyref")
 
 def hide(root: Node) -> list[str]:
     """Make nodes unknown that must not be imported or called; return their places with the reasons."""
-    told = {}
+    notes = {}
     for node in list(root.walk()):
         why, known = _why_unseen(node.tag)
         if why:
-            told[node.place.file, node.place.line, node.place.column, node.key] = ": ".join(filter(None, (
+            notes[node.place.file, node.place.line, node.place.column, node.key] = ": ".join(filter(None, (
                 str(node.place), node.key, why)))
         if not known:
             node.tag = ""
             node.value = node.value if node is root else UNKNOWN  # the keys of a file with a tag can be checked
-    return [told[place] for place in sorted(told)]
+    return [notes[place] for place in sorted(notes)]
 
 
 def _why_unseen(tag: str) -> tuple[str, bool]:

@@ -169,11 +169,11 @@ class _Builder:
                                   f"{_name(target)} can't be built here: {_first(error)}",
                                   "objects that need it were not checked")
         except Exception as error:  # each constructor has its own errors for wrong arguments
-            hint, said = _given(kwargs), _first(error)
-            if target is nn.ModuleList:
-                said = "modules is a list of layers, and this one holds lists"  # torch's message changes with versions
+            hint, reason = _given(kwargs), _first(error)
+            if target is nn.ModuleList:  # torch's message changes with its versions
+                reason = "modules is a list of layers, and this one holds lists"
                 hint = "its layers stand in one list within a list: [[!ref <a>, !ref <b>]]"
-            self._tell(node, f"{_name(target)} refuses its arguments: {said}", hint)
+            self._tell(node, f"{_name(target)} refuses its arguments: {reason}", hint)
         raise _NotBuilt
 
     def _tell(self, node: Node, message: str, hint: str) -> None:

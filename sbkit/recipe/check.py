@@ -129,14 +129,14 @@ def _bill(owned: ownership.Owned, traced: trace.Trace, findings: Findings, repor
 def _attention(traced: trace.Trace, owned: ownership.Owned, device: torch.device, precision: str,
                findings: Findings) -> list[str]:
     """Remarks on the kernels that compute attention on this device; a slow one is a warning too."""
-    told = []
+    remarks = []
     for kernel in attention_kernel.kernels(owned.roots.values(), device, precision, traced.keys.accelerate):
-        told.append(f"attention on {device}: torch's {kernel.name} kernel ({kernel.why})")
+        remarks.append(f"attention on {device}: torch's {kernel.name} kernel ({kernel.why})")
         if not kernel.fused:
             node = traced.built.nodes.get("nhead")
             findings.warning("slow-attention", node.place if node else Place(), node.key if node else "nhead",
                              f"attention on {device} is not fused: {kernel.why}", kernel.mend)
-    return told
+    return remarks
 
 
 def _hours(built: Built) -> float | None:

@@ -118,9 +118,10 @@ class Keys:
     @classmethod
     def wrong(cls, hparams: Mapping[str, Any]) -> list[Problem]:
         """The problems of single keys."""
-        told = ((name, declared.problem(hparams[name])) for name, declared in cls.declared().items() if name in hparams)
+        problems = ((name, declared.problem(hparams[name]))
+                    for name, declared in cls.declared().items() if name in hparams)
         return [Problem(name, f"{name} {problem}", "docs/keys.md says what each key may be")
-                for name, problem in told if problem]
+                for name, problem in problems if problem]
 
     def clashes(self) -> Iterator[Problem]:
         """The problems of keys in combination, each of which is right by itself; for derived classes to override."""

@@ -84,12 +84,12 @@ def check_names(root: Node, referred: Collection[str], findings: Findings) -> No
     if "brain" not in root.value:  # a user's script may read any key
         return
     cls = brain_class(root)
-    read, asked = hparams_named(cls) if cls is not None else (set(), set())
-    useful = set(declared(root)) | set(RUN_OPTIONS) | read | asked | {key for key in referred if key in root.value}
-    told = {finding.key for finding in findings}
-    lacking = read - set(root.value) | told  # reported as missing, with similar names
+    read, tested = hparams_named(cls) if cls is not None else (set(), set())
+    useful = set(declared(root)) | set(RUN_OPTIONS) | read | tested | {key for key in referred if key in root.value}
+    reported = {finding.key for finding in findings}
+    lacking = read - set(root.value) | reported  # reported as missing, with similar names
     for key in root.value:
-        if not isinstance(key, str) or key in useful | told or key.startswith("__"):
+        if not isinstance(key, str) or key in useful | reported or key.startswith("__"):
             continue
         if root.value[key].tag.startswith("!apply"):  # calling it is its effect
             continue
@@ -108,14 +108,14 @@ def check_names(root: Node, referred: Collection[str], findings: Findings) -> No
 
 def hparams_read(cls: type) -> set[str]:
     """Attributes of ``self.hparams`` that the code of a Brain reads without testing whether they exist."""
-    read, asked = hparams_named(cls)
-    return read - asked
+    read, tested = hparams_named(cls)
+    return read - tested
 
 
 def hparams_named(cls: type) -> tuple[set[str], set[str]]:
     """Attributes of ``self.hparams`` that the code of a Brain reads, and names that it gives to getattr or hasattr."""
     read: set[str] = set()
-    asked_for: set[str] = set()
+    tested: set[str] = set()
     for base in cls.__mro__:
         if base.__module__.partition(".")[0] in ("speechbrain", "builtins") or base.__name__ == "Brain":
             continue  # SpeechBrain sets defaults for what it reads
@@ -129,5 +129,5 @@ def hparams_named(cls: type) -> tuple[set[str], set[str]]:
         read |= {node.attr for node in ast.walk(tree)
                  if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
                  and isinstance(node.value, ast.Attribute) and node.value.attr == "hparams"} - asked
-        asked_for |= asked
-    return read, asked_for
+        tested |= asked
+    return read, tested

@@ -226,10 +226,10 @@ def left_behind(built: Built, before: Owned) -> list[Tensor]:
 
 def tell_left_behind(left: list[Tensor], owned: Owned, findings: Findings) -> None:
     """Warn of tensors that don't move with the modules: buffers outside of them, and attributes that aren't buffers."""
-    told = {finding.key for finding in findings if finding.code == "not-owned"}
+    reported = {finding.key for finding in findings if finding.code == "not-owned"}
     groups: dict[str, list[Tensor]] = {}
     for tensor in left:
-        if not (tensor.registered and tensor.key in told):  # those move once their module is under modules
+        if not (tensor.registered and tensor.key in reported):  # those move once their module is under modules
             groups.setdefault(tensor.key, []).append(tensor)
     for key, found in groups.items():
         node = found[0].node

@@ -148,15 +148,15 @@ def check_named(built: Built, modules: nn.Module, complete: bool, findings: Find
     freeze = built.hparams.get("freeze")
     if not freeze or not complete:
         return
-    told = parts.told(freeze, "freeze")
+    frozen = parts.told(freeze, "freeze")
     trained = {path for path, parameter in parts.parameters.items() if parameter.requires_grad}
-    if trained and all(until(told.get(path, False)) > 0 for path in trained):
+    if trained and all(until(frozen.get(path, False)) > 0 for path in trained):
         node = built.nodes["freeze"]
         findings.error("not-trained", node.place, "freeze", "it leaves nothing to train in the first step",
                        "leave at least one layer unfrozen")
         built.hparams["freeze"] = None
         return
-    for path, value in told.items():
+    for path, value in frozen.items():
         if value is True:
             parts.parameters[path].requires_grad_(False)
 

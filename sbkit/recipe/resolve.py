@@ -276,11 +276,11 @@ class _Resolver:
         return filter(None, map(self._quietly, names))
 
     def _quietly(self, text: str) -> Node | None:
-        told, self.findings = self.findings, Findings()
+        findings, self.findings = self.findings, Findings()
         try:
             return self._find(text.strip("<>"), Node(text, Place(), ""))
         finally:
-            self.findings = told
+            self.findings = findings
 
     def _tell_literal(self, text: str, node: Node) -> bool:
         if "<" in text:

@@ -156,10 +156,10 @@ def _check_epochs(root: Node, key: str, value: Any, findings: Findings) -> None:
     if isinstance(number, (int, float)) and not isinstance(number, bool) and number < 1:
         findings.warning("setting", value.place_of("limit"), value.key_of("limit"),
                          f"it is {number!r}, so nothing would be trained", "set it to 1 or more")
-    said = static(root.value["number_of_epochs"]) if "number_of_epochs" in root.value else None
-    if said in SIZE and isinstance(number, int) and number != said:
+    epochs = static(root.value["number_of_epochs"]) if "number_of_epochs" in root.value else None
+    if epochs in SIZE and isinstance(number, int) and number != epochs:
         findings.error("setting", value.place_of("limit"), value.key_of("limit"),
-                       f"it is {number}, and number_of_epochs is {said}", "write `limit: !ref <number_of_epochs>`")
+                       f"it is {number}, and number_of_epochs is {epochs}", "write `limit: !ref <number_of_epochs>`")
 
 
 _TOLD: dict[str, Callable[[Node, str, Any, Findings], None]] = {

@@ -70,7 +70,7 @@ class Trace:
 @contextlib.contextmanager
 def stand_ins() -> Iterator[FakeTensorMode]:
     """Within it, new tensors have shapes but no memory, and real weights are treated like them."""
-    told = logging.root.manager.disable
+    before = logging.root.manager.disable
     logging.disable(logging.ERROR)  # torch logs a traceback for each mismatch, which becomes a finding here
     # SpeechBrain caches rotary tables for the process; a stand-in in the cache would break the run that follows.
     tables = attention._get_precomputed_values.memo
@@ -81,7 +81,7 @@ def stand_ins() -> Iterator[FakeTensorMode]:
             yield mode
     finally:
         attention._get_precomputed_values.memo = tables
-        logging.disable(told)
+        logging.disable(before)
 
 
 @functools.cache
