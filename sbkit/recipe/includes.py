@@ -46,15 +46,15 @@ def tag_of(value: Any) -> str:
 
 def chain(path: Path) -> Files:
     """The file of a recipe and those it is based on, each with its tree."""
-    found: Files = []
+    files: Files = []
     while True:
-        if any(path.resolve() == known.resolve() for known, _ in found):
+        if any(path.resolve() == known.resolve() for known, _ in files):
             raise SbkitError(f"{path} includes itself")
         tree = read_plain(path)
-        found.append((path, tree))
+        files.append((path, tree))
         tag = tag_of(tree.get(BASE))
         if not tag.startswith(INCLUDE):
-            return found
+            return files
         path = path.parent / tag[len(INCLUDE) :]
 
 

@@ -107,13 +107,13 @@ class Keys:
         """Read the keys from ``hparams``, with defaults for those it lacks; an error names all wrong values at once."""
         if wrong := cls.wrong(hparams):
             raise SbkitError("; ".join(problem.message for problem in wrong), hint=wrong[0].hint)
-        found = object.__new__(cls)
+        keys = object.__new__(cls)
         known = cls.declared().values()
         values = {declared.name: declared.default for declared in known if not declared.needed}
         values |= {declared.name: hparams[declared.name] for declared in known if declared.name in hparams}
         for name, value in values.items():
-            object.__setattr__(found, name, value)
-        return found
+            object.__setattr__(keys, name, value)
+        return keys
 
     @classmethod
     def wrong(cls, hparams: Mapping[str, Any]) -> list[Problem]:

@@ -91,13 +91,13 @@ class Parts:
         wanted : values by pattern
         key : the key of the recipe with the patterns, for error messages
         """
-        found: dict[str, T] = {}
+        values: dict[str, T] = {}
         for pattern, value in opened(wanted).items():
             paths = self.matching(pattern)
             if not paths:
                 raise SbkitError(f"{key}: nothing that can be trained is called {pattern!r}", hint=self.near(pattern))
-            found.update(dict.fromkeys(paths, value))
-        return found
+            values.update(dict.fromkeys(paths, value))
+        return values
 
     def near(self, pattern: str) -> str:
         """A hint with a name similar to a pattern that matches nothing."""

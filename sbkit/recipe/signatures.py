@@ -53,37 +53,38 @@ def locate(name: str, packages: tuple[str, ...] | None = None) -> Any:
         _refuse_outside(parts[0], packages)
         if any(part.startswith("_") for part in parts):
             raise Outside("names that begin with _ are not looked up")
-    found, used = None, 0
+    target, used = None, 0
     for i in range(1, len(parts) + 1):
         module = ".".join(parts[:i])
         try:
-            found, used = importlib.import_module(module), i
+            target, used = importlib.import_module(module), i
         except ModuleNotFoundError as error:
             if error.name is not None and (module == error.name or module.startswith(f"{error.name}.")):
                 break
             raise LookupError(f"importing {module} fails: {_first(error)}", f"install {error.name}") from error
         except Exception as error:  # a module can raise anything when it is imported
             raise LookupError(f"importing {module} fails: {type(error).__name__}: {_first(error)}", "") from error
-    if found is None:
+    if target is None:
         if hasattr(builtins, parts[0]):
-            found = builtins
+            target = builtins
         else:
             near = did_you_mean(parts[0], [*sys.stdlib_module_names, *_COMMON], 0.8)
             near = None if near == parts[0] else near
             raise LookupError(f"there is no module {parts[0]}", f"did you mean {near}?" if near else "is it installed?")
     for i in range(used, len(parts)):
         try:
-            found = getattr(found, parts[i])
+            target = getattr(target, parts[i])
         except AttributeError:
             owner = ".".join(parts[:i]) or "Python"
-            near = did_you_mean(parts[i], _offers(found))
+            near = did_you_mean(parts[i], _offers(target))
             hint = f"did you mean {owner}.{near}?" if near else ""
             raise LookupError(f"{owner} has no {parts[i]}", hint) from None
         except Exception as error:  # SpeechBrain imports some modules lazily, and that can fail
             raise LookupError(f"importing {'.'.join(parts[: i + 1])} fails: {_first(error)}", "") from error
         if packages is not None:
-            _refuse_outside(found.__name__ if inspect.ismodule(found) else getattr(found, "__module__", None), packages)
-    return found
+            owner = target.__name__ if inspect.ismodule(target) else getattr(target, "__module__", None)
+            _refuse_outside(owner, packages)
+    return target
 
 
 def _refuse_outside(module: Any, packages: tuple[str, ...]) -> None:
