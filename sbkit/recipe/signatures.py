@@ -82,8 +82,8 @@ def locate(name: str, packages: tuple[str, ...] | None = None) -> Any:
         except Exception as error:  # SpeechBrain imports some modules lazily, and that can fail
             raise LookupError(f"importing {'.'.join(parts[: i + 1])} fails: {_first(error)}", "") from error
         if packages is not None:
-            owner = target.__name__ if inspect.ismodule(target) else getattr(target, "__module__", None)
-            _refuse_outside(owner, packages)
+            home = target.__name__ if inspect.ismodule(target) else getattr(target, "__module__", None)
+            _refuse_outside(home, packages)
     return target
 
 
