@@ -124,7 +124,7 @@ def test_text_that_is_not_utf8_is_named_by_line(tmp_path):
 
 
 def test_folders_that_are_no_release_say_what_was_expected(tmp_path):
-    with pytest.raises(SbkitError, match=r"no corpus that sbkit knows; expected a Common Voice folder"):
+    with pytest.raises(SbkitError, match=r"not a corpus that sbkit recognises; expected a Common Voice folder"):
         open_source(tmp_path, cache=tmp_path)
     (tmp_path / "train.tsv").write_text("path\tsentence\n")
     with pytest.raises(SbkitError, match="no folder clips/"):

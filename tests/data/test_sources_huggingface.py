@@ -223,7 +223,7 @@ def test_addresses_on_the_hub(tmp_path, monkeypatch):
     page = open_source("https://huggingface.co/datasets/owner/name?config=fr", cache=tmp_path)
     assert page.fingerprint() == Hub("hf://owner/name?config=fr", tmp_path, {}).fingerprint()
     for address, message in (("hf://owner/name?lang=fr", "no option 'lang'"),
-                             ("hf://a/b/c", "no name of a dataset")):
+                             ("hf://a/b/c", "not the name of a dataset")):
         with pytest.raises(SbkitError, match=message):
             Hub(address, tmp_path, {})
 
