@@ -91,7 +91,7 @@ def _folders(path: pa.Array) -> tuple[list[str], np.ndarray]:
 
 
 def _listing(folder: str) -> pa.Array | None:
-    """The paths in a folder without broken links; None if it can't be listed or has names that are no UTF-8."""
+    """The paths in a folder without broken links; None if it can't be listed or has names that are not UTF-8."""
     try:
         with os.scandir(folder or ".") as entries:
             there = (entry.name for entry in entries if not entry.is_symlink() or os.path.exists(entry.path))
