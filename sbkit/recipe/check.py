@@ -76,7 +76,7 @@ def _look_deeper(root: Node, findings: Findings, report: Report, run_opts: Any, 
             ownership.check_ownership(built, owned, findings)
         parts.check_named(built, torch.nn.ModuleDict(modules), complete, findings)
         if complete:
-            ownership.check_saved(built, owned, findings)  # what is frozen for good need not be
+            ownership.check_saved(built, owned, findings)  # after freezing: frozen weights need not be saved
         ownership.check_optimizer(built, owned, findings)
         report.sections["devices"] = table = devices.section(built, owned)
         traced = trace.trace(built, modules, findings)

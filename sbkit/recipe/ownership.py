@@ -185,7 +185,7 @@ def _fetched(built: Built) -> set[int]:
 
 
 def _or_frozen(built: Built, trained: set[int]) -> str:
-    """What else mends it where training would change weights that the pretrainer brings."""
+    """Another suggestion, for weights that the pretrainer loads and that would be trained; empty if there are none."""
     brought = _fetched(built)
     for key, module in built.hparams.items():
         own = {id(p) for p in module.parameters()} if isinstance(module, nn.Module) else set()
