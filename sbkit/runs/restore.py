@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from hyperpyyaml import load_hyperpyyaml
 from ruamel.yaml import YAML
-from speechbrain.utils.checkpoints import DEFAULT_SAVE_HOOKS, Checkpoint, get_default_hook
+from speechbrain.utils.checkpoints import Checkpoint
 from speechbrain.utils.run_opts import RunOptions
 
 from sbkit.errors import SbkitError
@@ -20,8 +20,7 @@ from sbkit.recipe.load import Recipe
 from sbkit.recipe.source import BASE
 from sbkit.runs import pretrained
 from sbkit.runs.layout import RECIPE
-from sbkit.train.averaging import EMA, average
-from sbkit.train.checkpoint.state import TENSORS
+from sbkit.train.averaging import EMA, load_mean, weights_among
 
 BEST, LAST = "best", "last"
 
@@ -101,7 +100,9 @@ def take_weights(brain: Any, checkpoint: str = BEST, mean_of: int = 1) -> list[C
     if mean_of != 1:
         if checkpoint not in (BEST, LAST):
             raise SbkitError(f"only the best or the last checkpoints can be averaged, not {checkpoint}")
-        return _take_mean(shelf, mean_of, order)
+        if len(weights_among(shelf)) < len(shelf.recoverables):  # the rest is the best checkpoint's
+            shelf.recover_if_possible(**order)
+        return load_mean(shelf, mean_of, **order)
     if checkpoint in (BEST, LAST):
         used = shelf.recover_if_possible(**order)
     else:
@@ -126,19 +127,6 @@ def order_of(shelf: Any, metric: Any, checkpoint: str, asked: str = f"--checkpoi
         raise SbkitError(f"no checkpoint in {shelf.checkpoints_dir} was validated, so none is the best by "
                          f"{metric.name}", hint=f"use the newest ({asked})")
     return order
-
-
-def _take_mean(shelf: Any, count: int, order: Mapping[str, str]) -> list[Checkpoint]:
-    """Load the mean of all weights; other state, such as a normaliser's statistics, is the best checkpoint's."""
-    weights = {name: obj for name, obj in shelf.recoverables.items() if isinstance(obj, EMA) or (
-        name not in shelf.custom_load_hooks and get_default_hook(obj, DEFAULT_SAVE_HOOKS) in TENSORS)}
-    means = {name: average(shelf, name, count, **order) for name in weights}
-    used = next(iter(means.values()))[1]
-    if len(weights) < len(shelf.recoverables):
-        shelf.load_checkpoint(used[0])
-    for name, obj in sorted(weights.items(), key=lambda item: isinstance(item[1], EMA)):
-        (obj.module if isinstance(obj, EMA) else obj).load_state_dict(means[name][0])
-    return used
 
 
 def named(shelf: Any, name: str) -> Checkpoint:

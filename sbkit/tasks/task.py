@@ -29,9 +29,8 @@ from sbkit.runs.initial.vocabulary import TokenTables
 from sbkit.score.results import Results, tell_unread
 from sbkit.tasks import start
 from sbkit.tasks.keys import TaskKeys
-from sbkit.train.averaging import average
+from sbkit.train.averaging import load_mean
 from sbkit.train.brain import Brain
-from sbkit.train.distributed import sharding
 
 if TYPE_CHECKING:
     from sbkit.export.exported import Exported
@@ -299,6 +298,5 @@ class Task(Brain):
         super().on_evaluate_start(max_key=max_key, min_key=min_key)
         count = self.keys.average_checkpoints
         if self.checkpointer is not None and count > 1:
-            state, used = average(self.checkpointer, "model", count, max_key=max_key, min_key=min_key)
-            sharding.take(self.checkpointer.recoverables["model"], state)
+            used = load_mean(self.checkpointer, count, max_key=max_key, min_key=min_key)
             logger.info("Testing the average of %d checkpoints", len(used))

@@ -10,11 +10,17 @@ from typing import Any
 
 import torch
 from speechbrain.utils import checkpoints as stock
-from speechbrain.utils.checkpoints import Checkpoint, hook_on_loading_state_dict_checkpoint
+from speechbrain.utils.checkpoints import (
+    DEFAULT_SAVE_HOOKS,
+    Checkpoint,
+    get_default_hook,
+    hook_on_loading_state_dict_checkpoint,
+)
 
 from sbkit.errors import SbkitError
 from sbkit.train.checkpoint.files import damage
-from sbkit.train.checkpoint.state import differences, load_file
+from sbkit.train.checkpoint.state import TENSORS, differences, load_file
+from sbkit.train.distributed import sharding
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +72,36 @@ def average(
         if _is_float(like[key]):
             mean[key] = (value / len(used)).to(like[key].dtype)
     return mean, used
+
+
+def load_mean(
+    checkpointer: stock.Checkpointer, n: int, min_key: str | None = None, max_key: str | None = None,
+) -> list[Checkpoint]:
+    """Load into each recoverable that has weights their mean over the ``n`` best checkpoints; returns those.
+
+    Everything else, such as a normaliser's statistics, stays as it is. See ``average``.
+    """
+    weights = weights_among(checkpointer)
+    if not weights:
+        raise SbkitError("the checkpointer has no module among its recoverables, so there are no weights to average",
+                         hint="add the model to recoverables")
+    used: list[Checkpoint] = []
+    for name, obj in sorted(weights.items(), key=lambda item: isinstance(item[1], EMA)):  # EMA overrides its module
+        mean, used = average(checkpointer, name, n, min_key, max_key)
+        sharding.take(obj.module if isinstance(obj, EMA) else obj, mean)
+    return used
+
+
+def weights_among(checkpointer: stock.Checkpointer) -> dict[str, torch.nn.Module | EMA]:
+    """The recoverables whose state is weights and nothing else: modules with a plain state dict, and averages."""
+    return {name: obj for name, obj in checkpointer.recoverables.items()
+            if isinstance(obj, EMA) or (isinstance(obj, torch.nn.Module) and _is_plain(checkpointer, name))}
+
+
+def _is_plain(checkpointer: stock.Checkpointer, name: str) -> bool:
+    custom = checkpointer.custom_load_hooks.get(name, sharding.load_whole)
+    return custom is sharding.load_whole and \
+        get_default_hook(checkpointer.recoverables[name], DEFAULT_SAVE_HOOKS) in TENSORS
 
 
 def weights_in(state: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,0 +1,29 @@
+"""What every task has from its base class, whatever it is trained for."""
+
+import torch
+
+from sbkit.tasks.task import Task
+from sbkit.train.checkpoint import Checkpointer
+
+
+class Sums(Task):
+    """Two layers, each of which the checkpointer knows by its own name."""
+
+    def compute_forward(self, batch, stage):
+        return self.modules.head(self.modules.encoder(batch))
+
+    def compute_objectives(self, outputs, batch, stage):
+        return outputs.sum()
+
+
+def test_the_mean_of_checkpoints_is_tested_whatever_the_weights_are_called(tmp_path):
+    parts = {"encoder": torch.nn.Linear(2, 2), "head": torch.nn.Linear(2, 1)}
+    brain = Sums(parts, hparams={"average_checkpoints": 2}, run_opts={"device": "cpu"},
+                 checkpointer=Checkpointer(tmp_path, parts))
+    for loss in (4.0, 1.0, 2.0):
+        for parameter in brain.modules.parameters():
+            parameter.data.fill_(loss)
+        brain.checkpointer.save_checkpoint(meta={"loss": loss})
+    brain.checkpointer.wait()
+    brain.on_evaluate_start(**brain.metric.order)
+    assert all(torch.equal(parameter, torch.full_like(parameter, 1.5)) for parameter in brain.modules.parameters())
