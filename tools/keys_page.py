@@ -10,7 +10,7 @@ from sbkit.recipe.keys import Declared, Keys
 from sbkit.recipe.names import RUN_OPTIONS
 from sbkit.tasks.ctc.keys import CTCKeys
 from sbkit.tasks.keys import RecogniserKeys, TaskKeys
-from sbkit.train.keys import TrainKeys
+from sbkit.train.keys import ScriptKeys, TrainKeys
 
 PAGE = Path(__file__).parents[1] / "docs" / "keys.md"
 
@@ -25,6 +25,8 @@ class Chapter(NamedTuple):
 
 CHAPTERS = (
     Chapter("Every Brain", TrainKeys, "A `sbkit.Brain` reads these, in a script of your own too."),
+    Chapter("A script of your own", ScriptKeys, "A `sbkit.Brain` that is no task reads this one as well; a task always "
+                                                "evaluates in shares."),
     Chapter("Every task", TaskKeys, "A recipe that names a task under `brain`, for `sbkit train` and all that follows, "
                                     "has those above and these."),
     Chapter("Recognisers", RecogniserKeys, "Tasks that hear words have those above and these."),

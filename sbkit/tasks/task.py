@@ -191,6 +191,11 @@ class Task(Brain):
 
     # ------------------------------------------------------------ what came out
 
+    @property
+    def shares_validation(self) -> bool:
+        """Always: the rows of all ranks are put together, so no utterance may be seen by two of them."""
+        return True
+
     def on_stage_start(self, stage: Stage, epoch: int | None = None) -> None:
         self.rows: list[Any] = []
         """What is known of each utterance of this rank's validation or test, each with an ``id``; ``evaluate_batch``

@@ -28,7 +28,7 @@ from sbkit.train.distributed import parallel, ranks, sharding
 from sbkit.train.epoch import TrainLoop
 from sbkit.train.evaluation import EvaluationLoop
 from sbkit.train.freezing import Freezing
-from sbkit.train.keys import TrainKeys
+from sbkit.train.keys import ScriptKeys, TrainKeys
 from sbkit.train.memory.oom import OomRetry, told
 from sbkit.train.monitor.metrics import MetricsLog
 from sbkit.train.monitor.timing import profiler
@@ -66,7 +66,7 @@ class Brain(sb.core.Brain):
     compute their metrics on each rank.
     """
 
-    Keys: ClassVar[type[TrainKeys]] = TrainKeys
+    Keys: ClassVar[type[TrainKeys]] = ScriptKeys
     step, optimizer_step, nonfinite_count = Counter(), Counter(), Counter()
     opt_class: Any
     profiler: Any
@@ -326,6 +326,11 @@ class Brain(sb.core.Brain):
         name, show: of a progress bar, and whether one is shown
         """
         return self._evaluation.run(loader, stage, name, show)
+
+    @property
+    def shares_validation(self) -> bool:
+        """Whether each rank evaluates its share of an ordinary dataset, and not all of it."""
+        return isinstance(self.keys, ScriptKeys) and self.keys.share_validation
 
     def gather(self, rows: Iterable[Any]) -> list[Any]:
         """Every rank's rows in one list, the same on every rank; all ranks must call it."""

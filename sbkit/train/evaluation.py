@@ -65,7 +65,7 @@ class EvaluationLoop:
                 if hooks.debug and state.step == hooks.debug_batches:
                     break
             guard.poll(wait=True)  # no score is made of labels outside their table
-        over_ranks = share or hooks.keys.share_validation
+        over_ranks = share or hooks.shares_validation
         if over_ranks:
             ranks.meet(name)
         return average if own_average else mean.value(over_ranks)

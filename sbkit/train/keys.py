@@ -28,6 +28,12 @@ class TrainKeys(Keys):
                                                    "`{ctc_lin: 10}`; the last that fits counts", None, FACTORS)
     layer_decay: float = key("each layer below the top one of the encoder trains at so many times the rate of the one "
                              "above", 1.0, Range(0, 1, above=True))
-    share_validation: bool = key("share ordinary datasets out over ranks in validation and test", False)
     log_interval: float = key("seconds between lines of metrics.jsonl", 10.0, Range(0))
     tensorboard: bool = key("write the same numbers for TensorBoard", False)
+
+
+@dataclass(kw_only=True)
+class ScriptKeys(TrainKeys):
+    """Keys of a Brain in a script of one's own; a task always evaluates in shares."""
+
+    share_validation: bool = key("share ordinary datasets out over ranks in validation and test", False)

@@ -127,7 +127,7 @@ def made(hooks: Loads, dataset: Any, stage: Stage, kwargs: dict[str, Any]) -> An
     if dataset is None or planned:
         return dataset
     if not is_loader(dataset):
-        if stage is not Stage.TRAIN and hooks.keys.share_validation:
+        if stage is not Stage.TRAIN and hooks.shares_validation:
             kwargs = shared(dataset, kwargs)
         dataset = hooks.make_dataloader(dataset, stage=stage, **kwargs)
     if ranks.world_size() > 1:
@@ -179,8 +179,9 @@ def shared(dataset: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     if ranks.world_size() == 1:
         return kwargs
     if isinstance(dataset, IterableDataset):
-        raise SbkitError("share_validation: an IterableDataset can't be divided over ranks from outside",
-                         hint="divide it in its own __iter__, or leave share_validation out")
+        raise SbkitError("an IterableDataset can't be divided over ranks from outside, and each rank is to evaluate "
+                         "its share", hint="give fit and evaluate an iterable that yields this rank's share and is no "
+                                           "Dataset; a script may leave share_validation out")
     kwargs = dict(kwargs)
     if isinstance(dataset, DynamicItemDataset):
         kwargs.setdefault("collate_fn", PaddedBatch)

@@ -79,10 +79,19 @@ def test_it_is_no_typo_of_one_that_is_written(tmp_path):
     assert check(path).errors == [] and check(tmp_path / "base.yaml", {"bos_index": 1}).errors == []
 
 
+def test_what_only_a_script_may_say_is_told_in_a_recipe_of_a_task(tmp_path):
+    """A task evaluates in shares whatever share_validation is."""
+    found = check(chained(tmp_path, "share_validation: true\n"))
+    assert [(warning.key, warning.message) for warning in found.warnings] == [
+        ("share_validation", "nothing reads this key, and no reference names it")]
+
+
 @pytest.mark.parametrize("words, load_says, check_says", [
     ("--log_intervall 3", "has no key for --log_intervall (did you mean --log_interval?)",
      "has no key log_intervall; did you mean --log_interval?"),
     ("--schedule.peak 3", "has no key for --schedule", "has no key schedule; define that key in the YAML first"),
+    ("--share_validation true", "has no key for --share_validation",
+     "has no key share_validation; define that key in the YAML first"),
     ("--colour 3", "has no key for --colour", "has no key colour; define that key in the YAML first"),
 ])
 def test_parts_of_it_and_what_nobody_declares_are_refused(words, load_says, check_says, tmp_path):

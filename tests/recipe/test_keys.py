@@ -20,7 +20,6 @@ from speechbrain.nnet.linear import Linear
 from speechbrain.processing.features import InputNormalization
 from speechbrain.utils.parameter_transfer import Pretrainer
 from speechbrain.utils.run_opts import RunOptions
-from torch.utils.data import IterableDataset
 
 from sbkit.data.augment import Augment, Gain
 from sbkit.data.batch import Batch
@@ -38,7 +37,6 @@ from sbkit.runs import initial, preparation, pretrained, training
 from sbkit.tasks.ctc import CTC
 from sbkit.tasks.ctc.exported import Recogniser
 from sbkit.tasks.ctc.parts import parts_fit
-from sbkit.train import loaders
 from sbkit.train.averaging import EMA
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.distributed import ranks
@@ -189,11 +187,6 @@ class Batches(torch.utils.data.DataLoader):
         super().__init__(batches, collate_fn=lambda rows: rows[0])
 
 
-class Every(IterableDataset):
-    def __iter__(self):
-        return iter([1, 2])
-
-
 class Guess:
     """A search that always finds the same."""
 
@@ -299,11 +292,6 @@ def refusal(made, act):
 def wrapped(made):
     made.patch.setattr(ranks, "world_size", lambda: 2)
     return "does not go together with ema" in refusal(made, lambda made: made.brain().on_fit_start())
-
-
-def shared(made):
-    made.patch.setattr(ranks, "world_size", lambda: 2)
-    return refusal(made, lambda made: loaders.made(made.brain(), Every(), Stage.VALID, {}))
 
 
 def loaded(made):
@@ -437,7 +425,6 @@ CASES = {
     "freeze": (None, {"CNN": True}, weights),
     "learning_rates": (None, {"ctc_lin": 3.0}, weights),
     "layer_decay": (1.0, 0.5, weights),
-    "share_validation": (False, True, shared),
     "log_interval": (0.0, 1e6, lines, {"output_folder": From(lambda made: str(made.folder))}),
     "tensorboard": (False, True, lambda made: refusal(made, files) or files(made),
                     {"output_folder": From(lambda made: str(made.folder))}),

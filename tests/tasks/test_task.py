@@ -1,9 +1,15 @@
 """What every task has from its base class, whatever it is trained for."""
 
+import pytest
 import torch
+from speechbrain.core import Stage
+from torch.utils.data import IterableDataset
 
+from sbkit.errors import SbkitError
 from sbkit.tasks.task import Task
+from sbkit.train import loaders
 from sbkit.train.checkpoint import Checkpointer
+from sbkit.train.distributed import ranks
 
 
 class Sums(Task):
@@ -27,3 +33,20 @@ def test_the_mean_of_checkpoints_is_tested_whatever_the_weights_are_called(tmp_p
     brain.checkpointer.wait()
     brain.on_evaluate_start(**brain.metric.order)
     assert all(torch.equal(parameter, torch.full_like(parameter, 1.5)) for parameter in brain.modules.parameters())
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([1, 2])
+
+
+def test_ranks_share_an_ordinary_dataset_so_that_no_row_is_counted_twice(monkeypatch):
+    brain = Sums({"head": torch.nn.Linear(2, 1)}, run_opts={"device": "cpu"})
+    monkeypatch.setattr(ranks, "world_size", lambda: 2)
+    evaluated = []
+    for rank in range(2):
+        monkeypatch.setattr(ranks, "rank", lambda rank=rank: rank)
+        evaluated += map(float, loaders.made(brain, [0.0, 1.0, 2.0, 3.0, 4.0], Stage.VALID, {"batch_size": 1}))
+    assert sorted(evaluated) == [0.0, 1.0, 2.0, 3.0, 4.0]
+    with pytest.raises(SbkitError, match="can't be divided over ranks"):
+        loaders.made(brain, Stream(), Stage.VALID, {})
