@@ -44,9 +44,10 @@ class TaskKeys(TrainKeys):
     average_checkpoints: int = key("test the mean of so many of the best checkpoints", 1, SIZE)
 
     def numbers_of_the_task(self) -> dict[str, Any]:
-        """Numbers and texts that the task itself declares: what may decide how much a step holds."""
-        return {name: vars(self).get(name) for name, known in self.declared().items()
-                if known.plain and known.by not in ("TrainKeys", "TaskKeys")}
+        """What may decide how much memory a step takes: the sample rate, and numbers and texts that a task declares."""
+        own = [name for name, known in self.declared().items()
+               if known.plain and known.by not in ("TrainKeys", "TaskKeys")]
+        return {name: vars(self).get(name) for name in ("sample_rate", *own)}
 
     @property
     def folder(self) -> Path:

@@ -37,7 +37,9 @@ def test_they_are_kept_by_model_device_and_precision():
 
     assert place() == place()
     averaged = place(ema=SimpleNamespace(decay=0.9))
-    assert len({place(), place(4), place(precision="bf16"), place(ctc_weight=0.3), averaged}) == 5
+    seconds_of_more_samples = place(sample_rate=48_000)
+    assert len({place(), place(4), place(precision="bf16"), place(ctc_weight=0.3), averaged,
+                seconds_of_more_samples}) == 6
 
 
 @pytest.mark.parametrize("kind, option", [("wav2vec2-layer", {"freeze_front": False}), ("whisper", {"dropout": 0.1}),
