@@ -114,10 +114,7 @@ def _fill(folder: Path, trained: Trained, request: ExportRequest) -> parity.Comp
         chosen = clips.choose(trained.keys.corpus, exported.sample_rate, request.clips)
         step("tracing")
         program = exported.trace()
-        config = exported.config(program, chosen)
-        config.trained = trained.facts
-        config.made_by = {"sbkit": sbkit.__version__} | {
-            name: metadata.version(name) for name in _BUILT_BY if _installed(name)}
+        config = complete(exported.config(program, chosen), trained)
         exported.write_beside(folder, config)
         for name in formats:
             step(f"writing {name}")
@@ -143,6 +140,15 @@ def _fill(folder: Path, trained: Trained, request: ExportRequest) -> parity.Comp
                        "utterance's end; so each will run alone")
     _describe(folder, config, comparison, request, exported)
     return comparison
+
+
+def complete(config: layout.Bundle, trained: Trained) -> layout.Bundle:
+    """Add to a bundle's configuration what the run and this installation say, whatever the task."""
+    config.language = config.language or trained.keys.language or None
+    config.trained = trained.facts
+    config.made_by = {"sbkit": sbkit.__version__} | {
+        name: metadata.version(name) for name in _BUILT_BY if _installed(name)}
+    return config
 
 
 def _write(name: str, folder: Path, exported: Exported, program: torch.export.ExportedProgram, config: layout.Bundle,

@@ -39,6 +39,7 @@ class Exported:
     name as a dynamic dimension holds each utterance's length along that dimension."""
     sample_rate: int
     language: str | None = None
+    """Where it is another than the recipe's ``language``."""
     labels: Sequence[str] = field(default_factory=list)
     """Names for the entries of the first output's last dimension; the one with the largest value is the result."""
     examples: tuple[Tensor, ...] | None = None

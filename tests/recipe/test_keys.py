@@ -26,7 +26,8 @@ from sbkit.data.batch import Batch
 from sbkit.data.manifest import Manifest
 from sbkit.data.plan import Batching
 from sbkit.errors import SbkitError
-from sbkit.export import source
+from sbkit.export import bundle, layout, source
+from sbkit.export.exported import Exported
 from sbkit.nn.spec_augment import SpecAugment
 from sbkit.recipe import load
 from sbkit.recipe.choices import Range
@@ -35,7 +36,6 @@ from sbkit.recipe.load import Recipe
 from sbkit.recipe.source import Findings, Place
 from sbkit.runs import initial, preparation, pretrained, training
 from sbkit.tasks.ctc import CTC
-from sbkit.tasks.ctc.exported import Recogniser
 from sbkit.tasks.ctc.parts import parts_fit
 from sbkit.train.averaging import EMA
 from sbkit.train.checkpoint import Checkpointer
@@ -335,8 +335,10 @@ def fetched(made):
 
 
 def exported(made):
-    brain = made.brain()
-    return Recogniser.of(brain.recognizer, made.recipe.keys, made.folder).language
+    """What any bundle says of a run, such as one of a task that gives no more than a graph."""
+    config = layout.Graph(sample_rate=16_000, outputs=["scores"])
+    trained = source.Trained(Exported(torch.nn.Identity(), {}, 16_000), made.recipe.keys, {})
+    return bundle.complete(config, trained).language
 
 
 def described(made):

@@ -47,8 +47,7 @@ class Recogniser(Exported):
     @classmethod
     def of(cls, recognizer: Recognizer, keys: CTCKeys, run: Path) -> Recogniser:
         """The recogniser of a run, in evaluation mode; it stays as it is."""
-        return cls(Graph(recognizer), OUTPUTS, keys.sample_rate, keys.language or None, recognizer=recognizer,
-                   keys=keys, run=run)
+        return cls(Graph(recognizer), OUTPUTS, keys.sample_rate, recognizer=recognizer, keys=keys, run=run)
 
     @property
     def formats(self) -> tuple[str, ...]:
@@ -67,7 +66,7 @@ class Recogniser(Exported):
             sample_rate=keys.sample_rate, hop_samples=model.hop_samples, subsampling=model.subsampling,
             vocabulary=len(tokenizer.pieces()), blank_id=keys.blank_index,
             silent_ids=sorted({i for i in ends if i is not None and i > 0}), word_separator="▁" if spaced else None,
-            language=self.language, min_samples=graph.least_samples(program),
+            min_samples=graph.least_samples(program),
             chunk_seconds=round(min(max(clips.longest, 10.0), 30.0), 2))
 
     def write_beside(self, folder: Path, config: Config) -> None:
