@@ -56,12 +56,16 @@ class ASR(Task):
     Keys: ClassVar[type[TaskKeys]] = RecogniserKeys
     metric = Metric("WER")
     keys: RecogniserKeys
+    loss_of_tokens: ClassVar[str | None] = None
+    """The name in ``Loss.extras`` of the part that is, per token, the tokens' entropy while nothing is heard yet.
+
+    With it a run warns of a model that hears nothing; None: no part of this loss is.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.hearing = Hearing()
-        """Its ``chance`` is said by ``begin_run``, where a part of the recipe is to follow what is heard."""
-        self.alarm = LearningAlarm()
+        self.alarm = LearningAlarm(self.loss_of_tokens)
         if self.checkpointer is not None:
             self.checkpointer.add_recoverable("hearing", self.hearing, optional_load=True)
             self.checkpointer.add_recoverable("alarm", self.alarm, optional_load=True)
@@ -137,7 +141,7 @@ class ASR(Task):
 
     def on_step_known(self, facts: Facts) -> None:
         self.alarm.count(facts.extras)
-        total, tokens = facts.extras.get("ctc", (facts.total, facts.count))
+        total, tokens = facts.extras.get(self.loss_of_tokens or "", (facts.total, facts.count))
         self.hearing.count(facts.number, total, tokens)
 
     def begin_step(self, step: int) -> float | None:

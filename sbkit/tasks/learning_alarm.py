@@ -30,7 +30,7 @@ SETTLED = 20
 
 @dataclass
 class _State:
-    per_token: bool = False  # the loss is CTC's, so that it can be compared with chance
+    per_token: bool = False  # the loss has a part that can be compared with chance
     rate: float | None = None  # the highest learning rate so far
     rate_step: int = 0  # that first had it
     first: float | None = None  # the loss per token where the run began
@@ -54,10 +54,14 @@ class LearningAlarm:
       steps already where the run is planned for fewer than ``FEWEST``.
     - ``validation``: as late, nearly all transcripts of a validation are empty or its CER is that of blanks.
     - ``divergence``: half of what was heard is lost, or the loss grew beyond where it began, for ``LASTING`` steps.
+
+    part: the part of the loss that can be compared with chance; None: there is none, so that only a growing loss and
+        blank transcripts are noticed
     """
 
-    def __init__(self) -> None:
+    def __init__(self, part: str | None = None) -> None:
         self.setup = Setup()
+        self.part = part
         self.planned: int | None = None
         """Optimizer steps of the whole run, to be said before ``fit`` by who knows."""
         self._state = _State()
@@ -65,9 +69,9 @@ class LearningAlarm:
 
     # ------------------------------------------------------------ what is known
 
-    def count(self, parts: Container[str]) -> None:
-        """Take in what a step's loss consists of: chance is known for CTC alone."""
-        self._state.per_token |= "ctc" in parts
+    def count(self, parts: Container[str | None]) -> None:
+        """Take in which named parts a step's loss had."""
+        self._state.per_token |= self.part in parts
 
     def look(self, step: int, hearing: Hearing, rate: float | None = None) -> list[Notice]:
         """Take in what is known when ``step`` begins; ``hearing`` was asked for that step already.
@@ -81,7 +85,8 @@ class LearningAlarm:
             return []
         chance = hearing.chance if state.per_token and hearing.known else None
         heard = None if chance is None else max(0.0, 1 - loss / chance)
-        self._seen = seen = Seen(step - 1, loss, chance, heard, state.rate, self._at_full_rate(step))
+        self._seen = seen = Seen(step - 1, loss, chance, heard, state.rate, self._at_full_rate(step),
+                                 f"{self.part or 'training'} loss")
         if state.first is None and step > SETTLED:
             state.first = loss
         if chance is not None and heard is not None:

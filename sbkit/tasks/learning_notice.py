@@ -50,12 +50,13 @@ class Seen(NamedTuple):
     heard: float | None
     rate: float | None
     full: int
+    name: str = "training loss"
 
     def against_chance(self) -> str:
         """The loss in words, where chance is known."""
         assert self.chance is not None
         side = "below" if self.loss < self.chance else "above"
-        return (f"the CTC loss is {self.loss:.3g} per token, {100 * abs(1 - self.loss / self.chance):.0f} % {side} "
+        return (f"the {self.name} is {self.loss:.3g} per token, {100 * abs(1 - self.loss / self.chance):.0f} % {side} "
                 f"chance ({self.chance:.3g}: guessing by how often each token comes)")
 
 

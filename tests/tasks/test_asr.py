@@ -24,6 +24,8 @@ from sbkit.train.train_log import TrainLog
 class Parrot(ASR):
     """Hears what was said."""
 
+    loss_of_tokens = "spelling"
+
     def compute_forward(self, batch, stage):
         return batch.signals
 
@@ -133,10 +135,10 @@ def following(folder, chance=3.0):
 
 
 def facts(step, loss):
-    return Facts(99.0 * loss, 7.0, 1.0, False, 1.0, 1.0, {}, {"ctc": (4.0 * loss, 4.0)}, number=step)
+    return Facts(99.0 * loss, 7.0, 1.0, False, 1.0, 1.0, {}, {"spelling": (4.0 * loss, 4.0)}, number=step)
 
 
-def test_masks_follow_what_is_heard_by_the_loss_of_ctc_and_so_after_resuming(tmp_path):
+def test_masks_follow_what_is_heard_by_the_tokens_part_of_the_loss_and_so_after_resuming(tmp_path):
     brain, masks = following(tmp_path)
     brain.on_fit_start()
     assert masks.strength == 0.0

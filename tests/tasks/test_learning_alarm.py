@@ -22,7 +22,7 @@ class Trial:
     def __init__(self, steps: int, loss, cer=None, chance: float = CHANCE, rate: float = 0.002, warmup: float = 50,
                  every: int = 40, rows: int = 20, setup: Setup = PLAIN, cut: int | None = None,
                  folder=None, parts=("ctc",), planned: int | None = None):
-        self.hearing, self.alarm, self.told = Hearing(chance), LearningAlarm(), []
+        self.hearing, self.alarm, self.told = Hearing(chance), LearningAlarm("ctc"), []
         self.schedule = Schedule(rate, warmup, "linear")
         self.schedule.total_steps = steps
         self.setup, self.planned = setup, steps if planned is None else planned
@@ -52,7 +52,7 @@ class Trial:
 
     def _resume(self, folder) -> None:
         saved = (self.hearing, self.alarm)
-        self.hearing, self.alarm = Hearing(self.hearing.chance), LearningAlarm()
+        self.hearing, self.alarm = Hearing(self.hearing.chance), LearningAlarm("ctc")
         for before, after, name in zip(saved, (self.hearing, self.alarm), "ha", strict=True):
             before._save(folder / name)
             after._load(folder / name, True)
@@ -112,7 +112,7 @@ def test_a_spike_passes():
 
 def test_where_chance_is_not_known_nothing_is_said_of_it():
     assert not Trial(900, healthy(leaves=9999), chance=math.nan).told
-    assert not Trial(900, healthy(leaves=9999), parts=()).told, "a loss that is not CTC's"
+    assert not Trial(900, healthy(leaves=9999), parts=("other",)).told, "a loss without that part"
 
 
 # ---------------------------------------------------------------- told
@@ -122,7 +122,7 @@ def test_a_loss_that_stands_at_chance_is_told_once_and_again_at_the_end():
     trial = Trial(700, healthy(leaves=9999), lambda step: 100.0, setup=Setup(masks=True))
     assert trial.short == [("chance", 449, "on"), ("chance", 700, "end")]
     first, text = trial.told[0], trial.told[0].text()
-    assert text.startswith("Step 449: the model hears nothing: its loss stands at chance. The CTC loss is 2.8")
+    assert text.startswith("Step 449: the model hears nothing: its loss stands at chance. The ctc loss is 2.8")
     assert "(2.83: guessing by how often each token comes)" in text
     assert "In the last validation (step 440) 20 of 20 transcripts are empty, CER 100.0 %" in text
     assert "after 100 to 230 steps" in text and "has done 449, 400 of them since" in text
@@ -222,7 +222,7 @@ def test_a_run_that_was_resumed_is_told_what_one_never_stopped_is(cut, kind, tmp
 
 
 def test_a_run_that_goes_on_from_a_checkpoint_without_an_alarm_waits_anew():
-    alarm, hearing = LearningAlarm(), Hearing(CHANCE)
+    alarm, hearing = LearningAlarm("ctc"), Hearing(CHANCE)
     alarm.count(["ctc"])
     for step in range(5000, 5300):
         hearing.count(step, CHANCE, 1.0)

@@ -71,6 +71,7 @@ class CTC(ASR):
 
     Keys: ClassVar[type[TaskKeys]] = CTCKeys
     parts = ("ctc_lin", "modules")
+    loss_of_tokens: ClassVar[str] = "ctc"
     keys: CTCKeys
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -152,7 +153,7 @@ class CTC(ASR):
             weight = self.keys.ctc_weight
             total = weight * total + (1 - weight) * self._cross_entropy(scores.attention, batch, ctc.feasible)
         if stage == Stage.TRAIN:
-            return Loss(total, tokens, {"ctc": (ctc.total, tokens)})
+            return Loss(total, tokens, {self.loss_of_tokens: (ctc.total, tokens)})
         self._transcribe(scores, batch, stage)
         return Loss(total, tokens)
 
