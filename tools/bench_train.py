@@ -233,6 +233,7 @@ def ours(hparams: dict[str, Any], request: Request, batches: int = STEP_BATCHES)
     brain.hparams.train_logger.log_stats = lambda *_, **__: None
     brain.train_state.plan_driven = True
     brain.on_fit_start()
+    brain.open_step(brain.optimizer_step + 1)
     brain.train_state.first_step_checked = True  # what a run looks at once is no part of its steps
     kept = [batch.to(brain.device) for batch in kept]
     epochs = itertools.count(1)
@@ -242,6 +243,7 @@ def ours(hparams: dict[str, Any], request: Request, batches: int = STEP_BATCHES)
         for batch in kept:
             brain.step += 1
             brain.fit_batch(batch)
+            brain.open_step(brain.optimizer_step + 1)
         brain.stepper.steps.facts(wait=True)
         return seconds_of(kept)
 

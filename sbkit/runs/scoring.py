@@ -46,7 +46,7 @@ def hear(request: EvaluateRequest, recipe: Recipe, brain: Any, manifest: Manifes
         workers=keys.num_workers if request.workers is None else request.workers, sample_rate=keys.sample_rate,
     )
     with loader, torch.no_grad():
-        brain.on_stage_start(Stage.TEST)
+        brain.open_stage(Stage.TEST)
         loss = brain.pass_over(loader, Stage.TEST, label, show=ranks.is_main())
     return loader.damaged, loss
 

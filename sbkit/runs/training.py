@@ -50,7 +50,7 @@ def fit_and_test(recipe: Recipe, request: Any, device: torch.device, manifests: 
         EvalLoader(manifests[split], encoder, max_batch_seconds=batching.max_batch_seconds, **reading)
         for split in ("dev", "test")
     )
-    brain.begin_run(train.texts, steps)
+    brain.open_run(train.texts, steps)
     if request.run_opts.test_only and not brain.checkpointer.list_checkpoints():
         raise SbkitError(f"--test_only: {brain.checkpointer.checkpoints_dir} holds no checkpoint to test",
                          hint="train first, or name the folder of a run with --output_folder")

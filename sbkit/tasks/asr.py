@@ -124,34 +124,33 @@ class ASR(Task):
 
     # ------------------------------------------------------------ training
 
-    def begin_run(self, texts: Sequence[str], steps: int) -> None:
-        super().begin_run(texts, steps)
+    def open_run(self, texts: Sequence[str], steps: int) -> None:
+        """Take in how often each token comes, by which it is known what chance is."""
         self.hearing.chance, self.alarm.planned = self.keys.tokenizer.entropy(texts), steps
+        super().open_run(texts, steps)
 
     def fit(self, *args: Any, **kwargs: Any) -> None:
+        masks = self.keys.spec_augment
+        self.alarm.setup = Setup(self.averages_weights, self.max_grad_norm,
+                                 masks is not None and getattr(masks, "ramp", None) is None)
         super().fit(*args, **kwargs)
         if not self.test_only:
             self._tell(self.alarm.end(self.optimizer_step))
 
-    def on_fit_start(self) -> None:
-        masks = self.keys.spec_augment
-        self.alarm.setup = Setup(self.averages_weights, self.max_grad_norm,
-                                 masks is not None and getattr(masks, "ramp", None) is None)
-        super().on_fit_start()
-
-    def on_step_known(self, facts: Facts) -> None:
+    def close_step(self, facts: Facts) -> None:
+        """Take in the step's loss."""
         self.alarm.count(facts.extras)
         total, tokens = facts.extras.get(self.loss_of_tokens or "", (facts.total, facts.count))
         self.hearing.count(facts.number, total, tokens)
+        super().close_step(facts)
 
-    def begin_step(self, step: int) -> float | None:
-        """The learning rate, and the strength of what makes the task harder."""
-        rate, heard = super().begin_step(step), self.hearing.at(step)
-        harder = self.keys.spec_augment
+    def open_step(self, number: int) -> None:
+        """Set the learning rate, and the strength of what makes the task harder."""
+        harder, heard = self.keys.spec_augment, self.hearing.at(number)
         if self.hearing.known and hasattr(harder, "follow"):
             harder.follow(heard)
-        self._tell(self.alarm.look(step, self.hearing, rate))
-        return rate
+        super().open_step(number)
+        self._tell(self.alarm.look(number, self.hearing, self.learning_rate))
 
     def _tell(self, notices: Iterable[Notice]) -> None:
         """What all ranks know, on one."""
@@ -167,9 +166,11 @@ class ASR(Task):
         words, characters = score(rows)
         return {"WER": words.rate, "CER": characters.rate}
 
-    def validated(self, rows: Sequence[Row], stats: Mapping[str, float]) -> None:
+    def close_validation(self, rows: Sequence[Row], stats: Mapping[str, float]) -> None:
+        """Notice a validation in which nothing was heard."""
         empty = sum(not row.hypothesis.strip() for row in rows)
         self._tell(self.alarm.validated(self.optimizer_step, empty, len(rows), stats["CER"]))
+        super().close_validation(rows, stats)
 
     def results(self, rows: Sequence[Row], loss: float, unread: Mapping[str, str]) -> Transcripts:
         return Transcripts.of(rows, loss, unread)

@@ -61,6 +61,11 @@ class Task(Brain):
 
     and, of what follows, whatever differs from what stands here. ``self.keys`` has the recipe's values, and so have the
     ``keys`` of what is called before there is a model: an object of the class under ``Keys``.
+
+    The hooks ``begin_run``, ``begin_step``, ``validated`` and those that are empty in SpeechBrain (``on_stage_start``,
+    ``on_stage_end``, ``on_fit_batch_start``, ``on_fit_batch_end``) do nothing here, so none has to call ``super()``.
+    What a task does around them is in the methods ``open_...`` and ``close_...``, which are not meant to be overridden
+    in a recipe's own class.
     """
 
     Keys: ClassVar[type[TaskKeys]] = TaskKeys
@@ -71,6 +76,12 @@ class Task(Brain):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        self.rows: list[Any] = []
+        """What is known of each utterance of this rank's validation or test, each with an ``id``; ``evaluate_batch``
+        or ``compute_objectives`` fills it."""
+        self.learning_rate: float | None = None
+        """Of the current step, as the schedule set it; None without a schedule."""
+        self._unread: dict[str, str] = {}
         for clash in self.keys.clashes():
             raise SbkitError(clash.message, hint=clash.hint)
         if self.averages_weights and self.keys.average_checkpoints > 1:
@@ -172,22 +183,21 @@ class Task(Brain):
 
     def begin_run(self, texts: Sequence[str], steps: int) -> None:
         """Called before ``fit``, when it is known what is trained on and in how many optimizer steps."""
+
+    def begin_step(self, step: int) -> None:
+        """Called before each optimizer step, counted from 1, with its learning rate set."""
+
+    def open_run(self, texts: Sequence[str], steps: int) -> None:
+        """Take in what is trained on and in how many optimizer steps."""
         if self.keys.schedule is not None:
             self.keys.schedule.total_steps = steps
+        self.begin_run(texts, steps)
 
-    def on_fit_start(self) -> None:
-        super().on_fit_start()
-        self.begin_step(self.optimizer_step + 1)
-
-    def on_fit_batch_end(self, batch: Any, outputs: Any, loss: Any, should_step: bool) -> None:
-        if should_step:
-            self.begin_step(self.optimizer_step + 1)
-
-    def begin_step(self, step: int) -> float | None:
-        """Set what an optimizer step is to be done with, counted from 1; gives the learning rate."""
-        if self.keys.schedule is None or self.opt_class is None:
-            return None
-        return self.keys.schedule.apply(self.optimizer, step)
+    def open_step(self, number: int) -> None:
+        """Set the learning rate."""
+        if self.keys.schedule is not None and self.opt_class is not None:
+            self.learning_rate = self.keys.schedule.apply(self.optimizer, number)
+        self.begin_step(number)
 
     # ------------------------------------------------------------ what came out
 
@@ -196,15 +206,14 @@ class Task(Brain):
         """Always: the rows of all ranks are put together, so no utterance may be seen by two of them."""
         return True
 
-    def on_stage_start(self, stage: Stage, epoch: int | None = None) -> None:
-        self.rows: list[Any] = []
-        """What is known of each utterance of this rank's validation or test, each with an ``id``; ``evaluate_batch``
-        or ``compute_objectives`` fills it."""
-        self._unread: dict[str, str] = {}
+    def open_stage(self, stage: Stage, epoch: int | None = None) -> None:
+        """Begin without rows."""
+        self.rows, self._unread = [], {}
+        super().open_stage(stage, epoch)
 
-    def evaluate_batch(self, batch: Any, stage: Stage) -> Any:
+    def close_batch(self, batch: Any, stage: Stage) -> None:
+        """Take in which recordings of the batch could not be read."""
         self._unread.update(getattr(batch, "damaged", ()))
-        return super().evaluate_batch(batch, stage)
 
     def all_rows(self) -> list[Any]:
         """The rows of all ranks by id, on every rank."""
@@ -220,22 +229,30 @@ class Task(Brain):
         return Results({"loss": loss, **self.stats(rows)}, utterances=len(rows), unread=dict(unread))
 
     def validated(self, rows: Sequence[Any], stats: Mapping[str, float]) -> None:
-        """Called on all ranks with what a validation found."""
+        """Called on all ranks with the rows of a validation and their ``stats``."""
 
-    def on_stage_end(self, stage: Stage, stage_loss: float, epoch: int | None = None) -> None:
+    def close_validation(self, rows: Sequence[Any], stats: Mapping[str, float]) -> None:
+        """Take in what a validation came to."""
+        self.validated(rows, stats)
+
+    def close_stage(self, stage: Stage, loss: float, epoch: int | None = None) -> None:
+        """Put all ranks' rows together, log what they come to, and save a checkpoint after a validation."""
         if stage == Stage.TRAIN:
-            self.train_stats = {"loss": stage_loss}
+            self.train_stats = {"loss": loss}
+            super().close_stage(stage, loss, epoch)
             return
         rows, unread = self.all_rows(), dict(self.gather(self._unread.items()))
         if stage == Stage.TEST:
-            self.tested = self.results(rows, stage_loss, unread)
+            self.tested = self.results(rows, loss, unread)
+            super().close_stage(stage, loss, epoch)
             self._end_test({**self.tested.stats, **({"unread": len(unread)} if unread else {})})
             return
-        stats = {"loss": stage_loss, **self.stats(rows)}
+        stats = {"loss": loss, **self.stats(rows)}
         if unread:  # a rate without them is never shown alone
             stats["unread"] = len(unread)
             logger.warning("%s", tell_unread("valid", unread, len(rows)))
-        self.validated(rows, stats)
+        self.close_validation(rows, stats)
+        super().close_stage(stage, loss, epoch)
         self._end_epoch(epoch, stats)
 
     # ------------------------------------------------------------ evaluation

@@ -103,7 +103,7 @@ class Between:
             self.state.average.add(fact.total, fact.count)
         if self.progress is not None:
             self.progress.step(fact, self.stepper.learning_rate)
-        self.hooks.on_step_known(fact)
+        self.hooks.close_step(fact)
 
     def not_finite(self, fact: Facts) -> None:
         """Name the culprit; end the run when there were too many."""

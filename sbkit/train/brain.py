@@ -280,6 +280,7 @@ class Brain(sb.core.Brain):
             valid_loader_kwargs = {"ckpt_prefix": None, **(valid_loader_kwargs or {})}
             valid_set = loaders.made(self, valid_set, Stage.VALID, valid_loader_kwargs)
             self.on_fit_start()
+            self.open_step(self.optimizer_step + 1)
             self.stepper.buffers = parallel.Buffers(self.modules)
             state.first_step_checked, state.validates = False, valid_set is not None
             enable = (not self.noprogressbar if progressbar is None else progressbar) and ranks.is_main()
@@ -297,6 +298,28 @@ class Brain(sb.core.Brain):
     def on_step_known(self, facts: Facts) -> None:
         """Called with each optimizer step's losses and norm, the same on all ranks, once they have come to the host."""
 
+    # ------------------------------------------------------------ around the hooks
+    # A class between this one and a recipe's, such as a task, does its own part in these, so that the hooks are left
+    # to whoever writes the recipe, and none has to call super().
+
+    def open_step(self, number: int) -> None:
+        """Prepare the optimizer step of this number, counted from 1; called before the first and after each."""
+
+    def close_step(self, facts: Facts) -> None:
+        """Take in what is known of a step."""
+        self.on_step_known(facts)
+
+    def open_stage(self, stage: Stage, epoch: int | None = None) -> None:
+        """Begin a stage."""
+        self.on_stage_start(stage, epoch)
+
+    def close_batch(self, batch: Any, stage: Stage) -> None:
+        """Take in a batch that was evaluated, however many parts it was computed in."""
+
+    def close_stage(self, stage: Stage, loss: float, epoch: int | None = None) -> None:
+        """End a stage, with its average loss."""
+        self.on_stage_end(stage, loss, epoch)
+
     # ------------------------------------------------------------ validation and test
 
     def _fit_valid(self, valid_set: Any, epoch: Any, enable: bool) -> None:
@@ -312,11 +335,11 @@ class Brain(sb.core.Brain):
             signals, self._between.signals = self._between.signals, None  # only fit catches them
             test_set = loaders.made(self, test_set, Stage.TEST, {**(test_loader_kwargs or {}), "ckpt_prefix": None})
             self.on_evaluate_start(max_key=max_key, min_key=min_key)
-            self.on_stage_start(Stage.TEST, epoch=None)
+            self.open_stage(Stage.TEST)
             enable = (not self.noprogressbar if progressbar is None else progressbar) and ranks.is_main()
             with torch.no_grad():
                 loss = self.pass_over(test_set, Stage.TEST, "test", enable)
-                self.on_stage_end(Stage.TEST, loss, None)
+                self.close_stage(Stage.TEST, loss)
             self.step, self._between.signals = 0, signals
             return loss
 

@@ -44,7 +44,7 @@ class TrainLoop:
         """Train from where the epoch stands to its end; ``show``: a progress bar."""
         hooks, state, stepper = self.hooks, self.state, self.stepper
         state.epoch = epoch
-        hooks.on_stage_start(Stage.TRAIN, epoch)
+        hooks.open_stage(Stage.TRAIN, epoch)
         stepper.freezing.train()
         hooks.zero_grad()
         batches, steps = self._batches(train_set, epoch)
@@ -64,9 +64,11 @@ class TrainLoop:
                     stepper.forward_state.keep()
                 stepper.graphs.next_batch()
                 loss = hooks.fit_batch(batch)
+                stepped = state.optimizer_step > before
+                if stepped:
+                    hooks.open_step(state.optimizer_step + 1)
                 if self.overrides.averages_batches:
                     hooks.avg_train_loss = hooks.update_average(one_number(loss), hooks.avg_train_loss)
-                stepped = state.optimizer_step > before
                 progress.batch(batch, int(stepped) if state.plan_driven else 1, state.average.value,
                                stepper.learning_rate)
                 self._profile()
@@ -158,6 +160,7 @@ class TrainLoop:
         if stepper.steps.started:  # an accumulation that the end of the epoch cut short is a step too
             stepper.wrap.finish()
             stepper.update()
+            hooks.open_step(state.optimizer_step + 1)
         elif not stepped:
             self._tell_dropped()
         self.between.act_on(stepper.steps.facts(wait=True))
@@ -169,7 +172,7 @@ class TrainLoop:
             self.between.hold()
         progress.close(hooks.avg_train_loss, state.optimizer_step)
         self.retry.tell()
-        hooks.on_stage_end(Stage.TRAIN, hooks.avg_train_loss, epoch)
+        hooks.close_stage(Stage.TRAIN, hooks.avg_train_loss, epoch)
         state.end_training()
 
     def _tell_dropped(self) -> None:

@@ -56,6 +56,7 @@ class EvaluationLoop:
                 state.step += 1
                 self.stepper.graphs.next_batch()
                 loss = self.retry.evaluate(batch, stage)
+                hooks.close_batch(batch, stage)
                 if own_average:
                     average = hooks.update_average(one_number(loss), average)
                 else:
@@ -75,7 +76,7 @@ class EvaluationLoop:
         """An epoch's validation between its hooks; a run that is told to stop leaves as the epoch's training ended."""
         hooks, state = self.hooks, self.state
         try:
-            hooks.on_stage_start(Stage.VALID, epoch)
+            hooks.open_stage(Stage.VALID, epoch)
             loss = self.run(loader, Stage.VALID, f"valid {epoch}", show)
             state.step = 0
             ranks.meet("validated")
@@ -85,7 +86,7 @@ class EvaluationLoop:
         finally:
             if hooks.checkpointer is not None:
                 hooks.checkpointer.drop()
-        hooks.on_stage_end(Stage.VALID, loss, epoch)
+        hooks.close_stage(Stage.VALID, loss, epoch)
 
     def _averaged_weights(self) -> contextlib.AbstractContextManager[Any]:
         ema = self.stepper.ema

@@ -235,7 +235,7 @@ def loss(made):
 def heard(made):
     brain = made.brain()
     brain.modules.eval()
-    brain.on_stage_start(Stage.TEST)
+    brain.open_stage(Stage.TEST)
     with torch.no_grad():
         brain.evaluate_batch(batch(), Stage.TEST)
     return [row.hypothesis for row in brain.rows]
@@ -244,7 +244,7 @@ def heard(made):
 def fitted(made, brain=None):
     """Weights after a few epochs, and then all files."""
     brain = brain or made.brain()
-    brain.begin_run(["a b"], 3)
+    brain.open_run(["a b"], 3)
     brain.fit(brain.keys.epoch_counter, Batches([batch()]), Batches([batch()]))
     return brain
 

@@ -84,21 +84,21 @@ def read_run(folder):
 
 def test_validation_tells_too(tmp_path, caplog):
     brain, *_ = run_test(tmp_path, batch("a"))
-    brain.on_stage_end(Stage.TRAIN, 0.0, 1)
-    brain.on_stage_start(Stage.VALID, 1)
-    brain.evaluate_batch(batch("a", damaged=[("b", "b.mp3: empty")]), Stage.VALID)
-    brain.on_stage_end(Stage.VALID, 0.0, 1)
+    brain.close_stage(Stage.TRAIN, 0.0, 1)
+    brain.open_stage(Stage.VALID, 1)
+    brain.pass_over(Share(batch("a", damaged=[("b", "b.mp3: empty")])), Stage.VALID, "valid", False)
+    brain.close_stage(Stage.VALID, 0.0, 1)
     assert "valid unread: 1" in (tmp_path / "train_log.txt").read_text()
 
 
 def test_blank_transcripts_after_many_steps_are_warned_of_once(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     brain, *_ = run_test(tmp_path, batch("a"))
-    brain.on_stage_end(Stage.TRAIN, 0.0, 1)
+    brain.close_stage(Stage.TRAIN, 0.0, 1)
     for epoch, (step, heard) in enumerate([(40, ""), (480, ""), (520, ""), (560, "yes")], start=1):
-        brain.on_stage_start(Stage.VALID, epoch)
+        brain.open_stage(Stage.VALID, epoch)
         brain.rows, brain.optimizer_step = [Row("a", "yes", heard)], step
-        brain.on_stage_end(Stage.VALID, 0.0, epoch)
+        brain.close_stage(Stage.VALID, 0.0, epoch)
         brain.metrics_log.flush()
         found = [one.headline for one in findings(read_run(tmp_path))]
         blank = "Validation hears nothing"
@@ -134,33 +134,39 @@ def following(folder, chance=3.0):
     return brain, masks
 
 
+def begin(brain):
+    """As ``fit`` does."""
+    brain.on_fit_start()
+    brain.open_step(brain.optimizer_step + 1)
+
+
 def facts(step, loss):
     return Facts(99.0 * loss, 7.0, 1.0, False, 1.0, 1.0, {}, {"spelling": (4.0 * loss, 4.0)}, number=step)
 
 
 def test_masks_follow_what_is_heard_by_the_tokens_part_of_the_loss_and_so_after_resuming(tmp_path):
     brain, masks = following(tmp_path)
-    brain.on_fit_start()
+    begin(brain)
     assert masks.strength == 0.0
     for step in range(1, 60):
-        brain.on_step_known(facts(step, 1.8))
+        brain.close_step(facts(step, 1.8))
         brain.optimizer_step = step
-        brain.on_fit_batch_end(None, None, None, True)
+        brain.open_step(step + 1)
     assert masks.strength == pytest.approx(0.5)  # 1.8 of 3.0: heard 0.4, half way from 0.2 to 0.6
-    brain.on_step_known(facts(60, 0.3))  # known already, and not followed yet
+    brain.close_step(facts(60, 0.3))  # known already, and not followed yet
     brain.checkpointer.save_checkpoint(meta={"WER": 50.0})
     brain.checkpointer.wait()
 
     again, others = following(tmp_path)
-    again.on_fit_start()
+    begin(again)
     assert others.strength == pytest.approx(0.5)
     for each, mask in ((brain, masks), (again, others)):
         each.optimizer_step = 62
-        each.on_fit_batch_end(None, None, None, True)
+        each.open_step(63)
         assert mask.strength == pytest.approx(0.5 + 0.05 * 0.5 / 0.4)
 
 
 def test_without_a_chance_masks_are_whole(tmp_path):
     brain, masks = following(tmp_path, chance=float("nan"))
-    brain.on_fit_start()
+    begin(brain)
     assert masks.strength == 1.0

@@ -1,5 +1,8 @@
 """What every task has from its base class, whatever it is trained for."""
 
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 import torch
 from speechbrain.core import Stage
@@ -10,6 +13,7 @@ from sbkit.tasks.task import Task
 from sbkit.train import loaders
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.distributed import ranks
+from sbkit.train.schedule import Schedule
 
 
 class Sums(Task):
@@ -33,6 +37,77 @@ def test_the_mean_of_checkpoints_is_tested_whatever_the_weights_are_called(tmp_p
     brain.checkpointer.wait()
     brain.on_evaluate_start(**brain.metric.order)
     assert all(torch.equal(parameter, torch.full_like(parameter, 1.5)) for parameter in brain.modules.parameters())
+
+
+class Counts(Task):
+    """Knows of each number that it evaluates, and says nothing to the hooks of its bases."""
+
+    def compute_forward(self, batch, stage):
+        return self.modules.head(batch[:, None])
+
+    def compute_objectives(self, outputs, batch, stage):
+        if stage != Stage.TRAIN:
+            self.rows += [SimpleNamespace(id=float(number)) for number in batch]
+        return outputs.sum()
+
+    def stats(self, rows):
+        return {"numbers": len(rows)}
+
+    def on_fit_start(self):
+        super().on_fit_start()
+        self.seen = []
+
+    def begin_run(self, texts, steps):
+        self.planned = texts, steps
+
+    def begin_step(self, step):
+        self.seen.append((step, self.optimizer.param_groups[0]["lr"]))
+
+    def validated(self, rows, stats):
+        self.seen.append((len(rows), stats["numbers"]))
+
+    def on_stage_start(self, stage, epoch=None):
+        self.seen.append(f"begin {stage.name}")
+
+    def on_stage_end(self, stage, stage_loss, epoch=None):
+        self.seen.append(f"end {stage.name}, {len(self.checkpointer.list_checkpoints())} saved")
+
+    def on_fit_batch_end(self, batch, outputs, loss, should_step):
+        pass
+
+    def on_step_known(self, facts):
+        pass
+
+    def evaluate_batch(self, batch, stage):
+        return self.compute_objectives(self.compute_forward(batch, stage), batch, stage).detach()
+
+
+class Damaged(torch.Tensor):
+    """A batch one of whose recordings could not be read."""
+
+    damaged = (("b", "b.wav: cut off"),)
+
+
+def test_a_hook_that_does_not_call_super_loses_nothing(tmp_path):
+    net, schedule = torch.nn.Linear(1, 1), Schedule(peak=0.1, warmup=2, shape="linear")
+    brain = Counts({"head": net}, partial(torch.optim.SGD, lr=9.0), {"schedule": schedule},
+                   {"device": "cpu", "noprogressbar": True}, Checkpointer(tmp_path, {"head": net}))
+    brain.open_run(["one"], 4)
+    brain.fit([1, 2], torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0, 5.0]))
+    assert brain.planned == (["one"], 4)
+    rates = [(step, schedule(step)) for step in range(1, 6)]
+    assert brain.seen == [
+        rates[0], "begin TRAIN", *rates[1:3], "end TRAIN, 0 saved", "begin VALID", (3, 3), "end VALID, 0 saved",
+        "begin TRAIN", *rates[3:], "end TRAIN, 1 saved", "begin VALID", (3, 3), "end VALID, 1 saved"]
+    assert len(brain.checkpointer.list_checkpoints()) >= 1
+
+
+def test_recordings_that_could_not_be_read_are_told_where_evaluate_batch_is_a_recipes_own(caplog):
+    brain = Counts({"head": torch.nn.Linear(1, 1)}, hparams={"epoch_counter": None}, run_opts={"device": "cpu"})
+    brain.on_stage_end = lambda *_: None
+    brain.seen = []
+    brain.evaluate([torch.tensor([1.0]).as_subclass(Damaged)], test_loader_kwargs={"batch_size": None})
+    assert brain.tested.unread == {"b": "b.wav: cut off"} and brain.tested.utterances == 1
 
 
 class Stream(IterableDataset):

@@ -68,7 +68,7 @@ def onto_the_device(hparams, brain):
 def step_on_stand_ins(*args, **overrides):
     """Two micro-batches and the update, all on stand-ins."""
     hparams, brain = made(*args, **overrides)
-    brain.on_stage_start(Stage.TRAIN, 1)
+    brain.open_stage(Stage.TRAIN, 1)
     batches = [batch_of(0, micro) for micro in range(2)]
     with stand_ins(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # autocast finds no card

@@ -75,6 +75,7 @@ def trial(request: arguments.Request, device: torch.device) -> Iterator[Trial]:
         brain = recipe.brain(request.run_opts, output_folder=None, schedule=None, checkpointer=None,
                              freeze=for_good(recipe.keys.freeze))
         brain.on_fit_start()
+        brain.open_step(brain.optimizer_step + 1)
         brain.stepper.freezing.train()
         # The run itself names idle layers.
         logging.getLogger("sbkit.train.distributed.parallel").setLevel(logging.ERROR)

@@ -111,11 +111,10 @@ class Averaged(DeepBrain, ASR):
     """Tests the mean of its two best checkpoints, as a recogniser does."""
 
     def on_stage_start(self, stage, epoch=None):
-        super().on_stage_start(stage, epoch)
         if stage.name == "TEST":
             self.tested = sharding._whole(state(self))
 
-    def on_stage_end(self, stage, stage_loss, epoch=None):
+    def close_stage(self, stage, loss, epoch=None):
         if stage.name == "VALID":
             self.checkpointer.save_checkpoint(meta={"WER": 10.0 - epoch})
 
