@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sbkit.commands.options import RUNS_CODE, add_search
 from sbkit.errors import SbkitError
@@ -14,7 +14,10 @@ from sbkit.system.console import table
 from sbkit.system.environment import check_torch_pair
 
 if TYPE_CHECKING:
+    from sbkit.data.remote import Remote
+    from sbkit.recipe.load import Recipe
     from sbkit.runs.evaluation import EvaluateRequest, Result
+    from sbkit.tasks.task import Task
 
 OVER_LIMIT = 1  # exit code
 
@@ -70,8 +73,8 @@ def evaluate(request: EvaluateRequest) -> int:
         ranks.shutdown()
 
 
-def _results(request: EvaluateRequest, recipe: Any, brain: Any, name: str, path: Path,
-             remote: Any) -> Iterator[Result]:
+def _results(request: EvaluateRequest, recipe: Recipe, brain: Task, name: str, path: Path,
+             remote: Remote) -> Iterator[Result]:
     from sbkit.data.manifest import Manifest
     from sbkit.runs import evaluation, restore, scoring
     from sbkit.train.distributed import ranks

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from sbkit.system import disk
 from sbkit.system.environment import check_torch_pair
 from sbkit.train.distributed import launcher
 from sbkit.train.memory import host
+
+if TYPE_CHECKING:
+    import torch
+
+    from sbkit.recipe.arguments import Request
+    from sbkit.recipe.load import Recipe
+    from sbkit.runs.start_guard import StartGuard
+    from sbkit.tasks.keys import TaskKeys
 
 HELP = (
     "Train, test and report. On several devices: torchrun --nproc_per_node=8 train.py RECIPE.yaml ...\n"
@@ -36,7 +44,7 @@ def run(words: list[str]) -> int:
     return 0
 
 
-def _run(request: Any, device: Any) -> None:
+def _run(request: Request, device: torch.device) -> None:
     from sbkit.recipe import load
     from sbkit.runs import preflight
     from sbkit.runs.lock import RunLock
@@ -57,7 +65,7 @@ def _run(request: Any, device: Any) -> None:
         ranks.shutdown()
 
 
-def _train(recipe: Any, request: Any, device: Any, guard: Any) -> None:
+def _train(recipe: Recipe, request: Request, device: torch.device, guard: StartGuard) -> None:
     from sbkit.recipe import load
     from sbkit.runs import completion, initial, preflight, preparation, pretrained, results, training
     from sbkit.train.distributed import ranks
@@ -91,7 +99,7 @@ def _train(recipe: Any, request: Any, device: Any, guard: Any) -> None:
         ranks.run_on_main(completion.keep, recipe.keys, request, brain.tested)
 
 
-def _resumed(keys: Any) -> list[Any]:
+def _resumed(keys: TaskKeys) -> list[object]:
     """The objects that come from a checkpoint of this run; none in a run that begins."""
     from sbkit.runs import initial
     from sbkit.train.distributed import ranks

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from sbkit.recipe.arguments import Request
 from sbkit.runs.layout import RECIPE, TESTED
 from sbkit.score.results import Results
 from sbkit.system.console import atomic_write
@@ -15,7 +16,7 @@ from sbkit.system.console import atomic_write
 _SHOW = {"param_file", "test_only", "noprogressbar", "tqdm_colored_bar", "log_config"}
 
 
-def done(keys: Any, request: Any) -> str:
+def done(keys: Any, request: Request) -> str:
     """The message for a run that was tested and has not changed since; empty if it has."""
     folder = keys.folder
     try:
@@ -35,7 +36,7 @@ def forget(keys: Any) -> None:
     (keys.folder / TESTED).unlink(missing_ok=True)
 
 
-def keep(keys: Any, request: Any, results: Results) -> None:
+def keep(keys: Any, request: Request, results: Results) -> None:
     """Record that the run is complete: its results, and what they were computed from."""
     if keys.checkpointer is None or not hasattr(keys.corpus, "manifest_path") or request.run_opts.debug:
         return  # the run can't be identified, or only part of it was run
@@ -44,7 +45,7 @@ def keep(keys: Any, request: Any, results: Results) -> None:
                    "of": _of(keys, request)}, out, indent=1)
 
 
-def _of(keys: Any, request: Any) -> dict[str, Any]:
+def _of(keys: Any, request: Request) -> dict[str, Any]:
     """Fingerprint of recipe, options, test set and checkpoints."""
     options, shelf = request.run_opts, keys.checkpointer
     written = (keys.folder / RECIPE).read_text(encoding="utf-8")

@@ -7,9 +7,10 @@ import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from sbkit.data.sources import Source
+from sbkit.data.corpus import Corpus
+from sbkit.data.remote import Remote
+from sbkit.data.sources import Named, Source
 from sbkit.errors import SbkitError
 from sbkit.recipe.load import Recipe
 from sbkit.runs.evaluation import EvaluateRequest, writing
@@ -21,7 +22,7 @@ _TEST = ("test", "testing")  # names of the split that is scored by default
 _ONE_FILE = (".csv", ".json", ".jsonl", ".parquet")
 
 
-def corpus(request: EvaluateRequest, recipe: Recipe) -> tuple[str, Path, Any]:
+def corpus(request: EvaluateRequest, recipe: Recipe) -> tuple[str, Path, Remote]:
     """The name of the results, the manifest to score, and the allowed URLs in it."""
     own = recipe.keys.corpus
     split = request.split or "test"
@@ -34,10 +35,9 @@ def corpus(request: EvaluateRequest, recipe: Recipe) -> tuple[str, Path, Any]:
     return name, corpus.manifest_path(split), corpus.remote
 
 
-def prepare(request: EvaluateRequest, own: Any, source: Any) -> tuple[str, Any]:
+def prepare(request: EvaluateRequest, own: Corpus,
+            source: Named | Source | None) -> tuple[str, Corpus]:
     """Prepare the split to score: the run's own, or another corpus's with texts normalised by the run's rules."""
-    from sbkit.data.corpus import Corpus
-
     title = request.name or (Path(str(source).split("?")[0]).name.split(".")[0] if source else "demo")
     if isinstance(source, Source):
         title = request.name or source.kind

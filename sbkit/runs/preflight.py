@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 from sbkit.errors import SbkitError
+from sbkit.recipe.arguments import Request
 from sbkit.recipe.load import Recipe
 from sbkit.recipe.source import Findings
 
 
-def before_run(request: Any) -> None:
+def before_run(request: Request) -> None:
     """Check the recipe of a run that is about to start: errors end the run, warnings are printed."""
     from sbkit.recipe.check import check
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from sbkit.data.splits import SPLITS
 from sbkit.errors import SbkitError
+from sbkit.recipe.arguments import Request
 from sbkit.recipe.load import Recipe
 from sbkit.runs.layout import ENVIRONMENT, RECIPE
 from sbkit.system import disk
@@ -18,7 +19,7 @@ from sbkit.system.environment import inventory
 LOG_CONFIG = Path(__file__).with_name("log-config.yaml")
 
 
-def open_folder(folder: str | Path, request: Any) -> None:
+def open_folder(folder: str | Path, request: Request) -> None:
     """Create the run's folder with the resolved recipe, the log and a record of the environment."""
     from speechbrain.core import create_experiment_directory
 
@@ -33,7 +34,7 @@ def open_folder(folder: str | Path, request: Any) -> None:
                          hint="choose another place with --output_folder") from error
 
 
-def _save_recipe(folder: Path, request: Any) -> None:
+def _save_recipe(folder: Path, request: Request) -> None:
     """Write the resolved recipe with SpeechBrain's header and under SpeechBrain's name for it."""
     from sbkit.recipe import load
 

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from speechbrain.utils.checkpoints import (
     DEFAULT_LOAD_HOOKS,
     DEFAULT_TRANSFER_HOOKS,
@@ -26,11 +27,12 @@ from speechbrain.utils.checkpoints import (
     torch_parameter_transfer,
     torch_recovery,
 )
+from speechbrain.utils.parameter_transfer import Pretrainer
 from torch import nn
 
 from sbkit.errors import SbkitError
 from sbkit.recipe.ownership import saved_by
-from sbkit.train.checkpoint.state import differences, load_file, load_state
+from sbkit.train.checkpoint.state import Hook, differences, load_file, load_state
 from sbkit.train.distributed import ranks
 
 logger = logging.getLogger(__name__)
@@ -38,15 +40,15 @@ logger = logging.getLogger(__name__)
 _NAMED = 5  # parameters that a warning lists
 
 
-def fetch(pretrainer: Any, saved: Iterable[Any] = ()) -> dict[str, str]:
+def fetch(pretrainer: Pretrainer | None, saved: Iterable[object] = ()) -> dict[str, str]:
     """Fetch all files on one rank, unless ``saved`` objects hold everything; every rank gets their paths by name."""
     return ranks.run_on_main(_collect, pretrainer) if _wanted(pretrainer, saved) else {}
 
 
-def load(pretrainer: Any, saved: Iterable[Any] = ()) -> None:
+def load(pretrainer: Pretrainer | None, saved: Iterable[object] = ()) -> None:
     """Fetch and load everything except what ``saved`` objects hold, which comes from a checkpoint."""
     wanted = _wanted(pretrainer, saved)
-    if not wanted:
+    if pretrainer is None or not wanted:
         return
     paths = ranks.run_on_main(_collect, pretrainer)
     for name, obj in wanted.items():
@@ -55,7 +57,7 @@ def load(pretrainer: Any, saved: Iterable[Any] = ()) -> None:
         logger.info("Pretrained: %s", ", ".join(f"{name} from {paths[name]}" for name in wanted))
 
 
-def _wanted(pretrainer: Any, saved: Iterable[Any]) -> dict[str, Any]:
+def _wanted(pretrainer: Pretrainer | None, saved: Iterable[object]) -> dict[str, Any]:
     """What the pretrainer has to load: all that no saved object holds."""
     if pretrainer is None:
         return {}
@@ -64,17 +66,17 @@ def _wanted(pretrainer: Any, saved: Iterable[Any]) -> dict[str, Any]:
             if pretrainer.is_loadable(name) and not _within(obj, held)}
 
 
-def _tensors(obj: Any) -> list[Any]:
+def _tensors(obj: object) -> list[torch.Tensor]:
     """The parameters and buffers of a module, as the same objects."""
     return list(obj.state_dict(keep_vars=True).values()) if isinstance(obj, nn.Module) else []
 
 
-def _within(obj: Any, held: set[int]) -> bool:
+def _within(obj: object, held: set[int]) -> bool:
     tensors = _tensors(obj)
     return bool(tensors) and all(id(tensor) in held for tensor in tensors)
 
 
-def _collect(pretrainer: Any) -> dict[str, str]:
+def _collect(pretrainer: Pretrainer) -> dict[str, str]:
     named, folder = dict(pretrainer.paths), pretrainer.collect_in
     wanted = [name for name in pretrainer.loadables if pretrainer.is_loadable(name)]
     for name in wanted:
@@ -98,7 +100,7 @@ def _collect(pretrainer: Any) -> dict[str, str]:
         pretrainer.paths = named  # SpeechBrain replaced them with where it put the files
 
 
-def _check_there(name: str, paths: Mapping[str, Any]) -> None:
+def _check_there(name: str, paths: Mapping[str, object]) -> None:
     """Raise if a local path doesn't exist: otherwise it would be looked up on the Hub."""
     if name not in paths:
         raise SbkitError(f"pretrainer: there is no path for {name}", hint=f"add {name}: FILE to its paths")
@@ -110,7 +112,7 @@ def _check_there(name: str, paths: Mapping[str, Any]) -> None:
                          hint="name a file, a URL, or owner/model/file on the Hugging Face Hub")
 
 
-def _load(obj: Any, name: str, path: str, custom: Any) -> None:
+def _load(obj: Any, name: str, path: str, custom: Hook | None) -> None:
     """Load by SpeechBrain's rules: with the recipe's hook, a parameter transfer, or a checkpoint's loader."""
     hook = custom or get_default_hook(obj, DEFAULT_TRANSFER_HOOKS)
     try:

@@ -20,7 +20,9 @@ from sbkit.recipe.load import Recipe
 from sbkit.recipe.source import BASE
 from sbkit.runs import pretrained
 from sbkit.runs.layout import RECIPE
+from sbkit.score.metric import Metric, Order
 from sbkit.train.averaging import EMA, load_mean, weights_among
+from sbkit.train.checkpoint import Checkpointer
 
 BEST, LAST = "best", "last"
 
@@ -114,7 +116,8 @@ def take_weights(brain: Any, checkpoint: str = BEST, mean_of: int = 1) -> list[C
     return [used]
 
 
-def order_of(shelf: Any, metric: Any, checkpoint: str, asked: str = f"--checkpoint {LAST}") -> dict[str, Any]:
+def order_of(shelf: Checkpointer, metric: Metric, checkpoint: str,
+             asked: str = f"--checkpoint {LAST}") -> Order:
     """How to rank a run's checkpoints when ``checkpoint`` is asked for: by the task's metric, or by time if empty.
 
     metric : of the task
@@ -122,14 +125,14 @@ def order_of(shelf: Any, metric: Any, checkpoint: str, asked: str = f"--checkpoi
     """
     if not shelf.list_checkpoints():
         raise SbkitError(f"{shelf.checkpoints_dir} holds no checkpoint", hint="has the run saved one yet?")
-    order = metric.order if checkpoint == BEST else {}
+    order = metric.order if checkpoint == BEST else Order()
     if order and not any(metric.name in ckpt.meta for ckpt in shelf.list_checkpoints()):
         raise SbkitError(f"no checkpoint in {shelf.checkpoints_dir} was validated, so none is the best by "
                          f"{metric.name}", hint=f"use the newest ({asked})")
     return order
 
 
-def named(shelf: Any, name: str) -> Checkpoint:
+def named(shelf: Checkpointer, name: str) -> Checkpoint:
     """The checkpoint whose folder has this name, or the only one whose name contains it."""
     there = {Path(ckpt.path).name: ckpt for ckpt in shelf.list_checkpoints()}
     wanted = Path(name).name

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
 
 from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
 from sbkit.score.report import write_report
 from sbkit.score.results import Results, tell_unread
+from sbkit.train.monitor.metrics import MetricsLog
 
 logger = logging.getLogger(__name__)
 
 
-def show(results: Results, folder: Path, manifest: Manifest, left_out: str | None, metrics_log: Any) -> None:
+def show(results: Results, folder: Path, manifest: Manifest, left_out: str | None,
+         metrics_log: MetricsLog | None) -> None:
     """Write the files, print the results and where the rest is, and write the report."""
     results.write(folder, manifest, "test")
     for line in results.lines():

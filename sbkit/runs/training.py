@@ -14,18 +14,20 @@ from sbkit.data.manifest import Manifest
 from sbkit.data.plan import Plan
 from sbkit.errors import SbkitError
 from sbkit.recipe import flops
+from sbkit.recipe.arguments import Request
 from sbkit.recipe.load import Recipe
 from sbkit.recipe.speed import peak_of
 from sbkit.runs import initial
 from sbkit.runs.start_guard import StartGuard
 from sbkit.system.environment import command, describe
+from sbkit.train.brain import Brain
 from sbkit.train.distributed import ranks
 from sbkit.train.monitor.utilisation import Utilisation
 
 logger = logging.getLogger(__name__)
 
 
-def fit_and_test(recipe: Recipe, request: Any, device: torch.device, manifests: Mapping[str, Manifest],
+def fit_and_test(recipe: Recipe, request: Request, device: torch.device, manifests: Mapping[str, Manifest],
                  guard: StartGuard) -> Any:
     """Train the remaining epochs, then test; returns the Brain, which has the results."""
     keys, train = recipe.keys, manifests["train"]
@@ -73,7 +75,7 @@ def _from_here_on(guard: StartGuard, epochs: Iterable[int], resumed: bool) -> It
     yield from epochs
 
 
-def _utilisation(brain: Any, device: torch.device, manifest: Manifest) -> Utilisation | None:
+def _utilisation(brain: Brain, device: torch.device, manifest: Manifest) -> Utilisation | None:
     """The FLOPs of training on a second of this corpus, and the device's peak; None if unknown."""
     if not ranks.is_main():
         return None
@@ -87,7 +89,7 @@ def _utilisation(brain: Any, device: torch.device, manifest: Manifest) -> Utilis
     return found
 
 
-def _write_down(brain: Any, device: torch.device) -> None:
+def _write_down(brain: Brain, device: torch.device) -> None:
     """Record how the run was started and on what machine, for its report."""
     if brain.metrics_log is not None:
         parameters = sum(parameter.numel() for parameter in brain.modules.parameters())

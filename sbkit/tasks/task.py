@@ -11,7 +11,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from speechbrain.core import Stage
@@ -26,6 +26,7 @@ from sbkit.recipe.source import Findings, Node
 from sbkit.recipe.trace import Trace
 from sbkit.runs.evaluation import EvaluateRequest
 from sbkit.runs.initial.vocabulary import TokenTables
+from sbkit.score.metric import Metric
 from sbkit.score.results import Results, tell_unread
 from sbkit.tasks import start
 from sbkit.tasks.keys import TaskKeys
@@ -35,23 +36,9 @@ from sbkit.train.brain import Brain
 if TYPE_CHECKING:
     from sbkit.export.exported import Exported
 
+__all__ = ["Metric", "Task"]
+
 logger = logging.getLogger(__name__)
-
-
-class Metric(NamedTuple):
-    """What the best checkpoint has least or most of, among what ``stats`` gives."""
-
-    name: str
-    lower_is_better: bool = True
-
-    @property
-    def order(self) -> dict[str, str]:
-        """As ``Brain.evaluate`` takes it: the key of the best checkpoint."""
-        return {"min_key" if self.lower_is_better else "max_key": self.name}
-
-    def best(self, values: Sequence[float]) -> float:
-        """The best of some values."""
-        return min(values) if self.lower_is_better else max(values)
 
 
 class Task(Brain):

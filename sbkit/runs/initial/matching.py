@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -216,7 +216,7 @@ class Match:
         return f'draw them anew: --init_leave "[{", ".join(names)}]"'
 
 
-def _heads(parts: Parts, paths: Mapping[str, Any]) -> Iterator[str]:
+def _heads(parts: Parts, paths: Iterable[str]) -> Iterator[str]:
     """Everything that stands before a dot in the names of tensors, with that."""
     for path in paths:
         for name in parts.names(path):
@@ -228,5 +228,5 @@ def _shape(tensor: torch.Tensor) -> str:
     return "x".join(map(str, tensor.shape)) or "a number"
 
 
-def _some(names: Any) -> str:
-    return listed(list(names), most=3)
+def _some(names: Iterable[str]) -> str:
+    return listed(names, most=3)

@@ -96,14 +96,14 @@ class SavedNames:
                     return float(rank if alpha is None else alpha) / float(rank)
         return None
 
-    def _prefixes(self, node: Any, before: str = "") -> Iterator[tuple[str, str]]:
+    def _prefixes(self, node: object, before: str = "") -> Iterator[tuple[str, str]]:
         for place, inner in _inside(node):
             if id(inner) in self._keys:
                 yield f"{before}{place}.", self._keys[id(inner)]
             yield from self._prefixes(inner, f"{before}{place}.")
 
 
-def _inside(node: Any) -> Iterator[tuple[str, Any]]:
+def _inside(node: object) -> Iterator[tuple[str, object]]:
     """What a module is made with, by the name that it is held under: a place in a list, or the argument's."""
     kind = _kind(node)
     if isinstance(node, Mapping) and tag_of(node).startswith("!new:"):
@@ -114,7 +114,7 @@ def _inside(node: Any) -> Iterator[tuple[str, Any]]:
         yield from _placed(node[0] if kind == "ModuleList" and node and isinstance(node[0], list) else node)
 
 
-def _placed(nodes: list[Any]) -> Iterator[tuple[str, Any]]:
+def _placed(nodes: list[object]) -> Iterator[tuple[str, object]]:
     return ((str(place), inner) for place, inner in enumerate(nodes))
 
 

@@ -21,6 +21,7 @@ from sbkit.runs.initial.files import NoTensors, looks_like_tensors, plain_state,
 from sbkit.runs.initial.names import SavedNames
 from sbkit.runs.initial.vocabulary import Vocabulary
 from sbkit.runs.layout import RECIPE
+from sbkit.score.metric import Metric, Order
 from sbkit.train.averaging import average, weights_in
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.checkpoint.adapted import BASE, base_file, read_base
@@ -48,7 +49,7 @@ class Source:
     """Of what they hold, where there is that recipe."""
     shelf: Checkpointer | None = None
     mean_of: int = 1
-    order: Mapping[str, Any] = field(default_factory=dict)
+    order: Order = field(default_factory=Order)
     """With a shelf: the mean of how many of its checkpoints, and which are the best."""
     tokenizer: Path | None = None
     lost_tokenizer: Path | None = None
@@ -133,7 +134,7 @@ class Source:
         return Vocabulary(tokenizer.pieces(), {role: place for role, place in ids.items() if place >= 0})
 
 
-def find(path: str | Path, checkpoint: str, mean_of: int, metric: Any) -> Source:
+def find(path: str | Path, checkpoint: str, mean_of: int, metric: Metric) -> Source:
     """What a path holds, with nothing read that is large.
 
     checkpoint, mean_of : as ``restore.take_weights`` takes them, of a run
@@ -198,7 +199,7 @@ def _config(folder: Path) -> dict[str, Any]:
 # ------------------------------------------------------------ a run
 
 
-def _of_run(run: Path, checkpoint: str, mean_of: int, metric: Any) -> Source:
+def _of_run(run: Path, checkpoint: str, mean_of: int, metric: Metric) -> Source:
     tree = _moved(run)
     folder = Path(str(tree["checkpointer"].get("checkpoints_dir", run / "save")))
     if not folder.is_dir():
@@ -216,7 +217,7 @@ def _of_run(run: Path, checkpoint: str, mean_of: int, metric: Any) -> Source:
     return made
 
 
-def _of_checkpoint(path: Path, metric: Any) -> Source:
+def _of_checkpoint(path: Path, metric: Metric) -> Source:
     """Of a run where its recipe lies above; else whatever tensors its files hold."""
     run = next((above for above in list(path.absolute().parents)[:2] if (above / RECIPE).is_file()), None)
     if run is not None:
@@ -229,7 +230,7 @@ def _of_checkpoint(path: Path, metric: Any) -> Source:
     return Source(f"the checkpoint {path}", files)
 
 
-def _chosen(shelf: Checkpointer, checkpoint: str, order: Mapping[str, Any]) -> Checkpoint:
+def _chosen(shelf: Checkpointer, checkpoint: str, order: Order) -> Checkpoint:
     if checkpoint not in (restore.BEST, restore.LAST):
         found = restore.named(shelf, checkpoint)
         _refuse_damaged(Path(found.path))
@@ -307,6 +308,6 @@ def _of_speechbrain(folder: Path) -> Source:
                   no_tensors=dict.fromkeys(others, _OTHER))
 
 
-def _beside(folder: Path, name: str, said: Any) -> Path | None:
+def _beside(folder: Path, name: str, said: object) -> Path | None:
     tried = [folder / f"{name}{PARAMFILE_EXT}", *([folder / Path(str(said)).name] if said else [])]
     return next((path for path in tried if path.is_file()), None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from sbkit.runs.initial.matching import Fate
 from sbkit.system.console import table
@@ -50,7 +49,7 @@ def _by_head(entries: list[Entry], depth: int) -> list[tuple[str, list[Entry]]]:
 
 def _in_a_row(rows: list[Fate], depth: int) -> list[Fate]:
     """Numbered neighbours of one fate as one row."""
-    def kind(fate: Fate) -> tuple[Any, ...]:
+    def kind(fate: Fate) -> tuple[object, ...]:
         words = fate.name.split(".")
         numbered = len(words) == depth + 1 and words[-1].isdigit()
         return (fate.what, fate.why, *words[:-1]) if numbered else (fate,)
