@@ -1,4 +1,4 @@
-"""Writes docs/keys.md from what the classes declare: ``make docs``. A test holds the two equal."""
+"""Writes docs/keys.md from the classes that declare keys: ``make docs``. A test checks that the page is up to date."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "keys.md"
 
 
 class Chapter(NamedTuple):
-    """Keys that one class declares."""
+    """A section of the page: the keys that one class declares."""
 
     title: str
     keys: type[Keys]
@@ -35,13 +35,13 @@ CHAPTERS = (
 
 _HEAD = """# Keys of a recipe
 
-Made by `make docs` from what the classes declare; edit the declarations, not this page.
+Made by `make docs` from the declarations in the code; edit those, not this page.
 
-A recipe's keys are read once, when it is loaded. A value that can't be is refused, with its line, by `sbkit check` and
-before a run begins. A key that is not among these, nor a run option, is the recipe's own: others refer to it
-(`!ref <d_model>`), or the task reads it. One that nothing reads and nothing refers to gets a warning, since it has no
-effect. `--KEY VALUE` behind a command gives any key of the recipe another value, or one that is declared here and that
-the recipe does not write; `--KEY.ARGUMENT VALUE` gives one to an argument of what the recipe builds there.
+A recipe's keys are read once, when it is loaded. A value out of range is refused, with its line, by `sbkit check` and
+before a run begins. A key that is neither listed here nor a run option is the recipe's own: others refer to it
+(`!ref <d_model>`), or the task reads it. A key that nothing reads and nothing refers to has no effect, and gets a
+warning. On the command line, `--KEY VALUE` sets a key that the recipe has or that is listed here, and
+`--KEY.ARGUMENT VALUE` an argument of the object that the recipe builds there.
 
 "Object" is whatever the recipe builds there with `!new:` or names with `!name:`. What that takes is in its class's
 docstring, such as `python -m pydoc sbkit.data.corpus.Corpus`; [extend.md](extend.md) has tasks with keys of their own.
@@ -60,7 +60,7 @@ sbkit adds `precision: auto` and `eval_precision: auto` (bf16 where the device c
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the text of the page."""
     parts = [_HEAD]
     for title, keys, of in CHAPTERS:
         own = [declared for declared in keys.declared().values() if declared.by == keys.__name__]

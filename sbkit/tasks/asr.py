@@ -1,9 +1,10 @@
-"""What every recogniser is: a task that hears words, scores them, and notices whether it learns to."""
+"""The base class of recognisers: tasks that transcribe, score words, and notice when they do not learn."""
 
 from __future__ import annotations
 
 import logging
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -23,12 +24,12 @@ from sbkit.train.step import Facts
 
 logger = logging.getLogger(__name__)
 
-#: Labels of a second of usual speech.
+#: Labels in a second of typical speech.
 LETTERS_PER_SECOND, PIECES_PER_SECOND = 16, 6
 
 
 class Choice(NamedTuple):
-    """One transcript that a search found, with natural logarithms: what it sorts by, and the sound's part of it."""
+    """One transcript of a search, with its score and the acoustic part of that, both natural logarithms."""
 
     text: str
     score: float
@@ -36,30 +37,30 @@ class Choice(NamedTuple):
 
 
 def choices(found: Sequence[Any]) -> tuple[Choice, ...]:
-    """Of the hypotheses of an utterance what a row keeps."""
+    """Convert a search's hypotheses for an utterance to what a row keeps."""
     return tuple(Choice(one.text, one.score, one.acoustic) for one in found)
 
 
 class Row(NamedTuple):
-    """One utterance of validation or test, as it was heard."""
+    """One transcribed utterance of a validation or test."""
 
     id: str
     reference: str
     hypothesis: str
-    confidence: float | None = None  # 0 to 1; None where nothing was heard, or the task does not say
-    nbest: Sequence[Choice] = ()  # of a search, the hypothesis first
+    confidence: float | None = None  # 0 to 1; None for an empty hypothesis, or if the task has none
+    nbest: Sequence[Choice] = ()  # a search's, best first
 
 
 class ASR(Task):
-    """A task that scores words: ``self.rows`` are to be filled with ``Row`` in validation and test."""
+    """A task that scores words; its ``compute_objectives`` adds a ``Row`` to ``self.rows`` for each utterance."""
 
     Keys: ClassVar[type[TaskKeys]] = RecogniserKeys
     metric = Metric("WER")
     keys: RecogniserKeys
     loss_of_tokens: ClassVar[str | None] = None
-    """The name in ``Loss.extras`` of the part that is, per token, the tokens' entropy while nothing is heard yet.
+    """The name in ``Loss.extras`` of a part that, per token, equals the tokens' entropy until the model learns to hear.
 
-    With it a run warns of a model that hears nothing; None: no part of this loss is.
+    A run watches it and warns if the model hears nothing. None if the loss has no such part.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -75,24 +76,27 @@ class ASR(Task):
     @classmethod
     def prepare(cls, keys: RecogniserKeys, manifests: Mapping[str, Manifest],
                 given: Mapping[str, Any]) -> dict[str, Any]:
-        """Make the tokenizer. How many characters there are is nothing that a recipe, whose number is right for one
-        corpus only, can know; a number given on the command line is meant."""
-        tokenizer, said = keys.tokenizer, keys.output_neurons
+        """Make the tokenizer.
+
+        The number of characters depends on the corpus, so it replaces the recipe's ``output_neurons``, but not one that
+        was given on the command line.
+        """
+        tokenizer, declared = keys.tokenizer, keys.output_neurons
         follows: dict[str, Any] = {}
         if keys.init_tokenizer == "keep":
             tokenizer, follows = kept(keys, manifests["train"].texts, given)
-        elif "output_neurons" not in given and said == tokenizer.vocab_size:
+        elif "output_neurons" not in given and declared == tokenizer.vocab_size:
             size = tokenizer.follow(manifests["train"].texts)
             if size is not None:
-                print(f"output_neurons: {size}, what the characters of this corpus need (the recipe says {said})",
+                print(f"output_neurons: {size}, the number of characters in this corpus (the recipe has {declared})",
                       file=sys.stderr)
                 follows["output_neurons"] = size
         tokenizer.prepare(manifests["train"].texts)
         for split, manifest in manifests.items():
-            alien = tokenizer.coverage(manifest.texts)
-            if alien:
-                listed = ", ".join(f"{char!r} x {times}" for char, times in alien.most_common(10))
-                logger.warning("The tokenizer cannot express %d characters of %s: %s", alien.total(), split, listed)
+            uncovered = tokenizer.coverage(manifest.texts)
+            if uncovered:
+                logger.warning("The tokenizer cannot express %d characters of %s: %s", uncovered.total(), split,
+                               _most_common(uncovered))
         return follows
 
     @classmethod
@@ -101,18 +105,17 @@ class ASR(Task):
 
     @classmethod
     def encoder(cls, keys: RecogniserKeys) -> Encoder:
-        """The tokenizer, which must be as large as the model's outputs are many."""
+        """Return the tokenizer; raises unless it has as many tokens as the model has outputs."""
         tokenizer = keys.tokenizer.load()
         tokenizer.check(keys.output_neurons)
         return tokenizer
 
     @classmethod
     def look_at_texts(cls, keys: RecogniserKeys, texts: Sequence[str]) -> None:
-        strange = keys.tokenizer.coverage(texts)
-        if strange:
-            listed = ", ".join(f"{char!r} x {times}" for char, times in strange.most_common(10))
+        uncovered = keys.tokenizer.coverage(texts)
+        if uncovered:
             logger.warning("The model cannot write %d characters of these texts, so each is an error: %s",
-                           strange.total(), listed)
+                           uncovered.total(), _most_common(uncovered))
 
     @property
     def labels_per_second(self) -> float:
@@ -125,7 +128,7 @@ class ASR(Task):
     # ------------------------------------------------------------ training
 
     def open_run(self, texts: Sequence[str], steps: int) -> None:
-        """Take in how often each token comes, by which it is known what chance is."""
+        """Compute the loss at chance from the training texts, and begin the run."""
         self.hearing.chance, self.alarm.planned = self.keys.tokenizer.entropy(texts), steps
         super().open_run(texts, steps)
 
@@ -138,39 +141,43 @@ class ASR(Task):
             self._tell(self.alarm.end(self.optimizer_step))
 
     def close_step(self, facts: Facts) -> None:
-        """Take in the step's loss."""
+        """Record a step's loss for the masks that follow it and for the warnings."""
         self.alarm.count(facts.extras)
         total, tokens = facts.extras.get(self.loss_of_tokens or "", (facts.total, facts.count))
         self.hearing.count(facts.number, total, tokens)
         super().close_step(facts)
 
     def open_step(self, number: int) -> None:
-        """Set the learning rate, and the strength of what makes the task harder."""
-        harder, heard = self.keys.spec_augment, self.hearing.at(number)
-        if self.hearing.known and hasattr(harder, "follow"):
-            harder.follow(heard)
+        """Set the learning rate and the strength of masks that follow what the model hears."""
+        masks, heard = self.keys.spec_augment, self.hearing.at(number)
+        if self.hearing.known and hasattr(masks, "follow"):
+            masks.follow(heard)
         super().open_step(number)
         self._tell(self.alarm.look(number, self.hearing, self.learning_rate))
 
     def _tell(self, notices: Iterable[Notice]) -> None:
-        """What all ranks know, on one."""
+        """Log notices, which are the same on all ranks, on the main one."""
         for notice in notices:
             if ranks.is_main():
                 logger.log(logging.WARNING if notice.holds else logging.INFO, "%s", notice.text())
             if self.metrics_log is not None:
                 self.metrics_log.write("warning", **notice._asdict())
 
-    # ------------------------------------------------------------ what came out
+    # ------------------------------------------------------------ validation and test
 
     def stats(self, rows: Sequence[Row]) -> dict[str, float]:
         words, characters = score(rows)
         return {"WER": words.rate, "CER": characters.rate}
 
     def close_validation(self, rows: Sequence[Row], stats: Mapping[str, float]) -> None:
-        """Notice a validation in which nothing was heard."""
+        """Warn if nearly nothing was heard, and finish the validation."""
         empty = sum(not row.hypothesis.strip() for row in rows)
         self._tell(self.alarm.validated(self.optimizer_step, empty, len(rows), stats["CER"]))
         super().close_validation(rows, stats)
 
     def results(self, rows: Sequence[Row], loss: float, unread: Mapping[str, str]) -> Transcripts:
         return Transcripts.of(rows, loss, unread)
+
+
+def _most_common(characters: Counter[str]) -> str:
+    return ", ".join(f"{char!r} x {times}" for char, times in characters.most_common(10))

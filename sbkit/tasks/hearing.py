@@ -1,4 +1,4 @@
-"""How much a recogniser has come to hear: its training loss, between chance and none at all."""
+"""Tracks how much a recogniser hears, from its training loss: 0 at chance, 1 at a loss of 0."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from typing import Any
 import yaml
 from speechbrain.utils.checkpoints import mark_as_loader, mark_as_saver, register_checkpoint_hooks
 
-#: The weight of the newest step in the moving average of the loss: its memory is some twenty steps.
+#: The weight of the newest step in the moving average of the loss, which so spans about twenty steps.
 NEWEST = 0.05
-#: What is known of a step before step N begins may differ by device and by what was saved on the way; of step N - LAG
-#: and those before it is known everywhere. So all ranks, and a run that was resumed, go by the same steps.
+#: Before step N begins, losses up to step N - LAG are known on any device, whether or not the run was resumed. Later
+#: ones may or may not be, so they are left out: all ranks, and a resumed run, see the same.
 LAG = 3
 
 
 @register_checkpoint_hooks
 class Hearing:
-    """A moving average of the loss per token, and what share of chance it has left behind.
+    """A moving average of the loss per token, compared with chance.
 
     Chance is the entropy of the tokens (see ``Tokenizer.entropy``): the loss of a model that knows how often each token
-    comes and hears nothing. Training with CTC comes down to it within some dozens of steps, and stays there until the
+    occurs and hears nothing. A CTC loss, for example, falls to it within some dozens of steps and stays there until the
     model begins to hear.
+
+    chance : NaN if it is not known
 
     >>> hearing = Hearing(chance=3.0)
     >>> for step in range(1, 200):
@@ -34,25 +36,25 @@ class Hearing:
     def __init__(self, chance: float = math.nan):
         self.chance = chance
         self._loss: float | None = None
-        self._recent: list[tuple[int, float]] = []  # steps, and their loss per token, that don't count yet
+        self._recent: list[tuple[int, float]] = []  # steps that don't count yet, and their loss per token
 
     def count(self, step: int, total: float, tokens: float) -> None:
-        """Take in a step's loss, summed over its tokens; one that is not finite tells nothing."""
+        """Record a step's loss, summed over its tokens; one that is not finite is ignored."""
         if tokens > 0 and math.isfinite(total):
             self._recent.append((step, total / tokens))
 
     @property
     def known(self) -> bool:
-        """Whether somebody has said what chance is."""
+        """Whether chance is known."""
         return self.chance > 0
 
     @property
     def loss(self) -> float | None:
-        """The average per token that ``at`` went by last; None before there is any."""
+        """The average loss per token at the last call of ``at``; None if there was none yet."""
         return self._loss
 
     def at(self, step: int) -> float:
-        """What is heard when ``step`` begins: 0 (nothing: the loss is chance or above) to 1 (a loss of 0)."""
+        """How much is heard when ``step`` begins: from 0 (the loss is at chance or above) to 1 (a loss of 0)."""
         while self._recent and self._recent[0][0] <= step - LAG:
             _, loss = self._recent.pop(0)
             self._loss = loss if self._loss is None else self._loss + NEWEST * (loss - self._loss)

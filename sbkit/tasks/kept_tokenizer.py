@@ -1,4 +1,4 @@
-"""The tokenizer of what a run starts from, as its own."""
+"""Reuses the tokenizer of the model that a run starts from: ``init_tokenizer: keep``."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from sbkit.errors import SbkitError
 from sbkit.runs import initial
 from sbkit.system.console import atomic_write
 
-#: What it is called in the run's folder.
+#: Its file name in the folder of the recipe's tokenizer.
 NAME = "initial.model"
 _NEW = "write init_tokenizer: new, which keeps the rows of tokens that both have"
 
 
 def kept(keys: Any, texts: Sequence[str], given: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
-    """The source's tokenizer, copied into the run's folder, and the keys whose values follow from it.
+    """Copy the source's tokenizer into the run's folder; returns it, and the keys whose values follow from it.
 
-    texts : what it has to be able to write; given : what was overridden on the command line
+    texts : of the train split, which it must be able to write
+    given : the keys that were set on the command line
     """
     path = keys.tokenizer.folder / NAME
     if initial.fresh(keys) or not path.is_file():
         source = initial.source_of(keys)
         if source is None:
-            raise SbkitError("init_tokenizer: keep has nothing to keep", hint="name what to start from: init_from")
+            raise SbkitError("init_tokenizer: keep needs a model to take the tokenizer from",
+                             hint="name one: init_from")
         if source.tokenizer is None:
             raise SbkitError(f"init_tokenizer: keep: {source.told} has no tokenizer", hint=_NEW)
         proto = source.tokenizer.read_bytes()
@@ -32,10 +34,10 @@ def kept(keys: Any, texts: Sequence[str], given: Mapping[str, Any]) -> tuple[Tok
         with atomic_write(path, "wb") as file:
             file.write(proto)
     tokenizer = Tokenizer(path.parent, model=path).load()
-    lacking = tokenizer.coverage(texts)
-    if lacking:
-        shown = ", ".join(f"{char!r} x {times}" for char, times in lacking.most_common(10))
-        raise SbkitError(f"init_tokenizer: keep: that tokenizer has no piece for {len(lacking)} characters of the "
+    uncovered = tokenizer.coverage(texts)
+    if uncovered:
+        shown = ", ".join(f"{char!r} x {times}" for char, times in uncovered.most_common(10))
+        raise SbkitError(f"init_tokenizer: keep: that tokenizer has no piece for {len(uncovered)} characters of the "
                          f"train split: {shown}", hint=_NEW)
     plain = [piece for piece in tokenizer.pieces() if not piece.startswith("<")]
     kind = "char" if all(len(piece) == 1 for piece in plain) else "unigram"

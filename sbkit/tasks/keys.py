@@ -1,4 +1,4 @@
-"""Keys that recipes of every task of ``sbkit train`` have, and those that every recogniser has."""
+"""Keys of every task, and of every recogniser."""
 
 from __future__ import annotations
 
@@ -25,33 +25,33 @@ class TaskKeys(TrainKeys):
     schedule: Any = key("a sbkit.train.schedule.Schedule of the learning rate", None)
     checkpointer: Any = key("a sbkit.train.checkpoint.Checkpointer", None)
     pretrainer: Any = key("SpeechBrain's Pretrainer: weights that are fetched, and loaded before training begins", None)
-    init_from: str | None = key("weights to start from, with a recipe's names: a run, a checkpoint, a bundle, a folder "
-                                "for EncoderASR, or a .safetensors file", None)
-    init_checkpoint: str = key("of a run, which: best, last, or the name of one", "best")
-    init_average: int = key("of a run, the mean of so many of the best checkpoints (with last: of the newest)", 1, SIZE)
-    init_leave: Any = key("a list of parts that are drawn anew and not taken", None, NAMES)
+    init_from: str | None = key("weights to start from, matched by the recipe's names: a run, a checkpoint, a bundle, "
+                                "a folder for EncoderASR, or a .safetensors file", None)
+    init_checkpoint: str = key("which checkpoint of that run: best, last, or the name of one", "best")
+    init_average: int = key("the mean of this many of its best checkpoints instead (with last: of the newest)", 1, SIZE)
+    init_leave: Any = key("a list of parts that are not taken but drawn anew", None, NAMES)
     train_logger: Any = key("a sbkit.train.train_log.TrainLog: a line for each epoch", None)
     augment: Any = key("a sbkit.data.augment.Augment of waveforms, in the processes that read them", None)
-    number_of_epochs: int | None = key("how often training goes through the corpus: the limit of epoch_counter, which "
-                                       "has to refer to it", None, SIZE)
-    num_workers: int = key("processes that read audio; 0: the run's own", 2, COUNT)
-    sample_rate: int = key("samples a second that the model hears; recordings that have others are resampled",
+    number_of_epochs: int | None = key("how often training goes through the corpus; the limit of epoch_counter has to "
+                                       "refer to it", None, SIZE)
+    num_workers: int = key("processes that read audio; 0: the run reads it itself", 2, COUNT)
+    sample_rate: int = key("samples a second that the model takes; recordings with another rate are resampled",
                            16_000, HERTZ)
-    language: str | None = key("of the corpus, told in its bundle", None)
-    experiment: str | None = key("a name for what is tried, told in its bundle", None)
-    keep_checkpoints: int = key("how many of the best checkpoints stay beside the last", 1, SIZE)
-    keep_every: int | None = key("keep the checkpoint of every so many epochs for good; 0: none", None, COUNT)
-    average_checkpoints: int = key("test the mean of so many of the best checkpoints", 1, SIZE)
+    language: str | None = key("the corpus's language, named in its bundle", None)
+    experiment: str | None = key("a name for the experiment, named in its bundle", None)
+    keep_checkpoints: int = key("how many of the best checkpoints are kept beside the last", 1, SIZE)
+    keep_every: int | None = key("keep the checkpoint of every nth epoch for good; 0: of none", None, COUNT)
+    average_checkpoints: int = key("test the mean of this many of the best checkpoints", 1, SIZE)
 
     def numbers_of_the_task(self) -> dict[str, Any]:
-        """What may decide how much memory a step takes: the sample rate, and numbers and texts that a task declares."""
+        """What a step's memory may depend on: the sample rate, and the numbers and texts that the task declares."""
         own = [name for name, known in self.declared().items()
                if known.plain and known.by not in ("TrainKeys", "TaskKeys")]
         return {name: vars(self).get(name) for name in ("sample_rate", *own)}
 
     @property
     def folder(self) -> Path:
-        """The output folder, which a run can't do without."""
+        """The output folder; raises if the recipe has none."""
         if self.output_folder is None:
             raise SbkitError("the recipe has no output_folder", hint="say where checkpoints and results go")
         return Path(self.output_folder)
@@ -59,10 +59,10 @@ class TaskKeys(TrainKeys):
 
 @dataclass(kw_only=True)
 class RecogniserKeys(TaskKeys):
-    """Keys of every task that hears words."""
+    """Keys of every recogniser."""
 
     tokenizer: Any = key("a sbkit.data.tokens.Tokenizer")
     output_neurons: int = key("the size of the vocabulary; with characters it follows from the text", allowed=SIZE)
-    init_tokenizer: str = key("new: made from this corpus, rows of equal pieces are taken; keep: that of init_from",
-                              "new", OneOf(("new", "keep")))
+    init_tokenizer: str = key("new: one is made from this corpus, and rows of pieces that both have are taken; keep: "
+                              "that of init_from", "new", OneOf(("new", "keep")))
     spec_augment: Any = key("what masks features in training, such as sbkit.nn.spec_augment.SpecAugment", None)

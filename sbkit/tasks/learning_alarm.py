@@ -1,4 +1,4 @@
-"""Whether a recogniser learns: notices, while there is time, that it hears nothing or no longer what it did."""
+"""Notices during training that a recogniser hears nothing, or no longer what it did."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from sbkit.tasks import learning_notice as words
 from sbkit.tasks.hearing import Hearing
 from sbkit.tasks.learning_notice import CHANCE, DIVERGENCE, HEARS, KINDS, NOTHING, VALIDATION, Notice, Seen, Setup
 
-#: A peak below ``USUAL_RATE`` is given as many times more steps, up to so many times: a rate of nearly nothing is told.
+#: A run whose learning rate peaks below ``USUAL_RATE`` is given proportionally more steps, up to this many times.
 MOST_TIMES = 3.0
-#: Share of characters, in per cent, from which validation has heard nothing (blanks make 100), and below which it has.
+#: CER in per cent from which a validation counts as having heard nothing (empty transcripts make 100), and below which
+#: it has heard something again.
 DEAF, HEARD_AGAIN = 95.0, 90.0
-#: What is heard has fallen to this share of its best; it is back from the second one on.
+#: What is heard has fallen below the first share of its best; it is back from the second on.
 FALLEN, BACK = 0.5, 0.6
-#: Times its ceiling (chance, or where it began) the loss has grown beyond all; it is back from the second one on.
+#: The loss has grown beyond the first factor of its ceiling (chance, or where it began); it is back below the second.
 GROWN, SHRUNK = 1.5, 1.25
-#: Steps that a fall has to last: more than the moving average's memory of twenty, and of a long run a share.
+#: Steps that a fall has to last: more than the twenty that the moving average spans, and in a long run a share of it.
 LASTING, LASTING_SHARE = 50, 0.02
-#: Steps until the moving average is one.
+#: Steps until the moving average has settled.
 SETTLED = 20
 
 
@@ -32,51 +33,51 @@ SETTLED = 20
 class _State:
     per_token: bool = False  # the loss has a part that can be compared with chance
     rate: float | None = None  # the highest learning rate so far
-    rate_step: int = 0  # that first had it
-    first: float | None = None  # the loss per token where the run began
-    came_down: bool = False  # to chance
+    rate_step: int = 0  # the step that first had it
+    first: float | None = None  # the loss per token at the start
+    came_down: bool = False  # the loss has come down to chance
     best: float = 0.0  # the most that was heard
     best_step: int = 0
     falls_since: int | None = None
-    validation: list[Any] | None = None  # the last one, see Validation
-    raised: dict[str, int] = field(default_factory=dict)  # what holds, and the step that told of it
+    validation: list[Any] | None = None  # the last Validation
+    raised: dict[str, int] = field(default_factory=dict)  # warnings that still hold, and their steps
 
 
 @register_checkpoint_hooks
 class LearningAlarm:
-    """Looks at what is heard when a step begins, and at each validation; gives what a person should be told.
+    """Watches training steps and validations, and returns notices for whoever watches the run.
 
-    It tells once what it finds, once more if that has passed, and at the end of training again what still holds.
-    What it finds depends on steps alone, so it is the same on every rank and after resuming.
+    A notice is given once, again when the problem has passed, and at the end of training if it has not. It depends on
+    steps alone, so it is the same on every rank and after resuming. There are three:
 
-    - ``chance``: the loss stands at chance (see ``Hearing``) ``PATIENCE`` steps after the warm-up ended, which is where
-      the learning rate stopped rising, and proportionally later where its peak is below ``USUAL_RATE``; in the first
-      steps already where the run is planned for fewer than ``FEWEST``.
-    - ``validation``: as late, nearly all transcripts of a validation are empty or its CER is that of blanks.
-    - ``divergence``: half of what was heard is lost, or the loss grew beyond where it began, for ``LASTING`` steps.
+    - ``chance``: the loss stands at chance (see ``Hearing``) ``PATIENCE`` steps after the warm-up, which ends where the
+      learning rate stops rising; proportionally later if the rate peaks below ``USUAL_RATE``, and in the first steps
+      if the run is planned for fewer than ``FEWEST``.
+    - ``validation``: after as many steps, nearly all transcripts of a validation are empty, or the CER is as high.
+    - ``divergence``: for ``LASTING`` steps, half of what was heard is lost, or the loss is above where it began.
 
-    part: the part of the loss that can be compared with chance; None: there is none, so that only a growing loss and
-        blank transcripts are noticed
+    part : the part of the loss that can be compared with chance; None: there is none, so that only a growing loss and
+        empty transcripts are noticed
     """
 
     def __init__(self, part: str | None = None) -> None:
         self.setup = Setup()
         self.part = part
         self.planned: int | None = None
-        """Optimizer steps of the whole run, to be said before ``fit`` by who knows."""
+        """Optimizer steps of the whole run, set before ``fit`` if they are known."""
         self._state = _State()
         self._seen: Seen | None = None
 
-    # ------------------------------------------------------------ what is known
+    # ------------------------------------------------------------ what it is told
 
     def count(self, parts: Container[str | None]) -> None:
-        """Take in which named parts a step's loss had."""
+        """Record which named parts a step's loss had."""
         self._state.per_token |= self.part in parts
 
     def look(self, step: int, hearing: Hearing, rate: float | None = None) -> list[Notice]:
-        """Take in what is known when ``step`` begins; ``hearing`` was asked for that step already.
+        """Return notices when ``step`` begins; ``hearing.at(step)`` has been called before.
 
-        rate: the learning rate of the step; None: nobody knows, it is taken for constant
+        rate : the learning rate of the step; None: it is not known and taken for constant
         """
         state, loss = self._state, hearing.loss
         if rate is not None and (state.rate is None or rate > state.rate * (1 + 1e-6)):
@@ -96,38 +97,38 @@ class LearningAlarm:
         return [*self._divergence(step, seen), *self._chance(step, seen)]
 
     def validated(self, step: int, empty: int, rows: int, cer: float) -> list[Notice]:
-        """Take in a validation after ``step`` steps: how many of its transcripts are empty, and its CER in per cent."""
+        """Return notices after a validation at ``step``, with its empty transcripts and its CER in per cent."""
         if not rows:
             return []
         found = words.Validation(step, empty, rows, float(cer))
         self._state.validation = list(found)
         if VALIDATION in self._state.raised:
             return self._over(VALIDATION, step) if not found.deaf(HEARD_AGAIN) else []
-        others = {CHANCE, DIVERGENCE} & self._state.raised.keys()  # which say why
+        others = {CHANCE, DIVERGENCE} & self._state.raised.keys()  # they explain it already
         if found.deaf(DEAF) and not others and self._at_full_rate(step + 1) >= self._patience():
             return self._raise(VALIDATION, step)
         return []
 
     def end(self, step: int) -> list[Notice]:
-        """Say again what holds when training has ended, however few its steps were."""
-        state, seen, told = self._state, self._seen, []
+        """Return notices at the end of training about all that still holds, however few its steps were."""
+        state, seen, notices = self._state, self._seen, []
         if seen is not None and seen.heard is not None:
             if seen.heard >= NOTHING and CHANCE in state.raised:
-                told += self._over(CHANCE, step)
+                notices += self._over(CHANCE, step)
             elif seen.heard < NOTHING and DIVERGENCE not in state.raised:
                 state.raised.setdefault(CHANCE, step)
         if not state.raised and self._validation is not None and self._validation.deaf(DEAF):
             state.raised[VALIDATION] = step
-        return [*told, *(self._notice(what, step)._replace(at_end=True) for what in KINDS if what in state.raised)]
+        return [*notices, *(self._notice(what, step)._replace(at_end=True) for what in KINDS if what in state.raised)]
 
-    # ------------------------------------------------------------ what is made of it
+    # ------------------------------------------------------------ what it finds
 
     @property
     def _validation(self) -> words.Validation | None:
         return None if self._state.validation is None else words.Validation(*self._state.validation)
 
     def _at_full_rate(self, step: int) -> int:
-        """Steps done, when ``step`` begins, since the learning rate last rose."""
+        """Steps since the learning rate last rose, when ``step`` begins."""
         return step - max(1, self._state.rate_step)
 
     def _patience(self) -> float:
@@ -171,7 +172,7 @@ class LearningAlarm:
         return heard is not None and best >= HEARS and heard < share * best
 
     def _ceiling(self, seen: Seen) -> float | None:
-        """The loss where nothing is heard: chance, once the run was there, else where it began."""
+        """The loss of a model that hears nothing: chance if the run came down to it, else the loss at the start."""
         return seen.chance if self._state.came_down else self._state.first
 
     def _raise(self, what: str, step: int) -> list[Notice]:
@@ -197,7 +198,7 @@ class LearningAlarm:
         assert ceiling is not None, "its loss was found to be far above"
         return words.grown(step, seen, ceiling, self.setup)
 
-    # ------------------------------------------------------------ what is saved
+    # ------------------------------------------------------------ saving
 
     @mark_as_saver
     def _save(self, path: str | PathLike[str]) -> None:

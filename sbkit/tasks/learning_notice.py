@@ -1,4 +1,4 @@
-"""What a person is told of a model that doesn't learn: what is seen, why that probably is, and what to try."""
+"""Notices about a model that doesn't learn: what was seen, the probable cause, and what to try."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import NamedTuple
 CHANCE, VALIDATION, DIVERGENCE = "chance", "validation", "divergence"
 KINDS = (DIVERGENCE, CHANCE, VALIDATION)
 
-#: A loss less than this share below chance: at chance. Knowing which letters begin and end an utterance, and no
-#: sound, comes to 3 to 4 %; with the first letters that a model hears it falls by 6 % and more.
+#: A loss counts as being at chance until it is this share below it. Without hearing anything, a model gains 3 to 4 %
+#: from knowing which letters begin and end an utterance; with the first letters that it hears, 6 % and more.
 NOTHING = 0.05
-#: From here on the model hears, and what it hears can be lost. Twice ``NOTHING``, so that no wobble passes both.
+#: From this share on the model hears, and can lose it again. Twice ``NOTHING``, so that noise doesn't cross both.
 HEARS = 2 * NOTHING
-#: Of the flagship's runs on speech those that learnt left chance after so many steps (of 10 to 30 s; corpora of a tenth
-#: of an hour to an hour; half to three times the rate). Even a corpus of tones, one for each letter, takes 70.
+#: The flagship's runs on speech that learnt left chance after this many steps (of 10 to 30 s, on a tenth of an hour to
+#: an hour, at half to three times the rate). Even a corpus of tones, one for each letter, takes 70.
 USUAL, FEWEST = (100, 230), 60
-#: Steps since the warm-up ended after which silence is told: the slowest of those runs had done 175.
+#: Steps after the warm-up until a notice: the slowest of those runs needed 175.
 PATIENCE = 400
 #: The peak of the learning rate that most of them had.
 USUAL_RATE = 0.002
 
 
 class Notice(NamedTuple):
-    """Something to be told; ``holds``: it has been found, and not that it has passed."""
+    """A notice of a problem, or, if ``holds`` is false, that it has passed."""
 
     what: str
     step: int
@@ -33,7 +33,7 @@ class Notice(NamedTuple):
     at_end: bool = False
 
     def text(self) -> str:
-        """As lines of a log."""
+        """Format it for the log."""
         when = "At the end of training" if self.at_end else f"Step {self.step:,}"
         first = f"{when}: {self.headline[0].lower()}{self.headline[1:]}. {self.detail}"
         if not self.advice:
@@ -42,7 +42,13 @@ class Notice(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What was known last: after ``step`` steps, ``full`` of them at the full learning rate."""
+    """The last known state of training, after ``step`` steps, ``full`` of them since the warm-up.
+
+    loss, chance : per token
+    heard : as ``Hearing.at``; None if chance is not known
+    rate : the highest learning rate so far
+    name : of the loss
+    """
 
     step: int
     loss: float
@@ -53,7 +59,7 @@ class Seen(NamedTuple):
     name: str = "training loss"
 
     def against_chance(self) -> str:
-        """The loss in words, where chance is known."""
+        """Compare the loss with chance, which is known, in words."""
         assert self.chance is not None
         side = "below" if self.loss < self.chance else "above"
         return (f"the {self.name} is {self.loss:.3g} per token, {100 * abs(1 - self.loss / self.chance):.0f} % {side} "
@@ -61,7 +67,7 @@ class Seen(NamedTuple):
 
 
 class Validation(NamedTuple):
-    """What a validation after ``step`` steps came to; ``cer`` in per cent."""
+    """A validation after ``step`` steps: empty transcripts, all of them, and the CER in per cent."""
 
     step: int
     empty: int
@@ -69,19 +75,20 @@ class Validation(NamedTuple):
     cer: float
 
     def deaf(self, cer: float) -> bool:
-        """Whether its error rate is ``cer`` or more, or as large a share of its transcripts is empty."""
+        """Whether the CER, or the share of empty transcripts, is at least ``cer`` per cent."""
         return self.cer >= cer or 100 * self.empty >= cer * self.rows
 
     def words(self) -> str:
-        """The same as a sentence's part."""
+        """Describe it as part of a sentence."""
         return f"{self.empty:,} of {self.rows:,} transcripts are empty, CER {self.cer:.1f} %"
 
 
 class Setup(NamedTuple):
-    """What of a run's settings bears on the advice.
+    """The settings of a run that the advice depends on.
 
-    averages: a moving average of the weights is validated; max_norm: gradients are clipped there, None: nowhere;
-    masks: features are masked from the first step on
+    averages : a moving average of the weights is validated
+    max_norm : the norm at which gradients are clipped; None: they are not
+    masks : features are masked from the first step on
     """
 
     averages: bool = False
@@ -90,13 +97,13 @@ class Setup(NamedTuple):
 
 
 def too_short(step: int, planned: int) -> Notice:
-    """A plan of fewer steps than any run has needed."""
+    """Notice a plan of fewer steps than any run has needed."""
     headline = f"This run is planned for {planned:,} steps, too few to hear anything"
     return Notice(CHANCE, step, headline, f"{_USUAL}, none in fewer than {FEWEST}.", (_MORE_STEPS,))
 
 
 def at_chance(step: int, seen: Seen, validation: Validation | None, setup: Setup) -> Notice:
-    """Nothing is heard: too few steps, or something that keeps the model from it."""
+    """Notice that nothing is heard, for lack of steps or because something prevents it."""
     detail = [_sentence(seen.against_chance())]
     if validation is not None:
         detail.append(f"In the last validation (step {validation.step:,}) {validation.words()}.")
@@ -115,31 +122,31 @@ def at_chance(step: int, seen: Seen, validation: Validation | None, setup: Setup
 
 
 def deaf(step: int, seen: Seen | None, validation: Validation, setup: Setup) -> Notice:
-    """Validation is no better than blanks, while training, as far as that is known, is."""
-    detail = [f"In the validation after step {validation.step:,} {validation.words()}; blanks alone make 100 %."]
+    """Notice a validation no better than empty transcripts, which training may or may not be as well."""
+    detail = [f"In the validation after step {validation.step:,} {validation.words()}; empty transcripts make 100 %."]
     if seen is not None and seen.chance is not None:
         detail.append(f"In training {seen.against_chance()}.")
     if seen is None or seen.heard is None or seen.heard < HEARS:
         return Notice(VALIDATION, step, "Validation hears nothing", " ".join(detail),
                       (*_gentler(seen, setup), _MORE_STEPS, _LABELS))
     advice = ["compare dev with train: language, spelling and alphabet of the transcripts, sample rate, loudness",
-              "listen to some clips of dev, and read what is said to be in them (manifests/dev.csv)",
-              "more training data or stronger augmentation: a few utterances are soon known by heart"]
+              "listen to some clips of dev, and compare them with their transcripts (manifests/dev.csv)",
+              "more training data or stronger augmentation: a model soon knows a few utterances by heart"]
     if setup.averages:
-        advice.insert(0, "--ema_decay 0, or a smaller one: the weights that are validated are a moving average, which "
-                         "lags behind")
+        advice.insert(0, "--ema_decay 0, or a smaller one: validation uses a moving average of the weights, which lags "
+                         "behind")
     return Notice(VALIDATION, step, "Validation hears nothing, though training does", " ".join(detail), tuple(advice))
 
 
 def lost(step: int, seen: Seen, best: float, best_step: int, setup: Setup) -> Notice:
-    """What was heard is heard no more."""
+    """Notice that the model has lost what it heard."""
     at_best = f"At its best, after step {best_step:,}, it was {100 * best:.0f} % below."
     detail = f"{_sentence(seen.against_chance())} {at_best}"
     return _diverged(step, "Training has diverged: the model loses what it heard", detail, seen, setup)
 
 
 def grown(step: int, seen: Seen, ceiling: float, setup: Setup) -> Notice:
-    """The loss is far above its ``ceiling``: chance, or what it was in the first steps."""
+    """Notice a loss far above its ``ceiling``: chance, or what it was in the first steps."""
     than = f"chance is {ceiling:.3g}" if ceiling == seen.chance else f"it was {ceiling:.3g} in the first steps"
     headline = "Training has diverged: the loss grows beyond where it began"
     return _diverged(step, headline, f"It is {seen.loss:.3g} per token; {than}.", seen, setup)
@@ -154,17 +161,17 @@ def _diverged(step: int, headline: str, detail: str, seen: Seen, setup: Setup) -
 
 
 def over(what: str, step: int, since: int, seen: Seen | None) -> Notice:
-    """What was told after step ``since`` holds no more."""
+    """Notice that the problem of step ``since`` has passed."""
     headline = {CHANCE: "The model hears now", VALIDATION: "Validation hears now",
-                DIVERGENCE: "The model has found back"}[what]
+                DIVERGENCE: "Training has recovered"}[what]
     loss = "" if seen is None or seen.chance is None else f" ({seen.against_chance()})"
     return Notice(what, step, headline, f"The warning of step {since:,} is over{loss}.", holds=False)
 
 
 _USUAL = "Runs that learn leave chance after {} to {} steps".format(*USUAL)
 _MORE_STEPS = "more steps: --least_steps 600 or more, a higher --number_of_epochs, or a smaller --step_seconds"
-_LABELS = ("transcripts that belong to their recordings: listen to some (manifests/train.csv), and `sbkit check` tells "
-           "of labels that are too long for theirs")
+_LABELS = ("transcripts that belong to their recordings: listen to some (manifests/train.csv), and see whether "
+           "`sbkit check` finds labels that are too long for them")
 
 
 def _gentler(seen: Seen | None, setup: Setup) -> list[str]:

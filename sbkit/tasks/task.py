@@ -1,8 +1,8 @@
-"""What a task is: the class that a recipe names under ``brain``, and all that others may ask of it.
+"""The base class of a task: the class that a recipe names under ``brain``.
 
-The check, the bill, tune, training, evaluation, the report and export know no task. They ask the class for its keys and
-stand-in batches, run its own ``compute_forward`` and ``compute_objectives``, and show and keep what it says came out.
-``docs/extend.md`` makes one from nothing.
+Check, cost estimate, tune, training, evaluation, report and export know no particular task. They ask this class for its
+keys and stand-in batches, run its ``compute_forward`` and ``compute_objectives``, and show and save the results that it
+returns. ``docs/extend.md`` writes a complete task.
 """
 
 from __future__ import annotations
@@ -42,32 +42,34 @@ logger = logging.getLogger(__name__)
 
 
 class Task(Brain):
-    """A Brain that ``sbkit train`` runs. A task derives from it and writes at least the two methods of every Brain,
+    """A Brain that ``sbkit train`` can run.
+
+    A task derives from it and implements at least the two methods of every Brain,
 
         compute_forward(batch, stage), compute_objectives(outputs, batch, stage)
 
-    and, of what follows, whatever differs from what stands here. ``self.keys`` has the recipe's values, and so have the
-    ``keys`` of what is called before there is a model: an object of the class under ``Keys``.
+    and overrides those methods below whose defaults do not fit. The recipe's values are in ``self.keys``, an object of
+    the class under ``Keys``; class methods, which are called before there is a model, get it as ``keys``.
 
-    The hooks ``begin_run``, ``begin_step``, ``validated`` and those that are empty in SpeechBrain (``on_stage_start``,
-    ``on_stage_end``, ``on_fit_batch_start``, ``on_fit_batch_end``) do nothing here, so none has to call ``super()``.
-    What a task does around them is in the methods ``open_...`` and ``close_...``, which are not meant to be overridden
-    in a recipe's own class.
+    The hooks ``begin_run``, ``begin_step`` and ``validated``, and those that are empty in SpeechBrain
+    (``on_stage_start``, ``on_stage_end``, ``on_fit_batch_start``, ``on_fit_batch_end``), do nothing here: an override
+    need not call ``super()``. The task's own work around them is in the methods ``open_...`` and ``close_...``, which a
+    recipe's class should leave alone.
     """
 
     Keys: ClassVar[type[TaskKeys]] = TaskKeys
     parts: ClassVar[tuple[str, ...]] = ("modules",)
-    """Keys without whose objects no batch can be sent through."""
+    """Keys whose objects are needed to send a batch through the model."""
     metric: ClassVar[Metric] = Metric("loss")
     keys: TaskKeys
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.rows: list[Any] = []
-        """What is known of each utterance of this rank's validation or test, each with an ``id``; ``evaluate_batch``
-        or ``compute_objectives`` fills it."""
+        """One object with an ``id`` for each utterance that this rank has evaluated in the current validation or test;
+        ``compute_objectives`` or ``evaluate_batch`` adds them."""
         self.learning_rate: float | None = None
-        """Of the current step, as the schedule set it; None without a schedule."""
+        """The current step's learning rate as the schedule set it; None without a schedule."""
         self._unread: dict[str, str] = {}
         for clash in self.keys.clashes():
             raise SbkitError(clash.message, hint=clash.hint)
@@ -75,43 +77,43 @@ class Task(Brain):
             raise SbkitError("ema and average_checkpoints both average weights",
                              hint="use one of them: ema_decay: 0, or average_checkpoints: 1")
 
-    # ------------------------------------------------------------ before the model is there
+    # ------------------------------------------------------------ before there is a model
 
     @classmethod
     def prepare(cls, keys: Any, manifests: Mapping[str, Manifest], given: Mapping[str, Any]) -> dict[str, Any]:
-        """Make what rests on the corpus (a vocabulary, statistics); one rank does it, before the model is built.
+        """Make what depends on the corpus, such as a vocabulary; one rank calls it, before the model is built.
 
-        given : what was overridden on the command line
+        given : the keys that were set on the command line
 
-        Gives the keys whose values follow from the corpus, with which the recipe is then read once more.
+        Returns the keys whose values follow from the corpus; the recipe is then loaded again with them.
         """
         del keys, manifests, given
         return {}
 
     @classmethod
     def is_prepared(cls, keys: Any) -> bool:
-        """Whether what ``prepare`` makes is there."""
+        """Whether everything that ``prepare`` makes exists already."""
         del keys
         return True
 
     @classmethod
     def encoder(cls, keys: Any) -> Encoder | None:
-        """What makes of an utterance's text the ``tokens`` of its batch, in the processes that read; None: no tokens.
+        """Return what turns an utterance's text into the ``tokens`` of its batch; None if batches have no tokens.
 
-        Anything with ``encode(text) -> list[int]`` that can be pickled.
+        Any object with ``encode(text) -> list[int]`` that can be pickled will do: the processes that read audio use it.
         """
         del keys
         return None
 
     @classmethod
     def check_parts(cls, keys: Any, built: Built, findings: Findings) -> bool:
-        """Look at what a recipe built before any batch is sent through; False where none can be."""
+        """Check the built recipe before a batch is sent through; False if none can be."""
         del keys, built, findings
         return True
 
     @classmethod
     def check_outputs(cls, trace: Trace, findings: Findings) -> None:
-        """Look at what was built and at what a batch of stand-ins gave on its way, as far as it came."""
+        """Check the shapes that a stand-in batch had on its way through the model, as far as it got."""
 
     @classmethod
     def check_start(cls, trace: Trace, findings: Findings) -> None:
@@ -121,33 +123,34 @@ class Task(Brain):
     @classmethod
     def check_labels(cls, keys: Any, manifests: Mapping[str, Manifest], findings: Findings,
                      nodes: Mapping[str, Node]) -> Section | None:
-        """Look at the labels of a prepared corpus; gives what of it is worth a table.
+        """Check the labels of a prepared corpus; returns a table about them for the check's report, if there is one.
 
-        nodes : where the recipe's keys are written; none while a run starts
+        nodes : where the recipe's keys are written; empty while a run starts
         """
         del keys, manifests, findings, nodes
         return None
 
     def describe(self) -> tuple[list[str], dict[str, Any]]:
-        """What is worth saying below the table of shapes, in words and as numbers for programs."""
+        """Return lines for the check to print below its table of shapes, and the same facts for ``--json``."""
         return [], {}
 
     @classmethod
     def look_at_texts(cls, keys: Any, texts: Sequence[str]) -> None:
-        """Tell of texts of a corpus that is to be scored, where they can't come out right."""
+        """Warn about texts of a corpus to be scored that the model cannot get right."""
 
-    # ------------------------------------------------------------ where it starts
+    # ------------------------------------------------------------ initial weights
 
     def token_tables(self) -> TokenTables | None:
-        """The tensors that have a row for each token, which follow another vocabulary row by row; None: none have."""
+        """Return the tensors with a row per token, so that ``init_from`` can map them to another vocabulary; None if
+        the model has none."""
         return None
 
     # ------------------------------------------------------------ training
 
     def stand_in(self, utterances: int, seconds: float, *, noise: bool = False) -> Batch:
-        """A batch of so many utterances of so many seconds, for whoever asks what a step needs or does.
+        """Make a batch of this size, from which the check, the cost estimate and tune learn what a step needs.
 
-        noise : its values matter: waveforms of noise, and labels at random; else they may be anything
+        noise : fill it with noise and random labels, because the values matter; otherwise they may be anything
         """
         samples, labels = round(seconds * self.keys.sample_rate), max(1, round(seconds * self.labels_per_second))
         size = (utterances, samples)
@@ -160,70 +163,73 @@ class Task(Brain):
 
     @property
     def labels_per_second(self) -> float:
-        """How many labels a second of a usual utterance has; it has at least one."""
+        """The number of labels per second in a typical utterance, for stand-in batches."""
         return 0.0
 
     def stand_in_labels(self, shape: tuple[int, int], noise: bool) -> torch.Tensor:
-        """Labels that may occur, of this shape."""
+        """Return valid labels of this shape for a stand-in batch."""
         del noise
         return torch.ones(shape, dtype=torch.long)
 
     def begin_run(self, texts: Sequence[str], steps: int) -> None:
-        """Called before ``fit``, when it is known what is trained on and in how many optimizer steps."""
+        """Called before ``fit`` with the training texts and the number of optimizer steps."""
 
     def begin_step(self, step: int) -> None:
-        """Called before each optimizer step, counted from 1, with its learning rate set."""
+        """Called before each optimizer step, counted from 1, when its learning rate has been set."""
 
     def open_run(self, texts: Sequence[str], steps: int) -> None:
-        """Take in what is trained on and in how many optimizer steps."""
+        """Give the schedule the number of optimizer steps, and call ``begin_run``."""
         if self.keys.schedule is not None:
             self.keys.schedule.total_steps = steps
         self.begin_run(texts, steps)
 
     def open_step(self, number: int) -> None:
-        """Set the learning rate."""
+        """Set the learning rate of an optimizer step, and call ``begin_step``."""
         if self.keys.schedule is not None and self.opt_class is not None:
             self.learning_rate = self.keys.schedule.apply(self.optimizer, number)
         self.begin_step(number)
 
-    # ------------------------------------------------------------ what came out
+    # ------------------------------------------------------------ validation and test
 
     @property
     def shares_validation(self) -> bool:
-        """Always: the rows of all ranks are put together, so no utterance may be seen by two of them."""
+        """True: rows of all ranks are put together, so no utterance may be evaluated by two of them."""
         return True
 
     def open_stage(self, stage: Stage, epoch: int | None = None) -> None:
-        """Begin without rows."""
+        """Clear the rows, and call ``on_stage_start``."""
         self.rows, self._unread = [], {}
         super().open_stage(stage, epoch)
 
     def close_batch(self, batch: Any, stage: Stage) -> None:
-        """Take in which recordings of the batch could not be read."""
+        """Note which recordings of a batch could not be read."""
         self._unread.update(getattr(batch, "damaged", ()))
 
     def all_rows(self) -> list[Any]:
-        """The rows of all ranks by id, on every rank."""
+        """Collect the rows of all ranks, sorted by id, on every rank."""
         return sorted(self.gather(self.rows), key=lambda row: row.id)
 
     def stats(self, rows: Sequence[Any]) -> dict[str, float]:
-        """What all rows of a stage come to; the metric is among it unless that is the loss."""
+        """Compute the statistics of a validation or test, the metric among them unless that is the loss."""
         del rows
         return {}
 
     def results(self, rows: Sequence[Any], loss: float, unread: Mapping[str, str]) -> Results:
-        """What a test came to: for the screen, for files and for the report."""
+        """Build the results of a test, for the screen, the files and the report.
+
+        unread : recordings that could not be read, and why
+        """
         return Results({"loss": loss, **self.stats(rows)}, utterances=len(rows), unread=dict(unread))
 
     def validated(self, rows: Sequence[Any], stats: Mapping[str, float]) -> None:
-        """Called on all ranks with the rows of a validation and their ``stats``."""
+        """Called on every rank after a validation with the rows of all ranks and their ``stats``."""
 
     def close_validation(self, rows: Sequence[Any], stats: Mapping[str, float]) -> None:
-        """Take in what a validation came to."""
+        """Finish a validation, and call ``validated``."""
         self.validated(rows, stats)
 
     def close_stage(self, stage: Stage, loss: float, epoch: int | None = None) -> None:
-        """Put all ranks' rows together, log what they come to, and save a checkpoint after a validation."""
+        """Compute and log results, call ``on_stage_end``, and save a checkpoint after a validation."""
         if stage == Stage.TRAIN:
             self.train_stats = {"loss": loss}
             super().close_stage(stage, loss, epoch)
@@ -235,7 +241,7 @@ class Task(Brain):
             self._end_test({**self.tested.stats, **({"unread": len(unread)} if unread else {})})
             return
         stats = {"loss": loss, **self.stats(rows)}
-        if unread:  # a rate without them is never shown alone
+        if unread:  # rates leave them out, so they are always shown together
             stats["unread"] = len(unread)
             logger.warning("%s", tell_unread("valid", unread, len(rows)))
         self.close_validation(rows, stats)
@@ -245,35 +251,40 @@ class Task(Brain):
     # ------------------------------------------------------------ evaluation
 
     def take_search(self, request: EvaluateRequest) -> None:
-        """Search for results as ``sbkit evaluate`` was asked to."""
-        asked = request.search_options()
-        if asked:
-            raise SbkitError(f"{type(self).__name__} has no search, so it can't take --{asked[0].replace('_', '-')}",
+        """Use the search that the options of ``sbkit evaluate`` describe."""
+        options = request.search_options()
+        if options:
+            raise SbkitError(f"{type(self).__name__} has no search, so it can't use --{options[0].replace('_', '-')}",
                              hint="leave it out")
 
     def tune_search(self, manifest: Manifest, hear: Callable[[Manifest], object]) -> dict[str, Any]:
-        """Find the search's weights on a dev split, which ``hear`` sends through; what result.json says of it."""
+        """Tune the search's weights on a dev split; returns facts for result.json.
+
+        hear : runs the model over a manifest, which fills ``rows``
+        """
         raise SbkitError(f"{type(self).__name__} has no search to tune", hint="leave out --tune-lm")
 
     def searching(self) -> contextlib.AbstractContextManager[object]:
-        """Around a pass over a test set: a search that is better done over all of it at once waits for its end."""
+        """Context around a pass over a test set, for a search that runs over the whole set at its end."""
         return contextlib.nullcontext()
 
     def search_facts(self) -> dict[str, Any]:
-        """What result.json says of the search."""
+        """Describe the search for result.json."""
         return {}
 
     # ------------------------------------------------------------ export
 
     def exported(self, run: Path) -> Exported | None:
-        """What ``sbkit export`` is to write, of a model in evaluation mode on the CPU in fp32; None: nothing.
+        """Return what ``sbkit export`` writes; None if the task can't be exported.
 
-        run : the folder that the model was trained in
+        The model is in evaluation mode, on the CPU and in fp32.
+
+        run : the run's folder
         """
         del run
         return None
 
-    # ------------------------------------------------------------ what is written down
+    # ------------------------------------------------------------ logs and checkpoints
 
     def _end_test(self, stats: dict[str, float]) -> None:
         if self.tested.unread:
@@ -281,23 +292,23 @@ class Task(Brain):
         epoch = getattr(self.keys.epoch_counter, "current", None)
         if self.keys.train_logger is not None:
             self.keys.train_logger.log_stats({"Epoch loaded": epoch}, test_stats=stats)
-        self._write_down("test", epoch, stats)
+        self._log("test", epoch, stats)
 
     def _end_epoch(self, epoch: int | None, stats: dict[str, float]) -> None:
-        meta = {"epoch": epoch, "steps": self.optimizer_step}
+        progress = {"epoch": epoch, "steps": self.optimizer_step}
         if self.opt_class is not None:
-            meta["lr"] = self.stepper.learning_rate
+            progress["lr"] = self.stepper.learning_rate
         if self.keys.train_logger is not None:
-            self.keys.train_logger.log_stats(meta, train_stats=self.train_stats, valid_stats=stats)
-        self._write_down("epoch", epoch, stats)
+            self.keys.train_logger.log_stats(progress, train_stats=self.train_stats, valid_stats=stats)
+        self._log("epoch", epoch, stats)
         if self.checkpointer is not None:
-            known = {self.metric.name: stats[self.metric.name], "loss": stats["loss"], "epoch": epoch}
+            meta = {self.metric.name: stats[self.metric.name], "loss": stats["loss"], "epoch": epoch}
             self.checkpointer.save_and_keep_only(
-                meta=known, num_to_keep=self.keys.keep_checkpoints, keep_every=self.keys.keep_every or None,
+                meta=meta, num_to_keep=self.keys.keep_checkpoints, keep_every=self.keys.keep_every or None,
                 **{"min_keys" if self.metric.lower_is_better else "max_keys": [self.metric.name]},
             )
 
-    def _write_down(self, kind: str, epoch: int | None, stats: dict[str, float]) -> None:
+    def _log(self, kind: str, epoch: int | None, stats: dict[str, float]) -> None:
         if self.metrics_log is not None:
             prefix = "valid" if kind == "epoch" else "test"
             self.metrics_log.write(kind, epoch=epoch, step=self.optimizer_step,

@@ -1,4 +1,4 @@
-"""What a test of a recogniser came to: transcripts beside references, and their error rates with intervals."""
+"""Results of a recogniser's test: transcripts beside references, and error rates with intervals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NBEST = "nbest.jsonl"
 
 
 def score(rows: Sequence[Any]) -> tuple[ErrorRates, ErrorRates]:
-    """Word and character error rates. An utterance without a reference has nothing to score, and is named."""
+    """Compute word and character error rates; utterances without a reference are left out with a warning."""
     empty = [row.id for row in rows if not row.reference.split()]
     if empty:
         logger.warning("%d utterances have no reference and are not scored: %s", len(empty), ", ".join(empty[:5]))
@@ -36,7 +36,7 @@ def score(rows: Sequence[Any]) -> tuple[ErrorRates, ErrorRates]:
 
 
 def write_nbest(path: Path, rows: Sequence[Any]) -> None:
-    """One JSON object per utterance."""
+    """Write each utterance's hypotheses as a line of JSON."""
     with atomic_write(path) as out:
         for row in rows:
             line = {"id": row.id, "reference": row.reference, "hypotheses": [one._asdict() for one in row.nbest]}
@@ -45,7 +45,7 @@ def write_nbest(path: Path, rows: Sequence[Any]) -> None:
 
 @dataclass
 class Transcripts(Results):
-    """Rows of a test, and the rates of those that have a reference."""
+    """Rows of a test, and the error rates of those that have a reference."""
 
     rows: Sequence[Any] = ()
     words: ErrorRates = field(kw_only=True)
@@ -53,7 +53,7 @@ class Transcripts(Results):
 
     @classmethod
     def of(cls, rows: Sequence[Any], loss: float, unread: Mapping[str, str]) -> Transcripts:
-        """Score rows."""
+        """Score the rows of a test."""
         words, characters = score(rows)
         return cls({"loss": loss, "WER": words.rate, "CER": characters.rate}, len(rows), dict(unread), rows=rows,
                    words=words, characters=characters)
@@ -64,13 +64,13 @@ class Transcripts(Results):
                 f"CER {self.characters.rate:.2f} %, {len(self.words)} utterances")
 
     def lines(self) -> list[str]:
-        """One utterance to look at."""
+        """Show one utterance as an example."""
         example = next(iter(self.words))
         return [f"{example.id}\n  reference   {' '.join(example.reference)}\n"
                 f"  hypothesis  {' '.join(example.hypothesis)}"]
 
     def check(self) -> None:
-        """Refuse a corpus that says nothing of its words."""
+        """Raise if no utterance has a reference."""
         if not len(self.words):
             raise SbkitError(f"none of the {self.utterances} utterances has a reference, so there is nothing to score",
                              hint="a corpus to score on needs transcripts")
@@ -95,14 +95,14 @@ class Transcripts(Results):
         return f"every alignment: {folder / self.files(of)[0]}"
 
     def write(self, folder: Path, manifest: Manifest, of: str = "") -> None:
-        """Every alignment, each utterance as it was heard, and what a search found beside it."""
-        words, characters, heard = (folder / name for name in self.files(of))
+        """Write all alignments, all utterances with their transcripts, and a search's other hypotheses."""
+        words, characters, transcripts = (folder / name for name in self.files(of))
         self.words.write(words)
         self.characters.write(characters)
-        utterances.write(heard, utterances.join(self.rows, manifest))
+        utterances.write(transcripts, utterances.join(self.rows, manifest))
         if not of and any(row.nbest for row in self.rows):
             write_nbest(folder / NBEST, self.rows)
 
 
-def _range(interval_: Sequence[float]) -> str:
-    return f"{interval_[0]:.2f} to {interval_[1]:.2f}"
+def _range(bounds: Sequence[float]) -> str:
+    return f"{bounds[0]:.2f} to {bounds[1]:.2f}"

@@ -32,7 +32,7 @@ def prepared(hparams, given):
 
 def test_a_vocabulary_of_characters_follows_from_the_corpus(hparams, capsys):
     assert prepared(hparams, {}) == {"output_neurons": NEEDED}
-    assert f"output_neurons: {NEEDED}, what the characters of this corpus need (the recipe says 28)" in (
+    assert f"output_neurons: {NEEDED}, the number of characters in this corpus (the recipe has 28)" in (
         capsys.readouterr().err)
     assert hparams["tokenizer"].load().size == NEEDED
     again = hparams | {"output_neurons": NEEDED, "tokenizer": Tokenizer(hparams["tokenizer"].folder, NEEDED, "char")}

@@ -63,7 +63,7 @@ def test_a_source_without_one_is_told(tmp_path, source):
 
 
 def test_there_has_to_be_a_source(tmp_path, source):
-    with pytest.raises(SbkitError, match="init_tokenizer: keep has nothing to keep"):
+    with pytest.raises(SbkitError, match="init_tokenizer: keep needs a model to take the tokenizer from"):
         kept(keys(tmp_path, None), TEXTS, {})
 
 

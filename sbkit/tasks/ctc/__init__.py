@@ -1,4 +1,4 @@
-"""Speech recognition with CTC, alone or together with an attention decoder: all that this task knows."""
+"""The task of speech recognition with CTC, alone or with an attention decoder."""
 
 from sbkit.tasks.ctc.task import CTC, Scores
 

@@ -1,4 +1,4 @@
-"""A recogniser as it is exported: its graph and vocabulary, the programs of others that run it, what each hears."""
+"""The export of a CTC recogniser: its graph, its vocabulary, and models for SpeechBrain and sherpa-onnx."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from sbkit.tasks.ctc.graph import OUTPUTS, Graph, trace
 from sbkit.tasks.ctc.keys import CTCKeys
 from sbkit.tasks.ctc.recognizer import Recognizer
 
-_SPACED = 0.1  # share of texts with a space from which words are what spaces separate
+_SPACED = 0.1  # the share of texts with a space above which spaces separate words
 
 
 class Heard(Comparison):
-    """Log-probabilities, and the words that they say."""
+    """Compares log-probabilities, and the words that they stand for."""
 
     what = "log-probabilities"
 
 
 @dataclass
 class Recogniser(Exported):
-    """A CTC recogniser; ``run`` is the folder that its recipe lies in."""
+    """A CTC recogniser to export; ``run`` is the folder with its recipe."""
 
     graph: Graph
     recognizer: Recognizer = field(kw_only=True)
@@ -46,12 +46,12 @@ class Recogniser(Exported):
 
     @classmethod
     def of(cls, recognizer: Recognizer, keys: CTCKeys, run: Path) -> Recogniser:
-        """The recogniser of a run, in evaluation mode; it stays as it is."""
+        """Export the recogniser of a run, which is in evaluation mode and stays as it is."""
         return cls(Graph(recognizer), OUTPUTS, keys.sample_rate, recognizer=recognizer, keys=keys, run=run)
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """Stock SpeechBrain has no lengths in samples or frames, so it runs no encoder that takes them."""
+        """All formats; not SpeechBrain's if the encoder takes lengths, which SpeechBrain doesn't give it."""
         return super().formats if self.recognizer.takes_lengths else (*super().formats, layout.SPEECHBRAIN)
 
     def trace(self) -> torch.export.ExportedProgram:
@@ -70,7 +70,7 @@ class Recogniser(Exported):
             chunk_seconds=round(min(max(clips.longest, 10.0), 30.0), 2))
 
     def write_beside(self, folder: Path, config: Config) -> None:
-        """tokens.txt."""
+        """Write tokens.txt."""
         write_tokens(folder / layout.TOKENS, self.keys.tokenizer.pieces(), config.blank_id)
 
     def metadata(self, config: Config) -> dict[str, str]:
@@ -97,7 +97,7 @@ class Recogniser(Exported):
         return compared(clips, vocabulary, self.reference(config), decode, config.sample_rate)
 
     def compare_own(self, name: str, folder: Path, config: Config, comparison: Comparison, size: int) -> None:
-        """In sherpa-onnx, which gives words alone."""
+        """Compare the model in sherpa-onnx itself, which returns words only."""
         client = sherpa.client(folder / layout.MODELS[name], folder / layout.TOKENS)
         comparison.add_words(name, lambda signal: sherpa.transcribe(client, signal, config.sample_rate), size)
 
@@ -107,7 +107,10 @@ class Recogniser(Exported):
 
 def compared(clips: Clips, vocabulary: Vocabulary, reference: Callable[[np.ndarray], np.ndarray],
              decode: Callable[[list[int]], str], sample_rate: int) -> Heard:
-    """Clips as the checkpoint hears them; ``decode``: token ids to text, as its own tokenizer does."""
+    """Build the comparison of clips with the checkpoint.
+
+    decode : token ids to text, by the checkpoint's own tokenizer
+    """
     blank = vocabulary.config.blank_id
 
     def text(log_probs: np.ndarray) -> str:
@@ -119,9 +122,9 @@ def compared(clips: Clips, vocabulary: Vocabulary, reference: Callable[[np.ndarr
 
 
 def reference(recognizer: Recognizer, at_least: int = 1) -> Callable[[np.ndarray], np.ndarray]:
-    """Waveform [S] to log-probabilities [T, V] as the checkpoint gives them, one utterance at a time.
+    """Return a function from a waveform [S] to the checkpoint's log-probabilities [T, V], one utterance at a time.
 
-    Shorter ones than ``at_least`` get zeros behind them, as every runtime gives them.
+    at_least : shorter waveforms are padded with zeros to this many samples, as in every runtime
     """
 
     @torch.no_grad()

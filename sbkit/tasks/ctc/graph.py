@@ -1,4 +1,4 @@
-"""A recogniser as one function: waveforms in, log-probabilities out; traced with batch and time left open."""
+"""A recogniser as one graph from waveforms to log-probabilities, traced with open batch and time dimensions."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from sbkit.export.lobes import exportable
 from sbkit.nn.lengths import LengthRule
 from sbkit.tasks.ctc.recognizer import GUARD_FRAMES, Recognizer
 
-EXAMPLE = (2, 24_000)  # a batch that is traced; sizes of 0 and 1 would count as constants
-#: Names and open dimensions of what goes in and what comes out.
+EXAMPLE = (2, 24_000)  # the batch that is traced; sizes of 0 and 1 would become constants
+#: Names of inputs and outputs, and their open dimensions.
 INPUTS = {"signals": ("batch", "samples"), "lengths": ("batch",)}
 OUTPUTS = {"log_probs": ("batch", "frames"), "frames": ("batch",)}
-_UNUSED = ("decoder", "custom_tgt_module", "positional_encoding_decoder")  # of a transformer: CTC does without
+_UNUSED = ("decoder", "custom_tgt_module", "positional_encoding_decoder")  # of a transformer; CTC needs none
 
 
 class Graph(nn.Module):
-    """A recogniser as one function of waveforms, each utterance by itself whatever its batch is.
+    """A recogniser as one function of waveforms; an utterance's result does not depend on its batch.
 
     Arguments
     ---------
-    recognizer : whose parts it takes; they are copied, so the recogniser stays as it is
+    recognizer : its parts are copied, so it stays as it is
     """
 
     frontend: Any
@@ -53,11 +53,11 @@ class Graph(nn.Module):
         self.requires_grad_(False)
 
     def _after(self, frames: Any) -> Any:
-        """Frames behind the front end for frames before it; integers, symbols or tensors."""
+        """The number of frames after the front end for that before it: an integer, a symbol or a tensor."""
         return (frames + self.shift) // self.factor
 
     def forward(self, signals: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """Waveforms [B, S] and sample counts [B] to log-probabilities [B, T, V] and frame counts [B]."""
+        """Compute log-probabilities [B, T, V] and frame counts [B] of waveforms [B, S] and sample counts [B]."""
         lengths = lengths.clamp(max=signals.shape[1])
         feats, frames = (signals, lengths) if self.features is None else self.features(signals, lengths)
         if self.normalize is not None:
@@ -78,16 +78,16 @@ class Graph(nn.Module):
 
 
 def _closed_form(rule: LengthRule) -> tuple[int, int]:
-    """(factor, shift) with ``rule(t) == (t + shift) // factor`` for every t above 0."""
+    """Find (factor, shift) with ``rule(t) == (t + shift) // factor`` for every t above 0."""
     for shift in range(-4 * rule.factor, 4 * rule.factor):
         if all((t + shift) // rule.factor == rule.outputs[t] for t in range(1, len(rule.outputs))):
             return rule.factor, shift
-    raise SbkitError("the front end makes of T frames no (T + a) // b frames, so its lengths can't be exported",
-                     hint="convolutions with padding 'same' do")
+    raise SbkitError("the front end doesn't turn T frames into (T + a) // b, so its lengths can't be exported",
+                     hint="use convolutions with padding 'same', which do")
 
 
 def trace(graph: Graph) -> torch.export.ExportedProgram:
-    """The graph with batch and time left open."""
+    """Trace the graph with open batch and time dimensions."""
     batch, samples = EXAMPLE
     example = (torch.randn(batch, samples) * 0.1, torch.tensor([samples, samples * 2 // 3]))
     program = trace_module(graph, example, {"signals": (0, 1), "lengths": (0,)})

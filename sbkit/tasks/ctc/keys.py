@@ -1,4 +1,4 @@
-"""What CTC reads of a recipe."""
+"""Keys that the CTC task reads."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from sbkit.recipe.choices import COUNT, POSITIVE, SHARE, SIZE, Range
 from sbkit.recipe.keys import Problem, key
 from sbkit.tasks.keys import RecogniserKeys
 
-#: What the encoder may be called.
+#: Keys that the encoder may stand under.
 ENCODERS = ("Transformer", "encoder")
-#: What takes features.
+#: Keys of parts that take features.
 _ON_FEATURES = ("normalize", "spec_augment", "CNN")
 
 
 @dataclass(kw_only=True)
 class CTCKeys(RecogniserKeys):
-    """The parts of the model, of the loss and of the search."""
+    """Keys of the model's parts, the loss and the search."""
 
     compute_features: Any = key("waveforms [B, S] to features [B, T, F], such as SpeechBrain's Fbank; null: the "
                                 "encoder takes waveforms", None)
     normalize: Any = key("features to normalised ones, such as SpeechBrain's InputNormalization", None)
     CNN: Any = key("the front end, [B, T, F] to [B, T', ...], such as SpeechBrain's ConvolutionFrontEnd", None)
     Transformer: Any = key("the encoder (and decoder): a SpeechBrain transformer", None)
-    encoder: Any = key("the same under another name: any module [B, T, F] to [B, T', D], "
+    encoder: Any = key("the encoder under another name: any module [B, T, F] to [B, T', D], "
                        "given the lengths [B] if it takes them", None)
     ctc_lin: Any = key("the CTC head, encoder states to scores [B, T, V]")
     seq_lin: Any = key("the attention decoder's head, for joint training", None)
@@ -37,18 +37,18 @@ class CTCKeys(RecogniserKeys):
     blank_index: int = key("the id of CTC's blank", 0, COUNT)
     bos_index: int | None = key("the id that begins a sentence", None, COUNT)
     eos_index: int | None = key("the id that ends a sentence", None, COUNT)
-    ctc_weight: float = key("CTC's share of the loss; below 1 the attention decoder trains, too", 1.0,
+    ctc_weight: float = key("CTC's share of the loss; below 1 the attention decoder trains too", 1.0,
                             Range(0, 1, above=True))
-    label_smoothing: float = key("of the attention decoder's cross-entropy", 0.0, SHARE)
-    intermediate_ctc: float = key("this share of the CTC loss goes to layers within the encoder", 0.0, SHARE)
+    label_smoothing: float = key("label smoothing of the attention decoder's cross-entropy", 0.0, SHARE)
+    intermediate_ctc: float = key("the share of the CTC loss that goes to inner layers of the encoder", 0.0, SHARE)
     intermediate_layers: list[int] | None = key("which layers, counted from 1; null: the middle one", None)
-    consistency: float = key("CR-CTC: this much of what two augmented views disagree in is added to the loss", 0.0,
+    consistency: float = key("CR-CTC: the weight of the divergence between two augmented views of an utterance", 0.0,
                              Range(0))
-    consistency_warmup: float = key("the share of the run over which that rises", 0.1, SHARE)
+    consistency_warmup: float = key("the share of the run over which that weight rises", 0.1, SHARE)
 
     @property
     def ends(self) -> tuple[int, int]:
-        """The ids that begin and end a sentence, which joint training can't do without."""
+        """The ids that begin and end a sentence; raises if the recipe has none, since joint training needs them."""
         if self.bos_index is None or self.eos_index is None:
             raise SbkitError("the attention decoder needs bos_index and eos_index",
                              hint="set both to ids of the tokenizer that are no text, such as 1 and 2")
@@ -56,7 +56,7 @@ class CTCKeys(RecogniserKeys):
 
     @property
     def encoder_key(self) -> str:
-        """The key that the encoder stands under, or should."""
+        """The key that the encoder is under, or should be."""
         return next((name for name in ENCODERS if getattr(self, name) is not None), ENCODERS[0])
 
     def clashes(self) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""The labels of a prepared corpus: they are in the vocabulary, and the audio is long enough for CTC."""
+"""Checks the labels of a prepared corpus: they are in the vocabulary, and the audio is long enough for CTC."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from sbkit.recipe.source import Findings, Node, Place
 from sbkit.tasks.ctc.keys import CTCKeys
 from sbkit.tasks.ctc.recognizer import Recognizer
 
-#: Utterances of a split whose labels are looked at: all of them, or the ones with most text a second.
+#: Utterances whose labels are checked in a split; of more than that, those with the most text per second.
 MOST = 200_000
-#: Above this share of utterances that CTC can't align, the recipe is wrong and not the data.
+#: If CTC can't align a larger share of a split's utterances than this, the recipe is wrong and not the data.
 TOO_MANY = 0.5
 
 
 class Labels(NamedTuple):
-    """What the labels of a split look like."""
+    """What was found in the labels of a split."""
 
     looked_at: int
     outside: list[str]
@@ -35,8 +35,8 @@ class Labels(NamedTuple):
 
 def look(manifest: Manifest, tokenizer: Any, recognizer: Recognizer, size: int, sample_rate: int,
          blank: int = 0) -> Labels:
-    """Encode a split's texts and compare their labels with the vocabulary and the frames of their audio."""
-    if len(manifest) > MOST:  # who speaks fastest is short of frames first
+    """Compare the labels of a split with the vocabulary and with the frames of its audio."""
+    if len(manifest) > MOST:  # the fastest speech runs out of frames first
         density = pc.binary_length(manifest.texts.arrow).to_numpy(zero_copy_only=False) / manifest.durations
         manifest = manifest.select(np.sort(np.argpartition(-density, MOST)[:MOST]))
     outside: list[str] = []
@@ -62,7 +62,7 @@ def look(manifest: Manifest, tokenizer: Any, recognizer: Recognizer, size: int, 
 
 def check_labels(keys: CTCKeys, model: Recognizer, manifests: Mapping[str, Manifest], findings: Findings,
                  nodes: Mapping[str, Node]) -> Section:
-    """Look at every split's labels; the tokenizer is loaded."""
+    """Check the labels of each split with the loaded tokenizer; returns a table for the report."""
     node = nodes.get("corpus") or nodes.get("tokenizer")
     place = node.place if node is not None else Place()
     rows = []

@@ -1,4 +1,4 @@
-"""Finds how much a language model should count: the weights with the fewest wrong words on a dev set."""
+"""Finds the weights of a language model and of words that make the fewest errors on a dev set."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ logger = logging.getLogger(__name__)
 
 ENOUGH = 2000  # utterances to tune on
 LM_WEIGHTS, WORD_SCORES = (0.0, 0.3, 0.6, 1.0, 1.5), (-1.0, 0.5, 2.0, 3.5)
-FINER = (0.15, 0.75)  # steps around the best so far
-ROUNDS = 4  # of such steps, until none is better
+FINER = (0.15, 0.75)  # steps from the best pair so far to its neighbours
+ROUNDS = 4  # rounds of such steps at most; fewer if none is better
 
 
 class BestWeights(NamedTuple):
-    """The best weights, their error rate, and that of greedy decoding, in per cent."""
+    """The best weights, with their WER and that of greedy decoding in per cent."""
 
     weights: Weights
     rate: float
@@ -36,7 +36,7 @@ class BestWeights(NamedTuple):
 
 
 class Recorder:
-    """Stands in for a search in a pass over the dev set: keeps what is to be searched, and hears greedily itself."""
+    """A stand-in for a search: records what there is to search, and decodes greedily itself."""
 
     def __init__(self, search: BeamSearch):
         self.search, self.tokenizer = search, search.tokenizer
@@ -46,35 +46,35 @@ class Recorder:
         return sum(map(len, self.batches))
 
     def decode(self, log_probs: Any, lengths: Any) -> list[list[Hypothesis]]:
-        """As ``BeamSearch.decode``."""
+        """Decode greedily, with the interface of ``BeamSearch.decode``."""
         self.batches.append(self.search.events(log_probs, lengths))
         found = greedy(log_probs, lengths, blank_id=self.search.blank_id)
         return [[Hypothesis(self.tokenizer.decode(spans.ids.tolist()), 0.0, 0.0, spans)] for spans in found]
 
 
 def some_of(manifest: Manifest) -> Manifest:
-    """No more utterances than tuning needs, taken evenly."""
+    """Take as many utterances as tuning needs, evenly from the whole manifest."""
     if len(manifest) <= ENOUGH:
         return manifest
     return manifest.select(np.linspace(0, len(manifest) - 1, ENOUGH).astype(np.int64))
 
 
 def tune(recorder: Recorder, rows: Sequence[Any]) -> BestWeights:
-    """Search what was recorded with one pair of weights after another; every rank has its part, and calls it.
+    """Search the recorded batches with one pair of weights after another; all ranks call it, each with its share.
 
-    The rows are what the task made of the recorder's transcripts on this rank, in their order.
+    rows : the task's rows for the recorder's transcripts on this rank, in the same order
     """
     search, batch = recorder.search, Events.join(recorder.batches)
     scored = [i for i, row in enumerate(rows) if row.reference.split()]
-    said = [rows[i].reference.split() for i in scored]
-    total = sum(ranks.gather_objects(sum(map(len, said))))
+    references = [rows[i].reference.split() for i in scored]
+    total = sum(ranks.gather_objects(sum(map(len, references))))
     if not total:
-        raise SbkitError("no utterance of the dev split has a reference, so nothing tells how much the language model "
-                         "should count", hint="give --lm-weight and --word-score instead of --tune-lm")
+        raise SbkitError("no utterance of the dev split has a reference, so the language model's weight can't be tuned",
+                         hint="give --lm-weight and --word-score instead of --tune-lm")
     tried: dict[tuple[float, float], float] = {}
 
-    def rate(heard: list[list[str]]) -> float:
-        wrong = int(count(said, [heard[i] for i in scored]).edits.sum()) if said else 0
+    def rate(transcripts: list[list[str]]) -> float:
+        wrong = int(count(references, [transcripts[i] for i in scored]).edits.sum()) if references else 0
         return 100 * sum(ranks.gather_objects(wrong)) / total
 
     def attempt(pairs: Iterable[tuple[float, float]]) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""The recogniser that a recipe's parts make together."""
+"""Builds the recogniser from a recipe's parts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from sbkit.tasks.ctc.recognizer import Recognizer
 
 
 def recognizer(keys: CTCKeys) -> Recognizer:
-    """Features, front end, encoder and CTC head of a recipe."""
+    """Put features, front end, encoder and CTC head together."""
     hop = 1 if keys.compute_features is None else round(keys.sample_rate * keys.hop_length / 1000)
     return Recognizer(
         features=keys.compute_features, encoder=getattr(keys, keys.encoder_key), ctc_lin=keys.ctc_lin,

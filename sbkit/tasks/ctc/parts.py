@@ -1,4 +1,4 @@
-"""The parts of a recipe's recogniser: whether they can be put together, before a batch goes through."""
+"""Checks that the parts of a recipe's recogniser fit together, before a batch is sent through."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from sbkit.tasks.ctc.taps import stack
 
 
 def parts_fit(keys: CTCKeys, built: Built, findings: Findings) -> bool:
-    """Whether a batch can be sent through."""
-    # the next rests on what the one before found right
-    looks = _rates_fit, _features_fit, _front_end_fits, _has_its_decoder, _has_layers_between
-    return all(look(keys, built, findings) for look in looks)
+    """Report what does not fit; returns whether a batch can be sent through."""
+    # each check relies on those before it
+    checks = _rates_fit, _features_fit, _front_end_fits, _has_its_decoder, _has_layers_between
+    return all(check(keys, built, findings) for check in checks)
 
 
 def _rates_fit(keys: CTCKeys, built: Built, findings: Findings) -> bool:
-    """Whether features, or an encoder, go by the rate at which recordings are read, where they say one."""
+    """Check that features and encoder, if they have a sample rate, have the one at which recordings are read."""
     for key in ("compute_features", keys.encoder_key):
         part = getattr(keys, key)
         for module in part.modules() if isinstance(part, nn.Module) else ():
@@ -40,23 +40,23 @@ def _rates_fit(keys: CTCKeys, built: Built, findings: Findings) -> bool:
 def _tell_rate(node: Node, takes: Collection[str], rate: int, read: int, findings: Findings) -> None:
     if "sample_rate" in takes:
         findings.error("sample-rate", node.place_of("sample_rate"), node.key_of("sample_rate"),
-                       f"it is {rate}, and sample_rate, at which recordings are read, is {read}",
+                       f"it is {rate}, but recordings are read at {read} (sample_rate)",
                        "write `sample_rate: !ref <sample_rate>`")
     else:
         findings.error("sample-rate", node.place, node.key,
-                       f"it hears {rate} samples a second, and sample_rate, at which recordings are read, is {read}",
+                       f"it takes {rate} samples a second, but recordings are read at {read} (sample_rate)",
                        f"write sample_rate: {rate} at the top of the recipe")
 
 
 def _features_fit(keys: CTCKeys, built: Built, findings: Findings) -> bool:
-    """Whether features are what the recipe's keys say of them, by which frames are counted."""
+    """Check that features are as many, and as wide, as the recipe's keys say, since frames are counted by those."""
     if keys.compute_features is None:  # an encoder on waveforms
         return True
     node = built.nodes["compute_features"]
     samples = round(SECONDS * keys.sample_rate)
     with stand_ins(), torch.no_grad():
         feats = keys.compute_features(torch.empty(1, samples))
-    if feats.dim() != 3:  # an encoder of one's own may take something else
+    if feats.dim() != 3:  # a user's encoder may take something else
         return True
     frames, width = feats.shape[1:]
     expected = samples // round(keys.sample_rate * keys.hop_length / 1000) + 1
@@ -72,7 +72,7 @@ def _features_fit(keys: CTCKeys, built: Built, findings: Findings) -> bool:
 
 
 def _front_end_fits(keys: CTCKeys, built: Built, findings: Findings) -> bool:
-    """Whether it takes the features; the recogniser then finds its subsampling by trying it."""
+    """Check that the front end takes the features; the recogniser then finds its subsampling by trying it."""
     node = built.nodes.get("CNN")
     if keys.CNN is None or keys.compute_features is None or node is None:
         return True
@@ -90,7 +90,7 @@ def _front_end_fits(keys: CTCKeys, built: Built, findings: Findings) -> bool:
 
 
 def _has_its_decoder(keys: CTCKeys, built: Built, findings: Findings) -> bool:
-    """Whether joint training finds a decoder in the encoder's class."""
+    """Check that the encoder has a decoder for joint training."""
     if keys.ctc_weight >= 1:
         return True
     key = keys.encoder_key
@@ -110,13 +110,13 @@ def _has_its_decoder(keys: CTCKeys, built: Built, findings: Findings) -> bool:
 
 
 def _decodes(encoder: nn.Module) -> bool:
-    """Whether a forward takes tokens, and what they are padded with, as joint training gives them."""
+    """Whether a module's forward takes tokens and their padding id, as joint training passes them."""
     takes = signature(encoder.forward).parameters.values()
     return any(each.name == "pad_idx" or each.kind == each.VAR_KEYWORD for each in takes)
 
 
 def _has_layers_between(keys: CTCKeys, built: Built, findings: Findings) -> bool:
-    """Whether a loss on layers within the encoder finds such layers."""
+    """Check that the encoder has inner layers for ``intermediate_ctc``."""
     encoder = getattr(keys, keys.encoder_key)
     if not keys.intermediate_ctc:
         return True

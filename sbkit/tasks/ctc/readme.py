@@ -1,4 +1,4 @@
-"""README.md of a recogniser's bundle: what it is and how to use it in each of its forms."""
+"""The README.md of a recogniser's bundle: what it is, and how to use it in each format."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ signal, rate = soundfile.read("clip.wav", dtype="float32")  # mono, {rate} sampl
 log_probs, frames = session.run(None, {{"signals": signal[None], "lengths": np.array([len(signal)])}})
 ```
 
-`signals` [batch, samples] float32, zeros behind shorter ones; `lengths` [batch] int64. `log_probs` [batch, frames,
-{vocabulary}], a frame every {frame:g} ms; `frames` [batch] says how many belong to each. The features are in the graph.
+Inputs: `signals` [batch, samples] float32, shorter ones padded with zeros, and `lengths` [batch] int64. Outputs:
+`log_probs` [batch, frames, {vocabulary}], a frame every {frame:g} ms, and `frames` [batch], how many belong to each.
+Features are computed in the graph.
 """,
     layout.TORCH: """### PyTorch
 
@@ -38,7 +39,7 @@ print(asr.transcribe_file("clip.wav"))
 ```
 
 `model.ckpt` and `tokenizer.ckpt` are `model.safetensors` and `tokenizer.model` under the names that SpeechBrain looks
-for (hard links where the disk has them). No file here is a pickle.
+for (hard links, if the file system has them). No file here is a pickle.
 """,
     layout.SHERPA: """### sherpa-onnx
 
@@ -51,13 +52,13 @@ asr.decode_stream(stream)
 print(stream.result.text)
 ```
 
-`omnilingual` is the kind of model that sherpa-onnx gives the waveform itself.
+`omnilingual` is sherpa-onnx's kind of model that takes the waveform.
 """,
 }
 
 
 def text(name: str, config: Config, comparison: Comparison) -> str:
-    """The whole file."""
+    """Write the whole file as a string."""
     values = {"name": name, "rate": config.sample_rate, "vocabulary": config.vocabulary,
               "frame": 1000 * config.frame_seconds}
     trained = config.trained
@@ -78,7 +79,7 @@ print(model.transcribe("clip.mp3").text)
 """]
     parts += [_USE[each].format(**values) for each in _USE if each in config.models]
     if not config.batching:
-        parts.append("Run one utterance at a time: layers of this model see what a batch is padded with.\n")
+        parts.append("Run one utterance at a time: layers of this model see a batch's padding.\n")
     parts.append(compared(comparison))
-    parts.append("`tokens.txt` has a line `symbol id` for each token.\n")
+    parts.append("`tokens.txt` has one line, `symbol id`, for each token.\n")
     return "\n".join(parts)

@@ -1,4 +1,4 @@
-"""The search that ``sbkit evaluate`` was asked for: built, its weights tuned, run over a whole test set at once."""
+"""The search of ``sbkit evaluate``: builds it, tunes its weights, and runs it over a whole test set at once."""
 
 from __future__ import annotations
 
@@ -21,59 +21,58 @@ from sbkit.tasks.ctc import lm_weights
 from sbkit.tasks.ctc.keys import CTCKeys
 from sbkit.train.distributed import ranks
 
-_PAYS = 1000  # utterances from which on another process is worth its start
-_LARGE = 200e6  # bytes of an ARPA file that not every process is to hold
+_PAYS = 1000  # utterances for which another process is worth its start
+_LARGE = 200e6  # bytes of an ARPA file that is too large to hold in every process
 
 
 def build(request: EvaluateRequest, keys: CTCKeys) -> BeamSearch | JointSearch | None:
-    """The search of an ``EvaluateRequest``, or else the recipe's own; with its tokenizer, and loaded."""
-    options = {name: getattr(request, name) for name in ("lm", "lm_weight", "word_score", "beam", "nbest")}
-    asked = {name: value for name, value in options.items() if value is not None}
+    """Build and load the search that an ``EvaluateRequest`` describes; the recipe's own if it describes none."""
+    names = "lm", "lm_weight", "word_score", "beam", "nbest"
+    options = {name: value for name in names if (value := getattr(request, name)) is not None}
     if request.hot_words:
-        asked["hot_words"] = _by_the_rules(hot_words(request.hot_words), keys.corpus.text)
+        options["hot_words"] = _normalised(hot_words(request.hot_words), keys.corpus.text)
     if request.joint:
-        return _joint(request, keys, asked)
+        return _joint(request, keys, options)
     if request.ctc_weight is not None:
         raise SbkitError("--ctc-weight is for the search with CTC and the attention decoder", hint="add --joint")
     if not request.lm and (request.tune_lm or request.lm_weight is not None):
-        raise SbkitError("there is no language model to weigh", hint="name one: --lm FILE.arpa (see sbkit lm)")
+        raise SbkitError("there is no language model to weight", hint="name one: --lm FILE.arpa (see sbkit lm)")
     search = keys.decoder
-    if asked:
-        search = BeamSearch(keys.tokenizer, blank_id=keys.blank_index, **asked)
+    if options:
+        search = BeamSearch(keys.tokenizer, blank_id=keys.blank_index, **options)
     if search is not None and search.tokenizer is None:
         search.tokenizer = keys.tokenizer
     return search.load() if isinstance(search, BeamSearch) else search
 
 
-def _by_the_rules(phrases: Mapping[str, float], rules: Callable[[str], str]) -> dict[str, float]:
-    """Hot words as the run's transcripts are written: in their case, without their punctuation."""
-    written: dict[str, float] = {}
+def _normalised(phrases: Mapping[str, float], rules: Callable[[str], str]) -> dict[str, float]:
+    """Normalise hot words by the rules of the run's transcripts: case, punctuation."""
+    normalised: dict[str, float] = {}
     for phrase, boost in phrases.items():
         text = rules(phrase)
         if not text:
-            raise SbkitError(f"nothing is left of the hot word {phrase!r} by the rules of the run's transcripts",
-                             hint="name words as they are spoken")
-        written[text] = max(boost, written.get(text, boost))
-    return written
+            raise SbkitError(f"the run's text rules leave nothing of the hot word {phrase!r}",
+                             hint="write words as they are spoken")
+        normalised[text] = max(boost, normalised.get(text, boost))
+    return normalised
 
 
-def _joint(request: EvaluateRequest, keys: CTCKeys, asked: dict[str, Any]) -> JointSearch:
-    alien = [name for name in asked if name not in ("beam", "nbest")]
-    if alien or request.tune_lm:
+def _joint(request: EvaluateRequest, keys: CTCKeys, options: dict[str, Any]) -> JointSearch:
+    if set(options) - {"beam", "nbest"} or request.tune_lm:
         raise SbkitError("the joint search takes no language model, no word score and no hot words",
-                         hint="leave them out, or --joint")
+                         hint="leave out these, or --joint")
     weight = keys.ctc_weight
     if weight >= 1:
         raise SbkitError(f"{request.run} has no trained attention decoder: its recipe says ctc_weight: {weight}",
                          hint="train with less than 1, such as --ctc_weight 0.3, or leave out --joint")
     if request.ctc_weight is not None:
-        asked["ctc_weight"] = request.ctc_weight
+        options["ctc_weight"] = request.ctc_weight
     begin, end = keys.ends
-    return JointSearch(keys.tokenizer, blank_id=keys.blank_index, bos_id=begin, eos_id=end, **asked)
+    return JointSearch(keys.tokenizer, blank_id=keys.blank_index, bos_id=begin, eos_id=end, **options)
 
 
 def describe(search: Any) -> dict[str, Any]:
-    """What result.json says of a search."""
+    """Describe a search for result.json."""
     if isinstance(search, JointSearch):
         return {"joint": True, "ctc_weight": search.ctc_weight, "beam": search.beam}
     if not isinstance(search, BeamSearch):
@@ -84,7 +83,7 @@ def describe(search: Any) -> dict[str, Any]:
 
 
 def tune(brain: Any, manifest: Manifest, hear: Callable[[Manifest], object]) -> dict[str, Any]:
-    """Give the brain's search the weights that make the fewest errors on dev; what is to be said of it."""
+    """Give the brain's search the weights that make the fewest errors on dev; returns facts for result.json."""
     search = brain.decoder
     manifest = lm_weights.some_of(manifest)
     brain.decoder = recorder = lm_weights.Recorder(search)
@@ -101,8 +100,10 @@ def tune(brain: Any, manifest: Manifest, hear: Callable[[Manifest], object]) -> 
 
 @contextlib.contextmanager
 def over_all(brain: Any) -> Iterator[None]:
-    """A beam search within waits until all is heard: it is faster the more utterances it has, and can have
-    processes. The brain's rows then get what it finds."""
+    """Context in which a beam search only records; at its end it searches all utterances and updates the brain's rows.
+
+    It is faster on many utterances at once, and can use several processes.
+    """
     search = brain.decoder
     if not isinstance(search, BeamSearch):
         yield
@@ -114,13 +115,14 @@ def over_all(brain: Any) -> Iterator[None]:
         brain.decoder = search
     with _processes(search, len(recorder)):
         found = search.search(Events.join(recorder.batches))
-    brain.rows = [row._replace(hypothesis=several[0].text, confidence=several[0].confidence, nbest=choices(several))
-                  for row, several in zip(brain.rows, found, strict=True)]
+    brain.rows = [row._replace(hypothesis=hypotheses[0].text, confidence=hypotheses[0].confidence,
+                               nbest=choices(hypotheses))
+                  for row, hypotheses in zip(brain.rows, found, strict=True)]
 
 
 @contextlib.contextmanager
 def _processes(search: BeamSearch, utterances: int) -> Iterator[None]:
-    """Search in as many processes as pay."""
+    """Context in which a search has as many processes as are worth their start."""
     before = search.workers
     if search.lm is None or kenlm_binary.recognise(search.lm) or os.path.getsize(search.lm) < _LARGE:
         search.workers = max(before, min(usable_cores() // ranks.world_size(), utterances // _PAYS) - 1)

@@ -1,14 +1,13 @@
-"""A model for sherpa-onnx, which then runs it on phones, in browsers and in a dozen languages as it is.
+"""Exports a model for sherpa-onnx, which runs on phones, in browsers and from a dozen programming languages.
 
-sherpa-onnx hands most models Kaldi's features; the kind that it calls *omnilingual* gets the waveform, as a
-bundle's models do. It changes what a model was trained on in three ways, and the graph meets each of them:
+sherpa-onnx gives most models Kaldi's features, but the kind that it calls *omnilingual* gets the waveform, as a
+bundle's other models do. It differs from training in four ways, which the graph makes up for:
 
-- the waveform is divided by its deviation: the model must not mind how loud a recording is;
-- the waveform's mean is taken away. Speech is not symmetric, so that lifts silence off zero, and what was
-  nothing becomes a constant that sounds. The graph puts silence back to zero (:func:`_level_of_silence`);
-- a frame counts as 20 ms: longer ones are repeated, which changes nothing for CTC.
-
-Tokens that are no text would be written out; they are made blanks.
+- It divides the waveform by its standard deviation, so the model must not depend on how loud a recording is.
+- It subtracts the waveform's mean. Speech is not symmetric, so silence is no longer zero but a constant, which the
+  model has never heard. The graph moves silence back to zero (:func:`_level_of_silence`).
+- It counts each frame as 20 ms. Longer ones are repeated, which changes nothing for CTC.
+- It writes out tokens that are no text. They become blanks.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ from sbkit.export.graph import save, to_onnx, trace_module
 from sbkit.export.layout import Config
 from sbkit.tasks.ctc.graph import Graph
 
-_FRAME_SECONDS = 0.02  # for sherpa-onnx's times
+_FRAME_SECONDS = 0.02  # of a frame, in sherpa-onnx's word times
 _EXAMPLE = (2, 24_000)
-_STRETCH = 320  # samples whose mean and variance are looked at together
-_NEVER = -1e4  # a log-probability
-_QUIET = 1e-6  # variance, where that of the whole recording is 1, below which all stretches count alike
+_STRETCH = 320  # samples in a stretch that has one mean and one variance
+_NEVER = -1e4  # the log-probability of a token that can't occur
+_QUIET = 1e-6  # variance of a stretch, relative to the recording's, below which all count alike
 
 
 class _Wave(nn.Module):
-    """Waveforms [B, S] alone, all of one length, to log-probabilities [B, T * repeats, V]."""
+    """Waveforms [B, S] of one length to log-probabilities [B, T * repeats, V]."""
 
     blank: Tensor
     silent: Tensor
@@ -49,15 +48,18 @@ class _Wave(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         lengths = torch.ones_like(x[:, 0], dtype=torch.int64) * x.shape[1]
         log_probs = self.model(x - _level_of_silence(x), lengths)[0]
-        # sherpa-onnx would write out the ends of a sentence; for CTC they are as good as blanks.
+        # Without this, sherpa-onnx would write out the beginning and the end of a sentence.
         nothing = log_probs.masked_fill(~(self.silent | self.blank), _NEVER).amax(-1, keepdim=True)
         log_probs = torch.where(self.blank, nothing, log_probs.masked_fill(self.silent, _NEVER))
         return log_probs.repeat_interleave(self.repeats, dim=1) if self.repeats > 1 else log_probs
 
 
 def _level_of_silence(x: Tensor) -> Tensor:
-    """Where a recording rests: the mean of its stretches, the quieter the weightier. [B, S] -> [B, 1]."""
-    stretches = functional.pad(x, (0, _STRETCH))[:, None]  # so that there is one even of the shortest
+    """Estimate a recording's level of silence: the mean of its stretches, weighted by how quiet they are.
+
+    [B, S] to [B, 1].
+    """
+    stretches = functional.pad(x, (0, _STRETCH))[:, None]  # so that even the shortest recording has one
     means = functional.avg_pool1d(stretches, _STRETCH, _STRETCH)[:, 0]
     variances = functional.avg_pool1d(stretches.square(), _STRETCH, _STRETCH)[:, 0] - means.square()
     whole = torch.arange(means.shape[1], device=x.device) < x.shape[1] // _STRETCH
@@ -66,18 +68,19 @@ def _level_of_silence(x: Tensor) -> Tensor:
 
 
 def check(graph: Graph, config: Config) -> None:
-    """Refuse what sherpa-onnx would run otherwise than it was trained."""
+    """Raise if sherpa-onnx would run the model differently from how it was trained."""
     norm = graph.normalize
     alike = isinstance(norm, features.Normalization) and norm.sentence and norm.deviation
     if not alike and not getattr(graph.encoder, "makes_loudness_equal", False):
-        raise SbkitError("sherpa-onnx makes every recording equally loud before the model hears it, and this model was "
-                         "not trained to hear all of them alike", hint="train with normalize: norm_type: sentence")
+        raise SbkitError("sherpa-onnx makes all recordings equally loud, and this model was not trained on recordings "
+                         "like that", hint="train with normalize: norm_type: sentence")
     if config.sample_rate != 16_000:
-        raise SbkitError(f"sherpa-onnx gives this kind of model 16000 samples a second; it takes {config.sample_rate}")
+        raise SbkitError(f"sherpa-onnx gives this kind of model 16000 samples a second, but it takes "
+                         f"{config.sample_rate}", hint="leave out --target sherpa")
 
 
 def write(graph: Graph, config: Config, path: Path) -> None:
-    """Write the model; tokens.txt is the bundle's."""
+    """Write the model's file; sherpa-onnx also reads the bundle's tokens.txt."""
     check(graph, config)
     repeats = config.frame_seconds / _FRAME_SECONDS
     whole = max(1, round(repeats))
@@ -90,18 +93,18 @@ def write(graph: Graph, config: Config, path: Path) -> None:
 
 
 def client(model: Path, tokens: Path) -> Any:
-    """sherpa-onnx's own recogniser with the model in it."""
+    """Open a model with sherpa-onnx's own recogniser."""
     try:
         import sherpa_onnx
     except ImportError:
-        raise SbkitError("a model for sherpa-onnx is tried in sherpa-onnx before it is published",
+        raise SbkitError("sherpa-onnx is not installed, and a model for it is tested with it before it is published",
                          hint="pip install sherpa-onnx") from None
     return sherpa_onnx.OfflineRecognizer.from_omnilingual_asr_ctc(
         model=str(model), tokens=str(tokens), num_threads=torch.get_num_threads())
 
 
 def transcribe(recognizer: Any, signal: Any, sample_rate: int) -> str:
-    """What sherpa-onnx hears in a signal [S]."""
+    """Transcribe a signal [S] with sherpa-onnx."""
     stream = recognizer.create_stream()
     stream.accept_waveform(sample_rate, signal)
     recognizer.decode_stream(stream)

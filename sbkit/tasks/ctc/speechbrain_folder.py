@@ -1,10 +1,9 @@
-"""The part of a bundle that stock SpeechBrain reads: ``EncoderASR.from_hparams(source=BUNDLE)``.
+"""Writes the files of a bundle that stock SpeechBrain reads: ``EncoderASR.from_hparams(source=BUNDLE)``.
 
-SpeechBrain's ``Pretrainer`` looks for ``<name>.ckpt`` beside hyperparams.yaml and hands each file to a
-hook. The hook named here is ``safetensors.torch.load_model``, whose arguments are the very ones that the
-``Pretrainer`` gives (module, path), so ``model.ckpt`` is the safetensors file under the name that
-SpeechBrain asks for: a hard link to model.safetensors, no second copy and no pickle. ``tokenizer.ckpt`` is
-tokenizer.model in the same way, read by SpeechBrain's own hook for SentencePiece.
+SpeechBrain's ``Pretrainer`` looks for ``<name>.ckpt`` beside hyperparams.yaml and passes the module and the path to a
+hook. The hook is ``safetensors.torch.load_model``, which takes the same arguments. So ``model.ckpt`` is a hard link to
+model.safetensors: no second copy and no pickle. In the same way, ``tokenizer.ckpt`` is tokenizer.model, which
+SpeechBrain's own hook for SentencePiece reads.
 """
 
 from __future__ import annotations
@@ -64,21 +63,21 @@ pretrainer: !new:speechbrain.utils.parameter_transfer.Pretrainer
 
 
 class Part(NamedTuple):
-    """A module on the way from waveforms to scores, and how the recipe defines it."""
+    """A module on the way from waveforms to scores, with its definition in the recipe."""
 
     key: str
     module: Any
-    """With the attributes that its class has."""
+    """Any, for the attributes of its class."""
     node: Any
 
     @property
     def fixed(self) -> bool:
-        """Whether it is a normalisation with statistics of the training set."""
+        """Whether it is a normalisation with fixed statistics of the training set."""
         return is_input_normalization(self.module) and self.module.norm_type == "global"
 
     @property
     def learned(self) -> bool:
-        """Whether it has anything to save."""
+        """Whether it has weights or statistics to save."""
         return self.fixed or any(True for _ in self.module.parameters())
 
 
@@ -111,15 +110,15 @@ def _parts(recognizer: Recognizer, nodes: dict[str, Any]) -> list[Part]:
     for part in parts:
         _drop_comments(part.node)
         if isinstance(part.module, TransformerASR) and isinstance(part.node, dict):
-            part.node["num_decoder_layers"] = 0  # CTC does without the decoder
+            part.node["num_decoder_layers"] = 0  # CTC does not need the decoder
     return parts
 
 
 def _recipe(parts: list[Part], recognizer: Recognizer, sample_rate: int, blank_id: int, name: str) -> str:
-    """hyperparams.yaml: the recipe's own definitions of its layers, put in a row."""
+    """Return the text of hyperparams.yaml: the recipe's own definitions of its layers, in a sequence."""
     own, made, row, learned = CommentedMap(), "", [], []
     for part in parts:
-        # `encoder` is what SpeechBrain calls the whole row.
+        # SpeechBrain calls the whole sequence `encoder`.
         key = "layers" if part.key == "encoder" else part.key
         if part.fixed:
             made += _FIXED_NORM.format(size=len(part.module.glob_mean))
@@ -183,7 +182,7 @@ encoder: !new:speechbrain.nnet.containers.LengthsCapableSequential
 
 
 def _fill(module: nn.Module, part: Part) -> None:
-    """Give a stock module the trained weights; what it has and the trained one lacks is an error."""
+    """Give a stock module the trained weights; raises if it has some that the trained one lacks."""
     if part.fixed:
         norm = part.module
         spread = (norm.glob_std if norm.std_norm else torch.ones_like(norm.glob_std)).clamp(min=norm.epsilon)
@@ -194,13 +193,13 @@ def _fill(module: nn.Module, part: Part) -> None:
     own = module.state_dict()
     absent = sorted(set(own) - set(state))
     if absent:
-        raise SbkitError(f"{part.key}: the trained weights lack {absent[0]} (and {len(absent) - 1} more) that the "
-                         "recipe describes", hint="does the recipe that the run wrote down still describe the model?")
+        raise SbkitError(f"{part.key}: the recipe describes weights that were not trained: {absent[0]} (and "
+                         f"{len(absent) - 1} more)", hint=f"has the run's {layout.RECIPE} been changed?")
     module.load_state_dict({key: state[key] for key in own})
 
 
 def _drop_comments(node: Any) -> None:
-    """Those of the recipe spoke of their neighbours there."""
+    """Remove comments, which are about their neighbours in the recipe."""
     if isinstance(node, (CommentedMap, CommentedSeq)):
         node.ca.comment, node.ca.end = None, []
         node.ca.items.clear()
@@ -209,7 +208,7 @@ def _drop_comments(node: Any) -> None:
 
 
 def _also_as(path: Path, name: Path) -> None:
-    """The same file under a second name; a copy where the disk knows no hard links."""
+    """Give a file a second name; a copy on file systems without hard links."""
     try:
         os.link(path, name)
     except OSError:
@@ -217,7 +216,7 @@ def _also_as(path: Path, name: Path) -> None:
 
 
 def runner(bundle: Path, at_least: int = 1) -> Runner:
-    """Through stock SpeechBrain's ``EncoderASR``, one at a time: its batches have no lengths in samples."""
+    """Return a runner by stock SpeechBrain's ``EncoderASR``, one utterance at a time: it has no lengths in samples."""
     from speechbrain.inference.ASR import EncoderASR
 
     for name in ("fetching", "parameter_transfer"):

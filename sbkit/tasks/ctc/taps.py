@@ -1,4 +1,4 @@
-"""What layers within an encoder give, for losses on them."""
+"""Collects the outputs of inner layers of an encoder, for losses on them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sbkit.errors import SbkitError
 
 
 def stack(encoder: nn.Module) -> tuple[nn.Module, nn.ModuleList]:
-    """The part of a SpeechBrain transformer (or of an encoder like it) that has the list ``layers``, and that list."""
+    """Find the part of a transformer that has the list ``layers``, and that list; raises if there is none."""
     for part in (encoder, getattr(encoder, "encoder", None)):
         layers = getattr(part, "layers", None)
         if isinstance(part, nn.Module) and isinstance(layers, nn.ModuleList):
@@ -23,9 +23,11 @@ def stack(encoder: nn.Module) -> tuple[nn.Module, nn.ModuleList]:
 
 @contextmanager
 def tapped(encoder: nn.Module, layers: Sequence[int]) -> Iterator[list[Tensor]]:
-    """Within, a forward of ``encoder`` fills the list with what ``layers`` (counted from 1) give, [B, T, D] each.
+    """Context in which a forward of ``encoder`` fills the list with the outputs of ``layers``, each [B, T, D].
 
-    The states are normalised as the encoder normalises what its last layer gives.
+    They are normalised as the encoder normalises the output of its last layer.
+
+    layers : their numbers, counted from 1
     """
     states: list[Tensor] = []
     if not layers:

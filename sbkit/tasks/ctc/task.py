@@ -1,4 +1,4 @@
-"""Speech recognition with CTC, alone or together with an attention decoder."""
+"""Speech recognition with CTC, alone or with an attention decoder."""
 
 from __future__ import annotations
 
@@ -43,30 +43,27 @@ if TYPE_CHECKING:
 
 
 class Scores(NamedTuple):
-    """What the model says of a batch."""
+    """The model's outputs for a batch."""
 
     ctc: Tensor  # [B, T, V] scores
     frames: Tensor  # [B] int64
     attention: Tensor | None = None  # [B, U + 1, V] scores of the decoder, in joint training
-    intermediate: Sequence[Tensor] = ()  # [B, T, V] each: scores of layers within the encoder, in training
+    intermediate: Sequence[Tensor] = ()  # [B, T, V] each: scores of inner layers of the encoder, in training
     encoded: Tensor | None = None  # [B, T, D] encoder states, for a search with the decoder
 
 
 class CTC(ASR):
-    """The flagship's Brain.
+    """The Brain of ``hparams/ctc.yaml``.
 
-    ``decoder: !new:sbkit.decode.beam.BeamSearch``, or in joint training ``sbkit.decode.joint.JointSearch``, makes the
-    test's transcripts; without it, and in validation, they are each frame's best.
-
-    ``ctc_weight: 1.0`` trains CTC alone. Below 1 the rest of the loss is the attention decoder's
-    label-smoothed cross-entropy. Both are means per token over the whole optimizer step.
-
-    ``intermediate_ctc: 0.3`` gives that share of the CTC loss to layers within the encoder (``intermediate_layers``;
-    without it the middle one of SpeechBrain's transformers, and none of other encoders), through the same head.
-
-    ``consistency: 0.2`` is CR-CTC: each utterance is seen twice, augmented in two ways, and that much of what the two
-    disagree in is added to the loss, rising over ``consistency_warmup`` (a share of the run, 0.1). A step then
-    computes, and holds, twice as much as ``max_batch_seconds`` says.
+    - ``decoder``, a ``sbkit.decode.beam.BeamSearch`` or, with joint training, a ``sbkit.decode.joint.JointSearch``,
+      finds the test's transcripts. Without it, and in validation, the best token of each frame is taken.
+    - ``ctc_weight: 1.0`` trains CTC alone. Below 1, the rest of the loss is the attention decoder's label-smoothed
+      cross-entropy. Both are means per token over the whole optimizer step.
+    - ``intermediate_ctc: 0.3`` gives that share of the CTC loss to inner layers of the encoder, through the same head:
+      to ``intermediate_layers``, by default the middle layer of SpeechBrain's transformers and none of other encoders.
+    - ``consistency: 0.2`` is CR-CTC: each utterance is seen twice with different augmentations, and that much of the
+      divergence of the two outputs is added to the loss, rising over ``consistency_warmup`` (a share of the run). A
+      step then computes and holds twice as much as ``max_batch_seconds`` says.
     """
 
     Keys: ClassVar[type[TaskKeys]] = CTCKeys
@@ -76,12 +73,12 @@ class CTC(ASR):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        # Now, and not in the first forward: it tries the layers out, which a culprit's examination would see.
+        # Built now, since it tries the layers out: in the first forward, a search for a step's culprit would see that.
         self.recognizer = recognizer(self.keys)
         self.decoder = self.keys.decoder
         if isinstance(self.decoder, JointSearch) and not self.joint:
-            raise SbkitError("the recipe's decoder is a JointSearch, and ctc_weight: 1.0 trains no attention decoder",
-                             hint="set ctc_weight below 1, such as 0.3, or take another decoder")
+            raise SbkitError("the recipe's decoder is a JointSearch, but ctc_weight: 1.0 trains no attention decoder",
+                             hint="set ctc_weight below 1, such as 0.3, or use another decoder")
 
     # ------------------------------------------------------------ the check
 
@@ -100,13 +97,13 @@ class CTC(ASR):
         return check_labels(keys, recognizer(keys), manifests, findings, nodes)
 
     def describe(self) -> tuple[list[str], dict[str, Any]]:
-        """How much time a frame is."""
+        """Say how long a frame of features and one of the encoder are."""
         model = self.recognizer
         hop = 1000 * model.hop_samples / self.keys.sample_rate
         frame = hop * model.subsampling
-        before = "" if model.compute_features is None else f"features every {hop:g} ms, subsampled by " \
+        features = "" if model.compute_features is None else f"features every {hop:g} ms, subsampled by " \
             f"{model.subsampling}: "
-        return ([f"{before}an encoder frame every {frame:g} ms, {1000 / frame:g} a second"],
+        return ([f"{features}an encoder frame every {frame:g} ms, {1000 / frame:g} a second"],
                 {"subsampling": model.subsampling, "frames_per_second": 1000 / frame})
 
     def token_tables(self) -> TokenTables | None:
@@ -119,7 +116,7 @@ class CTC(ASR):
         return self.keys.ctc_weight < 1
 
     def compute_forward(self, batch: Batch, stage: Stage) -> Scores:
-        """Waveforms [B, S] to scores [B, T, V]."""
+        """Compute scores [B, T, V] of waveforms [B, S]."""
         model, training = self.recognizer, stage == Stage.TRAIN
         views = self.views if training else 1
         with section("features"):
@@ -137,7 +134,7 @@ class CTC(ASR):
                       encoded if searched else None)
 
     def compute_objectives(self, scores: Scores, batch: Batch, stage: Stage) -> Loss:
-        """Sum over the batch, and the tokens it is a mean over; with two views, over both."""
+        """Compute the loss, summed over the batch, and the number of its tokens; two views count as two batches."""
         if stage == Stage.TRAIN and self.views > 1:
             batch = batch.repeated(self.views)
         ctc = self._ctc(scores.ctc, scores.frames, batch)
@@ -159,7 +156,7 @@ class CTC(ASR):
 
     @property
     def views(self) -> int:
-        """How often a training step sees each utterance."""
+        """How many times a training step sees each utterance."""
         return 2 if self.keys.consistency else 1
 
     def _consistency_weight(self) -> float:
@@ -171,7 +168,7 @@ class CTC(ASR):
         if not self.keys.intermediate_ctc:
             return []
         layers, encoder = self.keys.intermediate_layers, self.recognizer.encoder
-        if layers or not hasattr(encoder, "encode"):  # of an encoder of the user's nobody knows what its layers give
+        if layers or not hasattr(encoder, "encode"):  # the layers of a user's encoder may return anything
             return layers or []
         middle = len(stack(encoder)[1]) // 2
         return [middle] if middle else []
@@ -182,21 +179,21 @@ class CTC(ASR):
         )
 
     def utterance_losses(self, scores: Scores, batch: Batch) -> Tensor:
-        """CTC loss of each utterance [B], for reports on steps that went wrong."""
+        """Compute the CTC loss of each utterance [B], for reports about steps that were not finite."""
         views = len(scores.ctc) // len(batch)
         return self._ctc(scores.ctc, scores.frames, batch.repeated(views)).losses.view(views, -1).mean(0)
 
     def _labels(self, batch: Batch) -> Tensor:
-        """The tokens [B, U], safe for an embedding to look up; one outside the vocabulary is told."""
+        """Return the tokens [B, U], safe to look up in an embedding; tokens outside the vocabulary are reported."""
         return guard_indices(
             batch.tokens, self.keys.output_neurons, name="tokens", ids=batch.ids, lengths=batch.token_lengths,
             forbidden=(self.keys.blank_index,),
         )
 
     def _cross_entropy(self, scores: Tensor, batch: Batch, counted: Tensor) -> Tensor:
-        """Label-smoothed cross-entropy of the tokens and the end, summed: [B, U + 1, V] -> scalar.
+        """Sum the label-smoothed cross-entropy of the tokens and the end of sentence: [B, U + 1, V] to a scalar.
 
-        ``counted`` [B]: the utterances that the step's mean is over.
+        counted : [B], which utterances are part of the step's mean
         """
         target = functional.pad(self._labels(batch), (0, 1))
         target = target.scatter(1, batch.token_lengths[:, None], self.keys.ends[1])
@@ -227,14 +224,14 @@ class CTC(ASR):
         return Recogniser.of(self.recognizer, self.keys, run)
 
     def _transcribe(self, scores: Scores, batch: Any, stage: Stage) -> None:
-        if not batch.weight:  # a stand-in
+        if not batch.weight:  # a placeholder for an empty batch
             return
         log_probs = scores.ctc.float().log_softmax(-1)
         if self.decoder is None or stage != Stage.TEST:
             found = greedy(log_probs, scores.frames, blank_id=self.keys.blank_index)
-            heard = map(self.keys.tokenizer.decode, found.ids)
-            sure = (float(spans.confidence.mean()) if len(spans) else None for spans in found)
-            self.rows += map(Row, batch.ids, batch.texts, heard, sure)
+            texts = map(self.keys.tokenizer.decode, found.ids)
+            confidences = (float(spans.confidence.mean()) if len(spans) else None for spans in found)
+            self.rows += map(Row, batch.ids, batch.texts, texts, confidences)
             return
         if self.decoder.tokenizer is None:
             self.decoder.tokenizer = self.keys.tokenizer
@@ -242,13 +239,14 @@ class CTC(ASR):
             found = self.decoder.decode(log_probs, scores.frames)
         else:
             found = self.decoder.decode(log_probs, scores.frames, self._next_token(scores))
-        for name, text, several in zip(batch.ids, batch.texts, found, strict=True):
-            self.rows.append(Row(name, text, several[0].text, several[0].confidence, choices(several)))
+        for name, text, hypotheses in zip(batch.ids, batch.texts, found, strict=True):
+            best = hypotheses[0]
+            self.rows.append(Row(name, text, best.text, best.confidence, choices(hypotheses)))
 
     def _next_token(self, scores: Scores) -> Step:
-        """The attention decoder as a joint search calls it."""
+        """Return the attention decoder as a function for a joint search."""
         encoded = scores.encoded
-        assert encoded is not None, "kept for this search"
+        assert encoded is not None, "compute_forward kept it for this search"
 
         def step(tokens: Tensor, rows: Tensor) -> Tensor:
             frames = scores.frames[rows]

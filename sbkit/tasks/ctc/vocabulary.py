@@ -1,4 +1,4 @@
-"""Vocabulary and special ids: they fit the model's outputs and the tokenizer."""
+"""Checks that vocabulary, special ids, tokenizer and model agree, and tells which tensors have a row per token."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from sbkit.recipe.trace import Trace
 from sbkit.runs.initial.vocabulary import TokenTables, Vocabulary
 from sbkit.tasks.ctc.keys import ENCODERS, CTCKeys
 
-
-def token_tables(keys: CTCKeys) -> TokenTables:
-    """The last layers of both heads and the decoder's table of tokens, and what their rows stand for."""
-    encoder = getattr(keys, keys.encoder_key)
-    ends = [[layer for layer in head.modules() if isinstance(layer, nn.Linear)][-1:]
-            for head in (keys.ctc_lin, keys.seq_lin) if isinstance(head, nn.Module)]
-    embedding = getattr(encoder, "custom_tgt_module", None)
-    tables = [layer for layer in embedding.modules() if isinstance(layer, nn.Embedding)] \
-        if isinstance(embedding, nn.Module) else []
-    tensors = [tensor for layer in [*(layer for end in ends for layer in end), *tables] for tensor in layer.parameters()
-               if len(tensor) == keys.output_neurons]
-    roles = {"blank": keys.blank_index, "bos": keys.bos_index, "eos": keys.eos_index}
-    return TokenTables(tensors, lambda: Vocabulary(keys.tokenizer.pieces(), {
-        role: place for role, place in roles.items() if place is not None}))
-
-
 _INDICES = ("blank_index", "bos_index", "eos_index")
 _HEADS = ("ctc_lin", "seq_lin")
 
 
+def token_tables(keys: CTCKeys) -> TokenTables:
+    """Return the tensors of both heads' last layers and of the decoder's embedding, and what their rows stand for."""
+    encoder = getattr(keys, keys.encoder_key)
+    layers: list[nn.Module] = []
+    for head in (keys.ctc_lin, keys.seq_lin):
+        if isinstance(head, nn.Module):
+            layers += [layer for layer in head.modules() if isinstance(layer, nn.Linear)][-1:]
+    target = getattr(encoder, "custom_tgt_module", None)
+    if isinstance(target, nn.Module):
+        layers += [layer for layer in target.modules() if isinstance(layer, nn.Embedding)]
+    tensors = [tensor for layer in layers for tensor in layer.parameters() if len(tensor) == keys.output_neurons]
+    roles = {"blank": keys.blank_index, "bos": keys.bos_index, "eos": keys.eos_index}
+    return TokenTables(tensors, lambda: Vocabulary(keys.tokenizer.pieces(), {
+        role: index for role, index in roles.items() if index is not None}))
+
+
 def check_sizes(traced: Trace, findings: Findings) -> None:
-    """``output_neurons``, the special ids, the tokenizer and the model agree with each other."""
+    """Check that ``output_neurons``, the special ids, the tokenizer and the model agree."""
     built = traced.built
     size = built.hparams.get("output_neurons")
     if not isinstance(size, int) or isinstance(size, bool):
@@ -53,7 +53,7 @@ def check_sizes(traced: Trace, findings: Findings) -> None:
 
 
 def _check_special(built: Built, size: int, findings: Findings) -> None:
-    """Blank, bos and eos are inside the vocabulary and distinct, and the tokenizer's own."""
+    """Check that blank, bos and eos are in the vocabulary, distinct, and the same as the tokenizer's."""
     tokenizer = built.hparams.get("tokenizer")
     seen: dict[int, str] = {}
     for name in _INDICES:
@@ -73,7 +73,7 @@ def _check_special(built: Built, size: int, findings: Findings) -> None:
 
 
 def _check_embedding(built: Built, size: int, findings: Findings) -> None:
-    """The decoder's table of tokens has a row for each of them."""
+    """Check that the decoder's embedding has a row for each token."""
     for key in ENCODERS:
         target = getattr(built.hparams.get(key), "custom_tgt_module", None)
         if isinstance(target, nn.Module):
@@ -90,7 +90,7 @@ def _check_tables(target: nn.Module, node: Node, size: int, findings: Findings) 
 
 
 def _check_tokenizer(built: Built, size: int, findings: Findings) -> None:
-    """The tokenizer's size, from its file where there is one, from its arguments elsewhere."""
+    """Check the tokenizer's size: that of its file if it exists, else its argument."""
     tokenizer: Any = built.hparams.get("tokenizer")
     node = built.nodes.get("tokenizer")
     if node is None or not hasattr(tokenizer, "vocab_size") or not hasattr(tokenizer, "path"):
@@ -107,5 +107,3 @@ def _check_tokenizer(built: Built, size: int, findings: Findings) -> None:
         except SbkitError as error:
             findings.error("vocabulary", built.nodes["output_neurons"].place, "output_neurons", error.message,
                            error.hint or "")
-
-

@@ -186,7 +186,7 @@ def test_lengths_have_a_closed_form(outputs, expected):
 
 
 def test_lengths_without_one_are_refused():
-    with pytest.raises(SbkitError, match=r"no \(T \+ a\) // b frames"):
+    with pytest.raises(SbkitError, match=r"turn T frames into \(T \+ a\) // b"):
         recogniser._closed_form(LengthRule([0, 5, 5, 5, *((t + 1) // 2 for t in range(4, 64))]))
 
 
