@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Does the recipe always learn? Every pair of corpus, length, tokens, seed, learning rate and processes, as shipped.
+"""Whether hparams/ctc.yaml always learns: pairs of corpus, length, tokens, seed, learning rate and processes.
 
-    python tools/bench_convergence.py --out results/convergence            # some thirty runs; those done are kept
+    python tools/bench_convergence.py --out results/convergence            # some thirty runs; results are kept
     python tools/bench_convergence.py --out results/convergence --list     # what would run
     python tools/bench_convergence.py --out results/convergence --workers 2 --recordings FOLDER
 
-A run counts as one that learnt if its validation's character error rate came below 60 %; one that hears nothing stays
-near 100 %. ``--recordings``: a folder with a ``train.csv`` of a few real clips, which are what it is validated on, too.
-Prints a table for RESULTS.md; options behind it go to every run, such as ``--spec_augment.ramp null``.
+A run has learnt if the character error rate of its validation came below 60 %; one that hears nothing stays near 100 %.
+``--recordings``: a folder with a ``train.csv`` of a few real clips, which are validated on as well. Other options, such
+as ``--spec_augment.ramp null``, go to every run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from sbkit.system.console import table
 RECIPE = Path(__file__).parents[1] / "hparams" / "ctc.yaml"
 LEARNT = 60.0
 RECORDINGS = "recordings"
-#: What is varied. All pairs of values of two of them come together in some run, if ``possible`` allows it.
+#: What is varied. Each pair of values of two factors occurs in some run, if ``possible`` allows it.
 FACTORS: dict[str, tuple[Any, ...]] = {
     "corpus": (RECORDINGS, 0.1, 0.3, 1.0), "epochs": (3, 6, 12, 60), "tokens": ("char", "unigram"),
     "seed": (1, 2, 3, 4, 5), "rate": (1 / 3, 1.0, 3.0), "processes": (1, 2), "model": ("small", "flagship"),
@@ -41,13 +41,13 @@ PIECES = {RECORDINGS: 30, 0.1: 80, 0.3: 80, 1.0: 100}
 
 
 def possible(run: dict[str, Any]) -> bool:
-    """Whether a run is worth its minutes: long ones are of the small model, and none hears more than twelve hours."""
+    """Whether a run is short enough: at most six hours of audio, twelve with the small model."""
     audio = run["epochs"] * (run["corpus"] if run["corpus"] != RECORDINGS else 0.01)
     return audio <= (12 if run["model"] == "small" else 6)
 
 
 def design(factors: dict[str, tuple[Any, ...]], seed: int = 0) -> list[dict[str, Any]]:
-    """Few runs that hold every possible pair, found greedily: each is the one of many that adds most pairs."""
+    """Find few runs that contain every possible pair, greedily: each adds the most pairs among many candidates."""
     names, rng, runs = list(factors), random.Random(seed), []
     everything = [run for values in itertools.product(*factors.values())
                   if possible(run := dict(zip(names, values, strict=True)))]
@@ -63,7 +63,7 @@ def design(factors: dict[str, tuple[Any, ...]], seed: int = 0) -> list[dict[str,
 
 
 def pairs(run: dict[str, Any]) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
-    """All that two factors of a run say together."""
+    """List the pairs of factors with their values in a run."""
     return set(itertools.combinations(run.items(), 2))
 
 
@@ -73,7 +73,7 @@ def name_of(run: dict[str, Any]) -> str:
 
 
 def words_of(run: dict[str, Any], recordings: Path | None, peak: float) -> list[str]:
-    """The run's overrides on the command line."""
+    """Return the run's overrides for the command line."""
     given: dict[str, Any] = {"number_of_epochs": run["epochs"], "seed": run["seed"], "lr": round(peak * run["rate"], 6),
                              "token_type": run["tokens"]}
     if run["corpus"] == RECORDINGS:
@@ -88,7 +88,7 @@ def words_of(run: dict[str, Any], recordings: Path | None, peak: float) -> list[
 
 
 def train(run: dict[str, Any], out: Path, recordings: Path | None, peak: float, more: list[str]) -> dict[str, Any]:
-    """One run and what came of it, kept as JSON; a second call reads it."""
+    """Train one run, and keep its result as JSON, which a second call reads."""
     kept = out / f"{name_of(run)}.json"
     if kept.exists():
         return json.loads(kept.read_text())
@@ -113,7 +113,7 @@ def train(run: dict[str, Any], out: Path, recordings: Path | None, peak: float, 
 
 
 def to_hear(given: Path, out: Path) -> Path:
-    """The recordings of a ``train.csv`` as a corpus whose three splits are all of them."""
+    """Make a corpus of the recordings of a ``train.csv``, with all of them in each split."""
     with open(given / "train.csv", newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     out.mkdir(parents=True, exist_ok=True)
@@ -128,7 +128,7 @@ def to_hear(given: Path, out: Path) -> Path:
 
 
 def shown(results: list[dict[str, Any]]) -> str:
-    """The table, the worst first."""
+    """Format the table, the worst run first."""
     rows = [[each["corpus"], each["epochs"], each["tokens"], each["seed"], f"{each['rate']:.2g}", each["processes"],
              each["model"], each["steps"], f"{each['cer']:.1f}", f"{each['wer']:.1f}",
              "yes" if each["cer"] < LEARNT else "NO"] for each in sorted(results, key=lambda each: -each["cer"])]
@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--recordings", type=Path, help="a folder with a train.csv of a few clips; without it none")
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--peak", type=float, default=0.002, help="the recipe's lr, of which a third and three times")
+    parser.add_argument("--peak", type=float, default=0.002, help="the recipe's lr, which is varied")
     parser.add_argument("--list", action="store_true")
     args, more = parser.parse_known_args()
     corpora = tuple(each for each in FACTORS["corpus"] if each != RECORDINGS or args.recordings)

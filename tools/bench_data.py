@@ -1,14 +1,13 @@
 #!/usr/bin/env python3
-"""Preparing and loading a corpus of MP3s: sbkit against stock SpeechBrain, alternating in the same run.
+"""Speed of preparing and loading a corpus of MP3s: sbkit against stock SpeechBrain, in turns in the same run.
 
     python tools/bench_data.py                              makes a corpus of synthesised 48 kHz MP3s first
     python tools/bench_data.py --data /data/cv-corpus/fr    a Common Voice folder
     python tools/bench_data.py --json bench.json --rounds 9
 
-Each row is the median of rounds in which the contenders take turns; the spread is half the distance
-between the quartiles. Stock SpeechBrain is used as its CommonVoice recipes use it: headers read for
-each row of the TSV, `read_audio` and a `Resample` per utterance, `DynamicBatchSampler` with the
-recipes' 200 buckets, `SaveableDataLoader` with `PaddedBatch`.
+Each row is the median over rounds in which the contenders take turns; the spread is half the interquartile range. Stock
+SpeechBrain is used as in its CommonVoice recipes: a header read for each row of the TSV, `read_audio` and a `Resample`
+per utterance, `DynamicBatchSampler` with the recipes' 200 buckets, `SaveableDataLoader` with `PaddedBatch`.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # per worker, as a loader's worker has it
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # as in a loader's worker
 
 import numpy as np
 import soundfile
@@ -49,15 +48,15 @@ from sbkit.system.console import table
 from sbkit.system.cores import usable_cores
 
 SAMPLE_RATE = 16_000
-#: Of the CommonVoice recipes' DynamicBatchSampler.
+#: Settings of DynamicBatchSampler in the CommonVoice recipes.
 RECIPE_BUCKETS, RECIPE_SECONDS = 200, 300.0
-#: Utterances of the corpora whose batches are compared.
+#: Sizes in utterances of the corpora whose batches are compared.
 SIZES = (1_000, 3_000, 10_000, 100_000)
 EPOCHS = 4
 
 
 class Letters:
-    """The same stand-in tokenizer for both: one token per character."""
+    """A stand-in tokenizer for both sides: one token per character."""
 
     def encode(self, text: str) -> list[int]:
         return [ord(letter) % 100 + 1 for letter in text]
@@ -67,7 +66,7 @@ class Letters:
 
 
 def stock_row(line: str, clips: str) -> tuple[str, float, str, str, str] | None:
-    """One row as `common_voice_prepare` makes it: a header read, the text cleaned."""
+    """Make one row as `common_voice_prepare` does: read the header, clean the text."""
     from speechbrain.dataio.dataio import read_audio_info
 
     speaker, path, text = (line.split("\t")[i] for i in (0, 1, 3))
@@ -82,7 +81,7 @@ def stock_row(line: str, clips: str) -> tuple[str, float, str, str, str] | None:
 
 
 def stock_prepare(data: Path, out: Path) -> int:
-    """The three CSVs, rows in parallel as the recipe does; rows read."""
+    """Write the three CSVs, with rows in parallel as in the recipe; returns the number of rows read."""
     from speechbrain.utils.parallel import parallel_map
 
     total = 0
@@ -99,7 +98,7 @@ def stock_prepare(data: Path, out: Path) -> int:
 
 
 def stock_audio(wav: str) -> torch.Tensor:
-    """The recipes' audio pipeline."""
+    """Read audio as the recipes do."""
     import torchaudio
     from speechbrain.dataio.dataio import read_audio, read_audio_info
 
@@ -140,14 +139,14 @@ def stock_loader(manifest: Manifest, seconds: float, workers: int) -> Any:
 
 
 class Bench:
-    """Rows of results, measured in turns."""
+    """Collects rows of results that contenders gave in turns."""
 
     def __init__(self, rounds: int):
         self.rounds = rounds
         self.rows: list[dict[str, Any]] = []
 
     def turns(self, **contenders: Callable[[], float]) -> dict[str, list[float]]:
-        """What each contender returns, per round; every second round goes backwards."""
+        """Call each contender once per round, in reverse order every second round; returns their results."""
         results: dict[str, list[float]] = {name: [] for name in contenders}
         for i in range(self.rounds):
             order = list(contenders)[:: 1 if i % 2 == 0 else -1]
@@ -183,14 +182,14 @@ def significant(value: float) -> str:
 
 
 def timed(work: Callable[[], float], clock: Callable[[], float] = time.perf_counter) -> float:
-    """What ``work`` returns (an amount), per second."""
+    """Measure the amount that ``work`` returns per second."""
     start = clock()
     amount = work()
     return amount / (clock() - start)
 
 
 def bench_prepare(bench: Bench, data: Path) -> None:
-    """From TSVs to manifests, with and without the release's own list of durations."""
+    """Measure preparation from TSVs to manifests, with and without the release's list of durations."""
     without = Path(tempfile.mkdtemp(prefix="bench-"))
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, without)
@@ -223,7 +222,7 @@ def bench_prepare(bench: Bench, data: Path) -> None:
 
 
 def bench_reading(bench: Bench, manifest: Manifest, packed: Manifest) -> None:
-    """One process, no loader: audio seconds per second of CPU."""
+    """Measure reading without a loader, in audio seconds per second of CPU time."""
     def reader(one: Callable[[Utterance], object], manifest: Manifest) -> Callable[[], float]:
         rows = list(manifest)
 
@@ -250,7 +249,7 @@ def bench_reading(bench: Bench, manifest: Manifest, packed: Manifest) -> None:
 
 
 def bench_loading(bench: Bench, manifest: Manifest, packed: Manifest, seconds: float, workers: int) -> None:
-    """Whole loaders with worker processes: audio seconds per second of wall clock and worker."""
+    """Measure whole loaders with worker processes, in audio seconds per second and worker."""
     stock = stock_loader(manifest, seconds, workers)
 
     def theirs() -> float:
@@ -262,7 +261,7 @@ def bench_loading(bench: Bench, manifest: Manifest, packed: Manifest, seconds: f
 
     def ours(rows: Manifest) -> Callable[[], float]:
         loader = TrainLoader(rows, Letters(), Plan(rows.durations, Batching(seconds)), workers=workers)
-        next(iter(loader.at(1)))  # ours start once in a run, stock's anew in every epoch
+        next(iter(loader.at(1)))  # its workers start once in a run; stock's start in each epoch
         epochs = iter(range(1, 10_000))
 
         def work() -> float:
@@ -277,7 +276,7 @@ def bench_loading(bench: Bench, manifest: Manifest, packed: Manifest, seconds: f
 
 
 def bench_batches(bench: Bench, durations: np.ndarray) -> None:
-    """Padding and order with the recipes' own size of batches, on corpora of the sizes that are trained on."""
+    """Compare padding and order with the recipes' batch size on corpora of realistic sizes."""
     for utterances in SIZES:
         compare_batches(bench, like_common_voice(utterances))
     if len(durations) > SIZES[0]:
@@ -320,7 +319,7 @@ STOCK = PLAN.format(
 
 
 def bench_plan(bench: Bench, utterances: int) -> None:
-    """Planning an epoch of a large corpus: time, and memory of the whole process."""
+    """Measure the planning of an epoch of a large corpus: time, and memory of the whole process."""
     with tempfile.TemporaryDirectory() as folder:
         np.save(f"{folder}/durations.npy", like_common_voice(utterances))
 
@@ -336,7 +335,7 @@ def bench_plan(bench: Bench, utterances: int) -> None:
 
 
 def like_common_voice(utterances: int) -> np.ndarray:
-    """Durations as a Common Voice corpus has them."""
+    """Draw durations like those of a Common Voice corpus."""
     rng = np.random.default_rng(0)
     return np.clip(rng.lognormal(1.5, 0.45, utterances), 0.8, 20).astype(np.float32)
 
@@ -345,7 +344,7 @@ def like_common_voice(utterances: int) -> np.ndarray:
 
 
 def make_corpus(out: Path, hours: float) -> Path:
-    """The demo corpus as Common Voice ships its clips: mono MP3 at 48 kHz and 64 kbit/s."""
+    """Make the demo corpus in Common Voice's format: mono MP3 at 48 kHz and 64 kbit/s."""
     from sbkit.data.demo import make_demo_corpus
 
     folder = out / "en-48k"
@@ -358,7 +357,7 @@ def make_corpus(out: Path, hours: float) -> Path:
     for clip in sorted((source / "clips").glob("*.mp3")):
         signal, rate = soundfile.read(clip, dtype="float32")
         signal = resample(signal, rate, 48_000)
-        signal += rng.normal(scale=1e-3, size=len(signal)).astype(np.float32)  # a real microphone's full band
+        signal += rng.normal(scale=1e-3, size=len(signal)).astype(np.float32)  # like a microphone's full band
         with soundfile.SoundFile(folder / "clips" / clip.name, "w", 48_000, 1, format="MP3",
                                  bitrate_mode="CONSTANT", compression_level=0.8) as file:
             file.write(signal)
@@ -373,13 +372,13 @@ def main() -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=Path("results/bench_data"),
                         help="a Common Voice folder, or where to make a corpus (default: %(default)s)")
-    parser.add_argument("--hours", type=float, default=0.5, help="of a corpus that is made")
-    parser.add_argument("--clips", type=int, default=300, help="of the training set to read in each round")
+    parser.add_argument("--hours", type=float, default=0.5, help="size of the corpus to make")
+    parser.add_argument("--clips", type=int, default=300, help="clips of the training set to read in each round")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--batch-seconds", type=float, default=60)
     parser.add_argument("--plan-utterances", type=int, default=2_000_000)
-    parser.add_argument("--json", type=Path, help="write the results here, too")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)

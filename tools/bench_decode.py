@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""Beam search with a language model: sbkit against SpeechBrain and flashlight, alternating in the same run.
+"""Speed of beam search with a language model: sbkit against SpeechBrain and flashlight, in turns in the same run.
 
-    pip install kenlm pygtrie flashlight-text       what the others need; those that lack theirs are left out
+    pip install kenlm pygtrie flashlight-text       what the others need; a missing one is left out
     python tools/bench_decode.py --json bench.json
     python tools/bench_decode.py --vocabularies 1000 --utterances 40 --rounds 5
 
-The posteriors are synthetic, and like those of a trained model: most frames are a sure blank, and a token's
-frames hold it among the tokens that sound like it, so that the language model matters and no search is perfect.
-All searches get the same posteriors, the same 3-gram model with the weight 0.5 and 1.5 for each word, and
-the same number of hypotheses (--beam); the rest is what each has by default, but for what its name says. `tuned`:
-with the weights that make the fewest errors on as many other utterances.
-`pruned` follows the 20 likeliest tokens of a frame in flashlight, which by itself follows all.
+The posteriors are synthetic but like those of a trained model: most frames are a confident blank, and in a token's
+frames tokens that sound alike are also likely, so that the language model matters and no search is perfect. All
+searches get the same posteriors, the same 3-gram model with a weight of 0.5 and 1.5 for each word, and the same number
+of hypotheses (--beam). Other options have their defaults unless the name says otherwise: `tuned` has the weights that
+make the fewest errors on as many other utterances, and `pruned` follows the 20 likeliest tokens of each frame in
+flashlight, which follows all by default.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from sbkit.system.cores import usable_cores
 from sbkit.tasks.ctc.lm_weights import LM_WEIGHTS, WORD_SCORES
 
 FRAME = 0.04  # seconds
-Pair = tuple[float, float]  # what the language model's logarithms are multiplied by, what each word adds
+Pair = tuple[float, float]  # the language model's weight, and the score of each word
 UNTUNED = (0.5, 1.5)
-#: How near a frame's sound lies to its token, and how sure the model sounds of it.
+#: How far a frame's sound is from its token's, and how confident the model is.
 NOISE, SHARPNESS = 0.9, 16.0
 SOUNDS = 48  # dimensions in which sounds differ
-FEW = 2  # utterances for what takes minutes
+FEW = 2  # utterances for a contender that takes minutes
 
 Decode = Callable[[], list[str]]
 
@@ -61,7 +61,7 @@ Decode = Callable[[], list[str]]
 
 
 class Task(NamedTuple):
-    """What is to be decoded."""
+    """Utterances to decode, with their references."""
 
     pieces: list[str]
     log_probs: np.ndarray  # [B, T, V]
@@ -75,12 +75,12 @@ class Task(NamedTuple):
         return float(self.lengths.sum()) * FRAME
 
     def part(self, which: slice) -> Task:
-        """Some of the utterances."""
+        """Select some of the utterances."""
         return self._replace(log_probs=self.log_probs[which], lengths=self.lengths[which], said=self.said[which])
 
 
 def language(words: int, seed: int) -> Iterator[str]:
-    """Endless sentences of frequent and rare words, in which each word has some that like to follow it."""
+    """Generate sentences of frequent and rare words, in which each word has some that often follow it."""
     rng = random.Random(seed)
     onsets = ["", *"bcdfghjklmnprstvwz", "st", "tr", "pl", "ch", "sh", "br", "gr"]
     nuclei, codas = ["a", "e", "i", "o", "u", "ea", "ou", "ai"], ["", "", "", *"nrtslmd", "nd", "st", "ng"]
@@ -101,7 +101,7 @@ def language(words: int, seed: int) -> Iterator[str]:
 
 
 def make_task(size: int, utterances: int, folder: Path, seed: int = 0) -> Task:
-    """A vocabulary of so many pieces (about 32: characters), its language model, and utterances to decode."""
+    """Make a vocabulary of this size (about 32: characters), its language model, and utterances to decode."""
     sentences = language(8000, seed)
     train = [next(sentences) for _ in range(30_000)]
     said = [next(sentences) for _ in range(utterances)]
@@ -126,10 +126,10 @@ def make_task(size: int, utterances: int, folder: Path, seed: int = 0) -> Task:
 
 
 def posteriors(tokens: Sequence[int], sounds: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Log-probabilities [T, V] of an utterance, as peaked as CTC's."""
+    """Draw log-probabilities [T, V] of an utterance that are as peaked as those of CTC."""
     frames = []
     for token in tokens:
-        noise = NOISE * rng.lognormal(sigma=0.5)  # some are clear, some are not
+        noise = NOISE * rng.lognormal(sigma=0.5)  # some tokens are clear, some are not
         heard = sounds[token] + noise * rng.normal(size=sounds.shape[1]) / math.sqrt(sounds.shape[1])
         for number in range(rng.choice([1, 1, 2])):
             scores = SHARPNESS * (sounds @ heard) + 0.3 * rng.normal(size=len(sounds))
@@ -190,7 +190,7 @@ def greedy(task: Task) -> Decode:
 
 
 def tune(task: Task, beam: int) -> Pair:
-    """The weights with the fewest errors on other utterances."""
+    """Find the weights with the fewest errors."""
     search = BeamSearch(task.pieces, lm=task.arpa, beam=beam)
     events = search.events(torch.from_numpy(task.log_probs), torch.from_numpy(task.lengths))
 
@@ -201,7 +201,7 @@ def tune(task: Task, beam: int) -> Pair:
 
 
 def contenders(task: Task, dev: Task, beam: int, workers: int) -> Iterator[tuple[str, Task, Decode]]:
-    """Name, what it is to decode, and how. Those whose packages are missing are told and left out."""
+    """Yield the name of each search, what it is to decode, and how; one whose package is missing is left out."""
     few = task.part(slice(FEW))
     tuned = tune(dev, beam)
     print(f"tuned: lm weight {tuned[0]}, word score {tuned[1]}", file=sys.stderr)
@@ -229,14 +229,14 @@ def contenders(task: Task, dev: Task, beam: int, workers: int) -> Iterator[tuple
 
 
 def race(task: Task, dev: Task, beam: int, rounds: int, workers: int) -> list[dict[str, Any]]:
-    """A row for each contender; they take turns."""
+    """Run all searches in turns; returns a row of results for each."""
     runs = list(contenders(task, dev, beam, workers))
     took: dict[str, list[float]] = {name: [] for name, _, _ in runs}
     wer: dict[str, float] = {}
     for number in range(rounds):
         for name, part, decode in runs:
             if not number and name.startswith("sbkit"):
-                decode()  # processes start, tables are made, memory is found
+                decode()  # starts processes, builds tables, allocates memory
             began = time.perf_counter()
             heard = decode()
             took[name].append(time.perf_counter() - began)
@@ -247,7 +247,7 @@ def race(task: Task, dev: Task, beam: int, rounds: int, workers: int) -> list[di
 
 
 def spread(times: Sequence[float]) -> float:
-    """Half the distance between the slowest and the fastest round, in per cent of the median."""
+    """Compute half the difference of the slowest and the fastest round, in per cent of the median."""
     return 50 * (max(times) - min(times)) / statistics.median(times)
 
 
@@ -264,11 +264,11 @@ def error_rate(said: Sequence[str], heard: Sequence[str]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vocabularies", type=int, nargs="+", default=[32, 1000, 5000])
-    parser.add_argument("--utterances", type=int, default=64, help="searched at once, as sbkit evaluate does")
+    parser.add_argument("--utterances", type=int, default=64, help="utterances searched at once, as in sbkit evaluate")
     parser.add_argument("--beam", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--workers", type=int, default=max(1, usable_cores() - 1), help="processes beside")
-    parser.add_argument("--json", type=Path, help="write the results here, too")
+    parser.add_argument("--workers", type=int, default=max(1, usable_cores() - 1), help="additional processes")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)

@@ -5,10 +5,10 @@
         [--json FILE] [--key value ...]
 
 Both sides train hparams/ssl.yaml's encoder and head: the same weights (a wav2vec 2.0 of base size, 95 M parameters,
-drawn at random, unless --encoder names a folder that transformers' save_pretrained has written), the same batches,
+drawn at random, unless --encoder names a folder that transformers' save_pretrained wrote), the same batches,
 optimizer and frozen convolutions in front, and no masking or dropout. The stock side is SpeechBrain's Brain around its
-own ``Wav2Vec2`` with ``freeze_feature_extractor``. What is measured is a step on batches that are in memory, and the
-most memory that each process held. bench_train.py says how turns are taken; ratios above 1: sbkit is faster.
+own ``Wav2Vec2`` with ``freeze_feature_extractor``. Measured are a step on batches in memory, and
+the peak of memory of each process. Turns are taken as in bench_train.py; with ratios above 1, sbkit is faster.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 RECIPE = bench_train.ROOT / "hparams" / "ssl.yaml"
 BATCHES = 2
-#: What only one of both has, and an encoder whose loss is the same each time.
+#: Keys that switch off what only one side has, and what is random in the encoder.
 KEYS = {"head_dropout": 0.0, "mask_time_prob": 0.0, "mask_feature_prob": 0.0, "ckpt_interval_minutes": 0,
         "dropout": 0.0}
 #: What ``--tiny`` draws.
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def draw(folder: Path, **sizes: Any) -> Path:
-    """A wav2vec 2.0 of base size, or of other ``sizes``, with random weights, as transformers writes it."""
+    """Write a wav2vec 2.0 of base size, or of other ``sizes``, with random weights in transformers' format."""
     import torch
     import transformers
 
@@ -77,13 +77,13 @@ def draw(folder: Path, **sizes: Any) -> Path:
 
 
 def ours(hparams: dict[str, Any], request: Request) -> SimpleNamespace:
-    """sbkit's Brain with the encoder's weights."""
+    """Set up sbkit's Brain with the encoder's weights."""
     hparams["encoder"].load()
     return bench_train.ours(hparams, request, BATCHES)
 
 
 def stock(hparams: dict[str, Any], request: Request) -> SimpleNamespace:
-    """SpeechBrain's Brain around its wrapper, put together as its Common Voice CTC recipes do."""
+    """Set up SpeechBrain's Brain around its wrapper, as in its Common Voice CTC recipes."""
     import speechbrain as sb
     import torch
     from speechbrain.integrations.huggingface.wav2vec2 import Wav2Vec2
@@ -91,7 +91,7 @@ def stock(hparams: dict[str, Any], request: Request) -> SimpleNamespace:
     source = hparams["encoder_source"]
     encoder = Wav2Vec2(source, save_path=source, freeze=False, freeze_feature_extractor=True)
     head = torch.nn.Linear(hparams["encoder"].width, hparams["output_neurons"])
-    del hparams["encoder"], hparams["model"], hparams["modules"]  # they'd count as its memory
+    del hparams["encoder"], hparams["model"], hparams["modules"]  # they would count as its memory
 
     class Stock(sb.core.Brain):
         def compute_forward(self, batch: Any, stage: Any) -> Any:

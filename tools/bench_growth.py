@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""How cost grows: time and memory of a step, and time of a plan, against what makes them larger, with the exponent.
+"""How time and memory of a step, and time of a plan, grow with the size of batch, model and corpus.
 
     python tools/bench_growth.py [--device cpu] [--json FILE] [--only length,vocabulary] [--key value ...]
 
-One thing grows at a time, the flagship's YAML is the rest. Each point is a process of its own: its step is the median
-of several on noise, its memory what the process holds at most beyond what it held before the first step (on a GPU: the
-allocator's peak). The exponent is the slope between the last two points on logarithmic axes: 1 is growth in
-proportion, and attention's part of an utterance's length alone may bring more.
+One thing grows at a time; the rest is hparams/ctc.yaml. Each point is measured in a process of its own: the median time
+of several steps on noise, and the peak of memory beyond what the process held before the first step (on a GPU, the
+allocator's peak). The exponent is the slope between the last two points on logarithmic axes: 1 is proportional growth.
+Only attention, which grows with the square of an utterance's length, may bring more.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 RECIPE = ROOT / "hparams" / "ctc.yaml"
 
-#: What grows: its values, and (utterances, seconds of each, keys of the recipe) for one of them.
+#: What grows: its values, and the utterances, the seconds of each and the recipe's keys for one of them.
 SWEEPS: dict[str, tuple[list[Any], Callable[[Any], tuple[int, float, dict[str, Any]]]]] = {
     "batch seconds": ([15, 30, 60, 120, 240], lambda v: (int(v / 5), 5.0, {})),
     "utterance length": ([3.75, 7.5, 15, 30, 60], lambda v: (int(120 / v), v, {"corpus.max_duration": 60})),
@@ -40,7 +40,7 @@ PLAN = [20_000, 200_000, 2_000_000]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--only", default="", metavar="A,B", help="of: " + ", ".join([*SWEEPS, "plan"]))
+    parser.add_argument("--only", default="", metavar="A,B", help="some of: " + ", ".join([*SWEEPS, "plan"]))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--point", help=argparse.SUPPRESS)
     args, rest = parser.parse_known_args()
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def sweep(name: str, device: str, rest: list[str]) -> list[dict[str, Any]]:
-    """One row of figures for each value."""
+    """Measure each value of a sweep."""
     values, sizes = SWEEPS[name]
     rows = []
     for value in values:
@@ -69,7 +69,7 @@ def sweep(name: str, device: str, rest: list[str]) -> list[dict[str, Any]]:
 
 
 def ask(what: dict[str, Any], device: str, rest: list[str]) -> dict[str, Any]:
-    """A point, measured in a process of its own."""
+    """Measure a point in a process of its own."""
     command = [sys.executable, __file__, "--point", json.dumps(what), "--device", device, *rest]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
@@ -78,7 +78,7 @@ def ask(what: dict[str, Any], device: str, rest: list[str]) -> dict[str, Any]:
 
 
 def point(what: dict[str, Any], device: str, rest: list[str]) -> dict[str, Any]:
-    """Median seconds and peak MiB of a step, or of a plan's epoch."""
+    """Measure median seconds and peak MiB of a step, or of planning an epoch."""
     if "plan" in what:
         return plan(what["plan"])
     import torch
@@ -97,7 +97,7 @@ def point(what: dict[str, Any], device: str, rest: list[str]) -> dict[str, Any]:
 
 
 def plan(size: int) -> dict[str, Any]:
-    """An epoch's plan of a corpus of this size."""
+    """Measure the planning of an epoch for a corpus of this size."""
     import numpy as np
 
     from sbkit.data.plan import Batching, Plan
@@ -109,7 +109,7 @@ def plan(size: int) -> dict[str, Any]:
 
 
 def peak_mib(device: str = "cpu") -> float:
-    """The most that this process has held, of the device's memory where that is a GPU."""
+    """Return the peak of this process's memory, on a GPU of the device's."""
     if device.startswith("cuda"):
         import torch
 
@@ -119,7 +119,7 @@ def peak_mib(device: str = "cpu") -> float:
 
 
 def slope(rows: list[dict[str, Any]], key: str) -> float:
-    """Of the last two points on logarithmic axes."""
+    """Compute the slope between the last two points on logarithmic axes."""
     (x, a), (y, b) = ((row["value"], max(row[key], 1e-9)) for row in rows[-2:])
     return math.log(b / a) / math.log(y / x)
 

@@ -1,26 +1,26 @@
 #!/usr/bin/env python3
-"""How much is learnt from the same audio and in the same minutes: sbkit, stock SpeechBrain and NVIDIA NeMo.
+"""How much sbkit, stock SpeechBrain and NVIDIA NeMo learn from the same audio and in the same minutes.
 
-    python tools/bench_learning.py --make-nemo [--nemo FOLDER]   NeMo's own environment, some 7 GB; once
-    python tools/bench_learning.py --out FOLDER --plan           what would run, and about how long it takes
+    python tools/bench_learning.py --make-nemo [--nemo FOLDER]   make NeMo's own environment, some 7 GB; once
+    python tools/bench_learning.py --out FOLDER --plan           print what would run, and about how long it takes
     python tools/bench_learning.py --out FOLDER [--key value ...]
 
-One run after the other, the systems in turn: each result is a file in FOLDER/results, the same command goes on where
-it was stopped, and after each run FOLDER/learning.md is the table and FOLDER/learning.svg the plot of what is there.
+Runs follow one another, with the systems in turn. Each result is a file in FOLDER/results, so the same command
+continues where it was stopped. After each run, FOLDER/learning.md has the table and FOLDER/learning.svg the plot of all
+results.
 
 All three train a model of one size on the same utterances with the same texts, prepared once. sbkit is hparams/ctc.yaml
 as it is shipped, started as by ``make demo``; stock SpeechBrain has the same model, seconds of a step, optimizer and
 schedule in its own Brain and data pipeline, with neither SpecAugment nor intermediate CTC (tools/peers/stock_ctc.py);
-NeMo is its small Conformer-CTC with the settings in tools/peers/nemo_ctc.py, in an environment of its own. Further keys
-are of the recipe, for the first two. A run of N epochs is planned for N: its schedule ends there, nothing is read off
-a longer one. A run of 5 minutes is as many whole epochs as come closest to 5 minutes of training, by the speed of the
-runs that are there, or of one of two epochs that is made first.
+NeMo is its small Conformer-CTC with the settings in tools/peers/nemo_ctc.py, in an environment of its own. Other keys
+go to the recipe of the first two. A run of N epochs has a schedule of N epochs; no result is taken from the middle of a
+longer run. A run of 5 minutes has the number of whole epochs that comes closest to 5 minutes of training, by the speed
+of earlier runs, or of a run of two epochs that is made first.
 
-What is counted: *training* is the seconds of the epochs' training, reading audio included. *Wait* is all that a user
-waits for: start, preparation (for NeMo: MP3 to WAV), training, a validation after each epoch, the test. Every side has
-all cores by as many threads (OMP_NUM_THREADS); sbkit and stock decode MP3 in two more processes, NeMo reads its WAVs
-itself, at some 4,000 s of audio a second. WER is by sbkit's scorer, of what the weights at the end of the run hear,
-each frame's best.
+*Training* is the time of the epochs' training, with reading audio. *Wait* is all that a user waits for: start,
+preparation (for NeMo: MP3 to WAV), training, a validation after each epoch, the test. Every system has one thread per
+core (OMP_NUM_THREADS); sbkit and stock decode MP3 in two more processes, NeMo reads its WAVs itself, at some 4,000 s of
+audio per second. WER is by sbkit's scorer, on greedy transcripts of the weights at the end of the run.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from tools.learning.figure import figure  # noqa: E402
 from tools.learning.results import SYSTEMS, Asked, Cell, Length, Results, matrix  # noqa: E402
 from tools.learning.table import table as as_markdown  # noqa: E402
 
-SPEED_EPOCHS = 2  # of a run that is made to know a system's speed
+SPEED_EPOCHS = 2  # of a run that measures a system's speed
 
 
 def main() -> int:
@@ -66,15 +66,15 @@ def main() -> int:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--out", type=Path, help="folder of corpora, results, table and plot")
-    parser.add_argument("--plan", action="store_true", help="tell what is missing and how long it takes")
+    parser.add_argument("--plan", action="store_true", help="print which runs are missing, and how long they take")
     parser.add_argument("--corpora", default="en:1,es:1", help="LANGUAGE:HOURS of synthesised speech, LANGUAGE=FOLDER")
     parser.add_argument("--systems", default=",".join(SYSTEMS))
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--epochs", default="2,4,6", help="lengths in epochs; '' for none")
     parser.add_argument("--minutes", default="5", help="lengths in minutes of training; '' for none")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--precision", default="auto", help="of all; auto: bf16 where the device has it, else fp32")
-    parser.add_argument("--threads", type=int, default=usable_cores(), help="of each system (all cores)")
+    parser.add_argument("--precision", default="auto", help="of all systems; auto: bf16 if the device has it")
+    parser.add_argument("--threads", type=int, default=usable_cores(), help="threads of each system (all cores)")
     parser.add_argument("--nemo", type=Path, default=Path("results/nemo"), help="NeMo's environment (results/nemo)")
     parser.add_argument("--make-nemo", action="store_true", help="make that environment, and nothing else")
     args, keys = parser.parse_known_args()
@@ -93,7 +93,7 @@ def words(text: str) -> list[str]:
 
 
 class Bench:
-    """The comparison that was asked for, and as much of it as is there."""
+    """The runs of the comparison, and the results that exist."""
 
     def __init__(self, args: argparse.Namespace):
         self.out = args.out.absolute()
@@ -108,7 +108,7 @@ class Bench:
         self.asked = list(matrix(list(self.specs), wanted, list(map(int, words(args.seeds))), self.lengths))
 
     def plan(self) -> int:
-        """Print each run that is missing with about how long it takes, and all together."""
+        """Print each missing run with an estimate of its time, and the sum."""
         rows, total, unknown, guessed = [], 0.0, 0, False
         for asked in self.asked:
             epochs = self.results.fitted(asked.corpus, asked.system, asked.length)
@@ -128,7 +128,7 @@ class Bench:
         return 0
 
     def run(self) -> int:
-        """Make what is missing; what fails is told and left for the next call."""
+        """Make the missing runs; one that fails is reported and left for the next call."""
         self.tell_skipped()
         failed = 0
         for asked in self.asked:
@@ -148,7 +148,7 @@ class Bench:
             print(f"without {system}: {reason}", file=sys.stderr, flush=True)
 
     def cells(self, asked: Asked) -> Iterator[Cell]:
-        """The runs that are missing for what was asked: itself, and before it one that tells the system's speed."""
+        """List the missing runs for an entry: itself, and before it one that measures the system's speed."""
         corpus, system, seed = asked.corpus, asked.system, asked.seed
         epochs = asked.length.epochs
         if epochs is None:
@@ -164,7 +164,7 @@ class Bench:
     def measure(self, cell: Cell) -> None:
         corpus = corpus_list.prepare(self.specs[cell.corpus], self.out, systems.RECIPE, self.setting.keys)
         folder = self.out / "work" / cell.name
-        shutil.rmtree(folder, ignore_errors=True)  # of a run that was stopped: it would be resumed
+        shutil.rmtree(folder, ignore_errors=True)  # a run that was stopped would be resumed
         print(f"{cell.name} ...", end=" ", file=sys.stderr, flush=True)
         run = systems.Run(cell, corpus, self.setting, folder, self.out / "logs" / f"{cell.name}.log")
         facts = systems.measure(run)
@@ -175,7 +175,7 @@ class Bench:
               f"training, {facts['wall_seconds']:.0f} s in all", file=sys.stderr, flush=True)
 
     def write(self) -> str:
-        """The table and the plot of what is there; gives the table."""
+        """Write the table and the plot of all results; returns the table."""
         found = self.results.of()
         page = as_markdown(self.results, list(self.specs), self.lengths)
         if found:
@@ -185,7 +185,7 @@ class Bench:
         return page
 
     def train_seconds(self, name: str) -> float | None:
-        """Of a corpus's training audio, about."""
+        """Estimate the seconds of a corpus's training audio."""
         spec, found = self.specs[name], corpus_list.find(self.specs[name], self.out)
         if found is not None:
             return 3600 * found.train_hours
@@ -193,7 +193,7 @@ class Bench:
 
 
 def precision(args: argparse.Namespace) -> str:
-    """The one that all are to use."""
+    """Return the precision for all systems."""
     if args.precision != "auto":
         return args.precision
     import torch
@@ -204,5 +204,5 @@ def precision(args: argparse.Namespace) -> str:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the run that is going on, as Ctrl-C does
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the current run, as Ctrl-C does
     sys.exit(main())

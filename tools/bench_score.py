@@ -1,14 +1,13 @@
 #!/usr/bin/env python3
-"""Error rates: sbkit against SpeechBrain's ErrorRateStats, alternating in the same run.
+"""Speed of error rates: sbkit against SpeechBrain's ErrorRateStats, in turns in the same run.
 
     python tools/bench_score.py
     python tools/bench_score.py --utterances 2000 --rounds 3
 
-Both score the same utterances: of 3 to 12 words and of 5 to 35, with about 10 % and about 14 % of the words wrong, by
-word and, a fifth of the utterances and once, by character. As `texts` they come as a corpus and a tokenizer give them,
-and SpeechBrain's side splits them first, as its recipes do. As `lists` both get lists of words. Each side takes them
-and gives its summary: `append` and `summarize`, `add` and `summary`. The summaries must be equal. Each round makes its
-texts anew, so that no side finds what it has computed before.
+Both score the same utterances, of 3 to 12 and of 5 to 35 words, with about 10 % and about 14 % of the words wrong: by
+word, and a fifth of them, once, by character. Given as `texts`, SpeechBrain's side splits them first, as recipes do;
+given as `lists`, both get lists of words. Measured are `append` and `summarize` against `add` and `summary`, whose
+results must be equal. Each round makes new texts, so that neither side can reuse what it has computed before.
 """
 
 from __future__ import annotations
@@ -27,35 +26,35 @@ from sbkit.score.rates import ErrorRates
 from sbkit.system.console import table
 
 LENGTHS = ((3, 12), (5, 35))  # words
-#: How many of an utterance's words are wrong; each utterance has one of these.
+#: Shares of wrong words; each utterance has one of these.
 DIFFICULTIES = ((0, 0, 0.05, 0.15, 0.3), (0, 0.1, 0.15, 0.2, 0.25))
 
 
 def utterances(count: int, words: tuple[int, int], difficulties: Sequence[float], rng: random.Random,
                ) -> list[tuple[list[str], list[str]]]:
-    """Pairs of what was said and what was heard, with a few frequent words and many rare ones."""
+    """Draw pairs of reference and transcript, with a few frequent words and many rare ones."""
     sizes = rng.choices([2, 3, 3, 4, 4, 5, 6, 7, 8, 10], k=5000)
     vocabulary = ["".join(rng.choices("etaoinshrdlu", k=size)) for size in sizes]
     weights = [1 / (rank + 2) for rank in range(len(vocabulary))]
     pairs = []
     for _ in range(count):
-        said = rng.choices(vocabulary, weights, k=rng.randint(*words))
+        reference = rng.choices(vocabulary, weights, k=rng.randint(*words))
         difficulty = rng.choice(difficulties)
-        heard = []
-        for word in said:
+        transcript = []
+        for word in reference:
             fate = rng.random()
             if fate >= difficulty:
-                heard.append(word)
+                transcript.append(word)
             elif fate < 0.7 * difficulty:
-                heard += rng.choices(vocabulary, weights)
+                transcript += rng.choices(vocabulary, weights)
             elif fate < 0.85 * difficulty:
-                heard += [word, *rng.choices(vocabulary, weights)]
-        pairs.append((said, heard))
+                transcript += [word, *rng.choices(vocabulary, weights)]
+        pairs.append((reference, transcript))
     return pairs
 
 
 def timed(make: Callable[[], Any], work: Callable[[Any], dict[str, Any]]) -> tuple[float, dict[str, Any]]:
-    """Seconds of ``work``, without what the making and the freeing of its data costs, and its summary."""
+    """Measure ``work`` in seconds, without making and freeing its data; returns its summary too."""
     data = make()
     gc.collect()
     began = time.perf_counter()
@@ -70,7 +69,7 @@ def race(pairs: list[tuple[list[str], list[str]]], unit: str, form: str, rounds:
         texts = [[" ".join(words) for words in side] for side in zip(*pairs, strict=True)]
         return texts if form == "texts" else [[text.split(" ") for text in side] for side in texts]
 
-    kept = []  # what is freed within the other's time would be counted there
+    kept = []  # so that nothing is freed while the other side is timed
 
     def speechbrain(sides: list[list[Any]]) -> dict[str, Any]:
         if form == "texts":
@@ -91,7 +90,7 @@ def race(pairs: list[tuple[list[str], list[str]]], unit: str, form: str, rounds:
         theirs, expected = timed(made, speechbrain)
         ours, summary = timed(made, sbkit)
         if summary != expected:
-            raise SystemExit(f"different numbers: {summary} is not SpeechBrain's {expected}")
+            raise SystemExit(f"the results differ: sbkit's are {summary}, SpeechBrain's {expected}")
         times["SpeechBrain"].append(theirs)
         times["sbkit"].append(ours)
         kept.clear()
@@ -107,14 +106,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--units", nargs="+", choices=("word", "character"), default=("word", "character"))
     args = parser.parse_args()
-    race(utterances(50, LENGTHS[0], DIFFICULTIES[0], random.Random(0)), "word", "texts", 1)  # what the first call loads
+    race(utterances(50, LENGTHS[0], DIFFICULTIES[0], random.Random(0)), "word", "texts", 1)  # warms up
     rows = []
     for unit in args.units:
         for words in LENGTHS:
             for difficulties in DIFFICULTIES:
                 pairs = utterances(args.utterances, words, difficulties, random.Random(1))
                 for form in ("texts", "lists"):
-                    # SpeechBrain takes some thirty times as long over characters: a fifth of them, once, tells enough.
+                    # SpeechBrain takes some thirty times as long by character: a fifth of them, once, is enough.
                     found = race(pairs if unit == "word" else pairs[:len(pairs) // 5], unit, form,
                                  args.rounds if unit == "word" else 1)
                     rows.append({"unit": unit, "words": f"{words[0]} to {words[1]}", "given as": form, **found})

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Load on `sbkit serve`: throughput and latency as more ask at once, with and without batching, in the same run.
+"""Throughput and latency of `sbkit serve` by the number of clients, with and without batching, in the same run.
 
     python tools/bench_serve.py                                      makes a small model and clips of noise first
     python tools/bench_serve.py BUNDLE --clips manifests/test.csv    a bundle of yours, and recordings of yours
     python tools/bench_serve.py --concurrency 1,4,16,64 --requests 128 --json bench.json
 
-Two servers are started, one with --no-batching, and take turns at each number of clients. Each client sends the
-next clip as soon as it has the answer to the last. First every clip is asked alone: an answer that differs from
-that one, or that does not come, is counted as lost. Latencies are of whole requests, upload and decoding included.
+Two servers, one with --no-batching, take turns at each number of clients. Each client sends the next clip as soon as it
+has the answer to the last. First every clip is sent alone; under load, an answer that differs from that one, or does
+not come, is counted as lost. Latencies are of whole requests, with upload and decoding.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MODES = {"batched": [], "alone": ["--no-batching"]}
 
 
 def make_bundle(folder: Path, width: int, layers: int) -> Path:
-    """A model of the size of a small encoder with random weights: feed-forward layers over frames of 40 ms."""
+    """Make a model with random weights, as large as a small encoder: feed-forward layers over frames of 40 ms."""
     import onnx
     from onnx import TensorProto, helper, numpy_helper
 
@@ -51,7 +51,7 @@ def make_bundle(folder: Path, width: int, layers: int) -> Path:
     values = {"frame": np.array([0, -1, FRAME], dtype=np.int64), "whole": np.array([FRAME], dtype=np.int64),
               "pads": np.array([0, 0, 0, FRAME - 1], dtype=np.int64), "zero": np.array([0], dtype=np.int64),
               "one": np.array([1], dtype=np.int64)}
-    nodes = [  # padded to whole frames, cut into them
+    nodes = [  # pad to whole frames, and cut into them
         helper.make_node("Pad", ["signals", "pads"], ["padded"]),
         helper.make_node("Shape", ["padded"], ["shape"]),
         helper.make_node("Gather", ["shape", "one"], ["long"]),
@@ -95,7 +95,7 @@ def make_bundle(folder: Path, width: int, layers: int) -> Path:
 
 
 def make_clips(count: int) -> list[tuple[bytes, float]]:
-    """Noise of one to twelve seconds as FLAC, and the seconds."""
+    """Make clips of noise, of one to twelve seconds, as FLAC; returns each with its seconds."""
     rng = np.random.default_rng(1)
     clips = []
     for seconds in rng.uniform(1, 12, count):
@@ -107,7 +107,7 @@ def make_clips(count: int) -> list[tuple[bytes, float]]:
 
 
 def read_clips(names: list[str], count: int) -> list[tuple[bytes, float]]:
-    """Whole recordings out of files, folders and manifests."""
+    """Read whole recordings from files, folders and manifests; returns each with its seconds."""
     from sbkit.data.audio import audio_info, read_bytes
     from sbkit.infer.inputs import collect
 
@@ -116,7 +116,7 @@ def read_clips(names: list[str], count: int) -> list[tuple[bytes, float]]:
 
 
 class Server:
-    """`sbkit serve` in a process of its own."""
+    """A process that runs `sbkit serve`."""
 
     def __init__(self, bundle: Path, mode: str, args: argparse.Namespace):
         words = [f"bench={bundle}", "--port", "0", "--max-requests", "4096", "--max-active", str(args.active),
@@ -146,14 +146,14 @@ class Server:
 
 
 def ask(client: httpx.Client, url: str, clip: bytes) -> str | None:
-    """The text; None where none came."""
+    """Send a clip; returns its text, or None without an answer."""
     answer = client.post(f"{url}/v1/audio/transcriptions", data={"model": "bench"}, files={"file": ("clip", clip)})
     return answer.json()["text"] if answer.status_code == 200 else None
 
 
 def load(url: str, clips: list[tuple[bytes, float]], expected: Sequence[str | None], clients: int,
          requests: int) -> dict[str, Any]:
-    """What `clients` at once get for `requests` of them all together."""
+    """Measure this number of requests, sent by this number of clients at once."""
     turns, lock = iter(itertools.islice(itertools.cycle(range(len(clips))), requests)), threading.Lock()
     latencies: list[float] = []
     lost = 0
@@ -177,7 +177,7 @@ def load(url: str, clips: list[tuple[bytes, float]], expected: Sequence[str | No
                 lost += text != expected[turn]
                 heard += clips[turn][1]
 
-    with contextlib.ExitStack() as stack:  # made before the clock starts: each reads certificates, unless told not to
+    with contextlib.ExitStack() as stack:  # made before the clock starts, without certificates, which take time to read
         asking = [stack.enter_context(httpx.Client(timeout=600, verify=False)) for _ in range(clients)]
         threads = [threading.Thread(target=one, args=(each,)) for each in asking]
         began = time.perf_counter()
@@ -193,7 +193,7 @@ def load(url: str, clips: list[tuple[bytes, float]], expected: Sequence[str | No
 
 
 def rows_per_batch(url: str) -> tuple[float, float]:
-    """Sum and count of the batches so far."""
+    """Return the number of requests in all batches so far, and that of batches."""
     found = {line.split("{")[0]: float(line.rsplit(" ", 1)[1]) for line in httpx.get(f"{url}/metrics").text.splitlines()
              if line.startswith(("sbkit_batch_rows_sum", "sbkit_batch_rows_count"))}
     return found["sbkit_batch_rows_sum"], found["sbkit_batch_rows_count"]
@@ -205,14 +205,14 @@ def main() -> int:
     parser.add_argument("--clips", nargs="+", metavar="FILES", help="recordings, folders, a manifest (default: noise)")
     parser.add_argument("--count", type=int, default=32, help="different clips (32)")
     parser.add_argument("--concurrency", default="1,2,4,8,16,32", help="clients at once")
-    parser.add_argument("--requests", type=int, default=128, help="of each row of the table (128)")
-    parser.add_argument("--rounds", type=int, default=3, help="of which the median by throughput is shown (3)")
+    parser.add_argument("--requests", type=int, default=128, help="requests for each row of the table (128)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds; the one with the median throughput is shown (3)")
     parser.add_argument("--active", type=int, default=64, help="requests that a server works on at once (64)")
-    parser.add_argument("--width", type=int, default=144, help="of the model with random weights")
+    parser.add_argument("--width", type=int, default=144, help="width of the model with random weights")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--threads", type=int, help="of the model (default: all)")
-    parser.add_argument("--json", type=Path, help="write what was measured")
+    parser.add_argument("--threads", type=int, help="threads of the model (default: all)")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     args = parser.parse_args()
 
     with tempfile.TemporaryDirectory() as home, contextlib.ExitStack() as stack:
@@ -227,7 +227,7 @@ def main() -> int:
         with httpx.Client(timeout=600) as client:
             expected = {mode: [ask(client, each.url, clip) for clip, _ in clips] for mode, each in servers.items()}
         if expected["batched"] != expected["alone"] or None in expected["alone"]:
-            raise SystemExit("the servers disagree on clips that are asked alone")
+            raise SystemExit("the two servers give different texts for clips that are sent alone")
         found = []
         for clients in map(int, args.concurrency.split(",")):
             rounds: dict[str, list[dict[str, Any]]] = {mode: [] for mode in MODES}

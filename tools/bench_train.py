@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Training speed against stock SpeechBrain: a CTC recipe (the flagship's), both sides in turn, in one run.
+"""Training speed of a CTC recipe: sbkit against stock SpeechBrain, in turns in the same run.
 
     python tools/bench_train.py [--recipe hparams/ctc.yaml] [--rounds 3] [--device cpu] [--data FOLDER] [--json FILE]
         [--key value ...]
 
-Each side lives in a process of its own and does one piece of work when it is its turn, so that both see the same
-machine and neither's allocator touches the other's. Stock is SpeechBrain's own Brain, data pipeline
-(DynamicItemDataset, read_audio, DynamicBatchSampler, PaddedBatch), modules, CTC loss, greedy decoder and
-ErrorRateStats. The model, the corpus, the audio seconds of a batch and the optimizer are the same; a step is measured
-on the same batches. The first piece of each kind is not counted, and who gets its turn warms up first: its memory may
-have gone cold while the others worked. Ratios are of medians; above 1, sbkit is faster.
+Each side is a process of its own that does one piece of work when it is its turn, so that both see the same machine
+and don't share an allocator. Stock is SpeechBrain's own Brain, data pipeline (DynamicItemDataset, read_audio,
+DynamicBatchSampler, PaddedBatch), modules, CTC loss, greedy decoder and ErrorRateStats. The model, the corpus, the
+audio seconds of a batch and the optimizer are the same; a step is measured on the same batches. The first piece of each
+kind is not counted, and each turn begins with a warm-up, since other processes have used the caches. Ratios are of
+medians; above 1, sbkit is faster.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from bench_growth import peak_mib
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-if TYPE_CHECKING:  # each side imports its own when it is asked to work
+if TYPE_CHECKING:  # each side imports only what it needs, when it starts to work
     import torch
 
     from sbkit.data.batch import Batch
@@ -45,16 +45,16 @@ if TYPE_CHECKING:  # each side imports its own when it is asked to work
     MakeSide = Callable[[dict[str, Any], Request], SimpleNamespace]
 
 RECIPE = ROOT / "hparams" / "ctc.yaml"
-WARM_UP = {"step": "step", "validation": "validation", "epoch": "step"}  # what comes before each piece, uncounted
-#: What stock SpeechBrain doesn't have, switched off; nor is a checkpoint saved within an epoch.
+WARM_UP = {"step": "step", "validation": "validation", "epoch": "step"}  # the piece before each that is not counted
+#: Keys that switch off what stock SpeechBrain doesn't have, and checkpoints within an epoch.
 NOT_OF_STOCK = {"spec_augment": None, "intermediate_ctc": 0.0, "initial_weights": None, "ckpt_interval_minutes": 0}
-#: How many batches a step is measured on: the same on both sides, again and again, and no audio is read meanwhile.
+#: The number of batches that a step is measured on: the same for both sides and in each turn, kept in memory.
 STEP_BATCHES = 12
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--recipe", type=Path, default=RECIPE, help="stock has its CTC loss alone: --ctc_weight 1.0")
+    parser.add_argument("--recipe", type=Path, default=RECIPE, help="a joint one needs --ctc_weight 1.0")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--data", help="a corpus (default: the demo corpus)")
@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def compare(args: argparse.Namespace, rest: list[str], folder: Path, program: str) -> dict[str, Any]:
-    """Let every side of a benchmark do every piece in turn; audio seconds a second by piece and side."""
+    """Let every side do every piece in turn; returns audio seconds per second by piece and side."""
     from sbkit.system import environment
 
     overrides = [*rest, "--output_folder", str(folder / "run")] + (["--data_folder", args.data] if args.data else [])
@@ -105,7 +105,7 @@ def compare(args: argparse.Namespace, rest: list[str], folder: Path, program: st
 
 
 def prepare(path: Path, overrides: list[str]) -> list[str]:
-    """Manifests and tokenizer; gives the overrides with those that follow from the corpus's text."""
+    """Prepare manifests and tokenizer; returns the overrides, with those that follow from the corpus."""
     from sbkit.recipe import arguments, load
     from sbkit.runs.preparation import prepare_data
 
@@ -116,29 +116,29 @@ def prepare(path: Path, overrides: list[str]) -> list[str]:
 
 
 class Side:
-    """A worker process that does a piece of work at each line it is sent."""
+    """A worker process that does a piece of work for each line it is sent."""
 
     def __init__(self, command: list[str]):
         env = dict(os.environ)
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
         assert self.process.stdin is not None and self.process.stdout is not None, "both are pipes"
-        self.asked, self.answers = self.process.stdin, self.process.stdout
+        self.requests, self.answers = self.process.stdin, self.process.stdout
 
     def do(self, piece: str) -> dict[str, Any]:
-        self.asked.write(piece + "\n")
-        self.asked.flush()
+        self.requests.write(piece + "\n")
+        self.requests.flush()
         for line in self.answers:
             if line.startswith("{"):
                 return json.loads(line)
         raise SystemExit(f"a side ended with code {self.process.wait()}; its messages are above")
 
     def end(self) -> None:
-        self.asked.close()
+        self.requests.close()
         self.process.wait(60)
 
 
 def show(results: dict[str, Any]) -> str:
-    """The table: medians with their spread, and ratios to stock in the same precision and to its best."""
+    """Format a table of medians with their spread, and ratios to stock in the same precision and to its best."""
     from sbkit.system.console import table
 
     rows = []
@@ -162,8 +162,11 @@ def show(results: dict[str, Any]) -> str:
 
 
 def work(args: argparse.Namespace, rest: list[str], sides: Mapping[str, MakeSide], keys: Mapping[str, Any]) -> None:
-    """Be one of the sides: do what each line of stdin says, and answer in JSON. ``keys`` are the recipe's."""
-    answer, sys.stdout = sys.stdout, sys.stderr  # whatever a library prints is no answer
+    """Be one of the sides: do the piece that each line of stdin names, and answer in JSON.
+
+    keys : overrides of the recipe
+    """
+    answer, sys.stdout = sys.stdout, sys.stderr  # so that what libraries print is not taken for an answer
     from sbkit.recipe import arguments, load
 
     request = arguments.parse([str(args.recipe), "--device", args.device, *rest])
@@ -202,7 +205,7 @@ def seconds_of(batches: Sequence[Batch]) -> float:
 
 
 def planned(hparams: dict[str, Any], device: str, batches: int = STEP_BATCHES) -> tuple[TrainLoader, list[Batch]]:
-    """sbkit's loader of the training set, and the batches that a step of either side is measured with."""
+    """Make sbkit's loader of the training set, and the batches on which a step is measured on both sides."""
     import itertools
 
     from sbkit.data.loader import TrainLoader
@@ -217,7 +220,7 @@ def planned(hparams: dict[str, Any], device: str, batches: int = STEP_BATCHES) -
 
 
 def ours(hparams: dict[str, Any], request: Request, batches: int = STEP_BATCHES) -> SimpleNamespace:
-    """sbkit's Brain, plan and loaders."""
+    """Set up sbkit's Brain, plan and loaders."""
     import itertools
 
     from sbkit.data.loader import EvalLoader
@@ -234,7 +237,7 @@ def ours(hparams: dict[str, Any], request: Request, batches: int = STEP_BATCHES)
     brain.train_state.plan_driven = True
     brain.on_fit_start()
     brain.open_step(brain.optimizer_step + 1)
-    brain.train_state.first_step_checked = True  # what a run looks at once is no part of its steps
+    brain.train_state.first_step_checked = True  # checks that a run does once are not part of a step
     kept = [batch.to(brain.device) for batch in kept]
     epochs = itertools.count(1)
 
@@ -262,7 +265,7 @@ def ours(hparams: dict[str, Any], request: Request, batches: int = STEP_BATCHES)
 
 
 def stock(hparams: dict[str, Any], request: Request) -> SimpleNamespace:
-    """SpeechBrain's Brain and data pipeline, put together as its CTC recipes do."""
+    """Set up SpeechBrain's Brain and data pipeline, as in its CTC recipes."""
     import functools
 
     import speechbrain as sb
@@ -290,10 +293,10 @@ def stock(hparams: dict[str, Any], request: Request) -> SimpleNamespace:
             loss = sb.nnet.losses.ctc_loss(log_probs.float(), tokens, lengths, token_lengths, blank_index=0)
             if stage != sb.Stage.TRAIN:
                 ids = sb.decoders.ctc_greedy_decode(log_probs, lengths, blank_id=0)
-                heard = [tokenizer.decode(line).split() for line in ids]
-                said = [text.split() for text in batch.wrd]
-                self.words.append(batch.id, heard, said)
-                self.characters.append(batch.id, heard, said)
+                transcripts = [tokenizer.decode(line).split() for line in ids]
+                references = [text.split() for text in batch.wrd]
+                self.words.append(batch.id, transcripts, references)
+                self.characters.append(batch.id, transcripts, references)
             return loss
 
         def on_stage_start(self, stage: Any, epoch: int | None = None) -> None:
@@ -308,7 +311,7 @@ def stock(hparams: dict[str, Any], request: Request) -> SimpleNamespace:
 
     @sb.utils.data_pipeline.takes("wav")
     @sb.utils.data_pipeline.provides("sig")
-    def audio(wav: str) -> torch.Tensor:  # read_audio says nothing of the rate; recipes open the file twice to know it
+    def audio(wav: str) -> torch.Tensor:  # read_audio does not return the rate, for which recipes open the file twice
         signal, rate = sb.dataio.audio_io.load(wav)
         return resampler(rate)(signal.mean(0))
 

@@ -1,17 +1,18 @@
 #!/usr/bin/env python3
-"""What starting from a model of another corpus is worth: WER after the same minutes with --init_from and without.
+"""The gain of starting from another corpus's model: WER after the same minutes with --init_from and without.
 
     python tools/bench_transfer.py --out FOLDER [--source RUN] [--corpora es:1,de:1]
         [--recordings NAME:LANGUAGE=DATA_FOLDER] [--minutes 3] [--seeds 1,2,3] [--key value ...]
 
 The source is a run of hparams/ctc.yaml on the demo corpus (English), trained first unless --source names one. The
-corpora are synthesised (LANGUAGE:HOURS, any language that espeak-ng speaks) or recordings in any layout that a recipe
-reads. For each of them a run of one epoch tells how long an epoch trains; all runs then have as many epochs as come
-closest to the minutes, with the schedule planned for that, and are the same but for --init_from. Further keys are of
-the recipe, for every run but the source's. What is compared is the test WER of the best checkpoint.
+corpora are synthesised (LANGUAGE:HOURS, any language of espeak-ng) or recordings in any layout that a recipe reads. For
+each of them, a run of one epoch measures how long an epoch takes. All other runs have the number of epochs that comes
+closest to --minutes, with the schedule planned for it, and differ only in --init_from. Other keys go to the recipe of
+every run except the source's. Compared is the test WER of the best checkpoint.
 
-Each result is a file in FOLDER/results: the same command goes on where it was stopped. FOLDER/transfer.md is the table.
-The exit code is 1 if on some corpus the mean WER with --init_from is more than --at-most (0.5) times that without.
+Each result is a file in FOLDER/results, so the same command continues where it was stopped. FOLDER/transfer.md is the
+table. The exit code is 1 if on some corpus the mean WER with --init_from is more than --at-most (0.5) times that
+without.
 """
 
 from __future__ import annotations
@@ -52,20 +53,20 @@ def main() -> int:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None, allow_abbrev=False)
     parser.add_argument("--out", type=Path, required=True, help="folder of runs, results and the table")
-    parser.add_argument("--source", type=Path, help="a run to start from (default: one on the demo corpus is made)")
-    parser.add_argument("--source-keys", default="", help="keys of the recipe for that run, as words")
+    parser.add_argument("--source", type=Path, help="a run to start from (default: make one on the demo corpus)")
+    parser.add_argument("--source-keys", default="", help="keys of the recipe for that run, in one word")
     parser.add_argument("--corpora", default="es:1", help="LANGUAGE:HOURS of synthesised speech; '' for none")
     parser.add_argument("--recordings", action="append", default=[], metavar="NAME:LANGUAGE=DATA_FOLDER")
-    parser.add_argument("--minutes", type=float, default=3.0, help="of training")
+    parser.add_argument("--minutes", type=float, default=3.0, help="minutes of training")
     parser.add_argument("--seeds", default="1,2,3")
-    parser.add_argument("--at-most", type=float, default=0.5, help="of the WER without, to pass")
+    parser.add_argument("--at-most", type=float, default=0.5, help="the largest ratio of the WERs that passes")
     args, rest = parser.parse_known_args()
     args.keys = rest
     return args
 
 
 class Bench:
-    """The runs that were asked for, and as many of their results as are there."""
+    """The runs of the comparison, and the results that exist."""
 
     def __init__(self, args: argparse.Namespace):
         self.args = args
@@ -82,7 +83,7 @@ class Bench:
         self.found: dict[tuple[str, str, int], dict[str, float]] = {}
 
     def _corpus(self, word: str) -> tuple[str, dict[str, Any]]:
-        """A synthesised corpus, made once."""
+        """Synthesise a corpus, once."""
         from sbkit.data.demo import make_demo_corpus
 
         language, _, hours = word.partition(":")
@@ -90,7 +91,7 @@ class Bench:
         return language, {"data_folder": str(folder), "language": language}
 
     def run(self) -> None:
-        """Make what is missing, both ways in turn."""
+        """Train the missing runs, with and without --init_from in turn."""
         source = self.args.source or self._source()
         for name, corpus in self.corpora.items():
             epochs = self._epochs(name, corpus)
@@ -102,30 +103,30 @@ class Bench:
 
     def _source(self) -> Path:
         folder = self.out / "source"
-        self._train("source", folder, {}, self.args.source_keys.split())  # nothing is left to do the next time
+        self._train("source", folder, {}, self.args.source_keys.split())  # does nothing if it is complete
         return folder
 
     def _epochs(self, name: str, corpus: Mapping[str, Any]) -> int:
-        """How many take about the minutes that are asked for."""
+        """Find the number of epochs that takes about --minutes."""
         one = self._cell(f"{name}-epoch", {**corpus, "seed": 0, "number_of_epochs": 1})
         return max(1, round(60 * self.args.minutes / one["train_seconds"]))
 
     def _cell(self, name: str, keys: Mapping[str, Any]) -> dict[str, float]:
-        """A run's result, from its file or by making it."""
+        """Return a run's result from its file, or train it."""
         path = self.out / "results" / f"{name}.json"
-        asked = {**{key: str(value) for key, value in keys.items()}, "keys": self.args.keys}
+        settings = {**{key: str(value) for key, value in keys.items()}, "keys": self.args.keys}
         if path.is_file():
             known = json.loads(path.read_text(encoding="utf-8"))
-            if known["asked"] == asked:
+            if known["asked"] == settings:
                 return dict(known["result"])
         folder = self.out / "runs" / name
-        shutil.rmtree(folder, ignore_errors=True)  # of a call that was stopped: it would be resumed
+        shutil.rmtree(folder, ignore_errors=True)  # one that was stopped would be resumed
         self._train(name, folder, {"least_steps": 0, **keys}, self.args.keys)
         result = read(folder)
         shutil.rmtree(folder)
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as file:
-            json.dump({"asked": asked, "result": result}, file, indent=1)
+            json.dump({"asked": settings, "result": result}, file, indent=1)
         print(f"{name}: test WER {result['wer']:.2f} %, {result['train_seconds']:.0f} s of training", file=sys.stderr)
         return result
 
@@ -147,12 +148,12 @@ class Bench:
         return [self.found[name, way, seed][what] for seed in self.seeds if (name, way, seed) in self.found]
 
     def ratios(self) -> dict[str, float]:
-        """The mean WER with --init_from by that without, where all runs are there."""
+        """Divide the mean WER with --init_from by that without, for each corpus whose runs are complete."""
         return {name: statistics.mean(self._of(name, TRANSFER, "wer")) / statistics.mean(self._of(name, SCRATCH, "wer"))
                 for name in self.corpora if len(self._of(name, TRANSFER, "wer")) == len(self.seeds)}
 
     def table(self) -> str:
-        """Markdown for RESULTS.md."""
+        """Format the table in Markdown."""
         rows = [["corpus", "minutes of training", "WER from nothing", "with `--init_from`", "ratio"], ["---"] * 5]
         ratios = self.ratios()
         for name in self.corpora:
@@ -169,12 +170,12 @@ class Bench:
 
 
 def shown(rates: Sequence[float]) -> str:
-    """The mean, and the single ones behind it."""
+    """Format the mean, followed by the single rates."""
     return f"{statistics.mean(rates):.1f} ({', '.join(f'{rate:.1f}' for rate in rates)})" if rates else ""
 
 
 def read(folder: Path) -> dict[str, float]:
-    """What a run came to: its test WER, and the seconds that its epochs trained."""
+    """Read a run's test WER and CER, and its seconds of training."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     test = [line for line in lines if line["kind"] == "test"]
     return {"wer": test[-1]["test_WER"], "cer": test[-1]["test_CER"],

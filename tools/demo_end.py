@@ -1,4 +1,4 @@
-"""How `make demo` ends: a test clip as it was said and as the bundle hears it, and where to look next."""
+"""The end of `make demo`: prints a test clip's reference and transcript, and where to look next."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from sbkit.data.manifest import Manifest
 
 
 def main(run: Path) -> None:
+    """Transcribe the first test clip of a run with its bundle."""
     clip = Manifest.read(run / "manifests" / "test.csv").row(0)
     with sbkit.infer.load(run / "bundle") as model:
         assert isinstance(model, sbkit.infer.Model), "the demo trains a recogniser"

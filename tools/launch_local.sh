@@ -3,11 +3,11 @@
 #
 #   tools/launch_local.sh [options] RECIPE.yaml [--key value ...]
 #
-#   --processes N      processes on this machine (default: one per GPU, 1 where there is none)
+#   --processes N      processes on this machine (default: one per GPU, 1 without GPUs)
 #   --nodes N|MIN:MAX  machines; with a range, training goes on while at least MIN are left (default: 1)
-#   --head HOST:PORT   where they meet: one of the machines and a free port, the same on all of them
+#   --head HOST:PORT   where machines meet: one of them and a free port, the same on all of them
 #   --id NAME          name of the job, the same on all machines (default: sbkit)
-#   --max-restarts N   how often processes that died are started again (default: 3)
+#   --max-restarts N   how often processes are restarted after one died (default: 3)
 #   --script FILE      what to run (default: train.py)
 #   -h, --help         this text
 #
@@ -15,7 +15,7 @@
 #   tools/launch_local.sh hparams/ctc.yaml --number_of_epochs 30
 #   tools/launch_local.sh --nodes 2 --head gpu01:29400 hparams/ctc.yaml     # on gpu01 and on gpu02
 #
-# Processes that died come back with all others at the newest checkpoint: see tools/README.md.
+# After a process died, all restart at the newest checkpoint: see tools/README.md.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -56,9 +56,9 @@ while [[ $# -gt 0 ]]; do
         *) break ;;
     esac
 done
-[[ $# -gt 0 ]] || fail "which recipe?"
-[[ -f $script ]] || fail "there is no $script"
-[[ $nodes =~ ^[1-9][0-9]*(:[1-9][0-9]*)?$ ]] || fail "--nodes is a number or a range such as 2:4, not $nodes"
+[[ $# -gt 0 ]] || fail "name a recipe, such as hparams/ctc.yaml"
+[[ -f $script ]] || fail "there is no script $script"
+[[ $nodes =~ ^[1-9][0-9]*(:[1-9][0-9]*)?$ ]] || fail "--nodes must be a number or a range such as 2:4, not $nodes"
 
 if [[ $nodes == 1 ]]; then
     meeting=(--standalone)
@@ -67,15 +67,15 @@ else
     meeting=(--rdzv-backend=c10d "--rdzv-endpoint=$head" "--rdzv-id=$id")
 fi
 
-# An environment that is active comes first, then the one that "make" has made here.
+# An active environment comes first, then the one that "make" has made here.
 torchrun=torchrun
 if [[ -z ${VIRTUAL_ENV:-} && -x $root/.venv/bin/torchrun ]]; then
     torchrun=$root/.venv/bin/torchrun
 fi
 command -v "$torchrun" >/dev/null || fail "torchrun is not installed: make .venv first, or activate your environment"
 
-# With a store shared between rounds, torchrun (seen with 2.11) never tells a machine that joins later
-# where the others are: all wait a minute for it, and give up.
+# With a store that is shared between rendezvous rounds, torchrun (seen with 2.11) never tells a machine that joins
+# later where the others are: all wait a minute for it and give up.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 exec "$torchrun" "${meeting[@]}" "--nnodes=$nodes" "--nproc-per-node=${processes:-$(count_gpus)}" \

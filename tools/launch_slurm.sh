@@ -3,16 +3,16 @@
 #
 #   sbatch [sbatch options] tools/launch_slurm.sh RECIPE.yaml [--key value ...]
 #
-# Submit it from the checkout. What sbatch is told on the command line overrides the lines below:
+# Submit it from the checkout. Options of sbatch on the command line override the lines below:
 #   sbatch --nodes=4 --time=2-00:00 tools/launch_slurm.sh recipes/CommonVoice/ASR/CTC/hparams/large.yaml --language fr --data_folder /data/cv/fr
 #
 # Environment:
-#   MIN_NODES      go on while at least this many machines are left (default: all of them)
-#   MAX_RESTARTS   how often processes that died are started again (default: 3)
+#   MIN_NODES      continue while at least this many machines are left (default: all of them)
+#   MAX_RESTARTS   how often processes are restarted after one died (default: 3)
 #   SCRIPT         what to run (default: train.py)
 #
-# Three minutes before the time limit every process saves a checkpoint, and the job goes back into the
-# queue; it resumes there: see tools/README.md.
+# Three minutes before the time limit every process saves a checkpoint, and the job goes back into the queue, to resume
+# there: see tools/README.md.
 #
 #SBATCH --job-name=sbkit
 #SBATCH --nodes=1
@@ -38,7 +38,7 @@ fail() {
 
 case ${1:-} in
     -h | --help) usage; exit 0 ;;
-    '') fail "which recipe?" ;;
+    '') fail "name a recipe, such as hparams/ctc.yaml" ;;
 esac
 [[ -n ${SLURM_JOB_ID:-} ]] || fail "this is not a SLURM job: submit it with sbatch"
 cd "${SLURM_SUBMIT_DIR:-.}"
@@ -54,15 +54,15 @@ command -v "$torchrun" >/dev/null || fail "torchrun is not installed: make .venv
 nodes=$SLURM_JOB_NUM_NODES
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 head=${hosts%%$'\n'*}
-port=$((20000 + SLURM_JOB_ID % 10000)) # jobs that share a machine don't meet
+port=$((20000 + SLURM_JOB_ID % 10000)) # so that jobs that share a machine don't meet
 gpus=${SLURM_GPUS_ON_NODE:-1}
 
-# With a store shared between rounds, torchrun (seen with 2.11) never tells a machine that joins later
-# where the others are: all wait a minute for it, and give up.
+# With a store that is shared between rendezvous rounds, torchrun (seen with 2.11) never tells a machine that joins
+# later where the others are: all wait a minute for it and give up.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
-# SLURM's warning reaches this shell alone, and it passes it on as SIGTERM: every torchrun gives that to
-# its processes, which save a checkpoint and end. Of a USR1 torchrun would die.
+# SLURM's warning reaches only this shell, which passes it on as SIGTERM: every torchrun forwards that to its processes,
+# which save a checkpoint and end. USR1 would kill torchrun.
 warned=''
 trap 'warned=yes; echo "The time limit is near: saving a checkpoint" >&2; kill -TERM "$step" || true' USR1
 
@@ -75,7 +75,7 @@ step=$!
 
 status=0
 wait "$step" || status=$?
-while kill -0 "$step" 2>/dev/null; do # the trap ended the wait, the step goes on
+while kill -0 "$step" 2>/dev/null; do # the trap ended the wait, but the step goes on
     status=0
     wait "$step" || status=$?
 done

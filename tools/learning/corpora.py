@@ -1,4 +1,4 @@
-"""What a comparison trains on: a corpus made or named once, with the same utterances and texts for every system."""
+"""The corpora of a comparison, prepared once, with the same utterances and texts for every system."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from sbkit.errors import SbkitError
 from sbkit.system.console import atomic_write
 
 SAMPLE_RATE = 16_000
-TRAIN_SHARE = 0.82  # of a demo corpus, for estimates before it is there
+TRAIN_SHARE = 0.82  # of a demo corpus, for estimates before it exists
 
 
 @dataclass(frozen=True)
 class Spec:
-    """A corpus as it was asked for: hours of synthesised speech, or a folder in any layout that a recipe reads."""
+    """A corpus on the command line: hours of synthesised speech, or a folder in any layout that a recipe reads."""
 
     language: str
     hours: float = 0.0
@@ -34,7 +34,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Corpus:
-    """A prepared one: where its audio is, what was said in dev and test, and what preparing it took."""
+    """A prepared corpus: its audio, its texts, and how long its preparation took."""
 
     name: str
     language: str
@@ -45,12 +45,12 @@ class Corpus:
     convert_seconds: float  # writing those WAVs
 
     def references(self, split: str) -> dict[str, str]:
-        """Texts by id."""
+        """Return the texts of a split by id."""
         return {row["id"]: row["text"] for row in read_lines(Path(self.manifests) / f"{split}.json")}
 
 
 def parse(text: str) -> Spec:
-    """A corpus in a word.
+    """Read a corpus from one word of the command line.
 
     >>> parse("es:0.3"), parse("fr=/data/cv/fr").name
     (Spec(language='es', hours=0.3, folder=None), 'fr-fr')
@@ -60,17 +60,17 @@ def parse(text: str) -> Spec:
         return Spec(language, folder=str(Path(folder).resolve()))
     language, _, hours = text.partition(":")
     try:
-        asked = float(hours)
+        length = float(hours)
     except ValueError:
-        asked = 0.0
-    if not language or not 0 < asked <= 1000:
+        length = 0.0
+    if not language or not 0 < length <= 1000:
         raise SbkitError(f"a corpus is asked for as {text!r}",
                          hint="write LANGUAGE:HOURS, such as es:1, for synthesised speech, or LANGUAGE=FOLDER")
-    return Spec(language, hours=asked)
+    return Spec(language, hours=length)
 
 
 def find(spec: Spec, out: Path) -> Corpus | None:
-    """The corpus where an earlier call has prepared it."""
+    """Return a corpus that an earlier call has prepared; None if there is none."""
     try:
         return Corpus(**json.loads((out / "corpora" / spec.name / "corpus.json").read_text(encoding="utf-8")))
     except FileNotFoundError:
@@ -78,7 +78,7 @@ def find(spec: Spec, out: Path) -> Corpus | None:
 
 
 def prepare(spec: Spec, out: Path, recipe: Path, options: Sequence[str]) -> Corpus:
-    """Make it, or take it as it is; leave out what the recipe leaves out, and convert it for NeMo."""
+    """Make a corpus if it does not exist: leave out what the recipe leaves out, and convert audio for NeMo."""
     found = find(spec, out)
     if found is not None:
         return found
@@ -103,7 +103,7 @@ def _synthesise(spec: Spec, folder: Path) -> Path:
 
 def _manifests(spec: Spec, source: str, folder: Path, recipe: Path, options: Sequence[str],
                ) -> dict[str, Manifest]:
-    """Our manifests by the recipe's own rules."""
+    """Prepare sbkit's manifests by the recipe's rules."""
     from sbkit.recipe import arguments, load
 
     request = arguments.parse([str(recipe), *options, "--data_folder", source, "--language", spec.language,
@@ -112,13 +112,13 @@ def _manifests(spec: Spec, source: str, folder: Path, recipe: Path, options: Seq
 
 
 def _convert(manifest: Manifest, folder: Path, split: str) -> None:
-    """NeMo's list of a split, each utterance a WAV of 16 kHz."""
+    """Write NeMo's manifest of a split, and each utterance as a WAV of 16 kHz."""
     import soundfile
 
     from sbkit.data.audio import read_utterance
 
     clips = folder / split
-    shutil.rmtree(clips, ignore_errors=True)  # of a call that was stopped
+    shutil.rmtree(clips, ignore_errors=True)  # left by a call that was stopped
     clips.mkdir(parents=True)
     with atomic_write(folder / f"{split}.json") as lines:
         for number, row in enumerate(manifest):
@@ -130,5 +130,5 @@ def _convert(manifest: Manifest, folder: Path, split: str) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """A file of one JSON object a line."""
+    """Read a file with one JSON object per line."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -1,4 +1,4 @@
-"""The results of a comparison as one SVG: dev WER against hours of audio, and against minutes of training."""
+"""Plots the results of a comparison as SVG: dev WER against hours of audio, and against minutes of training."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tools.learning.results import SYSTEMS
 from tools.learning.table import NAMES
 
 WIDTH, HEIGHT = 430, 280  # of a panel
-LEFT, RIGHT, TOP, BOTTOM = 50, 16, 34, 44  # around its plot
+LEFT, RIGHT, TOP, BOTTOM = 50, 16, 34, 44  # margins of a panel
 LEGEND = 34
-COLOURS = {"sbkit": "#2f62c9", "stock": "#c9641a", "nemo": "#23855b"}  # those of a run's report
+COLOURS = {"sbkit": "#2f62c9", "stock": "#c9641a", "nemo": "#23855b"}  # as in a run's report
 STYLE = """
 text { font: 12px system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; fill: #565b64; }
 .title { font-weight: 600; fill: #1d1f23; } .grid { stroke: #e1e1dc; } .whisker { stroke-width: 1.2; }
@@ -24,7 +24,7 @@ text { font: 12px system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; fill
 
 
 class Point(NamedTuple):
-    """The runs of one length of one system on one corpus."""
+    """The runs of one system on one corpus with one length."""
 
     hours: float
     minutes: float
@@ -37,7 +37,7 @@ PANELS = (("hours", "hours of audio trained on"), ("minutes", "minutes of traini
 
 
 def figure(runs: Sequence[dict[str, Any]], corpora: Sequence[str]) -> str:
-    """A row of two panels for each corpus that has results; the rate on a logarithmic axis, seeds as whiskers."""
+    """Draw two panels for each corpus that has results, with a logarithmic axis of rates and seeds as whiskers."""
     corpora = [corpus for corpus in corpora if any(run["corpus"] == corpus for run in runs)]
     width, height = WIDTH * len(PANELS), LEGEND + HEIGHT * len(corpora)
     parts: list[Any] = [tag("style", Markup(STYLE)), tag("rect", class_="card", width=width, height=height), _legend()]
@@ -51,7 +51,7 @@ def figure(runs: Sequence[dict[str, Any]], corpora: Sequence[str]) -> str:
 
 
 def points(runs: Sequence[dict[str, Any]], corpus: str, system: str) -> list[Point]:
-    """By length, the shortest first."""
+    """Collect a system's points on a corpus, the shortest runs first."""
     lengths: dict[int, list[dict[str, Any]]] = {}
     for run in runs:
         if (run["corpus"], run["system"]) == (corpus, system):
@@ -87,7 +87,7 @@ def _panel(title: str, found: dict[str, list[Point]], axis: str, label: str) -> 
 
 
 def _curve(system: str, points: Sequence[tuple[float, float, float, float]]) -> list[Any]:
-    """Of (x, the least, the mean, the most) in the picture's coordinates."""
+    """Draw a curve of (x, lowest, mean, highest) in the picture's coordinates."""
     if not points:
         return []
     colour = COLOURS[system]
@@ -109,7 +109,7 @@ def _legend() -> Markup:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times powers of ten, from at most the low to at least the high; rates below 0.1 % are drawn there.
+    """Return 1, 2 and 5 times powers of ten from at most ``low`` to at least ``high``, but none below 0.1 %.
 
     >>> log_ticks(3.1, 94)
     [2.0, 5.0, 10.0, 20.0, 50.0, 100.0]

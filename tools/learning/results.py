@@ -1,4 +1,4 @@
-"""The results of a comparison on disk, one file a run, and what follows from them: speeds, fits, estimates."""
+"""The results of a comparison on disk, one file per run, and the speeds and estimates that follow from them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from sbkit.errors import SbkitError
 from sbkit.system.console import atomic_write
 
 SYSTEMS = ("sbkit", "stock", "nemo")
-#: Audio seconds a second on two cores in fp32, and seconds of a run that aren't training, before any was measured.
+#: Before anything was measured: audio seconds per second on two cores in fp32, and seconds of a run besides training.
 GUESSED_SPEED = {"sbkit": 150.0, "stock": 70.0, "nemo": 60.0}
 GUESSED_REST = 60.0
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One run: a system on a corpus with a seed, of so many epochs."""
+    """One run: a system on a corpus, with a seed and a number of epochs."""
 
     corpus: str
     system: str
@@ -34,7 +34,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Length:
-    """How long a run is to be: epochs, or minutes of training."""
+    """The length of a run, in epochs or in minutes of training."""
 
     epochs: int | None = None
     minutes: float | None = None
@@ -47,7 +47,7 @@ class Length:
 
 @dataclass(frozen=True)
 class Asked:
-    """A run as it was asked for; how many epochs some minutes are is found when its turn comes."""
+    """A run as the command line describes it; minutes are converted to epochs when its turn comes."""
 
     corpus: str
     system: str
@@ -57,7 +57,7 @@ class Asked:
 
 def matrix(corpora: Sequence[str], systems: Sequence[str], seeds: Sequence[int], lengths: Sequence[Length],
            ) -> Iterator[Asked]:
-    """All runs in the order in which they take place: a whole table of the first seed first, systems in turn."""
+    """List all runs in their order: the whole table with the first seed first, and systems in turn."""
     for seed in seeds:
         for corpus in corpora:
             for length in sorted(lengths, key=lambda one: (one.epochs is None, one.epochs or one.minutes)):
@@ -71,7 +71,7 @@ class Results:
     Arguments
     ---------
     out : the comparison's folder
-    options : device, precision, threads and keys of the recipe; a result of others is refused
+    options : device, precision, threads and keys of the recipe; a result with others is refused
     """
 
     def __init__(self, out: Path, options: dict[str, Any]):
@@ -79,7 +79,7 @@ class Results:
         self._fits_file = out / "fits.json"
 
     def get(self, cell: Cell) -> dict[str, Any] | None:
-        """What is known of a run; None where it is still to be made."""
+        """Return the result of a run; None if it is missing."""
         path = self.folder / f"{cell.name}.json"
         return self._read(path) if path.is_file() else None
 
@@ -89,7 +89,7 @@ class Results:
 
     def of(self, corpus: str | None = None, system: str | None = None, epochs: int | None = None,
            ) -> list[dict[str, Any]]:
-        """All that are there, by corpus, system and epochs where these are given."""
+        """Return all results, or those of a corpus, a system and a number of epochs."""
         wanted = {"corpus": corpus, "system": system, "epochs": epochs}
         found = [self._read(path) for path in sorted(self.folder.glob("*.json"))]
         return [one for one in found if all(value in (None, one[key]) for key, value in wanted.items())]
@@ -102,15 +102,18 @@ class Results:
         return found
 
     def epoch_seconds(self, corpus: str, system: str) -> float | None:
-        """Of training, the median; the first epoch of a run compiles and warms up, and counts where it is alone."""
+        """Return the median seconds of training in an epoch.
+
+        The first epoch of a run compiles and warms up, so it only counts if there is no other.
+        """
         runs = [one["epoch_seconds"] for one in self.of(corpus, system)]
         found = [seconds for run in runs for seconds in run[1:]] or [seconds for run in runs for seconds in run]
         return statistics.median(found) if found else None
 
     def fit(self, corpus: str, system: str, minutes: float) -> int | None:
-        """Epochs whose training comes closest to so many minutes; None of a system that has not run yet.
+        """Return the number of epochs that comes closest to these minutes; None if the system has not run yet.
 
-        Once found they stay, for all seeds.
+        Once found, it stays the same for all seeds.
         """
         length = Length(minutes=minutes)
         epochs, seconds = self.fitted(corpus, system, length), self.epoch_seconds(corpus, system)
@@ -122,7 +125,7 @@ class Results:
         return epochs
 
     def fitted(self, corpus: str, system: str, length: Length) -> int | None:
-        """Epochs of a length; None where minutes were not fitted yet."""
+        """Return the epochs of a length; None if its minutes have not been converted yet."""
         if length.epochs is not None:
             return length.epochs
         return self._fits().get(_fit_name(corpus, system, length), {}).get("epochs")
@@ -131,7 +134,7 @@ class Results:
         return json.loads(self._fits_file.read_text(encoding="utf-8")) if self._fits_file.is_file() else {}
 
     def estimate(self, asked: Asked, train_seconds: float | None) -> tuple[float, bool] | None:
-        """Minutes of a run, start to end, and whether they are more than a guess; None of an unknown corpus."""
+        """Estimate the minutes of a whole run, and whether that is measured; None if the corpus's size is unknown."""
         epoch = self.epoch_seconds(asked.corpus, asked.system)
         rests = [one["wall_seconds"] - sum(one["epoch_seconds"]) for one in self.of(asked.corpus, asked.system)]
         rest = statistics.median(rests) if rests else GUESSED_REST

@@ -1,4 +1,4 @@
-"""One run of one system in processes of its own: how it is started, how long it took, what it heard."""
+"""Runs one system in processes of its own, measures its time, and scores its transcripts."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ NEMO = "nemo_toolkit[asr]==3.0.0"
 
 @dataclass(frozen=True)
 class Setting:
-    """What is the same for all runs: where the network computes, in what, and with how many threads."""
+    """What is the same for all runs: device, precision, threads, and keys of the recipe."""
 
     device: str
     precision: str
     threads: int
     nemo: Path  # the environment that --make-nemo makes
-    keys: Sequence[str] = ()  # of the recipe, for sbkit and stock SpeechBrain
+    keys: Sequence[str] = ()  # for sbkit and stock SpeechBrain
 
     def options(self) -> dict[str, Any]:
         return {"device": self.device, "precision": self.precision, "threads": self.threads, "keys": list(self.keys)}
@@ -39,7 +39,7 @@ class Setting:
 
 @dataclass
 class Run:
-    """A run that is going on: its folder, its log, and the seconds of what a user would wait for."""
+    """A run in progress: its folder, its log, and the seconds that a user would have waited so far."""
 
     cell: Cell
     corpus: Corpus
@@ -49,7 +49,10 @@ class Run:
     wall: float = 0.0
 
     def call(self, command: Sequence[Any], waits: bool = True) -> None:
-        """A program, its messages into the log; ``waits``: a user of the system would wait for it too."""
+        """Run a program, with its output in the log.
+
+        waits : its time counts, since a user of the system would wait for it too
+        """
         env = {**os.environ, "OMP_NUM_THREADS": str(self.setting.threads), "PYTHONPATH": str(ROOT)}
         words = [str(word) for word in command]
         began = time.perf_counter()
@@ -59,11 +62,11 @@ class Run:
                                   check=False).returncode
         if code:
             last = self.log.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()[-1]
-            raise SbkitError(f"{self.cell.name} ended with code {code}: {last}", hint=f"all it said: {self.log}")
+            raise SbkitError(f"{self.cell.name} ended with code {code}: {last}", hint=f"its log is {self.log}")
         self.wall += (time.perf_counter() - began) * waits
 
     def keys(self) -> list[str]:
-        """Of the recipe, for this run, in which an epoch is one way through the corpus, however small it is."""
+        """Return the run's overrides of the recipe; an epoch goes through the corpus once, however small it is."""
         cell, setting = self.cell, self.setting
         return ["--data_folder", self.corpus.source, "--language", self.corpus.language, "--output_folder",
                 str(self.folder / "run"), "--number_of_epochs", str(cell.epochs), "--least_steps", "0",
@@ -72,7 +75,7 @@ class Run:
 
 
 def train_sbkit(run: Run) -> dict[str, Any]:
-    """The flagship as ``make demo`` starts it; then what its last weights hear."""
+    """Train hparams/ctc.yaml as ``make demo`` does, and transcribe with its last weights."""
     run.call([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", ROOT / "train.py",
               RECIPE, *run.keys()])
     heard = {}
@@ -85,7 +88,7 @@ def train_sbkit(run: Run) -> dict[str, Any]:
 
 
 def from_metrics(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of a run's metrics.jsonl: each epoch's training, and what trained."""
+    """Read the seconds of each epoch's training, and facts about the model, from metrics.jsonl."""
     about = next(line for line in lines if line["kind"] == "run")
     epochs = [line for line in lines if line["kind"] == "epoch" and "train_seconds" in line]
     return {"epoch_seconds": [line["train_seconds"] for line in epochs], "steps": epochs[-1]["step"],
@@ -94,14 +97,14 @@ def from_metrics(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def train_stock(run: Run) -> dict[str, Any]:
-    """SpeechBrain's own Brain and data pipeline with the flagship's model."""
+    """Train the same model with SpeechBrain's own Brain and data pipeline."""
     answer = run.folder / "answer.json"
     run.call([sys.executable, PEERS / "stock_ctc.py", answer, *run.keys()])
     return json.loads(answer.read_text(encoding="utf-8"))
 
 
 def train_nemo(run: Run) -> dict[str, Any]:
-    """NeMo's small Conformer-CTC in its own environment."""
+    """Train NeMo's small Conformer-CTC in its own environment."""
     answer, setting = run.folder / "answer.json", run.setting
     run.call([setting.nemo / "bin" / "python", PEERS / "nemo_ctc.py", run.corpus.manifests, answer, "--epochs",
               run.cell.epochs, "--seed", run.cell.seed, "--device", setting.device, "--precision", setting.precision])
@@ -115,7 +118,7 @@ TRAIN: dict[str, Callable[[Run], dict[str, Any]]] = {
 
 
 def measure(run: Run) -> dict[str, Any]:
-    """Train and score; what a result's file says."""
+    """Train and score; returns the content of the result's file."""
     run.folder.mkdir(parents=True)
     run.log.parent.mkdir(parents=True, exist_ok=True)
     run.log.unlink(missing_ok=True)
@@ -132,27 +135,28 @@ def measure(run: Run) -> dict[str, Any]:
 
 
 def score(split: str, references: dict[str, str], heard: dict[str, str]) -> dict[str, float]:
-    """WER and CER by sbkit's scorer, whoever heard it; every utterance that has words must be there."""
+    """Compute WER and CER by sbkit's scorer; raises if an utterance that has words was not transcribed."""
     from sbkit.score.rates import ErrorRates
 
-    said = {name: text for name, text in references.items() if text.split()}
-    missing = [name for name in said if name not in heard]
+    scored = {name: text for name, text in references.items() if text.split()}
+    missing = [name for name in scored if name not in heard]
     if missing:
-        raise SbkitError(f"{len(missing)} of {len(said)} {split} utterances were not transcribed, such as {missing[0]}")
+        raise SbkitError(f"{len(missing)} of {len(scored)} {split} utterances were not transcribed, "
+                         f"such as {missing[0]}")
     words, characters = ErrorRates("word"), ErrorRates("character")
     for rates in (words, characters):
-        rates.add(list(said), list(said.values()), [heard[name] for name in said])
+        rates.add(list(scored), list(scored.values()), [heard[name] for name in scored])
     return {f"{split}_wer": round(words.rate, 3), f"{split}_cer": round(characters.rate, 3)}
 
 
 class Others:
-    """How much of the machine's cores others took meanwhile: a time measured beside much of it says little."""
+    """Measures how much of the machine's cores other programs used meanwhile, which makes times unreliable."""
 
     def __init__(self) -> None:
         self.began = self._now()
 
     def share(self) -> float | None:
-        """Of all cores, 0 to 1, since this object was made; None where the system does not tell."""
+        """The share of all cores, 0 to 1, since this object was made; None if the system does not report it."""
         now = self._now()
         if self.began is None or now is None:
             return None
@@ -161,7 +165,7 @@ class Others:
 
     @staticmethod
     def _now() -> tuple[float, float, float] | None:
-        """Seconds by the clock, of work on all cores, and of it that of children of this process."""
+        """Return seconds by the clock, of work on all cores, and of work by this process's children."""
         try:
             ticks = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
         except OSError:
@@ -173,27 +177,27 @@ class Others:
 
 
 def commit() -> str:
-    """Of sbkit's checkout; with a + where files of it were changed."""
+    """Return the commit of sbkit's checkout, with a + if files have been changed."""
     found = subprocess.run(["git", "describe", "--always", "--dirty=+", "--exclude=*"], cwd=ROOT, capture_output=True,
                            text=True, check=False)
     return found.stdout.strip() or "unknown"
 
 
 def missing(system: str, setting: Setting) -> str | None:
-    """Why a system can't be measured here; None where it can."""
+    """Return why a system can't be measured here; None if it can."""
     if system != "nemo":
         return None
     python = setting.nemo / "bin" / "python"
-    said = f"make it with: python tools/bench_learning.py --make-nemo --nemo {setting.nemo}"
+    how = f"make it with: python tools/bench_learning.py --make-nemo --nemo {setting.nemo}"
     if not python.exists():
-        return f"{setting.nemo} is no environment; {said}"
+        return f"{setting.nemo} is no environment; {how}"
     there = subprocess.run([python, "-c", "from importlib.metadata import version; version('nemo_toolkit')"],
                            capture_output=True, check=False)
-    return None if there.returncode == 0 else f"{setting.nemo} has no NeMo; {said}"
+    return None if there.returncode == 0 else f"{setting.nemo} has no NeMo; {how}"
 
 
 def make_nemo(folder: Path) -> None:
-    """An environment for NeMo alone: its torch is another than ours."""
+    """Make an environment for NeMo, which needs another version of torch."""
     for command in ([sys.executable, "-m", "venv", folder],
                     [folder / "bin" / "python", "-m", "pip", "install", "--disable-pip-version-check", NEMO]):
         code = subprocess.run([str(word) for word in command], check=False).returncode

@@ -1,4 +1,4 @@
-"""The results of a comparison as one table in Markdown."""
+"""Formats the results of a comparison as a table in Markdown."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 from tools.learning.results import SYSTEMS, Length, Results
 
 NAMES = {"sbkit": "sbkit", "stock": "SpeechBrain", "nemo": "NeMo"}
-BUSY = 0.05  # of the machine's cores taken by others: from here on a time is said to be of a busy machine
+BUSY = 0.05  # share of the cores that others used, above which a run is marked as beside other work
 HEAD = ("corpus", "run of", "system", "epochs", "audio, h", "training, min", "wait, min", "dev WER, each seed", "mean",
         "to sbkit", "test WER")
 
 
 def table(results: Results, corpora: Sequence[str], lengths: Sequence[Length]) -> str:
-    """A row for each corpus, length and system that has a result, and what stands behind the numbers."""
+    """Format a row for each corpus, length and system that has results, followed by notes on how they were made."""
     rows = [row for corpus in corpora for length in lengths for row in _rows(results, corpus, length)]
     lines = [HEAD, ["---"] * len(HEAD), *rows]
     return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", *_notes(results.of())]) + "\n"
@@ -58,5 +58,5 @@ def _notes(runs: Sequence[dict[str, Any]]) -> Iterator[str]:
     busy = [run for run in runs if (run["others_share"] or 0) > BUSY]
     if busy:
         most = max(run["others_share"] for run in busy)
-        yield (f"Beside other work, so that their times say little: {len(busy)} of {len(runs)} runs (others took up to "
+        yield (f"Beside other work, so their times are unreliable: {len(busy)} of {len(runs)} runs (others took up to "
                f"{100 * most:.0f} % of the cores).")

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Train NVIDIA NeMo's small Conformer-CTC for so many epochs; time it and write what it hears of dev and test.
+"""Trains NVIDIA NeMo's small Conformer-CTC, measures its time, and writes its transcripts of dev and test.
 
     ENVIRONMENT/bin/python tools/peers/nemo_ctc.py MANIFESTS ANSWER.json --epochs 6 [--seed 1]
 
 Runs in an environment of its own (``bench_learning.py --make-nemo``) and imports nothing of sbkit. MANIFESTS holds
-train.json, dev.json and test.json in NeMo's form. The model is conformer_ctc_char.yaml's with 6 layers of 144; what
-lets it converge within minutes: AdamW, a cosine from 2e-3 after 100 steps, clipping at 1.0, 12 clips a batch, partly
-sorted by length, no SpecAugment. It validates after each epoch, as NeMo's examples do.
+train.json, dev.json and test.json in NeMo's format. The model is that of conformer_ctc_char.yaml with 6 layers of 144.
+These settings let it converge within minutes: AdamW, a cosine from 2e-3 after 100 steps, clipping at 1.0, 12 clips a
+batch, partly sorted by length, no SpecAugment. It validates after each epoch, as NeMo's examples do.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main() -> None:
     model.eval()
     began = time.perf_counter()
     heard = {"dev": transcribe(model, rows["dev"])}
-    extra = time.perf_counter() - began  # the last validation has heard the same already
+    extra = time.perf_counter() - began  # not counted: the last validation has transcribed dev already
     heard["test"] = transcribe(model, rows["test"])
     args.answer.write_text(json.dumps({
         "epoch_seconds": clock.training, "validation_seconds": clock.validation, "extra_seconds": extra,
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 class Clock(lightning.Callback):
-    """Seconds of training and of validation in each epoch; Lightning validates when the last batch was trained on."""
+    """Measures training and validation in each epoch; Lightning validates after the last training batch."""
 
     def __init__(self) -> None:
         self.training: list[float] = []
@@ -96,13 +96,13 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def transcribe(model: Any, rows: list[dict[str, Any]]) -> dict[str, str]:
-    """Texts by id, each frame's best."""
+    """Transcribe greedily; returns texts by id."""
     found = model.transcribe([row["audio_filepath"] for row in rows], batch_size=EVAL_BATCH, verbose=False)
     return {row["id"]: getattr(one, "text", one) for row, one in zip(rows, found, strict=True)}
 
 
 def settings(args: argparse.Namespace, train: list[dict[str, Any]], steps: int) -> dict[str, Any]:
-    """The model's configuration; its letters are those of the training texts."""
+    """Return the model's configuration, with the letters of the training texts."""
     letters = sorted({letter for row in train for letter in row["text"]})
 
     def data(split: str, **more: Any) -> dict[str, Any]:

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Train the flagship's model by stock SpeechBrain for as many epochs as the keys say; time it and write what it hears.
+"""Trains the model of hparams/ctc.yaml with stock SpeechBrain, measures its time, and writes its transcripts.
 
     python tools/peers/stock_ctc.py ANSWER.json --data_folder FOLDER --number_of_epochs 6 [--key value ...]
 
-The Brain, the data pipeline, the loss and the decoder are SpeechBrain's, put together in bench_train.py; the model, the
-seconds of a step, the optimizer and the schedule of its learning rate are those of hparams/ctc.yaml. It has neither
-SpecAugment nor intermediate CTC. It validates after each epoch, as SpeechBrain's recipes do.
+The Brain, the data pipeline, the loss and the decoder are SpeechBrain's, set up in bench_train.py. The model, the
+seconds of a step, the optimizer and its schedule are those of hparams/ctc.yaml, without SpecAugment and intermediate
+CTC. It validates after each epoch, as SpeechBrain's recipes do.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main(answer: Path, keys: list[str]) -> None:
 
 
 def transcripts(words: Any) -> dict[str, str]:
-    """By id, of SpeechBrain's ErrorRateStats."""
+    """Return transcripts by id from SpeechBrain's ErrorRateStats."""
     return {row["key"]: " ".join(row["hyp_tokens"]) for row in words.scores}
 
 
