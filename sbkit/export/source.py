@@ -50,10 +50,10 @@ def open_run(run: str | Path, checkpoint: str = restore.BEST, mean_of: int = 1) 
 
 
 def _facts(keys: Any, brain: Any, used: Sequence[Any], averaged: bool) -> dict[str, Any]:
-    best, saved = used[0], brain.checkpointer.recoverables
+    best = used[0]
     meta = {key: value for key, value in best.meta.items() if key in ("epoch", brain.metric.name, "loss")}
     return {
         "experiment": keys.experiment or "", "checkpoint": Path(best.path).name,
         "mean_of": len(used), "moving_average": averaged, **({} if len(used) > 1 else {"valid": meta}),
-        "parameters": sum(each.numel() for each in saved["model"].parameters()) if "model" in saved else None,
+        "parameters": sum(each.numel() for each in brain.modules.parameters()),
     }
