@@ -103,7 +103,7 @@ def test_a_hook_that_does_not_call_super_loses_nothing(tmp_path):
 
 
 def test_recordings_that_could_not_be_read_are_told_where_evaluate_batch_is_a_recipes_own(caplog):
-    brain = Counts({"head": torch.nn.Linear(1, 1)}, hparams={"epoch_counter": None}, run_opts={"device": "cpu"})
+    brain = Counts({"head": torch.nn.Linear(1, 1)}, hparams={"epoch_counter": range(1)}, run_opts={"device": "cpu"})
     brain.on_stage_end = lambda *_: None
     brain.seen = []
     brain.evaluate([torch.tensor([1.0]).as_subclass(Damaged)], test_loader_kwargs={"batch_size": None})
