@@ -61,8 +61,13 @@ def _fill(brain: Any) -> dict[str, dict[str, torch.Tensor]]:
     """Gives the running statistics, which are no part of a state dict."""
     source = _sought(brain.keys)
     match = _match(brain, source)
-    logger.info("%s", table.text(source.told, match.fill()))
+    fates = match.fill()
+    logger.info("%s", table.text(f"{source.told}{_merged(match)}", fates))
     return match.statistics()
+
+
+def _merged(match: Match) -> str:
+    return f", its LoRA merged into {len(match.merged)} weights" if match.merged else ""
 
 
 def _match(brain: Any, source: Source, shapes: bool = False) -> Match:

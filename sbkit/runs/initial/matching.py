@@ -148,18 +148,14 @@ class Match:
         theirs = self.theirs[self.found[path]]
         if path not in rows:
             own.copy_(theirs)
-            return Fate(name, own.numel(), TAKEN, self._remark(path))
+            return Fate(name, own.numel(), TAKEN, "rows as they lie: no tokenizer there" if path in self.with_rows
+                        else "")
         kept = [(here, there) for here, there in enumerate(rows[path]) if there >= 0]
         here, there = (torch.tensor([pair[i] for pair in kept]) for i in (0, 1))
         own[here.to(own.device)] = theirs[there].to(own.device, own.dtype)
         missing = len(own) - len(kept)
         return Fate(name, own.numel(), TAKEN, f"for {len(kept)} of {len(own)} tokens, {missing} are drawn anew"
                     if missing else f"for all {len(own)} tokens")
-
-    def _remark(self, path: str) -> str:
-        if self.found[path] in self.merged:
-            return "its LoRA merged"
-        return "rows as they lie: no tokenizer there" if path in self.with_rows else ""
 
     def _rows(self, paths: Sequence[str]) -> dict[str, list[int]]:
         """Of tensors with a row for each token, which row each comes from; empty where nobody knows."""

@@ -72,7 +72,9 @@ def same(one, other):
 def test_a_plain_recipe_takes_the_merged_weights(run, english, tmp_path, caplog):
     brain, told = started(tmp_path, english, caplog, init_from=str(run))
     assert same(state(brain), merged(run))
-    assert "its LoRA merged" in told and "drawn anew" not in told and "left there" not in told
+    assert "its LoRA merged into 3 weights" in told and "drawn anew" not in told and "left there" not in told
+    rows = [line.split()[0] for line in told.splitlines() if " taken" in line]
+    assert "Transformer.encoder" in rows and len(rows) == 9  # whole modules, of which some layers have a LoRA
 
 
 def test_a_recipe_with_the_same_lora_goes_on_with_base_and_adapters(run, english, tmp_path, caplog):
