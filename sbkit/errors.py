@@ -1,4 +1,4 @@
-"""The one exception for errors that a user can fix: what is wrong, where, what to do."""
+"""The one exception for errors that a user can fix: what is wrong, where, what to do; any error in one line."""
 
 from __future__ import annotations
 
@@ -21,6 +21,25 @@ class SbkitError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:  # worker processes and ranks pickle it
         return _rebuild, (type(self), self.message, self.hint, self.exit_code)
+
+
+def first_line(error: BaseException) -> str:
+    r"""Return the first line of an error's message, or the name of its class where it has no message.
+
+    >>> first_line(ValueError("no such file\nTraceback ..."))
+    'no such file'
+    """
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def summary(error: BaseException) -> str:
+    r"""Return the class of an error and the first line of its message.
+
+    >>> summary(ValueError("no such file\nTraceback ..."))
+    'ValueError: no such file'
+    """
+    kind, line = type(error).__name__, first_line(error)
+    return f"{kind}: {line}" if str(error).strip() else kind
 
 
 def _rebuild(cls: type[SbkitError], message: str, hint: str | None, exit_code: int) -> SbkitError:

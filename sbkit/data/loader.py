@@ -25,7 +25,7 @@ from sbkit.data.manifest import Manifest
 from sbkit.data.options import check_number
 from sbkit.data.plan import EpochPlan, Plan
 from sbkit.data.reader import Encoder, Failure, Reader, Request, quiet_worker, starting_workers
-from sbkit.errors import SbkitError
+from sbkit.errors import SbkitError, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -314,6 +314,6 @@ def _plain_errors() -> Iterator[None]:
             raise SbkitError("too many open files: no more batches can be received from a data worker",
                              hint="raise the limit (ulimit -n 65536), or keep fewer batches") from error
         if "DataLoader worker" in text:
-            raise SbkitError(f"a data worker died: {text.splitlines()[0]}",
+            raise SbkitError(f"a data worker died: {first_line(error)}",
                              hint="out of memory? Try fewer workers") from error
         raise

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from sbkit.errors import summary
+
 OK, NOTE, IN_THE_WAY = "ok", "note", "in the way"
 #: A check that takes longer is abandoned: a network folder may never answer.
 PATIENCE_SECONDS = 30.0
@@ -45,7 +47,7 @@ def look(what: str, check: Check, asked: Scope, patience: float = PATIENCE_SECON
         try:
             found.extend(check(asked))
         except Exception as error:  # anything may be broken; that is what the doctor is for
-            found.append(Finding(what, f"unknown: {first_line(error)}", NOTE))
+            found.append(Finding(what, f"unknown: {summary(error)}", NOTE))
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
@@ -54,12 +56,6 @@ def look(what: str, check: Check, asked: Scope, patience: float = PATIENCE_SECON
     if thread.is_alive():
         seen.append(Finding(what, f"no answer within {patience:g} s", NOTE, "is a network folder or the driver stuck?"))
     return [replace(each, found=without_names(each.found), mend=without_names(each.mend)) for each in seen]
-
-
-def first_line(error: BaseException) -> str:
-    """Summarise an error in one line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def without_names(text: str) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+from sbkit.errors import summary
 from sbkit.system import helper_process
 
 #: Time limit; a cold start of torch from a network folder is slow.
@@ -123,8 +124,7 @@ def main(library: str) -> None:
         try:
             facts = ask()
         except Exception as error:
-            lines = str(error).strip().splitlines()
-            facts = {"error": f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__}
+            facts = {"error": summary(error)}
         print(json.dumps([part, facts]), flush=True)
 
 

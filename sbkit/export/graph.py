@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sbkit.errors import SbkitError
+from sbkit.errors import SbkitError, summary
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ def trace_module(module: nn.Module, example: tuple[Tensor, ...],
         with torch.no_grad(), _quiet():
             program = torch.export.export(module, example, dynamic_shapes=shapes, strict=False)
     except Exception as error:
-        raise SbkitError(f"the model can't be traced: {_first_line(error)}",
+        raise SbkitError(f"the model can't be traced: {_cause(error)}",
                          hint="look for branches on values, sizes turned into numbers, and loops over frames") \
             from error
     for part in program.graph_module.modules():
@@ -70,7 +70,7 @@ def to_onnx(program: torch.export.ExportedProgram, inputs: Sequence[str], output
             assert made is not None, "torch returns None only where it is given a file name"
             return made.model_proto
     except Exception as error:
-        raise SbkitError(f"the model can't be written as ONNX: {_first_line(error)}") from error
+        raise SbkitError(f"the model can't be written as ONNX: {_cause(error)}") from error
 
 
 def save(model: Any, path: Path, metadata: dict[str, str], dimensions: Mapping[str, tuple[str, ...]]) -> None:
@@ -108,12 +108,11 @@ def quantize(path: Path, to: Path) -> None:
                          use_external_data_format=path.with_name(f"{path.name}.data").exists())
 
 
-def _first_line(error: BaseException) -> str:
-    """Return the first line of the original error, which exporters wrap in generic advice."""
+def _cause(error: BaseException) -> str:
+    """Summarise the original error, which exporters wrap in generic advice."""
     while error.__cause__ is not None:
         error = error.__cause__
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+    return summary(error)
 
 
 @contextlib.contextmanager

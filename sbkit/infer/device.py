@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
-from sbkit.errors import SbkitError
+from sbkit.errors import SbkitError, first_line
 
 CUDA, CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
 #: cuDNN picks an algorithm by heuristics rather than trying all of them for each new length; fp32 sums stay fp32,
@@ -122,7 +122,7 @@ def open_session(path: str, wanted: DeviceChoice, threads: int | None) -> tuple[
     except Exception as error:
         if len(providers) == 1 or wanted.explicit_gpu:
             raise _unusable(path, wanted, error) from error
-        note = f"CUDA could not be used: {_first_line(error)}"
+        note = f"CUDA could not be used: {first_line(error)}"
         session = onnxruntime.InferenceSession(path, settings, providers=[CPU], enable_fallback=0)
     actual = session.get_providers()[0]
     if wanted.explicit_gpu and actual != CUDA:
@@ -141,9 +141,5 @@ def open_session(path: str, wanted: DeviceChoice, threads: int | None) -> tuple[
 
 def _unusable(path: str, wanted: DeviceChoice, error: Exception) -> SbkitError:
     if wanted.explicit_gpu:
-        return SbkitError(f"{wanted.text} can't be used: {_first_line(error)}")
-    return SbkitError(f"{path} can't be loaded: {_first_line(error)}", hint="is the file complete? export it again")
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        return SbkitError(f"{wanted.text} can't be used: {first_line(error)}")
+    return SbkitError(f"{path} can't be loaded: {first_line(error)}", hint="is the file complete? export it again")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from sbkit.errors import SbkitError
+from sbkit.errors import SbkitError, first_line
 from sbkit.export import layout
 from sbkit.export.layout import Config
 from sbkit.export.vocabulary import Vocabulary
@@ -147,7 +147,7 @@ class Engine:
             found = self._ready(batch, lengths)
         except Exception as error:
             if "CUDA" in str(error) or "cuda" in type(error).__name__.lower():
-                self.fault = str(error).strip().splitlines()[0]
+                self.fault = first_line(error)
             raise
         return self._apart(found, len(signals))
 

@@ -25,7 +25,7 @@ from speechbrain.utils.checkpoints import Checkpointer
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from sbkit.errors import SbkitError
+from sbkit.errors import SbkitError, first_line
 from sbkit.recipe.report import listed
 from sbkit.recipe.signatures import arguments, locate
 from sbkit.recipe.source import Findings, Node
@@ -198,10 +198,10 @@ def _name(target: Any) -> str:
 
 
 def _first(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    if not lines and isinstance(error, AssertionError):  # without a message, the asserted statement explains it
-        lines = [_statement(traceback.extract_tb(error.__traceback__)[-1])]
-    return lines[0] if lines and lines[0] else type(error).__name__
+    statement = ""
+    if isinstance(error, AssertionError) and not str(error).strip():  # the asserted statement explains it
+        statement = _statement(traceback.extract_tb(error.__traceback__)[-1])
+    return statement or first_line(error)
 
 
 def _statement(frame: traceback.FrameSummary) -> str:

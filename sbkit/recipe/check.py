@@ -13,7 +13,7 @@ import torch
 from speechbrain.utils.run_opts import RunOptions
 
 from sbkit.data.manifest import Manifest
-from sbkit.errors import SbkitError
+from sbkit.errors import SbkitError, summary
 from sbkit.nn import attention_kernel
 from sbkit.recipe import batch_size, bill, corpus_check, devices, ownership, parts, trace
 from sbkit.recipe.blind_spots import nothing_from
@@ -114,7 +114,7 @@ def _bill(owned: ownership.Owned, traced: trace.Trace, findings: Findings, repor
         made = bill.make(traced, owned, device, precision, measured)
     except Exception as error:  # such as an operation without support for stand-ins; the run itself may work
         logger.debug("no bill", exc_info=True)
-        report.notes.append(f"the bill: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+        report.notes.append(f"the bill: {summary(error)}")
         return None
     if made is None:
         report.notes.append("the bill: the recipe's batching has no max_batch_seconds")
@@ -171,5 +171,3 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logging.disable(before)
-
-

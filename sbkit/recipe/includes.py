@@ -9,7 +9,7 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
-from sbkit.errors import SbkitError
+from sbkit.errors import SbkitError, first_line
 from sbkit.recipe.source import BASE, INCLUDE, Node, ShallowComposer
 
 Files = list[tuple[Path, Mapping[str, Any]]]
@@ -29,7 +29,7 @@ def read_plain(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise SbkitError(f"{path} is not UTF-8 text: {error}") from error
     except YAMLError as error:
-        raise SbkitError(f"{path} is not valid YAML: {str(error).splitlines()[0]}") from error
+        raise SbkitError(f"{path} is not valid YAML: {first_line(error)}") from error
     except OSError as error:
         raise SbkitError(f"cannot read {path}: {error.strerror}") from error
     if text.startswith("%"):

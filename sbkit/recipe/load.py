@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from hyperpyyaml import load_hyperpyyaml
 
-from sbkit.errors import SbkitError
+from sbkit.errors import SbkitError, summary
 from sbkit.recipe.arguments import refuse_unknown
 from sbkit.recipe.includes import Files, chain, place, read_plain, written
 from sbkit.recipe.merging import merged
@@ -64,8 +64,7 @@ def load(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
         raise SbkitError(f"cannot use {error.filename or path}: {error.strerror}",
                          hint="choose another place with --output_folder") from error
     except Exception as error:
-        cause = str(error).strip().splitlines()
-        raise SbkitError(f"{path} cannot be loaded: {type(error).__name__}: {cause[0] if cause else ''}") from error
+        raise SbkitError(f"{path} cannot be loaded: {summary(error)}") from error
     return flatten(hparams)
 
 

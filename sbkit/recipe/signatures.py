@@ -16,6 +16,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
+from sbkit.errors import first_line, summary
 from sbkit.recipe.choices import check_choices
 from sbkit.recipe.report import did_you_mean, listed
 from sbkit.recipe.source import UNKNOWN, Findings, Node
@@ -61,9 +62,9 @@ def locate(name: str, packages: tuple[str, ...] | None = None) -> Any:
         except ModuleNotFoundError as error:
             if error.name is not None and (module == error.name or module.startswith(f"{error.name}.")):
                 break
-            raise LookupError(f"importing {module} fails: {_first(error)}", f"install {error.name}") from error
+            raise LookupError(f"importing {module} fails: {first_line(error)}", f"install {error.name}") from error
         except Exception as error:  # a module can raise anything when it is imported
-            raise LookupError(f"importing {module} fails: {type(error).__name__}: {_first(error)}", "") from error
+            raise LookupError(f"importing {module} fails: {summary(error)}", "") from error
     if target is None:
         if hasattr(builtins, parts[0]):
             target = builtins
@@ -80,7 +81,7 @@ def locate(name: str, packages: tuple[str, ...] | None = None) -> Any:
             hint = f"did you mean {owner}.{near}?" if near else ""
             raise LookupError(f"{owner} has no {parts[i]}", hint) from None
         except Exception as error:  # SpeechBrain imports some modules lazily, and that can fail
-            raise LookupError(f"importing {'.'.join(parts[: i + 1])} fails: {_first(error)}", "") from error
+            raise LookupError(f"importing {'.'.join(parts[: i + 1])} fails: {first_line(error)}", "") from error
         if packages is not None:
             home = target.__name__ if inspect.ismodule(target) else getattr(target, "__module__", None)
             _refuse_outside(home, packages)
@@ -90,10 +91,6 @@ def locate(name: str, packages: tuple[str, ...] | None = None) -> Any:
 def _refuse_outside(module: Any, packages: tuple[str, ...]) -> None:
     if str(module).partition(".")[0] not in packages:
         raise Outside(f"it is no part of {', '.join(packages[:-1])} or {packages[-1]}, so it is not imported")
-
-
-def _first(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _offers(owner: Any) -> list[str]:

@@ -14,6 +14,7 @@ from ruamel.yaml.composer import Composer, ComposerError
 from ruamel.yaml.error import MarkedYAMLError, YAMLError, YAMLStreamError
 from ruamel.yaml.reader import ReaderError
 
+from sbkit.errors import first_line
 from sbkit.recipe.report import COMMAND_LINE, ERROR, WARNING, Finding, did_you_mean
 
 BASE = "recipe"
@@ -192,7 +193,7 @@ def read_file(path: Path, findings: Findings, prefix: str = "") -> Node | None:
         findings.error("syntax", place, "", f"this is not valid YAML: {problem}", _advice(problem, text, place.line))
         return None
     except (UnicodeDecodeError, ReaderError) as error:
-        findings.error("syntax", Place(name), "", f"this is not UTF-8 text: {str(error).splitlines()[0]}",
+        findings.error("syntax", Place(name), "", f"this is not UTF-8 text: {first_line(error)}",
                        "save the file as UTF-8")
         return None
     except OSError as error:

@@ -30,7 +30,7 @@ from speechbrain.utils.checkpoints import (
 from speechbrain.utils.parameter_transfer import Pretrainer
 from torch import nn
 
-from sbkit.errors import SbkitError
+from sbkit.errors import SbkitError, summary
 from sbkit.recipe.ownership import saved_by
 from sbkit.train.checkpoint.state import Hook, differences, load_file, load_state
 from sbkit.train.distributed import ranks
@@ -92,10 +92,8 @@ def _collect(pretrainer: Pretrainer) -> dict[str, str]:
     except SbkitError:
         raise
     except Exception as error:  # a network or a hub may raise anything
-        first = (str(error).strip().splitlines() or [""])[0]
         raise SbkitError(f"pretrainer: can't fetch {', '.join(str(named[name]) for name in wanted)}: "
-                         f"{type(error).__name__}: {first}",
-                         hint="is the name right, and is the network up?") from error
+                         f"{summary(error)}", hint="is the name right, and is the network up?") from error
     finally:
         pretrainer.paths = named  # SpeechBrain replaced them with where it put the files
 
@@ -130,8 +128,7 @@ def _load(obj: Any, name: str, path: str, custom: Hook | None) -> None:
     except SbkitError as error:
         raise SbkitError(f"pretrainer: {name}: {error.message}", hint=error.hint) from error
     except Exception as error:  # a file may hold anything
-        first = (str(error).strip().splitlines() or [""])[0]
-        raise SbkitError(f"pretrainer: {path} can't be loaded into {name}: {type(error).__name__}: {first}") from error
+        raise SbkitError(f"pretrainer: {path} can't be loaded into {name}: {summary(error)}") from error
 
 
 def _transfer(module: nn.Module, name: str, path: str) -> None:

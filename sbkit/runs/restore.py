@@ -13,7 +13,7 @@ from ruamel.yaml import YAML
 from speechbrain.utils.checkpoints import Checkpoint
 from speechbrain.utils.run_opts import RunOptions
 
-from sbkit.errors import SbkitError
+from sbkit.errors import SbkitError, summary
 from sbkit.recipe import load
 from sbkit.recipe.arguments import import_beside
 from sbkit.recipe.load import Recipe
@@ -58,8 +58,7 @@ def read_run(run: str | Path) -> Recipe:
     try:
         hparams = load.flatten(load_hyperpyyaml(moved(tree, output_folder(tree, path), str(run))))
     except Exception as error:
-        first = (str(error).strip().splitlines() or [""])[0]
-        raise SbkitError(f"{path} cannot be loaded: {type(error).__name__}: {first}",
+        raise SbkitError(f"{path} cannot be loaded: {summary(error)}",
                          hint="was it trained with your own code? add its folder to PYTHONPATH") from error
     if "checkpointer" not in hparams:
         raise SbkitError(f"{path} lacks checkpointer", hint="nothing that it trained was saved")

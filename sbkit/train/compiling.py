@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sbkit.errors import SbkitError
+from sbkit.errors import SbkitError, summary
 from sbkit.train.distributed.sharding import blocks
 
 logger = logging.getLogger(__name__)
@@ -91,8 +91,7 @@ def _why_not(device: str) -> str | None:
     try:
         torch.compile(_tiny, dynamic=True)(torch.ones(3, device=device))
     except Exception as error:  # no C++ compiler, no Triton, no Python headers: each is told in its own way
-        lines = [line for line in str(error).splitlines() if line.strip()]
-        return f"{type(error).__name__}: {lines[0] if lines else ''}"
+        return summary(error)
     return None
 
 

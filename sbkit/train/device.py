@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sbkit.errors import SbkitError
+from sbkit.errors import SbkitError, first_line
 from sbkit.nn import attention_kernel
 from sbkit.recipe.speed import native_precision
 from sbkit.train.memory import host
@@ -66,7 +66,7 @@ def resolve(device: Any = None) -> torch.device:
         backend.set_device(index)
         torch.zeros(1, device=resolved)
     except RuntimeError as error:
-        raise SbkitError(f"device '{resolved}' was found but can't be used: {_first_line(error)}",
+        raise SbkitError(f"device '{resolved}' was found but can't be used: {first_line(error)}",
                          hint="run with --device cpu, or mend the driver") from error
     if resolved.type == "cuda":
         attention_kernel.leave_cudnn()
@@ -132,7 +132,3 @@ def _why_not(kind: str) -> str:
             return f"this torch ({torch.__version__}) is built without CUDA"
         return f"torch {torch.__version__} finds no working driver or card"
     return f"torch {torch.__version__} finds no '{kind}' device on this machine"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

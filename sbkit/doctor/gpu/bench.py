@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from sbkit.doctor.gpu.check import NOT_SHOWN, OK, REHEARSED, SHORT, Observation
+from sbkit.errors import summary
 from sbkit.system.processes import free_port, torchrun_environment
 
 T = TypeVar("T")
@@ -237,8 +238,7 @@ def _answer(pipe: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> N
         value = function(*args)
     except BaseException as raised:
         traceback.print_exc()
-        lines = str(raised).strip().splitlines()
-        error = f"{type(raised).__name__}: {lines[0]}" if lines else type(raised).__name__
+        error = summary(raised)
     pipe.send((value, error))
     pipe.close()
     sys.stdout.flush()

@@ -16,6 +16,7 @@ from typing import Any
 
 from sbkit.doctor.gpu.bench import Bench
 from sbkit.doctor.gpu.check import Check, Exit, Observation, Result, complete
+from sbkit.errors import summary
 from sbkit.system import helper_process, processes
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -108,8 +109,7 @@ def _check(function: str, bench: Bench, log: str) -> None:
         getattr(importlib.import_module(module, __package__), name)(bench)
     except BaseException as error:
         traceback.print_exc()
-        lines = str(error).strip().splitlines()
-        print(f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__, file=sys.stderr)
+        print(summary(error), file=sys.stderr)
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from sbkit.errors import SbkitError
+from sbkit.errors import SbkitError, first_line
 from sbkit.nn.pretrained.source import Settings
 from sbkit.nn.pretrained.spans import Spans
 
@@ -46,8 +46,7 @@ class Options:
         try:
             return kind.from_dict(values)
         except Exception as error:  # of any kind: its checks differ by family
-            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise SbkitError(f"{settings.source}: transformers refuses its config.json: {first}",
+            raise SbkitError(f"{settings.source}: transformers refuses its config.json: {first_line(error)}",
                              hint="is the file complete and unchanged?") from error
 
     def spans(self, settings: Settings) -> tuple[Spans, Spans]:

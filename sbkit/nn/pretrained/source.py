@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sbkit.errors import SbkitError
+from sbkit.errors import SbkitError, first_line
 from sbkit.system.console import atomic_write
 
 CONFIG, PREPROCESSOR = "config.json", "preprocessor_config.json"
@@ -164,7 +164,6 @@ def _explained(error: Exception, source: str, name: str) -> SbkitError:
     for means, what, hint in meanings:
         if means():
             return SbkitError(f"the encoder's source {source}: {what}", hint=hint)
-    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return SbkitError(f"the encoder's source {source}: no folder has this name, and its {name} can't be downloaded "
-                      f"from {constants.ENDPOINT}: {first}",
+                      f"from {constants.ENDPOINT}: {first_line(error)}",
                       hint="check the network and start again, which continues the download; or name a folder")

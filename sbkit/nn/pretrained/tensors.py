@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sbkit.errors import SbkitError
+from sbkit.errors import SbkitError, first_line
 from sbkit.nn.adapters import is_added
 
 #: What torch's weight_norm called its two tensors before it was a parametrization.
@@ -70,8 +70,7 @@ def _saved(path: Path) -> dict[str, tuple[Any, tuple[int, ...]]]:
         raise SbkitError(f"{path} holds more than tensors, so loading it could run code",
                          hint="save the model again with transformers: save_pretrained writes safetensors") from error
     except (RuntimeError, EOFError, OSError, ValueError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise SbkitError(f"{path} is incomplete or not a file of torch.save: {first}", hint=_AGAIN) from error
+        raise SbkitError(f"{path} is incomplete or not a file of torch.save: {first_line(error)}", hint=_AGAIN) from error
     if not isinstance(state, Mapping) or not all(isinstance(each, Tensor) for each in state.values()):
         raise SbkitError(f"{path} does not map names to tensors",
                          hint="name a folder that was written by save_pretrained of transformers")

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file as load_safetensors
 from speechbrain.utils.checkpoints import hook_on_loading_state_dict_checkpoint
 
-from sbkit.errors import SbkitError
+from sbkit.errors import SbkitError, first_line
 from sbkit.train.averaging import weights_in
 from sbkit.train.checkpoint.adapted import BASE
 from sbkit.train.checkpoint.state import load_file
@@ -44,8 +44,7 @@ def tensors_in(path: Path, lazily: bool = False) -> dict[str, Any]:
         raise SbkitError(f"init_from: {error.message}",
                          hint="save it as a state dict of tensors, best as .safetensors") from error
     except Exception as error:  # whatever torch says to a file that isn't its own, or is cut off
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise SbkitError(f"init_from: {path} is damaged, not whole, or no file of weights: {first}",
+        raise SbkitError(f"init_from: {path} is damaged, not whole, or no file of weights: {first_line(error)}",
                          hint=_AGAIN) from error
     state = _plain(state)
     if state is None:

@@ -26,7 +26,7 @@ from safetensors.torch import save_model
 from speechbrain.lobes.models.transformer.TransformerASR import TransformerASR
 from torch import nn
 
-from sbkit.errors import SbkitError
+from sbkit.errors import SbkitError, summary
 from sbkit.export import layout
 from sbkit.export.features import is_input_normalization
 from sbkit.export.runners import Runner, padded
@@ -91,9 +91,7 @@ def write(folder: Path, run: Path, recognizer: Recognizer, tokenizer: Any, sampl
     try:
         built = load_hyperpyyaml(text)
     except Exception as error:
-        first = (str(error).strip().splitlines() or [""])[0]
-        raise SbkitError(f"SpeechBrain can't build what the recipe describes: {type(error).__name__}: {first}") \
-            from error
+        raise SbkitError(f"SpeechBrain can't build what the recipe describes: {summary(error)}") from error
     for module, part in zip(built["model"], filter(lambda part: part.learned, parts), strict=True):
         _fill(module, part)
     save_model(built["model"], str(folder / layout.WEIGHTS), metadata={"format": "pt"})

@@ -20,7 +20,7 @@ from speechbrain.utils.checkpoints import CKPT_PREFIX, METAFNAME, PARAMFILE_EXT
 from speechbrain.utils.distributed import get_rank
 
 from sbkit.data.lock import Lock, remove_unheld
-from sbkit.errors import SbkitError
+from sbkit.errors import SbkitError, first_line
 from sbkit.system import disk
 
 logger = logging.getLogger(__name__)
@@ -166,8 +166,7 @@ def read_meta(path: Path) -> dict[str, Any]:
     try:
         meta = yaml.safe_load((path / METAFNAME).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        first = str(error).splitlines()[0]
-        raise ValueError(f"its {METAFNAME} can't be read ({first})") from error
+        raise ValueError(f"its {METAFNAME} can't be read ({first_line(error)})") from error
     if not isinstance(meta, dict):
         raise ValueError(f"its {METAFNAME} is empty or cut off")
     if not isinstance(meta.get("unixtime"), (int, float)):

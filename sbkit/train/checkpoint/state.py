@@ -24,7 +24,7 @@ from speechbrain.utils.checkpoints import (
     torch_save_once_per_node,
 )
 
-from sbkit.errors import SbkitError
+from sbkit.errors import SbkitError, first_line, summary
 from sbkit.train.checkpoint.files import CheckpointError
 
 Hook = Callable[..., Any]  # saves an object to a path, or loads it
@@ -161,8 +161,7 @@ def load_file(path: str | os.PathLike[str], *, lazily: bool = False) -> Any:
         with plain_numbers():
             return torch.load(path, map_location="cpu", weights_only=True, mmap=lazily and zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
-        lines = str(error).splitlines()
-        reason = next((line.strip() for line in lines if "GLOBAL" in line), lines[0][:200])
+        reason = next((line.strip() for line in str(error).splitlines() if "GLOBAL" in line), first_line(error)[:200])
         raise CheckpointError(
             f"{path} holds more than tensors and numbers, so loading it could run code ({reason})",
             hint="save it again as a state dict, or give the recoverable a load hook of its own",
@@ -184,8 +183,7 @@ def load_recoverable(obj: Any, name: str, path: Path, hook: Hook, end_of_epoch: 
     except (SbkitError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        first = "".join(str(error).strip().splitlines()[:1])
-        raise NotLoaded(f"{path} can't be loaded into {name!r} ({type(error).__name__}: {first})") from error
+        raise NotLoaded(f"{path} can't be loaded into {name!r} ({summary(error)})") from error
 
 
 def load_state(obj: Any, path: str | Path, name: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from sbkit.errors import summary
 from sbkit.train import rng as rng_state
 from sbkit.train.forward_state import ForwardState
 
@@ -182,7 +183,7 @@ def examine(
                     (loss.float() * scale).backward()
                     _look_at_gradients(modules, found, scale)
             except Exception as error:  # what is being diagnosed may well raise; that is a finding
-                found.error = f"{type(error).__name__}: {(str(error).strip() or '?').splitlines()[0]}"
+                found.error = summary(error)
     found.first = _first(found)
     if not keep_layers:
         found.layers = [] if found.first is None else found.layers[max(0, found.first - 3): found.first + 1]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sbkit.errors import SbkitError
+from sbkit.errors import SbkitError, first_line
 from sbkit.train import device as devices
 from sbkit.train import rng
 from sbkit.train.diagnose.saved_batch import utterance_ids
@@ -51,8 +51,7 @@ def told(device: torch.device | str, hint: str = HINT) -> Iterator[None]:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        said = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise SbkitError(f"out of memory on {device}: {said}", hint=hint, exit_code=1) from error
+        raise SbkitError(f"out of memory on {device}: {first_line(error)}", hint=hint, exit_code=1) from error
 
 
 class OomRetry:
