@@ -33,3 +33,11 @@ def test_the_way_of_a_batch_is_five_calls_that_there_are():
     for _, kind, method, path in calls[:-1]:
         text = (ROOT / path).read_text(encoding="utf-8")
         assert f"class {kind}" in text and f"    def {method}(" in text
+
+
+def test_training_names_no_task():
+    tasks = {path.name for path in (ROOT / "sbkit" / "tasks").iterdir() if (path / "__init__.py").is_file()}
+    assert tasks
+    named = {(path.name, task) for path in (ROOT / "sbkit" / "train").rglob("*.py") for task in tasks
+             if re.search(rf"\b{task}\b", path.read_text(encoding="utf-8"), re.I)}
+    assert not named

@@ -34,7 +34,7 @@ class Loss(NamedTuple):
 
     total: sum of the loss over what the mean is taken over (utterances, tokens, frames ...), a scalar tensor
     count: how many of them, a number or a scalar tensor
-    extras: parts worth showing, ``{"ctc": (sum, count), ...}``; they do not enter the gradient
+    extras: parts worth showing, ``{"name": (sum, count), ...}``; they do not enter the gradient
     """
 
     total: torch.Tensor

@@ -76,11 +76,11 @@ def _silence(batch: Any, ids: list[str]) -> list[str]:
 def _impossible(found: Findings, ids: list[str]) -> list[str]:
     infinite = [ids[i] for i, loss in enumerate(found.utterance_losses) if i < len(ids) and loss == math.inf]
     if infinite and found.first_layer is None:
-        return [f"no path leads through {', '.join(infinite[:4])}: fewer frames than CTC needs (tokens + "
-                "repeats), or a label to which the model gives probability 0; `sbkit check` lists short ones"]
+        return [f"the loss of {', '.join(infinite[:4])} is infinite: too few frames for its labels (`sbkit check` "
+                "lists such utterances), or a label to which the model gives probability 0"]
     if found.what == "loss" and found.first_layer is None:
-        return ["the loss itself breaks on finite outputs: a log or division of 0, a count of 0, or CTC with "
-                "fewer frames than tokens + repeats"]
+        return ["the loss itself breaks on finite outputs: a log or division of 0, a count of 0, or too few "
+                "frames for the labels"]
     return []
 
 

@@ -104,7 +104,7 @@ def test_too_few_frames_for_ctc(tmp_path):
     assert "every layer's output is finite; the loss made of them is inf" in text
     assert "utterances where it shows: clip-1\n" in text
     assert "utterances of the batch: clip-0, clip-1, clip-2" in text
-    assert "fewer frames than CTC needs" in text
+    assert "the loss of clip-1 is infinite: too few frames for its labels" in text
     assert f"sbkit replay {tmp_path}/culprits/step-12-rank-0" in text
 
 
