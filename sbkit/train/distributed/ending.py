@@ -11,6 +11,7 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import time
@@ -33,6 +34,14 @@ def due(code: int) -> None:
     global _due
     if _due is None:
         _due = os.getpid(), code
+
+
+def code_of(error: BaseException) -> int:
+    """Return the exit code of a process that this error ends."""
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT
+    code = error.code if isinstance(error, SystemExit) else getattr(error, "exit_code", 1)
+    return code if isinstance(code, int) else 1
 
 
 def is_due() -> bool:

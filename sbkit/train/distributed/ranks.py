@@ -13,7 +13,6 @@ import gc
 import logging
 import os
 import pickle
-import signal
 import sys
 import threading
 import time
@@ -229,11 +228,8 @@ def sum_across(tensor: torch.Tensor) -> torch.Tensor:
 
 def any_of(flags: dict[str, bool]) -> dict[str, bool]:
     """Each flag as true as it is on any rank."""
-    if _alone():
-        return flags
-    raised = torch.tensor([int(value) for value in flags.values()], dtype=torch.int32)
-    dist.all_reduce(raised, op=dist.ReduceOp.MAX, group=cpu_group())
-    return {name: bool(value) for name, value in zip(flags, raised.tolist(), strict=True)}
+    raised = sum_across(torch.tensor([int(value) for value in flags.values()], dtype=torch.int32))
+    return {name: bool(count) for name, count in zip(flags, raised.tolist(), strict=True)}
 
 
 @contextmanager
@@ -253,7 +249,7 @@ def failing_together() -> Iterator[None]:
 
 
 def _broke_by_a_peer(error: BaseException) -> int | None:
-    """The exit code of the rank whose end this error tells of: gloo's collectives break when one has gone."""
+    """The exit code of the rank that has failed, if that is why this error came: gloo's collectives break then."""
     if isinstance(error, RuntimeError) and connected():
         with suppress(RuntimeError):  # the store has gone as well
             return _peer_failed()
@@ -264,10 +260,7 @@ def _failed(error: BaseException) -> int:
     """This rank is to end by an error; gives its exit code."""
     global _failed_here
     _failed_here = True
-    code = error.code if isinstance(error, SystemExit) else getattr(error, "exit_code", 1)
-    if isinstance(error, KeyboardInterrupt):
-        code = 128 + signal.SIGINT
-    code = code if isinstance(code, int) else 1
+    code = ending.code_of(error)
     if world_size() > 1:
         ending.due(code)
     return code
