@@ -16,6 +16,8 @@ from sbkit.errors import SbkitError
 from sbkit.recipe.choices import Allowed
 
 K = TypeVar("K", bound="Keys")
+#: What to do about a key that a run needs.
+COMPLETE = "hparams/ has a complete recipe for each task"
 #: Types of scalars: one, and several.
 _SCALARS = {int: ("a whole number", "whole numbers"), float: ("a number", "numbers"),
             bool: ("true or false", "true or false"), str: ("a text", "texts")}
@@ -90,6 +92,11 @@ class Declared(NamedTuple):
         options = [each for each in _options(self.hint) if each is not type(None)]
         return options if all(each in _SCALARS for each in options) else []
 
+    @property
+    def why_needed(self) -> str:
+        """Why it must not be null, as the end of a sentence."""
+        return f"a run needs it: {self.what}"
+
 
 @dataclasses.dataclass(kw_only=True)
 class Keys:
@@ -123,6 +130,16 @@ class Keys:
         return [Problem(name, f"{name} {problem}", "docs/keys.md says what each key may be")
                 for name, problem in problems if problem]
 
+    @classmethod
+    def null(cls, hparams: Mapping[str, Any]) -> list[Problem]:
+        """The keys that a run can't do without, and that the recipe sets to null.
+
+        A Brain for a part of a run, such as a trial of batch sizes, may do without some of them; so ``read`` takes it.
+        """
+        return [Problem(declared.name, f"{declared.name} is null, and {declared.why_needed}", COMPLETE)
+                for declared in cls.declared().values()
+                if declared.needed and declared.name in hparams and hparams[declared.name] is None]
+
     def clashes(self) -> Iterator[Problem]:
         """The problems of keys in combination, each of which is right by itself; for derived classes to override."""
         yield from ()
@@ -131,7 +148,7 @@ class Keys:
         """Raise an error for a needed key that the recipe lacks; Python calls this for missing attributes only."""
         if name in type(self).declared():
             raise SbkitError(f"the recipe has no {name}: {type(self).declared()[name].what}",
-                             hint="hparams/ has a complete recipe for each task")
+                             hint=COMPLETE)
         raise AttributeError(f"{type(self).__name__} declares no key {name}")
 
     @classmethod

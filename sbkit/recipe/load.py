@@ -20,6 +20,7 @@ from hyperpyyaml import load_hyperpyyaml
 from sbkit.errors import SbkitError, summary
 from sbkit.recipe.arguments import refuse_unknown
 from sbkit.recipe.includes import Files, chain, place, read_plain, written
+from sbkit.recipe.keys import COMPLETE
 from sbkit.recipe.merging import merged
 from sbkit.recipe.names import unknown_overrides
 from sbkit.recipe.source import BASE
@@ -85,15 +86,15 @@ def opened(hparams: dict[str, Any], path: Path) -> Recipe:
     """
     task = hparams.get("brain")
     if task is None:
-        raise SbkitError(f"{path} lacks brain", hint="hparams/ has a complete recipe for each task")
+        raise SbkitError(f"{path} lacks brain", hint=COMPLETE)
     declared = getattr(task, "Keys", None)
     if declared is None or not hasattr(task, "stand_in"):
         raise SbkitError(f"{path}: brain is {getattr(task, '__name__', task)!s}, which is not a task of sbkit",
                          hint="derive it from sbkit.tasks.task.Task; docs/extend.md shows how")
     missing = [key for key in declared.needed() if key not in hparams]
     if missing:
-        raise SbkitError(f"{path} lacks {', '.join(missing)}", hint="hparams/ has a complete recipe for each task")
-    problems = declared.wrong(hparams) or list(declared.read(hparams).clashes())
+        raise SbkitError(f"{path} lacks {', '.join(missing)}", hint=COMPLETE)
+    problems = [*declared.wrong(hparams), *declared.null(hparams)] or list(declared.read(hparams).clashes())
     if problems:
         files = chain(path)
         raise SbkitError("; ".join(f"{written(problem.key, files)}: {problem.message}" for problem in problems),

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from sbkit.recipe.blind_spots import PACKAGES, hide
+from sbkit.recipe.keys import COMPLETE
 from sbkit.recipe.names import RUN_OPTIONS, brain_class, check_names, declared, hparams_read
 from sbkit.recipe.report import did_you_mean, listed
 from sbkit.recipe.resolve import flatten, resolve
 from sbkit.recipe.settings import check_settings
 from sbkit.recipe.signatures import bind, locate
 from sbkit.recipe.source import UNKNOWN, Findings, Node, Place
-from sbkit.recipe.values import check_text
+from sbkit.recipe.values import check_text, static
 
 _TAGS = ("!new:", "!name:", "!apply:", "!applyref:", "!module:")
 _ALL_TAGS = (*_TAGS, "!ref", "!copy", "!include:", "!PLACEHOLDER", "!tuple")
@@ -126,8 +127,9 @@ def _check_needed(root: Node, findings: Findings, path: Path) -> None:
         if known.needed and key not in root.value:
             near = did_you_mean(key, map(str, root.value), cutoff=0.8)
             findings.error("missing-key", Place(str(path)), key, f"the recipe lacks this key: {known.what}",
-                           f"is {near} a misspelling of it?" if near else
-                           "hparams/ has a complete recipe for each task")
+                           f"is {near} a misspelling of it?" if near else COMPLETE)
+        elif known.needed and static(root.value[key]) is None and not root.value[key].wrong:
+            _wrong(root.value[key], findings, "missing-key", f"it is null, and {known.why_needed}", COMPLETE)
     modules = root.value.get("modules")
     if modules is not None and not modules.wrong and not isinstance(modules.value, dict):
         findings.error("wrong-type", root.place_of("modules"), "modules", "modules is a mapping of names to modules",

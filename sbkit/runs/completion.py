@@ -38,7 +38,7 @@ def forget(keys: Any) -> None:
 
 def keep(keys: Any, request: Request, results: Results) -> None:
     """Record that the run is complete: its results, and what they were computed from."""
-    if keys.checkpointer is None or not hasattr(keys.corpus, "manifest_path") or request.run_opts.debug:
+    if not hasattr(keys.corpus, "manifest_path") or request.run_opts.debug:
         return  # the run can't be identified, or only part of it was run
     with atomic_write(keys.folder / TESTED) as out:
         json.dump({**results.stats, "said": results.headline(), "files": results.files("test"),

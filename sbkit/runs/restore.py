@@ -60,8 +60,9 @@ def read_run(run: str | Path) -> Recipe:
     except Exception as error:
         raise SbkitError(f"{path} cannot be loaded: {summary(error)}",
                          hint="was it trained with your own code? add its folder to PYTHONPATH") from error
-    if "checkpointer" not in hparams:
-        raise SbkitError(f"{path} lacks checkpointer", hint="nothing that it trained was saved")
+    if hparams.get("checkpointer") is None:
+        raise SbkitError(f"{path} has no checkpointer, so nothing that it trained was saved",
+                         hint="train it again with one")
     recipe = load.opened(hparams, path)
     recipe.task.encoder(recipe.keys)  # loads what preparation made
     return recipe

@@ -21,9 +21,9 @@ class TaskKeys(TrainKeys):
     corpus: Any = key("a sbkit.data.corpus.Corpus: where recordings come from, and which are kept")
     batching: Any = key("a sbkit.data.plan.Batching: what a device holds at once, and what an update sees")
     epoch_counter: Any = key("SpeechBrain's EpochCounter, whose limit is the number of epochs")
+    checkpointer: Any = key("a sbkit.train.checkpoint.Checkpointer: saves what is trained, to resume and to export")
     opt_class: Any = key("the optimizer, `!name:` with its options", None)
     schedule: Any = key("a sbkit.train.schedule.Schedule of the learning rate", None)
-    checkpointer: Any = key("a sbkit.train.checkpoint.Checkpointer", None)
     pretrainer: Any = key("SpeechBrain's Pretrainer: weights that are fetched, and loaded before training begins", None)
     init_from: str | None = key("weights to start from, matched by the recipe's names: a run, a checkpoint, a bundle, "
                                 "a folder for EncoderASR, or a .safetensors file", None)

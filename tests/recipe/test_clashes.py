@@ -7,6 +7,7 @@ import torch
 
 from sbkit.errors import SbkitError
 from sbkit.recipe import load
+from sbkit.recipe.check import check
 from sbkit.tasks.ctc.keys import CTCKeys
 
 SMALL = Path(__file__).parent / "small.yaml"
@@ -51,6 +52,16 @@ def test_one_encoder_under_both_names_is_one(two, tmp_path):
 def test_an_encoder_has_either_name(given, key):
     keys = CTCKeys.read({"compute_features": torch.nn.Identity(), **given})
     assert list(keys.clashes()) == [] and keys.encoder_key == key
+
+
+@pytest.mark.parametrize("key", ["corpus", "batching", "epoch_counter", "checkpointer"])
+def test_null_for_what_a_run_needs_is_refused_at_check_and_load(key, tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"recipe: !include:{SMALL}\n    seed: 2\n    {key}: null\n")
+    with pytest.raises(SbkitError, match=f"{path}:3: {key} is null, and a run needs it: .*; hparams/ has a complete"):
+        load.opened(hparams(path, tmp_path), path)
+    (told,) = [each for each in check(path, {"output_folder": str(tmp_path)}).errors if each.key == key]
+    assert str(told).startswith(f"{path}:3: error: {key}: it is null, and a run needs it: ")
 
 
 def test_all_that_a_load_refuses_is_told_with_its_line(tmp_path):

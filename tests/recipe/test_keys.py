@@ -365,9 +365,9 @@ def epochs(made):
                               "output_folder": str(made.folder)})["epoch_counter"].limit
 
 
-def kept(made):
+def kept(made, name="save"):
     """The recipe's checkpointer, in this run's folder."""
-    return Checkpointer(made.folder / "save", {"model": made.recipe.hparams["model"]})
+    return Checkpointer(made.folder / name, {"model": made.recipe.hparams["model"]})
 
 
 def head(hparams):
@@ -414,7 +414,7 @@ class From:
 
 
 ALONE = {"tokenizer": Spelling()}
-JOINT, SHELF = {"ctc_weight": 0.5}, {"checkpointer": From(kept)}
+JOINT = {"ctc_weight": 0.5}
 AVERAGED = {"ema": From(lambda made: EMA(made.recipe.hparams["model"], 0.9))}
 #: Of each key two values, what differs between them, and what else the recipe says.
 CASES = {
@@ -438,7 +438,7 @@ CASES = {
     "epoch_counter": (range(1, 2), range(1, 4), weights),
     "opt_class": (partial(torch.optim.SGD, lr=0.1), partial(torch.optim.SGD, lr=0.2), weights),
     "schedule": (None, Schedule(peak=0.5, warmup=1), weights),
-    "checkpointer": (None, From(kept), files),
+    "checkpointer": (From(kept), From(lambda made: kept(made, "elsewhere")), files),
     "pretrainer": (None, From(weight_file), fetched),
     "init_from": (None, From(lambda made: weights_of(made, 1)), begun, ALONE),
     "init_checkpoint": ("best", "last", asked_of),
@@ -451,9 +451,9 @@ CASES = {
     "sample_rate": (8000, 16_000, loaded),
     "language": ("en", "fr", exported),
     "experiment": ("one", "two", described),
-    "keep_checkpoints": (1, 3, checkpoints, SHELF),
-    "keep_every": (None, 1, checkpoints, SHELF),
-    "average_checkpoints": (1, 2, averaged, {**SHELF, "keep_checkpoints": 3}),
+    "keep_checkpoints": (1, 3, checkpoints),
+    "keep_every": (None, 1, checkpoints),
+    "average_checkpoints": (1, 2, averaged, {"keep_checkpoints": 3}),
     "tokenizer": (Spelling("a"), Spelling("b"), heard),
     "output_neurons": (28, 20, counted),
     "init_tokenizer": ("new", "keep", lambda made: refusal(made, lambda made: CTC.prepare(
@@ -493,7 +493,7 @@ def test_a_key_has_an_effect(name, flagship, tmp_path, monkeypatch):
         hparams = copy.deepcopy({**flagship, "output_folder": None})
         with monkeypatch.context() as patch:
             made = Made(Recipe(hparams, CTC.Keys.read(hparams)), folder, patch)
-            for other, said in {**(more[0] if more else {}), name: value}.items():
+            for other, said in {"checkpointer": From(kept), **(more[0] if more else {}), name: value}.items():
                 hparams[other] = said.make(made) if isinstance(said, From) else copy.deepcopy(said)
             made.recipe = load.opened(hparams, RECIPE)
             seen.append(see(made))

@@ -133,6 +133,8 @@ def test_nothing_but_the_model_is_taken_from_a_checkpoint_or_written(run):
     (lambda run: [shutil.rmtree(run / "save" / f"CKPT+epoch{i}") for i in (1, 2, 3)], "--checkpoint last"),
     (lambda run: [(each / "model.ckpt").write_bytes(b"cut") for each in (run / "save").glob("CKPT*")],
      "no checkpoint in .* can be used"),
+    (lambda run: (run / "hyperparams.yaml").write_text(f"# resolved\noutput_folder: {run}\ncheckpointer: null\n"),
+     "has no checkpointer, so nothing that it trained was saved; train it again with one"),
 ])
 def test_what_is_missing_is_named(run, tmp_path, spoil, message):
     moved = tmp_path / "run"

@@ -161,7 +161,11 @@ def _run_of(path: Path) -> Path | None:
     if (path / METAFNAME).is_file() or path.is_file():
         return None
     if (path / RECIPE).is_file():
-        return path if "checkpointer" in load.flatten(load.read_plain(path / RECIPE)) else None
+        flat = load.flatten(load.read_plain(path / RECIPE))
+        if "checkpointer" in flat and flat["checkpointer"] is None:
+            raise SbkitError(f"init_from: the run {path} saved nothing, since its recipe has checkpointer: null",
+                             hint=f"name {KINDS}")
+        return path if "checkpointer" in flat else None
     return path.parent if any(path.glob("CKPT+*")) and (path.parent / RECIPE).is_file() else None
 
 

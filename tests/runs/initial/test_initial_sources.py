@@ -239,6 +239,12 @@ def test_a_folder_that_is_none_of_these(english, tmp_path):
     assert "is none of what a run can start from" in refusal(english, tmp_path, tmp_path / "odd").message
 
 
+def test_a_run_that_saved_nothing(english, tmp_path):
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "hyperparams.yaml").write_text("checkpointer: null\n")
+    assert refusal(english, tmp_path, tmp_path / "odd").message.endswith("since its recipe has checkpointer: null")
+
+
 def test_a_bundle_of_graphs_alone(english, tmp_path):
     (tmp_path / "graphs").mkdir()
     (tmp_path / "graphs" / "config.json").write_text(json.dumps({"format": layout.FORMAT}))
