@@ -32,6 +32,7 @@ from sbkit.tasks import start
 from sbkit.tasks.keys import TaskKeys
 from sbkit.train.averaging import load_mean
 from sbkit.train.brain import Brain
+from sbkit.train.distributed import ranks
 
 if TYPE_CHECKING:
     from sbkit.export.exported import Exported
@@ -302,11 +303,20 @@ class Task(Brain):
             self.keys.train_logger.log_stats(progress, train_stats=self.train_stats, valid_stats=stats)
         self._log("epoch", epoch, stats)
         if self.checkpointer is not None:
+            self._refuse_unknown_metric(epoch, stats)
             meta = {self.metric.name: stats[self.metric.name], "loss": stats["loss"], "epoch": epoch}
             self.checkpointer.save_and_keep_only(
                 meta=meta, num_to_keep=self.keys.keep_checkpoints, keep_every=self.keys.keep_every or None,
                 **{"min_keys" if self.metric.lower_is_better else "max_keys": [self.metric.name]},
             )
+
+    def _refuse_unknown_metric(self, epoch: int | None, stats: Mapping[str, float]) -> None:
+        """End a run if its best checkpoint can't be chosen, after saving the epoch, so that it is not trained again."""
+        if self.metric.name not in stats:
+            self.checkpointer.save_checkpoint(meta={"loss": stats["loss"], "epoch": epoch})
+            ranks.raise_on_main(SbkitError(
+                f"{type(self).__name__} chooses the best checkpoint by {self.metric.name!r}, and its validation gives "
+                f"{', '.join(stats)}", hint="return it from stats, or name one of these in metric; the epoch is saved"))
 
     def _log(self, kind: str, epoch: int | None, stats: dict[str, float]) -> None:
         if self.metrics_log is not None:

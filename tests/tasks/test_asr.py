@@ -14,6 +14,7 @@ from sbkit.nn.spec_augment import SpecAugment
 from sbkit.score.report.data import read
 from sbkit.score.report.findings import findings
 from sbkit.tasks.asr import ASR, Row, score
+from sbkit.tasks.task import Metric
 from sbkit.train.averaging import EMA
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.monitor.metrics import MetricsLog
@@ -89,6 +90,22 @@ def test_validation_tells_too(tmp_path, caplog):
     brain.pass_over(Share(batch("a", damaged=[("b", "b.mp3: empty")])), Stage.VALID, "valid", False)
     brain.close_stage(Stage.VALID, 0.0, 1)
     assert "valid unread: 1" in (tmp_path / "train_log.txt").read_text()
+
+
+def test_a_metric_that_validation_lacks_is_named_once_the_epoch_is_saved(tmp_path):
+    class Mistaken(Parrot):
+        metric = Metric("wer")
+
+    layer = torch.nn.Linear(1, 1)
+    shelf = Checkpointer(tmp_path, {"model": layer})
+    brain = Mistaken({"layer": layer}, run_opts={"device": "cpu"}, checkpointer=shelf)
+    brain.on_stage_end(Stage.TRAIN, 0.0, 1)
+    brain.on_stage_start(Stage.VALID, 1)
+    brain.evaluate_batch(batch("a"), Stage.VALID)
+    with pytest.raises(SbkitError, match="Mistaken chooses the best checkpoint by 'wer', and its validation gives "
+                                         "loss, WER, CER; return it from stats"):
+        brain.on_stage_end(Stage.VALID, 0.0, 1)
+    assert [ckpt.meta["epoch"] for ckpt in shelf.list_checkpoints()] == [1]
 
 
 def test_blank_transcripts_after_many_steps_are_warned_of_once(tmp_path, caplog):
