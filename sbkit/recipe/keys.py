@@ -18,6 +18,8 @@ from sbkit.recipe.choices import Allowed
 K = TypeVar("K", bound="Keys")
 #: What to do about a key that a run needs.
 COMPLETE = "hparams/ has a complete recipe for each task"
+#: What is wrong with one that is null, as the end of a sentence.
+NULL = "is null, and a run can't do without it"
 #: Types of scalars: one, and several.
 _SCALARS = {int: ("a whole number", "whole numbers"), float: ("a number", "numbers"),
             bool: ("true or false", "true or false"), str: ("a text", "texts")}
@@ -65,9 +67,7 @@ class Declared(NamedTuple):
     def problem(self, value: Any) -> str:
         """What is wrong with a value, as the end of a sentence; empty if nothing is."""
         if value is None:
-            if self.optional:
-                return ""
-            return f"is null, and must be {self.wanted}" if self.wanted else "is null, and a run can't do without it"
+            return "" if self.optional else f"is null, and must be {self.wanted}"
         if value not in self.allowed if self.allowed is not None else not _fits(self.hint, value):
             return f"is {_shown(value)}, and must be {self.wanted}"
         return ""
@@ -75,9 +75,7 @@ class Declared(NamedTuple):
     @property
     def optional(self) -> bool:
         """Whether it may be ``null``: by its annotation, by its default, or because any object may be its value."""
-        if _is_any(self.hint):
-            return not self.needed
-        return type(None) in _options(self.hint) or (not self.needed and self.default is None)
+        return _is_any(self.hint) or type(None) in _options(self.hint) or (not self.needed and self.default is None)
 
     @property
     def wanted(self) -> str:
@@ -91,11 +89,6 @@ class Declared(NamedTuple):
         """The types of scalars that it may have; empty if it may have other types as well."""
         options = [each for each in _options(self.hint) if each is not type(None)]
         return options if all(each in _SCALARS for each in options) else []
-
-    @property
-    def why_needed(self) -> str:
-        """Why it must not be null, as the end of a sentence."""
-        return f"a run needs it: {self.what}"
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -132,13 +125,13 @@ class Keys:
 
     @classmethod
     def null(cls, hparams: Mapping[str, Any]) -> list[Problem]:
-        """The keys that a run can't do without, and that the recipe sets to null.
+        """Return a problem for each needed key that the recipe sets to null.
 
-        A Brain for a part of a run, such as a trial of batch sizes, may do without some of them; so ``read`` takes it.
+        ``read`` accepts them: a Brain for a part of a run, such as a trial of batch sizes, needs no checkpointer.
         """
-        return [Problem(declared.name, f"{declared.name} is null, and {declared.why_needed}", COMPLETE)
+        return [Problem(declared.name, f"{declared.name} {NULL}", COMPLETE)
                 for declared in cls.declared().values()
-                if declared.needed and declared.name in hparams and hparams[declared.name] is None]
+                if declared.needed and declared.optional and declared.name in hparams and hparams[declared.name] is None]
 
     def clashes(self) -> Iterator[Problem]:
         """The problems of keys in combination, each of which is right by itself; for derived classes to override."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sbkit.recipe.blind_spots import PACKAGES, hide
-from sbkit.recipe.keys import COMPLETE
+from sbkit.recipe.keys import COMPLETE, NULL
 from sbkit.recipe.names import RUN_OPTIONS, brain_class, check_names, declared, hparams_read
 from sbkit.recipe.report import did_you_mean, listed
 from sbkit.recipe.resolve import flatten, resolve
@@ -129,7 +129,7 @@ def _check_needed(root: Node, findings: Findings, path: Path) -> None:
             findings.error("missing-key", Place(str(path)), key, f"the recipe lacks this key: {known.what}",
                            f"is {near} a misspelling of it?" if near else COMPLETE)
         elif known.needed and static(root.value[key]) is None and not root.value[key].wrong:
-            _wrong(root.value[key], findings, "missing-key", f"it is null, and {known.why_needed}", COMPLETE)
+            _wrong(root.value[key], findings, "missing-key", f"it {NULL}", COMPLETE)
     modules = root.value.get("modules")
     if modules is not None and not modules.wrong and not isinstance(modules.value, dict):
         findings.error("wrong-type", root.place_of("modules"), "modules", "modules is a mapping of names to modules",

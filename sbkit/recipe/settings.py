@@ -11,7 +11,7 @@ import torch
 from speechbrain.utils.run_opts import RunOptions
 
 from sbkit.recipe.choices import SIZE
-from sbkit.recipe.keys import Declared
+from sbkit.recipe.keys import COMPLETE, Declared
 from sbkit.recipe.names import declared
 from sbkit.recipe.parts import BY_PART
 from sbkit.recipe.report import did_you_mean, listed
@@ -53,7 +53,7 @@ def _check_declared(root: Node, known: Declared, value: Any, findings: Findings)
         if known.plain:
             _tell(root, known.name, f"it is {_shown(value)}, and must be {known.wanted}", findings)
     elif known.name not in BY_PART and (problem := known.problem(given)):
-        hint = "hparams/ has a complete recipe for each task" if given is None and known.needed else ""
+        hint = COMPLETE if given is None and known.needed else ""
         _tell(root, known.name, f"it {problem}", findings, hint)
 
 

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,7 @@ from sbkit.recipe import load
 from sbkit.recipe.choices import Range
 from sbkit.recipe.keys import Keys, key
 from sbkit.recipe.load import Recipe
+from sbkit.recipe.signatures import locate
 from sbkit.recipe.source import Findings, Place
 from sbkit.runs import initial, preparation, pretrained, training
 from sbkit.tasks.ctc import CTC
@@ -112,7 +114,6 @@ class Many(Keys):
 
 
 @pytest.mark.parametrize("given, told", [
-    ({"source": None}, "source is null, and a run can't do without it"),
     ({"names": ["a", 3]}, "names is ['a', 3], and must be a list of texts"),
     ({"names": "ab"}, "names is the text 'ab', and must be a list of texts"),
     ({"layers": [1, True]}, "layers is [1, True], and must be a list of whole numbers"),
@@ -122,7 +123,7 @@ class Many(Keys):
     ({"order": "left"}, "order is the text 'left', and must be up or down"),
     ({"free": 3}, "free is 3, and must be a list"),
 ])
-def test_elements_and_needed_objects_are_held_to_their_types(given, told):
+def test_elements_are_held_to_their_types(given, told):
     assert [problem.message for problem in Many.wrong(given)] == [told]
 
 
@@ -140,8 +141,8 @@ def test_a_run_is_refused_with_the_line_of_a_needed_key_that_is_null(tmp_path):
     with pytest.raises(SbkitError) as error:
         load.opened(load.load(path, {"output_folder": str(tmp_path)}), path)
     assert error.value.message == (
-        f"{path}:2: batching is null, and a run can't do without it; "
-        f"{path}:3: intermediate_layers is ['one'], and must be a list of whole numbers")
+        f"{path}:3: intermediate_layers is ['one'], and must be a list of whole numbers; {path}:2: batching is null, "
+        "and a run can't do without it")
 
 
 # ------------------------------------------------------------------ each has an effect
@@ -503,3 +504,9 @@ def test_a_key_has_an_effect(name, flagship, tmp_path, monkeypatch):
 def test_each_declared_key_says_what_it_does():
     assert set(CASES) == set(CTC.Keys.declared())
     assert all(declared.what for declared in CTC.Keys.declared().values())
+
+
+def test_what_a_key_refers_to_is_there():
+    page = (RECIPE.parents[1] / "docs" / "keys.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"\bsbkit(?:\.\w+)+", page))
+    assert len(named) > 20 and all(map(locate, named))
