@@ -1,4 +1,4 @@
-"""The run: SpeechBrain's Brain, the same on any number of devices, and one that survives."""
+"""SpeechBrain's Brain, made to train the same on any number of devices and to survive failures."""
 
 from __future__ import annotations
 
@@ -46,24 +46,24 @@ logger = logging.getLogger(__name__)
 class Brain(sb.core.Brain):
     """A drop-in for ``speechbrain.core.Brain``: the same constructor, hooks, flags and files.
 
-    What is different for who writes a recipe:
+    Differences for recipe authors:
 
     - ``compute_objectives`` may return ``sbkit.Loss(total, count)`` instead of a scalar. The gradient of an
-      optimizer step is then that of the mean over the whole step, over ranks and micro-batches.
-    - ``fit`` also takes a train set with ``.at(epoch, step)`` and ``.steps(epoch)``
-      (``sbkit.data.loader.TrainLoader``), which says itself where an optimizer step ends, and evaluation
-      sets that yield this rank's share only (``EvalLoader``); ``self.gather`` collects what they report.
-    - ``fit_batch`` and ``evaluate_batch`` return losses that stay on the device, so nothing waits for it.
-    - ``compute_objectives`` gets fp32 whatever ``precision`` is, and runs under autocast as in SpeechBrain:
-      a layer called there computes in ``precision``, a loss in fp32.
-    - A step whose loss or gradient is not finite changes nothing, on all ranks alike.
-    - On several ranks a step sees the same utterances as on one, and its gradient differs by rounding and by what is
-      masked at random: each rank draws for itself on its device and by numpy (dropout, SpecAugment). Python's
-      ``random``, and beside a card torch on the host, give all ranks the same: for what all must decide alike.
+      optimizer step is then that of the mean over the whole step, over all ranks and micro-batches.
+    - ``fit`` also takes a train set with ``.at(epoch, step)`` and ``.steps(epoch)`` that decides itself where an
+      optimizer step ends (``sbkit.data.loader.TrainLoader``), and evaluation sets that yield only this rank's share
+      (``EvalLoader``). ``self.gather`` collects the results of all ranks.
+    - ``fit_batch`` and ``evaluate_batch`` return losses that stay on the device, so the host does not wait for it.
+    - ``compute_objectives`` gets fp32 for every ``precision``, and runs under autocast as in SpeechBrain: a layer
+      called there computes in ``precision``, a loss in fp32.
+    - A step with a loss or gradient that is not finite is skipped on all ranks.
+    - On several ranks a step sees the same utterances as on one. Its gradient differs by rounding and by random
+      masks: each rank has its own random numbers on its device and in numpy (dropout, SpecAugment). Python's
+      ``random``, and torch on the host of a GPU, give the same numbers on all ranks, for decisions that must agree.
 
-    What it reads of ``hparams`` beside SpeechBrain's is in ``self.keys`` (see ``sbkit.train.keys``). Unless
-    ``share_validation`` is true, every rank evaluates all of an ordinary dataset, as in SpeechBrain, because recipes
-    compute their metrics on each rank.
+    ``self.keys`` has the values of the recipe's keys (see ``sbkit.train.keys``). Unless ``share_validation`` is true,
+    every rank evaluates all of an ordinary dataset, as in SpeechBrain, because recipes compute their metrics on each
+    rank.
     """
 
     Keys: ClassVar[type[TrainKeys]] = ScriptKeys
@@ -96,7 +96,7 @@ class Brain(sb.core.Brain):
         if self.keys.accelerate:
             accelerate(self.modules)
             for features in (value for value in vars(self.hparams).values() if isinstance(value, torch.nn.Module)):
-                accelerate(features)  # which have no weights, and so aren't among the modules
+                accelerate(features)  # they have no weights, so they aren't among the modules
         self.rank, self.device_type = ranks.rank(), device.type
         given = options.given(run_opts, hparams, "find_unused_parameters")
         self._unused = {"search": self.find_unused_parameters or not given, "settles": not given}
@@ -106,7 +106,7 @@ class Brain(sb.core.Brain):
         self.scaler = precision.Scaler(device.type, enabled=self.precision == "fp16")
         self.compiled = False
         self.utilisation: Utilisation | None = None
-        """Set before ``fit``, each epoch says how much of the device's arithmetic it used."""
+        """If set before ``fit``, each epoch reports the share of the device's peak FLOPs that it used."""
         self.metrics_log = None if self.debug else MetricsLog.of(self.keys)
         self._rng = rng.RngState(int(self.keys.seed or 0), lambda: self.optimizer_step, device)
         ema = self.keys.ema if getattr(self.keys.ema, "decay", 1) > 0 else None
@@ -128,12 +128,12 @@ class Brain(sb.core.Brain):
                 self.checkpointer.add_recoverable(name, obj, optional_load=True)
 
     def _freezing(self) -> Freezing:
-        """Freeze what never trains; what does so later waits for ``fit``, so that a bill counts it."""
+        """Freeze what never trains. What trains later is frozen in ``fit``, so that the cost estimate counts it."""
         parts = Parts(self.modules, vars(self.hparams))
-        parts.told(self.keys.learning_rates or {}, "learning_rates")  # a name that fits nothing is told at once
+        parts.told(self.keys.learning_rates or {}, "learning_rates")  # fails now if a name fits nothing
         if self._scales_rates and type(self).init_optimizers is not Brain.init_optimizers:
-            raise SbkitError(f"{type(self).__name__} makes its optimizers itself, so that learning_rates and "
-                             "layer_decay have no effect", hint="leave them out")
+            raise SbkitError(f"{type(self).__name__} makes its own optimizers, so learning_rates and layer_decay "
+                             "would have no effect", hint="remove them from the recipe")
         return Freezing(self.modules, parts, self.keys.freeze)
 
     @property
@@ -143,7 +143,7 @@ class Brain(sb.core.Brain):
     # ------------------------------------------------------------ setting up
 
     def on_fit_start(self) -> None:
-        """Compile, wrap, make optimizers, go on from the newest checkpoint; as SpeechBrain does."""
+        """Compile and wrap the modules, make the optimizers, resume from the newest checkpoint."""
         if self.device_type == "cpu":
             compile_kernels(self.modules)
         if ranks.is_main():
@@ -162,7 +162,7 @@ class Brain(sb.core.Brain):
                     written.start_afresh()
 
     def _compile(self) -> None:
-        """``--compile`` in place and by layers (see ``compiling``); ``--jit`` as SpeechBrain does it."""
+        """Compile layers in place for ``--compile`` (see ``compiling``); leave ``--jit`` to SpeechBrain."""
         if not self.compile:
             super()._compile()
             return
@@ -173,28 +173,28 @@ class Brain(sb.core.Brain):
             self.stepper.graphs.look(self.device, self.compile_mode)
 
     def _wrap_distributed(self) -> None:
-        """Wrap all modules at once (see ``parallel`` and ``sharding``)."""
+        """Wrap all modules as one (see ``parallel`` and ``sharding``)."""
         if self.data_parallel_backend:
             super()._wrap_distributed()
         stepper = self.stepper
-        stepper.wrap.close()  # of an earlier fit
+        stepper.wrap.close()  # from an earlier fit
         stepper.start(sharding.wrap(stepper.shell(), stepper.device, self.keys, stepper.overrides,
                                     averages=self.averages_weights,
                                     thaws=stepper.freezing.thaws, **self._unused))
-        self._rng.part()  # now that all have rank 0's weights
+        self._rng.part()  # only now: all ranks have rank 0's weights
         self._retry.begin(self.precision, bool(self.compile))
 
     @property
     def averages_weights(self) -> bool:
-        """A moving average of the weights is what is validated, tested and shipped."""
+        """Whether a moving average of the weights is validated, tested and exported."""
         return self.stepper.ema is not None
 
     def stop_averaging(self) -> None:
-        """Validate, test and ship the modules' own weights from here on."""
+        """Validate, test and export the modules' own weights from now on."""
         self.stepper.ema = None
 
     def init_optimizers(self) -> None:
-        """As SpeechBrain's, with the fused form of ``opt_class`` where torch has one."""
+        """Make the optimizers as SpeechBrain does, in torch's fused implementation where there is one."""
         plain, self.opt_class = self.opt_class, self.opt_class and fused(self.opt_class)
         if self._scales_rates and self.opt_class is not None:
             parts = Parts(self.modules, vars(self.hparams))
@@ -206,52 +206,54 @@ class Brain(sb.core.Brain):
         finally:
             self.opt_class = plain
         if self.opt_class is not None and self.device_type != "cpu" and not skips_itself(self.optimizer):
-            logger.info("%s can't skip a step on %s by itself, so the host waits for the device once in each step; "
-                        "AdamW, Adam and SGD can", type(self.optimizer).__name__, self.device)
+            logger.info("%s can't skip a step on %s by itself, so the host waits for the device in each step; AdamW, "
+                        "Adam and SGD avoid this", type(self.optimizer).__name__, self.device)
 
     # ------------------------------------------------------------ one batch
 
     def fit_batch(self, batch: Any) -> torch.Tensor:
-        """One micro-batch; the last of its step also updates. Gives the detached loss, on the device."""
+        """Train on one micro-batch, update after the last of a step, and return the detached loss on the device."""
         last = self.train_state.closes_step(batch, self.grad_accumulation_factor)
         self.on_fit_batch_start(batch, last)
         loss = self._retry.run(batch, last)
-        found = self.stepper.objective.found  # of a micro-batch in parts: of the last part
+        found = self.stepper.objective.found  # for a micro-batch computed in parts, the last part's
         if last:
             self.stepper.update()
         self.on_fit_batch_end(batch, found.outputs, found.objectives, last)
         return loss.detach().mean
 
     def optimizers_step(self) -> None:
-        """Divide and clip all gradients together and update, unless something is not finite."""
+        """Normalise and clip all gradients together and update, unless something is not finite."""
         self.stepper.apply()
 
     @contextlib.contextmanager
     def no_sync(self, use: bool = True) -> Iterator[None]:
-        """Within it, gradients are accumulated on each rank and not averaged over ranks."""
+        """Accumulate gradients on each rank inside this context, without averaging them over ranks."""
         with self.stepper.wrap.no_sync() if use else contextlib.nullcontext():
             yield
 
     @torch.no_grad()
     def evaluate_batch(self, batch: Any, stage: Stage) -> torch.Tensor | Loss:
-        """The loss of a batch as ``compute_objectives`` gives it, detached, on the device."""
+        """Return the detached result of ``compute_objectives`` for a batch, on the device."""
         with self.evaluation_ctx:
             outputs = precision.losses_in_fp32(self.compute_forward(batch, stage=stage), self.evaluation_ctx)
             return self.compute_objectives(outputs, batch, stage=stage).detach()
 
     def loss_of(self, batch: Any) -> Loss:
-        """Forward and loss of a training batch, and no more."""
+        """Return the loss of a training batch, without backward or update."""
         self.stepper.objective(batch)
         return self.stepper.objective.loss
 
     def try_batch(self, batch: Any) -> bool:
-        """Take a step on this micro-batch alone; False where memory did not suffice for it in one piece."""
+        """Take a step on this micro-batch alone; return False if it did not fit into memory in one piece."""
         return self._retry.fits(batch)
 
     @contextlib.contextmanager
     def untouched(self) -> Iterator[None]:
-        """Within it, losses and their gradients may be computed on stand-ins, and nothing of that is left: no gradient,
-        nothing that a layer keeps of a forward, no random number drawn."""
+        """Undo on exit all that computing losses and gradients of stand-ins changed.
+
+        That is gradients, state that layers update in forward, and random number generators.
+        """
         objective, found = self.stepper.objective, self.stepper.objective.found
         beside = [value for value in vars(self.hparams).values() if isinstance(value, torch.nn.Module)]
         try:
@@ -296,7 +298,7 @@ class Brain(sb.core.Brain):
         self._training.run(train_set, epoch, enable)
 
     def on_step_known(self, facts: Facts) -> None:
-        """Called with each optimizer step's losses and norm, the same on all ranks, once they have come to the host."""
+        """Handle the losses and gradient norm of an optimizer step, the same on all ranks, once the host knows them."""
 
     # ------------------------------------------------------------ around the hooks
     # A class between this one and a recipe's, such as a task, does its own part in these, so that the hooks are left
@@ -330,7 +332,7 @@ class Brain(sb.core.Brain):
         self, test_set: Any, max_key: str | None = None, min_key: str | None = None,
         progressbar: bool | None = None, test_loader_kwargs: dict[str, Any] | None = None,
     ) -> float:
-        """Load the best checkpoint and go through ``test_set`` once; gives the average loss."""
+        """Load the best checkpoint, evaluate ``test_set`` and return the average loss."""
         with ranks.failing_together(), told(self.device):
             signals, self._between.signals = self._between.signals, None  # only fit catches them
             test_set = loaders.made(self, test_set, Stage.TEST, {**(test_loader_kwargs or {}), "ckpt_prefix": None})
@@ -344,9 +346,10 @@ class Brain(sb.core.Brain):
             return loss
 
     def pass_over(self, loader: Any, stage: Stage, name: str, show: bool) -> float:
-        """Evaluate each batch of a loader, without gradients; gives the average loss.
+        """Evaluate each batch of a loader, without gradients, and return the average loss.
 
-        name, show: of a progress bar, and whether one is shown
+        name : shown beside the progress bar
+        show : whether to show a progress bar
         """
         return self._evaluation.run(loader, stage, name, show)
 
@@ -356,14 +359,14 @@ class Brain(sb.core.Brain):
         return isinstance(self.keys, ScriptKeys) and self.keys.share_validation
 
     def gather(self, rows: Iterable[Any]) -> list[Any]:
-        """Every rank's rows in one list, the same on every rank; all ranks must call it."""
+        """Return the rows of all ranks in one list, on every rank; all ranks must call it."""
         return [row for part in ranks.gather_objects(list(rows)) for row in part]
 
     # ------------------------------------------------------------ what is saved
 
     @property
     def avg_train_loss(self) -> float:
-        """Mean training loss of the epoch so far, over all ranks; reading it waits for the device."""
+        """The mean training loss of the epoch so far, over all ranks; reading it waits for the device."""
         pending = [] if self.stepper.overrides.averages_batches else self.stepper.steps.peek()
         return self.train_state.average.value((fact.total, fact.count) for fact in pending)
 

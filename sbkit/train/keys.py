@@ -1,4 +1,4 @@
-"""What a ``Brain`` reads of a recipe, beside SpeechBrain's run options."""
+"""The recipe keys that every ``Brain`` reads, besides SpeechBrain's run options."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sbkit.recipe.parts import FACTORS, FREEZE
 
 @dataclass(kw_only=True)
 class TrainKeys(Keys):
-    """Keys of any recipe, a script of one's own too."""
+    """Keys of every recipe, including those of your own scripts."""
 
     output_folder: str | None = key("where checkpoints, metrics.jsonl and the report go", None)
     seed: int | None = key("what random numbers of training are drawn from", 0, Range(whole=True))

@@ -1,4 +1,4 @@
-"""Where a run stands: the counters and flags that its steps go by, and what of them a checkpoint holds."""
+"""The counters and flags of a run, and how they are saved in a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,59 +11,59 @@ from sbkit.train.monitor.tally import Mean
 
 @dataclass
 class TrainState:
-    """Counters and flags of a run. A ``Brain`` owns one, and the loops beside it are given it."""
+    """Counters and flags of a run, owned by the ``Brain`` and shared with its loops."""
 
     step: int = 0
-    """Micro-batches of this epoch, or batches of this evaluation."""
+    """Micro-batches done in this epoch, or batches in this evaluation."""
     optimizer_step: int = 0
-    """Updates of the whole run."""
+    """Updates done in the whole run."""
     nonfinite_count: int = 0
-    """Steps of this epoch that changed nothing because something was not finite."""
+    """Steps of this epoch that were skipped because something was not finite."""
     epoch: Any = None
     epoch_step: int = 0
-    """Updates of this epoch."""
+    """Updates done in this epoch."""
     epoch_steps: int | None = None
-    """Updates that its plan has."""
+    """Updates planned for this epoch."""
     last_batch: int | None = None
-    """The number of the epoch's last micro-batch, where it is known."""
+    """The number of the epoch's last micro-batch, if known."""
     average: Mean = field(default_factory=Mean)
-    """Of this epoch's training loss, as far as its steps are known on the host."""
+    """The mean training loss of this epoch, over the steps whose values the host has."""
     plan_driven: bool = False
-    """The train set says itself where an optimizer step ends."""
+    """Whether the train set decides where an optimizer step ends."""
     validates: bool = False
-    """A validation follows each epoch."""
+    """Whether a validation follows each epoch."""
     first_step_checked: bool = False
-    """What is looked at once, after a ``fit``'s first step, was."""
+    """Whether the checks after the first step of a ``fit`` are done."""
     graph_changes: bool = False
-    """Backward reaches other parameters from step to step, so each one looks for what it does not reach."""
+    """Whether backward reaches different parameters in different steps, so each step searches for unused ones."""
     told_dropped: bool = False
-    """It was said that gradients are dropped at the end of an epoch."""
+    """Whether the user was told that an epoch drops its last gradients."""
     _trained: tuple[int, int, Mean, int] | None = field(default=None, repr=False)
 
     def closes_step(self, batch: Any, accumulated: int) -> bool:
-        """Whether this micro-batch is the last of its optimizer step; ``accumulated``: how many such a step has."""
+        """Return whether this micro-batch ends its step, after ``accumulated`` micro-batches if there is no plan."""
         if self.step == self.last_batch:
             return True
         return batch.last if self.plan_driven else self.step % accumulated == 0
 
     def reached(self, limit: int | None) -> bool:
-        """Whether as many updates were done as there should be."""
+        """Return whether this many updates are done."""
         return limit is not None and self.optimizer_step >= limit
 
     def end_training(self) -> None:
-        """Count from 0 for what follows an epoch's training."""
+        """Set the counters to 0 for the validation that follows an epoch's training."""
         self._trained = (self.step, self.epoch_step, self.average, self.nonfinite_count)
         self.average = Mean()
         self.step = self.epoch_step = self.nonfinite_count = 0
 
     def back_to_training(self) -> None:
-        """Stand where the epoch's training had ended."""
+        """Set the counters back to the end of the epoch's training."""
         if self._trained is None:
             raise RuntimeError("no epoch's training has ended")
         self.step, self.epoch_step, self.average, self.nonfinite_count = self._trained
 
     def state_dict(self, average: float) -> dict[str, Any]:
-        """SpeechBrain's three keys, and what going on exactly needs; ``average``: of all losses so far."""
+        """Return SpeechBrain's three keys and what an exact resume needs; ``average`` is the mean loss so far."""
         return {
             "step": self.step, "avg_train_loss": average, "optimizer_step": self.optimizer_step,
             "epoch_step": self.epoch_step, "epoch_steps": self.epoch_steps,
@@ -72,7 +72,7 @@ class TrainState:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any], end_of_epoch: bool) -> None:
-        """Go on from there; at the end of an epoch that is the beginning of the next one."""
+        """Continue from a saved state; one from the end of an epoch continues at the start of the next."""
         self.optimizer_step = saved.get("optimizer_step", saved["step"])
         self.graph_changes = saved.get("graph_changes", False)
         here: Mapping[str, Any] = {"step": 0, "avg_train_loss": 0.0} if end_of_epoch else saved
@@ -84,7 +84,7 @@ class TrainState:
 
 
 class Counter:
-    """An attribute of a Brain that SpeechBrain documents and ``TrainState`` keeps."""
+    """An attribute of a Brain, documented by SpeechBrain, that is stored in ``TrainState``."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -98,7 +98,7 @@ class Counter:
 
 @dataclass(frozen=True)
 class Overrides:
-    """Which methods of the contract a recipe has written itself."""
+    """The methods of the Brain contract that a recipe overrides."""
 
     fit_batch: bool
     optimizers_step: bool
@@ -110,5 +110,5 @@ class Overrides:
 
     @property
     def averages_batches(self) -> bool:
-        """The training loss is made of what ``fit_batch`` returns, as in SpeechBrain, not of exact sums."""
+        """Whether the training loss averages the results of ``fit_batch``, as in SpeechBrain, and not exact sums."""
         return self.fit_batch or self.update_average

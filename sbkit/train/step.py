@@ -1,15 +1,15 @@
-"""One optimizer step: the losses of its micro-batches become one exact mean, one clip, one update.
+"""One optimizer step: the exact mean over its micro-batches, clipped once, applied in one update.
 
-Backward runs on sums. What they are to be divided by is known on the device only, and only when every
-rank has contributed, so the gradients are multiplied once, right before the update, by one factor
+Backward runs on sums. Their divisor is known only on the device, and only after every rank has contributed,
+so the gradients are multiplied once, right before the update, by one factor
 
     world / (count over all ranks and micro-batches)  x  1 / loss scale (fp16)  x  clip factor
 
-(``world`` since gradients arrive averaged over ranks). In fp16 gradients of a sum would overflow where those of a
-mean do not, so sums are made nearly a mean by the count of the step before, a power of two that the factor undoes
-exactly. Whether anything was not finite is found on the device too and handed to the fused optimizer, which then
-leaves parameters and states alone. What a person or the training loop wants to know of a step is copied aside and
-read one step later. No host sync.
+(``world`` because gradients arrive averaged over ranks). In fp16 the gradients of a sum would overflow where those
+of a mean do not. So sums are first scaled by a power of two near the count of the previous step; the factor undoes
+this exactly. The check for values that are not finite also runs on the device, and its result goes to the fused
+optimizer, which then leaves parameters and states unchanged. Values that the log or the training loop needs are
+copied to the host in the background and read one step later, so the host never waits for the device.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from sbkit.train.precision import Scaler
 
 
 class Loss(NamedTuple):
-    """What ``compute_objectives`` may return instead of a scalar, to make the mean over a step exact.
+    """A loss as sum and count, returned by ``compute_objectives`` to make the mean over a step exact.
 
-    total: sum of the loss over what the mean is taken over (utterances, tokens, frames ...), a scalar tensor
-    count: how many of them, a number or a scalar tensor
-    extras: parts worth showing, ``{"name": (sum, count), ...}``; they do not enter the gradient
+    total : scalar tensor, the sum over the units of the mean (utterances, tokens, frames ...)
+    count : the number of units, a number or a scalar tensor
+    extras : parts to show and log, ``{"name": (sum, count), ...}``; they do not enter the gradient
     """
 
     total: torch.Tensor
@@ -47,7 +47,7 @@ class Loss(NamedTuple):
 
     @property
     def weightless(self) -> bool:
-        """A stand-in's: it must not be seen in any gradient. Known on the host."""
+        """Whether this is the loss of a placeholder batch, which must not affect any gradient; known on the host."""
         return not isinstance(self.count, torch.Tensor) and self.count == 0
 
     def detach(self) -> Loss:
@@ -56,9 +56,9 @@ class Loss(NamedTuple):
 
 
 def as_loss(value: Any, weight: float = 1.0) -> Loss:
-    """Whatever ``compute_objectives`` returned, as sums in fp32; a batch of weight 0 counts for nothing.
+    """Convert the result of ``compute_objectives`` to sums in fp32.
 
-    A plain scalar keeps SpeechBrain's meaning: each micro-batch counts as one.
+    A plain scalar keeps SpeechBrain's meaning: each micro-batch counts as one. A batch of weight 0 counts as none.
     """
     loss = value if isinstance(value, Loss) else Loss(value, 1.0)
     if not isinstance(loss.total, torch.Tensor) or loss.total.numel() != 1:
@@ -75,19 +75,19 @@ def as_loss(value: Any, weight: float = 1.0) -> Loss:
 
 @dataclass
 class Facts:
-    """What is known of one optimizer step once its values have come from the device."""
+    """The values of one optimizer step, after their copy from the device."""
 
     total: float  # loss, summed over ranks and micro-batches
     count: float
-    norm: float  # of the gradient of the mean, before clipping
-    skipped: bool  # something was not finite, so nothing was updated
-    scale: float  # of a mean (1 unless fp16)
-    sum_scale: float  # what sums were multiplied by besides (1 unless fp16)
+    norm: float  # gradient norm of the mean loss, before clipping
+    skipped: bool  # not updated, because something was not finite
+    scale: float  # loss scale of a mean (1 unless fp16)
+    sum_scale: float  # additional factor of sums (1 unless fp16)
     flags: dict[str, float]  # how many ranks raised each flag
     extras: dict[str, tuple[float, float]]
     batches: list[Any] = field(repr=False, default_factory=list)  # this rank's micro-batches
     number: int = 0  # of the optimizer step, from 1
-    late: int = 0  # steps that were done since, when its values came
+    late: int = 0  # number of steps taken before its values arrived
 
     @property
     def loss(self) -> float:
@@ -95,7 +95,7 @@ class Facts:
 
     @property
     def to_blame(self) -> bool:
-        """Not finite, and not merely a loss scale that was tried too high."""
+        """Whether the step was not finite for another reason than a loss scale that was tried too high."""
         return not math.isfinite(self.total) or (self.skipped and self.scale <= 1.0)
 
 
@@ -103,17 +103,17 @@ class Step:
     """Gathers micro-batches into optimizer steps.
 
         step.add(loss)                  # each micro-batch, before its backward
-        step.announce(flags)            # the last one: sums go round while backward runs
+        step.announce(flags)            # for the last one: sums are exchanged while backward runs
         step.scaled(loss).backward()
         step.update(optimizers, max_norm)
-        for facts in step.facts(): ...  # of the steps before
+        for facts in step.facts(): ...  # of previous steps
 
     Arguments
     ---------
-    device: where losses live
-    world: ranks that average their gradients
-    scaler: of the loss, enabled for fp16
-    flags: names of things that any rank may raise and all must hear of
+    device : device of the losses
+    world : number of ranks that average their gradients
+    scaler : scales the loss in fp16
+    flags : names of flags that any rank may raise, and all ranks are told
     """
 
     def __init__(self, device: torch.device, world: int = 1, scaler: Scaler | None = None,
@@ -131,21 +131,21 @@ class Step:
 
     @property
     def started(self) -> bool:
-        """True while micro-batches wait for their update."""
+        """Whether micro-batches are waiting for their update."""
         return self._sums is not None
 
     @property
     def announced(self) -> bool:
-        """True once the last micro-batch's sums are on their way to the other ranks."""
+        """Whether the sums of the step are on their way to the other ranks."""
         return self._announced
 
     def reset(self) -> None:
-        """Forget the micro-batches counted so far."""
+        """Discard the micro-batches added so far."""
         self._sums, self._work, self._announced, self._normalised, self.batches = None, None, False, False, []
         self._sum_scale = None
 
     def add(self, loss: Loss, batch: Any = None) -> None:
-        """Count one micro-batch in."""
+        """Add the loss of one micro-batch to the step."""
         extras = loss.extras or {}
         if self._sums is None:
             self._extras = sorted(extras)
@@ -165,11 +165,11 @@ class Step:
     def _scalar(self, value: torch.Tensor | float) -> torch.Tensor:
         if isinstance(value, torch.Tensor):
             return value.detach().reshape(()).to(device=self.device, dtype=torch.float32)
-        # full() is a kernel on the device; tensor() would copy from the host
+        # full() runs on the device; tensor() would copy from the host
         return torch.full((), float(value), dtype=torch.float32, device=self.device)
 
     def announce(self, flags: dict[str, bool] | None = None) -> None:
-        """Send sums and flags round all ranks; returns at once, ``update`` waits on the device."""
+        """Start exchanging sums and flags between ranks, and return at once; ``update`` waits on the device."""
         if self._announced or self._sums is None:
             return
         raised = torch.zeros(len(self.flag_names), device=self.device)
@@ -182,7 +182,7 @@ class Step:
         self._announced = True
 
     def _sum_scale_of(self, count: torch.Tensor) -> torch.Tensor | None:
-        """What fp16 multiplies this step's sums by, the same on all ranks; a run's first counts go round for it."""
+        """Return the factor of this step's sums in fp16, the same on all ranks; the first step exchanges counts."""
         if self.scaler is None or not self.scaler.is_enabled():
             return None
         if self.scaler.sum_scale is None:
@@ -193,13 +193,13 @@ class Step:
         return self.scaler.sum_scale
 
     def scaled(self, loss: Loss) -> torch.Tensor:
-        """What ``backward`` is called on."""
+        """Return the tensor to call ``backward`` on."""
         if self._sum_scale is None or self.scaler is None:
             return loss.total
         return self.scaler.scale(loss.total * self._sum_scale)
 
     def _factor(self) -> torch.Tensor | None:
-        """What makes the summed gradients those of the mean; None when nothing is left to divide."""
+        """Return the factor from gradients of the sum to those of the mean; None if there is nothing to normalise."""
         if self._sums is None or self._normalised:
             return None
         self.announce()
@@ -207,7 +207,7 @@ class Step:
             self._work.wait()
             self._work = None
         count = self._sums[1]
-        # A step of stand-ins only has count 0 and gradient 0.
+        # A step with only placeholder batches has count 0 and gradient 0.
         factor = torch.where(count > 0, self.world / count, torch.zeros_like(count))
         if self._sum_scale is None or self.scaler is None:
             return factor
@@ -215,16 +215,16 @@ class Step:
         return factor / self._sum_scale
 
     def normalise(self, optimizers: Iterable[Optimizer]) -> None:
-        """Only divide: for a recipe with an ``optimizers_step`` of its own, which expects mean gradients."""
+        """Turn the gradients into those of the mean, for a recipe that overrides ``optimizers_step``."""
         factor, grads = self._factor(), gradients(optimizers)
         if factor is not None and grads:
             torch._foreach_mul_(grads, factor)
         self._normalised = self._sums is not None
 
     def update(self, optimizers: Iterable[Optimizer], max_norm: float | None) -> torch.Tensor:
-        """Normalise, clip all gradients of all optimizers together, update unless one is not finite.
+        """Normalise and clip the gradients of all optimizers together, and update unless something is not finite.
 
-        Gives a scalar on the device: 1 where the step was skipped, else 0.
+        Returns a scalar on the device: 1 if the step was skipped, else 0.
         """
         optimizers = list(optimizers)
         grads = gradients(optimizers)
@@ -247,7 +247,7 @@ class Step:
         return found_inf
 
     def passed(self) -> None:
-        """A recipe updated its parameters by itself: keep what is known of the step, and begin the next."""
+        """End a step whose update the recipe made itself, keeping its losses."""
         unknown = torch.zeros((), device=self.device)
         self._keep_facts(unknown, unknown, None)
 
@@ -263,24 +263,24 @@ class Step:
         self.reset()
 
     def facts(self, wait: bool = False) -> list[Facts]:
-        """Take the steps whose values may be looked at: all but the newest, or all (``wait``).
+        """Return the steps whose values have arrived, and forget them: all but the newest, or all with ``wait``.
 
-        Which ones depends on the number of steps alone, so every rank decides on the same ones at the same
-        point. On the CPU nothing runs behind our back, so there the newest one may be taken as well.
+        This depends only on the number of steps, so all ranks get the same steps at the same point. On the CPU
+        nothing runs in the background, so the newest step is included.
         """
         ready = len(self._pending) - (0 if wait or self.device.type == "cpu" else 1)
         taken, self._pending = self._pending[:max(ready, 0)], self._pending[max(ready, 0):]
         return [self._read(*entry) for entry in taken]
 
     def peek(self) -> list[Facts]:
-        """The steps that ``facts`` has not given yet; waits for the device, and leaves them to be taken."""
+        """Return the steps that ``facts`` has not returned yet, without forgetting them; waits for the device."""
         return [self._read(*entry) for entry in self._pending]
 
     def _read(self, arrived: Peek, facts: Facts) -> Facts:
         values = arrived.numpy().tolist()
         facts.late = self.number - facts.number
         facts.norm, facts.skipped, facts.scale, facts.sum_scale = values[0], values[1] > 0, values[2], values[3]
-        if len(values) == 4:  # a recipe's own fit_batch, whose losses were never counted here
+        if len(values) == 4:  # a recipe's own fit_batch did not add its losses
             return facts
         facts.total, facts.count = values[4:6]
         rest = values[6:]

@@ -1,4 +1,4 @@
-"""The training step: micro-batches forward and backward, then one update. It reads from top to bottom."""
+"""The training step: forward and backward for each micro-batch, then one update."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sbkit.train.rates import scheduled
 from sbkit.train.state import Overrides, TrainState
 from sbkit.train.step import Loss, Step
 
-#: What any rank may raise with a step, so that all act on it at the same one.
+#: Flags that any rank may raise with a step, so that all ranks act on them at the same step.
 FLAGS = ("stop", "save", "look", "graph")
 
 
@@ -30,17 +30,17 @@ class Stepper:
     """Computes optimizer steps.
 
         stepper.backward(batch, last=False)     # each micro-batch
-        stepper.backward(batch, last=True)      # with this one gradients, sums and flags go round
-        stepper.update()                        # divide, clip, update; unless something is not finite
+        stepper.backward(batch, last=True)      # also exchanges gradients, sums and flags between ranks
+        stepper.update()                        # normalise, clip and update, unless something is not finite
 
     Arguments
     ---------
-    hooks: the Brain's methods, which a recipe may have written itself
-    state: where the run stands
-    overrides: which it has written
-    ema: a moving average of the weights that follows each update
-    flags: what this rank has to tell the others with a step
-    freezing: which parameters train
+    hooks : the Brain's methods, which a recipe may override
+    state : counters of the run
+    overrides : the methods that the recipe overrides
+    ema : a moving average of the weights, updated after each step
+    flags : returns the flags that this rank raises with a step
+    freezing : which parameters train
     """
 
     def __init__(self, hooks: Steps, state: TrainState, overrides: Overrides, ema: EMA | None,
@@ -61,11 +61,11 @@ class Stepper:
         return torch.device(self.hooks.device)
 
     def shell(self) -> Shell:
-        """All modules as one, whose forward is the objective."""
+        """Return one module that holds all modules, with the objective as its forward."""
         return Shell(self.modules, self.objective)
 
     def start(self, wrap: Alone) -> None:
-        """Compute steps of modules that are wrapped so."""
+        """Use these wrapped modules for the steps that follow."""
         self.wrap = wrap
         self.steps = Step(self.device, wrap.world, self.hooks.scaler, FLAGS)
         self.forward_state = ForwardState(self.modules)
@@ -76,13 +76,13 @@ class Stepper:
         return scheduled(optimizers[0].param_groups[0]) if optimizers else None
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Those that are not frozen."""
+        """Return the optimizers that are not frozen."""
         if self.hooks.optimizers_dict is not None:
             return list(self.hooks.freeze_optimizers(self.hooks.optimizers_dict).values())
         return [self.hooks.optimizer] if self.hooks.opt_class is not None else []
 
     def thaw(self) -> None:
-        """Between two steps: what was frozen up to here trains from here on."""
+        """Unfreeze what is due to train from the next step on. Call it between two steps."""
         if not self.freezing.at(self.state.optimizer_step):
             return
         self.freezing.train()
@@ -94,14 +94,17 @@ class Stepper:
     # ------------------------------------------------------------ a micro-batch
 
     def backward(self, batch: Any, last: bool, *, share: float = 1.0, generators: Any = None) -> Loss:
-        """Forward, loss and gradients of a micro-batch, or of a share of one; the ``last`` of its step or not."""
+        """Compute the loss and the gradients of a micro-batch, or of a share of one.
+
+        last : whether it is the last of its step
+        """
         if not self.steps.started:
             self.forward_state.keep()
         with self.hooks.no_sync(not last):
             generators = rng.capture(self.device) if generators is None else generators  # to look at a culprit again
             total = self.wrap.module(batch)
             if not total.requires_grad:
-                raise SbkitError("the loss rests on nothing that trains", hint="freeze less of the model")
+                raise SbkitError("the loss depends on no parameter that trains", hint="freeze less of the model")
             loss = self.objective.loss._replace(total=total)
             if share != 1.0 and not isinstance(self.objective.found.objectives, Loss):  # a mean over the batch
                 loss = loss._replace(total=total * share, count=loss.count * share)
@@ -119,12 +122,12 @@ class Stepper:
         return loss
 
     def exchange(self) -> None:
-        """Sums and gradients of a step whose last backward was within ``no_sync`` go round."""
+        """Exchange sums and gradients between ranks, for a step that ended inside ``no_sync``."""
         self.steps.announce(self.flags())
         self.wrap.finish()
 
     def forget(self) -> None:
-        """Leave nothing of the step that was begun: no gradient, no sum, nothing that a forward wrote."""
+        """Discard the unfinished step: its gradients, its sums and the state that its forwards changed."""
         self.hooks.zero_grad(set_to_none=True)
         self.steps.reset()
         self.forward_state.put_back()
@@ -133,17 +136,17 @@ class Stepper:
     # ------------------------------------------------------------ the update
 
     def update(self) -> None:
-        """Call the recipe's ``optimizers_step``, which by default is ``apply``."""
+        """Call the Brain's ``optimizers_step``, which is ``apply`` unless the recipe overrides it."""
         with self.budget("optimizer"):
             if self.overrides.optimizers_step:
                 self.steps.normalise(self.optimizers())
             self.hooks.optimizers_step()
-        if self.steps.started:  # the recipe's own, all by itself
+        if self.steps.started:  # the recipe's own optimizers_step did not call apply
             self.steps.passed()
             self.state.epoch_step += 1
 
     def apply(self) -> None:
-        """Divide and clip all gradients together and update, unless something is not finite."""
+        """Normalise and clip all gradients together and update, unless something is not finite."""
         optimizers, state = self.optimizers(), self.state
         if not optimizers:
             self.steps.reset()
