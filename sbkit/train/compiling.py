@@ -1,4 +1,4 @@
-"""``--compile``: the layers that repeat run through torch.compile, one graph for all of them and for all lengths."""
+"""``--compile``: runs repeated layers through torch.compile, with one graph for all of them and for all lengths."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class _Compiled:
 
 def compile_blocks(modules: nn.ModuleDict, keys: Iterable[str] | None, device: torch.device | str, *,
                    mode: str | None = None, fullgraph: bool = False) -> int:
-    """Compile the layers that repeat under ``modules``; gives how many, 0 where this machine has no compiler.
+    """Compile the repeated layers in ``modules``, and return their number; 0 if this machine has no compiler.
 
-    They stay the objects they were, so that names and checkpoints do, however a recipe reaches them. Only ``forward``
-    is compiled: hooks of a layer run as ever. Sizes are symbols in the graph, so that it serves every length.
+    Layers are changed in place, so their names, checkpoints and references to them stay valid. Only ``forward`` is
+    compiled; hooks run as before. Sizes are symbolic, so one graph serves every length.
 
     Arguments
     ---------
-    keys : of ``modules``, as ``--compile_module_keys`` names them: where nothing repeats there, the module itself is
-        compiled; None: all of them, and the modules themselves only where nothing repeats in any
-    mode, fullgraph : torch.compile's
+    keys : keys of ``modules``, from ``--compile_module_keys``; a module without repeated layers is compiled as a whole.
+        None: all modules, and as a whole only if none of them has repeated layers
+    mode, fullgraph : as in torch.compile
     """
     unknown = [key for key in keys or () if key not in modules]
     if unknown:
@@ -47,23 +47,23 @@ def compile_blocks(modules: nn.ModuleDict, keys: Iterable[str] | None, device: t
         return 0
     reason = _why_not(str(device))
     if reason is not None:
-        logger.warning("--compile: this machine can't compile for %s, so the run goes on without it: %s", device,
+        logger.warning("--compile: this machine can't compile for %s, so the run continues without it: %s", device,
                        reason)
         return 0
-    # Within DDP dynamo cuts what it compiles at the edges of DDP's buckets, so that gradients can go round before a
-    # graph ends. Layers are smaller than that: they would lose their fusions, and gain nothing.
+    # With DDP, dynamo splits graphs at the borders of DDP's buckets to send gradients early. Layers are smaller than
+    # a bucket: they would lose fusions and gain nothing.
     torch._dynamo.config.optimize_ddp = False
     for module in found.values():
         if not isinstance(module, _Compiled):
             kind = type(module)
             module.__class__ = _compiled(kind, mode, fullgraph)  # type: ignore[arg-type]  # mypy asks objects' __hash__
-    logger.info("--compile: %d layers are compiled as the first epoch reaches them%s", len(found),
-                "; on a CPU, steps have been longer with it" if torch.device(device).type == "cpu" else "")
+    logger.info("--compile: %d layers will be compiled during the first epoch%s", len(found),
+                "; on a CPU, steps are often slower with it" if torch.device(device).type == "cpu" else "")
     return len(found)
 
 
 def _parts(module: nn.Module) -> list[nn.Module]:
-    """The module, or what a container without a forward of its own holds; only what trains."""
+    """Return the module itself, or the members of a container without a forward; only those that train."""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         return [part for child in module.children() for part in _parts(child)]
     return [module] if any(parameter.requires_grad for parameter in module.parameters()) else []
@@ -75,7 +75,7 @@ def _compiled(kind: type[nn.Module], mode: str | None, fullgraph: bool) -> type:
     if mode is not None and mode not in known:
         raise SbkitError(f"--compile_mode: torch has no mode {mode!r}", hint=f"choose among {', '.join(known)}")
     options = torch._inductor.list_mode_options(mode or "default", dynamic=True)
-    # On a CPU it gives what lies beside a convolution strides of one length, so that each length is compiled anew.
+    # On a CPU this optimization fixes strides around convolutions, so each length would be compiled again.
     options["layout_optimization"] = False
     run = torch.compile(kind.forward, options=options, fullgraph=fullgraph, dynamic=True)
 
@@ -87,10 +87,10 @@ def _compiled(kind: type[nn.Module], mode: str | None, fullgraph: bool) -> type:
 
 @functools.cache
 def _why_not(device: str) -> str | None:
-    """Compile something tiny; what went wrong, in one line, where it did."""
+    """Compile a tiny function; return what failed, in one line, or None."""
     try:
         torch.compile(_tiny, dynamic=True)(torch.ones(3, device=device))
-    except Exception as error:  # no C++ compiler, no Triton, no Python headers: each is told in its own way
+    except Exception as error:  # a missing C++ compiler, Triton or Python headers each raise something else
         return summary(error)
     return None
 
@@ -100,29 +100,29 @@ def _tiny(x: torch.Tensor) -> torch.Tensor:
 
 
 class CudaGraphs:
-    """What layers that run as CUDA graphs ask of a loop: what a replay gives lies where the next one writes.
+    """What a training loop must do for layers that run as CUDA graphs, which overwrite their outputs when replayed.
 
-    on: whether they do; else nothing is done
+    on : whether layers run as CUDA graphs; otherwise nothing is done
     """
 
     on = False
 
     def look(self, device: torch.device | str, mode: str | None) -> None:
-        """Whether this mode of torch.compile records them there."""
+        """Set ``on`` by whether this mode of torch.compile records CUDA graphs on this device."""
         options = torch._inductor.list_mode_options(mode or "default")
         self.on = torch.device(device).type == "cuda" and bool(options.get("triton.cudagraphs"))
 
     def next_batch(self) -> None:
-        """What the layers gave before is not looked at any more.
+        """Tell torch that outputs of the previous batch are no longer used.
 
-        Without it torch takes each layer for the first of a new batch where there is no backward to come, and what it
-        is given, out of the layer before, for overwritten.
+        Without this call and without a backward, torch assumes that each layer starts a new batch, and that its input
+        from the previous layer is overwritten.
         """
         if self.on:
             torch.compiler.cudagraph_mark_step_begin()
 
     def keep_gradients(self, modules: nn.Module) -> None:
-        """Take gradients that another batch is to be added to out of the memory that its backward writes into."""
+        """Copy gradients out of the graphs' memory, for the backward of the next batch to add to."""
         held = [(p, p.grad) for p in modules.parameters() if p.grad is not None] if self.on else []
         if held:
             kept = torch._foreach_mul([grad for _, grad in held], 1.0)
@@ -131,7 +131,7 @@ class CudaGraphs:
 
 
 def graphs() -> int:
-    """How many graphs this process has compiled so far: after warm-up it grows no more."""
+    """Return the number of graphs compiled in this process; it should stop growing after warm-up."""
     from torch._dynamo.utils import counters
 
     return counters["stats"]["unique_graphs"]

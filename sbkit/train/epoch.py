@@ -1,4 +1,4 @@
-"""One epoch of training: batches become steps, and all ranks act on what the steps have shown."""
+"""One epoch of training: fits its batches, and lets all ranks act together between steps."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _END = object()
 
 
 class TrainLoop:
-    """Goes through an epoch's micro-batches: each is fitted, and between two steps all ranks do the same.
+    """Trains for one epoch: fits its micro-batches, and runs between two steps what all ranks do together.
 
     Arguments
     ---------
-    hooks: the Brain's methods around an epoch and for a micro-batch of it
-    stepper, retry: compute what ``fit_batch`` asks for
-    between: what follows each step
-    rng: the generators, as the checkpoint left them
+    hooks : the Brain's methods around an epoch and for a micro-batch
+    stepper, retry : compute micro-batches and updates for ``fit_batch``
+    between : runs after each step
+    rng : the random number generators, as restored from a checkpoint
     """
 
     def __init__(self, hooks: Trains, stepper: Stepper, retry: OomRetry, between: Between, rng: RngState):
@@ -41,7 +41,7 @@ class TrainLoop:
         self.state, self.overrides = stepper.state, stepper.overrides
 
     def run(self, train_set: Any, epoch: Any, show: bool) -> None:
-        """Train from where the epoch stands to its end; ``show``: a progress bar."""
+        """Train the rest of the epoch; ``show``: whether to show a progress bar."""
         hooks, state, stepper = self.hooks, self.state, self.stepper
         state.epoch = epoch
         hooks.open_stage(Stage.TRAIN, epoch)
@@ -91,16 +91,16 @@ class TrainLoop:
         return display, self.between.progress
 
     def _batches(self, train_set: Any, epoch: Any) -> tuple[Iterable[Any], int | None]:
-        """The epoch's batches from where it stands, and how many the bar counts to."""
+        """Return the epoch's remaining batches, and the total for the progress bar."""
         hooks, state = self.hooks, self.state
         state.last_batch = hooks.debug_batches if hooks.debug else None
         if state.plan_driven:
             begun, steps = state.epoch_steps, train_set.steps(epoch)
             if state.epoch_step and begun not in (None, steps):
                 logger.warning(
-                    "Epoch %s was begun with %d steps and has %d now (another corpus or other batching; its "
-                    "round_seconds follows the device and --compile): some of its utterances are heard twice or not "
-                    "at all.", epoch, begun, steps)
+                    "Epoch %s started with %d steps and now has %d, because the corpus or the batching changed "
+                    "(round_seconds depends on the device and --compile): some utterances of this epoch are used "
+                    "twice or not at all.", epoch, begun, steps)
             state.epoch_steps = steps
             batches = train_set.at(epoch, min(state.epoch_step, steps))
             return loaders.on_device(batches, train_set, hooks.device), steps
@@ -112,9 +112,9 @@ class TrainLoop:
         return train_set, length
 
     def _timed(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """The same batches, until the limit of steps; waiting for one is counted as "data"."""
+        """Yield the batches up to the limit of steps, and count the time spent waiting for them as "data"."""
         iterator = iter(batches)
-        self.rng.restore()  # where the checkpoint stood: starting workers has drawn random numbers
+        self.rng.restore()  # after iter(): starting workers draws random numbers
         while True:
             if self.state.reached(self.hooks.optimizer_step_limit):
                 logger.info("Train iteration limit exceeded")
@@ -126,13 +126,13 @@ class TrainLoop:
             yield batch
 
     def _thaw(self) -> None:
-        """Before a step: what has been frozen long enough trains from here on, and needs memory."""
+        """Unfreeze what is due before a step, and expect it to need more memory."""
         self.stepper.thaw()
         if self.stepper.freezing.turns(self.state.optimizer_step):
             self.retry.got_through = 0.0
 
     def _after_step(self) -> None:
-        """What all ranks do together between two optimizer steps."""
+        """Run the checks and exchanges between two optimizer steps, on all ranks."""
         stepper = self.stepper
         if not self.state.first_step_checked:
             self.state.first_step_checked = True
@@ -153,18 +153,18 @@ class TrainLoop:
         if hooks.profiler.step_num > hooks.tot_prof_steps:
             logger.info("The profiler finished, training is stopped.")
             hooks.profiler.stop()
-            ranks.end_together()  # one still writes its trace while another is done
+            ranks.end_together()  # another rank may still be writing its trace
 
     def _finish(self, epoch: Any, stepped: bool, progress: Progress) -> None:
         hooks, state, stepper = self.hooks, self.state, self.stepper
-        if stepper.steps.started:  # an accumulation that the end of the epoch cut short is a step too
+        if stepper.steps.started:  # the end of the epoch cut an accumulation short
             stepper.wrap.finish()
             stepper.update()
             hooks.open_step(state.optimizer_step + 1)
         elif not stepped:
             self._tell_dropped()
         self.between.act_on(stepper.steps.facts(wait=True))
-        guard.poll(wait=True)  # before anything is made of what was learnt from a label outside its table
+        guard.poll(wait=True)  # before a model that learnt from an invalid label is saved
         hooks.zero_grad(set_to_none=True)
         stepper.buffers.look()
         parallel.assert_ranks_equal(stepper.modules, f"after epoch {epoch}")
@@ -176,9 +176,9 @@ class TrainLoop:
         state.end_training()
 
     def _tell_dropped(self) -> None:
-        """A recipe's own ``fit_batch`` decides itself when to step: what it leaves over can't be stepped for it.
+        """Warn that a recipe's own ``fit_batch`` leaves gradients unused at the end of an epoch.
 
-        Only the recipe knows by what the losses were divided, and whether these gradients are meant for a step.
+        Only the recipe knows how its losses are divided and whether these gradients are meant for a step.
         """
         state, accumulated = self.state, self.hooks.grad_accumulation_factor
         left = state.step % accumulated
@@ -186,6 +186,6 @@ class TrainLoop:
         if left and has_gradients and ranks.is_main() and not state.told_dropped:
             state.told_dropped = True
             logger.warning(
-                "fit_batch of %s steps after every %d batches, an epoch has %d: the gradients of the last %d are "
-                "dropped. A grad_accumulation_factor that divides %d keeps them, and so does sbkit.Brain's own "
-                "fit_batch", type(self.hooks).__name__, accumulated, state.step, left, state.step)
+                "fit_batch of %s updates after every %d batches, and an epoch has %d: the gradients of the last %d are "
+                "dropped. Use a grad_accumulation_factor that divides %d, or sbkit.Brain's fit_batch, to keep them",
+                type(self.hooks).__name__, accumulated, state.step, left, state.step)

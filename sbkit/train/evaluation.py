@@ -1,4 +1,4 @@
-"""One pass over a validation or test set, and what an epoch's validation is besides."""
+"""Passes over validation and test sets."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ from sbkit.train.stepper import Stepper
 
 
 class EvaluationLoop:
-    """Goes through sets with the weights that are to be judged, and nothing is learnt.
+    """Evaluates sets without changing the model, with averaged weights if the run keeps them.
 
     Arguments
     ---------
-    hooks: the Brain's methods around a pass and for a batch of it
-    stepper, retry: whose modules these are, and what computes in halves where memory does not suffice
-    between: knows whether the run is to stop
+    hooks : the Brain's methods around a pass and for a batch
+    stepper : holds the modules
+    retry : computes a batch in parts if it does not fit into memory
+    between : knows whether the run should stop
     """
 
     def __init__(self, hooks: Evaluates, stepper: Stepper, retry: OomRetry, between: Between):
@@ -37,14 +38,14 @@ class EvaluationLoop:
         self.state = stepper.state
 
     def run(self, loader: Any, stage: Stage, name: str, show: bool) -> float:
-        """Average loss over a set, to be called without gradients.
+        """Return the average loss over a set. Call it without gradients.
 
-        A set that yields this rank's share is averaged over all ranks, exactly. Nothing inside the loop waits
-        for another rank, so shares may differ in size. A stop signal ends it early.
+        If the set yields this rank's share, the average is exact over all ranks. The loop never waits for another
+        rank, so shares may differ in size. A stop signal ends it early.
         """
         hooks, state, own_average = self.hooks, self.state, self.stepper.overrides.update_average
         if self.stepper.device.type == "cpu":
-            host.trim()  # the loader may fork now
+            host.trim()  # before the loader forks
         state.step, average = 0, 0.0
         mean, share = DeviceMean(hooks.device), loaders.is_share(loader)
         colour = hooks.tqdm_barcolor[stage.name.lower()] or None
@@ -65,7 +66,7 @@ class EvaluationLoop:
                 display.update(seconds=getattr(batch, "seconds", 0.0))
                 if hooks.debug and state.step == hooks.debug_batches:
                     break
-            guard.poll(wait=True)  # no score is made of labels outside their table
+            guard.poll(wait=True)  # raises now if a label was invalid
         over_ranks = share or hooks.shares_validation
         if over_ranks:
             ranks.meet(name)
@@ -73,7 +74,7 @@ class EvaluationLoop:
 
     @torch.no_grad()
     def validate(self, loader: Any, epoch: Any, show: bool) -> None:
-        """An epoch's validation between its hooks; a run that is told to stop leaves as the epoch's training ended."""
+        """Validate and call the hooks around it; a run that should stop saves the end of the training instead."""
         hooks, state = self.hooks, self.state
         try:
             hooks.open_stage(Stage.VALID, epoch)
@@ -94,10 +95,10 @@ class EvaluationLoop:
 
     @contextlib.contextmanager
     def _at_rest(self) -> Iterator[None]:
-        """Within it no layer learns from what it sees, one that only ``hparams`` holds as little as the others.
+        """Put all layers into evaluation mode inside this context, including those that only ``hparams`` holds.
 
-        Many a recipe leaves its ``normalize`` out of ``modules``: dev data would enter its statistics, and with shares
-        that differ in size ranks would wait in it for each other.
+        Many recipes leave ``normalize`` out of ``modules``. Its statistics would include dev data, and ranks with
+        shares of different sizes would wait for each other in it.
         """
         self.hooks.modules.eval()
         held = [value for value in vars(self.hooks.hparams).values() if isinstance(value, nn.Module)]

@@ -1,8 +1,7 @@
-"""Parts of a model that don't train: never, or not in the first so many optimizer steps.
+"""Frozen parts of a model: parameters that never train, or only after a number of optimizer steps.
 
-What is frozen needs no gradient, so nothing is kept for a backward through what lies below it, and its optimizer holds
-no state of it. A module of which every parameter is frozen runs as it would in use: nothing dropped, statistics left
-as they are.
+Frozen parameters need no gradient and no optimizer state, and no activations are kept for a backward below them. A
+module with only frozen parameters runs in evaluation mode: no dropout, and its statistics don't change.
 """
 
 from __future__ import annotations
@@ -16,19 +15,19 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from sbkit.errors import SbkitError
 from sbkit.recipe.parts import Parts, opened, until
 
-#: Parameters that a ``Freezing`` has set: any other one without a gradient was frozen by the model itself.
+#: Parameters that some ``Freezing`` has set. Others that need no gradient were frozen by the model itself.
 _FROZEN = WeakTensorKeyDictionary()
 
 
 class Freezing:
-    """Sets which parameters train, by the number of optimizer steps that are done.
+    """Sets which parameters train, by the number of optimizer steps done.
 
     Arguments
     ---------
-    modules : all that a Brain trains
-    parts : their parameters by the names that a recipe has for them
-    wanted : ``{PATTERN: true | STEPS}``; of several that fit, the last counts. What the model itself has frozen (the
-        base of adapters, a pretrained encoder's convolutions) never thaws.
+    modules : the modules of a Brain
+    parts : their parameters by their names in the recipe
+    wanted : ``{PATTERN: true | STEPS}``; the last pattern that matches counts. What the model itself has frozen (the
+        base of adapters, a pretrained encoder's convolutions) always stays frozen.
     """
 
     def __init__(self, modules: torch.nn.Module, parts: Parts, wanted: Mapping[str, bool | int] | None):
@@ -44,11 +43,11 @@ class Freezing:
 
     @property
     def thaws(self) -> bool:
-        """Whether something that is frozen at first trains later."""
+        """Whether something is unfrozen during the run."""
         return bool(self._turns)
 
     def at(self, step: int) -> bool:
-        """Freeze and thaw for what follows so many optimizer steps; whether that changed anything."""
+        """Freeze and unfreeze parameters for what follows this many steps; return whether that changed anything."""
         stage = sum(turn <= step for turn in self._turns)
         if stage == self._stage:
             return False
@@ -61,7 +60,7 @@ class Freezing:
         return True
 
     def told(self) -> str:
-        """How much is frozen, and until when, in words; empty where nothing is."""
+        """Describe how many parameters are frozen, and until when; empty if none are."""
         counts: dict[float, int] = {}
         for path, parameter in self.modules.named_parameters():
             if path in self._until:
@@ -72,16 +71,16 @@ class Freezing:
         return f"Frozen: {', '.join(said)} of {total:,} parameters" if counts else ""
 
     def turns(self, step: int) -> bool:
-        """Whether something thaws right after so many optimizer steps."""
+        """Return whether something is unfrozen right after this many steps."""
         return step in self._turns
 
     def train(self) -> None:
-        """Put all modules into training mode, but for those that rest."""
+        """Put all modules into training mode, except those with only frozen parameters."""
         self.modules.train()
         self.rest()
 
     def rest(self) -> None:
-        """Put those modules into evaluation mode of which every parameter is frozen, some by the recipe."""
+        """Put modules with only frozen parameters, some of them by the recipe, into evaluation mode."""
         ours = {id(parameter) for path, parameter in self.modules.named_parameters(remove_duplicate=False)
                 if path in self._until}
         for module in self.modules.modules() if ours else ():
@@ -92,7 +91,7 @@ class Freezing:
 
     @contextlib.contextmanager
     def lifted(self) -> Iterator[None]:
-        """Within it all parameters may train: an optimizer is to know those as well that thaw later."""
+        """Let all parameters train inside this context, so that an optimizer gets those that are unfrozen later."""
         frozen = [parameter for path, parameter in self.modules.named_parameters(remove_duplicate=False)
                   if path in self._until and not parameter.requires_grad]
         for parameter in frozen:
@@ -105,7 +104,7 @@ class Freezing:
 
 
 def _refuse_pointless(wanted: Mapping[str, bool | int], parts: Parts, own: set[str]) -> None:
-    """Raise where a pattern lets something train from a step on that the model itself keeps frozen."""
+    """Refuse a pattern with a number of steps that matches only what the model itself keeps frozen."""
     for pattern, value in opened(wanted).items():
         if 0 < until(value) < float("inf") and parts.matching(pattern) <= own:
             raise SbkitError(f"freeze: {pattern} is to train after step {value}, but the model itself keeps it frozen",

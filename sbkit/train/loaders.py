@@ -1,4 +1,4 @@
-"""What ``fit`` and ``evaluate`` go through: SpeechBrain's datasets and loaders, or ones that know ranks."""
+"""Data loaders for ``fit`` and ``evaluate``: SpeechBrain's, or those of sbkit, which know about ranks."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ logger = logging.getLogger(__name__)
 
 
 def is_plan_driven(loader: Any) -> bool:
-    """It says itself which micro-batches make an optimizer step (``sbkit.data.loader.TrainLoader``)."""
+    """Return whether a loader decides where an optimizer step ends, as ``sbkit.data.loader.TrainLoader`` does."""
     return hasattr(loader, "at") and hasattr(loader, "steps")
 
 
 def is_share(loader: Any) -> bool:
-    """It yields this rank's share only (``sbkit.data.loader.EvalLoader``): iterable, but no dataset."""
+    """Return whether a loader yields only this rank's share (``sbkit.data.loader.EvalLoader``): it is no dataset."""
     return not isinstance(loader, (DataLoader, LoopedLoader, Dataset)) and (
         hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"))
 
@@ -44,9 +44,9 @@ def is_loader(loader: Any) -> bool:
 
 @partial(register_checkpoint_hooks, save_on_main_only=False)
 class Counts:
-    """A recoverable: what a loader's ``state_dict`` counts on each rank, such as damaged recordings.
+    """A recoverable for what a loader's ``state_dict`` counts on each rank, such as damaged recordings.
 
-    On another number of ranks each gets an even part of the numbers, and all of what is named.
+    With another number of ranks, numbers are divided evenly over ranks, and each rank gets all named entries.
     """
 
     def __init__(self, loader: Any):
@@ -79,7 +79,7 @@ def _part(values: list[Any], rank: int, world: int) -> Any:
 
 
 def set_epoch(epoch: int, *holders: Any) -> None:
-    """Tell samplers which epoch it is; SpeechBrain leaves out those inside a ``batch_sampler``."""
+    """Set the epoch of all samplers, including those in a ``batch_sampler``, which SpeechBrain leaves out."""
     found: dict[int, Any] = {}
     for holder in holders:
         for sampler in (holder, getattr(holder, "batch_sampler", None), getattr(holder, "sampler", None)):
@@ -90,7 +90,7 @@ def set_epoch(epoch: int, *holders: Any) -> None:
 
 
 def length(loader: Any) -> int | None:
-    """Batches, None where nobody knows (an IterableDataset)."""
+    """Return the number of batches; None if unknown (an IterableDataset)."""
     try:
         return len(loader)
     except TypeError:
@@ -98,29 +98,29 @@ def length(loader: Any) -> int | None:
 
 
 def begins_at(loader: Any, step: int) -> int:
-    """The batch that a loader begins with in an epoch of which ``step`` batches are done: 0 where it can't go on.
+    """Return the batch that a loader starts with when ``step`` batches of the epoch are done; 0 if it can't resume.
 
-    SpeechBrain's own go on if they are among the checkpointer's recoverables (those that a Brain makes are).
+    SpeechBrain's loaders resume if they are among the checkpointer's recoverables, as those made by a Brain are.
     """
     if isinstance(loader, LoopedLoader):
         begins = loader.step
     else:
         begins = getattr(loader, "_speechbrain_recovery_skip_to", None) or 0
     if step and not begins and ranks.is_main():
-        logger.warning("This data loader can't go on in the middle of an epoch: it begins with its first batch again. "
+        logger.warning("This data loader can't resume in the middle of an epoch, so it starts with its first batch. "
                        "Give fit the dataset, or a SaveableDataLoader that is among the checkpointer's recoverables")
     return begins
 
 
 def on_device(batches: Iterable[Any], loader: Any, device: str) -> Iterable[Any]:
-    """The batches of a loader of ours where they are needed, copied one ahead if the loader knows how."""
+    """Return the batches on the device, copied in advance if the loader can do that."""
     if hasattr(loader, "to_device"):
         return loader.to_device(batches, device)
     return (batch.to(device) if hasattr(batch, "to") else batch for batch in batches)
 
 
 def made(hooks: Loads, dataset: Any, stage: Stage, kwargs: dict[str, Any]) -> Any:
-    """What a Brain goes through in ``stage``: the loader that it was given, or one made of the dataset."""
+    """Return the loader for a stage: the one given, or one made from the given dataset."""
     planned = stage is Stage.TRAIN and is_plan_driven(dataset)
     if planned and hooks.checkpointer is not None and hasattr(dataset, "load_state_dict"):
         hooks.checkpointer.add_recoverable("loader", Counts(dataset), optional_load=True)
@@ -143,13 +143,13 @@ def _draw_alike(loader: Any, seed: int, device: torch.device | str) -> None:
 
 
 class Alike(Sampler[Any]):
-    """Another sampler's order, drawn alike by all ranks whatever they drew before: each takes its share of it."""
+    """Another sampler with the same order on all ranks, independent of their random number generators."""
 
     def __init__(self, whole: Any, seed: int, device: torch.device | str):
         self.whole, self.seed, self.device, self.epoch = whole, seed, device, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Another order; the sampler is told, too, if it wants to know."""
+        """Choose the order of this epoch, and tell the sampler."""
         self.epoch = int(epoch)
         set_epoch(epoch, self.whole)
 
@@ -162,7 +162,7 @@ class Alike(Sampler[Any]):
 
 
 class ShareSampler(Sampler[Any]):
-    """Every ``world``-th element of another sampler: none twice, none repeated to even out the ranks."""
+    """Every ``world``-th element of another sampler, without repeating any to make shares equal."""
 
     def __init__(self, whole: Any, rank: int, world: int):
         self.whole, self.rank, self.world = whole, rank, world
@@ -175,7 +175,7 @@ class ShareSampler(Sampler[Any]):
 
 
 def shared(dataset: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Loader arguments with which this rank reads its share of a dataset."""
+    """Return loader arguments that read this rank's share of a dataset."""
     if ranks.world_size() == 1:
         return kwargs
     if isinstance(dataset, IterableDataset):

@@ -1,4 +1,4 @@
-"""Forward and loss of a training batch: the one function that runs inside DDP, FSDP and a backward that is repeated."""
+"""The forward and the loss of a training batch as one function, for DDP, FSDP and repeated backwards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sbkit.train.step import Loss, as_loss
 
 
 class Found(NamedTuple):
-    """What a recipe gave for a batch, and its loss as sums."""
+    """The outputs and objectives of a recipe for a batch, and the loss as sums."""
 
     outputs: Any = None
     objectives: Any = None
@@ -22,7 +22,7 @@ class Found(NamedTuple):
 
 
 class Objective:
-    """Calls a recipe's ``compute_forward`` and ``compute_objectives``; what they gave is left in ``found``.
+    """Calls a recipe's ``compute_forward`` and ``compute_objectives``, and keeps their results in ``found``.
 
     >>> total = objective(batch)  # doctest: +SKIP
     >>> total.backward(), objective.found.outputs  # doctest: +SKIP
@@ -32,7 +32,7 @@ class Objective:
         self.hooks, self.budget, self.found = hooks, budget, Found()
 
     def __call__(self, batch: Any) -> torch.Tensor:
-        """The sum to call ``backward`` on."""
+        """Return the summed loss, to call ``backward`` on."""
         context = self.hooks.training_ctx
         with context:
             with self.budget("forward"):
@@ -46,11 +46,11 @@ class Objective:
 
     @property
     def loss(self) -> Loss:
-        """That of the last batch."""
+        """The loss of the last batch."""
         if self.found.loss is None:
             raise RuntimeError("no batch was computed")
         return self.found.loss
 
     def forget(self) -> None:
-        """Hold nothing of a batch."""
+        """Release the results of the last batch."""
         self.found = Found()

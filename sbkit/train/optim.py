@@ -1,4 +1,4 @@
-"""Optimizers that skip a step by themselves, on the device; gradients as one vector."""
+"""Updates that the optimizer itself can skip on the device, and the norm of all gradients."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-# Where the oldest torch that is supported has fused optimizers.
+# Devices with fused optimizers in the oldest supported torch.
 _FUSED_ON = ("cpu", "cuda", "xpu", "mps")
 
 
 def apply(optimizers: Sequence[Optimizer], multiplier: torch.Tensor, found_inf: torch.Tensor) -> None:
-    """All gradients times ``multiplier``, then ``optimizer.step()``, unless ``found_inf``; both scalars on the device.
+    """Multiply all gradients by ``multiplier`` and step, unless ``found_inf`` is 1; both are scalars on the device.
 
-    A single fused optimizer multiplies while it reads the gradients. Fused ones look at ``found_inf`` (0 or 1)
-    themselves, on the device. For the others it is read here, once for all of them: on the CPU that costs nothing, on
-    a card it is the step's one host sync.
+    A single fused optimizer multiplies while it reads the gradients. Fused optimizers check ``found_inf`` on the
+    device. For others it is read here, once: this costs nothing on the CPU, and is the step's only host sync on a GPU.
     """
     divisor = 1 / multiplier if len(optimizers) == 1 and skips_itself(optimizers[0]) else None
     if divisor is None and (grads := gradients(optimizers)):
@@ -27,7 +26,7 @@ def apply(optimizers: Sequence[Optimizer], multiplier: torch.Tensor, found_inf: 
     stop: bool | None = None
     for optimizer in optimizers:
         if skips_itself(optimizer):
-            itself: Any = optimizer  # with two attributes that only such a one reads
+            itself: Any = optimizer  # two attributes that only fused optimizers read
             itself.grad_scale, itself.found_inf = divisor, found_inf
             try:
                 optimizer.step()
@@ -41,13 +40,13 @@ def apply(optimizers: Sequence[Optimizer], multiplier: torch.Tensor, found_inf: 
 
 
 def skips_itself(optimizer: Optimizer) -> bool:
-    """True if the optimizer takes ``found_inf`` from the device."""
+    """Return whether the optimizer checks ``found_inf`` on the device."""
     return getattr(optimizer, "_step_supports_amp_scaling", False) and all(
         group.get("fused") for group in optimizer.param_groups)
 
 
 def total_norm(grads: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """The 2-norm of all gradients taken as one vector, a scalar on ``device``."""
+    """Return the 2-norm of all gradients as one vector, a scalar on ``device``."""
     if not grads:
         return torch.zeros((), device=device)
     norm = torch.nn.utils.get_total_norm(grads, norm_type=2.0, error_if_nonfinite=False)
@@ -57,7 +56,7 @@ def total_norm(grads: Sequence[torch.Tensor], device: torch.device) -> torch.Ten
 
 
 def gradients(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
-    """Every gradient once, in a fixed order."""
+    """Return every gradient once, in a fixed order."""
     found: dict[int, torch.Tensor] = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -68,10 +67,10 @@ def gradients(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
 
 
 def fused(opt_class: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
-    """The same optimizer in its fused form, where it has one that can skip a step on the device.
+    """Return the optimizer in its fused implementation, if it has one that can skip a step on the device.
 
-    ``opt_class`` is what SpeechBrain's Brain takes: a class or a partial (``!name:torch.optim.AdamW``).
-    A ``fused``, ``foreach``, ``capturable`` or ``differentiable`` set by the user is left as it is.
+    ``opt_class`` is a class or a partial (``!name:torch.optim.AdamW``), as for SpeechBrain's Brain. If the user set
+    ``fused``, ``foreach``, ``capturable`` or ``differentiable``, it is returned unchanged.
     """
     inner: Any = opt_class
     given: dict[str, Any] = {}
@@ -89,7 +88,7 @@ def fused(opt_class: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
         params = list(params)
         try:
             optimizer = opt_class(params, fused=True) if all(map(_has_kernels, _tensors(params))) else None
-        except RuntimeError:  # Adagrad has the kernel for the CPU only
+        except RuntimeError:  # Adagrad's kernel is for the CPU only
             optimizer = None
         if optimizer is None or not getattr(optimizer, "_step_supports_amp_scaling", False):
             return opt_class(params)
@@ -100,7 +99,7 @@ def fused(opt_class: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
 
 
 def _tensors(params: Iterable[Any]) -> Iterable[torch.Tensor]:
-    """Out of parameters, named parameters or parameter groups."""
+    """Yield the tensors among parameters, named parameters or parameter groups."""
     for entry in params:
         if isinstance(entry, dict):
             inner = entry["params"]
@@ -114,6 +113,6 @@ def _has_kernels(tensor: torch.Tensor) -> bool:
 
 
 def _stay_fused(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint written by an unfused optimizer would turn this one back, half way."""
+    """Keep the fused flags: loading a checkpoint of an unfused optimizer would reset some of them."""
     groups = [{**group, "fused": True, "foreach": None} for group in state["param_groups"]]
     return {**state, "param_groups": groups}

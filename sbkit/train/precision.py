@@ -1,4 +1,4 @@
-"""fp32, bf16 and fp16: what runs in which, on any device, and the loss scale that fp16 needs."""
+"""Precision: autocast contexts for fp32, bf16 and fp16, and the loss scale of fp16."""
 
 from __future__ import annotations
 
@@ -18,34 +18,35 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class Scaler(GradScaler):
-    """torch's loss scaler; ``adjust`` is its ``update`` for a step that found its infinities itself.
+    """torch's loss scaler, for steps that check for infinities themselves and for losses that are sums.
 
-    The scale is meant for a mean. ``sum_scale`` is what sums are multiplied by besides, 1 / their count or a little
-    less: else the first scale is hundreds of times too high, and falls by half with each step that it spoils. It is
-    a power of two, so that dividing by it takes nothing away, and a tensor on the device: nothing waits for it.
+    The scale is made for a mean. Sums are also multiplied by ``sum_scale``, 1 / count or a little less; otherwise the
+    initial scale would be hundreds of times too high, and halve with every step that it spoils. ``sum_scale`` is a
+    power of two, so dividing by it is exact, and a tensor on the device, so nothing waits for it.
     """
 
     sum_scale: torch.Tensor | None = None
 
     def follow(self, count: torch.Tensor) -> None:
-        """Sums from now on are of about so many, a scalar on the device; 0 and what is not finite say nothing."""
+        """Adapt ``sum_scale`` to sums over ``count``, a scalar on the device, unless that is 0 or not finite."""
         mean = 1 / count
         scale = mean / (2 * torch.frexp(mean).mantissa)  # the power of two below
         before = torch.ones_like(scale) if self.sum_scale is None else self.sum_scale
         self.sum_scale = torch.where((count > 0) & torch.isfinite(count), scale, before)
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's, and the one of sums."""
+        """Return torch's state and ``sum_scale``."""
         own = {} if self.sum_scale is None else {"sum_scale": float(self.sum_scale)}
         return {**super().state_dict(), **own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with both; a state of torch's own has but one."""
+        """Load a state of this class or of torch's scaler, which has no ``sum_scale``."""
         super().load_state_dict(dict(state))
         if "sum_scale" in state:
             self.sum_scale = torch.full((), state["sum_scale"], device=self._device)
 
     def adjust(self, found_inf: torch.Tensor) -> None:
+        """Update the scale after a step, as torch's ``update`` does; ``found_inf`` is 1 if the step was skipped."""
         assert self._scale is not None and self._growth_tracker is not None, "a loss was scaled"
         torch._amp_update_scale_(
             self._scale, self._growth_tracker, found_inf,
@@ -53,12 +54,12 @@ class Scaler(GradScaler):
         )
 
     def factor(self) -> torch.Tensor | None:
-        """What a mean is multiplied by, on the device; None when nothing is scaled."""
+        """Return the loss scale, on the device; None if losses are not scaled."""
         return self._get_scale_async() if self.is_enabled() else None
 
 
 def chosen(run_opts: RunOptions, hparams: Mapping[str, Any] | None) -> tuple[str, str]:
-    """Of training and of evaluation; SpeechBrain's two old switches still work."""
+    """Return the precision of training and of evaluation, from the options or SpeechBrain's two old switches."""
     training = pick(run_opts, hparams, "precision")
     for switch, name in (("auto_mix_prec", "fp16"), ("bfloat16_mix_prec", "bf16")):
         training = name if pick(run_opts, hparams, switch) else training
@@ -66,7 +67,7 @@ def chosen(run_opts: RunOptions, hparams: Mapping[str, Any] | None) -> tuple[str
 
 
 def hide_fp16(run_opts: RunOptions, hparams: Mapping[str, Any] | None, device_type: str) -> RunOptions:
-    """SpeechBrain refuses fp16 on a CPU before we can say that today's torch has it there."""
+    """Return options without fp16 on a CPU: SpeechBrain refuses it there, though recent torch supports it."""
     if device_type != "cpu" or "fp16" not in chosen(run_opts, hparams):
         return run_opts
     hidden = {"precision": "fp32", "eval_precision": "fp32", "auto_mix_prec": False}
@@ -74,7 +75,7 @@ def hide_fp16(run_opts: RunOptions, hparams: Mapping[str, Any] | None, device_ty
 
 
 def autocast(device_type: str, precision: str) -> TorchAutocast:
-    """The context that compute runs in; nothing at all for fp32."""
+    """Return the autocast context for a precision; it does nothing for fp32."""
     if precision == "fp16" and device_type == "cpu" and not _cpu_has_fp16():
         raise SbkitError(f"precision is fp16, but torch {torch.__version__} has no fp16 autocast on the CPU",
                          hint="use bf16")
@@ -88,10 +89,9 @@ def _cpu_has_fp16() -> bool:
 
 
 def losses_in_fp32(outputs: Any, context: TorchAutocast) -> Any:
-    """What ``compute_forward`` returned, its half-precision tensors as fp32 where autocast made them so.
+    """Convert half-precision outputs of ``compute_forward`` to fp32, also in lists, tuples and dicts, under autocast.
 
-    Looks into lists, tuples and dicts. Layers that are called in ``compute_objectives`` still run in half
-    precision, since that runs under autocast too.
+    Layers that are called in ``compute_objectives`` still run in half precision, because autocast is on there too.
     """
     return _upcast(outputs) if isinstance(context.context, torch.autocast) else outputs
 

@@ -1,4 +1,4 @@
-"""Learning rates by part: each parameter's is the schedule's, times a factor of its own."""
+"""Learning rates by part of the model: the schedule's rate times a factor for each parameter."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from sbkit.errors import SbkitError
 from sbkit.recipe.parts import Parts
 from sbkit.recipe.trace import stand_ins
 
-#: Seconds of the stand-in that is sent through to see which layer comes after which.
+#: Length of the stand-in utterance that shows the order of the layers.
 _SECONDS = 3.0
 
 
 def factors(brain: Any, parts: Parts, by_part: Mapping[str, float] | None, layer_decay: float) -> dict[str, float]:
-    """What the learning rate of each parameter is multiplied by, by path; those that it leaves alone are left out.
+    """Return the factor of the learning rate for each parameter path, leaving out factors of 1.
 
-    by_part, layer_decay : as in the recipe
+    by_part, layer_decay : the recipe's ``learning_rates`` and ``layer_decay``
     """
     found = parts.told(by_part or {}, "learning_rates")
     if layer_decay != 1:
@@ -33,7 +33,7 @@ def factors(brain: Any, parts: Parts, by_part: Mapping[str, float] | None, layer
 
 def grouped(opt_class: Callable[..., Optimizer], wanted: Mapping[str, float], parameters: Mapping[str, nn.Parameter],
             ) -> Callable[..., Optimizer]:
-    """The same optimizer, with a group for each factor, which a schedule finds as the group's ``lr_scale``."""
+    """Return the optimizer with a parameter group for each factor; schedules read the factor as ``lr_scale``."""
     by_id = {id(parameters[path]): factor for path, factor in wanted.items()}
 
     def build(params: Iterable[Any]) -> Optimizer:
@@ -50,7 +50,7 @@ def grouped(opt_class: Callable[..., Optimizer], wanted: Mapping[str, float], pa
 
 
 def _split(group: Mapping[str, Any], by_id: Mapping[int, float]) -> Iterable[dict[str, Any]]:
-    """A group cut by factor: what trains at the schedule's rate first, then from fast to slow."""
+    """Split a group by factor: a factor of 1 first, then from large to small."""
     inside: dict[float, list[nn.Parameter]] = {}
     for parameter in group["params"]:
         inside.setdefault(by_id.get(id(parameter), 1.0), []).append(parameter)
@@ -59,13 +59,13 @@ def _split(group: Mapping[str, Any], by_id: Mapping[int, float]) -> Iterable[dic
 
 
 def _as_recipe_says(state: dict[str, Any], scales: list[float]) -> dict[str, Any]:
-    """A run that goes on with other factors than it had takes those of its recipe."""
+    """Replace the factors in a saved state by those of the recipe, which may have changed."""
     groups = [{**group, "lr_scale": scale} for group, scale in zip(state["param_groups"], scales, strict=True)]
     return {**state, "param_groups": groups}
 
 
 def scheduled(group: Mapping[str, Any]) -> Any:
-    """The schedule's rate, of a group that trains at a multiple of it."""
+    """Return the schedule's rate for a group, without the group's factor."""
     return group["lr"] / group.get("lr_scale", 1.0)
 
 
@@ -73,14 +73,14 @@ def scheduled(group: Mapping[str, Any]) -> Any:
 
 
 def depths(brain: Any, parts: Parts) -> dict[str, int]:
-    """How many layers lie above each parameter in the model's stack of layers, by path; 0 in the top one and above.
+    """Return the number of stacked layers above each parameter, by path; 0 for the top layer and what follows it.
 
-    Which part comes before which a training batch shows that is sent through on stand-ins. What it meets before the
-    stack's first layer lies below all of them.
+    A training batch of stand-ins shows the order. Parameters that it uses before the first layer of the stack are
+    below all layers.
     """
     if not hasattr(brain, "stand_in"):
-        raise SbkitError(f"layer_decay: nobody knows what a batch of {type(brain).__name__} is, and so not which layer "
-                         "comes before which", hint="derive it from sbkit.tasks.task.Task, or use learning_rates")
+        raise SbkitError(f"layer_decay needs the order of the layers, and {type(brain).__name__} has no stand-in batch "
+                         "that shows it", hint="derive it from sbkit.tasks.task.Task, or use learning_rates")
     order = _order(brain)
     layers = _stack(brain.modules, order)
     if not layers:
@@ -93,7 +93,7 @@ def depths(brain: Any, parts: Parts) -> dict[str, int]:
 
 
 def _stack(modules: nn.Module, order: Mapping[int, int]) -> list[nn.Module]:
-    """The list of layers of one class that holds most of what the loss reaches."""
+    """Return the list of layers of one class with the most parameters that the loss uses."""
     best: tuple[int, list[nn.Module]] = 0, []
     for module in modules.modules():
         layers = list(module) if isinstance(module, nn.ModuleList) else []
@@ -105,7 +105,7 @@ def _stack(modules: nn.Module, order: Mapping[int, int]) -> list[nn.Module]:
 
 
 class _Uses(TorchDispatchMode):
-    """Notes in which order parameters are computed with."""
+    """Records the order in which parameters are used."""
 
     def __init__(self, modules: nn.Module):
         super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types

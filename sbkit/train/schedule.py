@@ -1,4 +1,4 @@
-"""Learning rate as a pure function of the optimizer step: nothing to save, nothing to resume wrongly."""
+"""Learning rate schedules as pure functions of the optimizer step, with no state to save."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ _SHAPES = ("cosine", "linear", "noam", "constant")
 
 
 class Schedule:
-    """Warm up linearly, then come down.
+    """A learning rate that warms up linearly and then decays.
 
     Arguments
     ---------
     peak : float
         The highest learning rate.
     warmup : float
-        Steps to reach it; below 1 a share of the run.
+        Steps until ``peak``; a value below 1 is a share of the run.
     shape : str
-        ``cosine`` or ``linear`` down to ``final`` at the run's last step; ``noam`` (inverse square
-        root, independent of the run's length); ``constant``.
+        ``cosine`` or ``linear`` decay to ``final`` at the last step of the run; ``noam`` (inverse square
+        root, independent of the length of the run); ``constant``.
     final : float
-        Where ``cosine`` and ``linear`` end, as a share of ``peak``.
+        The rate at the end of ``cosine`` and ``linear``, as a share of ``peak``.
 
     Example
     -------
@@ -38,10 +38,10 @@ class Schedule:
         if shape not in _SHAPES:
             raise SbkitError(f"schedule shape {shape!r} is not one of {', '.join(_SHAPES)}")
         self.peak, self.warmup, self.shape, self.final = peak, warmup, shape, final
-        self.total_steps = 0  # set when the run's length is known
+        self.total_steps = 0  # set once the length of the run is known
 
     def __call__(self, step: int) -> float:
-        """The learning rate of optimizer step ``step``, counted from 1."""
+        """Return the learning rate of optimizer step ``step``, counted from 1."""
         warmup = self.warmup if self.warmup >= 1 else self.warmup * self.total_steps
         warmup = max(1.0, warmup)
         if step < warmup:
@@ -55,7 +55,7 @@ class Schedule:
         return self.peak * (self.final + (1 - self.final) * left)
 
     def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
-        """Set the rate for optimizer step ``step``; groups with an ``lr_scale`` keep their ratio."""
+        """Set the rate for optimizer step ``step``, times ``lr_scale`` for groups that have one, and return it."""
         lr = self(step)
         for group in optimizer.param_groups:
             scaled = lr * group.get("lr_scale", 1.0)

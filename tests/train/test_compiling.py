@@ -199,7 +199,7 @@ def test_a_machine_without_a_compiler_says_so_once_and_trains(monkeypatch, caplo
     brain = sbkit.Brain(modules, torch.optim.SGD, {}, {"device": "cpu", "compile": True})
     brain._compile()
     told = [record.message for record in caplog.records if "--compile" in record.message]
-    assert told == ["--compile: this machine can't compile for cpu, so the run goes on without it: "
+    assert told == ["--compile: this machine can't compile for cpu, so the run continues without it: "
                     "RuntimeError: no working C++ compiler"]
     assert not brain.compiled and not any(isinstance(m, compiling._Compiled) for m in brain.modules.modules())
 

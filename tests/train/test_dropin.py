@@ -243,7 +243,7 @@ def test_a_resumed_epoch_closes_its_steps_where_the_loader_ends(tmp_path, loader
     """One that can't go on in the middle begins with its first batch; its steps are whole all the same."""
     assert accumulated(tmp_path, 1, loader) == [[0, 1, 2]]
     assert accumulated(tmp_path, None, loader) == (left or [[0, 1, 2], [3, 4, 5], [6, 7]])
-    assert ("can't go on in the middle" in caplog.text) is (left is None)
+    assert ("can't resume in the middle" in caplog.text) is (left is None)
 
 
 def test_a_fit_batch_that_leaves_an_accumulation_over_is_told_so_once(caplog):
@@ -271,7 +271,7 @@ def test_a_fit_batch_that_leaves_an_accumulation_over_is_told_so_once(caplog):
 
     assert told(4) == []
     (line,) = told(3)
-    assert "Own steps after every 3 batches, an epoch has 8: the gradients of the last 2 are dropped" in line
+    assert "Own updates after every 3 batches, and an epoch has 8: the gradients of the last 2 are dropped" in line
 
 
 def test_a_command_line_with_every_flag_still_works(tmp_path):

@@ -121,7 +121,7 @@ def test_looking_for_the_order_leaves_nothing_behind():
 
 
 def test_depth_is_refused_where_nobody_knows_of_it():
-    with pytest.raises(SbkitError, match="layer_decay: nobody knows what a batch of ToyBrain is"):
+    with pytest.raises(SbkitError, match="needs the order of the layers, and ToyBrain has no stand-in batch"):
         made(layer_decay=0.5)
 
 
@@ -142,7 +142,7 @@ class Own(ToyBrain):
 
 @pytest.mark.parametrize("hparams", [{"learning_rates": {"head": 2}}, {"layer_decay": 0.9}])
 def test_optimizers_of_the_recipes_own_have_no_multiples(hparams):
-    with pytest.raises(SbkitError, match="Own makes its optimizers itself"):
+    with pytest.raises(SbkitError, match="Own makes its own optimizers"):
         made(Own, **hparams)
 
 
