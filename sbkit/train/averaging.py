@@ -1,4 +1,4 @@
-"""Averages of weights: of the best checkpoints, and a moving one that training keeps."""
+"""Averages of weights: over the best checkpoints, and a moving average during training."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def average(
     checkpointer: stock.Checkpointer, recoverable: str, n: int, min_key: str | None = None,
     max_key: str | None = None,
 ) -> tuple[dict[str, Any], list[Checkpoint]]:
-    """The mean of a recoverable's state over the ``n`` best checkpoints (the newest, without a key).
+    """Average the state of a recoverable over the ``n`` best checkpoints (without a key, the newest).
 
-    Damaged checkpoints are passed over; if there are fewer than ``n``, all are taken. Sums are kept in
-    fp64. What is not floating point (counters, masks) comes from the best one.
+    Damaged checkpoints are skipped; if fewer than ``n`` are left, all of them are used. Sums are kept in fp64. Values
+    that are not floating point (counters, masks) are those of the best checkpoint.
 
     Returns the state dict and the checkpoints in it, the best first.
 
@@ -40,7 +40,7 @@ def average(
     >>> model.load_state_dict(state)
     """
     if n < 1:
-        raise SbkitError(f"an average of {n} checkpoints makes no sense", hint="ask for 1 or more")
+        raise SbkitError(f"can't average {n} checkpoints", hint="ask for 1 or more")
     mean: dict[str, Any] = {}
     used: list[Checkpoint] = []
     for ckpt in checkpointer.find_checkpoints(min_key=min_key, max_key=max_key):
@@ -67,7 +67,7 @@ def average(
     if not used:
         raise SbkitError(f"no checkpoint in {checkpointer.checkpoints_dir} holds {recoverable!r} to average")
     if len(used) < n:
-        logger.warning("Averaging %d checkpoints: there are no more (%d were asked for)", len(used), n)
+        logger.warning("Averaging %d checkpoints, because there are no more (%d were requested)", len(used), n)
     for key, value in mean.items():
         if _is_float(like[key]):
             mean[key] = (value / len(used)).to(like[key].dtype)
@@ -105,7 +105,7 @@ def _is_plain(checkpointer: stock.Checkpointer, name: str) -> bool:
 
 
 def weights_in(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A model's state dict out of a model's or an ``EMA``'s checkpoint file."""
+    """Return a model's state dict from the state of a model or of an ``EMA``."""
     return state["weights"] if set(state) == {"weights", "updates", "decay"} else state
 
 
@@ -123,58 +123,58 @@ class EMA:
         ema = EMA(model, decay=0.999)
         checkpointer.add_recoverable("ema", ema, optional_load=True)
         ...
-        ema.update()              # after each optimizer step; waits for nothing
+        ema.update()              # after each optimizer step; does not wait for the device
         with ema.swapped():       # evaluate with the averages
             ...
 
     Arguments
     ---------
     module : torch.nn.Module
-        Whose trainable parameters are averaged; buffers are the module's own.
+        The module with the parameters to average; buffers are not averaged.
     decay : float
-        The weight of the past, reached gradually: after ``u`` updates it is at most (1 + u) / (10 + u).
+        The weight of the previous average; after ``u`` updates it is at most (1 + u) / (10 + u).
     """
 
     def __init__(self, module: torch.nn.Module, decay: float = 0.999):
         if not 0.0 <= decay < 1.0:
             raise SbkitError(f"the decay of an average must be in [0, 1), not {decay}", hint="0.999 is usual")
         self.module, self.decay, self.updates = module, decay, 0
-        self._averages: dict[str, torch.Tensor] = {}  # empty until the first update: begins where training is
+        self._averages: dict[str, torch.Tensor] = {}  # empty until the first update
         self._swapped = False
 
     @torch.no_grad()
     def update(self, skipped: torch.Tensor | None = None) -> None:
-        """Move the averages towards the parameters as they are now.
+        """Move the averages towards the present parameters.
 
-        skipped: scalar on their device; where it is 1 the averages stay as they are
+        skipped : a scalar on the device; if it is 1, the averages don't change
         """
         if self._swapped:
-            raise RuntimeError("EMA.update() inside EMA.swapped(): training must go on with its own weights")
+            raise RuntimeError("EMA.update() inside EMA.swapped(): training must use its own weights")
         params = self._params()
         if not self._averages:
             self._averages = {name: _in_fp32(param) for name, param in params.items()}
-        elif len(self._averages) > len(params):  # frozen, be it for now
+        elif len(self._averages) > len(params):  # some were frozen since
             self._averages = {name: self._averages[name] for name in params}
         weight = 1.0 - min(self.decay, (1 + self.updates) / (10 + self.updates))
         averages = [self._averages[name] for name in params]
         targets = [param.to(mean.dtype) for param, mean in zip(params.values(), averages, strict=True)]
         if skipped is None:
             torch._foreach_lerp_(averages, targets, weight)
-        else:  # lerp takes no weight from a device
+        else:  # lerp takes no list with a weight on a device
             ways = torch._foreach_sub(targets, averages)
             torch._foreach_mul_(ways, weight * (1.0 - skipped))
             torch._foreach_add_(averages, ways)
         self.updates += 1
 
     def follow(self) -> None:
-        """Average from here on what did not train before, too, and so stood still."""
+        """Also average parameters that were unfrozen since the last update."""
         if self._averages:
             for name, param in self._params().items():
                 self._averages.setdefault(name, _in_fp32(param))
 
     @contextlib.contextmanager
     def swapped(self) -> Iterator[None]:
-        """Within it, the module has the averaged parameters."""
+        """Give the module the averaged parameters inside this context."""
         if not self._averages:
             yield
             return
@@ -188,10 +188,10 @@ class EMA:
             self._put(own)
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages as a state dict of the module (buffers and all), under ``weights``."""
+        """Return a state with the averages under ``weights``, as a complete state dict of the module."""
         weights = dict(self.module.state_dict())
         averages = {id(param): self._averages.get(name) for name, param in self.module.named_parameters()}
-        for name, param in self.module.named_parameters(remove_duplicate=False):  # tied ones under each name
+        for name, param in self.module.named_parameters(remove_duplicate=False):  # tied parameters have several names
             if name in weights and averages[id(param)] is not None:
                 weights[name] = averages[id(param)]
         return {"weights": weights, "updates": self.updates, "decay": self.decay}
@@ -200,12 +200,12 @@ class EMA:
         """Continue from a saved state."""
         unlike = differences(self.module.state_dict(), state["weights"])
         if unlike:
-            raise SbkitError(f"the moving average in the checkpoint is of another model: {unlike}")
+            raise SbkitError(f"the moving average in the checkpoint belongs to another model: {unlike}")
         self.updates = int(state["updates"])
         self._averages = {
             name: state["weights"][name].to(param.device, _wide(param.dtype), copy=True)
             for name, param in self.module.named_parameters() if param.is_floating_point()
-        } if self.updates else {}  # of what is frozen, too: it may train by the time that this run had reached
+        } if self.updates else {}  # including frozen ones, which may be unfrozen by now
 
     def _params(self) -> dict[str, torch.Tensor]:
         return {name: param.detach() for name, param in self.module.named_parameters() if param.requires_grad}
@@ -217,7 +217,7 @@ class EMA:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Averages of half-precision parameters need more digits than those have."""
+    """Return the dtype of averages: fp32 for half-precision parameters, which have too few digits."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 

@@ -1,4 +1,4 @@
-"""Which device a run uses: any way of naming one becomes a ``torch.device`` that works, or one error."""
+"""The device of a run: from any way of naming one to a usable ``torch.device``."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["described", "device_type", "native_precision", "resolve"]
 
 logger = logging.getLogger(__name__)
 
-# Device types whose tensors live on numbered cards.
+# Device types with numbered devices.
 _NUMBERED = ("cuda", "xpu", "hpu", "npu", "mlu")
 
 
 def device_type(device: Any) -> str:
-    """The name that ``torch.autocast`` wants.
+    """Return the device type, as ``torch.autocast`` takes it.
 
     >>> [device_type(d) for d in ("cpu", "cuda:10", torch.device("xpu", 1), "mps")]
     ['cpu', 'cuda', 'xpu', 'mps']
@@ -31,16 +31,16 @@ def device_type(device: Any) -> str:
 
 
 def resolve(device: Any = None) -> torch.device:
-    """The device of this process, checked to be usable, made current where that applies.
+    """Return the device of this process, after checking that it works, and make it the current one.
 
-    ``None`` takes the accelerator of this machine, else the CPU. Under torchrun each process of a
-    machine gets the card with its ``LOCAL_RANK``, also when all were given the same name: a card
-    shared by two processes makes NCCL hang.
+    ``None`` means the accelerator of this machine if it has one, otherwise the CPU. Under torchrun each process gets
+    the card with its ``LOCAL_RANK``, even if all were given the same name, because NCCL hangs if two processes share a
+    card.
     """
     if device is None or device == "":
         found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         asked = found if found is not None else torch.device("cpu")
-        asked = torch.device(asked.type)  # the number is chosen below
+        asked = torch.device(asked.type)  # the index is chosen below
     else:
         asked = _parse(device)
     if asked.type == "cpu":
@@ -67,14 +67,14 @@ def resolve(device: Any = None) -> torch.device:
         torch.zeros(1, device=resolved)
     except RuntimeError as error:
         raise SbkitError(f"device '{resolved}' was found but can't be used: {first_line(error)}",
-                         hint="run with --device cpu, or mend the driver") from error
+                         hint="run with --device cpu, or repair the driver") from error
     if resolved.type == "cuda":
         attention_kernel.leave_cudnn()
     return resolved
 
 
 def described(device: Any) -> str:
-    """A device by its name and memory, such as "NVIDIA H200, 140 GiB"; two that can hold as much are called the same.
+    """Describe a device by its name and memory, such as "NVIDIA H200, 140 GiB".
 
     >>> described("meta")
     'meta'
@@ -104,13 +104,13 @@ def _parse(device: Any) -> torch.device:
 
 
 def _card(asked: torch.device, count: int) -> int:
-    """The number of the card: LOCAL_RANK where several processes share this machine."""
+    """Return the index of the card: LOCAL_RANK if several processes share this machine."""
     local = os.environ.get("LOCAL_RANK")
     if local is None:
         return asked.index if asked.index is not None else 0
     together = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
     if count == 1 and asked.index in (None, 0):
-        return 0  # the launcher shows each process a card of its own
+        return 0  # the launcher gives each process its own card
     if asked.index is None or (together > 1 and asked.index != int(local)):
         if asked.index is not None:
             logger.info("Process %s of this machine takes %s:%s, not %s, which %d processes would share.",

@@ -1,4 +1,4 @@
-"""What a forward writes besides gradients (running means, codebooks): kept, and put back when its step is skipped."""
+"""State that forwards change (running means, codebooks), restored when a step is skipped."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import nn
 
 from sbkit.train.checkpoint.state import TENSORS
 
-# A tensor with more numbers than this is copied at each step only once it was seen to change: most are tables.
+# A larger tensor is copied at each step only after it was seen to change: most of them are constant tables.
 _SMALL = 1 << 16
 
 Kind = tuple[torch.Size, torch.dtype, torch.device]
 
 
 class Place(NamedTuple):
-    """Where a value is found, also after its module has replaced it by another object."""
+    """An attribute of a module, whose value the module may replace."""
 
     owner: nn.Module
     name: str
@@ -28,32 +28,32 @@ class Place(NamedTuple):
 
 
 class ForwardState:
-    """Buffers of modules, and the statistics of those that save state of their own (``InputNormalization``).
+    """A copy of modules' buffers, and of statistics in modules with their own save hooks (``InputNormalization``).
 
         state.keep()                    # before a step's first forward
         ...
-        state.put_back(found_inf)       # after its update; nothing waits for the device
+        state.put_back(found_inf)       # after its update; does not wait for the device
 
-    Tensors of one type lie side by side in one piece of memory, so that keeping and putting back are a few
-    kernels whatever their number. Numbers on the host and tensors that got another shape can't be chosen on the
-    device: only for a step that has such (as SpeechBrain's own ``InputNormalization``, which waits in each forward
-    anyway) is it asked whether the step counts.
+    Copies of tensors with the same dtype share one block of memory, so keeping and restoring takes few kernels. Numbers
+    on the host, and tensors with a new shape, can't be chosen on the device. Only for a step with such values does the
+    host wait to learn whether the step was skipped. SpeechBrain's ``InputNormalization`` is such a case, but it makes
+    the host wait in each forward anyway.
     """
 
     def __init__(self, modules: nn.Module):
         self._places = [*_buffers(modules), *_attributes(modules)]
-        self._tables: dict[int, tuple[int, int]] = {}  # large, and never seen to change: their marks
+        self._tables: dict[int, tuple[int, int]] = {}  # marks of large tensors that never changed
         self._before: dict[int, Any] = {}
         self._marks: dict[int, tuple[int, int]] = {}
         self._groups: list[_Group] = []
         self._written: set[int] = set()
         self._looked = False
         self.surprise = False
-        """Whether the last step wrote to a tensor that the first one left alone, and none since."""
+        """Whether the last step wrote to a tensor for the first time, after the first step."""
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Remember everything as it is now."""
+        """Copy the present values."""
         for i, mark in list(self._tables.items()):
             if mark != _mark(self._places[i].get()):
                 del self._tables[i]
@@ -68,8 +68,8 @@ class ForwardState:
 
     @torch.no_grad()
     def put_back(self, where: torch.Tensor | None = None) -> None:
-        """Give everything the value that was kept: always, or if ``where`` (scalar, 0 or 1, on the device) is 1."""
-        if not self._before:  # nothing was kept since
+        """Restore the values of the last ``keep``, always or only if ``where`` (a scalar on the device) is 1."""
+        if not self._before:  # no keep since the last call
             return
         now = {i: self._places[i].get() for i in self._before}
         odd = {i for i, before in self._before.items() if _differ(before, now[i])}
@@ -84,9 +84,9 @@ class ForwardState:
         self._before = {}
 
     def _look(self, now: dict[int, Any]) -> list[int]:
-        """Which tensors did this step write to? BatchNorm's kernels leave no trace, but its counter does.
+        """Find which tensors this step wrote to; return the constant tables after the first step.
 
-        Gives the tables, after the first step.
+        BatchNorm's kernels leave no trace in a tensor's version, but its counter changes.
         """
         written = {i for i, mark in self._marks.items() if mark != _mark(now[i])}
         self.surprise = self._looked and not written <= self._written
@@ -98,7 +98,7 @@ class ForwardState:
 
 
 class _Group:
-    """Room for tensors of one type on one device, twice: as they were kept, and as they are now."""
+    """Two blocks of memory for tensors of one dtype on one device: their kept values and their present ones."""
 
     def __init__(self, kinds: dict[int, Kind]):
         self.kinds = kinds
@@ -112,7 +112,7 @@ class _Group:
     def put_back(self, tensors: dict[int, torch.Tensor], where: torch.Tensor | None) -> None:
         if where is None:
             for i, tensor in tensors.items():
-                if not torch.equal(tensor, self.before[i]):  # an untouched one must not look changed to anybody
+                if not torch.equal(tensor, self.before[i]):  # copying would change the version of an unchanged one
                     tensor.copy_(self.before[i])
         elif tensors:
             present, views = list(tensors.values()), [self._now_views[i] for i in tensors]
@@ -138,12 +138,12 @@ def _kind(value: torch.Tensor) -> Kind:
 
 
 def _mark(value: Any) -> tuple[int, int]:
-    """Other after the tensor was written to, or replaced."""
+    """Return a mark that changes when the tensor is written to or replaced."""
     return id(value), value._version if isinstance(value, torch.Tensor) else 0
 
 
 def _differ(before: Any, now: Any) -> bool:
-    """Whether a value can't be chosen on the device: it has another shape, or is a number that changed."""
+    """Return whether a value can't be restored on the device: its shape changed, or it is a number that changed."""
     if isinstance(before, torch.Tensor):
         return not isinstance(now, torch.Tensor) or _kind(now) != _kind(before)
     return now is not before and now != before
@@ -159,7 +159,7 @@ def _buffers(modules: nn.Module) -> list[Place]:
 
 
 def _attributes(modules: nn.Module) -> list[Place]:
-    """Tensors and numbers of modules that save them by a hook of their own, where no state dict has them."""
+    """Return tensors and numbers in modules with their own save hooks, which are in no state dict."""
     return [Place(owner, name)
             for owner in modules.modules() if get_default_hook(owner, DEFAULT_SAVE_HOOKS) not in TENSORS
             for name, value in vars(owner).items()
@@ -167,6 +167,6 @@ def _attributes(modules: nn.Module) -> list[Place]:
 
 
 def _can_be_written(value: Any) -> bool:
-    """False for a view that shows one number several times, and for what has no numbers of its own."""
+    """Return False for an expanded view and for a tensor without storage, which can't be copied to."""
     return isinstance(value, torch.Tensor) and value.layout == torch.strided and value.device.type != "meta" and \
         torch._debug_has_internal_overlap(value) != 1

@@ -1,4 +1,4 @@
-"""Run options made clean before SpeechBrain's constructor reads them: numbers are numbers, a device works."""
+"""Validation of run options before SpeechBrain's constructor reads them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from speechbrain.utils.run_opts import RunOptions
 from sbkit.errors import SbkitError
 from sbkit.train import device as devices
 
-# SpeechBrain's parser leaves an option whose default is None as the word that was typed.
+# SpeechBrain's parser leaves an option with the default None as text.
 _NUMBERS: dict[str, Any] = {  # int or float, by the option's name
     field.name: int if field.name == "optimizer_step_limit" else type(field.default)
     for field in dataclasses.fields(RunOptions)
@@ -25,7 +25,7 @@ _PRECISIONS = ("fp32", "bf16", "fp16")
 
 def clean(run_opts: RunOptions | Mapping[str, Any] | None, hparams: Mapping[str, Any] | None,
           ) -> tuple[RunOptions, dict[str, Any] | None]:
-    """Copies of both with numbers as numbers and ``device`` as a name that SpeechBrain understands."""
+    """Return copies of both, with numbers instead of texts and a usable ``device``, or raise an error."""
     opts = _as_options(run_opts)
     changed: dict[str, Any] = {name: _number(name, opts[name]) for name in _NUMBERS}
     hparams = dict(hparams) if hparams is not None else None
@@ -47,7 +47,7 @@ def clean(run_opts: RunOptions | Mapping[str, Any] | None, hparams: Mapping[str,
     if hparams is not None and "device" in hparams:
         hparams["device"] = device
     else:
-        chosen.add("device")  # or SpeechBrain would guess once more
+        chosen.add("device")  # otherwise SpeechBrain would choose a device again
     return dataclasses.replace(opts, device=device, overridden_args=chosen, **changed), hparams
 
 
@@ -59,38 +59,36 @@ def _as_options(run_opts: RunOptions | Mapping[str, Any] | None) -> RunOptions:
     unknown = sorted(set(run_opts) - {field.name for field in dataclasses.fields(RunOptions)})
     if unknown:
         raise SbkitError(f"run_opts has unknown keys: {', '.join(unknown)}",
-                         hint="options of the recipe belong into hparams")
+                         hint="keys of the recipe go into hparams")
     return RunOptions.from_dictionary(dict(run_opts))
 
 
 def _one_interval(run_opts: RunOptions, hparams: dict[str, Any] | None) -> dict[str, Any] | None:
-    """SpeechBrain takes one interval between checkpoints; the one on the command line beats the recipe's other."""
+    """Allow only one interval between checkpoints; one from the command line replaces the other of the recipe."""
     minutes, steps = "ckpt_interval_minutes", "ckpt_interval_steps"
     if hparams is not None:
         for asked, other in ((minutes, steps), (steps, minutes)):
             if asked in run_opts.overridden_args and other not in run_opts.overridden_args and other in hparams:
                 hparams = hparams | {other: 0}
     if float(pick(run_opts, hparams, minutes)) > 0 and int(pick(run_opts, hparams, steps)) > 0:
-        raise SbkitError(f"{minutes} and {steps} are both set", hint="a run saves after one of them: set one to 0")
+        raise SbkitError(f"{minutes} and {steps} are both set", hint="set one of them to 0")
     return hparams
 
 
 def given(run_opts: RunOptions, hparams: Mapping[str, Any] | None, name: str) -> bool:
-    """Whether a person chose this option, rather than SpeechBrain's default."""
+    """Return whether the recipe or the command line sets this option."""
     return name in run_opts.overridden_args or (hparams is not None and name in hparams)
 
 
 def pick(run_opts: RunOptions, hparams: Mapping[str, Any] | None, name: str) -> Any:
-    """The option's value: default < hparams < run_opts."""
+    """Return the option's value; ``run_opts`` takes precedence over ``hparams``, and both over the default."""
     if name not in run_opts.overridden_args and hparams is not None and name in hparams:
         return hparams[name]
     return run_opts[name]
 
 
 def check_modules(modules: Mapping[str, Any] | None) -> dict[str, torch.nn.Module]:
-    """Everything under ``modules`` is a module with a usable name, or the error names what is not.
-
-    A part that a recipe does without is null there, too.
+    """Return the modules without those that are null; raise an error for what is no module or has no usable name.
     """
     checked = {key: module for key, module in (modules or {}).items() if module is not None}
     for key, module in checked.items():

@@ -1,4 +1,4 @@
-"""An append-only file that a resumed run continues where its checkpoint stood: no line lost, none twice."""
+"""An append-only file that a resumed run continues from its checkpoint, with no line lost or repeated."""
 
 from __future__ import annotations
 
@@ -19,20 +19,18 @@ _MOST_WAITING = 100_000  # lines; some tens of megabytes
 
 
 class ResumableFile:
-    """Lines, each appended by one write.
+    """A text file; each line is appended in one write.
 
     A checkpoint stores the file's length (``save``). After ``load`` (or ``start_afresh``, for a run without a
-    checkpoint) the next line of training to be appended first drops what training wrote beyond that length,
-    because a run that goes on from there writes it anew.
-    Dropping waits for that line, since an evaluation loads a checkpoint too (the best one, with later lines
-    behind it) and must drop nothing. A last line that a crash left unfinished is dropped in any case.
-    Lines that a full disk refuses wait in memory until it takes them: whether it ends the run is its checkpoints'
-    business.
+    checkpoint), the next line of training that is appended first removes the lines of training beyond that length,
+    because the resumed run writes them again. They are not removed earlier, because an evaluation also loads a
+    checkpoint (the best one) and must not remove later lines. An incomplete last line, left by a crash, is always
+    removed. If the disk is full, lines wait in memory; it is up to the checkpoints whether this ends the run.
 
     Arguments
     ---------
-    path: the file; its folder is made with the first line
-    written_again: whether a line is one that a resumed run writes again (and not, say, a test result)
+    path : the file; its folder is created with the first line
+    written_again : returns whether a resumed run writes a line again (unlike, for example, a test result)
     """
 
     def __init__(self, path: str | os.PathLike[str], written_again: Callable[[str], bool]):
@@ -45,7 +43,7 @@ class ResumableFile:
         self.waiting: deque[str] = deque(maxlen=_MOST_WAITING)
 
     def append(self, line: str) -> None:
-        """Add ``line``, after those that wait."""
+        """Append a line, after those that are waiting."""
         self.waiting.append(line)
         self._write_waiting()
 
@@ -57,7 +55,7 @@ class ResumableFile:
             self._told = False
         except OSError as error:
             if not self._told:
-                logger.warning("%s. Its lines wait in memory until there is room", disk.explain(error, self.path))
+                logger.warning("%s. Its lines are kept in memory until there is room", disk.explain(error, self.path))
             self._told = True
 
     def _write(self, line: str) -> None:
@@ -71,29 +69,29 @@ class ResumableFile:
                 self._trained = True
                 self._cut(handle)
             data = line.encode("utf-8") + b"\n"
-            if os.write(handle, data) < len(data):  # the disk filled up within it
+            if os.write(handle, data) < len(data):  # the disk is full
                 self._clean = False
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
         finally:
             os.close(handle)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the present length into a checkpoint file."""
+        """Save the present length in a checkpoint file."""
         self._write_waiting()
         if self._resume_at is not None and not self._trained:
-            length = self._resume_at  # resumed, nothing trained since: lines beyond are still to be dropped
+            length = self._resume_at  # resumed, and later lines not removed yet
         else:
             length = self.path.stat().st_size if self.path.exists() else 0
         with atomic_write(path) as out:
             json.dump({"bytes": length}, out)
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Go on from a checkpoint file; ignored once this process has appended lines of training."""
+        """Continue from a checkpoint file; ignored once this process has appended lines of training."""
         if not self._trained:
             self._resume_at = int(json.loads(Path(path).read_text(encoding="utf-8"))["bytes"])
 
     def start_afresh(self) -> None:
-        """No checkpoint stands, training begins at its beginning: what an earlier start wrote goes as well."""
+        """Continue from an empty file, for a run without a checkpoint: lines of an earlier start are removed."""
         if not self._trained:
             self._resume_at = 0
 

@@ -1,4 +1,4 @@
-"""The random numbers of a run: captured as tensors, each rank's own where it masks, saved, set again on resuming."""
+"""Random number generators: capturing, restoring and seeding them, and saving them in checkpoints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def capture(device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
-    """Python's, numpy's, torch's and the device's generators now: tensors on the CPU, without a host sync."""
+    """Return the state of the generators of Python, numpy, torch and the device as CPU tensors, without a host sync."""
     version, words, gauss = random.getstate()
     legacy = np.random.get_state(legacy=False)
     state = {
@@ -40,7 +40,7 @@ def capture(device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
 
 
 def restore(state: dict[str, torch.Tensor], device: torch.device | str = "cpu") -> None:
-    """Set all generators to a captured state; the device's only if one was captured."""
+    """Set all generators to a captured state; the device's only if it was captured."""
     version, *words = state["python"].tolist()
     gauss = state["python_gauss"].tolist()
     random.setstate((version, tuple(words), gauss[0] if gauss else None))
@@ -57,21 +57,21 @@ def restore(state: dict[str, torch.Tensor], device: torch.device | str = "cpu") 
 
 
 def seed_all(*parts: int) -> None:
-    """Seed every generator from numbers such as a seed, a rank and a step: other numbers, other streams."""
+    """Seed all generators from numbers such as a seed, a rank and a step; different numbers give different streams."""
     words = _words(*parts)
     random.seed(words[0])
     np.random.seed(words[1])
-    torch.manual_seed(words[2] << 32 | words[3])  # the GPUs' too
+    torch.manual_seed(words[2] << 32 | words[3])  # includes GPUs
 
 
 def _words(*parts: int) -> list[int]:
-    entropy = [len(parts), *(part & 0xFFFFFFFF for part in parts)]  # zeros at the end alone would not count
+    entropy = [len(parts), *(part & 0xFFFFFFFF for part in parts)]  # without the length, trailing zeros would not count
     return np.random.SeedSequence(entropy).generate_state(4).tolist()
 
 
 @contextmanager
 def seeded(*parts: int, device: torch.device | str = "cpu") -> Iterator[None]:
-    """Within it, numbers follow from ``parts`` alone; afterwards all go on as if nothing had been drawn."""
+    """Seed all generators inside this context, and restore them on exit."""
     before = capture(device)
     seed_all(*parts)
     try:
@@ -81,11 +81,11 @@ def seeded(*parts: int, device: torch.device | str = "cpu") -> Iterator[None]:
 
 
 def part_ranks(rank: int, step: int, device: torch.device | str) -> None:
-    """Give this rank numbers of its own where masks are drawn, on ``device`` and by numpy; follows from torch's seed.
+    """Give this rank its own random numbers on ``device`` and in numpy, derived from torch's seed.
 
-    All ranks are seeded alike until here, so that they begin with the same weights. Row 3 of each rank's batch would
-    get the same dropout and the same masks in each step. What is drawn by Python, and beside a card by torch on the
-    host, stays alike: by that a layer is dropped, or a chunk's size chosen, on all ranks or on none.
+    Ranks start with the same seed, so that they have the same initial weights. Without this call, row 3 of each
+    rank's batch would get the same dropout and the same masks. Python's generator, and torch's on the host of a GPU,
+    stay the same on all ranks, so that a layer is dropped, or a chunk size chosen, on all of them or on none.
     """
     device = torch.device(device)
     words = _words(torch.initial_seed(), rank, step)
@@ -99,14 +99,14 @@ def part_ranks(rank: int, step: int, device: torch.device | str) -> None:
 
 @partial(register_checkpoint_hooks, save_on_main_only=False)
 class RngState:
-    """A recoverable that makes dropout after a resume what it would have been without the stop.
+    """A recoverable that makes random numbers after a resume the same as without the interruption.
 
-    Saved for every rank in one file. On another number of ranks there is no state to continue: all are then seeded
-    anew from seed and step, and parted, which is said in the log.
+    The states of all ranks are saved in one file. With another number of ranks they can't be continued: all ranks are
+    then seeded from seed, rank and step, which is logged.
 
-    What runs between loading and the first step (starting workers, a stage's hooks) draws random numbers
-    too. For a checkpoint from the middle of an epoch, call ``restore`` right before the first step: the
-    run that was never stopped had done all that before the checkpoint.
+    Code between loading and the first step (starting workers, hooks of a stage) also draws random numbers. After
+    loading a checkpoint from the middle of an epoch, call ``restore`` right before the first step, since an
+    uninterrupted run did all that before the checkpoint.
 
         rng = RngState(seed=1234, step=lambda: brain.optimizer_step, device=brain.device)
         checkpointer.add_recoverable("rng", rng, optional_load=True)
@@ -116,9 +116,9 @@ class RngState:
     seed : int
         The run's seed.
     step : callable
-        Gives the number of optimizer steps done.
+        Returns the number of optimizer steps done.
     device : str, torch.device
-        What the run computes on; of CUDA, every device in use is saved.
+        The device of the run; for CUDA, the generators of all devices in use are saved.
     """
 
     def __init__(
@@ -129,12 +129,12 @@ class RngState:
         self._again: Callable[[], None] | None = None
 
     def part(self) -> None:
-        """From now on each of several ranks draws its own masks (see ``part_ranks``); one alone goes on as it is."""
+        """Give each rank its own random numbers (see ``part_ranks``); do nothing if there is only one rank."""
         if ranks.world_size() > 1:
             part_ranks(ranks.rank(), int(self.step()), self.device)
 
     def restore(self) -> bool:
-        """Set the generators once more to a loaded mid-epoch state; says whether there was one."""
+        """Set the generators once more to a state loaded from the middle of an epoch; return whether there was one."""
         again, self._again = self._again, None
         if again is not None:
             again()
@@ -158,8 +158,8 @@ class RngState:
             apply = partial(self._set, mine)
         else:
             if ranks.is_main():
-                logger.info("The checkpoint is of %d processes, now there are %d: random numbers are seeded "
-                            "anew from seed %d, the rank and step %d",
+                logger.info("The checkpoint was written by %d processes and now there are %d, so random numbers are "
+                            "seeded anew from seed %d, the rank and step %d",
                             len(saved["ranks"]), world, self.seed, saved["step"])
             apply = partial(self._seed_anew, rank, saved["step"])
         apply()
@@ -177,7 +177,7 @@ class RngState:
         return state
 
     def _set(self, state: dict[str, torch.Tensor]) -> None:
-        """The other cards' by their numbers first: the run's own may have had another number when it was saved."""
+        """Set the generators of all GPUs by number, then the run's own, as its GPU may have another number now."""
         for device in range(torch.cuda.device_count()):
             if f"cuda:{device}" in state:
                 torch.cuda.set_rng_state(state[f"cuda:{device}"], device)

@@ -1,4 +1,4 @@
-"""A place to compute losses and gradients of stand-ins, of which nothing is left."""
+"""Computing losses and gradients of stand-ins without changing the model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sbkit.train import rng
 
 @contextlib.contextmanager
 def untouched(holders: Iterable[nn.Module], device: torch.device | str) -> Iterator[None]:
-    """Put back, at the end, all that modules hold, and the random generators; gradients are left to the caller."""
+    """Restore the attributes of modules and the random generators on exit; clearing gradients is up to the caller."""
     generators = rng.capture(device)
     before = {module: {name: dict(value) if name in ("_parameters", "_buffers") else value
                        for name, value in vars(module).items()} for root in holders for module in root.modules()}

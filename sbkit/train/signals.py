@@ -1,18 +1,18 @@
-"""Stop signals: the first one asks for a checkpoint and an orderly end, a second Ctrl-C leaves at once.
+"""Stop signals: the first one asks for a checkpoint and an orderly end; a second Ctrl-C ends the process at once.
 
 ======== ==== ==========================================================================================
-SIGTERM  143  ``kill``, ``scancel``, Kubernetes, a spot machine being taken back. torchrun passes it on to
-              its processes and kills them 30 s later, so a step and a checkpoint have to fit into that.
+SIGTERM  143  ``kill``, ``scancel``, Kubernetes, reclaimed spot machines. torchrun forwards it to its
+              processes and kills them 30 s later, so a step and a checkpoint must not take longer.
 SIGINT   130  Ctrl-C.
 SIGUSR1  138  SLURM's warning before the time limit: ``#SBATCH --signal=USR1@300`` sends it 300 s before.
-              A job script then asks for more time with
+              A job script can then requeue itself with
               ``srun ... || [ $? -ne 138 ] || scontrol requeue $SLURM_JOB_ID``.
 ======== ==== ==========================================================================================
 
-The numbers are exit codes, 128 + signal, which is what schedulers and shells take for "ended by this
-signal". torchrun ends with code 1 after any of them, and dies of a SIGUSR1, with which its processes end too, unless
-it is started with ``--signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1`` (torch 2.9 on; earlier
-``TORCHELASTIC_SIGNALS_TO_HANDLE``): it then passes it on. ``tools/launch_slurm.sh`` needs none of this.
+The numbers are exit codes, 128 + signal, as usual for processes ended by a signal. torchrun itself exits with code 1
+after any of them. A SIGUSR1 kills it and its processes, unless it forwards that signal: start it with
+``--signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1`` (torch 2.9 and later; before,
+``TORCHELASTIC_SIGNALS_TO_HANDLE``). ``tools/launch_slurm.sh`` needs none of this.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from sbkit.train.distributed import launcher
 logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-# One Ctrl-C can reach a process twice: from the terminal, and passed on by torchrun a moment later.
+# One Ctrl-C can reach a process twice: from the terminal, and a moment later from torchrun.
 ECHO_SECONDS = 0.5
 LAUNCHER_ECHO_SECONDS = 2.0
 
@@ -43,9 +43,9 @@ _wakeups: set[int] = set()
 
 
 class Stopped(SbkitError, SystemExit):
-    """Ends a run that a signal stopped after a checkpoint.
+    """Raised to end a run that was stopped by a signal.
 
-    A command shows its line; a script that catches nothing ends with the exit code and no traceback.
+    A command prints the message; a script that doesn't catch it ends with the exit code and no traceback.
     """
 
     def __init__(self, message: str, *, hint: str | None = None, exit_code: int = 128 + signal.SIGTERM):
@@ -54,16 +54,16 @@ class Stopped(SbkitError, SystemExit):
 
     @classmethod
     def by(cls, signum: int, step: int, checkpoint: Path | None) -> Stopped:
-        """For signal ``signum`` after optimizer step ``step`` and the checkpoint saved there, if it was."""
-        saved = f"checkpoint saved at {checkpoint}" if checkpoint else "no checkpoint could be saved then"
+        """Make the error for a signal after an optimizer step, and for the checkpoint saved then, if any."""
+        saved = f"checkpoint saved at {checkpoint}" if checkpoint else "no checkpoint could be saved"
         return cls(f"stopped by {signal.Signals(signum).name} after step {step}, {saved}",
                    hint="run the same command to resume", exit_code=128 + signum)
 
 
 class _Caught(abc.ABC):
-    """Signals that are caught while it is entered: ``_note`` in the main thread, ``_heard`` in one of its own.
+    """A context that catches signals: calls ``_note`` in the main thread and ``_heard`` in a separate thread.
 
-    The C part of the handler wakes that thread, also while the main one waits inside a collective or a kernel.
+    The separate thread runs even while the main thread waits inside a collective or a kernel.
     """
 
     def __init__(self, signals: tuple[int, ...]):
@@ -89,7 +89,7 @@ class _Caught(abc.ABC):
         signal.set_wakeup_fd(self._wakeup_before)
         self._give_back()
         _wakeups.discard(self._writing)
-        os.write(self._writing, b"\0")  # closing would not end the watcher while a forked process lives
+        os.write(self._writing, b"\0")  # closing would not end the watcher: a forked process may hold the pipe
         self._watcher.join()
         os.close(self._writing)
 
@@ -100,11 +100,11 @@ class _Caught(abc.ABC):
 
     @abc.abstractmethod
     def _note(self, signum: int, frame: FrameType | None) -> None:
-        """Take a signal in, in the main thread."""
+        """Record a signal, in the main thread."""
 
     @abc.abstractmethod
     def _heard(self, signum: int) -> None:
-        """Act on a signal at once, in a thread of its own."""
+        """Act on a signal at once, in a separate thread."""
 
     def _watch(self, reading: int) -> None:
         while signum := os.read(reading, 1)[0]:
@@ -114,7 +114,7 @@ class _Caught(abc.ABC):
 
 
 class StopSignals(_Caught):
-    """Catches stop signals while it is entered; ``signum`` is the first one that came, else None.
+    """A context that catches stop signals; ``signum`` is the first one that arrived, or None.
 
         with StopSignals() as stop:
             for batch in batches:
@@ -123,8 +123,8 @@ class StopSignals(_Caught):
                     save()
                     raise Stopped.by(stop.signum, step, path)
 
-    A signal that came too late to be acted on is raised as ``Stopped`` when this is left, and so never lost.
-    A thread writes the line to stderr and leaves at the second Ctrl-C.
+    A signal that nothing acted on raises ``Stopped`` when the context is left. A separate thread prints a message, and
+    ends the process at the second Ctrl-C.
     """
 
     def __init__(self, signals: tuple[int, ...] = STOP_SIGNALS):
@@ -135,7 +135,7 @@ class StopSignals(_Caught):
     def __enter__(self) -> StopSignals:
         super().__enter__()
         if not self._before:
-            logger.warning("Training runs in a thread: stop signals can't be caught there")
+            logger.warning("Training runs outside the main thread, where stop signals can't be caught")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *rest: object) -> None:
@@ -145,8 +145,8 @@ class StopSignals(_Caught):
             from sbkit.train.distributed import ranks  # imports torch: a signal is to be caught before
 
             ranks.raise_on_main(Stopped(
-                f"stopped by {signal.Signals(self.signum).name} when training had ended",
-                hint="run the same command to go on from there", exit_code=128 + self.signum,
+                f"stopped by {signal.Signals(self.signum).name} after the end of training",
+                hint="run the same command to resume", exit_code=128 + self.signum,
             ))
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
@@ -162,22 +162,22 @@ class StopSignals(_Caught):
             launcher.stopping()
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 os.write(2, f"\n{signal.Signals(signum).name}: saving a checkpoint after this step, then "
-                            "stopping (Ctrl-C once more leaves at once)\n".encode())
+                            "stopping (press Ctrl-C again to stop at once)\n".encode())
         elif signum == signal.SIGINT and now - self._first > echo:
             os._exit(128 + signal.SIGINT)
 
 
 class _Ending(SystemExit):
-    """Raised wherever the main thread is; no mistake, so that nothing there takes it for one and goes on."""
+    """Raised anywhere in the main thread; no ``Exception``, so that no handler for errors swallows it."""
 
     code: int
 
 
 class EndSignals(_Caught):
-    """What stops training after a checkpoint ends all else in order, wherever the main thread is, with ``Stopped``.
+    """A context that turns SIGTERM and SIGUSR1 into ``Stopped`` in the main thread, for all work besides training.
 
-    Ctrl-C does that without it. Where the main thread is inside C code for longer than ``PATIENCE`` seconds, the
-    process ends all the same. What is raised inside a destructor or a callback is lost, and raised again.
+    Ctrl-C needs no such context. If the main thread stays inside C code for ``PATIENCE`` seconds, the process ends
+    anyway. An exception raised inside a destructor or a callback is lost, so it is raised again.
     """
 
     PATIENCE, AGAIN = 10.0, 0.5
@@ -202,11 +202,11 @@ class EndSignals(_Caught):
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         del frame
-        if self._raised() is None:  # else it is ending
+        if self._raised() is None:  # otherwise it is already being raised
             raise self._remembered(_Ending(128 + signum))
 
     def _remembered(self, error: _Ending) -> _Ending:
-        """Only for as long as something raises or handles it: no variable of a frame on its way may hold it."""
+        """Keep only a weak reference to the error, which is dead once nothing raises or handles the error."""
         self._raised = weakref.ref(error)
         return error
 
@@ -222,12 +222,12 @@ class EndSignals(_Caught):
 
 
 def _stopped(signum: int) -> Stopped:
-    return Stopped(f"stopped by {signal.Signals(signum).name}", hint="the same command does what is missing",
+    return Stopped(f"stopped by {signal.Signals(signum).name}", hint="run the same command to continue",
                    exit_code=128 + signum)
 
 
 def _forget_wakeup() -> None:
-    """A signal to a forked process must not look like one to its parent."""
+    """Close the wakeup of a forked process, so that signals to it don't reach the parent's thread."""
     if _wakeups:
         before = signal.set_wakeup_fd(-1)
         if before not in _wakeups:
@@ -235,7 +235,7 @@ def _forget_wakeup() -> None:
 
 
 def _forget_end() -> None:
-    """A forked process ends by a signal as it would otherwise."""
+    """Restore the default handlers in a forked process."""
     for caught in EndSignals._entered:
         caught._give_back()
     EndSignals._entered.clear()

@@ -1,4 +1,4 @@
-"""train_log.txt: SpeechBrain's FileTrainLogger, with no line written twice after a resume."""
+"""SpeechBrain's FileTrainLogger, made to write no line twice after a resume."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from speechbrain.utils.checkpoints import mark_as_loader, mark_as_saver, registe
 from speechbrain.utils.distributed import main_process_only
 from speechbrain.utils.logger import get_logger
 
-# Importing it warns that figures can't be saved without torchvision; a recogniser has none.
+# Its import warns that figures can't be saved without torchvision; nothing here saves figures.
 logging.getLogger("speechbrain.utils.train_logger").addFilter(lambda record: "torchvision" not in record.msg)
 from speechbrain.utils.train_logger import FileTrainLogger  # noqa: E402
 
@@ -22,7 +22,7 @@ logger = get_logger(__name__)
 
 @register_checkpoint_hooks
 class TrainLog(FileTrainLogger):
-    """A drop-in for ``FileTrainLogger``; among a checkpointer's recoverables it is safe to resume.
+    """A drop-in for ``FileTrainLogger`` that can be resumed if it is among a checkpointer's recoverables.
 
     train_logger: !new:sbkit.train.train_log.TrainLog
         save_file: !ref <output_folder>/train_log.txt
@@ -30,7 +30,7 @@ class TrainLog(FileTrainLogger):
     Arguments
     ---------
     save_file : str
-        The file to append to; its folder is made when the first line is written.
+        The file to append to; its folder is created with the first line.
     precision : int
         Decimal places of numbers.
     """
@@ -48,7 +48,7 @@ class TrainLog(FileTrainLogger):
         test_stats: Mapping[str, Any] | None = None,
         verbose: bool = True,
     ) -> None:
-        """Append one line: the meta information, then the statistics of each stage given."""
+        """Append one line with the meta information and the statistics of each given stage."""
         parts = [self._stats_to_string(stats_meta)]
         for dataset, stats in [("train", train_stats), ("valid", valid_stats), ("test", test_stats)]:
             if stats is not None:
@@ -59,7 +59,7 @@ class TrainLog(FileTrainLogger):
             logger.info(line)
 
     def start_afresh(self) -> None:
-        """There is no checkpoint: lines that an earlier start of this run left are to be written again."""
+        """Drop the lines of an earlier start of this run, which left no checkpoint."""
         self._file.start_afresh()
 
     @mark_as_saver
@@ -73,5 +73,5 @@ class TrainLog(FileTrainLogger):
 
 
 def _written_again(line: str) -> bool:
-    """A resumed run repeats its epochs, but not the test that somebody ran in between."""
+    """Return whether a resumed run writes this line again: lines of epochs, but not of a test in between."""
     return " - test " not in line or " - train " in line or " - valid " in line

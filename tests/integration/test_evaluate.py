@@ -154,7 +154,7 @@ def test_characters_that_the_model_cannot_write_are_counted(run, home, caplog):
     (["--on", "{home}/textless"], "has no column for the text"),
     (["--checkpoint", "nosuch"], "there is no checkpoint 'nosuch'"),
     (["--split", "other"], "the corpus of {home}/run: {home}/data has no split 'other'"),
-    (["--average", "0"], "makes no sense"),
+    (["--average", "0"], "can't average 0 checkpoints"),
     (["--max-wer", "low"], "invalid float value"),
     (["--tune-lm"], "there is no language model to weight; name one: --lm FILE.arpa"),
     (["--lm", "{home}/nowhere.arpa"], "nowhere.arpa: there is no such language model"),

@@ -191,7 +191,7 @@ def test_metrics_and_log_lines_wait_for_room_and_training_hears_of_it_once(room,
             log.log_stats({"epoch": epoch}, {"loss": 1.0})
     for path in (metrics.path, room.path / "train_log.txt"):
         told = [record.getMessage() for record in caplog.records if record.getMessage().startswith(str(path))]
-        assert len(told) == 1 and re.search(rf"could not be written: {REFUSED} \(free: .*Its lines wait", told[0])
+        assert len(told) == 1 and re.search(rf"could not be written: {REFUSED} \(free: .*Its lines are kept", told[0])
     metrics.write("epoch", epoch=LINES)
     log.log_stats({"epoch": LINES}, {"loss": 1.0})
     assert metrics.path.read_text().count("\n") == LINES + 1 == (room.path / "train_log.txt").read_text().count("\n")

@@ -173,4 +173,4 @@ def test_on_another_number_of_processes_the_order_of_steps_goes_on(runs, never_s
     code, result, log = train(folder, processes=after)
     assert code == 0, log
     assert result["steps"] == never_stopped["steps"] and seen(folder) == seen(runs / "never")
-    assert f"is of {before} processes, now there are {after}" in log
+    assert f"was written by {before} processes and now there are {after}" in log

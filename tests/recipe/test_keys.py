@@ -292,7 +292,7 @@ def refusal(made, act):
 
 def wrapped(made):
     made.patch.setattr(ranks, "world_size", lambda: 2)
-    return "does not go together with ema" in refusal(made, lambda made: made.brain().on_fit_start())
+    return "used together with ema" in refusal(made, lambda made: made.brain().on_fit_start())
 
 
 def loaded(made):

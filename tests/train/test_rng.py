@@ -75,7 +75,7 @@ def test_on_another_number_of_ranks_they_are_seeded_by_seed_rank_and_step(tmp_pa
         assert draw() == drawn[-1]
         monkeypatch.undo()
     assert drawn[0][2:] != drawn[1][2:] and drawn[0][:2] == drawn[1][:2]
-    assert "is of 1 processes, now there are 2" in caplog.text
+    assert "was written by 1 processes and now there are 2" in caplog.text
     assert "seed 3, the rank and step 77" in caplog.text
 
 

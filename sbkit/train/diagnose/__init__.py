@@ -1,1 +1,1 @@
-"""A step whose loss or gradient is not finite: who caused it, saved so that it can be run again."""
+"""Diagnosis of steps that are not finite: the cause, and a copy of the batch to replay."""

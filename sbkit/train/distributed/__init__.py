@@ -1,1 +1,1 @@
-"""One training on many devices: its processes, the wrap around the model, how it ends."""
+"""Training on many devices: processes, the wrapper around the model, and the end of a run."""

@@ -1,10 +1,10 @@
-"""DDP around the shell: it looks for what a backward does not reach in the first step, and then knows.
+"""DDP around all modules, which searches for unused parameters in the first step only.
 
-Looking for it makes each backward wait for the device, and keeps DDP from putting gradients that are ready together
-into the same buckets. What the first step reached on no rank is left out of the averaging, and DDP wrapped anew without
-the search. A backward that then misses a parameter, or reaches one that was left out, is noticed where it ends: other
-ranks wait for the former's bucket, so it gets a gradient of zeros; the latter's gradient, which no other rank knows of,
-is dropped. All ranks hear of it with the next step and search from then on.
+The search makes each backward wait for the device, and keeps DDP from grouping gradients that are ready together in one
+bucket. So parameters that the first step used on no rank are excluded from DDP, which is then wrapped again without the
+search. If a later backward misses a parameter, or uses an excluded one, this is noticed at its end. A missed parameter
+gets a gradient of zeros, because other ranks wait for its bucket; the gradient of an excluded one is dropped, because
+other ranks don't know of it. All ranks are told with the next step, and search in each step from then on.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from sbkit.train.distributed.parallel import Alone, Shell, average_gradients
 
 
 class Wrapped(Alone):
-    """DDP around the shell.
+    """Averages gradients by DDP around the shell.
 
     Arguments
     ---------
-    search: look for parameters that a backward does not reach
-    settles: only until the first step has shown which they are
+    search : search for parameters that a backward does not use
+    settles : stop searching after the first step
     """
 
     can_wait = True
@@ -42,30 +42,30 @@ class Wrapped(Alone):
         self.changed: set[str] = set()
         self._at_first = search, search and settles
         self.searches, self._settles = self._at_first
-        self._unreached: dict[str, torch.nn.Parameter] | None = None  # by the first step, until that is settled
+        self._unreached: dict[str, torch.nn.Parameter] | None = None  # in the first step
         self._handles: list[Any] = []
         self.ddp: _Quiet | None = None
         ranks.closed_first(self)
         self._wrap()
         with torch.no_grad():
-            for buffer in shell.buffers():  # once, as with the parameters: all ranks start from rank 0's
+            for buffer in shell.buffers():  # all ranks start with those of rank 0
                 dist.broadcast(buffer.detach(), src=0)
 
     def _wrap(self) -> None:
-        """All that trains but for what is unreached."""
+        """Wrap the shell in a new DDP that leaves out unused parameters."""
         again = self.ddp is not None
         self.close()
         left_out = self._unreached or {}
-        ids = set(map(id, left_out.values()))  # one that layers share has a name in each
+        ids = set(map(id, left_out.values()))  # a shared parameter has several names
         self.shell._ddp_params_and_buffers_to_ignore = [
             name for name, p in self.shell.named_parameters(remove_duplicate=False) if id(p) in ids]
         self._handles = [p.register_post_accumulate_grad_hook(functools.partial(self._late, name))
                          for name, p in left_out.items()]
-        # Buffers are `Buffers`' business: DDP would send all of them, constant tables too, at each step.
-        # device_ids stays empty: the batch is moved by who knows what it is.
+        # `Buffers` synchronises buffers: DDP would send all of them at each step, constant tables included.
+        # Without device_ids DDP does not move the batch: only the recipe knows what it is.
         self.ddp = _Quiet(
             self.shell, find_unused_parameters=self.searches, broadcast_buffers=False, gradient_as_bucket_view=True,
-            init_sync=not again,  # would hide that ranks differ
+            init_sync=not again,  # a second one would hide differences between ranks
         )
 
     @property
@@ -92,15 +92,15 @@ class Wrapped(Alone):
         if self.ddp is not None:
             self.ddp.reducer._remove_autograd_hooks()
             self.ddp = None
-            gc.collect()  # its buckets are as large as the model
+            gc.collect()  # frees its buckets, which are as large as the model
 
-    # ------------------------------------------------------------ what is not reached
+    # ------------------------------------------------------------ unused parameters
 
     def note_unreached(self) -> None:
         if self._settles and self._unreached is None:
             trained = {name: p for name, p in self._named() if p.requires_grad}
             self._unreached = {name: p for name, p in trained.items() if p.grad is None}
-            self._settles = len(self._unreached) < len(trained)  # a step of nothing says nothing
+            self._settles = len(self._unreached) < len(trained)  # a step without any gradient shows nothing
 
     def settle(self) -> None:
         if self._settles and self._unreached is not None:
@@ -108,7 +108,7 @@ class Wrapped(Alone):
             self._wrap()
 
     def search(self) -> None:
-        """From here on look in each backward for what it does not reach; called by all ranks between two steps."""
+        """Search for unused parameters in each backward from now on; all ranks call it between two steps."""
         self._settles, self.searches = False, True
         self._unreached = None
         self.changed.clear()
@@ -142,7 +142,7 @@ class Wrapped(Alone):
 
 
 def _leaves(loss: torch.Tensor) -> set[torch.Tensor]:
-    """The leaves of the graph that ``loss`` came from, be it gone through already."""
+    """Return the leaves of the graph of ``loss``, even after its backward."""
     found, seen, ahead = set(), set(), [loss.grad_fn]
     while ahead:
         node = ahead.pop()
@@ -156,11 +156,11 @@ def _leaves(loss: torch.Tensor) -> set[torch.Tensor]:
 
 
 class _Quiet(DistributedDataParallel):
-    """DDP that keeps its advice to itself.
+    """DDP without its advice to switch off the search for unused parameters.
 
-    When all parameters are reached it advises, once on every rank, to switch off the search for those that are
-    not; a recipe that drops layers now and then would hang by it. It says so in C++, between a forward and its
-    backward: stderr is looked through for this one moment, in which nothing of the recipe runs.
+    It gives this advice once on every rank if a step used all parameters, but a recipe that sometimes drops layers
+    would then hang. It is printed from C++ between a forward and its backward, so stderr is filtered for that moment,
+    in which no code of the recipe runs.
     """
 
     _advised = False
@@ -175,7 +175,7 @@ class _Quiet(DistributedDataParallel):
 
 @contextlib.contextmanager
 def _without_advice() -> Iterator[None]:
-    """Within it, stderr is held back; afterwards all of it is passed on but for the advice."""
+    """Hold back stderr inside this context, and write it on exit without the advice."""
     with tempfile.TemporaryFile() as held:
         stderr = os.dup(2)
         os.dup2(held.fileno(), 2)

@@ -1,7 +1,7 @@
-"""The end of a process whose run has failed: what was said and saved stands, and nothing else is waited for.
+"""The end of a process of a failed run: at once, after its output and a checkpoint in progress are written.
 
-A collective that a failed rank never joins can't be called off, and leaving its group waits for it: with NCCL half an
-hour. So such a process does not end as Python's do, by taking everything down in order, but at once.
+A collective that a failed rank never joins can't be cancelled, and leaving its process group waits for it: with NCCL,
+half an hour. So such a process skips Python's normal shutdown.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 
-# A checkpoint that is being written has this long to appear.
+# Time limit for a checkpoint that is being written.
 _WRITING_SECONDS = 120.0
 
 _writing: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
@@ -25,12 +25,12 @@ _due: tuple[int, int] | None = None  # the process and its exit code
 
 
 def let_finish(thread: threading.Thread) -> None:
-    """Give a thread time to end its work, whatever ends the process."""
+    """Wait for this thread at the end of the process, whatever ends it."""
     _writing.add(thread)
 
 
 def due(code: int) -> None:
-    """From here on, the end of this process is the one below: its message said, its exit functions run."""
+    """End this process by ``now``, with this exit code, after its messages and exit functions."""
     global _due
     if _due is None:
         _due = os.getpid(), code
@@ -45,21 +45,22 @@ def code_of(error: BaseException) -> int:
 
 
 def is_due() -> bool:
+    """Return whether ``due`` was called in this process."""
     return _due is not None and _due[0] == os.getpid()
 
 
 def finish_writing(patience: float = _WRITING_SECONDS) -> None:
-    """Wait until nothing is being written, or so many seconds."""
+    """Wait until nothing is being written, for at most ``patience`` seconds."""
     until = time.monotonic() + patience
     for thread in list(_writing):
         thread.join(max(0.0, until - time.monotonic()))
 
 
 def now(code: int, patience: float = _WRITING_SECONDS) -> None:
-    """End this process and its workers."""
+    """End this process and its workers at once."""
     finish_writing(patience)
     for child in multiprocessing.active_children():
-        child.kill()  # data workers don't listen to less
+        child.kill()  # data workers ignore a SIGTERM
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
@@ -72,5 +73,5 @@ def _at_exit() -> None:
         now(_due[1])
 
 
-# Registered when this is imported, it runs after what scripts and loggers register later.
+# Registered at import, it runs after all functions that scripts and loggers register later.
 atexit.register(_at_exit)

@@ -1,4 +1,4 @@
-"""The end of a process whose launcher is gone: workers of a killed torchrun would train on for ever, unseen."""
+"""The end of a process when its launcher is gone: workers of a killed torchrun would train on unnoticed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from sbkit.train.distributed import ending
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 1.0
-#: Seconds for a checkpoint that is being written, and for a run that was told to stop and is at it.
+#: Seconds for a checkpoint that is being written, and for a run that is already stopping.
 _WRITING_SECONDS, _STOPPING_SECONDS = 5.0, 30.0
 _CODE = 1
 
-#: As soon as this is imported, so that it is the launcher's, however long other imports take.
+#: Read at import, before slow imports, while the launcher is still the parent.
 _parent = os.getppid()
 _watching = False
 _stopping = threading.Event()
@@ -24,10 +24,10 @@ _leaving = threading.Lock()
 
 
 def watch() -> None:
-    """End this process soon after torchrun, if that started it. Those that a shell or another program started live on.
+    """End this process soon after torchrun ends, if torchrun started it.
 
-    A thread looks: the kernel's signal of a parent's death comes when the *thread* that started a process ends, and
-    is no use to a main thread that waits in a collective.
+    A thread polls the parent process. The kernel's signal of a parent's death is sent when the *thread* that started a
+    process ends, and does not help a main thread that waits in a collective.
     """
     global _watching
     if "TORCHELASTIC_RUN_ID" in os.environ and not _watching:
@@ -36,22 +36,22 @@ def watch() -> None:
 
 
 def stopping() -> None:
-    """This process was told to stop and needs time to save: torchrun may have ended by the same signal."""
+    """Allow this process time to save after a stop signal, which may have ended torchrun, too."""
     _stopping.set()
 
 
 def leave_if_gone() -> None:
-    """End this process if torchrun is gone: what else goes wrong then comes of that."""
+    """End this process if torchrun is gone; any other error is then a consequence."""
     if _watching and os.getppid() != _parent:
-        leave(f"torchrun (process {_parent}), which started this process, is gone, so it ends here; the same command "
-              "resumes from the last checkpoint")
+        leave(f"torchrun (process {_parent}), which started this process, is gone, so this process ends; run the same "
+              "command to resume from the last checkpoint")
 
 
 def leave(reason: str) -> None:
-    """End this process within seconds, wherever it is. A checkpoint that is being written appears, or never will."""
+    """Log the reason and end this process within seconds, leaving time for a checkpoint that is being written."""
     if not _leaving.acquire(blocking=False):
-        threading.Event().wait()  # for the end, by the thread that was first
-    late = threading.Timer(_WRITING_SECONDS + 1, os._exit, (_CODE,))  # should a log's disk or terminal hold it up
+        threading.Event().wait()  # until the thread that came first ends the process
+    late = threading.Timer(_WRITING_SECONDS + 1, os._exit, (_CODE,))  # in case the log's disk or terminal blocks
     late.daemon = True
     late.start()
     logger.error(reason)

@@ -1,9 +1,9 @@
-"""The one wrap: gradients are averaged over ranks however a recipe reaches a layer, and ranks stay equal.
+"""Data parallelism around all modules at once: averaging gradients, and keeping buffers equal on all ranks.
 
-``Brain`` runs forward and loss inside one ``Shell`` that owns all its modules. With several processes DDP
-wraps that shell (see ``ddp``), and nothing else, so ``self.modules.x`` stays the module it was. A recipe with a
-``fit_batch`` of its own calls layers and ``backward`` as it likes (a GAN, two optimizers): there the
-parameters themselves report their gradients, which are averaged at the end of each backward.
+``Brain`` runs forward and loss inside one ``Shell`` that holds all its modules. With several processes DDP wraps only
+that shell (see ``ddp``), so ``self.modules.x`` stays the module itself. A recipe that overrides ``fit_batch`` may call
+layers and ``backward`` in any order (a GAN, two optimizers). There, hooks on the parameters record which have
+gradients, and these are averaged at the end of each backward.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from sbkit.train.distributed import ranks
 
 logger = logging.getLogger(__name__)
 
-# What one all-reduce of the fallback carries at most.
+# Maximum size of one all-reduce in ``average_gradients``.
 _BUCKET_BYTES = 64 << 20
 
 
 class Shell(nn.Module):
-    """All modules of a Brain as one; its forward is forward plus loss of one batch.
+    """All modules of a Brain as one module; its forward computes the loss of a batch.
 
     Arguments
     ---------
-    modules: ``brain.modules``
-    run: batch -> scalar tensor to call ``backward`` on
+    modules : ``brain.modules``
+    run : computes from a batch the scalar tensor to call ``backward`` on
     """
 
-    _ddp_params_and_buffers_to_ignore: list[str]  # DDP looks for it
+    _ddp_params_and_buffers_to_ignore: list[str]  # read by DDP
 
     def __init__(self, modules: nn.ModuleDict, run: Callable[[Any], torch.Tensor]):
         super().__init__()
@@ -47,14 +47,14 @@ class Shell(nn.Module):
 
 
 class Alone:
-    """One process: nothing to synchronise."""
+    """The interface to wrapped modules, for one process: there is nothing to synchronise."""
 
     world = 1
-    #: Whether gradients may be averaged after a backward as well as during it.
+    #: Whether gradients can be averaged after a backward instead of during it.
     can_wait = False
-    #: Whether each backward looks for what it does not reach.
+    #: Whether each backward searches for unused parameters.
     searches = False
-    #: Parameters, by name, that were reached at first and then were not, or the other way round.
+    #: Names of parameters that the first step used and a later one did not, or the other way round.
     changed: frozenset[str] | set[str] = frozenset()
 
     def __init__(self, shell: Shell):
@@ -62,41 +62,41 @@ class Alone:
 
     @property
     def module(self) -> nn.Module:
-        """What gives the loss of a batch when it is called."""
+        """The module to call with a batch, to get its loss."""
         return self.shell
 
     def no_sync(self) -> contextlib.AbstractContextManager[object]:
-        """Within it, backward only accumulates."""
+        """Accumulate gradients inside this context, without averaging them."""
         return contextlib.nullcontext()
 
     def finish(self) -> None:
-        """Average what was accumulated under ``no_sync`` and never followed by a backward outside it."""
+        """Average gradients that were accumulated in ``no_sync``, if no backward outside it follows."""
 
     def complete(self, loss: torch.Tensor) -> None:
-        """After ``loss.backward()``: see to it that gradients of what it did not reach go round too."""
+        """Complete the exchange of gradients after ``loss.backward()``, for parameters that it did not use."""
 
     def note_unreached(self) -> None:
-        """Before the update: take a look at what the first step did not reach."""
+        """Record the parameters that the first step did not use; called before the update."""
 
     def settle(self) -> None:
-        """After the update: go by what ``note_unreached`` saw."""
+        """Exclude the parameters that ``note_unreached`` recorded; called after the update."""
 
     def search(self) -> None:
-        """From here on look in each backward for what it does not reach."""
+        """Search for unused parameters in each backward from now on."""
 
     def renew(self) -> None:
-        """Other parameters train from here on: begin as with the first step; called by all ranks between two."""
+        """Start again as before the first step, for other trainable parameters; all ranks call it between steps."""
 
     def gathered(self) -> contextlib.AbstractContextManager[object]:
-        """Within it each rank can evaluate on its own."""
+        """Let each rank evaluate on its own inside this context."""
         return contextlib.nullcontext()
 
     def close(self) -> None:
-        """Take the wrap off; a new ``fit`` makes a new one."""
+        """Remove the wrapper; a new ``fit`` makes a new one."""
 
 
 class Hooked(Alone):
-    """Each parameter reports when its gradient is there; at the end of a backward they are averaged."""
+    """Averages gradients at the end of each backward, by hooks on the parameters."""
 
     def __init__(self, shell: Shell):
         super().__init__(shell)
@@ -140,9 +140,9 @@ class Hooked(Alone):
 
 
 def average_gradients(parameters: Sequence[nn.Parameter], reached: Iterable[int] | None = None) -> None:
-    """Replace gradients by their mean over ranks; what no rank reached keeps ``grad`` None.
+    """Replace gradients by their mean over ranks; a parameter without gradient on all ranks keeps ``grad`` None.
 
-    reached: positions of the parameters that this rank has new gradients for (default: all that have one)
+    reached : positions of the parameters with new gradients on this rank (default: all that have a gradient)
     """
     mask = torch.zeros(len(parameters), dtype=torch.int32)
     for i in range(len(parameters)) if reached is None else reached:
@@ -175,7 +175,7 @@ def _average(grads: list[torch.Tensor]) -> None:
 
 @contextlib.contextmanager
 def zeroed_if(standing_in: bool, modules: nn.Module) -> Iterator[None]:
-    """For a stand-in batch: whatever backward computes inside counts as zero, be it NaN."""
+    """Set all gradients of backwards inside this context to 0, NaN included, if the batch is a placeholder."""
     if not standing_in:
         yield
         return
@@ -188,7 +188,7 @@ def zeroed_if(standing_in: bool, modules: nn.Module) -> Iterator[None]:
 
 
 class Buffers:
-    """Buffers that training writes to (codebooks, running means) are kept as rank 0 has them."""
+    """Keeps buffers that training changes (codebooks, running means) equal to those of rank 0."""
 
     def __init__(self, modules: nn.Module):
         self.modules = modules
@@ -200,7 +200,7 @@ class Buffers:
         return torch.stack([torch.zeros((), dtype=torch.int64), *sums])[1:]
 
     def look(self) -> None:
-        """Find out which buffers change, on any rank, and take rank 0's values; called by all, after a step."""
+        """Find the buffers that changed on any rank, and take rank 0's values; all ranks call it after a step."""
         if self._seen is None:
             return
         now = self._sums()
@@ -214,7 +214,7 @@ class Buffers:
 
     @torch.no_grad()
     def sync(self) -> None:
-        """Take rank 0's values."""
+        """Take rank 0's values of the buffers that change."""
         if not self._changing:
             return
         buffers = dict(self.modules.named_buffers())
@@ -228,9 +228,9 @@ def _syncable(modules: nn.Module) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def assert_ranks_equal(modules: nn.Module, when: str) -> None:
-    """Stop if a parameter or buffer differs between ranks in a single bit, and name it.
+    """Raise an error that names a parameter or buffer if it differs between ranks in any bit.
 
-    Each rank sums the bits of each tensor on its device; the sums go round once.
+    Each rank sums the bits of each tensor on its device, and the sums are exchanged once.
     """
     if ranks.world_size() == 1:
         return
@@ -250,7 +250,7 @@ def assert_ranks_equal(modules: nn.Module, when: str) -> None:
     ranks.raise_on_main(SbkitError(
         f"the ranks no longer train the same model: {when}, '{names[0]}'{more} of rank "
         f"{', '.join(map(str, others))} differs from rank 0",
-        hint="is it changed outside of compute_forward and the optimizer, or drawn at random on each rank?",
+        hint="is it changed outside of compute_forward and the optimizer, or initialised at random on each rank?",
         exit_code=1,
     ))
 
@@ -266,7 +266,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def unreached(modules: nn.Module) -> list[str]:
-    """Trainable parameters without a gradient, each whole module of them under its own name."""
+    """Return the names of trainable parameters without a gradient; a module with only such is named as a whole."""
     missing = {name for name, p in modules.named_parameters() if p.requires_grad and p.grad is None}
     if not missing:
         return []
@@ -280,7 +280,7 @@ def unreached(modules: nn.Module) -> list[str]:
 
 
 def tell_unreached(modules: nn.Module, recipe: Mapping[str, Any]) -> None:
-    """After the first backward: name what is trained in vain, by the keys of the recipe where it has some."""
+    """Warn of parameters without a gradient after the first backward, with their names in the recipe."""
     names = unreached(modules)
     if names and ranks.is_main():
         parts = Parts(modules, recipe)
@@ -290,14 +290,14 @@ def tell_unreached(modules: nn.Module, recipe: Mapping[str, Any]) -> None:
 
 
 def talks_in_forward(module: nn.Module) -> bool:
-    """Whether a layer asks the other ranks while it computes in training, which all of them must then do alike."""
+    """Return whether a layer communicates between ranks in its forward, so that all ranks must call it together."""
     if isinstance(module, InputNormalization):
         return module.norm_type == "global"
     return isinstance(module, nn.SyncBatchNorm)
 
 
 def convert_batch_norm(modules: nn.ModuleDict, device: torch.device) -> None:
-    """As SpeechBrain does: statistics over all ranks, where the device has a kernel for it."""
+    """Use batch statistics of all ranks, as SpeechBrain does, if the device has a kernel for it."""
     if device.type == "cpu" or ranks.world_size() == 1:
         return
     for name, module in modules.items():

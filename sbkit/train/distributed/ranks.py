@@ -1,8 +1,7 @@
-"""The processes of one run: who am I, what all must agree on, and how one failure ends all of them at once.
+"""The processes of a run: rank and group, exchange between ranks, and how the failure of one ends all.
 
-Work that only one process does (preparing data, saving, scoring) is waited for by asking the store of the
-process group again and again, not inside a collective: a collective has a timeout that hours of work
-outlast, and it can't be told that the process it waits for has failed.
+While one rank works alone (preparing data, saving, scoring), the others poll the store of the process group. They don't
+wait in a collective, which would time out, and would not notice that the rank has failed.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ from sbkit.train.distributed import ending, launcher
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# Collectives only ever wait for ranks that do the same work, so a long wait is a dead rank.
+# Collectives only wait for ranks that do the same work, so a long wait means a dead rank.
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 _POLL_SECONDS = 0.1
-# A failed rank needs a moment to print its message before the launcher, seeing another one exit, ends it.
+# Time for a failed rank to print its message, before the launcher sees another rank exit and ends it.
 _GRACE_SECONDS = 3.0
-# Without torchrun's agent the store lives in rank 0: it stays this long for the others to hear why it goes.
+# Without torchrun's agent the store lives in rank 0, which waits this long for the others to read why it ends.
 _FAREWELL_SECONDS = 2.0
-# A rank that hears of another one's failure and can't act on it, since it sits in a collective, is given this long.
+# How often a rank looks for failures of others, and the time limit for one that is stuck in a collective.
 _WATCH_SECONDS, _PATIENCE_SECONDS = 0.5, 4.0
-# For threads that wait to run Python for the last time.
+# Time for threads of the process group to finish.
 _LAST_BREATH_SECONDS = 0.05
 _FAILED_KEY, _HEARD_KEY = "sbkit/failed", "sbkit/heard"
 
@@ -55,39 +54,43 @@ _watched: threading.Event | None = None
 
 
 class PeerFailed(SystemExit):
-    """Ends this rank quietly, because another one failed and says so itself."""
+    """Ends this rank without a message, because another rank failed and prints one."""
 
 
 def launched() -> bool:
-    """True under torchrun or a launcher that sets the same variables."""
+    """Return whether torchrun, or a launcher that sets the same variables, started this process."""
     return "RANK" in os.environ and "LOCAL_RANK" in os.environ
 
 
 def connected() -> bool:
+    """Return whether this process has joined a process group."""
     return dist.is_available() and dist.is_initialized()
 
 
 def rank() -> int:
+    """Return the rank of this process."""
     if connected():
         return dist.get_rank()
     return int(os.environ["RANK"]) if launched() else 0
 
 
 def world_size() -> int:
+    """Return the number of ranks."""
     if connected():
         return dist.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1")) if launched() else 1
 
 
 def is_main() -> bool:
+    """Return whether this is rank 0."""
     return rank() == 0
 
 
 def init(device: torch.device, backend: str | None = None) -> None:
-    """Join the process group if this process was launched as one of several; nothing otherwise.
+    """Join the process group, if this process was launched as one of several.
 
-    ``backend`` None or ``nccl`` on a card that NCCL serves means NCCL for tensors there and gloo for those
-    on the CPU; on the CPU it is gloo whatever was asked for, since NCCL can't work there.
+    On a CUDA device, ``backend`` None or ``nccl`` means NCCL for tensors there and gloo for tensors on the CPU. On the
+    CPU they mean gloo, since NCCL does not work there.
     """
     global _started_here
     if not launched():
@@ -101,7 +104,7 @@ def init(device: torch.device, backend: str | None = None) -> None:
     missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise SbkitError(f"RANK and LOCAL_RANK are set, but not {', '.join(missing)}",
-                         hint="start with torchrun, or set what it sets")
+                         hint="start with torchrun, or set the same variables as torchrun")
     if backend not in (None, "nccl", "gloo", "mpi"):
         raise SbkitError(f"distributed_backend is {backend!r}", hint="choose nccl, gloo or mpi")
     if device.type == "cpu":
@@ -114,12 +117,12 @@ def init(device: torch.device, backend: str | None = None) -> None:
 
 
 def closed_first(holder: Any) -> None:
-    """``holder.close()`` lets go of the process group; it is called before the group is left, if it lives by then."""
+    """Call ``holder.close()``, which releases the process group, before the group is left, if it still exists then."""
     _holders.add(holder)
 
 
 def shutdown() -> None:
-    """Leave the process group that ``init`` joined; one in which a rank has failed is left when the process ends."""
+    """Leave the process group that ``init`` joined; if a rank has failed, only at the end of the process."""
     global _started_here, _failed_here
     if ending.is_due():
         return
@@ -130,11 +133,11 @@ def shutdown() -> None:
 
 
 def _leave_group() -> None:
-    """Leave the process group, and let its threads come to their end.
+    """Leave the process group, after its threads have ended.
 
-    gloo's threads still hold tensors of the last collective for a moment. One that lets go of them while Python
-    ends takes the whole process with it (SIGABRT, and a run that was done has failed). The group's end waits for
-    its threads, but only comes once nothing holds the group.
+    gloo's threads hold tensors of the last collective for a moment. A thread that releases them while Python shuts down
+    aborts the process (SIGABRT), so a finished run would fail. Destroying the group waits for its threads, but it is
+    destroyed only when nothing refers to it.
     """
     global _cpu_group, _watched
     _cpu_group = None
@@ -147,11 +150,11 @@ def _leave_group() -> None:
     gc.collect()
     if connected():
         dist.destroy_process_group()
-    time.sleep(_LAST_BREATH_SECONDS)  # threads of a group that something holds all the same
+    time.sleep(_LAST_BREATH_SECONDS)  # for threads of a group that something still refers to
 
 
 def _at_exit(process: int) -> None:
-    """For scripts of one's own, which end without a word to us, and may have joined or left the group themselves."""
+    """Leave the group at exit, for scripts that don't call ``shutdown`` or join and leave the group themselves."""
     if os.getpid() != process or not (connected() or _holders) or ending.is_due():
         return
     error = getattr(sys, "last_value", None)
@@ -162,22 +165,21 @@ def _at_exit(process: int) -> None:
 
 
 def cpu_group() -> dist.ProcessGroup | None:
-    """A group whose collectives take CPU tensors; all ranks must first ask for it at the same point."""
+    """Return a group for collectives on CPU tensors; all ranks must make the first call at the same point."""
     global _cpu_group
     if not connected():
         return None
     if _cpu_group is None:
         serves_cpu = "cpu:" in dist.get_backend_config()
-        new = None if serves_cpu else dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
-        _cpu_group = dist.group.WORLD if serves_cpu else new
+        _cpu_group = dist.group.WORLD if serves_cpu else dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
     return _cpu_group
 
 
 def run_on_main(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """Run ``fn`` on rank 0 and give its result (it must pickle) to every rank.
+    """Run ``fn`` on rank 0 and return its result, which must be picklable, on every rank.
 
-    The others wait as long as it takes. If it raises, rank 0 raises, and the others end in seconds
-    without a message of their own.
+    The others wait without a time limit. If it raises, rank 0 raises, and the others end within seconds without a
+    message.
     """
     if _alone():
         return fn(*args, **kwargs)
@@ -185,7 +187,7 @@ def run_on_main(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     answer = [b""]
     if is_main():
         try:
-            with MainProcessContext():  # else SpeechBrain's barriers inside fn wait for ranks that wait here
+            with MainProcessContext():  # otherwise SpeechBrain's barriers in fn would wait for the others
                 result = fn(*args, **kwargs)
             answer = [pickle.dumps(result)]
         except BaseException as error:
@@ -193,12 +195,12 @@ def run_on_main(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
             raise
         _store().set(key, b"done")
     _wait_for(key)
-    dist.broadcast_object_list(answer, src=0, group=cpu_group())  # all are here: this takes no waiting
+    dist.broadcast_object_list(answer, src=0, group=cpu_group())  # all are here, so it does not wait
     return result if is_main() else pickle.loads(answer[0])
 
 
 def meet(what: str = "meet") -> None:
-    """Wait until every rank is here, however long the others take; end if one of them fails."""
+    """Wait without a time limit until every rank is here; end if one of them fails."""
     if _alone():
         return
     key = _key(what)
@@ -208,7 +210,7 @@ def meet(what: str = "meet") -> None:
 
 
 def gather_objects(obj: T) -> list[T]:
-    """Every rank's object, in the order of ranks, on every rank."""
+    """Return the objects of all ranks, in the order of ranks, on every rank."""
     if _alone():
         return [obj]
     meet("gather")
@@ -218,7 +220,7 @@ def gather_objects(obj: T) -> list[T]:
 
 
 def sum_across(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum over ranks of a tensor of any shape; the given one is left as it was."""
+    """Return the sum of a tensor over ranks; the given tensor does not change."""
     if _alone():
         return tensor
     summed = tensor.clone()
@@ -227,14 +229,14 @@ def sum_across(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def any_of(flags: dict[str, bool]) -> dict[str, bool]:
-    """Each flag as true as it is on any rank."""
+    """Return each flag as true if it is true on any rank."""
     raised = sum_across(torch.tensor([int(value) for value in flags.values()], dtype=torch.int32))
     return {name: bool(count) for name, count in zip(flags, raised.tolist(), strict=True)}
 
 
 @contextmanager
 def failing_together() -> Iterator[None]:
-    """Whatever leaves this block as an exception on one rank ends the ranks that wait for it."""
+    """End the other ranks if an exception leaves this context on one rank."""
     try:
         yield
     except PeerFailed:
@@ -242,14 +244,14 @@ def failing_together() -> Iterator[None]:
     except BaseException as error:
         launcher.leave_if_gone()
         if (code := _broke_by_a_peer(error)) is not None:
-            logger.debug("what this rank met then", exc_info=error)
+            logger.debug("error after the failure of another rank", exc_info=error)
             _leave(code, grace=0.0)
         announce_failure(error)
         raise
 
 
 def _broke_by_a_peer(error: BaseException) -> int | None:
-    """The exit code of the rank that has failed, if that is why this error came: gloo's collectives break then."""
+    """Return the exit code of a failed rank if that caused this error: gloo's collectives fail then."""
     if isinstance(error, RuntimeError) and connected():
         with suppress(RuntimeError):  # the store has gone as well
             return _peer_failed()
@@ -257,7 +259,7 @@ def _broke_by_a_peer(error: BaseException) -> int | None:
 
 
 def _failed(error: BaseException) -> int:
-    """This rank is to end by an error; gives its exit code."""
+    """Record that an error ends this rank, and return its exit code."""
     global _failed_here
     _failed_here = True
     code = ending.code_of(error)
@@ -267,7 +269,7 @@ def _failed(error: BaseException) -> int:
 
 
 def announce_failure(error: BaseException) -> None:
-    """Let the other ranks know that this one is going."""
+    """Tell the other ranks that this one ends."""
     if not connected() or _failed_here:
         return
     farewell = pickle.dumps((rank(), _failed(error)))
@@ -280,12 +282,12 @@ def announce_failure(error: BaseException) -> None:
         while is_main() and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ and time.monotonic() < until \
                 and _store().add(_HEARD_KEY, 0) < world_size() - 1:
             time.sleep(_POLL_SECONDS)
-    except (RuntimeError, OSError) as problem:  # the store went first: the launcher ends the others
+    except (RuntimeError, OSError) as problem:  # the store is gone: the launcher ends the others
         logger.debug("could not tell the other ranks: %s", problem)
 
 
 def _say_unless_main_does(error: BaseException, until: float) -> None:
-    """A command prints a mistake on rank 0 only; what only this rank has met, this rank says."""
+    """Log an error that only this rank has: commands print an ``SbkitError`` on rank 0 only."""
     while isinstance(error, SbkitError) and not _store().check([f"{_FAILED_KEY}/0"]):
         if time.monotonic() > until:
             logger.error("Rank %d failed: %s", rank(), error)
@@ -294,7 +296,7 @@ def _say_unless_main_does(error: BaseException, until: float) -> None:
 
 
 def raise_on_main(error: SbkitError) -> None:
-    """For a mistake that every rank has found: rank 0 raises it, the others end quietly."""
+    """Raise an error that every rank has found on rank 0 only; the others end without a message."""
     if not connected() or is_main():
         _failed(error)  # nobody waits to be told
         raise error
@@ -302,9 +304,9 @@ def raise_on_main(error: SbkitError) -> None:
 
 
 def end_together() -> NoReturn:
-    """End all ranks with code 0, as all have come to do; the one that is first takes none for having failed.
+    """End all ranks with exit code 0, once every rank has called this.
 
-    A rank that is still busy is waited for. Rank 0, with which the store may go, ends when the others have heard.
+    Rank 0, which may hold the store, ends last.
     """
     done = SystemExit(0)
     if not _alone():
@@ -319,12 +321,12 @@ def end_together() -> NoReturn:
 
 
 def _alone() -> bool:
-    """Nobody to talk to: one process, or work that only the main process does."""
+    """Return whether there is nobody to communicate with: one process, or work of only the main process."""
     return ddp_prevent_block() or world_size() == 1
 
 
 def _leave(code: int, grace: float = _GRACE_SECONDS) -> NoReturn:
-    """End this rank quietly."""
+    """End this rank without a message."""
     error = PeerFailed(code or 1)
     _failed(error)
     time.sleep(grace)
@@ -343,12 +345,12 @@ def _wait_for(key: str) -> bytes:
     except dist.DistError:
         if _heard is not None:
             _leave(_heard)
-        logger.error("Rank %d ends: rank 0, which it waited for, is gone.", rank())
+        logger.error("Rank %d ends: rank 0, which it was waiting for, is gone.", rank())
         _leave(1, grace=0.0)
 
 
 def _peer_failed(store: Any = None) -> int | None:
-    """The exit code of the rank that has failed, if another one has; it is told that this one knows."""
+    """Return the exit code of another rank that has failed, if any, and confirm that this rank knows."""
     global _heard
     store = store or _store()
     if _heard is None and store.check([_FAILED_KEY]):
@@ -361,7 +363,7 @@ def _peer_failed(store: Any = None) -> int | None:
 
 
 def _watch() -> None:
-    """Have a thread end this process if another rank fails and this one, in a collective, can't hear of it."""
+    """Start a thread that ends this process if another rank fails while this one is stuck in a collective."""
     global _watched
     if world_size() > 1 and _watched is None:
         _watched = threading.Event()
@@ -374,7 +376,7 @@ def _watch_peers(over: threading.Event) -> None:
         try:
             store = store or _connection()
             code = _peer_failed(store)
-        except (RuntimeError, ValueError):  # the store or the group has gone: the run is over, or its launcher ends it
+        except (RuntimeError, ValueError):  # the store or the group is gone, so the run ends
             return
         if code is not None:
             if not over.wait(_PATIENCE_SECONDS) and not _failed_here:
@@ -383,16 +385,13 @@ def _watch_peers(over: threading.Event) -> None:
 
 
 def _connection() -> Any:
-    """One to the store beside the main thread's, over which nobody can ask while that waits there for a key.
-
-    So it does where NCCL sets itself up. (A torch before 2.8 has but one.)
-    """
+    """Return a second connection to the store (torch 2.8 on): the setup of NCCL blocks the main thread's."""
     store = _store()
     return store.clone() if hasattr(store, "clone") else store
 
 
 def _key(what: str) -> str:
-    """A name new at each call and the same on all ranks, which make the same calls in the same order."""
+    """Return a new name with each call, the same on all ranks, which make the same calls in the same order."""
     _calls[what] = _calls.get(what, 0) + 1
     return f"sbkit/{what}/{_calls[what]}"
 

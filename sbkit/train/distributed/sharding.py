@@ -1,9 +1,9 @@
-"""Models larger than a device: activations computed again in backward, parameters divided over ranks (FSDP2).
+"""Training of large models: recomputing activations in backward, and dividing parameters over ranks (FSDP2).
 
-Both are keys of a YAML:
+Both are keys of a recipe:
 
     activation_checkpointing: [TransformerEncoderLayer]   # class names, or paths such as model.1.encoder.layers.*
-    fsdp: True                                            # or such a list: what is gathered as one piece
+    fsdp: True                                            # or such a list of layers, each gathered as one piece
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ logger = logging.getLogger(__name__)
 
 def wrap(shell: Shell, device: torch.device, keys: TrainKeys, overrides: Overrides, *, averages: bool,
          thaws: bool, search: bool, settles: bool) -> Alone:
-    """What the recipe and the number of ranks ask for, around all of a Brain's modules.
+    """Wrap all modules of a Brain as the recipe and the number of ranks require.
 
     Arguments
     ---------
-    keys, overrides : what the recipe asks for, and which methods are its own
-    averages : a moving average of the weights is kept
-    thaws : what is frozen at first trains later
+    keys, overrides : the recipe's keys, and the methods that it overrides
+    averages : whether a moving average of the weights is kept
+    thaws : whether something is unfrozen during the run
     search, settles : see ``Wrapped``
     """
     parallel.convert_batch_norm(shell.owned, device)
@@ -56,16 +56,16 @@ def wrap(shell: Shell, device: torch.device, keys: TrainKeys, overrides: Overrid
     if not keys.fsdp:
         return parallel.Hooked(shell) if overrides.fit_batch else Wrapped(shell, search, settles)
     if overrides.fit_batch or averages or thaws:
-        other = "a fit_batch of the recipe's own" if overrides.fit_batch else "ema" if averages else \
-            "a freeze that ends after some steps"
-        raise SbkitError(f"fsdp does not go together with {other}", hint="leave one of them out")
+        other = "a recipe's own fit_batch" if overrides.fit_batch else "ema" if averages else \
+            "freeze with a number of steps"
+        raise SbkitError(f"fsdp can't be used together with {other}", hint="remove one of them")
     return Sharded(shell, device, keys.fsdp)
 
 
 def find(modules: nn.Module, wanted: Iterable[Any], key: str) -> list[nn.Module]:
-    """Modules by class, class name or path (``*`` stands for one part of it), outer ones before inner ones.
+    """Return modules by class, class name or path (``*`` matches one part of a path), outer before inner ones.
 
-    key: of the YAML, for the message when an entry fits nothing
+    key : the recipe's key, for the error if an entry matches nothing
     """
     wanted = [wanted] if isinstance(wanted, (str, type)) else list(wanted)
     found, missing = {}, []
@@ -77,7 +77,7 @@ def find(modules: nn.Module, wanted: Iterable[Any], key: str) -> list[nn.Module]
     if missing:
         repeated = ", ".join(sorted({type(m).__name__ for m in blocks(modules)})) or "none"
         raise SbkitError(f"{key}: nothing under modules is called {', '.join(map(repr, missing))}",
-                         hint=f"name a class or a path; layers that repeat: {repeated}")
+                         hint=f"name a class or a path; repeated layers: {repeated}")
     return list(found.values())
 
 
@@ -91,7 +91,7 @@ def _fits(entry: Any, path: str, module: nn.Module) -> bool:
 
 
 def blocks(modules: nn.Module) -> list[nn.Module]:
-    """The layers that repeat: members of a ModuleList with several of one class."""
+    """Return the repeated layers: members of a ModuleList with several of the same class."""
     found: dict[int, nn.Module] = {}
     for module in modules.modules():
         if isinstance(module, nn.ModuleList):
@@ -105,9 +105,9 @@ def blocks(modules: nn.Module) -> list[nn.Module]:
 
 
 def checkpoint_activations(modules: nn.Module, wanted: Any) -> None:
-    """In training these modules keep their inputs only; backward runs their forward again.
+    """Let modules keep only their inputs in training, and run their forward again in backward.
 
-    They stay the objects they were, so it doesn't matter how a recipe reaches them.
+    Modules are changed in place, so all references to them stay valid.
     """
     for module in find(modules, wanted, "activation_checkpointing"):
         if not isinstance(module, _Recomputed):
@@ -133,10 +133,10 @@ def _recomputed(kind: type[nn.Module]) -> type:
 
 
 class Sharded(Alone):
-    """FSDP2 around the shell: each rank keeps its part of every parameter, gradient and optimizer state.
+    """FSDP2 around the shell: each rank holds a part of every parameter, gradient and optimizer state.
 
-    A block's parameters are gathered while it computes. A block has to be called (``layer(x)``); what is in
-    no block can be reached in any way, since the shell gathers it around the whole forward.
+    The parameters of a block are gathered while it computes, so a block must be called (``layer(x)``). Parameters
+    outside of blocks can be used in any way, since the shell gathers them for the whole forward.
     """
 
     def __init__(self, shell: Shell, device: torch.device, wanted: Any = True):
@@ -148,18 +148,18 @@ class Sharded(Alone):
         mesh = init_device_mesh(device.type, (self.world,))
         pieces = blocks(shell) if wanted is True else find(shell.owned, wanted, "fsdp")
         if not pieces:
-            logger.warning("fsdp: no layers repeat, so all parameters are gathered as one piece")
+            logger.warning("fsdp: there are no repeated layers, so all parameters are gathered as one piece")
         for piece in reversed(pieces):  # inner ones first
             fully_shard(piece, mesh=mesh)
         fully_shard(shell, mesh=mesh)
 
     def no_sync(self) -> contextlib.AbstractContextManager[object]:
-        """Gradients are divided after each micro-batch: whole ones kept until the last would not fit."""
+        """Do nothing: keeping whole gradients until the last micro-batch would need too much memory."""
         return contextlib.nullcontext()
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
-        """Within it every rank has all parameters, so that evaluations need not run in step."""
+        """Gather all parameters on every rank inside this context, so that ranks can evaluate independently."""
         pieces = [module for module in self.shell.modules() if isinstance(module, FSDPModule)]
         for piece in pieces:
             piece.set_reshard_after_forward(False, recurse=False)
@@ -173,7 +173,7 @@ class Sharded(Alone):
 
 
 def is_sharded(obj: Any) -> bool:
-    """A module or optimizer whose parameters are divided over ranks."""
+    """Return whether the parameters of a module or optimizer are divided over ranks."""
     if isinstance(obj, nn.Module):
         return any(isinstance(p, DTensor) for p in obj.parameters())
     if isinstance(obj, torch.optim.Optimizer):
@@ -182,7 +182,7 @@ def is_sharded(obj: Any) -> bool:
 
 
 def save_as_if_whole(checkpointer: Any) -> None:
-    """Checkpoints look the same whether parameters are divided over ranks or not."""
+    """Make checkpoints of divided parameters the same as those of undivided ones."""
     for name, obj in (checkpointer.recoverables if checkpointer is not None else {}).items():
         if is_sharded(obj):
             checkpointer.custom_save_hooks[name] = save_whole
@@ -190,14 +190,14 @@ def save_as_if_whole(checkpointer: Any) -> None:
 
 
 def save_whole(obj: nn.Module | torch.optim.Optimizer, path: str | os.PathLike[str]) -> None:
-    """Write the state dict that an undivided model would write; every rank takes part."""
+    """Write the state dict of the undivided object; all ranks must call it."""
     state = _whole(obj.state_dict())
     if ranks.is_main():
         write_state(state, path)
 
 
 def load_whole(obj: nn.Module | torch.optim.Optimizer, path: str | os.PathLike[str], end_of_epoch: bool = True) -> None:
-    """Load such a state dict; every rank takes part and keeps its share."""
+    """Load the state dict of the undivided object; all ranks must call it."""
     del end_of_epoch
     state = load_file(path)
     if isinstance(obj, nn.Module):
@@ -210,7 +210,7 @@ def load_whole(obj: nn.Module | torch.optim.Optimizer, path: str | os.PathLike[s
 
 
 def take(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Give a module the state dict of an undivided one; where it is divided, every rank takes part and its share."""
+    """Load the state dict of an undivided module; if this one is divided, all ranks must call it."""
     own = module.state_dict()
     module.load_state_dict({key: _divided(value, own.get(key)) for key, value in state.items()}, strict=True)
 
@@ -226,7 +226,7 @@ def _whole(value: Any) -> Any:
 
 
 def _divided(value: Any, like: Any) -> Any:
-    """A whole tensor divided as ``like`` is, where the two are of one shape."""
+    """Divide a whole tensor as ``like`` is divided, if both have the same shape."""
     if not isinstance(like, DTensor) or not isinstance(value, torch.Tensor) or value.shape != like.shape:
         return value
     return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)

@@ -1,1 +1,1 @@
-"""Memory of a device and its host: what fits, and going on where something did not."""
+"""Memory of device and host: what fits into it, and how a run continues when something does not."""

@@ -1,1 +1,1 @@
-"""What a training shows and writes down of itself while it runs."""
+"""What a run shows and logs while it trains."""

@@ -178,7 +178,7 @@ def test_recomputed_activations_change_no_gradient(wanted):
 
 
 def test_a_name_that_fits_nothing_is_an_error_that_lists_the_layers_that_repeat():
-    with pytest.raises(SbkitError, match=r"activation_checkpointing.*'EncoderLayer'.*layers that repeat: Layer"):
+    with pytest.raises(SbkitError, match=r"activation_checkpointing.*'EncoderLayer'.*repeated layers: Layer"):
         sharding.checkpoint_activations(modules(), ["EncoderLayer"])
 
 
