@@ -1,11 +1,11 @@
-"""Checkpoints of an adapted model: megabytes of what was trained, beside one file of the base that they rest on.
+"""Checkpoints of adapted models: small files with what was trained, and one file with the frozen base.
 
     checkpointer: !new:sbkit.train.checkpoint.Checkpointer
         recoverables:
             model: !ref <trained>
     trained: !new:sbkit.train.checkpoint.adapted.Adapted
         model: !ref <model>
-        base: !ref <adapters>           # whose frozen parameters lie in FOLDER/base-<hash>.safetensors, once
+        base: !ref <adapters>           # its frozen parameters are saved once, in FOLDER/base-<hash>.safetensors
         folder: !ref <save_folder>
 """
 
@@ -26,22 +26,22 @@ from sbkit.system.console import atomic_write
 from sbkit.train.checkpoint.state import differences
 from sbkit.train.distributed import ranks
 
-#: What the state holds beside tensors: the hash of the base.
+#: Key in the state of the hash of the base.
 BASE = "base"
 _AGAIN = "copy it once more from where the run was"
 
 
 class Adapted(nn.Module):
-    """A model whose state dict leaves out the frozen parameters of its base and names these by their hash.
+    """A model with a state dict that holds the hash of the base's frozen parameters instead of these.
 
     Arguments
     ---------
     model : torch.nn.Module
-        What trains, the base within it.
+        The whole model, including the base.
     base : sbkit.nn.adapters.Adapters or torch.nn.Module
-        What was added to the part that stays as it is, or a part with frozen parameters itself.
+        The adapters of the frozen part, or a part with frozen parameters.
     folder : str or Path
-        Where the base's file is written when a run begins, and looked for when a checkpoint of another base is loaded.
+        Folder of the base's file, which is written at the start of a run, and read if a checkpoint has another base.
     """
 
     def __init__(self, model: nn.Module, base: Adapters | nn.Module, folder: str | Path):
@@ -50,7 +50,7 @@ class Adapted(nn.Module):
         self.model, self.folder = model, Path(folder)
         inside = {id(parameter) for parameter in model.parameters()}
         if not all(id(parameter) in inside for parameter in base.parameters()):
-            raise SbkitError("Adapted: the base is not a part of the model", hint="put it into the model's ModuleList")
+            raise SbkitError("Adapted: the base is not part of the model", hint="put it into the model's ModuleList")
         self._base = {name: p for name, p in base.named_parameters() if not p.requires_grad}
         if not self._base:
             raise SbkitError("Adapted: nothing in the base is frozen, so a checkpoint would hold all of it",
@@ -60,18 +60,18 @@ class Adapted(nn.Module):
     # ------------------------------------------------------------ the base
 
     def base_hash(self) -> str:
-        """SHA-256 of the base's names, shapes and values."""
+        """Return the SHA-256 of the base's names, shapes and values."""
         versions = tuple(parameter._version for parameter in self._base.values())
         if self._hashed[0] != versions:
             self._hashed = versions, _hash_of(self._base)
         return self._hashed[1]
 
     def base_file(self, named: str) -> Path:
-        """Where the base of this hash lies."""
+        """Return the file of the base with this hash."""
         return base_file(self.folder, named)
 
     def start_afresh(self) -> None:
-        """Write the base beside the checkpoints that are to come."""
+        """Write the base at the start of a run, unless its file exists."""
         path = self.base_file(self.base_hash())
         if ranks.is_main() and not path.exists():
             with atomic_write(path, "wb") as out:
@@ -81,30 +81,30 @@ class Adapted(nn.Module):
     def _take_base(self, named: str) -> None:
         path = self.base_file(named)
         if not path.is_file():
-            raise SbkitError(f"the checkpoint rests on another base than this one, and {path} is not there",
-                             hint="copy it from the run's save folder, or begin with the encoder the run began with")
+            raise SbkitError(f"the checkpoint belongs to another base than this one, and {path} is not there",
+                             hint="copy it from the run's save folder, or start from the same encoder as the run")
         found = read_base(path, named)
         unlike = differences(self._base, found)
         if unlike:
-            raise SbkitError(f"{path} is the base of another model: {unlike}", hint="has the recipe changed?")
+            raise SbkitError(f"{path} is the base of another model: {unlike}", hint="did the recipe change?")
         for name, parameter in self._base.items():
             parameter.copy_(found[name])
 
     # ------------------------------------------------------------ a checkpoint
 
     def saved(self) -> list[Tensor]:
-        """All that the run's files hold: each checkpoint's own, and the base."""
+        """Return all tensors that the run saves, in checkpoints and in the base's file."""
         return list(super().state_dict(keep_vars=True).values())
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # takes nothing
-        """All tensors of the model but the base's frozen parameters, and the hash of these."""
+        """Return the tensors of the model without the base's frozen parameters, and the hash of these."""
         base = {id(parameter) for parameter in self._base.values()}
         kept = super().state_dict(keep_vars=True)
         return {name: value.detach() for name, value in kept.items() if id(value) not in base} | {
             BASE: self.base_hash()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Take a state; its base is read from the folder where this model has another."""
+        """Load a state; if it has another base, read that from the folder."""
         unlike = differences(self.state_dict(), state_dict)
         if unlike:
             raise RuntimeError(unlike)

@@ -1,4 +1,4 @@
-"""SpeechBrain's Checkpointer, made safe: a checkpoint is whole or absent; the newest whole one is used."""
+"""SpeechBrain's Checkpointer, made safe: each checkpoint is complete or absent, and damaged ones are skipped."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ from sbkit.train.distributed import ranks
 logger = logging.getLogger(__name__)
 
 KEEP = "keep"  # meta key of a checkpoint that save_and_keep_only never deletes
-VISIBLE_WITHIN = 30  # seconds that a network disk may take to show another node's folder
+VISIBLE_WITHIN = 30  # seconds until a network disk shows another node's folder
 
 
 class Checkpointer(stock.Checkpointer):
-    """A drop-in for ``speechbrain.utils.checkpoints.Checkpointer``; each can read what the other wrote.
+    """A drop-in for ``speechbrain.utils.checkpoints.Checkpointer``; each can read the other's checkpoints.
 
     ============================  ==================================================================
-    killed while saving           the checkpoint is not there; what was half-written goes at the next start
-    a file damaged or cut off     that checkpoint is passed over with a warning, the next one is used
-    all checkpoints damaged       an error: a run never starts from scratch in silence
-    disk full, mid-epoch          a warning, training goes on; the third in a row is an error
+    killed while saving           no checkpoint appears; its files are removed at the next start
+    a file damaged or cut off     the checkpoint is skipped with a warning, and the next one is used
+    all checkpoints damaged       an error: a run never silently starts from scratch
+    disk full, mid-epoch          a warning, and training continues; the third in a row is an error
     disk full, end of an epoch    an error; the last good checkpoint is kept
     another model's checkpoint    an error that lists keys and shapes
     ============================  ==================================================================
 
-    Saving, deleting, recovering and ``wait`` are to be called on every rank, as in SpeechBrain.
+    Methods that save, delete or recover, and ``wait``, must be called on every rank, as in SpeechBrain.
 
     Arguments
     ---------
     checkpoints_dir, recoverables, custom_load_hooks, custom_save_hooks, allow_partial_load
         As in SpeechBrain.
     asynchronous : bool
-        Whether a save returns once the state is copied, while one background thread writes it (at most
-        one write at a time). Off by default, so that a folder stands when the call returns, as scripts
-        written for SpeechBrain expect; ``sbkit.Brain`` turns it on. An error of the thread is raised by
-        the next call, ``wait()`` at the latest. At exit the write is finished.
+        Whether a save returns once the state is copied, while a background thread writes it (one write at a time).
+        Off by default, so that the checkpoint exists when the call returns, as scripts for SpeechBrain expect;
+        ``sbkit.Brain`` turns it on. An error of the thread is raised by the next call, at the latest by ``wait()``.
+        At exit, Python waits for the write.
     """
 
     def __init__(
@@ -68,14 +68,14 @@ class Checkpointer(stock.Checkpointer):
 
     @classmethod
     def adopt(cls, old: stock.Checkpointer | None, asynchronous: bool = False) -> Checkpointer | None:
-        """Make SpeechBrain's checkpointer one of ours, in place: every reference to it sees the change."""
+        """Turn SpeechBrain's checkpointer into one of this class in place, so that references to it stay valid."""
         if old is None:
             return None
         if isinstance(old, cls):
             old.asynchronous = asynchronous
             return old
         kind = type(old)
-        # a recipe's own subclass keeps its overrides, and its super() calls reach ours
+        # a recipe's own subclass keeps its overrides, and its super() calls reach this class
         old.__class__ = cls if kind is stock.Checkpointer else type(kind.__name__, (kind, cls), {})
         old._set_up(asynchronous)
         return old
@@ -87,7 +87,7 @@ class Checkpointer(stock.Checkpointer):
         self._told: set[str] = set()
         if get_rank() in (None, 0):
             for name in files.sweep(self.checkpoints_dir):
-                logger.info("Removed %s, left in %s by a run that was killed", name, self.checkpoints_dir)
+                logger.info("Removed %s, which a killed run left in %s", name, self.checkpoints_dir)
 
     # ------------------------------------------------------------ saving
 
@@ -95,9 +95,9 @@ class Checkpointer(stock.Checkpointer):
         self, meta: Mapping[str, Any] | None = None, end_of_epoch: bool = True, name: str | None = None,
         verbosity: int = logging.INFO,
     ) -> Checkpoint | None:
-        """Save every recoverable; gives the checkpoint on rank 0, None elsewhere (and after a warning).
+        """Save every recoverable; return the checkpoint on rank 0, and None elsewhere or after a warning.
 
-        While ``asynchronous``, it is the checkpoint that will stand; ``wait`` says whether it does.
+        If ``asynchronous``, the checkpoint is still being written; ``wait`` returns it once it exists.
         """
         return self._saver.save(self._source(), dict(meta or {}), end_of_epoch, name, verbosity,
                                 background=self.asynchronous)
@@ -108,10 +108,10 @@ class Checkpointer(stock.Checkpointer):
         max_keys: Sequence[str] = (), min_keys: Sequence[str] = (), ckpt_predicate: Predicate | None = None,
         verbosity: int = logging.INFO, keep_every: int | None = None,
     ) -> None:
-        """Save, then delete what is neither among the best nor the most recent; SpeechBrain's arguments, and
+        """Save, then delete checkpoints that are neither the best nor the newest; SpeechBrain's arguments, and
 
         keep_every : int, optional
-            Keep the checkpoint at the end of every so many epochs for good (its meta gets ``keep: true``).
+            Never delete the checkpoint at the end of every ``keep_every``-th epoch (its meta gets ``keep: true``).
         """
         meta = dict(meta or {})
         if keep_every and end_of_epoch and self._epoch(meta) % keep_every == 0:
@@ -126,29 +126,29 @@ class Checkpointer(stock.Checkpointer):
                          keys=(*min_keys, *max_keys))
 
     def wait(self) -> Checkpoint | None:
-        """Wait until nothing is being written; gives what the last save left, None if a full disk refused it.
+        """Wait until nothing is being written; return the last checkpoint, or None if the disk was full.
 
-        Raises what went wrong in the background.
+        Raises an error that occurred in the background.
         """
         return ranks.run_on_main(self._saver.settle)
 
     def look(self) -> None:
-        """Raise what has gone wrong in the background by now, on the rank that writes; wait for nothing."""
+        """Raise an error that occurred in the background, on the rank that writes, without waiting."""
         self._writer.look()
 
     def hold(self, meta: Mapping[str, Any]) -> None:
-        """Take the state as it is now, for a mid-epoch checkpoint that may be needed: see ``publish``.
+        """Hold the present state for a mid-epoch checkpoint that ``publish`` may write later.
 
-        Tensors are not copied: until then nothing may change them. A disk that refuses it is no error.
+        Tensors are not copied, so nothing may change them until ``publish`` or ``drop``. A full disk is no error.
         """
         self._saver.hold(self._source(), meta)
 
     def publish(self) -> Checkpoint | None:
-        """Let the checkpoint that is held appear; None where none is."""
+        """Write and publish the held state, and return the checkpoint; None if nothing is held."""
         return self._saver.publish(self._source())
 
     def drop(self) -> None:
-        """Forget the checkpoint that is held, if one is."""
+        """Discard the held state, if there is one."""
         self._saver.drop()
 
     def _source(self) -> Source:
@@ -162,12 +162,12 @@ class Checkpointer(stock.Checkpointer):
         counters = (obj for obj in self.recoverables.values() if isinstance(obj, EpochCounter))
         epoch = meta.get("epoch", next((counter.current for counter in counters), None))
         if epoch is None:
-            raise CheckpointError("keep_every needs to know the epoch",
+            raise CheckpointError("keep_every needs the epoch",
                              hint="add the epoch counter to the recoverables, or epoch to meta")
         return int(epoch)
 
     def unsaved(self, objects: Mapping[str, Any]) -> list[str]:
-        """Names of objects (of a YAML, say) with state of their own to save that are no recoverables."""
+        """Return the names of objects, such as a recipe's, with state to save that are not among the recoverables."""
         return unsaved(self.recoverables, objects)
 
     def _warn_once(self, message: str) -> None:
@@ -182,7 +182,7 @@ class Checkpointer(stock.Checkpointer):
         max_keys: Sequence[str] | None = None, importance_keys: Sequence[Importance] = (ckpt_recency,),
         ckpt_predicate: Predicate | None = None, verbosity: int = logging.INFO,
     ) -> None:
-        """Delete the least important checkpoints; SpeechBrain's arguments and rules."""
+        """Delete the least important checkpoints, with SpeechBrain's arguments and rules."""
         orders = shelf.orders(min_keys or (), max_keys or (), importance_keys)
 
         def delete() -> None:
@@ -216,7 +216,7 @@ class Checkpointer(stock.Checkpointer):
     # ------------------------------------------------------------ finding
 
     def list_checkpoints(self) -> list[Checkpoint]:
-        """All checkpoints that stand, in no order."""
+        """Return all checkpoints, in no order."""
         self._saver.settle()
         return self._list()
 
@@ -224,9 +224,9 @@ class Checkpointer(stock.Checkpointer):
         self, importance_key: Importance | None = None, max_key: str | None = None, min_key: str | None = None,
         ckpt_predicate: Predicate | None = None, max_num_checkpoints: int | None = None,
     ) -> list[Checkpoint]:
-        """Checkpoints, the most important first; SpeechBrain's arguments and rules.
+        """Return checkpoints, the most important first, with SpeechBrain's arguments and rules.
 
-        A metric that none of the checkpoints has is an error that lists the ones there are.
+        A metric that no checkpoint has is an error that lists the existing ones.
         """
         self._saver.settle()
         self._check_key(max_key or min_key, ckpt_predicate)
@@ -241,7 +241,7 @@ class Checkpointer(stock.Checkpointer):
     def _list(self) -> list[Checkpoint]:
         found, unreadable = shelf.standing(self._list_checkpoint_dirs())
         for path, reason in unreadable.items():
-            self._warn_once(f"Passing over the checkpoint {path}: {reason}")
+            self._warn_once(f"Skipping the checkpoint {path}: {reason}")
         return found
 
     def _check_key(self, key: str | None, ckpt_predicate: Predicate | None) -> None:
@@ -256,9 +256,9 @@ class Checkpointer(stock.Checkpointer):
         self, importance_key: Importance | None = None, max_key: str | None = None, min_key: str | None = None,
         ckpt_predicate: Predicate | None = None,
     ) -> Checkpoint | None:
-        """Load the most important checkpoint that is whole; None where there is no checkpoint at all.
+        """Load the most important undamaged checkpoint and return it; None if there is no checkpoint at all.
 
-        Rank 0 chooses, so that all ranks load the same one.
+        Rank 0 chooses it for all ranks.
         """
         passed: dict[Path, str] = {}
 
@@ -290,14 +290,14 @@ class Checkpointer(stock.Checkpointer):
                 except NotLoaded as error:
                     if files.has_sums(chosen.path):
                         raise
-                    problem = str(error)  # SpeechBrain wrote it, without checksums: only trying could tell
+                    problem = str(error)  # without checksums, only loading shows damage
                 problems = [each for each in ranks.gather_objects(problem) if each]
                 if not problems:
                     return chosen
                 _pass_over(passed, chosen, problems[0])
 
     def load_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Load this very checkpoint."""
+        """Load a given checkpoint."""
         reason = files.damage(Path(checkpoint.path))
         if reason is not None:
             raise CheckpointError(f"the checkpoint {checkpoint.path} can't be used: {reason}")
@@ -305,7 +305,7 @@ class Checkpointer(stock.Checkpointer):
 
     def _unfit(self, ckpt: Checkpoint) -> str | None:
         reason = files.damage(ckpt.path)
-        if reason is None and not files.has_sums(ckpt.path):  # was SpeechBrain killed while writing it?
+        if reason is None and not files.has_sums(ckpt.path):  # SpeechBrain may have been killed while writing it
             needed = filter(self._needed, self.recoverables)
             missing = [name for name in needed if name not in ckpt.paramfiles]
             reason = f"it holds no {', '.join(missing)}" if missing else None
@@ -327,13 +327,13 @@ class Checkpointer(stock.Checkpointer):
                 raise CheckpointError(
                     f"the checkpoint {path} holds nothing for {name!r}, only for "
                     f"{', '.join(sorted(checkpoint.paramfiles)) or 'nothing'}",
-                    hint=f"add {name!r} with optional_load=True to go on without its state",
+                    hint=f"add {name!r} with optional_load=True to continue without its state",
                 )
             elif not self.allow_partial_load:
-                logger.warning("%s holds nothing for %r, which starts afresh", path, name)
+                logger.warning("%s holds nothing for %r, which keeps its initial state", path, name)
 
 
 def _pass_over(passed: dict[Path, str], ckpt: Checkpoint, reason: str) -> None:
     passed[ckpt.path] = reason
     if ranks.is_main():
-        logger.warning("Passing over the checkpoint %s: %s", ckpt.path, reason)
+        logger.warning("Skipping the checkpoint %s: %s", ckpt.path, reason)

@@ -1,4 +1,4 @@
-"""Checkpoint folders on disk: written aside, synced, summed and renamed, so that each is whole or absent."""
+"""Checkpoint folders on disk: each is complete or absent, because it is written elsewhere, synced and renamed."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ from sbkit.system import disk
 
 logger = logging.getLogger(__name__)
 
-SUMS_NAME = f"{CKPT_PREFIX}.sums.json"  # SpeechBrain reads only *.ckpt and CKPT.yaml, and so ignores it
-WRITING, REPLACED, DELETED = ".tmp-", ".old-", ".del-"  # hidden: neither SpeechBrain nor we list them
+SUMS_NAME = f"{CKPT_PREFIX}.sums.json"  # SpeechBrain ignores it: it reads only *.ckpt and CKPT.yaml
+WRITING, REPLACED, DELETED = ".tmp-", ".old-", ".del-"  # prefixes of hidden folders, which are never listed
 CHUNK = 1 << 22
 DAY = 24 * 3600.0
-PATIENCE = 2.0  # seconds that another process may take to tidy up
+PATIENCE = 2.0  # seconds to wait for another process that tidies up
 
 
 class CheckpointError(SbkitError, RuntimeError):
-    """A user's error that is also what SpeechBrain raises here, for code that catches that."""
+    """An ``SbkitError`` of checkpoints; also a ``RuntimeError``, which SpeechBrain raises here."""
 
 
 # ---------------------------------------------------------------- writing
 
 
 def begin(folder: Path, name: str) -> tuple[Path, Lock]:
-    """Make the hidden folder in which checkpoint ``name`` is written; returns it and its lock.
+    """Create the hidden folder for writing checkpoint ``name``; return it and its lock.
 
-    That is how a folder left by a killed run is told from one that another process is writing right now, which is
-    an error: two runs would make one checkpoint.
+    The lock distinguishes a folder of a killed run from one that another process is writing, which is an error: two
+    runs would write the same checkpoint.
     """
     path = folder / f"{WRITING}{name}"
     os.makedirs(folder, exist_ok=True)
     until = time.monotonic() + PATIENCE
     while True:
-        with contextlib.suppress(FileExistsError, FileNotFoundError):  # another process was quicker
+        with contextlib.suppress(FileExistsError, FileNotFoundError):  # another process was faster
             if path.exists():
                 remove_unheld(path)
             os.mkdir(path)
@@ -59,18 +59,18 @@ def begin(folder: Path, name: str) -> tuple[Path, Lock]:
             lock.close()
         if time.monotonic() > until:
             raise CheckpointError(f"the checkpoint {folder / name} is being written by another process",
-                                  hint="let each run have an output folder of its own")
+                                  hint="give each run its own output_folder")
         time.sleep(0.1)
 
 
 def write_state(state: Any, path: str | os.PathLike[str]) -> None:
-    """``torch.save`` through a Python file: a full disk stays an OSError, and other threads run meanwhile."""
+    """Save a state through a Python file, so that a full disk is an OSError and other threads can run."""
     with open(path, "wb") as out:
         torch.save(state, out)
 
 
 def seal(folder: Path, meta: dict[str, Any]) -> None:
-    """Sync every file of a folder, write down their checksums and, as the very last file, ``CKPT.yaml``."""
+    """Sync every file of a folder to disk, then write their checksums and, last, ``CKPT.yaml``."""
     sums = {}
     for file in _files(folder):
         with open(file, "rb") as handle:
@@ -85,13 +85,13 @@ def seal(folder: Path, meta: dict[str, Any]) -> None:
 
 
 def publish(written: Path, final: Path) -> None:
-    """Rename a sealed folder to its final name; one that had this name before gives way."""
+    """Rename a sealed folder to its final name, replacing one that exists."""
     replaced = None
     if final.exists():
         replaced = final.with_name(f"{REPLACED}{final.name}")
         if replaced.exists():
             shutil.rmtree(replaced)
-        os.rename(final, replaced)  # a kill between the two renames: sweep undoes this one
+        os.rename(final, replaced)  # after a kill between the two renames, sweep undoes this one
     try:
         os.rename(written, final)
     except OSError:
@@ -104,7 +104,7 @@ def publish(written: Path, final: Path) -> None:
 
 
 def retire(path: Path) -> None:
-    """Delete a checkpoint: it leaves its name at once, then its files go."""
+    """Delete a checkpoint, by renaming it first, so that it disappears at once."""
     hidden = path.with_name(f"{DELETED}{path.name}")
     if hidden.exists():
         shutil.rmtree(hidden)
@@ -114,7 +114,7 @@ def retire(path: Path) -> None:
 
 
 def sweep(folder: Path) -> list[str]:
-    """Tidy up after a killed run: drop what it was writing or deleting; returns the names that went."""
+    """Remove what a killed run was writing or deleting; return the names of removed folders."""
     gone = []
     for path in sorted(folder.glob(".*")):
         name = path.name
@@ -123,14 +123,14 @@ def sweep(folder: Path) -> list[str]:
         final, writing = (path.with_name(start + name[len(WRITING):]) for start in ("", WRITING))
         try:
             if name.startswith(REPLACED):
-                if writing.exists() and _in_use(writing):  # a run that lives is between its two renames
+                if writing.exists() and _in_use(writing):  # another run is between its two renames
                     continue
                 if not final.exists():
                     os.rename(path, final)
                     continue
             if remove_unheld(path, unless_older=DAY if path == writing else 0.0):
                 gone.append(name)
-        except OSError as error:  # a folder we may only read, or another process was quicker
+        except OSError as error:  # a read-only folder, or another process was faster
             logger.debug("could not remove %s: %s", path, error)
     return gone
 
@@ -162,7 +162,7 @@ def _digest(handle: Any) -> str:
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """The meta file of a checkpoint; ValueError says in plain words what is wrong with it."""
+    """Read the meta file of a checkpoint; raise a ValueError that says what is wrong with it."""
     try:
         meta = yaml.safe_load((path / METAFNAME).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -175,10 +175,10 @@ def read_meta(path: Path) -> dict[str, Any]:
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with the files of a checkpoint, or None.
+    """Describe what is wrong with the files of a checkpoint; None if nothing is.
 
-    Checksums are compared where there are any. A checkpoint that SpeechBrain wrote has none: there an
-    empty file and a torn archive are found (archives carry a CRC for each tensor).
+    Compares checksums, if there are any. Checkpoints by SpeechBrain have none; in them, empty files and damaged
+    archives are found (archives have a CRC for each tensor).
     """
     try:
         sums_file = path / SUMS_NAME
@@ -192,14 +192,14 @@ def damage(path: Path) -> str | None:
                 return f"{name} has {file.stat().st_size} bytes, not {expected['bytes']}"
             with open(file, "rb") as handle:
                 if _digest(handle) != expected["blake2b"]:
-                    return f"{name} does not have the checksum it was written with"
+                    return f"{name} does not match its checksum"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"it can't be read ({error})"
     return None
 
 
 def wait_for(path: Path, seconds: float) -> None:
-    """Give a network disk time to show a folder that another machine made."""
+    """Wait for a folder on a network disk that another machine created."""
     deadline = time.monotonic() + seconds
     while not path.exists():
         if time.monotonic() >= deadline:
@@ -209,7 +209,7 @@ def wait_for(path: Path, seconds: float) -> None:
 
 
 def has_sums(path: Path) -> bool:
-    """Whether the checkpoint was sealed by us (one that SpeechBrain wrote has no checksums)."""
+    """Return whether a checkpoint has checksums; those that SpeechBrain wrote have none."""
     return (path / SUMS_NAME).exists()
 
 
@@ -221,7 +221,7 @@ def _torn(file: Path) -> str | None:
     if not head:
         return f"{file.name} is empty"
     if head != b"PK\x03\x04":
-        return None  # text, or something of a hook's own: only its loader can tell
+        return None  # text or another format, which only its loader can check
     try:
         with zipfile.ZipFile(file) as archive:
             broken = archive.testzip()
@@ -234,14 +234,14 @@ def _torn(file: Path) -> str | None:
 
 
 def explain_disk(error: OSError, final: Path, needed: int, last_good: Path | None) -> CheckpointError:
-    """Say in plain words why a checkpoint could not be written, and which one is still there."""
+    """Return the error for a checkpoint that could not be written, naming the last good one."""
     kept = f"the last good one, {last_good}, is kept" if last_good else "there is no earlier one"
     return CheckpointError(f"the checkpoint {disk.explain(error, final, needed)}; {kept}",
-                           hint="make room or raise the quota there, then run the same command to resume")
+                           hint="free space or raise the quota there, then run the same command to resume")
 
 
 def bytes_in(folder: Path, but: Container[str] = ()) -> int:
-    """Bytes of the files in a folder, except for those of the recoverables named in ``but``."""
+    """Return the size of the files in a folder in bytes, without those of the recoverables in ``but``."""
     others = (file for file in _files(folder) if file.name.removesuffix(PARAMFILE_EXT) not in but)
     return sum(file.stat().st_size for file in others)
 

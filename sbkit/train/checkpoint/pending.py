@@ -1,4 +1,4 @@
-"""One checkpoint on its way to the disk, and the thread that takes it there."""
+"""A checkpoint that is being written, and the thread that writes it."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ from sbkit.train.distributed import ending
 
 @dataclass
 class PendingCheckpoint:
-    """What a checkpoint will hold: states that still have to be written, beside the files of other hooks."""
+    """The contents of a future checkpoint: states still to be written, and files that hooks have written."""
 
     final: Path
     meta: dict[str, Any]
     end_of_epoch: bool
     verbosity: int
-    folder: Path | None = None  # the hidden one that is written to
+    folder: Path | None = None  # the hidden folder that is written to
     names: dict[str, str] = field(default_factory=dict)  # recoverable -> its file's name
     _lock: Lock | None = None
     _states: dict[str, tuple[Any, Callable[[], None]]] = field(default_factory=dict)
 
     @property
     def result(self) -> Checkpoint:
-        """The checkpoint that will stand."""
+        """The future checkpoint."""
         return Checkpoint(self.final, self.meta, {name: self.final / file for name, file in self.names.items()})
 
     def begin(self) -> None:
-        """Make the hidden folder."""
+        """Create the hidden folder."""
         self.folder, self._lock = files.begin(self.final.parent, self.final.name)
 
     def add(self, name: str, state: Any, copy: str | None) -> None:
-        """Take the state dict of a recoverable.
+        """Add the state dict of a recoverable.
 
-        copy: what may change before it is written: "all" of it, its "numbers" but no tensor, or nothing (None)
+        copy : what to copy because it may change before it is written: "all", "numbers" (all but tensors) or None
         """
         self._states[name] = states.snapshot(state, tensors=copy == "all") if copy else (state, lambda: None)
 
     def write(self) -> None:
-        """Write what is left and let the checkpoint appear under its name."""
-        assert self.folder is not None, "it has begun"
+        """Write the remaining states and publish the checkpoint under its name."""
+        assert self.folder is not None, "begin was called"
         for name, (state, ready) in self._states.items():
             ready()
             files.write_state(state, self.folder / f"{name}{PARAMFILE_EXT}")
@@ -59,13 +59,13 @@ class PendingCheckpoint:
         self._release()
 
     def discard(self) -> None:
-        """Leave nothing half-written behind."""
+        """Delete the hidden folder and release the states."""
         if self.folder is not None:
             files.remove(self.folder)
         self._release()
 
     def needed(self) -> int:
-        """Bytes of the whole checkpoint, as far as they are known."""
+        """Return the size of the checkpoint in bytes, as far as it is known."""
         beside = 0 if self.folder is None else files.bytes_in(self.folder, but=self._states)
         return beside + sum(states.size_of(state) for state, _ in self._states.values())
 
@@ -77,9 +77,9 @@ class PendingCheckpoint:
 
 
 class Writer:
-    """Runs one job at a time in the background; the interpreter waits for it at exit.
+    """Runs one job at a time in a background thread; the interpreter waits for it at exit.
 
-    What a job raises is raised by the next ``look`` or ``settle``; if none follows, it is said at exit.
+    An error of a job is raised by the next ``look`` or ``settle``, or else printed at exit.
     """
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class Writer:
         atexit.register(_report, weakref.ref(self))
 
     def start(self, job: Callable[[], Any]) -> None:
-        """Run ``job`` in the background."""
+        """Run a job in the background, after the previous one has ended."""
         self.settle()
         thread = threading.Thread(target=self._run, args=(job,), name="checkpoint-writer", daemon=False)
         try:
@@ -100,7 +100,7 @@ class Writer:
             ending.let_finish(thread)
 
     def settle(self) -> None:
-        """Wait for the job; raise what it raised."""
+        """Wait for the job, and raise its error."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -109,7 +109,7 @@ class Writer:
             raise error
 
     def look(self) -> None:
-        """Raise what the job raised, if it has; wait for nothing."""
+        """Raise the error of a job that has failed, without waiting."""
         if self._error is not None:
             self.settle()
 
@@ -127,7 +127,7 @@ def _report(reference: weakref.ref[Writer]) -> None:
 
 
 def plain(value: Any) -> Any:
-    """A meta value as YAML has it: SpeechBrain writes a tensor or a numpy number as something it can't read.
+    """Convert a meta value to plain YAML types: SpeechBrain writes tensors and numpy numbers in a form it can't read.
 
     >>> import numpy as np
     >>> plain({"WER": np.float32(0.5), "shape": (2, 3)})

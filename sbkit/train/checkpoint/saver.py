@@ -1,4 +1,4 @@
-"""Saving a checkpoint: states are collected on all ranks, written aside by one, and then appear."""
+"""Saving of checkpoints: states are collected on all ranks, written to a hidden folder by one, and published."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from sbkit.train.distributed import ranks
 
 logger = logging.getLogger(__name__)
 
-PATIENCE = 3  # mid-epoch saves in a row that a full disk refuses, the last of which is an error
-_HELD = f"{stock.CKPT_PREFIX}+held"  # the hidden folder of a checkpoint that waits to be needed
-_MAIN_ONLY = main_process_only(len).__code__  # what marks a hook that SpeechBrain runs on rank 0 only
+PATIENCE = 3  # mid-epoch saves in a row that fail on a full disk, before this is an error
+_HELD = f"{stock.CKPT_PREFIX}+held"  # hidden folder of a checkpoint that is held
+_MAIN_ONLY = main_process_only(len).__code__  # identifies hooks that SpeechBrain runs on rank 0 only
 
 
 @dataclass(frozen=True)
 class Source:
-    """What is saved and where to, as a Checkpointer has it at the moment."""
+    """The objects to save and where, as a Checkpointer has them at the moment."""
 
     recoverables: Mapping[str, Any]
     hooks: Mapping[str, Hook]
-    """Of a recipe's own, by the names of recoverables."""
+    """The recipe's own save hooks, by the names of recoverables."""
     folder: Path
     standing: Callable[[], list[Checkpoint]]
-    """The checkpoints that are there, in no order."""
+    """Returns the present checkpoints, in no order."""
     path: Callable[[str | None], Path]
-    """Where a checkpoint of this name goes; a new name for None."""
+    """Returns the folder for a checkpoint of this name; None means a new name."""
     warn: Callable[[str], None]
 
 
 class Saver:
-    """What ``Checkpointer`` saves with; ``writer`` is the thread that writes in the background.
+    """Saves checkpoints for a ``Checkpointer``; ``writer`` is the thread that writes in the background.
 
-    Saving, holding and publishing are to be called on every rank; the others act on the rank that writes.
+    ``save``, ``hold`` and ``publish`` must be called on every rank.
     """
 
     def __init__(self, writer: Writer):
@@ -55,7 +55,7 @@ class Saver:
         self._held: PendingCheckpoint | None = None
 
     def settle(self) -> Checkpoint | None:
-        """Wait until nothing is being written; gives what the last save left, None if a full disk refused it."""
+        """Wait until nothing is being written; return the last checkpoint, or None if the disk was full."""
         self._writer.settle()
         return self._saved
 
@@ -63,11 +63,11 @@ class Saver:
         self, source: Source, meta: dict[str, Any], end_of_epoch: bool, name: str | None, verbosity: int, *,
         background: bool, tidy: Callable[[], None] | None = None, keys: Sequence[str] = (),
     ) -> Checkpoint | None:
-        """Save every recoverable; gives the checkpoint on rank 0, None elsewhere (and after a warning).
+        """Save every recoverable; return the checkpoint on rank 0, and None elsewhere or after a warning.
 
         background : return once the state is copied
-        tidy : what is done on rank 0 once it stands
-        keys : of meta files, which ``tidy`` goes by: one that none has is an error, after saving
+        tidy : called on rank 0 after saving, to delete other checkpoints
+        keys : meta keys that ``tidy`` uses; a key that no checkpoint has is an error, raised after saving
         """
         pending: PendingCheckpoint | None = None  # stays None on the other ranks
 
@@ -103,15 +103,15 @@ class Saver:
                 saved = ranks.run_on_main(finish)
             elif pending is not None:
                 self._writer.start(finish)
-            if complaint is not None:  # the epoch's work is safe; nothing was deleted by a wrong key
+            if complaint is not None:  # the epoch is saved, and nothing was deleted by a wrong key
                 ranks.run_on_main(self.settle)
                 ranks.raise_on_main(complaint)
         return pending.result if pending is not None and saved else None
 
     def hold(self, source: Source, meta: Mapping[str, Any]) -> None:
-        """Take the state as it is now, for a mid-epoch checkpoint that may be needed: see ``publish``.
+        """Hold the present state for a mid-epoch checkpoint that ``publish`` may write later.
 
-        Tensors are not copied: until then nothing may change them. A disk that refuses it is no error.
+        Tensors are not copied, so nothing may change them until ``publish`` or ``drop``. A full disk is no error.
         """
         self.drop()
         pending: PendingCheckpoint | None = None
@@ -135,7 +135,7 @@ class Saver:
         self._held = None if refused else pending
 
     def publish(self, source: Source) -> Checkpoint | None:
-        """Let the checkpoint that is held appear; None where none is."""
+        """Write and publish the held state, and return the checkpoint; None if nothing is held."""
 
         def write() -> Checkpoint | None:
             self.settle()
@@ -149,7 +149,7 @@ class Saver:
         return ranks.run_on_main(write)
 
     def drop(self) -> None:
-        """Forget the checkpoint that is held, if one is."""
+        """Discard the held state, if there is one."""
         if self._held is not None:
             self._held.discard()
             self._held = None
@@ -183,7 +183,7 @@ class Saver:
         return True
 
     def _failed(self, source: Source, pending: PendingCheckpoint, error: Exception) -> None:
-        """Warn and let training go on, or raise."""
+        """Handle a failed save: warn, or raise if the checkpoint was important or too many failed."""
         self._saved = None
         needed = pending.needed()
         pending.discard()
@@ -195,22 +195,22 @@ class Saver:
         self._failures += 1
         if pending.end_of_epoch or self._failures >= PATIENCE:
             raise told from error
-        logger.warning("%s. Training goes on; the %d. time in a row ends it (this is the %d.)",
+        logger.warning("%s. Training continues; after %d such failures in a row it ends (this is number %d).",
                        told.message, PATIENCE, self._failures)
 
 
 def _times(source: Source, end_of_epoch: bool) -> dict[str, Any]:
-    """What every meta file holds. The newest has the latest time, also when the clock was set back meanwhile."""
+    """Return the meta data of every checkpoint, with a time later than all others, even if the clock was set back."""
     latest = max((ckpt.meta["unixtime"] for ckpt in source.standing()), default=0.0)
     return {"unixtime": max(time.time(), latest + 0.001), "end-of-epoch": end_of_epoch}
 
 
 def _call_hooks(source: Source, folder: Path, pending: PendingCheckpoint | None, copy: str | None) -> OSError | None:
-    """Collect states and run the hooks that write files themselves; a disk's refusal is returned.
+    """Collect states and run hooks that write files themselves; return the error of a full disk.
 
-    copy: what of a state dict is copied, see ``PendingCheckpoint.add``
+    copy : see ``PendingCheckpoint.add``
 
-    After a refusal the other hooks still run: other ranks may wait for this one inside them.
+    After such an error the other hooks still run, because other ranks may wait for this one inside them.
     """
     refusal = None
     for name, obj in source.recoverables.items():
@@ -238,5 +238,5 @@ def _call_hook(
     elif getattr(hook, "__code__", None) is not _MAIN_ONLY:
         hook(obj, path)
     elif ranks.is_main():
-        with MainProcessContext():  # not the wrapper's broadcast: the others would hang if this raised
+        with MainProcessContext():  # without the wrapper's broadcast, in which others would hang if this raised
             hook.__wrapped__(obj, path)

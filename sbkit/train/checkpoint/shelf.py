@@ -1,4 +1,4 @@
-"""Which checkpoints stand in a folder, and which of them matter most."""
+"""The checkpoints in a folder, and their order of importance."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Importance = Callable[[Checkpoint], Any]
 
 
 def standing(folders: Iterable[Path]) -> tuple[list[Checkpoint], dict[Path, str]]:
-    """The checkpoints in these folders, and why the others can't even be listed."""
+    """Return the checkpoints in these folders, and for unreadable ones the reason."""
     found, unreadable = [], {}
     for path in folders:
         try:
@@ -26,7 +26,7 @@ def standing(folders: Iterable[Path]) -> tuple[list[Checkpoint], dict[Path, str]
         except ValueError as error:
             unreadable[path] = str(error)
         except FileNotFoundError:
-            continue  # deleted by another process since it was listed
+            continue  # another process deleted it after it was listed
     return found, unreadable
 
 
@@ -34,7 +34,7 @@ def ranked(
     ckpts: Iterable[Checkpoint], importance_key: Importance | None = None, max_key: str | None = None,
     min_key: str | None = None, ckpt_predicate: Predicate | None = None,
 ) -> list[Checkpoint]:
-    """The most important first, of equals the newest; with a key, only those that have it."""
+    """Sort checkpoints by importance and then by time; with a key, keep only those that have it."""
     if sum(map(bool, (importance_key, max_key, min_key))) > 1:
         raise ValueError("Must specify only one of 'importance_key', 'max_key', and 'min_key'.")
     newest_first = sorted(filter(ckpt_predicate, ckpts), key=ckpt_recency, reverse=True)
@@ -48,7 +48,7 @@ def ranked(
 def orders(
     min_keys: Iterable[str], max_keys: Iterable[str], importance_keys: Iterable[Importance]
 ) -> list[dict[str, Any]]:
-    """Arguments for ``ranked``, one for each way in which checkpoints are to be compared."""
+    """Return arguments of ``ranked`` for each criterion."""
     return [
         *({"min_key": key} for key in min_keys), *({"max_key": key} for key in max_keys),
         *({"importance_key": key} for key in importance_keys),
@@ -58,19 +58,19 @@ def orders(
 def unknown_key(
     folder: Path, keys: Iterable[str], metas: Sequence[Mapping[str, Any]]
 ) -> CheckpointError | None:
-    """The error for the first of ``keys`` that no meta file has; None if all are known."""
+    """Return the error for the first of ``keys`` that no meta file has; None if all are known."""
     unknown = next((key for key in keys if not any(key in meta for meta in metas)), None)
     if unknown is None:
         return None
     there = sorted({key for meta in metas for key in meta} - {"unixtime", "end-of-epoch"})
     return CheckpointError(
         f"no checkpoint in {folder} has {unknown!r} in its {METAFNAME}",
-        hint=f"the keys there are: {', '.join(there) or 'none'}",
+        hint=f"existing keys: {', '.join(there) or 'none'}",
     )
 
 
 def _rank(metric: Any, sign: int) -> float:
-    """What to sort by: no number, or NaN, is the worst there is."""
+    """Return the sort key of a metric; NaN and values that are no number come last."""
     if not isinstance(metric, (int, float)) or math.isnan(metric):
         return -math.inf
     return sign * metric

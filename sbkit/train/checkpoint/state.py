@@ -1,4 +1,4 @@
-"""States into and out of a checkpoint: copied off the device, loaded, compared with the model."""
+"""States of recoverables: copying them off the device, loading them, and comparing them with a model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from sbkit.errors import SbkitError, first_line, summary
 from sbkit.train.checkpoint.files import CheckpointError
 
 Hook = Callable[..., Any]  # saves an object to a path, or loads it
-TENSORS = (torch_save, torch_save_once_per_node)  # the hooks that only save a state dict
+TENSORS = (torch_save, torch_save_once_per_node)  # hooks that only save a state dict
 NAMED = 5  # how many keys of each kind an error lists
 
 
@@ -36,7 +36,7 @@ NAMED = 5  # how many keys of each kind an error lists
 
 
 def hook_for(obj: Any, custom: Hook | None, defaults: Mapping[type, Hook], verb: str) -> Hook:
-    """What saves or loads an object, by SpeechBrain's rules."""
+    """Return the hook that saves or loads an object, by SpeechBrain's rules."""
     hook = custom or get_default_hook(obj, defaults)
     if hook is None:
         raise RuntimeError(f"Don't know how to {verb} {type(obj)}. Register default hook or add custom hook "
@@ -45,20 +45,20 @@ def hook_for(obj: Any, custom: Hook | None, defaults: Mapping[type, Hook], verb:
 
 
 def outside(recoverables: Mapping[str, Any]) -> list[str]:
-    """Warnings that name modules inside a recoverable with state where its state dict does not look."""
+    """Return warnings about modules in recoverables that have state outside of the state dict."""
     known = set(map(id, recoverables.values()))
     found = []
     for name, obj in recoverables.items():
         for path, module in obj.named_modules() if isinstance(obj, torch.nn.Module) else ():
             hook = get_default_hook(module, DEFAULT_SAVE_HOOKS)
             if path and hook not in TENSORS and id(module) not in known:
-                found.append(f"{name}.{path} ({type(module).__name__}) keeps state that is not in the state "
-                             f"dict of {name!r} and so not saved: add it to the recoverables")
+                found.append(f"{name}.{path} ({type(module).__name__}) has state that is not in the state dict of "
+                             f"{name!r} and so is not saved: add it to the recoverables")
     return found
 
 
 def unsaved(recoverables: Mapping[str, Any], objects: Mapping[str, Any]) -> list[str]:
-    """Names of objects with state of their own to save that are no recoverables."""
+    """Return the names of objects with state to save that are not among the recoverables."""
     known = set(map(id, recoverables.values()))
     hooks = {name: get_default_hook(obj, DEFAULT_SAVE_HOOKS) for name, obj in objects.items()
              if not isinstance(obj, type) and id(obj) not in known}
@@ -69,12 +69,12 @@ def unsaved(recoverables: Mapping[str, Any], objects: Mapping[str, Any]) -> list
 
 
 def snapshot(state: Any, tensors: bool = True) -> tuple[Any, Callable[[], None]]:
-    """Copy a state to the CPU as it is now; returns the copy and what must be called before reading it.
+    """Copy a state to the CPU; return the copy, and a function to call before reading it.
 
-    tensors: False copies all but them
+    tensors : whether to copy tensors, too
 
-    From a GPU the copies go to pinned memory in stream order: training may change the weights right
-    away, and nothing waits but the thread that calls the second result.
+    Copies from a GPU go to pinned memory in stream order. So training may change the weights right away, and only the
+    caller of the returned function waits.
     """
     copies: dict[tuple[Any, ...], torch.Tensor] = {}
     devices: set[torch.device] = set()
@@ -94,13 +94,13 @@ def snapshot(state: Any, tensors: bool = True) -> tuple[Any, Callable[[], None]]
         if isinstance(value, torch.Tensor):
             if value.layout != torch.strided or type(value) not in (torch.Tensor, torch.nn.Parameter):
                 return tensor(value)
-            # tied weights stay one tensor in the file, as torch.save would keep them
+            # tied weights stay one tensor in the file, as with torch.save
             key = (value.data_ptr(), value.device, value.shape, value.stride(), value.dtype)
             if value.numel() == 0 or key not in copies:
                 copies[key] = tensor(value)
             return copies[key]
         if isinstance(value, dict):
-            new = copy.copy(value)  # keeps an OrderedDict one, with its _metadata
+            new = copy.copy(value)  # keeps the class, and the _metadata of an OrderedDict
             for name, item in value.items():
                 new[name] = walk(item)
             return new
@@ -125,7 +125,7 @@ def snapshot(state: Any, tensors: bool = True) -> tuple[Any, Callable[[], None]]
 
 
 def size_of(state: Any) -> int:
-    """Bytes of the tensors in a state."""
+    """Return the size of the tensors in a state, in bytes."""
     if isinstance(state, torch.Tensor):
         return state.numel() * state.element_size()
     if isinstance(state, Mapping):
@@ -140,10 +140,9 @@ def size_of(state: Any) -> int:
 
 @contextlib.contextmanager
 def plain_numbers() -> Iterator[None]:
-    """Let ``torch.load(weights_only=True)`` take numpy numbers and arrays, which hold data and no code.
+    """Let ``torch.load(weights_only=True)`` load numpy numbers and arrays inside this context: they contain no code.
 
-    A scheduler that remembers losses as numpy floats saves without complaint; without this, its file
-    would be refused at the resume.
+    A scheduler that stores losses as numpy floats could otherwise be saved, but not loaded.
     """
     rebuild: Any = np.array(0.0).__reduce__()[0]
     scalar: Any = np.float64(0).__reduce__()[0]
@@ -153,7 +152,7 @@ def plain_numbers() -> Iterator[None]:
 
 
 def load_file(path: str | os.PathLike[str], *, lazily: bool = False) -> Any:
-    """A state from a file, on the CPU; only tensors, numbers and containers are let in, never code.
+    """Load a state from a file to the CPU; only tensors, numbers and containers, so no code can run.
 
     lazily : read values when they are used, from a file that stays as it is until then
     """
@@ -169,11 +168,11 @@ def load_file(path: str | os.PathLike[str], *, lazily: bool = False) -> Any:
 
 
 class NotLoaded(CheckpointError):
-    """A file that its loader refuses, for whatever reason."""
+    """Raised if a file can't be loaded by its hook."""
 
 
 def load_recoverable(obj: Any, name: str, path: Path, hook: Hook, end_of_epoch: bool) -> None:
-    """Load one recoverable with its hook; what the hook raises is said with the file's name."""
+    """Load one recoverable with its hook; errors of the hook name the file."""
     try:
         if hook is torch_recovery:
             load_state(obj, path, name)
@@ -187,7 +186,7 @@ def load_recoverable(obj: Any, name: str, path: Path, hook: Hook, end_of_epoch: 
 
 
 def load_state(obj: Any, path: str | Path, name: str) -> None:
-    """Load a state dict into a module, optimizer, scheduler or scaler; one that doesn't fit is an error."""
+    """Load a state dict into a module, optimizer, scheduler or scaler, or raise an error if it does not fit."""
     state = load_file(path)
     if isinstance(state, dict):
         state = hook_on_loading_state_dict_checkpoint(state)
@@ -213,21 +212,21 @@ def _load_attributes(obj: Any, path: str | Path, end_of_epoch: bool) -> None:
     vars(obj).update(load_file(path))
 
 
-# SpeechBrain gives this one a way to save and none to load: a resume would end in an error
+# SpeechBrain can save this one but not load it, so a resume would fail
 DEFAULT_LOAD_HOOKS.setdefault(InverseSquareRootScheduler, _load_attributes)
 
 
 def other_model(path: str | Path, name: str, found: str) -> CheckpointError:
-    """The error for a checkpoint that belongs to another model."""
+    """Return the error for a checkpoint that belongs to another model."""
     path = Path(path)
     return CheckpointError(
         f"{path.parent} is a checkpoint of another model: {name!r} ({path.name}) differs: {found}",
-        hint="go back to the YAML this run began with, or start a new output_folder",
+        hint="use the recipe that this run started with, or another output_folder",
     )
 
 
 def differences(own: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
-    """What keeps ``saved`` from being loaded where ``own`` is the state dict; empty if nothing.
+    """Describe why ``saved`` can't be loaded into an object with the state dict ``own``; empty if it can.
 
     >>> differences({"a": torch.zeros(2, 3)}, {"a": torch.zeros(4, 3)})
     '1 of another shape (a: 4x3 saved, 2x3 here)'
@@ -251,7 +250,7 @@ def _group_differences(optimizer: torch.optim.Optimizer, state: Any) -> str:
     here = [len(group["params"]) for group in optimizer.param_groups]
     saved = [len(group["params"]) for group in state["param_groups"]]
     if here != saved:
-        return f"it has parameter groups of {saved} tensors, here they are of {here}"
+        return f"its parameter groups have {saved} tensors, and {here} here"
     params = [param for group in optimizer.param_groups for param in group["params"]]
     order = [index for group in state["param_groups"] for index in group["params"]]
     shapes = []
@@ -264,8 +263,8 @@ def _group_differences(optimizer: torch.optim.Optimizer, state: Any) -> str:
 
 
 def _is_like_param(key: Any, value: Any) -> bool:
-    # Adam's moments and SGD's momentum have the parameter's shape; a step count has none, and the
-    # factored or flattened states of other optimizers go by other names
+    # Adam's moments and SGD's momentum have the shape of the parameter. Step counts don't, and the
+    # factored or flattened states of other optimizers have other names.
     return isinstance(value, torch.Tensor) and key in ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 

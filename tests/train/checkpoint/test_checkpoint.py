@@ -199,7 +199,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_one_warning(tmp_path, damage, 
         other.recovered()
     assert same(other.weights(), weights) and other.counter.current == 1
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(warnings) == 1 and "Passing over" in warnings[0], warnings
+    assert len(warnings) == 1 and "Skipping" in warnings[0], warnings
 
 
 def test_a_text_file_that_speechbrain_left_broken_shows_at_loading(tmp_path, caplog):
@@ -230,7 +230,7 @@ def test_all_damaged_is_an_error_and_not_a_start_from_scratch(tmp_path):
     (run.newest() / "CKPT.yaml").write_text("")
     with pytest.raises(SbkitError, match="can be used") as error:
         Run(tmp_path).recovered()
-    for part in ("CKPT.yaml is empty", "model.ckpt does not have the checksum", "from scratch"):
+    for part in ("CKPT.yaml is empty", "model.ckpt does not match its checksum", "from scratch"):
         assert part in str(error.value)
 
 
@@ -287,7 +287,7 @@ def test_another_optimizer_is_said(tmp_path):
     Run(tmp_path).epoch()
     other = Run(tmp_path)
     other.checkpointer.recoverables["optimizer"] = torch.optim.AdamW(other.model[0].parameters())
-    with pytest.raises(SbkitError, match=r"'optimizer' .*groups of \[4\] tensors, here they are of \[2\]"):
+    with pytest.raises(SbkitError, match=r"'optimizer' .*groups have \[4\] tensors, and \[2\] here"):
         other.recovered()
 
 
@@ -298,7 +298,7 @@ def test_what_the_checkpoint_lacks_is_said_unless_optional(tmp_path, caplog):
     with pytest.raises(SbkitError, match=r"holds nothing for 'ema', only for counter, model, optimizer"):
         other.recovered()
     other.checkpointer.add_recoverable("ema", torch.nn.Linear(1, 1), optional_load=True)
-    assert other.recovered() is not None and "holds nothing for 'ema', which starts afresh" in caplog.text
+    assert other.recovered() is not None and "holds nothing for 'ema', which keeps its initial state" in caplog.text
 
 
 def test_code_in_a_file_is_never_run(tmp_path):
@@ -317,7 +317,7 @@ def test_a_metric_that_no_meta_file_has_lists_those_there_are(tmp_path):
     run = Run(tmp_path)
     run.epoch(WER=1.0, loss=2.0)
     for how in ({"min_key": "PER"}, {"max_key": "PER"}):
-        with pytest.raises(SbkitError, match=r"has 'PER' in its CKPT.yaml; the keys there are: WER, loss"):
+        with pytest.raises(SbkitError, match=r"has 'PER' in its CKPT.yaml; existing keys: WER, loss"):
             run.recovered(**how)
 
 
@@ -367,7 +367,7 @@ def test_best_and_last_and_every_third_are_kept(tmp_path, asynchronous):
 
 def test_keeping_every_few_epochs_needs_an_epoch(tmp_path):
     ckpt = Checkpointer(tmp_path, {"model": torch.nn.Linear(1, 1)})
-    with pytest.raises(SbkitError, match="needs to know the epoch"):
+    with pytest.raises(SbkitError, match="needs the epoch"):
         ckpt.save_and_keep_only(keep_every=2)
     ckpt.save_and_keep_only(meta={"epoch": 2}, keep_every=2)
     ckpt.save_and_keep_only(meta={"epoch": 3}, keep_every=2)

@@ -47,7 +47,7 @@ def test_files_in_folders_are_summed_too(tmp_path):
     lock.close()
     assert files.damage(path) is None
     (path / "lm.ckpt" / "weights").write_bytes(b"x" * 9 + b"y")
-    assert files.damage(path) == "lm.ckpt/weights does not have the checksum it was written with"
+    assert files.damage(path) == "lm.ckpt/weights does not match its checksum"
 
 
 @given(data=st.binary(min_size=1, max_size=2000), where=st.floats(0, 0.999), bit=st.integers(0, 7))

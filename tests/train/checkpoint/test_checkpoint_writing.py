@@ -231,7 +231,7 @@ def test_in_mid_epoch_training_goes_on_twice_and_ends_the_third_time(
 
     for _ in range(2):
         assert save()[1] is None
-    assert caplog.text.count("Training goes on") == 2 and "there is no earlier one" in caplog.text
+    assert caplog.text.count("Training continues") == 2 and "there is no earlier one" in caplog.text
     disk.full = False
     assert save()[1] is not None
     disk.full = True
@@ -287,7 +287,7 @@ def test_a_hook_that_writes_for_itself_may_meet_the_full_disk_too(tmp_path, mode
 
     ckpt = checkpointer(tmp_path, model)
     ckpt.add_recoverable("other", object(), custom_save_hook=full, custom_load_hook=lambda *a: None)
-    assert ckpt.save_checkpoint(end_of_epoch=False) is None and "Training goes on" in caplog.text
+    assert ckpt.save_checkpoint(end_of_epoch=False) is None and "Training continues" in caplog.text
     with pytest.raises(SbkitError, match="No space left"):
         ckpt.save_checkpoint()
     assert shown(tmp_path) == []

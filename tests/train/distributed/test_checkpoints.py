@@ -140,7 +140,7 @@ def full(folder, where, asynchronous, end_of_epoch):
         ckpt.custom_save_hooks["model"] = lambda obj, path: None
     for _ in range(1 if end_of_epoch else 2):
         ckpt.save_checkpoint(end_of_epoch=end_of_epoch)
-    return ckpt.wait(), sum("Training goes on" in line for line in logged)
+    return ckpt.wait(), sum("Training continues" in line for line in logged)
 
 
 PLACES = ["write", "main's hook", "a hook of rank 1"]
@@ -168,7 +168,7 @@ def recover(folder, **how):
 def test_errors_in_recovery_are_said_once(tmp_path):
     results(rounds, tmp_path, True)
     first, second = outcomes(wrong_key, tmp_path)
-    assert "the keys there are: WER" in str(first.error) and isinstance(second.error, PeerFailed)
+    assert "existing keys: WER" in str(first.error) and isinstance(second.error, PeerFailed)
 
 
 def wrong_key(folder):
