@@ -1,4 +1,4 @@
-"""Between two optimizer steps: what all ranks decide together, from what the steps before have shown."""
+"""Decisions of all ranks between two optimizer steps: saving, stopping, and examining steps that failed."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ logger = logging.getLogger(__name__)
 
 
 class NotFinite(SbkitError, ValueError):
-    """Losses or gradients were NaN or infinite more often than ``nonfinite_patience`` allows."""
+    """Raised when losses or gradients were NaN or infinite in more than ``nonfinite_patience`` steps of an epoch."""
 
     exit_code = 1
 
 
 class Between:
-    """Counts finished steps in, saves, stops and looks into steps that were not finite.
+    """Runs between steps: records their values, saves, stops, and examines steps that were not finite.
 
     Arguments
     ---------
-    hooks: the Brain's limits, and what hears of each step
-    stepper: whose steps these are
-    save: writes a checkpoint in the middle of an epoch
+    hooks : the Brain's limits, and its hook for each step
+    stepper : computes the steps
+    save : writes a checkpoint in the middle of an epoch
     """
 
     def __init__(self, hooks: Decides, stepper: Stepper, save: Callable[[], None]):
@@ -48,11 +48,11 @@ class Between:
         self._saved_at, self._batches = time.monotonic(), 0
 
     def start_epoch(self) -> None:
-        """Count from here to the next checkpoint in the middle of an epoch."""
+        """Start the interval to the next checkpoint in the middle of an epoch."""
         self._saved_at, self._batches = time.monotonic(), 0
 
     def flags(self) -> dict[str, bool]:
-        """What this rank has to tell the others with this step."""
+        """Return the flags that this rank raises with this step."""
         minutes = (time.monotonic() - self._saved_at) / 60
         due = ranks.is_main() and 0 < self.hooks.ckpt_interval_minutes < minutes
         return {"stop": self.asked_to_stop, "save": due, "look": self.stepper.forward_state.surprise,
@@ -60,7 +60,7 @@ class Between:
 
     @property
     def asked_to_stop(self) -> bool:
-        """Whether this rank was sent a signal."""
+        """Whether this rank has received a stop signal."""
         return self.signals is not None and self.signals.signum is not None
 
     def batch(self) -> None:
@@ -68,27 +68,27 @@ class Between:
         self._batches += 1
 
     def step(self, facts: list[Facts], flags: dict[str, bool] | None = None) -> None:
-        """After an optimizer step, on every rank.
+        """Act on an optimizer step; all ranks must call it.
 
-        facts: of steps before, the same ones on all ranks
-        flags: raised on any rank; None: they came with the facts
+        facts : values of previous steps, the same steps on all ranks
+        flags : flags raised on any rank; None: they are in the facts
         """
         raised = self.act_on(facts) if flags is None else {**self.act_on(facts), **flags}
         guard.poll()
         if raised["look"]:
             self.stepper.buffers.look()
-        if raised["graph"] and not self.stepper.wrap.searches:  # on a card, the step before tells of it once more
+        if raised["graph"] and not self.stepper.wrap.searches:  # on a GPU, the previous step raises it again
             self.search()
         if raised["stop"]:
             self.leave()
         due = 0 < self.hooks.ckpt_interval_steps <= self._batches
         if self.hooks.checkpointer is not None:
-            self.hooks.checkpointer.look()  # a run that can't save should end now, not an epoch later
+            self.hooks.checkpointer.look()  # raises now if a save has failed, not an epoch later
             if due or raised["save"]:
                 self.save()
 
     def act_on(self, facts: list[Facts]) -> dict[str, bool]:
-        """Count finished steps in, look into what was not finite; tells which flags were raised."""
+        """Record steps, examine those that were not finite, and return which flags were raised."""
         raised = dict.fromkeys(FLAGS, False)
         for fact in facts:
             self._count_in(fact)
@@ -106,11 +106,11 @@ class Between:
         self.hooks.close_step(fact)
 
     def not_finite(self, fact: Facts) -> None:
-        """Name the culprit; end the run when there were too many."""
+        """Report the cause of a step that was not finite, and end the run if there were too many."""
         hooks, state = self.hooks, self.state
         state.nonfinite_count += 1
         what = "gradient" if math.isfinite(fact.total) else "loss"
-        told = f"its {what} is not finite (fsdp: no rank can look for the culprit on its own)"
+        told = f"its {what} is not finite (with fsdp, a rank can't examine it alone)"
         if not any(map(is_sharded, hooks.modules.values())):
             with self.stepper.budget.pause(), hooks.no_sync():
                 told = culprit.report(
@@ -119,15 +119,15 @@ class Between:
                     lr=self.stepper.learning_rate, late=fact.late,
                 )
         if ranks.is_main():
-            logger.warning("Step %d was skipped, number %d in this epoch (nonfinite_patience puts up with %d):\n%s",
+            logger.warning("Step %d was skipped, number %d in this epoch (nonfinite_patience allows %d):\n%s",
                            fact.number, state.nonfinite_count, hooks.nonfinite_patience, told)
         if state.nonfinite_count > hooks.nonfinite_patience:
             ranks.raise_on_main(NotFinite(
                 f"the {what} of {state.nonfinite_count} steps of this epoch was not finite",
-                hint="see the reports above; nonfinite_patience sets how many are put up with"))
+                hint="see the reports above; nonfinite_patience sets how many are allowed"))
 
     def search(self) -> None:
-        """Some backward reached other parameters than the first step did: from here on each one looks for them."""
+        """Search for unused parameters in each backward from now on, since they differ from those of the first step."""
         wrap = self.stepper.wrap
         names = sorted({name for part in ranks.gather_objects(sorted(wrap.changed)) for name in part})
         self.state.graph_changes = True
@@ -135,24 +135,24 @@ class Between:
         if ranks.is_main():
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             logger.warning(
-                "The loss reaches other parameters than in the first step (%s%s): from here on each backward looks for "
-                "what it does not reach, which makes it wait for the device; --find_unused_parameters does so from the "
-                "start", ", ".join(name.removeprefix("owned.") for name in names[:3]), more)
+                "The loss uses other parameters than in the first step (%s%s): from now on each backward searches for "
+                "unused parameters, which makes it wait for the device; --find_unused_parameters does so from the start",
+                ", ".join(name.removeprefix("owned.") for name in names[:3]), more)
 
     def save(self) -> None:
-        """An intra-epoch checkpoint, with everything that has been computed so far counted in."""
+        """Save a checkpoint in the middle of the epoch, after recording all steps so far."""
         with self.stepper.budget.pause():
             self.act_on(self.stepper.steps.facts(wait=True))
-            guard.poll(wait=True)  # nothing learnt from a label outside its table is saved
+            guard.poll(wait=True)  # raises now if a label was invalid, so that nothing learnt from it is saved
             self.stepper.buffers.look()
             self._write()
         self.start_epoch()
 
     def hold(self) -> None:
-        """At the end of an epoch's training: what to save should a signal come before the epoch has ended.
+        """Hold the state at the end of an epoch's training, to save it if a signal arrives before the epoch ends.
 
-        A run that goes on from there repeats what follows, ``on_stage_end`` of the training first, from the
-        same state and random numbers. Where each rank has but a part of the model it would take a whole save.
+        A resumed run repeats what follows, from ``on_stage_end`` of the training on, with the same random numbers. With
+        a sharded model nothing is held, as that would take a complete save.
         """
         checkpointer = self.hooks.checkpointer
         if checkpointer is not None and not any(map(is_sharded, checkpointer.recoverables.values())):
@@ -160,7 +160,7 @@ class Between:
 
     @contextlib.contextmanager
     def letting_go(self) -> Iterator[None]:
-        """An error within it lets go of the checkpoint that is held: this process may start the run once more."""
+        """Discard the held state if an error leaves this context, because this process may start the run again."""
         try:
             yield
         except BaseException:
@@ -169,7 +169,7 @@ class Between:
             raise
 
     def leave(self) -> None:
-        """Save and end, because some rank was sent a signal."""
+        """Save a checkpoint and end the run, after a signal to any rank."""
         own = None if self.signals is None else self.signals.signum
         signum = next(each for each in ranks.gather_objects(own) if each is not None)
         saved = None

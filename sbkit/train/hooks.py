@@ -1,4 +1,4 @@
-"""What each part of training asks of a Brain: SpeechBrain's public contract, cut into the pieces that are needed."""
+"""Protocols: the parts of SpeechBrain's Brain that each part of training uses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sbkit.train.keys import TrainKeys
 
 
 class Computes(Protocol):
-    """Makes a loss of a training batch."""
+    """Computes the loss of a training batch."""
 
     training_ctx: contextlib.AbstractContextManager[Any]
 
@@ -22,7 +22,7 @@ class Computes(Protocol):
 
 
 class Steps(Computes, Protocol):
-    """Has parameters, and optimizers that update them."""
+    """Has parameters, and the optimizers that update them."""
 
     modules: torch.nn.ModuleDict
     hparams: Any
@@ -41,7 +41,7 @@ class Steps(Computes, Protocol):
 
 
 class Evaluates(Protocol):
-    """Evaluates batches, and acts on what a pass over a set came to."""
+    """Evaluates batches, and handles the result of a whole set."""
 
     modules: torch.nn.ModuleDict
     hparams: Any
@@ -62,7 +62,7 @@ class Evaluates(Protocol):
 
 
 class Trains(Steps, Evaluates, Protocol):
-    """Fits micro-batches between the hooks of an epoch."""
+    """Trains on micro-batches, with hooks around an epoch."""
 
     compiled: bool
     grad_accumulation_factor: int
@@ -79,7 +79,7 @@ class Trains(Steps, Evaluates, Protocol):
 
 
 class Decides(Steps, Protocol):
-    """Says when to save, how many bad steps are too many, and hears of each step."""
+    """Sets when to save and how many skipped steps to accept, and is told of each step."""
 
     keys: TrainKeys
     checkpointer: Any
@@ -91,7 +91,7 @@ class Decides(Steps, Protocol):
 
 
 class Loads(Protocol):
-    """Makes loaders of datasets."""
+    """Makes data loaders from datasets."""
 
     keys: TrainKeys
     device: str

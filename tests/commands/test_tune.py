@@ -42,7 +42,7 @@ def test_a_command_tunes_once_for_each_amount_of_memory(tmp_path, monkeypatch, c
     assert cli.main(["tune", str(SMALL)]) == 0
     out = capsys.readouterr().out
     assert out.splitlines()[3].split() == ["up", "to", "4.0", "s", "10", "40"]
-    assert "a card with 80 GiB, bf16: --max_batch_seconds 36 (90% of what fitted; the recipe has 30)" in out
+    assert "a card with 80 GiB, bf16: --max_batch_seconds 36 (90% of what fits; the recipe has 30)" in out
     tried = _Fake.tried
     assert cli.main(["tune", str(SMALL)]) == 0
     assert "found before" in capsys.readouterr().err and _Fake.tried == tried
@@ -63,7 +63,7 @@ def test_memory_that_can_not_be_had_is_told(words, told, capsys):
 def test_a_system_that_can_not_bound_memory_is_told(monkeypatch, capsys):
     monkeypatch.setattr(host, "can_bound", lambda: False)
     assert cli.main(["tune", str(SMALL), "--device", "cpu"]) == 2
-    assert "can't bound the memory of a process" in capsys.readouterr().err
+    assert "can't limit the memory of a process" in capsys.readouterr().err
 
 
 @on_linux

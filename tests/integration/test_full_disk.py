@@ -211,7 +211,7 @@ def test_tensorboard_lacks_points_and_goes_on_with_the_metrics(room, caplog):
         metrics.write("step", step=2, loss=1.0)
     metrics.write("step", step=3, loss=1.0)
     metrics.close()
-    assert "TensorBoard lacks some points" in caplog.text and metrics.path.read_text().count("\n") == 3
+    assert "Some points are missing in TensorBoard" in caplog.text and metrics.path.read_text().count("\n") == 3
     assert len(list((room.path / "tensorboard").iterdir())) > 1, "another file once there is room"
 
 
@@ -233,7 +233,7 @@ def test_a_culprit_that_is_not_kept_ends_no_training(room, caplog):
     context = {"step": 3, "rank": 0}
     with room.full():
         culprit._save(room.path / "culprits", torch.nn.Linear(300, 300), [], [], context)
-    assert re.search(rf"The culprit of step 3 is not kept: .* could not be written: {REFUSED}", caplog.text)
+    assert re.search(rf"The culprit of step 3 is not saved: .* could not be written: {REFUSED}", caplog.text)
     assert list((room.path / "culprits").iterdir()) == []
 
 

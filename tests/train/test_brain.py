@@ -170,11 +170,11 @@ def bad_third_step(folder, **options):
 def test_a_report_says_which_weights_it_was_made_with(tmp_path, caplog, monkeypatch):
     toy, told, kept, again = bad_third_step(tmp_path / "at-once")
     assert told["late"] == 0 and torch.equal(kept, toy.after[2]) and "Weights: those of that step." in again
-    assert "It is looked at with" not in caplog.text
+    assert "It is examined with" not in caplog.text
     monkeypatch.setattr("sbkit.train.stepper.Step", Behind)
     toy, told, kept, again = bad_third_step(tmp_path / "late")
     assert told["late"] == 1 and torch.equal(kept, toy.after[3]) and not torch.equal(kept, toy.after[2])
-    assert "Step 3 of epoch 1: the loss is not finite; the step was skipped. It is looked at with the weights after " \
+    assert "Step 3 of epoch 1: the loss is not finite; the step was skipped. It is examined with the weights after " \
            "step 4, 1 step later" in caplog.text
     assert "Weights: those after step 4, 1 step later" in again
 

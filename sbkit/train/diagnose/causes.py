@@ -1,4 +1,4 @@
-"""Likely causes of a loss or gradient that is not finite, in plain words, from what a second look showed."""
+"""Likely causes of a loss or gradient that is not finite, from the findings of running the batch again."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 from sbkit.train.diagnose.inspection import Findings, before, tensors_in
 from sbkit.train.diagnose.saved_batch import utterance_ids
 
-_NEAR_HALF_MAX = 1e4  # fp16 ends at 65504; sums of values like these go beyond
+_NEAR_HALF_MAX = 1e4  # the largest fp16 is 65504, and sums of such values exceed it
 _GROWN = 1e6  # activations of a healthy model stay far below
 
 
 def causes(found: Findings, batch: Any, context: Mapping[str, Any]) -> list[str]:
-    """What probably happened and what to do, most telling first."""
+    """Return what probably happened and what to do, the most certain cause first."""
     ids = utterance_ids(batch)
     told = [
         *_damaged_input(found, ids), *_damaged_model(found), *_silence(batch, ids), *_layer(found),
         *_impossible(found, ids), *_gradient(found, context),
     ]
     if not told and found.what == "nothing":
-        return ["it could not be shown again: the weights have moved since, or an operation is not "
-                "deterministic; if it comes back, try --precision fp32 and a lower learning rate"]
+        return ["it could not be reproduced: the weights have changed since, or an operation is not "
+                "deterministic; if it happens again, try --precision fp32 and a lower learning rate"]
     if not told:
         lr = "" if context.get("lr") is None else f" (now {context['lr']:.2g})"
         return [f"training diverged: lower the learning rate{lr}, warm up for longer, or clip gradients"]
@@ -41,8 +41,8 @@ def _damaged_input(found: Findings, ids: list[str]) -> list[str]:
 def _damaged_model(found: Findings) -> list[str]:
     if not found.parameters:
         return []
-    return [f"parameters are already not finite ({', '.join(list(found.parameters)[:4])}): an earlier update "
-            "did it; resume from an older checkpoint with a lower learning rate or gradient clipping"]
+    return [f"parameters are already not finite ({', '.join(list(found.parameters)[:4])}), because of an earlier "
+            "update; resume from an older checkpoint with a lower learning rate or gradient clipping"]
 
 
 def _layer(found: Findings) -> list[str]:
@@ -51,11 +51,11 @@ def _layer(found: Findings) -> list[str]:
         return []
     if layer.inputs.bad:
         return [] if found.inputs else [
-            f"an operation that is no layer, between {before(found)} and {layer.name}, made it: a division "
-            "by 0, a log or root of 0, or a mask that hides everything"]
+            f"an operation between {before(found)} and {layer.name} that is no layer caused it: a division by 0, "
+            "a log or root of 0, or a mask that hides everything"]
     largest = max(layer.inputs.largest, layer.output.largest)
     if layer.output.dtype == "float16" and largest > _NEAR_HALF_MAX:
-        return [f"fp16 overflow: values reach {largest:.3g} and fp16 ends at 65504; use --precision bf16"]
+        return [f"fp16 overflow: values reach {largest:.3g}, and the largest fp16 is 65504; use --precision bf16"]
     if largest > _GROWN:
         return [f"activations have grown to {largest:.3g}: lower the learning rate or warm up for longer"]
     return []
@@ -68,7 +68,7 @@ def _silence(batch: Any, ids: list[str]) -> list[str]:
         constant = (tensor == tensor[:, :1]).all(1).nonzero().flatten().tolist()
         if constant and tensor.shape[1] > 1:
             who = ", ".join(ids[row] for row in constant[:4])
-            return [f"'{name}' is constant (digital silence) in {who}: a normalisation may divide by its "
+            return [f"'{name}' is constant (digital silence) in {who}: a normalisation may divide by its standard "
                     "deviation of 0"]
     return []
 
@@ -89,10 +89,10 @@ def _gradient(found: Findings, context: Mapping[str, Any]) -> list[str]:
         return []
     told = []
     if context.get("scale", 1.0) > 1.0:
-        told.append(f"the loss scale of {context['scale']:.6g} is too high for fp16: normal while it is "
-                    "being found, and it halves by itself; if it goes on, use --precision bf16")
+        told.append(f"the loss scale of {context['scale']:.6g} is too high for fp16; this is normal at first, since it "
+                    "halves by itself; if it continues, use --precision bf16")
     if found.gradient_first is not None:
-        told.append(f"behind the output of {found.gradient_first} a square root, norm, log or division meets "
-                    "0: its value is finite, its slope is not; add a small epsilon there")
+        told.append(f"after the output of {found.gradient_first} a square root, norm, log or division gets 0: its "
+                    "value is finite, but its gradient is not; add a small epsilon there")
     return told
 

@@ -1,4 +1,4 @@
-"""The culprit report: which utterance, layer and value made a step's loss or gradient not finite, and why."""
+"""The report of a step that was not finite: in which utterance, layer and values, and why."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from sbkit.train.precision import losses_in_fp32
 
 logger = logging.getLogger(__name__)
 
-_MOST_WEIGHTS = 4 << 30  # bytes; a larger model's weights are left to its checkpoints
-_NAMED = 12  # utterances named in the text; the file names all
+_MOST_WEIGHTS = 4 << 30  # bytes; weights of larger models are only in checkpoints
+_NAMED = 12  # utterances named in the text; the file has all
 
 
 class Suspect(NamedTuple):
-    """A micro-batch, and the generators' state (``rng.capture``) from before it was run, if it was kept."""
+    """A micro-batch, and the state of the random generators (``rng.capture``) before it was run, if kept."""
 
     batch: Any
     rng: Mapping[str, torch.Tensor] | None = None
@@ -52,24 +52,24 @@ def report(
     late: int = 0,
     limit: int = 10,
 ) -> str:
-    """Find out why step ``step`` was not finite; every rank calls it, and every rank gets the same text.
+    """Find out why a step was not finite; all ranks must call it, and all get the same text.
 
-    Each of this rank's micro-batches is run once more, looking at every layer. It is not meant to be fast.
-    The model, its gradients and the generators are afterwards as they were. What shows the problem is saved
-    in ``folder/culprits/step-N-rank-R``, for ``sbkit replay``.
+    Runs each of this rank's micro-batches again and examines every layer, which is slow. The model, its gradients and
+    the random generators are restored afterwards. Micro-batches that show the problem are saved in
+    ``folder/culprits/step-N-rank-R``, for ``sbkit replay``.
 
     Arguments
     ---------
-    brain: has ``modules``, ``device``, ``training_ctx``, ``compute_forward`` and ``compute_objectives``; if
-        it has ``utterance_losses(predictions, batch) -> Tensor [B]``, losses are told per utterance
-    folder: the run's
-    suspects: this rank's micro-batches: each a ``Suspect``, a pair like one, or the batch itself
-    what: what was not finite: "loss" or "gradient"
-    scale, sum_scale: what the loss was multiplied by: the loss scale, and what makes it a mean's
-    lr: the learning rate, for the report
-    late: steps that were done since: a card tells of a step when the next one is done, and so the weights that the
-        batch is run with, and that are saved, have moved on by as many
-    limit: how many reports a rank saves in one run
+    brain : has ``modules``, ``device``, ``training_ctx``, ``compute_forward`` and ``compute_objectives``; with
+        ``utterance_losses(predictions, batch) -> Tensor [B]``, the report has the loss of each utterance
+    folder : the folder of the run
+    suspects : this rank's micro-batches: each a ``Suspect``, an equivalent pair, or the batch itself
+    what : what was not finite: "loss" or "gradient"
+    scale, sum_scale : the factors of the loss: the loss scale, and the factor that makes a sum nearly a mean
+    lr : the learning rate, for the report
+    late : the number of steps done since: on a GPU a step's values are known only after the next step, so the batch is
+        run, and saved, with weights that are newer by as many steps
+    limit : the maximum number of reports that a rank saves in one run
     """
     suspects = [_suspect(one) for one in suspects]
     context = {"step": step, "epoch": epoch, "rank": ranks.rank(), "what": what, "scale": scale,
@@ -77,12 +77,12 @@ def report(
                "device": str(brain.device)}
     there = Path(folder) / CULPRITS
     if all(ranks.gather_objects(len(_saved_by(there, ranks.rank())) >= limit)):
-        return f"{_head(context)} {there} describes {limit} such steps already."
+        return f"{_head(context)} {there} already has reports of {limit} such steps."
     accounts = [_account(brain, suspect, micro, context) for micro, suspect in enumerate(suspects)]
     guilty = [one for one in accounts
               if one["counts"] and (one["findings"]["what"] != "nothing" or one["findings"]["error"])]
     shown = ranks.gather_objects(bool(guilty))
-    if not any(shown) and ranks.is_main():  # it can't be shown again; what was run is kept all the same
+    if not any(shown) and ranks.is_main():  # it can't be reproduced; all micro-batches are saved anyway
         guilty = accounts
     if guilty and len(_saved_by(there, ranks.rank())) < limit:
         first = shown.index(True) if any(shown) else 0
@@ -92,7 +92,7 @@ def report(
 
 
 def runner(brain: Any) -> Callable[[Any], Any]:
-    """What ``examine`` runs: a batch's loss as the brain computes it in training, without DDP around it."""
+    """Return a function for ``examine`` that computes the loss of a batch as in training, but without DDP."""
 
     def run(batch: Any) -> Ran:
         with brain.training_ctx:
@@ -107,29 +107,29 @@ def runner(brain: Any) -> Callable[[Any], Any]:
 
 
 def _suspect(one: Any) -> Suspect:
-    """A batch with or without its generators' state; a batch may itself be a pair (inputs, targets)."""
+    """Convert to a ``Suspect``; a batch may itself be a pair (inputs, targets)."""
     if isinstance(one, tuple) and len(one) == 2 and isinstance(one[1], Mapping) and "torch" in one[1]:
         return Suspect(*one)
     return one if isinstance(one, Suspect) else Suspect(one)
 
 
 def _account(brain: Any, suspect: Suspect, micro: int, context: Mapping[str, Any]) -> dict[str, Any]:
-    """One micro-batch run again, in plain JSON."""
-    # The gradients of this look are nobody else's business.
+    """Run a micro-batch again and return the findings as plain JSON."""
+    # These gradients must not be averaged over ranks.
     with brain.no_sync() if hasattr(brain, "no_sync") else contextlib.nullcontext():
         found = examine(runner(brain), brain.modules, suspect.batch, rng=suspect.rng, device=brain.device,
                         scale=context["scale"] * context["sum_scale"])
     ids = utterance_ids(suspect.batch)
     if found.what == "loss" and not found.utterance_losses and not found.error and not ranks.connected():
         found.utterance_losses = alone(brain, suspect)
-    counts = getattr(suspect.batch, "weight", 1.0) != 0  # a stand-in's loss is multiplied by nothing
+    counts = getattr(suspect.batch, "weight", 1.0) != 0  # the loss of a placeholder batch does not count
     return {**context, "micro": micro, "counts": counts, "ids": ids, "bad_ids": bad_ids(found, ids),
             "where": describe(found), "likely": causes(found, suspect.batch, context),
             "findings": {**found.as_dict(), "what": found.what}}
 
 
 def alone(brain: Any, suspect: Suspect) -> list[float]:
-    """The loss of each utterance run by itself, where the batch can be taken apart."""
+    """Return the loss of each utterance run alone, if the batch can be split."""
     singles = [take_row(suspect.batch, row) for row in range(len(utterance_ids(suspect.batch)))]
     if any(single is None for single in singles):
         return []
@@ -137,7 +137,7 @@ def alone(brain: Any, suspect: Suspect) -> list[float]:
 
 
 def bad_ids(found: Findings, ids: Sequence[str]) -> list[str]:
-    """The utterances in which the trouble shows, as far as that can be told."""
+    """Return the ids of utterances with values that are not finite, as far as known."""
     rows: set[int] = set()
     for values in found.inputs.values():
         rows.update(values.rows)
@@ -149,7 +149,7 @@ def bad_ids(found: Findings, ids: Sequence[str]) -> list[str]:
 
 
 def describe(found: Findings) -> str:
-    """Where it shows, in one line."""
+    """Describe in one line where values are not finite."""
     layer = found.first_layer
     if found.error and layer is None:
         return f"running the batch again ended with {found.error}"
@@ -165,25 +165,25 @@ def describe(found: Findings) -> str:
         return f"every layer's output is finite; the loss made of them is {found.loss}"
     if found.what == "gradient":
         names = ", ".join(list(found.gradients)[:4])
-        first = (f"; going backwards it first breaks behind the output of {found.gradient_first}"
+        first = (f"; backward first fails after the output of {found.gradient_first}"
                  if found.gradient_first else "")
         more = ", ..." if found.gradient_count > 4 else ""
         return (f"the loss is {found.loss:.4g}, but the gradients of {found.gradient_count} parameters are "
                 f"not finite ({names}{more}){first}")
     loss = "none" if found.loss is None else f"{found.loss:.4g}"
     norm = "none" if found.gradient_norm is None else f"{found.gradient_norm:.4g}"
-    return f"run again, everything was finite (loss {loss}, gradient norm {norm})"
+    return f"when run again, everything was finite (loss {loss}, gradient norm {norm})"
 
 
 def wrong_values(values: Values) -> str:
-    """"12 nan and 3 inf of 4096 values, float16"."""
+    """Describe values that are not finite: "12 nan and 3 inf of 4096 values, float16"."""
     named = [(values.nan, "nan"), (values.inf, "inf"), (values.minus_inf, "-inf")]
     counts = " and ".join(f"{count} {name}" for count, name in named if count)
     return f"{counts} of {math.prod(values.shape)} values, {values.dtype}"
 
 
 def text(accounts: Sequence[Mapping[str, Any]], context: Mapping[str, Any], there: Path) -> str:
-    """The report that people read; ``there`` is the folder of all culprits."""
+    """Return the report as text; ``there`` is the folder of all culprits."""
     lines = [_head(context)]
     for account in accounts:
         lines.append(f"  rank {account['rank']}, micro-batch {account['micro']}: {account['where']}")
@@ -193,21 +193,21 @@ def text(accounts: Sequence[Mapping[str, Any]], context: Mapping[str, Any], ther
         lines += [f"    likely: {cause}" for cause in account["likely"]]
         saved = there / name_of(account)
         if saved.is_dir():
-            lines.append(f"    saved; look again with: sbkit replay {saved}")
+            lines.append(f"    saved; examine it with: sbkit replay {saved}")
     return "\n".join(lines)
 
 
 def _head(context: Mapping[str, Any]) -> str:
     epoch = "" if context["epoch"] is None else f" of epoch {context['epoch']}"
-    weights = f" It is looked at with the weights {moved(context)}." if context["late"] else ""
+    weights = f" It is examined with the weights {moved(context)}." if context["late"] else ""
     return f"Step {context['step']}{epoch}: the {context['what']} is not finite; the step was skipped.{weights}"
 
 
 def moved(context: Mapping[str, Any]) -> str:
-    """Which weights a report was made with that came late."""
+    """Describe the weights that a late report was made with."""
     late = context["late"]
-    return (f"after step {context['step'] + late}, {late} step{'s' * (late > 1)} later: on a card what a step gave is "
-            "known by then")
+    return (f"after step {context['step'] + late}, {late} step{'s' * (late > 1)} later: on a GPU the values of a "
+            "step are known only then")
 
 
 def _saved_by(there: Path, rank: int) -> list[Path]:
@@ -215,10 +215,12 @@ def _saved_by(there: Path, rank: int) -> list[Path]:
 
 
 def name_of(context: Mapping[str, Any]) -> str:
+    """Return the name of a culprit's folder."""
     return f"step-{context['step']}-rank-{context['rank']}"
 
 
 def some(names: Sequence[str]) -> str:
+    """Join the first names of a long list, and count the others."""
     shown = ", ".join(names[:_NAMED])
     return f"{shown} and {len(names) - _NAMED} more" if len(names) > _NAMED else shown or "(no ids)"
 
@@ -227,9 +229,9 @@ def _save(
     there: Path, modules: torch.nn.Module | None, suspects: Sequence[Suspect],
     accounts: Sequence[Mapping[str, Any]], context: Mapping[str, Any],
 ) -> None:
-    """Write the folder aside and rename it; a full disk costs the report, not the run.
+    """Write a culprit's folder under another name and rename it; a full disk loses the report, but not the run.
 
-    modules: whose weights are kept too, if none of the run are kept yet
+    modules : save their weights, too, if no culprit of the run has any yet
     """
     final, aside = there / name_of(context), None
     try:
@@ -250,19 +252,19 @@ def _save(
         with open(aside / "culprit.json", "w", encoding="utf-8") as out:
             json.dump({**context, "batches": batches, "accounts": _jsonable(accounts)}, out, indent=1)
         aside.chmod(0o755)
-        shutil.rmtree(final, ignore_errors=True)  # of an earlier attempt at the same step
+        shutil.rmtree(final, ignore_errors=True)  # from an earlier attempt at the same step
         aside.rename(final)
     except Exception as error:
-        refused = error if isinstance(error, OSError) else disk.refusal(error)  # safetensors has an error of its own
+        refused = error if isinstance(error, OSError) else disk.refusal(error)  # safetensors has its own error
         if refused is None:
             raise
-        logger.warning("The culprit of step %s is not kept: %s", context["step"], disk.explain(refused, final))
+        logger.warning("The culprit of step %s is not saved: %s", context["step"], disk.explain(refused, final))
         if aside is not None:
             shutil.rmtree(aside, ignore_errors=True)
 
 
 def _weights(modules: torch.nn.Module) -> dict[str, torch.Tensor] | None:
-    """Parameters and buffers by name, once each; None where they are sharded or too large to keep twice."""
+    """Return parameters and buffers by name, each once; None if they are sharded or too large."""
     named = [*modules.named_parameters(), *modules.named_buffers()]
     if any(hasattr(tensor, "to_local") for _, tensor in named):
         return None
@@ -272,7 +274,7 @@ def _weights(modules: torch.nn.Module) -> dict[str, torch.Tensor] | None:
 
 
 def _jsonable(value: Any) -> Any:
-    """JSON has no nan and inf: they become strings."""
+    """Replace nan and inf, which JSON does not have, by strings."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Run a batch once more, looking at every layer: where does the first value that is not finite appear?"""
+"""Inspection of every layer while a batch is run again, to find the first value that is not finite."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from sbkit.train.forward_state import ForwardState
 
 logger = logging.getLogger(__name__)
 
-_MOST_GRADIENTS = 20  # names worth printing; usually one bad value spoils everything before it
+_MOST_GRADIENTS = 20  # names to keep; usually one bad value spoils all gradients before it
 
 
 @dataclass
 class Values:
-    """What a tensor holds. ``low`` and ``high`` are those of its finite values."""
+    """A summary of a tensor's values; ``low`` and ``high`` are of the finite ones."""
 
     dtype: str
     shape: list[int]
@@ -32,8 +32,8 @@ class Values:
     high: float | None
     nan: int = 0
     inf: int = 0
-    minus_inf: int = 0  # told apart, since a mask or a log of 0 may mean it
-    rows: list[int] = field(default_factory=list)  # of the first dimension, those with a bad value
+    minus_inf: int = 0  # counted separately: a mask or a log of 0 may intend it
+    rows: list[int] = field(default_factory=list)  # indices in the first dimension with a bad value
 
     @property
     def bad(self) -> int:
@@ -61,19 +61,19 @@ class Layer:
 
 @dataclass
 class Findings:
-    """What running a batch again showed."""
+    """The result of running a batch again."""
 
     loss: float | None = None
     layers: list[Layer] = field(default_factory=list)
-    first: int | None = None  # into layers: the first whose output is not finite
+    first: int | None = None  # index in layers of the first output that is not finite
     gradient_first: str | None = None  # the layer whose output first got a gradient that is not finite
     gradients: dict[str, Values] = field(default_factory=dict)  # parameters whose gradient is not finite
-    gradient_count: int = 0  # how many of those there are in all
+    gradient_count: int = 0  # the number of such parameters
     gradient_norm: float | None = None
-    parameters: dict[str, Values] = field(default_factory=dict)  # that are themselves not finite
+    parameters: dict[str, Values] = field(default_factory=dict)  # parameters that are not finite
     inputs: dict[str, Values] = field(default_factory=dict)  # tensors of the batch that are not finite
     utterance_losses: list[float] = field(default_factory=list)
-    error: str | None = None  # why it could not be run to its end
+    error: str | None = None  # why the run failed
 
     @property
     def what(self) -> str:
@@ -91,7 +91,7 @@ class Findings:
 
 
 class Ran(NamedTuple):
-    """What running a batch gives: the loss, and that of each utterance [B] where the task can say."""
+    """The loss of a batch, and the loss of each utterance [B] if the task provides it."""
 
     total: torch.Tensor
     utterance_losses: torch.Tensor | None = None
@@ -105,7 +105,7 @@ def losses_alone(
     rng: Mapping[str, torch.Tensor] | None = None,
     device: torch.device | str = "cpu",
 ) -> list[float]:
-    """The loss of each batch, all from the same state of the generators; nan for one that can't be run."""
+    """Return the loss of each batch, starting from the same random state; nan for one that can't be run."""
     losses = []
     with _undisturbed(modules, device), torch.no_grad():
         for batch in batches:
@@ -113,19 +113,19 @@ def losses_alone(
                 rng_state.restore(dict(rng), device)
             try:
                 losses.append(float(run(batch).total))
-            except Exception as error:  # an utterance that alone is too short, say: the others may tell more
+            except Exception as error:  # an utterance may be too short alone; the others still help
                 logger.info("A batch could not be run by itself: %s", error)
                 losses.append(math.nan)
     return losses
 
 
 def before(found: Findings) -> str:
-    """What was still finite right before the first bad layer."""
+    """Name what was still finite right before the first bad layer."""
     return f"the output of {found.layers[found.first - 1].name}" if found.first else "the batch"
 
 
 def measure(tensor: torch.Tensor) -> Values:
-    """A tensor's range and what in it is not finite."""
+    """Return the range of a tensor, and its counts of values that are not finite."""
     flat, dtype, shape = tensor.detach(), str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
     if flat.is_complex():
         flat = torch.view_as_real(flat)
@@ -154,18 +154,18 @@ def examine(
     scale: float = 1.0,
     keep_layers: bool = False,
 ) -> Findings:
-    """Run ``batch`` forward and backward, with nothing changed afterwards.
+    """Run a batch forward and backward and inspect it, without changing the model.
 
-    Buffers, gradients and random generators are put back. The same work is done whatever is found, so that
-    layers which communicate (synchronised normalisation) meet their like on every rank.
+    Buffers, gradients and random generators are restored. The same computations run whatever is found, because layers
+    may communicate with other ranks (synchronised normalisation).
 
     Arguments
     ---------
-    run: batch -> ``Ran``, autocast and all
-    modules: whose layers and parameters are looked at
-    rng: the generators' state before the batch was first run
-    scale: what the loss was multiplied by (fp16)
-    keep_layers: keep all layers, not only those up to the first bad one
+    run : computes ``Ran`` from a batch, including autocast
+    modules : the modules with the layers and parameters to inspect
+    rng : the random state before the batch was first run
+    scale : the loss scale (fp16)
+    keep_layers : keep all layers, not only those up to the first bad one
     """
     found = Findings()
     found.inputs = {name: v for name, t in tensors_in(batch) if (v := measure(t)).bad}
@@ -182,7 +182,7 @@ def examine(
                 if loss.requires_grad:
                     (loss.float() * scale).backward()
                     _look_at_gradients(modules, found, scale)
-            except Exception as error:  # what is being diagnosed may well raise; that is a finding
+            except Exception as error:  # an error is also a finding
                 found.error = summary(error)
     found.first = _first(found)
     if not keep_layers:
@@ -192,7 +192,7 @@ def examine(
 
 
 def _first(found: Findings) -> int | None:
-    """The first broken layer; one with -inf alone only where nothing else explains the loss."""
+    """Return the index of the first bad layer; one with only -inf counts if nothing else explains the loss."""
     broken = [i for i, layer in enumerate(found.layers) if layer.output.broken]
     if not broken and found.what == "loss":
         broken = [i for i, layer in enumerate(found.layers) if layer.output.minus_inf]
@@ -201,8 +201,8 @@ def _first(found: Findings) -> int | None:
 
 @contextlib.contextmanager
 def _eager() -> Iterator[None]:
-    """Compiled modules run as written, or their layers' hooks would not be called."""
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes seconds
+    """Run compiled modules without compilation inside this context, so that hooks are called."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and the import takes seconds
         yield
         return
     with torch.compiler.set_stance("force_eager"):
@@ -216,7 +216,7 @@ class _Watch:
 
 @contextlib.contextmanager
 def _watched(modules: nn.Module, found: Findings) -> Iterator[_Watch]:
-    """Hooks on every module: what comes out, and later what gradient comes back to it."""
+    """Record outputs of all modules inside this context, and the first one with a gradient that is not finite."""
     watch, handles = _Watch(), []
     calls: dict[str, int] = {}
 
@@ -249,7 +249,7 @@ def _watched(modules: nn.Module, found: Findings) -> Iterator[_Watch]:
         for name, module in modules.named_modules():
             if name and not isinstance(module, (nn.ModuleList, nn.ModuleDict)) and (
                     not hasattr(module, "_orig_mod")):
-                # torch.compile puts a name of its own in between.
+                # torch.compile inserts its own name.
                 name = name.replace("_orig_mod.", "").removesuffix("._orig_mod")
                 handles.append(module.register_forward_hook(hook_for(name), with_kwargs=True))
         yield watch
@@ -260,7 +260,7 @@ def _watched(modules: nn.Module, found: Findings) -> Iterator[_Watch]:
 
 @contextlib.contextmanager
 def _undisturbed(modules: nn.Module, device: torch.device | str) -> Iterator[None]:
-    """Put back buffers and other statistics, gradients and generators."""
+    """Restore buffers and other statistics, gradients and random generators on exit."""
     state = ForwardState(modules)
     state.keep()
     gradients = [(parameter, parameter.grad) for parameter in modules.parameters()]
@@ -307,7 +307,7 @@ def _worst(values: Values) -> tuple[int, float]:
 
 
 def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor inside tuples, lists, dicts and batches, with where it is."""
+    """Yield every tensor in tuples, lists, dicts and batches, with its path."""
     if isinstance(value, torch.Tensor):
         yield path, value
     elif isinstance(value, Mapping):

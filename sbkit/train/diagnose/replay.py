@@ -1,4 +1,4 @@
-"""Run a saved culprit again: the same batch, layer by layer, with the values each layer gave."""
+"""Replay of a saved culprit: runs the same batch again and shows the values of each layer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sbkit.train.diagnose.saved_batch import unpack, utterance_ids
 
 
 def find(folder: str | os.PathLike[str]) -> Path:
-    """The culprit's folder: the one given, or the newest of a run."""
+    """Return the given folder if it is a culprit, or the newest culprit of a run."""
     folder = Path(folder)
     if (folder / "culprit.json").is_file():
         return folder
@@ -34,11 +34,11 @@ def find(folder: str | os.PathLike[str]) -> Path:
 
 
 def replay(brain: Any, folder: str | os.PathLike[str], *, weights: bool = True) -> str:
-    """Run the culprit in ``folder`` through ``brain``; what the report said, and a table of all layers.
+    """Run the culprit in ``folder`` through ``brain``; return the report and a table of all layers.
 
-    The brain must be the run's: same YAML, same modules, in the run's precision. The weights of the moment of the
-    report, on a card a step later, are taken from the culprit's folder (``weights=True``) where they were kept;
-    otherwise the brain's are used as they are, those of a checkpoint that is. The text says which.
+    The brain must have the recipe, modules and precision of the run. With ``weights=True`` it gets the weights saved
+    with the report, if there are any (on a GPU they are a step newer than the culprit). Otherwise its own weights are
+    used, such as those of a checkpoint. The text says which.
     """
     folder = find(folder)
     saved = read(folder)
@@ -61,7 +61,7 @@ def _weights(exact: bool, saved: Mapping[str, Any]) -> str:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """A culprit's JSON."""
+    """Read the JSON file of a culprit."""
     try:
         return json.loads((folder / "culprit.json").read_text(encoding="utf-8"))
     except ValueError as error:
@@ -69,7 +69,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def layer_table(layers: list[Layer]) -> str:
-    """Every layer's output, in the order in which it was computed; ``>`` marks those not finite."""
+    """Return a table of layer outputs in the order of computation; ``>`` marks those that are not finite."""
     rows = [
         [">" if layer.output.bad else "", layer.name, layer.kind, layer.output.dtype,
          "x".join(map(str, layer.output.shape)), _value(layer.output.low), _value(layer.output.high),
@@ -109,7 +109,7 @@ def _losses(found: Findings, ids: list[str]) -> list[str]:
 
 
 def _take_weights(modules: torch.nn.Module, folder: Path, saved: Mapping[str, Any]) -> bool:
-    """Load what the step's own folder, or another rank's of the same step, kept."""
+    """Load the weights in this folder, or in another rank's folder of the same step; return whether there were any."""
     kept = sorted(folder.parent.glob(f"step-{saved['step']}-rank-*/model.safetensors"))
     if not kept:
         return False
@@ -118,7 +118,7 @@ def _take_weights(modules: torch.nn.Module, folder: Path, saved: Mapping[str, An
     differing = [name for name in {*held, *own}
                  if name not in held or name not in own or held[name].shape != own[name].shape]
     if differing:
-        raise SbkitError(f"the culprit was saved by another model: {some(sorted(differing))} differ",
+        raise SbkitError(f"the culprit belongs to another model: {some(sorted(differing))} differ",
                          hint="replay it with the hyperparams.yaml of its run")
     with torch.no_grad():
         for name, tensor in own.items():

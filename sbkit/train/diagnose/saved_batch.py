@@ -1,4 +1,4 @@
-"""A batch of any kind as JSON and tensors, and back: what a culprit folder holds instead of a pickle."""
+"""Conversion of any batch to JSON and tensors and back, to save it in a culprit folder without a pickle."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import torch
 
 from sbkit.errors import SbkitError
 
-# Rebuilding an object means naming its class; nothing outside these is imported for a name in a file.
+# A saved object names its class; only modules with these prefixes are imported for that.
 _KNOWN = ("sbkit.", "speechbrain.")
 
 
 def pack(batch: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """The batch as a JSON-able tree, and its tensors (on the CPU) by the keys that the tree uses."""
+    """Return a batch as a tree for JSON, and its tensors on the CPU by the keys in the tree."""
     tensors: dict[str, torch.Tensor] = {}
     return _pack(batch, "batch", tensors), tensors
 
 
 def unpack(tree: Any, tensors: Mapping[str, torch.Tensor], device: torch.device | str = "cpu") -> Any:
-    """The batch again, its tensors on ``device``."""
+    """Rebuild a batch, with its tensors on ``device``."""
     if not isinstance(tree, dict):
         return tree
     kind: str = tree["kind"]
@@ -31,7 +31,7 @@ def unpack(tree: Any, tensors: Mapping[str, torch.Tensor], device: torch.device 
     if kind == "tensor":
         return tensors[value].to(device)
     if kind == "unknown":
-        raise SbkitError(f"the batch holds a {value}, which could not be saved, so it can't be run again")
+        raise SbkitError(f"the batch has a {value}, which could not be saved, so it can't be run again")
     if kind == "dict":
         return {key: unpack(v, tensors, device) for key, v in value}
     if kind in ("list", "tuple"):
@@ -47,7 +47,7 @@ def unpack(tree: Any, tensors: Mapping[str, torch.Tensor], device: torch.device 
 
 
 def utterance_ids(batch: Any) -> list[str]:
-    """The ids of a batch's utterances, as sbkit's (``ids``) or SpeechBrain's (``id``) batches hold them."""
+    """Return the ids of a batch's utterances, from ``ids`` (sbkit) or ``id`` (SpeechBrain)."""
     for name in ("ids", "id"):
         found = batch.get(name) if isinstance(batch, Mapping) else getattr(batch, name, None)
         if isinstance(found, (list, tuple)):
@@ -56,9 +56,9 @@ def utterance_ids(batch: Any) -> list[str]:
 
 
 def take_row(batch: Any, row: int) -> Any | None:
-    """A batch of that utterance alone, for dataclasses like sbkit's ``Batch``; None for others.
+    """Return a batch of one utterance, for dataclasses like sbkit's ``Batch``; None for other batches.
 
-    Padding stays, so that shapes are those of the whole batch.
+    Padding is kept, so shapes are the same as in the whole batch.
     """
     size = len(utterance_ids(batch))
     if not dataclasses.is_dataclass(batch) or isinstance(batch, type) or not 0 <= row < size:

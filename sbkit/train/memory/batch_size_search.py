@@ -1,4 +1,4 @@
-"""How large a batch may be, found by trying bucket by bucket in so much memory."""
+"""Search for the largest batch that fits into a given memory, by trying sizes for each bucket."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from sbkit.system.console import progress, table
 from sbkit.train.memory import host
 from sbkit.train.memory.trials import BoundedTrial, Trial
 
-#: How near to the largest number of utterances the search goes.
+#: Relative precision of the number of utterances.
 PRECISION = 0.04
-#: Batches of a rehearsal, and the share of their size that is tried where they had no room.
+#: Number of batches in a rehearsal, and the factor of their size after one that did not fit.
 REHEARSED, LESS = 12, 0.9
-#: What a rehearsal on a CPU may reserve, of what it may use: memory in pieces is reserved and not used.
+#: Factor of the memory that a rehearsal on a CPU may reserve: fragmented memory is reserved but not in use.
 SLACK = 2.0
-#: Share of a CPU's free memory that is tried with: the rest is for processes that read audio, and for everybody else.
+#: Share of a CPU's free memory to use; the rest is for data workers and other processes.
 FREE_SHARE = 0.8
 
 
 def find(made: Trial, words: list[str], gib: float) -> BatchSize:
-    """Search in so much memory, then see that batches of many lengths have room one after the other.
+    """Find the batch sizes that fit into ``gib`` GiB, and rehearse them with batches of many lengths in a row.
 
-    words: the command line of the recipe
+    words : the command line of the recipe
     """
     with _fits(made, words, gib) as fits:
         counts = search(made.edges, fits, made.most_seconds / MARGIN)
@@ -41,28 +41,28 @@ def find(made: Trial, words: list[str], gib: float) -> BatchSize:
 
 
 def allowed(asked: float | None, device: torch.device) -> float:
-    """GiB that a run may have: what was asked for, or what is there."""
+    """Return the GiB that a run may use: those requested, or those available."""
     if device.type == "cuda":
         there = torch.cuda.get_device_properties(device).total_memory
     elif device.type != "cpu":
-        raise SbkitError(f"nothing can be tried on {device}: its memory can't be bounded",
-                         hint="sbkit check counts what a batch needs")
+        raise SbkitError(f"can't try batches on {device}, because its memory can't be limited",
+                         hint="sbkit check estimates what a batch needs")
     elif not host.can_bound():
-        raise SbkitError(f"{platform.system()} can't bound the memory of a process, so nothing can be tried on its CPU",
-                         hint="sbkit check counts what a batch needs")
+        raise SbkitError(f"can't try batches on the CPU: {platform.system()} can't limit the memory of a process",
+                         hint="sbkit check estimates what a batch needs")
     else:
         there = host.total()
     if asked is not None and asked > there / GIB:
-        raise SbkitError(f"--memory {asked:g}: there are {there / GIB:.1f} GiB", hint="leave it out, or name less")
+        raise SbkitError(f"--memory {asked:g}: there are only {there / GIB:.1f} GiB", hint="leave it out, or give less")
     if asked is not None or device.type == "cuda":
         return round(there / GIB if asked is None else asked, 2)
     free = FREE_SHARE * host.available() / GIB
-    return float(int(free)) if free >= 2 else round(free, 1)  # coarse, so that the next call finds this one's result
+    return float(int(free)) if free >= 2 else round(free, 1)  # rounded, so that the next call finds this result
 
 
 @contextlib.contextmanager
 def _fits(made: Trial, words: list[str], gib: float, slack: float = 1.0) -> Iterator[Callable[[int, float], bool]]:
-    """What says whether so many utterances of so many seconds have room."""
+    """Yield a function that returns whether a number of utterances of a given length fits."""
     if made.device.type == "cpu":
         with BoundedTrial(words, int(gib * GIB), slack) as bounded:
             yield bounded.fits
@@ -73,7 +73,7 @@ def _fits(made: Trial, words: list[str], gib: float, slack: float = 1.0) -> Iter
 
 
 def remembered(made: Trial, gib: float) -> BatchSize | None:
-    """The result of the same attempts, made before."""
+    """Return the result of an earlier search under the same conditions, if there is one."""
     same = [one for one in batch_size.remembered(made.cache)
             if (one.gib, one.edges, one.most) == (gib, made.edges, made.most_seconds)]
     return same[0] if same else None
@@ -81,15 +81,15 @@ def remembered(made: Trial, gib: float) -> BatchSize | None:
 
 def search(edges: Sequence[float], fits: Callable[[int, float], bool], most_seconds: float,
            show: bool = True) -> list[int]:
-    """The largest number of utterances for each bucket, found by trying.
+    """Find the largest number of utterances for each bucket by trying.
 
-    edges: seconds of the longest utterance of each bucket, ascending
-    fits: (utterances, seconds of each) -> whether a step has room
-    most_seconds: no batch needs to be larger
+    edges : seconds of the longest utterance of each bucket, ascending
+    fits : returns whether a step on (utterances, seconds of each) fits
+    most_seconds : the size that no batch needs to exceed
     """
     found: list[int] = []
     bar = progress(list(reversed(edges)), what="buckets tried", unit="bucket", show=show)
-    for edge in bar:  # the longest first: what fits there is a start for shorter ones
+    for edge in bar:  # longest first: its result is where the search for shorter ones starts
         most = max(1, math.ceil(most_seconds / edge))
         start = min(most, max(1, int(found[-1] * edges[-len(found)] / edge)) if found and found[-1] else 1)
 
@@ -101,7 +101,7 @@ def search(edges: Sequence[float], fits: Callable[[int, float], bool], most_seco
 
 
 def _largest(fits: Callable[[int], bool], start: int, most: int) -> int:
-    """The largest n up to ``most`` that fits, to within ``PRECISION``; 0 where not even 1 does."""
+    """Return the largest n up to ``most`` that fits, to within ``PRECISION``; 0 if not even 1 fits."""
     good, bad = 0, most + 1
     n = start
     while good < n < bad:
@@ -121,9 +121,9 @@ def _largest(fits: Callable[[int], bool], start: int, most: int) -> int:
 
 
 def rehearse(found: BatchSize, fits: Callable[[int, float], bool]) -> BatchSize:
-    """The same, or a smaller share of it: what has room for batches of many lengths, one after the other.
+    """Return the sizes, reduced until batches of many lengths fit one after the other.
 
-    Memory that batches of one shape have freed isn't always of use to those of another.
+    Memory freed by batches of one shape can't always be used by those of another.
     """
     longest = found.edges[-1]
     lengths = np.random.default_rng(0).uniform(min(found.edges[0], longest / 4), longest, REHEARSED).tolist()
@@ -133,14 +133,14 @@ def rehearse(found: BatchSize, fits: Callable[[int, float], bool]) -> BatchSize:
 
 
 def told(made: Trial, found: BatchSize) -> str:
-    """The table, and what to choose."""
+    """Return a table of the result, and the recommended value, as text."""
     rows = [[f"up to {edge:.1f} s", n, f"{n * edge:.0f}"] for edge, n in zip(found.edges, found.fits, strict=True)]
     shown = table(["utterances", "fit at once", "seconds"], rows)
     where = f"{made.device_name} with {found.gib:g} GiB, {made.brain.precision}"
     if not found.seconds:
         return (f"{shown}\n{where}: not even one of the longest utterances fits: try activation_checkpointing, or a "
                 "smaller model")
-    share = "more is of no use, no step is larger" if found.seconds >= found.most else \
-        f"{found.share:.0%} of what fitted"
+    share = "more has no effect, since no step is larger" if found.seconds >= found.most else \
+        f"{found.share:.0%} of what fits"
     return (f"{shown}\n{where}: --max_batch_seconds {found.seconds} ({share}; the recipe has "
             f"{made.batching.max_batch_seconds:g})")

@@ -1,4 +1,4 @@
-"""Memory of a process on a CPU: kept between steps, counted, and bounded, so that running out is an error."""
+"""Memory of a process on a CPU: keeping it between steps, measuring it, and limiting it."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ from pathlib import Path
 try:
     import resource
 except ImportError:  # Windows
-    resource = None  # type: ignore[assignment]  # `can_bound` asks
+    resource = None  # type: ignore[assignment]  # `can_bound` checks this
 
 # Parameters of glibc's mallopt (malloc.h).
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -2, -3, -4, -8
 _KEEP = {_MMAP_MAX: 0, _TRIM_THRESHOLD: 2**31 - 1, _TOP_PAD: 64 << 20, _ARENA_MAX: 1}
 _GIVE_BACK = {_MMAP_MAX: 65536, _MMAP_THRESHOLD: 1 << 20, _TRIM_THRESHOLD: 1 << 20, _TOP_PAD: 0, _ARENA_MAX: 1}
-#: oneDNN keeps what it prepared for so many shapes of products and convolutions, 0.4 to 0.8 MiB for each: of its own
-#: 1,024 a run in bf16 grew by another 0.4 GiB in an epoch. A process with a bound keeps those of a few steps.
+#: Number of shapes of products and convolutions that oneDNN caches, at 0.4 to 0.8 MiB each. With its default of 1,024
+#: a run in bf16 grew by 0.4 GiB in an epoch. In a process with a memory limit, the cache is enough for a few steps.
 _SHAPES, _SHAPES_IF_BOUNDED = "384", "128"
+#: What to do about a process that runs out of memory because of its limit.
+LIMIT_HINT = "raise the limit of this process (ulimit -d, ulimit -v)"
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def keep_freed_memory() -> bool:
-    """Stop glibc from giving large blocks back to the kernel, which then zeroes them again for each step.
+    """Keep glibc from returning large blocks to the kernel, which would zero them again for each step.
 
-    Large tensors come from the heap instead of from fresh mappings, and the heap is never trimmed. One
-    arena serves all threads, so that what the backward thread frees, the forward thread can take. Returns
-    whether it took effect: it doesn't outside glibc, nor in a process with a bound (``ulimit -d``), whose
-    memory had better go back (see ``give_back``).
+    Large tensors then come from the heap instead of new mappings, and the heap is never trimmed. All threads share one
+    arena, so that the forward thread can use what the backward thread frees. Returns whether this took effect. It does
+    not without glibc, nor in a process with a memory limit (``ulimit -d``), which must return memory (``give_back``).
     """
-    shapes = _SHAPES_IF_BOUNDED if bounded() else _SHAPES  # read when the first product or convolution is prepared
+    shapes = _SHAPES_IF_BOUNDED if bounded() else _SHAPES  # oneDNN reads it at the first product or convolution
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", shapes)
     if bounded():
         give_back()
@@ -40,22 +41,22 @@ def keep_freed_memory() -> bool:
 
 
 def reserve_little() -> None:
-    """Where this process has a bound, Arrow reserves no GiB of it at once; called before anything imports it."""
+    """Keep Arrow from reserving a GiB if this process has a memory limit; call it before Arrow is imported."""
     if bounded():
         os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
 
 
 def trim() -> None:
-    """What is free now goes back to the kernel, once: before processes fork, which would hold on to it."""
+    """Return free memory to the kernel once, before forks, which would keep it."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def give_back() -> None:
-    """What is free goes back to the kernel, and so does what is freed from now on.
+    """Return free memory to the kernel, now and in future.
 
-    A heap that is kept has holes. One that has grown to its limit has them in the wrong places for batches of
-    another shape, and leaves no room for what isn't of it: stacks of threads, the code that oneDNN compiles.
+    A heap that is never trimmed is fragmented. If it has grown to the limit, batches of another shape may not fit, and
+    nothing is left for memory outside of the heap, such as threads' stacks and the code that oneDNN compiles.
     """
     if _set(_GIVE_BACK):
         trim()
@@ -69,20 +70,20 @@ def _set(parameters: dict[int, int]) -> bool:
 
 
 def can_bound() -> bool:
-    """Whether the kernel keeps a process to a bound: Linux does."""
+    """Return whether this system can limit the memory of a process: Linux can."""
     return resource is not None and platform.system() == "Linux"
 
 
 def bounded() -> bool:
-    """Whether this process has a bound of its own, so that it can run out of memory without being ended."""
+    """Return whether this process has a memory limit, so that running out of memory is an error and no kill."""
     return can_bound() and any(resource.getrlimit(kind)[0] != resource.RLIM_INFINITY
                                for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS))
 
 
 def bound(size: int) -> None:
-    """Keep this process to ``size`` bytes of memory, what it holds already counted: more is refused by an error.
+    """Limit this process to ``size`` bytes of memory, including what it already uses; more is an error.
 
-    The kernel counts what is reserved rather than what is used, so today's difference of the two comes on top.
+    The kernel counts reserved memory instead of used memory, so the present difference of the two is added.
     """
     now = _now()
     allowed = now["VmData"] + max(0, size - now["VmRSS"])
@@ -93,7 +94,7 @@ def bound(size: int) -> None:
 
 
 def peak() -> int:
-    """The most bytes that this process has held."""
+    """Return the peak memory of this process in bytes."""
     return _now()["VmHWM"]
 
 
@@ -104,12 +105,12 @@ def _now() -> dict[str, int]:
 
 
 def total() -> int:
-    """Bytes that processes here may hold in all: the machine's, or less where a container has a limit."""
+    """Return the memory of the machine, or the limit of the container, in bytes."""
     return min([_machine("MemTotal"), *(limit for limit, _ in _containers())])
 
 
 def available() -> int:
-    """Bytes that one more process could have now."""
+    """Return the memory that another process could use now, in bytes."""
     return max(0, min([_machine("MemAvailable"), *(limit - used for limit, used in _containers())]))
 
 
@@ -121,7 +122,7 @@ def _machine(name: str) -> int:
 
 
 def _containers() -> list[tuple[int, int]]:
-    """(limit, used) of each control group around this process that has a limit; files in the cache aren't used."""
+    """Return (limit, used) of each control group of this process that has a limit; cached files don't count."""
     found = []
     for folder, limit, used, cache in _groups():
         try:
@@ -135,7 +136,7 @@ def _containers() -> list[tuple[int, int]]:
 
 @functools.cache
 def _groups() -> list[tuple[Path, str, str, str]]:
-    """Folders of this process's control groups, and what their files are called: in version 2 and in version 1."""
+    """Return the folders of this process's control groups, and the names of their files in version 2 or 1."""
     try:
         lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:

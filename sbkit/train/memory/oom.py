@@ -1,4 +1,4 @@
-"""A micro-batch that does not fit into the device's memory is computed in parts, and the run goes on."""
+"""Handling of memory that runs out: a micro-batch that does not fit is computed in parts."""
 
 from __future__ import annotations
 
@@ -30,14 +30,13 @@ logger = logging.getLogger(__name__)
 
 _WORDS = ("out of memory", "can't allocate memory", "Cannot allocate memory", "std::bad_alloc", "not enough memory",
           "Memory allocation error", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
-#: What may have other reasons, but hardly where memory is bounded: Python and Arrow have no room for a stack.
+#: Errors that usually mean this only if memory is bounded: Python and Arrow have no room for a thread's stack.
 _WORDS_BOUNDED = (NO_PRIMITIVE, "can't start new thread", "Failed to launch worker thread")
 HINT = "lower max_batch_seconds (sbkit tune finds the largest that fits), or try activation_checkpointing"
-BOUND_HINT = "raise the bound that this process has (ulimit -d, ulimit -v)"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device, or the CPU, had no memory left; libraries say it in different ways."""
+    """Return whether an error means that a device, or the CPU, had no memory left."""
     words = (*_WORDS, *_WORDS_BOUNDED) if host.bounded() else _WORDS
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
         isinstance(error, (RuntimeError, OSError)) and any(part in str(error) for part in words))
@@ -45,7 +44,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def told(device: torch.device | str, hint: str = HINT) -> Iterator[None]:
-    """Memory that runs out where nothing can be computed in parts ends a run with one plain message."""
+    """Turn an error for lack of memory inside this context into an ``SbkitError``."""
     try:
         yield
     except Exception as error:
@@ -55,35 +54,34 @@ def told(device: torch.device | str, hint: str = HINT) -> Iterator[None]:
 
 
 class OomRetry:
-    """Computes micro-batches, each whole where that fits and in parts where it does not.
+    """Computes micro-batches, in parts if they don't fit into memory.
 
-    Losses are sums and gradients add up, so a step in parts is the step it would have been (but for dropout,
-    which draws other numbers, and for layers that look at a whole batch). A loss that is a plain scalar counts
-    by the share of utterances in a part.
+    Losses are sums and gradients add up, so a step in parts equals the whole step, except for dropout, which draws
+    other numbers, and for layers that depend on the whole batch. A loss that is a plain scalar is weighted by the share
+    of utterances in a part.
 
-    Gradients that a failed backward has half written are of no use. The step then starts again from its first
-    micro-batch, with the random numbers it had. What failed once isn't tried again: later micro-batches of that
-    size are cut before.
+    A failed backward leaves incomplete gradients, so the step starts again from its first micro-batch, with the same
+    random numbers. Later micro-batches of a size that failed are split before they are tried.
 
-    On several ranks DDP averages gradients during the last micro-batch's backward, in which the others can't wait for
-    one that starts again. So a step that may fail, larger than any that all ranks got through whole, is averaged when
-    all of them are through. Its planned size is known to all, so all decide alike.
+    On several ranks DDP averages gradients during the backward of the last micro-batch, when no rank can start again.
+    So if a step is larger than all that fit on all ranks so far, gradients are averaged only after all ranks have
+    finished it. All ranks know the planned size, so they decide alike.
     """
 
     def __init__(self, hooks: Evaluates, stepper: Stepper):
         self.hooks, self.stepper = hooks, stepper
         self.limit = float("inf")
-        """The least size that failed, in numbers of the batch's largest tensor."""
+        """The smallest size that failed, as the number of values in the batch's largest tensor."""
         self.evaluation_limit = float("inf")
-        """The same of evaluations, which need less memory."""
+        """The same for evaluation, which needs less memory."""
         self.cut = 0
-        """Micro-batches that were computed in parts, since ``tell`` was last called."""
+        """The number of micro-batches computed in parts since the last call of ``tell``."""
         self.got_through = 0.0
-        """Planned size of the largest step that no rank had to cut; the same on all ranks."""
+        """The planned size of the largest step that no rank had to split; the same on all ranks."""
         self.conditions: list[str] | None = None
-        """What memory depends on beside the size of a batch, on all ranks; known once they train."""
+        """What else memory depends on, on all ranks; known once they train."""
         self._threads = Threads()
-        # Of this step: micro-batch, parts it was computed in, generators before it.
+        # For this step: micro-batch, number of parts, random state before it.
         self._done: list[tuple[Any, int, dict[str, torch.Tensor]]] = []
 
     @property
@@ -91,27 +89,27 @@ class OomRetry:
         return self.stepper.device
 
     def begin(self, precision: str, compiled: bool) -> None:
-        """Learn from all ranks on what they train."""
+        """Collect the devices and settings of all ranks."""
         recomputed = self.hooks.keys.activation_checkpointing
         own = f"{devices.described(self.device)} in {precision}"
         own += ", compiled" * compiled + f", activation_checkpointing: {recomputed}" * bool(recomputed)
         self.conditions = sorted(set(ranks.gather_objects(own)))
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run need not try again, and where that holds."""
+        """Return the size that fits, and the conditions for it, for a resumed run."""
         return {"got_through": self.got_through, "got_through_on": self.conditions}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what was got through where nothing has changed that memory depends on."""
+        """Load the size that fits, if the conditions have not changed."""
         size, on = state.get("got_through", 0.0), state.get("got_through_on")
         same = self.conditions is not None and on == self.conditions
         self.got_through = size if same else 0.0
         if size and self.conditions is not None and not same and ranks.is_main():
-            logger.info("The run was on %s and is on %s now: which batches fit is found out anew",
+            logger.info("The run was on %s and is now on %s, so which batches fit is tried again",
                         "; ".join(on or ["other devices"]), "; ".join(self.conditions))
 
     def run(self, batch: Any, last: bool) -> Loss:
-        """Forward and backward of a micro-batch, the last of its step or not; gives its whole loss."""
+        """Run forward and backward of a micro-batch, the last of its step or not, and return its whole loss."""
         if not self.stepper.steps.started:
             self._done = []
         generators = rng.capture(self.device)
@@ -126,7 +124,7 @@ class OomRetry:
                 if not self._ran_out(error):
                     raise
                 self._give_up_unless_possible(batch, last, count, error)
-            # Here the error is gone, and with it the frames that held the step's tensors.
+            # Outside of the handler, so that the error and its frames no longer hold the step's tensors.
             self._remember(batch, count)
             self._start_again(generators)
         self.cut += count > 1
@@ -138,7 +136,7 @@ class OomRetry:
         return loss
 
     def fits(self, batch: Any) -> bool:
-        """Take a step on a micro-batch, whole; False where that ran out of memory, and nothing is left of it."""
+        """Take a step on a whole micro-batch; return False, with nothing left of it, if it ran out of memory."""
         try:
             self._threads(self.stepper.backward, batch, True)
             self.stepper.update()
@@ -150,9 +148,9 @@ class OomRetry:
         return False
 
     def evaluate(self, batch: Any, stage: Any) -> Any:
-        """``evaluate_batch`` of a batch, in halves where memory does not suffice for it.
+        """Call ``evaluate_batch`` for a batch, in halves if it does not fit into memory.
 
-        Only what failed is taken apart, so that no utterance is transcribed twice.
+        Only what failed is split, so that no utterance is transcribed twice.
         """
         if self._may_fit(batch):
             try:
@@ -171,24 +169,24 @@ class OomRetry:
         return sum(loss * length(half) for loss, half in zip(losses, halves, strict=True)) / size
 
     def _may_fit(self, batch: Any) -> bool:
-        return (self.evaluation_limit == float("inf")  # nothing failed so far, so nothing needs to be measured
+        return (self.evaluation_limit == float("inf")  # nothing has failed, so there is nothing to compare
                 or largest(batch) < self.evaluation_limit or length(batch) == 1)
 
     def _remember_evaluation(self, batch: Any) -> None:
         self.evaluation_limit = largest(batch)
-        logger.warning("No memory left on %s to evaluate a batch of %d utterances: it and others of that size are "
+        logger.warning("No memory left on %s to evaluate a batch of %d utterances: it and others of its size are "
                        "evaluated in halves", self.device, length(batch))
         _free(self.device)
 
     def tell(self) -> None:
-        """One line for an epoch in which micro-batches were cut."""
+        """Log how many micro-batches of the epoch were computed in parts."""
         if self.cut:
             logger.warning("%d micro-batches of this epoch did not fit into memory and were computed in parts: "
                            "a lower max_batch_seconds is faster", self.cut)
         self.cut = 0
 
     def _count(self, batch: Any) -> int:
-        """Parts of a micro-batch, so that none is as large as what failed."""
+        """Return the number of parts for a micro-batch, so that none is as large as one that failed."""
         count = 1
         if self.limit < float("inf"):
             size, most = largest(batch), length(batch)
@@ -197,7 +195,7 @@ class OomRetry:
         return count
 
     def _way(self, count: int, generators: dict[str, torch.Tensor]) -> Callable[[Any, bool], Loss]:
-        """What computes a micro-batch: the step itself, or the step of so many parts."""
+        """Return the function that computes a micro-batch, whole or in ``count`` parts."""
         if count > 1:
             return functools.partial(self._in_parts, count)
         return functools.partial(self._threads.reached(self.stepper.backward), generators=generators)
@@ -230,23 +228,23 @@ class OomRetry:
                              "step alone", hint=HINT, exit_code=1) from error
         talking = next((name for name, module in stepper.modules.named_modules() if talks_in_forward(module)), None)
         if ranks.world_size() > 1 and talking is not None:
-            raise SbkitError(f"out of memory on {self.device} with {size} utterances; '{talking}' takes in what all "
-                             "ranks compute, so none can repeat a step alone", hint=HINT, exit_code=1) from error
+            raise SbkitError(f"out of memory on {self.device} with {size} utterances; '{talking}' needs the values of "
+                             "all ranks, so none can repeat a step alone", hint=HINT, exit_code=1) from error
         if last and stepper.steps.announced and ranks.world_size() > 1:
-            raise SbkitError(f"out of memory on {self.device} with {size} utterances, while gradients were on their "
-                             "way to the other ranks", hint=HINT, exit_code=1) from error
+            raise SbkitError(f"out of memory on {self.device} with {size} utterances, while gradients were being "
+                             "exchanged with the other ranks", hint=HINT, exit_code=1) from error
 
     def _remember(self, batch: Any, count: int) -> None:
         self.limit = largest(batch) / count
         seconds = getattr(batch, "padded_seconds", None)
         amount = f" of {seconds:.0f} s with padding" if seconds else ""
-        advice = f"; a max_batch_seconds below {seconds / count:.0f} spares the attempt" if seconds else ""
-        logger.warning("Step %d: no memory left on %s for a micro-batch of %d utterances%s%s. It is computed in %d "
-                       "parts, and so are others of that size%s", self.stepper.state.optimizer_step + 1, self.device,
+        advice = f"; a max_batch_seconds below {seconds / count:.0f} avoids this" if seconds else ""
+        logger.warning("Step %d: no memory left on %s for a micro-batch of %d utterances%s%s. It and others of its "
+                       "size are computed in %d parts%s", self.stepper.state.optimizer_step + 1, self.device,
                        length(batch), amount, f" in {count} parts" if count > 1 else "", self._count(batch), advice)
 
     def _start_again(self, generators: dict[str, torch.Tensor]) -> None:
-        """Undo what the failed attempt left behind, and compute the step's earlier micro-batches anew."""
+        """Discard the failed attempt, and compute the step's earlier micro-batches again."""
         place = 0
         while True:
             self._clear()
@@ -263,7 +261,7 @@ class OomRetry:
         rng.restore(generators, self.device)
 
     def _clear(self) -> None:
-        """Give up the step, and whatever memory is held for nothing."""
+        """Discard the step, and release unused memory."""
         self.stepper.forget()
         _free(self.device)
 
@@ -272,11 +270,11 @@ def _too_long(device: torch.device, batch: Any) -> SbkitError:
     names = utterance_ids(batch)
     name = f" ({names[0]})" if length(batch) == 1 and names else ""
     return SbkitError(f"out of memory on {device} with a single utterance{name}", exit_code=1,
-                      hint="leave such long ones out (max_duration), or try activation_checkpointing")
+                      hint="leave out such long utterances (max_duration), or try activation_checkpointing")
 
 
 def _free(device: torch.device | str) -> None:
-    """Give back memory that is held for nothing."""
+    """Release cached memory that is not in use."""
     device = torch.device(device)
     gc.collect()
     if device.type == "cpu":
@@ -289,7 +287,7 @@ def _free(device: torch.device | str) -> None:
 
 
 def length(batch: Any) -> int:
-    """Utterances (or other examples) in a batch; 1 where nobody can tell."""
+    """Return the number of utterances (or other examples) in a batch; 1 if unknown."""
     names = utterance_ids(batch)
     if names:
         return len(names)
@@ -298,7 +296,7 @@ def length(batch: Any) -> int:
 
 
 def largest(batch: Any) -> int:
-    """Numbers in a batch's largest tensor: what memory grows with."""
+    """Return the number of values in a batch's largest tensor, which memory is proportional to."""
     return max((t.numel() for t in _tensors(batch)), default=0)
 
 
@@ -313,7 +311,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def rows(batch: Any, start: int, stop: int) -> Any:
-    """Utterances ``start`` to ``stop`` of a batch, padded as they are in it."""
+    """Return utterances ``start`` to ``stop`` of a batch, with its padding."""
     size = length(batch)
     if isinstance(batch, dict):
         return {key: _cut(value, start, stop, size) for key, value in batch.items()}
@@ -321,7 +319,7 @@ def rows(batch: Any, start: int, stop: int) -> Any:
         return type(batch)(_cut(value, start, stop, size) for value in batch)
     if isinstance(batch, torch.Tensor) or hasattr(batch, "_fields"):
         return _cut(batch, start, stop, size)
-    # "damaged" and a PaddedBatch's lists of keys have lengths of their own
+    # "damaged" and a PaddedBatch's lists of keys have other lengths
     fields = {key: value if "keys" in key or key == "damaged" else _cut(value, start, stop, size)
               for key, value in vars(batch).items()}
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):

@@ -1,4 +1,4 @@
-"""A thread to go on in, where libraries are stuck in this one since memory ran out."""
+"""Replacement of a thread in which a library is stuck since memory ran out."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import torch
 from sbkit.errors import SbkitError
 from sbkit.train.memory import host
 
-#: How oneDNN says that there was no room for the code which it compiles for a shape (or something else).
+#: oneDNN's message when there was no memory for compiled code (or another failure).
 NO_PRIMITIVE = "could not create a primitive"
-#: Seconds in which a thread begins, however busy the machine is.
+#: Time limit in seconds for the start of a thread on a busy machine.
 _PATIENCE = 60.0
 
 
 class _Worker:
     """A thread that calls functions one after the other.
 
-    None of ``threading``'s, whose start waits for ever for a thread that dies before it begins, as it does where no
-    memory is left.
+    It does not use ``threading``, whose ``start`` waits forever for a thread that dies before it begins, as happens
+    without memory.
     """
 
     def __init__(self) -> None:
@@ -33,8 +33,8 @@ class _Worker:
             start_new_thread(self._work, ())
             self._answers.get(timeout=_PATIENCE)
         except (RuntimeError, MemoryError, queue.Empty) as error:
-            raise SbkitError("out of memory: not even a thread has room to start", hint="raise the bound that this "
-                             "process has (ulimit -d, ulimit -v)", exit_code=1) from error
+            raise SbkitError("out of memory: there is none left to start a thread", hint=host.LIMIT_HINT,
+                             exit_code=1) from error
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._asked.put((torch.is_grad_enabled(), function, args, kwargs))
@@ -44,13 +44,14 @@ class _Worker:
         try:
             raise error
         finally:
-            del error  # with this frame it would keep what its frames hold
+            del error  # otherwise error and frame would keep each other, and all tensors, alive
 
     def end(self) -> None:
+        """End the thread after its present function."""
         self._asked.put(None)
 
     def _work(self) -> None:
-        self._answers.put(None)  # it lives
+        self._answers.put(None)  # the thread has started
         while True:
             asked = self._asked.get()
             if asked is None:
@@ -63,14 +64,14 @@ class _Worker:
             except BaseException as error:
                 answer = None, error
             self._answers.put(answer)
-            del asked, function, args, kwargs, answer  # nothing stays until the next one comes
+            del asked, function, args, kwargs, answer  # hold nothing while waiting
 
 
 class Threads:
-    """Calls functions in this thread, or in a new one once libraries are stuck in it.
+    """Calls functions in this thread, or in another one if a library is stuck in this thread.
 
-    oneDNN keeps, for each thread, the first failure to get room for compiled code, and refuses every new shape in that
-    thread from then on. The next thread starts while there is room for its stack.
+    When oneDNN once fails to get memory for compiled code, it refuses every new shape in that thread from then on. The
+    next thread is started in advance, while there is memory for its stack.
     """
 
     def __init__(self) -> None:
@@ -81,13 +82,13 @@ class Threads:
         return self.reached(function)(*args, **kwargs)
 
     def reached(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function as it is to be called: itself, or in another thread."""
+        """Return the function itself, or one that calls it in another thread."""
         if self._spare is None and host.bounded():
             self._spare = _Worker()
         return function if self._worker is None else functools.partial(self._worker, function)
 
     def leave_if_stuck(self, error: BaseException) -> None:
-        """Call functions in another thread from now on, where this error needs it."""
+        """Use another thread from now on, if this error requires it."""
         if NO_PRIMITIVE in str(error):
             if self._worker is not None:
                 self._worker.end()

@@ -1,4 +1,4 @@
-"""Trials: a recipe's Brain takes steps on noise, here or in a process with little memory, to see what they need."""
+"""Trials: steps of a recipe's Brain on noise, here or in a process with limited memory, to see what they need."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from sbkit.train import device as devices
 from sbkit.train.memory import host
 from sbkit.train.memory.oom import is_out_of_memory
 
-#: Buckets that are tried: the others lie between them.
+#: Maximum number of buckets to try.
 MOST_BUCKETS = 6
-#: Steps that ``sbkit check --measure`` times, after one that isn't, and seconds after which it stops early.
+#: Steps that ``sbkit check --measure`` times, after one for warm-up, and its time limit in seconds.
 STEPS, PATIENCE = 4, 60.0
-#: What a run on a CPU holds beside its steps: tables of the corpus, transcripts; and each process that reads audio.
+#: Memory of a run on a CPU besides its steps: for tables of the corpus and transcripts, and for each data worker.
 BESIDE, READER = 192 << 20, 128 << 20
 
 
 class Trial:
-    """A Brain that takes steps on noise, to see what they need."""
+    """A Brain for trial steps on noise, and the sizes to try."""
 
     def __init__(self, brain: Any, durations: np.ndarray, device: torch.device, cache: Path):
         self.brain, self.device, self.cache = brain, device, cache
@@ -55,36 +55,37 @@ class Trial:
 
     @property
     def device_name(self) -> str:
+        """The name of the GPU, or ``cpu``."""
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else str(self.device)
 
     def batch(self, utterances: int, seconds: float) -> Batch:
-        """Noise of this size, with as many labels as such an utterance has."""
+        """Return a batch of noise, with a usual number of labels."""
         return self.brain.stand_in(utterances, seconds, noise=True).to(self.device)
 
     def fits(self, utterances: int, seconds: float) -> bool:
-        """Whether a step on such a batch has room."""
+        """Return whether a step on such a batch fits into memory."""
         return self.brain.try_batch(self.batch(utterances, seconds))
 
 
 @contextlib.contextmanager
 def trial(request: arguments.Request, device: torch.device) -> Iterator[Trial]:
-    """The recipe's Brain, in a folder of its own that goes afterwards."""
+    """Build the recipe's Brain in a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="sbkit-tune-") as folder:
         recipe = load.opened(load.load(request.path, {**request.overrides, "output_folder": folder}), request.path)
-        model = batch_size.model_of(recipe.keys.modules)  # before a Brain puts faster equivalents into it
+        model = batch_size.model_of(recipe.keys.modules)  # before a Brain replaces layers by faster equivalents
         brain = recipe.brain(request.run_opts, output_folder=None, schedule=None, checkpointer=None,
                              freeze=for_good(recipe.keys.freeze))
         brain.on_fit_start()
         brain.open_step(brain.optimizer_step + 1)
         brain.stepper.freezing.train()
-        # The run itself names idle layers.
+        # The run itself will warn of unused layers.
         logging.getLogger("sbkit.train.distributed.parallel").setLevel(logging.ERROR)
         durations = _durations(request, recipe, Path(folder))
         yield Trial(brain, durations, device, batch_size.place(model, recipe.keys, brain.precision, device))
 
 
 def _durations(request: arguments.Request, recipe: load.Recipe, folder: Path) -> np.ndarray:
-    """Of the prepared corpus where there is one; else all lengths up to the longest that are allowed.
+    """Return the durations of the prepared corpus, if there is one, or all lengths up to the longest allowed.
 
     folder : what the recipe was given for its output folder
     """
@@ -109,23 +110,23 @@ def _in_output_folder(path: Path, folder: Path, request: arguments.Request) -> P
 
 
 class BoundedTrial:
-    """The same trials on a CPU with so many bytes for a run, in a process of its own.
+    """Trials on a CPU with limited memory, in a separate process.
 
-    A process that has run out of memory isn't asked again: what it holds is in pieces, and some libraries never
-    recover. Nor does it matter whether it tells of it or dies of it.
+    A process that ran out of memory is replaced: its heap is fragmented, and some libraries never recover. It does not
+    matter whether it reports the lack of memory or dies.
 
     Arguments
     ---------
     words : the command line of the recipe
-    size : bytes for a whole run, of which a trial gets what the run doesn't hold beside its steps
-    slack : the kernel refuses no less than so many times that, as it counts what is reserved; what is used decides
+    size : bytes for a whole run; a trial gets what is left for steps
+    slack : the factor of the kernel's limit, which counts reserved memory; the memory in use decides
     """
 
     def __init__(self, words: list[str], size: int, slack: float = 1.0):
         self.words, self.size, self.slack = words, size, slack
         self._context = multiprocessing.get_context("forkserver")
-        if sys.version_info >= (3, 11):  # below that, what is imported beforehand may be the working directory's
-            self._context.set_forkserver_preload([__name__])  # so that each process starts with everything imported
+        if sys.version_info >= (3, 11):  # before, the preload might import from the working directory
+            self._context.set_forkserver_preload([__name__])  # each process starts with everything imported
         self._process: Any = None
         self._pipe: Any = None
 
@@ -136,7 +137,7 @@ class BoundedTrial:
         self._end()
 
     def fits(self, utterances: int, seconds: float) -> bool:
-        """Whether a step on such a batch has room; a process that dies says no."""
+        """Return whether a step on such a batch fits into memory; if the process dies, it does not."""
         try:
             if self._process is None:
                 self._start()
@@ -159,18 +160,18 @@ class BoundedTrial:
 
     def _end(self) -> None:
         if self._process is not None:
-            self._pipe.close()  # ends one that waits to be asked
+            self._pipe.close()  # ends a process that is waiting
             self._process.kill()
             self._process.join()
             self._process = None
 
 
 def _answer(pipe: Connection, words: list[str], size: int, slack: float) -> None:
-    """The process: says of each batch that it's asked about whether it fits."""
+    """Answer, in the separate process, whether batches fit."""
     request = arguments.parse(words)
     host.keep_freed_memory()  # as a run does
     with trial(request, torch.device("cpu")) as made:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # last words of libraries that have no memory
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # hide libraries' last messages
         workers, rate = made.brain.keys.num_workers, made.brain.keys.sample_rate
         size -= BESIDE + workers * READER
         host.bound(int(slack * size))
@@ -189,7 +190,7 @@ def _answer(pipe: Connection, words: list[str], size: int, slack: float) -> None
 
 
 def _read_ahead(utterances: int, seconds: float, workers: int, sample_rate: int) -> int:
-    """Bytes of the batches that a run's processes have read meanwhile."""
+    """Return the size of the batches that a run's data workers have read ahead, in bytes."""
     return round(max(0.0, utterances * seconds) * sample_rate) * torch.float32.itemsize * (PREFETCH + 1) * workers
 
 
@@ -197,7 +198,7 @@ def _read_ahead(utterances: int, seconds: float, workers: int, sample_rate: int)
 
 
 def measurement(request: arguments.Request) -> Callable[[], Measured]:
-    """For ``sbkit check --measure``: a few real steps at the planned size."""
+    """Return a function that times a few real steps at the planned size, for ``sbkit check --measure``."""
     def measure() -> Measured:
         device = devices.resolve(request.run_opts.device)
         with trial(request, device) as made:
@@ -208,7 +209,7 @@ def measurement(request: arguments.Request) -> Callable[[], Measured]:
 
 
 def time_steps(step: Callable[[Batch], bool], batch: Batch, device: torch.device) -> Measured:
-    """Steps on one batch, the first left out; the median counts."""
+    """Return the median time of steps on one batch, after a first one for warm-up, and the peak of memory."""
     wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

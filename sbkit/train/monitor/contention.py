@@ -1,4 +1,4 @@
-"""Whether a training on a CPU has its cores to itself: Linux counts how long a thread that could run waits for one."""
+"""Detection of busy cores in training on a CPU, from Linux's count of the time that threads wait for a core."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ logger = logging.getLogger(__name__)
 
 _THREADS = Path("/proc/self/task")
 _LOOK_AFTER = 20.0  # seconds of an epoch
-_LEAST = 2.0  # of a shorter one
+_LEAST = 2.0  # seconds, at the end of a shorter epoch
 _WORTH_TELLING = 0.15
 
 
 class Contention:
-    """How long the thread of this process that waited longest waited for a core: each step waits for the slowest.
+    """Measures how long the slowest thread of this process waited for a core, since each step waits for it.
 
-    Nothing is counted where another device computes, or one thread alone, or where the system doesn't tell.
+    Does nothing on other devices, with only one thread, or if the system does not count this.
     """
 
     def __init__(self, device: torch.device):
@@ -37,7 +37,7 @@ class Contention:
         self._before = _waited() if self._counts else {}
 
     def share(self) -> float | None:
-        """Of the time since :meth:`reset`."""
+        """Return the share of the time since ``reset`` that the slowest thread waited; None if not measured."""
         passed = time.monotonic() - self._began
         if not self._counts or passed <= 0:
             return None
@@ -45,16 +45,16 @@ class Contention:
         return min(1.0, max(waited, default=0.0) / passed)
 
     def step(self) -> None:
-        """After a step: tells soon what is slow."""
+        """Warn, after a step, if the epoch has run long enough to tell."""
         self._look(_LOOK_AFTER)
 
     def close(self) -> float | None:
-        """The epoch is over: tells if there was no time before. Gives its share."""
+        """Warn, at the end of an epoch, if there was no warning yet, and return its share."""
         self._look(_LEAST)
         return self.share()
 
     def _look(self, after: float) -> None:
-        """Once in an epoch, until it was told."""
+        """Warn once in a run, and check at most once in an epoch."""
         if self._looked or not self._counts or time.monotonic() - self._began < after:
             return
         self._looked, share = True, self.share()
@@ -64,12 +64,12 @@ class Contention:
                 threads = torch.get_num_threads()
                 logger.warning(
                     "Training waited for a core %.0f %% of the time, and its %d threads all wait for the slowest. "
-                    "Other work here, num_workers or other ranks take the cores: give OMP_NUM_THREADS=%d, or as many "
-                    "as are free", 100 * share, threads, max(1, threads // 2))
+                    "Other processes, data workers or ranks use the cores: set OMP_NUM_THREADS=%d, or to the number "
+                    "of free cores", 100 * share, threads, max(1, threads // 2))
 
 
 def _waited() -> dict[str, float]:
-    """Seconds that each thread could have run and had no core."""
+    """Return the seconds that each thread has waited for a core."""
     found: dict[str, float] = {}
     try:
         threads = os.listdir(_THREADS)
@@ -78,8 +78,8 @@ def _waited() -> dict[str, float]:
     for thread in threads:
         try:
             ran, waited = map(int, (_THREADS / thread / "schedstat").read_text().split()[:2])
-        except (OSError, ValueError):  # it has just ended
+        except (OSError, ValueError):  # the thread has just ended
             continue
-        if ran:  # else this kernel doesn't count
+        if ran:  # otherwise this kernel does not count
             found[thread] = waited / 1e9
     return found

@@ -1,4 +1,4 @@
-"""The one progress bar of a stage: how far, how good, how fast, and what it is waiting for."""
+"""The progress bar of a stage, with loss, speed and the share of time spent waiting for data."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ from sbkit.train.monitor.utilisation import Utilisation
 Value = torch.Tensor | float | None | Callable[[], "torch.Tensor | float | None"]
 
 REDRAW_SECONDS = 0.5
-LINE_SECONDS = 30.0  # where nobody sees a bar (a cluster's log): one plain line this often
-_WINDOW_SECONDS = 60.0  # speeds are those of the last minute
-_BAR_CELLS = ((100, 8), (50, 4))  # from so many columns on, the bar has at least so many cells
-_SLOW_DATA = 0.1  # from here on waiting for data is worth a colour
+LINE_SECONDS = 30.0  # between plain lines, outside of a terminal
+_WINDOW_SECONDS = 60.0  # period that speeds are averaged over
+_BAR_CELLS = ((100, 8), (50, 4))  # (columns of the terminal, least cells of the bar)
+_SLOW_DATA = 0.1  # share of waiting for data that is coloured
 
 
 class StageDisplay:
-    """A bar on stderr in a terminal, one plain line each half minute elsewhere.
+    """A progress bar on stderr in a terminal, elsewhere a plain line each half minute.
 
-    It costs a training step a few additions. Values are looked at when the bar is redrawn: a device tensor
-    is then copied aside without waiting and shown at a later redraw, when it has arrived, so no step stops
-    for it; a callable is called then and no sooner.
+    An update costs a few additions. Values are read only when the bar is redrawn: callables are called, and device
+    tensors are copied in the background and shown at a later redraw, so a step never waits for them.
 
         with StageDisplay("train 3", total_steps=len(plan), initial=resumed_at, show=is_main(),
                           budget=budget) as display:
@@ -42,14 +41,14 @@ class StageDisplay:
 
     Arguments
     ---------
-    stage: what stands before the bar
-    total_steps: None when unknown
-    initial: steps that a resumed run need not repeat
-    show: False shows nothing (the other ranks)
-    budget: where the share of time spent waiting for data is read from
-    scale: how many ranks do the same: multiplies the audio seconds of this one
-    colour: the bar's, in a terminal
-    utilisation: what a second of audio costs, where somebody counted it
+    stage : the text before the bar
+    total_steps : the number of steps; None: unknown
+    initial : steps that a resumed run has already done
+    show : False shows nothing (on other ranks)
+    budget : provides the share of time spent waiting for data
+    scale : the number of ranks, which multiplies the audio seconds of this one
+    colour : the colour of the bar in a terminal
+    utilisation : the FLOPs of a second of audio, if known
     """
 
     def __init__(
@@ -83,11 +82,11 @@ class StageDisplay:
         self, steps: int = 1, *, loss: Value = None, lr: Value = None, seconds: float = 0.0,
         padded_seconds: float = 0.0,
     ) -> None:
-        """``steps`` more are done.
+        """Record steps, and redraw if it is time.
 
-        loss, lr: a number, a one-element tensor (read at the next redraw, don't overwrite it), or a callable
-            that gives one
-        seconds, padded_seconds: audio in the batch, without and with its padding
+        loss, lr : a number, a tensor with one element (read at the next redraw, so don't overwrite it), or a callable
+            that returns one
+        seconds, padded_seconds : audio in the batch, without and with padding
         """
         if not self.show:
             return
@@ -109,7 +108,7 @@ class StageDisplay:
             print(text, file=self._out, flush=True)
 
     def close(self, wait: bool = True) -> None:
-        """Draw the last state, whole (``wait``: for the device), and leave it standing."""
+        """Draw the final state, and leave it on the screen; ``wait``: for values on the device."""
         if not self.show:
             return
         self.show = False
@@ -124,12 +123,12 @@ class StageDisplay:
         self.close(wait=error[0] is None)  # a device may wait for ranks that have failed
 
     def line(self) -> str:
-        """The state in words."""
+        """Return the state as a plain line."""
         steps = f"{self.done}" if self.total is None else f"{self.done}/{self.total} ({self._percent()} %)"
         return f"{self.stage}: " + ", ".join([steps, *(piece.words for piece in self._pieces())])
 
     def tail(self, columns: int) -> str:
-        """What stands right of the bar, in at most ``columns`` cells: the least important goes first."""
+        """Return the text right of the bar, in at most ``columns`` cells, leaving out the least important parts."""
         steps = f"{self.done}" if self.total is None else f"{self.done}/{self.total}"
         pieces = self._pieces()
         while pieces and len(steps) + sum(len(piece.short) + 1 for piece in pieces) > columns:
@@ -140,10 +139,10 @@ class StageDisplay:
         return (", " if words else " ").join([steps, *shown])
 
     def _pieces(self) -> list[_Piece]:
-        """Everything known, in the order in which it is shown."""
+        """Return all parts of the text, in the order in which they are shown."""
         now, steps, seconds = self._window[-1]
         then, steps_then, seconds_then = self._window[0]
-        if not self.show:  # closed: the whole stage, not its last minute
+        if not self.show:  # closed: speeds are of the whole stage
             then, steps_then, seconds_then = self._start, self._initial, 0.0
         span = max(now - then, 1e-9)
         pieces = []
@@ -201,7 +200,7 @@ class StageDisplay:
         self._bar.refresh()
 
     def _look(self, name: str, value: Value, wait: bool) -> None:
-        """Take what arrived of an earlier look, then send for the present value."""
+        """Take a value that has arrived since the last call, then start copying the present one."""
         peek = self._peeks.pop(name, None)
         if peek is not None:
             if not peek.ready and not wait:
@@ -223,7 +222,7 @@ _RED, _YELLOW, _PLAIN = "\x1b[31m", "\x1b[33m", "\x1b[0m"
 
 
 class _Piece(NamedTuple):
-    """One fact: how dispensable (0 goes last), in words, in short, in which colour."""
+    """A part of the text: its rank (0 is most important), long and short form, and colour."""
 
     rank: int
     words: str

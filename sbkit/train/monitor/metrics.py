@@ -1,4 +1,4 @@
-"""metrics.jsonl: what a run measured, one JSON object per line, for programs; TensorBoard when asked."""
+"""The log metrics.jsonl, with one JSON object per line, and TensorBoard's if requested."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ KINDS = ("step", "epoch", "warning", "test", "run")
 
 @register_checkpoint_hooks
 class MetricsLog:
-    """Appends ``folder/metrics.jsonl`` on rank 0; the other ranks' calls do nothing.
+    """Appends to ``folder/metrics.jsonl`` on rank 0; calls on other ranks do nothing.
 
-    Values may be tensors on a device: a line is written when its values have arrived, in order, and nobody
-    waits for them (``flush()`` does). As a recoverable of the checkpointer, a resumed run continues the file
-    from where its checkpoint stood. Numbers JSON has no word for (nan, inf) become null.
+    Values may be tensors on a device: lines are written in order, once their values have arrived; only ``flush()``
+    waits for them. If it is a recoverable of the checkpointer, a resumed run continues the file from the checkpoint.
+    nan and inf, which JSON does not have, become null.
 
     log = MetricsLog(output_folder)
     log.write("step", epoch=1, step=50, loss=loss, lr=1e-3, audio_s_per_s=812.0, data_wait_share=0.01,
@@ -47,18 +47,18 @@ class MetricsLog:
         self.enabled = if_main_process() if enabled is None else enabled
         self._file = ResumableFile(self.path, _written_again)
         self._waiting: deque[dict[str, Any]] = deque()
-        # TensorBoard's, which has no types
+        # TensorBoard has no types
         self._writer_class: Any = _tensorboard() if tensorboard and self.enabled else None
         self._writer: Any = None
-        self._step: int | None = None  # of the last line that had one
+        self._step: int | None = None  # of the last line with a step
 
     @classmethod
     def of(cls, keys: TrainKeys) -> MetricsLog | None:
-        """Where a recipe has it: in its ``output_folder``."""
+        """Make the log in a recipe's ``output_folder``; None without one."""
         return None if keys.output_folder is None else cls(keys.output_folder, tensorboard=keys.tensorboard)
 
     def write(self, kind: str, **values: Any) -> None:
-        """Add one line. Always in it: ``time`` (seconds since 1970) and ``kind``."""
+        """Add a line, with ``time`` (seconds since 1970) and ``kind``."""
         if not self.enabled:
             return
         if kind not in KINDS:
@@ -69,13 +69,14 @@ class MetricsLog:
         self._write_ready()
 
     def flush(self) -> None:
-        """Wait for values still on their way, and write them."""
+        """Wait for values that have not arrived, and write all lines."""
         self._write_ready(wait=True)
         with self._drawing():
             if self._writer is not None:
                 self._writer.flush()
 
     def close(self) -> None:
+        """Write all lines and close TensorBoard's file."""
         self.flush()
         with self._drawing():
             if self._writer is not None:
@@ -84,11 +85,12 @@ class MetricsLog:
 
     @contextlib.contextmanager
     def _drawing(self) -> Iterator[None]:
-        """TensorBoard's writer ends at a full disk; another one begins when metrics.jsonl takes lines again."""
+        """Give up TensorBoard's writer if the disk is full; a new one is made once metrics.jsonl can be written."""
         try:
             yield
         except OSError as error:
-            logger.warning("%s. TensorBoard lacks some points", disk.explain(error, self.path.parent / TENSORBOARD))
+            logger.warning("%s. Some points are missing in TensorBoard",
+                           disk.explain(error, self.path.parent / TENSORBOARD))
             self._writer = None
 
     def _write_ready(self, wait: bool = False) -> None:
@@ -102,16 +104,16 @@ class MetricsLog:
     def _to_tensorboard(self, line: dict[str, Any]) -> None:
         self._step = step = line.get("step", self._step)
         if self._writer is None:
-            if step is None:  # nothing to draw yet
+            if step is None:  # no step yet
                 return
-            # purge_step hides what a resumed run is about to draw again.
+            # purge_step hides points that a resumed run writes again.
             self._writer = self._writer_class(str(self.path.parent / TENSORBOARD), purge_step=step or None)
         for name, value in line.items():
             if name not in ("time", "step", "epoch") and type(value) in (int, float):
                 self._writer.add_scalar(f"{line['kind']}/{name}", value, step, walltime=line["time"])
 
     def start_afresh(self) -> None:
-        """There is no checkpoint: lines that an earlier start of this run left are to be written again."""
+        """Drop the lines of an earlier start of this run, which left no checkpoint."""
         self._file.start_afresh()
 
     @mark_as_saver
@@ -132,12 +134,12 @@ def _arrived(line: dict[str, Any]) -> bool:
 def _written_again(line: str) -> bool:
     try:
         return json.loads(line).get("kind") in ("step", "epoch", "warning")
-    except (ValueError, AttributeError):  # no line of ours
+    except (ValueError, AttributeError):  # not a line of this class
         return True
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON knows it."""
+    """Convert a value to types of JSON."""
     if isinstance(value, Peek):
         array = value.numpy()
         value = array.reshape(-1)[0].item() if array.size == 1 else array.tolist()
@@ -157,7 +159,7 @@ def _tensorboard() -> type:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as missing:
         raise SbkitError(
-            f"TensorBoard was asked for but can't be imported ({missing})",
+            f"tensorboard: true, but TensorBoard can't be imported ({missing})",
             hint="pip install 'sbkit[tensorboard]'",
         ) from missing
     return SummaryWriter

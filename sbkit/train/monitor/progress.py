@@ -1,4 +1,4 @@
-"""One training epoch as people and programs see it: the bar, lines of metrics.jsonl, the step budget."""
+"""Progress of a training epoch: its progress bar, lines of metrics.jsonl, and a summary line at the end."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ logger = logging.getLogger(__name__)
 
 
 class Progress:
-    """Takes in batches and what steps found; nothing here waits for the device.
+    """Collects values of batches and steps, without waiting for the device, and reports them.
 
     Arguments
     ---------
-    display: the bar
-    metrics: where a line goes every ``interval`` seconds; None: nowhere
-    budget: where the step's time goes
-    utilisation: what a second of audio costs, where somebody counted it
-    compiled: layers run compiled, so that graphs compiled in an epoch are worth telling
+    display : the progress bar
+    metrics : gets a line every ``interval`` seconds; None: no lines
+    budget : measures the parts of a step
+    utilisation : the FLOPs of a second of audio, if known
+    compiled : whether to report the number of graphs compiled in the epoch
     """
 
     def __init__(self, display: StageDisplay, metrics: MetricsLog | None, budget: StepBudget, epoch: Any,
@@ -46,7 +46,7 @@ class Progress:
         self._extras: dict[str, Mean] = {}
 
     def batch(self, batch: Any, steps: int, loss: Callable[[], float], lr: Any) -> None:
-        """One batch was trained on; ``steps``: how far the bar moves."""
+        """Record a batch; ``steps``: how far the progress bar moves."""
         seconds, padded = getattr(batch, "seconds", 0.0), getattr(batch, "padded_seconds", 0.0)
         self._seconds += seconds
         self._padded += padded
@@ -55,7 +55,7 @@ class Progress:
         self.display.update(steps, loss=loss, lr=lr, seconds=seconds, padded_seconds=padded)
 
     def step(self, fact: Facts, lr: Any) -> None:
-        """What is known of an optimizer step by now."""
+        """Record the values of an optimizer step, and write a line if one is due."""
         self._steps += 1
         self.skipped += fact.skipped
         self._loss.add(fact.total, fact.count)
@@ -79,7 +79,7 @@ class Progress:
         self._loss, self._extras = Mean(), {}
 
     def close(self, loss: float, step: int) -> None:
-        """The epoch's training is over; waits for the device."""
+        """Report the whole epoch; waits for the device."""
         took = time.monotonic() - self._start
         sections = self.budget.totals()
         total = sections.pop("total") or 1.0
@@ -102,7 +102,7 @@ class Progress:
             )
 
     def _used(self, speed: float) -> dict[str, float | None]:
-        """Of the devices' arithmetic, at so many seconds of audio a second on all of them together."""
+        """Return FLOP/s and MFU at a speed in seconds of audio a second on all devices together."""
         if self.utilisation is None or not speed:
             return {}
         return {"flops_per_s": self.utilisation.rate(speed),

@@ -1,4 +1,4 @@
-"""Means of losses: of a training epoch on the host, of an evaluation on the device."""
+"""Means of losses: on the host for training epochs, on the device for evaluations."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from sbkit.train.step import Loss
 
 
 class Mean:
-    """Sum over count; a recipe may also set the value."""
+    """A mean as sum and count, or a value set by a recipe."""
 
     def __init__(self) -> None:
         self.total = self.count = self._set = 0.0
 
     def add(self, total: float, count: float) -> None:
-        """What is not finite is left out."""
+        """Add a sum and its count, unless the sum is not finite."""
         if math.isfinite(total):
             self.total += total
             self.count += count
 
     def set(self, value: float) -> None:
-        """Start anew from a value; sums added later replace it."""
+        """Discard sums and set a value, which sums added later replace."""
         self.total = self.count = 0.0
         self._set = value
 
     def value(self, more: Iterable[tuple[float, float]] = ()) -> float:
-        """The mean, with further sums counted in for this once."""
+        """Return the mean, including further sums that are not added permanently."""
         whole = Mean()
         for total, count in [(self.total, self.count), *more]:
             whole.add(total, count)
@@ -38,13 +38,13 @@ class Mean:
 
 
 class DeviceMean:
-    """Sum over count of losses that stay on the device until ``value`` is asked for."""
+    """A mean of losses that stays on the device until ``value`` is called."""
 
     def __init__(self, device: torch.device | str):
-        self._sums = torch.zeros(3, device=device)  # of losses, of what they count for, and losses left out
+        self._sums = torch.zeros(3, device=device)  # sum, count, and number of losses left out
 
     def add(self, loss: Any) -> None:
-        """A ``Loss`` or one number; what is not finite is left out."""
+        """Add a ``Loss`` or one number, unless it is not finite."""
         loss = loss if isinstance(loss, Loss) else Loss(one_number(loss), 1.0)
         total = loss.total.detach().to(self._sums).reshape(())
         count = loss.count if isinstance(loss.count, torch.Tensor) else torch.full_like(total, loss.count)
@@ -53,13 +53,13 @@ class DeviceMean:
                                   torch.stack([zero, zero, one]))
 
     def value(self, over_ranks: bool = False) -> float:
-        """The mean of this rank, or of all; nan where nothing but losses that were left out came."""
+        """Return the mean of this rank, or of all; nan if all losses were left out."""
         total, count, left_out = (ranks.sum_across(self._sums) if over_ranks else self._sums).tolist()
         return total / count if count else math.nan if left_out else 0.0
 
 
 def one_number(loss: Any) -> torch.Tensor:
-    """A loss of any kind as a tensor of one element."""
+    """Convert a loss of any kind to a tensor with one element."""
     if isinstance(loss, Loss):
         loss = loss.mean
     return loss if isinstance(loss, torch.Tensor) else torch.tensor(float(loss))

@@ -1,4 +1,4 @@
-"""Where a training step's time goes: named sections, timed without stopping the device."""
+"""Timing of the sections of a training step, without stopping the device."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from sbkit.train.monitor.waits import HostWaits
 
 SECTIONS = ("data", "copy", "features", "forward", "loss", "backward", "all-reduce", "optimizer")
 
-# Inside these nothing is split further: a forward that activation checkpointing repeats is "backward".
+# Sections inside these don't count: a forward that activation checkpointing repeats is "backward".
 _WHOLE = frozenset({"backward", "all-reduce", "optimizer"})
-_DRAIN_EVERY = 16  # steps between looks at which events have passed
+_DRAIN_EVERY = 16  # steps between reads of events that have passed
 
 _current: StepBudget | None = None
 
 
 def section(name: str) -> contextlib.AbstractContextManager[object]:
-    """Time a part of the step from wherever the code is; nothing happens when nobody is measuring.
+    """Time a section of the step from anywhere in the code, if a ``StepBudget`` is active.
 
     >>> with section("features"):
     ...     pass
@@ -37,9 +37,9 @@ def section(name: str) -> contextlib.AbstractContextManager[object]:
 
 
 def profiler(warmup: int, steps: int, folder: str | os.PathLike[str]) -> torch.profiler.profile:
-    """SpeechBrain's, which leaves ``steps`` steps in ``folder/profiler_logs``, without the stack of Python's functions.
+    """Return SpeechBrain's profiler, which saves ``steps`` steps in ``folder/profiler_logs``, without Python's stack.
 
-    Those begin or end in the middle of our spans, which Perfetto then leaves out.
+    Functions of the stack overlap the sections, which Perfetto would then leave out.
     """
     return torch.profiler.profile(
         schedule=torch.profiler.schedule(wait=0, warmup=warmup, active=steps, repeat=1), record_shapes=True,
@@ -47,18 +47,18 @@ def profiler(warmup: int, steps: int, folder: str | os.PathLike[str]) -> torch.p
 
 
 class StepBudget:
-    """Time per section over many steps; nested sections count once, for the inner one.
+    """Measures the time in each section over many steps; nested sections count only for the inner one.
 
-    On the CPU a section is the time between two reads of a clock. On CUDA it is the time between two events
-    on the stream: what the device spent between them, waiting included. So "data" is the time in which the
-    device had nothing to do because no batch had come, not the time in which Python waited beside a busy
-    device. Events are read after they have passed; only ``line()`` and ``totals()`` wait, for the last one.
+    On the CPU, a section is timed by the host's clock. On CUDA, it is the time between two events on the stream,
+    including idle time. So "data" is the time in which the device was idle because it had no batch, and not the time
+    in which Python waited while the device was busy. Events are read after they have passed; only ``line()`` and
+    ``totals()`` wait for the last one.
 
-    "all-reduce" is the exposed part: DDP reduces gradients while backward still computes others, and only
-    what remains after the last gradient is computed makes the step longer. ``exposed_all_reduce(loss)`` puts
-    a mark between the two, so the time after it until backward returns is counted as "all-reduce".
+    "all-reduce" is only the exposed part. DDP reduces gradients while backward computes others, so only the part after
+    the last gradient makes the step longer. ``exposed_all_reduce(loss)`` marks that point, and the time from there to
+    the end of backward counts as "all-reduce".
 
-    While torch's profiler runs (``--profile_training``), sections are spans of its trace.
+    While torch's profiler runs (``--profile_training``), sections are spans in its trace.
 
         budget = StepBudget(device)
         with budget.active():
@@ -82,25 +82,25 @@ class StepBudget:
         self.contention = Contention(self.device)
         self._sections = {name: _Section(self, name) for name in SECTIONS}
         self._open: list[str] = []
-        self._spans: list[torch.profiler.record_function | None] = []  # the same, by name in a profiler's trace
+        self._spans: list[torch.profiler.record_function | None] = []  # spans of open sections in a profiler's trace
         self._thread = threading.get_ident()
         self.reset()
 
     def reset(self) -> None:
-        """Start a new epoch: forget what was measured."""
+        """Discard all measurements, at the start of an epoch."""
         self._seconds = dict.fromkeys(SECTIONS, 0.0)
         self._total = 0.0
         self._steps = 0
         self._marks: deque[tuple[Any, str | None]] = deque()
         self._open.clear()
         self._spans.clear()
-        self._last: Any = self._clock.now()  # a moment as the clock has it
+        self._last: Any = self._clock.now()  # a time or an event, depending on the clock
         self.waits.reset()
         self.contention.reset()
 
     @contextlib.contextmanager
     def active(self) -> Iterator[StepBudget]:
-        """Make this the budget that ``section()`` finds."""
+        """Let ``section()`` use this budget inside the context."""
         global _current
         before, _current = _current, self
         try:
@@ -117,7 +117,7 @@ class StepBudget:
         return self._sections.get(name) or self._sections.setdefault(name, _Section(self, name))
 
     def step(self) -> None:
-        """One optimizer step is done."""
+        """Record the end of an optimizer step."""
         if not self.enabled:
             return
         self._mark()
@@ -129,7 +129,7 @@ class StepBudget:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """What happens inside (validation, a checkpoint) is no part of any step."""
+        """Don't count the time inside this context (validation, a checkpoint)."""
         self._mark()
         try:
             with self.waits.pause():
@@ -139,7 +139,7 @@ class StepBudget:
                 self._marks.append((self._clock.now(), None))
 
     def exposed_all_reduce(self, loss: torch.Tensor) -> None:
-        """To be called inside ``budget("backward")``, before the ``loss.backward()`` that synchronises."""
+        """Mark the end of backward's computations; call it in ``budget("backward")`` before ``loss.backward()``."""
         if not self.enabled or not loss.requires_grad:
             return
 
@@ -154,7 +154,7 @@ class StepBudget:
         loss.register_hook(started)
 
     def totals(self, wait: bool = True) -> dict[str, float]:
-        """Seconds per section, "other" (outside of all) and "total", since ``reset()``."""
+        """Return the seconds in each section, in "other" (no section) and in "total" since ``reset()``."""
         self._drain(wait)
         seconds = dict(self._seconds)
         seconds["other"] = max(0.0, self._total - sum(seconds.values()))
@@ -162,12 +162,12 @@ class StepBudget:
         return seconds
 
     def share(self, name: str) -> float | None:
-        """A section's share of the time that can be read without waiting; None when there is none yet."""
+        """Return a section's share of the time measured so far, without waiting; None if there is none."""
         self._drain(wait=False)
         return self._seconds.get(name, 0.0) / self._total if self._total > 0 else None
 
     def line(self) -> str:
-        """One line for people: mean step time, and what it consists of."""
+        """Return a line with the mean time of a step and the share of each section."""
         seconds = self.totals()
         total = seconds.pop("total")
         if not self._steps or total <= 0:
@@ -176,7 +176,7 @@ class StepBudget:
         shares = ", ".join(f"{name} {100 * value / total:.0f} %" for name, value in seconds.items())
         return f"step {_duration(step)}: {shares}"
 
-    # A timeline of marks: each says which section the time since the mark before it belongs to.
+    # Marks form a timeline: each has the section that the time since the previous mark belongs to.
     def _enter(self, name: str) -> None:
         self._mark()
         self._open.append(name)
@@ -215,7 +215,7 @@ class StepBudget:
 
 
 class _Section:
-    """A reusable ``with`` block: nothing is allocated per use."""
+    """A reusable context, so that using a section allocates nothing."""
 
     __slots__ = ("_budget", "_name")
 
@@ -249,7 +249,7 @@ class _HostClock:
 
 
 class _CudaClock:
-    """Events on the current stream, reused once read."""
+    """A clock of CUDA events on the current stream, which are reused."""
 
     def __init__(self, device: torch.device):
         self._device = device

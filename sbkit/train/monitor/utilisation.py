@@ -1,4 +1,4 @@
-"""Model FLOPs utilisation: the arithmetic that a run's audio needs, against what its device could do in that time."""
+"""Model FLOPs utilisation (MFU): the FLOPs that a run's audio needs, as a share of its device's peak."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ _UNITS = ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"))
 
 @dataclass(frozen=True)
 class Utilisation:
-    """What a second of audio costs in training, and what the device computes in a second.
+    """The FLOPs of training on a second of audio, and the peak of the device.
 
-    Only the audio counts: what padding and recomputation cost besides is part of what makes the share small.
+    FLOPs for padding and recomputation don't count, so they lower the utilisation.
     """
 
     operations: float
-    """Floating point operations of a second of audio, forward and backward."""
+    """FLOPs of a second of audio, forward and backward."""
     peak: float | None = None
-    """Operations a second of one device; None: nobody knows, and no share is told."""
+    """FLOPs a second of one device; None: unknown."""
     source: str = ""
-    """What says so."""
+    """Where the peak comes from."""
 
     def rate(self, audio_s_per_s: float) -> float:
-        """Operations a second."""
+        """Return FLOPs a second at a speed in seconds of audio a second."""
         return self.operations * audio_s_per_s
 
     def share(self, audio_s_per_s: float) -> float | None:
-        """Of what one device could do; ``audio_s_per_s``: of one device."""
+        """Return the share of a device's peak at a speed on one device; None if the peak is unknown."""
         return self.rate(audio_s_per_s) / self.peak if self.peak else None
 
     def words(self, audio_s_per_s: float) -> str:
-        """For a line about one device.
+        """Describe the utilisation at a speed on one device.
 
         >>> Utilisation(0.6e9, 2e11).words(100), Utilisation(0.6e9).words(100)
         ('MFU 30 %', '60 GFLOP/s')
@@ -41,12 +41,12 @@ class Utilisation:
     def __str__(self) -> str:
         needs = f"a second of audio takes {flops(self.operations)} in training"
         if self.peak is None:
-            return f"{needs}; what 100 % would be is not known of {self.source or 'this device'}"
+            return f"{needs}; the peak of {self.source or 'this device'} is unknown, so there is no MFU"
         return f"{needs}; MFU is of {flops(self.peak)}/s, by {self.source}"
 
 
 def flops(value: float) -> str:
-    """An amount of operations with its unit.
+    """Format a number of operations with its unit.
 
     >>> flops(9.89e14), flops(6e8)
     ('989 TFLOP', '600 MFLOP')

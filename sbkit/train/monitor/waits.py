@@ -1,4 +1,4 @@
-"""How often a step makes the host wait for the GPU, as torch itself tells it, over some steps of each epoch."""
+"""Counting of host syncs: how often a step makes the host wait for the GPU, in some steps of each epoch."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from typing import Literal, TextIO
 
 import torch
 
-FIRST, LOOKED_AT = 5, 100  # steps of an epoch that are passed over, and the steps then looked at
+FIRST, LOOKED_AT = 5, 100  # steps of an epoch to skip, and steps to count in then
 
 _WAIT = r"called a synchronizing \w+ operation"
-_NOTICE = "Synchronization debug mode is a prototype feature"  # torch's, when the mode is first set
-# Else each place is told once. They stay, and touch no other warning.
+_NOTICE = "Synchronization debug mode is a prototype feature"  # by torch, when the mode is first set
+# Without them each place is reported only once. They stay, and affect no other warning.
 _FILTERS: tuple[tuple[Literal["always", "ignore"], str], ...] = (("always", _WAIT), ("ignore", _NOTICE))
-_WARN = 1  # as ``torch.cuda.get_sync_debug_mode()`` gives it
+_WARN = 1  # the value of ``torch.cuda.get_sync_debug_mode()``
 
 
 class HostWaits:
-    """Within it, torch's warnings of an operation for which the host waited are counted, and none is shown.
+    """A context that counts torch's warnings of host syncs, and hides them.
 
-    They cost nothing where nothing waits, and counting waits for nothing. Torch tells of values read and of copies
-    that aren't from pinned memory, those in backward too; it does not tell of events and collectives. Who has set
-    ``torch.cuda.set_sync_debug_mode`` keeps that mode, and nothing is counted; nor is anything without CUDA.
+    Torch warns of reading values and of copies from memory that is not pinned, also in backward, but not of events and
+    collectives. Counting causes no syncs. Nothing is counted without CUDA, or if ``torch.cuda.set_sync_debug_mode``
+    was already set, which is then kept.
     """
 
     def __init__(self, device: torch.device, enabled: bool = True):
@@ -42,7 +42,7 @@ class HostWaits:
         self._places: Counter[tuple[str, int]] = Counter()
 
     def step(self) -> None:
-        """A step is done."""
+        """Record the end of a step."""
         if not self._counts or not self._within:
             return
         self._steps += 1
@@ -62,7 +62,7 @@ class HostWaits:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """What waits inside is no part of any step."""
+        """Don't count inside this context."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -70,11 +70,11 @@ class HostWaits:
             self._paused = before
 
     def a_step(self) -> float | None:
-        """Waits a step in the steps that were looked at; None where there were none."""
+        """Return the mean number of host syncs a step; None if no step was counted."""
         return self._places.total() / self._counted if self._counted else None
 
     def words(self) -> str | None:
-        """For a line about the epoch, with where most of the waits are."""
+        """Describe the host syncs and where most of them are; None if no step was counted."""
         waits = self.a_step()
         if not waits:
             return None if waits is None else "host waits 0 a step"
@@ -84,7 +84,7 @@ class HostWaits:
     def _start(self) -> None:
         there = {(action, getattr(message, "pattern", None)) for action, message, *_ in warnings.filters}
         for wanted in _FILTERS:
-            if wanted not in there:  # each change makes Python forget which warnings it has shown
+            if wanted not in there:  # each change makes Python show earlier warnings again
                 warnings.filterwarnings(*wanted)
         self._shown, warnings.showwarning = warnings.showwarning, self._show
         torch.cuda.set_sync_debug_mode(_WARN)

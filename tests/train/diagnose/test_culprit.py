@@ -147,7 +147,7 @@ def test_a_gradient_without_a_slope(tmp_path):
     text = told(Recipe("gradient"), clips(), tmp_path, what="gradient")
     assert "the gradient is not finite" in text
     assert "but the gradients of 8 parameters are not finite (front.weight, front.bias, " in text
-    assert "behind the output of model.2 a square root" in text
+    assert "after the output of model.2 a square root" in text
 
 
 def test_weights_that_are_already_broken(tmp_path):
@@ -174,7 +174,7 @@ def test_fp16_overflow(tmp_path):
 
 def test_what_cannot_be_shown_again_says_so_and_is_kept(tmp_path):
     text = told(Recipe(), clips(), tmp_path)
-    assert "run again, everything was finite (loss " in text and "could not be shown again" in text
+    assert "run again, everything was finite (loss " in text and "could not be reproduced" in text
     assert find(tmp_path).name == "step-12-rank-0"
 
 
@@ -254,7 +254,7 @@ def test_only_so_many_are_kept_and_the_newest_is_found(tmp_path):
         text = report(Recipe("layer"), tmp_path, [clips()], step=step, limit=3)
     assert sorted(path.name for path in (tmp_path / "culprits").iterdir()) == [
         "step-1-rank-0", "step-2-rank-0", "step-3-rank-0"]
-    assert "describes 3 such steps already" in text
+    assert "already has reports of 3 such steps" in text
     assert find(tmp_path).name == "step-3-rank-0"
     assert find(tmp_path / "culprits").name == "step-3-rank-0"
     kept = [path.parent.name for path in tmp_path.glob("culprits/*/model.safetensors")]

@@ -61,6 +61,6 @@ def test_a_thread_that_does_not_begin_is_one_message(monkeypatch, start):
     monkeypatch.setattr(host, "bounded", lambda: True)
     monkeypatch.setattr(threads, "_PATIENCE", 0.1)
     monkeypatch.setattr(threads, "start_new_thread", start)
-    with pytest.raises(SbkitError, match="not even a thread has room to start") as error:
+    with pytest.raises(SbkitError, match="there is none left to start a thread") as error:
         threads.Threads()(len, "")
     assert error.value.exit_code == 1
