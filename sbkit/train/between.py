@@ -135,8 +135,9 @@ class Between:
         if ranks.is_main():
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             logger.warning(
-                "The loss uses other parameters than in the first step (%s%s): from now on each backward searches for "
-                "unused parameters, which makes it wait for the device; --find_unused_parameters does so from the start",
+                "The loss uses other parameters than in the first step (%s%s). From now on each backward searches for "
+                "unused parameters, which makes it wait for the device; with --find_unused_parameters it does so from "
+                "the first step",
                 ", ".join(name.removeprefix("owned.") for name in names[:3]), more)
 
     def save(self) -> None:

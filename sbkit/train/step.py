@@ -38,7 +38,7 @@ class Loss(NamedTuple):
     """
 
     total: torch.Tensor
-    count: torch.Tensor | float  # type: ignore[assignment]  # of a tuple it hides a method that nobody calls
+    count: torch.Tensor | float  # type: ignore[assignment]  # it hides a method of tuples that is not used here
     extras: Mapping[str, tuple[torch.Tensor | float, torch.Tensor | float]] | None = None
 
     @property

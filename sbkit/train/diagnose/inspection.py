@@ -50,7 +50,7 @@ class Values:
 
 @dataclass
 class Layer:
-    """One call of one module."""
+    """The input and output of one call of a module."""
 
     name: str
     kind: str
@@ -77,7 +77,7 @@ class Findings:
 
     @property
     def what(self) -> str:
-        """"loss", "gradient", or "nothing" when all was finite this time."""
+        """What was not finite: "loss", "gradient" or "nothing"."""
         if self.loss is not None and not math.isfinite(self.loss):
             return "loss"
         return "gradient" if self.gradient_count else "nothing"

@@ -298,7 +298,7 @@ def _say_unless_main_does(error: BaseException, until: float) -> None:
 def raise_on_main(error: SbkitError) -> None:
     """Raise an error that every rank has found on rank 0 only; the others end without a message."""
     if not connected() or is_main():
-        _failed(error)  # nobody waits to be told
+        _failed(error)  # without announcing it: every rank has it
         raise error
     _leave(error.exit_code)
 
@@ -316,7 +316,7 @@ def end_together() -> NoReturn:
             _wait_for(key)
         elif _store().add(f"{key}/heard", 1) == world_size() - 1:
             _store().set(key, b"1")
-        _failed(done)  # nobody waits to be told
+        _failed(done)  # without announcing it: every rank ends
     raise done
 
 

@@ -20,7 +20,7 @@ _PATIENCE = 60.0
 
 
 class _Worker:
-    """A thread that calls functions one after the other.
+    """A thread that calls functions for others, one after the other.
 
     It does not use ``threading``, whose ``start`` waits forever for a thread that dies before it begins, as happens
     without memory.

@@ -31,7 +31,7 @@ class Contention:
         self.reset()
 
     def reset(self) -> None:
-        """Start a new epoch."""
+        """Start measuring, at the start of an epoch."""
         self._looked = self._told
         self._began = time.monotonic()
         self._before = _waited() if self._counts else {}

@@ -37,7 +37,7 @@ class HostWaits:
         self.reset()
 
     def reset(self) -> None:
-        """Start a new epoch."""
+        """Discard all counts, at the start of an epoch."""
         self._steps = self._counted = 0
         self._places: Counter[tuple[str, int]] = Counter()
 
