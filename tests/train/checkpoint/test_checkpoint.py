@@ -335,11 +335,11 @@ def test_state_outside_the_state_dict_is_said_once(tmp_path, caplog):
     ckpt = Checkpointer(tmp_path, {"model": model})
     ckpt.save_checkpoint()
     ckpt.save_checkpoint()
-    assert caplog.text.count("model.normalize (InputNormalization) keeps state") == 1
+    assert caplog.text.count("model.normalize (InputNormalization) has state") == 1
     caplog.clear()
     ckpt.add_recoverable("normalizer", normalize)
     ckpt.save_checkpoint()
-    assert "keeps state" not in caplog.text
+    assert "has state" not in caplog.text
 
 
 def test_objects_left_out_of_the_recoverables_are_found(tmp_path):

@@ -104,7 +104,7 @@ def test_a_folder_that_a_living_process_writes_is_refused_to_a_second_one(tmp_pa
     published(tmp_path)
     with Beside(writes, tmp_path) as other:
         assert other.pipe.recv() == "writes"
-        with pytest.raises(files.CheckpointError, match="is being written by another process; let each"):
+        with pytest.raises(files.CheckpointError, match="is being written by another process; give each"):
             files.begin(tmp_path, NAME)
         path = tmp_path / (files.WRITING + NAME)
         assert (path / "model.ckpt").read_text() == "of the first run"

@@ -30,7 +30,7 @@ def trained(cls, options, micros=1, epochs=2):
              ("find_unused_parameters", "has_rebuilt_buckets", "rebuilt_per_bucket_param_indices",
               "prev_iteration_grad_ready_order_indices")}
     left = toy.optimizer.state_dict()
-    return kept, order, toy.stepper.wrap.searches, [line for line in said if "reaches other" in line], \
+    return kept, order, toy.stepper.wrap.searches, [line for line in said if "uses other" in line], \
         (sorted(left["state"]), left["param_groups"][0]["params"])
 
 
