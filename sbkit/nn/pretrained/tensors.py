@@ -70,7 +70,8 @@ def _saved(path: Path) -> dict[str, tuple[Any, tuple[int, ...]]]:
         raise SbkitError(f"{path} holds more than tensors, so loading it could run code",
                          hint="save the model again with transformers: save_pretrained writes safetensors") from error
     except (RuntimeError, EOFError, OSError, ValueError) as error:
-        raise SbkitError(f"{path} is incomplete or not a file of torch.save: {first_line(error)}", hint=_AGAIN) from error
+        raise SbkitError(f"{path} is incomplete or not a file of torch.save: {first_line(error)}",
+                         hint=_AGAIN) from error
     if not isinstance(state, Mapping) or not all(isinstance(each, Tensor) for each in state.values()):
         raise SbkitError(f"{path} does not map names to tensors",
                          hint="name a folder that was written by save_pretrained of transformers")
