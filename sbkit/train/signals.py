@@ -222,7 +222,7 @@ class EndSignals(_Caught):
 
 
 def _stopped(signum: int) -> Stopped:
-    return Stopped(f"stopped by {signal.Signals(signum).name}", hint="run the same command to continue",
+    return Stopped(f"stopped by {signal.Signals(signum).name}", hint="the same command does what is missing",
                    exit_code=128 + signum)
 
 
