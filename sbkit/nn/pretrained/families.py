@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from sbkit.errors import SbkitError
+from sbkit.errors import SbkitError, first_line
 from sbkit.nn.pretrained.options import Options
 from sbkit.nn.pretrained.source import Settings
 
@@ -64,6 +64,5 @@ def build(settings: Settings, options: Options) -> nn.Module:
     except SbkitError:
         raise
     except Exception as error:  # transformers checks some values of a config only when it builds the layers
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise SbkitError(f"{settings.source}: its config.json describes no encoder: {first}",
+        raise SbkitError(f"{settings.source}: its config.json describes no encoder: {first_line(error)}",
                          hint="fetch it again, or take an encoder that transformers can build") from error

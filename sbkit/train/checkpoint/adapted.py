@@ -28,7 +28,7 @@ from sbkit.train.distributed import ranks
 
 #: Key in the state of the hash of the base.
 BASE = "base"
-_AGAIN = "copy it once more from where the run was"
+_AGAIN = "copy it again from the run's save folder"
 
 
 class Adapted(nn.Module):
@@ -115,18 +115,18 @@ class Adapted(nn.Module):
 
 
 def base_file(folder: Path, named: str) -> Path:
-    """Where a folder of checkpoints has the base of this hash."""
+    """Return the file of the base with this hash in a folder of checkpoints."""
     return folder / f"base-{named[:16]}.safetensors"
 
 
 def read_base(path: Path, named: str) -> dict[str, Tensor]:
-    """The parameters of a base from its file, whose values have to be those of this hash."""
+    """Read the parameters of a base from its file, and check them against their hash."""
     try:
         found = load_file(path)
-    except Exception as error:  # safetensors has its own for each way in which a file can be damaged
+    except Exception as error:  # safetensors has its own error for each kind of damage
         raise SbkitError(f"{path} is damaged: {error}", hint=_AGAIN) from error
     if _hash_of(found) != named:
-        raise SbkitError(f"{path} is damaged: its values are not those that it is named by", hint=_AGAIN)
+        raise SbkitError(f"{path} is damaged: its values don't match the hash in its name", hint=_AGAIN)
     return found
 
 
