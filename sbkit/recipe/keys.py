@@ -129,9 +129,8 @@ class Keys:
 
         ``read`` accepts them: a Brain for a part of a run, such as a trial of batch sizes, needs no checkpointer.
         """
-        return [Problem(declared.name, f"{declared.name} {NULL}", COMPLETE)
-                for declared in cls.declared().values()
-                if declared.needed and declared.optional and declared.name in hparams and hparams[declared.name] is None]
+        return [Problem(name, f"{name} {NULL}", COMPLETE) for name, declared in cls.declared().items()
+                if declared.needed and declared.optional and name in hparams and hparams[name] is None]
 
     def clashes(self) -> Iterator[Problem]:
         """The problems of keys in combination, each of which is right by itself; for derived classes to override."""

@@ -58,7 +58,7 @@ def test_an_encoder_has_either_name(given, key):
 def test_null_for_what_a_run_needs_is_refused_at_check_and_load(key, tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text(f"recipe: !include:{SMALL}\n    seed: 2\n    {key}: null\n")
-    with pytest.raises(SbkitError, match=f"{path}:3: {key} is null, and a run can't do without it; hparams/ has a complete"):
+    with pytest.raises(SbkitError, match=f"{path}:3: {key} is null, and a run can't do without it; hparams/"):
         load.opened(hparams(path, tmp_path), path)
     (told,) = [each for each in check(path, {"output_folder": str(tmp_path)}).errors if each.key == key]
     assert str(told).startswith(f"{path}:3: error: {key}: it is null, and a run can't do without it; ")
