@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple, TypedDict
 
 
@@ -23,7 +22,3 @@ class Metric(NamedTuple):
     def order(self) -> Order:
         """The order in which the best checkpoint comes first."""
         return {"min_key": self.name} if self.lower_is_better else {"max_key": self.name}
-
-    def best(self, values: Sequence[float]) -> float:
-        """Return the best of some values."""
-        return min(values) if self.lower_is_better else max(values)

@@ -414,7 +414,7 @@ class From:
         self.make = make
 
 
-ALONE = {"tokenizer": Spelling()}
+ALONE = {"tokenizer": Spelling(), "output_folder": From(lambda made: str(made.folder / "out"))}
 JOINT = {"ctc_weight": 0.5}
 AVERAGED = {"ema": From(lambda made: EMA(made.recipe.hparams["model"], 0.9))}
 #: Of each key two values, what differs between them, and what else the recipe says.
