@@ -99,12 +99,12 @@ def test_a_metric_that_validation_lacks_is_named_once_the_epoch_is_saved(tmp_pat
     layer = torch.nn.Linear(1, 1)
     shelf = Checkpointer(tmp_path, {"model": layer})
     brain = Mistaken({"layer": layer}, run_opts={"device": "cpu"}, checkpointer=shelf)
-    brain.on_stage_end(Stage.TRAIN, 0.0, 1)
-    brain.on_stage_start(Stage.VALID, 1)
+    brain.close_stage(Stage.TRAIN, 0.0, 1)
+    brain.open_stage(Stage.VALID, 1)
     brain.evaluate_batch(batch("a"), Stage.VALID)
     with pytest.raises(SbkitError, match="Mistaken chooses the best checkpoint by 'wer', and its validation gives "
                                          "loss, WER, CER; return it from stats"):
-        brain.on_stage_end(Stage.VALID, 0.0, 1)
+        brain.close_stage(Stage.VALID, 0.0, 1)
     assert [ckpt.meta["epoch"] for ckpt in shelf.list_checkpoints()] == [1]
 
 
