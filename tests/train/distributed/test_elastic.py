@@ -202,9 +202,9 @@ def test_slurm_failure_without_a_warning_is_not_requeued(slurm, tmp_path):
 
 
 @pytest.mark.parametrize("arguments, says", [
-    ([], "which recipe"), (["--nodes", "2", "x.yaml"], "need --head"),
+    ([], "name a recipe"), (["--nodes", "2", "x.yaml"], "need --head"),
     (["--nodes", "two", "x.yaml"], "a range"), (["--wrong", "x.yaml"], "unknown option --wrong"),
-    (["--id"], "--id needs a value"), (["--script", "no.py", "x.yaml"], "there is no no.py"),
+    (["--id"], "--id needs a value"), (["--script", "no.py", "x.yaml"], "there is no script no.py"),
 ])
 def test_launch_local_refuses_what_it_does_not_understand(arguments, says):
     done = subprocess.run(["bash", TOOLS / "launch_local.sh", *arguments], capture_output=True, text=True)
