@@ -50,7 +50,7 @@ def test_a_run_ends_at_a_full_disk_and_the_same_command_goes_on_when_there_is_ro
             assert code == 2 and "Traceback" not in told
             assert re.match(
                 rf"error: the checkpoint {out}/save/CKPT\S+ could not be written: {REFUSED} \(it needs about "
-                r"[45]\d\d\.\d kB, free: .* kB\); the last good one, .* is kept; make room", refused)
+                r"[45]\d\d\.\d kB, free: .* kB\); the last good one, .* is kept; free space", refused)
         else:
             code, told = train(home, out, "--number_of_epochs", "1")
             assert code == 0, told
