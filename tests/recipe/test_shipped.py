@@ -89,7 +89,7 @@ def test_a_rate_that_the_pretrained_encoder_was_not_trained_at_is_refused(tmp_pa
     (error,) = check(ROOT / "hparams" / "ssl.yaml", stand_ins("hparams/ssl.yaml", tmp_path) | {"sample_rate": 8000}
                      ).errors
     assert (error.code, error.key) == ("sample-rate", "encoder")
-    assert "hears 16000 samples a second" in error.message and "write sample_rate: 16000" in error.suggestion
+    assert "takes 16000 samples a second" in error.message and "write sample_rate: 16000" in error.suggestion
 
 
 @pytest.mark.parametrize("given, told, mend", [
