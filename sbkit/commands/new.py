@@ -11,7 +11,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("folder", metavar="FOLDER", type=Path,
                         help="folder to create; existing files are never overwritten")
-    parser.add_argument("--task", default="ctc", help="task whose recipes to write (default: ctc)")
+    parser.add_argument("--task", default="ctc",
+                        help="whose recipes to write, such as ssl for a pretrained encoder (default: ctc)")
 
 
 def run(args: argparse.Namespace) -> int:
