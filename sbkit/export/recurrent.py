@@ -22,13 +22,14 @@ class _Light:
 
     bidirectional: bool
     w: nn.Module
+    u: nn.Module
     norm: nn.Module
     act: Callable[[Tensor], Tensor]
     h_init: Tensor
 
     def _recurrent(self, before: Tensor) -> Tensor:
         """Compute what the previous state adds to an input."""
-        raise NotImplementedError
+        return self.u(before)
 
     def forward(self, x: Tensor, hx: None = None) -> Tensor:
         batch = x.shape[0]
@@ -49,15 +50,14 @@ class _Light:
 class ExportedLiGRULayer(_Light, RNN.LiGRU_Layer):
     """``LiGRU_Layer``: [B, T, D] -> [B, T, H]."""
 
-    def _recurrent(self, before: Tensor) -> Tensor:
-        return self.u(before)
-
 
 class ExportedSLiGRULayer(_Light, RNN.SLiGRU_Layer):
     """``SLiGRU_Layer``: [B, T, D] -> [B, T, H]."""
 
+    layer_norm: nn.Module
+
     def _recurrent(self, before: Tensor) -> Tensor:
-        return self.layer_norm(self.u(before))
+        return self.layer_norm(super()._recurrent(before))
 
 
 class _LightStack:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any
 
@@ -39,7 +40,7 @@ class _WithAdapter(_Adapted):
     pass
 
 
-class Adapters:
+class Adapters(ABC):
     """Freezes a module and adds an adapter to each of some of its layers.
 
     Arguments
@@ -60,13 +61,13 @@ class Adapters:
         for path, layer in self.layers.items():
             self.adapt(path, layer)
 
+    @abstractmethod
     def adapt(self, path: str, layer: nn.Module) -> None:
         """Add an adapter to one layer."""
-        raise NotImplementedError
 
+    @abstractmethod
     def fits(self, layer: nn.Module) -> bool:
         """Whether a layer is of a kind that can be adapted."""
-        raise NotImplementedError
 
     def _find(self) -> dict[str, nn.Module]:
         own = {path: layer for path, layer in self.module.named_modules() if path and not is_added(path)}
