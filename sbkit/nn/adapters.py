@@ -33,7 +33,7 @@ class _Adapted(nn.Module):
 
 
 class _WithLoRA(_Adapted):
-    pass
+    lora_scale: float
 
 
 class _WithAdapter(_Adapted):
@@ -165,12 +165,16 @@ def merge(module: nn.Module) -> int:
     """Merge each LoRA into its layer's weights and remove it; returns the number of merged layers."""
     adapted = [layer for layer in module.modules() if isinstance(layer, _WithLoRA)]
     for layer in adapted:
-        _, down, up = layer.lora  # type: ignore[misc]  # the Sequential that LoRA.adapt made
-        product = layer.lora_scale * (up.weight.double() @ down.weight.double())
-        layer.weight.copy_(layer.weight.double() + product)  # type: ignore[operator]  # as above
+        weight, up, down = map(layer.get_parameter, ("weight", f"{LORA}.2.weight", f"{LORA}.1.weight"))
+        weight.copy_(with_product(weight, up, down, layer.lora_scale))
         del layer.lora, layer.lora_scale
         layer.__class__ = type(layer).__bases__[1]
     return len(adapted)
+
+
+def with_product(weight: Tensor, up: Tensor, down: Tensor, scale: float) -> Tensor:
+    """Return a weight with the scaled product of a LoRA's two matrices added in double precision."""
+    return (weight.double() + scale * (up.double() @ down.double())).to(weight.dtype)
 
 
 @functools.cache

@@ -57,7 +57,7 @@ def fit_and_test(recipe: Recipe, request: Request, device: torch.device, manifes
         raise SbkitError(f"--test_only: {brain.checkpointer.checkpoints_dir} holds no checkpoint to test",
                          hint="train first, or name the folder of a run with --output_folder")
     with train_set, valid_set:
-        resumed = bool(brain.checkpointer.list_checkpoints())
+        resumed = not initial.fresh(keys)
         if not resumed:
             initial.load(brain)
         brain.fit(_from_here_on(guard, keys.epoch_counter, resumed), train_set, valid_set)

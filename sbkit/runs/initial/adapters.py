@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from sbkit.errors import SbkitError
-from sbkit.nn.adapters import LORA
+from sbkit.nn.adapters import LORA, with_product
 
 _DOWN, _UP = f".{LORA}.1.weight", f".{LORA}.2.weight"
 
@@ -35,8 +35,7 @@ def merge(theirs: dict[str, torch.Tensor], found: Mapping[str, str], modules: nn
             missing = "the weight that it was added to" if weight is None else "a recipe that says how much it counts"
             raise SbkitError(f"init_from: there is a LoRA for {layer}, and not {missing}",
                              hint="name the folder of the run that trained it")
-        product = scale * (theirs.pop(layer + _UP).double() @ theirs.pop(layer + _DOWN).double())
-        theirs[f"{layer}.weight"] = (weight.double() + product).to(weight.dtype)
+        theirs[f"{layer}.weight"] = with_product(weight, theirs.pop(layer + _UP), theirs.pop(layer + _DOWN), scale)
         merged.add(f"{layer}.weight")
     return merged
 

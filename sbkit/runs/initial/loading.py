@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 def fresh(keys: Any) -> bool:
     """Whether a run has no checkpoint of its own."""
-    return keys.checkpointer is None or not keys.checkpointer.list_checkpoints()
+    return not keys.checkpointer.list_checkpoints()
 
 
 def source_of(keys: Any) -> Source | None:
