@@ -29,8 +29,7 @@ logger = logging.getLogger(__name__)
 
 def check(
     path: str | Path, overrides: Mapping[str, Any] | None = None, *, run_opts: Any = None, run: bool = True,
-    prepared: bool = True, priced: bool = True,
-    measure: Callable[[], bill.Measured] | None = None,
+    starting: bool = False, measure: Callable[[], bill.Measured] | None = None,
 ) -> Report:
     """Check a recipe; the report has all mistakes at once.
 
@@ -40,8 +39,8 @@ def check(
     run_opts : SpeechBrain's run options; their numbers are checked, and the bill uses device and precision
     run : import what the recipe names, build its objects and look at ownership, devices, shapes, vocabulary and cost;
         otherwise nothing is built or called, and only SpeechBrain, torch and sbkit are imported
-    prepared : check the labels of a corpus that an earlier run has prepared
-    priced : make the bill even without a GPU, whose memory a batch could exceed
+    starting : a run begins here and now: its corpus has to be there, its labels are checked once it is prepared,
+        and only what a GPU's memory holds is billed
     measure : takes a few steps and measures them for the bill
     """
     started = time.perf_counter()
@@ -54,7 +53,7 @@ def check(
             root = read(Path(path), overrides or {}, findings, unseen=report.notes)
         report.notes.append("modules, devices, shapes, labels and cost: nothing is built with --no-run")
     if root is not None and run:
-        _look_deeper(root, findings, report, run_opts, prepared, priced, measure)
+        _look_deeper(root, findings, report, run_opts, starting, measure)
     owned = {finding.key for finding in findings if finding.code == "not-owned"}  # more specific
     findings[:] = [each for each in findings if each.code != "unread-key" or each.key not in owned]
     report.add(findings)
@@ -62,8 +61,8 @@ def check(
     return report
 
 
-def _look_deeper(root: Node, findings: Findings, report: Report, run_opts: Any, prepared: bool,
-                 priced: bool, measure: Callable[[], bill.Measured] | None) -> None:
+def _look_deeper(root: Node, findings: Findings, report: Report, run_opts: Any, starting: bool,
+                 measure: Callable[[], bill.Measured] | None) -> None:
     with _quiet(), build(root, findings) as built:
         modules = ownership.check_modules(built, findings)
         if modules is None:
@@ -85,9 +84,9 @@ def _look_deeper(root: Node, findings: Findings, report: Report, run_opts: Any, 
         if traced.task is not None:
             traced.task.check_outputs(traced, findings)
             traced.task.check_start(traced, findings)
-        corpus_check.check_corpus(built, findings)
-        labels, note = corpus_check.check_prepared(traced, findings) if prepared else (None, "")
-        bill_section = _bill(owned, traced, findings, report, run_opts, priced, measure)
+        corpus_check.check_corpus(built, findings, starting)
+        labels, note = corpus_check.check_prepared(traced, findings) if not starting else (None, "")
+        bill_section = _bill(owned, traced, findings, report, run_opts, starting, measure)
         if complete:
             devices.prove(owned, table, traced, findings)
         sections = {"shapes": trace.section(traced), "labels": labels, "bill": bill_section}
@@ -97,12 +96,12 @@ def _look_deeper(root: Node, findings: Findings, report: Report, run_opts: Any, 
 
 
 def _bill(owned: ownership.Owned, traced: trace.Trace, findings: Findings, report: Report,
-          run_opts: Any, priced: bool, measure: Callable[[], bill.Measured] | None) -> Any:
+          run_opts: Any, starting: bool, measure: Callable[[], bill.Measured] | None) -> Any:
     built = traced.built
     if not traced.complete:
         return None
     device = _device(run_opts)
-    if not priced and bill.memory_of(str(device)) is None:
+    if starting and bill.memory_of(str(device)) is None:
         return None
     chosen = run_opts.precision if _chosen(run_opts, "precision") else built.hparams.get("precision")
     precision = chosen or RunOptions.precision

@@ -13,10 +13,10 @@ from sbkit.recipe.source import Findings
 from sbkit.recipe.trace import Trace
 
 
-def check_corpus(built: Built, findings: Findings) -> None:
-    """Check that the longest utterances fit into a batch, and that a source from the command line exists.
+def check_corpus(built: Built, findings: Findings, starting: bool = False) -> None:
+    """Check that the longest utterances fit into a batch, and that the source exists.
 
-    A source that is written in the recipe isn't looked for, since it may be on another machine.
+    The path of a recipe's file may be meant for another machine, so it is an error only if a run is ``starting`` here.
     """
     corpus: Any = built.hparams.get("corpus")
     node = built.nodes.get("corpus")
@@ -26,12 +26,15 @@ def check_corpus(built: Built, findings: Findings) -> None:
     if "source" not in node.value:
         return
     given = node.value["source"].source or node.value["source"]
-    if given.place.line:
-        return
     try:
         corpus.check_there()
     except SbkitError as error:
-        findings.error("no-corpus", given.place, f"--{given.key}", error.message, error.hint or "")
+        if starting or not given.place.line:
+            name = given.key if given.place.line else f"--{given.key}"
+            findings.error("no-corpus", given.place, name, error.message, error.hint or "")
+        else:
+            findings.warning("no-corpus", given.place, given.key, f"{error.message} on this machine",
+                             "a run here couldn't start; " + (error.hint or ""))
 
 
 def _check_longest(built: Built, findings: Findings) -> None:

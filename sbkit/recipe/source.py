@@ -103,9 +103,10 @@ class Node:
         return f"{self.key}.{key}" if self.key else str(key)
 
     def blame(self, key: Any) -> Place:
-        """Mark the value of a key as wrong; return the place to blame: the key, or the command line.
+        """Mark the value of a key as wrong; return the place to blame.
 
-        The value that a reference names is marked too, so that it is reported only once.
+        That is the key, or what its reference names, if another file or the command line gave that. The value that a
+        reference names is marked too, so that it is reported only once.
         """
         self.wrong = True
         child = self.value.get(key) if isinstance(self.value, dict) else None
@@ -113,7 +114,8 @@ class Node:
             return self.place_of(key)
         source = child.source or child
         child.wrong = source.wrong = True
-        return self.place_of(key) if source.place.line else source.place
+        here = self.place_of(key)
+        return here if source.place.file == here.file else source.place
 
     @property
     def spoilt(self) -> bool:

@@ -14,7 +14,7 @@ def before_run(request: Request) -> None:
     """Check the recipe of a run that is about to start: errors end the run, warnings are printed."""
     from sbkit.recipe.check import check
 
-    report = check(request.path, request.overrides, run_opts=request.run_opts, prepared=False, priced=False)
+    report = check(request.path, request.overrides, run_opts=request.run_opts, starting=True)
     if report.errors:  # one message, so that torchrun's last lines contain it all
         raise SbkitError(f"{report.verdict()}; --no-check would start the run as it is\n{report.problems()}",
                          exit_code=1)

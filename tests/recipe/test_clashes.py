@@ -72,3 +72,10 @@ def test_all_that_a_load_refuses_is_told_with_its_line(tmp_path):
     assert str(error.value) == (
         f"{path}:2: ctc_weight is 0, and must be a number above 0, up to 1; "
         f"{path}:4: label_smoothing is 2, and must be a number from 0 to 1; docs/keys.md says what each key may be")
+
+
+def test_a_wrong_value_for_an_included_recipe_is_told_where_it_stands(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(f'recipe: !include:{SMALL}\n    seed: 2\n    d_model: "16"\n')
+    assert [(finding.key, finding.file, finding.line) for finding in check(path, run=False).errors] == [
+        ("Transformer.d_model", str(path), 3)]

@@ -20,7 +20,7 @@ def run(tmp_path_factory):
 def errors(folder, **keys):
     """Of a run that has prepared nothing: its vocabulary has another size."""
     given = {**TINY, "output_folder": str(folder / "new"), **keys}
-    return check(RECIPE, given, priced=False).errors
+    return check(RECIPE, given, starting=True).errors
 
 
 def test_a_start_that_fits_passes_with_another_vocabulary(run, tmp_path):
