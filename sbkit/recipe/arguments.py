@@ -110,7 +110,7 @@ def parse_overrides(words: list[str]) -> dict[str, Any]:
     return tree
 
 
-def read_value(text: str) -> Any:
+def read_value(text: str) -> object:
     """Read a value as in YAML, including tags and references; 1e-3 is a number and (2, 2) a tuple."""
     from ruamel.yaml import YAML
     from ruamel.yaml.comments import TaggedScalar

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from typing import Any
 
 from hyperpyyaml.core import parse_arithmetic
 
@@ -15,7 +14,7 @@ class _Rough(ast.NodeTransformer):
         return ast.Constant(float(node.value)) if isinstance(node.value, int) else node
 
 
-def compute(text: str) -> Any:
+def compute(text: str) -> object:
     """The result of a reference's text; the text itself if it isn't arithmetic.
 
     Raises ArithmeticError or ValueError, with the reason, if it can't be computed.

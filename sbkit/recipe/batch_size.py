@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sbkit.recipe.keys import TaskKeys
 from sbkit.recipe.parts import for_good
 from sbkit.system.cache import cache_folder
 from sbkit.system.console import atomic_write
@@ -54,7 +55,7 @@ def model_of(modules: Mapping[str, nn.Module]) -> list[Any]:
     return [*map(repr, modules.values()), sizes]
 
 
-def place(model: list[Any], keys: Any, precision: str, device: torch.device) -> Path:
+def place(model: list[Any], keys: TaskKeys, precision: str, device: torch.device) -> Path:
     """The file that has the results for a model on a device, with a precision and the keys that affect memory."""
     cuda = device.type == "cuda" and torch.cuda.is_available()
     optimizer = keys.opt_class

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
 from sbkit.nn.accelerate import restore
@@ -75,8 +76,8 @@ class _Alive(Arithmetic):
         self.alive: dict[int, weakref.finalize[[int, int], torch.UntypedStorage]] = {}
         self.now = self.peak = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
-                           kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(self, func: OpOverload, types: Collection[type], args: tuple[Any, ...] = (),
+                           kwargs: Mapping[str, Any] | None = None) -> object:
         out = super().__torch_dispatch__(func, types, args, kwargs)
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
@@ -116,7 +117,7 @@ def longest_utterance(hparams: Mapping[str, Any]) -> float:
     return float(longest) * getattr(hparams.get("augment"), "stretch", 1.0)  # slower speech is longer
 
 
-def states_per_parameter(opt_class: Any) -> int:
+def states_per_parameter(opt_class: object) -> int:
     """How many numbers the optimizer stores per parameter."""
     given: dict[str, Any] = {}
     while isinstance(opt_class, functools.partial):

@@ -16,7 +16,7 @@ import random
 import tempfile
 import textwrap
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -51,8 +51,8 @@ class _Unfilled(TorchFunctionMode):
         for name, function in self.kept.items():
             setattr(torch.nn.init, name, function)
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
-                           kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(self, func: Callable[..., Any], types: Collection[type], args: tuple[Any, ...] = (),
+                           kwargs: dict[str, Any] | None = None) -> object:
         if getattr(func, "__name__", "") in _FILLING:
             return args[0] if args else (kwargs or {}).get("tensor")
         return func(*args, **(kwargs or {}))
@@ -71,14 +71,14 @@ class Built:
         """Nodes by top-level key."""
         self.missing: set[str] = set()
         """Top-level keys that could not be built."""
-        self._origins: dict[int, tuple[Any, Node]] = {}
+        self._origins: dict[int, tuple[object, Node]] = {}
 
-    def origin(self, obj: Any) -> Node | None:
+    def origin(self, obj: object) -> Node | None:
         """The node that an object was built from, None if it is unknown."""
         found = self._origins.get(id(obj))
         return found[1] if found is not None and found[0] is obj else None
 
-    def remember(self, obj: Any, node: Node) -> None:
+    def remember(self, obj: object, node: Node) -> None:
         """Store the node of an object; if it has one already, that is the definition and stays."""
         self._origins.setdefault(id(obj), (obj, node))
 
@@ -116,10 +116,10 @@ def _untouched_generators() -> Iterator[None]:
 class _Builder:
     def __init__(self, built: Built, findings: Findings, folder: str):
         self.built, self.findings, self.folder = built, findings, folder
-        self.made: dict[int, Any] = {}
+        self.made: dict[int, object] = {}
         self.failed: set[int] = set()
 
-    def make(self, node: Node) -> Any:
+    def make(self, node: Node) -> object:
         """The object of a node, built once."""
         if id(node) in self.made:
             return self.made[id(node)]
@@ -136,7 +136,7 @@ class _Builder:
             self.built.remember(made, node)
         return made
 
-    def _make(self, node: Node) -> Any:
+    def _make(self, node: Node) -> object:
         kind, _, name = node.tag.partition(":")
         if kind in ("!new", "!apply", "!applyref"):
             return self._call(node, locate(name))
@@ -152,11 +152,11 @@ class _Builder:
             return [self.make(child) for child in node.value]
         return static(node)
 
-    def _arguments(self, node: Node) -> tuple[list[Any], dict[str, Any]]:
+    def _arguments(self, node: Node) -> tuple[list[object], dict[Any, object]]:
         args, kwargs = arguments(node)
         return [self.make(arg) for arg in args], {key: self.make(arg) for key, arg in kwargs.items()}
 
-    def _call(self, node: Node, target: Any) -> Any:
+    def _call(self, node: Node, target: Callable[..., Any]) -> object:
         args, kwargs = self._arguments(node)
         if isinstance(target, type) and issubclass(target, Checkpointer):
             kwargs["checkpoints_dir"], args = self.folder, args[1:]
@@ -193,7 +193,7 @@ def _given(kwargs: Mapping[str, Any]) -> str:
     return f"it gets {listed(shown)}" if shown else ""
 
 
-def _name(target: Any) -> str:
+def _name(target: object) -> str:
     return getattr(target, "__name__", str(target))
 
 

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from speechbrain.utils.run_opts import RunOptions
@@ -19,7 +19,7 @@ from sbkit.recipe import batch_size, bill, corpus_check, devices, ownership, par
 from sbkit.recipe.blind_spots import nothing_from
 from sbkit.recipe.build import Built, build
 from sbkit.recipe.reading import read
-from sbkit.recipe.report import Report
+from sbkit.recipe.report import Report, Section
 from sbkit.recipe.settings import check_options
 from sbkit.recipe.source import Findings, Node, Place
 from sbkit.recipe.speed import native_precision
@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 
 
 def check(
-    path: str | Path, overrides: Mapping[str, Any] | None = None, *, run_opts: Any = None, run: bool = True,
-    starting: bool = False, measure: Callable[[], bill.Measured] | None = None,
+    path: str | Path, overrides: Mapping[str, Any] | None = None, *, run_opts: RunOptions | None = None,
+    run: bool = True, starting: bool = False, measure: Callable[[], bill.Measured] | None = None,
 ) -> Report:
     """Check a recipe; the report has all mistakes at once.
 
@@ -61,7 +61,7 @@ def check(
     return report
 
 
-def _look_deeper(root: Node, findings: Findings, report: Report, run_opts: Any, starting: bool,
+def _look_deeper(root: Node, findings: Findings, report: Report, run_opts: RunOptions | None, starting: bool,
                  measure: Callable[[], bill.Measured] | None) -> None:
     with _quiet(), build(root, findings) as built:
         modules = ownership.check_modules(built, findings)
@@ -96,7 +96,7 @@ def _look_deeper(root: Node, findings: Findings, report: Report, run_opts: Any, 
 
 
 def _bill(owned: ownership.Owned, traced: trace.Trace, findings: Findings, report: Report,
-          run_opts: Any, starting: bool, measure: Callable[[], bill.Measured] | None) -> Any:
+          run_opts: RunOptions | None, starting: bool, measure: Callable[[], bill.Measured] | None) -> Section | None:
     built = traced.built
     if not traced.complete:
         return None
@@ -140,7 +140,7 @@ def _attention(traced: trace.Trace, owned: ownership.Owned, device: torch.device
 
 def _hours(built: Built) -> float | None:
     """Hours of training audio, None if no earlier run has prepared it."""
-    corpus: Any = built.hparams.get("corpus")
+    corpus: object = built.hparams.get("corpus")
     if not hasattr(corpus, "manifest_path") or not corpus.manifest_path("train").exists():
         return None
     try:
@@ -149,7 +149,7 @@ def _hours(built: Built) -> float | None:
         return None
 
 
-def _device(run_opts: Any) -> torch.device:
+def _device(run_opts: RunOptions | None) -> torch.device:
     name = getattr(run_opts, "device", None) if _chosen(run_opts, "device") else None
     try:
         return torch.device(name or ("cuda:0" if torch.cuda.is_available() else "cpu"))
@@ -157,7 +157,7 @@ def _device(run_opts: Any) -> torch.device:
         raise SbkitError(f"--device {name!r} is no device", hint="write cpu, cuda or cuda:1") from error
 
 
-def _chosen(run_opts: Any, name: str) -> bool:
+def _chosen(run_opts: RunOptions | None, name: str) -> TypeGuard[RunOptions]:
     return name in getattr(run_opts, "overridden_args", ())
 
 

@@ -16,7 +16,7 @@ from sbkit.recipe.values import looks_like_number, static
 class Allowed(Protocol):
     """The values that a key may have; ``str`` describes them at the end of a sentence."""
 
-    def __contains__(self, value: Any, /) -> bool: ...
+    def __contains__(self, value: object, /) -> bool: ...
 
 
 class Range(NamedTuple):
@@ -28,7 +28,7 @@ class Range(NamedTuple):
     above: bool = False
     """Whether ``least`` itself is excluded."""
 
-    def __contains__(self, value: Any) -> bool:
+    def __contains__(self, value: object) -> bool:
         if not isinstance(value, int if self.whole else (int, float)) or isinstance(value, bool):
             return False
         return self.least <= value <= self.most and not (self.above and value == self.least)
@@ -47,7 +47,7 @@ class OneOf(NamedTuple):
 
     options: tuple[str, ...]
 
-    def __contains__(self, value: Any) -> bool:
+    def __contains__(self, value: object) -> bool:
         return isinstance(value, str) and value in self.options
 
     def __str__(self) -> str:
@@ -60,7 +60,7 @@ class Texts(NamedTuple):
     of: str
     """What the texts are, for messages."""
 
-    def __contains__(self, value: Any) -> bool:
+    def __contains__(self, value: object) -> bool:
         return isinstance(value, (list, tuple)) and all(isinstance(each, str) for each in value)
 
     def __str__(self) -> str:
@@ -145,24 +145,24 @@ CLASHES: dict[str, tuple[Clash, ...]] = {
 }
 
 
-def _indivisible(size: Any, parts: Any) -> bool:
+def _indivisible(size: object, parts: object) -> bool:
     return isinstance(size, int) and isinstance(parts, int) and parts > 0 and size % parts != 0
 
 
-def _numbers(*values: Any) -> bool:
+def _numbers(*values: object) -> bool:
     return all(isinstance(value, (int, float)) and math.isfinite(value) for value in values)
 
 
-def _even(number: Any) -> bool:
+def _even(number: object) -> bool:
     return isinstance(number, int) and number > 0 and number % 2 == 0
 
 
-def _odd_heads(size: Any, heads: Any) -> bool:
-    numbers = isinstance(size, int) and isinstance(heads, int) and heads > 0 and size % heads == 0
-    return numbers and size // heads % 2 == 1
+def _odd_heads(size: object, heads: object) -> bool:
+    return (isinstance(size, int) and isinstance(heads, int) and heads > 0 and size % heads == 0
+            and size // heads % 2 == 1)
 
 
-def check_choices(target: Any, named: Mapping[Any, Node], node: Node, findings: Findings) -> None:
+def check_choices(target: object, named: Mapping[Any, Node], node: Node, findings: Findings) -> None:
     """Add findings about named arguments that a class can't use, alone or in combination."""
     if not inspect.isclass(target) or not target.__module__.startswith(_LIBRARIES):
         return  # a user's class may allow more
@@ -192,7 +192,7 @@ def _check_clashes(target: type, named: Mapping[Any, Node], node: Node, findings
             tell("wrong-value", place, node.key_of(clash.key), clash.message, clash.suggestion)
 
 
-def _problem(name: str, key: str, value: Any, wanted: tuple[str, ...] | Range) -> tuple[str, str] | None:
+def _problem(name: str, key: str, value: object, wanted: tuple[str, ...] | Range) -> tuple[str, str] | None:
     """A message and a suggestion; None if the value is right, or of a wrong type, which another check reports."""
     if isinstance(wanted, Range):
         number = isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from sbkit.data.manifest import Manifest
 from sbkit.data.splits import SPLITS
 from sbkit.errors import SbkitError
@@ -18,7 +16,7 @@ def check_corpus(built: Built, findings: Findings, starting: bool = False) -> No
 
     The path of a recipe's file may be meant for another machine, so it is an error only if a run is ``starting`` here.
     """
-    corpus: Any = built.hparams.get("corpus")
+    corpus: object = built.hparams.get("corpus")
     node = built.nodes.get("corpus")
     if node is None or not hasattr(corpus, "check_there") or not isinstance(node.value, dict):
         return
@@ -54,7 +52,7 @@ def _check_longest(built: Built, findings: Findings) -> None:
 
 def check_prepared(traced: Trace, findings: Findings) -> tuple[Section | None, str]:
     """The task's check of labels in a corpus that an earlier run has prepared, or why they weren't checked."""
-    corpus: Any = traced.built.hparams.get("corpus")
+    corpus: object = traced.built.hparams.get("corpus")
     if not hasattr(corpus, "manifest_path"):
         return None, ""
     if not traced.complete:

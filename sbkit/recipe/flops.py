@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch._ops import OpOverload
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from sbkit.recipe.keys import Task
 from sbkit.recipe.trace import stand_ins
 
 
@@ -26,8 +28,8 @@ class Arithmetic(TorchDispatchMode):
         self.weights, self.operations = weights, 0
         self._formulas = FlopCounterMode(display=False).flop_registry
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
-                           kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(self, func: OpOverload, types: Collection[type], args: tuple[Any, ...] = (),
+                           kwargs: Mapping[str, Any] | None = None) -> object:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         formula = self._formulas.get(func._overloadpacket)
@@ -46,7 +48,7 @@ def typical_seconds(durations: np.ndarray) -> float:
     return float((durations**2).sum() / durations.sum())
 
 
-def operations_per_second(brain: Any, seconds: float) -> float:
+def operations_per_second(brain: Task, seconds: float) -> float:
     """Floating point operations per second of audio in an utterance of ``seconds``, for forward and backward.
 
     Parts that don't contribute to the loss (an attention decoder with CTC alone) aren't counted, nor is the backward of
@@ -59,7 +61,7 @@ def operations_per_second(brain: Any, seconds: float) -> float:
 A = TypeVar("A", bound="Arithmetic")
 
 
-def run(brain: Any, utterances: int, seconds: float, counts: type[A]) -> A:
+def run(brain: Task, utterances: int, seconds: float, counts: type[A]) -> A:
     """Run forward, loss and backward of a training micro-batch on stand-ins; return the counter.
 
     The Brain is unchanged afterwards, whatever device its modules are on: stand-ins have no memory, and other state

@@ -12,10 +12,11 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from sbkit.errors import SbkitError, first_line
 from sbkit.recipe.source import BASE, INCLUDE, Node, ShallowComposer
 
-Files = list[tuple[Path, Mapping[str, Any]]]
+Tree = Any  # what ruamel.yaml makes of a text: mappings, lists and scalars of its own, with tags and lines
+Files = list[tuple[Path, Mapping[str, Tree]]]
 
 
-def read_plain(path: Path) -> dict[str, Any]:
+def read_plain(path: Path) -> dict[str, Tree]:
     """Read a YAML as a tree with its tags; nothing is imported or built."""
     try:
         yaml = YAML()
@@ -39,7 +40,7 @@ def read_plain(path: Path) -> dict[str, Any]:
     return tree
 
 
-def tag_of(value: Any) -> str:
+def tag_of(value: object) -> str:
     """The tag of a value, such as ``!new:torch.nn.Linear`` or ``!ref``; empty for plain data."""
     return value.tag if isinstance(value, Node) else str(getattr(getattr(value, "tag", None), "value", None) or "")
 
@@ -58,13 +59,13 @@ def chain(path: Path) -> Files:
         path = path.parent / tag[len(INCLUDE) :]
 
 
-def levels(files: Files) -> Iterator[tuple[Path, Any]]:
+def levels(files: Files) -> Iterator[tuple[Path, Tree]]:
     """The mappings with keys of a recipe, each with its file; the first one that has a key decides its value.
 
     Each file has its own keys, and then those under ``recipe``, which override keys of the file it is based on.
     """
     for path, tree in files:
-        level: Any = tree
+        level: Tree = tree
         while isinstance(level, Mapping):
             yield path, level
             below = level.get(BASE)
@@ -89,7 +90,7 @@ def named(key: str, files: Files, overrides: Mapping[str, Any]) -> str:
     return name if kind == "!name" else ""
 
 
-def depth(key: Any, files: Files) -> int:
+def depth(key: object, files: Files) -> int:
     """The index of the file that a key belongs to: the first that has it, else the last, so that all see it."""
     return next((i for i, (_, tree) in enumerate(files) if key in tree), len(files) - 1)
 

@@ -10,12 +10,16 @@ import sys
 import types
 import typing
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from sbkit.errors import SbkitError
 from sbkit.recipe.choices import Allowed
 
 K = TypeVar("K", bound="Keys")
+#: What only sbkit.tasks, a room above this one, has types for.
+TaskClass = Any  # the class under ``brain``
+Task = Any  # an object of that class
+TaskKeys = Any  # an object of its Keys
 #: What to do about a key that a run needs.
 COMPLETE = "hparams/ has a complete recipe for each task"
 #: What is wrong with one that is null, as the end of a sentence.
@@ -27,7 +31,8 @@ _LISTS = (list, tuple, collections.abc.Sequence)
 _MAPPINGS = (dict, collections.abc.Mapping)
 
 
-def key(what: str, default: Any = dataclasses.MISSING, allowed: Allowed | None = None) -> Any:
+def key(what: str, default: object = dataclasses.MISSING,
+        allowed: Allowed | None = None) -> Any:  # of the field's type, as dataclasses.field says too
     """Declare a field of ``Keys``.
 
     Arguments
@@ -55,16 +60,16 @@ class Declared(NamedTuple):
     what: str
     kind: str
     """Its annotation as text."""
-    hint: Any
+    hint: object
     """Its annotation as a type; ``Any`` where that can't be evaluated."""
     allowed: Allowed | None
-    default: Any
+    default: object
     needed: bool
     """Whether it has no default, so that a recipe must have it."""
     by: str
     """The name of the class that declares it."""
 
-    def problem(self, value: Any) -> str:
+    def problem(self, value: object) -> str:
         """What is wrong with a value, as the end of a sentence; empty if nothing is."""
         if value is None:
             return "" if self.optional else f"is null, and must be {self.wanted}"
@@ -136,12 +141,14 @@ class Keys:
         """The problems of keys in combination, each of which is right by itself; for derived classes to override."""
         yield from ()
 
-    def __getattr__(self, name: str) -> Any:
-        """Raise an error for a needed key that the recipe lacks; Python calls this for missing attributes only."""
-        if name in type(self).declared():
-            raise SbkitError(f"the recipe has no {name}: {type(self).declared()[name].what}",
-                             hint=COMPLETE)
-        raise AttributeError(f"{type(self).__name__} declares no key {name}")
+    if not typing.TYPE_CHECKING:  # which finds a key that isn't declared by itself
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Raise an error for a needed key that the recipe lacks; Python calls this for missing attributes only."""
+            if name in type(self).declared():
+                raise SbkitError(f"the recipe has no {name}: {type(self).declared()[name].what}",
+                                 hint=COMPLETE)
+            raise AttributeError(f"{type(self).__name__} declares no key {name}")
 
     @classmethod
     @functools.cache
@@ -164,7 +171,7 @@ def _declared(cls: type[Keys], field: dataclasses.Field[Any]) -> Declared:
         by=by.__name__)
 
 
-def _written(kind: Any) -> str:
+def _written(kind: object) -> str:
     """An annotation as text."""
     if isinstance(kind, str):
         return kind
@@ -175,7 +182,7 @@ def _written(kind: Any) -> str:
     return "None" if kind is type(None) else getattr(kind, "__name__", str(kind))
 
 
-def _evaluated(field: dataclasses.Field[Any], by: type) -> Any:
+def _evaluated(field: dataclasses.Field[Any], by: type) -> object:
     """An annotation as a type; ``Any`` for a name that only type checkers import."""
     scope = vars(sys.modules[by.__module__]) if by.__module__ in sys.modules else {}
     try:
@@ -187,18 +194,18 @@ def _evaluated(field: dataclasses.Field[Any], by: type) -> Any:
 # ---------------------------------------------------------------------------------------------- types
 
 
-def _options(kind: Any) -> tuple[Any, ...]:
+def _options(kind: object) -> tuple[Any, ...]:
     """The members of a union; the type itself otherwise."""
     return typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
 
 
-def _is_any(kind: Any) -> bool:
+def _is_any(kind: object) -> bool:
     """Whether any object will do: for a union, where one of its members says so; classes aren't compared."""
     known = {type(None), typing.Literal, *_SCALARS, *_LISTS, *_MAPPINGS}
     return any((typing.get_origin(one) or one) not in known for one in _options(kind))
 
 
-def _fits(kind: Any, value: Any) -> bool:
+def _fits(kind: object, value: object) -> bool:
     """Whether a value has a type, with all elements of lists and mappings; truth is no number."""
     if len(options := _options(kind)) > 1:
         return any(_fits(one, value) for one in options)
@@ -222,7 +229,7 @@ def _fits(kind: Any, value: Any) -> bool:
     return not inner or all(_fits(inner[0], each) for each in value)
 
 
-def _words(kind: Any, many: bool = False) -> str:
+def _words(kind: object, many: bool = False) -> str:
     """A type in words: ``a list of whole numbers``; ``null`` is left out."""
     options = [each for each in _options(kind) if each is not type(None)]
     if len(options) != 1:
@@ -241,7 +248,7 @@ def _words(kind: Any, many: bool = False) -> str:
     return ("lists" if many else "a list") + elements
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     if isinstance(value, str):
         return f"the text {value!r}"
     return repr(value) if isinstance(value, (int, float, bool, list, tuple, dict)) else f"of {type(value).__name__}"

@@ -13,17 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hyperpyyaml import load_hyperpyyaml
 
 from sbkit.errors import SbkitError, summary
 from sbkit.recipe.arguments import refuse_unknown
 from sbkit.recipe.includes import Files, chain, place, read_plain, written
-from sbkit.recipe.keys import COMPLETE
+from sbkit.recipe.keys import COMPLETE, Task, TaskClass, TaskKeys
 from sbkit.recipe.merging import merged
 from sbkit.recipe.names import unknown_overrides
 from sbkit.recipe.source import BASE
+
+if TYPE_CHECKING:
+    from speechbrain.utils.run_opts import RunOptions
 
 __all__ = ["Recipe", "chain", "check_overrides", "flatten", "load", "merged", "opened", "place", "read_plain"]
 
@@ -32,15 +35,15 @@ class Recipe(NamedTuple):
     """The objects of a recipe by key, and the keys that its task reads, the class under ``brain``."""
 
     hparams: dict[str, Any]
-    keys: Any
+    keys: TaskKeys
     """An instance of the task's ``Keys`` (see ``sbkit.tasks.task.Task``)."""
 
     @property
-    def task(self) -> Any:
+    def task(self) -> TaskClass:
         """The class under ``brain``, which trains."""
         return self.keys.brain
 
-    def brain(self, run_opts: Any = None, **instead: Any) -> Any:
+    def brain(self, run_opts: RunOptions | None = None, **instead: Any) -> Task:
         """Build the Brain; ``instead`` replaces values of keys."""
         hparams = {**self.hparams, **instead}
         return self.task(modules=hparams["modules"], opt_class=hparams.get("opt_class"), hparams=hparams,

@@ -13,6 +13,7 @@ It differs from HyperPyYAML in two ways, so that a recipe can replace any part o
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 
 from sbkit.errors import SbkitError
-from sbkit.recipe.includes import chain, place, read_plain, tag_of
+from sbkit.recipe.includes import Tree, chain, place, read_plain, tag_of
 from sbkit.recipe.source import INCLUDE, REFERENCE, TAKES_PARTS, first_key, own_name
 
 
@@ -42,7 +43,7 @@ def _merged(path: Path, overrides: Mapping[str, Any], inside: tuple[Path, ...], 
     return text.getvalue()
 
 
-def _in_block_style(tree: Any, seen: set[int]) -> bool:
+def _in_block_style(tree: object, seen: set[int]) -> bool:
     """Give mappings and lists with objects that take arguments the block style; return whether there are any.
 
     Within brackets, ruamel.yaml (and so HyperPyYAML) drops the braces of such arguments when it writes them.
@@ -59,7 +60,7 @@ def _in_block_style(tree: Any, seen: set[int]) -> bool:
     return any(inside)
 
 
-def update(tree: Any, given: Mapping[str, Any], path: Path, whole: frozenset[int] = frozenset(), within: str = "",
+def update(tree: Tree, given: Mapping[str, Any], path: Path, whole: frozenset[int] = frozenset(), within: str = "",
            ) -> None:
     """Apply overrides to a tree: a plain mapping changes parts of a value, anything else replaces it.
 
@@ -84,11 +85,11 @@ def update(tree: Any, given: Mapping[str, Any], path: Path, whole: frozenset[int
 class _File:
     """Resolves one file from top to bottom."""
 
-    def __init__(self, path: Path, tree: dict[str, Any], inside: tuple[Path, ...]):
+    def __init__(self, path: Path, tree: dict[str, Tree], inside: tuple[Path, ...]):
         self.path, self.tree, self.inside = path, tree, inside
         self.whole: set[int] = set()
 
-    def walk(self, node: Any, key: str, included: bool = False) -> Any:
+    def walk(self, node: Tree, key: str, included: bool = False) -> Tree:
         """The node with everything in it resolved."""
         tag = tag_of(node)
         included = included or tag.startswith(INCLUDE)
@@ -108,20 +109,20 @@ class _File:
             return core._applyref_function(tag[len("!applyref:"):], node)
         return node
 
-    def _follow(self, node: Any, copy: bool, included: bool) -> Any:
+    def _follow(self, node: Tree, copy: bool, included: bool) -> Tree:
         foreign = [text for text in REFERENCE.findall(node.value) if first_key(text) not in self.tree]
         if not included or not foreign:
             found = core.recursive_resolve(node.value, [], self.tree, copy)
             return self.walk(found, "") if included and isinstance(found, (dict, list)) else found
 
-        def known(match: Any) -> str:
+        def known(match: re.Match[str]) -> str:
             text = match[0]
             return text if text in foreign else str(core.recursive_resolve(text, [], self.tree, copy))
 
         node.value = REFERENCE.sub(known, node.value)
         return node
 
-    def _include(self, node: Any, tag: str) -> Any:
+    def _include(self, node: Tree, tag: str) -> Tree:
         path = self.path.parent / tag[len(INCLUDE):]
         if path.resolve() in self.inside:
             raise SbkitError(f"{path} includes itself")

@@ -72,7 +72,7 @@ def unknown_overrides(files: Files, overrides: Mapping[str, Any], packages: tupl
     return unknown, [name for name in (*filter(_is_text, there), *declared, *RUN_OPTIONS) if name not in unknown]
 
 
-def _is_text(key: Any) -> bool:
+def _is_text(key: object) -> bool:
     return isinstance(key, str)
 
 

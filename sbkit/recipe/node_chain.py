@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 from sbkit.recipe.includes import Files, depth
 from sbkit.recipe.source import BASE, INCLUDE, REFERENCE, Findings, Node, read_file
@@ -100,7 +99,7 @@ def _references(root: Node) -> list[Node]:
     return [node for node in root.walk() if node.tag in ("!ref", "!copy") and node.scalar]
 
 
-def _refers(root: Node, key: Any) -> bool:
+def _refers(root: Node, key: object) -> bool:
     """Whether a reference in a file begins with this key."""
     named = re.compile(rf"<{re.escape(str(key))}[\[.>]")
     return any(named.search(str(node.value)) for node in _references(root))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import types
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,8 +48,8 @@ class Tensor:
 def tensors(built: Built) -> Iterator[Tensor]:
     """All tensors reachable from the objects of a recipe, once for each module that has them."""
     seen: set[int] = set()
-    keep: list[Any] = []  # keeps objects alive, so that no other object gets the same id
-    todo: deque[tuple[Any, str, nn.Module | None, bool, str, Node | None]] = deque()
+    keep: list[object] = []  # keeps objects alive, so that no other object gets the same id
+    todo: deque[tuple[object, str, nn.Module | None, bool, str, Node | None]] = deque()
     for key, value in built.hparams.items():
         todo.append((value, key, None, False, key, built.nodes.get(key)))
     while todo and len(seen) < _MOST:
@@ -70,7 +70,7 @@ def tensors(built: Built) -> Iterator[Tensor]:
             todo.append((inner, f"{path}{name}", module, known, key, node))
 
 
-def _inside(obj: Any) -> Iterator[tuple[str, Any, bool]]:
+def _inside(obj: object) -> Iterator[tuple[str, object, bool]]:
     """The contents of an object: (its part of the path, the value, whether a module has it registered)."""
     if isinstance(obj, Mapping):
         yield from ((f"[{name}]", value, False) for name, value in list(obj.items()))
@@ -142,7 +142,7 @@ def check_modules(built: Built, findings: Findings) -> dict[str, nn.Module] | No
     return {name: module for name, module in modules.items() if isinstance(module, nn.Module) and _can_name(name)}
 
 
-def _can_name(name: Any) -> bool:
+def _can_name(name: object) -> bool:
     return isinstance(name, str) and name != "" and "." not in name and not hasattr(nn.ModuleDict(), name)
 
 
@@ -199,7 +199,7 @@ def _kind(built: Built, key: str) -> str:
     return type(obj).__name__ if isinstance(obj, nn.Module) else "a layer"
 
 
-def _keeps_statistics(obj: Any) -> bool:
+def _keeps_statistics(obj: object) -> bool:
     """Whether it is SpeechBrain's InputNormalization with statistics that are neither buffers nor in its state dict."""
     return isinstance(obj, nn.Module) and getattr(obj, "norm_type", None) == "global"
 
@@ -253,11 +253,12 @@ def recoverables(built: Built) -> dict[str, Any] | None:
     return dict(checkpointer.recoverables) if isinstance(checkpointer, Checkpointer) else None
 
 
-def saved_by(recoverable: Any) -> dict[int, torch.Tensor]:
+def saved_by(recoverable: object) -> dict[int, torch.Tensor]:
     """Parameters and buffers by id that are in the file of a recoverable, or in a file that it is based on."""
     if not isinstance(recoverable, nn.Module):
         return {}
-    saved: Any = getattr(recoverable, "saved", None)  # of a class that says itself what it saves
+    # Of a class that says itself what it saves.
+    saved: Callable[[], Iterable[object]] | None = getattr(recoverable, "saved", None)
     kept = saved() if callable(saved) else recoverable.state_dict(keep_vars=True).values()
     return {id(t): t for t in kept if isinstance(t, torch.Tensor)}
 

@@ -30,7 +30,7 @@ class Patterns(NamedTuple):
     fits: Callable[[Any], bool]
     """Whether a value of the mapping is allowed."""
 
-    def __contains__(self, value: Any) -> bool:
+    def __contains__(self, value: object) -> bool:
         return isinstance(value, Mapping) and all(self.fits(each) for each in opened(value).values())
 
     def __str__(self) -> str:

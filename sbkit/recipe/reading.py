@@ -95,7 +95,7 @@ def _check_tagged(node: Node, findings: Findings) -> None:
     bind(target, node, findings, partial=kind == "!name")
 
 
-def _kind_wanted(kind: str, target: Any) -> str:
+def _kind_wanted(kind: str, target: object) -> str:
     """A suggestion if a tag doesn't suit what it names, such as ``!new:`` for a function; otherwise empty."""
     if kind == "!new" and not inspect.isclass(target):
         return "write !apply: to call it, or !name: to pass it on" if callable(target) else "!new: takes a class"
@@ -106,7 +106,7 @@ def _kind_wanted(kind: str, target: Any) -> str:
     return ""
 
 
-def _kind_of(target: Any) -> str:
+def _kind_of(target: object) -> str:
     if inspect.isclass(target):
         return "a class"
     if inspect.ismodule(target):

@@ -298,7 +298,7 @@ class _Resolver:
     def _unknown(self, node: Node) -> Node:
         return Node(UNKNOWN, node.place, node.key, wrong=True)
 
-    def _scalar(self, node: Node, value: Any) -> Node:
+    def _scalar(self, node: Node, value: object) -> Node:
         return Node(value, node.place, node.key)
 
     # ------------------------------------------------------------ includes

@@ -46,7 +46,7 @@ def check_settings(root: Node, findings: Findings) -> None:
         _check_averaged(root, known, findings)
 
 
-def _check_declared(root: Node, known: Declared, value: Any, findings: Findings) -> None:
+def _check_declared(root: Node, known: Declared, value: object, findings: Findings) -> None:
     """Add a finding about a value without the type, or not among the values, that its key is declared with."""
     given = data(value) if isinstance(value, Node) else value
     if given is UNKNOWN:  # an object, or a list of them: neither a number nor a text
@@ -57,7 +57,7 @@ def _check_declared(root: Node, known: Declared, value: Any, findings: Findings)
         _tell(root, known.name, f"it {problem}", findings, hint)
 
 
-def check_options(run_opts: Any, findings: Findings) -> None:
+def check_options(run_opts: RunOptions | None, findings: Findings) -> None:
     """Add findings about run options from the command line with values that a run would refuse."""
     for name in sorted(getattr(run_opts, "overridden_args", ())):
         value = getattr(run_opts, name, None)
@@ -65,11 +65,11 @@ def check_options(run_opts: Any, findings: Findings) -> None:
             _tell_low(Place(), f"--{name}", name, value, findings)
 
 
-def _too_low(name: str, value: Any) -> bool:
+def _too_low(name: str, value: Any) -> bool:  # a number, or a text that is one, where it is compared
     return name in _LEAST and value is not None and _is_number(value) and float(value) < _LEAST[name]
 
 
-def _tell_low(place: Place, written: str, name: str, value: Any, findings: Findings) -> None:
+def _tell_low(place: Place, written: str, name: str, value: object, findings: Findings) -> None:
     if name == "max_grad_norm":
         findings.warning("setting", place, written, f"it is {value}, so no gradient would be clipped",
                          "write 0 if that is meant")
@@ -108,14 +108,14 @@ def _averages(root: Node) -> bool:
     return isinstance(value, (int, float)) and value > 0
 
 
-def _check_precision(root: Node, key: str, value: Any, findings: Findings) -> None:
+def _check_precision(root: Node, key: str, value: object, findings: Findings) -> None:
     if isinstance(value, Node) or value not in _PRECISIONS:
         near = did_you_mean(str(value), _PRECISIONS)
         _tell(root, key, f"there is no precision {value!r}", findings,
               f"did you mean {near}?" if near else f"use {listed(_PRECISIONS)}")
 
 
-def _check_device(root: Node, key: str, value: Any, findings: Findings) -> None:
+def _check_device(root: Node, key: str, value: Any, findings: Findings) -> None:  # torch.device refuses what is none
     try:
         torch.device(value)
     except (RuntimeError, TypeError):
@@ -132,7 +132,7 @@ def _builds(tag: str, kind: str) -> bool:
     return any(base.__name__ == kind for base in getattr(built, "__mro__", ()))
 
 
-def _check_brain(root: Node, key: str, value: Any, findings: Findings) -> None:
+def _check_brain(root: Node, key: str, value: object, findings: Findings) -> None:
     tag = value.tag if isinstance(value, Node) else ""
     if _builds(tag, "Brain"):
         _tell(root, key, "the run builds it, when the modules are there", findings,
@@ -141,7 +141,7 @@ def _check_brain(root: Node, key: str, value: Any, findings: Findings) -> None:
         _tell(root, key, f"it is {_shown(value)}, not a Brain", findings, _named(value, "sbkit.tasks.ctc.CTC"))
 
 
-def _check_optimizer(root: Node, key: str, value: Any, findings: Findings) -> None:
+def _check_optimizer(root: Node, key: str, value: object, findings: Findings) -> None:
     tag = value.tag if isinstance(value, Node) else ""
     if _builds(tag, "Optimizer"):
         _tell(root, key, "the run builds it, with the parameters of the modules", findings,
@@ -150,7 +150,7 @@ def _check_optimizer(root: Node, key: str, value: Any, findings: Findings) -> No
         _tell(root, key, f"it is {_shown(value)}, not an optimizer", findings, _named(value, "torch.optim.AdamW"))
 
 
-def _check_epochs(root: Node, key: str, value: Any, findings: Findings) -> None:
+def _check_epochs(root: Node, key: str, value: Any, findings: Findings) -> None:  # a Node wherever it has a limit
     limit = value.value.get("limit") if isinstance(value, Node) and isinstance(value.value, dict) else None
     number = static(limit) if limit is not None else None
     if isinstance(number, (int, float)) and not isinstance(number, bool) and number < 1:
@@ -162,13 +162,13 @@ def _check_epochs(root: Node, key: str, value: Any, findings: Findings) -> None:
                        f"it is {number}, and number_of_epochs is {epochs}", "write `limit: !ref <number_of_epochs>`")
 
 
-_TOLD: dict[str, Callable[[Node, str, Any, Findings], None]] = {
+_TOLD: dict[str, Callable[[Node, str, object, Findings], None]] = {
     "precision": _check_precision, "eval_precision": _check_precision, "device": _check_device,
     "brain": _check_brain, "opt_class": _check_optimizer, "epoch_counter": _check_epochs,
 }
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     """Whether a run option takes it for a number: ``"5"`` and null are allowed."""
     if isinstance(value, str):
         try:
@@ -178,13 +178,13 @@ def _is_number(value: Any) -> bool:
     return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
 
 
-def _named(value: Any, example: str) -> str:
+def _named(value: object, example: str) -> str:
     """A suggestion to name a class: the given text if it looks like the name of one, else an example."""
     dotted = isinstance(value, str) and "." in value and all(part.isidentifier() for part in value.split("."))
     return f"write !name:{value if dotted else example}"
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     if isinstance(value, Node):
         return value.tag or ("a list" if isinstance(value.value, list) else "a mapping")
     return "null" if value is None else f"the text {value!r}" if isinstance(value, str) else repr(value)

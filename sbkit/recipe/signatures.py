@@ -13,7 +13,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from sbkit.errors import first_line, summary
@@ -35,7 +35,7 @@ class Outside(LookupError):
     """Raised for a name that is, or is reached through, an object of a package that may not be imported."""
 
 
-def locate(name: str, packages: tuple[str, ...] | None = None) -> Any:
+def locate(name: str, packages: tuple[str, ...] | None = None) -> Any:  # whatever has the name
     """The object with a dotted name; LookupError has a message and a hint if there is none.
 
     packages: the packages that it, and every step on the way to it, must belong to (``torch.os.system`` doesn't);
@@ -88,12 +88,12 @@ def locate(name: str, packages: tuple[str, ...] | None = None) -> Any:
     return target
 
 
-def _refuse_outside(module: Any, packages: tuple[str, ...]) -> None:
+def _refuse_outside(module: object, packages: tuple[str, ...]) -> None:
     if str(module).partition(".")[0] not in packages:
         raise Outside(f"it is no part of {', '.join(packages[:-1])} or {packages[-1]}, so it is not imported")
 
 
-def _offers(owner: Any) -> list[str]:
+def _offers(owner: object) -> list[str]:
     names = [name for name in dir(owner) if not name.startswith("_")]
     if inspect.ismodule(owner) and getattr(owner, "__path__", None):
         for folder in owner.__path__:
@@ -104,7 +104,7 @@ def _offers(owner: Any) -> list[str]:
 # ---------------------------------------------------------------------------------------------- arguments
 
 
-def bind(target: Any, node: Node, findings: Findings, partial: bool = False) -> None:
+def bind(target: Callable[..., Any], node: Node, findings: Findings, partial: bool = False) -> None:
     """Add findings about arguments of a node that don't suit the signature of what it calls.
 
     partial: more arguments are given later, so none is missing (``!name:``)
@@ -189,8 +189,8 @@ def _plural(n: int, what: str, count: bool = True) -> str:
     return f"{n or 'no'} {word}" if count else f"the {word}"
 
 
-def _compare(name: str, parameter: inspect.Parameter, hints: Mapping[str, Any], value: Node, node: Node, key: Any,
-             findings: Findings) -> None:
+def _compare(name: str, parameter: inspect.Parameter, hints: Mapping[str, Any], value: Node, node: Node,
+             key: object, findings: Findings) -> None:
     """Compare an argument with its annotation, or else with the type of its default."""
     given = static(value)
     if given is UNKNOWN or value.spoilt or (given == parameter.default and not isinstance(given, Node)):
@@ -221,7 +221,7 @@ def _is_factory(value: Node) -> bool:
     return value.tag.startswith("!name:")
 
 
-def _shown(given: Any) -> str:
+def _shown(given: object) -> str:
     if isinstance(given, Node):
         if given.tag or isinstance(given.value, dict):
             return given.tag or "a mapping"
@@ -233,7 +233,7 @@ def _shown(given: Any) -> str:
     return f"{given!r} ({'an' if kind == 'int' else 'a'} {kind})" if given is not None else "null"
 
 
-def _mend(given: Any, hint: Any, value: Node) -> str:
+def _mend(given: object, hint: object, value: Node) -> str:
     if isinstance(given, Node) and given.tag.startswith("!name:") and isinstance(hint, type):
         return f"write !new:{given.tag[len('!name:'):]} to build one"
     if isinstance(given, str):
@@ -257,7 +257,7 @@ def _mend(given: Any, hint: Any, value: Node) -> str:
 # ---------------------------------------------------------------------------------------------- types
 
 
-def _hints(target: Any) -> dict[str, Any]:
+def _hints(target: Callable[..., Any]) -> dict[str, Any]:
     """The annotations of arguments as types, without those that can't be evaluated."""
     function = target.__init__ if inspect.isclass(target) else target
     if not hasattr(function, "__annotations__"):
@@ -273,7 +273,7 @@ def _hints(target: Any) -> dict[str, Any]:
         return hints
 
 
-def fits(hint: Any, node: Node) -> bool:
+def fits(hint: object, node: Node) -> bool:
     """Whether a value has the type ``hint``; True if that can't be decided."""
     given = static(node)
     if given is UNKNOWN:
@@ -297,7 +297,7 @@ def fits(hint: Any, node: Node) -> bool:
     return _plain_fits(kind, inner, given)
 
 
-def _plain_fits(kind: type, inner: tuple[Any, ...], given: Any) -> bool:
+def _plain_fits(kind: type, inner: tuple[Any, ...], given: object) -> bool:
     if kind is bool:
         return isinstance(given, bool) or given in (0, 1)
     if kind is float:
@@ -343,7 +343,7 @@ def _duck(kind: type) -> bool:
     return getattr(kind, "_is_protocol", False) or kind.__module__ in ("collections.abc", "typing")
 
 
-def describe(hint: Any) -> str:
+def describe(hint: object) -> str:
     """A type in words."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):

@@ -11,7 +11,7 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml import nodes as yaml_nodes
 from ruamel.yaml.composer import Composer, ComposerError
-from ruamel.yaml.error import MarkedYAMLError, YAMLError, YAMLStreamError
+from ruamel.yaml.error import MarkedYAMLError, StreamMark, YAMLError, YAMLStreamError
 from ruamel.yaml.reader import ReaderError
 
 from sbkit.errors import first_line
@@ -68,7 +68,7 @@ class Place:
 class Node:
     """A scalar, list or mapping of a YAML."""
 
-    value: Any
+    value: Any  # as its tag says
     """A Python value, a list of Nodes or a dict of Nodes; ``UNKNOWN`` if it is known only when the recipe is built."""
     place: Place
     key: str
@@ -92,17 +92,17 @@ class Node:
     def __post_init__(self) -> None:
         self.key = own_name(self.key)
 
-    def place_of(self, key: Any) -> Place:
+    def place_of(self, key: object) -> Place:
         """The place of one of its keys; its own place if there is none."""
         return self.key_places.get(key, self.place)
 
-    def key_of(self, key: Any) -> str:
+    def key_of(self, key: object) -> str:
         """The full name of one of its keys or items."""
         if isinstance(self.value, list):
             return f"{self.key}[{key}]"
         return f"{self.key}.{key}" if self.key else str(key)
 
-    def blame(self, key: Any) -> Place:
+    def blame(self, key: object) -> Place:
         """Mark the value of a key as wrong; return the place to blame.
 
         That is the key, or what its reference names, if another file or the command line gave that. The value that a
@@ -162,7 +162,7 @@ class ShallowComposer(Composer):
 
     depth = 0
 
-    def compose_node(self, parent: Any, index: Any) -> Any:
+    def compose_node(self, parent: yaml_nodes.Node | None, index: object) -> yaml_nodes.Node:
         if self.depth == MAX_DEPTH:
             raise ComposerError(None, None, f"it is nested too deeply, more than {MAX_DEPTH} levels",
                                 self.parser.peek_event().start_mark)
@@ -254,10 +254,10 @@ class _Converter:
         self.known: dict[int, Node] = {}  # an alias becomes the same Node as its anchor
         self.constructor = YAML(typ="safe", pure=True).constructor
 
-    def place(self, mark: Any) -> Place:
+    def place(self, mark: StreamMark) -> Place:
         return Place(self.file, mark.line + 1, mark.column + 1)
 
-    def node(self, raw: Any, key: str) -> Node:
+    def node(self, raw: Any, key: str) -> Node:  # one of ruamel's: of those, only scalars have a style
         if id(raw) in self.known:
             return self.known[id(raw)]
         tag = str(raw.tag or "").replace("!tuple", "")  # ruamel adds it once HyperPyYAML has loaded something
@@ -276,13 +276,13 @@ class _Converter:
             node.value = raw.value if node.tag or not raw.tag.startswith(_YAML_TAG) else self.scalar(raw)
         return node
 
-    def scalar(self, raw: Any) -> Any:
+    def scalar(self, raw: yaml_nodes.Node) -> object:
         try:
             return self.constructor.construct_object(raw)
         except (ValueError, YAMLError):  # 2020-13-45 looks like a date
             return raw.value
 
-    def mapping(self, raw: Any, node: Node) -> dict[Any, Node]:
+    def mapping(self, raw: yaml_nodes.MappingNode, node: Node) -> dict[Any, Node]:
         own: dict[Any, Node] = {}
         merged: dict[Any, Node] = {}
         for raw_key, raw_value in raw.value:
@@ -310,7 +310,7 @@ class _Converter:
 # ---------------------------------------------------------------------------------------------- overrides
 
 
-def from_python(value: Any, key: str, place: Place = Place()) -> Node:
+def from_python(value: Any, key: str, place: Place = Place()) -> Node:  # ruamel's scalars have a tag and a value
     """Convert a value from the command line, or from a program, to a Node."""
     tag = getattr(getattr(value, "tag", None), "value", None) or ""
     if isinstance(value, Mapping):
@@ -324,7 +324,7 @@ def from_python(value: Any, key: str, place: Place = Place()) -> Node:
     return Node(_plain(value), place, key, computed=True)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """A plain Python value, without ruamel's information on how it was written."""
     for kind in (bool, int, float, str):
         if isinstance(value, kind):
@@ -370,7 +370,7 @@ def _advise(target: Node) -> str:
     return f"give {target.key} one value"
 
 
-def _tell_typo(root: Node, key: Any, new: Node, findings: Findings) -> None:
+def _tell_typo(root: Node, key: object, new: Node, findings: Findings) -> None:
     """Report a key that is added to a mapping and is similar to one that it has."""
     if key in root.value or not isinstance(key, str) or root.tag.startswith(("!new:", "!name:", "!apply", INCLUDE)):
         return  # arguments are compared with the signature, and overrides of an included file with that file

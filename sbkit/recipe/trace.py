@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from sbkit.errors import SbkitError
 from sbkit.recipe.build import Built
+from sbkit.recipe.keys import Keys, Task, TaskClass, TaskKeys
 from sbkit.recipe.parts import for_good
 from sbkit.recipe.report import Section, listed
 from sbkit.recipe.source import Findings, Node, Place
@@ -49,11 +50,11 @@ class Trace:
 
     def __init__(self, built: Built) -> None:
         self.built = built
-        self.task: Any = task_of(built)
+        self.task: TaskClass = task_of(built)
         """The class under ``brain``; None if it isn't a task, so that its needs are unknown."""
-        self.brain: Any = None
+        self.brain: Task = None
         """The recipe's Brain, None if it couldn't be built."""
-        self.keys: Any = None
+        self.keys: TaskKeys = None
         """The task's keys, None if the recipe lacks some that are needed."""
         self.outputs: dict[str, tuple[str, tuple[int, ...]]] = {}
         """The class of each object of the recipe and the shape of its output, by key, in the order of the calls."""
@@ -96,7 +97,7 @@ def gpu_stand_ins() -> bool:
     return True
 
 
-def task_of(built: Built) -> Any:
+def task_of(built: Built) -> TaskClass:
     """The class under ``brain``; None if it isn't a task.
 
     The needs of any other Brain are unknown, and so is what a user's script does with the parts of its recipe.
@@ -105,7 +106,7 @@ def task_of(built: Built) -> Any:
     return named if hasattr(named, "Keys") and hasattr(named, "stand_in") else None
 
 
-def build_brain(task: Any, hparams: Mapping[str, Any], precision: str = "fp32", **more: Any) -> Any:
+def build_brain(task: TaskClass, hparams: Mapping[str, Any], precision: str = "fp32", **more: Any) -> Task:
     """Build the Brain of a recipe, without output folder and checkpoints; ``more`` replaces values of keys."""
     kept = {key: value for key, value in hparams.items() if key not in ("output_folder", "schedule", "precision")}
     more = {"freeze": for_good(hparams.get("freeze")), **more}
@@ -137,7 +138,7 @@ def trace(built: Built, modules: Mapping[str, nn.Module], findings: Findings) ->
     return found
 
 
-def _tell_clashes(keys: Any, built: Built, findings: Findings) -> bool:
+def _tell_clashes(keys: Keys, built: Built, findings: Findings) -> bool:
     """Add findings about keys that can't be combined; whether there are any."""
     clashes = list(keys.clashes())
     for key, message, hint in clashes:
@@ -201,7 +202,7 @@ def _watched(found: Trace) -> Iterator[None]:
 
 def _noting(call: Callable[..., Any], key: str, module: nn.Module, found: Trace) -> Callable[..., Any]:
     @functools.wraps(call)
-    def noted(*args: Any, **kwargs: Any) -> Any:
+    def noted(*args: Any, **kwargs: Any) -> object:
         out = call(*args, **kwargs)
         first = out
         while isinstance(first, (tuple, list)) and first:

@@ -19,7 +19,7 @@ _SPECIAL = {"inf": ".inf", "+inf": ".inf", "-inf": "-.inf", "infinity": ".inf", 
 _TRUTHS = {"yes": "true", "no": "false", "on": "true", "off": "false"}
 
 
-def static(node: Node) -> Any:
+def static(node: Node) -> object:
     """The Python value of a scalar; the node itself for lists, mappings and objects; UNKNOWN if it is known later."""
     if node.value is UNKNOWN or node.tag in ("!ref", "!copy"):
         return UNKNOWN
@@ -30,7 +30,7 @@ def static(node: Node) -> Any:
     return node.value if node.scalar and not node.tag else node
 
 
-def data(node: Node) -> Any:
+def data(node: Node) -> object:
     """The Python value of a scalar, list or mapping; UNKNOWN if it, or anything in it, is an object or known later."""
     value = static(node)
     if not isinstance(value, Node):
@@ -47,12 +47,12 @@ def _reads_as_tuple(node: Node) -> bool:
     return not (node.tag or node.quoted) and is_tuple(node.value)
 
 
-def is_tuple(value: Any) -> bool:
+def is_tuple(value: object) -> bool:
     """Whether a value is a text in the form of a tuple."""
     return isinstance(value, str) and TUPLE.fullmatch(value) is not None
 
 
-def as_tuple(text: str) -> Any:
+def as_tuple(text: str) -> Any:  # a tuple, or UNKNOWN
     """The tuple that HyperPyYAML makes of a text such as ``(3, 3)``; PyYAML reads its items, so ``1e-3`` is a text."""
     try:
         return tuple(yaml.safe_load(f"[{text[1:-1]}]"))
