@@ -149,7 +149,8 @@ class ASR(Task):
 
     def open_step(self, number: int) -> None:
         """Set the learning rate and the strength of masks that follow what the model hears."""
-        masks, heard = self.keys.spec_augment, self.hearing.at(number)
+        masks: object = self.keys.spec_augment
+        heard = self.hearing.at(number)
         if self.hearing.known and hasattr(masks, "follow"):
             masks.follow(heard)
         super().open_step(number)

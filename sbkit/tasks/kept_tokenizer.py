@@ -9,13 +9,14 @@ from sbkit.data.tokens import Tokenizer
 from sbkit.errors import SbkitError
 from sbkit.runs import initial
 from sbkit.system.console import atomic_write
+from sbkit.tasks.keys import RecogniserKeys
 
 #: Its file name in the folder of the recipe's tokenizer.
 NAME = "initial.model"
 _NEW = "write init_tokenizer: new, which keeps the rows of tokens that both have"
 
 
-def kept(keys: Any, texts: Sequence[str], given: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
+def kept(keys: RecogniserKeys, texts: Sequence[str], given: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
     """Copy the source's tokenizer into the run's folder; returns it, and the keys whose values follow from it.
 
     texts : of the train split, which it must be able to write

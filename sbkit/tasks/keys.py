@@ -2,36 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sbkit.errors import SbkitError
 from sbkit.recipe.choices import COUNT, HERTZ, NAMES, SIZE, OneOf
 from sbkit.recipe.keys import key
 from sbkit.train.keys import TrainKeys
 
+if TYPE_CHECKING:
+    from speechbrain.utils.epoch_loop import EpochCounter
+    from speechbrain.utils.parameter_transfer import Pretrainer
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from sbkit.data.augment import Augment
+    from sbkit.data.corpus import Corpus
+    from sbkit.data.plan import Batching
+    from sbkit.data.tokens import Tokenizer
+    from sbkit.train.brain import Brain
+    from sbkit.train.checkpoint.checkpointer import Checkpointer
+    from sbkit.train.schedule import Schedule
+    from sbkit.train.train_log import TrainLog
+
 
 @dataclass(kw_only=True)
 class TaskKeys(TrainKeys):
     """Keys of every recipe that ``sbkit train`` runs."""
 
-    brain: Any = key("the task: the class that trains, `!name:sbkit.tasks.ctc.CTC` or one of your own")
-    modules: Any = key("all that is trained, moved to the device and saved, by name")
-    corpus: Any = key("a sbkit.data.corpus.Corpus: where recordings come from, and which are kept")
-    batching: Any = key("a sbkit.data.plan.Batching: what a device holds at once, and what an update sees")
-    epoch_counter: Any = key("SpeechBrain's EpochCounter, whose limit is the number of epochs")
-    checkpointer: Any = key("a sbkit.train.checkpoint.Checkpointer: saves what is trained, to resume and to export")
-    opt_class: Any = key("the optimizer, `!name:` with its options", None)
-    schedule: Any = key("a sbkit.train.schedule.Schedule of the learning rate", None)
-    pretrainer: Any = key("SpeechBrain's Pretrainer: weights that are fetched, and loaded before training begins", None)
+    brain: type[Brain] = key("the task: the class that trains, `!name:sbkit.tasks.ctc.CTC` or one of your own")
+    modules: object = key("all that is trained, moved to the device and saved, by name")
+    corpus: Corpus = key("a sbkit.data.corpus.Corpus: where recordings come from, and which are kept")
+    batching: Batching = key("a sbkit.data.plan.Batching: what a device holds at once, and what an update sees")
+    epoch_counter: EpochCounter = key("SpeechBrain's EpochCounter, whose limit is the number of epochs")
+    checkpointer: Checkpointer = key("a sbkit.train.checkpoint.Checkpointer: saves what is trained, to resume and to "
+                                     "export")
+    opt_class: Callable[..., Optimizer] | None = key("the optimizer, `!name:` with its options", None)
+    schedule: Schedule | None = key("a sbkit.train.schedule.Schedule of the learning rate", None)
+    pretrainer: Pretrainer | None = key("SpeechBrain's Pretrainer: weights that are fetched, and loaded before "
+                                        "training begins", None)
     init_from: str | None = key("weights to start from, matched by the recipe's names: a run, a checkpoint, a bundle, "
                                 "a folder for EncoderASR, or a .safetensors file", None)
     init_checkpoint: str = key("which checkpoint of that run: best, last, or the name of one", "best")
     init_average: int = key("the mean of this many of its best checkpoints instead (with last: of the newest)", 1, SIZE)
-    init_leave: Any = key("a list of parts that are not taken but drawn anew", None, NAMES)
-    train_logger: Any = key("a sbkit.train.train_log.TrainLog: a line for each epoch", None)
-    augment: Any = key("a sbkit.data.augment.Augment of waveforms, in the processes that read them", None)
+    init_leave: Sequence[str] | None = key("a list of parts that are not taken but drawn anew", None, NAMES)
+    train_logger: TrainLog | None = key("a sbkit.train.train_log.TrainLog: a line for each epoch", None)
+    augment: Augment | None = key("a sbkit.data.augment.Augment of waveforms, in the processes that read them", None)
     number_of_epochs: int | None = key("how often training goes through the corpus; the limit of epoch_counter has to "
                                        "refer to it", None, SIZE)
     num_workers: int = key("processes that read audio; 0: the run reads it itself", 2, COUNT)
@@ -61,8 +79,9 @@ class TaskKeys(TrainKeys):
 class RecogniserKeys(TaskKeys):
     """Keys of every recogniser."""
 
-    tokenizer: Any = key("a sbkit.data.tokens.Tokenizer")
+    tokenizer: Tokenizer = key("a sbkit.data.tokens.Tokenizer")
     output_neurons: int = key("the size of the vocabulary; with characters it follows from the text", allowed=SIZE)
     init_tokenizer: str = key("new: one is made from this corpus, and rows of pieces that both have are taken; keep: "
                               "that of init_from", "new", OneOf(("new", "keep")))
-    spec_augment: Any = key("what masks features in training, such as sbkit.nn.spec_augment.SpecAugment", None)
+    spec_augment: Callable[[Tensor, Tensor], Tensor] | None = key(
+        "what masks features in training, such as sbkit.nn.spec_augment.SpecAugment", None)

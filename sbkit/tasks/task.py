@@ -41,6 +41,8 @@ __all__ = ["Metric", "Task"]
 
 logger = logging.getLogger(__name__)
 
+OwnKeys = Any  # an object of the task's Keys: a derived task writes its own class
+
 
 class Task(Brain):
     """A Brain that ``sbkit train`` can run.
@@ -81,7 +83,7 @@ class Task(Brain):
     # ------------------------------------------------------------ before there is a model
 
     @classmethod
-    def prepare(cls, keys: Any, manifests: Mapping[str, Manifest], given: Mapping[str, Any]) -> dict[str, Any]:
+    def prepare(cls, keys: OwnKeys, manifests: Mapping[str, Manifest], given: Mapping[str, Any]) -> dict[str, Any]:
         """Make what depends on the corpus, such as a vocabulary; one rank calls it, before the model is built.
 
         given : the keys that were set on the command line
@@ -92,13 +94,13 @@ class Task(Brain):
         return {}
 
     @classmethod
-    def is_prepared(cls, keys: Any) -> bool:
+    def is_prepared(cls, keys: OwnKeys) -> bool:
         """Whether everything that ``prepare`` makes exists already."""
         del keys
         return True
 
     @classmethod
-    def encoder(cls, keys: Any) -> Encoder | None:
+    def encoder(cls, keys: OwnKeys) -> Encoder | None:
         """Return what turns an utterance's text into the ``tokens`` of its batch; None if batches have no tokens.
 
         Any object with ``encode(text) -> list[int]`` that can be pickled will do: the processes that read audio use it.
@@ -107,7 +109,7 @@ class Task(Brain):
         return None
 
     @classmethod
-    def check_parts(cls, keys: Any, built: Built, findings: Findings) -> bool:
+    def check_parts(cls, keys: OwnKeys, built: Built, findings: Findings) -> bool:
         """Check the built recipe before a batch is sent through; False if none can be."""
         del keys, built, findings
         return True
@@ -122,7 +124,7 @@ class Task(Brain):
         start.check(trace, findings)
 
     @classmethod
-    def check_labels(cls, keys: Any, manifests: Mapping[str, Manifest], findings: Findings,
+    def check_labels(cls, keys: OwnKeys, manifests: Mapping[str, Manifest], findings: Findings,
                      nodes: Mapping[str, Node]) -> Section | None:
         """Check the labels of a prepared corpus; returns a table about them for the check's report, if there is one.
 
@@ -136,7 +138,7 @@ class Task(Brain):
         return [], {}
 
     @classmethod
-    def look_at_texts(cls, keys: Any, texts: Sequence[str]) -> None:
+    def look_at_texts(cls, keys: OwnKeys, texts: Sequence[str]) -> None:
         """Warn about texts of a corpus to be scored that the model cannot get right."""
 
     # ------------------------------------------------------------ initial weights
@@ -202,7 +204,7 @@ class Task(Brain):
         self.rows, self._unread = [], {}
         super().open_stage(stage, epoch)
 
-    def close_batch(self, batch: Any, stage: Stage) -> None:
+    def close_batch(self, batch: object, stage: Stage) -> None:
         """Note which recordings of a batch could not be read."""
         self._unread.update(getattr(batch, "damaged", ()))
 

@@ -13,7 +13,7 @@ from sbkit.errors import SbkitError
 from sbkit.export import features
 from sbkit.export.graph import trace_module
 from sbkit.export.lobes import exportable
-from sbkit.nn.lengths import LengthRule
+from sbkit.nn.lengths import LengthRule, N
 from sbkit.tasks.ctc.recognizer import GUARD_FRAMES, Recognizer
 
 EXAMPLE = (2, 24_000)  # the batch that is traced; sizes of 0 and 1 would become constants
@@ -31,8 +31,8 @@ class Graph(nn.Module):
     recognizer : its parts are copied, so it stays as it is
     """
 
-    frontend: Any
-    encoder: Any
+    frontend: nn.Module | None
+    encoder: Any  # with whatever methods its class has
 
     def __init__(self, recognizer: Recognizer):
         super().__init__()
@@ -52,7 +52,7 @@ class Graph(nn.Module):
                 delattr(self.encoder, name)
         self.requires_grad_(False)
 
-    def _after(self, frames: Any) -> Any:
+    def _after(self, frames: N) -> N:
         """The number of frames after the front end for that before it: an integer, a symbol or a tensor."""
         return (frames + self.shift) // self.factor
 

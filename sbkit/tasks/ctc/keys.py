@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sbkit.errors import SbkitError
 from sbkit.recipe.choices import COUNT, POSITIVE, SHARE, SIZE, Range
 from sbkit.recipe.keys import Problem, key
 from sbkit.tasks.keys import RecogniserKeys
+
+if TYPE_CHECKING:
+    from torch import nn
 
 #: Keys that the encoder may stand under.
 ENCODERS = ("Transformer", "encoder")
@@ -21,17 +24,19 @@ _ON_FEATURES = ("normalize", "spec_augment", "CNN")
 class CTCKeys(RecogniserKeys):
     """Keys of the model's parts, the loss and the search."""
 
-    compute_features: Any = key("waveforms [B, S] to features [B, T, F], such as SpeechBrain's Fbank; null: the "
-                                "encoder takes waveforms", None)
-    normalize: Any = key("features to normalised ones, such as SpeechBrain's InputNormalization", None)
-    CNN: Any = key("the front end, [B, T, F] to [B, T', ...], such as SpeechBrain's ConvolutionFrontEnd", None)
-    Transformer: Any = key("the encoder (and decoder): a SpeechBrain transformer", None)
-    encoder: Any = key("the encoder under another name: any module [B, T, F] to [B, T', D], "
-                       "given the lengths [B] if it takes them", None)
-    ctc_lin: Any = key("the CTC head, encoder states to scores [B, T, V]")
-    seq_lin: Any = key("the attention decoder's head, for joint training", None)
-    decoder: Any = key("what searches for the test's transcripts, a sbkit.decode.beam.BeamSearch or JointSearch; "
-                       "null: each frame's best", None)
+    compute_features: nn.Module | None = key("waveforms [B, S] to features [B, T, F], such as SpeechBrain's Fbank; "
+                                             "null: the encoder takes waveforms", None)
+    normalize: nn.Module | None = key("features to normalised ones, such as SpeechBrain's InputNormalization", None)
+    CNN: nn.Module | None = key("the front end, [B, T, F] to [B, T', ...], such as SpeechBrain's ConvolutionFrontEnd",
+                                None)
+    Transformer: nn.Module | None = key("the encoder (and decoder): a SpeechBrain transformer", None)
+    encoder: nn.Module | None = key("the encoder under another name: any module [B, T, F] to [B, T', D], "
+                                    "given the lengths [B] if it takes them", None)
+    ctc_lin: nn.Module = key("the CTC head, encoder states to scores [B, T, V]")
+    seq_lin: Any = key("the attention decoder's head, for joint training", None)  # a module; null is never called
+    decoder: Any = key(  # or an object with their methods
+        "what searches for the test's transcripts, a sbkit.decode.beam.BeamSearch or JointSearch; "
+        "null: each frame's best", None)
     n_mels: int = key("features a frame that compute_features makes", 80, SIZE)
     hop_length: float = key("milliseconds between two frames that compute_features makes", 10, POSITIVE)
     blank_index: int = key("the id of CTC's blank", 0, COUNT)

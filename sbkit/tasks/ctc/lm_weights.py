@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from sbkit.data.manifest import Manifest
 from sbkit.decode.beam import BeamSearch, Hypothesis
@@ -45,7 +46,7 @@ class Recorder:
     def __len__(self) -> int:
         return sum(map(len, self.batches))
 
-    def decode(self, log_probs: Any, lengths: Any) -> list[list[Hypothesis]]:
+    def decode(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
         """Decode greedily, with the interface of ``BeamSearch.decode``."""
         self.batches.append(self.search.events(log_probs, lengths))
         found = greedy(log_probs, lengths, blank_id=self.search.blank_id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from sbkit.data.manifest import Manifest
 from sbkit.decode import kenlm_binary
@@ -23,6 +23,13 @@ from sbkit.train.distributed import ranks
 
 _PAYS = 1000  # utterances for which another process is worth its start
 _LARGE = 200e6  # bytes of an ARPA file that is too large to hold in every process
+
+
+class Searches(Protocol):
+    """A Brain with a search, and a row for each utterance that it has transcribed."""
+
+    decoder: Any  # a search, or a recorder in its place
+    rows: list[Any]
 
 
 def build(request: EvaluateRequest, keys: CTCKeys) -> BeamSearch | JointSearch | None:
@@ -71,7 +78,7 @@ def _joint(request: EvaluateRequest, keys: CTCKeys, options: dict[str, Any]) -> 
     return JointSearch(keys.tokenizer, blank_id=keys.blank_index, bos_id=begin, eos_id=end, **options)
 
 
-def describe(search: Any) -> dict[str, Any]:
+def describe(search: object) -> dict[str, Any]:
     """Describe a search for result.json."""
     if isinstance(search, JointSearch):
         return {"joint": True, "ctc_weight": search.ctc_weight, "beam": search.beam}
@@ -82,7 +89,7 @@ def describe(search: Any) -> dict[str, Any]:
             "beam": search.beam, "hot_words": search.hot_words.boosts}
 
 
-def tune(brain: Any, manifest: Manifest, hear: Callable[[Manifest], object]) -> dict[str, Any]:
+def tune(brain: Searches, manifest: Manifest, hear: Callable[[Manifest], object]) -> dict[str, Any]:
     """Give the brain's search the weights that make the fewest errors on dev; returns facts for result.json."""
     search = brain.decoder
     manifest = lm_weights.some_of(manifest)
@@ -99,7 +106,7 @@ def tune(brain: Any, manifest: Manifest, hear: Callable[[Manifest], object]) -> 
 
 
 @contextlib.contextmanager
-def over_all(brain: Any) -> Iterator[None]:
+def over_all(brain: Searches) -> Iterator[None]:
     """Context in which a beam search only records; at its end it searches all utterances and updates the brain's rows.
 
     It is faster on many utterances at once, and can use several processes.

@@ -13,8 +13,9 @@ bundle's other models do. It differs from training in four ways, which the graph
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -24,6 +25,9 @@ from sbkit.export import features
 from sbkit.export.graph import save, to_onnx, trace_module
 from sbkit.export.layout import Config
 from sbkit.tasks.ctc.graph import Graph
+
+if TYPE_CHECKING:
+    from sherpa_onnx import OfflineRecognizer
 
 _FRAME_SECONDS = 0.02  # of a frame, in sherpa-onnx's word times
 _EXAMPLE = (2, 24_000)
@@ -92,7 +96,7 @@ def write(graph: Graph, config: Config, path: Path) -> None:
          {"x": ("batch", "samples"), "logits": ("batch", "frames")})
 
 
-def client(model: Path, tokens: Path) -> Any:
+def client(model: Path, tokens: Path) -> OfflineRecognizer:
     """Open a model with sherpa-onnx's own recogniser."""
     try:
         import sherpa_onnx
@@ -103,7 +107,7 @@ def client(model: Path, tokens: Path) -> Any:
         model=str(model), tokens=str(tokens), num_threads=torch.get_num_threads())
 
 
-def transcribe(recognizer: Any, signal: Any, sample_rate: int) -> str:
+def transcribe(recognizer: OfflineRecognizer, signal: np.ndarray, sample_rate: int) -> str:
     """Transcribe a signal [S] with sherpa-onnx."""
     stream = recognizer.create_stream()
     stream.accept_waveform(sample_rate, signal)

@@ -26,11 +26,13 @@ from safetensors.torch import save_model
 from speechbrain.lobes.models.transformer.TransformerASR import TransformerASR
 from torch import nn
 
+from sbkit.data.tokens import Tokenizer
 from sbkit.errors import SbkitError, summary
 from sbkit.export import layout
 from sbkit.export.features import is_input_normalization
 from sbkit.export.runners import Runner, padded
 from sbkit.recipe import load
+from sbkit.recipe.includes import Tree
 from sbkit.tasks.ctc.recognizer import GUARD_FRAMES, Recognizer
 
 _HEAD = """# For stock SpeechBrain; the weights are in model.ckpt, which is a safetensors file (never a pickle).
@@ -66,9 +68,8 @@ class Part(NamedTuple):
     """A module on the way from waveforms to scores, with its definition in the recipe."""
 
     key: str
-    module: Any
-    """Any, for the attributes of its class."""
-    node: Any
+    module: Any  # for the attributes of its class
+    node: Tree
 
     @property
     def fixed(self) -> bool:
@@ -81,7 +82,7 @@ class Part(NamedTuple):
         return self.fixed or any(True for _ in self.module.parameters())
 
 
-def write(folder: Path, run: Path, recognizer: Recognizer, tokenizer: Any, sample_rate: int, blank_id: int,
+def write(folder: Path, run: Path, recognizer: Recognizer, tokenizer: Tokenizer, sample_rate: int, blank_id: int,
           name: str) -> None:
     """Write hyperparams.yaml, the weights and the tokenizer into ``folder``."""
     nodes = load.flatten(load.read_plain(run / layout.RECIPE))
@@ -100,7 +101,7 @@ def write(folder: Path, run: Path, recognizer: Recognizer, tokenizer: Any, sampl
     _also_as(folder / layout.TOKENIZER, folder / "tokenizer.ckpt")
 
 
-def _parts(recognizer: Recognizer, nodes: dict[str, Any]) -> list[Part]:
+def _parts(recognizer: Recognizer, nodes: dict[str, Tree]) -> list[Part]:
     encoder = "Transformer" if "Transformer" in nodes else "encoder"
     wanted = [("compute_features", recognizer.compute_features), ("normalize", recognizer.normalize),
               ("CNN", recognizer.frontend), (encoder, recognizer.encoder), ("ctc_lin", recognizer.ctc_lin)]
@@ -196,7 +197,7 @@ def _fill(module: nn.Module, part: Part) -> None:
     module.load_state_dict({key: state[key] for key in own})
 
 
-def _drop_comments(node: Any) -> None:
+def _drop_comments(node: object) -> None:
     """Remove comments, which are about their neighbours in the recipe."""
     if isinstance(node, (CommentedMap, CommentedSeq)):
         node.ca.comment, node.ca.end = None, []

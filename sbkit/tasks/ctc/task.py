@@ -223,7 +223,7 @@ class CTC(ASR):
 
         return Recogniser.of(self.recognizer, self.keys, run)
 
-    def _transcribe(self, scores: Scores, batch: Any, stage: Stage) -> None:
+    def _transcribe(self, scores: Scores, batch: Batch, stage: Stage) -> None:
         if not batch.weight:  # a placeholder for an empty batch
             return
         log_probs = scores.ctc.float().log_softmax(-1)

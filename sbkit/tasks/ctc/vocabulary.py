@@ -91,7 +91,7 @@ def _check_tables(target: nn.Module, node: Node, size: int, findings: Findings) 
 
 def _check_tokenizer(built: Built, size: int, findings: Findings) -> None:
     """Check the tokenizer's size: that of its file if it exists, else its argument."""
-    tokenizer: Any = built.hparams.get("tokenizer")
+    tokenizer: Any = built.hparams.get("tokenizer")  # a Tokenizer, if it has what is asked for here
     node = built.nodes.get("tokenizer")
     if node is None or not hasattr(tokenizer, "vocab_size") or not hasattr(tokenizer, "path"):
         return
