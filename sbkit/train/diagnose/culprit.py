@@ -48,7 +48,7 @@ def report(
     what: str = "loss",
     scale: float = 1.0,
     sum_scale: float = 1.0,
-    lr: float | None = None,
+    lr: float | torch.Tensor | None = None,
     late: int = 0,
     limit: int = 10,
 ) -> str:
@@ -73,8 +73,8 @@ def report(
     """
     suspects = [_suspect(one) for one in suspects]
     context = {"step": step, "epoch": epoch, "rank": ranks.rank(), "what": what, "scale": scale,
-               "sum_scale": sum_scale, "lr": lr, "late": late, "precision": str(getattr(brain, "precision", "fp32")),
-               "device": str(brain.device)}
+               "sum_scale": sum_scale, "lr": None if lr is None else float(lr), "late": late,
+               "precision": str(getattr(brain, "precision", "fp32")), "device": str(brain.device)}
     there = Path(folder) / CULPRITS
     if all(ranks.gather_objects(len(_saved_by(there, ranks.rank())) >= limit)):
         return f"{_head(context)} {there} already has reports of {limit} such steps."

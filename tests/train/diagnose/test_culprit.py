@@ -273,6 +273,13 @@ def test_the_folder_is_json_and_tensors_no_pickle(tmp_path):
     assert content["accounts"][0]["bad_ids"] == ["clip-0"]
 
 
+def test_a_learning_rate_that_is_a_tensor_is_told_and_saved(tmp_path):
+    batch = clips()
+    batch.signals[0, 0] = math.inf
+    told(Recipe(), batch, tmp_path, lr=torch.tensor(0.25))
+    assert json.loads((tmp_path / "culprits/step-12-rank-0/culprit.json").read_text())["lr"] == 0.25
+
+
 def test_a_disk_that_cannot_be_written_costs_the_report_not_the_run(tmp_path, caplog):
     (tmp_path / "culprits").write_text("a file where the folder should be", encoding="utf-8")
     assert "first layer" in told(Recipe("layer"), clips(), tmp_path)
