@@ -298,7 +298,7 @@ class Task(Brain):
         self._log("test", epoch, stats)
 
     def _end_epoch(self, epoch: int | None, stats: dict[str, float]) -> None:
-        progress = {"epoch": epoch, "steps": self.optimizer_step}
+        progress: dict[str, Any] = {"epoch": epoch, "steps": self.optimizer_step}
         if self.opt_class is not None:
             progress["lr"] = self.stepper.learning_rate
         if self.keys.train_logger is not None:

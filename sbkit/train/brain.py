@@ -28,6 +28,7 @@ from sbkit.train.distributed import parallel, ranks, sharding
 from sbkit.train.epoch import TrainLoop
 from sbkit.train.evaluation import EvaluationLoop
 from sbkit.train.freezing import Freezing
+from sbkit.train.given import DataSource, MicroBatch
 from sbkit.train.keys import ScriptKeys, TrainKeys
 from sbkit.train.memory.oom import OomRetry, told
 from sbkit.train.monitor.metrics import MetricsLog
@@ -68,15 +69,15 @@ class Brain(sb.core.Brain):
 
     Keys: ClassVar[type[TrainKeys]] = ScriptKeys
     step, optimizer_step, nonfinite_count = Counter(), Counter(), Counter()
-    opt_class: Any
-    profiler: Any
+    opt_class: Callable[..., torch.optim.Optimizer] | None
+    profiler: torch.profiler.profile | None
     _between: Between
 
     def __init__(
         self, modules: Mapping[str, torch.nn.Module] | None = None,
         opt_class: Callable[..., torch.optim.Optimizer] | None = None,
         hparams: Mapping[str, Any] | None = None, run_opts: RunOptions | Mapping[str, Any] | None = None,
-        checkpointer: Any = None,
+        checkpointer: sb.utils.checkpoints.Checkpointer | None = None,
     ):
         self.train_state = TrainState()
         run_opts, hparams = options.clean(run_opts, hparams)
@@ -211,7 +212,7 @@ class Brain(sb.core.Brain):
 
     # ------------------------------------------------------------ one batch
 
-    def fit_batch(self, batch: Any) -> torch.Tensor:
+    def fit_batch(self, batch: MicroBatch) -> torch.Tensor:
         """Train on one micro-batch, update after the last of a step, and return the detached loss on the device."""
         last = self.train_state.closes_step(batch, self.grad_accumulation_factor)
         self.on_fit_batch_start(batch, last)
@@ -233,18 +234,18 @@ class Brain(sb.core.Brain):
             yield
 
     @torch.no_grad()
-    def evaluate_batch(self, batch: Any, stage: Stage) -> torch.Tensor | Loss:
+    def evaluate_batch(self, batch: MicroBatch, stage: Stage) -> torch.Tensor | Loss:
         """Return the detached result of ``compute_objectives`` for a batch, on the device."""
         with self.evaluation_ctx:
             outputs = precision.losses_in_fp32(self.compute_forward(batch, stage=stage), self.evaluation_ctx)
             return self.compute_objectives(outputs, batch, stage=stage).detach()
 
-    def loss_of(self, batch: Any) -> Loss:
+    def loss_of(self, batch: MicroBatch) -> Loss:
         """Return the loss of a training batch, without backward or update."""
         self.stepper.objective(batch)
         return self.stepper.objective.loss
 
-    def try_batch(self, batch: Any) -> bool:
+    def try_batch(self, batch: MicroBatch) -> bool:
         """Take a step on this micro-batch alone; return False if it did not fit into memory in one piece."""
         return self._retry.fits(batch)
 
@@ -266,7 +267,7 @@ class Brain(sb.core.Brain):
     # ------------------------------------------------------------ training
 
     def fit(
-        self, epoch_counter: Iterable[int], train_set: Any, valid_set: Any = None,
+        self, epoch_counter: Iterable[int], train_set: DataSource, valid_set: DataSource | None = None,
         progressbar: bool | None = None, train_loader_kwargs: dict[str, Any] | None = None,
         valid_loader_kwargs: dict[str, Any] | None = None,
     ) -> None:
@@ -294,7 +295,7 @@ class Brain(sb.core.Brain):
             if self.checkpointer is not None:
                 self.checkpointer.wait()
 
-    def _fit_train(self, train_set: Any, epoch: Any, enable: bool) -> None:
+    def _fit_train(self, train_set: DataSource, epoch: int, enable: bool) -> None:
         self._training.run(train_set, epoch, enable)
 
     def on_step_known(self, facts: Facts) -> None:
@@ -315,7 +316,7 @@ class Brain(sb.core.Brain):
         """Begin a stage."""
         self.on_stage_start(stage, epoch)
 
-    def close_batch(self, batch: Any, stage: Stage) -> None:
+    def close_batch(self, batch: MicroBatch, stage: Stage) -> None:
         """Take in a batch that was evaluated, however many parts it was computed in."""
 
     def close_stage(self, stage: Stage, loss: float, epoch: int | None = None) -> None:
@@ -324,12 +325,12 @@ class Brain(sb.core.Brain):
 
     # ------------------------------------------------------------ validation and test
 
-    def _fit_valid(self, valid_set: Any, epoch: Any, enable: bool) -> None:
+    def _fit_valid(self, valid_set: DataSource | None, epoch: int, enable: bool) -> None:
         if valid_set is not None:
             self._evaluation.validate(valid_set, epoch, enable)
 
     def evaluate(
-        self, test_set: Any, max_key: str | None = None, min_key: str | None = None,
+        self, test_set: DataSource, max_key: str | None = None, min_key: str | None = None,
         progressbar: bool | None = None, test_loader_kwargs: dict[str, Any] | None = None,
     ) -> float:
         """Load the best checkpoint, evaluate ``test_set`` and return the average loss."""
@@ -345,7 +346,7 @@ class Brain(sb.core.Brain):
             self.step, self._between.signals = 0, signals
             return loss
 
-    def pass_over(self, loader: Any, stage: Stage, name: str, show: bool) -> float:
+    def pass_over(self, loader: DataSource, stage: Stage, name: str, show: bool) -> float:
         """Evaluate each batch of a loader, without gradients, and return the average loss.
 
         name : shown beside the progress bar

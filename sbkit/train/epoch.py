@@ -12,6 +12,7 @@ from sbkit.nn import guard
 from sbkit.train import loaders
 from sbkit.train.between import Between
 from sbkit.train.distributed import parallel, ranks
+from sbkit.train.given import DataSource
 from sbkit.train.hooks import Trains
 from sbkit.train.memory.oom import OomRetry
 from sbkit.train.monitor.display import StageDisplay
@@ -40,7 +41,7 @@ class TrainLoop:
         self.hooks, self.stepper, self.retry, self.between, self.rng = hooks, stepper, retry, between, rng
         self.state, self.overrides = stepper.state, stepper.overrides
 
-    def run(self, train_set: Any, epoch: Any, show: bool) -> None:
+    def run(self, train_set: DataSource, epoch: int, show: bool) -> None:
         """Train the rest of the epoch; ``show``: whether to show a progress bar."""
         hooks, state, stepper = self.hooks, self.state, self.stepper
         state.epoch = epoch
@@ -78,7 +79,7 @@ class TrainLoop:
                     break
         self._finish(epoch, stepped, progress)
 
-    def _progress(self, epoch: Any, steps: int | None, show: bool) -> tuple[StageDisplay, Progress]:
+    def _progress(self, epoch: int, steps: int | None, show: bool) -> tuple[StageDisplay, Progress]:
         hooks, state, budget = self.hooks, self.state, self.stepper.budget
         display = StageDisplay(
             f"train {epoch}", steps, initial=state.epoch_step if state.plan_driven else state.step, show=show,
@@ -90,7 +91,7 @@ class TrainLoop:
                                          hooks.utilisation, compiled=hooks.compiled)
         return display, self.between.progress
 
-    def _batches(self, train_set: Any, epoch: Any) -> tuple[Iterable[Any], int | None]:
+    def _batches(self, train_set: DataSource, epoch: int) -> tuple[Iterable[Any], int | None]:
         """Return the epoch's remaining batches, and the total for the progress bar."""
         hooks, state = self.hooks, self.state
         state.last_batch = hooks.debug_batches if hooks.debug else None
@@ -155,7 +156,7 @@ class TrainLoop:
             hooks.profiler.stop()
             ranks.end_together()  # another rank may still be writing its trace
 
-    def _finish(self, epoch: Any, stepped: bool, progress: Progress) -> None:
+    def _finish(self, epoch: int, stepped: bool, progress: Progress) -> None:
         hooks, state, stepper = self.hooks, self.state, self.stepper
         if stepper.steps.started:  # the end of the epoch cut an accumulation short
             stepper.wrap.finish()

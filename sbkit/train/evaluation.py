@@ -14,6 +14,7 @@ from sbkit.nn import guard
 from sbkit.train import loaders
 from sbkit.train.between import Between
 from sbkit.train.distributed import ranks
+from sbkit.train.given import DataSource
 from sbkit.train.hooks import Evaluates
 from sbkit.train.memory import host
 from sbkit.train.memory.oom import OomRetry
@@ -37,7 +38,7 @@ class EvaluationLoop:
         self.hooks, self.stepper, self.retry, self.between = hooks, stepper, retry, between
         self.state = stepper.state
 
-    def run(self, loader: Any, stage: Stage, name: str, show: bool) -> float:
+    def run(self, loader: DataSource, stage: Stage, name: str, show: bool) -> float:
         """Return the average loss over a set. Call it without gradients.
 
         If the set yields this rank's share, the average is exact over all ranks. The loop never waits for another
@@ -73,7 +74,7 @@ class EvaluationLoop:
         return average if own_average else mean.value(over_ranks)
 
     @torch.no_grad()
-    def validate(self, loader: Any, epoch: Any, show: bool) -> None:
+    def validate(self, loader: DataSource, epoch: int, show: bool) -> None:
         """Validate and call the hooks around it; a run that should stop saves the end of the training instead."""
         hooks, state = self.hooks, self.state
         try:

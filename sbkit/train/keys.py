@@ -18,10 +18,13 @@ class TrainKeys(Keys):
     output_folder: str | None = key("where checkpoints, metrics.jsonl and the report go", None)
     seed: int | None = key("what random numbers of training are drawn from", 0, Range(whole=True))
     accelerate: bool = key("run SpeechBrain's layers by faster equivalents with the same outputs", True)
-    ema: Any = key("a sbkit.train.averaging.EMA: a moving average of the weights that is validated and tested", None)
-    fsdp: Any = key("share weights and optimizer out over the devices: true, or the layers to gather as one piece, "
-                    "by class or path (see sbkit.train.distributed.sharding)", None)
-    activation_checkpointing: Any = key("compute activations again in backward, to hold less memory", None)
+    ema: Any = key(  # an EMA, whose module imports this one
+        "a sbkit.train.averaging.EMA: a moving average of the weights that is validated and tested", None)
+    fsdp: Any = key(  # true, a name, a class, or a list of these
+        "share weights and optimizer out over the devices: true, or the layers to gather as one piece, "
+        "by class or path (see sbkit.train.distributed.sharding)", None)
+    activation_checkpointing: Any = key(  # a name, a class, or a list of these
+        "compute activations again in backward, to hold less memory", None)
     freeze: Mapping[str, Any] | None = key("parts that don't train: never, or not in the first so many steps, such as "
                                            "`{CNN: true, Transformer.encoder: 500}`; the last that fits counts", None,
                                            FREEZE)

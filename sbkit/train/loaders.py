@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from speechbrain.core import Stage
@@ -22,23 +22,27 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Sequ
 from sbkit.errors import SbkitError
 from sbkit.train import rng
 from sbkit.train.distributed import ranks
+from sbkit.train.given import DataSource
 from sbkit.train.hooks import Loads
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.stateful import Stateful
 
 logger = logging.getLogger(__name__)
 
 
-def is_plan_driven(loader: Any) -> bool:
+def is_plan_driven(loader: object) -> bool:
     """Return whether a loader decides where an optimizer step ends, as ``sbkit.data.loader.TrainLoader`` does."""
     return hasattr(loader, "at") and hasattr(loader, "steps")
 
 
-def is_share(loader: Any) -> bool:
+def is_share(loader: object) -> bool:
     """Return whether a loader yields only this rank's share (``sbkit.data.loader.EvalLoader``): it is no dataset."""
     return not isinstance(loader, (DataLoader, LoopedLoader, Dataset)) and (
         hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"))
 
 
-def is_loader(loader: Any) -> bool:
+def is_loader(loader: object) -> bool:
     return isinstance(loader, (DataLoader, LoopedLoader)) or is_share(loader)
 
 
@@ -49,7 +53,7 @@ class Counts:
     With another number of ranks, numbers are divided evenly over ranks, and each rank gets all named entries.
     """
 
-    def __init__(self, loader: Any):
+    def __init__(self, loader: Stateful):
         self.loader = loader
 
     @mark_as_saver
@@ -72,7 +76,7 @@ class Counts:
                                          for name in counts[0]})
 
 
-def _part(values: list[Any], rank: int, world: int) -> Any:
+def _part(values: list[Any], rank: int, world: int) -> dict[str, Any] | int:
     if isinstance(values[0], dict):
         return dict(itertools.chain.from_iterable(each.items() for each in values))
     return sum(values) // world + (rank < sum(values) % world)
@@ -89,7 +93,7 @@ def set_epoch(epoch: int, *holders: Any) -> None:
         each.set_epoch(epoch)
 
 
-def length(loader: Any) -> int | None:
+def length(loader: DataSource) -> int | None:
     """Return the number of batches; None if unknown (an IterableDataset)."""
     try:
         return len(loader)
@@ -97,7 +101,7 @@ def length(loader: Any) -> int | None:
         return None
 
 
-def begins_at(loader: Any, step: int) -> int:
+def begins_at(loader: object, step: int) -> int:
     """Return the batch that a loader starts with when ``step`` batches of the epoch are done; 0 if it can't resume.
 
     SpeechBrain's loaders resume if they are among the checkpointer's recoverables, as those made by a Brain are.
@@ -112,14 +116,14 @@ def begins_at(loader: Any, step: int) -> int:
     return begins
 
 
-def on_device(batches: Iterable[Any], loader: Any, device: str) -> Iterable[Any]:
+def on_device(batches: Iterable[Any], loader: object, device: str) -> Iterable[Any]:
     """Return the batches on the device, copied in advance if the loader can do that."""
     if hasattr(loader, "to_device"):
         return loader.to_device(batches, device)
     return (batch.to(device) if hasattr(batch, "to") else batch for batch in batches)
 
 
-def made(hooks: Loads, dataset: Any, stage: Stage, kwargs: dict[str, Any]) -> Any:
+def made(hooks: Loads, dataset: DataSource, stage: Stage, kwargs: dict[str, Any]) -> DataSource:
     """Return the loader for a stage: the one given, or one made from the given dataset."""
     planned = stage is Stage.TRAIN and is_plan_driven(dataset)
     if planned and hooks.checkpointer is not None and hasattr(dataset, "load_state_dict"):
@@ -135,7 +139,7 @@ def made(hooks: Loads, dataset: Any, stage: Stage, kwargs: dict[str, Any]) -> An
     return dataset
 
 
-def _draw_alike(loader: Any, seed: int, device: torch.device | str) -> None:
+def _draw_alike(loader: object, seed: int, device: torch.device | str) -> None:
     for sampler in (getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)):
         name = {DistributedSamplerWrapper: "sampler", ShareSampler: "whole"}.get(type(sampler))
         if name and not isinstance(getattr(sampler, name), Alike):
@@ -145,7 +149,7 @@ def _draw_alike(loader: Any, seed: int, device: torch.device | str) -> None:
 class Alike(Sampler[Any]):
     """Another sampler with the same order on all ranks, independent of their random number generators."""
 
-    def __init__(self, whole: Any, seed: int, device: torch.device | str):
+    def __init__(self, whole: Any, seed: int, device: torch.device | str):  # torch's Sampler has no length
         self.whole, self.seed, self.device, self.epoch = whole, seed, device, 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -164,7 +168,7 @@ class Alike(Sampler[Any]):
 class ShareSampler(Sampler[Any]):
     """Every ``world``-th element of another sampler, without repeating any to make shares equal."""
 
-    def __init__(self, whole: Any, rank: int, world: int):
+    def __init__(self, whole: Any, rank: int, world: int):  # as above
         self.whole, self.rank, self.world = whole, rank, world
 
     def __iter__(self) -> Iterator[Any]:
@@ -174,7 +178,7 @@ class ShareSampler(Sampler[Any]):
         return len(range(self.rank, len(self.whole), self.world))
 
 
-def shared(dataset: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+def shared(dataset: DataSource, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return loader arguments that read this rank's share of a dataset."""
     if ranks.world_size() == 1:
         return kwargs

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from speechbrain.core import Stage
 
+from sbkit.train.given import MicroBatch, Objectives, Outputs
 from sbkit.train.hooks import Computes
 from sbkit.train.monitor.timing import StepBudget
 from sbkit.train.precision import losses_in_fp32
@@ -16,8 +17,8 @@ from sbkit.train.step import Loss, as_loss
 class Found(NamedTuple):
     """The outputs and objectives of a recipe for a batch, and the loss as sums."""
 
-    outputs: Any = None
-    objectives: Any = None
+    outputs: Outputs = None
+    objectives: Objectives = None
     loss: Loss | None = None
 
 
@@ -31,7 +32,7 @@ class Objective:
     def __init__(self, hooks: Computes, budget: StepBudget):
         self.hooks, self.budget, self.found = hooks, budget, Found()
 
-    def __call__(self, batch: Any) -> torch.Tensor:
+    def __call__(self, batch: MicroBatch) -> torch.Tensor:
         """Return the summed loss, to call ``backward`` on."""
         context = self.hooks.training_ctx
         with context:

@@ -14,12 +14,14 @@ from torch.utils._pytree import tree_leaves
 from sbkit.errors import SbkitError
 from sbkit.recipe.parts import Parts
 from sbkit.recipe.trace import stand_ins
+from sbkit.train.hooks import StandsIn
 
+Rate = float | torch.Tensor  # a group's rate may be either
 #: Length of the stand-in utterance that shows the order of the layers.
 _SECONDS = 3.0
 
 
-def factors(brain: Any, parts: Parts, by_part: Mapping[str, float] | None, layer_decay: float) -> dict[str, float]:
+def factors(brain: StandsIn, parts: Parts, by_part: Mapping[str, float] | None, layer_decay: float) -> dict[str, float]:
     """Return the factor of the learning rate for each parameter path, leaving out factors of 1.
 
     by_part, layer_decay : the recipe's ``learning_rates`` and ``layer_decay``
@@ -64,7 +66,7 @@ def _as_recipe_says(state: dict[str, Any], scales: list[float]) -> dict[str, Any
     return {**state, "param_groups": groups}
 
 
-def scheduled(group: Mapping[str, Any]) -> Any:
+def scheduled(group: Mapping[str, Any]) -> Rate:
     """Return the schedule's rate for a group, without the group's factor."""
     return group["lr"] / group.get("lr_scale", 1.0)
 
@@ -72,7 +74,7 @@ def scheduled(group: Mapping[str, Any]) -> Any:
 # ------------------------------------------------------------ depth
 
 
-def depths(brain: Any, parts: Parts) -> dict[str, int]:
+def depths(brain: StandsIn, parts: Parts) -> dict[str, int]:
     """Return the number of stacked layers above each parameter, by path; 0 for the top layer and what follows it.
 
     A training batch of stand-ins shows the order. Parameters that it uses before the first layer of the stack are
@@ -112,15 +114,15 @@ class _Uses(TorchDispatchMode):
         self._known = {id(parameter) for parameter in modules.parameters()}
         self.order: dict[int, int] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
-                           kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(self, func: Callable[..., object], types: Iterable[type], args: tuple[Any, ...] = (),
+                           kwargs: Mapping[str, Any] | None = None) -> object:
         for leaf in tree_leaves((args, kwargs)):
             if id(leaf) in self._known:
                 self.order.setdefault(id(leaf), len(self.order))
         return func(*args, **(kwargs or {}))
 
 
-def _order(brain: Any) -> dict[int, int]:
+def _order(brain: StandsIn) -> dict[int, int]:
     with brain.untouched(), stand_ins(), torch.no_grad(), _Uses(brain.modules) as uses:
         brain.loss_of(brain.stand_in(1, _SECONDS).to(brain.device))
     return uses.order

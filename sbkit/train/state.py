@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Protocol, overload
 
+from sbkit.train.given import MicroBatch
 from sbkit.train.monitor.tally import Mean
 
 
@@ -19,7 +20,7 @@ class TrainState:
     """Updates done in the whole run."""
     nonfinite_count: int = 0
     """Steps of this epoch that were skipped because something was not finite."""
-    epoch: Any = None
+    epoch: int | None = None
     epoch_step: int = 0
     """Updates done in this epoch."""
     epoch_steps: int | None = None
@@ -40,7 +41,7 @@ class TrainState:
     """Whether the user was told that an epoch drops its last gradients."""
     _trained: tuple[int, int, Mean, int] | None = field(default=None, repr=False)
 
-    def closes_step(self, batch: Any, accumulated: int) -> bool:
+    def closes_step(self, batch: MicroBatch, accumulated: int) -> bool:
         """Return whether this micro-batch ends its step, after ``accumulated`` micro-batches if there is no plan."""
         if self.step == self.last_batch:
             return True
@@ -83,16 +84,24 @@ class TrainState:
         self.average.total, self.average.count = here.get("loss_sums", (0.0, 0.0))
 
 
+class _Brain(Protocol):
+    train_state: TrainState
+
+
 class Counter:
     """An attribute of a Brain, documented by SpeechBrain, that is stored in ``TrainState``."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    def __get__(self, brain: Any, owner: type) -> Any:
+    @overload
+    def __get__(self, brain: None, owner: type) -> Counter: ...
+    @overload
+    def __get__(self, brain: _Brain, owner: type) -> int: ...
+    def __get__(self, brain: _Brain | None, owner: type) -> Counter | int:
         return self if brain is None else getattr(brain.train_state, self._name)
 
-    def __set__(self, brain: Any, value: int) -> None:
+    def __set__(self, brain: _Brain, value: int) -> None:
         setattr(brain.train_state, self._name, value)
 
 

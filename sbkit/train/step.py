@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from sbkit.errors import SbkitError
 from sbkit.nn.peek import Peek
+from sbkit.train.given import Objectives
 from sbkit.train.optim import apply, gradients, total_norm
 from sbkit.train.precision import Scaler
 
@@ -55,7 +56,7 @@ class Loss(NamedTuple):
         return Loss(_detached(self.total), _detached(self.count), extras or None)
 
 
-def as_loss(value: Any, weight: float = 1.0) -> Loss:
+def as_loss(value: Objectives, weight: float = 1.0) -> Loss:
     """Convert the result of ``compute_objectives`` to sums in fp32.
 
     A plain scalar keeps SpeechBrain's meaning: each micro-batch counts as one. A batch of weight 0 counts as none.
@@ -144,7 +145,7 @@ class Step:
         self._sums, self._work, self._announced, self._normalised, self.batches = None, None, False, False, []
         self._sum_scale = None
 
-    def add(self, loss: Loss, batch: Any = None) -> None:
+    def add(self, loss: Loss, batch: object = None) -> None:
         """Add the loss of one micro-batch to the step."""
         extras = loss.extras or {}
         if self._sums is None:

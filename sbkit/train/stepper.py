@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -18,7 +17,7 @@ from sbkit.train.freezing import Freezing
 from sbkit.train.hooks import Steps
 from sbkit.train.monitor.timing import StepBudget
 from sbkit.train.objective import Objective
-from sbkit.train.rates import scheduled
+from sbkit.train.rates import Rate, scheduled
 from sbkit.train.state import Overrides, TrainState
 from sbkit.train.step import Loss, Step
 
@@ -71,7 +70,7 @@ class Stepper:
         self.forward_state = ForwardState(self.modules)
 
     @property
-    def learning_rate(self) -> Any:
+    def learning_rate(self) -> Rate | None:
         optimizers = list((self.hooks.optimizers_dict or {}).values())
         return scheduled(optimizers[0].param_groups[0]) if optimizers else None
 
@@ -93,7 +92,8 @@ class Stepper:
 
     # ------------------------------------------------------------ a micro-batch
 
-    def backward(self, batch: Any, last: bool, *, share: float = 1.0, generators: Any = None) -> Loss:
+    def backward(self, batch: object, last: bool, *, share: float = 1.0,
+                 generators: dict[str, torch.Tensor] | None = None) -> Loss:
         """Compute the loss and the gradients of a micro-batch, or of a share of one.
 
         last : whether it is the last of its step
