@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from speechbrain.utils import checkpoints as stock
@@ -109,11 +109,11 @@ def weights_in(state: Mapping[str, Any]) -> Mapping[str, Any]:
     return state["weights"] if set(state) == {"weights", "updates", "decay"} else state
 
 
-def _is_float(value: Any) -> bool:
+def _is_float(value: object) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
-def _sum_of(value: Any) -> Any:
+def _sum_of(value: object) -> object:
     return value.to(torch.float64, copy=True) if _is_float(value) else value
 
 

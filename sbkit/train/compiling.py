@@ -79,7 +79,7 @@ def _compiled(kind: type[nn.Module], mode: str | None, fullgraph: bool) -> type:
     options["layout_optimization"] = False
     run = torch.compile(kind.forward, options=options, fullgraph=fullgraph, dynamic=True)
 
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> object:
         return run(self, *args, **kwargs)
 
     return type(kind.__name__, (_Compiled, kind), {"forward": forward, "__module__": kind.__module__})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Any
 
 import torch
 
@@ -17,11 +16,13 @@ __all__ = ["described", "device_type", "native_precision", "resolve"]
 
 logger = logging.getLogger(__name__)
 
+#: A device by type, by name or by the number of a card.
+Device = torch.device | str | int
 # Device types with numbered devices.
 _NUMBERED = ("cuda", "xpu", "hpu", "npu", "mlu")
 
 
-def device_type(device: Any) -> str:
+def device_type(device: Device) -> str:
     """Return the device type, as ``torch.autocast`` takes it.
 
     >>> [device_type(d) for d in ("cpu", "cuda:10", torch.device("xpu", 1), "mps")]
@@ -30,7 +31,7 @@ def device_type(device: Any) -> str:
     return _parse(device).type
 
 
-def resolve(device: Any = None) -> torch.device:
+def resolve(device: Device | None = None) -> torch.device:
     """Return the device of this process, after checking that it works, and make it the current one.
 
     ``None`` means the accelerator of this machine if it has one, otherwise the CPU. Under torchrun each process gets
@@ -73,7 +74,7 @@ def resolve(device: Any = None) -> torch.device:
     return resolved
 
 
-def described(device: Any) -> str:
+def described(device: Device) -> str:
     """Describe a device by its name and memory, such as "NVIDIA H200, 140 GiB".
 
     >>> described("meta")
@@ -89,7 +90,7 @@ def described(device: Any) -> str:
     return f"{name}, {size / 2**30:.0f} GiB" if size else name
 
 
-def _parse(device: Any) -> torch.device:
+def _parse(device: object) -> torch.device:
     if isinstance(device, torch.device):
         return device
     if isinstance(device, bool) or not isinstance(device, (str, int)):

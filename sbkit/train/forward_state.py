@@ -23,7 +23,7 @@ class Place(NamedTuple):
     owner: nn.Module
     name: str
 
-    def get(self) -> Any:
+    def get(self) -> torch.Tensor | float:
         return getattr(self.owner, self.name)
 
 
@@ -71,7 +71,7 @@ class ForwardState:
         """Restore the values of the last ``keep``, always or only if ``where`` (a scalar on the device) is 1."""
         if not self._before:  # no keep since the last call
             return
-        now = {i: self._places[i].get() for i in self._before}
+        now: dict[int, Any] = {i: self._places[i].get() for i in self._before}
         odd = {i for i, before in self._before.items() if _differ(before, now[i])}
         if odd and (where is None or bool(where > 0)):
             kept = {i: view for group in self._groups for i, view in group.before.items()}
@@ -137,12 +137,12 @@ def _kind(value: torch.Tensor) -> Kind:
     return value.shape, value.dtype, value.device
 
 
-def _mark(value: Any) -> tuple[int, int]:
+def _mark(value: object) -> tuple[int, int]:
     """Return a mark that changes when the tensor is written to or replaced."""
     return id(value), value._version if isinstance(value, torch.Tensor) else 0
 
 
-def _differ(before: Any, now: Any) -> bool:
+def _differ(before: object, now: object) -> bool:
     """Return whether a value can't be restored on the device: its shape changed, or it is a number that changed."""
     if isinstance(before, torch.Tensor):
         return not isinstance(now, torch.Tensor) or _kind(now) != _kind(before)
@@ -166,7 +166,7 @@ def _attributes(modules: nn.Module) -> list[Place]:
             if name != "training" and (isinstance(value, (int, float)) or _can_be_written(value))]
 
 
-def _can_be_written(value: Any) -> bool:
+def _can_be_written(value: object) -> bool:
     """Return False for an expanded view and for a tensor without storage, which can't be copied to."""
     return isinstance(value, torch.Tensor) and value.layout == torch.strided and value.device.type != "meta" and \
         torch._debug_has_internal_overlap(value) != 1

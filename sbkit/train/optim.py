@@ -72,7 +72,7 @@ def fused(opt_class: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
     ``opt_class`` is a class or a partial (``!name:torch.optim.AdamW``), as for SpeechBrain's Brain. If the user set
     ``fused``, ``foreach``, ``capturable`` or ``differentiable``, it is returned unchanged.
     """
-    inner: Any = opt_class
+    inner = opt_class
     given: dict[str, Any] = {}
     while isinstance(inner, functools.partial):
         given = {**inner.keywords, **given}

@@ -80,7 +80,7 @@ def given(run_opts: RunOptions, hparams: Mapping[str, Any] | None, name: str) ->
     return name in run_opts.overridden_args or (hparams is not None and name in hparams)
 
 
-def pick(run_opts: RunOptions, hparams: Mapping[str, Any] | None, name: str) -> Any:
+def pick(run_opts: RunOptions, hparams: Mapping[str, Any] | None, name: str) -> Any:  # each option's own
     """Return the option's value; ``run_opts`` takes precedence over ``hparams``, and both over the default."""
     if name not in run_opts.overridden_args and hparams is not None and name in hparams:
         return hparams[name]
@@ -109,7 +109,7 @@ def check_modules(modules: Mapping[str, Any] | None) -> dict[str, torch.nn.Modul
     return checked
 
 
-def _number(name: str, value: Any) -> int | float | None:
+def _number(name: str, value: object) -> int | float | None:
     if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool)):
         return value
     kind = _NUMBERS[name]

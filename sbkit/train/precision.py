@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from speechbrain.utils.autocast import AMPConfig, TorchAutocast
@@ -14,6 +14,7 @@ from torch.amp.grad_scaler import GradScaler
 from sbkit.errors import SbkitError
 from sbkit.train.options import pick
 
+T = TypeVar("T")
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -88,7 +89,7 @@ def _cpu_has_fp16() -> bool:
     return probe.dtype is torch.float16
 
 
-def losses_in_fp32(outputs: Any, context: TorchAutocast) -> Any:
+def losses_in_fp32(outputs: T, context: TorchAutocast) -> T:
     """Convert half-precision outputs of ``compute_forward`` to fp32, also in lists, tuples and dicts, under autocast.
 
     Layers that are called in ``compute_objectives`` still run in half precision, because autocast is on there too.
@@ -96,7 +97,7 @@ def losses_in_fp32(outputs: Any, context: TorchAutocast) -> Any:
     return _upcast(outputs) if isinstance(context.context, torch.autocast) else outputs
 
 
-def _upcast(value: Any) -> Any:
+def _upcast(value: Any) -> Any:  # of the same type as the value
     if isinstance(value, torch.Tensor):
         return value.float() if value.dtype in _HALF else value
     if type(value) is dict:

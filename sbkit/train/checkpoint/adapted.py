@@ -103,7 +103,7 @@ class Adapted(nn.Module):
         return {name: value.detach() for name, value in kept.items() if id(value) not in base} | {
             BASE: self.base_hash()}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:  # torch's own
         """Load a state; if it has another base, read that from the folder."""
         unlike = differences(self.state_dict(), state_dict)
         if unlike:
@@ -138,5 +138,5 @@ def _hash_of(base: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _bytes(tensor: Tensor) -> Any:
+def _bytes(tensor: Tensor) -> memoryview | bytes:
     return tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data if tensor.numel() else b""

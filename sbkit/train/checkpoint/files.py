@@ -12,7 +12,7 @@ import time
 import zipfile
 from collections.abc import Container
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import yaml
@@ -63,7 +63,7 @@ def begin(folder: Path, name: str) -> tuple[Path, Lock]:
         time.sleep(0.1)
 
 
-def write_state(state: Any, path: str | os.PathLike[str]) -> None:
+def write_state(state: object, path: str | os.PathLike[str]) -> None:
     """Save a state through a Python file, so that a full disk is an OSError and other threads can run."""
     with open(path, "wb") as out:
         torch.save(state, out)
@@ -151,7 +151,7 @@ def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def _digest(handle: Any) -> str:
+def _digest(handle: BinaryIO) -> str:
     digest = hashlib.blake2b(digest_size=16)
     while chunk := handle.read(CHUNK):
         digest.update(chunk)

@@ -41,7 +41,7 @@ class PendingCheckpoint:
         """Create the hidden folder."""
         self.folder, self._lock = files.begin(self.final.parent, self.final.name)
 
-    def add(self, name: str, state: Any, copy: str | None) -> None:
+    def add(self, name: str, state: object, copy: str | None) -> None:
         """Add the state dict of a recoverable.
 
         copy : what to copy because it may change before it is written: "all", "numbers" (all but tensors) or None
@@ -126,7 +126,7 @@ def _report(reference: weakref.ref[Writer]) -> None:
         print(f"error: {writer._error}", file=sys.stderr, flush=True)
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:  # what YAML has for it
     """Convert a meta value to plain YAML types: SpeechBrain writes tensors and numpy numbers in a form it can't read.
 
     >>> import numpy as np

@@ -17,7 +17,7 @@ from sbkit.system import disk
 from sbkit.train.checkpoint import files, shelf
 from sbkit.train.checkpoint.files import CheckpointError
 from sbkit.train.checkpoint.pending import PendingCheckpoint, Writer, plain
-from sbkit.train.checkpoint.state import TENSORS, Hook, hook_for, outside
+from sbkit.train.checkpoint.state import TENSORS, Hook, Recoverable, hook_for, outside
 from sbkit.train.distributed import ranks
 
 logger = logging.getLogger(__name__)
@@ -227,9 +227,9 @@ def _call_hooks(source: Source, folder: Path, pending: PendingCheckpoint | None,
 
 
 def _call_hook(
-    source: Source, name: str, obj: Any, path: Path, pending: PendingCheckpoint | None, copy: str | None
+    source: Source, name: str, obj: Recoverable, path: Path, pending: PendingCheckpoint | None, copy: str | None
 ) -> None:
-    hook: Any = hook_for(obj, source.hooks.get(name), stock.DEFAULT_SAVE_HOOKS, "save")
+    hook: Any = hook_for(obj, source.hooks.get(name), stock.DEFAULT_SAVE_HOOKS, "save")  # may be a wrapper's
     if pending is not None:
         pending.names[name] = path.name
     if hook in TENSORS:

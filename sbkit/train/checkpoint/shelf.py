@@ -69,7 +69,7 @@ def unknown_key(
     )
 
 
-def _rank(metric: Any, sign: int) -> float:
+def _rank(metric: object, sign: int) -> float:
     """Return the sort key of a metric; NaN and values that are no number come last."""
     if not isinstance(metric, (int, float)) or math.isnan(metric):
         return -math.inf

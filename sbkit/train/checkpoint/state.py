@@ -9,7 +9,7 @@ import pickle
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -27,7 +27,9 @@ from speechbrain.utils.checkpoints import (
 from sbkit.errors import SbkitError, first_line, summary
 from sbkit.train.checkpoint.files import CheckpointError
 
+T = TypeVar("T")
 Hook = Callable[..., Any]  # saves an object to a path, or loads it
+Recoverable = Any  # a module, an optimizer, or another object with a state dict or a hook of its own
 TENSORS = (torch_save, torch_save_once_per_node)  # hooks that only save a state dict
 NAMED = 5  # how many keys of each kind an error lists
 
@@ -35,7 +37,7 @@ NAMED = 5  # how many keys of each kind an error lists
 # ---------------------------------------------------------------- hooks
 
 
-def hook_for(obj: Any, custom: Hook | None, defaults: Mapping[type, Hook], verb: str) -> Hook:
+def hook_for(obj: object, custom: Hook | None, defaults: Mapping[type, Hook], verb: str) -> Hook:
     """Return the hook that saves or loads an object, by SpeechBrain's rules."""
     hook = custom or get_default_hook(obj, defaults)
     if hook is None:
@@ -68,7 +70,7 @@ def unsaved(recoverables: Mapping[str, Any], objects: Mapping[str, Any]) -> list
 # ---------------------------------------------------------------- copying
 
 
-def snapshot(state: Any, tensors: bool = True) -> tuple[Any, Callable[[], None]]:
+def snapshot(state: T, tensors: bool = True) -> tuple[T, Callable[[], None]]:
     """Copy a state to the CPU; return the copy, and a function to call before reading it.
 
     tensors : whether to copy tensors, too
@@ -88,7 +90,7 @@ def snapshot(state: Any, tensors: bool = True) -> tuple[Any, Callable[[], None]]
         out = torch.empty(value.shape, dtype=value.dtype, pin_memory=pinned)
         return out.copy_(value, non_blocking=pinned)
 
-    def walk(value: Any) -> Any:
+    def walk(value: Any) -> Any:  # of the same type as the value
         if isinstance(value, torch.Tensor) and not tensors:
             return value
         if isinstance(value, torch.Tensor):
@@ -124,7 +126,7 @@ def snapshot(state: Any, tensors: bool = True) -> tuple[Any, Callable[[], None]]
     return copied, ready
 
 
-def size_of(state: Any) -> int:
+def size_of(state: object) -> int:
     """Return the size of the tensors in a state, in bytes."""
     if isinstance(state, torch.Tensor):
         return state.numel() * state.element_size()
@@ -144,14 +146,14 @@ def plain_numbers() -> Iterator[None]:
 
     A scheduler that stores losses as numpy floats could otherwise be saved, but not loaded.
     """
-    rebuild: Any = np.array(0.0).__reduce__()[0]
-    scalar: Any = np.float64(0).__reduce__()[0]
+    rebuild: Any = np.array(0.0).__reduce__()[0]  # a function; numpy says a text or anything
+    scalar: Any = np.float64(0).__reduce__()[0]  # as above
     kinds = {type(np.dtype(code)) for code in np.typecodes["All"] if code != "O"}
     with torch.serialization.safe_globals([rebuild, scalar, np.ndarray, np.dtype, *sorted(kinds, key=str)]):
         yield
 
 
-def load_file(path: str | os.PathLike[str], *, lazily: bool = False) -> Any:
+def load_file(path: str | os.PathLike[str], *, lazily: bool = False) -> Any:  # what was saved
     """Load a state from a file to the CPU; only tensors, numbers and containers, so no code can run.
 
     lazily : read values when they are used, from a file that stays as it is until then
@@ -171,7 +173,7 @@ class NotLoaded(CheckpointError):
     """Raised if a file can't be loaded by its hook."""
 
 
-def load_recoverable(obj: Any, name: str, path: Path, hook: Hook, end_of_epoch: bool) -> None:
+def load_recoverable(obj: object, name: str, path: Path, hook: Hook, end_of_epoch: bool) -> None:
     """Load one recoverable with its hook; errors of the hook name the file."""
     try:
         if hook is torch_recovery:
@@ -185,7 +187,7 @@ def load_recoverable(obj: Any, name: str, path: Path, hook: Hook, end_of_epoch: 
         raise NotLoaded(f"{path} can't be loaded into {name!r} ({summary(error)})") from error
 
 
-def load_state(obj: Any, path: str | Path, name: str) -> None:
+def load_state(obj: Recoverable, path: str | Path, name: str) -> None:
     """Load a state dict into a module, optimizer, scheduler or scaler, or raise an error if it does not fit."""
     state = load_file(path)
     if isinstance(state, dict):
@@ -207,7 +209,7 @@ def load_state(obj: Any, path: str | Path, name: str) -> None:
         obj.load_state_dict(state)
 
 
-def _load_attributes(obj: Any, path: str | Path, end_of_epoch: bool) -> None:
+def _load_attributes(obj: object, path: str | Path, end_of_epoch: bool) -> None:
     del end_of_epoch
     vars(obj).update(load_file(path))
 
@@ -244,7 +246,7 @@ def differences(own: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
     return "; ".join(f"{len(keys)} {what} ({_some(keys)})" for what, keys in kinds.items() if keys)
 
 
-def _group_differences(optimizer: torch.optim.Optimizer, state: Any) -> str:
+def _group_differences(optimizer: torch.optim.Optimizer, state: object) -> str:
     if not isinstance(state, Mapping) or "param_groups" not in state:
         return "the file holds no optimizer state"
     here = [len(group["params"]) for group in optimizer.param_groups]
@@ -262,13 +264,13 @@ def _group_differences(optimizer: torch.optim.Optimizer, state: Any) -> str:
     return f"{len(shapes)} of another shape ({_some(shapes)})" if shapes else ""
 
 
-def _is_like_param(key: Any, value: Any) -> bool:
+def _is_like_param(key: object, value: object) -> bool:
     # Adam's moments and SGD's momentum have the shape of the parameter. Step counts don't, and the
     # factored or flattened states of other optimizers have other names.
     return isinstance(value, torch.Tensor) and key in ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
-def _shape(value: Any) -> str:
+def _shape(value: object) -> str:
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
     return "x".join(map(str, value.shape)) or "scalar"

@@ -13,7 +13,7 @@ _NEAR_HALF_MAX = 1e4  # the largest fp16 is 65504, and sums of such values excee
 _GROWN = 1e6  # activations of a healthy model stay far below
 
 
-def causes(found: Findings, batch: Any, context: Mapping[str, Any]) -> list[str]:
+def causes(found: Findings, batch: object, context: Mapping[str, Any]) -> list[str]:
     """Return what probably happened and what to do, the most certain cause first."""
     ids = utterance_ids(batch)
     told = [
@@ -61,7 +61,7 @@ def _layer(found: Findings) -> list[str]:
     return []
 
 
-def _silence(batch: Any, ids: list[str]) -> list[str]:
+def _silence(batch: object, ids: list[str]) -> list[str]:
     for name, tensor in tensors_in(batch):
         if not tensor.is_floating_point() or tensor.dim() != 2 or len(tensor) != len(ids):
             continue

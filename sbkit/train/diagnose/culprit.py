@@ -23,6 +23,8 @@ from sbkit.train.diagnose.causes import causes
 from sbkit.train.diagnose.inspection import Findings, Ran, Values, before, examine, losses_alone
 from sbkit.train.diagnose.saved_batch import pack, take_row, utterance_ids
 from sbkit.train.distributed import ranks
+from sbkit.train.given import MicroBatch
+from sbkit.train.hooks import Examined
 from sbkit.train.precision import losses_in_fp32
 
 logger = logging.getLogger(__name__)
@@ -34,12 +36,12 @@ _NAMED = 12  # utterances named in the text; the file has all
 class Suspect(NamedTuple):
     """A micro-batch, and the state of the random generators (``rng.capture``) before it was run, if kept."""
 
-    batch: Any
+    batch: object
     rng: Mapping[str, torch.Tensor] | None = None
 
 
 def report(
-    brain: Any,
+    brain: Examined,
     folder: str | os.PathLike[str],
     suspects: Sequence[Any],
     *,
@@ -91,29 +93,30 @@ def report(
     return text(everyone, context, there)
 
 
-def runner(brain: Any) -> Callable[[Any], Any]:
+def runner(brain: Examined) -> Callable[[Any], Ran]:
     """Return a function for ``examine`` that computes the loss of a batch as in training, but without DDP."""
 
-    def run(batch: Any) -> Ran:
+    def run(batch: MicroBatch) -> Ran:
         with brain.training_ctx:
             predictions = brain.compute_forward(batch, Stage.TRAIN)
             predictions = losses_in_fp32(predictions, brain.training_ctx)
             loss = brain.compute_objectives(predictions, batch, Stage.TRAIN)
             each = getattr(brain, "utterance_losses", None)
             with torch.no_grad():
-                return Ran(getattr(loss, "total", loss), None if each is None else each(predictions, batch))
+                return Ran(loss.total if hasattr(loss, "total") else loss,
+                           None if each is None else each(predictions, batch))
 
     return run
 
 
-def _suspect(one: Any) -> Suspect:
+def _suspect(one: object) -> Suspect:
     """Convert to a ``Suspect``; a batch may itself be a pair (inputs, targets)."""
     if isinstance(one, tuple) and len(one) == 2 and isinstance(one[1], Mapping) and "torch" in one[1]:
         return Suspect(*one)
     return one if isinstance(one, Suspect) else Suspect(one)
 
 
-def _account(brain: Any, suspect: Suspect, micro: int, context: Mapping[str, Any]) -> dict[str, Any]:
+def _account(brain: Examined, suspect: Suspect, micro: int, context: Mapping[str, Any]) -> dict[str, Any]:
     """Run a micro-batch again and return the findings as plain JSON."""
     # These gradients must not be averaged over ranks.
     with brain.no_sync() if hasattr(brain, "no_sync") else contextlib.nullcontext():
@@ -128,7 +131,7 @@ def _account(brain: Any, suspect: Suspect, micro: int, context: Mapping[str, Any
             "findings": {**found.as_dict(), "what": found.what}}
 
 
-def alone(brain: Any, suspect: Suspect) -> list[float]:
+def alone(brain: Examined, suspect: Suspect) -> list[float]:
     """Return the loss of each utterance run alone, if the batch can be split."""
     singles = [take_row(suspect.batch, row) for row in range(len(utterance_ids(suspect.batch)))]
     if any(single is None for single in singles):
@@ -273,7 +276,7 @@ def _weights(modules: torch.nn.Module) -> dict[str, torch.Tensor] | None:
     return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in named}
 
 
-def _jsonable(value: Any) -> Any:
+def _jsonable(value: object) -> object:
     """Replace nan and inf, which JSON does not have, by strings."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)

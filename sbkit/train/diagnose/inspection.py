@@ -147,7 +147,7 @@ def measure(tensor: torch.Tensor) -> Values:
 def examine(
     run: Callable[[Any], Ran],
     modules: nn.Module,
-    batch: Any,
+    batch: object,
     *,
     rng: Mapping[str, torch.Tensor] | None = None,
     device: torch.device | str = "cpu",
@@ -221,7 +221,7 @@ def _watched(modules: nn.Module, found: Findings) -> Iterator[_Watch]:
     calls: dict[str, int] = {}
 
     def hook_for(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
             if not watch.forward:  # activation checkpointing runs a forward again during backward
                 return
             calls[name] = calls.get(name, 0) + 1
@@ -306,7 +306,7 @@ def _worst(values: Values) -> tuple[int, float]:
     return values.bad, values.largest
 
 
-def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_in(value: object, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every tensor in tuples, lists, dicts and batches, with its path."""
     if isinstance(value, torch.Tensor):
         yield path, value

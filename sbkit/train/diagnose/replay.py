@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file
@@ -18,6 +18,9 @@ from sbkit.train.diagnose.causes import causes
 from sbkit.train.diagnose.culprit import Suspect, alone, bad_ids, describe, moved, runner, some
 from sbkit.train.diagnose.inspection import Findings, Layer, examine
 from sbkit.train.diagnose.saved_batch import unpack, utterance_ids
+
+if TYPE_CHECKING:
+    from sbkit.train.brain import Brain
 
 
 def find(folder: str | os.PathLike[str]) -> Path:
@@ -33,7 +36,7 @@ def find(folder: str | os.PathLike[str]) -> Path:
                      hint="a run saves one when a loss or gradient is not finite")
 
 
-def replay(brain: Any, folder: str | os.PathLike[str], *, weights: bool = True) -> str:
+def replay(brain: Brain, folder: str | os.PathLike[str], *, weights: bool = True) -> str:
     """Run the culprit in ``folder`` through ``brain``; return the report and a table of all layers.
 
     The brain must have the recipe, modules and precision of the run. With ``weights=True`` it gets the weights saved
@@ -79,7 +82,7 @@ def layer_table(layers: list[Layer]) -> str:
     return table(["", "layer", "kind", "type", "shape", "min", "max", "nan", "inf"], rows)
 
 
-def _again(brain: Any, one: Mapping[str, Any], tensors: Mapping[str, torch.Tensor],
+def _again(brain: Brain, one: Mapping[str, Any], tensors: Mapping[str, torch.Tensor],
            saved: Mapping[str, Any]) -> list[str]:
     at = f"micro{one['micro']}/"
     batch = unpack(one["tree"], _under(f"{at}batch/", tensors), brain.device)

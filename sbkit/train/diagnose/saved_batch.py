@@ -16,18 +16,18 @@ from sbkit.errors import SbkitError
 _KNOWN = ("sbkit.", "speechbrain.")
 
 
-def pack(batch: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+def pack(batch: object) -> tuple[Any, dict[str, torch.Tensor]]:
     """Return a batch as a tree for JSON, and its tensors on the CPU by the keys in the tree."""
     tensors: dict[str, torch.Tensor] = {}
     return _pack(batch, "batch", tensors), tensors
 
 
-def unpack(tree: Any, tensors: Mapping[str, torch.Tensor], device: torch.device | str = "cpu") -> Any:
+def unpack(tree: object, tensors: Mapping[str, torch.Tensor], device: torch.device | str = "cpu") -> object:
     """Rebuild a batch, with its tensors on ``device``."""
     if not isinstance(tree, dict):
         return tree
     kind: str = tree["kind"]
-    value: Any = tree.get("value")
+    value: Any = tree.get("value")  # of another type for each kind
     if kind == "tensor":
         return tensors[value].to(device)
     if kind == "unknown":
@@ -41,12 +41,12 @@ def unpack(tree: Any, tensors: Mapping[str, torch.Tensor], device: torch.device 
     fields = {key: unpack(v, tensors, device) for key, v in value.items()}
     if kind == "namedtuple":
         return cls(**fields)
-    made: Any = object.__new__(cls)
+    made: object = object.__new__(cls)
     made.__dict__.update(fields)
     return made
 
 
-def utterance_ids(batch: Any) -> list[str]:
+def utterance_ids(batch: object) -> list[str]:
     """Return the ids of a batch's utterances, from ``ids`` (sbkit) or ``id`` (SpeechBrain)."""
     for name in ("ids", "id"):
         found = batch.get(name) if isinstance(batch, Mapping) else getattr(batch, name, None)
@@ -55,7 +55,7 @@ def utterance_ids(batch: Any) -> list[str]:
     return []
 
 
-def take_row(batch: Any, row: int) -> Any | None:
+def take_row(batch: object, row: int) -> object | None:
     """Return a batch of one utterance, for dataclasses like sbkit's ``Batch``; None for other batches.
 
     Padding is kept, so shapes are the same as in the whole batch.
@@ -72,7 +72,7 @@ def take_row(batch: Any, row: int) -> Any | None:
     return dataclasses.replace(batch, **changed)
 
 
-def _pack(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+def _pack(value: object, path: str, tensors: dict[str, torch.Tensor]) -> object:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_complex():
@@ -92,7 +92,7 @@ def _pack(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def _object(
-    kind: str, value: Any, fields: Mapping[str, Any], path: str, tensors: dict[str, torch.Tensor]
+    kind: str, value: object, fields: Mapping[str, Any], path: str, tensors: dict[str, torch.Tensor]
 ) -> dict[str, Any]:
     packed = {key: _pack(v, f"{path}.{key}", tensors) for key, v in fields.items()}
     return {"kind": kind, "class": f"{type(value).__module__}:{type(value).__qualname__}", "value": packed}
@@ -103,7 +103,7 @@ def _class(name: str) -> type:
     if module not in sys.modules and not module.startswith(_KNOWN):
         raise SbkitError(f"the saved batch is a {path} of {module}, which is not loaded",
                          hint="replay it with the script that trained the run")
-    found: Any = sys.modules.get(module) or importlib.import_module(module)
+    found: Any = sys.modules.get(module) or importlib.import_module(module)  # then what is in it
     for part in path.split("."):
         found = getattr(found, part)
     return found

@@ -165,7 +165,7 @@ class _Quiet(DistributedDataParallel):
 
     _advised = False
 
-    def _post_forward(self, output: Any) -> Any:
+    def _post_forward(self, output: object) -> object:
         if self._advised or not (self.find_unused_parameters and self.require_backward_grad_sync):
             return super()._post_forward(output)  # type: ignore[no-untyped-call]  # torch's has no types
         self._advised = True

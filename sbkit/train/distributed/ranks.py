@@ -18,7 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from sbkit.train.distributed import ending, launcher
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+Store = Any  # torch's stub of dist.Store lets set take no bytes
 
 # Collectives only wait for ranks that do the same work, so a long wait means a dead rank.
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
@@ -49,8 +50,12 @@ _cpu_group: dist.ProcessGroup | None = None
 _started_here = False
 _failed_here = False
 _heard: int | None = None  # the exit code of the rank that failed first
-_holders: weakref.WeakSet[Any] = weakref.WeakSet()
+_holders: weakref.WeakSet[_Holder] = weakref.WeakSet()
 _watched: threading.Event | None = None
+
+
+class _Holder(Protocol):
+    def close(self) -> None: ...
 
 
 class PeerFailed(SystemExit):
@@ -116,7 +121,7 @@ def init(device: torch.device, backend: str | None = None) -> None:
     _watch()
 
 
-def closed_first(holder: Any) -> None:
+def closed_first(holder: _Holder) -> None:
     """Call ``holder.close()``, which releases the process group, before the group is left, if it still exists then."""
     _holders.add(holder)
 
@@ -349,7 +354,7 @@ def _wait_for(key: str) -> bytes:
         _leave(1, grace=0.0)
 
 
-def _peer_failed(store: Any = None) -> int | None:
+def _peer_failed(store: Store | None = None) -> int | None:
     """Return the exit code of another rank that has failed, if any, and confirm that this rank knows."""
     global _heard
     store = store or _store()
@@ -384,7 +389,7 @@ def _watch_peers(over: threading.Event) -> None:
             return
 
 
-def _connection() -> Any:
+def _connection() -> Store:
     """Return a second connection to the store (torch 2.8 on): the setup of NCCL blocks the main thread's."""
     store = _store()
     return store.clone() if hasattr(store, "clone") else store
@@ -396,5 +401,5 @@ def _key(what: str) -> str:
     return f"sbkit/{what}/{_calls[what]}"
 
 
-def _store() -> Any:
+def _store() -> Store:
     return dist.distributed_c10d._get_default_store()

@@ -14,11 +14,11 @@ import functools
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from speechbrain.utils.checkpoints import hook_on_loading_state_dict_checkpoint
+from speechbrain.utils.checkpoints import Checkpointer, hook_on_loading_state_dict_checkpoint
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -35,6 +35,9 @@ from sbkit.train.keys import TrainKeys
 from sbkit.train.state import Overrides
 
 logger = logging.getLogger(__name__)
+
+#: Modules by class, class name or path.
+Wanted = str | type | Iterable[str | type]
 
 
 def wrap(shell: Shell, device: torch.device, keys: TrainKeys, overrides: Overrides, *, averages: bool,
@@ -62,7 +65,7 @@ def wrap(shell: Shell, device: torch.device, keys: TrainKeys, overrides: Overrid
     return Sharded(shell, device, keys.fsdp)
 
 
-def find(modules: nn.Module, wanted: Iterable[Any], key: str) -> list[nn.Module]:
+def find(modules: nn.Module, wanted: Wanted, key: str) -> list[nn.Module]:
     """Return modules by class, class name or path (``*`` matches one part of a path), outer before inner ones.
 
     key : the recipe's key, for the error if an entry matches nothing
@@ -81,7 +84,7 @@ def find(modules: nn.Module, wanted: Iterable[Any], key: str) -> list[nn.Module]
     return list(found.values())
 
 
-def _fits(entry: Any, path: str, module: nn.Module) -> bool:
+def _fits(entry: object, path: str, module: nn.Module) -> bool:
     if isinstance(entry, type):
         return isinstance(module, entry)
     if any(kind.__name__ == entry for kind in type(module).__mro__):
@@ -104,7 +107,7 @@ def blocks(modules: nn.Module) -> list[nn.Module]:
 # ------------------------------------------------------------ activations
 
 
-def checkpoint_activations(modules: nn.Module, wanted: Any) -> None:
+def checkpoint_activations(modules: nn.Module, wanted: Wanted) -> None:
     """Let modules keep only their inputs in training, and run their forward again in backward.
 
     Modules are changed in place, so all references to them stay valid.
@@ -120,7 +123,7 @@ class _Recomputed:
 
 @functools.cache
 def _recomputed(kind: type[nn.Module]) -> type:
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> object:
         run = functools.partial(kind.forward, self)
         if not (self.training and torch.is_grad_enabled()):
             return run(*args, **kwargs)
@@ -139,7 +142,7 @@ class Sharded(Alone):
     outside of blocks can be used in any way, since the shell gathers them for the whole forward.
     """
 
-    def __init__(self, shell: Shell, device: torch.device, wanted: Any = True):
+    def __init__(self, shell: Shell, device: torch.device, wanted: Wanted | Literal[True] = True):
         super().__init__(shell)
         self.world = ranks.world_size()
         with torch.no_grad():
@@ -172,7 +175,7 @@ class Sharded(Alone):
                 piece.set_reshard_after_forward(piece is not self.module, recurse=False)
 
 
-def is_sharded(obj: Any) -> bool:
+def is_sharded(obj: object) -> bool:
     """Return whether the parameters of a module or optimizer are divided over ranks."""
     if isinstance(obj, nn.Module):
         return any(isinstance(p, DTensor) for p in obj.parameters())
@@ -181,9 +184,11 @@ def is_sharded(obj: Any) -> bool:
     return False
 
 
-def save_as_if_whole(checkpointer: Any) -> None:
+def save_as_if_whole(checkpointer: Checkpointer | None) -> None:
     """Make checkpoints of divided parameters the same as those of undivided ones."""
-    for name, obj in (checkpointer.recoverables if checkpointer is not None else {}).items():
+    if checkpointer is None:
+        return
+    for name, obj in checkpointer.recoverables.items():
         if is_sharded(obj):
             checkpointer.custom_save_hooks[name] = save_whole
             checkpointer.custom_load_hooks[name] = load_whole
@@ -215,7 +220,7 @@ def take(module: nn.Module, state: Mapping[str, Any]) -> None:
     module.load_state_dict({key: _divided(value, own.get(key)) for key, value in state.items()}, strict=True)
 
 
-def _whole(value: Any) -> Any:
+def _whole(value: object) -> object:
     if isinstance(value, DTensor):
         return value.full_tensor().cpu()
     if isinstance(value, dict):
@@ -225,7 +230,7 @@ def _whole(value: Any) -> Any:
     return value
 
 
-def _divided(value: Any, like: Any) -> Any:
+def _divided(value: object, like: object) -> object:
     """Divide a whole tensor as ``like`` is divided, if both have the same shape."""
     if not isinstance(like, DTensor) or not isinstance(value, torch.Tensor) or value.shape != like.shape:
         return value

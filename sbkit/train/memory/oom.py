@@ -8,10 +8,12 @@ import functools
 import gc
 import itertools
 import logging
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from speechbrain.core import Stage
 
 from sbkit.errors import SbkitError, first_line
 from sbkit.train import device as devices
@@ -20,6 +22,7 @@ from sbkit.train.diagnose.saved_batch import utterance_ids
 from sbkit.train.distributed import ranks
 from sbkit.train.distributed.parallel import talks_in_forward
 from sbkit.train.distributed.sharding import Sharded
+from sbkit.train.given import Objectives
 from sbkit.train.hooks import Evaluates
 from sbkit.train.memory import host
 from sbkit.train.memory.threads import NO_PRIMITIVE, Threads
@@ -108,7 +111,7 @@ class OomRetry:
             logger.info("The run was on %s and is now on %s, so which batches fit is tried again",
                         "; ".join(on or ["other devices"]), "; ".join(self.conditions))
 
-    def run(self, batch: Any, last: bool) -> Loss:
+    def run(self, batch: object, last: bool) -> Loss:
         """Run forward and backward of a micro-batch, the last of its step or not, and return its whole loss."""
         if not self.stepper.steps.started:
             self._done = []
@@ -135,7 +138,7 @@ class OomRetry:
         self._done = [] if last else [*self._done, (batch, count, generators)]
         return loss
 
-    def fits(self, batch: Any) -> bool:
+    def fits(self, batch: object) -> bool:
         """Take a step on a whole micro-batch; return False, with nothing left of it, if it ran out of memory."""
         try:
             self._threads(self.stepper.backward, batch, True)
@@ -147,7 +150,7 @@ class OomRetry:
         self._clear()
         return False
 
-    def evaluate(self, batch: Any, stage: Any) -> Any:
+    def evaluate(self, batch: object, stage: Stage) -> Objectives:
         """Call ``evaluate_batch`` for a batch, in halves if it does not fit into memory.
 
         Only what failed is split, so that no utterance is transcribed twice.
@@ -165,14 +168,14 @@ class OomRetry:
         halves = [rows(batch, 0, size // 2), rows(batch, size // 2, size)]
         losses = [self.evaluate(half, stage) for half in halves]
         if all(isinstance(loss, Loss) for loss in losses):
-            return Loss(sum(loss.total for loss in losses), sum(loss.count for loss in losses))
+            return _joined(losses)
         return sum(loss * length(half) for loss, half in zip(losses, halves, strict=True)) / size
 
-    def _may_fit(self, batch: Any) -> bool:
+    def _may_fit(self, batch: object) -> bool:
         return (self.evaluation_limit == float("inf")  # nothing has failed, so there is nothing to compare
                 or largest(batch) < self.evaluation_limit or length(batch) == 1)
 
-    def _remember_evaluation(self, batch: Any) -> None:
+    def _remember_evaluation(self, batch: object) -> None:
         self.evaluation_limit = largest(batch)
         logger.warning("No memory left on %s to evaluate a batch of %d utterances: it and others of its size are "
                        "evaluated in halves", self.device, length(batch))
@@ -185,7 +188,7 @@ class OomRetry:
                            "a lower max_batch_seconds is faster", self.cut)
         self.cut = 0
 
-    def _count(self, batch: Any) -> int:
+    def _count(self, batch: object) -> int:
         """Return the number of parts for a micro-batch, so that none is as large as one that failed."""
         count = 1
         if self.limit < float("inf"):
@@ -200,7 +203,7 @@ class OomRetry:
             return functools.partial(self._in_parts, count)
         return functools.partial(self._threads.reached(self.stepper.backward), generators=generators)
 
-    def _in_parts(self, count: int, batch: Any, last: bool) -> Loss:
+    def _in_parts(self, count: int, batch: object, last: bool) -> Loss:
         size = length(batch)
         edges = [i * size // count for i in range(count + 1)]
         losses = []
@@ -209,7 +212,7 @@ class OomRetry:
             last_part = last and stop == size
             loss = self._threads(self.stepper.backward, part, last_part, share=(stop - start) / size)
             losses.append(loss.detach())
-        return Loss(sum(loss.total for loss in losses), sum(loss.count for loss in losses))
+        return _joined(losses)
 
     # ------------------------------------------------------------ after a failure
 
@@ -219,7 +222,7 @@ class OomRetry:
         self._threads.leave_if_stuck(error)
         return True
 
-    def _give_up_unless_possible(self, batch: Any, last: bool, count: int, error: Exception) -> None:
+    def _give_up_unless_possible(self, batch: object, last: bool, count: int, error: Exception) -> None:
         stepper, size = self.stepper, length(batch)
         if count >= size:
             raise _too_long(self.device, batch) from error
@@ -234,7 +237,7 @@ class OomRetry:
             raise SbkitError(f"out of memory on {self.device} with {size} utterances, while gradients were being "
                              "exchanged with the other ranks", hint=HINT, exit_code=1) from error
 
-    def _remember(self, batch: Any, count: int) -> None:
+    def _remember(self, batch: object, count: int) -> None:
         self.limit = largest(batch) / count
         seconds = getattr(batch, "padded_seconds", None)
         amount = f" of {seconds:.0f} s with padding" if seconds else ""
@@ -266,7 +269,12 @@ class OomRetry:
         _free(self.device)
 
 
-def _too_long(device: torch.device, batch: Any) -> SbkitError:
+def _joined(parts: list[Loss]) -> Loss:
+    """Return the loss of a whole batch from those of its parts."""
+    return Loss(functools.reduce(operator.add, (part.total for part in parts)), sum(part.count for part in parts))
+
+
+def _too_long(device: torch.device, batch: object) -> SbkitError:
     names = utterance_ids(batch)
     name = f" ({names[0]})" if length(batch) == 1 and names else ""
     return SbkitError(f"out of memory on {device} with a single utterance{name}", exit_code=1,
@@ -286,7 +294,7 @@ def _free(device: torch.device | str) -> None:
 # ---------------------------------------------------------------------------------------------- batches
 
 
-def length(batch: Any) -> int:
+def length(batch: object) -> int:
     """Return the number of utterances (or other examples) in a batch; 1 if unknown."""
     names = utterance_ids(batch)
     if names:
@@ -295,12 +303,12 @@ def length(batch: Any) -> int:
     return found[0] if found and all(n == found[0] for n in found) else 1
 
 
-def largest(batch: Any) -> int:
+def largest(batch: object) -> int:
     """Return the number of values in a batch's largest tensor, which memory is proportional to."""
     return max((t.numel() for t in _tensors(batch)), default=0)
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def _tensors(value: object) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value] if value.dim() else []
     if isinstance(value, dict):
@@ -310,7 +318,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [t for inner in vars(value).values() for t in _tensors(inner)] if hasattr(value, "__dict__") else []
 
 
-def rows(batch: Any, start: int, stop: int) -> Any:
+def rows(batch: object, start: int, stop: int) -> object:
     """Return utterances ``start`` to ``stop`` of a batch, with its padding."""
     size = length(batch)
     if isinstance(batch, dict):
@@ -329,7 +337,7 @@ def rows(batch: Any, start: int, stop: int) -> Any:
     return part
 
 
-def _cut(value: Any, start: int, stop: int, size: int) -> Any:
+def _cut(value: object, start: int, stop: int, size: int) -> Any:  # of the same type as the value
     if isinstance(value, torch.Tensor):
         return value[start:stop] if value.dim() and len(value) == size else value
     if isinstance(value, tuple) and hasattr(value, "_fields"):  # SpeechBrain's PaddedData

@@ -6,13 +6,14 @@ import functools
 import queue
 from _thread import start_new_thread
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from sbkit.errors import SbkitError
 from sbkit.train.memory import host
 
+T = TypeVar("T")
 #: oneDNN's message when there was no memory for compiled code (or another failure).
 NO_PRIMITIVE = "could not create a primitive"
 #: Time limit in seconds for the start of a thread on a busy machine.
@@ -36,7 +37,7 @@ class _Worker:
             raise SbkitError("out of memory: there is none left to start a thread", hint=host.LIMIT_HINT,
                              exit_code=1) from error
 
-    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         self._asked.put((torch.is_grad_enabled(), function, args, kwargs))
         result, error = self._answers.get()
         if error is None:
@@ -78,10 +79,10 @@ class Threads:
         self._worker: _Worker | None = None
         self._spare: _Worker | None = None
 
-    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         return self.reached(function)(*args, **kwargs)
 
-    def reached(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def reached(self, function: Callable[..., T]) -> Callable[..., T]:
         """Return the function itself, or one that calls it in another thread."""
         if self._spare is None and host.bounded():
             self._spare = _Worker()

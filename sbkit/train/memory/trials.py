@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ BESIDE, READER = 192 << 20, 128 << 20
 class Trial:
     """A Brain for trial steps on noise, and the sizes to try."""
 
-    def __init__(self, brain: Any, durations: np.ndarray, device: torch.device, cache: Path):
+    def __init__(self, brain: Any, durations: np.ndarray, device: torch.device, cache: Path):  # a task, a room above
         self.brain, self.device, self.cache = brain, device, cache
         self.batching = batching = brain.keys.batching
         edges = Plan(durations, Batching(batching.max_batch_seconds, batching.step_seconds)).edges.tolist() \
@@ -127,8 +128,8 @@ class BoundedTrial:
         self._context = multiprocessing.get_context("forkserver")
         if sys.version_info >= (3, 11):  # before, the preload might import from the working directory
             self._context.set_forkserver_preload([__name__])  # each process starts with everything imported
-        self._process: Any = None
-        self._pipe: Any = None
+        self._process: BaseProcess | None = None
+        self._pipe: Connection  # while there is a process
 
     def __enter__(self) -> BoundedTrial:
         return self

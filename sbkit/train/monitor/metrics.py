@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from speechbrain.utils.checkpoints import mark_as_loader, mark_as_saver, register_checkpoint_hooks
@@ -23,6 +23,9 @@ from sbkit.score.run_files import METRICS, TENSORBOARD
 from sbkit.system import disk
 from sbkit.train.keys import TrainKeys
 from sbkit.train.resumable_file import ResumableFile
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +50,8 @@ class MetricsLog:
         self.enabled = if_main_process() if enabled is None else enabled
         self._file = ResumableFile(self.path, _written_again)
         self._waiting: deque[dict[str, Any]] = deque()
-        # TensorBoard has no types
-        self._writer_class: Any = _tensorboard() if tensorboard and self.enabled else None
-        self._writer: Any = None
+        self._writer_class = _tensorboard() if tensorboard and self.enabled else None
+        self._writer: SummaryWriter | None = None
         self._step: int | None = None  # of the last line with a step
 
     @classmethod
@@ -99,15 +101,15 @@ class MetricsLog:
             self._file.append(json.dumps(line, ensure_ascii=False, allow_nan=False))
             if self._writer_class is not None and not self._file.waiting:
                 with self._drawing():
-                    self._to_tensorboard(line)
+                    self._to_tensorboard(line, self._writer_class)
 
-    def _to_tensorboard(self, line: dict[str, Any]) -> None:
+    def _to_tensorboard(self, line: dict[str, Any], writer_class: type[SummaryWriter]) -> None:
         self._step = step = line.get("step", self._step)
         if self._writer is None:
             if step is None:  # no step yet
                 return
             # purge_step hides points that a resumed run writes again.
-            self._writer = self._writer_class(str(self.path.parent / TENSORBOARD), purge_step=step or None)
+            self._writer = writer_class(str(self.path.parent / TENSORBOARD), purge_step=step or None)
         for name, value in line.items():
             if name not in ("time", "step", "epoch") and type(value) in (int, float):
                 self._writer.add_scalar(f"{line['kind']}/{name}", value, step, walltime=line["time"])
@@ -138,7 +140,7 @@ def _written_again(line: str) -> bool:
         return True
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Convert a value to types of JSON."""
     if isinstance(value, Peek):
         array = value.numpy()
@@ -154,7 +156,7 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, str)) else str(value)
 
 
-def _tensorboard() -> type:
+def _tensorboard() -> type[SummaryWriter]:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as missing:

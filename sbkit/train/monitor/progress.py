@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
 
 from sbkit.train import compiling
 from sbkit.train.distributed import ranks
@@ -14,6 +13,7 @@ from sbkit.train.monitor.metrics import MetricsLog
 from sbkit.train.monitor.tally import Mean
 from sbkit.train.monitor.timing import StepBudget
 from sbkit.train.monitor.utilisation import Utilisation
+from sbkit.train.rates import Rate
 from sbkit.train.step import Facts
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class Progress:
     compiled : whether to report the number of graphs compiled in the epoch
     """
 
-    def __init__(self, display: StageDisplay, metrics: MetricsLog | None, budget: StepBudget, epoch: Any,
+    def __init__(self, display: StageDisplay, metrics: MetricsLog | None, budget: StepBudget, epoch: int,
                  interval: float, utilisation: Utilisation | None = None,
                  compiled: bool = False):
         self.display, self.metrics, self.budget = display, metrics, budget
@@ -45,7 +45,7 @@ class Progress:
         self._norm: float | None = None
         self._extras: dict[str, Mean] = {}
 
-    def batch(self, batch: Any, steps: int, loss: Callable[[], float], lr: Any) -> None:
+    def batch(self, batch: object, steps: int, loss: Callable[[], float], lr: Rate | None) -> None:
         """Record a batch; ``steps``: how far the progress bar moves."""
         seconds, padded = getattr(batch, "seconds", 0.0), getattr(batch, "padded_seconds", 0.0)
         self._seconds += seconds
@@ -54,7 +54,7 @@ class Progress:
         self._whole_padded += padded
         self.display.update(steps, loss=loss, lr=lr, seconds=seconds, padded_seconds=padded)
 
-    def step(self, fact: Facts, lr: Any) -> None:
+    def step(self, fact: Facts, lr: Rate | None) -> None:
         """Record the values of an optimizer step, and write a line if one is due."""
         self._steps += 1
         self.skipped += fact.skipped
@@ -66,7 +66,7 @@ class Progress:
         if self.metrics is not None and now - self._last >= self.interval:
             self._write(self.metrics, fact, lr, now)
 
-    def _write(self, metrics: MetricsLog, fact: Facts, lr: Any, now: float) -> None:
+    def _write(self, metrics: MetricsLog, fact: Facts, lr: Rate | None, now: float) -> None:
         speed = self._seconds * ranks.world_size() / (now - self._last)
         metrics.write(
             "step", epoch=self.epoch, step=fact.number, loss=self._loss.value() if self._loss.count else None,

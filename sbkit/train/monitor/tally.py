@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 
@@ -43,7 +42,7 @@ class DeviceMean:
     def __init__(self, device: torch.device | str):
         self._sums = torch.zeros(3, device=device)  # sum, count, and number of losses left out
 
-    def add(self, loss: Any) -> None:
+    def add(self, loss: Loss | torch.Tensor | float) -> None:
         """Add a ``Loss`` or one number, unless it is not finite."""
         loss = loss if isinstance(loss, Loss) else Loss(one_number(loss), 1.0)
         total = loss.total.detach().to(self._sums).reshape(())
@@ -58,7 +57,7 @@ class DeviceMean:
         return total / count if count else math.nan if left_out else 0.0
 
 
-def one_number(loss: Any) -> torch.Tensor:
+def one_number(loss: Loss | torch.Tensor | float) -> torch.Tensor:
     """Convert a loss of any kind to a tensor with one element."""
     if isinstance(loss, Loss):
         loss = loss.mean
