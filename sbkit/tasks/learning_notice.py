@@ -169,7 +169,7 @@ def over(what: str, step: int, since: int, seen: Seen | None) -> Notice:
 
 
 _USUAL = "Runs that learn leave chance after {} to {} steps".format(*USUAL)
-_MORE_STEPS = "more steps: --least_steps 600 or more, a higher --number_of_epochs, or a smaller --step_seconds"
+_MORE_STEPS = "more steps: --least_steps 1000 or more, a higher --number_of_epochs, or a smaller --step_seconds"
 _LABELS = ("transcripts that belong to their recordings: listen to some (manifests/train.csv), and see whether "
            "`sbkit check` finds labels that are too long for them")
 

@@ -182,8 +182,13 @@ class Task(Brain):
 
     def open_run(self, texts: Sequence[str], steps: int) -> None:
         """Give the schedule the number of optimizer steps, and call ``begin_run``."""
-        if self.keys.schedule is not None:
-            self.keys.schedule.total_steps = steps
+        schedule = self.keys.schedule
+        if schedule is not None:
+            schedule.total_steps = steps
+            warmup, rate = schedule.top()
+            if schedule.gentler and ranks.is_main():
+                logger.info("The learning rate rises by at most %g a step (schedule.rise): to %.3g in %d steps",
+                            schedule.rise, rate, warmup)
         self.begin_run(texts, steps)
 
     def open_step(self, number: int) -> None:

@@ -25,6 +25,9 @@ class Schedule:
         root, independent of the length of the run); ``constant``.
     final : float
         The rate at the end of ``cosine`` and ``linear``, as a share of ``peak``.
+    rise : float, optional
+        The most that the rate may rise in a step. A peak that is too high for ``warmup`` is reached later; one that
+        couldn't be reached in the first half of the run is lowered.
 
     Example
     -------
@@ -34,25 +37,44 @@ class Schedule:
     [0.1, 1.0, 0.5, 0.0]
     """
 
-    def __init__(self, peak: float, warmup: float = 0.1, shape: str = "cosine", final: float = 0.0):
+    def __init__(self, peak: float, warmup: float = 0.1, shape: str = "cosine", final: float = 0.0,
+                 rise: float | None = None):
         if shape not in _SHAPES:
             raise SbkitError(f"schedule shape {shape!r} is not one of {', '.join(_SHAPES)}")
-        self.peak, self.warmup, self.shape, self.final = peak, warmup, shape, final
+        if rise is not None and rise <= 0:
+            raise SbkitError(f"schedule rise is {rise:g}, so the rate could never rise",
+                             hint="write a number above 0, or null for none")
+        self.peak, self.warmup, self.shape, self.final, self.rise = peak, warmup, shape, final, rise
         self.total_steps = 0  # set once the length of the run is known
 
     def __call__(self, step: int) -> float:
         """Return the learning rate of optimizer step ``step``, counted from 1."""
-        warmup = self.warmup if self.warmup >= 1 else self.warmup * self.total_steps
-        warmup = max(1.0, warmup)
+        warmup, peak = self.top()
         if step < warmup:
-            return self.peak * step / warmup
+            return peak * step / warmup
         if self.shape == "constant":
-            return self.peak
+            return peak
         if self.shape == "noam":
-            return self.peak * math.sqrt(warmup / step)
+            return peak * math.sqrt(warmup / step)
         done = min(1.0, (step - warmup) / max(1.0, self.total_steps - warmup))
         left = 1 - done if self.shape == "linear" else (1 + math.cos(math.pi * done)) / 2
-        return self.peak * (self.final + (1 - self.final) * left)
+        return peak * (self.final + (1 - self.final) * left)
+
+    def top(self) -> tuple[float, float]:
+        """The steps of the warm-up, and the rate at its end."""
+        warmup = self._warmup()
+        if self.rise is None or not self.gentler:
+            return warmup, self.peak
+        longest = max(warmup, self.total_steps / 2)
+        return min(self.peak / self.rise, longest), min(self.peak, self.rise * longest)
+
+    @property
+    def gentler(self) -> bool:
+        """Whether ``rise`` makes the warm-up longer than ``warmup`` says."""
+        return self.rise is not None and self.peak > self.rise * self._warmup()
+
+    def _warmup(self) -> float:
+        return max(1.0, self.warmup if self.warmup >= 1 else self.warmup * self.total_steps)
 
     def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
         """Set the rate for optimizer step ``step``, times ``lr_scale`` for groups that have one, and return it."""

@@ -143,7 +143,7 @@ def test_a_plan_of_too_few_steps_is_told_at_once():
     trial = Trial(50, healthy(leaves=9999), warmup=0.1)
     assert trial.short == [("chance", 3, "on"), ("chance", 50, "end")]
     assert trial.told[0].headline == "This run is planned for 50 steps, too few to hear anything"
-    assert "--least_steps 600" in trial.told[0].text()
+    assert "--least_steps 1000" in trial.told[0].text()
 
 
 def test_a_rate_of_nearly_nothing_is_told_to_be_higher_and_waits_no_longer_for_it_than_for_a_low_one():

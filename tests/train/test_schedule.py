@@ -1,5 +1,7 @@
 """The learning rate is a pure function of the step."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -27,6 +29,41 @@ def test_never_above_the_peak_nor_below_zero(step, warmup, shape):
     schedule = Schedule(peak=1.0, warmup=warmup, shape=shape)
     schedule.total_steps = 1000
     assert 0 <= schedule(step) <= 1.0
+
+
+def test_a_high_peak_is_reached_later():
+    schedule = Schedule(peak=6.0, warmup=0.1, shape="linear", rise=0.02)
+    schedule.total_steps = 1000
+    assert schedule.gentler and schedule.top() == (pytest.approx(300), 6.0)
+    assert [schedule(step) for step in (100, 300, 650, 1000)] == pytest.approx([2.0, 6.0, 3.0, 0.0])
+
+
+def test_a_peak_that_half_the_run_is_too_short_for_is_lowered():
+    schedule = Schedule(peak=60.0, warmup=0.1, shape="linear", rise=0.02)
+    schedule.total_steps = 1000
+    assert schedule.top() == (500, pytest.approx(10.0))
+    assert max(map(schedule, range(1, 1001))) == pytest.approx(10.0)
+
+
+@given(peak=st.floats(1e-5, 1), warmup=st.floats(0.01, 300), rise=st.floats(1e-6, 1e-2), total=st.integers(1, 2000),
+       shape=st.sampled_from(["cosine", "linear", "noam", "constant"]))
+def test_no_step_rises_by_more(peak, warmup, rise, total, shape):
+    schedule = Schedule(peak=peak, warmup=warmup, shape=shape, rise=rise)
+    schedule.total_steps = total
+    rates = [0.0, *map(schedule, range(1, total + 1))]
+    assert max(after - before for before, after in itertools.pairwise(rates)) <= rise * (1 + 1e-6)
+    assert max(rates) <= peak * (1 + 1e-9)
+
+
+def test_a_gentle_warm_up_stays_as_it_is():
+    schedule = Schedule(peak=1.0, warmup=0.2, shape="linear", rise=0.01)
+    schedule.total_steps = 1000
+    assert not schedule.gentler and schedule.top() == (200, 1.0)
+
+
+def test_a_rate_that_could_never_rise_is_refused():
+    with pytest.raises(SbkitError, match="rise is 0, so the rate could never rise"):
+        Schedule(peak=1.0, rise=0)
 
 
 def test_noam_falls_with_the_square_root():
