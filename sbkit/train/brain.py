@@ -24,6 +24,7 @@ from sbkit.system.cores import keep_to_usable_cores
 from sbkit.train import compiling, loaders, options, precision, rates, rng, sandbox
 from sbkit.train.between import Between
 from sbkit.train.checkpoint import Checkpointer
+from sbkit.train.checkpoint.adapted import Adapted
 from sbkit.train.distributed import parallel, ranks, sharding
 from sbkit.train.epoch import TrainLoop
 from sbkit.train.evaluation import EvaluationLoop
@@ -180,10 +181,16 @@ class Brain(sb.core.Brain):
         stepper = self.stepper
         stepper.wrap.close()  # from an earlier fit
         stepper.start(sharding.wrap(stepper.shell(), stepper.device, self.keys, stepper.overrides,
-                                    averages=self.averages_weights,
-                                    thaws=stepper.freezing.thaws, **self._unused))
+                                    undivided=self._undivided(), **self._unused))
         self._rng.part()  # only now: all ranks have rank 0's weights
         self._retry.begin(self.precision, bool(self.compile))
+
+    def _undivided(self) -> list[str]:
+        """What of this run can't do with parameters that are divided over ranks."""
+        saved = [] if self.checkpointer is None else self.checkpointer.recoverables.values()
+        found = {"ema": self.averages_weights, "freeze with a number of steps": self.stepper.freezing.thaws,
+                 "checkpoints of adapters alone (Adapted)": any(isinstance(each, Adapted) for each in saved)}
+        return [name for name, there in found.items() if there]
 
     @property
     def averages_weights(self) -> bool:

@@ -16,6 +16,7 @@ from sbkit.nn.adapters import LoRA
 from sbkit.recipe.parts import Parts
 from sbkit.train.averaging import EMA
 from sbkit.train.checkpoint import Checkpointer
+from sbkit.train.checkpoint.adapted import Adapted
 from sbkit.train.distributed import ranks
 from sbkit.train.freezing import Freezing
 
@@ -247,15 +248,20 @@ def test_a_fit_batch_of_the_recipes_own_thaws_too_on_two_ranks():
     assert same(first, second) and not torch.equal(first["model.0.weight"], layers()[0].weight)
 
 
-def divided(_):
+def divided(folder):
     made = brain(ToyBrain, modules=layers(), hparams={"freeze": {"model.0": 2}, "fsdp": True})
     with pytest.raises(SbkitError, match="used together with freeze with a number of steps"):
+        made.fit([1], ToyTrainLoader(2, 8, ranks.rank(), ranks.world_size()))
+    model = layers()
+    shelf = Checkpointer(folder, {"model": Adapted(model, model[0].requires_grad_(False), folder)})
+    made = brain(ToyBrain, modules=model, hparams={"fsdp": True}, checkpointer=shelf)
+    with pytest.raises(SbkitError, match="used together with checkpoints of adapters alone"):
         made.fit([1], ToyTrainLoader(2, 8, ranks.rank(), ranks.world_size()))
 
 
 @pytest.mark.slow
-def test_divided_parameters_do_not_thaw():
-    results(divided, None)
+def test_divided_parameters_neither_thaw_nor_are_saved_as_adapters(tmp_path):
+    results(divided, tmp_path)
 
 
 def test_the_size_of_what_fits_is_found_anew_when_more_trains():

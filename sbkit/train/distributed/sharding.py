@@ -13,7 +13,7 @@ import fnmatch
 import functools
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -40,15 +40,14 @@ logger = logging.getLogger(__name__)
 Wanted = str | type | Iterable[str | type]
 
 
-def wrap(shell: Shell, device: torch.device, keys: TrainKeys, overrides: Overrides, *, averages: bool,
-         thaws: bool, search: bool, settles: bool) -> Alone:
+def wrap(shell: Shell, device: torch.device, keys: TrainKeys, overrides: Overrides, *, undivided: Sequence[str],
+         search: bool, settles: bool) -> Alone:
     """Wrap all modules of a Brain as the recipe and the number of ranks require.
 
     Arguments
     ---------
     keys, overrides : the recipe's keys, and the methods that it overrides
-    averages : whether a moving average of the weights is kept
-    thaws : whether something is unfrozen during the run
+    undivided : what else in the recipe needs parameters whole, as a message calls it
     search, settles : see ``Wrapped``
     """
     parallel.convert_batch_norm(shell.owned, device)
@@ -58,10 +57,8 @@ def wrap(shell: Shell, device: torch.device, keys: TrainKeys, overrides: Overrid
         return Alone(shell)
     if not keys.fsdp:
         return parallel.Hooked(shell) if overrides.fit_batch else Wrapped(shell, search, settles)
-    if overrides.fit_batch or averages or thaws:
-        other = "a recipe's own fit_batch" if overrides.fit_batch else "ema" if averages else \
-            "freeze with a number of steps"
-        raise SbkitError(f"fsdp can't be used together with {other}", hint="remove one of them")
+    if others := [*(["a recipe's own fit_batch"] if overrides.fit_batch else []), *undivided]:
+        raise SbkitError(f"fsdp can't be used together with {others[0]}", hint="remove one of them")
     return Sharded(shell, device, keys.fsdp)
 
 
