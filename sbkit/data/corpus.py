@@ -362,7 +362,7 @@ class Corpus:
                 hint=f"for example {example}")
 
 
-def _check_shapes(source: Any, **mappings: Any) -> None:
+def _check_shapes(source: object, **mappings: object) -> None:
     if not isinstance(source, (str, Path, Mapping, Source, type(None))):
         raise SbkitError(f"corpus: source is {source!r}",
                          hint="expected a path, a hub address, {train: FILE, dev: FILE, test: FILE}, or a Source")

@@ -25,7 +25,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -193,6 +193,7 @@ def _temporary_folder(folder: Path) -> Iterator[Path]:
             shutil.rmtree(aside, ignore_errors=True)
 
 
+T = TypeVar("T")
 Run = Callable[[Callable[..., Any], Iterable[tuple[Any, ...]]], Iterator[Any]]
 
 
@@ -221,7 +222,7 @@ def _pool(workers: int | None, language: str) -> Iterator[Run]:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _call(job: tuple[Callable[..., Any], tuple[Any, ...]]) -> Any:
+def _call(job: tuple[Callable[..., T], tuple[Any, ...]]) -> T:
     function, arguments = job
     return function(*arguments)
 

@@ -53,6 +53,7 @@ class _Workers(DataLoader[Any]):
         """Do nothing, where torch would warn."""
 
 
+T = TypeVar("T")
 _Own = TypeVar("_Own", bound="_Loader")
 
 
@@ -139,7 +140,7 @@ class _Loader:
     def close(self) -> None:
         """End the worker processes; if the loader is used again, it starts new ones."""
         self._turn += 1
-        iterator: Any = self._loader._iterator
+        iterator: Any = self._loader._iterator  # torch's own, of a class that it keeps to itself
         self._loader._iterator = None
         if iterator is None or not self.workers:
             return
@@ -280,7 +281,7 @@ def _prefetch_that_fits(prefetch: int, workers: int, batch_bytes: int) -> int:
     return fits
 
 
-def _as_it_is(batch: Any) -> Any:
+def _as_it_is(batch: T) -> T:
     return batch
 
 

@@ -9,8 +9,9 @@ from typing import Any
 from sbkit.errors import SbkitError
 
 
-def check_number(what: str, value: Any, *, above: float | None = None, least: float | None = None, whole: bool = False,
-                 optional: bool = False) -> None:
+def check_number(what: str, value: Any, *,  # as the YAML has it
+                 above: float | None = None, least: float | None = None, whole: bool = False, optional: bool = False
+                 ) -> None:
     """Refuse a value that isn't a (whole) number ``above`` or at ``least`` a limit; ``optional`` allows null.
 
     >>> check_number("batching: buckets", 2.0, above=0, whole=True, optional=True)
@@ -27,7 +28,7 @@ def check_number(what: str, value: Any, *, above: float | None = None, least: fl
                      hint=f"it must be a {'whole ' if whole else ''}number{limit}{', or null' if optional else ''}")
 
 
-def texts(what: str, value: Any) -> list[str]:
+def texts(what: str, value: object) -> list[str]:
     """A list of texts, from one text or several.
 
     >>> texts("corpus: only", "test"), texts("corpus: only", ["train", "dev"])

@@ -10,6 +10,7 @@ import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -164,7 +165,7 @@ def starting_workers() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _end_with(run: Any) -> None:
+def _end_with(run: BaseProcess) -> None:
     run.join()
     os._exit(0)
 

@@ -147,7 +147,7 @@ def _rows(level: Level, context: np.ndarray, word: np.ndarray, size: np.int64) -
     return np.where(keys[at] == wanted, at, -1)
 
 
-def _probable(log10: Any) -> Any:
+def _probable(log10: float | np.ndarray) -> Any:  # a bool, or an array of them
     return log10 < 1e-4  # some tools round to slightly above 0
 
 

@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,6 +24,11 @@ from sbkit.decode.prefix_search import AT_ONCE, Search
 from sbkit.decode.spans import WORD_START, Spans, Word, words
 from sbkit.errors import SbkitError
 from sbkit.system import helper_process
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sbkit.data.tokens import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,7 @@ class BeamSearch:
     workers : processes to search in besides this one; 0 searches only here
     """
 
-    def __init__(self, tokenizer: Any = None, lm: str | Path | None = None,
+    def __init__(self, tokenizer: Tokenizer | Sequence[str] | None = None, lm: str | Path | None = None,
                  lexicon: str | Path | Sequence[str] | None = None, beam: int = 64, token_beam: int = 20,
                  token_threshold: float = -7.0, width: float = 12.0, lm_weight: float = 0.5,
                  word_score: float | None = None,
@@ -96,7 +101,7 @@ class BeamSearch:
 
     # ------------------------------------------------------------------ use
 
-    def decode(self, log_probs: Any, lengths: Any) -> list[list[Hypothesis]]:
+    def decode(self, log_probs: np.ndarray | Tensor, lengths: np.ndarray | Tensor) -> list[list[Hypothesis]]:
         """The ``nbest`` transcripts of each utterance.
 
         Arguments
@@ -106,7 +111,7 @@ class BeamSearch:
         """
         return self.search(self.events(log_probs, lengths))
 
-    def events(self, log_probs: Any, lengths: Any) -> Events:
+    def events(self, log_probs: np.ndarray | Tensor, lengths: np.ndarray | Tensor) -> Events:
         """Run the first half of :meth:`decode`: likely tokens, small enough to keep for a whole test set."""
         return events(log_probs, lengths, self.blank_id, self.token_threshold, self.token_beam)
 
@@ -131,12 +136,12 @@ class BeamSearch:
                      separator=self.separator)
 
     @property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> Any:  # a Tokenizer or pieces, as it was given
         """The tokenizer of the model."""
         return self._tokenizer
 
     @tokenizer.setter
-    def tokenizer(self, tokenizer: Any) -> None:
+    def tokenizer(self, tokenizer: Tokenizer | Sequence[str] | None) -> None:
         self.close()
         self._tokenizer = tokenizer
         for name in ("pieces", "fusion", "_silent"):
@@ -154,8 +159,8 @@ class BeamSearch:
         """The tokens."""
         if self._tokenizer is None:
             raise SbkitError("the beam search has no tokenizer", hint="give it one: tokenizer: !ref <tokenizer>")
-        listed = getattr(self._tokenizer, "pieces", None)
-        return Pieces(listed() if callable(listed) else self._tokenizer, self.separator)
+        listed = self._tokenizer.pieces() if hasattr(self._tokenizer, "pieces") else self._tokenizer
+        return Pieces(listed, self.separator)
 
     @cached_property
     def _silent(self) -> frozenset[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from torch import Tensor
 from sbkit.decode.beam import Hypothesis
 from sbkit.decode.greedy import align, check_shapes, refuse_nan
 from sbkit.errors import SbkitError
+
+if TYPE_CHECKING:
+    from sbkit.data.tokens import Tokenizer
 
 Step = Callable[[Tensor, Tensor], Tensor]
 End = tuple[float, float, tuple[int, ...]]  # score, CTC's log-probability, tokens
@@ -61,7 +64,7 @@ class JointSearch:
     nbest : transcripts per utterance
     """
 
-    def __init__(self, tokenizer: Any = None, beam: int = 10, ctc_weight: float = 0.4, nbest: int = 1,
+    def __init__(self, tokenizer: Tokenizer | None = None, beam: int = 10, ctc_weight: float = 0.4, nbest: int = 1,
                  token_score: float = 0.0, blank_id: int = 0, bos_id: int = 1, eos_id: int = 2):
         for name, value in (("beam", beam), ("nbest", nbest)):
             if not isinstance(value, int) or value < 1:
@@ -69,7 +72,8 @@ class JointSearch:
         if not 0 < ctc_weight <= 1:
             raise SbkitError(f"joint search: ctc_weight is {ctc_weight}",
                              hint="use a value above 0 and up to 1, such as 0.4")
-        self.tokenizer, self.beam, self.nbest = tokenizer, max(beam, nbest), nbest
+        self.tokenizer: Any = tokenizer  # a Tokenizer by the time of a search
+        self.beam, self.nbest = max(beam, nbest), nbest
         self.ctc_weight, self.token_score = float(ctc_weight), float(token_score)
         self.blank_id, self.bos_id, self.eos_id = blank_id, bos_id, eos_id
 

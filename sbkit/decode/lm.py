@@ -7,11 +7,11 @@ import logging
 import sys
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING
 
 from sbkit.decode import arpa, kenlm_binary, kneser_ney
 from sbkit.decode.language_model import SPECIAL, LanguageModel, Quality
@@ -21,6 +21,9 @@ from sbkit.decode.pruning import prune as prune_by_entropy
 from sbkit.decode.spans import WORD_START
 from sbkit.errors import SbkitError
 from sbkit.system.console import table
+
+if TYPE_CHECKING:
+    from sbkit.data.tokens import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +68,8 @@ class Report:
 
 
 def build(texts: Iterable[str], out: str | Path, order: int = 3, prune: Sequence[int] | float | None = None,
-          unit: str = "word", tokenizer: Any = None, min_count: int = 1, evaluate: Iterable[str] | None = None,
-          binary: bool = False) -> Report:
+          unit: str = "word", tokenizer: Tokenizer | None = None, min_count: int = 1,
+          evaluate: Iterable[str] | None = None, binary: bool = False) -> Report:
     """Estimate a Kneser-Ney language model from text and write it.
 
     Arguments
@@ -86,7 +89,7 @@ def build(texts: Iterable[str], out: str | Path, order: int = 3, prune: Sequence
     began = time.perf_counter()
     out = Path(out)
     cutoffs = _check(order, prune, unit, tokenizer, min_count)
-    spell = _speller(tokenizer) if unit == "piece" else (lambda text: text)
+    spell = _speller(tokenizer) if unit == "piece" and tokenizer is not None else (lambda text: text)
     corpus = kneser_ney.read(map(spell, texts), min_count)
     model, discounts, counted = kneser_ney.estimate(corpus, order, cutoffs)
     if isinstance(prune, float):
@@ -112,7 +115,7 @@ def build(texts: Iterable[str], out: str | Path, order: int = 3, prune: Sequence
                   len(corpus.words) - len(SPECIAL), quality, evaluate is not None, time.perf_counter() - began)
 
 
-def _check(order: int, prune: Sequence[int] | float | None, unit: str, tokenizer: Any,
+def _check(order: int, prune: Sequence[int] | float | None, unit: str, tokenizer: Tokenizer | None,
            min_count: int) -> Sequence[int]:
     """Check all options and return the cutoffs."""
     if not 1 <= order <= 10:
@@ -138,7 +141,7 @@ def _check(order: int, prune: Sequence[int] | float | None, unit: str, tokenizer
     return cutoffs
 
 
-def _speller(tokenizer: Any) -> Any:
+def _speller(tokenizer: Tokenizer) -> Callable[[str], str]:
     def spell(text: str) -> str:
         return " ".join(map(tokenizer.piece, tokenizer.encode(text)))
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from sbkit.decode.spans import Spans
 from sbkit.errors import SbkitError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _NO_BLANK = -15.0  # log-probability of a blank that is too unlikely to split a token in two
 
@@ -70,7 +73,8 @@ class Events:
         return Events(labels=parts[0].labels, **columns)
 
 
-def events(log_probs: Any, lengths: Any, blank_id: int = 0, threshold: float = -7.0, most: int = 20) -> Events:
+def events(log_probs: np.ndarray | Tensor, lengths: np.ndarray | Tensor, blank_id: int = 0, threshold: float = -7.0,
+           most: int = 20) -> Events:
     """Keep the likely tokens of each frame.
 
     Arguments
@@ -129,7 +133,8 @@ def events(log_probs: Any, lengths: Any, blank_id: int = 0, threshold: float = -
     )
 
 
-def _likely(log_probs: Any, inside: np.ndarray, blank_id: int, threshold: float) -> tuple[np.ndarray, ...]:
+def _likely(log_probs: np.ndarray | Tensor, inside: np.ndarray, blank_id: int, threshold: float
+            ) -> tuple[np.ndarray, ...]:
     """Find the likely tokens except the blank as (frame, token, log-probability), counting only frames inside.
 
     Returned before them, for each frame inside [F]: the highest log-probability and the blank's. A frame whose

@@ -15,7 +15,7 @@ import fnmatch
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -33,11 +33,12 @@ class _Adapted(nn.Module):
 
 
 class _WithLoRA(_Adapted):
+    lora: nn.Module
     lora_scale: float
 
 
 class _WithAdapter(_Adapted):
-    pass
+    adapter: nn.Module
 
 
 class Adapters(ABC):
@@ -185,15 +186,15 @@ def _class(added: type[_Adapted], kind: type[nn.Module]) -> type[nn.Module]:
     return type(kind.__name__, (added, kind), body)
 
 
-def _lora_forward(kind: type[nn.Module]) -> Any:
-    def forward(self: Any, x: Tensor) -> Tensor:
+def _lora_forward(kind: type[nn.Module]) -> Callable[..., Tensor]:
+    def forward(self: _WithLoRA, x: Tensor) -> Tensor:
         return kind.forward(self, x) + self.lora_scale * self.lora(x)
 
     return forward
 
 
-def _adapter_forward(kind: type[nn.Module]) -> Any:
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _adapter_forward(kind: type[nn.Module]) -> Callable[..., Any]:
+    def forward(self: _WithAdapter, *args: Any, **kwargs: Any) -> Any:  # what the layer itself returns
         out = kind.forward(self, *args, **kwargs)
         if isinstance(out, tuple):
             return out[0] + self.adapter(out[0]), *out[1:]

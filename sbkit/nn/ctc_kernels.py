@@ -7,11 +7,11 @@ the states of a frame are one block in registers.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
+
+from sbkit.nn.fast.autocast import Context
 
 
 @triton.jit
@@ -108,7 +108,7 @@ class Sequences(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, emit: torch.Tensor, targets: torch.Tensor,
+        ctx: Context, emit: torch.Tensor, targets: torch.Tensor,
         frames: torch.Tensor, tokens: torch.Tensor, block: int,
     ) -> torch.Tensor:
         emit, targets = emit.contiguous(), targets.contiguous()
@@ -123,7 +123,7 @@ class Sequences(torch.autograd.Function):
 
     @staticmethod
     def backward(
-        ctx: Any, outer: torch.Tensor
+        ctx: Context, outer: torch.Tensor
     ) -> tuple[torch.Tensor, None, None, None, None]:
         emit, targets, frames, tokens, alpha, losses = ctx.saved_tensors
         batch, frames_max, width = emit.shape

@@ -40,7 +40,7 @@ def text(*children: Any) -> Markup:
     return Markup("".join(out))
 
 
-def _attribute(key: str, value: Any) -> str:
+def _attribute(key: str, value: object) -> str:
     if value is None or value is False:
         return ""
     name = key.rstrip("_").replace("_", "-")

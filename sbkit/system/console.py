@@ -38,7 +38,7 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[Any]], indent: str = "
     return "\n".join([line(headers), line(["-" * w for w in widths]), *map(line, cells)])
 
 
-def _cell(value: Any) -> str:
+def _cell(value: object) -> str:
     if value is None:
         return ""
     return f"{value:.2f}" if isinstance(value, float) else str(value)

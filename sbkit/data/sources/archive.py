@@ -46,7 +46,7 @@ class CommonVoiceArchive(Source):
         self.show_progress = show_progress
         self._release: CommonVoice | None = None
 
-    def fingerprint(self) -> Any:
+    def fingerprint(self) -> list[Any]:
         return [self.kind, stamp(self.path)]
 
     def intact(self) -> bool:
@@ -74,7 +74,7 @@ def is_unpacked(archive: Path, into: Path) -> bool:
     return _read(into / _STAMP) == stamp(archive)
 
 
-def _read(path: Path) -> Any:
+def _read(path: Path) -> object:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -79,7 +79,7 @@ class Source(ABC):
         """All rows of one split."""
 
     @abstractmethod
-    def fingerprint(self) -> Any:
+    def fingerprint(self) -> list[Any]:
         """Plain data that changes when the rows may have changed, found without reading them."""
 
     def intact(self) -> bool:

@@ -47,7 +47,7 @@ class CommonVoice(Source):
     def names(self) -> list[str]:
         return sorted(file.stem for file in self.folder.glob("*.tsv") if file.stem not in _OTHER_LISTS)
 
-    def fingerprint(self) -> Any:
+    def fingerprint(self) -> list[Any]:
         return [self.kind, *map(stamp, [*sorted(self.folder.glob("*.tsv")), self.clips])]
 
     @property

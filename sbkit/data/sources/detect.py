@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from sbkit.data.sources.archive import SUFFIXES, CommonVoiceArchive
 from sbkit.data.sources.base import Source
@@ -91,7 +90,7 @@ def _open_folder(path: Path, cache: Path, language: str | None, columns: Mapping
     raise SbkitError(f"{path} is not a corpus that sbkit recognises", hint=_EXPECTED)
 
 
-def _paths(split: str, named: Any) -> list[Path]:
+def _paths(split: str, named: object) -> list[Path]:
     several = [named] if isinstance(named, (str, Path)) else named
     if not isinstance(several, Sequence) or not several or not all(isinstance(one, (str, Path)) for one in several):
         raise SbkitError(f"corpus: {split} is {named!r}", hint="expected a file, or a list of files")

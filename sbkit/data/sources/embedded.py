@@ -91,7 +91,7 @@ class _Shard:
 
     def __init__(self, folder: Path, name: str, number: int):
         self.path = _shard_path(folder, name, number)
-        self.file: Any = None
+        self.file: tempfile._TemporaryFileWrapper[bytes] | None = None
         self.rows: list[dict[str, Any]] = []
 
     def add(self, row: dict[str, Any], number: int) -> None:

@@ -35,7 +35,7 @@ class FileSource(Source):
     def names(self) -> list[str]:
         return list(self.files)
 
-    def fingerprint(self) -> Any:
+    def fingerprint(self) -> list[Any]:
         return [self.kind, [[name, stamp(path)] for name, path in self.files.items()]]
 
     def read(self, name: str, show_progress: bool = True) -> Rows:
@@ -80,7 +80,7 @@ class Mixed(Source):
     def names(self) -> list[str]:
         return list(self.parts)
 
-    def fingerprint(self) -> Any:
+    def fingerprint(self) -> list[Any]:
         return [[name, *(part.fingerprint() for part in several)] for name, several in self.parts.items()]
 
     def intact(self) -> bool:

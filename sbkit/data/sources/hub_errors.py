@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
-from typing import Any
+from typing import TypeVar
 
+E = TypeVar("E", bound=BaseException)
 _LOG_IN = "`hf auth login`, or set HF_TOKEN"
 _NETWORK = ("check the network (HTTPS_PROXY names a proxy, HF_ENDPOINT another hub) and start again: what is stored "
             "already is kept")
@@ -22,7 +23,7 @@ def explained(error: BaseException, dataset: str, revision: str | None = None) -
     causes = list(_causes(error))
     page = f"{constants.ENDPOINT}/datasets/{dataset}"
 
-    def found(*kinds: type[BaseException]) -> BaseException | None:
+    def found(*kinds: type[E]) -> E | None:
         return next((cause for cause in causes if isinstance(cause, kinds)), None)
 
     if found(errors.RevisionNotFoundError):
@@ -37,7 +38,7 @@ def explained(error: BaseException, dataset: str, revision: str | None = None) -
                 "unset HF_HUB_OFFLINE to download it")
     if found(DataFilesNotFoundError, EmptyDatasetError):
         return "it has no files that `datasets` can load", f"look at what it has: {page}/tree/main"
-    answer: Any = found(errors.HfHubHTTPError)
+    answer = found(errors.HfHubHTTPError)
     if answer is not None and answer.response.status_code == 401:
         return "the hub refuses your token", f"log in anew: {_LOG_IN}"
     if answer is not None and answer.response.status_code == 403:

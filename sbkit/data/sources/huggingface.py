@@ -148,7 +148,7 @@ class Hub(HuggingFace):
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
-    def fingerprint(self) -> Any:
+    def fingerprint(self) -> list[Any]:
         return [self.kind, self.id, self.config, self.revision, self.commit]
 
     def read(self, name: str, show_progress: bool = True) -> Rows:
@@ -203,7 +203,7 @@ class SavedToDisk(HuggingFace):
     def matches(path: Path) -> bool:
         return (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
 
-    def fingerprint(self) -> Any:
+    def fingerprint(self) -> list[Any]:
         files = (*self.path.rglob("*.arrow"), *self.path.rglob("*.json"))
         return [self.kind, [stamp(file) for file in sorted(files)]]
 
@@ -249,7 +249,7 @@ class Parquet(HuggingFace):
     def names(self) -> list[str]:
         return list(self.files)
 
-    def fingerprint(self) -> Any:
+    def fingerprint(self) -> list[Any]:
         return [self.kind, [stamp(path) for paths in self.files.values() for path in paths]]
 
     def load(self, name: str) -> datasets.IterableDataset:
@@ -263,7 +263,8 @@ class Parquet(HuggingFace):
 class _Layout:
     """The roles of a dataset's columns, and its rows in tables with our columns."""
 
-    def __init__(self, origin: str, dataset: Any, columns: Mapping[str, str]):
+    def __init__(self, origin: str, dataset: datasets.Dataset | datasets.IterableDataset,
+                 columns: Mapping[str, str]):
         import datasets
 
         features = dataset.features or {}
@@ -287,7 +288,7 @@ class _Layout:
         self.dataset = dataset.select_columns([name for name in schema.names if name in wanted])
 
     @staticmethod
-    def _first(dataset: Any) -> pa.Table:
+    def _first(dataset: datasets.Dataset | datasets.IterableDataset) -> pa.Table:
         return next(iter(dataset.with_format("arrow").iter(batch_size=1)), pa.table({}))
 
     def tables(self, skip: int) -> Iterator[pa.Table]:

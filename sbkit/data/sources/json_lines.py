@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -152,11 +152,11 @@ def _stripped(text: bytes) -> bytes:
     return text.removeprefix(codecs.BOM_UTF8).strip()
 
 
-def _first(item: dict[str, Any], names: Any) -> Any:
+def _first(item: dict[str, Any], names: Iterable[str]) -> object:
     return next((item[name] for name in names if item.get(name) is not None), None)
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if value is None:
         return ""
     text = str(value)

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from sbkit.nn.attention_kernel import WHOLE
 from sbkit.nn.fast import dropout
-from sbkit.nn.fast.autocast import without_autocast
+from sbkit.nn.fast.autocast import Context, without_autocast
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, p: float, scale: float) -> Tensor:
@@ -45,7 +45,7 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     @without_autocast
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, drop: int, scale: float) -> Tensor:
+    def forward(ctx: Context, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, drop: int, scale: float) -> Tensor:
         q = q * scale
         scores = q @ k.transpose(-1, -2)
         if bias is not None:
@@ -59,7 +59,7 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     @without_autocast
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, weights = ctx.saved_tensors
         grad, kept = grad.contiguous() * dropout.factor(ctx.drop), dropout.keep(ctx.words, ctx.drop, weights)
         of_dropped = grad @ v.transpose(-1, -2)
@@ -74,7 +74,7 @@ class _Heads(torch.autograd.Function):
     """[B, T, H, 3 K] to queries, keys and values [B, H, T, K], the first two rotated by a complex [T, K / 2]."""
 
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, table: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Context, qkv: Tensor, table: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(table)
         b, t, heads, size = *qkv.shape[:3], qkv.shape[3] // 3
         parts = qkv.view(b, t, heads, 3, size).permute(3, 0, 2, 1, 4)
@@ -85,7 +85,7 @@ class _Heads(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor, None]:
         (table,) = ctx.saved_tensors
         b, heads, t, size = grads[0].shape
         out = grads[0].new_empty(b, t, heads, 3, size)

@@ -1,19 +1,22 @@
-"""A decorator for autograd functions that choose their types themselves."""
+"""A decorator for autograd functions that choose their types themselves, and the type of what they keep."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+T = TypeVar("T")
+Context = Any  # an autograd function's first argument, which takes any attribute
 
-def without_autocast(method: Callable[..., Any]) -> Callable[..., Any]:
+
+def without_autocast(method: Callable[..., T]) -> Callable[..., T]:
     """Run ``method`` without autocast on the CPU, which may differ between forward and backward."""
 
     @functools.wraps(method)
-    def run(*arguments: Any) -> Any:
+    def run(*arguments: Any) -> T:
         with torch.autocast("cpu", enabled=False):
             return method(*arguments)
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from speechbrain.lobes.models.transformer import Conformer
 from speechbrain.nnet import activations, attention, normalization
+from speechbrain.utils.dynamic_chunk_training import DynChunkTrainConfig
 from torch import Tensor, nn
 from torch.nn import functional
 
 from sbkit.nn.fast import dropout, fused
 from sbkit.nn.fast.attention import RelPosMHAXL, RoPEMHA
 from sbkit.nn.fast.dropout import Dropout
+from sbkit.nn.fast.fused import Layer
 from sbkit.nn.native.library import WIDEST
 
 
@@ -23,7 +23,8 @@ class ConvolutionModule(Conformer.ConvolutionModule):
     Here the outputs of an utterance in a batch equal the original's for that utterance alone.
     """
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, dynchunktrain_config: Any = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None,
+                dynchunktrain_config: DynChunkTrainConfig | None = None) -> Tensor:
         if dynchunktrain_config is not None:
             return super().forward(x, mask, dynchunktrain_config)
         pointwise = self.bottleneck[0]
@@ -51,7 +52,7 @@ class ConformerEncoderLayer(Conformer.ConformerEncoderLayer):
 
     def forward(
         self, x: Tensor, src_mask: Tensor | None = None, src_key_padding_mask: Tensor | None = None,
-        pos_embs: Tensor | None = None, dynchunktrain_config: Any = None,
+        pos_embs: Tensor | None = None, dynchunktrain_config: DynChunkTrainConfig | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         mask = None if src_key_padding_mask is None else src_key_padding_mask.unsqueeze(-1)
         dtype, given = fused.precision(x), x.dtype
@@ -62,17 +63,14 @@ class ConformerEncoderLayer(Conformer.ConformerEncoderLayer):
         return _norm(self.norm2, _feed_forward(self.ffn_module2, x, dtype), dtype and given), weights
 
 
-# Layers are Any below: the attributes used here follow from checks of their classes, which mypy can't see.
-
-
-def _norm(module: Any, x: Tensor, dtype: torch.dtype | None) -> Tensor:
+def _norm(module: Layer, x: Tensor, dtype: torch.dtype | None) -> Tensor:
     """Apply a layer norm, with outputs in ``dtype`` if the fused norm can be used."""
     if dtype is None or type(module) is not normalization.LayerNorm or not fused.plain(module, module.norm):
         return module(x)
     return fused.norm(x, module.norm, dtype) if fused.fits(module.norm, x.shape[-1:]) else module(x)
 
 
-def _feed_forward(module: Any, x: Tensor, dtype: torch.dtype | None) -> Tensor:
+def _feed_forward(module: Layer, x: Tensor, dtype: torch.dtype | None) -> Tensor:
     """Compute x plus half the output of a feed-forward module, fused if possible."""
     parts = None if dtype is None else _parts(module, nn.LayerNorm, _FEED_FORWARDS, _DROPOUTS)
     layers = _parts(parts[1].ffn, nn.Linear, _SILUS, _DROPOUTS, nn.Linear) if parts and fused.plain(parts[1]) else None
@@ -85,7 +83,7 @@ def _feed_forward(module: Any, x: Tensor, dtype: torch.dtype | None) -> Tensor:
     return torch.add(x, module(x), alpha=0.5)
 
 
-def _attend(layer: Any, x: Tensor, mask: Tensor | None, keys: Tensor | None, positions: Tensor | None,
+def _attend(layer: Layer, x: Tensor, mask: Tensor | None, keys: Tensor | None, positions: Tensor | None,
             dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
     """Compute x plus self-attention of its norm, fused if possible; returns the attention weights too, or None."""
     if dtype is not None and mask is None and _attends_as_known(layer.mha_layer, layer.norm1, x, keys):
@@ -98,7 +96,7 @@ def _attend(layer: Any, x: Tensor, mask: Tensor | None, keys: Tensor | None, pos
     return attended + x, weights
 
 
-def _attends_as_known(mha: Any, norm: Any, x: Tensor, keys: Tensor | None) -> bool:
+def _attends_as_known(mha: Layer, norm: Layer, x: Tensor, keys: Tensor | None) -> bool:
     """Whether the kernels support this attention layer and its norm."""
     if type(mha) not in (RoPEMHA, RelPosMHAXL) or type(norm) is not normalization.LayerNorm:
         return False
@@ -111,7 +109,7 @@ def _attends_as_known(mha: Any, norm: Any, x: Tensor, keys: Tensor | None) -> bo
                 and (not p or dropout.levels(p)))
 
 
-def _to_itself(mha: Any, norm: nn.LayerNorm, x: Tensor, keys: Tensor | None, positions: Tensor | None,
+def _to_itself(mha: Layer, norm: nn.LayerNorm, x: Tensor, keys: Tensor | None, positions: Tensor | None,
                dtype: torch.dtype) -> Tensor | None:
     """Compute x plus fused self-attention of its norm; None if the kernels don't support its positions."""
     t, size, p = x.shape[1], mha.head_dim, mha.dropout if mha.training else 0.0
@@ -135,7 +133,8 @@ def _to_itself(mha: Any, norm: nn.LayerNorm, x: Tensor, keys: Tensor | None, pos
                                     mha.out_proj, mha.num_heads, mha.scale, p, dtype)
 
 
-def _convolution(module: Any, x: Tensor, mask: Tensor | None, chunks: Any, dtype: torch.dtype | None) -> Tensor:
+def _convolution(module: Layer, x: Tensor, mask: Tensor | None, chunks: DynChunkTrainConfig | None,
+                 dtype: torch.dtype | None) -> Tensor:
     """Compute x plus the output of a convolution module, fused if possible."""
     if dtype is not None and type(module) is ConvolutionModule and chunks is None and fused.plain(module):
         first = _parts(module.bottleneck, nn.Conv1d, nn.GLU)
@@ -163,7 +162,7 @@ _DROPOUTS = (nn.Dropout, Dropout)
 _SILUS = (nn.SiLU, activations.Swish)
 
 
-def _parts(module: nn.Module, *kinds: type | tuple[type, ...]) -> list[Any] | None:
+def _parts(module: nn.Module, *kinds: type | tuple[type, ...]) -> list[Layer] | None:
     """Return the layers of a plain Sequential if they have exactly these classes and no hooks, otherwise None."""
     if type(module) is not nn.Sequential or len(module) != len(kinds):
         return None
@@ -176,7 +175,7 @@ def _parts(module: nn.Module, *kinds: type | tuple[type, ...]) -> list[Any] | No
     return layers if fused.plain(module, *layers) else None
 
 
-def _biased(columns: int, *layers: Any) -> bool:
+def _biased(columns: int, *layers: Layer) -> bool:
     """Whether all layers have a bias, plain parameters and ``columns`` outputs."""
     return all(layer.bias is not None and fused.single(layer.weight, layer.bias) and len(layer.weight) == columns
                for layer in layers)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from speechbrain.lobes.models import convolution
 from speechbrain.nnet import CNN, containers, normalization
@@ -11,14 +9,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sbkit.nn.fast import fused
+from sbkit.nn.fast.autocast import Context
 from sbkit.nn.fast.dropout import Dropout, share
+from sbkit.nn.fast.fused import Layer
 
 
 class _ReflectPad(torch.autograd.Function):
     """Reflection padding of dimensions 1 and 2 of [B, T, F, C] in one pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, time: int, freq: int) -> Tensor:
+    def forward(ctx: Context, x: Tensor, time: int, freq: int) -> Tensor:
         ctx.pads = time, freq
         b, t, f, c = x.shape
         out = x.new_empty(b, t + 2 * time, f + 2 * freq, c)
@@ -32,7 +32,7 @@ class _ReflectPad(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None]:
         time, freq = ctx.pads
         t, f = grad.shape[1] - 2 * time, grad.shape[2] - 2 * freq
         rows = grad[:, time : time + t]  # in place, since only the convolution after it has this gradient
@@ -98,7 +98,7 @@ class ConvBlock(convolution.ConvBlock):
         return self.drop(out + self.reduce_conv(x)) if self.reduce_conv else out
 
 
-def _through(layers: Any, x: Tensor) -> Tensor:
+def _through(layers: Layer, x: Tensor) -> Tensor:
     if type(layers) is not containers.Sequential or not fused.plain(layers):
         return layers(x)
     rest = list(layers.values())
@@ -108,7 +108,7 @@ def _through(layers: Any, x: Tensor) -> Tensor:
     return x
 
 
-def _normed(x: Tensor, norm: Any, activation: Any, drop: Any) -> Tensor | None:
+def _normed(x: Tensor, norm: Layer, activation: Layer, drop: Layer) -> Tensor | None:
     """Apply norm, activation and dropout in one pass; None if the kernels don't support them."""
     kinds = type(norm), type(activation), type(drop)
     if kinds not in _FUSED or activation.inplace:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from sbkit.nn.fast.autocast import Context
 
 _LEVELS = 1 << 16
 _COARSE = 1 / 256  # for p closer than this to 0 or 1, levels are too coarse (some percent off)
@@ -100,12 +102,12 @@ class _Dropped(torch.autograd.Function):
     """Dropout that keeps no mask for backward, but recomputes it from its words."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, drop: int) -> Tensor:
+    def forward(ctx: Context, x: Tensor, drop: int) -> Tensor:
         ctx.words, ctx.drop = draw(x.numel()), drop
         return _dropped(x.contiguous(), ctx.words, drop)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None]:
         return _dropped(grad.contiguous(), ctx.words, ctx.drop), None
 
 

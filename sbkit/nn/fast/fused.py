@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from sbkit.nn.fast import dropout
-from sbkit.nn.fast.autocast import without_autocast
+from sbkit.nn.fast.autocast import Context, without_autocast
 from sbkit.nn.native.library import WIDEST, Dropout, call, loaded
 
 _once_differentiable: Any = once_differentiable  # torch's type for it does not fit ``backward``
 _KNOWN = (torch.float32, torch.bfloat16)
+Layer = Any  # a module whose attributes follow from checks of its class, which mypy can't see
 
 
 def precision(x: Tensor) -> torch.dtype | None:
@@ -70,7 +71,7 @@ class _Drop:
                                  dropout.lowest(drop), dropout.factor(drop))
 
     @property
-    def pointer(self) -> Any:
+    def pointer(self) -> Any:  # ctypes' own
         return byref(self.given)
 
 
@@ -137,7 +138,7 @@ class _FeedForward(torch.autograd.Function):
 
     @staticmethod
     @without_autocast
-    def forward(ctx: Any, x: Tensor, gain: Tensor, shift: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor,
+    def forward(ctx: Context, x: Tensor, gain: Tensor, shift: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor,
                 eps: float, inner: float, outer: float, weight: float, dtype: torch.dtype) -> Tensor:
         x, columns, wide = x.contiguous(), x.shape[-1], w1.shape[0]
         rows = _Rows(x.numel() // columns, dtype)
@@ -155,7 +156,7 @@ class _FeedForward(torch.autograd.Function):
     @staticmethod
     @_once_differentiable
     @without_autocast
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, gain, shift, mean, rstd, normed, hidden, b1, active, w1, w2 = ctx.saved_tensors
         rows, grad, columns, wide = ctx.rows, grad.contiguous(), x.shape[-1], w1.shape[0]
         of_added, of_b2 = rows.empty(columns), rows.sums(columns)
@@ -172,7 +173,7 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     @without_autocast
-    def forward(ctx: Any, x: Tensor, skip: Tensor | None, gain1: Tensor, shift1: Tensor, w1: Tensor, b1: Tensor,
+    def forward(ctx: Context, x: Tensor, skip: Tensor | None, gain1: Tensor, shift1: Tensor, w1: Tensor, b1: Tensor,
                 kernel: Tensor, bias: Tensor, gain2: Tensor, shift2: Tensor, w2: Tensor, b2: Tensor,
                 eps: tuple[float, float], p: float, dtype: torch.dtype) -> Tensor:
         x, (b, t, columns) = x.contiguous(), x.shape
@@ -195,7 +196,7 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     @_once_differentiable
     @without_autocast
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x, skip, gain1, shift1, mean1, rstd1, normed, w1, wide, b1, gated, kernel, around, gain2, shift2, mean2, rstd2,
          active, w2) = ctx.saved_tensors
         rows, grad, (_, t, columns) = ctx.rows, grad.contiguous(), x.shape
@@ -224,8 +225,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @without_autocast
-    def forward(ctx: Any, x: Tensor, skip: Tensor | None, gain: Tensor, shift: Tensor, w1: Tensor, near: Tensor | None,
-                far: Tensor | None, positions: Tensor | None, w2: Tensor, b2: Tensor,
+    def forward(ctx: Context, x: Tensor, skip: Tensor | None, gain: Tensor, shift: Tensor, w1: Tensor,
+                near: Tensor | None, far: Tensor | None, positions: Tensor | None, w2: Tensor, b2: Tensor,
                 table: tuple[Tensor, Tensor] | None, heads: int, scale: float, eps: float, p: float,
                 dtype: torch.dtype) -> Tensor:
         x, (b, t, columns) = x.contiguous(), x.shape
@@ -256,7 +257,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @_once_differentiable
     @without_autocast
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x, gain, shift, mean, rstd, normed, w1, query, away, places, key, value, weights, attended,
          w2) = ctx.saved_tensors
         rows, heads, grad, (b, t, columns) = ctx.rows, ctx.heads, grad.contiguous(), x.shape
@@ -287,7 +288,7 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     @without_autocast
-    def forward(ctx: Any, x: Tensor, gain: Tensor, shift: Tensor, eps: float, slope: float, p: float,
+    def forward(ctx: Context, x: Tensor, gain: Tensor, shift: Tensor, eps: float, slope: float, p: float,
                 dtype: torch.dtype) -> Tensor:
         x, shape = x.contiguous(), x.shape
         flat = x.view(-1, gain.numel())
@@ -299,7 +300,7 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     @_once_differentiable
     @without_autocast
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         of_x, *of_norm = ctx.rows.unnormalise(grad.contiguous(), *saved, after=ctx.after)
         return of_x.view(grad.shape), *(sums.view(saved[1].shape) for sums in of_norm), *[None] * 4

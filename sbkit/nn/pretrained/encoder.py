@@ -54,7 +54,7 @@ class Encoder(nn.Module):
         self.settings, self.folder = kept or Settings.of(source), folder
         self.options = Options(freeze_front, layers, dropout, mask_time_prob, mask_time_length, mask_feature_prob,
                                mask_feature_length, whole_window)
-        self.network: Any = families.build(self.settings, self.options)
+        self.network: families.Network = families.build(self.settings, self.options)
         if kept is None and _is_folder(source):  # on this machine, so a misfit is reported at once
             self.look()
 

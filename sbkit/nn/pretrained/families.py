@@ -3,51 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from sbkit.errors import SbkitError, first_line
 from sbkit.nn.pretrained.options import Options
 from sbkit.nn.pretrained.source import Settings
 
+if TYPE_CHECKING:
+    from sbkit.nn.pretrained.w2v_bert import W2vBert
+    from sbkit.nn.pretrained.wav2vec2 import Wav2Vec2
+    from sbkit.nn.pretrained.whisper import Whisper
 
-def _wav2vec2() -> Any:
+    Network = Wav2Vec2 | W2vBert | Whisper
+
+
+def _wav2vec2() -> type[Wav2Vec2]:
     from sbkit.nn.pretrained.wav2vec2 import Wav2Vec2
 
     return Wav2Vec2
 
 
-def _hubert() -> Any:
+def _hubert() -> type[Wav2Vec2]:
     from sbkit.nn.pretrained.wav2vec2 import Hubert
 
     return Hubert
 
 
-def _wavlm() -> Any:
+def _wavlm() -> type[Wav2Vec2]:
     from sbkit.nn.pretrained.wavlm import WavLM
 
     return WavLM
 
 
-def _w2v_bert() -> Any:
+def _w2v_bert() -> type[W2vBert]:
     from sbkit.nn.pretrained.w2v_bert import W2vBert
 
     return W2vBert
 
 
-def _whisper() -> Any:
+def _whisper() -> type[Whisper]:
     from sbkit.nn.pretrained.whisper import Whisper
 
     return Whisper
 
 
 #: Functions, since importing a family's part of transformers takes seconds.
-FAMILIES: dict[str, Callable[[], Any]] = {"wav2vec2": _wav2vec2, "hubert": _hubert, "wavlm": _wavlm,
-                                          "wav2vec2-bert": _w2v_bert, "whisper": _whisper}
+FAMILIES: dict[str, Callable[[], type[Network]]] = {"wav2vec2": _wav2vec2, "hubert": _hubert, "wavlm": _wavlm,
+                                                    "wav2vec2-bert": _w2v_bert, "whisper": _whisper}
 
 
-def build(settings: Settings, options: Options) -> nn.Module:
+def build(settings: Settings, options: Options) -> Network:
     """Build the encoder that the settings describe, with random weights."""
     kind = settings.config.get("model_type")
     if kind not in FAMILIES:

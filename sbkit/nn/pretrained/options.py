@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import nn
 
 from sbkit.errors import SbkitError, first_line
 from sbkit.nn.pretrained.source import Settings
 from sbkit.nn.pretrained.spans import Spans
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+C = TypeVar("C", bound="PretrainedConfig")
 
 _DROPOUTS = ("dropout", "hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout",
              "conformer_conv_dropout")
@@ -30,7 +35,7 @@ class Options:
     mask_feature_length: int | None = None
     whole_window: bool = False
 
-    def config(self, kind: Any, settings: Settings) -> Any:
+    def config(self, kind: type[C], settings: Settings) -> C:
         """Make transformers' config from the settings, with dropout from these options.
 
         Masking is turned off, since sbkit does it. Layer drop is turned off, since ranks and resumed runs

@@ -50,7 +50,7 @@ def _safetensors(path: Path) -> dict[str, tuple[Any, tuple[int, ...]]]:
     from safetensors import SafetensorError, safe_open
 
     try:
-        file: Any = safe_open(path, framework="pt")
+        file: Any = safe_open(path, framework="pt")  # its methods have no types
         return {name: (lambda name=name: file.get_tensor(name), tuple(file.get_slice(name).get_shape()))
                 for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:

@@ -30,8 +30,8 @@ class Wav2Vec2(nn.Module):
 
     prefixes: tuple[str, ...] = ("wav2vec2.",)
     drawn_anew: tuple[str, ...] = ("masked_spec_embed",)
-    Config: Any = Wav2Vec2Config
-    Model: Any = Wav2Vec2Model
+    Config: Any = Wav2Vec2Config  # subclasses have their own family's, which does not derive from it
+    Model: Any = Wav2Vec2Model  # likewise
 
     def __init__(self, settings: Settings, options: Options):
         super().__init__()
@@ -99,7 +99,7 @@ class Hubert(Wav2Vec2):
     Config, Model = HubertConfig, HubertModel
 
 
-def positions(embed: Any, states: Tensor, inside: Tensor) -> Tensor:
+def positions(embed: Any, states: Tensor, inside: Tensor) -> Tensor:  # ``embed``: each family has a class for it
     """Compute convolutional position embeddings of states [B, T, D]; the states' padding must be zero."""
     states = states.transpose(1, 2)
     norm = getattr(embed, "batch_norm", None)

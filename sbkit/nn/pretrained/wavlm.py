@@ -19,7 +19,7 @@ class GatedAttention(WavLMAttention):
     """Attention with torch's fused kernels and a gated bias by distance; returns no attention weights."""
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, position_bias: Tensor | None = None,
-                index: int = 0, **rest: Any) -> Any:
+                index: int = 0, **rest: Any) -> Any:  # the original's type has another bias than it returns
         """States [B, T, D] to the same, with the bias by distance [H, T, T], which is shared by all layers."""
         states, heads = hidden_states, (self.num_heads, self.head_dim)
         if position_bias is None:

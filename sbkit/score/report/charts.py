@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,7 +157,8 @@ def thinned(series: Series) -> Series:
 # ---------------------------------------------------------------- pieces
 
 
-def _figure(title: str, names: Markup | None, svg: Markup, note: str | None, data: Any = None) -> Markup:
+def _figure(title: str, names: Markup | None, svg: Markup, note: str | None,
+            data: Mapping[str, Any] | None = None) -> Markup:
     return tag("figure", tag("figcaption", title), names, tag("div", svg, class_="plot"),
                note and tag("p", note, class_="note"), data_chart=json.dumps(data) if data else None)
 

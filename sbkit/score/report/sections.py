@@ -331,7 +331,7 @@ def making(run: RunData) -> Markup:
     return section("making", "How it was made", *parts, lead=str(run.folder.resolve()))
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, list):
         return ", ".join(map(str, value))
     return f"{value:.4g}" if isinstance(value, float) else value
