@@ -20,7 +20,7 @@ _LAZY = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> Any:  # one of these, each of a type of its own
     if name not in _LAZY:
         raise AttributeError(f"module 'sbkit' has no attribute {name!r}")
     import importlib

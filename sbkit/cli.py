@@ -15,7 +15,8 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from types import ModuleType
+from typing import NoReturn
 
 from sbkit.errors import SbkitError
 from sbkit.system import disk
@@ -97,7 +98,7 @@ def _dispatch(argv: list[str]) -> int:
     return module.run(words)
 
 
-def _module(command: str) -> Any:
+def _module(command: str) -> ModuleType:
     """The module of a command: ``HELP`` or ``add`` describes its arguments, ``run`` runs it."""
     return importlib.import_module(f"sbkit.commands.{command.replace('-', '_')}")
 

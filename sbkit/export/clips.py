@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from sbkit.data.audio import AudioError, read_utterance
 from sbkit.data.manifest import Manifest
+
+if TYPE_CHECKING:
+    from sbkit.data.corpus import Corpus
 
 _BEYOND = 1.25  # length of the long clip, as a multiple of the longest training utterance
 _SYNTHETIC_SECONDS = (0.05, 0.3, 1.0, 2.2, 4.7, 9.5)
@@ -39,7 +42,7 @@ class Clips:
         return [order[i] for i in dict.fromkeys((0, len(order) // 3, 2 * len(order) // 3, len(order) - 1))]
 
 
-def choose(corpus: Any, sample_rate: int, count: int) -> Clips:
+def choose(corpus: Corpus | None, sample_rate: int, count: int) -> Clips:
     """Choose ``count`` utterances of the run's test split, or noise of several lengths if its audio is missing."""
     manifests = {split: Path(corpus.manifest_path(split)) for split in ("train", "test")} if corpus else {}
     longest = 0.0
@@ -47,7 +50,7 @@ def choose(corpus: Any, sample_rate: int, count: int) -> Clips:
         durations = Manifest.read(manifests["train"]).durations
         longest = float(durations.max()) if len(durations) else 0.0
     clips: list[Clip] = []
-    if manifests and manifests["test"].is_file():
+    if corpus and manifests["test"].is_file():
         clips = _utterances(corpus.manifest("test"), sample_rate, count)
     origin = f"{len(clips)} utterances of the run's test split" if clips else "noise, since the run's audio is missing"
     if not clips:

@@ -18,8 +18,8 @@ from sbkit.export.parity import Comparison
 from sbkit.export.runners import RUNNERS, Runner, each
 
 INPUTS = {"signals": ("batch", "samples"), "lengths": ("batch",)}
-#: The result of ``Exported.config``: a ``layout.Bundle``, of a class that only a subclass of ``Exported`` knows.
-OwnBundle = Any
+#: The result of ``Exported.config``: a ``layout.Bundle``.
+OwnBundle = Any  # of a class that only a subclass of ``Exported`` knows
 _EXAMPLE = (2, 24_000)  # batch and samples for tracing; torch.export takes sizes of 0 and 1 for constants
 
 

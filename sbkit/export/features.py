@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any
 
 import torch
 from speechbrain.lobes import features as lobes
-from speechbrain.processing.features import STFT, Filterbank, InputNormalization
+from speechbrain.processing.features import STFT, ContextWindow, Filterbank, InputNormalization
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -51,7 +50,7 @@ class Features(nn.Module):
         cosine = getattr(features, "compute_dct", None)
         self.register_buffer("cosine", None if cosine is None else cosine.dct_mat.t().contiguous()[..., None])
         self.deltas = copy.deepcopy(features.compute_deltas) if features.deltas else None
-        self.context: Any = None
+        self.context: ContextWindow | None = None
         if features.context:
             self.context = copy.deepcopy(features.context_window)
             width = bank.n_mels if cosine is None else cosine.dct_mat.shape[1]
@@ -206,13 +205,13 @@ class OtherNormalization(nn.Module):
         return self.inner(feats, frames / feats.shape[1])
 
 
-def normalization(norm: Any) -> nn.Module | None:
+def normalization(norm: nn.Module | None) -> nn.Module | None:
     """Turn the recipe's ``normalize`` into a module that can be exported; None stays None."""
     if norm is None:
         return None
     return (Normalization if is_input_normalization(norm) else OtherNormalization)(norm).eval()
 
 
-def is_input_normalization(norm: Any) -> bool:
+def is_input_normalization(norm: object) -> bool:
     """Whether this is SpeechBrain's ``InputNormalization`` or its fast equivalent, and no subclass of a user's."""
     return type(norm) in (InputNormalization, FASTER[InputNormalization])

@@ -8,12 +8,15 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from sbkit.errors import SbkitError, summary
+
+if TYPE_CHECKING:
+    import onnx
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +64,7 @@ def write_onnx(program: torch.export.ExportedProgram, path: Path, inputs: Mappin
     save(to_onnx(program, list(inputs), list(outputs)), path, metadata, {**inputs, **outputs})
 
 
-def to_onnx(program: torch.export.ExportedProgram, inputs: Sequence[str], outputs: Sequence[str]) -> Any:
+def to_onnx(program: torch.export.ExportedProgram, inputs: Sequence[str], outputs: Sequence[str]) -> onnx.ModelProto:
     """Convert a traced module to an ONNX model."""
     try:
         with torch.no_grad(), _quiet():
@@ -73,7 +76,8 @@ def to_onnx(program: torch.export.ExportedProgram, inputs: Sequence[str], output
         raise SbkitError(f"the model can't be written as ONNX: {_cause(error)}") from error
 
 
-def save(model: Any, path: Path, metadata: dict[str, str], dimensions: Mapping[str, tuple[str, ...]]) -> None:
+def save(model: onnx.ModelProto, path: Path, metadata: dict[str, str], dimensions: Mapping[str, tuple[str, ...]]
+         ) -> None:
     """Write an ONNX model, with metadata and with names for its dynamic dimensions."""
     import onnx
 
@@ -88,7 +92,7 @@ def save(model: Any, path: Path, metadata: dict[str, str], dimensions: Mapping[s
     onnx.save_model(model, path, save_as_external_data=beside, location=f"{path.name}.data" if beside else None)
 
 
-def _forget_origins(graph: Any) -> None:
+def _forget_origins(graph: onnx.GraphProto) -> None:
     """Remove each node's record of its source code and module, two thirds of a small model's size."""
     del graph.metadata_props[:]
     for node in graph.node:

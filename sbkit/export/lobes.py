@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import Any
 
 import torch
 from speechbrain.lobes.models.transformer import Transformer
 from speechbrain.lobes.models.transformer.TransformerASR import TransformerASR
 from speechbrain.nnet import attention
+from speechbrain.utils.dynamic_chunk_training import DynChunkTrainConfig
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -40,7 +40,7 @@ class ExportedTransformerASR(TransformerASR):
     """``TransformerASR`` with masks computed from shapes alone."""
 
     def encode(self, src: Tensor, wav_len: Tensor | None = None, pad_idx: int = 0,
-               dynchunktrain_config: Any = None) -> Tensor:
+               dynchunktrain_config: DynChunkTrainConfig | None = None) -> Tensor:
         """[B, T, F] and relative lengths [B] to [B, T, D]."""
         if dynchunktrain_config is not None:
             raise SbkitError("an encoder that attends in chunks (dynchunktrain_config) can't be exported",

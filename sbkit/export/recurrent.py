@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import torch
 from speechbrain.nnet import RNN, pooling
 from torch import Tensor, nn
 
+S = TypeVar("S")
 
-def _scan(step: Callable[..., tuple[Any, Tensor]], state: Any, frames: Tensor) -> Tensor:
+
+def _scan(step: Callable[[S, Tensor], tuple[S, Tensor]], state: S, frames: Tensor) -> Tensor:
     """Run ``step`` over inputs [B, T, D]; returns the states of all frames [B, T, H]."""
     from torch._higher_order_ops.scan import scan
 

@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from speechbrain.utils.checkpoints import Checkpoint
 from torch import nn
 
 from sbkit.errors import SbkitError
 from sbkit.export.exported import Exported
 from sbkit.nn import adapters
 from sbkit.runs import restore
+from sbkit.runs.keys import RunKeys
 from sbkit.train.averaging import EMA
+
+if TYPE_CHECKING:
+    from sbkit.train.brain import Brain
 
 
 @dataclass
@@ -21,7 +26,7 @@ class Trained:
     """A trained model in evaluation mode on the CPU in fp32, and what is known about it."""
 
     exported: Exported
-    keys: Any
+    keys: RunKeys
     facts: dict[str, Any]
     """Recipe, checkpoint and scores, for config.json."""
 
@@ -49,7 +54,7 @@ def open_run(run: str | Path, checkpoint: str = restore.BEST, mean_of: int = 1) 
     return Trained(exported, recipe.keys, _facts(recipe.keys, brain, used, averaged))
 
 
-def _facts(keys: Any, brain: Any, used: Sequence[Any], averaged: bool) -> dict[str, Any]:
+def _facts(keys: RunKeys, brain: Brain, used: Sequence[Checkpoint], averaged: bool) -> dict[str, Any]:
     best = used[0]
     meta = {key: value for key, value in best.meta.items() if key in ("epoch", brain.metric.name, "loss")}
     return {

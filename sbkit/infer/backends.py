@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import warnings
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from sbkit.infer import device as devices
 from sbkit.infer.device import DeviceChoice, Placement
 from sbkit.infer.worker import Worker
 from sbkit.system.cores import keep_to_usable_cores, threads_to_ask_for, usable_cores
+
+if TYPE_CHECKING:
+    import torch
 
 #: Modes of torch.compile; those with CUDA graphs work only within the thread that runs the result.
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -72,7 +75,7 @@ class Torch:
 
         from sbkit.nn import attention_kernel
 
-        device, note = _torch_device(wanted, torch)
+        device, note = _torch_device(wanted)
         attention_kernel.leave_cudnn()
         if threads:
             torch.set_num_threads(threads)
@@ -96,7 +99,7 @@ class Torch:
             return [each.detach().to("cpu", copy=True).numpy() for each in found]
 
 
-def moved(program: Any, device: Any) -> Any:
+def moved(program: torch.export.ExportedProgram, device: torch.device) -> torch.export.ExportedProgram:
     """Move a program to another device than it was traced on: weights, constants, and devices named by its nodes.
 
     ``module().to(device)`` would move only the weights. torch's own pass before 2.9 leaves out nested modules.
@@ -114,7 +117,7 @@ def moved(program: Any, device: Any) -> Any:
     return program
 
 
-def compiled(module: Any, mode: str, worker: Worker) -> Any:
+def compiled(module: torch.nn.Module, mode: str, worker: Worker) -> Callable[..., Any]:
     """Compile a module with ``torch.compile``, only within the worker thread."""
     if mode not in COMPILE_MODES:
         raise SbkitError(f"unknown compile mode {mode!r}", hint=f"use {', '.join(COMPILE_MODES)}")
@@ -135,7 +138,9 @@ def compiled(module: Any, mode: str, worker: Worker) -> Any:
     return torch.compile(module, mode=mode, dynamic=False)
 
 
-def _torch_device(wanted: DeviceChoice, torch: Any) -> tuple[Any, str]:
+def _torch_device(wanted: DeviceChoice) -> tuple[torch.device, str]:
+    import torch
+
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted.explicit_gpu and wanted.index >= count:
         raise SbkitError(f"{wanted.text} was requested, but torch {torch.__version__} sees {count} CUDA devices",

@@ -14,6 +14,8 @@ from sbkit.decode.spans import Spans, collapse
 from sbkit.errors import SbkitError
 from sbkit.export.vocabulary import Vocabulary
 
+Kept = Any  # what a decoder keeps of a stretch, which only that decoder reads
+
 
 class Found(NamedTuple):
     """Tokens, with frames relative to ``frame`` of the recording."""
@@ -30,16 +32,16 @@ class Decoder(Protocol):
     joins: bool
     """Whether a word may continue past the end of a stretch."""
 
-    def keep(self, log_probs: np.ndarray) -> Any:
+    def keep(self, log_probs: np.ndarray) -> Kept:
         """Reduce a stretch [T, V] that ends in a pause to what decoding needs."""
 
-    def tokens(self, recordings: Sequence[Sequence[Any]]) -> list[list[Found]]:
+    def tokens(self, recordings: Sequence[Sequence[Kept]]) -> list[list[Found]]:
         """Decode recordings, each given as its stretches in order."""
 
-    def frames(self, kept: Any) -> int:
+    def frames(self, kept: Kept) -> int:
         """The number of frames of a stretch."""
 
-    def after(self, stretches: Sequence[Any], frame: int) -> list[Any]:
+    def after(self, stretches: Sequence[Kept], frame: int) -> list[Kept]:
         """The part of stretches from ``frame`` on: their end, or a token's start if stretches are joined."""
 
 

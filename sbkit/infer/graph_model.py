@@ -13,7 +13,7 @@ from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.infer.device import Placement
 from sbkit.infer.engine import Engine
-from sbkit.infer.recordings import Recording
+from sbkit.infer.recordings import Recording, Source
 
 #: Longest recording in seconds: a model that maps a whole recording to one result holds all of it.
 MOST_SECONDS = 600.0
@@ -73,17 +73,16 @@ class GraphModel:
         """The requested device, and the one the model runs on."""
         return self.engine.running
 
-    def run(self, audio: Any) -> Output | list[Output]:
+    def run(self, audio: Source | list[Source]) -> Output | list[Output]:
         """Run the model on a recording of any format, or on a list; the results keep the order.
 
         audio : a path, the bytes of a file, a binary file, or float samples [S] at the model's rate
         """
-        several = isinstance(audio, list)
-        signals = [self._samples(each) for each in (audio if several else [audio])]
+        signals = [self._samples(each) for each in (audio if isinstance(audio, list) else [audio])]
         found = [self._output(each) for each in self.engine.run(signals)]
-        return found if several else found[0]
+        return found if isinstance(audio, list) else found[0]
 
-    def _samples(self, audio: Any) -> np.ndarray:
+    def _samples(self, audio: Source) -> np.ndarray:
         recording = audio if isinstance(audio, Recording) else Recording(audio)
         rate = self.engine.config.sample_rate
         if recording.seconds(rate) > MOST_SECONDS:

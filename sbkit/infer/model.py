@@ -5,18 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, overload
-
-import numpy as np
+from typing import overload
 
 from sbkit.export import layout
+from sbkit.infer.device import Placement
 from sbkit.infer.engine import AUTO, Engine
 from sbkit.infer.graph_model import GraphEngine, GraphModel
 from sbkit.infer.pipeline import Options, Pipeline
-from sbkit.infer.recordings import Recording
+from sbkit.infer.recordings import Recording, Source
 from sbkit.infer.transcript import Transcript
-
-Source = str | os.PathLike[str] | bytes | BinaryIO | np.ndarray | Recording
 
 
 class Model:
@@ -33,7 +30,7 @@ class Model:
         self._pipeline = Pipeline(engine, options)
 
     @property
-    def running(self) -> Any:
+    def running(self) -> Placement:
         """The requested device, and the one the model runs on."""
         return self.engine.running
 

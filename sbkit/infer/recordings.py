@@ -62,6 +62,10 @@ class Recording:
             yield from _decoded(self.audio, self.name, rate, self.start, self.duration, self.remote)
 
 
+#: What can be transcribed.
+Source = str | os.PathLike[str] | bytes | BinaryIO | np.ndarray | Recording
+
+
 def _samples(signal: np.ndarray, name: str) -> Iterator[np.ndarray]:
     if signal.ndim != 1 or not len(signal) or not np.issubdtype(signal.dtype, np.floating):
         raise AudioError(name, f"samples must be floats [S], not {signal.dtype} {list(signal.shape)}")

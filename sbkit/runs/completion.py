@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sbkit.recipe.arguments import Request
+from sbkit.runs.keys import RunKeys
 from sbkit.runs.layout import RECIPE, TESTED
 from sbkit.score.results import Results
 from sbkit.system.console import atomic_write
@@ -16,7 +17,7 @@ from sbkit.system.console import atomic_write
 _SHOW = {"param_file", "test_only", "noprogressbar", "tqdm_colored_bar", "log_config"}
 
 
-def done(keys: Any, request: Request) -> str:
+def done(keys: RunKeys, request: Request) -> str:
     """The message for a run that was tested and has not changed since; empty if it has."""
     folder = keys.folder
     try:
@@ -31,12 +32,12 @@ def done(keys: Any, request: Request) -> str:
             "on, --test_only tests again")
 
 
-def forget(keys: Any) -> None:
+def forget(keys: RunKeys) -> None:
     """Mark the run as incomplete until ``keep`` is called."""
     (keys.folder / TESTED).unlink(missing_ok=True)
 
 
-def keep(keys: Any, request: Request, results: Results) -> None:
+def keep(keys: RunKeys, request: Request, results: Results) -> None:
     """Record that the run is complete: its results, and what they were computed from."""
     if not hasattr(keys.corpus, "manifest_path") or request.run_opts.debug:
         return  # the run can't be identified, or only part of it was run
@@ -45,7 +46,7 @@ def keep(keys: Any, request: Request, results: Results) -> None:
                    "of": _of(keys, request)}, out, indent=1)
 
 
-def _of(keys: Any, request: Request) -> dict[str, Any]:
+def _of(keys: RunKeys, request: Request) -> dict[str, Any]:
     """Fingerprint of recipe, options, test set and checkpoints."""
     options, shelf = request.run_opts, keys.checkpointer
     written = (keys.folder / RECIPE).read_text(encoding="utf-8")

@@ -110,7 +110,7 @@ def _check_there(name: str, paths: Mapping[str, object]) -> None:
                          hint="name a file, a URL, or owner/model/file on the Hugging Face Hub")
 
 
-def _load(obj: Any, name: str, path: str, custom: Hook | None) -> None:
+def _load(obj: Any, name: str, path: str, custom: Hook | None) -> None:  # obj: as the hook takes it
     """Load by SpeechBrain's rules: with the recipe's hook, a parameter transfer, or a checkpoint's loader."""
     hook = custom or get_default_hook(obj, DEFAULT_TRANSFER_HOOKS)
     try:

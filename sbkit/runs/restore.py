@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from hyperpyyaml import load_hyperpyyaml
@@ -24,11 +24,14 @@ from sbkit.score.metric import Metric, Order
 from sbkit.train.averaging import EMA, load_mean, weights_among
 from sbkit.train.checkpoint import Checkpointer
 
+if TYPE_CHECKING:
+    from sbkit.train.brain import Brain
+
 BEST, LAST = "best", "last"
 
 
 def load_run(run: str | Path, device: str | torch.device | None = None, *, checkpoint: str = BEST, mean_of: int = 1,
-             **run_opts: Any) -> tuple[Recipe, Any]:
+             **run_opts: Any) -> tuple[Recipe, Brain]:
     """Load the recipe and the Brain of a run, with trained weights and modules in evaluation mode.
 
     >>> recipe, brain = load_run("results/ctc/en/1234", "cpu")  # doctest: +SKIP
@@ -74,7 +77,7 @@ def _origin(path: Path) -> Path:
     return Path(line[0].removeprefix("#").strip()) if line else path
 
 
-def build(recipe: Recipe, device: str | torch.device | None = None, **run_opts: Any) -> Any:
+def build(recipe: Recipe, device: str | torch.device | None = None, **run_opts: Any) -> Brain:
     """Build the run's Brain with freshly initialised weights, for ``take_weights`` to fill."""
     options = {"device": None if device is None else str(device), **run_opts}
     options = {name: value for name, value in options.items() if value is not None}
@@ -89,7 +92,7 @@ def build(recipe: Recipe, device: str | torch.device | None = None, **run_opts: 
     return brain
 
 
-def take_weights(brain: Any, checkpoint: str = BEST, mean_of: int = 1) -> list[Checkpoint]:
+def take_weights(brain: Brain, checkpoint: str = BEST, mean_of: int = 1) -> list[Checkpoint]:
     """Fill a Brain from its checkpoints; returns those that were used.
 
     Arguments
@@ -157,12 +160,12 @@ def output_folder(tree: Mapping[str, Any], path: Path) -> str:
     return str(tree["output_folder"])
 
 
-def moved(tree: Any, old: str, new: str) -> io.StringIO:
+def moved(tree: Mapping[str, Any], old: str, new: str) -> io.StringIO:
     """The recipe with each path below the folder ``old`` moved below ``new``."""
     old, new = old.rstrip("/"), new.rstrip("/")
     seen: set[int] = set()
 
-    def move(value: Any) -> Any:
+    def move(value: object) -> object:
         if isinstance(value, str):
             return type(value)(new + value[len(old):]) if f"{value}/".startswith(f"{old}/") else value
         if isinstance(value, (dict, list)) and id(value) not in seen:

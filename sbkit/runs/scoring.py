@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from speechbrain.core import Stage
@@ -13,10 +13,14 @@ from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
 from sbkit.recipe.load import Recipe
 from sbkit.runs.evaluation import EvaluateRequest, Result
+from sbkit.runs.keys import RunKeys
 from sbkit.train.distributed import ranks
 
+if TYPE_CHECKING:
+    from sbkit.train.brain import Brain
 
-def score(request: EvaluateRequest, recipe: Recipe, brain: Any, manifest: Manifest, label: str) -> Result:
+
+def score(request: EvaluateRequest, recipe: Recipe, brain: Brain, manifest: Manifest, label: str) -> Result:
     """Score the manifest on all ranks; every rank gets the whole result."""
     ranks.meet("ready")
     began = time.monotonic()
@@ -36,7 +40,7 @@ def score(request: EvaluateRequest, recipe: Recipe, brain: Any, manifest: Manife
     return Result(came, facts, brain.metric.name)
 
 
-def hear(request: EvaluateRequest, recipe: Recipe, brain: Any, manifest: Manifest, label: str,
+def hear(request: EvaluateRequest, recipe: Recipe, brain: Brain, manifest: Manifest, label: str,
          ) -> tuple[dict[str, str], float]:
     """Score this rank's share: fills ``brain.rows``, returns the unreadable recordings and the loss."""
     keys = recipe.keys
@@ -51,7 +55,7 @@ def hear(request: EvaluateRequest, recipe: Recipe, brain: Any, manifest: Manifes
     return loader.damaged, loss
 
 
-def _batch_seconds(keys: Any) -> float:
+def _batch_seconds(keys: RunKeys) -> float:
     if keys.batching is None:
         raise SbkitError("the recipe has no batching", hint="set the audio in one batch: --max-batch-seconds 120")
     return keys.batching.max_batch_seconds

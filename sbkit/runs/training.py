@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 import torch
 
@@ -28,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def fit_and_test(recipe: Recipe, request: Request, device: torch.device, manifests: Mapping[str, Manifest],
-                 guard: StartGuard) -> Any:
+                 guard: StartGuard) -> Brain:
     """Train the remaining epochs, then test; returns the Brain, which has the results."""
     keys, train = recipe.keys, manifests["train"]
     encoder = recipe.task.encoder(keys)

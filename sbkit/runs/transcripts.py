@@ -12,7 +12,7 @@ from sbkit.errors import SbkitError
 _STDIN = "-"
 
 
-def read_run(folder: str) -> Any:
+def read_run(folder: str) -> Any:  # its task's own keys
     """Read the keys of a run's recipe, corpus and tokenizer included."""
     from sbkit.runs import restore
 

@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request, WebSocket
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
 
 import sbkit
 from sbkit.infer.transcript import Transcript
@@ -206,7 +207,7 @@ class _Streamed(Response):
         del self.headers["content-length"]
         self._events, self._stay = events, stay
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._stay:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             async with contextlib.aclosing(self._events) as events:

@@ -35,7 +35,7 @@ class Impatient(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
         """Start watching the connection."""
         super().connection_made(transport)
-        self._seen: Any = self
+        self._seen: object = self
         self._watch = self.loop.call_later(_LOOK_SECONDS, self._look)
         self._whole = self._doors.enter(self, self.connections)
         if not self._whole:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class Cancelled(Exception):
@@ -37,7 +39,7 @@ class Job:
         for future in waiting:
             future.cancel()
 
-    def watch(self, future: Future[Any]) -> Future[Any]:
+    def watch(self, future: Future[T]) -> Future[T]:
         """Add a future, which is cancelled with the job."""
         with self._lock:
             cancelled = self._cancelled
@@ -49,7 +51,7 @@ class Job:
             future.add_done_callback(self._forget)  # without the lock, because a finished future calls back at once
         return future
 
-    def result(self, future: Future[Any]) -> Any:
+    def result(self, future: Future[T]) -> T:
         """Wait for a future's result."""
         self.check()
         try:

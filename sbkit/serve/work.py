@@ -83,7 +83,7 @@ class Visit:
         loop = asyncio.get_running_loop()
         told: asyncio.Queue[Any] = asyncio.Queue()
 
-        def tell(each: Any) -> None:
+        def tell(each: object) -> None:
             loop.call_soon_threadsafe(told.put_nowait, each)
 
         running = asyncio.wrap_future(self.job.watch(self._threads.submit(call, tell)))

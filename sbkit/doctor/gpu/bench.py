@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -212,7 +213,7 @@ def _sbkit(words: list[str], output: str, cwd: Path, environment: dict[str, str]
     _own_threads()
     sys.argv = sys.orig_argv = ["sbkit", *words]
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    code: Any = 1
+    code: int | None = 1
     try:
         runpy.run_module("sbkit", run_name="__main__")  # as ``python -m sbkit`` does
     except SystemExit as end:
@@ -231,7 +232,7 @@ def _own_threads() -> None:
     torch.set_num_threads(torch.get_num_threads())
 
 
-def _answer(pipe: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _answer(pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     value = error = None
     _own_threads()
     try:

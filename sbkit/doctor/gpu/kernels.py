@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
@@ -77,7 +77,8 @@ def ctc(device: str, labels: int) -> tuple[float, float]:
     return losses, gradients
 
 
-def _losses(by: Any, logits: torch.Tensor, *rest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _losses(by: Callable[..., torch.Tensor], logits: torch.Tensor, *rest: torch.Tensor
+            ) -> tuple[torch.Tensor, torch.Tensor]:
     logits = logits.clone().requires_grad_()
     losses = by(logits.log_softmax(-1), *rest, 0)
     losses.sum().backward()
@@ -108,7 +109,8 @@ def _apart(found: torch.Tensor, expected: torch.Tensor) -> float:
     return ((found - expected).norm() / (expected.norm() + 1e-3 * expected.numel() ** 0.5)).item()
 
 
-def _gather(modules: torch.nn.Module, run: Any, kind: str, precision: str) -> tuple[float, dict[str, torch.Tensor]]:
+def _gather(modules: torch.nn.Module, run: Callable[[], torch.Tensor], kind: str, precision: str
+            ) -> tuple[float, dict[str, torch.Tensor]]:
     import torch
 
     modules.zero_grad(set_to_none=True)
@@ -118,7 +120,8 @@ def _gather(modules: torch.nn.Module, run: Any, kind: str, precision: str) -> tu
     return loss.item(), {name: p.grad.float() for name, p in modules.named_parameters() if p.grad is not None}
 
 
-def _flagship(device: str, recipe: Path, small: bool, folder: Path) -> tuple[torch.nn.Module, Any]:
+def _flagship(device: str, recipe: Path, small: bool, folder: Path
+              ) -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
     """Build the recipe's modules without dropout, and a function for their loss on a batch of noise."""
     import torch
 

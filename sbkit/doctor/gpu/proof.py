@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import FrameType
 
 import sbkit
 from sbkit.doctor.gpu import report, runner
@@ -85,7 +85,7 @@ class _Stop:
         if kind is None:
             self.if_asked()
 
-    def _note(self, signum: int, frame: Any) -> None:
+    def _note(self, signum: int, frame: FrameType | None) -> None:
         self._signum = self._signum or signum
 
     def if_asked(self) -> None:
@@ -117,7 +117,7 @@ def _asked(only: Sequence[str]) -> list[Check]:
 
 
 def _run(asked: list[Check], request: GpuRequest, machine: Machine, checkout: Path, home: Path, logs: Path,
-         write: Callable[[Sequence[Result]], Any], stop: _Stop) -> list[Result]:
+         write: Callable[[Sequence[Result]], object], stop: _Stop) -> list[Result]:
     """Run the checks; results are written as each ends."""
     results = {check.name: left_out(check, f"needs {check.cards} cards", NOT_SHOWN)
                for check in asked if check.cards > machine.cards}
@@ -186,5 +186,5 @@ def _tell(result: Result, place: int, count: int) -> None:
     _say(f"{number} {result.check.name:<10} {result.seconds:6.1f} s  {result.verdict}{more}")
 
 
-def _say(text: Any) -> None:
+def _say(text: object) -> None:
     print(text, file=sys.stderr, flush=True)

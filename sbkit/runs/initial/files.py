@@ -73,7 +73,7 @@ def statistics_in(state: Mapping[str, Any]) -> bool:
     return set(state) == STATISTICS
 
 
-def _plain(state: Any) -> dict[str, Any] | None:
+def _plain(state: object) -> dict[str, Any] | None:
     """Tensors by name, and the hash of a base that an adapted model rests on."""
     if not isinstance(state, Mapping):
         return None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,30 +14,42 @@ from sbkit.errors import SbkitError
 from sbkit.runs.initial import statistics, table
 from sbkit.runs.initial.matching import Match
 from sbkit.runs.initial.source import Source, find
+from sbkit.runs.initial.vocabulary import TokenTables
+from sbkit.runs.keys import RunKeys
 from sbkit.train.distributed import ranks
 
 logger = logging.getLogger(__name__)
 
 
-def fresh(keys: Any) -> bool:
+class Begins(Protocol):
+    """The Brain of a task, whose run may begin with weights that there are."""
+
+    keys: RunKeys
+    modules: torch.nn.ModuleDict
+    hparams: SimpleNamespace
+
+    def token_tables(self) -> TokenTables | None: ...
+
+
+def fresh(keys: RunKeys) -> bool:
     """Whether a run has no checkpoint of its own."""
     return not keys.checkpointer.list_checkpoints()
 
 
-def source_of(keys: Any) -> Source | None:
+def source_of(keys: RunKeys) -> Source | None:
     """What a recipe says that its run starts from."""
     if keys.init_from is None:
         return None
     return find(keys.init_from, keys.init_checkpoint, keys.init_average, keys.brain.metric)
 
 
-def look(keys: Any) -> None:
+def look(keys: RunKeys) -> None:
     """Tell of a source that isn't there, or is none, before a corpus is prepared."""
     if keys.init_from is not None and fresh(keys):
         _sought(keys)
 
 
-def check(keys: Any, brain: Any) -> None:
+def check(keys: RunKeys, brain: Begins) -> None:
     """Refuse, beside what ``look`` does, names and shapes that don't fit; the rows of tokens wait for the corpus.
 
     keys, brain : of the run that is to start, which may have no checkpoints; a Brain that need not be able to train
@@ -45,7 +58,7 @@ def check(keys: Any, brain: Any) -> None:
         _match(brain, _sought(keys), shapes=True).check()
 
 
-def load(brain: Any) -> None:
+def load(brain: Begins) -> None:
     """Fill the modules of a Brain whose run begins; one rank reads, and the others get what it has."""
     if brain.keys.init_from is None:
         return
@@ -57,7 +70,7 @@ def load(brain: Any) -> None:
                 dist.broadcast(tensor.detach(), src=0)
 
 
-def _fill(brain: Any) -> dict[str, dict[str, torch.Tensor]]:
+def _fill(brain: Begins) -> dict[str, dict[str, torch.Tensor]]:
     """Gives the running statistics, which are no part of a state dict."""
     source = _sought(brain.keys)
     match = _match(brain, source)
@@ -70,12 +83,13 @@ def _merged(match: Match) -> str:
     return f", its LoRA merged into {len(match.merged)} weights" if match.merged else ""
 
 
-def _match(brain: Any, source: Source, shapes: bool = False) -> Match:
+def _match(brain: Begins, source: Source, shapes: bool = False) -> Match:
     return Match(brain.modules, vars(brain.hparams), source, brain.keys.init_leave or (), brain.token_tables(), shapes)
 
 
-def _sought(keys: Any) -> Source:
+def _sought(keys: RunKeys) -> Source:
     """The source, which is not the run itself."""
+    assert keys.init_from is not None
     if Path(keys.init_from).resolve() == keys.folder.resolve():
         raise SbkitError(f"init_from: {keys.init_from} is the folder of this very run",
                          hint="the same command resumes a run; name another --output_folder to start a new one")

@@ -57,7 +57,7 @@ class SavedNames:
         node, before = _within(_argument(self._ema, "module", 0) if self.averaged(name) else self._saved.get(name))
         return self._named(node, name, {key.removeprefix(before): value for key, value in state.items()})
 
-    def _named(self, node: Any, name: str, state: Mapping[str, V]) -> dict[str, V]:
+    def _named(self, node: object, name: str, state: Mapping[str, V]) -> dict[str, V]:
         heads = self._heads(node, name)
         found = {}
         for key, value in state.items():
@@ -65,7 +65,7 @@ class SavedNames:
             found[f"{heads[prefix]}.{key[len(prefix):]}"] = value
         return found
 
-    def _heads(self, node: Any, name: str = "") -> dict[str, str]:
+    def _heads(self, node: object, name: str = "") -> dict[str, str]:
         """What stands in the recipe's names for the beginnings of those in a module."""
         own = self._keys.get(id(node)) or self._modules.get(id(node)) or name
         heads = {"": own, **dict(self._prefixes(node))}
@@ -118,17 +118,17 @@ def _placed(nodes: list[object]) -> Iterator[tuple[str, object]]:
     return ((str(place), inner) for place, inner in enumerate(nodes))
 
 
-def _within(node: Any) -> tuple[Any, str]:
+def _within(node: object) -> tuple[object, str]:
     """What an Adapted saves, and where that lies in it; of anything else that itself."""
     return (_argument(node, "model", 0), "model.") if _kind(node) == _ADAPTED else (node, "")
 
 
-def _kind(node: Any) -> str:
+def _kind(node: object) -> str:
     """The class of what a recipe makes, without its module."""
     return tag_of(node).rpartition(".")[2] if tag_of(node).startswith("!new:") else ""
 
 
-def _argument(node: Any, name: str, place: int) -> Any:
+def _argument(node: object, name: str, place: int) -> Any:  # whatever the recipe says there
     """What something is made with, by its name or its place."""
     if isinstance(node, Mapping):
         return node.get(name)
