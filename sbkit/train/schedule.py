@@ -26,8 +26,8 @@ class Schedule:
     final : float
         The rate at the end of ``cosine`` and ``linear``, as a share of ``peak``.
     rise : float, optional
-        The most that the rate may rise in a step. A peak that is too high for ``warmup`` is reached later; one that
-        couldn't be reached in the first half of the run is lowered.
+        The most that the rate may rise in a step of a warm-up that is a share of the run. A peak that is too high for
+        that is reached later; one that couldn't be reached in the first half of the run is lowered.
 
     Example
     -------
@@ -71,7 +71,7 @@ class Schedule:
     @property
     def gentler(self) -> bool:
         """Whether ``rise`` makes the warm-up longer than ``warmup`` says."""
-        return self.rise is not None and self.peak > self.rise * self._warmup()
+        return self.rise is not None and self.warmup < 1 and self.peak > self.rise * self._warmup()
 
     def _warmup(self) -> float:
         return max(1.0, self.warmup if self.warmup >= 1 else self.warmup * self.total_steps)

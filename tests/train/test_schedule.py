@@ -45,7 +45,7 @@ def test_a_peak_that_half_the_run_is_too_short_for_is_lowered():
     assert max(map(schedule, range(1, 1001))) == pytest.approx(10.0)
 
 
-@given(peak=st.floats(1e-5, 1), warmup=st.floats(0.01, 300), rise=st.floats(1e-6, 1e-2), total=st.integers(1, 2000),
+@given(peak=st.floats(1e-5, 1), warmup=st.floats(0.01, 0.9), rise=st.floats(1e-6, 1e-2), total=st.integers(1, 2000),
        shape=st.sampled_from(["cosine", "linear", "noam", "constant"]))
 def test_no_step_rises_by_more(peak, warmup, rise, total, shape):
     schedule = Schedule(peak=peak, warmup=warmup, shape=shape, rise=rise)
@@ -59,6 +59,12 @@ def test_a_gentle_warm_up_stays_as_it_is():
     schedule = Schedule(peak=1.0, warmup=0.2, shape="linear", rise=0.01)
     schedule.total_steps = 1000
     assert not schedule.gentler and schedule.top() == (200, 1.0)
+
+
+def test_a_warm_up_in_steps_is_taken_as_it_is():
+    schedule = Schedule(peak=1.0, warmup=3, shape="linear", rise=0.01)
+    schedule.total_steps = 1000
+    assert not schedule.gentler and schedule.top() == (3, 1.0)
 
 
 def test_a_rate_that_could_never_rise_is_refused():
