@@ -30,6 +30,20 @@ def _key_mask(key_padding_mask: Tensor | None) -> Tensor | None:
     return None if key_padding_mask is None else ~key_padding_mask.bool()[:, None, None, :]
 
 
+def _pair_mask(key_padding_mask: Tensor | None, attn_mask: Tensor | None) -> Tensor | None:
+    """Combine SpeechBrain's mask of keys [B, S] with one of pairs [T, S]: [B or 1, 1, T or 1, S], True: take part."""
+    keys = _key_mask(key_padding_mask)
+    if attn_mask is None:
+        return keys
+    pairs = ~attn_mask[None, None]
+    return pairs if keys is None else keys & pairs
+
+
+def _pairs(attn_mask: Tensor | None) -> bool:
+    """Whether a mask is None or one that ``_pair_mask`` takes."""
+    return attn_mask is None or (attn_mask.dtype == torch.bool and attn_mask.dim() == 2)
+
+
 class RelPosMHAXL(attention.RelPosMHAXL):
     """Self-attention with relative positions: [B, T, D] -> [B, T, D]."""
 
@@ -38,7 +52,7 @@ class RelPosMHAXL(attention.RelPosMHAXL):
         attn_mask: Tensor | None = None, return_attn_weights: bool = True,
     ) -> tuple[Tensor, None] | Tensor:
         itself = query is key and key is value and self._qkv_same_embed_dim
-        if not itself or attn_mask is not None or self.mask_pos_future:
+        if not itself or not _pairs(attn_mask) or self.mask_pos_future:
             return super().forward(query, key, value, pos_embs, key_padding_mask, attn_mask, return_attn_weights)
         b, t, heads, size = *query.shape[:2], self.num_heads, self.head_dim
         q, k, v = functional.linear(query, self.in_proj_weight).view(b, t, heads, 3 * size).chunk(3, dim=-1)
@@ -49,9 +63,9 @@ class RelPosMHAXL(attention.RelPosMHAXL):
         with_v = (q + self.pos_bias_v.view(1, 1, heads, size)).transpose(1, 2)
         bias = relative_shift(torch.matmul(with_v * self.scale, positions.permute(0, 2, 3, 1)))
         with_u, bias = with_u.to(v.dtype), bias.to(v.dtype)
-        keys = _key_mask(key_padding_mask)
-        if keys is not None:
-            bias = bias.masked_fill(~keys, torch.finfo(bias.dtype).min / 2)  # finite: no NaN in rows of padding
+        pairs = _pair_mask(key_padding_mask, attn_mask)
+        if pairs is not None:
+            bias = bias.masked_fill(~pairs, torch.finfo(bias.dtype).min / 2)  # finite: no NaN in rows of padding
         out = attend(with_u, k.transpose(1, 2), v.transpose(1, 2), bias, self.dropout if self.training else 0.0,
                      self.scale)
         out = self.out_proj(out.transpose(1, 2).reshape(b, t, heads * size))
@@ -80,7 +94,7 @@ class RoPEMHA(attention.RoPEMHA):
         attn_mask: Tensor | None = None, pos_embs: None = None, return_attn_weights: bool = True,
     ) -> tuple[Tensor, None] | Tensor:
         itself = query is key and key is value and self._qkv_same_embed_dim
-        if not itself or attn_mask is not None:
+        if not itself or not _pairs(attn_mask):
             return super().forward(query, key, value, key_padding_mask, attn_mask, pos_embs, return_attn_weights)
         b, t, heads, size = *query.shape[:2], self.num_heads, self.head_dim
         qkv = functional.linear(query, self.in_proj_weight).view(b, t, heads, 3 * size)
@@ -88,7 +102,8 @@ class RoPEMHA(attention.RoPEMHA):
         q, k, v = turn(qkv)
         if self.vbias is not None:
             v = (v + self.value_bias_weight.view(1, heads, 1, size)).to(k.dtype)
-        out = attend(q, k, v, _key_mask(key_padding_mask), self.dropout if self.training else 0.0, self.scale)
+        pairs = _pair_mask(key_padding_mask, attn_mask)
+        out = attend(q, k, v, pairs, self.dropout if self.training else 0.0, self.scale)
         out = self.out_proj(out.transpose(1, 2).reshape(b, t, heads * size))
         return (out, None) if return_attn_weights else out
 

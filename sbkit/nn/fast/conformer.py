@@ -25,14 +25,15 @@ class ConvolutionModule(Conformer.ConvolutionModule):
 
     def forward(self, x: Tensor, mask: Tensor | None = None,
                 dynchunktrain_config: DynChunkTrainConfig | None = None) -> Tensor:
-        if dynchunktrain_config is not None:
-            return super().forward(x, mask, dynchunktrain_config)
         pointwise = self.bottleneck[0]
         out = functional.linear(self.layer_norm(x), pointwise.weight.squeeze(-1), pointwise.bias)
         out = functional.glu(out, dim=-1)
         if mask is not None:
             out = out.masked_fill(mask, 0.0)
-        out = self._depthwise(out)
+        if dynchunktrain_config is None:
+            out = self._depthwise(out)
+        else:
+            out = self._depthwise_in_chunks(out, dynchunktrain_config.chunk_size)
         out = self.after_conv(out)
         return out if mask is None else out.masked_fill(mask, 0.0)
 
@@ -45,6 +46,16 @@ class ConvolutionModule(Conformer.ConvolutionModule):
         else:
             out = self.conv(x.transpose(1, 2))
         return (out[..., : -self.padding] if self.causal else out).transpose(1, 2)
+
+    def _depthwise_in_chunks(self, x: Tensor, size: int) -> Tensor:
+        """Convolve [B, T, D] with zeros behind the chunk of each frame, as if chunks came one by one."""
+        assert not self.causal and self.dilation == 1, "SpeechBrain's chunks need a centred convolution"
+        b, t, columns = x.shape
+        conv, around, rest = self.conv, self.padding, -t % size
+        before = functional.pad(x, (0, 0, around, rest)).unfold(1, around + size, size)  # [B, N, D, around + size]
+        chunks = functional.pad(before, (0, around)).flatten(0, 1)
+        out = functional.conv1d(chunks, conv.weight, conv.bias, groups=conv.groups)
+        return out.transpose(1, 2).reshape(b, t + rest, columns)[:, :t]
 
 
 class ConformerEncoderLayer(Conformer.ConformerEncoderLayer):
@@ -86,8 +97,8 @@ def _feed_forward(module: Layer, x: Tensor, dtype: torch.dtype | None) -> Tensor
 def _attend(layer: Layer, x: Tensor, mask: Tensor | None, keys: Tensor | None, positions: Tensor | None,
             dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
     """Compute x plus self-attention of its norm, fused if possible; returns the attention weights too, or None."""
-    if dtype is not None and mask is None and _attends_as_known(layer.mha_layer, layer.norm1, x, keys):
-        summed = _to_itself(layer.mha_layer, layer.norm1.norm, x, keys, positions, dtype)
+    if dtype is not None and _attends_as_known(layer.mha_layer, layer.norm1, x, keys, mask):
+        summed = _to_itself(layer.mha_layer, layer.norm1.norm, x, keys, mask, positions, dtype)
         if summed is not None:
             return summed, None
     normed = _norm(layer.norm1, x, dtype)
@@ -96,7 +107,7 @@ def _attend(layer: Layer, x: Tensor, mask: Tensor | None, keys: Tensor | None, p
     return attended + x, weights
 
 
-def _attends_as_known(mha: Layer, norm: Layer, x: Tensor, keys: Tensor | None) -> bool:
+def _attends_as_known(mha: Layer, norm: Layer, x: Tensor, keys: Tensor | None, mask: Tensor | None) -> bool:
     """Whether the kernels support this attention layer and its norm."""
     if type(mha) not in (RoPEMHA, RelPosMHAXL) or type(norm) is not normalization.LayerNorm:
         return False
@@ -104,13 +115,14 @@ def _attends_as_known(mha: Layer, norm: Layer, x: Tensor, keys: Tensor | None) -
     return bool(mha._qkv_same_embed_dim and mha.vbias is None and x.shape[1] <= WIDEST
                 and fused.plain(mha, mha.out_proj, norm, norm.norm) and type(mha.out_proj) is nn.Linear
                 and fused.fits(norm.norm, x.shape[-1:]) and fused.masks(keys, x.shape[:2])
+                and fused.masks(mask, (x.shape[1], x.shape[1]))
                 and _biased(x.shape[-1], mha.out_proj) and fused.single(mha.in_proj_weight)
                 and mha.in_proj_weight.shape == (3 * x.shape[-1], x.shape[-1])
                 and (not p or dropout.levels(p)))
 
 
-def _to_itself(mha: Layer, norm: nn.LayerNorm, x: Tensor, keys: Tensor | None, positions: Tensor | None,
-               dtype: torch.dtype) -> Tensor | None:
+def _to_itself(mha: Layer, norm: nn.LayerNorm, x: Tensor, keys: Tensor | None, mask: Tensor | None,
+               positions: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """Compute x plus fused self-attention of its norm; None if the kernels don't support its positions."""
     t, size, p = x.shape[1], mha.head_dim, mha.dropout if mha.training else 0.0
     if type(mha) is RoPEMHA:
@@ -118,8 +130,8 @@ def _to_itself(mha: Layer, norm: nn.LayerNorm, x: Tensor, keys: Tensor | None, p
             return None
         angles = attention._get_precomputed_values(t, size, torch.float32, x.device)
         table = angles.cosines[:t].contiguous(), angles.sines[:t].contiguous()
-        return fused.rotary_attention(x, keys, norm, mha.in_proj_weight, mha.out_proj, table, mha.num_heads, mha.scale,
-                                      p, dtype)
+        return fused.rotary_attention(x, keys, mask, norm, mha.in_proj_weight, mha.out_proj, table, mha.num_heads,
+                                      mha.scale, p, dtype)
     biases = mha.pos_bias_u, mha.pos_bias_v
     if not fused.single(*biases) or any(bias.numel() != x.shape[-1] for bias in biases) or mha.mask_pos_future:
         return None
@@ -129,14 +141,14 @@ def _to_itself(mha: Layer, norm: nn.LayerNorm, x: Tensor, keys: Tensor | None, p
     if type(places) is not Tensor or places.shape[1:] != (2 * t - 1, x.shape[-1]) or places.device != x.device \
             or places.dtype not in (torch.float32, dtype):
         return None
-    return fused.relative_attention(x, keys, norm, mha.in_proj_weight, mha.pos_bias_u, mha.pos_bias_v, places[0],
-                                    mha.out_proj, mha.num_heads, mha.scale, p, dtype)
+    return fused.relative_attention(x, keys, mask, norm, mha.in_proj_weight, mha.pos_bias_u, mha.pos_bias_v,
+                                    places[0], mha.out_proj, mha.num_heads, mha.scale, p, dtype)
 
 
 def _convolution(module: Layer, x: Tensor, mask: Tensor | None, chunks: DynChunkTrainConfig | None,
                  dtype: torch.dtype | None) -> Tensor:
     """Compute x plus the output of a convolution module, fused if possible."""
-    if dtype is not None and type(module) is ConvolutionModule and chunks is None and fused.plain(module):
+    if dtype is not None and type(module) is ConvolutionModule and fused.plain(module):
         first = _parts(module.bottleneck, nn.Conv1d, nn.GLU)
         behind = _parts(module.after_conv, nn.LayerNorm, _SILUS, nn.Linear, _DROPOUTS)
         around, columns = module.conv, x.shape[-1:]
@@ -147,7 +159,8 @@ def _convolution(module: Layer, x: Tensor, mask: Tensor | None, chunks: DynChunk
                 and _biased(columns[0], around, behind[2])):
             p = dropout.share(behind[3])
             if p is not None:
-                return fused.convolution(x, mask, module.layer_norm, first[0], around, behind[0], behind[2], p, dtype)
+                return fused.convolution(x, mask, module.layer_norm, first[0], around, behind[0], behind[2], p, dtype,
+                                         chunks and chunks.chunk_size)
     return x + module(x, mask, dynchunktrain_config=chunks)
 
 

@@ -53,7 +53,7 @@ def single(*parameters: Tensor) -> bool:
 
 
 def masks(skip: Tensor | None, frames: tuple[int, ...]) -> bool:
-    """Whether ``skip`` is None or a boolean mask of shape ``frames`` that the kernels support."""
+    """Whether ``skip`` is None or a boolean mask of this shape that the kernels support."""
     return skip is None or (type(skip) is Tensor and skip.dtype == torch.bool and skip.device.type == "cpu"
                             and skip.shape == frames)
 
@@ -169,13 +169,16 @@ class _FeedForward(torch.autograd.Function):
 
 
 class _Convolution(torch.autograd.Function):
-    """x + dropout(linear(silu(norm(depthwise(glu(linear(norm(x)))))))); only x in skipped rows."""
+    """x + dropout(linear(silu(norm(depthwise(glu(linear(norm(x)))))))); only x in skipped rows.
+
+    The depthwise convolution sees no frame beyond a frame's chunk of ``chunk`` frames.
+    """
 
     @staticmethod
     @without_autocast
     def forward(ctx: Context, x: Tensor, skip: Tensor | None, gain1: Tensor, shift1: Tensor, w1: Tensor, b1: Tensor,
                 kernel: Tensor, bias: Tensor, gain2: Tensor, shift2: Tensor, w2: Tensor, b2: Tensor,
-                eps: tuple[float, float], p: float, dtype: torch.dtype) -> Tensor:
+                eps: tuple[float, float], p: float, dtype: torch.dtype, chunk: int) -> Tensor:
         x, (b, t, columns) = x.contiguous(), x.shape
         rows = _Rows(b * t, dtype)
         normed, *of_norm1 = rows.normalise(x, (gain1, shift1, eps[0]))
@@ -184,13 +187,13 @@ class _Convolution(torch.autograd.Function):
         wide = normed @ w1.t()
         gated, around = rows.empty(columns), rows.empty(columns)
         rows("glu_forward", columns, wide, b1, skip, gated)
-        rows("depthwise_forward", columns, gated, kernel, bias, around, len(kernel), t)
+        rows("depthwise_forward", columns, gated, kernel, bias, around, len(kernel), chunk, t)
         active, *of_norm2 = rows.normalise(around, (gain2, shift2, eps[1]), _SILU)
         out, ctx.drop = torch.empty_like(x), _Drop(x.numel(), p)
         rows("add_forward", columns, x, active @ w2.t(), b2, 1.0, skip, ctx.drop.pointer, out)
         ctx.save_for_backward(x, skip, gain1, shift1, *of_norm1, normed, w1, wide, b1, gated, kernel, around, gain2,
                               shift2, *of_norm2, active, w2)
-        ctx.rows = rows
+        ctx.rows, ctx.chunk = rows, chunk
         return out
 
     @staticmethod
@@ -205,7 +208,7 @@ class _Convolution(torch.autograd.Function):
         of_around, of_gain2, of_shift2 = rows.unnormalise(of_added @ w2, around, gain2, shift2, mean2, rstd2,
                                                           after=_SILU)
         of_gated, of_taps = torch.empty_like(gated), rows.sums((len(kernel) + 1) * columns)
-        rows("depthwise_backward", columns, of_around, gated, kernel, of_gated, of_taps, len(kernel), t)
+        rows("depthwise_backward", columns, of_around, gated, kernel, of_gated, of_taps, len(kernel), ctx.chunk, t)
         of_taps = of_taps[0].view(-1, columns)
         of_wide, of_b1 = torch.empty_like(wide), rows.sums(2 * columns)
         rows("glu_backward", columns, of_gated, wide, b1, skip, of_wide, of_b1)
@@ -213,7 +216,7 @@ class _Convolution(torch.autograd.Function):
         of_w1 = _of_weight(of_wide, normed, ctx.needs_input_grad[4])
         return (of_x, None, of_gain1, of_shift1, None if of_w1 is None else of_w1[..., None], of_b1[0],
                 of_taps[:-1].t()[:, None], of_taps[-1], of_gain2, of_shift2,
-                _of_weight(of_added, active, ctx.needs_input_grad[10]), of_b2[0], *[None] * 3)
+                _of_weight(of_added, active, ctx.needs_input_grad[10]), of_b2[0], *[None] * 4)
 
 
 class _Attention(torch.autograd.Function):
@@ -227,8 +230,8 @@ class _Attention(torch.autograd.Function):
     @without_autocast
     def forward(ctx: Context, x: Tensor, skip: Tensor | None, gain: Tensor, shift: Tensor, w1: Tensor,
                 near: Tensor | None, far: Tensor | None, positions: Tensor | None, w2: Tensor, b2: Tensor,
-                table: tuple[Tensor, Tensor] | None, heads: int, scale: float, eps: float, p: float,
-                dtype: torch.dtype) -> Tensor:
+                table: tuple[Tensor, Tensor] | None, apart: Tensor | None, heads: int, scale: float, eps: float,
+                p: float, dtype: torch.dtype) -> Tensor:
         x, (b, t, columns) = x.contiguous(), x.shape
         rows, size = _Rows(b * t, dtype), columns // heads
         normed, mean, rstd = rows.normalise(x, (gain, shift, eps))
@@ -245,7 +248,7 @@ class _Attention(torch.autograd.Function):
             distances = away @ places
         weights, pairs = query @ key.transpose(1, 2), _Rows(b * heads * t, dtype)
         dropped, drop = torch.empty_like(weights), _Drop(weights.numel(), p)
-        pairs("softmax_forward", t, weights, distances, skip, drop.pointer, dropped, heads)
+        pairs("softmax_forward", t, weights, distances, skip, apart, drop.pointer, dropped, heads)
         attended = (dropped @ value).view(b, heads, t, size).transpose(1, 2).reshape(-1, columns)
         out = torch.empty_like(x)
         rows("add_forward", columns, x, attended @ w2.t(), b2, 1.0, None, _NOTHING.pointer, out)
@@ -280,7 +283,7 @@ class _Attention(torch.autograd.Function):
             of_relative = (of_biases[0, :columns], of_biases[0, columns:], of_places.permute(2, 0, 1).flatten(1))
         of_x, of_gain, of_shift = rows.unnormalise(of_all @ w1, x, gain, shift, mean, rstd, grad)
         return (of_x, None, of_gain, of_shift, _of_weight(of_all, normed, ctx.needs_input_grad[4]), *of_relative,
-                _of_weight(of_added, attended, ctx.needs_input_grad[8]), of_b2[0], *[None] * 6)
+                _of_weight(of_added, attended, ctx.needs_input_grad[8]), of_b2[0], *[None] * 7)
 
 
 class _Norm(torch.autograd.Function):
@@ -306,27 +309,30 @@ class _Norm(torch.autograd.Function):
         return of_x.view(grad.shape), *(sums.view(saved[1].shape) for sums in of_norm), *[None] * 4
 
 
-def rotary_attention(x: Tensor, skip: Tensor | None, before: nn.LayerNorm, w1: Tensor, second: nn.Linear,
-                     table: tuple[Tensor, Tensor], heads: int, scale: float, p: float, dtype: torch.dtype) -> Tensor:
+def rotary_attention(x: Tensor, skip: Tensor | None, apart: Tensor | None, before: nn.LayerNorm, w1: Tensor,
+                     second: nn.Linear, table: tuple[Tensor, Tensor], heads: int, scale: float, p: float,
+                     dtype: torch.dtype) -> Tensor:
     """Compute x plus self-attention of its norm, with rotary positions.
 
     skip : [B, T], True for frames that are not attended to
+    apart : [T, T], True in a frame's row for frames that it does not attend to
     table : cosines and sines [T, size] in fp32, in SpeechBrain's layout
     """
     return _Attention.apply(x, _bytes(skip), before.weight, before.bias, w1, None, None, None, second.weight,
-                            second.bias, table, heads, scale, before.eps, p, dtype)
+                            second.bias, table, _bytes(apart), heads, scale, before.eps, p, dtype)
 
 
-def relative_attention(x: Tensor, skip: Tensor | None, before: nn.LayerNorm, w1: Tensor, near: Tensor, far: Tensor,
-                       positions: Tensor, second: nn.Linear, heads: int, scale: float, p: float, dtype: torch.dtype,
-                       ) -> Tensor:
+def relative_attention(x: Tensor, skip: Tensor | None, apart: Tensor | None, before: nn.LayerNorm, w1: Tensor,
+                       near: Tensor, far: Tensor, positions: Tensor, second: nn.Linear, heads: int, scale: float,
+                       p: float, dtype: torch.dtype) -> Tensor:
     """Compute x plus self-attention of its norm, with relative positions; the other arguments as in rotary_attention.
 
     near, far : SpeechBrain's ``pos_bias_u`` and ``pos_bias_v``
     positions : [2 T - 1, D], the output of the layer for positions
     """
     return _Attention.apply(x, _bytes(skip), before.weight, before.bias, w1, near.flatten(), far.flatten(),
-                            positions, second.weight, second.bias, None, heads, scale, before.eps, p, dtype)
+                            positions, second.weight, second.bias, None, _bytes(apart), heads, scale, before.eps, p,
+                            dtype)
 
 
 def _bytes(skip: Tensor | None) -> Tensor | None:
@@ -346,8 +352,12 @@ def feed_forward(x: Tensor, layer: nn.LayerNorm, first: nn.Linear, second: nn.Li
 
 
 def convolution(x: Tensor, skip: Tensor | None, before: nn.LayerNorm, first: nn.Conv1d, around: nn.Conv1d,
-                behind: nn.LayerNorm, second: nn.Linear, p: float, dtype: torch.dtype) -> Tensor:
-    """Compute x plus a Conformer's convolution block of its norm; only x where ``skip`` [B, T, 1] is True."""
+                behind: nn.LayerNorm, second: nn.Linear, p: float, dtype: torch.dtype,
+                chunk: int | None = None) -> Tensor:
+    """Compute x plus a Conformer's convolution block of its norm; only x where ``skip`` [B, T, 1] is True.
+
+    chunk : frames of a chunk, beyond whose end its frames see nothing; None: the whole utterance is one
+    """
     return _Convolution.apply(x, _bytes(skip), before.weight, before.bias, first.weight, first.bias, around.weight,
                               around.bias, behind.weight, behind.bias, second.weight, second.bias,
-                              (before.eps, behind.eps), p, dtype)
+                              (before.eps, behind.eps), p, dtype, chunk or x.shape[1])

@@ -1,18 +1,27 @@
 /* Kernels for which rows are the frames of utterances: the depthwise convolution and the parts of attention. */
 
-/* Depthwise convolution over the frames of each utterance, with a kernel [taps, columns]; taps is odd. */
+/* Where the frames end that the convolution at a frame sees: with its chunk, or with the utterance. */
+static inline int64_t OUT(seen)(int64_t frame, int64_t chunk, int64_t frames) {
+    const int64_t end = (frame / chunk + 1) * chunk;
+    return end < frames ? end : frames;
+}
+
+/* Depthwise convolution over the frames of each utterance, with a kernel [taps, columns]; taps is odd. Frames behind a
+   frame's chunk are 0 for it. */
 API void OUT(depthwise_forward)(const T *restrict x, const float *restrict kernel, const float *restrict bias,
-                                T *restrict out, int taps, int64_t frames, int64_t rows, int64_t columns, int threads) {
+                                T *restrict out, int taps, int64_t chunk, int64_t frames, int64_t rows, int64_t columns,
+                                int threads) {
 #pragma omp parallel num_threads(threads)
     {
         int64_t first, end;
         float sum[WIDEST];
         share(rows, &first, &end);
         for (int64_t i = first; i < end; i++) {
+            const int64_t end_seen = OUT(seen)(i % frames, chunk, frames);
             memcpy(sum, bias, columns * sizeof(float));
             for (int64_t k = 0; k < taps; k++) {
                 const int64_t away = k - taps / 2, frame = i % frames + away;
-                if (frame < 0 || frame >= frames) continue;
+                if (frame < 0 || frame >= end_seen) continue;
                 const T *restrict from = x + (i + away) * columns;
                 const float *restrict by = kernel + k * columns;
 #pragma omp simd
@@ -27,8 +36,8 @@ API void OUT(depthwise_forward)(const T *restrict x, const float *restrict kerne
 /* Gradients of depthwise_forward: to becomes that of x, the first row of sums [threads, taps + 1, columns] those of
    kernel and bias. */
 API void OUT(depthwise_backward)(const T *restrict grad, const T *restrict x, const float *restrict kernel,
-                                 T *restrict to, float *restrict sums, int taps, int64_t frames, int64_t rows,
-                                 int64_t columns, int threads) {
+                                 T *restrict to, float *restrict sums, int taps, int64_t chunk, int64_t frames,
+                                 int64_t rows, int64_t columns, int threads) {
 #pragma omp parallel num_threads(threads)
     {
         int64_t first, end;
@@ -43,15 +52,16 @@ API void OUT(depthwise_backward)(const T *restrict grad, const T *restrict x, co
                 down[j] = LOAD(grad[i * columns + j]);
                 of_bias[j] += down[j];
             }
+            const int64_t frame = i % frames, end_seen = OUT(seen)(frame, chunk, frames);
             for (int64_t k = 0; k < taps; k++) {
-                const int64_t away = k - taps / 2, frame = i % frames;
-                if (frame + away >= 0 && frame + away < frames) {
+                const int64_t away = k - taps / 2;
+                if (frame + away >= 0 && frame + away < end_seen) {
                     const T *restrict from = x + (i + away) * columns;
                     float *restrict mine = of_kernel + k * columns;
 #pragma omp simd
                     for (int64_t j = 0; j < columns; j++) mine[j] += down[j] * LOAD(from[j]);
                 }
-                if (frame - away >= 0 && frame - away < frames) {
+                if (frame - away >= 0 && frame - away < frames && frame < OUT(seen)(frame - away, chunk, frames)) {
                     const T *restrict from = grad + (i - away) * columns;
                     const float *restrict by = kernel + k * columns;
 #pragma omp simd
@@ -189,12 +199,22 @@ static inline int64_t OUT(shifted)(int64_t i, int64_t heads, int64_t rows, int64
     return (head * (rows / heads) + utterance * columns + frame) * (2 * columns - 1) + columns - 1 - frame;
 }
 
+/* Narrows low and high to the columns of a row of a mask between which all its zeros are; leaves them if it has none. */
+static inline void OUT(narrow)(const uint8_t *restrict mask, int64_t *low, int64_t *high) {
+    int64_t first = *low, end = *high;
+    while (first < end && mask[first]) first++;
+    if (first == end) return;
+    while (mask[end - 1]) end--;
+    *low = first;
+    *high = end;
+}
+
 /* Replaces rows of scores [utterances, heads, columns, columns], plus distances if not null, by their softmax; out gets
-   the softmax with dropout. skip has a row for each utterance: columns where it is 1 get weight 0, or equal weights if
-   it is 1 in the whole row. */
+   the softmax with dropout. skip has a row for each utterance, apart [columns, columns] one for each frame: columns
+   where one of them is 1 get weight 0, or equal weights if all are masked. */
 API void OUT(softmax_forward)(T *restrict scores, const T *restrict distances, const uint8_t *restrict skip,
-                              const Dropout *from, T *restrict out, int64_t heads, int64_t rows, int64_t columns,
-                              int threads) {
+                              const uint8_t *restrict apart, const Dropout *from, T *restrict out, int64_t heads,
+                              int64_t rows, int64_t columns, int threads) {
     const Dropout drop = *from;
 #pragma omp parallel num_threads(threads)
     {
@@ -203,39 +223,50 @@ API void OUT(softmax_forward)(T *restrict scores, const T *restrict distances, c
         share(rows, &first, &end);
         for (int64_t i = first; i < end; i++) {
             const int64_t at = i * columns;
+            int64_t low = 0, high = columns;
             float most = -1e30f, sum = 0;
+            const uint8_t *restrict beyond = apart ? apart + i % columns * columns : NULL;
+            if (beyond) OUT(narrow)(beyond, &low, &high);
             if (distances) {
                 const T *restrict add = distances + OUT(shifted)(i, heads, rows, columns);
 #pragma omp simd
-                for (int64_t j = 0; j < columns; j++) row[j] = LOAD(scores[at + j]) + LOAD(add[j]);
+                for (int64_t j = low; j < high; j++) row[j] = LOAD(scores[at + j]) + LOAD(add[j]);
             } else {
 #pragma omp simd
-                for (int64_t j = 0; j < columns; j++) row[j] = LOAD(scores[at + j]);
+                for (int64_t j = low; j < high; j++) row[j] = LOAD(scores[at + j]);
             }
             if (skip) {
                 const uint8_t *restrict without = skip + i / columns / heads * columns;
 #pragma omp simd
-                for (int64_t j = 0; j < columns; j++) row[j] = without[j] ? -1e30f : row[j];
+                for (int64_t j = low; j < high; j++) row[j] = without[j] ? -1e30f : row[j];
+            }
+            if (beyond) {
+#pragma omp simd
+                for (int64_t j = low; j < high; j++) row[j] = beyond[j] ? -1e30f : row[j];
             }
 #pragma omp simd reduction(max : most)
-            for (int64_t j = 0; j < columns; j++) most = row[j] > most ? row[j] : most;
+            for (int64_t j = low; j < high; j++) most = row[j] > most ? row[j] : most;
 #pragma omp simd reduction(+ : sum)
-            for (int64_t j = 0; j < columns; j++) {
+            for (int64_t j = low; j < high; j++) {
                 const float below = row[j] - most;
                 row[j] = below < -80.0f ? 0.0f : exponential(below); /* products of denormals are slow */
                 sum += row[j];
             }
             const float share_of = 1.0f / sum;
+            memset(scores + at, 0, low * sizeof(T));
+            memset(scores + at + high, 0, (columns - high) * sizeof(T));
+            memset(out + at, 0, low * sizeof(T));
+            memset(out + at + high, 0, (columns - high) * sizeof(T));
             if (drop.one) {
 #pragma omp simd
-                for (int64_t j = 0; j < columns; j++) {
+                for (int64_t j = low; j < high; j++) {
                     const float weight = row[j] * share_of;
                     scores[at + j] = STORE(weight);
                     out[at + j] = STORE(weight * kept(drop, at + j));
                 }
             } else {
 #pragma omp simd
-                for (int64_t j = 0; j < columns; j++) out[at + j] = scores[at + j] = STORE(row[j] * share_of);
+                for (int64_t j = low; j < high; j++) out[at + j] = scores[at + j] = STORE(row[j] * share_of);
             }
         }
     }

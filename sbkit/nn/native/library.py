@@ -50,13 +50,13 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "add_backward": [c_void_p, c_float, c_void_p, _DROP, c_void_p, c_void_p],
     "glu_forward": [c_void_p] * 4,
     "glu_backward": [c_void_p] * 6,
-    "depthwise_forward": [*[c_void_p] * 4, c_int, c_int64],
-    "depthwise_backward": [*[c_void_p] * 5, c_int, c_int64],
+    "depthwise_forward": [*[c_void_p] * 4, c_int, c_int64, c_int64],
+    "depthwise_backward": [*[c_void_p] * 5, c_int, c_int64, c_int64],
     "heads_forward": [*[c_void_p] * 3, c_float, *[c_void_p] * 3, c_int64, c_int64],
     "heads_backward": [*[c_void_p] * 5, c_float, c_void_p, c_int64, c_int64],
     "relative_forward": [*[c_void_p] * 3, c_float, *[c_void_p] * 4, c_int64, c_int64],
     "relative_backward": [*[c_void_p] * 4, c_float, c_void_p, c_void_p, c_int64, c_int64],
-    "softmax_forward": [*[c_void_p] * 3, _DROP, c_void_p, c_int64],
+    "softmax_forward": [*[c_void_p] * 4, _DROP, c_void_p, c_int64],
     "softmax_backward": [*[c_void_p] * 2, _DROP, c_void_p, c_void_p, c_int64],
 }
 _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}

@@ -1,0 +1,108 @@
+"""Chunks of frames, beyond which a model that is to run live sees nothing while it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from speechbrain.utils.dynamic_chunk_training import DynChunkTrainConfig
+from torch import Tensor, nn
+
+from sbkit.errors import SbkitError
+
+#: Keeps these random numbers apart from those of the plan, which come from the same seed.
+_STREAM = int.from_bytes(b"chunks", "little")
+
+
+class Chunks:
+    """Draws for each optimizer step how much of an utterance a frame sees: its chunk and a left context, or all of it.
+
+    A frame sees its own chunk, to the end, and a limited number of frames before that, so a model that is fed a chunk
+    at a time needs a state of constant size. One model learns several sizes, and whole utterances.
+
+    Arguments
+    ---------
+    sizes : of a chunk, in encoder frames; each is drawn equally often
+    left : how many encoder frames before its chunk a frame sees, multiples of every size; each is drawn equally often
+    whole : the share of steps that see whole utterances
+    validate : the size for validation, with the most left context; ``null``: whole utterances
+
+    >>> Chunks(sizes=[8], whole=0.0).at(seed=1, step=0)
+    DynChunkTrainConfig(chunk_size=8, left_context_size=8)
+    """
+
+    def __init__(self, sizes: Sequence[int] = (8, 16, 32), left: Sequence[int] = (64,), whole: float = 0.4,
+                 validate: int | None = 16):
+        for name, values in (("sizes", sizes), ("left", left)):
+            if not isinstance(values, (list, tuple)) or not values or not all(map(_counts, values)):
+                raise ValueError(f"{name} is {values!r}, not a list of whole numbers above 0")
+        if isinstance(whole, bool) or not isinstance(whole, (int, float)) or not 0 <= whole < 1:
+            raise ValueError(f"whole is {whole!r}, not a share of steps from 0 to below 1")
+        if validate is not None and validate not in sizes:
+            raise ValueError(f"validate is {validate!r}, not one of sizes ({_listed(sizes)}) or null")
+        for context in left:
+            if odd := [size for size in sizes if context % size]:
+                raise ValueError(f"left is {context}, not a multiple of each of sizes ({_listed(odd)})")
+        self.sizes, self.left, self.whole, self.validate = sorted(set(sizes)), sorted(set(left)), whole, validate
+
+    def at(self, seed: int, step: int) -> DynChunkTrainConfig | None:
+        """Draw what a step sees, None for whole utterances; the same on all ranks and after resuming."""
+        rng = np.random.Generator(np.random.PCG64([seed % 2**64, step, _STREAM]))
+        if rng.random() < self.whole:
+            return None
+        return self.config(int(rng.choice(self.sizes)), int(rng.choice(self.left)))
+
+    def config(self, size: int, left: int | None = None) -> DynChunkTrainConfig:
+        """Return what evaluation with chunks of this size sees; raises for what the model wasn't trained for.
+
+        left : left context in frames; None: the most it was trained for
+        """
+        left = self.left[-1] if left is None else left
+        for what, value, known in (("chunks", size, self.sizes), ("a left context", left, self.left)):
+            if value not in known:
+                raise SbkitError(f"the model wasn't trained for {what} of {value} frames",
+                                 hint=f"it was for {_listed(known)}")
+        return DynChunkTrainConfig(size, left // size)
+
+    def validation(self) -> DynChunkTrainConfig | None:
+        """Return what validation sees, None for whole utterances."""
+        return None if self.validate is None else self.config(self.validate)
+
+
+def _counts(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _listed(values: Sequence[int]) -> str:
+    return ", ".join(map(str, values))
+
+
+@contextmanager
+def seen_in_chunks(layers: nn.Module, frames: Tensor, config: DynChunkTrainConfig) -> Iterator[None]:
+    """Context in which SpeechBrain's encoder masks padding only in the last chunk of an utterance.
+
+    Chunks of padding alone are seen by no other frame. If their frames were masked, they would see nothing at all,
+    which attention turns into NaN.
+
+    Arguments
+    ---------
+    layers : the module that is called with ``src_key_padding_mask`` [B, T], True for padding
+    frames : [B], real frames of each utterance
+    """
+    size = config.chunk_size
+    ends = torch.div(frames + size - 1, size, rounding_mode="floor") * size
+
+    def in_last_chunk(_module: nn.Module, args: tuple[Any, ...],  # Any: whatever the module is called with
+                      kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        time = torch.arange(kwargs["src"].shape[1], device=frames.device)
+        mask = (time >= frames[:, None]) & (time < ends[:, None])
+        return args, {**kwargs, "src_key_padding_mask": mask}
+
+    hook = layers.register_forward_pre_hook(in_last_chunk, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
