@@ -29,6 +29,7 @@ from sbkit.data.plan import Batching
 from sbkit.errors import SbkitError
 from sbkit.export import bundle, layout, source
 from sbkit.export.exported import Exported
+from sbkit.nn.chunks import Chunks
 from sbkit.nn.spec_augment import SpecAugment
 from sbkit.recipe import load
 from sbkit.recipe.choices import Range
@@ -477,6 +478,7 @@ CASES = {
     "label_smoothing": (0.0, 0.3, loss, JOINT),
     "intermediate_ctc": (0.0, 0.5, loss),
     "intermediate_layers": (None, [2], loss, {"intermediate_ctc": 0.5}),
+    "chunks": (None, Chunks(sizes=[2], left=[2], whole=0.0, validate=2), loss),
     "consistency": (0.0, 0.5, loss, {"spec_augment": SpecAugment(ramp=None)}),
     "consistency_warmup": (0.0, 1.0, loss, {
         "consistency": 0.5, "spec_augment": SpecAugment(ramp=None),

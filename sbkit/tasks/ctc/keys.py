@@ -14,6 +14,8 @@ from sbkit.tasks.keys import RecogniserKeys
 if TYPE_CHECKING:
     from torch import nn
 
+    from sbkit.nn.chunks import Chunks
+
 #: Keys that the encoder may stand under.
 ENCODERS = ("Transformer", "encoder")
 #: Keys of parts that take features.
@@ -47,6 +49,8 @@ class CTCKeys(RecogniserKeys):
     label_smoothing: float = key("label smoothing of the attention decoder's cross-entropy", 0.0, SHARE)
     intermediate_ctc: float = key("the share of the CTC loss that goes to inner layers of the encoder", 0.0, SHARE)
     intermediate_layers: list[int] | None = key("which layers, counted from 1; null: the middle one", None)
+    chunks: Chunks | None = key("a sbkit.nn.chunks.Chunks: how far frames see in each step, for a model that is to run "
+                                "live; null: the whole utterance", None)
     consistency: float = key("CR-CTC: the weight of the divergence between two augmented views of an utterance", 0.0,
                              Range(0))
     consistency_warmup: float = key("the share of the run over which that weight rises", 0.1, SHARE)
@@ -75,3 +79,10 @@ class CTCKeys(RecogniserKeys):
             if getattr(self, name) is not None:
                 yield Problem(name, f"the encoder takes waveforms (compute_features: null), and {name} takes features",
                               f"write {name}: null")
+        if self.chunks is not None and not hasattr(self.chunks, "at"):
+            yield Problem("chunks", f"chunks is {self.chunks!r}, which can't draw what a step sees",
+                          "write chunks: !new:sbkit.nn.chunks.Chunks, with its sizes below it")
+        if self.chunks is not None and self.ctc_weight < 1:
+            yield Problem("ctc_weight", f"it is {self.ctc_weight:g}, so an attention decoder trains, which sees whole "
+                          "utterances, and chunks are for a model that runs live",
+                          "write ctc_weight: 1.0, or leave chunks out")

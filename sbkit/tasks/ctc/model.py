@@ -12,5 +12,5 @@ def recognizer(keys: CTCKeys) -> Recognizer:
     return Recognizer(
         features=keys.compute_features, encoder=getattr(keys, keys.encoder_key), ctc_lin=keys.ctc_lin,
         frontend=keys.CNN, normalize=keys.normalize, augment=keys.spec_augment, n_features=keys.n_mels,
-        hop_samples=hop,
+        hop_samples=hop, chunks=keys.chunks,
     )

@@ -14,6 +14,7 @@ from sbkit.recipe.build import Built
 from sbkit.recipe.source import Findings, Node
 from sbkit.recipe.trace import SECONDS, stand_ins
 from sbkit.recipe.values import static
+from sbkit.tasks.ctc.chunk_check import sees_no_further
 from sbkit.tasks.ctc.keys import CTCKeys
 from sbkit.tasks.ctc.taps import stack
 
@@ -21,7 +22,7 @@ from sbkit.tasks.ctc.taps import stack
 def parts_fit(keys: CTCKeys, built: Built, findings: Findings) -> bool:
     """Report what does not fit; returns whether a batch can be sent through."""
     # each check relies on those before it
-    checks = _rates_fit, _features_fit, _front_end_fits, _has_its_decoder, _has_layers_between
+    checks = _rates_fit, _features_fit, _front_end_fits, _has_its_decoder, _has_layers_between, sees_no_further
     return all(check(keys, built, findings) for check in checks)
 
 

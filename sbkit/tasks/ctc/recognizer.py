@@ -7,9 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from speechbrain.utils.dynamic_chunk_training import DynChunkTrainConfig
 from torch import Tensor, nn
 from torch.nn import functional
 
+from sbkit.nn.chunks import Chunks, seen_in_chunks
 from sbkit.nn.lengths import LengthRule, N, lengths_to_mask
 
 # Zero frames appended to every utterance before the convolutions, more than their kernels reach, so that the last
@@ -44,6 +46,8 @@ class Recognizer:
         Called in training with features [B, T, F] and lengths [B].
     hop_samples : int
         Samples between two frames of ``features``.
+    chunks : Chunks, optional
+        What the encoder learns to see, if it is to run live.
     """
 
     def __init__(
@@ -56,11 +60,12 @@ class Recognizer:
         augment: Callable[[Tensor, Tensor], Tensor] | None = None,
         hop_samples: int = 160,
         n_features: int = 80,
+        chunks: Chunks | None = None,
     ):
         self.encoder: Any = encoder  # with whatever methods its class has
         self.compute_features, self.ctc_lin = features, ctc_lin
         self.frontend, self.normalize, self.augment = frontend, normalize, augment
-        self.hop_samples = hop_samples
+        self.hop_samples, self.chunks = hop_samples, chunks
         self.frontend_rule = LengthRule.probe(frontend, n_features) if frontend else LengthRule.identity()
         encodes = hasattr(encoder, "encode")
         self.takes_lengths = not encodes and takes_lengths(encoder)
@@ -119,10 +124,17 @@ class Recognizer:
         out = _by_rows(lambda rows: frontend(rows)[:, :longest].flatten(2), padded, FRAMES_AT_ONCE)
         return out, self.frontend_rule(frames)
 
-    def encode(self, feats: Tensor, frames: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute encoder states [B, T', D] and their counts [B] from features [B, T, F]."""
+    def encode(self, feats: Tensor, frames: Tensor,
+               chunks: DynChunkTrainConfig | None = None) -> tuple[Tensor, Tensor]:
+        """Compute encoder states [B, T', D] and their counts [B] from features [B, T, F].
+
+        chunks : what each frame sees, for SpeechBrain's Conformer; None: the whole utterance
+        """
         source, frames = self.embed(feats, frames)
-        if hasattr(self.encoder, "encode"):
+        if chunks is not None:
+            with seen_in_chunks(self.encoder.encoder, frames, chunks):
+                encoded = self.encoder.encode(source, frames / source.shape[1], dynchunktrain_config=chunks)
+        elif hasattr(self.encoder, "encode"):
             encoded = self.encoder.encode(source, frames / source.shape[1])
         else:
             encoded = self.encoder(source, frames) if self.takes_lengths else self.encoder(source)
@@ -144,9 +156,10 @@ class Recognizer:
         """
         return self.encoder.decode(tokens, encoded, frames)[0]
 
-    def log_probs(self, signals: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
+    def log_probs(self, signals: Tensor, samples: Tensor,
+                  chunks: DynChunkTrainConfig | None = None) -> tuple[Tensor, Tensor]:
         """Compute log-probabilities [B, T', V] in fp32 and frame counts [B] from waveforms [B, S]."""
-        encoded, frames = self.encode(*self.features(signals, samples))
+        encoded, frames = self.encode(*self.features(signals, samples), chunks)
         return self.ctc_lin(encoded).float().log_softmax(-1), frames
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from speechbrain.core import Stage
+from speechbrain.utils.dynamic_chunk_training import DynChunkTrainConfig
 from torch import Tensor
 from torch.nn import functional
 
@@ -64,6 +65,8 @@ class CTC(ASR):
     - ``consistency: 0.2`` is CR-CTC: each utterance is seen twice with different augmentations, and that much of the
       divergence of the two outputs is added to the loss, rising over ``consistency_warmup`` (a share of the run). A
       step then computes and holds twice as much as ``max_batch_seconds`` says.
+    - ``chunks``, a ``sbkit.nn.chunks.Chunks``, trains a model that can run live: in most steps a frame sees its chunk
+      and a limited left context. A test is of whole utterances unless an evaluation sets ``tested_in``.
     """
 
     Keys: ClassVar[type[TaskKeys]] = CTCKeys
@@ -76,6 +79,8 @@ class CTC(ASR):
         # Built now, since it tries the layers out: in the first forward, a search for a step's culprit would see that.
         self.recognizer = recognizer(self.keys)
         self.decoder = self.keys.decoder
+        self.tested_in: DynChunkTrainConfig | None = None
+        """What each frame sees in a test; None: the whole utterance."""
         if isinstance(self.decoder, JointSearch) and not self.joint:
             raise SbkitError("the recipe's decoder is a JointSearch, but ctc_weight: 1.0 trains no attention decoder",
                              hint="set ctc_weight below 1, such as 0.3, or use another decoder")
@@ -128,7 +133,7 @@ class CTC(ASR):
                 encoded, frames, decoded = model.encode_and_decode(feats, frames, tokens.repeat(views, 1))
                 attention = self.keys.seq_lin(decoded)
             else:
-                (encoded, frames), attention = model.encode(feats, frames), None
+                (encoded, frames), attention = model.encode(feats, frames, self._seen(stage)), None
         searched = stage == Stage.TEST and isinstance(self.decoder, JointSearch)
         return Scores(model.ctc_lin(encoded), frames, attention, [model.ctc_lin(state) for state in states],
                       encoded if searched else None)
@@ -158,6 +163,14 @@ class CTC(ASR):
     def views(self) -> int:
         """How many times a training step sees each utterance."""
         return 2 if self.keys.consistency else 1
+
+    def _seen(self, stage: Stage) -> DynChunkTrainConfig | None:
+        """Return what each frame sees in a stage: the same for all micro-batches and ranks of an optimizer step."""
+        if self.keys.chunks is None:
+            return None
+        if stage == Stage.TRAIN:
+            return self.keys.chunks.at(int(self.keys.seed or 0), self.optimizer_step)
+        return self.keys.chunks.validation() if stage == Stage.VALID else self.tested_in
 
     def _consistency_weight(self) -> float:
         schedule = self.keys.schedule
