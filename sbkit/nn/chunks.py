@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
@@ -95,8 +94,8 @@ def seen_in_chunks(layers: nn.Module, frames: Tensor, config: DynChunkTrainConfi
     size = config.chunk_size
     ends = torch.div(frames + size - 1, size, rounding_mode="floor") * size
 
-    def in_last_chunk(_module: nn.Module, args: tuple[Any, ...],  # Any: whatever the module is called with
-                      kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def in_last_chunk(_module: nn.Module, args: tuple[object, ...],
+                      kwargs: dict[str, Tensor]) -> tuple[tuple[object, ...], dict[str, Tensor]]:
         time = torch.arange(kwargs["src"].shape[1], device=frames.device)
         mask = (time >= frames[:, None]) & (time < ends[:, None])
         return args, {**kwargs, "src_key_padding_mask": mask}

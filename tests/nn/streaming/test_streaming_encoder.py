@@ -1,0 +1,181 @@
+"""A recogniser step by step gives what it gives for whole utterances in chunks, in any batch, and exported too."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import onnxruntime
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from speechbrain.lobes.models.transformer.TransformerASR import TransformerASR
+from torch import nn
+
+from sbkit.errors import SbkitError
+from sbkit.export import graph
+from sbkit.nn.accelerate import accelerate
+from sbkit.nn.causal import CausalFrontEnd
+from sbkit.nn.chunks import Chunks
+from sbkit.nn.streaming.encoder import State, StreamingEncoder
+from sbkit.tasks.ctc.recognizer import Recognizer
+
+BANDS, LABELS, EACH = 12, 7, 4
+CHUNKS = Chunks(sizes=[1, 2, 4, 8], left=[8, 16], validate=4)
+
+
+class Scaled(nn.Module):
+    """Statistics of a corpus."""
+
+    def forward(self, features, lengths=None):
+        return (features - 0.3) / 1.7
+
+
+def recogniser(chunks=CHUNKS, fast=True, taps=7, frontend=None, **changes):
+    torch.manual_seed(0)
+    frontend = frontend or CausalFrontEnd(BANDS, [4, 4])
+    encoder = TransformerASR(**{
+        "input_size": 12, "tgt_vocab": LABELS, "d_model": 16, "nhead": 2, "num_encoder_layers": 2,
+        "num_decoder_layers": 0, "d_ffn": 24, "dropout": 0.1, "encoder_module": "conformer", "kernel_size": taps,
+        "normalize_before": True, "causal": False, "attention_type": "RoPEMHA", **changes})
+    head = nn.Linear(16, LABELS)
+    for part in (frontend, encoder, head):
+        part.eval()
+        with torch.no_grad():
+            for parameter in part.parameters():
+                parameter.add_(0.1 * torch.randn(parameter.shape))
+        if fast:
+            accelerate(part)
+    return Recognizer(nn.Identity(), encoder, head, frontend, Scaled(), n_features=BANDS, chunks=chunks)
+
+
+def whole(model, features, frames, config):
+    """Log-probabilities of whole utterances, masked, and how many are of each."""
+    feats = model.normalize(features).masked_fill((torch.arange(features.shape[1]) >= frames[:, None])[..., None], 0.0)
+    encoded, counts = model.encode(feats, frames, config)
+    return model.ctc_lin(encoded).log_softmax(-1), counts
+
+
+def pieces(features, frames, steps, size):
+    """Chunks of each row, whose first is at its number of ``steps``; what isn't real is NaN."""
+    width = size * EACH
+    for number in range(max(steps) + -(-features.shape[1] // width)):
+        piece, there = torch.full((len(features), width, BANDS), float("nan")), torch.zeros(len(features)).long()
+        for row, (first, n) in enumerate(zip(steps, frames.tolist(), strict=True)):
+            begin = (number - first) * width
+            if 0 <= begin < n:
+                there[row] = min(width, n - begin)
+                piece[row, : there[row]] = features[row, begin : begin + there[row]]
+        yield piece, there
+
+
+def streamed(step, features, frames, steps, size):
+    """Log-probabilities of each row, put together of its chunks."""
+    state, rows = step.state(len(features)), [[] for _ in features]
+    for piece, there in pieces(features, frames, steps, size):
+        log_probs, counts, state = step(piece, there, state)
+        assert log_probs.shape[1] == size and counts.tolist() == [-(-n // EACH) for n in there.tolist()]
+        for row, count in enumerate(counts.tolist()):
+            rows[row].append(log_probs[row, :count])
+    return [torch.cat(row) for row in rows]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("fast", [True, False])
+@settings(deadline=None, max_examples=25)
+@given(lengths=st.lists(st.integers(1, 100), min_size=1, max_size=3), size=st.sampled_from(CHUNKS.sizes),
+       left=st.sampled_from(CHUNKS.left), taps=st.sampled_from([3, 7, 15]), seed=st.integers(0, 99), data=st.data())
+def test_chunk_by_chunk_is_the_masked_whole(fast, lengths, size, left, taps, seed, data):
+    """In a batch of streams that begin at different steps."""
+    model, frames = recogniser(fast=fast, taps=taps), torch.tensor(lengths)
+    features = torch.randn(len(lengths), max(lengths), BANDS, generator=torch.Generator().manual_seed(seed))
+    steps = data.draw(st.lists(st.integers(0, 5), min_size=len(lengths), max_size=len(lengths)))
+    found = streamed(StreamingEncoder(model, left).eval(), features, frames, steps, size)
+    for row, n in enumerate(lengths):  # alone, since SpeechBrain's own layers hear the padding of a batch
+        expected, counts = whole(model, features[row : row + 1, :n], frames[row : row + 1], CHUNKS.config(size, left))
+        assert len(found[row]) == counts
+        torch.testing.assert_close(found[row], expected[0], atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_a_row_without_frames_keeps_its_state_and_one_of_zeros_is_a_fresh_start():
+    step = StreamingEncoder(recogniser()).eval()
+    features, more = torch.randn(2, 2, 16, BANDS)
+    full, none = torch.tensor([16, 16]), torch.tensor([16, 0])
+    first, _, begun = step(features, full, step.state(2))
+    more[1] = float("nan")
+    out, counts, after = step(more, none, begun)
+    assert counts.tolist() == [4, 0] and out.isfinite().all() and begun.seen.tolist() == [4, 4]
+    for before, now in zip(begun, after, strict=True):
+        assert torch.equal(before[1], now[1]) and not torch.equal(before[0], now[0])
+    again, _, _ = step(features, full, State(*(part * torch.tensor([1, 0]).view(2, *(1,) * (part.dim() - 1))
+                                               for part in after)))
+    torch.testing.assert_close(again[1], first[1])
+    assert not torch.allclose(again[0], first[0])
+
+
+@torch.no_grad()
+def test_the_state_never_grows():
+    step = StreamingEncoder(recogniser(), 8).eval()
+    state = begin = step.state(3)
+    assert all(not part.any() for part in begin)
+    for _ in range(20):
+        _, _, state = step(torch.randn(3, 16, BANDS), torch.tensor([16, 16, 16]), state)
+        assert [(part.shape, part.dtype) for part in state] == [(part.shape, part.dtype) for part in begin]
+    assert state.seen.tolist() == [8, 8, 8] and state.keys.shape == (3, 2, 8, 16)
+
+
+def exported(step):
+    any_size = torch.export.Dim.DYNAMIC
+    example = torch.randn(2, 16, BANDS), torch.tensor([16, 9]), step.state(2)
+    shapes = {0: any_size, 1: any_size}, {0: any_size}, State(*({0: any_size},) * 5)
+    return torch.export.export(step, example, dynamic_shapes=shapes, strict=False)
+
+
+@torch.no_grad()
+def test_exported_it_gives_the_same_for_any_batch_and_chunk(tmp_path):
+    step = StreamingEncoder(recogniser()).eval()
+    program = exported(step)
+    kept = [f"state_{name}" for name in State._fields]
+    model = graph.to_onnx(program, ["features", "frames", *kept], ["log_probs", "counts", *(f"next_{n}" for n in kept)])
+    session = onnxruntime.InferenceSession(model.SerializeToString())
+    graphs = program.module()
+    for batch, size in ((1, 2), (3, 8), (5, 4)):
+        state = torch_state = onnx_state = step.state(batch)
+        for real in (EACH * size, EACH * size - 3):
+            features = torch.randn(batch, EACH * size, BANDS)
+            frames = torch.tensor([real, 0, *[EACH * size] * batch][:batch])
+            expected = step(features, frames, state)
+            state = expected[2]
+            by_torch = graphs(features, frames, torch_state)
+            torch_state = State(*by_torch[2])
+            given = dict(zip(["features", "frames", *kept], (features, frames, *onnx_state), strict=True))
+            by_onnx = [torch.from_numpy(out) for out in session.run(None, {n: x.numpy() for n, x in given.items()})]
+            onnx_state = State(*by_onnx[2:])
+            for ours, others in zip((*expected[:2], *state), zip((*by_torch[:2], *torch_state), by_onnx, strict=True),
+                                    strict=True):
+                for other in others:
+                    torch.testing.assert_close(other, ours, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("given, told", [
+    ({"chunks": None}, "it wasn't trained in chunks"),
+    ({"attention_type": "RelPosMHAXL"}, "its attention is RelPosMHAXL, and a stream's is by rotary positions"),
+    ({"encoder_module": "transformer"}, "its encoder is a TransformerEncoder"),
+    ({"frontend": nn.Flatten(2)}, "its front end, Flatten, takes whole utterances alone"),
+])
+def test_what_has_no_step_is_refused(given, told):
+    with pytest.raises(SbkitError, match=told):
+        StreamingEncoder(recogniser(**given))
+
+
+def test_a_left_context_that_it_was_not_trained_for_is_refused():
+    with pytest.raises(SbkitError, match="wasn't trained for a left context of 24 frames"):
+        StreamingEncoder(recogniser(), 24)
+    assert StreamingEncoder(recogniser()).left == 16
+
+
+def test_it_takes_any_object_with_the_parts():
+    made = recogniser()
+    parts = {name: getattr(made, name) for name in ("normalize", "frontend", "encoder", "ctc_lin", "chunks")}
+    assert StreamingEncoder(SimpleNamespace(**parts)).subsampling == EACH
