@@ -114,17 +114,19 @@ def train(run: dict[str, Any], out: Path, recordings: Path | None, peak: float, 
 
 
 def to_hear(given: Path, out: Path) -> Path:
-    """Make a corpus of the recordings of a ``train.csv``, with all of them in each split."""
+    """Make a corpus of the recordings of a ``train.csv``, with a copy of all of them in each split."""
     with open(given / "train.csv", newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    out.mkdir(parents=True, exist_ok=True)
     for split in ("train", "dev", "test"):
+        clips = out / split
+        clips.mkdir(parents=True, exist_ok=True)
         with open(out / f"{split}.csv", "w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, rows[0])
             writer.writeheader()
             for row in rows:
-                row = {**row, "wav": row["wav"].replace("$data_root", str(given.resolve()))}
-                writer.writerow({**row, "ID": f"{row['ID']}-{split}"})
+                recording = Path(row["wav"].replace("$data_root", str(given.resolve())))
+                copy = shutil.copyfile(recording, clips / recording.name)
+                writer.writerow({**row, "ID": f"{row['ID']}-{split}", "wav": copy.resolve()})
     return out
 
 
