@@ -31,10 +31,11 @@ class Computes(Protocol):
 
 
 class Examined(Computes, Protocol):
-    """Has the modules that compute, on a device."""
+    """Has the modules that compute, on a device, and counts optimizer steps."""
 
     modules: torch.nn.ModuleDict
     device: str
+    optimizer_step: int
 
 
 class StandsIn(Protocol):

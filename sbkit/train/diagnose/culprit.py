@@ -9,7 +9,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,7 +80,8 @@ def report(
     there = Path(folder) / CULPRITS
     if all(ranks.gather_objects(len(_saved_by(there, ranks.rank())) >= limit)):
         return f"{_head(context)} {there} already has reports of {limit} such steps."
-    accounts = [_account(brain, suspect, micro, context) for micro, suspect in enumerate(suspects)]
+    with at_step(brain, step):
+        accounts = [_account(brain, suspect, micro, context) for micro, suspect in enumerate(suspects)]
     guilty = [one for one in accounts
               if one["counts"] and (one["findings"]["what"] != "nothing" or one["findings"]["error"])]
     shown = ranks.gather_objects(bool(guilty))
@@ -91,6 +92,16 @@ def report(
         _save(there, brain.modules if first == ranks.rank() else None, suspects, guilty, context)
     everyone = [account for one in ranks.gather_objects(guilty) for account in one]
     return text(everyone, context, there)
+
+
+@contextlib.contextmanager
+def at_step(brain: Examined, step: int) -> Iterator[None]:
+    """Context in which a Brain is at a step, counted from 1, on which what it computes may depend."""
+    now, brain.optimizer_step = brain.optimizer_step, step - 1
+    try:
+        yield
+    finally:
+        brain.optimizer_step = now
 
 
 def runner(brain: Examined) -> Callable[[Any], Ran]:

@@ -15,7 +15,7 @@ from sbkit.errors import SbkitError
 from sbkit.score.run_files import CULPRITS
 from sbkit.system.console import table
 from sbkit.train.diagnose.causes import causes
-from sbkit.train.diagnose.culprit import Suspect, alone, bad_ids, describe, moved, runner, some
+from sbkit.train.diagnose.culprit import Suspect, alone, at_step, bad_ids, describe, moved, runner, some
 from sbkit.train.diagnose.inspection import Findings, Layer, examine
 from sbkit.train.diagnose.saved_batch import unpack, utterance_ids
 
@@ -52,8 +52,9 @@ def replay(brain: Brain, folder: str | os.PathLike[str], *, weights: bool = True
     lines = [f"Step {saved['step']} of rank {saved['rank']}, {saved['precision']} on {saved['device']}; "
              f"the {saved['what']} was not finite.",
              f"Weights: {_weights(exact, saved)}."]
-    for one in saved["batches"]:
-        lines += ["", *_again(brain, one, tensors, saved)]
+    with at_step(brain, saved["step"]):
+        for one in saved["batches"]:
+            lines += ["", *_again(brain, one, tensors, saved)]
     return "\n".join(lines)
 
 

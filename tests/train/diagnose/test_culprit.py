@@ -60,7 +60,7 @@ class Recipe:
         torch.manual_seed(seed)
         self.modules = nn.ModuleDict({"front": nn.Linear(16, 8),
                                       "model": nn.ModuleList([Model(), nn.Dropout(0.5), nn.Linear(8, 6)])})
-        self.device, self.precision = "cpu", "fp32"
+        self.device, self.precision, self.optimizer_step = "cpu", "fp32", 1000
         self.training_ctx = TorchAutocast(device_type="cpu", dtype=torch.float32)
         self.breaks = breaks
         self.stepper = SimpleNamespace(freezing=Freezing(self.modules, Parts(self.modules, {}), None))
@@ -224,6 +224,20 @@ def test_a_replay_repeats_the_dropout(tmp_path):
     report(recipe, tmp_path, [Suspect(batch, state)], step=5)
     torch.manual_seed(3)
     assert f"(loss {told_loss:.4g}," in replay(Recipe(), tmp_path)
+
+
+def test_a_report_and_a_replay_are_of_the_step_that_failed(tmp_path):
+    """On which what a forward computes may depend, and which is over."""
+    class Stepwise(Recipe):
+        def compute_forward(self, batch, stage):
+            self.seen = self.optimizer_step
+            return super().compute_forward(batch, stage)
+
+    recipe, again = Stepwise("layer"), Stepwise("layer")
+    told(recipe, clips(), tmp_path)
+    replay(again, tmp_path)
+    assert recipe.seen == again.seen == 12 - 1
+    assert recipe.optimizer_step == again.optimizer_step == 1000
 
 
 def test_without_weights_the_replay_says_so(tmp_path):
