@@ -46,7 +46,7 @@ class _Requests(Sampler[Request]):
         return self.source
 
 
-class _Workers(DataLoader[Any]):
+class Workers(DataLoader[Any]):
     """A DataLoader that doesn't warn of more workers than cores: workers wait for files most of the time."""
 
     def check_worker_number_rationality(self) -> None:
@@ -87,7 +87,7 @@ class _Loader:
             batch_bytes = int(max_batch_seconds * reader.sample_rate * torch.float32.itemsize)
             parallel = {"prefetch_factor": _prefetch_that_fits(prefetch, workers, batch_bytes),
                         "persistent_workers": True, "timeout": timeout, "worker_init_fn": quiet_worker}
-        self._loader = _Workers(
+        self._loader = Workers(
             reader, sampler=self._requests, batch_size=None, collate_fn=_as_it_is, num_workers=workers,
             pin_memory=pin_memory and torch.cuda.is_available(),
             generator=torch.Generator(),  # else each epoch draws from the global one
@@ -100,12 +100,12 @@ class _Loader:
         turn = self._turn
         self._requests.source = source
         starts = self.workers and self._loader._iterator is None
-        with _plain_errors(), starting_workers() if starts else contextlib.nullcontext():
+        with plain_errors(), starting_workers() if starts else contextlib.nullcontext():
             batches = iter(self._loader)
         while True:
             if turn != self._turn:
                 raise RuntimeError("this iteration ended when a newer one of the same loader began")
-            with _plain_errors():
+            with plain_errors():
                 batch = next(batches, None)
             if batch is None:
                 return
@@ -297,7 +297,7 @@ def _close_all() -> None:
 
 
 @contextlib.contextmanager
-def _plain_errors() -> Iterator[None]:
+def plain_errors() -> Iterator[None]:
     """Replace torch's errors about workers that died or hang by errors that say what to do."""
     try:
         yield

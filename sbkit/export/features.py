@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from sbkit.errors import SbkitError
 from sbkit.nn.accelerate import FASTER
-from sbkit.nn.lengths import lengths_to_mask
+from sbkit.nn.lengths import feature_frames, lengths_to_mask, takes_lengths
 
 _SILENCE = -1e4  # dB; below any frame, so that padding is never the loudest
 
@@ -87,11 +87,12 @@ class Traced(nn.Module):
 
     def __init__(self, features: nn.Module, hop_samples: int):
         super().__init__()
-        self.inner, self.hop = features, hop_samples
+        self.inner, self.hop, self.takes_lengths = features, hop_samples, takes_lengths(features)
 
     def forward(self, signals: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
         """[B, S], [B] -> [B, T, F], [B]."""
-        return self.inner(signals), samples // self.hop + 1
+        feats = self.inner(signals, samples) if self.takes_lengths else self.inner(signals)
+        return feats, feature_frames(self.inner, samples, self.hop)
 
 
 def express(features: nn.Module, hop_samples: int) -> nn.Module:

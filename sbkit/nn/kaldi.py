@@ -1,4 +1,4 @@
-"""Kaldi's log-mel filter bank as a layer, for batches of waveforms on any device."""
+"""The log-mel filter banks of Kaldi, and of NeMo, as a layer for batches of waveforms on any device."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from sbkit.nn.lengths import N
 
 _FLOOR = 1.1920928955078125e-07  # smallest energy that Kaldi takes the logarithm of
 _POVEY = 0.85  # Povey's window is Hann's to this power
+# Slaney's mel scale: Hertz per mel below 1 kHz, which is _BEND; above it, the logarithm of a mel's factor.
+_LINEAR, _BEND, _FACTOR = 200.0 / 3.0, 15.0, math.log(6.4) / 27.0
 
 
 class FilterBank(nn.Module):
     """Waveforms [B, S] to features [B, T, F], equal to those of ``compute-fbank-feats`` without dither.
 
-    Frames lie wholly within the waveform (``snip_edges``); :meth:`frames` counts them. It computes in fp32 under
-    autocast too, and adds nothing to checkpoints.
+    :meth:`frames` counts the frames of a waveform. It computes in fp32 under autocast too, and adds nothing to
+    checkpoints.
 
     Arguments
     ---------
@@ -29,6 +31,11 @@ class FilterBank(nn.Module):
     low, high : limits of the bands in Hertz; 0 or a negative ``high`` is relative to half the sample rate
     preemphasis : share of the previous sample that is subtracted
     scale : factor for the samples; 32768 for models trained on Kaldi's features of 16-bit samples
+    snip_edges : frames lie wholly within the waveform; otherwise there is one for each ``frame_shift``, around its
+        middle, and the waveform is mirrored at its own beginning and end
+    remove_dc : subtract each frame's mean
+    window : ``povey``, Kaldi's own, or ``hann``, periodic as in librosa and NeMo
+    mel : the filters: ``kaldi``, evenly spaced on the mel scale, or ``slaney``, of equal area as in librosa and NeMo
 
     >>> FilterBank()(torch.randn(2, 16_000)).shape
     torch.Size([2, 98, 80])
@@ -40,25 +47,51 @@ class FilterBank(nn.Module):
 
     def __init__(self, sample_rate: int = 16_000, n_mels: int = 80, frame_length: float = 25.0,
                  frame_shift: float = 10.0, low: float = 20.0, high: float = 0.0, preemphasis: float = 0.97,
-                 scale: float = 1.0):
+                 scale: float = 1.0, snip_edges: bool = True, remove_dc: bool = True, window: str = "povey",
+                 mel: str = "kaldi"):
         super().__init__()
+        if window not in _WINDOWS or mel not in _FILTERS:
+            raise ValueError(f"window is {window!r} and mel {mel!r}, but they must be among {', '.join(_WINDOWS)} and "
+                             f"{', '.join(_FILTERS)}")
+        self.sample_rate, self.snip_edges, self.remove_dc = sample_rate, snip_edges, remove_dc
+        self.settings = {"sample_rate": sample_rate, "n_mels": n_mels, "frame_length": frame_length,
+                         "frame_shift": frame_shift, "low": low, "high": high, "preemphasis": preemphasis,
+                         "scale": scale, "snip_edges": snip_edges, "remove_dc": remove_dc, "window": window, "mel": mel}
+        """All arguments."""
         self.size, self.hop = round(sample_rate * frame_length / 1000), round(sample_rate * frame_shift / 1000)
         self.bins = 1 << (self.size - 1).bit_length()
         self.preemphasis, self.scale = preemphasis, scale
-        window = torch.hann_window(self.size, periodic=False, dtype=torch.float64).pow(_POVEY)
-        self.register_buffer("window", window.float(), persistent=False)
+        self.first = 0 if snip_edges else self.hop // 2 - self.size // 2
+        """The sample at which the first frame begins; below 0: in the mirror image."""
+        self.register_buffer("window", _WINDOWS[window](self.size).float(), persistent=False)
         self.register_buffer("fourier", fourier(self.size, self.bins), persistent=False)
-        self.register_buffer("mel", _mel(sample_rate, self.bins, n_mels, low, high), persistent=False)
+        top = high if high > 0 else sample_rate / 2 + high
+        self.register_buffer("mel", _FILTERS[mel](sample_rate, self.bins, n_mels, low, top), persistent=False)
 
     def frames(self, samples: N) -> N:
-        """Return the number of frames for a number of samples, at least ``size``."""
-        return (samples - self.size) // self.hop + 1
+        """Return the number of frames for a number of samples; with ``snip_edges``, at least ``size`` of them."""
+        return (samples - self.size) // self.hop + 1 if self.snip_edges else (samples + self.hop // 2) // self.hop
 
-    def forward(self, signals: Tensor, count: int | None = None) -> Tensor:
-        """[B, S] -> [B, T, F]; with ``count``, only that many frames."""
-        with full_precision(signals):
-            frames = framed(signals.float() * self.scale, self.size, self.hop, count)
-            frames = frames - frames.mean(2, keepdim=True)
+    def forward(self, signals: Tensor, lengths: Tensor | None = None, *, count: int | None = None) -> Tensor:
+        """Waveforms [B, S], and the samples of each [B] (None: all S), to [B, T, F]; beyond a waveform's own frames are
+        undefined ones.
+
+        count : return only this many frames
+        """
+        if not self.snip_edges:
+            samples = signals.shape[1]
+            count = self.frames(samples) if count is None else count
+            if lengths is None:
+                lengths = torch.full_like(signals[:, 0], samples, dtype=torch.int64)
+            signals = mirrored(signals, lengths, -self.first, self.size - self.size // 2)
+        return self.of_frames(framed(signals, self.size, self.hop, count))
+
+    def of_frames(self, frames: Tensor) -> Tensor:
+        """Compute the features [B, T, F] of frames of a waveform [B, T, size]."""
+        with full_precision(frames):
+            frames = frames.float() * self.scale
+            if self.remove_dc:
+                frames = frames - frames.mean(2, keepdim=True)
             before = torch.cat([frames[..., :1], frames[..., :-1]], dim=2)
             power = spectrum((frames - self.preemphasis * before) * self.window, self.fourier, self.bins)
             return product(power, self.mel).clamp(min=_FLOOR).log()
@@ -68,6 +101,17 @@ def full_precision(signals: Tensor) -> contextlib.AbstractContextManager[object]
     """Return a context without autocast, since spectral power exceeds the range of half precision."""
     kind = signals.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
+
+
+def mirrored(signals: Tensor, lengths: Tensor, before: int, after: int) -> Tensor:
+    """Continue waveforms [B, S], each of its own length [B], by their mirror images: [B, before + S + after].
+
+    Where the mirror image ends too, it is mirrored in turn. ``before`` below 0 leaves out as many samples.
+    """
+    places = torch.arange(-before, signals.shape[1] + after, device=signals.device)
+    period = 2 * lengths[:, None].clamp(min=1)
+    places = places.remainder(period)
+    return signals.gather(1, torch.minimum(places, period - 1 - places))
 
 
 def framed(signals: Tensor, size: int, hop: int, count: int | None = None) -> Tensor:
@@ -106,16 +150,42 @@ def fourier(size: int, bins: int) -> Tensor:
     return torch.cat([angles.cos(), -angles.sin()], dim=1).float()
 
 
-def _mel(sample_rate: int, bins: int, bands: int, low: float, high: float) -> Tensor:
+def _povey(size: int) -> Tensor:
+    return torch.hann_window(size, periodic=False, dtype=torch.float64).pow(_POVEY)
+
+
+def _hann(size: int) -> Tensor:
+    return torch.hann_window(size, dtype=torch.float64)
+
+
+def _kaldi(sample_rate: int, bins: int, bands: int, low: float, high: float) -> Tensor:
     """Make triangular filters, evenly spaced on the mel scale: [bins / 2 + 1, bands].
 
     As in Kaldi, the highest bin is left out, and filters are computed in fp32: models were trained with its rounding.
     """
-    top = high if high > 0 else sample_rate / 2 + high
-    lowest, highest = (1127.0 * math.log1p(each / 700.0) for each in (low, top))
+    lowest, highest = (1127.0 * math.log1p(each / 700.0) for each in (low, high))
     step = (highest - lowest) / (bands + 1)
     left, centre, right = (lowest + torch.arange(first, first + bands) * step for first in (0.0, 1.0, 2.0))
     places = 1127.0 * (1.0 + torch.arange(bins // 2 + 1) * (sample_rate / bins) / 700.0).log()[:, None]
     filters = torch.minimum((places - left) / (centre - left), (right - places) / (right - centre)).clamp(min=0.0)
     filters[-1] = 0.0
     return filters
+
+
+def _slaney(sample_rate: int, bins: int, bands: int, low: float, high: float) -> Tensor:
+    """Make filters [bins / 2 + 1, bands] that are triangles in Hertz, of equal area, spaced as in Slaney's toolbox:
+    evenly up to 1 kHz, then by a constant factor."""
+    mels = torch.linspace(_slaney_mel(low), _slaney_mel(high), bands + 2, dtype=torch.float64)
+    hertz = torch.where(mels < _BEND, mels * _LINEAR, 1000.0 * ((mels - _BEND) * _FACTOR).exp())
+    left, centre, right = hertz[:-2], hertz[1:-1], hertz[2:]
+    places = (torch.arange(bins // 2 + 1, dtype=torch.float64) * (sample_rate / bins))[:, None]
+    filters = torch.minimum((places - left) / (centre - left), (right - places) / (right - centre)).clamp(min=0.0)
+    return (filters * (2.0 / (right - left))).float()
+
+
+def _slaney_mel(hertz: float) -> float:
+    return hertz / _LINEAR if hertz < 1000.0 else _BEND + math.log(hertz / 1000.0) / _FACTOR
+
+
+_WINDOWS = {"povey": _povey, "hann": _hann}
+_FILTERS = {"kaldi": _kaldi, "slaney": _slaney}

@@ -1,8 +1,9 @@
-"""Exact numbers of output frames for any stack of strided layers, and masks made of lengths."""
+"""Exact numbers of output frames for any stack of strided layers, and what is done with lengths: masks, arguments."""
 
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import TypeVar
 
 import torch
@@ -76,3 +77,17 @@ class LengthRule:
 def lengths_to_mask(lengths: torch.Tensor, size: int) -> torch.Tensor:
     """Make a mask, True for existing frames: [B] -> [B, size]."""
     return torch.arange(size, device=lengths.device)[None, :] < lengths[:, None]
+
+
+def takes_lengths(module: torch.nn.Module) -> bool:
+    """Whether a module's forward has a second positional argument, for lengths."""
+    places = [p for p in inspect.signature(getattr(module, "forward", module)).parameters.values()
+              if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return len(places) > 1
+
+
+def feature_frames(features: torch.nn.Module, samples: N, hop: int) -> N:
+    """Return the number of frames of features for a number of samples: by the layer's own method ``frames`` if it has
+    one, otherwise one for each ``hop`` samples and one more."""
+    own = getattr(features, "frames", None)
+    return samples // hop + 1 if own is None else own(samples)

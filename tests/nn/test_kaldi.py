@@ -32,6 +32,60 @@ def test_it_is_torchaudios(given, samples):
         torch.testing.assert_close(found[row], expected, rtol=1e-4, atol=1e-4)
 
 
+def theirs(signal, **more):
+    return torchaudio.compliance.kaldi.fbank(signal[None], dither=0.0, num_mel_bins=80, **more)
+
+
+@pytest.mark.parametrize("dc", [True, False])
+def test_mirrored_ends_are_each_utterances_own_in_a_batch(dc):
+    """Torchaudio's reference computes one utterance alone."""
+    lengths = torch.tensor([16_000, 12_345, 400, 401, 7_999, 8_080])
+    signals, layer = waves(16_000, len(lengths)), FilterBank(snip_edges=False, remove_dc=dc)
+    found, frames = layer(signals, lengths), layer.frames(lengths)
+    assert found.shape[1] == layer.frames(16_000)
+    for row, signal, length, count in zip(found, signals, lengths.tolist(), frames.tolist(), strict=True):
+        expected = theirs(signal[:length], snip_edges=False, remove_dc_offset=dc)
+        assert len(expected) == count == (length + 80) // 160
+        torch.testing.assert_close(row[:count], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_shorter_than_its_mirror_image_is_mirrored_again():
+    signal, layer = waves(90, 1), FilterBank(snip_edges=False)
+    endless = torch.cat([signal.flip(1), signal] * 10, dim=1)  # its sample 990 is the first
+    expected = FilterBank()(endless[:, 990 - 120: 990 + 280])
+    torch.testing.assert_close(layer(signal), expected, rtol=1e-4, atol=1e-4)
+    assert layer(signal).shape[1] == layer.frames(90) == 1
+
+
+def test_a_quiet_frame_does_not_depend_on_a_loud_one():
+    """SpeechBrain's features clip at so many dB below the loudest of the whole utterance."""
+    quiet = waves(16_000, 1) * 1e-4
+    loud = quiet.clone()
+    loud[:, 12_000:] *= 1e4
+    layer = FilterBank(snip_edges=False)
+    torch.testing.assert_close(layer(loud)[:, :70], layer(quiet)[:, :70])
+
+
+@pytest.mark.parametrize(("rate", "bands", "low", "high"), [(16_000, 80, 0.0, 0.0), (8_000, 40, 60.0, -200.0)])
+def test_nemos_filters_and_window_are_librosas(rate, bands, low, high):
+    layer = FilterBank(rate, bands, low=low, high=high, window="hann", mel="slaney", remove_dc=False)
+    top = rate / 2 + high
+    filters = torchaudio.functional.melscale_fbanks(
+        layer.bins // 2 + 1, low, top, bands, rate, norm="slaney", mel_scale="slaney")
+    torch.testing.assert_close(layer.mel, filters, rtol=1e-4, atol=1e-7)
+    signals = waves(4_000, 2)
+    frames = signals.unfold(1, layer.size, layer.hop)
+    frames = frames - 0.97 * torch.cat([frames[..., :1], frames[..., :-1]], dim=2)
+    power = torch.fft.rfft(frames * torch.hann_window(layer.size), layer.bins).abs() ** 2
+    torch.testing.assert_close(layer(signals), (power @ filters).log(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("wrong", [{"window": "hanning"}, {"mel": "htk"}])
+def test_an_unknown_window_or_scale_is_refused(wrong):
+    with pytest.raises(ValueError, match="povey, hann and kaldi, slaney"):
+        FilterBank(**wrong)
+
+
 def test_beside_a_loud_tone_it_is_nearer_to_the_truth_than_torchaudio():
     """In fp32 both lose digits of what is 60 dB below."""
     at = torch.arange(16_000) / 16_000
@@ -56,6 +110,16 @@ def test_an_exported_graph_has_products_where_it_has_transforms():
     assert not any("fft" in str(node.target) for node in program.graph.nodes)
     for samples in (12_345, 9_000):
         torch.testing.assert_close(program.module()(waves(samples, 2)), layer(waves(samples, 2)), rtol=0, atol=1e-3)
+
+
+def test_mirrored_ends_are_exported_with_open_sizes():
+    layer, lengths = FilterBank(snip_edges=False), torch.tensor([12_345, 4_000])
+    open_ = {"signals": {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC},
+             "lengths": {0: torch.export.Dim.DYNAMIC}}
+    program = torch.export.export(layer, (waves(12_345, 2), lengths), dynamic_shapes=open_, strict=False)
+    for samples in (12_345, 9_000):
+        signals, lengths = waves(samples, 3), torch.tensor([samples, 500, 7_000])
+        torch.testing.assert_close(program.module()(signals, lengths), layer(signals, lengths), rtol=0, atol=1e-3)
 
 
 def test_a_checkpoint_has_nothing_of_it():

@@ -117,7 +117,7 @@ class W2vBert(nn.Module):
         signals, hop = at_least(signals, self.least), self.features.hop
         states = (signals.shape[1] - self.least) // (_STACKED * hop) + 1
         # An odd last frame gives no state, but counts in an utterance's mean and variance.
-        feats = self.features(functional.pad(signals, (0, hop)), states * _STACKED + 1)
+        feats = self.features(functional.pad(signals, (0, hop)), count=states * _STACKED + 1)
         count = self.features.frames(samples.clamp(min=self.least))[:, None, None]
         inside = lengths_to_mask(count[:, 0, 0], feats.shape[1])[..., None]
         centred = feats - feats.masked_fill(~inside, 0.0).sum(1, keepdim=True) / count

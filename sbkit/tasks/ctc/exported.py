@@ -51,8 +51,10 @@ class Recogniser(Exported):
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """All formats; not SpeechBrain's if the encoder takes lengths, which SpeechBrain doesn't give it."""
-        return super().formats if self.recognizer.takes_lengths else (*super().formats, layout.SPEECHBRAIN)
+        """All formats; not SpeechBrain's if features or encoder take lengths, which SpeechBrain doesn't give them."""
+        model = self.recognizer
+        given = not (model.takes_lengths or model.features_take_lengths)
+        return (*super().formats, layout.SPEECHBRAIN) if given else super().formats
 
     def trace(self) -> torch.export.ExportedProgram:
         return trace(self.graph)

@@ -7,9 +7,10 @@ from inspect import signature
 
 import torch
 from speechbrain.lobes.models.transformer.Transformer import TransformerInterface
-from torch import nn
+from torch import Tensor, nn
 
 from sbkit.errors import SbkitError
+from sbkit.nn.lengths import feature_frames, takes_lengths
 from sbkit.recipe.build import Built
 from sbkit.recipe.source import Findings, Node
 from sbkit.recipe.trace import SECONDS, stand_ins
@@ -56,11 +57,11 @@ def _features_fit(keys: CTCKeys, built: Built, findings: Findings) -> bool:
     node = built.nodes["compute_features"]
     samples = round(SECONDS * keys.sample_rate)
     with stand_ins(), torch.no_grad():
-        feats = keys.compute_features(torch.empty(1, samples))
+        feats = _features(keys, samples)
     if feats.dim() != 3:  # a user's encoder may take something else
         return True
     frames, width = feats.shape[1:]
-    expected = samples // round(keys.sample_rate * keys.hop_length / 1000) + 1
+    expected = _frames_said(keys, samples)
     wrong = [("hop_length", frames, expected, f"makes {frames} frames of {SECONDS:g} s, with a hop_length of "
               f"{keys.hop_length:g} ms there would be {expected}"),
              ("n_mels", width, keys.n_mels, f"makes {width} features a frame, and n_mels is {keys.n_mels}")]
@@ -72,13 +73,26 @@ def _features_fit(keys: CTCKeys, built: Built, findings: Findings) -> bool:
     return all(found == said for _, found, said, _ in wrong)
 
 
+def _frames_said(keys: CTCKeys, samples: int) -> int:
+    """Return how many frames there should be: by the features' own rule, unless that isn't one for ``hop_length``."""
+    hop = round(keys.sample_rate * keys.hop_length / 1000)
+    few, more = (feature_frames(keys.compute_features, samples + hop * each, hop) for each in (0, 100))
+    return few if more - few == 100 else samples // hop + 1
+
+
+def _features(keys: CTCKeys, samples: int) -> Tensor:
+    """Compute the features [1, T, F] of an utterance that isn't there; within ``stand_ins``."""
+    given = [torch.empty(1, samples), torch.full((1,), samples)]
+    return keys.compute_features(*given[:1 + takes_lengths(keys.compute_features)])
+
+
 def _front_end_fits(keys: CTCKeys, built: Built, findings: Findings) -> bool:
     """Check that the front end takes the features; the recogniser then finds its subsampling by trying it."""
     node = built.nodes.get("CNN")
     if keys.CNN is None or keys.compute_features is None or node is None:
         return True
     with stand_ins():
-        feats = keys.compute_features(torch.empty(1, round(SECONDS * keys.sample_rate)))
+        feats = _features(keys, round(SECONDS * keys.sample_rate))
         shape = node.value.get("input_shape") if isinstance(node.value, dict) else None
         width = static(shape.value[-1]) if shape is not None and isinstance(shape.value, list) and shape.value else None
         if isinstance(width, int) and width != feats.shape[-1]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sbkit.nn.chunks import Chunks, seen_in_chunks
-from sbkit.nn.lengths import LengthRule, N, lengths_to_mask
+from sbkit.nn.lengths import LengthRule, N, feature_frames, lengths_to_mask, takes_lengths
 
 # Zero frames appended to every utterance before the convolutions, more than their kernels reach, so that the last
 # frames of an utterance are the same alone and in a batch.
@@ -31,7 +30,8 @@ class Recognizer:
     ---------
     features : module or None
         [B, S] waveforms to [B, T, F] features (``speechbrain.lobes.features.Fbank``); None if the encoder takes
-        waveforms.
+        waveforms. One whose forward takes a second argument gets the lengths [B]. One that doesn't make a frame for
+        each ``hop_samples`` and one more has a method ``frames``, which maps numbers of samples to those of frames.
     encoder : module
         A SpeechBrain transformer (its ``encode``), or any module [B, T, F] (or [B, S]) -> [B, T', D]. One whose forward
         takes a second argument gets the lengths [B]. One that changes the length has a method ``frames``, which maps
@@ -69,6 +69,7 @@ class Recognizer:
         self.frontend_rule = LengthRule.probe(frontend, n_features) if frontend else LengthRule.identity()
         encodes = hasattr(encoder, "encode")
         self.takes_lengths = not encodes and takes_lengths(encoder)
+        self.features_take_lengths = features is not None and takes_lengths(features)
         self._encoder_rule: Callable[..., Any] | None = None if encodes else getattr(encoder, "frames", None)
 
     @property
@@ -84,7 +85,8 @@ class Recognizer:
         return self._after(self.frontend_rule(self._feature_frames(samples)))
 
     def _feature_frames(self, samples: N) -> N:
-        return samples if self.compute_features is None else samples // self.hop_samples + 1
+        features = self.compute_features
+        return samples if features is None else feature_frames(features, samples, self.hop_samples)
 
     def _after(self, frames: N) -> N:
         """Return the number of frames after the encoder."""
@@ -102,7 +104,8 @@ class Recognizer:
         if self.compute_features is None:
             keep = lengths_to_mask(samples, signals.shape[1])
             return signals.masked_fill(~keep, 0.0).repeat(views, 1), samples.repeat(views)
-        feats = _by_rows(self.compute_features, signals, FRAMES_AT_ONCE * self.hop_samples)
+        given = (signals, samples) if self.features_take_lengths else (signals,)
+        feats = _by_rows(self.compute_features, FRAMES_AT_ONCE * self.hop_samples, *given)
         frames = self._feature_frames(samples)
         if self.normalize is not None:
             # Half a frame less, since rounding a relative length times T in fp32 may otherwise add a frame.
@@ -121,7 +124,7 @@ class Recognizer:
             return feats, frames
         longest = self.frontend_rule(feats.shape[1])
         padded = functional.pad(feats, (0, 0, 0, GUARD_FRAMES))
-        out = _by_rows(lambda rows: frontend(rows)[:, :longest].flatten(2), padded, FRAMES_AT_ONCE)
+        out = _by_rows(lambda rows: frontend(rows)[:, :longest].flatten(2), FRAMES_AT_ONCE, padded)
         return out, self.frontend_rule(frames)
 
     def encode(self, feats: Tensor, frames: Tensor,
@@ -163,16 +166,12 @@ class Recognizer:
         return self.ctc_lin(encoded).float().log_softmax(-1), frames
 
 
-def takes_lengths(encoder: nn.Module) -> bool:
-    """Whether an encoder's forward has a second positional argument, for lengths."""
-    places = [p for p in inspect.signature(encoder.forward).parameters.values()
-              if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return len(places) > 1
-
-
-def _by_rows(layer: Callable[[Tensor], Tensor], x: Tensor, at_once: int) -> Tensor:
-    """Return ``layer(x)`` for a layer that treats rows separately; a few rows at once on a CPU without gradients."""
+def _by_rows(layer: Callable[..., Tensor], at_once: int, x: Tensor, *more: Tensor) -> Tensor:
+    """Return ``layer(x, *more)`` for a layer that treats rows separately; a few rows at once on a CPU without
+    gradients."""
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or x.device.type != "cpu":
-        return layer(x)  # comparing sizes would tie a compiler's graph to them
+        return layer(x, *more)  # comparing sizes would tie a compiler's graph to them
     rows = max(1, at_once // max(1, x.shape[1]))
-    return layer(x) if rows >= len(x) else torch.cat([layer(part) for part in x.split(rows)])
+    if rows >= len(x):
+        return layer(x, *more)
+    return torch.cat([layer(*parts) for parts in zip(*(each.split(rows) for each in (x, *more)), strict=True)])

@@ -20,18 +20,21 @@ from sbkit.decode.joint import JointSearch, Step
 from sbkit.errors import SbkitError
 from sbkit.nn.consistency import consistency
 from sbkit.nn.ctc import CTCLoss, ctc_loss
+from sbkit.nn.global_norm import GlobalNorm
 from sbkit.nn.guard import guard_indices
 from sbkit.recipe.build import Built
 from sbkit.recipe.report import Section
 from sbkit.recipe.source import Findings, Node
 from sbkit.recipe.trace import Trace
+from sbkit.runs import initial
 from sbkit.runs.evaluation import EvaluateRequest
 from sbkit.runs.initial.vocabulary import TokenTables
+from sbkit.tasks import feature_statistics
 from sbkit.tasks.asr import ASR, Row, choices
 from sbkit.tasks.ctc import search
 from sbkit.tasks.ctc.keys import CTCKeys
 from sbkit.tasks.ctc.labels import check_labels
-from sbkit.tasks.ctc.model import recognizer
+from sbkit.tasks.ctc.model import hop_samples, recognizer
 from sbkit.tasks.ctc.parts import parts_fit
 from sbkit.tasks.ctc.taps import stack, tapped
 from sbkit.tasks.ctc.vocabulary import check_sizes, token_tables
@@ -76,6 +79,8 @@ class CTC(ASR):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        if isinstance(self.keys.normalize, GlobalNorm):
+            feature_statistics.load(self.keys.normalize)
         # Built now, since it tries the layers out: in the first forward, a search for a step's culprit would see that.
         self.recognizer = recognizer(self.keys)
         self.decoder = self.keys.decoder
@@ -84,6 +89,29 @@ class CTC(ASR):
         if isinstance(self.decoder, JointSearch) and not self.joint:
             raise SbkitError("the recipe's decoder is a JointSearch, but ctc_weight: 1.0 trains no attention decoder",
                              hint="set ctc_weight below 1, such as 0.3, or use another decoder")
+
+    # ------------------------------------------------------------ before there is a model
+
+    @classmethod
+    def prepare(cls, keys: CTCKeys, manifests: Mapping[str, Manifest], given: Mapping[str, Any]) -> dict[str, Any]:
+        """Make the tokenizer, and the statistics of a ``GlobalNorm`` unless checkpoints hold them."""
+        follows = super().prepare(keys, manifests, given)
+        if isinstance(keys.normalize, GlobalNorm) and initial.fresh(keys):
+            front = feature_statistics.Front(keys.compute_features, hop_samples(keys), keys.sample_rate)
+            feature_statistics.prepare(keys.normalize, front, manifests["train"])
+        return follows
+
+    @classmethod
+    def is_prepared(cls, keys: CTCKeys) -> bool:
+        norm = keys.normalize
+        known = not isinstance(norm, GlobalNorm) or feature_statistics.path_of(norm).exists()
+        return known and super().is_prepared(keys)
+
+    def stand_in(self, utterances: int, seconds: float, *, noise: bool = False) -> Batch:
+        """Make a batch as every task does, for which a model whose corpus isn't prepared needs no statistics."""
+        if isinstance(self.keys.normalize, GlobalNorm):
+            self.keys.normalize.pretend()
+        return super().stand_in(utterances, seconds, noise=noise)
 
     # ------------------------------------------------------------ the check
 

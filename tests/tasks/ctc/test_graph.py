@@ -17,6 +17,9 @@ from sbkit.errors import SbkitError
 from sbkit.export import graph, runners
 from sbkit.infer.backends import moved
 from sbkit.nn.accelerate import accelerate
+from sbkit.nn.causal import CausalFrontEnd
+from sbkit.nn.global_norm import GlobalNorm
+from sbkit.nn.kaldi import FilterBank
 from sbkit.nn.lengths import LengthRule
 from sbkit.tasks.ctc import graph as recogniser
 from sbkit.tasks.ctc.exported import reference
@@ -48,13 +51,19 @@ def front(blocks=2):
         kernel_sizes=[3] * blocks, strides=[2] * blocks, residuals=[False] * blocks)
 
 
+def fixed_norm():
+    made = GlobalNorm(MELS, "nowhere")
+    made.take(torch.linspace(-9, -7, MELS), torch.linspace(2, 3, MELS))
+    return made
+
+
 def recognizer(encoder=None, norm="sentence", features=None, frontend=front, swap=True):
     torch.manual_seed(0)
     made = frontend() if frontend else None
     width = MELS // 4 * 6 if made else MELS
     encoder = encoder(width) if encoder else transformer(width)
     outer = getattr(encoder, "out_size", 16)
-    normalize = norm and InputNormalization(norm_type=norm)
+    normalize = norm() if callable(norm) else norm and InputNormalization(norm_type=norm)
     lin = Linear(input_size=outer, n_neurons=LABELS)
     features = features or Fbank(n_mels=MELS)
     for module in (made, encoder, lin):
@@ -87,12 +96,15 @@ VARIANTS = {
     "mfcc, one block, relative positions, global normalisation": {
         "features": MFCC(n_mfcc=MELS, n_mels=20, deltas=False, context=False), "frontend": lambda: front(1),
         "norm": "global", "encoder": lambda size: one_layer(2 * size, attention_type="RelPosMHAXL")},
+    "what can run live": {
+        "features": FilterBank(n_mels=MELS, snip_edges=False), "norm": fixed_norm,
+        "frontend": lambda: CausalFrontEnd(MELS, [6, 6]), "encoder": one_layer},
     "branchformer": {"encoder": lambda size: one_layer(
         size, encoder_module="branchformer", attention_type="RelPosMHAXL")},
     "crdnn": {"encoder": crdnn, "frontend": None},
 }
 LEAKING = ("branchformer", "crdnn")  # their layers see what a batch is padded with
-QUICK = ("the flagship",)
+QUICK = "the flagship", "what can run live"
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,66 @@
+"""Normalisation with the mean and deviation of a whole training split, which are known before training begins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sbkit.errors import SbkitError
+
+
+class GlobalNorm(nn.Module):
+    """Features [B, T, F] less their mean, divided by their standard deviation, each over all frames of training.
+
+    A run computes both once, while it prepares its corpus; checkpoints hold them. No frame depends on another one, so
+    a model with it can run live.
+
+    Arguments
+    ---------
+    n_features : F
+    folder : where a run writes them, into ``feature_statistics.json``
+    """
+
+    mean: Tensor
+    deviation: Tensor
+
+    def __init__(self, n_features: int, folder: str | Path):
+        super().__init__()
+        self.folder = Path(folder)
+        self.register_buffer("mean", torch.zeros(n_features))
+        self.register_buffer("deviation", torch.full((n_features,), torch.nan))
+        self.known = self._pretends = False
+
+    def take(self, mean: Tensor, deviation: Tensor) -> None:
+        """Use these statistics, [F] each."""
+        with torch.no_grad():
+            self.mean.copy_(mean)
+            self.deviation.copy_(deviation)
+        self.known = True
+
+    def pretend(self) -> None:
+        """Let features through as they are until there are statistics, for stand-in batches."""
+        self._pretends = True
+
+    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """[B, T, F] -> [B, T, F]; ``lengths``, which other normalisations need, makes no difference."""
+        if not self.known:
+            if self._pretends:
+                return x
+            self._look()
+        return (x - self.mean) / self.deviation
+
+    def _look(self) -> None:
+        """Look whether something has filled the buffers; only once, since a GPU must wait for it."""
+        if self.deviation.isnan().any():
+            raise SbkitError("GlobalNorm has no mean and deviation of the features yet",
+                             hint="`sbkit train` computes them while it prepares a corpus; a run that was trained has "
+                                  "them in its checkpoints if normalize is among the checkpointer's recoverables")
+        self.known = True
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:  # torch's hook, which says no more of them
+        super()._load_from_state_dict(*args, **kwargs)
+        self._pretends = False
+        self.known = not self.deviation.isnan().any()

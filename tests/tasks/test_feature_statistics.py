@@ -1,0 +1,124 @@
+"""Statistics of a training split: exact, the same however many processes compute them, and computed once."""
+
+import json
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from speechbrain.lobes.features import Fbank
+
+from sbkit.data.audio import read_audio
+from sbkit.data.manifest import Manifest
+from sbkit.errors import SbkitError
+from sbkit.nn.global_norm import GlobalNorm
+from sbkit.nn.kaldi import FilterBank
+from sbkit.tasks import feature_statistics as statistics
+
+COUNT = 12
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory):
+    """Clips of 0.3 to 0.85 s, not in order of length."""
+    folder = tmp_path_factory.mktemp("clips")
+    seconds = 0.3 + np.random.default_rng(0).permutation(COUNT) * 0.05
+    for i, length in enumerate(seconds):
+        noise = np.random.default_rng(i).standard_normal(round(length * 16_000))
+        soundfile.write(folder / f"{i}.wav", 0.1 * (1 + i % 3) * noise + 0.02, 16_000)
+    return Manifest(ids=[f"u{i}" for i in range(COUNT)], durations=seconds, texts=["a"] * COUNT,
+                    wavs=[str(folder / f"{i}.wav") for i in range(COUNT)])
+
+
+def front(features=None):
+    return statistics.Front(features or FilterBank(n_mels=8, snip_edges=False), 160, 16_000)
+
+
+def frames_of(manifest, features):
+    return torch.cat([features(torch.from_numpy(read_audio(wav))[None])[0] for wav in manifest.wavs]).double()
+
+
+@pytest.mark.parametrize("features", [FilterBank(n_mels=8, snip_edges=False), Fbank(n_mels=8)])
+def test_they_are_those_of_all_frames_of_all_utterances(manifest, features):
+    found = statistics.compute(front(features), manifest, show=False)
+    frames = frames_of(manifest, features)
+    assert (found.frames, found.left_out) == (len(frames), 0)
+    np.testing.assert_allclose(found.mean, frames.mean(0), rtol=1e-9)
+    np.testing.assert_allclose(found.deviation, frames.std(0, correction=0), rtol=1e-9)
+
+
+def test_the_number_of_processes_changes_no_bit(manifest):
+    threads = torch.get_num_threads()
+    alone, shared = (statistics.compute(front(), manifest, workers=workers, show=False) for workers in (0, 2))
+    assert alone.mean.tolist() == shared.mean.tolist() and alone.deviation.tolist() == shared.deviation.tolist()
+    assert torch.get_num_threads() == threads
+
+
+def test_a_run_computes_them_once(manifest, tmp_path, monkeypatch, capsys):
+    norm = GlobalNorm(8, tmp_path / "save")
+    statistics.load(norm)
+    assert not norm.known
+    statistics.prepare(norm, front(), manifest)
+    assert "statistics of features" in capsys.readouterr().err
+    statistics.load(norm)
+    frames = frames_of(manifest, front().features)
+    normed = norm(frames.float())
+    torch.testing.assert_close(normed.mean(0), torch.zeros(8), rtol=0, atol=1e-4)
+    torch.testing.assert_close(normed.std(0), torch.ones(8), rtol=1e-3, atol=0)
+    monkeypatch.setattr(statistics, "compute", None)
+    statistics.prepare(norm, front(), manifest)
+
+
+@pytest.mark.parametrize("other", ["corpus", "features", "file"])
+def test_what_they_depend_on_has_them_computed_again(manifest, tmp_path, other):
+    norm = GlobalNorm(8, tmp_path)
+    statistics.prepare(norm, front(), manifest, show=False)
+    before = json.loads(statistics.path_of(norm).read_text())
+    if other == "file":
+        statistics.path_of(norm).write_text('{"fingerprint": ')
+        assert statistics._stored(norm) == {}
+    features = FilterBank(n_mels=8, snip_edges=False, remove_dc=False) if other == "features" else None
+    statistics.prepare(norm, front(features), manifest.select(range(6)) if other == "corpus" else manifest, show=False)
+    after = json.loads(statistics.path_of(norm).read_text())
+    assert (after == before) == (other == "file")
+
+
+def test_a_corpus_that_moved_is_the_same(manifest, tmp_path, monkeypatch):
+    norm = GlobalNorm(8, tmp_path)
+    statistics.prepare(norm, front(), manifest, show=False)
+    monkeypatch.setattr(statistics, "compute", None)
+    statistics.prepare(norm, front(), manifest.replace(wavs=[f"/moved/{i}.wav" for i in range(COUNT)]), show=False)
+
+
+def test_damaged_recordings_are_named_and_left_out(manifest, tmp_path, caplog):
+    (tmp_path / "bad.wav").write_bytes(b"RIFF")
+    wavs = list(manifest.wavs)
+    wavs[3] = str(tmp_path / "bad.wav")
+    found = statistics.compute(front(), manifest.replace(wavs=wavs), show=False)
+    rest = statistics.compute(front(), manifest.select([i for i in range(COUNT) if i != 3]), show=False)
+    assert found.left_out == 1 and "u3" in caplog.text and "bad.wav" in caplog.text
+    assert found.mean.tolist() == rest.mean.tolist() and found.frames == rest.frames
+    with pytest.raises(SbkitError, match="no frame"):
+        statistics.compute(front(), manifest.replace(wavs=[wavs[3]] * COUNT), show=False)
+
+
+class WithConstant(torch.nn.Module):
+    """A feature that is always the same beside one that isn't."""
+
+    def forward(self, signals):
+        energy = signals.unfold(1, 160, 160).square().mean(2).log()
+        return torch.stack([energy, torch.full_like(energy, -13.815511)], dim=2)
+
+
+def test_a_constant_feature_becomes_zero(manifest, tmp_path):
+    norm = GlobalNorm(2, tmp_path)
+    statistics.prepare(norm, front(WithConstant()), manifest, show=False)
+    statistics.load(norm)
+    normed = norm(WithConstant()(torch.randn(1, 1_600)))
+    assert normed.isfinite().all() and normed[..., 1].abs().max() < 1e-5
+
+
+def test_statistics_of_another_width_are_refused(manifest, tmp_path):
+    statistics.prepare(GlobalNorm(8, tmp_path), front(), manifest, show=False)
+    with pytest.raises(SbkitError, match="8 features, and the recipe's normalize has 80"):
+        statistics.load(GlobalNorm(80, tmp_path))
