@@ -62,7 +62,7 @@ def over_utterances(function: Callable[[np.ndarray], T], manifest: Manifest, sam
     loader = Workers(_Results(function, manifest, sample_rate), batch_size=None, collate_fn=_as_it_is,
                      num_workers=workers, generator=torch.Generator(), **parallel)
     with _one_thread(), starting_workers() if workers else contextlib.nullcontext(), plain_errors():
-        results: Any = iter(loader)
+        results: Any = iter(loader)  # of a class that torch keeps to itself
     try:
         while True:
             with _one_thread(), plain_errors():
@@ -75,10 +75,10 @@ def over_utterances(function: Callable[[np.ndarray], T], manifest: Manifest, sam
             results._shutdown_workers()
 
 
-_END: Any = object()
+_END: Any = object()  # so that what is told from it keeps its type
 
 
-def _as_it_is(result: Any) -> Any:  # of whatever type the function returns
+def _as_it_is(result: T) -> T:
     return result
 
 

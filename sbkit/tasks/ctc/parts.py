@@ -52,16 +52,17 @@ def _tell_rate(node: Node, takes: Collection[str], rate: int, read: int, finding
 
 def _features_fit(keys: CTCKeys, built: Built, findings: Findings) -> bool:
     """Check that features are as many, and as wide, as the recipe's keys say, since frames are counted by those."""
-    if keys.compute_features is None:  # an encoder on waveforms
+    features = keys.compute_features
+    if features is None:  # an encoder on waveforms
         return True
     node = built.nodes["compute_features"]
     samples = round(SECONDS * keys.sample_rate)
     with stand_ins(), torch.no_grad():
-        feats = _features(keys, samples)
+        feats = _of_silence(features, samples)
     if feats.dim() != 3:  # a user's encoder may take something else
         return True
     frames, width = feats.shape[1:]
-    expected = _frames_said(keys, samples)
+    expected = _frames_said(features, samples, round(keys.sample_rate * keys.hop_length / 1000))
     wrong = [("hop_length", frames, expected, f"makes {frames} frames of {SECONDS:g} s, with a hop_length of "
               f"{keys.hop_length:g} ms there would be {expected}"),
              ("n_mels", width, keys.n_mels, f"makes {width} features a frame, and n_mels is {keys.n_mels}")]
@@ -73,17 +74,16 @@ def _features_fit(keys: CTCKeys, built: Built, findings: Findings) -> bool:
     return all(found == said for _, found, said, _ in wrong)
 
 
-def _frames_said(keys: CTCKeys, samples: int) -> int:
-    """Return how many frames there should be: by the features' own rule, unless that isn't one for ``hop_length``."""
-    hop = round(keys.sample_rate * keys.hop_length / 1000)
-    few, more = (feature_frames(keys.compute_features, samples + hop * each, hop) for each in (0, 100))
+def _frames_said(features: nn.Module, samples: int, hop: int) -> int:
+    """Return how many frames there should be: by the layer's own rule, unless that isn't one for every ``hop``."""
+    few, more = (feature_frames(features, samples + hop * each, hop) for each in (0, 100))
     return few if more - few == 100 else samples // hop + 1
 
 
-def _features(keys: CTCKeys, samples: int) -> Tensor:
-    """Compute the features [1, T, F] of an utterance that isn't there; within ``stand_ins``."""
-    given = [torch.empty(1, samples), torch.full((1,), samples)]
-    return keys.compute_features(*given[:1 + takes_lengths(keys.compute_features)])
+def _of_silence(features: nn.Module, samples: int) -> Tensor:
+    """Compute the features [1, T, F] of an utterance of zeros."""
+    given = [torch.zeros(1, samples), torch.full((1,), samples)]
+    return features(*given[:1 + takes_lengths(features)])
 
 
 def _front_end_fits(keys: CTCKeys, built: Built, findings: Findings) -> bool:
@@ -92,7 +92,7 @@ def _front_end_fits(keys: CTCKeys, built: Built, findings: Findings) -> bool:
     if keys.CNN is None or keys.compute_features is None or node is None:
         return True
     with stand_ins():
-        feats = _features(keys, round(SECONDS * keys.sample_rate))
+        feats = _of_silence(keys.compute_features, round(SECONDS * keys.sample_rate))
         shape = node.value.get("input_shape") if isinstance(node.value, dict) else None
         width = static(shape.value[-1]) if shape is not None and isinstance(shape.value, list) and shape.value else None
         if isinstance(width, int) and width != feats.shape[-1]:

@@ -38,7 +38,7 @@ from sbkit.tasks.ctc.model import hop_samples, recognizer
 from sbkit.tasks.ctc.parts import parts_fit
 from sbkit.tasks.ctc.taps import stack, tapped
 from sbkit.tasks.ctc.vocabulary import check_sizes, token_tables
-from sbkit.tasks.keys import TaskKeys
+from sbkit.tasks.keys import RecogniserKeys, TaskKeys
 from sbkit.train.monitor.timing import section
 from sbkit.train.step import Loss
 
@@ -93,17 +93,20 @@ class CTC(ASR):
     # ------------------------------------------------------------ before there is a model
 
     @classmethod
-    def prepare(cls, keys: CTCKeys, manifests: Mapping[str, Manifest], given: Mapping[str, Any]) -> dict[str, Any]:
+    def prepare(cls, keys: RecogniserKeys, manifests: Mapping[str, Manifest],
+                given: Mapping[str, Any]) -> dict[str, Any]:
         """Make the tokenizer, and the statistics of a ``GlobalNorm`` unless checkpoints hold them."""
+        assert isinstance(keys, CTCKeys), "this task's own"
         follows = super().prepare(keys, manifests, given)
-        if isinstance(keys.normalize, GlobalNorm) and initial.fresh(keys):
-            front = feature_statistics.Front(keys.compute_features, hop_samples(keys), keys.sample_rate)
-            feature_statistics.prepare(keys.normalize, front, manifests["train"])
+        norm, features = keys.normalize, keys.compute_features
+        if isinstance(norm, GlobalNorm) and features is not None and initial.fresh(keys):
+            front = feature_statistics.Front(features, hop_samples(keys), keys.sample_rate)
+            feature_statistics.prepare(norm, front, manifests["train"])
         return follows
 
     @classmethod
-    def is_prepared(cls, keys: CTCKeys) -> bool:
-        norm = keys.normalize
+    def is_prepared(cls, keys: RecogniserKeys) -> bool:
+        norm = keys.normalize if isinstance(keys, CTCKeys) else None
         known = not isinstance(norm, GlobalNorm) or feature_statistics.path_of(norm).exists()
         return known and super().is_prepared(keys)
 

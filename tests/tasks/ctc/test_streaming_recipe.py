@@ -1,0 +1,117 @@
+"""hparams/streaming.yaml: statistics on their way from the corpus to the model, and what the check says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from run_folders import corpus
+
+from sbkit.errors import SbkitError
+from sbkit.recipe import load
+from sbkit.recipe.check import check
+from sbkit.runs import initial, restore
+from sbkit.tasks import feature_statistics as statistics
+from sbkit.tasks.ctc.exported import Recogniser
+
+RECIPE = Path(__file__).parents[3] / "hparams" / "streaming.yaml"
+SMALL = {"d_model": 16, "nhead": 2, "num_encoder_layers": 2, "d_ffn": 16, "cnn_channels": 4, "num_workers": 0}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return corpus(tmp_path_factory.mktemp("streaming") / "data", train=6, dev=2, test=2)
+
+
+def recipe(folder, data, **keys):
+    return load.opened(load.load(RECIPE, {**SMALL, "output_folder": str(folder), "data_folder": str(data), **keys}),
+                       RECIPE)
+
+
+def prepared(folder, data, **keys):
+    """A recipe whose corpus was prepared as a run does it, read again as its other ranks do."""
+    made = recipe(folder, data, **keys)
+    follows = made.task.prepare(made.keys, made.keys.corpus.prepare(show_progress=False), {})
+    made = recipe(folder, data, **{**keys, **follows})
+    made.task.encoder(made.keys)
+    return made
+
+
+def brain(made):
+    found = made.brain({"device": "cpu", "noprogressbar": True})
+    found.init_optimizers()
+    return found
+
+
+def test_every_rank_has_the_statistics_before_it_trains(data, tmp_path):
+    made = prepared(tmp_path, data)
+    norm = brain(made).recognizer.normalize
+    assert norm.known and made.task.is_prepared(made.keys)
+    manifest = made.keys.corpus.load()["train"]
+    found = statistics.compute(statistics.Front(made.keys.compute_features, 160, 16_000), manifest, show=False)
+    torch.testing.assert_close(norm.mean.double(), torch.from_numpy(found.mean), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(norm.deviation.double(), torch.from_numpy(found.deviation), rtol=1e-6, atol=1e-6)
+
+
+def test_a_model_whose_corpus_is_not_prepared_takes_stand_ins_alone(data, tmp_path):
+    made = recipe(tmp_path, data)
+    assert not made.task.is_prepared(made.keys)
+    found = brain(made)
+    with pytest.raises(SbkitError, match="no mean and deviation"):
+        found.recognizer.log_probs(torch.randn(1, 16_000), torch.tensor([16_000]))
+    batch = found.stand_in(2, 1.0, noise=True)
+    assert found.recognizer.log_probs(batch.signals, batch.signal_lengths)[0].isfinite().all()
+
+
+def test_a_run_with_checkpoints_computes_nothing(data, tmp_path, monkeypatch):
+    """It goes on with what it was trained with, whatever its corpus is now."""
+    found = brain(prepared(tmp_path, data))
+    found.checkpointer.save_checkpoint(meta={"WER": 50.0, "epoch": 1})
+    found.checkpointer.wait()
+    statistics.path_of(found.keys.normalize).unlink()
+    monkeypatch.setattr(statistics, "compute", None)
+    again = brain(prepared(tmp_path, data))
+    again.checkpointer.recover_if_possible()
+    assert torch.equal(again.recognizer.normalize.mean, found.recognizer.normalize.mean)
+    again.recognizer.log_probs(torch.randn(1, 16_000), torch.tensor([16_000]))
+
+
+@pytest.fixture(scope="module")
+def run(data, tmp_path_factory):
+    """A run with a checkpoint, whose statistics are not those of its corpus."""
+    folder = tmp_path_factory.mktemp("run")
+    made = prepared(folder, data)
+    overrides = {**SMALL, "output_folder": str(folder), "data_folder": str(data),
+                 "output_neurons": made.keys.output_neurons}
+    (folder / "hyperparams.yaml").write_text("# from:\n# x\n" + load.merged(RECIPE, overrides))
+    found = brain(made)
+    found.recognizer.normalize.take(torch.full((80,), -5.0), torch.full((80,), 2.0))
+    found.checkpointer.save_checkpoint(meta={"WER": 50.0, "epoch": 1})
+    found.checkpointer.wait()
+    return folder
+
+
+def test_what_is_scored_and_exported_has_those_of_its_checkpoint(run):
+    made, found = restore.load_run(run, "cpu")
+    assert found.recognizer.normalize.mean.unique().tolist() == [-5.0]
+    assert Recogniser.of(found.recognizer, made.keys, run).formats == ("onnx", "int8", "torch"), \
+        "SpeechBrain gives features no lengths"
+
+
+def test_a_run_takes_those_of_what_it_starts_from(run, data, tmp_path):
+    made = prepared(tmp_path, data, init_from=str(run))
+    started, apart = brain(made), brain(prepared(tmp_path, data, init_from=str(run), init_leave=["normalize"]))
+    assert started.recognizer.normalize.mean.unique().tolist() != [-5.0]
+    for each in (started, apart):
+        initial.load(each)
+    assert started.recognizer.normalize.mean.unique().tolist() == [-5.0]
+    assert apart.recognizer.normalize.mean.unique().numel() > 1
+
+
+@pytest.mark.parametrize(("given", "key"), [({"hop_length": 12.5, "compute_features": {"frame_shift": 10.0}},
+                                             "hop_length"),
+                                            ({"n_mels": 40, "compute_features": {"n_mels": 80}}, "n_mels")])
+def test_features_that_the_keys_do_not_describe_are_refused(given, key, tmp_path):
+    report = check(RECIPE, {**SMALL, **given, "output_folder": str(tmp_path)})
+    assert any(error.code == "shape-mismatch" and error.key == key for error in report.errors), report.errors
