@@ -94,6 +94,9 @@ def _front_end(keys: CTCKeys, built: Built, findings: Findings) -> bool:
         return True
     each, frames = recognizer(keys).frontend_rule.factor, 8
     front: nn.Module = copy.deepcopy(keys.CNN).eval()
+    with torch.no_grad():
+        for weight in front.parameters():  # a check leaves them uninitialised
+            weight.copy_(0.1 * torch.randn_like(weight))
     feats = torch.randn(1, 2 * frames * each, keys.n_mels)
     later = feats.clone()
     later[:, frames * each :] += 1.0

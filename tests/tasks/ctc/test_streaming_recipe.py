@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from run_folders import corpus
+from speechbrain.lobes.models.convolution import ConvolutionFrontEnd
 
 from sbkit.errors import SbkitError
 from sbkit.recipe import load
 from sbkit.recipe.check import check
+from sbkit.recipe.source import Findings, from_python
 from sbkit.runs import initial, restore
 from sbkit.tasks import feature_statistics as statistics
+from sbkit.tasks.ctc import chunk_check
 from sbkit.tasks.ctc.exported import Recogniser
 
 RECIPE = Path(__file__).parents[3] / "hparams" / "streaming.yaml"
@@ -115,3 +119,14 @@ def test_a_run_takes_those_of_what_it_starts_from(run, data, tmp_path):
 def test_features_that_the_keys_do_not_describe_are_refused(given, key, tmp_path):
     report = check(RECIPE, {**SMALL, **given, "output_folder": str(tmp_path)})
     assert any(error.code == "shape-mismatch" and error.key == key for error in report.errors), report.errors
+
+
+def test_the_check_tries_the_front_end_whatever_its_weights_are(data, tmp_path):
+    """A check builds layers without initialising them."""
+    made, findings = recipe(tmp_path, data), Findings()
+    for weight in made.keys.CNN.parameters():
+        weight.data.fill_(torch.nan)
+    built = SimpleNamespace(nodes={"CNN": from_python({}, "CNN")})
+    assert chunk_check._front_end(made.keys, built, findings) and not findings
+    made.keys.CNN = ConvolutionFrontEnd((8, 10, 80), 2, 1, [4, 4], [5, 5], [2, 2], [1, 1], [False, False])
+    assert not chunk_check._front_end(made.keys, built, findings) and len(findings) == 1
