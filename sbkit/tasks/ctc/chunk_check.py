@@ -24,6 +24,7 @@ _LOUDER = 1e5
 _POSITIONS = "RoPEMHA", "RelPosMHAXL"
 
 
+@torch.no_grad()
 def sees_no_further(keys: CTCKeys, built: Built, findings: Findings) -> bool:
     """Report which parts of a recipe with ``chunks`` look further ahead than a chunk; returns whether none does."""
     if keys.chunks is None:
@@ -85,26 +86,32 @@ def _same_before(compute: Callable[[Tensor], Tensor], keys: CTCKeys) -> bool:
     before, after = (1e-3 * torch.randn(1, round(seconds * keys.sample_rate)) for seconds in (_BEFORE, _AFTER))
     frames = round((_BEFORE - _WINDOW) * 1000 / keys.hop_length)
     quiet, loud = (compute(torch.cat([before, rest], 1))[:, :frames] for rest in (after, _LOUDER * after))
-    return torch.allclose(quiet, loud, rtol=1e-3, atol=1e-3)
+    return torch.allclose(quiet, loud, rtol=1e-3, atol=1e-3, equal_nan=True)
 
 
 def _front_end(keys: CTCKeys, built: Built, findings: Findings) -> bool:
-    """Check that frame j of the front end sees features up to those of its own time, and none of frame j + 1."""
+    """Check that the front end has a step for a stream, and that its frames see no features of later ones."""
     if keys.CNN is None:
         return True
+    if not hasattr(keys.CNN, "forward_step"):
+        why = f"{type(keys.CNN).__name__} takes whole utterances alone: it has no forward_step"
+    elif _sees_later_frames(keys):
+        why = "a frame of it sees features of the frames that follow, which may be in the next chunk"
+    else:
+        return True
+    _refuse(findings, built.nodes["CNN"], "", why, "use sbkit.nn.causal.CausalFrontEnd")
+    return False
+
+
+def _sees_later_frames(keys: CTCKeys) -> bool:
     each, frames = recognizer(keys).frontend_rule.factor, 8
     front: nn.Module = copy.deepcopy(keys.CNN).eval()
-    with torch.no_grad():
-        for weight in front.parameters():  # a check leaves them uninitialised
-            weight.copy_(0.1 * torch.randn_like(weight))
+    for weights in front.parameters():
+        weights.normal_(std=0.1)  # a check leaves them uninitialised
     feats = torch.randn(1, 2 * frames * each, keys.n_mels)
     later = feats.clone()
     later[:, frames * each :] += 1.0
-    if torch.allclose(front(feats)[:, :frames], front(later)[:, :frames], atol=1e-5):
-        return True
-    _refuse(findings, built.nodes["CNN"], "", "a frame of it sees features of the frames that follow, which may be in "
-            "the next chunk", "use sbkit.nn.causal.CausalFrontEnd")
-    return False
+    return not torch.allclose(front(feats)[:, :frames], front(later)[:, :frames], atol=1e-5)
 
 
 def _refuse(findings: Findings, node: Node, argument: str, message: str, suggestion: str) -> None:

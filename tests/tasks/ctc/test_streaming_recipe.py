@@ -121,6 +121,7 @@ def test_features_that_the_keys_do_not_describe_are_refused(given, key, tmp_path
     assert any(error.code == "shape-mismatch" and error.key == key for error in report.errors), report.errors
 
 
+@torch.no_grad()
 def test_the_check_tries_the_front_end_whatever_its_weights_are(data, tmp_path):
     """A check builds layers without initialising them."""
     made, findings = recipe(tmp_path, data), Findings()
@@ -128,5 +129,9 @@ def test_the_check_tries_the_front_end_whatever_its_weights_are(data, tmp_path):
         weight.data.fill_(torch.nan)
     built = SimpleNamespace(nodes={"CNN": from_python({}, "CNN")})
     assert chunk_check._front_end(made.keys, built, findings) and not findings
-    made.keys.CNN = ConvolutionFrontEnd((8, 10, 80), 2, 1, [4, 4], [5, 5], [2, 2], [1, 1], [False, False])
-    assert not chunk_check._front_end(made.keys, built, findings) and len(findings) == 1
+    for taps, step in ((3, None), (5, lambda x, state: (x, state))):
+        made.keys.CNN = ConvolutionFrontEnd((8, 10, 80), 2, 1, [4, 4], [taps] * 2, [2, 2], [1, 1], [False, False])
+        if step:
+            made.keys.CNN.forward_step = step
+        assert not chunk_check._front_end(made.keys, built, findings)
+    assert ["forward_step" in error.message for error in findings] == [True, False]

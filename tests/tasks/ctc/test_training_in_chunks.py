@@ -230,3 +230,16 @@ def test_the_check_refuses_encoders_that_have_no_chunks(given, told, tmp_path):
     path.write_text(f"recipe: !include:{SMALL}\n    ctc_weight: 1.0\n    chunks: !new:sbkit.nn.chunks.Chunks\n")
     found = [error for error in check(path, {"Transformer": given}).errors if error.key.startswith("Transformer")]
     assert len(found) == 1 and found[0].code == "chunks" and told in found[0].message
+
+
+def test_the_check_takes_a_front_end_that_looks_back_alone(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"""recipe: !include:{SMALL}
+    ctc_weight: 1.0
+    chunks: !new:sbkit.nn.chunks.Chunks
+    CNN: !new:sbkit.nn.causal.CausalFrontEnd
+        n_features: !ref <n_mels>
+        channels: [4]
+""")
+    errors = check(path, {}).errors
+    assert sorted(error.key for error in errors) == ["compute_features", "normalize.norm_type"], errors
