@@ -95,7 +95,7 @@ def _front_end(keys: CTCKeys, built: Built, findings: Findings) -> bool:
         return True
     if not hasattr(keys.CNN, "forward_step"):
         why = f"{type(keys.CNN).__name__} takes whole utterances alone: it has no forward_step"
-    elif _sees_later_frames(keys):
+    elif _sees_later_frames(keys.CNN, keys):
         why = "a frame of it sees features of the frames that follow, which may be in the next chunk"
     else:
         return True
@@ -103,9 +103,9 @@ def _front_end(keys: CTCKeys, built: Built, findings: Findings) -> bool:
     return False
 
 
-def _sees_later_frames(keys: CTCKeys) -> bool:
+def _sees_later_frames(module: nn.Module, keys: CTCKeys) -> bool:
     each, frames = recognizer(keys).frontend_rule.factor, 8
-    front: nn.Module = copy.deepcopy(keys.CNN).eval()
+    front = copy.deepcopy(module).eval()
     for weights in front.parameters():
         weights.normal_(std=0.1)  # a check leaves them uninitialised
     feats = torch.randn(1, 2 * frames * each, keys.n_mels)

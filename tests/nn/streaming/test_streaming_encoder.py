@@ -17,7 +17,10 @@ from sbkit.export import graph
 from sbkit.nn.accelerate import accelerate
 from sbkit.nn.causal import CausalFrontEnd
 from sbkit.nn.chunks import Chunks
+from sbkit.nn.global_norm import GlobalNorm
+from sbkit.nn.kaldi import FilterBank
 from sbkit.nn.streaming.encoder import State, StreamingEncoder
+from sbkit.nn.streaming.features import FeatureStream
 from sbkit.tasks.ctc.recognizer import Recognizer
 
 BANDS, LABELS, EACH = 12, 7, 4
@@ -123,6 +126,45 @@ def test_the_state_never_grows():
         _, _, state = step(torch.randn(3, 16, BANDS), torch.tensor([16, 16, 16]), state)
         assert [(part.shape, part.dtype) for part in state] == [(part.shape, part.dtype) for part in begin]
     assert state.seen.tolist() == [8, 8, 8] and state.keys.shape == (3, 2, 8, 16)
+
+
+def samples_in_pieces(signal, sizes):
+    """A waveform [S] in pieces of these sizes, over and over."""
+    while len(signal):
+        for size in sizes:
+            yield signal[:size]
+            signal = signal[size:]
+
+
+def live(model, signal, sizes, config):
+    """Log-probabilities of a waveform that comes in pieces: features as they are complete, then chunk by chunk."""
+    step = StreamingEncoder(model, config.left_context_size_frames()).eval()
+    stream = FeatureStream(model.compute_features)
+    state, width, waiting, found = step.state(1), config.chunk_size * EACH, torch.empty(0, BANDS), []
+    for piece in [*samples_in_pieces(signal, sizes), None]:
+        waiting = torch.cat([waiting, stream.flush() if piece is None else stream(piece)])
+        while len(waiting) >= width or (piece is None and len(waiting)):
+            chunk, waiting = waiting[:width], waiting[width:]
+            padded = nn.functional.pad(chunk, (0, 0, 0, width - len(chunk)))[None]
+            log_probs, counts, state = step(padded, torch.tensor([len(chunk)]), state)
+            found.append(log_probs[0, : int(counts)])
+    return torch.cat(found)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("config", [CHUNKS.config(2, 8), CHUNKS.config(8, 16)], ids=["short", "long"])
+@pytest.mark.parametrize("sizes", [[1], [7, 1600, 333, 160, 2], [100_000]], ids=["single", "any", "at-once"])
+def test_samples_in_pieces_of_any_size_give_what_the_whole_waveform_does(sizes, config):
+    model = recogniser()
+    norm = GlobalNorm(BANDS, "statistics")
+    norm.take(torch.full((BANDS,), -4.0), torch.full((BANDS,), 3.0))
+    bank = FilterBank(n_mels=BANDS, snip_edges=False)
+    whole = Recognizer(bank, model.encoder, model.ctc_lin, model.frontend, norm, n_features=BANDS, chunks=CHUNKS)
+    signal = 0.1 * torch.randn(9_317, generator=torch.Generator().manual_seed(3))
+    [expected], [count] = whole.log_probs(signal[None], torch.tensor([len(signal)]), config)
+    found = live(whole, signal, sizes, config)
+    assert len(found) == count == -(-58 // EACH)
+    torch.testing.assert_close(found, expected[:count], atol=1e-4, rtol=1e-4)
 
 
 def exported(step):
