@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,8 @@ from sbkit.system.processes import free_port, torchrun_environment
 
 # A server that has imported everything forks the ranks: the first launch is slow, the others are not.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "sbkit.train.brain"])
+_CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "pandas", "sbkit.tasks.ctc", "sbkit.commands.train",
+                                 "sbkit.recipe.load"])
 
 
 class Outcome(NamedTuple):
@@ -137,6 +139,42 @@ def _program(out, err, environment, fn, args) -> None:
     os.environ.update(environment)
     multiprocessing.set_start_method("fork", force=True)  # of its own children, as in a program that nobody forked
     fn(*args)
+
+
+def sbkit(*words: object, cwd: Path, ranks: int = 1, code: int = 0, timeout: float = 400, **environment: str) -> Ended:
+    """``python -m sbkit WORDS`` with its imports done already, as one process or as several ranks; what they all said.
+
+    They share one Python's hashes of texts: compare with a Python of its own what must not depend on them.
+    """
+    done = programs(ranks, command, str(cwd), *map(str, words), timeout=timeout, **environment)
+    said = Ended(done[0].returncode, *("".join(streams) for streams in zip(*(rank[1:] for rank in done), strict=True)))
+    assert {rank.returncode for rank in done} == {code}, said.stdout[-2000:] + said.stderr[-4000:]
+    return said
+
+
+def killed(when: Callable[[], bool], *words: object, cwd: Path, timeout: float = 200, **environment: str) -> None:
+    """Start the same and kill it, and nothing that it started, as soon as something holds."""
+    process = _CONTEXT.Process(target=_program, args=(os.devnull, os.devnull, environment, command,
+                                                      (str(cwd), *map(str, words))))
+    process.start()
+    until = time.monotonic() + timeout
+    try:
+        while not when():
+            assert process.exitcode is None and time.monotonic() < until, f"{words}: {process.exitcode}"
+            time.sleep(0.02)
+    finally:
+        process.kill()
+        process.join()
+
+
+def command(cwd: str, *words: str) -> None:
+    """Run a command of sbkit in a folder and leave this process."""
+    from sbkit.cli import main
+
+    os.chdir(cwd)
+    sys.path.insert(0, cwd)
+    sys.argv[:] = ["sbkit", *words]
+    sys.exit(main(words))
 
 
 class Beside:

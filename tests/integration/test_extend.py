@@ -3,13 +3,12 @@
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
+import processes
 import pytest
 import soundfile
 import torch
@@ -73,16 +72,19 @@ TINY = ("--d_model 16 --nhead 2 --num_encoder_layers 1 --num_decoder_layers 1 --
         "--precision fp32 --no-check").split()
 
 
-def environment():
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def sbkit(home, *words, processes=0, code=0):
-    launch = [sys.executable, "-m", *(["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", "-m"]
-                                      if processes else []), "sbkit"]
-    done = subprocess.run([*launch, *map(str, words)], cwd=home, env=environment(), capture_output=True, text=True,
+def sbkit(home, *words, ranks=1, code=0):
+    return processes.sbkit(*words, cwd=home, ranks=ranks, code=code, **ENVIRONMENT).stdout
+
+
+def python(*words, cwd):
+    """What a Python of its own prints, which has other hashes of texts."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **ENVIRONMENT}
+    done = subprocess.run([sys.executable, *map(str, words)], cwd=cwd, env=env, capture_output=True, text=True,
                           timeout=300)
-    assert done.returncode == code, done.stdout[-2000:] + done.stderr[-4000:]
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 
 
@@ -93,7 +95,7 @@ def weights(run):
 
 @pytest.fixture(scope="module")
 def trained(home):
-    out = sbkit(home, "train", "spotter.yaml", "--noprogressbar")
+    out = python("-m", "sbkit", "train", "spotter.yaml", "--noprogressbar", cwd=home)
     return home / "results" / "spotter", out
 
 
@@ -110,9 +112,8 @@ def test_it_is_checked_and_priced(home):
     wrong = sbkit(home, "check", "spotter.yaml", "--width", "24", "--head.in_features", "32", "--json", code=1)
     (error,) = json.loads(wrong)["errors"]
     assert error["code"] == "shape-mismatch" and error["key"].endswith("head.in_features")
-    assert "the text 'three'" in subprocess.run(
-        [sys.executable, "-m", "sbkit", "check", "spotter.yaml", "--num_workers", "three"], cwd=home,
-        env=environment(), capture_output=True, text=True).stderr
+    assert "the text 'three'" in processes.sbkit("check", "spotter.yaml", "--num_workers", "three", cwd=home, code=1,
+                                                 **ENVIRONMENT).stderr
 
 
 @pytest.mark.slow
@@ -129,41 +130,32 @@ def test_it_is_trained_tested_and_reported(home, trained):
 
 @pytest.mark.slow
 def test_two_processes_learn_what_one_learns(home, trained):
-    sbkit(home, "train", "spotter.yaml", "--noprogressbar", "--no-check", "--output_folder", "results/two", processes=2)
+    sbkit(home, "train", "spotter.yaml", "--noprogressbar", "--no-check", "--output_folder", "results/two", ranks=2)
     for name, value in weights(trained[0]).items():
         torch.testing.assert_close(weights(home / "results" / "two")[name], value, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.slow
 def test_killed_it_comes_back_as_if_nothing_had_happened(home, trained):
-    words = [sys.executable, "-m", "sbkit", "train", "spotter.yaml", "--noprogressbar", "--no-check",
-             "--output_folder", "results/killed"]
-    process = subprocess.Popen(words, cwd=home, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    until = time.monotonic() + 120
-    while len(list((home / "results" / "killed" / "save").glob("CKPT+*"))) < 1:
-        assert time.monotonic() < until and process.poll() is None
-        time.sleep(0.05)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    sbkit(home, "train", "spotter.yaml", "--noprogressbar", "--no-check", "--output_folder", "results/killed")
+    words = "train", "spotter.yaml", "--noprogressbar", "--no-check", "--output_folder", "results/killed"
+    processes.killed(lambda: bool(list((home / "results" / "killed" / "save").glob("CKPT+*"))), *words, cwd=home,
+                     **ENVIRONMENT)
+    sbkit(home, *words)
     for name, value in weights(trained[0]).items():
         assert torch.equal(weights(home / "results" / "killed")[name], value)
 
 
 @pytest.mark.slow
 def test_it_is_exported_and_runs_without_its_file(home, trained, tmp_path):
-    shown = sbkit(home, "export", trained[0], "--to", "bundle")
+    shown = python("-m", "sbkit", "export", trained[0], "--to", "bundle", cwd=home)
     assert "int8" in shown and json.loads((home / "bundle" / "parity.json").read_text())["formats"]["onnx"]
     for model in ("onnx", "torch"):
         code = (f"import sbkit.infer, sys\nmodel = sbkit.infer.load({str(home / 'bundle')!r}, model={model!r})\n"
                 f"print([one.label for one in model.run(sys.argv[1:])], 'spotter' in sys.modules)")
         clips = [home / "data" / "wavs" / f"test{i}.wav" for i in range(3)]
-        found = subprocess.run([sys.executable, "-c", code, *map(str, clips)], cwd=tmp_path, env=environment(),
-                               capture_output=True, text=True, timeout=120)
-        assert found.stdout.strip() == f"{list(WORDS)} False", found.stderr
-    assert "gives no words" in subprocess.run(
-        [sys.executable, "-m", "sbkit", "transcribe", str(home / "bundle"), str(clips[0])], env=environment(),
-        capture_output=True, text=True, check=False).stderr
+        assert python("-c", code, *clips, cwd=tmp_path).strip() == f"{list(WORDS)} False"
+    assert "gives no words" in processes.sbkit("transcribe", home / "bundle", clips[0], cwd=tmp_path, code=2,
+                                               **ENVIRONMENT).stderr
 
 
 @pytest.mark.slow
@@ -194,4 +186,5 @@ def test_an_encoder_on_waveforms_is_trained_and_exported(parts):
     assert report["errors"] == []
     assert report["sections"]["shapes"]["values"]["frames_per_second"] == pytest.approx(50)
     sbkit(parts, "train", "waves.yaml", *TINY, "--output_folder", "results/waves")
-    assert "onnx" in sbkit(parts, "export", "results/waves", "--to", "waves", "--formats", "onnx,torch")
+    assert "onnx" in python("-m", "sbkit", "export", "results/waves", "--to", "waves", "--formats", "onnx,torch",
+                            cwd=parts)

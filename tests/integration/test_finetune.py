@@ -3,14 +3,13 @@
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import encoders
 import numpy as np
+import processes
 import pytest
 import soundfile
 import torch
@@ -51,17 +50,20 @@ def home(tmp_path_factory):
     return folder
 
 
-def environment():
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
-            "HF_HUB_OFFLINE": "1"}
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
 
 
-def sbkit(home, *words, processes=0, code=0):
-    launch = [sys.executable, "-m", *(["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", "-m"]
-                                      if processes else []), "sbkit"]
-    done = subprocess.run([*launch, *map(str, words)], cwd=home, env=environment(), capture_output=True, text=True,
+def sbkit(home, *words, ranks=1, code=0):
+    done = processes.sbkit(*words, cwd=home, ranks=ranks, code=code, **ENVIRONMENT)
+    return done.stdout + done.stderr
+
+
+def python(*words, cwd):
+    """The same of a Python of its own, which has other hashes of texts."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **ENVIRONMENT}
+    done = subprocess.run([sys.executable, *map(str, words)], cwd=cwd, env=env, capture_output=True, text=True,
                           timeout=400)
-    assert done.returncode == code, done.stdout[-2000:] + done.stderr[-4000:]
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout + done.stderr
 
 
@@ -82,14 +84,7 @@ def away(home):
 def killed(home, to, *command):
     """A run's weights that was killed at its first checkpoint, and resumed where its source is not."""
     run = home / "results" / to
-    process = subprocess.Popen([sys.executable, "-m", "sbkit", *map(str, command)], cwd=home,
-                               env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    until = time.monotonic() + 200
-    while not list((run / "save").glob("CKPT+*")):
-        assert time.monotonic() < until and process.poll() is None
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    processes.killed(lambda: bool(list((run / "save").glob("CKPT+*"))), *command, cwd=home, **ENVIRONMENT)
     with away(home):
         sbkit(home, *command)
     return weights(run)
@@ -108,7 +103,7 @@ def weights(run):
 
 @pytest.fixture(scope="module")
 def trained(home):
-    said = sbkit(home, *words("run", *DRAWING))
+    said = python("-m", "sbkit", *words("run", *DRAWING), cwd=home)
     assert "tensors taken" in said and "test WER" in said
     return home / "results" / "run"
 
@@ -133,7 +128,8 @@ def test_killed_it_comes_back_as_if_nothing_had_happened(home, trained):
 @pytest.mark.slow
 def test_two_ranks_learn_what_one_learns(home):
     sbkit(home, *words("one", *STILL))
-    sbkit(home, *words("two", *STILL), processes=2)
+    python("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "sbkit", *words("two", *STILL),
+           cwd=home)
     one, two = (weights(home / "results" / name) for name in ("one", "two"))
     moved = 0
     start = encoders.start(home / "encoder", "wav2vec2-group")
@@ -149,7 +145,7 @@ def test_two_ranks_learn_what_one_learns(home):
 def test_it_is_scored_and_shipped_without_its_source_and_heard_without_transformers(home, trained, tmp_path):
     with away(home):
         assert "WER" in sbkit(home, "evaluate", trained, "--split", "dev")
-        shown = sbkit(home, "export", trained, "--to", "bundle", "--target", "sherpa")
+        shown = python("-m", "sbkit", "export", trained, "--to", "bundle", "--target", "sherpa", cwd=home)
     assert "int8" in shown and "torch" in shown
     parity = json.loads((home / "bundle" / "parity.json").read_text())
     assert set(parity["formats"]) == {"checkpoint", "onnx", "int8", "torch", "sherpa"}
@@ -158,9 +154,7 @@ def test_it_is_scored_and_shipped_without_its_source_and_heard_without_transform
                 "heard = [isinstance(one.text, str) for one in model.transcribe(sys.argv[1:])]\n"
                 "print(heard, 'transformers' in sys.modules)")
         clips = [home / "data" / "wavs" / f"test{i}.wav" for i in range(2)]
-        found = subprocess.run([sys.executable, "-c", code, *map(str, clips)], cwd=tmp_path, env=environment(),
-                               capture_output=True, text=True, timeout=200)
-        assert found.stdout.strip() == "[True, True] False", found.stderr
+        assert python("-c", code, *clips, cwd=tmp_path).startswith("[True, True] False\n")
 
 
 LORA = ROOT / "recipes" / "CommonVoice" / "ASR" / "CTC" / "hparams" / "lora.yaml"
@@ -172,8 +166,8 @@ def test_lora_trains_a_little_saves_little_and_ships_without_its_source(home):
         return ("train", LORA, "--encoder_source", "encoder", "--output_folder", f"results/{to}", *SMALL, *STILL,
                 "--number_of_epochs", "2", "--adapters.dropout", "0")
 
-    sbkit(home, *command("lora"))
-    sbkit(home, *command("lora-two"), processes=2)
+    python("-m", "sbkit", *command("lora"), cwd=home)
+    sbkit(home, *command("lora-two"), ranks=2)
     one, two = weights(home / "results" / "lora"), weights(home / "results" / "lora-two")
     same(one, killed(home, "lora-killed", *command("lora-killed")))
     assert one["base"] == two["base"] and one.keys() == two.keys()
@@ -186,7 +180,7 @@ def test_lora_trains_a_little_saves_little_and_ships_without_its_source(home):
     assert len(list((home / "results" / "lora" / "save").glob("base-*.safetensors"))) == 1
     with away(home):
         assert "WER" in sbkit(home, "evaluate", "results/lora", "--split", "dev")
-        sbkit(home, "export", "results/lora", "--to", "lora-bundle", "--formats", "onnx")
+        python("-m", "sbkit", "export", "results/lora", "--to", "lora-bundle", "--formats", "onnx", cwd=home)
     import onnx
 
     names = [each.name for each in onnx.load(home / "lora-bundle" / "model.onnx").graph.initializer]

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 import yaml
@@ -20,14 +21,15 @@ TINY = [
     "--precision", "fp32", "--noprogressbar", "--ckpt_interval_minutes", "0", "--ckpt_interval_steps", "2",
     "--max_batch_seconds", "16", "--step_seconds", "16", "--least_steps", "0", "--no-check",
 ]
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 MEASURED = ("kind", "epoch", "step", "train_loss", "valid_loss", "valid_WER", "test_loss", "test_WER")
 
 
-def begin(out, cache, processes=0):
+def begin(out, cache, ranks=1):
     """Start training as a user does."""
-    launch = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone"] if processes else []
+    launch = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--standalone"] if ranks > 1 else []
     command = [sys.executable, *launch, str(ROOT / "train.py"), "hparams/ctc.yaml", *TINY, "--output_folder", str(out)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "SBKIT_CACHE": str(cache), "CUDA_VISIBLE_DEVICES": ""}
+    env = {**os.environ, **ENVIRONMENT, "SBKIT_CACHE": str(cache)}
     return subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                             start_new_session=True)
 
@@ -89,19 +91,24 @@ def never_stopped(cache, tmp_path_factory):
     return outcome(out)
 
 
-def finished(out, cache, processes=0):
-    code, _, err = end(begin(out, cache, processes))
-    assert code == 0, err[-3000:]
-    assert "Loading a checkpoint from" in (out / "log.txt").read_text() + err
+def words(out):
+    return "train", "hparams/ctc.yaml", *TINY, "--output_folder", out
+
+
+def finished(out, cache, ranks=1):
+    said = processes.sbkit(*words(out), cwd=ROOT, ranks=ranks, SBKIT_CACHE=str(cache), **ENVIRONMENT)
+    assert "Loading a checkpoint from" in (out / "log.txt").read_text() + said.stderr
     return outcome(out)
 
 
 @pytest.mark.slow
 def test_killed_twice(never_stopped, cache, tmp_path):
+    out = tmp_path / "out"
     for share in (1 / 4, 2 / 3):
         step = int(never_stopped["steps"] * share)
-        assert stop_after(begin(tmp_path / "out", cache), tmp_path / "out", step, signal.SIGKILL)[0] == -9
-    found = finished(tmp_path / "out", cache)
+        processes.killed(lambda step=step: saved_at(out) >= step, *words(out), cwd=ROOT, SBKIT_CACHE=str(cache),
+                         **ENVIRONMENT)
+    found = finished(out, cache)
     assert [key for key in found if not same(found[key], never_stopped[key])] == []
 
 

@@ -1,11 +1,9 @@
 """A run that hears nothing says so while it runs, at its end, in metrics.jsonl and first of all in its report."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import processes
 import pytest
 
 from sbkit.doctor.gpu import corpus
@@ -29,22 +27,16 @@ def tones(tmp_path_factory):
     return corpus.write(tmp_path_factory.mktemp("tones"), {"train": 0.03, "dev": 0.004, "test": 0.004}, longest=2.5)
 
 
-def train(out, tones, *more, processes=1):
-    launch = [sys.executable]
-    if processes > 1:
-        launch += ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone"]
-    words = [*launch, ROOT / "train.py", "hparams/ctc.yaml", *SMALL, "--data_folder", tones, "--output_folder", out,
-             *more]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(list(map(str, words)), cwd=ROOT, env=env, capture_output=True, text=True, timeout=590)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+def train(out, tones, *more, ranks=1):
+    words = "train", "hparams/ctc.yaml", *SMALL, "--data_folder", tones, "--output_folder", out, *more
+    done = processes.sbkit(*words, cwd=ROOT, ranks=ranks, timeout=590, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
     lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
     return done.stderr, [line for line in lines if line["kind"] == "warning"]
 
 
 def test_one_that_can_learn_nothing_is_told_at_its_beginning_and_its_end(tones, tmp_path):
     out = tmp_path / "run"
-    said, lines = train(out, tones, "--lr", "1e-6", "--number_of_epochs", "2", processes=2)
+    said, lines = train(out, tones, "--lr", "1e-6", "--number_of_epochs", "2", ranks=2)
     assert said.count("too few to hear anything") == 1 and said.count("At the end of training: the model hears") == 1
     assert [(line["what"], line["at_end"], line["holds"]) for line in lines] == [
         ("chance", False, True), ("chance", True, True)]
