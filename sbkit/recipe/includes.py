@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,23 @@ Files = list[tuple[Path, Mapping[str, Tree]]]
 
 
 def read_plain(path: Path) -> dict[str, Tree]:
-    """Read a YAML as a tree with its tags; nothing is imported or built."""
+    """Read a YAML as a tree with its tags, which the caller may change; nothing is imported or built."""
+    return _read(path, _parsed)
+
+
+def _parsed(text: str) -> Tree:
+    yaml = YAML()
+    yaml.Composer = ShallowComposer
+    return yaml.load(text)
+
+
+_parsed_once = functools.lru_cache(maxsize=16)(_parsed)
+
+
+def _read(path: Path, parsed: Callable[[str], Tree]) -> dict[str, Tree]:
     try:
-        yaml = YAML()
-        yaml.Composer = ShallowComposer
         text = path.read_text(encoding="utf-8")
-        tree = yaml.load(text)
+        tree = parsed(text)
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
@@ -46,12 +58,12 @@ def tag_of(value: object) -> str:
 
 
 def chain(path: Path) -> Files:
-    """The file of a recipe and those it is based on, each with its tree."""
+    """The file of a recipe and those it is based on, each with its tree, to be read only: the next call has it too."""
     files: Files = []
     while True:
         if any(path.resolve() == known.resolve() for known, _ in files):
             raise SbkitError(f"{path} includes itself")
-        tree = read_plain(path)
+        tree = _read(path, _parsed_once)
         files.append((path, tree))
         tag = tag_of(tree.get(BASE))
         if not tag.startswith(INCLUDE):
