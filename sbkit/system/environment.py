@@ -76,7 +76,7 @@ def inventory() -> str:
     interpreter or be missing, and takes seconds."""
     import torch
 
-    installed = {str(each.metadata["Name"]): each.version for each in metadata.distributions()}
+    installed = {str(each["Name"]): each["Version"] for each in (one.metadata for one in metadata.distributions())}
     packages = [f"{name}=={installed[name]}" for name in sorted(installed, key=str.lower)]
     git = ""
     with contextlib.suppress(OSError):  # git isn't installed
