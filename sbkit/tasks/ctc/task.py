@@ -133,14 +133,18 @@ class CTC(ASR):
         return check_labels(keys, recognizer(keys), manifests, findings, nodes)
 
     def describe(self) -> tuple[list[str], dict[str, Any]]:
-        """Say how long a frame of features and one of the encoder are."""
+        """Say how long a frame of features, one of the encoder and a chunk are."""
         model = self.recognizer
         hop = 1000 * model.hop_samples / self.keys.sample_rate
         frame = hop * model.subsampling
         features = "" if model.compute_features is None else f"features every {hop:g} ms, subsampled by " \
             f"{model.subsampling}: "
-        return ([f"{features}an encoder frame every {frame:g} ms, {1000 / frame:g} a second"],
-                {"subsampling": model.subsampling, "frames_per_second": 1000 / frame})
+        lines = [f"{features}an encoder frame every {frame:g} ms, {1000 / frame:g} a second"]
+        if model.chunks is not None:
+            sizes, left = (", ".join(f"{frame * each:g}" for each in several)
+                           for several in (model.chunks.sizes, model.chunks.left))
+            lines.append(f"trained to run live in chunks of {sizes} ms, each with {left} ms before it")
+        return lines, {"subsampling": model.subsampling, "frames_per_second": 1000 / frame}
 
     def token_tables(self) -> TokenTables | None:
         return token_tables(self.keys)

@@ -220,6 +220,12 @@ def test_all_ranks_see_the_same():
 # ------------------------------------------------------------ the check
 
 
+def test_chunks_are_told_in_milliseconds():
+    lines, _ = brain(CHUNKS).describe()
+    assert lines[1:] == ["trained to run live in chunks of 16, 32 ms, each with 32, 64 ms before it"]
+    assert len(brain(None).describe()[0]) == 1
+
+
 @pytest.mark.parametrize("given, told", [
     ({"encoder_module": "transformer", "causal": False}, "its layers are those of TransformerEncoder"),
     ({"attention_type": "regularMHA", "causal": False}, "regularMHA needs to know where an utterance begins or ends"),
