@@ -73,8 +73,8 @@ class FilterBank(nn.Module):
         return (samples - self.size) // self.hop + 1 if self.snip_edges else (samples + self.hop // 2) // self.hop
 
     def forward(self, signals: Tensor, lengths: Tensor | None = None, *, count: int | None = None) -> Tensor:
-        """Waveforms [B, S], and the samples of each [B] (None: all S), to [B, T, F]; beyond a waveform's own frames are
-        undefined ones.
+        """Waveforms [B, S], and the samples of each [B] (None: all S), to [B, T, F]; what is beyond a waveform's own
+        frames is undefined.
 
         count : return only this many frames
         """
@@ -89,11 +89,12 @@ class FilterBank(nn.Module):
     def of_frames(self, frames: Tensor) -> Tensor:
         """Compute the features [B, T, F] of frames of a waveform [B, T, size]."""
         with full_precision(frames):
-            frames = frames.float() * self.scale
+            frames = frames.float()
+            # Both windows begin with 0, so the first sample counts as the one before the second alone.
+            waves = torch.sub(frames[..., 1:], frames[..., :-1], alpha=self.preemphasis)
             if self.remove_dc:
-                frames = frames - frames.mean(2, keepdim=True)
-            before = torch.cat([frames[..., :1], frames[..., :-1]], dim=2)
-            power = spectrum((frames - self.preemphasis * before) * self.window, self.fourier, self.bins)
+                waves = waves - (1 - self.preemphasis) * frames.mean(2, keepdim=True)
+            power = spectrum(waves * (self.window[1:] * self.scale), self.fourier[1:], self.bins)
             return product(power, self.mel).clamp(min=_FLOOR).log()
 
 
@@ -108,15 +109,23 @@ def mirrored(signals: Tensor, lengths: Tensor, before: int, after: int) -> Tenso
 
     Where the mirror image ends too, it is mirrored in turn. ``before`` below 0 leaves out as many samples.
     """
-    places = torch.arange(-before, signals.shape[1] + after, device=signals.device)
-    period = 2 * lengths[:, None].clamp(min=1)
-    places = places.remainder(period)
-    return signals.gather(1, torch.minimum(places, period - 1 - places))
+    ends, device = lengths[:, None].clamp(min=1), signals.device
+
+    def image(places: Tensor) -> Tensor:
+        places = places.remainder(2 * ends)
+        return signals.gather(1, torch.minimum(places, 2 * ends - 1 - places))
+
+    beyond = torch.arange(after, device=device)
+    whole = torch.cat([image(torch.arange(min(0, -before), 0, device=device)), signals[:, max(0, -before):],
+                       signals.new_zeros(signals.shape[0], after)], dim=1)
+    return whole.scatter_(1, (ends + before).clamp(min=0) + beyond, image(ends + beyond))
 
 
 def framed(signals: Tensor, size: int, hop: int, count: int | None = None) -> Tensor:
     """Cut waveforms [B, S] into frames [B, T, size] that start every ``hop`` samples; all, or ``count``."""
     count = (signals.shape[1] - size) // hop + 1 if count is None else count
+    if not torch.compiler.is_exporting():  # runtimes have no views
+        return signals.unfold(1, size, hop)[:, :count]
     device = signals.device
     places = torch.arange(count, device=device)[:, None] * hop + torch.arange(size, device=device)
     return signals.index_select(1, places.flatten()).unflatten(1, (count, size))
@@ -128,11 +137,10 @@ def spectrum(frames: Tensor, matrix: Tensor, bins: int) -> Tensor:
     matrix : as made by :func:`fourier`, used in exported graphs
     """
     if torch.compiler.is_exporting():  # runtimes have a slow Fourier transform or none
-        real, imaginary = product(frames, matrix).chunk(2, dim=2)
+        real, imaginary = product(frames, matrix).square().chunk(2, dim=2)
     else:
-        parts = torch.view_as_real(torch.fft.rfft(frames, bins))
-        real, imaginary = parts[..., 0], parts[..., 1]
-    return real.square() + imaginary.square()
+        real, imaginary = torch.view_as_real(torch.fft.rfft(frames, bins)).square().unbind(-1)
+    return real + imaginary
 
 
 def product(x: Tensor, matrix: Tensor) -> Tensor:
