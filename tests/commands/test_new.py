@@ -40,7 +40,8 @@ def test_other_files_in_the_folder_do_not_matter(tmp_path):
     assert (tmp_path / "LICENSE").read_text() == "mine" and (tmp_path / "hparams/ctc.yaml").exists()
 
 
-@pytest.mark.parametrize("task, told", [("cct", "did you mean ctc? there is ctc, ssl"), ("../x", "there is ctc, ssl")])
+@pytest.mark.parametrize("task, told", [
+    ("cct", "did you mean ctc? there is ctc, ssl, streaming"), ("../x", "there is ctc, ssl, streaming")])
 def test_an_unknown_task_lists_those_there_are(tmp_path, capsys, task, told):
     assert main(["new", str(tmp_path / "x"), "--task", task]) == 2
     assert capsys.readouterr().err == f"error: there is no task {task!r}; {told}\n"
