@@ -183,7 +183,8 @@ def _kaldi(sample_rate: int, bins: int, bands: int, low: float, high: float) -> 
 def _slaney(sample_rate: int, bins: int, bands: int, low: float, high: float) -> Tensor:
     """Make filters [bins / 2 + 1, bands] that are triangles in Hertz, of equal area, spaced as in Slaney's toolbox:
     evenly up to 1 kHz, then by a constant factor."""
-    mels = torch.linspace(_slaney_mel(low), _slaney_mel(high), bands + 2, dtype=torch.float64)
+    first, last = _slaney_mel(low), _slaney_mel(high)
+    mels = first + torch.arange(bands + 2, dtype=torch.float64) * ((last - first) / (bands + 1))
     hertz = torch.where(mels < _BEND, mels * _LINEAR, 1000.0 * ((mels - _BEND) * _FACTOR).exp())
     left, centre, right = hertz[:-2], hertz[1:-1], hertz[2:]
     places = (torch.arange(bins // 2 + 1, dtype=torch.float64) * (sample_rate / bins))[:, None]

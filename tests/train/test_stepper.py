@@ -49,10 +49,10 @@ def asked(protocol):
     return {name for name in own if not name.startswith("_")}
 
 
-def read_of_hooks(path):
-    """Attributes that a file reads of what it calls ``hooks`` or ``self.hooks``."""
+def read_of_hooks(path, name="hooks"):
+    """Attributes that a file reads of what it calls ``hooks`` or ``self.hooks``, or by another name."""
     found = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Attribute)]
-    return {node.attr for node in found if getattr(node.value, "id", getattr(node.value, "attr", "")) == "hooks"}
+    return {node.attr for node in found if getattr(node.value, "id", getattr(node.value, "attr", "")) == name}
 
 
 @pytest.mark.parametrize("file", PROTOCOLS)
@@ -66,4 +66,5 @@ def test_a_part_of_training_reads_of_a_brain_what_its_protocol_says(file, tmp_pa
 
 def test_everything_that_a_protocol_asks_for_is_read():
     read = set().union(*(read_of_hooks(HOUSE / "train" / file) for file in PROTOCOLS))
+    read |= read_of_hooks(HOUSE / "train" / "diagnose" / "culprit.py", "brain")  # a step is run again without loops
     assert set().union(*(asked(protocol) for protocol in PROTOCOLS.values())) <= read
