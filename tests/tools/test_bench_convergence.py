@@ -1,4 +1,4 @@
-"""The recipe as shipped learns whatever is asked of it: the design of the benchmark's runs, and three cheap ones."""
+"""The recipe as shipped learns whatever is asked of it: the design of the benchmark's runs, and a cheap one of them."""
 
 import itertools
 
@@ -27,9 +27,8 @@ def test_the_design_is_small():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["0.1-3ep-char-seed5-x0.33-1p-small", "0.1-6ep-unigram-seed5-x1-2p-small",
-                                  "0.3-3ep-unigram-seed2-x3-2p-small"])
-def test_a_short_run_learns_at_a_third_of_the_rate_and_at_three_times(name, tmp_path):
+def test_a_short_run_at_three_times_the_rate_learns(tmp_path):
+    name = "0.3-3ep-unigram-seed2-x3-2p-small"
     run = next(run for run in bench.design(bench.FACTORS) if bench.name_of(run) == name)
     found = bench.train(run, tmp_path, None, peak=0.002, more=[])
     assert found["cer"] < bench.LEARNT and not found["told"]
