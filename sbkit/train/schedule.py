@@ -61,17 +61,17 @@ class Schedule:
         return peak * (self.final + (1 - self.final) * left)
 
     def top(self) -> tuple[float, float]:
-        """The steps of the warm-up, and the rate at its end."""
+        """Return the steps of the warm-up, and the rate at its end."""
         warmup = self._warmup()
-        if self.rise is None or not self.gentler:
+        if self.rise is None or self.warmup >= 1 or self.peak <= self.rise * warmup:
             return warmup, self.peak
         longest = max(warmup, self.total_steps / 2)
         return min(self.peak / self.rise, longest), min(self.peak, self.rise * longest)
 
     @property
     def gentler(self) -> bool:
-        """Whether ``rise`` makes the warm-up longer than ``warmup`` says."""
-        return self.rise is not None and self.warmup < 1 and self.peak > self.rise * self._warmup()
+        """Whether ``rise`` makes the warm-up longer or its end lower than ``warmup`` and ``peak`` say."""
+        return self.top() != (self._warmup(), self.peak)
 
     def _warmup(self) -> float:
         return max(1.0, self.warmup if self.warmup >= 1 else self.warmup * self.total_steps)

@@ -19,15 +19,8 @@ from sbkit.nn.native import library
 WIDTH = 16
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
 @pytest.fixture(autouse=True)
-def kernels(shared, monkeypatch):
-    monkeypatch.setenv("SBKIT_CACHE", str(shared))
-    monkeypatch.delenv("SBKIT_KERNELS", raising=False)
+def kernels(own_kernels):
     yield
     library.unload()
 

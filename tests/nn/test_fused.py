@@ -27,16 +27,8 @@ from sbkit.nn.native import library
 from sbkit.system import cache
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory):
-    """Compiled once for all tests here."""
-    return tmp_path_factory.mktemp("cache")
-
-
 @pytest.fixture(autouse=True)
-def kernels(shared, monkeypatch):
-    monkeypatch.setenv("SBKIT_CACHE", str(shared))
-    monkeypatch.delenv("SBKIT_KERNELS", raising=False)
+def kernels(own_kernels):
     if platform.system() != "Linux" or shutil.which("gcc") is None:
         pytest.skip("the kernels need Linux and gcc")
     assert library.load() is None
