@@ -48,6 +48,8 @@ COMMANDS = {
     "replay": "rerun a non-finite step, layer by layer",
     "export": "make a bundle that others can use from a run",
     "transcribe": "transcribe recordings with an exported bundle",
+    "listen": "show words while somebody speaks, from the microphone or standard input",
+    "speak": "speak a text with an exported voice",
     "serve": "serve bundles through an OpenAI-style API, a live WebSocket and a web page",
     "doctor": "report what this machine offers and what is in the way",
 }

@@ -1,4 +1,8 @@
-"""A bundle whose model says what a signal's level spells: each frame of 40 ms at level k/50 is the token k."""
+"""A bundle whose model says what a signal's level spells: each frame of 40 ms at level k/50 is the token k.
+
+Its graph for streams says each frame's token one frame later, so that what it says first of a chunk comes from its
+state.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,14 @@ from pathlib import Path
 import numpy as np
 
 from sbkit.export import layout
-from sbkit.export.layout import Config
+from sbkit.export.layout import Config, Streaming
 from sbkit.export.vocabulary import write_tokens
 
 PIECES = ["<blk>", "<s>", "</s>", "▁", *"abcdefghijklmnopqrstuvwxyz"]
 FRAME = 640
 RATE = 16_000
 LEVELS = 50.0
+OVERLAP, BEFORE = 240, 120  # as those of Kaldi's frames of 25 ms
 
 
 def spell(text: str, hold: int = 2) -> list[int]:
@@ -35,7 +40,7 @@ def voiced(ids: list[int]) -> np.ndarray:
     return np.repeat(np.array(ids, dtype=np.float32) / LEVELS, FRAME)
 
 
-def make(folder: Path, width: int | None = None, torch_too: bool = False, **changes) -> Path:
+def make(folder: Path, width: int | None = None, torch_too: bool = False, streams: bool = False, **changes) -> Path:
     """Write the bundle."""
     folder.mkdir(parents=True, exist_ok=True)
     write_onnx(folder / "model.onnx", width or len(PIECES))
@@ -46,6 +51,15 @@ def make(folder: Path, width: int | None = None, torch_too: bool = False, **chan
     if torch_too:
         write_torch(folder / "model.pt2")
         config.models["torch"] = "model.pt2"
+    if streams:
+        write_stream_onnx(folder / "stream.onnx")
+        config.streaming = Streaming(
+            chunks=[4, 8, 16], left=1, overlap=OVERLAP, before=BEFORE, after=80 + OVERLAP - BEFORE,
+            state={"level": {"type": "float32", "shape": [1]}, "seen": {"type": "int64", "shape": []}},
+            models={"onnx": "stream.onnx"})
+        if torch_too:
+            write_stream_torch(folder / "stream.pt2")
+            config.streaming.models["torch"] = "stream.pt2"
     config.files = {path.name: layout.fingerprint(path) for path in folder.iterdir() if path.name != layout.CONFIG}
     (folder / layout.CONFIG).write_text(config.to_json())
     return folder
@@ -85,6 +99,66 @@ def write_onnx(path: Path, width: int) -> None:
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
     onnx.checker.check_model(model)
     onnx.save(model, path)
+
+
+def write_stream_onnx(path: Path) -> None:
+    import onnx
+    from onnx import TensorProto, helper, numpy_helper
+
+    constants = {
+        "begin": np.array([BEFORE], np.int64), "end": np.array([BEFORE - OVERLAP], np.int64),
+        "one": np.array([1], np.int64), "frame": np.array([FRAME], np.int64), "minus": np.array([-1], np.int64),
+        "far": np.array([np.iinfo(np.int64).max], np.int64), "zero": np.array([0], np.int64),
+        "none": np.array(0, np.int64), "three": np.array(3, np.int64), "four": np.array(4, np.int64),
+        "levels": np.array(LEVELS, np.float32), "tokens": np.arange(len(PIECES), dtype=np.float32),
+        "sharp": np.array(-20.0, np.float32),
+    }
+    node = helper.make_node
+    nodes = [
+        node("Slice", ["samples", "begin", "end", "one", "frame"], ["every"]),
+        node("Concat", ["level", "every"], ["line"], axis=1),
+        node("Slice", ["line", "zero", "minus", "one", "one"], ["late"]),
+        node("Slice", ["line", "minus", "far", "one", "one"], ["last"]),
+        node("Mul", ["late", "levels"], ["loud"]), node("Unsqueeze", ["loud", "minus"], ["column"]),
+        node("Sub", ["column", "tokens"], ["off"]), node("Mul", ["off", "off"], ["square"]),
+        node("Mul", ["square", "sharp"], ["scores"]), node("LogSoftmax", ["scores"], ["log_probs"], axis=-1),
+        node("Add", ["frames", "three"], ["more"]), node("Div", ["more", "four"], ["counts"]),
+        node("Greater", ["frames", "none"], ["moves"]), node("Unsqueeze", ["moves", "minus"], ["rows"]),
+        node("Where", ["rows", "last", "level"], ["next_level"]), node("Add", ["seen", "counts"], ["next_seen"]),
+    ]
+    value, number, real = helper.make_tensor_value_info, TensorProto.INT64, TensorProto.FLOAT
+    graph = helper.make_graph(nodes, "late", [
+        value("samples", real, ["batch", "samples"]), value("frames", number, ["batch"]),
+        value("level", real, ["batch", 1]), value("seen", number, ["batch"]),
+    ], [
+        value("log_probs", real, ["batch", "chunk", len(PIECES)]), value("counts", number, ["batch"]),
+        value("next_level", real, ["batch", 1]), value("next_seen", number, ["batch"]),
+    ], [numpy_helper.from_array(constant, name) for name, constant in constants.items()])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    onnx.checker.check_model(model)
+    onnx.save(model, path)
+
+
+def write_stream_torch(path: Path) -> None:
+    import torch
+
+    from sbkit.export import graph
+
+    class Late(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("tokens", torch.arange(len(PIECES)).float())
+
+        def forward(self, samples, frames, level, seen):
+            line = torch.cat([level, samples[:, BEFORE:BEFORE - OVERLAP:FRAME]], 1)
+            scores = -20.0 * (line[:, :-1, None] * LEVELS - self.tokens).square()
+            counts = torch.div(frames + 3, 4, rounding_mode="floor")
+            return (scores.log_softmax(-1), counts, torch.where(frames[:, None] > 0, line[:, -1:], level),
+                    seen + counts)
+
+    example = (torch.rand(2, 4 * FRAME + OVERLAP), torch.tensor([16, 15]), torch.rand(2, 1), torch.tensor([0, 3]))
+    program = graph.trace_module(Late(), example, {"samples": (0, 1), "frames": (0,), "level": (0,), "seen": (0,)})
+    graph.write_torch(program, path)
 
 
 def write_torch(path: Path) -> None:

@@ -5,10 +5,10 @@ import sys
 from collections import Counter
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # How long one example takes is up to how busy the machine is.
-settings.register_profile("sbkit", deadline=None)
+settings.register_profile("sbkit", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # CI is shared
 settings.load_profile("sbkit")
 
 # A shell that starts us in the background has us, and what we start, ignore Ctrl-C, and nohup the end of a terminal.

@@ -15,7 +15,7 @@ import uvicorn
 
 from sbkit.serve import doors, registry
 from sbkit.serve.app import State, make
-from sbkit.serve.connection import Impatient
+from sbkit.serve.connection import Impatient, LiveSocket
 from sbkit.serve.decoders import Decoders
 from sbkit.serve.gate import Keys
 from sbkit.serve.limits import Limits
@@ -61,20 +61,23 @@ class Serving:
 
 
 @contextlib.contextmanager
-def serving(folder, names=("level",), limits=None, keys=(), origins=(), loaded=True, hosts=None, proxies=(), **options):
-    """A server around the bundle that lies in ``folder``."""
+def serving(folder, names=("level",), limits=None, keys=(), origins=(), loaded=True, hosts=None, proxies=(),
+            device="cpu", **options):
+    """A server around the bundle that lies in ``folder``, or around those of a dictionary by name."""
     state = State(limits or Limits(decoders=1))
     state.doors = doors.Doors(state.limits.max_connections, state.metrics)
     if loaded:
         state.decoders = Decoders(state.limits, restarted=state.metrics.decoders.add, disk=state.disk)
         state.decoders.check()
+        folders = folder if isinstance(folder, dict) else dict.fromkeys(names, folder)
         state.registry = registry.load(
-            dict.fromkeys(names, folder), registry.Options(device="cpu", threads=1, **options),
-            lambda name, rows: state.metrics.batches.observe(rows, model=name))
+            folders, registry.Options(device=device, threads=1, **options),
+            lambda name, rows: state.metrics.batches.observe(rows, model=name),
+            lambda name, rows: state.metrics.steps.observe(rows, model=name))
     listening = bound("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(
         make(state, Keys(keys), tuple(origins), hosts), log_level="error", lifespan="on",
-        http=functools.partial(Impatient, state.doors), timeout_graceful_shutdown=5,
+        http=functools.partial(Impatient, state.doors), ws=LiveSocket, timeout_graceful_shutdown=5,
         proxy_headers=bool(proxies), forwarded_allow_ips=",".join(proxies)))
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()

@@ -38,7 +38,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "seed": (1, 2, 3, 4, 5), "rate": (1 / 3, 1.0, 3.0), "processes": (1, 2), "model": ("small", "flagship"),
 }
 SMALL = {"d_model": 96, "nhead": 2, "num_encoder_layers": 4, "d_ffn": 384, "cnn_first_channels": 16, "cnn_channels": 16}
-PIECES = {RECORDINGS: 30, 0.1: 80, 0.3: 80, 1.0: 100}
+PIECES = {RECORDINGS: 20, 0.1: 80, 0.3: 80, 1.0: 100}
 
 
 def possible(run: dict[str, Any]) -> bool:
@@ -88,8 +88,9 @@ def words_of(run: dict[str, Any], recordings: Path | None, peak: float) -> list[
     return [word for key, value in given.items() for word in (f"--{key}", str(value))]
 
 
-def train(run: dict[str, Any], out: Path, recordings: Path | None, peak: float, more: list[str]) -> dict[str, Any]:
-    """Train one run, and keep its result as JSON, which a second call reads."""
+def train(run: dict[str, Any], out: Path, recordings: Path | None, peak: float,
+          more: list[str]) -> dict[str, Any] | None:
+    """Train one run, and keep its result as JSON, which a second call reads; None if the run failed."""
     kept = out / f"{name_of(run)}.json"
     if kept.exists():
         return json.loads(kept.read_text())
@@ -102,7 +103,8 @@ def train(run: dict[str, Any], out: Path, recordings: Path | None, peak: float, 
         code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False,
                               env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
     if code:
-        raise SystemExit(f"{name_of(run)} ended with {code}: see {log.name}")
+        print(f"{name_of(run)} ended with {code}: see {log.name}", file=sys.stderr, flush=True)
+        return None
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     rates = [line["valid_CER"] for line in lines if "valid_CER" in line]
     found = {**run, "steps": max(line.get("step", 0) for line in lines), "first": rates[0], "cer": rates[-1],
@@ -157,10 +159,14 @@ def main() -> None:
     with ThreadPoolExecutor(args.workers) as pool:
         results = []
         for found in pool.map(lambda run: train(run, args.out, recordings, args.peak, more), runs):
+            if found is None:
+                continue
             results.append(found)
             print(f"{name_of(found)}: CER {found['cer']:.1f} % after {found['steps']} steps, {found['seconds']} s",
                   file=sys.stderr, flush=True)
     print(shown(results))
+    if len(results) < len(runs):
+        raise SystemExit(f"{len(runs) - len(results)} of {len(runs)} runs failed")
 
 
 if __name__ == "__main__":

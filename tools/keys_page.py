@@ -8,6 +8,7 @@ from typing import NamedTuple
 from sbkit.recipe.choices import Allowed
 from sbkit.recipe.keys import Declared, Keys
 from sbkit.recipe.names import RUN_OPTIONS
+from sbkit.tasks.codec.keys import CodecKeys
 from sbkit.tasks.ctc.keys import CTCKeys
 from sbkit.tasks.keys import RecogniserKeys, TaskKeys
 from sbkit.train.keys import ScriptKeys, TrainKeys
@@ -31,6 +32,7 @@ CHAPTERS = (
                                     "has those above and these."),
     Chapter("Recognisers", RecogniserKeys, "Tasks that hear words have those above and these."),
     Chapter("CTC", CTCKeys, "`brain: !name:sbkit.tasks.ctc.CTC` has those above and these."),
+    Chapter("Codec", CodecKeys, "`brain: !name:sbkit.tasks.codec.Codec` has those of every task and these."),
 )
 
 _HEAD = """# Keys of a recipe

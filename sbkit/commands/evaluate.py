@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sbkit.commands.options import RUNS_CODE, add_search
+from sbkit.commands.options import RUNS_CODE, add_search, chunk_sizes
 from sbkit.errors import SbkitError
 from sbkit.system.console import table
 from sbkit.system.environment import check_torch_pair
@@ -40,6 +40,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nbest", type=int, metavar="N", help="transcripts per utterance to write to nbest.jsonl")
     parser.add_argument("--joint", action="store_true", help="search with the attention decoder and CTC together")
     parser.add_argument("--ctc-weight", type=float, metavar="W", help="weight of CTC in the joint search (0.4)")
+    parser.add_argument("--chunk", type=chunk_sizes, default=(), metavar="MS,...",
+                        help="score a model for live speech as it hears in chunks of these milliseconds, or whole: "
+                             "320,640,1280,whole")
+    parser.add_argument("--recogniser", metavar="BUNDLE",
+                        help="a bundle of a recogniser, which hears what a codec made of the recordings")
     parser.add_argument("--device")
     parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"])
     parser.add_argument("--max-batch-seconds", type=float, metavar="S", help="audio in one batch on a device")
@@ -56,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 def evaluate(request: EvaluateRequest) -> int:
     """Score, write the files and print a table; the exit code says whether ``max_wer`` was met."""
+    from sbkit.infer import recogniser
     from sbkit.runs import evaluation_corpus, restore
     from sbkit.train import device as devices
     from sbkit.train.distributed import ranks
@@ -67,6 +73,10 @@ def evaluate(request: EvaluateRequest) -> int:
             name, path, remote = ranks.run_on_main(evaluation_corpus.corpus, request, recipe)
             brain = restore.build(recipe, request.device, eval_precision=request.precision)
             brain.take_search(request)
+            if request.chunk:
+                brain.take_chunks(request.chunk)
+            if bundle := request.recogniser or brain.recogniser:
+                brain.take_recogniser(recogniser.opened(bundle, recipe.keys.sample_rate))
             results = list(_results(request, recipe, brain, name, path, remote))
             return _tell(results, request.max_wer) if ranks.is_main() else 0
     finally:
@@ -100,11 +110,11 @@ def _results(request: EvaluateRequest, recipe: Recipe, brain: Task, name: str, p
 
 
 def _tell(results: Sequence[Result], max_wer: float | None) -> int:
-    columns = [name for name, _ in results[0].came.columns()]
+    columns = [name for name, _ in results[0].came.lines_of_table()[0]]
     print(table(
         ["checkpoint", "utterances", "hours", *columns, "real-time factor"],
-        [[facts["checkpoint"], facts["utterances"], facts["hours"], *(value for _, value in came.columns()),
-          f"{facts['real_time_factor']:.4f}"] for came, facts, *_ in results]))
+        [[facts["checkpoint"], facts["utterances"], facts["hours"], *(value for _, value in line),
+          f"{facts['real_time_factor']:.4f}"] for came, facts, *_ in results for line in came.lines_of_table()]))
     for scored in results:
         print(scored.facts["folder"])
         if scored.replaced:
@@ -113,11 +123,14 @@ def _tell(results: Sequence[Result], max_wer: float | None) -> int:
                           ("have no reference", scored.facts.get("without_reference"))):
             if ids:
                 print(f"  not scored: {len(ids)} utterances that {what}: {', '.join(ids[:5])}")
-    if max_wer is not None and "WER" not in results[0].facts:
+    if max_wer is None:
+        return 0
+    if not results[0].came.word_error_rates():
         raise SbkitError("there is no WER to compare with --max-wer", hint=f"the results are {', '.join(columns)}")
-    over = [scored.facts for scored in results if max_wer is not None and scored.facts["WER"] > max_wer]
-    for facts in over:
-        print(f"{facts['checkpoint']}: a WER of {facts['WER']:.2f} % is more than --max-wer {max_wer:g}",
+    over = [(scored.facts["checkpoint"], of, rate) for scored in results
+            for of, rate in scored.came.word_error_rates().items() if rate > max_wer]
+    for checkpoint, of, rate in over:
+        print(f"{checkpoint}: a WER of {rate:.2f} %{of and ' '}{of} is more than --max-wer {max_wer:g}",
               file=sys.stderr)
     return OVER_LIMIT if over else 0
 

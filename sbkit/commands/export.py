@@ -18,7 +18,9 @@ def add(parser: argparse.ArgumentParser) -> None:
                         help="export the mean of the N best (or last) checkpoints")
     parser.add_argument("--formats", type=lambda text: text.split(","), metavar="A,B",
                         help="any of onnx,int8,torch,speechbrain (default: all)")
-    parser.add_argument("--target", choices=["sherpa"], help="also write a model for sherpa-onnx")
+    parser.add_argument("--target", choices=["sherpa"], help="also write models for sherpa-onnx")
+    parser.add_argument("--chunk", type=count, metavar="MS",
+                        help="milliseconds that sherpa-onnx's streaming model hears at a time (640)")
     parser.add_argument("--clips", type=count, default=40, help="number of test utterances to compare the formats on")
     parser.add_argument("--tolerance", type=above, metavar="D",
                         help="largest allowed difference in a log-probability (0.001)")

@@ -7,6 +7,8 @@ import contextlib
 from collections.abc import Callable
 from typing import TypeVar
 
+from sbkit.score.chunk_size import WHOLE
+
 _Number = TypeVar("_Number", int, float)
 
 RUNS_CODE = "The recipe in a run's folder is code, which this command imports and calls: use only runs that you trust."
@@ -26,6 +28,21 @@ def add_search(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--beam", type=int, help="number of transcripts kept at each step")
     parser.add_argument("--hot-word", dest="hot_words", action="append", default=[], metavar="PHRASE[=BOOST]",
                         help="a phrase to expect (repeatable; @FILE has one per line)")
+
+
+def chunk_sizes(text: str) -> tuple[int | None, ...]:
+    """Parse milliseconds, or ``whole`` (None), with commas between them."""
+    sizes = [None if part == WHOLE else _milliseconds(part) for part in text.split(",")]
+    if len(set(sizes)) < len(sizes):
+        raise argparse.ArgumentTypeError(f"{text!r} names a size twice")
+    return tuple(sizes)
+
+
+def _milliseconds(text: str) -> int:
+    try:
+        return count(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither milliseconds nor {WHOLE}: write 320,{WHOLE}") from None
 
 
 def count(text: str) -> int:

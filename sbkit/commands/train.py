@@ -66,6 +66,7 @@ def _run(request: Request, device: torch.device) -> None:
 
 
 def _train(recipe: Recipe, request: Request, device: torch.device, guard: StartGuard) -> None:
+    from sbkit.infer import recogniser
     from sbkit.recipe import load
     from sbkit.runs import completion, initial, preflight, preparation, pretrained, results, training
     from sbkit.train.distributed import ranks
@@ -92,7 +93,7 @@ def _train(recipe: Recipe, request: Request, device: torch.device, guard: StartG
     corpus = recipe.keys.corpus
     manifests = corpus.load()
     pretrained.load(recipe.keys.pretrainer, _resumed(recipe.keys))
-    brain = training.fit_and_test(recipe, request, device, manifests, guard)
+    brain = training.fit_and_test(recipe, request, device, manifests, guard, recogniser.opened)
     ranks.run_on_main(results.show, brain.tested, folder, manifests["test"], corpus.left_out("test"),
                       brain.metrics_log)
     if (done or not test_only) and not brain.tested.unread:  # a test alone does not complete a run

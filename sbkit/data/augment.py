@@ -1,4 +1,4 @@
-"""Waveform augmentation in the data workers: speed, noise, reverberation and gain, reproducible after a resume.
+"""Waveform augmentation in the data workers: speed, crops, noise, reverberation, gain, reproducible after a resume.
 
 Every utterance has its own random generator, seeded by (seed, visit, utterance), so that its augmentation depends
 neither on the number of workers nor on where a run was stopped.
@@ -42,8 +42,8 @@ _KEPT_RESPONSES = 128
 class Augment:
     """A list of augmentations, applied in this order. ``SpeedPerturb`` must be the first: it happens while reading.
 
-    Slower speech is longer, up to the factor ``stretch``. So that batches never exceed ``max_batch_seconds``, the plan
-    is made from ``durations * augment.stretch``.
+    Slower speech is longer, and a crop shorter, so that the plan of batches is made from the durations that ``planned``
+    returns: then they never exceed ``max_batch_seconds``.
     """
 
     def __init__(self, stages: Sequence[Callable[..., np.ndarray]]):
@@ -53,6 +53,7 @@ class Augment:
             raise SbkitError("augment: SpeedPerturb may be there once, as the first stage")
         self._speed = speeds[0] if speeds else None
         self.stages = [stage for stage in every if not isinstance(stage, SpeedPerturb)]
+        self._longest = min((stage.seconds for stage in self.stages if isinstance(stage, Crop)), default=None)
 
     def hear_at(self, sample_rate: int) -> None:
         """Set the sample rate of stages that read recordings themselves; refuse a stage that was given another one."""
@@ -68,6 +69,11 @@ class Augment:
     def stretch(self) -> float:
         """The largest factor by which an utterance can become longer."""
         return self._speed.stretch if self._speed else 1.0
+
+    def planned(self, durations: np.ndarray | float) -> np.ndarray:
+        """Return the most that each utterance can take, in seconds."""
+        stretched = np.multiply(durations, self.stretch)
+        return stretched if self._longest is None else np.minimum(stretched, self._longest)
 
     def check(self) -> None:
         """List the folders of all stages, so that a missing one is reported before the first batch."""
@@ -117,6 +123,26 @@ class SpeedPerturb:
         if rng.random() >= self.prob:
             return 1.0
         return self.speeds[rng.integers(len(self.speeds))]
+
+
+class Crop:
+    """Keep a random stretch of each utterance, another one in each pass over the corpus.
+
+    Arguments
+    ---------
+    seconds: length of the stretch; shorter utterances stay whole.
+    sample_rate: of the waveforms; set by the loader.
+    """
+
+    def __init__(self, seconds: float, sample_rate: int | None = None):
+        check_number("Crop: seconds", seconds, above=0)
+        self.seconds, self.sample_rate = seconds, sample_rate
+
+    def __call__(self, signal: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """``[S]`` to at most ``[seconds * sample_rate]``."""
+        size = round(self.seconds * (self.sample_rate or SAMPLE_RATE))
+        start = int(rng.integers(max(0, len(signal) - size) + 1))
+        return signal[start : start + size]
 
 
 class Gain:

@@ -98,6 +98,7 @@ class Corpus:
         self.workers = workers
         self.demo_hours, self.demo_seed = demo_hours, demo_seed
         self.report: dict[str, Any] | None = None
+        self._needs_text = True
         self._check()
 
     def _check(self) -> None:
@@ -142,7 +143,8 @@ class Corpus:
 
     # ---------------------------------------------------------------- prepare
 
-    def prepare(self, show_progress: bool = True, needed: Sequence[str] = ()) -> dict[str, Manifest]:
+    def prepare(self, show_progress: bool = True, needed: Sequence[str] = (),
+                needs_text: bool = True) -> dict[str, Manifest]:
         """Prepare the corpus and return manifests by split; those on disk are reused if nothing has changed.
 
         A change is one of the options, of the size or date of lists, tables and archives, or of recordings that were
@@ -153,9 +155,12 @@ class Corpus:
         Arguments
         ---------
         needed : splits that the source must have; if it lacks one, that is an error before any audio is read
+        needs_text : whether rows without a text are left out
         """
+        self._needs_text = needs_text
         with locked(self.folder / ".lock"):
             source = self._open(show_progress)
+            source.needs_text = needs_text
             fingerprint = self._fingerprint(source)
             ready = self._read_ready(source, fingerprint)
             if ready is not None:
@@ -245,6 +250,7 @@ class Corpus:
             "check_audio": self.check_audio, "columns": self.columns,
             "data_root": None if self.data_root is None else str(self.data_root),
             **({} if self.only == SPLITS else {"only": self.only}),
+            **({} if self._needs_text else {"needs_text": False}),
             **({} if self.schemes is None else {"schemes": self.schemes}),
             **{name: getattr(self, name) for name in ("url_megabytes", "url_seconds")
                if getattr(self, name) != getattr(NOWHERE, name.removeprefix("url_"))},
@@ -349,7 +355,8 @@ class Corpus:
         limited = split in self.limit_splits
         return Limits(
             min_duration=self.min_duration if limited else None,
-            max_duration=self.max_duration if limited else None, alphabet=limited,
+            max_duration=self.max_duration if limited else None,
+            alphabet=limited and self._needs_text, text=self._needs_text,
             min_words=self.short_text if split in self.skip_short_texts else 0)
 
     @staticmethod

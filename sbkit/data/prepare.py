@@ -49,6 +49,8 @@ class Limits:
     min_duration: float | None = None
     max_duration: float | None = None
     alphabet: bool = False
+    text: bool = True
+    """Whether a row needs one."""
     min_words: int = 0
 
 
@@ -116,7 +118,8 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: Limits, *, t
     texts = [rules(text) for text in progress(
         rows.texts, what=f"{split}: text", total=len(rows), unit="row",
         show=show_progress and len(rows) >= _WORTH_A_BAR)]
-    leave_out("no text", np.array([not text for text in texts], bool))
+    if limits.text:
+        leave_out("no text", np.array([not text for text in texts], bool))
 
     durations = _durations(split, rows, why, details, report, check_audio, journal, workers, remote,
                            show_progress)

@@ -7,6 +7,7 @@ machine.
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -89,6 +90,7 @@ class KenLM(LanguageModel):
         self._lengths = np.zeros(1, np.int64)
         self._backoffs = np.zeros((1, order - 1), np.float32)
         self._numbers = {0: 0}
+        self._lock = threading.Lock()  # streams that are searched at the same time share the numbers
         begin = self.ids.get(BEGIN)
         self.start = 0 if begin is None else int(self._number(
             np.array([[begin] + [0] * (order - 2)]), np.ones(1, np.int64),
@@ -136,15 +138,25 @@ class KenLM(LanguageModel):
         for k in range(self.order - 1):
             hashes = np.where(lengths > k, combine(hashes, contexts[:, k]), hashes)
         unique, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
-        numbers, known = self._numbers, len(self._lengths)
-        states = np.fromiter((numbers.setdefault(value, len(numbers)) for value in unique.tolist()), np.int32)
-        rows = first[states >= known]  # new numbers are assigned in the order of these rows
-        if len(rows):
-            inside = np.arange(self.order - 1) < lengths[rows, None]
-            self._contexts = np.concatenate([self._contexts, np.where(inside, contexts[rows], 0)])
-            self._backoffs = np.concatenate([self._backoffs, np.where(inside, backoffs[rows], 0)])
-            self._lengths = np.concatenate([self._lengths, lengths[rows]])
+        with self._lock:
+            numbers, known = self._numbers, len(self._numbers)
+            states = np.fromiter((numbers.setdefault(value, len(numbers)) for value in unique.tolist()), np.int32)
+            rows = first[states >= known]  # new numbers are assigned in the order of these rows
+            if len(rows):
+                self._reserve(len(numbers))
+                new, inside = slice(known, len(numbers)), np.arange(self.order - 1) < lengths[rows, None]
+                self._contexts[new] = np.where(inside, contexts[rows], 0)
+                self._backoffs[new] = np.where(inside, backoffs[rows], 0)
+                self._lengths[new] = lengths[rows]
         return states[inverse]
+
+    def _reserve(self, states: int) -> None:
+        """Make room for the histories of so many states, and for as many again, so that few grow the tables."""
+        if states > len(self._lengths):
+            more = 2 * states - len(self._lengths)
+            self._contexts, self._backoffs, self._lengths = (
+                np.concatenate([column, np.zeros((more, *column.shape[1:]), column.dtype)])
+                for column in (self._contexts, self._backoffs, self._lengths))
 
 
 def _goes_on(backoff: np.ndarray) -> np.ndarray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,13 +45,18 @@ class Events:
 
     def part(self, start: int, stop: int) -> Events:
         """Select a range of utterances."""
-        events = slice(*self.first[[start, stop]].tolist())
-        tokens = slice(*self.begin[[events.start, events.stop]].tolist())
+        first = self.first[start:stop + 1]
+        events = self.between(int(first[0]), int(first[-1]))
+        return replace(events, first=first - first[0], offset=self.offset[start:stop])
+
+    def between(self, start: int, stop: int) -> Events:
+        """Select a range of events, as if they were all of one utterance."""
+        events, tokens = slice(start, stop), slice(*self.begin[[start, stop]].tolist())
         return Events(
-            first=self.first[start:stop + 1] - events.start, offset=self.offset[start:stop],
+            first=np.array([0, stop - start]), offset=np.zeros(1),
             frame=self.frame[events], run=self.run[events], pause=self.pause[events], blank=self.blank[events],
-            begin=self.begin[events.start:events.stop + 1] - tokens.start, token=self.token[tokens],
-            prob=self.prob[tokens], labels=self.labels,
+            begin=self.begin[start:stop + 1] - tokens.start, token=self.token[tokens], prob=self.prob[tokens],
+            labels=self.labels,
         )
 
     @staticmethod

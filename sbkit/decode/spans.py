@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 WORD_START = "▁"  # how SentencePiece writes the space before a word
+PAUSE_SECONDS = 0.7  # a pause this long ends a line
 _BYTES = re.compile(r"(?:<0x[0-9A-F]{2}>)+")  # how SentencePiece writes a character that has no piece
 
 
@@ -58,11 +60,28 @@ def collapse(labels: np.ndarray, confidence: np.ndarray, blank_id: int = 0) -> l
     ids = labels.ravel()[starts]
     tokens = ids != blank_id
     row, first = np.divmod(starts, frames)
-    mean = np.add.reduceat(confidence.ravel(), starts) / (ends - starts).astype(np.float32)
-    columns = [ids, first, first + ends - starts, mean]
+    mean = sums(begins.ravel(), confidence.ravel()) / (ends - starts)
+    columns = [ids, first, first + ends - starts, mean.astype(np.float32)]
     cuts = np.cumsum(np.bincount(row[tokens], minlength=batch))[:-1]
     utterances = zip(*(np.split(column[tokens], cuts) for column in columns), strict=True)
     return [Spans(*parts) for parts in utterances]
+
+
+def sums(begins: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Sum the weights [N] of each run [R], whose first element ``begins`` [N] marks.
+
+    They are added one after another, so that a sum that is continued later has the same value to the last bit.
+    """
+    return np.bincount(np.cumsum(begins) - 1, weights=weights)
+
+
+class Group(NamedTuple):
+    """The tokens of one word, or of none where only a word's mark was heard."""
+
+    opener: int  # the token that began it
+    alone: bool  # that token says nothing of the word before
+    parts: list[str]
+    tokens: list[int]  # those that say the parts
 
 
 def words(spans: Spans, piece: Callable[[int], str], frame_seconds: float, *, start: float = 0.0,
@@ -78,26 +97,45 @@ def words(spans: Spans, piece: Callable[[int], str], frame_seconds: float, *, st
     separator : marks a word's start within a piece; None makes every token a word, for scripts without spaces
     pause : this many frames without a token end a word, whatever the pieces say; None: only pieces end words
     """
-    found: list[tuple[list[str], list[int]]] = []
-    heard_until = 0
+    return written(grouped(spans, piece, skip=skip, separator=separator, pause=pause), spans, frame_seconds, start)
+
+
+def grouped(spans: Spans, piece: Callable[[int], str], *, skip: Collection[int] = (),
+            separator: str | None = WORD_START, pause: float | None = None, longest: float | None = None
+            ) -> list[Group]:
+    """Assign tokens to words; the arguments are those of :func:`words`.
+
+    longest : a token that begins this many frames after the word that it continues begins another; None: none does
+    """
+    found: list[Group] = []
+    heard_until, began = 0, 0
     for i, token in enumerate(spans.ids.tolist()):
         if token in skip:
             continue
-        paused = pause is not None and spans.starts[i] - heard_until >= pause
+        breaks = pause is not None and spans.starts[i] - heard_until >= pause
+        breaks |= longest is not None and spans.starts[i] - began >= longest
         heard_until = spans.ends[i]
         for number, (part, opens) in enumerate(_parts(piece(token), separator)):
-            if opens or not found or (paused and not number):
-                found.append(([], []))
+            if opens or not found or (breaks and not number):
+                alone = not found or i not in found[-1].tokens
+                if alone:
+                    began = spans.starts[i]
+                found.append(Group(i, alone, [], []))
             if part:
-                found[-1][0].append(part)
-                found[-1][1].append(i)
+                found[-1].parts.append(part)
+                found[-1].tokens.append(i)
+    return found
+
+
+def written(groups: Sequence[Group], spans: Spans, frame_seconds: float, start: float = 0.0) -> list[Word]:
+    """Write groups of tokens as words with times and confidences."""
     return [
         Word(
             text=_text(parts), start=start + frame_seconds * int(spans.starts[tokens[0]]),
             end=start + frame_seconds * int(spans.ends[tokens[-1]]),
             confidence=float(spans.confidence[tokens].min()),
         )
-        for parts, tokens in found if parts
+        for _, _, parts, tokens in groups if parts
     ]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from sbkit.doctor import probe
 from sbkit.doctor.finding import IN_THE_WAY, NOTE, Finding, Scope
 from sbkit.errors import SbkitError
-from sbkit.system.environment import check_torch_pair, version_of
+from sbkit.system.environment import check_torch_pair, onnxruntimes, version_of
 
 _PAIR = ("torch", "torchaudio")
 
@@ -77,13 +77,13 @@ def _pair(facts: dict[str, Any]) -> Iterator[Finding]:
 
 def onnxruntime(asked: Scope) -> Iterator[Finding]:
     """Check which build is installed, and for which devices."""
-    builds = [f"{name} {version}" for name in ("onnxruntime", "onnxruntime-gpu") if (version := version_of(name))]
+    builds = [f"{name} {version}" for name, version in onnxruntimes().items()]
     if not builds:
         yield Finding("onnxruntime", "not installed: only ONNX models need it", NOTE,
                       "pip install onnxruntime (for CUDA: onnxruntime-gpu)")
-    elif len(builds) == 2:
+    elif len(builds) > 1:
         yield Finding("onnxruntime", f"{' and '.join(builds)}: each overwrote files of the other", IN_THE_WAY,
-                      "pip uninstall -y onnxruntime onnxruntime-gpu, then install the one you want")
+                      f"pip uninstall -y {' '.join(onnxruntimes())}, then install the one you want")
     else:
         facts = probe.asked("onnxruntime")
         found = facts.get("onnxruntime", {})

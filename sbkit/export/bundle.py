@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -13,8 +13,10 @@ from pathlib import Path
 import torch
 
 import sbkit
+from sbkit.data import publish
 from sbkit.errors import SbkitError
-from sbkit.export import clips, graph, layout, parity, publish, source
+from sbkit.export import clips, graph, layout, parity, source
+from sbkit.export.companion import Companion
 from sbkit.export.exported import INPUTS, Exported
 from sbkit.export.source import Trained
 from sbkit.runs.restore import BEST
@@ -22,6 +24,8 @@ from sbkit.system.console import progress
 
 logger = logging.getLogger(__name__)
 
+#: The formats that are made of a traced graph.
+_GRAPHS = (layout.ONNX, layout.INT8, layout.TORCH)
 _BUILT_BY = ("torch", "speechbrain", "onnx", "onnxscript", "onnxruntime")
 
 
@@ -36,7 +40,8 @@ class ExportRequest:
     force : replace an existing bundle
     tolerance : largest allowed difference from the checkpoint's outputs
     clips : number of test utterances to compare on
-    target : ``sherpa`` adds a model for sherpa-onnx
+    target : ``sherpa`` adds models for sherpa-onnx
+    chunk : milliseconds of a chunk, where a program of the target's takes streams in chunks of one size only
     """
 
     run: Path
@@ -48,6 +53,7 @@ class ExportRequest:
     tolerance: float = parity.TOLERANCE
     clips: int = 40
     target: str | None = None
+    chunk: int | None = None
 
 
 def export(request: ExportRequest) -> int:
@@ -82,6 +88,9 @@ def _formats(request: ExportRequest, exported: Exported) -> list[str]:
     if unknown or not wanted:
         raise SbkitError(f"there is no format {', '.join(unknown)}" if unknown else "--formats names no format",
                          hint=f"choose from {', '.join(available)}")
+    if request.chunk is not None and request.target is None:
+        raise SbkitError("--chunk is for --target: a bundle's own graph takes chunks of all sizes that the model "
+                         "learnt", hint="leave it out, or add --target sherpa")
     targets = ", ".join(exported.targets)
     if request.target not in (None, *exported.targets):
         raise SbkitError(f"this task's models can't be exported for {request.target}",
@@ -105,7 +114,12 @@ def _fill(folder: Path, trained: Trained, request: ExportRequest) -> parity.Comp
     """Write all files of the bundle, compare each format with the checkpoint, and refuse one that differs."""
     exported = trained.exported
     formats = _formats(request, exported)
-    with progress(what="exporting", total=3 + 2 * len(formats) + 2 * (request.target is not None), unit="step") as bar:
+    targets = [] if request.target is None else exported.target(request.target, request.chunk)
+    companions = [(each, {name: each.files[name] for name in formats if name in each.files})
+                  for each in exported.companions]
+    companions = [(each, files) for each, files in companions if files]
+    steps = 3 + 2 * (len(formats) + len(targets)) + sum(2 + 2 * len(files) for _, files in companions)
+    with progress(what="exporting", total=steps, unit="step") as bar:
         def step(what: str) -> None:
             bar.set_postfix_str(what)
             bar.update()
@@ -116,30 +130,62 @@ def _fill(folder: Path, trained: Trained, request: ExportRequest) -> parity.Comp
         program = exported.trace()
         config = complete(exported.config(program, chosen), trained)
         exported.write_beside(folder, config)
+        whole = _Traced(program, layout.MODELS, INPUTS, exported.outputs, exported.metadata(config))
         for name in formats:
             step(f"writing {name}")
-            _write(name, folder, exported, program, config, request.to.name)
+            if name in _GRAPHS:
+                whole.write(name, folder)
+            else:
+                exported.write(name, folder, config, request.to.name)
             config.models[name] = layout.MODELS[name]
-        if request.target is not None:
-            step(f"writing {request.target}")
-            exported.write(request.target, folder, config, request.to.name)
-            config.models[request.target] = layout.MODELS[request.target]
+        for target in targets:
+            step(f"writing {target.name}")
+            target.write(folder, config)
+        for companion, files in companions:
+            _write_companion(companion, files, folder, config, step)
         step("running the checkpoint")
         comparison = exported.comparison(chosen, config, folder)
         for name in formats:
             step(f"comparing {name}")
             comparison.add(name, exported.runner(name, folder, config), _size(folder, name),
                            batches=name != layout.SPEECHBRAIN)
-        if request.target is not None:
-            step(f"comparing {request.target}")
-            exported.compare_own(request.target, folder, config, comparison, _size(folder, request.target))
+        for companion, files in companions:
+            comparison.companions[companion.name] = _compared(companion, files, folder, config, chosen, step)
+        for target in targets:
+            step(f"comparing {target.name}")
+            target.compare(folder, config, comparison)
     config.batching = comparison.batchable(request.tolerance)
     comparison.refuse(comparison.failures(request.tolerance, config.batching))
     if not config.batching:
         logger.warning("Utterances get other outputs in a batch than alone, since layers of this model look beyond an "
                        "utterance's end; so each will run alone")
-    _describe(folder, config, comparison, request, exported)
+    readme = exported.readme(request.to.name, config, comparison, [target.readme() for target in targets])
+    _describe(folder, config, comparison, request.tolerance, readme)
     return comparison
+
+
+def _write_companion(companion: Companion, files: Mapping[str, str], folder: Path, config: layout.Bundle,
+                     step: Callable[[str], None]) -> None:
+    """Write a further graph, and into the configuration what it is."""
+    step(f"tracing {companion.name}")
+    program = companion.trace()
+    companion.describe(config, files)
+    traced = _Traced(program, files, companion.inputs, companion.outputs, companion.metadata(config))
+    for name in files:
+        step(f"writing {companion.name}, {name}")
+        traced.write(name, folder)
+
+
+def _compared(companion: Companion, files: Mapping[str, str], folder: Path, config: layout.Bundle, chosen: clips.Clips,
+              step: Callable[[str], None]) -> Mapping[str, parity.Comparison]:
+    """Compare the formats of a further graph with the checkpoint in each way of running it."""
+    step(f"running the checkpoint for {companion.name}")
+    comparisons = companion.comparisons(chosen, config, folder)
+    for name, file in files.items():
+        step(f"comparing {companion.name}, {name}")
+        for way, run in companion.runners(name, folder / file, config).items():
+            comparisons[way].add(name, run, layout.size(folder, file))
+    return comparisons
 
 
 def complete(config: layout.Bundle, trained: Trained) -> layout.Bundle:
@@ -151,38 +197,47 @@ def complete(config: layout.Bundle, trained: Trained) -> layout.Bundle:
     return config
 
 
-def _write(name: str, folder: Path, exported: Exported, program: torch.export.ExportedProgram, config: layout.Bundle,
-           title: str) -> None:
-    path = folder / layout.MODELS[name]
-    if name == layout.ONNX:
-        graph.write_onnx(program, path, INPUTS, exported.outputs, exported.metadata(config))
-    elif name == layout.INT8:
-        whole = folder / layout.MODELS[layout.ONNX]
-        if whole.is_file():
+@dataclass
+class _Traced:
+    """A traced graph, its files by format, and what ONNX files say of it."""
+
+    program: torch.export.ExportedProgram
+    files: Mapping[str, str]
+    inputs: Mapping[str, tuple[str, ...]]
+    outputs: Mapping[str, tuple[str, ...]]
+    metadata: dict[str, str]
+
+    def write(self, name: str, folder: Path) -> None:
+        """Write one of the formats; int8 after onnx, if both are wanted."""
+        path = folder / self.files[name]
+        if name == layout.TORCH:
+            graph.write_torch(self.program, path)
+        elif name == layout.ONNX:
+            self._write_onnx(path)
+        elif (whole := folder / self.files.get(layout.ONNX, "")).is_file():
             graph.quantize(whole, path)
         else:
             with tempfile.TemporaryDirectory(dir=folder) as aside:
-                graph.write_onnx(program, Path(aside) / whole.name, INPUTS, exported.outputs, exported.metadata(config))
-                graph.quantize(Path(aside) / whole.name, path)
-    elif name == layout.TORCH:
-        graph.write_torch(program, path)
-    else:
-        exported.write(name, folder, config, title)
+                whole = Path(aside) / layout.MODELS[layout.ONNX]
+                self._write_onnx(whole)
+                graph.quantize(whole, path)
+
+    def _write_onnx(self, path: Path) -> None:
+        graph.write_onnx(self.program, path, self.inputs, self.outputs, self.metadata)
 
 
 def _size(folder: Path, name: str) -> int:
-    names = [layout.MODELS[name], f"{layout.MODELS[name]}.data"]
     if name == layout.SPEECHBRAIN:
-        names = [layout.RECIPE, layout.WEIGHTS, layout.TOKENIZER]
-    return sum((folder / each).stat().st_size for each in names if (folder / each).exists())
+        return layout.size(folder, layout.RECIPE, layout.WEIGHTS, layout.TOKENIZER)
+    return layout.size(folder, layout.MODELS[name])
 
 
-def _describe(folder: Path, config: layout.Bundle, comparison: parity.Comparison, request: ExportRequest,
-              exported: Exported) -> None:
+def _describe(folder: Path, config: layout.Bundle, comparison: parity.Comparison, tolerance: float,
+              readme: str) -> None:
     """Write parity.json, README.md and, last, config.json with the fingerprints of all other files."""
-    facts = {"tolerance": request.tolerance, "threads": torch.get_num_threads(), **comparison.facts()}
+    facts = {"tolerance": tolerance, "threads": torch.get_num_threads(), **comparison.facts()}
     (folder / layout.PARITY).write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    (folder / layout.README).write_text(exported.readme(request.to.name, config, comparison), encoding="utf-8")
+    (folder / layout.README).write_text(readme, encoding="utf-8")
     for path in sorted(folder.iterdir()):
         path.chmod(0o644)
         config.files[path.name] = layout.fingerprint(path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from sbkit.errors import SbkitError
 from sbkit.export import graph, layout, readme
 from sbkit.export.clips import Clips
+from sbkit.export.companion import Companion, OwnBundle
 from sbkit.export.parity import Comparison
 from sbkit.export.runners import RUNNERS, Runner, each
+from sbkit.export.target import Target
 
 INPUTS = {"signals": ("batch", "samples"), "lengths": ("batch",)}
-#: The result of ``Exported.config``: a ``layout.Bundle``.
-OwnBundle = Any  # of a class that only a subclass of ``Exported`` knows
 _EXAMPLE = (2, 24_000)  # batch and samples for tracing; torch.export takes sizes of 0 and 1 for constants
 
 
@@ -28,7 +28,7 @@ class Exported:
     """A model that maps waveforms to tensors, ready for export.
 
     A task that gives more than tensors (words, audio) derives from it and overrides how the model is written, run,
-    compared and described.
+    compared and described. One that can be run in yet other ways has companions.
     """
 
     graph: nn.Module
@@ -58,6 +58,11 @@ class Exported:
         """Whether outputs can be read as text, which is how an 8-bit model is judged."""
         return bool(self.labels)
 
+    @property
+    def companions(self) -> Sequence[Companion]:
+        """Further graphs of the model, such as one for streams."""
+        return ()
+
     def trace(self) -> torch.export.ExportedProgram:
         """Trace the graph with dynamic batch and time dimensions."""
         batch, samples = _EXAMPLE
@@ -82,7 +87,7 @@ class Exported:
         return {"sample_rate": str(config.sample_rate), "comment": "made by sbkit"}
 
     def write(self, name: str, folder: Path, config: OwnBundle, title: str) -> None:
-        """Write one of the task's own formats or targets."""
+        """Write one of the task's own formats."""
         raise SbkitError(f"{type(self).__name__} can't write {name}", hint="override its method write")
 
     def runner(self, name: str, folder: Path, config: OwnBundle) -> Runner:
@@ -107,10 +112,13 @@ class Exported:
         text = (lambda output: str(self.labels[int(output.argmax())])) if self.labels else None
         return Comparison(clips, self.reference(config), config.sample_rate, text)
 
-    def compare_own(self, name: str, folder: Path, config: OwnBundle, comparison: Comparison, size: int) -> None:
-        """Compare one of the task's own targets, which may have other outputs than the graph."""
-        raise SbkitError(f"{type(self).__name__} can't run {name}", hint="override its method compare_own")
+    def target(self, name: str, chunk: int | None = None) -> Sequence[Target]:
+        """Return the models for the programs that one of ``targets`` stands for; those that can't be made are refused.
 
-    def readme(self, name: str, config: OwnBundle, comparison: Comparison) -> str:
-        """Make the text of the bundle's README.md."""
-        return readme.text(name, config, comparison)
+        chunk : milliseconds of a chunk, for a program that takes streams in chunks of one size
+        """
+        raise SbkitError(f"{type(self).__name__} has no target {name}", hint="override its method target")
+
+    def readme(self, name: str, config: OwnBundle, comparison: Comparison, of_targets: Sequence[str] = ()) -> str:
+        """Make the text of the bundle's README.md; ``of_targets`` are sections of it."""
+        return readme.text(name, config, comparison, of_targets)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
+import unicodedata
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+from sbkit.data import publish
 from sbkit.errors import SbkitError
 from sbkit.system import disk
 
@@ -19,18 +22,27 @@ PARITY = "parity.json"
 README = "README.md"
 
 ONNX, INT8, TORCH, SPEECHBRAIN, SHERPA = "onnx", "int8", "torch", "speechbrain", "sherpa"
+SHERPA_STREAM = "sherpa stream"
 #: The file that each format is read from.
 MODELS = {ONNX: "model.onnx", INT8: "model.int8.onnx", TORCH: "model.pt2", SPEECHBRAIN: RECIPE,
-          SHERPA: "model.sherpa.onnx"}
+          SHERPA: "model.sherpa.onnx", SHERPA_STREAM: "stream.sherpa.onnx"}
+#: The same of a graph that takes a stream chunk by chunk.
+STREAMS = {ONNX: "stream.onnx", INT8: "stream.int8.onnx", TORCH: "stream.pt2"}
 #: Names of a graph's inputs, [B, S] float32 and [B] int64, and of a recogniser's outputs, [B, T, V] float32, [B] int64.
 INPUTS = ("signals", "lengths")
 OUTPUTS = ("log_probs", "frames")
+#: The same of a voice: ids of symbols [B, U] and their numbers [B], int64, speakers [B] int64, speeds [B] float32; and
+#: samples from -1 to 1 [B, S] float32, their numbers [B] int64, and frames of each symbol [B, U].
+VOICE_INPUTS = ("text", "lengths", "speaker", "speed")
+VOICE_OUTPUTS = ("audio", "audio_lengths", "durations")
 
 FORMAT, VERSION = "sbkit bundle", 1
 #: Kinds of bundles, by how they are run.
-CTC, GRAPH = "ctc", "graph"
+CTC, GRAPH, VOICE = "ctc", "graph", "voice"
+#: Types of the tensors of a stream's state.
+TYPES = ("float32", "int64")
 
-
+T = TypeVar("T", bound="Bundle | Streaming")
 B = TypeVar("B", bound="Bundle")
 
 
@@ -39,6 +51,8 @@ class Bundle:
     """The contents of config.json that bundles of all kinds have."""
 
     kind: ClassVar[str]
+    what: ClassVar[str]
+    """What such a bundle has, as a message says it."""
     sample_rate: int
     language: str | None = None
     min_samples: int = 1
@@ -55,38 +69,32 @@ class Bundle:
     def to_json(self) -> str:
         """Make the text of config.json."""
         kind = {} if self.kind == CTC else {"kind": self.kind}  # version 1 began with CTC alone
-        return json.dumps({"format": FORMAT, "version": VERSION, **kind, **asdict(self)}, indent=1,
+        return json.dumps({"format": FORMAT, "version": VERSION, **kind, **self._values()}, indent=1,
                           ensure_ascii=False) + "\n"
+
+    def _values(self) -> dict[str, Any]:
+        return asdict(self)
 
     @classmethod
     def read(cls: type[B], folder: str | Path) -> B:
         """Read the configuration of the bundle in ``folder``, which must be of this kind."""
         found = read(folder)
         if not isinstance(found, cls):
-            what = "has a model that gives no words" if found.kind == GRAPH else "has a speech recogniser"
-            raise SbkitError(f"the bundle {folder} {what}", hint="sbkit.infer.load(bundle) runs it from Python")
+            raise SbkitError(f"the bundle {folder} has {found.what}, and {cls.what} is needed here",
+                             hint="sbkit.infer.load(bundle) runs it from Python")
         return found
 
     def check(self, path: Path) -> None:
         """Refuse values that no model can run with."""
-        self._check_sizes(path, "sample_rate", "min_samples")
-        for name in (*self.models.values(), *self.files):
-            if Path(name).name != name:
-                raise SbkitError(f"{path} names a file outside of the bundle: {name!r}",
-                                 hint="export the model again")
-
-    def _check_sizes(self, path: Path, *names: str) -> None:
-        for name in names:
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise SbkitError(f"{path}: {name} is {value!r}, but must be a whole number above 0")
+        _check_sizes(path, self, "sample_rate", "min_samples")
+        _check_names(path, *self.models.values(), *self.files)
 
 
 @dataclass(kw_only=True)
 class Graph(Bundle):
     """The configuration of a model that gives tensors, of any task."""
 
-    kind = GRAPH
+    kind, what = GRAPH, "a model that gives no words"
     outputs: list[str]
     """Names of the outputs, in the model's order."""
     lengths: dict[str, str] = field(default_factory=dict)
@@ -101,10 +109,48 @@ class Graph(Bundle):
 
 
 @dataclass(kw_only=True)
+class Streaming:
+    """What a program needs to know to run a recogniser on streams: windows of samples and a state in, log-probabilities
+    and the next state out.
+
+    A stream is continued by its mirror image, ``before`` samples at its beginning and ``after`` at its end. The first
+    window begins where that does, and each further one ``overlap`` samples before the end of the one before.
+    """
+
+    chunks: list[int]
+    """Output frames of a chunk: the sizes that the model was trained for."""
+    left: int
+    """Output frames before its chunk that a frame sees."""
+    overlap: int
+    """Samples that two windows share."""
+    before: int
+    after: int
+    state: dict[str, dict[str, Any]]
+    """Inputs that hold the state: ``type`` (float32 or int64) and ``shape``, to which a batch adds a first dimension.
+    The next state is in the outputs of these names after ``next_``. A stream begins with zeros."""
+    models: dict[str, str] = field(default_factory=dict)
+    """The file of each format."""
+
+    def check(self, path: Path) -> None:
+        """Refuse values that no stream can run with."""
+        told = f"{path}: streaming"
+        if not isinstance(self.chunks, list) or not self.chunks or not all(_whole(size, 1) for size in self.chunks):
+            raise SbkitError(f"{told}: chunks is {self.chunks!r}, but must be a list of whole numbers above 0")
+        _check_sizes(told, self, "left")
+        _check_sizes(told, self, "overlap", "before", "after", least=0)
+        if not isinstance(self.state, dict) or not self.state or not all(map(_is_tensor, self.state.values())):
+            raise SbkitError(f"{told}: state must give each name a type, {' or '.join(TYPES)}, and a shape, not "
+                             f"{self.state!r}")
+        if not isinstance(self.models, dict):
+            raise SbkitError(f"{told}: models is {self.models!r}, but must give each format its file")
+        _check_names(path, *self.models.values())
+
+
+@dataclass(kw_only=True)
 class Config(Bundle):
     """The configuration of a CTC recogniser, whose outputs are log-probabilities of tokens."""
 
-    kind = CTC
+    kind, what = CTC, "a speech recogniser"
     hop_samples: int
     """Samples between two feature frames."""
     subsampling: int
@@ -118,6 +164,17 @@ class Config(Bundle):
     """The character that starts a word in tokens; null for scripts without spaces, where each token is a word."""
     chunk_seconds: float = 20.0
     """Longest audio to give the model at once, as in training; longer audio is split."""
+    streaming: Streaming | None = None
+    """Only of a model that also takes streams."""
+
+    def window(self, chunk: int) -> int:
+        """Return the samples of a stream's window for a chunk of so many output frames."""
+        assert self.streaming is not None, "asked of models that take streams"
+        return chunk * self.subsampling * self.hop_samples + self.streaming.overlap
+
+    def _values(self) -> dict[str, Any]:
+        values = super()._values()
+        return {name: value for name, value in values.items() if name != "streaming" or value is not None}
 
     @property
     def frame_seconds(self) -> float:
@@ -126,14 +183,53 @@ class Config(Bundle):
 
     def check(self, path: Path) -> None:
         super().check(path)
-        self._check_sizes(path, "hop_samples", "subsampling", "vocabulary")
+        _check_sizes(path, self, "hop_samples", "subsampling", "vocabulary")
         if not isinstance(self.chunk_seconds, (int, float)) or self.chunk_seconds <= 0:
             raise SbkitError(f"{path}: chunk_seconds is {self.chunk_seconds!r}, but must be above 0")
         if self.blank_id not in range(self.vocabulary):
             raise SbkitError(f"{path}: blank_id is {self.blank_id!r}, but the vocabulary has {self.vocabulary} entries")
+        if self.streaming is not None:
+            self.streaming.check(path)
 
 
-KINDS: dict[str, type[Bundle]] = {kind.kind: kind for kind in (Config, Graph)}
+@dataclass(kw_only=True)
+class Voice(Bundle):
+    """The configuration of a voice: text in, samples out."""
+
+    kind, what = VOICE, "a voice"
+    symbols: list[str]
+    """The character of each id of a text; the first id is padding, and its name no symbol of any text."""
+    speakers: list[str]
+    """Names of the voices; the first is the default."""
+    max_symbols: int
+    """Ids of the longest text that the model is given at once; longer texts are cut."""
+    frame_seconds: float
+    """Seconds of a frame, in which durations are counted."""
+    codec: str | None = None
+    """The sha256 of the codec that the voice learnt to speak through."""
+    books: list[int] = field(default_factory=list)
+    """Entries of each of the codec's books."""
+
+    def check(self, path: Path) -> None:
+        super().check(path)
+        _check_sizes(path, self, "max_symbols")
+        if not _is_number(self.frame_seconds) or not 0 < self.frame_seconds < math.inf:
+            raise SbkitError(f"{path}: frame_seconds is {self.frame_seconds!r}, but must be above 0")
+        for name, least in (("symbols", 2), ("speakers", 1)):
+            values = getattr(self, name)
+            if not isinstance(values, list) or len(values) < least or not all(map(_is_name, values)):
+                raise SbkitError(f"{path}: {name} must be a list of {least} or more texts, not {values!r}")
+            if twice := sorted({each for each in values if values.count(each) > 1}):
+                raise SbkitError(f"{path}: {name} has {', '.join(map(repr, twice))} twice")
+        for symbol in self.symbols[1:]:
+            if len(symbol) != 1 or unicodedata.normalize("NFC", symbol) != symbol:
+                raise SbkitError(f"{path}: the symbol {symbol!a} is not one character in Unicode's form NFC",
+                                 hint="export the model again")
+        if not isinstance(self.books, list) or not all(_whole(size, 1) for size in self.books):
+            raise SbkitError(f"{path}: books must be a list of whole numbers above 0, not {self.books!r}")
+
+
+KINDS: dict[str, type[Bundle]] = {kind.kind: kind for kind in (Config, Graph, Voice)}
 
 
 def read(folder: str | Path) -> Bundle:
@@ -144,7 +240,7 @@ def read(folder: str | Path) -> Bundle:
     except FileNotFoundError:
         problem = f"is not a bundle: it has no {CONFIG}" if path.parent.is_dir() else "does not exist"
         hint = "sbkit export RUN --to BUNDLE makes one"
-        if (before := replaced(folder)).is_dir() and not path.parent.exists():
+        if (before := publish.replaced(folder)).is_dir() and not path.parent.exists():
             hint = f"an export that was killed left the previous bundle at {before}: rename it back"
         raise SbkitError(f"{folder} {problem}", hint=hint) from None
     except (OSError, ValueError) as error:
@@ -160,15 +256,54 @@ def read(folder: str | Path) -> Bundle:
     if kind is None:
         raise SbkitError(f"{path} is of kind {name!r}, but this sbkit reads {', '.join(KINDS)}",
                          hint="install a newer sbkit")
-    unknown = sorted(set(values) - {each.name for each in fields(kind)})
-    if unknown:
-        raise SbkitError(f"{path} has unknown keys: {', '.join(unknown)}", hint="was it written by a newer sbkit?")
-    try:
-        config = kind(**values)
-    except TypeError as error:
-        raise SbkitError(f"{path} lacks keys: {error}") from None
+    if kind is Config and values.get("streaming") is not None:
+        values["streaming"] = _made(Streaming, values["streaming"], f"{path}: streaming")
+    config = _made(kind, values, str(path))
     config.check(path)
     return config
+
+
+def _made(kind: type[T], values: object, told: str) -> T:
+    """Make an instance of values as they were read."""
+    if not isinstance(values, dict):
+        raise SbkitError(f"{told} is {values!r}, but must be an object")
+    unknown = sorted(set(values) - {each.name for each in fields(kind)})
+    if unknown:
+        raise SbkitError(f"{told} has unknown keys: {', '.join(unknown)}", hint="was it written by a newer sbkit?")
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise SbkitError(f"{told} lacks keys: {error}") from None
+
+
+def _check_sizes(told: object, values: object, *names: str, least: int = 1) -> None:
+    for name in names:
+        if not _whole(value := getattr(values, name), least):
+            raise SbkitError(f"{told}: {name} is {value!r}, but must be a whole number of {least} or more"
+                             if least != 1 else f"{told}: {name} is {value!r}, but must be a whole number above 0")
+
+
+def _check_names(path: Path, *names: object) -> None:
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise SbkitError(f"{path} names a file outside of the bundle: {name!r}", hint="export the model again")
+
+
+def _whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, dict) and value.keys() == {"type", "shape"} and value["type"] in TYPES \
+        and isinstance(value["shape"], list) and all(_whole(size, 1) for size in value["shape"])
 
 
 def fingerprint(path: Path) -> dict[str, Any]:
@@ -176,7 +311,7 @@ def fingerprint(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "sha256": disk.sha256(path)}
 
 
-def replaced(folder: str | Path) -> Path:
-    """Return where a bundle is kept while it is being replaced, on disks that can't exchange two folders."""
-    path = Path(folder).resolve()
-    return path.with_name(f".{path.name}.replaced")
+def size(folder: Path, *names: str) -> int:
+    """Return the bytes of these files, of their weights beside them, and of none that is missing."""
+    paths = [folder / each for name in names for each in (name, f"{name}.data")]
+    return sum(path.stat().st_size for path in paths if path.exists())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from sbkit.export import layout
 from sbkit.export.layout import Bundle
 from sbkit.export.parity import Comparison
@@ -29,7 +31,7 @@ outputs = model(torch.from_numpy(signal)[None], torch.tensor([len(signal)]))
 }
 
 
-def text(name: str, config: Bundle, comparison: Comparison) -> str:
+def text(name: str, config: Bundle, comparison: Comparison, of_targets: Sequence[str] = ()) -> str:
     """Make the whole text."""
     outputs = ", ".join(getattr(config, "outputs", []))
     labels = getattr(config, "labels", [])
@@ -44,7 +46,7 @@ model = sbkit.infer.load("{name}")
 print(model.run("clip.mp3"){".label" if labels else ".outputs"})
 ```
 """]
-    parts += [_USE[each].format(**values) for each in _USE if each in config.models]
+    parts += [*(_USE[each].format(**values) for each in _USE if each in config.models), *of_targets]
     parts.append(compared(comparison))
     return "\n".join(parts)
 

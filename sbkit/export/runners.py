@@ -13,6 +13,8 @@ from sbkit.export import layout
 
 #: Maps a batch of waveforms [S] to one array for each: all of its outputs, without padding.
 Runner = Callable[[Sequence[np.ndarray]], list[np.ndarray]]
+#: Maps a graph's inputs, in their order, to its outputs.
+Call = Callable[..., list[np.ndarray]]
 
 
 def padded(signals: Sequence[np.ndarray], at_least: int = 1) -> tuple[np.ndarray, np.ndarray]:
@@ -37,33 +39,46 @@ def _cut(by_name: Mapping[str, np.ndarray], dimensions: tuple[str, ...], value: 
     return value[: int(by_name[dimensions[1]][row])] if has_lengths else value
 
 
-def onnx(path: Path, outputs: Mapping[str, tuple[str, ...]], at_least: int = 1) -> Runner:
-    """Return a function that runs an ONNX model in ONNX Runtime on the CPU."""
+def opened(name: str, path: Path) -> Call:
+    """Open a graph that was written in one of the formats onnx, int8 and torch."""
+    return (_program if name == layout.TORCH else _session)(path)
+
+
+def _session(path: Path) -> Call:
+    """Open an ONNX model in ONNX Runtime on the CPU."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-
-    def run(signals: Sequence[np.ndarray]) -> list[np.ndarray]:
-        return each(outputs, session.run(None, dict(zip(layout.INPUTS, padded(signals, at_least), strict=True))))
-
-    return run
+    names = [each.name for each in session.get_inputs()]
+    return lambda *inputs: session.run(None, dict(zip(names, inputs, strict=True)))
 
 
-def exported(path: Path, outputs: Mapping[str, tuple[str, ...]], at_least: int = 1) -> Runner:
-    """Return a function that runs a program written by torch.export."""
+def _program(path: Path) -> Call:
+    """Open a program written by torch.export."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about read-only buffers, which are never written to
         module = torch.export.load(path).module()
 
     @torch.no_grad()
-    def run(signals: Sequence[np.ndarray]) -> list[np.ndarray]:
-        batch, lengths = padded(signals, at_least)
-        values = module(torch.from_numpy(batch), torch.from_numpy(lengths))
-        return each(outputs, [value.numpy() for value in (values if isinstance(values, tuple) else (values,))])
+    def call(*inputs: np.ndarray) -> list[np.ndarray]:
+        values = module(*map(torch.from_numpy, inputs))
+        return [value.numpy() for value in (values if isinstance(values, tuple) else (values,))]
 
-    return run
+    return call
+
+
+def onnx(path: Path, outputs: Mapping[str, tuple[str, ...]], at_least: int = 1) -> Runner:
+    """Return a function that runs an ONNX model on waveforms."""
+    call = _session(path)
+    return lambda signals: each(outputs, call(*padded(signals, at_least)))
+
+
+def exported(path: Path, outputs: Mapping[str, tuple[str, ...]], at_least: int = 1) -> Runner:
+    """Return a function that runs a program written by torch.export on waveforms."""
+    call = _program(path)
+    return lambda signals: each(outputs, call(*padded(signals, at_least)))
 
 
 RUNNERS: dict[str, Callable[..., Runner]] = {layout.ONNX: onnx, layout.INT8: onnx, layout.TORCH: exported}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from sbkit.decode.heard import Spelling
 from sbkit.decode.spans import Spans, Word, words
 from sbkit.errors import SbkitError
 from sbkit.export.layout import TOKENS, Config
@@ -52,6 +53,11 @@ class Vocabulary:
         return words(spans, self.symbols.__getitem__, frame, start=start, skip=self._silent,
                      separator=self.config.word_separator,
                      pause=None if pause_seconds is None else pause_seconds / frame)
+
+    @property
+    def spelling(self) -> Spelling:
+        """How a search of a stream writes the tokens."""
+        return Spelling(self.symbols, self.config.frame_seconds, self._silent, self.config.word_separator)
 
     @property
     def space(self) -> str:

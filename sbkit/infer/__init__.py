@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from sbkit.decode.heard import Heard
+from sbkit.decode.spans import Word
 from sbkit.infer.graph_model import GraphModel, Output
 from sbkit.infer.model import Model, load
 from sbkit.infer.pipeline import Options
 from sbkit.infer.recordings import Recording
+from sbkit.infer.speech import Speech, SpokenWord
+from sbkit.infer.stream import Stream
+from sbkit.infer.stream_engine import StreamEngine
+from sbkit.infer.symbols import UnknownCharacters, UnspeakableText
 from sbkit.infer.transcript import Segment, Transcript
+from sbkit.infer.voice import Voice
 
-__all__ = ["GraphModel", "Model", "Options", "Output", "Recording", "Segment", "Transcript", "load"]
+__all__ = ["GraphModel", "Heard", "Model", "Options", "Output", "Recording", "Segment", "Speech", "SpokenWord",
+           "Stream", "StreamEngine", "Transcript", "UnknownCharacters", "UnspeakableText", "Voice", "Word", "load"]

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from sbkit.decode.spans import Word
+from sbkit.decode.spans import PAUSE_SECONDS, Word
 from sbkit.export.vocabulary import Vocabulary
 from sbkit.infer.chunks import Chunk
 from sbkit.infer.decoding import Decoder, Found
-from sbkit.infer.transcript import PAUSE_SECONDS, Transcript
+from sbkit.infer.transcript import Transcript
 
 _LONGEST = 8  # most chunks without a pause between them that are decoded together
 

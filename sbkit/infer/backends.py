@@ -11,16 +11,19 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from sbkit.errors import SbkitError
+from sbkit.errors import SbkitError, first_line
 from sbkit.export import layout
-from sbkit.infer import device as devices
-from sbkit.infer.device import DeviceChoice, Placement
+from sbkit.infer.device import Device, DeviceChoice, Placement, Unmet, for_eight_bits, settle
+from sbkit.infer.interface import Interface
+from sbkit.infer.onnx_session import open_session
 from sbkit.infer.worker import Worker
 from sbkit.system.cores import keep_to_usable_cores, threads_to_ask_for, usable_cores
 
 if TYPE_CHECKING:
     import torch
 
+#: A program's module, or what torch.compile made of it.
+Program = Callable[..., Any]
 #: Modes of torch.compile; those with CUDA graphs work only within the thread that runs the result.
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 _WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
@@ -32,32 +35,44 @@ class Backend(Protocol):
 
     running: Placement
     width: int | None
-    """Size of the output, if the file gives it."""
+    """Size of the first output's last dimension, if the file gives it."""
 
-    def __call__(self, signals: np.ndarray, lengths: np.ndarray) -> Sequence[np.ndarray]:
-        """Map signals [B, S] and lengths [B] to outputs; a recogniser's are [B, T, V] and frame counts [B]."""
+    def __call__(self, *inputs: np.ndarray) -> Sequence[np.ndarray]:
+        """Map a graph's inputs, in their order, to its outputs."""
+
+
+def open_graph(path: Path, model: str, device: DeviceChoice, threads: int | None, interface: Interface, worker: Worker,
+               compile_mode: str | None = None, spin: bool = True) -> Backend:
+    """Open a graph of a bundle on the requested device, or raise; the one way in which a graph is opened.
+
+    model : the format that the file is in, ``onnx``, ``int8`` or ``torch``
+    interface : what the graph takes and gives; its examples are run on the device before that counts as used
+    worker : the thread that this is called in, and that will run the graph
+    spin : as for ``open_session``
+    """
+    if model == layout.TORCH:
+        return Torch(path, model, device, threads, interface, worker, compile_mode)
+    return Onnx(path, model, device, threads, interface, spin)
 
 
 class Onnx:
     """Runs a model with ONNX Runtime; imports neither torch nor speechbrain."""
 
-    def __init__(self, path: Path, model: str, wanted: DeviceChoice, threads: int | None,
-                 outputs: Sequence[str] = layout.OUTPUTS):
+    def __init__(self, path: Path, model: str, wanted: DeviceChoice, threads: int | None, interface: Interface,
+                 spin: bool = True):
         threads = threads or threads_to_ask_for()
-        where, why = devices.for_eight_bits(wanted) if model == layout.INT8 else (wanted, "")
-        self._session, device, note = devices.open_session(str(path), where, threads)
-        names = [each.name for each in self._session.get_inputs()], [each.name for each in self._session.get_outputs()]
-        if names != (list(layout.INPUTS), list(outputs)):
-            raise SbkitError(f"{path} takes {names[0]} and gives {names[1]}; a bundle's model takes "
-                             f"{list(layout.INPUTS)} and gives {list(outputs)}")
+        where, eight_bits = for_eight_bits(wanted) if model == layout.INT8 else (wanted, "")
+        proven, why = settle(where, lambda device: open_session(path, device, threads, interface, spin))
+        self._session, self._names = proven.session, list(interface.inputs)
         width = self._session.get_outputs()[0].shape[-1]
         self.width = width if isinstance(width, int) else None
         self.running = Placement(
-            wanted.text, device, self._session.get_providers()[0], model, path.name, threads or usable_cores(),
-            {"onnxruntime": devices.runtime_version()}, why or note)
+            wanted.text, proven.device, proven.provider, model, path.name, threads or usable_cores(),
+            {"onnxruntime": proven.version},
+            "; ".join(filter(None, (eight_bits or why, proven.note))), proven.operators)
 
-    def __call__(self, signals: np.ndarray, lengths: np.ndarray) -> Sequence[np.ndarray]:
-        return self._session.run(None, dict(zip(layout.INPUTS, (signals, lengths), strict=True)))
+    def __call__(self, *inputs: np.ndarray) -> Sequence[np.ndarray]:
+        return self._session.run(None, dict(zip(self._names, inputs, strict=True)))
 
 
 class Torch:
@@ -68,35 +83,53 @@ class Torch:
 
     width: int | None = None
 
-    def __init__(self, path: Path, model: str, wanted: DeviceChoice, threads: int | None, worker: Worker,
-                 compile_mode: str | None):
+    def __init__(self, path: Path, model: str, wanted: DeviceChoice, threads: int | None, interface: Interface,
+                 worker: Worker, compile_mode: str | None):
         refuse_pickles(path)
         import torch
 
         from sbkit.nn import attention_kernel
 
-        device, note = _torch_device(wanted)
         attention_kernel.leave_cudnn()
         if threads:
             torch.set_num_threads(threads)
         else:
             keep_to_usable_cores()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about read-only buffers, which nobody writes to
-            module = moved(torch.export.load(path), device).module()
-        self._torch, self._device = torch, device
-        self._module = compiled(module, compile_mode, worker) if compile_mode else module
+        self._torch = torch
+        (module, self._device), why = settle(wanted, lambda device: self._proven(path, device, interface))
+        self._module: Program = compiled(module, compile_mode, worker) if compile_mode else module
         self.running = Placement(
-            wanted.text, str(device), f"torch.compile {compile_mode}" if compile_mode else "torch.export", model,
-            path.name, torch.get_num_threads(), {"torch": str(torch.__version__)}, note)
+            wanted.text, str(self._device), f"torch.compile {compile_mode}" if compile_mode else "torch.export", model,
+            path.name, torch.get_num_threads(), {"torch": str(torch.__version__)}, why)
 
-    def __call__(self, signals: np.ndarray, lengths: np.ndarray) -> Sequence[np.ndarray]:
-        torch = self._torch
-        with torch.inference_mode():
-            found = self._module(torch.from_numpy(signals).to(self._device), torch.from_numpy(lengths).to(self._device))
-            # Copied here: with CUDA graphs the next run overwrites what this one returned.
-            found = found if isinstance(found, tuple) else (found,)
-            return [each.detach().to("cpu", copy=True).numpy() for each in found]
+    def __call__(self, *inputs: np.ndarray) -> Sequence[np.ndarray]:
+        # Copied here: with CUDA graphs the next run overwrites what this one returned.
+        return [each.detach().to("cpu", copy=True).numpy() for each in self._run(self._module, self._device, inputs)]
+
+    def _run(self, module: Program, device: torch.device, inputs: Sequence[np.ndarray]) -> tuple[torch.Tensor, ...]:
+        with self._torch.inference_mode():
+            found = module(*(self._torch.from_numpy(each).to(device) for each in inputs))
+        return found if isinstance(found, tuple) else (found,)
+
+    def _proven(self, path: Path, wanted: Device, interface: Interface) -> tuple[torch.nn.Module, torch.device]:
+        """Load the program onto a device, make one inference, and look where that ran."""
+        device = _found(wanted)
+        program = _loaded(path)
+        try:
+            module = moved(program, device).module()
+            found = self._run(module, device, list(interface.inputs.values()))
+            for each in found:
+                each.to("cpu")  # where a failed kernel is noticed
+        except Unmet:
+            raise
+        except Exception as error:
+            if wanted.gpu is None:
+                raise SbkitError(f"{path} can't be run: {first_line(error)}", hint="export it again") from error
+            raise Unmet(f"an inference of {path.name} failed there: {first_line(error)}") from error
+        where = {str(each.device) for each in (*module.parameters(), *module.buffers(), *found)}
+        if where != {str(device)}:
+            raise Unmet(f"torch {self._torch.__version__} has parts of {path.name} on {' and '.join(sorted(where))}")
+        return module, device
 
 
 def moved(program: torch.export.ExportedProgram, device: torch.device) -> torch.export.ExportedProgram:
@@ -112,8 +145,8 @@ def moved(program: torch.export.ExportedProgram, device: torch.device) -> torch.
              for node in part.graph.nodes for value in (*node.args, *node.kwargs.values())
              if isinstance(value, torch.device)}
     if kinds - {device.type}:
-        raise SbkitError(f"torch {torch.__version__} leaves part of the model on {', '.join(kinds - {device.type})}",
-                         hint="pip install 'torch>=2.9,<2.12', or use --model onnx")
+        raise Unmet(f"torch {torch.__version__} leaves part of the model on {', '.join(kinds - {device.type})}",
+                    hint="pip install 'torch>=2.9,<2.12', or use --model onnx")
     return program
 
 
@@ -138,16 +171,32 @@ def compiled(module: torch.nn.Module, mode: str, worker: Worker) -> Callable[...
     return torch.compile(module, mode=mode, dynamic=False)
 
 
-def _torch_device(wanted: DeviceChoice) -> tuple[torch.device, str]:
+def _loaded(path: Path) -> torch.export.ExportedProgram:
     import torch
 
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about read-only buffers, which nobody writes to
+        try:
+            return torch.export.load(path)
+        except Exception as error:
+            raise SbkitError(f"{path} can't be loaded: {first_line(error)}",
+                             hint="is the file complete? export it again") from error
+
+
+def _found(wanted: Device) -> torch.device:
+    """Look for a device of torch's; raises ``Unmet`` if it isn't there."""
+    import torch
+
+    if wanted.gpu is None:
+        return torch.device("cpu")
+    if torch.version.cuda is None and torch.version.hip is None:
+        raise Unmet(f"this torch ({torch.__version__}) was built without CUDA",
+                    hint="pytorch.org says how to install one with it; --device cpu needs no GPU")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if wanted.explicit_gpu and wanted.index >= count:
-        raise SbkitError(f"{wanted.text} was requested, but torch {torch.__version__} sees {count} CUDA devices",
-                         hint="nvidia-smi lists them; --device cpu needs no GPU")
-    if wanted.kind == "cpu" or not count:
-        return torch.device("cpu"), "" if wanted.kind == "cpu" else "torch sees no CUDA device"
-    return torch.device("cuda", wanted.index), ""
+    if wanted.gpu >= count:
+        raise Unmet(f"torch {torch.__version__} sees {count or 'no'} CUDA device{'' if count == 1 else 's'}",
+                    hint="nvidia-smi lists them; --device cpu needs no GPU")
+    return torch.device("cuda", wanted.gpu)
 
 
 def refuse_pickles(path: Path) -> None:

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from sbkit.decode.best_path import best_path
+from sbkit.decode.greedy_stream import GreedyStream
+from sbkit.decode.heard import StreamSearch
 from sbkit.decode.spans import Spans, collapse
 from sbkit.errors import SbkitError
 from sbkit.export.vocabulary import Vocabulary
@@ -44,6 +46,9 @@ class Decoder(Protocol):
     def after(self, stretches: Sequence[Kept], frame: int) -> list[Kept]:
         """The part of stretches from ``frame`` on: their end, or a token's start if stretches are joined."""
 
+    def stream(self) -> StreamSearch:
+        """Make the search of one stream, fed with log-probabilities as they come."""
+
 
 class Greedy:
     """Greedy decoding: the best label of every frame."""
@@ -74,6 +79,9 @@ class Greedy:
         labels, confidence = map(np.concatenate, zip(*stretches, strict=True))
         return [(labels[frame:].copy(), confidence[frame:].copy())]
 
+    def stream(self) -> GreedyStream:
+        return GreedyStream(self._vocabulary.spelling, self._blank)
+
 
 class Beam:
     """Beam search with a language model, a lexicon and hot words.
@@ -92,7 +100,7 @@ class Beam:
         from sbkit.decode.beam import BeamSearch
         from sbkit.decode.posteriors import Events
 
-        config = vocabulary.config
+        config, self._spelling = vocabulary.config, vocabulary.spelling
         try:
             self._search = BeamSearch(vocabulary.symbols, blank_id=config.blank_id, separator=config.word_separator,
                                       **options)
@@ -126,6 +134,11 @@ class Beam:
     def after(self, stretches: Sequence[tuple[Any, int]], frame: int) -> list[Any]:
         ends = accumulate(map(self.frames, stretches))
         return [each for each, end in zip(stretches, ends, strict=True) if end > frame]
+
+    def stream(self) -> StreamSearch:
+        from sbkit.decode.beam_stream import BeamStream
+
+        return BeamStream(self._search, self._spelling)
 
 
 def decoder(vocabulary: Vocabulary, search: Mapping[str, Any] | None) -> Decoder:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib import metadata
-from typing import Any
+from typing import TypeVar
 
 from sbkit.errors import SbkitError, first_line
 
-CUDA, CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
-#: cuDNN picks an algorithm by heuristics rather than trying all of them for each new length; fp32 sums stay fp32,
-#: because TF32 would round the quiet bands of the features, which are part of the graph, to 10 bits.
-_CUDA_OPTIONS = {"cudnn_conv_algo_search": "HEURISTIC", "use_tf32": "0"}
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -36,6 +33,16 @@ class DeviceChoice:
         return self.kind == "cuda"
 
 
+@dataclass(frozen=True)
+class Device:
+    """A device to try: the CPU, or a GPU by its number."""
+
+    gpu: int | None = None
+
+    def __str__(self) -> str:
+        return "cpu" if self.gpu is None else f"cuda:{self.gpu}"
+
+
 @dataclass
 class Placement:
     """What was requested, and what actually runs."""
@@ -49,34 +56,40 @@ class Placement:
     threads: int
     versions: dict[str, str] = field(default_factory=dict)
     note: str = ""
-    """Why ``auto`` chose the CPU, if it did."""
+    """Why ``auto`` chose this device, and what differs from what one may expect of it."""
+    operators: dict[str, int] = field(default_factory=dict)
+    """How many operators of the graph each provider runs, where the library tells: on a GPU, the CPU has those that
+    compute shapes."""
 
     def __str__(self) -> str:
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         asked = "" if self.asked == self.device else f", requested: {self.asked}"
         threads = f"{self.threads} thread{'' if self.threads == 1 else 's'}"
-        return (f"{self.file} on {self.device} ({self.provider}, {threads}, {versions}{asked}"
+        shared = (f" with {self.operators.get(self.provider, 0)} of {sum(self.operators.values())} operators"
+                  if len(self.operators) > 1 else "")
+        return (f"{self.file} on {self.device} ({self.provider}{shared}, {threads}, {versions}{asked}"
                 f"{f'; {self.note}' if self.note else ''})")
 
 
-def refuse_double_install() -> None:
-    """Raise if both builds of ONNX Runtime are installed: they share files, so the second overwrote the first."""
-    if _version("onnxruntime") and _version("onnxruntime-gpu"):
-        raise SbkitError(
-            "onnxruntime and onnxruntime-gpu are both installed, and each overwrote files of the other",
-            hint="pip uninstall -y onnxruntime onnxruntime-gpu, then install the one you want")
+class Unmet(SbkitError):
+    """Why a device can't be used, as a clause: ``torch sees no CUDA device``."""
 
 
-def runtime_version() -> str:
-    """The version of the installed ONNX Runtime."""
-    return _version("onnxruntime-gpu") or _version("onnxruntime") or "of an unknown version"
+def settle(wanted: DeviceChoice, attempt: Callable[[Device], T]) -> tuple[T, str]:
+    """Open something on the requested device or raise; returns it, and why ``auto`` took the device that it took.
 
-
-def _version(name: str) -> str | None:
+    attempt : opens it on a device, makes one inference there and reads back where that ran. It raises ``Unmet`` where
+        any of this shows that the device can't be used, and any other error where no other device would help.
+    """
+    if wanted.kind == "cpu":
+        return attempt(Device()), ""
     try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
+        return attempt(Device(wanted.index)), "" if wanted.explicit_gpu else "CUDA is there, and an inference ran on it"
+    except Unmet as unmet:
+        if wanted.explicit_gpu:
+            raise SbkitError(f"{wanted.text} was requested, but {unmet.message}", hint=unmet.hint) from unmet
+        why = unmet.message
+    return attempt(Device()), why
 
 
 def for_eight_bits(wanted: DeviceChoice) -> tuple[DeviceChoice, str]:
@@ -92,54 +105,12 @@ def for_eight_bits(wanted: DeviceChoice) -> tuple[DeviceChoice, str]:
     return DeviceChoice(wanted.text, "cpu"), note
 
 
-def open_session(path: str, wanted: DeviceChoice, threads: int | None) -> tuple[Any, str, str]:
-    """Open an ONNX Runtime session on the requested device; returns it, its actual device, and a note.
-
-    The session's own device is compared with the requested one: a provider whose libraries are missing is still in
-    the list of available ones, and a session made with it runs on the CPU without an error.
-    """
-    refuse_double_install()
-    import onnxruntime
-
-    there = CUDA in onnxruntime.get_available_providers()
-    note = ""
-    if wanted.explicit_gpu and not there:
-        raise SbkitError(f"{wanted.text} was requested, but this onnxruntime ({runtime_version()}) has no CUDA",
-                         hint="pip uninstall -y onnxruntime; pip install onnxruntime-gpu; or use --device cpu")
-    providers: list[Any] = [CPU]
-    if there and wanted.kind != "cpu":
-        if hasattr(onnxruntime, "preload_dlls"):
-            onnxruntime.preload_dlls()  # CUDA and cuDNN as installed by pip, which the loader doesn't find
-        providers.insert(0, (CUDA, {"device_id": str(wanted.index), **_CUDA_OPTIONS}))
-    elif wanted.kind == "auto":
-        note = "this onnxruntime has no CUDA"
-    settings = onnxruntime.SessionOptions()
-    settings.log_severity_level = 3
-    if threads:
-        settings.intra_op_num_threads = threads
-    try:
-        session = onnxruntime.InferenceSession(path, settings, providers=providers, enable_fallback=0)
-    except Exception as error:
-        if len(providers) == 1 or wanted.explicit_gpu:
-            raise _unusable(path, wanted, error) from error
-        note = f"CUDA could not be used: {first_line(error)}"
-        session = onnxruntime.InferenceSession(path, settings, providers=[CPU], enable_fallback=0)
-    actual = session.get_providers()[0]
-    if wanted.explicit_gpu and actual != CUDA:
-        raise SbkitError(f"{wanted.text} was requested, but onnxruntime fell back to {actual}",
-                         hint="are the CUDA and cuDNN libraries of this onnxruntime-gpu installed? "
-                              "pip install 'onnxruntime-gpu[cuda,cudnn]' installs them")
-    if actual == CUDA:
-        taken = session.get_provider_options()[CUDA]
-        if taken.get("use_tf32") != "0":
-            note = f"onnxruntime {runtime_version()} computes with TF32 (10 bits), which can't be turned off"
-        return session, f"cuda:{taken['device_id']}", note
-    if there and wanted.kind == "auto" and not note:
-        note = f"onnxruntime fell back to {actual}"
-    return session, "cpu", note
+def fault(error: Exception) -> str | None:
+    """The device's fault that an error of a run tells of, after which only a new process helps; None: another error."""
+    return first_line(error) if "CUDA" in str(error) or "cuda" in type(error).__name__.lower() else None
 
 
-def _unusable(path: str, wanted: DeviceChoice, error: Exception) -> SbkitError:
-    if wanted.explicit_gpu:
-        return SbkitError(f"{wanted.text} can't be used: {first_line(error)}")
-    return SbkitError(f"{path} can't be loaded: {first_line(error)}", hint="is the file complete? export it again")
+def refuse_broken(fault: str | None) -> None:
+    """Raise if the device had a fault."""
+    if fault is not None:
+        raise SbkitError(f"the device failed earlier ({fault})", hint="restart the process: the device stays broken")

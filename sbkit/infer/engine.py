@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from importlib import util
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from sbkit.errors import SbkitError, first_line
+from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.export.layout import Config
 from sbkit.export.vocabulary import Vocabulary
-from sbkit.infer.backends import Backend, Onnx, Torch
+from sbkit.infer import device as devices
+from sbkit.infer import formats
+from sbkit.infer.backends import Backend, open_graph
 from sbkit.infer.device import DeviceChoice, Placement
+from sbkit.infer.formats import AUTO
+from sbkit.infer.interface import Interface
 from sbkit.infer.worker import Worker
 
-AUTO = "auto"
-_PREFERRED = (layout.ONNX, layout.INT8, layout.TORCH)
-_NEEDS = {layout.ONNX: "onnxruntime", layout.INT8: "onnxruntime", layout.TORCH: "torch"}
 #: Shapes for which a compiled model has a graph; batches are padded to the next one.
 _SECONDS, _BATCHES = (2.0, 5.0, 10.0, 20.0, 30.0), (1, 4, 16)
 
@@ -45,12 +45,13 @@ class Engine:
                  compile: str | None = None, buckets: Sequence[tuple[int, float]] | None = None):
         self.folder = Path(folder)
         self._read()
-        model = self._choose(model)
+        model = formats.choose(self.folder, self.config.models, model)
         wanted = DeviceChoice.parse(device)
         if compile and model != layout.TORCH:
             raise SbkitError(f"compile only works with the model torch, but {model} was chosen",
                              hint="add --model torch")
         self._buckets = self._shapes(buckets) if compile else []
+        self.threads = threads
         self.fault: str | None = None
         """The error that broke the device, if any; only a new process helps then."""
         self._worker = Worker()
@@ -104,11 +105,8 @@ class Engine:
     # ------------------------------------------------------------------ within the worker
 
     def _open(self, path: Path, model: str, wanted: DeviceChoice, threads: int | None, compile: str | None) -> None:
-        self._check_file(path)
-        if model == layout.TORCH:
-            self._backend = Torch(path, model, wanted, threads, self._worker, compile)
-        else:
-            self._backend = Onnx(path, model, wanted, threads, self._outputs())
+        formats.check_file(path, self.config)
+        self._backend = open_graph(path, model, wanted, threads, self._interface(), self._worker, compile)
         self._check_width(path)
         for utterances, samples in self._buckets or [(1, self.config.sample_rate // 2)]:  # warms up
             self._run([np.zeros(samples, dtype=np.float32)] * utterances)
@@ -121,6 +119,11 @@ class Engine:
         """The names of the model's outputs."""
         return layout.OUTPUTS
 
+    def _interface(self) -> Interface:
+        samples = max(self.config.min_samples, self.config.sample_rate // 2)
+        example = np.zeros((1, samples), dtype=np.float32), np.array([samples], dtype=np.int64)
+        return Interface(dict(zip(layout.INPUTS, example, strict=True)), self._outputs())
+
     def _check_width(self, path: Path) -> None:
         width = self._ready.width
         if width is not None and width != len(self.vocabulary):
@@ -128,9 +131,7 @@ class Engine:
                              "tokens", hint="do both come from the same export?")
 
     def _run(self, signals: list[np.ndarray]) -> list[np.ndarray]:
-        if self.fault is not None:
-            raise SbkitError(f"the device failed earlier ({self.fault})",
-                             hint="restart the process: the device stays broken")
+        devices.refuse_broken(self.fault)
         if not self.config.batching:
             return [self._batch([signal])[0] for signal in signals]
         return self._batch(signals) if signals else []
@@ -146,8 +147,7 @@ class Engine:
         try:
             found = self._ready(batch, lengths)
         except Exception as error:
-            if "CUDA" in str(error) or "cuda" in type(error).__name__.lower():
-                self.fault = first_line(error)
+            self.fault = devices.fault(error)
             raise
         return self._apart(found, len(signals))
 
@@ -159,34 +159,7 @@ class Engine:
                              f"{len(self.vocabulary)} tokens")
         return [log_probs[i, : frames[i]] for i in range(count)]
 
-    # ------------------------------------------------------------------ choosing
-
-    def _choose(self, model: str) -> str:
-        there = [name for name in _PREFERRED if name in self.config.models]
-        usable = [name for name in there if util.find_spec(_NEEDS[name])]
-        if model == AUTO:
-            if not usable:
-                raise SbkitError(f"no installed package runs the models of {self.folder} "
-                                 f"({', '.join(there) or 'it has none'})", hint="pip install onnxruntime")
-            return usable[0]
-        if model not in _PREFERRED:
-            raise SbkitError(f"there is no model {model!r}", hint=f"use {', '.join((AUTO, *_PREFERRED))}")
-        if model not in there:
-            raise SbkitError(f"{self.folder} has no model {model}", hint=f"it has {', '.join(there) or 'none'}")
-        if model not in usable:
-            raise SbkitError(f"the model {model} needs {_NEEDS[model]}", hint=f"pip install {_NEEDS[model]}")
-        return model
-
-    def _check_file(self, path: Path) -> None:
-        """Report a missing or truncated file, before a library complains about protobufs."""
-        expected = self.config.files.get(path.name, {}).get("bytes")
-        try:
-            actual = path.stat().st_size
-        except OSError:
-            raise SbkitError(f"{path} is missing", hint="copy the bundle again") from None
-        if expected is not None and actual != expected:
-            raise SbkitError(f"{path} has {actual} bytes, but the export wrote {expected}",
-                             hint="copy the bundle again")
+    # ------------------------------------------------------------------ shapes
 
     def _shapes(self, buckets: Sequence[tuple[int, float]] | None) -> list[tuple[int, int]]:
         if buckets is None:

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import overload
+from typing import Any, overload
 
+from sbkit.errors import SbkitError
 from sbkit.export import layout
+from sbkit.infer.decoding import Decoder, decoder
 from sbkit.infer.device import Placement
-from sbkit.infer.engine import AUTO, Engine
+from sbkit.infer.engine import Engine
+from sbkit.infer.formats import AUTO
 from sbkit.infer.graph_model import GraphEngine, GraphModel
 from sbkit.infer.pipeline import Options, Pipeline
 from sbkit.infer.recordings import Recording, Source
+from sbkit.infer.stream import Stream
+from sbkit.infer.stream_engine import StreamEngine
 from sbkit.infer.transcript import Transcript
+from sbkit.infer.voice import Voice
+from sbkit.infer.voice_engine import VoiceEngine
 
 
 class Model:
@@ -28,6 +36,9 @@ class Model:
     def __init__(self, engine: Engine, options: Options | None = None):
         self.engine = engine
         self._pipeline = Pipeline(engine, options)
+        self._lock = threading.Lock()
+        self._streams: StreamEngine | None = None
+        self._searched: tuple[dict[str, Any], Decoder] | None = None
 
     @property
     def running(self) -> Placement:
@@ -58,9 +69,49 @@ class Model:
             found[done.index] = done.transcript
         return [found[i] for i in range(len(audio))]
 
+    def stream(self, chunk: int | None = None, rate: int | None = None, lm: str | Path | None = None,
+               hot_words: Mapping[str, float] | Sequence[str] | None = None, lm_weight: float | None = None,
+               word_score: float | None = None, beam: int | None = None) -> Stream:
+        """Begin to hear a stream as its samples come, with a bundle that has a graph for that.
+
+        >>> for heard in model.stream()(microphone):                              # doctest: +SKIP
+        ...     print(" ".join(word.text for word in heard.settled + heard.partial))
+
+        Streams that are open at the same time share batches, each fed by a thread of its own.
+
+        Arguments
+        ---------
+        chunk : milliseconds that are heard at once, one that the model was trained for; None: the one in their middle
+        rate : samples per second of what the stream is fed; None: the model's
+        lm, hot_words, lm_weight, word_score, beam : options of ``sbkit.decode.beam.BeamSearch``; without any, streams
+            are decoded as recordings are
+        """
+        boosts = dict(hot_words) if isinstance(hot_words, Mapping) else list(hot_words or ()) or None
+        given = {"lm": lm, "hot_words": boosts, "lm_weight": lm_weight, "word_score": word_score, "beam": beam}
+        search = {name: value for name, value in given.items() if value is not None}
+        with self._lock:
+            return Stream(self._stream_engine(), self._decoder(search), chunk, rate)
+
+    def _stream_engine(self) -> StreamEngine:
+        if self._streams is None:
+            engine, running = self.engine, self.engine.running
+            self._streams = StreamEngine(engine.folder, running.model, running.asked, engine.threads)
+        return self._streams
+
+    def _decoder(self, search: dict[str, Any]) -> Decoder:
+        """The decoder of a search, the same as last time where nothing changed: a language model is read once."""
+        if not search:
+            return self._pipeline.decoder
+        if self._searched is None or self._searched[0] != search:
+            self._searched = search, decoder(self.engine.vocabulary, search)
+        return self._searched[1]
+
     def close(self) -> None:
         """Release the model."""
         self.engine.close()
+        with self._lock:
+            if self._streams is not None:
+                self._streams.close()
 
     def __enter__(self) -> Model:
         return self
@@ -78,8 +129,8 @@ def _recording(source: Source) -> Recording:
 
 def load(bundle: str | Path, device: str = AUTO, model: str = AUTO, threads: int | None = None,
          compile: str | None = None, options: Options | None = None, buckets: Sequence[tuple[int, float]] | None = None
-         ) -> Model | GraphModel:
-    """Load a bundle: a recogniser has ``transcribe``, a model of another task ``run``.
+         ) -> Model | GraphModel | Voice:
+    """Load a bundle: a recogniser has ``transcribe``, a voice ``speak``, a model of another task ``run``.
 
     >>> model = load("bundle")                            # doctest: +SKIP
     >>> print(model.transcribe("clip.mp3").text)          # doctest: +SKIP
@@ -94,6 +145,11 @@ def load(bundle: str | Path, device: str = AUTO, model: str = AUTO, threads: int
     options : how recordings are cut into chunks and batched
     buckets : shapes (utterances, seconds) that the model is compiled for
     """
-    if isinstance(layout.read(bundle), layout.Graph):
+    config = layout.read(bundle)
+    if isinstance(config, layout.Voice):
+        if compile or options is not None or buckets is not None:
+            raise SbkitError("compile, options and buckets are for models that take recordings, and this is a voice")
+        return Voice(VoiceEngine(bundle, model, device, threads))
+    if isinstance(config, layout.Graph):
         return GraphModel(GraphEngine(bundle, model, device, threads, compile, buckets))
     return Model(Engine(bundle, model, device, threads, compile, buckets), options)

@@ -9,12 +9,13 @@ from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from sbkit.data.audio import AudioError
 from sbkit.infer.assembly import Assembly, transcript, words
 from sbkit.infer.chunks import Chunk, cut
 from sbkit.infer.decoding import decoder
+from sbkit.infer.device import Placement
 from sbkit.infer.engine import Engine
 from sbkit.infer.recordings import Recording
 from sbkit.infer.transcript import Transcript
@@ -73,7 +74,7 @@ class Pipeline:
         self._budget = max(self.options.batch_seconds or batch_seconds(engine),
                            self._chunk_seconds) * config.sample_rate
         self._frame = config.hop_samples * config.subsampling
-        self._decoder = decoder(engine.vocabulary, self.options.search)
+        self.decoder = decoder(engine.vocabulary, self.options.search)
 
     def run(self, recordings: Sequence[Recording]) -> Generator[Done, None, None]:
         """Yield each recording's result as soon as it is complete."""
@@ -154,9 +155,9 @@ class Pipeline:
                 batch, future = running.popleft()
                 for each, log_probs in zip(batch, future.result(), strict=True):
                     heard.setdefault(each.recording, Assembly()).add(each.number, each.chunk, log_probs, self._frame,
-                                                              self._decoder)
+                                                              self.decoder)
                     _move(each.recording, heard, ready)
-            if len(ready) >= self._decoder.at_once:
+            if len(ready) >= self.decoder.at_once:
                 yield from self._finish(recordings, ready)
         yield from self._finish(recordings, ready)
 
@@ -181,7 +182,7 @@ class Pipeline:
     def _finish(self, recordings: Sequence[Recording], ready: dict[int, Assembly]) -> Iterator[Done]:
         if not ready:
             return
-        found = self._decoder.tokens([each.stretches for each in ready.values()])
+        found = self.decoder.tokens([each.stretches for each in ready.values()])
         done = list(zip(ready.items(), found, strict=True))
         ready.clear()
         for (index, heard), parts in done:
@@ -189,7 +190,15 @@ class Pipeline:
             yield Done(index, transcript(recordings[index].id, heard, spoken, self.engine.vocabulary), None)
 
 
-def batch_seconds(engine: Engine) -> float:
+class Placed(Protocol):
+    """A model that runs somewhere."""
+
+    @property
+    def running(self) -> Placement:
+        """What was requested, and what actually runs."""
+
+
+def batch_seconds(engine: Placed) -> float:
     """The default audio in one batch, including padding: larger batches outgrow a CPU's caches, smaller ones don't
     fill a GPU."""
     return 480.0 if engine.running.device != "cpu" else 20.0

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sbkit.decode.spans import Word
+from sbkit.decode.spans import PAUSE_SECONDS, Word
 from sbkit.export.vocabulary import Vocabulary
 from sbkit.infer.assembly import words
 from sbkit.infer.decoding import Decoder, Found
-from sbkit.infer.transcript import PAUSE_SECONDS
 
 
 class StableWords:

@@ -7,11 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sbkit.decode.spans import Word
+from sbkit.decode.spans import PAUSE_SECONDS, Word
 
-#: A segment ends at a pause of this many seconds, ...
-PAUSE_SECONDS = 0.7
-#: ... or when it would become longer than this, or than two lines on a screen.
+#: A segment ends at a pause, or when it would become longer than this, or than two lines on a screen.
 SEGMENT_SECONDS, SEGMENT_CHARACTERS = 7.0, 84
 
 

@@ -15,7 +15,8 @@ from typing import Any
 from sbkit.decode.search_options import search
 from sbkit.errors import SbkitError
 from sbkit.export.layout import CONFIG
-from sbkit.infer.engine import AUTO, Engine
+from sbkit.infer.engine import Engine
+from sbkit.infer.formats import AUTO
 from sbkit.infer.inputs import collect
 from sbkit.infer.pipeline import Done, Options, Pipeline
 from sbkit.infer.recordings import Recording

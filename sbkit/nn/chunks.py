@@ -66,6 +66,10 @@ class Chunks:
                                  hint=f"it was for {_listed(known)}")
         return DynChunkTrainConfig(size, left // size)
 
+    def in_milliseconds(self, frame_seconds: float) -> dict[int, int]:
+        """Map milliseconds to each size, for encoder frames of so many seconds."""
+        return {round(1000 * frame_seconds * size): size for size in self.sizes}
+
     def validation(self) -> DynChunkTrainConfig | None:
         """Return what validation sees, None for whole utterances."""
         return None if self.validate is None else self.config(self.validate)

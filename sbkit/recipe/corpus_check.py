@@ -41,10 +41,11 @@ def _check_longest(built: Built, findings: Findings) -> None:
     most = getattr(built.hparams.get("batching"), "max_batch_seconds", None)
     if longest is None or most is None:
         return
-    stretch = getattr(built.hparams.get("augment"), "stretch", 1.0)
-    if longest * stretch > most * (1 + 1e-6):
+    planned_by = getattr(built.hparams.get("augment"), "planned", float)
+    planned = float(planned_by(longest))
+    if planned > most * (1 + 1e-6):
         node = built.nodes["corpus"]
-        slowed = f", {longest * stretch:g} s when they are slowed down" if stretch > 1 else ""
+        slowed = f", {planned:g} s when they are slowed down" if planned > longest else ""
         findings.warning("batch", node.place_of("max_duration"), node.key_of("max_duration"),
                          f"utterances of {longest:g} s are let in{slowed}, and a batch holds {most:g} s: training "
                          "would end at one that doesn't fit", "lower it, or raise max_batch_seconds")

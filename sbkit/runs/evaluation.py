@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
 from sbkit.runs.layout import EVALUATIONS, RESULT
+from sbkit.score import chunk_size
 from sbkit.score.report import write_report
 from sbkit.score.results import Results
 from sbkit.system.console import atomic_write
@@ -40,6 +41,8 @@ class EvaluateRequest:
     nbest : number of transcripts per utterance to write to nbest.jsonl, with their scores
     joint : search with the attention decoder and CTC together
     ctc_weight : weight of CTC in the joint search
+    recogniser : the bundle of a recogniser that hears what a codec or a voice made; by default the recipe's
+    chunk : score as live speech too, in chunks of each of these milliseconds; None is the whole utterance
     """
 
     run: Path
@@ -59,6 +62,8 @@ class EvaluateRequest:
     nbest: int | None = None
     joint: bool = False
     ctc_weight: float | None = None
+    recogniser: str | None = None
+    chunk: Sequence[int | None] = ()
     device: str | None = None
     precision: str | None = None
     max_batch_seconds: float | None = None
@@ -75,6 +80,7 @@ class EvaluateRequest:
                    "nbest": self.nbest}
         said = [("joint", self.joint), (self.lm and Path(self.lm).name.split(".")[0], self.lm),
                 ("tuned", self.tune_lm), ("hot", self.hot_words),
+                ("chunk" + "-".join(map(chunk_size.written, self.chunk)), self.chunk),
                 *((f"{name}{value:g}", True) for name, value in numbers.items() if value is not None)]
         return "".join(f"-{word}" for word, asked in said if asked)
 

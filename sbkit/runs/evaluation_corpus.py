@@ -30,13 +30,14 @@ def corpus(request: EvaluateRequest, recipe: Recipe) -> tuple[str, Path, Remote]
         name, corpus = request.name or split, own
     else:
         split = "test"
-        name, corpus = prepare(request, own, own.source if request.on is None else request.on)
+        source = own.source if request.on is None else request.on
+        name, corpus = prepare(request, own, source, recipe.task.needs_text())
     recipe.task.look_at_texts(recipe.keys, corpus.manifest(split).texts)
     return name, corpus.manifest_path(split), corpus.remote
 
 
 def prepare(request: EvaluateRequest, own: Corpus,
-            source: Named | Source | None) -> tuple[str, Corpus]:
+            source: Named | Source | None, needs_text: bool = True) -> tuple[str, Corpus]:
     """Prepare the split to score: the run's own, or another corpus's with texts normalised by the run's rules."""
     title = request.name or (Path(str(source).split("?")[0]).name.split(".")[0] if source else "demo")
     if isinstance(source, Source):
@@ -63,7 +64,7 @@ def prepare(request: EvaluateRequest, own: Corpus,
             title += f"-{split}"
         corpus = corpus_of(split, corpora / title)
         with writing(corpora):
-            corpus.prepare()
+            corpus.prepare(needs_text=needs_text)
     print(corpus.summary(), file=sys.stderr)
     return title, corpus
 

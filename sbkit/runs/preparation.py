@@ -49,6 +49,6 @@ def prepare_data(recipe: Recipe, overrides: dict[str, Any]) -> dict[str, Any]:
     Returns the overrides that follow from the corpus.
     """
     corpus = recipe.keys.corpus
-    manifests = corpus.prepare(needed=SPLITS)
+    manifests = corpus.prepare(needed=SPLITS, needs_text=recipe.task.needs_text())
     print(corpus.summary(), file=sys.stderr)
     return recipe.task.prepare(recipe.keys, {split: manifests[split] for split in SPLITS}, overrides)

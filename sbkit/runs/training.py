@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+import numpy as np
 import torch
 
 from sbkit.data.loader import EvalLoader, TrainLoader
@@ -26,20 +27,29 @@ from sbkit.train.monitor.utilisation import Utilisation
 logger = logging.getLogger(__name__)
 
 
+#: Opens the bundle of a recogniser: what transcribes waveforms [S] at a sample rate.
+Opener = Callable[[str, int], Callable[[Sequence[np.ndarray]], list[str]]]
+
+
 def fit_and_test(recipe: Recipe, request: Request, device: torch.device, manifests: Mapping[str, Manifest],
-                 guard: StartGuard) -> Brain:
-    """Train the remaining epochs, then test; returns the Brain, which has the results."""
+                 guard: StartGuard, recogniser: Opener) -> Brain:
+    """Train the remaining epochs, then test; returns the Brain, which has the results.
+
+    recogniser : opens the one that the task's tests need, a room above this one
+    """
     keys, train = recipe.keys, manifests["train"]
     encoder = recipe.task.encoder(keys)
     brain = recipe.brain(request.run_opts)
+    if brain.recogniser is not None:
+        brain.take_recogniser(recogniser(brain.recogniser, keys.sample_rate))
     brain.utilisation = _utilisation(brain, device, train)
     _write_down(brain, device)
     batching = keys.batching
     reading = {"rank": ranks.rank(), "world": ranks.world_size(), "workers": keys.num_workers,
                "pin_memory": device.type == "cuda", "sample_rate": keys.sample_rate}
-    longest = keys.augment.stretch if keys.augment is not None else 1.0  # slower speech is longer
+    durations = train.durations if keys.augment is None else keys.augment.planned(train.durations)
     epochs = keys.epoch_counter.limit
-    plan = Plan(train.durations * longest, batching, ids=train.ids, epochs=epochs,
+    plan = Plan(durations, batching, ids=train.ids, epochs=epochs,
                 round_seconds=batching.rounding(device.type, brain.compile))
     steps = len(plan) * epochs
     if plan.passes > 1 and ranks.is_main():

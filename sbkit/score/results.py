@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
@@ -26,6 +26,29 @@ class Table:
     remark: str = ""
 
 
+class Sound(NamedTuple):
+    """A recording to listen to in a report, and what it is; ``wav`` may be a path below the results' folder."""
+
+    label: str
+    wav: str
+    start: float
+    duration: float
+
+    @property
+    def id(self) -> str:
+        """A name for it that no other recording has."""
+        return f"{self.wav} from {self.start}"
+
+
+@dataclass
+class Player:
+    """Recordings that a report lets one hear side by side: title, remark, and the recordings."""
+
+    title: str
+    remark: str
+    sounds: list[Sound]
+
+
 @dataclass
 class Results:
     """The numbers of a test and how to show them. A task's subclass adds files, tables and lines."""
@@ -37,6 +60,8 @@ class Results:
     """The utterances missing from the numbers: id -> reason."""
     tables: list[Table] = field(default_factory=list)
     """Tables for the report."""
+    players: list[Player] = field(default_factory=list)
+    """What the report lets one hear; whoever writes the results fills it."""
 
     def check(self) -> None:
         """Raise if there is nothing to report."""
@@ -60,6 +85,14 @@ class Results:
         """The columns of ``sbkit evaluate``'s table."""
         return [(name, f"{value:.4g}") for name, value in self.stats.items()]
 
+    def lines_of_table(self) -> list[list[tuple[str, Any]]]:
+        """The lines of that table, with the same columns; one, unless a test was heard in several ways."""
+        return [self.columns()]
+
+    def word_error_rates(self) -> Mapping[str, float]:
+        """The rates that ``--max-wer`` limits, in per cent, by what to call them in a message."""
+        return {"": self.stats["WER"]} if "WER" in self.stats else {}
+
     def files(self, of: str = "") -> list[str]:
         """The names of the result files; ``of``, such as ``test``, is part of them."""
         return [f"{of}{'_' if of else ''}results.json"]
@@ -73,7 +106,9 @@ class Results:
         del manifest
         with atomic_write(folder / self.files(of)[0]) as out:
             json.dump({"stats": self.stats, "utterances": self.utterances, "unread": self.unread,
-                       "tables": [vars(each) for each in self.tables]}, out, indent=1, ensure_ascii=False)
+                       "tables": [vars(each) for each in self.tables],
+                       "players": [{**vars(each), "sounds": [sound._asdict() for sound in each.sounds]}
+                                   for each in self.players]}, out, indent=1, ensure_ascii=False)
 
     def text(self) -> str:
         """The tables formatted for a terminal."""

@@ -1,11 +1,11 @@
-"""The application: OpenAI's routes for transcription, the live socket, health, metrics and the page."""
+"""The application: OpenAI's routes for transcription and speech, the live socket, health, metrics and the page."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,11 +13,10 @@ from fastapi import FastAPI, Request, WebSocket
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
 
 import sbkit
 from sbkit.infer.transcript import Transcript
-from sbkit.serve import clients, form, metrics, page, replies
+from sbkit.serve import clients, form, metrics, page, replies, speech_form
 from sbkit.serve.decoders import Decoders
 from sbkit.serve.disk import Disk, Held
 from sbkit.serve.doors import Doors
@@ -31,13 +30,15 @@ from sbkit.serve.live import Floor
 from sbkit.serve.metrics import Metrics
 from sbkit.serve.recognise import recognise
 from sbkit.serve.registry import Registry
+from sbkit.serve.served import Served
+from sbkit.serve.speech import resumed, sound
+from sbkit.serve.streamed import Streamed
 from sbkit.serve.upload import Upload
 from sbkit.serve.work import Left, Rooms
 
 _log = logging.getLogger(__name__)
 _CLIENT_LEFT = 499  # never sent, only counted
 _DECODED = object()
-_SLOW_READER_SECONDS = 60.0  # a client that takes longer to read an event is dropped
 
 
 @dataclass
@@ -124,7 +125,12 @@ def make(state: State, keys: Keys | None = None, origins: tuple[str, ...] = (), 
 
     @app.get("/v1/models/{name}", response_model=None)
     async def model(name: str) -> Response:
-        return JSONResponse(state.loaded().get(name).listed)
+        return JSONResponse(state.loaded().find(name).listed)
+
+    @app.get("/v1/audio/voices", response_model=None)
+    async def voices() -> Response:
+        data = [voice for each in state.loaded().voices for voice in each.voices]
+        return JSONResponse({"object": "list", "data": data})
 
     @app.post("/v1/audio/transcriptions", response_model=None)
     async def transcriptions(request: Request) -> Response:
@@ -139,13 +145,27 @@ def make(state: State, keys: Keys | None = None, origins: tuple[str, ...] = (), 
                 found = visit.stream(lambda told: _transcribe(state, ask, held, visit.job, told))
                 await anext(found)  # it is audio; from here on errors are sent as events
                 if ask.stream:
-                    return _Streamed(_events(found, request.scope[REQUEST_ID]), stay.pop_all())
+                    return Streamed(replies.STREAM, _events(found, request.scope[REQUEST_ID]), stay.pop_all())
                 transcript = await anext(found)
             except (Left, ClientDisconnect):
-                if state.stopping:  # the client is still there, but its request was cut off at the deadline
-                    raise stopping() from None
-                return Response(status_code=_CLIENT_LEFT)
+                return _left(state)
             return replies.reply(transcript, ask.response_format, ask.granularities)
+
+    @app.post("/v1/audio/speech", response_model=None)
+    async def speech(request: Request) -> Response:
+        with contextlib.ExitStack() as stay:
+            stay.enter_context(rooms.place(clients.address(request.scope)))
+            upload = Upload(request, state.limits, speech_form.Room())
+            visit = rooms.visit(upload.request)
+            stay.callback(visit.close)
+            try:
+                ask = await visit.read(speech_form.read(upload.request, state.loaded))
+                spoken = sound(visit, ask, state.metrics)
+                first = await anext(spoken)  # from here on nothing is wrong with the request
+            except (Left, ClientDisconnect):
+                return _left(state)
+            answer = resumed(first, spoken, ask.sse, request.scope[REQUEST_ID], state.metrics)
+            return Streamed(replies.STREAM if ask.sse else ask.media_type, answer, stay.pop_all())
 
     @app.websocket("/v1/audio/live")
     async def live(websocket: WebSocket) -> None:
@@ -161,6 +181,13 @@ def make(state: State, keys: Keys | None = None, origins: tuple[str, ...] = (), 
 
     return Gate(app, keys or Keys(()), origins, state.limits.upload_bytes, state.metrics, hosts,
                 lambda: state.stopping)
+
+
+def _left(state: State) -> Response:
+    """Answer nobody; raises if the client is still there, but its request was cut off at the server's end."""
+    if state.stopping:
+        raise stopping() from None
+    return Response(status_code=_CLIENT_LEFT)
 
 
 # ---------------------------------------------------------------------- a transcription
@@ -195,26 +222,6 @@ async def _events(found: AsyncIterator[str | Transcript], request: str) -> Async
     except Exception:
         _log.exception("request %s failed", request)
         yield replies.event(failed(request).body)
-
-
-class _Streamed(Response):
-    """Response that streams events and always releases the request's place at the end."""
-
-    media_type = replies.STREAM
-
-    def __init__(self, events: AsyncGenerator[bytes, None], stay: contextlib.ExitStack):
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
-        del self.headers["content-length"]
-        self._events, self._stay = events, stay
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._stay:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async with contextlib.aclosing(self._events) as events:
-                async for each in events:
-                    message = {"type": "http.response.body", "body": each, "more_body": True}
-                    await asyncio.wait_for(send(message), _SLOW_READER_SECONDS)
-            await send({"type": "http.response.body", "body": b""})
 
 
 # ---------------------------------------------------------------------- errors and numbers
@@ -252,7 +259,14 @@ def _count(state: State, rooms: Rooms, floor: Floor) -> None:
         metrics.Gauge("sbkit_live_sessions", "Live sessions.", lambda: {(): floor.inside}),
         metrics.Gauge("sbkit_signals_waiting", "Signals waiting for a batch.",
                       by_model(lambda each: each.batcher.waiting)),
+        metrics.Gauge("sbkit_model_device", "1, with the requested device and the one that is used.", lambda: {
+            labels: 1.0 for each in state.registry or () for labels in _placed(each)}),
         metrics.Gauge("sbkit_device_fault", "1 if the device is broken.",
                       by_model(lambda each: float(bool(each.fault)))),
     ]
 
+
+def _placed(served: Served) -> Iterator[metrics.Labels]:
+    for running in served.placements:
+        yield (("model", served.name), ("file", running.file), ("asked", running.asked), ("device", running.device),
+               ("provider", running.provider))

@@ -5,39 +5,39 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from concurrent.futures import CancelledError, Future
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from sbkit.infer.engine import Engine
 from sbkit.infer.pipeline import batch_seconds
+from sbkit.infer.voice_engine import VoiceEngine
 
 _ROWS = 32
 
 
 class _Query(NamedTuple):
-    signal: np.ndarray
+    signal: Sized
     future: Future[Any]
 
 
 class Batcher:
-    """Batches calls to an engine.
+    """Batches calls to an engine, of signals or of a voice's lines.
 
     Arguments
     ---------
     engine : runs the batches, one after another
     seconds : seconds of audio in one batch, including padding; None for the device's default
+    budget : the same as a length in samples, or a voice's symbols; overrides ``seconds``
     rows : most signals in one batch; 1 turns batching off
     told : called with the number of signals of each batch
     """
 
-    def __init__(self, engine: Engine, seconds: float | None = None, rows: int = _ROWS,
-                 told: Callable[[int], None] | None = None):
+    def __init__(self, engine: Engine | VoiceEngine, seconds: float | None = None, rows: int = _ROWS,
+                 told: Callable[[int], None] | None = None, budget: float | None = None):
         self.engine = engine
         self._rows = rows if engine.config.batching else 1
-        self._budget = (seconds or batch_seconds(engine)) * engine.config.sample_rate
+        self._budget = budget or (seconds or batch_seconds(engine)) * engine.config.sample_rate
         self._told = told or (lambda rows: None)
         self._lock = threading.Lock()
         self._waiting: deque[_Query] = deque()
@@ -55,8 +55,9 @@ class Batcher:
         """How long the current batch has been running; 0 if there is none."""
         return time.monotonic() - self._since if self._running else 0.0
 
-    def submit(self, signal: np.ndarray) -> Future[Any]:
-        """Queue a signal [S]; the future gives its log-probabilities [T, V] and can be cancelled before its turn."""
+    def submit(self, signal: Sized) -> Future[Any]:
+        """Queue a signal [S] or a line; the future gives its log-probabilities [T, V] or its sound, and can be
+        cancelled before its turn."""
         asked = _Query(signal, Future())
         with self._lock:
             self._waiting.append(asked)
@@ -74,7 +75,8 @@ class Batcher:
             self._running, self._since = True, time.monotonic()
         self._told(len(batch))
         try:
-            future = self.engine.submit([each.signal for each in batch])
+            signals: list[Any] = [each.signal for each in batch]
+            future = self.engine.submit(signals)
         except Exception as error:
             self._finish(batch, [error] * len(batch))
         else:
@@ -113,7 +115,7 @@ class Batcher:
         else:
             self._finish(batch, [error] * len(batch))
 
-    def _finish(self, batch: list[_Query], results: Sequence[np.ndarray | BaseException]) -> None:
+    def _finish(self, batch: list[_Query], results: Sequence[Any]) -> None:
         """Deliver the results and start the next batch."""
         for each, result in zip(batch, results, strict=True):
             if isinstance(result, BaseException):

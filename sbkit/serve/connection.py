@@ -1,16 +1,22 @@
-"""Closes connections that send no request, or take too long to send one."""
+"""Closes connections that send no request, take too long to send one, or don't read what ends them."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.websockets.auto import AutoWebSocketsProtocol
 
 from sbkit.serve.doors import Doors
 
 _LOOK_SECONDS = 15.0
+_LAST_SECONDS = 10.0  # to read what was sent to a WebSocket before its end
+_UNREAD_BYTES = 1 << 14  # sent and not read, in the system's buffer and in this process
+_MESSAGES, _LONG_MESSAGE = 16, 1 << 16  # of a WebSocket that may wait, and bytes of one that doesn't
+_WebSocket: Any = AutoWebSocketsProtocol  # of the library that is installed
 
 
 class Impatient(H11Protocol):
@@ -71,3 +77,34 @@ class Impatient(H11Protocol):
             return
         self._seen = self.cycle if idle else self
         self._watch = self.loop.call_later(_LOOK_SECONDS, self._look)
+
+
+class LiveSocket(_WebSocket):
+    """WebSocket for many small messages, which is cut soon after its end, even if the client doesn't read.
+
+    uvicorn stops reading from a connection at each message until the application takes it: two system calls and twice
+    the time of a packet of 20 ms. Here some may wait.
+    """
+
+    read_paused: bool
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        """Bound what waits for a client that doesn't read."""
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNREAD_BYTES)
+        transport.set_write_buffer_limits(_UNREAD_BYTES)
+        super().connection_made(transport)
+
+    def send_receive_event_to_app(self) -> None:
+        """Queue a message for the application, and stop reading if many or long ones wait."""
+        paused, self.read_paused = self.read_paused, True  # so that uvicorn doesn't stop
+        size = sum(map(len, self.frames))
+        super().send_receive_event_to_app()
+        self.read_paused = paused
+        if not paused and (size > _LONG_MESSAGE or self.queue.qsize() >= _MESSAGES):
+            self.read_paused = True
+            self.transport.pause_reading()
+
+    def on_task_complete(self, task: asyncio.Task[None]) -> None:
+        """Cut the connection, if it isn't closed by then."""
+        super().on_task_complete(task)
+        self.loop.call_later(_LAST_SECONDS, self.transport.abort)

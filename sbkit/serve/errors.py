@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 INVALID, SERVER, BUSY = "invalid_request_error", "server_error", "requests"
@@ -36,9 +37,9 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
     return ApiError(400, message, param=param, code=code)
 
 
-def too_large(limit: int) -> ApiError:
+def too_large(limit: int, param: str | None = "file") -> ApiError:
     """Error 413: the upload is too large."""
-    return ApiError(413, f"the upload is larger than {limit} bytes, the limit of this server", param="file",
+    return ApiError(413, f"the upload is larger than {limit} bytes, the limit of this server", param=param,
                     code="upload_too_large")
 
 
@@ -59,6 +60,11 @@ def unknown_model(name: str, known: list[str]) -> ApiError:
     """Error 404: there is no such model."""
     return ApiError(404, f"the model {name[:80]!r} does not exist; this server has {', '.join(known)}", param="model",
                     code="model_not_found")
+
+
+def wrong_model(name: str, why: str, endpoints: Sequence[str]) -> ApiError:
+    """Error 400: the model is not for this endpoint."""
+    return invalid(f"the model {name} {why}: ask it at {' or '.join(endpoints)}", "model", "model_not_supported")
 
 
 def not_ready(why: str = "the models are still being loaded") -> ApiError:
@@ -97,8 +103,8 @@ def broken(fault: str) -> ApiError:
 
 
 def too_late(seconds: float) -> ApiError:
-    """Error 504: the deadline passed; the same audio would take as long again."""
-    return ApiError(504, f"not done within {seconds:g} s, the limit of this server; send shorter audio",
+    """Error 504: the deadline passed; the same request would take as long again."""
+    return ApiError(504, f"not done within {seconds:g} s, the limit of this server; ask for less at once",
                     type=SERVER, code="deadline_exceeded", headers={"x-should-retry": "false"})
 
 

@@ -32,7 +32,8 @@ _FORM_BYTES = 1 << 16
 _OPEN = frozenset({"/", "/health", "/ready"})
 #: Paths that monitoring may always ask for.
 PROBES = frozenset({"/health", "/ready", "/metrics"})
-_COUNTED = _OPEN | {"/metrics", "/v1/models", "/v1/audio/transcriptions", "/v1/audio/live"}
+_COUNTED = _OPEN | {"/metrics", "/v1/models", "/v1/audio/transcriptions", "/v1/audio/live", "/v1/audio/speech",
+                    "/v1/audio/voices"}
 _log = logging.getLogger(__name__)
 
 

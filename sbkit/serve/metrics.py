@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 Labels = tuple[tuple[str, str], ...]
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-ROWS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+ROWS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 
 
 class _Metric(ABC):
@@ -109,14 +109,18 @@ class Metrics:
         self.requests = Counter("sbkit_requests_total", "Requests answered, by path and status.")
         self.seconds = Histogram("sbkit_request_seconds", "From a request's first byte to its answer's last.", SECONDS)
         self.audio = Counter("sbkit_audio_seconds_total", "Audio transcribed, in seconds.")
-        self.batches = Histogram("sbkit_batch_rows", "Signals in a batch.", ROWS)
+        self.spoken = Counter("sbkit_spoken_seconds_total", "Audio spoken, in seconds.")
+        self.first_audio = Histogram("sbkit_first_audio_seconds", "From a valid text to its first audio.", SECONDS)
+        self.batches = Histogram("sbkit_batch_rows", "Signals, or a voice's sentences, in a batch.", ROWS)
+        self.steps = Histogram("sbkit_step_rows", "Live sessions in a step of the graph for streams.", ROWS)
         self.refused = Counter("sbkit_refused_total", "Requests refused, by reason.")
         self.cancelled = Counter("sbkit_cancelled_total", "Requests whose client left or whose deadline passed.")
+        self.cut = Counter("sbkit_cut_total", "Speech that broke off after its first byte, by reason.")
         self.decoders = Counter("sbkit_decoder_restarts_total", "Decoding processes that were replaced.")
         self.gauges: list[Gauge] = []
 
     def text(self) -> str:
         """Format all metrics for /metrics."""
-        every = [self.requests, self.seconds, self.audio, self.batches, self.refused, self.cancelled, self.decoders,
-                 *self.gauges]
+        every = [self.requests, self.seconds, self.audio, self.spoken, self.first_audio, self.batches, self.steps,
+                 self.refused, self.cancelled, self.cut, self.decoders, *self.gauges]
         return "\n".join(line for each in every for line in each.lines()) + "\n"

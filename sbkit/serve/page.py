@@ -21,8 +21,8 @@ def _read() -> tuple[str, str]:
     digests = {kind: base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
                for kind, inside in _INLINE.findall(text)}
     policy = (f"default-src 'none'; script-src 'sha256-{digests['script']}' blob:; worker-src blob:; "
-              f"style-src 'sha256-{digests['style']}'; connect-src 'self'; img-src data:; base-uri 'none'; "
-              "form-action 'none'; frame-ancestors 'none'")
+              f"style-src 'sha256-{digests['style']}'; connect-src 'self'; img-src data:; media-src blob:; "
+              "base-uri 'none'; form-action 'none'; frame-ancestors 'none'")
     return text, policy
 
 

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import functools
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from sbkit.errors import SbkitError
+from sbkit.export import layout
 from sbkit.infer.decoding import decoder
-from sbkit.infer.engine import AUTO, Engine
+from sbkit.infer.device import Placement
+from sbkit.infer.engine import Engine
+from sbkit.infer.formats import AUTO
+from sbkit.infer.stream_engine import StreamEngine
 from sbkit.serve.batcher import Batcher
-from sbkit.serve.errors import broken, unknown_model
+from sbkit.serve.errors import unknown_model, wrong_model
+from sbkit.serve.served import STUCK_SECONDS, Served
+from sbkit.serve.served_voice import ServedVoice
+from sbkit.system.cores import usable_cores
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-#: Seconds after which a running batch counts as stuck.
-STUCK_SECONDS = 120.0
 
 
 def named(given: Sequence[str]) -> dict[str, Path]:
@@ -50,11 +54,22 @@ class Options:
     search: Mapping[str, Any] | None = None
 
 
-class ServedModel:
-    """One bundle, loaded and warm."""
+Told = Callable[[int], None]
 
-    def __init__(self, name: str, folder: Path, options: Options, told: Callable[[int], None] | None = None):
-        self.name, self.created = name, int(time.time())
+
+class ServedModel(Served):
+    """A recogniser, loaded and warm.
+
+    Arguments
+    ---------
+    told, stepped : called with the signals in each batch, and with the live sessions in each step
+    """
+
+    endpoints = ("/v1/audio/transcriptions", "/v1/audio/live")
+
+    def __init__(self, name: str, folder: Path, options: Options, told: Told | None = None,
+                 stepped: Told | None = None):
+        super().__init__(name)
         self.engine = Engine(folder, options.model, options.device, options.threads)
         config = self.config = self.engine.config
         self.vocabulary = self.engine.vocabulary
@@ -63,63 +78,112 @@ class ServedModel:
         self.decoder = decoder(self.vocabulary, options.search)
         rows = {} if options.batching else {"rows": 1}
         self.batcher = Batcher(self.engine, options.batch_seconds, told=told, **rows)
+        self.streams = self._streams(folder, options, stepped)
+        """Hears live sessions; None if the bundle has no graph for streams in the format in use."""
+        self.chunks_ms = list(self.streams.chunks) if self.streams is not None else []
+
+    def _streams(self, folder: Path, options: Options, stepped: Told | None) -> StreamEngine | None:
+        model, streaming = self.engine.running.model, self.config.streaming
+        if streaming is None or model not in streaming.models:
+            return None
+        rows = {} if options.batching else {"most": 1}
+        threads = options.threads or max(1, usable_cores() - 1)  # one is left for the connections
+        try:
+            return StreamEngine(folder, model, options.device, threads, stepped=stepped, **rows)
+        except BaseException:
+            self.engine.close()
+            raise
+
+    def close(self) -> None:
+        """Release the model."""
+        if self.streams is not None:
+            self.streams.close()
+        self.engine.close()
 
     @property
     def fault(self) -> str | None:
         """Why the model will never answer again, or None; the model is not run for it."""
         if self.engine.fault is not None:
             return self.engine.fault
-        busy = self.batcher.busy_seconds
+        if self.streams is not None and self.streams.fault is not None:
+            return self.streams.fault
+        busy = max(self.batcher.busy_seconds, 0.0 if self.streams is None else self.streams.busy_seconds)
         return f"a batch has been running for {busy:.0f} s" if busy > STUCK_SECONDS else None
-
-    def check(self) -> None:
-        """Raise ``ApiError`` if the model is broken."""
-        if (fault := self.fault) is not None:
-            raise broken(fault)
 
     @property
     def facts(self) -> dict[str, Any]:
         """Facts for /health."""
-        running = self.engine.running
-        return {"asked": running.asked, "device": running.device, "provider": running.provider,
-                "model": running.model, "file": running.file, "threads": running.threads,
-                "versions": running.versions, "note": running.note, "language": self.config.language,
-                "sample_rate": self.config.sample_rate, "fault": self.fault}
+        streams = None if self.streams is None else asdict(self.streams.running)
+        return super().facts | {"streams": streams, "chunks_ms": self.chunks_ms}
 
     @property
-    def listed(self) -> dict[str, Any]:
-        """Facts for /v1/models."""
-        return {"id": self.name, "object": "model", "created": self.created, "owned_by": "sbkit"}
+    def placements(self) -> list[Placement]:
+        """Where each of its graphs runs."""
+        return [*super().placements, *([] if self.streams is None else [self.streams.running])]
 
 
 class Registry:
     """All models of the server."""
 
-    def __init__(self, served: Mapping[str, ServedModel]):
+    def __init__(self, served: Mapping[str, Served]):
         self._served = dict(served)
 
-    def __iter__(self) -> Iterator[ServedModel]:
+    def __iter__(self) -> Iterator[Served]:
         return iter(self._served.values())
 
-    def get(self, name: str) -> ServedModel:
-        """Look up a model by name."""
+    @property
+    def voices(self) -> list[ServedVoice]:
+        """The models that speak."""
+        return [each for each in self if isinstance(each, ServedVoice)]
+
+    def find(self, name: str) -> Served:
+        """Look up a model of any kind by name."""
         try:
             return self._served[name]
         except KeyError:
             raise unknown_model(name, list(self._served)) from None
 
+    def get(self, name: str) -> ServedModel:
+        """Look up a recogniser by name."""
+        found = self.find(name)
+        if not isinstance(found, ServedModel):
+            raise wrong_model(name, "speaks and hears nothing", found.endpoints)
+        return found
+
+    def voice(self, name: str) -> ServedVoice:
+        """Look up a model that speaks by name."""
+        found = self.find(name)
+        if not isinstance(found, ServedVoice):
+            raise wrong_model(name, "hears and can't speak", found.endpoints)
+        return found
+
     def close(self) -> None:
         """Release all models."""
         for each in self:
-            each.engine.close()
+            each.close()
 
 
-def load(bundles: Mapping[str, Path], options: Options, told: Callable[[str, int], None] | None = None) -> Registry:
-    """Load all bundles, or raise for the first broken one; ``told`` gets the size of each model's batches."""
-    loaded: dict[str, ServedModel] = {}
+def load(bundles: Mapping[str, Path], options: Options, told: Callable[[str, int], None] | None = None,
+         stepped: Callable[[str, int], None] | None = None) -> Registry:
+    """Load all bundles, or raise for the first broken one.
+
+    told, stepped : called with a model's name and the size of each of its batches, and of each step of live sessions
+    """
+    def named(call: Callable[[str, int], None] | None, name: str) -> Told | None:
+        return None if call is None else functools.partial(call, name)
+
+    speaks = {name: isinstance(layout.read(folder), layout.Voice) for name, folder in bundles.items()}
+    if all(speaks.values()) and (options.search or options.chunk_seconds or options.batch_seconds):
+        raise SbkitError("language models, hot words, --chunk-seconds and --batch-seconds are for models that hear, "
+                         "and these only speak", hint="leave them out, or serve a recogniser too")
+    loaded: dict[str, Served] = {}
     try:
         for name, folder in bundles.items():
-            loaded[name] = ServedModel(name, folder, options, None if told is None else functools.partial(told, name))
+            if speaks[name]:
+                loaded[name] = ServedVoice(name, folder, options.model, options.device, options.threads,
+                                           options.batching, named(told, name))
+            else:
+                loaded[name] = ServedModel(name, folder, options, named(told, name), named(stepped, name))
     except BaseException:
         Registry(loaded).close()
         raise

@@ -1,7 +1,8 @@
-"""Transcripts in the formats of OpenAI's API, and the events of a stream."""
+"""Transcripts in the formats of OpenAI's API, and the events of streams."""
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 from collections.abc import Sequence
@@ -70,3 +71,14 @@ def delta(text: str) -> bytes:
 def done(transcript: Transcript) -> bytes:
     """Make the final event with the whole text."""
     return event({"type": "transcript.text.done", "text": transcript.text, "usage": _usage(transcript)})
+
+
+def audio_delta(data: bytes) -> bytes:
+    """Make the event for more sound."""
+    return event({"type": "speech.audio.delta", "audio": base64.b64encode(data).decode()})
+
+
+def audio_done(symbols: int, frames: int) -> bytes:
+    """Make the final event of a text's sound."""
+    usage = {"input_tokens": symbols, "output_tokens": frames, "total_tokens": symbols + frames}
+    return event({"type": "speech.audio.done", "usage": usage})

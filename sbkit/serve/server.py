@@ -121,7 +121,7 @@ class _Server:
 
         from sbkit.serve import doors
         from sbkit.serve.app import State, make
-        from sbkit.serve.connection import Impatient
+        from sbkit.serve.connection import Impatient, LiveSocket
         from sbkit.serve.gate import Keys
 
         self._request, self._bundles, self._listening = request, bundles, listening
@@ -135,9 +135,10 @@ class _Server:
         app = make(self._state, Keys(keys), tuple(request.allow_origins), hosts)
         http: Any = functools.partial(Impatient, self._state.doors)  # uvicorn just calls it
         grace: Any = request.grace_seconds  # typed as int, but fractions work
+        # No limit for a ping's answer: it comes after audio that a busy server may not have read for long.
         self._server = uvicorn.Server(uvicorn.Config(
             app, log_level="warning", access_log=False, server_header=False, lifespan="on",
-            http=http, ws="auto", ws_max_size=_LIVE_FRAME_BYTES,
+            http=http, ws=LiveSocket, ws_ping_timeout=None, ws_max_size=_LIVE_FRAME_BYTES,
             ws_per_message_deflate=False, backlog=places.backlog, proxy_headers=bool(request.trust_proxies),
             forwarded_allow_ips=",".join(request.trust_proxies), timeout_graceful_shutdown=grace))
         self._problem: BaseException | None = None
@@ -188,11 +189,13 @@ class _Server:
                                    request.chunk_seconds, request.batching, request.search)
         state.decoders = Decoders(request.limits, restarted=state.metrics.decoders.add, disk=state.disk)
         loaded = registry.load(self._bundles, options,
-                               lambda name, rows: state.metrics.batches.observe(rows, model=name))
+                               lambda name, rows: state.metrics.batches.observe(rows, model=name),
+                               lambda name, rows: state.metrics.steps.observe(rows, model=name))
         state.decoders.check()
         state.registry = loaded
         for each in loaded:
-            print(f"{each.name}: {each.engine.running}", file=sys.stderr)
+            for running in each.placements:
+                print(f"{each.name}: {running}", file=sys.stderr)
         host, port = self._listening.getsockname()[:2]
         print(f"ready on http://{f'[{host}]' if ':' in host else host}:{port}", file=sys.stderr, flush=True)
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sbkit.decode.spans import Word
+from sbkit.decode.spans import PAUSE_SECONDS, Word
 from sbkit.infer.chunks import CONTEXT_SECONDS
-from sbkit.infer.transcript import PAUSE_SECONDS
 
 #: Decode again after this much new audio, and after this share of the tail: repeated decoding costs at most 1 / SHARE
 #: times what decoding once would cost.
@@ -27,7 +26,9 @@ class Settlement:
     final: list[Word]
     partial: list[Word]
     start: float
-    """Text that may change."""
+    """Where the text that may change begins."""
+    heard: float
+    """Until when it was heard."""
 
 
 class Tail:
@@ -69,7 +70,12 @@ class Tail:
     @property
     def due(self) -> bool:
         """Whether to decode now."""
-        return self.unseen_seconds >= max(EVERY_SECONDS, SHARE * self.held / self._rate)
+        return self.wanted <= 0
+
+    @property
+    def wanted(self) -> float:
+        """How many more samples there must be for the tail to be decoded."""
+        return max(EVERY_SECONDS * self._rate, SHARE * self.held) - (self._came - self._seen)
 
     def add(self, signal: np.ndarray) -> None:
         """Add samples [S]."""
@@ -92,7 +98,7 @@ class Tail:
         until = (self._start + seen) / self._rate
         if end:
             self._forget(until)
-            return Settlement(words, [], until)
+            return Settlement(words, [], until, until)
         count, cut = _pause(words, until)
         if count:
             self._forget(cut)
@@ -101,7 +107,8 @@ class Tail:
         elif seen >= self._longest:
             count, cut = _widest(words, first, until)
             self._forget(cut, context=True)
-        return Settlement(words[:count], words[count:], words[count].start if count < len(words) else until)
+        start = words[count].start if count < len(words) else until
+        return Settlement(words[:count], words[count:], start, until)
 
     def _forget(self, until: float, context: bool = False) -> None:
         """Drop samples before ``until``; cuts are aligned with frames."""

@@ -1,17 +1,23 @@
-"""Receives a request's body, which must arrive fast enough and fit on the disk."""
+"""Receives a request's body, which must arrive fast enough and fit in its room."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import MutableMapping
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import Request
 
-from sbkit.serve.disk import Held
 from sbkit.serve.errors import too_slow
 from sbkit.serve.limits import Limits
+
+
+class Room(Protocol):
+    """Room for what is received."""
+
+    def grow(self, size: int) -> None:
+        """Grow to this many bytes; raises ``ApiError`` if there is no room for them."""
 
 
 class Upload:
@@ -19,10 +25,10 @@ class Upload:
 
     Arguments
     ---------
-    held : its disk reservation: the length that the request claims, or else what has arrived
+    held : its room, such as a disk reservation: the length that the request claims, or else what has arrived
     """
 
-    def __init__(self, request: Request, limits: Limits, held: Held):
+    def __init__(self, request: Request, limits: Limits, held: Room):
         self._receive, self._limits, self._held = request.receive, limits, held
         self._came, self._waited, self._whole = 0, 0.0, False
         held.grow(int(request.headers.get("content-length", "0")))

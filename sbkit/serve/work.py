@@ -89,14 +89,15 @@ class Visit:
         running = asyncio.wrap_future(self.job.watch(self._threads.submit(call, tell)))
         running.add_done_callback(lambda _: told.put_nowait(_End))
         try:
-            while (each := await self._met(told.get())) is not _End:
+            while (each := await self.met(told.get())) is not _End:
                 yield each
-            yield await self._met(running)
+            yield await self.met(running)
         finally:
             self.job.cancel()
             running.cancel()
 
-    async def _met(self, wanted: Awaitable[T]) -> T:
+    async def met(self, wanted: Awaitable[T]) -> T:
+        """Wait for something, within the deadline and while the client is there."""
         wanted = asyncio.ensure_future(wanted)
         if self._gone is None:
             self._gone = asyncio.create_task(_until_gone(self._request))

@@ -24,6 +24,17 @@ def version_of(package: str) -> str | None:
         return None
 
 
+def onnxruntimes() -> dict[str, str]:
+    """Return the installed builds of ONNX Runtime and their versions: those that write into the folder it is imported
+    from, where each overwrites what is there. More than one is a broken installation, whatever each was built for."""
+    found: dict[str, dict[str, str]] = {}
+    for each in metadata.distributions():  # in the order in which Python looks for modules
+        names = each.read_text("top_level.txt")
+        if "onnxruntime" in names.split() if names else each.name in ("onnxruntime", "onnxruntime-gpu"):
+            found.setdefault(os.path.realpath(str(each.locate_file("onnxruntime"))), {})[each.name] = each.version
+    return dict(sorted(next(iter(found.values()), {}).items()))
+
+
 def check_torch_pair(torch: str | None = None, torchaudio: str | None = None) -> None:
     """Raise if torch and torchaudio are of different minor releases: their binaries do not load together."""
     torch = torch or version_of("torch")

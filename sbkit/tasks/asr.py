@@ -12,6 +12,7 @@ import torch
 
 from sbkit.data.manifest import Manifest
 from sbkit.data.reader import Encoder
+from sbkit.score.latency import Shown
 from sbkit.tasks.hearing import Hearing
 from sbkit.tasks.kept_tokenizer import kept
 from sbkit.tasks.keys import RecogniserKeys, TaskKeys
@@ -49,6 +50,7 @@ class Row(NamedTuple):
     hypothesis: str
     confidence: float | None = None  # 0 to 1; None for an empty hypothesis, or if the task has none
     nbest: Sequence[Choice] = ()  # a search's, best first
+    live: Sequence[Shown] = ()  # what a listener saw of it, for each chunk size of an evaluation
 
 
 class ASR(Task):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
 from speechbrain.core import Stage
 
@@ -107,6 +108,11 @@ class Task(Brain):
         """
         del keys
         return None
+
+    @classmethod
+    def needs_text(cls) -> bool:
+        """Whether rows of a corpus without a text are left out: they are unless batches have no tokens."""
+        return cls.encoder.__func__ is not Task.encoder.__func__  # type: ignore[attr-defined]  # a bound method's
 
     @classmethod
     def check_parts(cls, keys: OwnKeys, built: Built, findings: Findings) -> bool:
@@ -264,6 +270,22 @@ class Task(Brain):
         if options:
             raise SbkitError(f"{type(self).__name__} has no search, so it can't use --{options[0].replace('_', '-')}",
                              hint="leave it out")
+
+    def take_chunks(self, chunk: Sequence[int | None]) -> None:
+        """Hear tests as live speech, in chunks of each of these sizes, as ``sbkit evaluate --chunk`` asks.
+
+        chunk : milliseconds; None is the whole utterance. The first gives the transcripts that are written
+        """
+        raise SbkitError(f"{type(self).__name__} doesn't hear in chunks, so it can't use --chunk", hint="leave it out")
+
+    @property
+    def recogniser(self) -> str | None:
+        """The bundle of a recogniser that hears this task's tests, if its recipe names one."""
+        return None
+
+    def take_recogniser(self, heard: Callable[[Sequence[np.ndarray]], list[str]]) -> None:
+        """Use a recogniser in tests, which transcribes waveforms [S] at the recipe's sample rate."""
+        raise SbkitError(f"{type(self).__name__} makes no speech, so it can't use --recogniser", hint="leave it out")
 
     def tune_search(self, manifest: Manifest, hear: Callable[[Manifest], object]) -> dict[str, Any]:
         """Tune the search's weights on a dev split; returns facts for result.json.

@@ -32,6 +32,13 @@ def server(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def streaming(tmp_path_factory):
+    """A server whose model hears live speech chunk by chunk."""
+    with serving.serving(bundles.make(tmp_path_factory.mktemp("page") / "level", streams=True)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
 def spoken(tmp_path_factory):
     """What the browser's microphone hears, at the rate that its sound has, so that levels stay what they are."""
     pause = np.zeros(bundles.RATE, np.float32)
@@ -110,9 +117,10 @@ LINES = "document.getElementById('words').innerText.split('\\n').filter(Boolean)
 def speak(browser, server):
     """What stood there when all was said, and what stood there before it was settled."""
     opened(browser, server)
-    browser.run("""window.soft = []; new MutationObserver(() => {
-      const text = document.querySelector("#words .soft")?.innerText.trim();
-      if (text) window.soft.push(text);
+    browser.run("""window.soft = []; window.both = []; new MutationObserver(() => {
+      const [firm, soft] = ["firm", "soft"].map((name) => document.querySelector("#words ." + name)?.innerText.trim());
+      if (soft) window.soft.push(soft);
+      if (firm) window.both.push([firm, soft]);
     }).observe(document.getElementById("words"), {subtree: true, childList: true, characterData: true})""")
     browser.run("document.getElementById('speak').click()")
     browser.run(WAIT % f"{LINES}.length >= 2 && document.querySelector('#words .soft').innerText === ''")
@@ -131,6 +139,23 @@ def test_what_is_spoken_appears_while_it_is_spoken(browser, server):
     assert any(SAID[0].startswith(text) and text != SAID[0] for text in soft), "word by word"
     serving.until(lambda: server.counted("sbkit_live_sessions") == 0)
     quiet(browser, server)
+
+
+COLOURS = """["firm", "soft"].map((name) => getComputedStyle(document.querySelector("#words ." + name)).color)"""
+
+
+def test_settled_words_of_a_line_are_told_from_those_that_may_change(browser, streaming):
+    end = time.monotonic() + 120
+    lines, _ = speak(browser, streaming)
+    while lines != SAID and time.monotonic() < end:
+        lines, _ = speak(browser, streaming)
+    assert lines == SAID
+    both = browser.run("window.both")
+    assert {firm for firm, _ in both} == {"hello", "good"}, "the words that are followed by another in their line"
+    assert all("there".startswith(soft) or "people".startswith(soft) for _, soft in both)
+    firm, soft = browser.run(COLOURS)
+    assert firm != soft
+    quiet(browser, streaming)
 
 
 def test_a_server_with_a_key_asks_for_it(browser, tmp_path):

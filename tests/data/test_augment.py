@@ -10,7 +10,7 @@ import pytest
 from hyperpyyaml import load_hyperpyyaml
 from sounds import encoded, speechlike
 
-from sbkit.data.augment import AddNoise, AddReverb, Augment, Gain, SpeedPerturb
+from sbkit.data.augment import AddNoise, AddReverb, Augment, Crop, Gain, SpeedPerturb
 from sbkit.errors import SbkitError
 
 SIGNAL = speechlike(1.0)
@@ -185,3 +185,33 @@ def test_noise_and_rooms_come_at_the_rate_of_the_waveforms(tmp_path, rate):
 def test_a_stage_that_insists_on_another_rate_is_refused(noises):
     with pytest.raises(SbkitError, match=r"AddNoise reads at 16000 Hz.*at 8000.*leave out its sample_rate"):
         Augment([Gain(), AddNoise(str(noises), sample_rate=16_000)]).hear_at(8000)
+
+
+def test_a_crop_is_a_stretch_of_its_length_from_anywhere_and_the_same_again_for_the_same_visit():
+    ramp, crop = np.arange(16_000, dtype=np.float32), Crop(0.25)
+    starts = []
+    for visit in range(300):
+        part = crop(ramp, rng(visit))
+        assert len(part) == 4000 and np.array_equal(part, crop(ramp, rng(visit)))
+        assert np.array_equal(part, ramp[int(part[0]):][:4000])
+        starts.append(part[0])
+    assert min(starts) < 400 and max(starts) > 11_600 and abs(np.mean(starts) - 6000) < 800
+
+
+def test_what_is_shorter_than_the_crop_stays_whole():
+    assert np.array_equal(Crop(2.0)(SIGNAL, rng()), SIGNAL) and np.array_equal(Crop(1.0)(SIGNAL, rng()), SIGNAL)
+
+
+def test_a_crop_is_as_long_at_the_rate_at_which_recordings_are_read():
+    augment = Augment([Crop(0.25)])
+    augment.hear_at(8000)
+    assert len(augment(SIGNAL, rng())) == 2000
+
+
+def test_the_plan_is_made_from_what_augmentation_leaves_of_the_durations():
+    durations = np.array([0.5, 2.0, 9.0])
+    assert Augment([Gain()]).planned(durations) == pytest.approx([0.5, 2, 9])
+    assert Augment([SpeedPerturb([0.5])]).planned(durations) == pytest.approx([1, 4, 18])
+    assert Augment([SpeedPerturb([0.5]), Gain(), Crop(3.0)]).planned(durations) == pytest.approx([1, 3, 3])
+    with pytest.raises(SbkitError, match="Crop: seconds"):
+        Crop(0)

@@ -347,3 +347,28 @@ def test_real_voices_in_speechbrains_csvs(tmp_path):
     _, manifests = prepare(real_data("an4"), tmp_path / "m")
     assert list(manifests) == ["train", "test"] and len(manifests["test"]) == 10
     assert manifests["train"].row(0).text == "stop" and manifests["train"].row(0).speaker == "mmap"
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_rows_without_a_text_are_kept_where_no_text_is_needed(tmp_path, kind):
+    for number, split in enumerate(("train", "dev", "test")):
+        names = [f"{split}{i}" for i in range(3)]
+        for i, name in enumerate(names):
+            (tmp_path / f"{name}.wav").write_bytes(clip(seed=3 * number + i))
+        rows = [f"{name},{name}.wav\n" if kind == "csv" else
+                json.dumps({"id": name, "audio_filepath": f"{name}.wav"}) + "\n" for name in names]
+        (tmp_path / f"{split}.{kind}").write_text(("ID,wav\n" if kind == "csv" else "") + "".join(rows))
+    corpus = Corpus(tmp_path, folder=tmp_path / "m")
+    with pytest.raises(SbkitError, match="has no column for the text"):
+        corpus.prepare(show_progress=False)
+    manifests = corpus.prepare(show_progress=False, needs_text=False)
+    assert [len(manifests[split]) for split in ("dev", "test")] == [3, 3] and list(manifests["test"].texts) == [""] * 3
+    assert Corpus(tmp_path, folder=tmp_path / "m").load()["test"].ids == manifests["test"].ids
+
+
+def test_a_task_that_needs_texts_after_one_that_needs_none_prepares_again(release, tmp_path):
+    rows = (release / "en" / "train.tsv") if (release / "en").is_dir() else release / "train.tsv"
+    rows.write_text(rows.read_text().replace("One sentence here.", ""))
+    corpus = Corpus(release, folder=tmp_path / "m")
+    assert len(corpus.prepare(show_progress=False, needs_text=False)["train"]) == 3
+    assert len(corpus.prepare(show_progress=False)["train"]) == 2

@@ -51,6 +51,8 @@ def installed(monkeypatch):
         found = {name.replace("_", "-"): version for name, version in versions.items()}
         for module in (packages, sys.modules["sbkit.system.environment"]):
             monkeypatch.setattr(module, "version_of", found.get)
+        builds = {name: version for name, version in found.items() if name.startswith("onnxruntime")}
+        monkeypatch.setattr(packages, "onnxruntimes", lambda: builds)
     return there
 
 

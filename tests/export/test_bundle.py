@@ -27,6 +27,7 @@ from sbkit.export.runners import RUNNERS
 from sbkit.runs import restore
 from sbkit.tasks.ctc import CTC
 from sbkit.tasks.ctc import exported as recogniser
+from sbkit.tasks.ctc.compared import reference
 from sbkit.tasks.ctc.graph import OUTPUTS
 from sbkit.tasks.task import Task
 
@@ -168,12 +169,12 @@ def test_parity_is_written_down_and_shown(made, run, tmp_path, capsys):
 @pytest.mark.parametrize("model", ["onnx", "torch"])
 def test_the_engine_says_what_the_checkpoint_says(made, run, clips, model):
     trained = source.open_run(run)
-    reference = recogniser.reference(trained.exported.recognizer)
+    expected = reference(trained.exported.recognizer)
     with sbkit.infer.load(made, model=model, device="cpu") as loaded:
         for signal, found in zip(clips, loaded.engine.run(clips), strict=True):
-            np.testing.assert_allclose(found, reference(signal), atol=1e-3)
+            np.testing.assert_allclose(found, expected(signal), atol=1e-3)
         for signal in clips:
-            log_probs = reference(signal)
+            log_probs = expected(signal)
             labels = [k for k, before in zip(log_probs.argmax(-1), [0, *log_probs.argmax(-1)][:-1], strict=True)
                       if k != before and k != 0]
             said = trained.keys.tokenizer.decode(labels)

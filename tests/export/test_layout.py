@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sbkit.decode.spans import Spans
 from sbkit.errors import SbkitError
 from sbkit.export import layout
-from sbkit.export.layout import Config
+from sbkit.export.layout import Config, Streaming
 from sbkit.export.vocabulary import Vocabulary, read_tokens, write_tokens
 
 
@@ -44,6 +44,41 @@ def test_a_configuration_is_read_as_it_was_written(tmp_path):
 def test_what_nothing_can_run_with_is_refused(tmp_path, changes, expected):
     with pytest.raises(SbkitError, match=expected):
         Config.read(written(tmp_path, **changes))
+
+
+STREAMING = {"chunks": [8, 16], "left": 64, "overlap": 240, "before": 120, "after": 200,
+             "state": {"keys": {"type": "float32", "shape": [6, 64, 144]}, "seen": {"type": "int64", "shape": []}},
+             "models": {"onnx": "stream.onnx"}}
+
+
+def test_what_it_says_of_streams_is_read_as_it_was_written(tmp_path):
+    mine = config(streaming=Streaming(**STREAMING))
+    (tmp_path / "config.json").write_text(mine.to_json())
+    assert Config.read(tmp_path) == mine and mine.window(8) == 8 * 640 + 240
+    assert "streaming" not in config().to_json(), "an older sbkit reads what has none"
+
+
+@pytest.mark.parametrize("changes, expected", [
+    ({"chunks": []}, "streaming: chunks is"), ({"chunks": [8, 0]}, "streaming: chunks is"),
+    ({"chunks": 8}, "streaming: chunks is 8"), ({"left": 0}, "left is 0, but must be a whole number above 0"),
+    ({"overlap": -1}, "streaming: overlap is -1, but must be a whole number of 0 or more"),
+    ({"before": 1.5}, "streaming: before is 1.5"), ({"state": {}}, "streaming: state must give"),
+    ({"state": {"keys": {"type": "object", "shape": [3]}}}, "streaming: state must give"),
+    ({"state": {"keys": {"type": "float32", "shape": [3, -1]}}}, "streaming: state must give"),
+    ({"state": {"keys": [3]}}, "streaming: state must give"), ({"models": ["stream.onnx"]}, "streaming: models is"),
+    ({"models": {"onnx": "/x/stream.onnx"}}, "outside of the bundle"), ({"models": {"onnx": 3}}, "outside of the"),
+    ({"colour": "red"}, "streaming has unknown keys: colour; was it written by a newer sbkit?"),
+    ({"after": ...}, "streaming lacks keys"),
+])
+def test_streams_that_nothing_can_run_are_refused(tmp_path, changes, expected):
+    values = {name: value for name, value in (STREAMING | changes).items() if value is not ...}
+    with pytest.raises(SbkitError, match=expected):
+        Config.read(written(tmp_path, streaming=values))
+
+
+def test_streaming_that_is_no_object_is_refused(tmp_path):
+    with pytest.raises(SbkitError, match="streaming is 'yes', but must be an object"):
+        Config.read(written(tmp_path, streaming="yes"))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "\x00"])

@@ -8,14 +8,15 @@ from sbkit.export import parity
 from sbkit.export.clips import Clip, Clips
 from sbkit.export.layout import Config
 from sbkit.export.vocabulary import Vocabulary
-from sbkit.tasks.ctc.exported import compared
+from sbkit.tasks.ctc.compared import compared
 
 SYMBOLS = ["<blk>", "▁", "a", "b"]
+CONFIG = Config(sample_rate=16_000, hop_samples=160, subsampling=4, vocabulary=4)
 
 
 def _comparison(texts, wers, formats):
     comparison = parity.Comparison.__new__(parity.Comparison)
-    comparison.texts = texts
+    comparison.texts, comparison.companions = texts, {}
     comparison.results = [parity.Result(name, 1, 0.0, 0.0, changed, wer, wer_of, 0.1)
                           for (name, changed, wer_of), wer in zip(formats, wers, strict=True)]
     return comparison
@@ -47,6 +48,17 @@ def test_a_program_that_gives_words_alone_may_miss_one_in_fifty_clips():
         assert (comparison.failures() == []) == passes
 
 
+@pytest.mark.parametrize("margin, changed", [(0.5, 1), (1e-4, 0)])
+def test_a_program_that_gets_the_same_waveform_may_change_words_in_a_tie_alone(comparison, margin, changed):
+    made, said = comparison
+    best = said[1].max(-1)
+    said[1][0, 0], said[1][0, 1] = best[0], best[0] - margin
+    made.other_words = 0.0
+    made.add_words("sherpa", lambda signal: "ba" if signal[0] == 1 else "bb a", 7)
+    assert made.results[-1].words_changed == changed
+    assert made.failures() == ["sherpa: 1 of 2 clips have other words"][:changed]
+
+
 def _scores(ids):
     """Log-probabilities [T, 4] of labels."""
     scores = np.full((len(ids), len(SYMBOLS)), -8.0, dtype=np.float32)
@@ -60,8 +72,7 @@ def comparison():
     said = {1: _scores([1, 2, 0, 3]), 2: _scores([1, 3, 3, 0, 3, 1, 2])}
     alone = [Clip(np.full(16_000 * i, i, np.float32), text, str(i)) for i, text in ((1, "ab"), (2, "bb b"))]
     clips = Clips(alone, "x", 1.0)
-    config = Config(sample_rate=16_000, hop_samples=160, subsampling=4, vocabulary=4)
-    made = compared(clips, Vocabulary(SYMBOLS, config), lambda signal: said[int(signal[0])],
+    made = compared(clips, Vocabulary(SYMBOLS, CONFIG), lambda signal: said[int(signal[0])],
                              lambda ids: "".join(SYMBOLS[i] for i in ids).replace("▁", " ").strip(), 16_000)
     return made, said
 
@@ -85,6 +96,20 @@ def test_what_each_format_did_is_counted(comparison):
         made.refuse(failures)
     assert list(made.facts()["formats"]) == ["checkpoint", "onnx", "torch", "int8", "sherpa"]
     assert made.facts()["clips"]["seconds"] == 3.0
+
+
+def test_what_further_graphs_do_is_judged_and_shown_too(comparison):
+    made, said = comparison
+    other = compared(made.clips, Vocabulary(SYMBOLS, CONFIG), lambda signal: said[int(signal[0])] - 0.5,
+                     lambda ids: "".join(SYMBOLS[i] for i in ids).replace("▁", " ").strip(), 16_000)
+    made.companions["stream"] = {"320 ms": other}
+    other.add("onnx", lambda signals: [said[int(each[0])] - 0.5 for each in signals], 9)
+    assert made.failures() == []
+    assert list(made.facts()["stream"]["320 ms"]) == ["checkpoint", "onnx"]
+    assert "stream, 320 ms, onnx" in made.table()
+    other.add("torch", lambda signals: [said[int(each[0])] - 0.5 * len(signals) for each in signals], 9)
+    assert made.failures(batching=False) == [
+        "stream, 320 ms, torch: log-probabilities differ by 0.5, but only 0.001 is allowed"]
 
 
 def test_the_uneven_batch_holds_the_shortest_and_the_longest():

@@ -191,7 +191,7 @@ def test_a_search_hears_what_is_clear_as_greedy_does(model):
 def test_one_thread_searches_at_a_time(model, monkeypatch):
     """A search remembers what it looked up in its language model."""
     search = sbkit.infer.Model(model.engine, Options(search={"beam": 4}))
-    inside, most, real = [], [], search._pipeline._decoder._search.search
+    inside, most, real = [], [], search._pipeline.decoder._search.search
 
     def watched(*given):
         inside.append(1)
@@ -202,7 +202,7 @@ def test_one_thread_searches_at_a_time(model, monkeypatch):
         finally:
             inside.pop()
 
-    monkeypatch.setattr(search._pipeline._decoder._search, "search", watched)
+    monkeypatch.setattr(search._pipeline.decoder._search, "search", watched)
     texts = [f"say {letter}" for letter in "abcdefgh"]
     with ThreadPoolExecutor(8) as pool:
         assert [each.text for each in pool.map(lambda text: search.transcribe(bundles.say(text)), texts)] == texts

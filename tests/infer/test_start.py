@@ -33,6 +33,19 @@ def test_transcribing_imports_nothing_of_training(clip):
     assert done.stdout.splitlines() == ["hello there", "hello there", "0 []"], done.stderr
 
 
+def test_listening_imports_nothing_of_training(tmp_path):
+    bundle = bundles.make(tmp_path / "bundle", streams=True)
+    code = textwrap.dedent(f"""
+        import sys
+        from sbkit.cli import main
+        code = main(["listen", {str(bundle)!r}, "-"])
+        print(code, [name for name in {HEAVY!r} if name in sys.modules])
+    """)
+    said = (bundles.say("hello there") * 32768).round().astype("<i2").tobytes()
+    done = subprocess.run([sys.executable, "-c", code], input=said, capture_output=True, timeout=60)
+    assert done.stdout.decode().splitlines() == ["hello there", "0 []"], done.stderr
+
+
 def test_it_starts_in_a_second_and_a_half(clip):
     """Of its own processor time, and the best of three: another process may keep the machine busy."""
     import resource

@@ -169,6 +169,7 @@ def test_characters_that_the_model_cannot_write_are_counted(run, home, caplog):
     (["--joint"], "has no trained attention decoder: its recipe says ctc_weight: 1.0"),
     (["--joint", "--hot-word", "ladder"], "the joint search takes no language model"),
     (["--ctc-weight", "0.3"], "add --joint"),
+    (["--chunk", "320,whole"], "the recipe has no chunks"),
 ])
 def test_every_wrong_command_is_one_line(run, home, capsys, words, message):
     for name, columns in (("silent", "ID,duration,wav,spk_id,wrd"), ("textless", "ID,duration,wav,spk_id")):

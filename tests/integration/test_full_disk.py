@@ -20,6 +20,7 @@ sys.path.append(str(Path(__file__).parents[1] / "data"))
 from corpora import archive, common_voice
 
 from sbkit.cli import main
+from sbkit.data import publish
 from sbkit.data.corpus import Corpus
 from sbkit.data.manifest import Manifest
 from sbkit.data.shards import write_shards
@@ -28,7 +29,6 @@ from sbkit.data.sources.embedded import store_rows
 from sbkit.data.tokens import Tokenizer
 from sbkit.decode import lm
 from sbkit.errors import SbkitError
-from sbkit.export import publish
 from sbkit.infer import inputs, transcription
 from sbkit.infer.recordings import Recording
 from sbkit.infer.transcript import Transcript

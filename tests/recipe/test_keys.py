@@ -311,7 +311,7 @@ def loaded(made):
     manifest = Manifest(ids=["a", "b"], durations=[1.0, 2.0], wavs=["a.wav"] * 2, texts=["a", "b"])
     with pytest.raises(Stop):
         training.fit_and_test(made.recipe, SimpleNamespace(run_opts=RunOptions(device="cpu")), torch.device("cpu"),
-                              {"train": manifest}, None)
+                              {"train": manifest}, None, None)
     return {name: str(value) for name, value in seen.items()}
 
 
@@ -319,7 +319,7 @@ class Corpus:
     def __init__(self, text):
         self.manifests = {split: [text] for split in preparation.SPLITS}
 
-    def prepare(self, needed):
+    def prepare(self, needed, needs_text):
         return self.manifests
 
     def summary(self):

@@ -52,7 +52,7 @@ def settled(messages):
 def test_words_come_while_somebody_speaks_and_are_settled_at_pauses(server):
     signal = np.concatenate([bundles.say("hello there"), PAUSE, bundles.say("good people"), PAUSE])
     with connect(server.live) as socket:
-        assert start(socket) == {"type": "ready", "model": "level", "sample_rate": RATE}
+        assert start(socket) == {"type": "ready", "model": "level", "sample_rate": RATE, "chunk_seconds": None}
         messages = speak(socket, signal)
     finals = settled(messages)
     assert [each["text"] for each in finals] == ["hello there", "good people"]
@@ -170,8 +170,8 @@ def test_a_wrong_start_is_told_and_ends_it(server, first, param, words):
 
 
 @pytest.mark.parametrize("then, words", [
-    (b"\0", "even number of bytes"), ('{"type": "start"}', "binary frames"), (bytes(400_000), "shorter than 10 s"),
-    ("{", "JSON"),
+    (b"\0", "even number of bytes"), ('{"type": "start"}', "one model, sample rate and chunk"), ("{}", "binary frames"),
+    (bytes(400_000), "shorter than 10 s"), ("{", "JSON"),
 ])
 def test_wrong_audio_is_told_and_ends_it(server, then, words):
     with connect(server.live) as socket:

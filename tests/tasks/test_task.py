@@ -125,3 +125,9 @@ def test_ranks_share_an_ordinary_dataset_so_that_no_row_is_counted_twice(monkeyp
     assert sorted(evaluated) == [0.0, 1.0, 2.0, 3.0, 4.0]
     with pytest.raises(SbkitError, match="can't be divided over ranks"):
         loaders.made(brain, Stream(), Stage.VALID, {})
+
+
+def test_a_task_that_hears_no_chunks_says_so():
+    brain = Sums({"head": torch.nn.Linear(2, 1)}, run_opts={"device": "cpu"})
+    with pytest.raises(SbkitError, match="Sums doesn't hear in chunks, so it can't use --chunk; leave it out"):
+        brain.take_chunks((320, None))

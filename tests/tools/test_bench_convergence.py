@@ -28,7 +28,7 @@ def test_the_design_is_small():
 
 @pytest.mark.slow
 def test_a_short_run_at_three_times_the_rate_learns(tmp_path):
-    name = "0.3-3ep-unigram-seed2-x3-2p-small"
-    run = next(run for run in bench.design(bench.FACTORS) if bench.name_of(run) == name)
-    found = bench.train(run, tmp_path, None, peak=0.002, more=[])
+    """Of a tenth of an hour, in steps of 5 s: a third of the time of the benchmark's own runs."""
+    run = {"corpus": 0.1, "epochs": 3, "tokens": "char", "seed": 5, "rate": 3.0, "processes": 1, "model": "small"}
+    found = bench.train(run, tmp_path, None, peak=0.002, more=["--step_seconds", "5"])
     assert found["cer"] < bench.LEARNT and not found["told"]

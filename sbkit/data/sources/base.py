@@ -69,6 +69,13 @@ class Source(ABC):
 
     kind: str
     where: str
+    needs_text = True
+    """Whether it has to have texts; otherwise they may all be missing."""
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """The roles that some column has to have."""
+        return ("audio", "text") if self.needs_text else ("audio",)
 
     @abstractmethod
     def names(self) -> list[str]:

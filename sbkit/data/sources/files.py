@@ -87,4 +87,6 @@ class Mixed(Source):
         return all(part.intact() for part in self._all())
 
     def read(self, name: str, show_progress: bool = True) -> Rows:
+        for part in self.parts[name]:
+            part.needs_text = self.needs_text
         return join_rows([part.read(part.names()[0], show_progress) for part in self.parts[name]])

@@ -8,7 +8,7 @@ import logging
 import os
 import re
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,7 +59,8 @@ class HuggingFace(Source):
     @property
     def folder(self) -> Path:
         """The folder of this version of the dataset; other versions have other folders."""
-        facts = json.dumps([_FORMAT, self.fingerprint(), dict(self.columns)], sort_keys=True).encode()
+        without = [] if self.needs_text else ["text"]
+        facts = json.dumps([_FORMAT, self.fingerprint(), dict(self.columns), *without], sort_keys=True).encode()
         return self.cache / f"{self._label()}-{hashlib.sha256(facts).hexdigest()[:12]}"
 
     def _label(self) -> str:
@@ -69,7 +70,7 @@ class HuggingFace(Source):
         origin = f"{self.where} [{name}]"
         try:
             dataset = self.load(name)
-            layout = _Layout(origin, dataset, self.columns)
+            layout = _Layout(origin, dataset, self.columns, self.needed)
             total = len(dataset) if hasattr(dataset, "__len__") else None
             return store_rows(layout.tables, self.folder, _NO_NAME.sub("-", name), origin, total=total,
                               show_progress=show_progress)
@@ -264,7 +265,7 @@ class _Layout:
     """The roles of a dataset's columns, and its rows in tables with our columns."""
 
     def __init__(self, origin: str, dataset: datasets.Dataset | datasets.IterableDataset,
-                 columns: Mapping[str, str]):
+                 columns: Mapping[str, str], needed: Sequence[str]):
         import datasets
 
         features = dataset.features or {}
@@ -277,7 +278,7 @@ class _Layout:
                  and {"bytes", "path"} <= {child.name for child in field.type.fields}]
         if "audio" not in columns and audio and self.roles["audio"] not in audio:
             self.roles["audio"] = audio[0]
-        for role in ("audio", "text"):
+        for role in needed:
             if self.roles[role] is None:
                 raise no_column(origin, role, schema.names, columns)
         self.meta = {ours: next((name for name in theirs if name in schema.names), None)

@@ -34,7 +34,7 @@ class JsonLines(FileSource):
         utterances: list[_Utterance] = []
         malformed: list[tuple[str, str]] = []
         keys: dict[str, None] = {}  # all names that occur, for the error about a missing role
-        found = {"audio": False, "text": False}
+        found = dict.fromkeys(self.needed, False)
         for line, item in progress(_objects(path), what=f"reading {path.name}", unit="row",
                                    show=show_progress and path.stat().st_size > _WORTH_A_BAR):
             try:

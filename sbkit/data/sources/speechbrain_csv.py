@@ -30,7 +30,7 @@ class SpeechBrainCsv(FileSource):
         csv = read_delimited(path)
         roles = {role: pick(role, csv.columns, self.columns)
                  for role in ("id", "audio", "text", "speaker", "duration", "start")}
-        for role in ("audio", "text"):
+        for role in self.needed:
             if roles[role] is None:
                 raise no_column(path, role, csv.columns, self.columns)
         there = {role: name for role, name in roles.items() if name is not None}
@@ -46,7 +46,7 @@ class SpeechBrainCsv(FileSource):
         return Rows(
             origin=str(path),
             ids=Column(column["id"]) if "id" in column else Column(unique_ids(_stems(wavs))),
-            wavs=self.locate(wavs, path), texts=Column(column["text"]),
+            wavs=self.locate(wavs, path), texts=Column(column["text"]) if "text" in column else blank(len(csv)),
             speakers=Column(column["speaker"]) if "speaker" in column else blank(len(csv)),
             durations=durations, starts=starts,
             meta={f"source_{name}" if name in OWN else name: Column(values)

@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import base64
 import io
+from typing import Protocol
 
 import soundfile
 
 from sbkit.data.audio import AudioError, read_audio
 from sbkit.data.remote import NOWHERE, Remote
-from sbkit.score.utterances import ScoredUtterance
 
 _RATE = 16_000
 _COMPRESSION = 0.8  # variable bit rate, some 37 kbit/s for speech at 16 kHz
 _LONGEST = 120.0  # seconds of one recording
+
+
+class Recording(Protocol):
+    """Where a recording is, and a name for it that no other has."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def wav(self) -> str: ...
+    @property
+    def start(self) -> float: ...
+    @property
+    def duration(self) -> float: ...
 
 
 class Clips:
@@ -25,13 +38,13 @@ class Clips:
         self.megabytes = megabytes
         self._known: dict[str, tuple[str | None, str | None]] = {}
 
-    def get(self, one: ScoredUtterance) -> tuple[str | None, str | None]:
+    def get(self, one: Recording) -> tuple[str | None, str | None]:
         """Return (a data URI, None), or (None, the reason why there is none)."""
         if one.id not in self._known:
             self._known[one.id] = self._make(one)
         return self._known[one.id]
 
-    def _make(self, one: ScoredUtterance) -> tuple[str | None, str | None]:
+    def _make(self, one: Recording) -> tuple[str | None, str | None]:
         if self.left <= 0:
             return None, f"not embedded: the page's {self.megabytes:g} MB for recordings are used up"
         try:

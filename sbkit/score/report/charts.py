@@ -87,6 +87,30 @@ def bars(title: str, groups: Sequence[Group], note: str | None = None, mean: flo
     return _figure(title, None, _svg(title, parts), note)
 
 
+@dataclass(frozen=True)
+class Point:
+    """A point of a chart, and how far to the right its range goes."""
+
+    name: str
+    x: float
+    y: float
+    far: float
+
+
+def points(title: str, found: Sequence[Point], x_label: str, note: str | None = None) -> Markup:
+    """Draw rates in per cent over another number, each with its range of that."""
+    y = Scale(0, _nice_top(max(one.y for one in found)), HEIGHT - BOTTOM - 10, TOP)
+    x = Scale(min(0.0, *(one.x for one in found)), _nice_top(max(one.far for one in found)), LEFT, WIDTH - RIGHT)
+    parts: list[Any] = [_grid(y, unit="%")]
+    for colour, one in enumerate(found, 1):
+        parts += [tag("line", class_="whisker", x1=x(one.x), x2=x(one.far), y1=y(one.y), y2=y(one.y)),
+                  tag("circle", tag("title", f"{one.name}: {one.y:.2f} % at {one.x:.2f}, up to {one.far:.2f}"),
+                      class_=f"fill{colour}", cx=x(one.x), cy=y(one.y), r=4.5)]
+    parts += _named_axis(x, x_label)
+    names = legend([(one.name, colour) for colour, one in enumerate(found, 1)], square=True)
+    return _figure(title, names, _svg(title, parts), note)
+
+
 def histogram(title: str, values: Sequence[float], x_label: str, note: str | None = None) -> Markup:
     """Draw the distribution of values in per cent."""
     top = max(10.0, math.ceil(max(values) / 10) * 10)
@@ -99,10 +123,7 @@ def histogram(title: str, values: Sequence[float], x_label: str, note: str | Non
         if count:
             parts.append(tag("rect", tag("title", f"{low:g} to {high:g} %: {count}"), class_="bar", x=x(low) + 0.5,
                              width=round(x(high) - x(low) - 1, 1), y=y(count), height=round(y(0) - y(count), 1)))
-    parts += [tag("text", f"{at:g}", x=x(at), y=HEIGHT - 22, text_anchor="middle")
-              for at in nice_ticks(0, edges[-1], 6)]
-    parts.append(tag("text", x_label, x=(LEFT + WIDTH) / 2, y=HEIGHT - 7, text_anchor="middle", class_="dim"))
-    return _figure(title, None, _svg(title, parts), note)
+    return _figure(title, None, _svg(title, [*parts, *_named_axis(x, x_label)]), note)
 
 
 def shares(title: str, rows: Sequence[tuple[str, dict[str, float]]], colours: dict[str, int], note: str | None = None,
@@ -180,6 +201,11 @@ def _x_axis(x: Scale, ticks: Sequence[tuple[float, str]]) -> Markup:
     inside = _every([(at, name) for at, name in ticks if x.low <= at <= x.high], 8)
     return text(tag("text", "epoch", x=LEFT - 8, y=HEIGHT - 9, text_anchor="end"),
                 (tag("text", name, x=x(at), y=HEIGHT - 9, text_anchor="middle") for at, name in inside))
+
+
+def _named_axis(x: Scale, name: str) -> list[Markup]:
+    return [*(tag("text", f"{at:g}", x=x(at), y=HEIGHT - 22, text_anchor="middle") for at in nice_ticks(0, x.high, 6)),
+            tag("text", name, x=(LEFT + WIDTH) / 2, y=HEIGHT - 7, text_anchor="middle", class_="dim")]
 
 
 def _curve(one: Series, x: Scale, y: Scale) -> list[Markup]:

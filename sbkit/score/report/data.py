@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 from sbkit.errors import SbkitError
 from sbkit.score import utterances
 from sbkit.score.rates import ErrorRates
+from sbkit.score.results import Player, Sound
 from sbkit.score.run_files import EVALUATED, HEARD, METRICS, NUMBERS, PREPARED, RECIPE, RESULT
 from sbkit.score.utterances import ScoredUtterance
 
@@ -80,6 +82,7 @@ class RunData:
     tested: dict[str, Any] = field(default_factory=dict)  # the last line about the test set
     stats: dict[str, float] = field(default_factory=dict)  # test results of a task without words
     tables: list[dict[str, Any]] = field(default_factory=list)  # title, columns, rows, remark
+    players: list[Player] = field(default_factory=list)
     warnings: list[dict[str, Any]] = field(default_factory=list)  # warnings of training that still hold
 
     @property
@@ -116,7 +119,8 @@ def read(run: str | Path, heard: str | Path | None = None) -> RunData:
     if (folder / RESULT).is_file():
         numbers = _json(folder / NUMBERS.removeprefix("test_")) or {}
         return replace(read(_run_of(folder), folder / EVALUATED), folder=folder, scored=_json(folder / RESULT) or {},
-                       stats=numbers.get("stats", {}), tables=numbers.get("tables", []))
+                       stats=numbers.get("stats", {}), tables=numbers.get("tables", []),
+                       players=_players(numbers, folder))
     if not (folder / METRICS).is_file() and not (folder / RECIPE).is_file():
         missing = f"is not a run: it has no {METRICS} and no {RECIPE}" if folder.is_dir() else "does not exist"
         raise SbkitError(f"{folder} {missing}", hint="name the output_folder of a run")
@@ -130,8 +134,20 @@ def read(run: str | Path, heard: str | Path | None = None) -> RunData:
         results=Results(rows) if any(row.reference.split() for row in rows) else None,
         prepared=_json(folder / PREPARED), recipe=_text(folder / RECIPE),
         tested=next((line for line in reversed(lines) if line["kind"] == "test"), {}), warnings=_warnings(lines),
-        stats=numbers.get("stats", {}), tables=numbers.get("tables", []),
+        stats=numbers.get("stats", {}), tables=numbers.get("tables", []), players=_players(numbers, folder),
     )
+
+
+def _players(numbers: Mapping[str, Any], folder: Path) -> list[Player]:
+    """The players of results, with recordings that lie below their folder found there, wherever it is now."""
+    return [Player(each["title"], each["remark"],
+                   [Sound(**{**sound, "wav": _below(folder, sound["wav"])}) for sound in each["sounds"]])
+            for each in numbers.get("players", [])]
+
+
+def _below(folder: Path, wav: str) -> str:
+    own = folder / wav
+    return str(own) if own.is_file() else wav
 
 
 def _run_of(evaluation: Path) -> Path:

@@ -20,6 +20,7 @@ from sbkit.score.report.cards import Cards
 from sbkit.score.report.compare import comparison, verdict
 from sbkit.score.report.data import RunData, read
 from sbkit.score.report.findings import findings
+from sbkit.score.report.live import live
 from sbkit.score.report.suspects import can_tell, suspects
 from sbkit.score.run_files import REPORT
 from sbkit.score.significance import Comparison, compare
@@ -28,8 +29,8 @@ from sbkit.system.console import atomic_write
 _PAGE = Path(__file__).with_name("page.html")
 _SCRIPT = re.compile(r"<script>(.*?)</script>", re.DOTALL)
 _TITLES = {"first": "Look first", "against": "Compared", "curves": "Training", "results": "Results",
-           "where": "Where", "words": "Words", "worst": "Worst", "labels": "Labels", "data": "Data",
-           "making": "Making"}
+           "listen": "Listen", "live": "Live", "where": "Where", "words": "Words", "worst": "Worst", "labels": "Labels",
+           "data": "Data", "making": "Making"}
 
 
 def write_report(run: str | Path, *, against: str | Path | None = None, out: str | Path | None = None,
@@ -82,6 +83,8 @@ def _page(data: RunData, other: RunData | None, words: Comparison | None, title:
     parts["first"] = sections.standing_out(findings(data, suspected))
     parts["curves"] = sections.training(data, other)
     parts["results"] = sections.tables(data)
+    parts["listen"] = sections.players(data, clips)
+    parts["live"] = live(data)
     if results is not None and cards is not None:
         parts["where"] = sections.where(results, None if other is None else other.results)
         parts["words"] = sections.confused(results)

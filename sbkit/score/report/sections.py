@@ -9,6 +9,7 @@ from typing import Any
 from sbkit.score.markup import Markup, tag, text
 from sbkit.score.rates import Confusion
 from sbkit.score.report import charts, groups
+from sbkit.score.report.audio import Clips
 from sbkit.score.report.cards import Cards, most_wrong, short
 from sbkit.score.report.charts import Series
 from sbkit.score.report.data import Results, RunData, percent, rate
@@ -60,7 +61,7 @@ def tiles(run: RunData) -> Markup:
             _tile("Test set", _hours(run.results.hours * 3600), f"{len(words)} utterances, "
                                                                 f"{summary['num_scored_tokens']} words"),
         ]
-    cells += [_tile(name.capitalize(), f"{value:.4g}", "on the test set", big=name != "loss")
+    cells += [_tile(_title(name), f"{value:.4g}", "on the test set", big=name != "loss")
               for name, value in run.stats.items()]
     trained = sum(epoch.get("train_seconds") or 0 for epoch in run.epochs)
     if trained:
@@ -84,6 +85,11 @@ def _speed_details(epoch: Mapping[str, Any]) -> str:
     if epoch.get("host_waits_per_step") is not None:
         found.append(f"host waits {epoch['host_waits_per_step']:.3g} per step")
     return ", ".join(found)
+
+
+def _title(name: str) -> str:
+    """Write the name of a number as a heading: ``mel_distance`` as ``Mel distance``, ``STOI`` as it is."""
+    return name[:1].upper() + name[1:].replace("_", " ")
 
 
 def _tile(name: str, value: str, more: str, big: bool = False) -> Markup:
@@ -171,6 +177,23 @@ def tables(run: RunData) -> Markup | None:
         table = tag("div", tag("table", tag("thead", head), tag("tbody", lines), class_="plain"), class_="scroll")
         shown += [tag("h3", each["title"]), table, each.get("remark") and tag("p", each["remark"], class_="lead")]
     return section("results", "Results", *shown)
+
+
+def players(run: RunData, clips: Clips) -> Markup | None:
+    """Show what the task lets one hear, the recordings of each entry side by side."""
+    if not run.players:
+        return None
+    shown = []
+    for each in run.players:
+        sounds = []
+        for sound in each.sounds:
+            uri, why_not = clips.get(sound)
+            sounds += [tag("p", sound.label, class_="side"),
+                       tag("p", why_not, class_="remark") if uri is None else
+                       tag("audio", controls=True, preload="metadata", src=uri)]
+        shown.append(tag("article", tag("p", each.title, dir="auto"), sounds,
+                         each.remark and tag("p", each.remark, class_="facts"), class_="utterance"))
+    return section("listen", "Listen", tag("div", shown, class_="cards"))
 
 
 def where(results: Results, other: Results | None) -> Markup:

@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from sbkit.decode.best_path import best_path
-from sbkit.decode.spans import Spans, collapse
+from sbkit.errors import SbkitError
 from sbkit.export import graph, layout
 from sbkit.export.clips import Clips
+from sbkit.export.companion import Companion
 from sbkit.export.exported import Exported
 from sbkit.export.layout import Config
 from sbkit.export.parity import Comparison
 from sbkit.export.runners import Runner
+from sbkit.export.target import Target
 from sbkit.export.vocabulary import Vocabulary, write_tokens
-from sbkit.tasks.ctc import readme, sherpa, speechbrain_folder
+from sbkit.tasks.ctc import readme, sherpa, sherpa_stream, speechbrain_folder
+from sbkit.tasks.ctc.compared import Heard, compared, reference
 from sbkit.tasks.ctc.graph import OUTPUTS, Graph, trace
 from sbkit.tasks.ctc.keys import CTCKeys
 from sbkit.tasks.ctc.recognizer import Recognizer
+from sbkit.tasks.ctc.streams import Streams
+
+logger = logging.getLogger(__name__)
 
 _SPACED = 0.1  # the share of texts with a space above which spaces separate words
-
-
-class Heard(Comparison):
-    """Compares log-probabilities, and the words that they stand for."""
-
-    what = "log-probabilities"
 
 
 @dataclass
@@ -56,6 +56,17 @@ class Recogniser(Exported):
         given = not (model.takes_lengths or model.features_take_lengths)
         return (*super().formats, layout.SPEECHBRAIN) if given else super().formats
 
+    @property
+    def companions(self) -> Sequence[Companion]:
+        """The graph for streams, if the model learnt in chunks."""
+        if self.recognizer.chunks is None:
+            return ()
+        try:
+            return (Streams(self.recognizer, self.keys.tokenizer.decode),)
+        except SbkitError as error:
+            logger.warning("The bundle is for whole recordings alone: %s", error)
+            return ()
+
     def trace(self) -> torch.export.ExportedProgram:
         return trace(self.graph)
 
@@ -80,11 +91,9 @@ class Recogniser(Exported):
                 "vocab_size": str(config.vocabulary), "blank_id": str(config.blank_id), "comment": "made by sbkit"}
 
     def write(self, name: str, folder: Path, config: Config, title: str) -> None:
-        if name == layout.SHERPA:
-            sherpa.write(self.graph, config, folder / layout.MODELS[name])
-        else:
-            speechbrain_folder.write(folder, self.run, self.recognizer, self.keys.tokenizer, config.sample_rate,
-                                     config.blank_id, title)
+        assert name == layout.SPEECHBRAIN, "the only one"
+        speechbrain_folder.write(folder, self.run, self.recognizer, self.keys.tokenizer, config.sample_rate,
+                                 config.blank_id, title)
 
     def runner(self, name: str, folder: Path, config: Config) -> Runner:
         if name == layout.SPEECHBRAIN:
@@ -98,47 +107,33 @@ class Recogniser(Exported):
         vocabulary, decode = Vocabulary.read(folder, config), self.keys.tokenizer.decode
         return compared(clips, vocabulary, self.reference(config), decode, config.sample_rate)
 
-    def compare_own(self, name: str, folder: Path, config: Config, comparison: Comparison, size: int) -> None:
-        """Compare the model in sherpa-onnx itself, which returns words only."""
-        client = sherpa.client(folder / layout.MODELS[name], folder / layout.TOKENS)
-        comparison.add_words(name, lambda signal: sherpa.transcribe(client, signal, config.sample_rate), size)
+    def target(self, name: str, chunk: int | None = None) -> Sequence[Target]:
+        """The models that sherpa-onnx runs: for whole recordings, for streams if it learnt in chunks, or both."""
+        sherpa.imported()
+        model, rate = self.recognizer, self.keys.sample_rate
+        if model.chunks is None:
+            if chunk is not None:
+                raise SbkitError("--chunk is for a model that learnt to hear in chunks, and the recipe has no chunks",
+                                 hint="train one with hparams/streaming.yaml, or leave out --chunk")
+            return [sherpa.Whole(self.graph, rate)]
+        milliseconds = sherpa_stream.chosen(model.chunks, model.subsampling * model.hop_samples / rate, chunk)
+        kinds: dict[str, Callable[[], Target]] = {
+            "whole recordings": lambda: sherpa.Whole(self.graph, rate),
+            "streams": lambda: sherpa_stream.Stream(model, self.keys.tokenizer.decode, milliseconds)}
+        made: list[Target] = []
+        refused: dict[str, SbkitError] = {}
+        for what, make in kinds.items():
+            try:
+                made.append(make())
+            except SbkitError as error:
+                refused[what] = error
+        if not made:
+            raise refused["streams"]
+        if "streams" not in refused:
+            sherpa_stream.check_version()
+        for what, why in refused.items():
+            logger.warning("No model of %s for sherpa-onnx: %s", what, why.message)
+        return made
 
-    def readme(self, name: str, config: Config, comparison: Comparison) -> str:
-        return readme.text(name, config, comparison)
-
-
-def compared(clips: Clips, vocabulary: Vocabulary, reference: Callable[[np.ndarray], np.ndarray],
-             decode: Callable[[list[int]], str], sample_rate: int) -> Heard:
-    """Build the comparison of clips with the checkpoint.
-
-    decode : token ids to text, by the checkpoint's own tokenizer
-    """
-    blank = vocabulary.config.blank_id
-
-    def text(log_probs: np.ndarray) -> str:
-        spans = _spans(log_probs, blank)
-        vocabulary.check(spans.ids)
-        return vocabulary.text(vocabulary.words(spans))
-
-    return Heard(clips, reference, sample_rate, text, lambda output: decode(_spans(output, blank).ids.tolist()))
-
-
-def reference(recognizer: Recognizer, at_least: int = 1) -> Callable[[np.ndarray], np.ndarray]:
-    """Return a function from a waveform [S] to the checkpoint's log-probabilities [T, V], one utterance at a time.
-
-    at_least : shorter waveforms are padded with zeros to this many samples, as in every runtime
-    """
-
-    @torch.no_grad()
-    def run(signal: np.ndarray) -> np.ndarray:
-        signals = torch.from_numpy(signal)[None]
-        signals = torch.nn.functional.pad(signals, (0, max(0, at_least - len(signal))))
-        log_probs, frames = recognizer.log_probs(signals, torch.tensor([len(signal)]))
-        return log_probs[0, : int(frames[0])].numpy()
-
-    return run
-
-
-def _spans(log_probs: np.ndarray, blank_id: int) -> Spans:
-    labels, confidence = best_path(log_probs[None], np.array([len(log_probs)]), blank_id)
-    return collapse(labels, confidence, blank_id=blank_id)[0]
+    def readme(self, name: str, config: Config, comparison: Comparison, of_targets: Sequence[str] = ()) -> str:
+        return readme.text(name, config, comparison, of_targets)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from sbkit.export import layout
-from sbkit.export.layout import Config
+from sbkit.export.layout import Config, Streaming
 from sbkit.export.parity import Comparison
 from sbkit.export.readme import compared
 
@@ -41,11 +43,12 @@ print(asr.transcribe_file("clip.wav"))
 `model.ckpt` and `tokenizer.ckpt` are `model.safetensors` and `tokenizer.model` under the names that SpeechBrain looks
 for (hard links, if the file system has them). No file here is a pickle.
 """,
-    layout.SHERPA: """### sherpa-onnx
+}
+_SHERPA = """### sherpa-onnx
 
 ```python
 import sherpa_onnx
-asr = sherpa_onnx.OfflineRecognizer.from_omnilingual_asr_ctc(model="model.sherpa.onnx", tokens="tokens.txt")
+asr = sherpa_onnx.OfflineRecognizer.from_omnilingual_asr_ctc(model="{file}", tokens="tokens.txt")
 stream = asr.create_stream()
 stream.accept_waveform({rate}, signal)
 asr.decode_stream(stream)
@@ -53,12 +56,87 @@ print(stream.result.text)
 ```
 
 `omnilingual` is sherpa-onnx's kind of model that takes the waveform.
+"""
+_SHERPA_STREAM = """### Streams in sherpa-onnx, version {version} or later
+
+```python
+import numpy as np, sherpa_onnx
+asr = sherpa_onnx.OnlineRecognizer.from_nemo_ctc(model="{file}", tokens="tokens.txt"{bands})
+stream = asr.create_stream()
+for piece in pieces:  # of a waveform: float32 in [-1, 1], {rate} samples a second, any number of them at a time
+    stream.accept_waveform({rate}, piece)
+    while asr.is_ready(stream):
+        asr.decode_stream(stream)
+        print(asr.get_result(stream))
+stream.accept_waveform({rate}, np.zeros({tail}, np.float32))  # a chunk of silence, or the last words don't come
+stream.input_finished()
+while asr.is_ready(stream):
+    asr.decode_stream(stream)
+print(asr.get_result(stream))
+```
+
+`nemo_ctc` is its kind of model that takes features in chunks, here of {milliseconds} ms, and any state. Until 2.0.0,
+sherpa-onnx computed other features for it, with which this model hears badly: check `sherpa_onnx.__version__`.
+"""
+
+_STREAM_USE = {
+    layout.ONNX: """```python
+import json, numpy as np, onnxruntime
+session = onnxruntime.InferenceSession("{file}")
+parts = json.load(open("config.json"))["streaming"]["state"]
+state = {{name: np.zeros([1, *part["shape"]], part["type"]) for name, part in parts.items()}}
+for window, frames in windows:  # of one stream, in order
+    given = {{"samples": window[None], "frames": np.array([frames]), **state}}
+    log_probs, counts, *after = session.run(None, given)
+    state = dict(zip(state, after))
+```
+""",
+    layout.TORCH: """```python
+import json, torch
+model = torch.export.load("{file}").module()
+parts = json.load(open("config.json"))["streaming"]["state"]
+state = [torch.zeros([1, *part["shape"]], dtype=getattr(torch, part["type"])) for part in parts.values()]
+for window, frames in windows:  # of one stream, in order
+    log_probs, counts, *state = model(torch.from_numpy(window)[None], torch.tensor([frames]), *state)
+```
 """,
 }
+_LIVE = """```
+sbkit listen {name}
+```
+
+```python
+for heard in model.stream()(microphone):  # arrays of samples, of any size
+    print([word.text for word in heard.settled], [word.text for word in heard.partial])
+```
+"""
+_STREAMS = """{files}: a chunk of a stream and a state in, its log-probabilities and the next state out. Chunks are of
+{chunks} output frames ({milliseconds} ms), and all chunks of a stream of the same size. Continue the stream by its
+mirror image, {before} samples before its beginning and {after} after its end. The window of a chunk of C frames has
+{frame} C + {overlap} samples (`samples` [batch, {frame} C + {overlap}] float32); the first begins where that
+continuation does, each further one {frame} C samples later, the last is padded with zeros. `frames` [batch] int64: how
+many of its {subsampling} C feature frames are real, {hop} samples from one to the next and {size} in each; fewer at a
+stream's end, 0 for a stream of the batch that has nothing to be heard now, whose state then stays.
+
+Outputs: `log_probs` [batch, C, {vocabulary}], `counts` [batch], how many of C are real, and the state under `next_` and
+its name. Zeros begin a stream.
+"""
 
 
-def text(name: str, config: Config, comparison: Comparison) -> str:
-    """Write the whole file as a string."""
+def sherpa(rate: int) -> str:
+    """Write the section on sherpa-onnx and whole recordings."""
+    return _SHERPA.format(file=layout.MODELS[layout.SHERPA], rate=rate)
+
+
+def sherpa_stream(rate: int, milliseconds: int, bands: int, version: str) -> str:
+    """Write the section on streams in sherpa-onnx, in chunks of so many milliseconds of ``bands`` features."""
+    return _SHERPA_STREAM.format(file=layout.MODELS[layout.SHERPA_STREAM], milliseconds=milliseconds, rate=rate,
+                                 tail=rate * milliseconds // 1000, version=version,
+                                 bands="" if bands == 80 else f", feature_dim={bands}")
+
+
+def text(name: str, config: Config, comparison: Comparison, of_targets: Sequence[str] = ()) -> str:
+    """Write the whole file as a string; ``of_targets`` are sections on the programs that models were made for."""
     values = {"name": name, "rate": config.sample_rate, "vocabulary": config.vocabulary,
               "frame": 1000 * config.frame_seconds}
     trained = config.trained
@@ -78,8 +156,29 @@ print(model.transcribe("clip.mp3").text)
 ```
 """]
     parts += [_USE[each].format(**values) for each in _USE if each in config.models]
+    if config.streaming is not None and config.streaming.models:
+        parts.append(_streams(name, config, config.streaming))
+    parts += of_targets
     if not config.batching:
         parts.append("Run one utterance at a time: layers of this model see a batch's padding.\n")
     parts.append(compared(comparison))
     parts.append("`tokens.txt` has one line, `symbol id`, for each token.\n")
     return "\n".join(parts)
+
+
+def _streams(name: str, config: Config, streaming: Streaming) -> str:
+    files = streaming.models
+    used = {layout.ONNX: files.get(layout.ONNX, files.get(layout.INT8)), layout.TORCH: files.get(layout.TORCH)}
+    parts = [_LIVE.format(name=name)]
+    parts += [_STREAM_USE[each].format(file=file) for each, file in used.items() if file is not None]
+    parts.append(_STREAMS.format(
+        files=_listed([f"`{file}`" for file in files.values()]), chunks=_listed(streaming.chunks),
+        milliseconds=_listed([f"{1000 * size * config.frame_seconds:g}" for size in streaming.chunks]),
+        before=streaming.before, after=streaming.after, frame=config.hop_samples * config.subsampling,
+        overlap=streaming.overlap, subsampling=config.subsampling, hop=config.hop_samples,
+        size=config.hop_samples + streaming.overlap, vocabulary=config.vocabulary))
+    return "### Streams\n\n" + "\n".join(parts)
+
+
+def _listed(values: Sequence[object]) -> str:
+    return ", ".join(map(str, values))

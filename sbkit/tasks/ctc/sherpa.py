@@ -13,6 +13,7 @@ bundle's other models do. It differs from training in four ways, which the graph
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,9 +22,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sbkit.errors import SbkitError
-from sbkit.export import features
+from sbkit.export import features, layout
 from sbkit.export.graph import save, to_onnx, trace_module
 from sbkit.export.layout import Config
+from sbkit.export.parity import Comparison
+from sbkit.export.target import Target
+from sbkit.tasks.ctc import readme
 from sbkit.tasks.ctc.graph import Graph
 
 if TYPE_CHECKING:
@@ -36,26 +40,44 @@ _NEVER = -1e4  # the log-probability of a token that can't occur
 _QUIET = 1e-6  # variance of a stretch, relative to the recording's, below which all count alike
 
 
-class _Wave(nn.Module):
-    """Waveforms [B, S] of one length to log-probabilities [B, T * repeats, V]."""
+class Written(nn.Module):
+    """Log-probabilities [B, T, V] as sherpa-onnx is to write them out: [B, T * repeats, V] with blanks for tokens that
+    are no text, such as the beginning and the end of a sentence.
+
+    Arguments
+    ---------
+    frame_seconds : what sherpa-onnx counts a frame as
+    """
 
     blank: Tensor
     silent: Tensor
 
-    def __init__(self, graph: Graph, repeats: int, config: Config):
+    def __init__(self, config: Config, frame_seconds: float):
         super().__init__()
-        self.model, self.repeats = graph, repeats
+        repeats = config.frame_seconds / frame_seconds
+        whole = max(1, round(repeats))
+        self.repeats = whole if abs(repeats - whole) < 1e-6 else 1
         ids = torch.arange(config.vocabulary)
         self.register_buffer("blank", ids == config.blank_id)
         self.register_buffer("silent", torch.isin(ids, torch.tensor(config.silent_ids, dtype=torch.int64)))
 
-    def forward(self, x: Tensor) -> Tensor:
-        lengths = torch.ones_like(x[:, 0], dtype=torch.int64) * x.shape[1]
-        log_probs = self.model(x - _level_of_silence(x), lengths)[0]
-        # Without this, sherpa-onnx would write out the beginning and the end of a sentence.
+    def forward(self, log_probs: Tensor) -> Tensor:
         nothing = log_probs.masked_fill(~(self.silent | self.blank), _NEVER).amax(-1, keepdim=True)
         log_probs = torch.where(self.blank, nothing, log_probs.masked_fill(self.silent, _NEVER))
         return log_probs.repeat_interleave(self.repeats, dim=1) if self.repeats > 1 else log_probs
+
+
+class _Wave(nn.Module):
+    """Waveforms [B, S] of one length to log-probabilities [B, T * repeats, V]."""
+
+    def __init__(self, graph: Graph, config: Config):
+        super().__init__()
+        self.model, self.written = graph, Written(config, _FRAME_SECONDS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = torch.ones_like(x[:, 0], dtype=torch.int64) * x.shape[1]
+        written: Tensor = self.written(self.model(x - _level_of_silence(x), lengths)[0])
+        return written
 
 
 def _level_of_silence(x: Tensor) -> Tensor:
@@ -71,44 +93,60 @@ def _level_of_silence(x: Tensor) -> Tensor:
     return (weights * means).sum(1, keepdim=True) / (weights.sum(1, keepdim=True) + _QUIET)
 
 
-def check(graph: Graph, config: Config) -> None:
-    """Raise if sherpa-onnx would run the model differently from how it was trained."""
-    norm = graph.normalize
-    alike = isinstance(norm, features.Normalization) and norm.sentence and norm.deviation
-    if not alike and not getattr(graph.encoder, "makes_loudness_equal", False):
-        raise SbkitError("sherpa-onnx makes all recordings equally loud, and this model was not trained on recordings "
-                         "like that", hint="train with normalize: norm_type: sentence")
-    if config.sample_rate != 16_000:
-        raise SbkitError(f"sherpa-onnx gives this kind of model 16000 samples a second, but it takes "
-                         f"{config.sample_rate}", hint="leave out --target sherpa")
+class Whole(Target):
+    """The recogniser for whole recordings; one that sherpa-onnx would run differently from its training is refused.
+
+    Arguments
+    ---------
+    graph : of the recogniser
+    sample_rate : of its waveforms
+    """
+
+    name = layout.SHERPA
+
+    def __init__(self, graph: Graph, sample_rate: int):
+        norm = graph.normalize
+        alike = isinstance(norm, features.Normalization) and norm.sentence and norm.deviation
+        if not alike and not getattr(graph.encoder, "makes_loudness_equal", False):
+            raise SbkitError("sherpa-onnx makes all recordings equally loud, and this model was not trained on "
+                             "recordings like that", hint="train with normalize: norm_type: sentence")
+        if sample_rate != 16_000:
+            raise SbkitError(f"sherpa-onnx gives this kind of model 16000 samples a second, but it takes {sample_rate}",
+                             hint="leave out --target sherpa")
+        self.graph, self.sample_rate = graph, sample_rate
+
+    def write(self, folder: Path, config: Config) -> None:
+        """Write the model's file; sherpa-onnx also reads the bundle's tokens.txt."""
+        wave = _Wave(self.graph, config)
+        program = trace_module(wave, (torch.randn(*_EXAMPLE) * 0.1,), {"x": (0, 1)})
+        config.models[self.name] = layout.MODELS[self.name]
+        save(to_onnx(program, ["x"], ["logits"]), folder / config.models[self.name],
+             {"model_type": "omnilingual-asr", "sample_rate": str(self.sample_rate), "comment": "made by sbkit"},
+             {"x": ("batch", "samples"), "logits": ("batch", "frames")})
+
+    def compare(self, folder: Path, config: Config, comparison: Comparison) -> None:
+        """Compare the words that sherpa-onnx hears."""
+        model = config.models[self.name]
+        recognizer = imported().OfflineRecognizer.from_omnilingual_asr_ctc(
+            model=str(folder / model), tokens=str(folder / layout.TOKENS), num_threads=torch.get_num_threads())
+        comparison.add_words(self.name, lambda signal: _transcribe(recognizer, signal, self.sample_rate),
+                             layout.size(folder, model))
+
+    def readme(self) -> str:
+        return readme.sherpa(self.sample_rate)
 
 
-def write(graph: Graph, config: Config, path: Path) -> None:
-    """Write the model's file; sherpa-onnx also reads the bundle's tokens.txt."""
-    check(graph, config)
-    repeats = config.frame_seconds / _FRAME_SECONDS
-    whole = max(1, round(repeats))
-    wave = _Wave(graph, whole if abs(repeats - whole) < 1e-6 else 1, config)
-    program = trace_module(wave, (torch.randn(*_EXAMPLE) * 0.1,), {"x": (0, 1)})
-    model = to_onnx(program, ["x"], ["logits"])
-    save(model, path, {"model_type": "omnilingual-asr", "sample_rate": str(config.sample_rate),
-                       "comment": "made by sbkit"},
-         {"x": ("batch", "samples"), "logits": ("batch", "frames")})
-
-
-def client(model: Path, tokens: Path) -> OfflineRecognizer:
-    """Open a model with sherpa-onnx's own recogniser."""
+def imported() -> ModuleType:
+    """Import sherpa-onnx, whose own recogniser tries each model."""
     try:
         import sherpa_onnx
     except ImportError:
         raise SbkitError("sherpa-onnx is not installed, and a model for it is tested with it before it is published",
-                         hint="pip install sherpa-onnx") from None
-    return sherpa_onnx.OfflineRecognizer.from_omnilingual_asr_ctc(
-        model=str(model), tokens=str(tokens), num_threads=torch.get_num_threads())
+                         hint="pip install 'sbkit[sherpa]'") from None
+    return sherpa_onnx
 
 
-def transcribe(recognizer: OfflineRecognizer, signal: np.ndarray, sample_rate: int) -> str:
-    """Transcribe a signal [S] with sherpa-onnx."""
+def _transcribe(recognizer: OfflineRecognizer, signal: np.ndarray, sample_rate: int) -> str:
     stream = recognizer.create_stream()
     stream.accept_waveform(sample_rate, signal)
     recognizer.decode_stream(stream)

@@ -34,11 +34,14 @@ from sbkit.tasks.asr import ASR, Row, choices
 from sbkit.tasks.ctc import search
 from sbkit.tasks.ctc.keys import CTCKeys
 from sbkit.tasks.ctc.labels import check_labels
+from sbkit.tasks.ctc.live import Live
 from sbkit.tasks.ctc.model import hop_samples, recognizer
 from sbkit.tasks.ctc.parts import parts_fit
 from sbkit.tasks.ctc.taps import stack, tapped
 from sbkit.tasks.ctc.vocabulary import check_sizes, token_tables
 from sbkit.tasks.keys import RecogniserKeys, TaskKeys
+from sbkit.tasks.live_transcripts import LiveTranscripts
+from sbkit.tasks.transcripts import Transcripts
 from sbkit.train.monitor.timing import section
 from sbkit.train.step import Loss
 
@@ -54,6 +57,7 @@ class Scores(NamedTuple):
     attention: Tensor | None = None  # [B, U + 1, V] scores of the decoder, in joint training
     intermediate: Sequence[Tensor] = ()  # [B, T, V] each: scores of inner layers of the encoder, in training
     encoded: Tensor | None = None  # [B, T, D] encoder states, for a search with the decoder
+    live: Sequence[Tensor] = ()  # [B, T, V] each: what ``Live.scores`` returns, in a test in chunks
 
 
 class CTC(ASR):
@@ -69,7 +73,7 @@ class CTC(ASR):
       divergence of the two outputs is added to the loss, rising over ``consistency_warmup`` (a share of the run). A
       step then computes and holds twice as much as ``max_batch_seconds`` says.
     - ``chunks``, a ``sbkit.nn.chunks.Chunks``, trains a model that can run live: in most steps a frame sees its chunk
-      and a limited left context. A test is of whole utterances unless an evaluation sets ``tested_in``.
+      and a limited left context. A test is of whole utterances unless an evaluation asks for chunks.
     """
 
     Keys: ClassVar[type[TaskKeys]] = CTCKeys
@@ -86,6 +90,7 @@ class CTC(ASR):
         self.decoder = self.keys.decoder
         self.tested_in: DynChunkTrainConfig | None = None
         """What each frame sees in a test; None: the whole utterance."""
+        self.live: Live | None = None
         if isinstance(self.decoder, JointSearch) and not self.joint:
             raise SbkitError("the recipe's decoder is a JointSearch, but ctc_weight: 1.0 trains no attention decoder",
                              hint="set ctc_weight below 1, such as 0.3, or use another decoder")
@@ -160,18 +165,20 @@ class CTC(ASR):
         model, training = self.recognizer, stage == Stage.TRAIN
         views = self.views if training else 1
         with section("features"):
-            feats, frames = model.features(batch.signals, batch.signal_lengths, training=training, views=views,
-                                           counted=batch.weight != 0)
+            feats, heard = model.features(batch.signals, batch.signal_lengths, training=training, views=views,
+                                          counted=batch.weight != 0)
         with tapped(model.encoder, self._tapped_layers() if training else []) as states:
             if self.joint:
                 tokens = functional.pad(self._labels(batch), (1, 0), value=self.keys.ends[0])
-                encoded, frames, decoded = model.encode_and_decode(feats, frames, tokens.repeat(views, 1))
+                encoded, frames, decoded = model.encode_and_decode(feats, heard, tokens.repeat(views, 1))
                 attention = self.keys.seq_lin(decoded)
             else:
-                (encoded, frames), attention = model.encode(feats, frames, self._seen(stage)), None
+                (encoded, frames), attention = model.encode(feats, heard, self._seen(stage)), None
         searched = stage == Stage.TEST and isinstance(self.decoder, JointSearch)
-        return Scores(model.ctc_lin(encoded), frames, attention, [model.ctc_lin(state) for state in states],
-                      encoded if searched else None)
+        ctc = model.ctc_lin(encoded)
+        live = self.live.scores(feats, heard, ctc) if self.live is not None and stage == Stage.TEST else ()
+        return Scores(ctc, frames, attention, [model.ctc_lin(state) for state in states],
+                      encoded if searched else None, live)
 
     def compute_objectives(self, scores: Scores, batch: Batch, stage: Stage) -> Loss:
         """Compute the loss, summed over the batch, and the number of its tokens; two views count as two batches."""
@@ -257,14 +264,26 @@ class CTC(ASR):
     def take_search(self, request: EvaluateRequest) -> None:
         self.decoder = search.build(request, self.keys)
 
+    def take_chunks(self, chunk: Sequence[int | None]) -> None:
+        self.live = Live(self.recognizer, self.keys, chunk)
+        self.tested_in = self.live.config(chunk[0])
+
     def tune_search(self, manifest: Manifest, hear: Callable[[Manifest], object]) -> dict[str, Any]:
-        return search.tune(self, manifest, hear)
+        live, self.live = self.live, None  # tuning needs the last transcripts alone, with chunks of the first size
+        try:
+            return search.tune(self, manifest, hear)
+        finally:
+            self.live = live
 
     def searching(self) -> contextlib.AbstractContextManager[object]:
-        return search.over_all(self)
+        return search.over_all(self) if self.live is None else contextlib.nullcontext()
 
     def search_facts(self) -> dict[str, Any]:
         return {} if self.decoder is None else search.describe(self.decoder)
+
+    def results(self, rows: Sequence[Row], loss: float, unread: Mapping[str, str]) -> Transcripts:
+        found = super().results(rows, loss, unread)
+        return found if self.live is None else LiveTranscripts(**vars(found), chunk=self.live.chunk)
 
     def exported(self, run: Path) -> Recogniser:
         from sbkit.tasks.ctc.exported import Recogniser
@@ -274,19 +293,23 @@ class CTC(ASR):
     def _transcribe(self, scores: Scores, batch: Batch, stage: Stage) -> None:
         if not batch.weight:  # a placeholder for an empty batch
             return
+        decoder = self.decoder if stage == Stage.TEST else None
+        if decoder is not None and decoder.tokenizer is None:
+            decoder.tokenizer = self.keys.tokenizer
+        if self.live is not None and scores.live:
+            self.rows += self.live.rows(scores.live, scores.frames, batch, decoder)
+            return
         log_probs = scores.ctc.float().log_softmax(-1)
-        if self.decoder is None or stage != Stage.TEST:
+        if decoder is None:
             found = greedy(log_probs, scores.frames, blank_id=self.keys.blank_index)
             texts = map(self.keys.tokenizer.decode, found.ids)
             confidences = (float(spans.confidence.mean()) if len(spans) else None for spans in found)
             self.rows += map(Row, batch.ids, batch.texts, texts, confidences)
             return
-        if self.decoder.tokenizer is None:
-            self.decoder.tokenizer = self.keys.tokenizer
         if scores.encoded is None:
-            found = self.decoder.decode(log_probs, scores.frames)
+            found = decoder.decode(log_probs, scores.frames)
         else:
-            found = self.decoder.decode(log_probs, scores.frames, self._next_token(scores))
+            found = decoder.decode(log_probs, scores.frames, self._next_token(scores))
         for name, text, hypotheses in zip(batch.ids, batch.texts, found, strict=True):
             best = hypotheses[0]
             self.rows.append(Row(name, text, best.text, best.confidence, choices(hypotheses)))

@@ -3,6 +3,7 @@
 import base64
 import dataclasses
 import hashlib
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -261,3 +262,33 @@ def test_the_command_writes_it_and_says_where(tmp_path, wav, capsys):
     (tmp_path / "notes").write_text("no folder")
     assert main(["report", str(run), "--out", str(tmp_path / "notes" / "page.html")]) == 2
     assert "cannot write" in capsys.readouterr().err
+
+
+def heard_in_chunks(run, chunks):
+    """An evaluation's folder with what ``--chunk`` leaves there."""
+    folder = run / "evaluations" / "test-best-chunk"
+    folder.mkdir(parents=True)
+    utterances.write(folder / "utterances.jsonl", run_folders.told())
+    (folder / "result.json").write_text(json.dumps({"run": str(run), "chunks": chunks}))
+    return folder
+
+
+def test_live_speech_has_its_table_and_its_picture(tmp_path, wav):
+    run = run_folders.run_that_tells(tmp_path / "run", run_folders.told(wav=wav))
+    said = {"WER_interval": [9.0, 13.0], "measured": 100, "changed": 2.5}
+    page = Page(write_report(heard_in_chunks(run, [
+        {"chunk": 640, "WER": 11.25, "latency": 0.51, "latency_p95": 0.93, **said},
+        {"chunk": "whole", "WER": 9.75, "latency": None, "latency_p95": None, **said}])))
+    assert "640 ms 11.25 % 9.00 to 13.00 0.51 s 0.93 s 2.5" in page.text
+    assert "whole 9.75 % 9.00 to 13.00 not measured not measured 2.5" in page.text
+    assert "those of the first line (640 ms)" in page.text and page.all("a", href="#live")
+    assert page.all("svg", **{"aria-label": "WER by latency"})
+    assert not Page(write_report(run)).all("section", id="live")
+
+
+def test_where_no_latency_was_measured_there_is_no_picture(tmp_path, wav):
+    run = run_folders.run_that_tells(tmp_path / "run", run_folders.told(wav=wav))
+    page = Page(write_report(heard_in_chunks(run, [
+        {"chunk": 320, "WER": 100.0, "WER_interval": [100.0, 100.0], "latency": None, "latency_p95": None,
+         "measured": 0, "changed": 0.0}])))
+    assert page.all("section", id="live") and not page.all("svg", **{"aria-label": "WER by latency"})

@@ -4,6 +4,7 @@ import dataclasses
 import html
 import json
 import random
+import re
 
 import numpy as np
 import pytest
@@ -229,3 +230,12 @@ def test_utterances_come_back_from_disk_as_they_went(tmp_path_factory, heard):
     path = tmp_path_factory.mktemp("heard") / "u.jsonl"
     utterances.write(path, heard)
     assert utterances.read(path) == heard
+
+
+def test_points_of_a_rate_have_their_ranges_and_names():
+    drawn = charts.points("WER by latency", [charts.Point("320 ms", -0.1, 12.0, 0.5), charts.Point("whole", 2, 9, 3.9)],
+                          "seconds")
+    assert drawn.count("<li>") == drawn.count("<circle") == 2, "each has its colour's name and its dot"
+    lines = [tuple(map(float, found)) for found in re.findall(r'class="whisker" x1="([\d.]+)" x2="([\d.]+)"', drawn)]
+    assert len(lines) == 2 and lines[0][0] == charts.LEFT, "what is shown before its word ends is on the picture too"
+    assert all(start < end <= charts.WIDTH - charts.RIGHT for start, end in lines)

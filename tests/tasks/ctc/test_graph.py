@@ -22,7 +22,7 @@ from sbkit.nn.global_norm import GlobalNorm
 from sbkit.nn.kaldi import FilterBank
 from sbkit.nn.lengths import LengthRule
 from sbkit.tasks.ctc import graph as recogniser
-from sbkit.tasks.ctc.exported import reference
+from sbkit.tasks.ctc.compared import reference
 from sbkit.tasks.ctc.graph import OUTPUTS
 from sbkit.tasks.ctc.recognizer import Recognizer
 

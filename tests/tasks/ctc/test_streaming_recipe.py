@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from run_folders import corpus
 from speechbrain.lobes.models.convolution import ConvolutionFrontEnd
+from streaming_runs import RECIPE, SMALL, brain, prepared, recipe, trained
 
 from sbkit.errors import SbkitError
-from sbkit.recipe import load
 from sbkit.recipe.check import check
 from sbkit.recipe.source import Findings, from_python
 from sbkit.runs import initial, restore
@@ -19,33 +18,10 @@ from sbkit.tasks import feature_statistics as statistics
 from sbkit.tasks.ctc import chunk_check
 from sbkit.tasks.ctc.exported import Recogniser
 
-RECIPE = Path(__file__).parents[3] / "hparams" / "streaming.yaml"
-SMALL = {"d_model": 16, "nhead": 2, "num_encoder_layers": 2, "d_ffn": 16, "cnn_channels": 4, "num_workers": 0}
-
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     return corpus(tmp_path_factory.mktemp("streaming") / "data", train=6, dev=2, test=2)
-
-
-def recipe(folder, data, **keys):
-    return load.opened(load.load(RECIPE, {**SMALL, "output_folder": str(folder), "data_folder": str(data), **keys}),
-                       RECIPE)
-
-
-def prepared(folder, data, **keys):
-    """A recipe whose corpus was prepared as a run does it, read again as its other ranks do."""
-    made = recipe(folder, data, **keys)
-    follows = made.task.prepare(made.keys, made.keys.corpus.prepare(show_progress=False), {})
-    made = recipe(folder, data, **{**keys, **follows})
-    made.task.encoder(made.keys)
-    return made
-
-
-def brain(made):
-    found = made.brain({"device": "cpu", "noprogressbar": True})
-    found.init_optimizers()
-    return found
 
 
 def test_every_rank_has_the_statistics_before_it_trains(data, tmp_path):
@@ -84,16 +60,7 @@ def test_a_run_with_checkpoints_computes_nothing(data, tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def run(data, tmp_path_factory):
     """A run with a checkpoint, whose statistics are not those of its corpus."""
-    folder = tmp_path_factory.mktemp("run")
-    made = prepared(folder, data)
-    overrides = {**SMALL, "output_folder": str(folder), "data_folder": str(data),
-                 "output_neurons": made.keys.output_neurons}
-    (folder / "hyperparams.yaml").write_text("# from:\n# x\n" + load.merged(RECIPE, overrides))
-    found = brain(made)
-    found.recognizer.normalize.take(torch.full((80,), -5.0), torch.full((80,), 2.0))
-    found.checkpointer.save_checkpoint(meta={"WER": 50.0, "epoch": 1})
-    found.checkpointer.wait()
-    return folder
+    return trained(tmp_path_factory.mktemp("run"), data)
 
 
 def test_what_is_scored_and_exported_has_those_of_its_checkpoint(run):

@@ -1,4 +1,4 @@
-"""Puts a bundle in place: built in a temporary folder next to it, then moved there atomically."""
+"""Puts a folder in place as a whole: built in a temporary one next to it, then moved there atomically."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from pathlib import Path
 
 from sbkit.data.lock import Lock, remove_unheld
 from sbkit.errors import SbkitError
-from sbkit.export import layout
 from sbkit.system import disk
 
 logger = logging.getLogger(__name__)
@@ -26,7 +25,7 @@ _HERE, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
 
 @contextlib.contextmanager
 def room_beside(to: Path) -> Iterator[Path]:
-    """Make a temporary folder on the bundle's disk; at the end whatever is at its path is removed."""
+    """Make a temporary folder on the disk of ``to``; at the end whatever is at its path is removed."""
     try:
         to.parent.mkdir(parents=True, exist_ok=True)
         aside, lock = _room(to)
@@ -42,7 +41,7 @@ def room_beside(to: Path) -> Iterator[Path]:
 
 
 def publish(aside: Path, to: Path, force: bool) -> None:
-    """Move the folder to ``to`` so that the old or the new bundle is there, complete, even after a power cut."""
+    """Move the folder to ``to`` so that the old or the new one is there, complete, even after a power cut."""
     aside.chmod(0o755)
     disk.sync_files(aside)
     try:
@@ -53,30 +52,36 @@ def publish(aside: Path, to: Path, force: bool) -> None:
     except OSError as error:
         if disk.refusal(error):
             raise
-        raise SbkitError(f"the bundle cannot be moved to {to}: {error.strerror}",
+        raise SbkitError(f"{to} cannot be put in place: {error.strerror}",
                          hint="choose another place with --to") from error
     disk.sync_folder(to.parent)
 
 
 def tidy(to: Path) -> None:
-    """Restore or remove what a killed export to the same place has left behind, with a warning."""
-    replaced = layout.replaced(to)
-    with contextlib.suppress(OSError):  # another export did it first, or we lack the permission
-        if replaced.exists() and not to.exists():
-            os.rename(replaced, to)
+    """Restore or remove what a process that was killed here has left behind, with a warning."""
+    before = replaced(to)
+    with contextlib.suppress(OSError):  # another process did it first, or we lack the permission
+        if before.exists() and not to.exists():
+            os.rename(before, to)
             disk.sync_folder(to.parent)
-            logger.warning("An export to %s was killed while it replaced the bundle there; the old bundle is back", to)
-    for left in (replaced, *to.parent.glob(f".{glob.escape(to.name)}.making-*")):
+            logger.warning("A process was killed while it replaced %s; what was there before is back", to)
+    for left in (before, *to.parent.glob(f".{glob.escape(to.name)}.making-*")):
         with contextlib.suppress(OSError):
             if remove_unheld(left, unless_older=_DAY):
-                logger.warning("Removed %s, left by an export that was killed", left)
+                logger.warning("Removed %s, left by a process that was killed", left)
+
+
+def replaced(folder: str | Path) -> Path:
+    """Return where a folder is kept while it is being replaced, on disks that can't exchange two folders."""
+    path = Path(folder).resolve()
+    return path.with_name(f".{path.name}.replaced")
 
 
 def _room(to: Path) -> tuple[Path, Lock]:
     """Make a folder and lock it; the lock ends with this process, even if it is killed."""
     while True:
         path = Path(tempfile.mkdtemp(prefix=f".{to.name}.making-", dir=to.parent))
-        with contextlib.suppress(FileNotFoundError):  # another export removed it before it was locked
+        with contextlib.suppress(FileNotFoundError):  # another process removed it before it was locked
             lock = Lock(path)
             if lock.take() is not False and lock.is_at(path):
                 return path, lock
@@ -98,7 +103,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 def _replace(aside: Path, to: Path) -> None:
     """Replace a folder in two steps; if killed between them, ``tidy`` restores the old one."""
-    old = layout.replaced(to)
+    old = replaced(to)
     os.rename(to, old)
     try:
         os.rename(aside, to)

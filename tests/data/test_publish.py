@@ -11,8 +11,9 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "integration"))
 from kill_points import Killer
 
+from sbkit.data import publish
 from sbkit.errors import SbkitError
-from sbkit.export import layout, publish
+from sbkit.export import layout
 from sbkit.export.layout import Config
 
 FILES = (layout.CONFIG, layout.TOKENS, layout.MODELS[layout.ONNX])
@@ -116,18 +117,18 @@ def test_what_a_killed_export_left_is_said_at_the_next(tmp_path, caplog):
     in_a_fork(killed)
     left, = hidden(to)
     export(to, 2)
-    assert f"Removed {to.parent / left}, left by an export that was killed" in caplog.text
+    assert f"Removed {to.parent / left}, left by a process that was killed" in caplog.text
     assert bundle(to) == 2 and hidden(to) == []
 
 
 def test_a_bundle_that_a_killed_export_was_replacing_is_named_and_put_back(tmp_path, caplog):
     to = tmp_path / "b"
     export(to, 1)
-    os.rename(to, layout.replaced(to))
+    os.rename(to, publish.replaced(to))
     with pytest.raises(SbkitError, match=r"b does not exist; an export that was killed left .* at .*/\.b\.replaced"):
         Config.read(to)
     publish.tidy(to)
-    assert bundle(to) == 1 and "the old bundle is back" in caplog.text
+    assert bundle(to) == 1 and "what was there before is back" in caplog.text
 
 
 def test_the_room_of_an_export_under_way_stays(tmp_path):
@@ -141,7 +142,7 @@ def test_the_room_of_an_export_under_way_stays(tmp_path):
 
 def test_a_place_taken_meanwhile_is_not_replaced_unasked(tmp_path):
     to = tmp_path / "b"
-    with pytest.raises(SbkitError, match="the bundle cannot be moved to"), publish.room_beside(to) as aside:
+    with pytest.raises(SbkitError, match="cannot be put in place"), publish.room_beside(to) as aside:
         fill(aside, 2)
         to.mkdir()
         fill(to, 1)

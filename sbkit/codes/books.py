@@ -1,0 +1,147 @@
+"""Codebooks: how many there are, of which sizes and of which codec; the one check that ids are in them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from sbkit.errors import SbkitError, first_line
+
+#: Far more than any codec has; what a damaged file claims must not be allocated.
+MOST_BOOKS, MOST_ENTRIES = 256, 1 << 24
+
+
+class InvalidCode(SbkitError):
+    """An id that is not in its codebook.
+
+    position : the index of its frame, after that of its utterance if there are several: ``(7,)`` or ``(2, 7)``
+    level : the number of its codebook, from 0
+    id : the id
+    """
+
+    def __init__(self, message: str, position: tuple[int, ...] = (), level: int = 0, id: int = 0, *,
+                 hint: str | None = None, exit_code: int | None = None):
+        super().__init__(message, hint=hint, exit_code=exit_code)
+        self.position, self.level, self.id = position, level, id
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (self.message, self.position, self.level, self.id, self.hint, self.exit_code)
+
+
+def _rebuild(message: str, position: tuple[int, ...], level: int, id: int, hint: str | None,
+             exit_code: int) -> InvalidCode:
+    return InvalidCode(message, position, level, id, hint=hint, exit_code=exit_code)
+
+
+@dataclass(frozen=True)
+class Books:
+    """The codebooks of a codec, one for each level.
+
+    sizes : number of entries of each; a table for one has exactly as many rows, and no special token is among them
+    frame_rate : frames per second
+    sample_rate : of the audio
+    codec : sha256 of the codec's weights, in hexadecimal
+    """
+
+    sizes: tuple[int, ...]
+    frame_rate: float
+    sample_rate: int
+    codec: str
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.sizes) <= MOST_BOOKS or not all(_whole(size, MOST_ENTRIES) for size in self.sizes):
+            raise SbkitError(f"the sizes of codebooks must be 1 to {MOST_BOOKS} whole numbers of 1 to {MOST_ENTRIES}, "
+                             f"not {self.sizes}")
+        object.__setattr__(self, "sizes", tuple(map(int, self.sizes)))
+        rate = self.frame_rate
+        if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not math.isfinite(rate) or rate <= 0:
+            raise SbkitError(f"frame_rate must be a number above 0, not {rate!r}")
+        if not _whole(self.sample_rate, 1 << 31):
+            raise SbkitError(f"sample_rate must be a whole number above 0, not {self.sample_rate!r}")
+        if not isinstance(self.codec, str) or not re.fullmatch(r"[0-9a-f]{64}", self.codec):
+            raise SbkitError(f"codec must be a sha256 in hexadecimal, not {self.codec!r}")
+
+    @property
+    def bit_rate(self) -> float:
+        """Bits per second, if all entries are equally likely."""
+        return self.frame_rate * sum(math.log2(size) for size in self.sizes)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The smallest type that holds every id."""
+        return np.min_scalar_type(max(self.sizes) - 1)
+
+    def check(self, codes: ArrayLike, where: str) -> np.ndarray:
+        """Return codes [T, Q] or [B, T, Q] as int64, each within its codebook, or raise; nothing is ever clamped.
+
+        Arguments
+        ---------
+        codes : whole numbers; those that pad a batch are checked like others
+        where : what holds them, for messages: a file, a request
+
+        Raises ``InvalidCode`` for the first id that isn't in its codebook.
+        """
+        try:
+            found = np.asarray(codes)
+        except (TypeError, ValueError) as error:
+            raise SbkitError(f"{where}: codes are an array of whole numbers: {first_line(error)}") from error
+        if found.ndim not in (2, 3) or found.shape[-1] != len(self.sizes):
+            raise SbkitError(f"{where}: codes are [frames, {len(self.sizes)}], one for each codebook, not "
+                             f"{list(found.shape)}")
+        if found.dtype.kind not in "iu" and not _are_whole(found):
+            raise SbkitError(f"{where}: codes are whole numbers, not {found.dtype}")
+        wrong = (found < 0) | (found >= np.array(self.sizes))
+        if wrong.any():
+            raise self._invalid(found, tuple(map(int, np.argwhere(wrong)[0])), int(wrong.sum()), where)
+        return found.astype(np.int64)
+
+    def _invalid(self, codes: np.ndarray, index: tuple[int, ...], count: int, where: str) -> InvalidCode:
+        *position, level = index
+        id = int(codes[index])
+        told = f"frame {position[-1]}" if len(position) == 1 else f"utterance {position[0]}, frame {position[1]}"
+        others = f" ({count - 1} more are out of range)" if count > 1 else ""
+        return InvalidCode(
+            f"{where}: {told}, level {level}: id {id} is not in a codebook of {self.sizes[level]} entries{others}",
+            tuple(position), level, id, hint="are they of this codec? special tokens are no codes")
+
+    def require(self, found: Books, where: str) -> None:
+        """Raise if ``found``, which ``where`` says, are other codebooks than these."""
+        differ = [f"{each.name} {_short(getattr(found, each.name))} instead of {_short(getattr(self, each.name))}"
+                  for each in fields(self) if getattr(found, each.name) != getattr(self, each.name)]
+        if differ:
+            raise SbkitError(f"{where} has codes of another codec: {', '.join(differ)}",
+                             hint="make them again with this codec, or use the codec that made them")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what a JSON file says of them."""
+        return asdict(self) | {"sizes": list(self.sizes)}
+
+    @classmethod
+    def from_dict(cls, values: object, where: str) -> Books:
+        """Read what a JSON file says of them; raises if it is anything else."""
+        names = [each.name for each in fields(cls)]
+        if not isinstance(values, Mapping) or sorted(values) != sorted(names) or not isinstance(values["sizes"], list):
+            raise SbkitError(f"{where} does not describe codebooks: it must have {', '.join(names)}")
+        try:
+            return cls(**{**values, "sizes": tuple(values["sizes"])})
+        except SbkitError as error:
+            raise SbkitError(f"{where}: {error.message}") from error
+
+
+def _whole(value: object, most: int) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and 0 < int(value) <= most
+
+
+def _are_whole(values: np.ndarray) -> bool:
+    """Whether an array of Python's numbers, which are too large for any other type, has only whole ones."""
+    return values.dtype == object and all(type(each) is int for each in values.ravel())
+
+
+def _short(value: object) -> str:
+    return f"{value[:12]}..." if isinstance(value, str) else str(value)

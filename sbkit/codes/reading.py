@@ -1,0 +1,127 @@
+"""A folder's manifest and its shards, as they are read: each is what it says, or is refused before it is allocated."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from sbkit.codes.books import Books
+from sbkit.errors import SbkitError, first_line
+from sbkit.system import disk
+
+MANIFEST = "manifest.json"
+FORMAT, VERSION = "sbkit codes", 1
+#: Of a shard: about six hours at 50 frames a second.
+MOST_FRAMES, MOST_ROWS, MOST_ROW_BYTES = 1 << 20, 1 << 16, 1 << 20
+_MANIFEST_BYTES = 64 << 20
+_COUNTS = ("utterances", "frames", "bytes")
+_AGAIN = "copy the folder again, or make it again"
+
+
+@dataclass
+class Shard:
+    """A file of codes, and what the manifest says of it."""
+
+    path: Path
+    utterances: int
+    frames: int
+    bytes: int
+    sha256: str
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """The frames of each utterance."""
+        return np.diff(self._ends["ends"], prepend=0)
+
+    def read(self, index: int) -> tuple[dict[str, str], np.ndarray]:
+        """Read the row of an utterance, and its codes [T, Q] as they are in the file."""
+        return self._row(index), self._part("codes", self._ends["ends"], index)
+
+    def _row(self, index: int) -> dict[str, str]:
+        try:
+            row = json.loads(self._part("rows", self._ends["row_ends"], index).tobytes())
+        except (ValueError, RecursionError) as error:
+            raise self._damaged(f"row {index} is not JSON") from error
+        if not isinstance(row, dict) or not {"id"} <= row.keys() <= {"id", "text", "speaker"} or not all(
+                isinstance(value, str) for value in row.values()):
+            raise self._damaged(f"row {index} must have an id, and may have a text and a speaker")
+        return row
+
+    def _part(self, name: str, ends: np.ndarray, index: int) -> np.ndarray:
+        return self._file.get_slice(name)[int(ends[index - 1]) if index else 0 : int(ends[index])]
+
+    @cached_property
+    def _file(self) -> Any:  # safetensors' reader, which has no types
+        """Open the file, if it is the one that the manifest names."""
+        try:
+            size = self.path.stat().st_size
+        except OSError:
+            raise SbkitError(f"{self.path} is missing", hint=_AGAIN) from None
+        if size != self.bytes or disk.sha256(self.path) != self.sha256:
+            raise self._damaged(f"it is not the file that {MANIFEST} names")
+        try:
+            return safe_open(self.path, framework="np")
+        except SafetensorError as error:
+            raise self._damaged(first_line(error)) from error
+
+    @cached_property
+    def _ends(self) -> dict[str, np.ndarray]:
+        """Where each utterance's codes and row end."""
+        shapes = {name: self._file.get_slice(name).get_shape() for name in sorted(self._file.keys())}
+        bytes = shapes.get("rows", [])
+        if len(shapes) != 4 or shapes.get("codes", [])[:1] != [self.frames] or len(bytes) != 1 or any(
+                shapes.get(name) != [self.utterances] for name in ("ends", "row_ends")):
+            raise self._damaged(f"it holds {shapes}")
+        found = {name: self._file.get_tensor(name) for name in ("ends", "row_ends")}
+        for name, end, most in (("ends", self.frames, MOST_FRAMES), ("row_ends", bytes[0], MOST_ROW_BYTES)):
+            steps = np.diff(found[name], prepend=0)
+            if found[name].dtype != np.int64 or steps.min() < 1 or steps.max() > most or found[name][-1] != end:
+                raise self._damaged(f"{name} are no ends of utterances")
+        return found
+
+    def _damaged(self, what: str) -> SbkitError:
+        return SbkitError(f"{self.path} is damaged: {what}", hint=_AGAIN)
+
+    def described(self) -> dict[str, Any]:
+        """Return what the manifest says of it."""
+        return {"file": self.path.name} | {name: getattr(self, name) for name in _COUNTS} | {"sha256": self.sha256}
+
+
+def read_manifest(folder: Path) -> tuple[Books, list[Shard]]:
+    """Read what a folder of codes has."""
+    path = folder / MANIFEST
+    try:
+        if path.stat().st_size > _MANIFEST_BYTES:
+            raise SbkitError(f"{path} has {disk.size(path.stat().st_size)}: it is no manifest of codes")
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise SbkitError(f"{folder} " + (f"has no codes: there is no {MANIFEST} in it" if folder.is_dir() else
+                                         "does not exist"), hint="sbkit tokenize makes such a folder") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise SbkitError(f"{path} cannot be read: {first_line(error)}") from error
+    if not isinstance(values, dict) or values.get("format") != FORMAT:
+        raise SbkitError(f"{path} does not describe codes")
+    if values.get("version") != VERSION:
+        raise SbkitError(f"{path} has version {values.get('version')!r}, but this sbkit reads version {VERSION}",
+                         hint="install a newer sbkit")
+    books = Books.from_dict(values.get("books"), f"{path}: books")
+    shards = values.get("shards")
+    if not isinstance(shards, list) or not shards or not all(map(_is_shard, shards)):
+        raise SbkitError(f"{path}: shards must be a list that gives each file's name, utterances, frames, size and "
+                         "sha256", hint=_AGAIN)
+    return books, [Shard(folder / each.pop("file"), **each) for each in shards]
+
+
+def _is_shard(value: object) -> bool:
+    return (isinstance(value, dict) and value.keys() == {"file", *_COUNTS, "sha256"}
+            and all(isinstance(value[name], str) for name in ("file", "sha256"))
+            and re.fullmatch(r"[\w-]+\.safetensors", value["file"]) is not None
+            and all(type(value[name]) is int and value[name] > 0 for name in _COUNTS)
+            and value["utterances"] <= MOST_ROWS and value["frames"] <= MOST_FRAMES)

@@ -1,0 +1,168 @@
+"""Codes of a corpus on disk: shards, and a manifest that says of which codec they are and what belongs to them.
+
+    FOLDER/manifest.json               the codebooks, and each shard's utterances, frames, size and sha256
+    FOLDER/codes-00000.safetensors     codes [frames, levels], rows (JSON), and where those of each utterance end
+
+Nothing in it can be a pickle. A folder is there as a whole or not at all; what a damaged file claims is compared with
+its size before anything is allocated, and an utterance is read alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+from safetensors.numpy import save_file
+
+from sbkit.codes.books import Books, InvalidCode
+from sbkit.codes.reading import FORMAT, MANIFEST, MOST_FRAMES, MOST_ROW_BYTES, MOST_ROWS, VERSION, Shard, read_manifest
+from sbkit.data import publish
+from sbkit.errors import SbkitError
+from sbkit.system import disk
+
+
+@dataclass(frozen=True)
+class Utterance:
+    """An utterance's codes [T, Q] int64, and what was said by whom."""
+
+    id: str
+    codes: np.ndarray
+    text: str | None = None
+    speaker: str | None = None
+
+
+class Codes:
+    """Reads a folder of codes; refuses it before any code is read if it is of another codec.
+
+    >>> codes = Codes("tokens", books)      # doctest: +SKIP
+    >>> codes[0].codes                      # [T, Q], each id within its codebook    # doctest: +SKIP
+
+    Arguments
+    ---------
+    folder : made by :func:`writing`
+    books : the codebooks that they must be of; None takes what there is, as :attr:`books`
+    """
+
+    def __init__(self, folder: str | Path, books: Books | None = None):
+        self.folder = Path(folder)
+        self.books, self._shards = read_manifest(self.folder)
+        if books is not None:
+            books.require(self.books, str(self.folder / MANIFEST))
+        self._starts = [0, *accumulate(shard.utterances for shard in self._shards)]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, index: int) -> Utterance:
+        """Read an utterance; raises ``InvalidCode`` if an id isn't in its codebook."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"there are {len(self)} utterances, so none has the number {index}")
+        number = int(np.searchsorted(self._starts, index, side="right")) - 1
+        shard = self._shards[number]
+        row, codes = shard.read(index - self._starts[number])
+        return Utterance(codes=self.books.check(codes, f"{shard.path}, {row['id']}"), **row)
+
+    def __iter__(self) -> Iterator[Utterance]:
+        return (self[index] for index in range(len(self)))
+
+    @property
+    def frames(self) -> np.ndarray:
+        """The frames of each utterance [N], without reading their codes."""
+        return np.concatenate([shard.lengths for shard in self._shards])
+
+    def check(self) -> None:
+        """Raise if an id of any utterance isn't in its codebook, before something is trained on them."""
+        first, count = None, 0
+        for index in range(len(self)):
+            try:
+                self[index]
+            except InvalidCode as error:
+                first, count = first or error, count + 1
+        if first is not None:
+            raise InvalidCode(f"{first.message}; {count} of {len(self)} utterances have such ids", first.position,
+                              first.level, first.id, hint=first.hint)
+
+
+class Writer:
+    """Writes utterances into the shards of a folder."""
+
+    def __init__(self, folder: Path, books: Books, shard_frames: int):
+        self._folder, self._books, self._most = folder, books, shard_frames
+        self._ids: set[str] = set()
+        self._codes: list[np.ndarray] = []
+        self._rows: list[bytes] = []
+        self._frames = 0
+        self._shards: list[dict[str, Any]] = []
+
+    def add(self, id: str, codes: ArrayLike, text: str | None = None, speaker: str | None = None) -> None:
+        """Append an utterance's codes [T, Q]; raises ``InvalidCode`` if an id isn't in its codebook."""
+        if not id or id in self._ids:
+            raise SbkitError(f"two utterances have the id {id!r}" if id else "an utterance has no id")
+        found = self._books.check(codes, id)
+        if found.ndim != 2 or not 0 < len(found) <= MOST_FRAMES:
+            raise SbkitError(f"{id}: the codes of an utterance are [frames, levels] with 1 to {MOST_FRAMES} frames, "
+                             f"not {list(found.shape)}")
+        values = {"id": id, "text": text, "speaker": speaker}
+        row = json.dumps({name: value for name, value in values.items() if value is not None}).encode()
+        if len(row) > MOST_ROW_BYTES:
+            raise SbkitError(f"{id[:100]}: its id, text and speaker have {disk.size(len(row))}, but at most "
+                             f"{disk.size(MOST_ROW_BYTES)} are kept")
+        if self._codes and (self._frames + len(found) > self._most or len(self._rows) == MOST_ROWS):
+            self._write()
+        self._ids.add(id)
+        self._codes.append(found.astype(self._books.dtype))
+        self._rows.append(row)
+        self._frames += len(found)
+
+    def close(self) -> None:
+        """Write what is left, and the manifest."""
+        if self._codes:
+            self._write()
+        if not self._shards:
+            raise SbkitError("there are no codes to write: no utterance was added")
+        (self._folder / MANIFEST).write_text(json.dumps(
+            {"format": FORMAT, "version": VERSION, "books": self._books.to_dict(), "shards": self._shards},
+            indent=1) + "\n", encoding="utf-8")
+
+    def _write(self) -> None:
+        path = self._folder / f"codes-{len(self._shards):05d}.safetensors"
+        tensors = {"codes": np.concatenate(self._codes), "ends": np.cumsum([len(each) for each in self._codes]),
+                   "rows": np.frombuffer(b"".join(self._rows), np.uint8),
+                   "row_ends": np.cumsum([len(each) for each in self._rows])}
+        save_file(tensors, path)
+        shard = Shard(path, len(self._rows), len(tensors["codes"]), path.stat().st_size, disk.sha256(path))
+        self._shards.append(shard.described())
+        self._codes, self._rows, self._frames = [], [], 0
+
+
+@contextlib.contextmanager
+def writing(folder: str | Path, books: Books, force: bool = False, shard_frames: int = MOST_FRAMES) -> Iterator[Writer]:
+    """Write a folder of codes, which is there once the block has ended without an error.
+
+    >>> with writing("tokens", books) as out:       # doctest: +SKIP
+    ...     out.add("utt-1", codes, text="hello")
+
+    Arguments
+    ---------
+    folder : is made, or replaced with ``force``
+    books : the codebooks of all codes
+    shard_frames : frames of a shard
+    """
+    to = Path(folder).resolve()
+    publish.tidy(to)
+    if to.exists() and not force:
+        raise SbkitError(f"{folder} exists", hint="choose another folder, or replace it with --force")
+    if to.exists() and not (to / MANIFEST).is_file() and (not to.is_dir() or any(to.iterdir())):
+        raise SbkitError(f"{folder} is no folder of codes, so it is not replaced", hint="choose another one")
+    with publish.room_beside(to) as aside:
+        out = Writer(aside, books, min(shard_frames, MOST_FRAMES))
+        yield out
+        out.close()
+        publish.publish(aside, to, force)

@@ -1,0 +1,34 @@
+"""``sbkit listen``: show words while somebody speaks."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from sbkit.commands.options import add_search, count
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("bundle", metavar="BUNDLE", type=Path,
+                        help="the folder that sbkit export made, of a model that learnt in chunks")
+    parser.add_argument("source", metavar="-", nargs="?", choices=["-"],
+                        help="16-bit little-endian PCM of one channel from stdin (default: the microphone)")
+    parser.add_argument("--rate", type=count, metavar="HERTZ", help="samples per second (default: the model's)")
+    parser.add_argument("--chunk", type=count, metavar="MS", help="milliseconds that are heard at once, one of the "
+                        "model's sizes: words come sooner, or are better (default: the one in their middle)")
+    parser.add_argument("--json", action="store_true", help="write an object a line: partial, final, end")
+    parser.add_argument("--microphone", metavar="NAME", help="its number or a part of its name, as "
+                        "python -m sounddevice lists them (default: the system's)")
+    parser.add_argument("--model", default="auto", help="onnx, int8 (on a CPU) or torch "
+                        "(default: the first that the bundle has)")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument("--threads", type=count, help="CPU threads of the model (default: all available)")
+    add_search(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Listen and return the exit code."""
+    from sbkit.infer.listening import ListenRequest, listen
+
+    return listen(ListenRequest(**{name: getattr(args, name) for name in ListenRequest.__dataclass_fields__}))

@@ -1,0 +1,31 @@
+"""``sbkit speak``: speak a text with an exported voice."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from sbkit.commands.options import count
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("bundle", metavar="BUNDLE", type=Path, help="a voice's folder that sbkit export made")
+    parser.add_argument("text", metavar="TEXT", nargs="?", help="what to say; - reads it from stdin")
+    parser.add_argument("--file", type=Path, help="say what this file has: text in UTF-8 of any length")
+    parser.add_argument("--to", required=True, metavar="FILE",
+                        help="out.wav, .flac, .mp3, .opus or .ogg; - writes 16-bit WAV to stdout")
+    parser.add_argument("--voice", metavar="NAME", help="one of the bundle's voices (default: its first)")
+    parser.add_argument("--speed", type=float, default=1.0, help="0.25 to 4 (1)")
+    parser.add_argument("--skip-unknown", action="store_true",
+                        help="leave characters out that the voice never learnt, instead of refusing the text")
+    parser.add_argument("--model", default="auto", help="onnx or torch (default: the first that the bundle has)")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument("--threads", type=count, help="CPU threads of the model (default: all available)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Speak and return the exit code."""
+    from sbkit.infer.speaking import SpeakRequest, speak
+
+    return speak(SpeakRequest(**{name: getattr(args, name) for name in SpeakRequest.__dataclass_fields__}))

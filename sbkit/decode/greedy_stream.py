@@ -1,0 +1,102 @@
+"""Greedy CTC of a stream: the best label of every frame, as the frames come; needs only numpy."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+
+from sbkit.decode.best_path import best_path
+from sbkit.decode.heard import Heard, Spelling, settled
+from sbkit.decode.spans import Spans, sums
+
+_NOTHING = Spans(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32))
+
+
+class GreedyStream:
+    """Decodes a stream greedily: its words, times and confidences are those of decoding all of it at once, with pauses
+    that end words (``sbkit.decode.spans.words``). Only a word longer than ``LONGEST_SECONDS`` is ended earlier.
+
+    A word is settled as soon as the next has begun or a pause followed, so that only one word is kept.
+    """
+
+    quick = True
+
+    def __init__(self, spelling: Spelling, blank_id: int = 0):
+        self.spelling, self.blank_id = spelling, blank_id
+        self._said = np.ones(len(spelling.symbols), bool)
+        self._said[[blank_id, *spelling.silent]] = False
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin a fresh stream."""
+        self._frames = 0
+        self._label, self._began, self._sum = self.blank_id, 0, 0.0  # the run of frames that may go on
+        self._open = _NOTHING  # complete tokens of words that aren't settled
+        self._in_line = False  # whether a word of this line was settled
+
+    def feed(self, log_probs: np.ndarray) -> list[Heard]:
+        """Hear log-probabilities [T, V]; see ``sbkit.decode.heard.StreamSearch``."""
+        self.spelling.check(log_probs)
+        labels, confidence = best_path(log_probs[None], np.array([len(log_probs)]), self.blank_id)
+        return self.hear(labels[0], confidence[0])
+
+    def hear(self, labels: np.ndarray, confidence: np.ndarray) -> list[Heard]:
+        """Hear the best labels [T] of frames and their probabilities [T], which ``best_path`` finds for many streams
+        at once."""
+        tokens, going_on = self._tokens(labels, confidence)
+        lines = self._lines(tokens)
+        heard = [line for line in map(self._close, lines[:-1]) if line is not None]
+        rest = lines[-1]
+        groups = self.spelling.groups(rest, self.spelling.longest)
+        count, first = settled(groups)
+        words = self.spelling.write(groups[:count], rest)
+        self._in_line |= bool(words)
+        self._open = _part(rest, first, len(rest) - going_on)
+        now = Heard(words, self.spelling.write(groups[count:], rest), False, self._frames * self.spelling.frame_seconds)
+        return [*heard, now] if words or now.partial or not heard else heard
+
+    def finish(self) -> Heard:
+        """Settle what is left: the stream is over."""
+        tokens, _ = self._tokens(np.zeros(0, np.int64), np.zeros(0, np.float32))
+        words = self.spelling.write(self.spelling.groups(tokens, self.spelling.longest), tokens)
+        over = self._in_line or bool(words)
+        self._open, self._label, self._in_line = _NOTHING, self.blank_id, False
+        return Heard(words, [], over, self._frames * self.spelling.frame_seconds)
+
+    def _tokens(self, labels: np.ndarray, confidence: np.ndarray) -> tuple[Spans, bool]:
+        """The tokens that aren't settled, and whether the last of them may go on; the frames are counted in."""
+        labels = np.concatenate([[self._label], labels])
+        weights = np.concatenate([[self._sum], confidence])
+        begins = np.ones(len(labels), bool)
+        begins[1:] = labels[1:] != labels[:-1]
+        starts, total = np.flatnonzero(begins), sums(begins, weights)
+        ids = labels[starts]
+        starts = starts - 1 + self._frames
+        starts[0] = self._began
+        self._frames += len(labels) - 1
+        ends = np.append(starts[1:], self._frames)
+        self._label, self._began, self._sum = int(ids[-1]), int(starts[-1]), float(total[-1])
+        said = self._said[ids]
+        mean = (total[said] / (ends - starts)[said]).astype(np.float32)
+        columns = (ids[said], starts[said], ends[said], mean)
+        before = (self._open.ids, self._open.starts, self._open.ends, self._open.confidence)
+        return Spans(*map(np.concatenate, zip(before, columns, strict=True))), bool(said[-1])
+
+    def _lines(self, tokens: Spans) -> list[Spans]:
+        """Split tokens at pauses; the last part, which may be empty, is the line that goes on."""
+        gaps = np.append(tokens.starts[1:], self._frames)[:len(tokens)] - tokens.ends
+        cuts = [0, *(np.flatnonzero(gaps >= self.spelling.pause) + 1).tolist(), len(tokens)]
+        return [_part(tokens, start, stop) for start, stop in pairwise(cuts)]
+
+    def _close(self, line: Spans) -> Heard | None:
+        """Settle the rest of a line that a pause ends; None if nothing was said in it."""
+        words = self.spelling.write(self.spelling.groups(line, self.spelling.longest), line)
+        over, self._in_line = self._in_line or bool(words), False
+        if not over:
+            return None
+        return Heard(words, [], True, self.spelling.after_pause(int(line.ends[-1])) * self.spelling.frame_seconds)
+
+
+def _part(spans: Spans, start: int, stop: int) -> Spans:
+    return Spans(spans.ids[start:stop], spans.starts[start:stop], spans.ends[start:stop], spans.confidence[start:stop])

@@ -1,0 +1,112 @@
+"""What has been heard of a stream so far, and how its tokens are written; needs only numpy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from sbkit.decode.spans import PAUSE_SECONDS, WORD_START, Group, Spans, Word, grouped, written
+from sbkit.errors import SbkitError
+
+#: A word, or what waits for a word to be settled, is ended after this long: a stream has to be bounded.
+LONGEST_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What is new after a piece of a stream. Times are seconds from the first sample."""
+
+    settled: list[Word]
+    """Words that nothing can change any more, since the last ``Heard``."""
+    partial: list[Word]
+    """All words after the settled ones: they may change."""
+    endpoint: bool
+    """The line is over: its last word was followed by a pause, or by the end of the stream."""
+    seconds: float
+    """Until when it was heard."""
+
+
+class StreamSearch(Protocol):
+    """Decodes one stream. What it has heard after a number of frames doesn't depend on how they were cut in pieces."""
+
+    quick: bool
+    """Whether a piece takes less time than handing it to another thread would."""
+
+    def feed(self, log_probs: np.ndarray) -> list[Heard]:
+        """Hear log-probabilities [T, V]: one ``Heard`` for each line that ends there, and one for the line that goes
+        on. Refused ones leave the stream as it was."""
+
+    def finish(self) -> Heard:
+        """Settle what is left; afterwards, only :meth:`reset` is of use."""
+
+    def reset(self) -> None:
+        """Begin a fresh stream."""
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """How tokens are written as words.
+
+    Arguments
+    ---------
+    symbols : the tokens in order of their ids
+    frame_seconds : seconds from one frame to the next
+    silent : ids without text, such as the blank
+    separator : marks a word's start; None makes every token a word
+    """
+
+    symbols: Sequence[str]
+    frame_seconds: float
+    silent: Collection[int] = (0,)
+    separator: str | None = WORD_START
+
+    @property
+    def pause(self) -> float:
+        """The frames without a token that end a word and a line."""
+        return PAUSE_SECONDS / self.frame_seconds
+
+    @property
+    def longest(self) -> float:
+        """The most frames of a word, or of what waits for a word to be settled."""
+        return LONGEST_SECONDS / self.frame_seconds
+
+    def groups(self, spans: Spans, longest: float | None = None) -> list[Group]:
+        """Assign the tokens of a stretch to words."""
+        return grouped(spans, self.symbols.__getitem__, skip=self.silent, separator=self.separator, pause=self.pause,
+                       longest=longest)
+
+    def write(self, groups: Sequence[Group], spans: Spans) -> list[Word]:
+        """Write the words of ``spans``, whose frames count from the first of the stream."""
+        return written(groups, spans, self.frame_seconds)
+
+    def after_pause(self, end: int) -> int:
+        """The first frame by which a pause has followed a token that ended at frame ``end``."""
+        frame = end + math.floor(self.pause)
+        return frame if frame - end >= self.pause else frame + 1
+
+    def check(self, log_probs: np.ndarray) -> None:
+        """Refuse what can't be log-probabilities [T, V] of these tokens."""
+        if log_probs.ndim != 2 or log_probs.shape[1] != len(self.symbols) or log_probs.dtype.kind != "f":
+            raise SbkitError(f"a piece of a stream is {log_probs.dtype} {[*log_probs.shape]}, but must be float "
+                             f"[frames, {len(self.symbols)}]", hint="do the tokens belong to this model?")
+        best = log_probs.max(-1) if len(log_probs) else np.zeros(0)
+        wrong = np.flatnonzero(~np.isfinite(best))
+        if len(wrong):
+            raise SbkitError(f"the model's output for frame {wrong[0]} of a piece of a stream is not a number",
+                             hint="are the samples numbers? otherwise the model's weights may be damaged")
+        if len(best) and best.max() > 1e-3:
+            raise SbkitError(f"the search needs log-probabilities but got scores of up to {best.max():.3g}",
+                             hint="apply log_softmax to the model's output")
+
+
+def settled(groups: Sequence[Group]) -> tuple[int, int]:
+    """Count the words [of groups] that the tokens after them can't change, and give the first token of the rest.
+
+    A word is settled once a token that says nothing of it has begun the next.
+    """
+    count = next((i for i in range(len(groups) - 1, 0, -1) if groups[i].alone), 0)
+    return count, groups[count].opener if count else 0

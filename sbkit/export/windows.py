@@ -1,0 +1,91 @@
+"""Cuts a stream's samples into the windows that its graph takes. Needs only numpy."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from sbkit.export.layout import Config
+
+
+class Window(NamedTuple):
+    """What a graph takes for one chunk."""
+
+    samples: np.ndarray
+    """``[S]`` float32."""
+    frames: int
+    """Feature frames that are real, fewer than others only at a stream's end."""
+
+
+class Windows:
+    """The windows of one stream, as its samples come.
+
+    It keeps less than two windows of samples, however long the stream is.
+
+    Arguments
+    ---------
+    config : of a model that takes streams
+    chunk : output frames of a chunk, one of the model's sizes
+    """
+
+    def __init__(self, config: Config, chunk: int):
+        assert config.streaming is not None, "asked of models that take streams"
+        self.hop, self.before, self.after = config.hop_samples, config.streaming.before, config.streaming.after
+        self.size, self.samples = self.hop + config.streaming.overlap, config.window(chunk)
+        self.frames = chunk * config.subsampling
+        """Feature frames of a full window."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin another stream."""
+        self.seen = self.given = self._start = 0
+        """Samples that came and frames that were given so far, and the first sample that is kept."""
+        self._kept = np.zeros(0, np.float32)
+
+    @property
+    def wanted(self) -> int:
+        """How many more samples complete the next window."""
+        return self._first() + self.samples - self.seen
+
+    def feed(self, samples: np.ndarray) -> list[Window]:
+        """Take the next samples [N], any number of them, and return the windows that they complete."""
+        self._kept = np.concatenate([self._kept, np.asarray(samples, np.float32)])
+        self.seen += len(samples)
+        windows = []
+        while self.wanted <= 0:
+            windows.append(self._next(self.frames))
+        self._forget()
+        return windows
+
+    def finish(self) -> list[Window]:
+        """Return the windows that remain at the stream's end; then another one may begin."""
+        windows = []
+        left = (self.before + self.seen + self.after - self.size) // self.hop + 1 - self.given
+        while left > 0:
+            windows.append(self._next(min(left, self.frames)))
+            left -= self.frames
+        self.reset()
+        return windows
+
+    def _first(self) -> int:
+        """Return the place of the next window's first sample; below 0: in the mirror image."""
+        return self.given * self.hop - self.before
+
+    def _next(self, frames: int) -> Window:
+        window = np.zeros(self.samples, np.float32)
+        first, used = self._first(), (frames - 1) * self.hop + self.size
+        if first >= 0 and first + used <= self.seen:
+            window[:used] = self._kept[first - self._start:][:used]
+        else:
+            places = np.arange(first, first + used) % (2 * self.seen)
+            places = np.minimum(places, 2 * self.seen - 1 - places)  # those beyond an end are in its mirror image
+            window[:used] = self._kept[places - self._start]
+        self.given += frames
+        return Window(window, frames)
+
+    def _forget(self) -> None:
+        """Drop the samples that neither the next window nor the mirror image at the end will need."""
+        start = min(self._first(), self.seen - self.size)
+        if start > self._start:
+            self._kept, self._start = self._kept[start - self._start:].copy(), start

@@ -1,0 +1,51 @@
+"""The format of a bundle's model that is run, and its file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import util
+from pathlib import Path
+
+from sbkit.errors import SbkitError
+from sbkit.export import layout
+
+AUTO = "auto"
+_PREFERRED = (layout.ONNX, layout.INT8, layout.TORCH)
+_NEEDS = {layout.ONNX: "onnxruntime", layout.INT8: "onnxruntime", layout.TORCH: "torch"}
+
+
+def choose(folder: Path, models: Mapping[str, str], model: str, kind: str = "model") -> str:
+    """Return the format to run.
+
+    Arguments
+    ---------
+    folder : the bundle
+    models : the file of each format that it has
+    model : the format that was asked for; ``auto``: the first that an installed package runs
+    kind : what the files are called in messages
+    """
+    there = [name for name in _PREFERRED if name in models]
+    usable = [name for name in there if util.find_spec(_NEEDS[name])]
+    if model == AUTO:
+        if not usable:
+            raise SbkitError(f"no installed package runs a {kind} of {folder} "
+                             f"({', '.join(there) or 'it has none'})", hint="pip install onnxruntime")
+        return usable[0]
+    if model not in _PREFERRED:
+        raise SbkitError(f"there is no model {model!r}", hint=f"use {', '.join((AUTO, *_PREFERRED))}")
+    if model not in there:
+        raise SbkitError(f"{folder} has no {model} {kind}", hint=f"it has {', '.join(there) or 'none'}")
+    if model not in usable:
+        raise SbkitError(f"the {model} {kind} needs {_NEEDS[model]}", hint=f"pip install {_NEEDS[model]}")
+    return model
+
+
+def check_file(path: Path, config: layout.Bundle) -> None:
+    """Report a missing or truncated file, before a library complains about protobufs."""
+    expected = config.files.get(path.name, {}).get("bytes")
+    try:
+        actual = path.stat().st_size
+    except OSError:
+        raise SbkitError(f"{path} is missing", hint="copy the bundle again") from None
+    if expected is not None and actual != expected:
+        raise SbkitError(f"{path} has {actual} bytes, but the export wrote {expected}", hint="copy the bundle again")

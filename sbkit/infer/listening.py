@@ -1,0 +1,140 @@
+"""Listens to a microphone or to a program's samples, and shows the words as they come."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+from sbkit.decode.heard import Heard
+from sbkit.decode.search_options import search
+from sbkit.infer.captions import Captions, Json, Plain, Terminal
+from sbkit.infer.decoding import decoder
+from sbkit.infer.formats import AUTO
+from sbkit.infer.inputs import STDIN
+from sbkit.infer.lines import Lines
+from sbkit.infer.sound_sources import Microphone, Pcm, SoundSource
+from sbkit.infer.stream import Stream
+from sbkit.infer.stream_engine import StreamEngine
+
+_STOPPED = 128 + signal.SIGINT
+
+
+@dataclass(frozen=True)
+class ListenRequest:
+    """What to listen to, and how.
+
+    bundle : the folder that ``sbkit export`` made
+    source : ``-`` for 16-bit PCM from standard input; None for the microphone
+    rate : samples per second; None: the model's, or what the microphone has
+    microphone : its number, or a part of its name
+    chunk : milliseconds that are heard at once; None: the model's middle size
+    json : write objects for programs
+    lm, lm_weight, word_score, beam : options of a search with a language model
+    hot_words : phrases to expect, each optionally followed by ``=BOOST``; ``@FILE`` has one per line
+    """
+
+    bundle: Path
+    source: str | None = None
+    rate: int | None = None
+    microphone: str | None = None
+    chunk: int | None = None
+    json: bool = False
+    model: str = AUTO
+    device: str = AUTO
+    threads: int | None = None
+    lm: str | None = None
+    lm_weight: float | None = None
+    word_score: float | None = None
+    beam: int | None = None
+    hot_words: Sequence[str] = ()
+
+    @property
+    def search(self) -> dict[str, Any] | None:
+        """The options of the requested search; None without one."""
+        return search(self.lm, self.lm_weight, self.word_score, self.beam, self.hot_words)
+
+
+class CtrlC(AbstractContextManager["CtrlC"]):
+    """Has Ctrl-C interrupt the wait for an item, and not what is done with it, which may be half done then."""
+
+    def __enter__(self) -> CtrlC:
+        self._pressed = self._holds = False
+        self._before = signal.getsignal(signal.SIGINT)
+        if self._before is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, self._press)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def only_between(self, items: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+        """Give the items, and hold Ctrl-C back while there is one; pressed twice, it interrupts all the same."""
+        for item in items:
+            self._holds = True
+            yield item
+            self._holds = False
+            if self._pressed:
+                raise KeyboardInterrupt
+
+    def _press(self, _signum: int, _frame: FrameType | None) -> None:
+        if self._pressed or not self._holds:
+            raise KeyboardInterrupt
+        self._pressed = True
+
+
+def listen(request: ListenRequest) -> int:
+    """Listen until the samples end, or to Ctrl-C, and return the exit code."""
+    with CtrlC() as ctrl_c:
+        try:
+            with StreamEngine(request.bundle, request.model, request.device, request.threads, most=1) as engine:
+                return _listen(engine, request, ctrl_c)
+        except KeyboardInterrupt:  # before there was anything to hear, or while the rest was heard
+            return _STOPPED
+
+
+def _listen(engine: StreamEngine, request: ListenRequest, ctrl_c: CtrlC) -> int:
+    source = _source(request, engine.config.sample_rate)
+    stream = Stream(engine, decoder(engine.vocabulary, request.search), request.chunk, source.rate)
+    print(f"{engine.running}\nlistening to {source.name} at {source.rate} Hz in chunks of "
+          f"{1000 * stream.chunk_seconds:g} ms; Ctrl-C ends it", file=sys.stderr)
+    captions, lines, code = _captions(engine, request), Lines(), 0
+
+    def show(heard: list[Heard]) -> None:
+        for each in heard:
+            for line in lines.add(each):
+                captions.show(line)
+
+    try:
+        try:
+            for samples in ctrl_c.only_between(source):
+                show(stream.feed(samples))
+        except KeyboardInterrupt:
+            code = _STOPPED
+        rest = stream.finish()
+        show(rest)
+        captions.end(rest[-1].seconds)
+    finally:
+        captions.close()
+    return code
+
+
+def _source(request: ListenRequest, own: int) -> SoundSource:
+    if request.source == STDIN:
+        return Pcm(open(sys.stdin.fileno(), "rb", closefd=False), request.rate or own)
+    return Microphone(request.rate, own, request.microphone)
+
+
+def _captions(engine: StreamEngine, request: ListenRequest) -> Captions:
+    if request.json:
+        return Json(engine.vocabulary.text, sys.stdout)
+    if sys.stdout.isatty():
+        return Terminal(engine.vocabulary.space, sys.stdout)
+    return Plain(engine.vocabulary.text, sys.stdout)

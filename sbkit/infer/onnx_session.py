@@ -1,0 +1,140 @@
+"""Sessions of ONNX Runtime that run on the device that was asked for, proven by one inference."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from sbkit.errors import SbkitError, first_line
+from sbkit.infer.device import Device, Unmet
+from sbkit.infer.interface import Interface
+from sbkit.system.environment import onnxruntimes
+
+CUDA, CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
+#: cuDNN picks an algorithm by heuristics rather than trying all of them for each new length; fp32 sums stay fp32,
+#: because TF32 would round the quiet bands of the features, which are part of the graph, to 10 bits.
+_CUDA_OPTIONS = {"cudnn_conv_algo_search": "HEURISTIC", "use_tf32": "0"}
+_RECORD_PROVIDERS = "session.record_ep_graph_assignment_info"  # ignored before 1.24
+_LIBRARIES = ("are the CUDA and cuDNN libraries of this onnxruntime-gpu installed? "
+              "pip install 'onnxruntime-gpu[cuda,cudnn]' installs them")
+
+Session = Any  # onnxruntime.InferenceSession, which has no types
+
+
+@dataclass
+class Proven:
+    """A session that has made an inference on its device."""
+
+    session: Session
+    device: str
+    provider: str
+    version: str
+    operators: dict[str, int]
+    """How many operators of the graph each provider runs, if this version of ONNX Runtime tells."""
+    note: str = ""
+    """What differs from what was asked of the device."""
+
+
+def open_session(path: Path, device: Device, threads: int | None, interface: Interface, spin: bool = True) -> Proven:
+    """Open a session on a device and make one inference there.
+
+    spin : its threads wait for each other actively, which is fastest for one run and takes twice the processor time of
+        many small ones
+
+    Its device is read back, before and after the inference: a provider whose libraries are missing is still in the
+    list of available ones, and a session made with it runs on the CPU without an error. The operators are counted: a
+    session may have the provider and give it nothing to do.
+    """
+    runtime = load_runtime()
+    if device.gpu is not None:
+        _check_has_cuda(runtime)
+        if hasattr(runtime, "preload_dlls"):
+            runtime.preload_dlls()  # CUDA and cuDNN as installed by pip, which the loader doesn't find
+    session = _made(runtime, path, device, _settings(runtime, threads, spin))
+    _check_device(session, device)
+    interface.check(path, [each.name for each in session.get_inputs()], [each.name for each in session.get_outputs()])
+    try:
+        session.run(None, dict(interface.inputs))
+    except Exception as error:
+        if device.gpu is not None:
+            raise Unmet(f"an inference of {path.name} failed there: {first_line(error)}", hint=_LIBRARIES) from error
+        raise SbkitError(f"{path} can't be run: {first_line(error)}", hint="export it again") from error
+    _check_device(session, device)
+    operators = _operators(session)
+    note = ""
+    if device.gpu is not None:
+        if operators and CUDA not in operators:
+            raise Unmet(f"onnxruntime runs all operators of {path.name} on {' and '.join(operators)}",
+                        hint="it has no CUDA kernels for them; use --device cpu")
+        if session.get_provider_options()[CUDA].get("use_tf32") != "0":
+            note = f"onnxruntime {runtime.__version__} computes with TF32 (10 bits), which can't be turned off"
+    return Proven(session, str(device), session.get_providers()[0], runtime.__version__, operators, note)
+
+
+def load_runtime() -> ModuleType:
+    """Import the one ONNX Runtime there is; raises if two builds share its folder, or one was removed from there."""
+    builds = list(onnxruntimes())
+    if len(builds) > 1:
+        raise SbkitError(f"{' and '.join(builds)} are both installed, and each overwrote files of the other",
+                         hint=f"pip uninstall -y {' '.join(builds)}, then install the one you want")
+    import onnxruntime
+
+    if not hasattr(onnxruntime, "InferenceSession"):
+        raise SbkitError("onnxruntime is installed only in part: another build of it was removed",
+                         hint=f"pip install --force-reinstall {builds[0] if builds else 'onnxruntime'}")
+    return onnxruntime
+
+
+def _check_has_cuda(runtime: ModuleType) -> None:
+    if CUDA not in runtime.get_available_providers():
+        build = next(iter(onnxruntimes()), "onnxruntime")
+        raise Unmet(f"this {build} ({runtime.__version__}) has no CUDA",
+                    hint=f"pip uninstall -y {build}; pip install onnxruntime-gpu; or use --device cpu")
+
+
+def _settings(runtime: ModuleType, threads: int | None, spin: bool) -> Any:  # onnxruntime.SessionOptions
+    settings = runtime.SessionOptions()
+    settings.log_severity_level = 3
+    settings.add_session_config_entry(_RECORD_PROVIDERS, "1")
+    if threads:
+        settings.intra_op_num_threads = threads
+    if not spin:
+        settings.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    return settings
+
+
+def _made(runtime: ModuleType, path: Path, device: Device, settings: Any) -> Session:  # onnxruntime.SessionOptions
+    providers: list[Any] = [CPU]  # names, or pairs of a name and options
+    if device.gpu is not None:
+        providers.insert(0, (CUDA, {"device_id": str(device.gpu), **_CUDA_OPTIONS}))
+    try:
+        return runtime.InferenceSession(str(path), settings, providers=providers, enable_fallback=0)
+    except Exception as error:
+        if device.gpu is not None:
+            raise Unmet(f"{path.name} can't be opened there: {first_line(error)}") from error
+        raise SbkitError(f"{path} can't be loaded: {first_line(error)}",
+                         hint="is the file complete? export it again") from error
+
+
+def _check_device(session: Session, device: Device) -> None:
+    """Raise if a session runs elsewhere."""
+    provider = session.get_providers()[0]
+    if device.gpu is None:
+        if provider != CPU:
+            raise SbkitError(f"cpu was requested, but onnxruntime took {provider}")
+        return
+    if provider != CUDA:
+        raise Unmet(f"onnxruntime fell back to {provider}", hint=_LIBRARIES)
+    number = session.get_provider_options()[CUDA].get("device_id")
+    if number != str(device.gpu):
+        raise Unmet(f"onnxruntime took cuda:{number}", hint="nvidia-smi lists the GPUs of this machine")
+
+
+def _operators(session: Session) -> dict[str, int]:
+    if not hasattr(session, "get_provider_graph_assignment_info"):
+        return {}
+    parts = session.get_provider_graph_assignment_info()
+    return dict(Counter(part.ep_name for part in parts for _ in part.get_nodes()).most_common())

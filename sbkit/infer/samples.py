@@ -1,0 +1,69 @@
+"""What a stream takes as samples: checked before anything is changed by them, mono, at the model's rate."""
+
+from __future__ import annotations
+
+import numpy as np
+import soxr
+
+from sbkit.errors import SbkitError
+
+#: Rates in hertz that are resampled.
+LEAST_RATE, MOST_RATE = 8_000, 192_000
+#: Samples go from -1 to 1. Beyond this they are no sound that clipped, but numbers of another scale.
+_LOUDEST = 100.0
+
+
+def check(samples: np.ndarray) -> None:
+    """Refuse what can't be the next samples [N] of a stream: floats from -1 to 1, or int16."""
+    if samples.ndim != 1:
+        raise SbkitError(f"a piece of a stream has the shape {[*samples.shape]}, but must be one channel's [N]",
+                         hint="mix the channels: samples.mean(1), if they are [N, channels]")
+    if samples.dtype == np.int16:
+        return
+    if samples.dtype.kind != "f":
+        raise SbkitError(f"a piece of a stream has samples of type {samples.dtype}, but they must be floats from -1 to "
+                         "1, or int16", hint="convert them, such as: np.frombuffer(data, np.int16) of 16-bit PCM")
+    most = max(samples.max(), -samples.min()) if len(samples) else 0.0
+    if not np.isfinite(most):
+        raise SbkitError("a piece of a stream holds values that are not finite (NaN or infinite)",
+                         hint="leave it out, or put zeros in their place: the stream is as it was before")
+    if most > _LOUDEST:
+        raise SbkitError(f"a piece of a stream has samples of up to {most:.4g}, but floats go from -1 to 1",
+                         hint="divide 16-bit samples by 32768, or give them as int16")
+
+
+def as_floats(samples: np.ndarray) -> np.ndarray:
+    """Return checked samples as float32 from -1 to 1."""
+    if samples.dtype == np.int16:
+        return samples.astype(np.float32) / np.float32(32768)
+    return samples.astype(np.float32, copy=False)
+
+
+class Resampler:
+    """Brings the samples of one stream to the model's rate, as they come.
+
+    Arguments
+    ---------
+    rate, own : of the samples, and of the model
+    """
+
+    def __init__(self, rate: int, own: int):
+        if isinstance(rate, bool) or not isinstance(rate, int) or not LEAST_RATE <= rate <= MOST_RATE:
+            raise SbkitError(f"a stream's rate is {rate!r} Hz, but must be a whole number from {LEAST_RATE} to "
+                             f"{MOST_RATE}")
+        self.rate, self._own = rate, own
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin another stream."""
+        self._stream = soxr.ResampleStream(self.rate, self._own, 1, dtype="float32", quality="MQ") \
+            if self.rate != self._own else None
+
+    def __call__(self, samples: np.ndarray, last: bool = False) -> np.ndarray:
+        """Take the next samples [N] float32, and return those [M] that are ready.
+
+        last : nothing comes after them
+        """
+        if self._stream is None:
+            return samples
+        return self._stream.resample_chunk(np.ascontiguousarray(samples), last=last)

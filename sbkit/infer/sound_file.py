@@ -1,0 +1,236 @@
+"""Samples as WAV, FLAC, MP3, Opus or bare PCM, in a file or as a stream of bytes, as libsndfile writes them."""
+
+from __future__ import annotations
+
+import io
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import soundfile
+import soxr
+
+from sbkit.errors import SbkitError
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A format.
+
+    format, subtype : libsndfile's names for it
+    media_type : its type in HTTP
+    rates : those that it can have; none: any
+    streams : whether it can be read where its beginning doesn't say how long it is
+    options : how libsndfile writes it
+    """
+
+    format: str
+    subtype: str
+    media_type: str
+    rates: tuple[int, ...] = ()
+    streams: bool = True
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def there(self) -> bool:
+        """Whether this machine's libsndfile writes it."""
+        return self.subtype in soundfile.available_subtypes(self.format)
+
+    def rate(self, rate: int) -> int:
+        """Return the rate that sound of this rate is written with: the next that the format can have."""
+        higher = [each for each in self.rates if each >= rate]
+        return higher[0] if higher else (self.rates or (rate,))[-1]
+
+
+_OPUS_RATES = (8_000, 12_000, 16_000, 24_000, 48_000)
+_MP3_RATES = (8_000, 11_025, 12_000, 16_000, 22_050, 24_000, 32_000, 44_100, 48_000)
+#: By its first frame's bit rate a player tells how long it is, if its beginning doesn't say so.
+_MP3_OPTIONS = {"bitrate_mode": "CONSTANT", "compression_level": 0.5}  # 80 kbit/s, from 32 kHz on 176
+KINDS = {
+    "mp3": Kind("MP3", "MPEG_LAYER_III", "audio/mpeg", _MP3_RATES, options=_MP3_OPTIONS),
+    "opus": Kind("OGG", "OPUS", "audio/ogg", _OPUS_RATES),
+    "flac": Kind("FLAC", "PCM_16", "audio/flac", streams=False),
+    "wav": Kind("WAV", "PCM_16", "audio/wav"),
+    "pcm": Kind("RAW", "PCM_16", "audio/pcm", (24_000,)),
+}
+#: The format that each suffix of a file stands for.
+SUFFIXES = {".wav": "wav", ".wave": "wav", ".flac": "flac", ".mp3": "mp3", ".ogg": "opus", ".oga": "opus",
+            ".opus": "opus"}
+_BLOCK = 1 << 16  # samples
+_WAV_SIZES = (4, 40)  # where the sizes are in a WAV file's header
+_UNKNOWN_SIZE = 0xFFFFFFFF
+
+
+def kinds() -> list[str]:
+    """The names of the formats that can be written here."""
+    return [name for name, kind in KINDS.items() if kind.there]
+
+
+def kind_of(path: Path) -> str:
+    """Return the format that a file's suffix stands for, or raise."""
+    name = SUFFIXES.get(path.suffix.lower())
+    if name is None or not KINDS[name].there:
+        usable = [suffix for suffix, each in SUFFIXES.items() if KINDS[each].there]
+        what = f"{path.suffix} files can't be written" if path.suffix else f"{path} has no suffix that says what it is"
+        raise SbkitError(what, hint=f"use {', '.join(usable)}")
+    return name
+
+
+class SoundWriter:
+    """Writes samples into a binary file.
+
+    Arguments
+    ---------
+    kind : one of ``KINDS``
+    rate : samples per second of what is written; another one that the format needs is made of it
+    """
+
+    def __init__(self, file: IO[bytes] | io.RawIOBase, kind: str, rate: int):
+        which = KINDS[kind]
+        own = which.rate(rate)
+        self._resampler = soxr.ResampleStream(rate, own, 1, dtype="float32") if own != rate else None
+        endian = "LITTLE" if which.format in ("RAW", "WAV") else None
+        self._out = _Told(file)
+        self._file = soundfile.SoundFile(self._out, "w", own, 1, which.subtype, endian, which.format, **which.options)
+
+    def add(self, samples: np.ndarray, last: bool = False) -> None:
+        """Write float samples [S] from -1 to 1."""
+        if self._resampler is not None:
+            samples = self._resampler.resample_chunk(samples, last=last)
+        for begin in range(0, len(samples), _BLOCK):  # not at once: libsndfile keeps a long block on its stack
+            with self._out:
+                self._file.write(samples[begin : begin + _BLOCK].clip(-1.0, 1.0))
+
+    def end(self) -> None:
+        """Write the rest."""
+        if self._resampler is not None:
+            self.add(np.zeros(0, dtype=np.float32), last=True)
+        with self._out:
+            self._file.close()
+
+    def close(self) -> None:
+        """Leave the file, which has no end unless :meth:`end` wrote it."""
+        self._out.drop()
+        self._file.close()
+
+
+class SoundStream:
+    """Encodes samples as they come into bytes that are sent on.
+
+    A format's header is written at its end, when the length is known. If its bytes were taken before, the stream keeps
+    the one that it began with, which says that the length is unknown.
+    """
+
+    def __init__(self, kind: str, rate: int):
+        self._whole = not KINDS[kind].streams
+        self._sink = _Sink()
+        self._sizes = _WAV_SIZES if kind == "wav" else ()
+        self._writer = SoundWriter(self._sink, kind, rate)
+        self._ended = False
+
+    def add(self, samples: np.ndarray) -> None:
+        """Encode float samples [S] from -1 to 1."""
+        self._writer.add(samples)
+
+    def end(self) -> None:
+        """Encode what is left."""
+        self._writer.end()
+        self._ended = True
+
+    def take(self) -> bytes:
+        """Return the bytes that are ready and were not taken yet: none before the end, if the format has to say it."""
+        if self._whole and not self._ended:
+            return b""
+        if not self._ended and not self._sink.taken:
+            for at in self._sizes:
+                struct.pack_into("<I", self._sink.data, at, _UNKNOWN_SIZE)
+        return self._sink.take()
+
+
+class _Told:
+    """A file whose errors are raised at the end of a block, because libsndfile loses those of what it calls."""
+
+    def __init__(self, file: IO[bytes] | io.RawIOBase):
+        self._file: IO[bytes] | io.RawIOBase | None = file
+        self._error: OSError | None = None
+
+    def write(self, data: Any) -> int:  # whatever has bytes
+        """Write at the current place."""
+        return self._call(lambda file: file.write(data) or 0)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Move the current place."""
+        return self._call(lambda file: file.seek(offset, whence))
+
+    def tell(self) -> int:
+        """Return the current place."""
+        return self._call(lambda file: file.tell())
+
+    def drop(self) -> None:
+        """Leave the file alone from now on."""
+        self._file = None
+
+    def _call(self, call: Callable[[Any], int]) -> int:
+        if self._file is None or self._error is not None:
+            return 0
+        try:
+            return call(self._file)
+        except OSError as error:
+            self._error = error
+            return 0
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+class _Sink(io.RawIOBase):
+    """A file whose beginning is gone once it was taken; what is written there later is dropped."""
+
+    def __init__(self) -> None:
+        self.data, self.taken, self._at = bytearray(), 0, 0
+
+    def take(self) -> bytes:
+        """Return what is there."""
+        data, self.data = bytes(self.data), bytearray()
+        self.taken += len(data)
+        return data
+
+    def write(self, data: Any) -> int:  # whatever has bytes
+        """Write at the current place."""
+        begin, size = self._at - self.taken, len(data)
+        self._at += size
+        if begin >= 0:
+            self.data[begin : begin + size] = data
+        elif begin + size > 0:
+            self.data[: begin + size] = data[-begin:]
+        return size
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Move the current place."""
+        from_where: dict[int, Callable[[], int]] = {
+            io.SEEK_SET: int, io.SEEK_CUR: self.tell, io.SEEK_END: lambda: self.taken + len(self.data)}
+        self._at = from_where[whence]() + offset
+        return self._at
+
+    def tell(self) -> int:
+        """Return the current place."""
+        return self._at
+
+    def readinto(self, _: Any) -> int:  # whatever takes bytes
+        """Read nothing: libsndfile asks for it where it writes."""
+        return 0
+
+    def seekable(self) -> bool:
+        """Whether it can be moved in."""
+        return True
+
+    def writable(self) -> bool:
+        """Whether it can be written to."""
+        return True

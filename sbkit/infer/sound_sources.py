@@ -1,0 +1,149 @@
+"""Sources of live samples: a program's 16-bit PCM, and the microphone."""
+
+from __future__ import annotations
+
+import queue
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any, Protocol
+
+import numpy as np
+
+from sbkit.errors import SbkitError, first_line
+
+_AT_ONCE = 1 << 16  # bytes read at most; as many as there are
+#: How files of sound begin that are no samples alone.
+_FILES = {b"RIFF": "WAV", b"RF64": "WAV", b"fLaC": "FLAC", b"OggS": "Ogg", b"ID3": "MP3", b"FORM": "AIFF"}
+_LONGEST_BEGINNING = max(map(len, _FILES))
+_BLOCK_SECONDS = 0.04  # of the microphone
+_BEHIND_SECONDS = 30.0  # that the microphone may be ahead of the model
+
+
+class SoundSource(Protocol):
+    """Gives samples as they come."""
+
+    name: str
+    """As a message has it."""
+    rate: int
+    """Samples per second."""
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        """Give int16 samples [N] until there are no more."""
+
+
+class Readable(Protocol):
+    """A binary file that gives what is there."""
+
+    def read1(self, size: int, /) -> bytes:
+        """Read up to ``size`` bytes, none only at the end."""
+
+    def isatty(self) -> bool:
+        """Whether somebody types it."""
+
+
+class Pcm:
+    """Reads 16-bit little-endian samples of one channel, as soon as they are there.
+
+    Arguments
+    ---------
+    file : a binary file, read to its end
+    rate : samples per second
+    name : of the file in messages
+    """
+
+    def __init__(self, file: Readable, rate: int, name: str = "standard input"):
+        self._file, self.rate, self.name = file, rate, name
+        if file.isatty():
+            raise SbkitError(f"- reads 16-bit PCM from {name}, but that is a terminal",
+                             hint=f"arecord -t raw -f S16_LE -r {rate} | sbkit listen BUNDLE -")
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        held, begun = b"", False
+        while data := self._file.read1(_AT_ONCE):
+            held += data
+            if not begun and len(held) < _LONGEST_BEGINNING:
+                continue
+            if not begun:
+                self._refuse_file(held)
+            begun, whole = True, len(held) // 2 * 2
+            yield _samples(held[:whole])
+            held = held[whole:]
+        if len(held) > 1:
+            yield _samples(held[: len(held) // 2 * 2])
+        if len(held) % 2:
+            print(f"{self.name} ended within a sample: is it 16-bit PCM of one channel?", file=sys.stderr)
+
+    def _refuse_file(self, begin: bytes) -> None:
+        kind = next((kind for magic, kind in _FILES.items() if begin.startswith(magic)), None)
+        if kind is not None:
+            raise SbkitError(f"{self.name} begins like a {kind} file, but must be 16-bit samples alone",
+                             hint=f"sbkit transcribe reads files; or: ffmpeg -i FILE -f s16le -ac 1 -ar {self.rate} -")
+
+
+class Microphone:
+    """Records one channel from a microphone, with the package sounddevice.
+
+    Arguments
+    ---------
+    rate : samples per second; None: the model's, or the microphone's own where it can't do that
+    own : the model's
+    device : a number or a part of a name, as ``python -m sounddevice`` lists them; None: the system's choice
+    """
+
+    def __init__(self, rate: int | None, own: int, device: str | None = None):
+        self._library = _sounddevice()
+        self._device = int(device) if device is not None and device.isdecimal() else device
+        try:
+            found = self._library.query_devices(self._device, "input")
+            self.name, self.rate = str(found["name"]), self._possible(rate or own, rate is None, found)
+        except (self._library.PortAudioError, ValueError) as error:
+            raise self._unusable(error) from error
+
+    def _possible(self, rate: int, others: bool, found: dict[str, Any]) -> int:
+        try:
+            self._library.check_input_settings(device=self._device, channels=1, dtype="int16", samplerate=rate)
+        except self._library.PortAudioError:
+            if not others:
+                raise
+            return round(found["default_samplerate"])
+        return rate
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        blocks: queue.SimpleQueue[np.ndarray | None] = queue.SimpleQueue()
+        try:
+            recording = self._library.RawInputStream(
+                samplerate=self.rate, channels=1, dtype="int16", device=self._device,
+                blocksize=round(_BLOCK_SECONDS * self.rate), finished_callback=lambda: blocks.put(None),
+                callback=lambda data, *_: blocks.put(np.frombuffer(bytes(data), np.int16)))
+            with recording:
+                while (block := blocks.get()) is not None:
+                    if blocks.qsize() * _BLOCK_SECONDS > _BEHIND_SECONDS:
+                        raise SbkitError(f"the model is {_BEHIND_SECONDS:g} s behind the microphone: this machine is "
+                                         "too slow for it", hint="take a larger --chunk, --model int8, or no --lm")
+                    yield block
+        except self._library.PortAudioError as error:
+            raise self._unusable(error) from error
+        raise SbkitError(f"the microphone {self.name} stopped", hint="is it still connected?")
+
+    def _unusable(self, error: Exception) -> SbkitError:
+        return SbkitError(f"the microphone can't be used: {first_line(error)}",
+                          hint="python -m sounddevice lists them, for --microphone; or pipe 16-bit PCM into: "
+                               "sbkit listen BUNDLE -")
+
+
+def _samples(data: bytes) -> np.ndarray:
+    return np.frombuffer(data, "<i2").astype(np.int16, copy=False)
+
+
+def _sounddevice() -> ModuleType:
+    try:
+        import sounddevice
+    except ImportError:
+        raise SbkitError("a microphone needs the package sounddevice",
+                         hint="pip install 'sbkit[listen]'; or pipe 16-bit PCM into: sbkit listen BUNDLE -") from None
+    except OSError as error:
+        raise SbkitError(f"sounddevice can't be used: {first_line(error)}",
+                         hint="install PortAudio, such as: apt install libportaudio2; or pipe 16-bit PCM into: "
+                              "sbkit listen BUNDLE -") from error
+    return sounddevice

@@ -1,0 +1,213 @@
+"""The command ``sbkit speak``: a text of any length to a file of sound."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Protocol
+
+import numpy as np
+
+from sbkit.errors import SbkitError
+from sbkit.export import layout
+from sbkit.infer.formats import AUTO
+from sbkit.infer.sentences import Script
+from sbkit.infer.sound_file import SoundStream, SoundWriter, kind_of
+from sbkit.infer.voice import Voice, checked_speed, speaker_of
+from sbkit.infer.voice_engine import VoiceEngine
+from sbkit.infer.worker import Worker
+from sbkit.system import disk
+from sbkit.system.console import atomic_write, progress
+
+STD = "-"
+_BLOCK = 1 << 16  # characters
+_LIVE = "wav"  # the format of standard output
+
+
+@dataclass(frozen=True)
+class SpeakRequest:
+    """What to say, and how.
+
+    text : ``-`` for standard input; None: in ``file``
+    to : a file, whose suffix names the format, or ``-`` for 16-bit WAV to standard output
+    skip_unknown : leave characters out that the voice never learnt
+    """
+
+    bundle: Path
+    to: str
+    text: str | None = None
+    file: Path | None = None
+    voice: str | None = None
+    speed: float = 1.0
+    skip_unknown: bool = False
+    model: str = AUTO
+    device: str = AUTO
+    threads: int | None = None
+
+
+def speak(request: SpeakRequest) -> int:
+    """Speak and return the exit code. All of the text is checked before any of it is spoken."""
+    if (request.text is None) == (request.file is None):
+        raise SbkitError("give a text, - for standard input, or --file FILE",
+                         hint='sbkit speak BUNDLE "good morning" --to morning.wav')
+    config = layout.Voice.read(request.bundle)
+    kind = _kind(request.to)
+    speaker_of(config, request.voice)
+    checked_speed(request.speed)
+    with _opened(request) as text:
+        count = sum(len(piece.ids) for piece in Script(config, request.skip_unknown).read(_blocks(text, request)))
+        with Voice(VoiceEngine(request.bundle, request.model, request.device, request.threads)) as voice:
+            print(voice.running, file=sys.stderr)
+            text.seek(0)
+            with _output(request.to, kind, config.sample_rate) as out:
+                _speak(voice, text, request, out, count)
+    return 0
+
+
+def _speak(voice: Voice, text: IO[str], request: SpeakRequest, out: _Output, count: int) -> None:
+    began, seconds = time.perf_counter(), 0.0
+    parts = voice.say(_blocks(text, request), request.voice, request.speed, request.skip_unknown)
+    with progress(what="speaking", total=count, unit="char", show=count > voice.engine.config.max_symbols) as bar:
+        for speech in parts:
+            out.add(speech.samples)
+            seconds += speech.seconds
+            bar.update(min(len(speech.text), count - bar.n))
+        bar.update(count - bar.n)
+    took = time.perf_counter() - began
+    where = "" if request.to == STD else f" -> {request.to}"
+    factor = f" (real-time factor {took / seconds:.4f})" if seconds else ""
+    print(f"{seconds:.1f} s of speech in {took:.1f} s{factor}{where}", file=sys.stderr)
+
+
+# ---------------------------------------------------------------------- the text
+
+
+@contextlib.contextmanager
+def _opened(request: SpeakRequest) -> Iterator[IO[str]]:
+    """Open the text as a file that can be read twice."""
+    with contextlib.ExitStack() as stay:
+        if request.file is not None and not request.file.is_fifo():
+            binary = stay.enter_context(_file(request.file))
+        else:
+            binary = stay.enter_context(tempfile.TemporaryFile("w+b"))
+            with disk.told(tempfile.gettempdir(), "a copy of the text"):
+                for block in _given(request):
+                    binary.write(block)
+                binary.flush()
+            binary.seek(0)
+        with open(binary.fileno(), encoding="utf-8-sig", newline="", closefd=False) as text:
+            yield text
+
+
+def _file(path: Path) -> IO[bytes]:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise SbkitError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _given(request: SpeakRequest) -> Iterator[bytes]:
+    """Yield the bytes of a text that can't be read twice."""
+    if request.file is None and request.text != STD:
+        yield (request.text or "").encode("utf-8", "surrogateescape")
+        return
+    if request.file is None and sys.stdin.isatty():
+        raise SbkitError("- reads a text from standard input, but that is a terminal",
+                         hint="echo good morning | sbkit speak BUNDLE - --to morning.wav")
+    with contextlib.nullcontext(sys.stdin.buffer) if request.file is None else _file(request.file) as file:
+        while block := file.read(_BLOCK):
+            yield block
+
+
+def _blocks(text: IO[str], request: SpeakRequest) -> Iterator[str]:
+    try:
+        while block := text.read(_BLOCK):
+            yield block
+    except (UnicodeDecodeError, OSError) as error:
+        name = request.file or ("standard input" if request.text == STD else "the text")
+        why = error.strerror if isinstance(error, OSError) else f"it is not UTF-8 ({error.reason})"
+        raise SbkitError(f"{name} cannot be read: {why}", hint="give a file of text in UTF-8") from error
+
+
+# ---------------------------------------------------------------------- the sound
+
+
+class _Encoder(Protocol):
+    def add(self, samples: np.ndarray) -> None:
+        """Write samples [S]."""
+
+    def end(self) -> None:
+        """Write the rest."""
+
+
+class _Output:
+    """Encodes in a thread of its own: Ctrl-C within what libsndfile calls would be lost there."""
+
+    def __init__(self, encoder: _Encoder):
+        self._encoder, self._worker = encoder, Worker("sbkit-sound")
+
+    def add(self, samples: np.ndarray) -> None:
+        """Write samples [S]."""
+        self._worker.submit(self._encoder.add, samples).result()
+
+    def end(self) -> None:
+        """Write the rest."""
+        self._worker.submit(self._encoder.end).result()
+
+    def close(self) -> None:
+        """Wait for the thread."""
+        self._worker.close()
+
+
+class _Piped:
+    """Sound that goes to standard output as it comes."""
+
+    def __init__(self, rate: int):
+        self._stream = SoundStream(_LIVE, rate)
+
+    def add(self, samples: np.ndarray) -> None:
+        """Write samples [S]."""
+        self._stream.add(samples)
+        self._send()
+
+    def end(self) -> None:
+        """Write the rest."""
+        self._stream.end()
+        self._send()
+
+    def _send(self) -> None:
+        sys.stdout.buffer.write(self._stream.take())
+        sys.stdout.buffer.flush()
+
+
+def _kind(to: str) -> str:
+    if to != STD:
+        return kind_of(Path(to))
+    if sys.stdout.isatty():
+        raise SbkitError("--to - writes sound to standard output, but that is a terminal",
+                         hint="sbkit speak BUNDLE TEXT --to - | aplay")
+    return _LIVE
+
+
+@contextlib.contextmanager
+def _output(to: str, kind: str, rate: int) -> Iterator[_Output]:
+    if to == STD:
+        with contextlib.closing(_Output(_Piped(rate))) as out:
+            yield out
+            out.end()
+        return
+    path = Path(to)
+    if path.is_dir():
+        raise SbkitError(f"{to} is a folder", hint="name the file: --to out.wav")
+    try:
+        with atomic_write(path, "wb") as file, contextlib.closing(SoundWriter(file, kind, rate)) as writer, \
+                contextlib.closing(_Output(writer)) as out:
+            yield out
+            out.end()
+    except (PermissionError, NotADirectoryError, FileExistsError) as error:
+        raise SbkitError(f"cannot write {to}: {error.strerror}", hint="choose another place with --to") from error

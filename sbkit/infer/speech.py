@@ -1,0 +1,75 @@
+"""What a voice said: samples, and the times of words in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from sbkit.export.layout import Voice
+from sbkit.infer.sentences import Piece
+from sbkit.infer.voice_engine import Sound
+
+
+class SpokenWord(NamedTuple):
+    """A word and its times in seconds."""
+
+    text: str
+    start: float
+    end: float
+
+
+@dataclass
+class Speech:
+    """A text as sound."""
+
+    text: str
+    """As the voice's symbols write it."""
+    samples: np.ndarray
+    """Float32 [S] from -1 to 1."""
+    sample_rate: int
+    words: list[SpokenWord]
+    """Times count from the first sample."""
+    sentences: list[str]
+
+    @property
+    def seconds(self) -> float:
+        """The length."""
+        return len(self.samples) / self.sample_rate
+
+
+def spoken(piece: Piece, sound: Sound, config: Voice, pause: float) -> Speech:
+    """Make the speech of a piece, after ``pause`` seconds of silence."""
+    silence = np.zeros(round(pause * config.sample_rate), dtype=np.float32)
+    ends = silence.size / config.sample_rate + np.cumsum(sound.frames) * config.frame_seconds
+    starts = ends - sound.frames * config.frame_seconds
+    words = [SpokenWord(text, float(starts[begin]), float(ends[end - 1])) for text, begin, end in piece.words]
+    return Speech(piece.text, np.concatenate([silence, sound.samples]), config.sample_rate, words, [piece.text])
+
+
+def pauses(pieces: Iterator[Piece], speed: float) -> Iterator[tuple[Piece, float]]:
+    """Yield each piece with the seconds of silence before it."""
+    before = 0.0
+    for piece in pieces:
+        yield piece, before / speed
+        before = piece.pause
+
+
+def joined(parts: Sequence[Speech], pieces: Sequence[Piece]) -> Speech:
+    """Join the speech of a text's pieces."""
+    words: list[SpokenWord] = []
+    sentences: list[str] = []
+    samples, begun = 0, False
+    for part, piece in zip(parts, pieces, strict=True):
+        after = samples / part.sample_rate
+        words += [word._replace(start=word.start + after, end=word.end + after) for word in part.words]
+        samples += len(part.samples)
+        if begun:
+            sentences[-1] += f" {piece.text}"
+        else:
+            sentences.append(piece.text)
+        begun = not piece.ends
+    return replace(parts[0], text=" ".join(sentences), samples=np.concatenate([part.samples for part in parts]),
+                   words=words, sentences=sentences)

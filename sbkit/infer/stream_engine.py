@@ -1,0 +1,198 @@
+"""Engine that runs a bundle's graph for streams: the chunks of many streams in one batch, in one worker thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from sbkit.decode.heard import StreamSearch
+from sbkit.errors import SbkitError
+from sbkit.export.layout import Config
+from sbkit.export.vocabulary import Vocabulary
+from sbkit.export.windows import Window
+from sbkit.infer import device as devices
+from sbkit.infer import formats, stream_step
+from sbkit.infer.backends import open_graph
+from sbkit.infer.device import DeviceChoice, Placement
+from sbkit.infer.session import Session
+from sbkit.infer.stream_step import StreamStep
+from sbkit.infer.worker import Worker
+
+
+class StreamEngine:
+    """Hears many streams at once.
+
+    A step takes all streams whose next chunk is complete, as many as fit; those that become complete meanwhile are in
+    the next one. So a stream waits for no other stream's speaker, and a busy machine makes larger batches.
+
+    >>> engine = StreamEngine("bundle")                                   # doctest: +SKIP
+    >>> session = engine.open(GreedyStream(engine.vocabulary.spelling))   # doctest: +SKIP
+    >>> session.feed(samples); session.finish()                           # doctest: +SKIP
+    >>> while session.busy: print(session.take())                         # doctest: +SKIP
+
+    Arguments
+    ---------
+    folder : a bundle that has a graph for streams
+    model : ``onnx``, ``int8`` or ``torch``; ``auto`` takes the first that the bundle has
+    device : ``auto``, ``cpu``, ``cuda`` or ``cuda:N``; raises if it is unavailable
+    threads : CPU threads of one step; None for all that this process may use
+    most : streams in one step: more take a CPU as long each, and all wait for the last of them
+    stepped : is called with the number of streams after each step, in the worker thread
+    """
+
+    def __init__(self, folder: str | Path, model: str = formats.AUTO, device: str = formats.AUTO,
+                 threads: int | None = None, most: int = 16, stepped: Callable[[int], None] | None = None):
+        self.folder, self.most = Path(folder), most
+        self.config = Config.read(self.folder)
+        self.vocabulary = Vocabulary.read(self.folder, self.config)
+        models = _models(self.folder, self.config)
+        model = formats.choose(self.folder, models, model, kind="graph for streams")
+        self._stepped = stepped
+        self._began: float | None = None  # the current step
+        self.fault: str | None = None
+        """The error that broke the device, if any; only a new process helps then."""
+        self._lock = threading.Lock()
+        self._line: deque[Session] = deque()  # streams whose turn comes, the first of them next
+        self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+        self._worker = Worker("sbkit-streams")
+        try:
+            self._worker.submit(self._load, self.folder / models[model], model, DeviceChoice.parse(device),
+                                threads).result()
+        except BaseException:
+            self._worker.close()
+            raise
+
+    # ------------------------------------------------------------------ asking
+
+    @property
+    def chunks(self) -> dict[int, int]:
+        """The chunks that the model was trained for: milliseconds, and output frames of each."""
+        assert self.config.streaming is not None, "others are refused"
+        return {round(1000 * self.config.frame_seconds * size): size for size in self.config.streaming.chunks}
+
+    def open(self, search: StreamSearch, chunk: int | None = None,
+             on_heard: Callable[[], None] | None = None) -> Session:
+        """Begin a stream.
+
+        Arguments
+        ---------
+        search : decodes it, and nothing else: ``Decoder.stream()`` makes one
+        chunk : milliseconds of a chunk, one of :attr:`chunks`; None: the one in their middle
+        on_heard : as for ``Session``
+        """
+        chunks = self.chunks
+        if chunk is not None and chunk not in chunks:
+            raise SbkitError(f"the model wasn't trained for chunks of {chunk} ms",
+                             hint=f"it was for {', '.join(map(str, chunks))}")
+        frames = sorted(chunks.values())[len(chunks) // 2] if chunk is None else chunks[chunk]
+        session = Session(self.config, frames, self._step.state(), search, self._enter, on_heard)
+        self._sessions.add(session)
+        return session
+
+    @property
+    def busy_seconds(self) -> float:
+        """How long the current step has been running; 0 if there is none."""
+        began = self._began
+        return 0.0 if began is None else time.monotonic() - began
+
+    def close(self) -> None:
+        """Release the model; the streams that are open end by an error."""
+        for session in list(self._sessions):
+            session.fail(RuntimeError("the model was closed"))
+        self._worker.close()
+        if "_searcher" in self.__dict__:
+            self._searcher.close()
+
+    def __enter__(self) -> StreamEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _enter(self, session: Session) -> None:
+        """Put a stream in the line."""
+        with self._lock:
+            self._line.append(session)
+            first = len(self._line) == 1
+        if first:  # otherwise a turn is waiting already
+            self._worker.submit(self._turn)
+
+    @cached_property
+    def _searcher(self) -> Worker:
+        """The thread of searches that take long, so that others' chunks don't wait for them."""
+        return Worker("sbkit-search")
+
+    # ------------------------------------------------------------------ within the worker
+
+    def _load(self, path: Path, model: str, wanted: DeviceChoice, threads: int | None) -> None:
+        formats.check_file(path, self.config)
+        interface = stream_step.interface(self.config, min(self.chunks.values()))
+        backend = open_graph(path, model, wanted, threads, interface, self._worker, spin=False)
+        self.running: Placement = backend.running
+        """What was requested, and what actually runs."""
+        self._step = StreamStep(backend, self.config, self.most)
+        self._step.warm_up(min(self.chunks.values()))
+
+    def _turn(self) -> None:
+        """Take one step of the streams in the line whose chunks have the size of the first one's."""
+        sessions, windows = [], []
+        for session in self._take():
+            window = session.next()
+            if window is None:
+                self._search(session, None)
+            else:
+                sessions.append(session)
+                windows.append(window)
+        if sessions:
+            self._take_step(sessions, windows)
+
+    def _take(self) -> list[Session]:
+        with self._lock:
+            line, self._line = self._line, deque()
+            taken: list[Session] = []
+            for session in line:
+                fits = session.chunk == line[0].chunk and len(taken) < self.most
+                (taken if fits else self._line).append(session)
+            more = bool(self._line)
+        if more:
+            self._worker.submit(self._turn)
+        return taken
+
+    def _take_step(self, sessions: list[Session], windows: list[Window]) -> None:
+        try:
+            devices.refuse_broken(self.fault)
+            self._began = time.monotonic()
+            found = self._step(windows, [session.state for session in sessions])
+        except Exception as error:
+            self.fault = self.fault or devices.fault(error)
+            for session in sessions:
+                session.fail(error)
+            return
+        finally:
+            self._began = None
+        if self._stepped is not None:
+            self._stepped(len(sessions))
+        for session, log_probs in zip(sessions, found, strict=True):
+            self._search(session, log_probs)
+
+    def _search(self, session: Session, log_probs: np.ndarray | None) -> None:
+        if session.search.quick:
+            session.hear(log_probs)
+        else:
+            self._searcher.submit(session.hear, log_probs)
+
+
+def _models(folder: Path, config: Config) -> dict[str, str]:
+    """The files of a bundle's graph for streams, by format."""
+    if config.streaming is None:
+        raise SbkitError(f"{folder} has no graph for streams: its model takes whole recordings",
+                         hint="train with hparams/streaming.yaml and export that run; a run that learnt in chunks gets "
+                              "the graph when it is exported again")
+    return config.streaming.models

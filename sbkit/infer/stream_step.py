@@ -1,0 +1,75 @@
+"""One step of many streams: a window and a state of each, in one batch, to log-probabilities and the next states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from sbkit.errors import SbkitError
+from sbkit.export.layout import Config
+from sbkit.export.windows import Window
+from sbkit.infer.backends import Backend
+from sbkit.infer.interface import Interface
+
+#: A stream's state: an array for each name in config.json, without the dimension of the batch.
+State = list[np.ndarray]
+_SAMPLES, _FRAMES, _LOG_PROBS, _COUNTS, _NEXT = "samples", "frames", "log_probs", "counts", "next_"
+
+
+def interface(config: Config, chunk: int) -> Interface:
+    """Return what a graph takes, by the example of a stream's first chunk of so many output frames, and gives."""
+    assert config.streaming is not None, "asked of models that take streams"
+    parts = config.streaming.state
+    example: dict[str, np.ndarray] = {_SAMPLES: np.zeros((1, config.window(chunk)), np.float32),
+                                      _FRAMES: np.zeros(1, np.int64)}
+    example |= {name: np.zeros((1, *part["shape"]), part["type"]) for name, part in parts.items()}
+    return Interface(example, [_LOG_PROBS, _COUNTS, *(_NEXT + name for name in parts)])
+
+
+class StreamStep:
+    """Runs a bundle's graph for streams.
+
+    Arguments
+    ---------
+    backend : runs the graph's file
+    config : the bundle's
+    most : streams in one batch
+    """
+
+    def __init__(self, backend: Backend, config: Config, most: int):
+        assert config.streaming is not None, "asked of models that take streams"
+        self._backend, self._config = backend, config
+        # Kept for all steps: fresh memory of this size would be zeroed by the system each time.
+        self._states = [np.zeros((most, *part["shape"]), part["type"]) for part in config.streaming.state.values()]
+
+    def state(self) -> State:
+        """Make the state of a stream that begins."""
+        return [np.zeros(part.shape[1:], part.dtype) for part in self._states]
+
+    def warm_up(self, chunk: int) -> None:
+        """Take a step of one stream, so that what is loaded at the first one is there."""
+        self([Window(np.zeros(self._config.window(chunk), np.float32), 0)], [self.state()])
+
+    def __call__(self, windows: Sequence[Window], states: Sequence[State]) -> list[np.ndarray]:
+        """Compute log-probabilities [T, V] of each stream, and change its state to the next.
+
+        windows : of chunks of one size
+        """
+        rows = len(windows)
+        for batch, parts in zip(self._states, zip(*states, strict=True), strict=True):
+            np.stack(parts, out=batch[:rows])
+        frames = np.array([window.frames for window in windows], np.int64)
+        log_probs, counts, *after = self._backend(
+            np.stack([window.samples for window in windows]), frames, *(batch[:rows] for batch in self._states))
+        self._check(log_probs)
+        for row, state in enumerate(states):
+            for part, batch in zip(state, after, strict=True):
+                part[...] = batch[row]
+        # Copies: a view would keep the whole batch in memory for as long as one stream's search waits.
+        return [row[:count].copy() for row, count in zip(log_probs, counts.tolist(), strict=True)]
+
+    def _check(self, log_probs: np.ndarray) -> None:
+        if log_probs.shape[2] != self._config.vocabulary:
+            raise SbkitError(f"the graph for streams gives {log_probs.shape[2]} scores per frame, but there are "
+                             f"{self._config.vocabulary} tokens", hint="do both come from the same export?")

@@ -1,0 +1,92 @@
+"""Text as the symbols of a voice: which ids spell a word, and which characters the voice never learnt."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from sbkit.errors import SbkitError
+from sbkit.export.layout import Voice
+
+_PLACES = 3  # told of each unknown character
+_CHARACTERS = 8  # told at most
+SPACE = " "
+
+
+class UnspeakableText(SbkitError):
+    """Error of a text that a voice can't speak."""
+
+
+class UnknownCharacters(UnspeakableText):
+    """Error of a text with characters that a voice never learnt."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A character's place in a text; both count from 1."""
+
+    line: int = 1
+    character: int = 1
+
+
+@dataclass
+class Unknown:
+    """Characters of a text that a voice never learnt, with the first places of each."""
+
+    places: dict[str, list[Place]] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def add(self, character: str, place: Place) -> None:
+        """Count a character."""
+        self.counts[character] = self.counts.get(character, 0) + 1
+        told = self.places.setdefault(character, [])
+        if len(told) < _PLACES:
+            told.append(place)
+
+    def error(self) -> UnknownCharacters:
+        """Name all of them, or the first where there are many."""
+        lines = any(place.line > 1 for places in self.places.values() for place in places)
+        told = [self._told(character, lines) for character in list(self.places)[:_CHARACTERS]]
+        if len(self.places) > _CHARACTERS:
+            told.append(f"{len(self.places) - _CHARACTERS} others")
+        return UnknownCharacters(f"the voice never learnt {', '.join(told)}",
+                                 hint="write them in its symbols, or leave them out with skip_unknown")
+
+    def _told(self, character: str, lines: bool) -> str:
+        shown = f"{character!r}" if character.isprintable() else f"U+{ord(character):04X}"
+        places = [f"line {place.line}, character {place.character}" if lines else f"character {place.character}"
+                  for place in self.places[character]]
+        more = self.counts[character] - len(places)
+        return f"{shown} ({'; '.join(places)}{f'; {more} more' if more else ''})"
+
+
+class Symbols:
+    """The symbols of a voice.
+
+    A word is brought to Unicode's form NFC, and to the one case that the symbols have, if they have only one.
+    """
+
+    def __init__(self, config: Voice):
+        self._ids = {symbol: number for number, symbol in enumerate(config.symbols) if number}
+        self._upper, self._lower = (any(map(has, self._ids)) for has in (str.isupper, str.islower))
+        self.space = self._ids.get(SPACE)
+        """The id of a space; None for a voice that has none."""
+
+    def spell(self, word: str, places: Iterable[Place], unknown: Unknown) -> tuple[str, list[int]]:
+        """Return a word as the symbols write it, and their ids; characters that are none are added to ``unknown``."""
+        written = self._written(word)
+        given = word if len(word) == len(written) else written  # named as somebody wrote them
+        ids = []
+        for character, name, place in zip(written, given, places, strict=False):
+            if (number := self._ids.get(character)) is None:
+                unknown.add(name, place)
+            else:
+                ids.append(number)
+        return written, ids
+
+    def _written(self, word: str) -> str:
+        word = unicodedata.normalize("NFC", word)
+        if self._upper != self._lower:
+            word = unicodedata.normalize("NFC", word.upper() if self._upper else word.lower())
+        return word

@@ -1,0 +1,139 @@
+"""Engine that runs a voice in one worker thread, for any number of calling threads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sbkit.errors import SbkitError
+from sbkit.export import layout
+from sbkit.infer import device as devices
+from sbkit.infer import formats
+from sbkit.infer.backends import Backend, open_graph
+from sbkit.infer.device import DeviceChoice, Placement
+from sbkit.infer.interface import Interface
+from sbkit.infer.worker import Worker
+
+#: One symbol, in the first voice and at its own speed.
+_EXAMPLE = np.ones((1, 1), np.int64), np.ones(1, np.int64), np.zeros(1, np.int64), np.ones(1, np.float32)
+_INTERFACE = Interface(dict(zip(layout.VOICE_INPUTS, _EXAMPLE, strict=True)), layout.VOICE_OUTPUTS)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One text of a batch: ids of symbols, the number of a speaker, and a speed."""
+
+    ids: Sequence[int]
+    speaker: int = 0
+    speed: float = 1.0
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True)
+class Sound:
+    """What a line sounds like: samples [S] float32 from -1 to 1, and the frames of each symbol [U]."""
+
+    samples: np.ndarray
+    frames: np.ndarray
+
+
+class VoiceEngine:
+    """Computes samples from ids of symbols.
+
+    Arguments
+    ---------
+    folder : a voice's bundle
+    model : ``onnx`` or ``torch``; ``auto`` takes the first that the bundle has
+    device : ``auto``, ``cpu``, ``cuda`` or ``cuda:N``; raises if it is unavailable
+    threads : CPU threads of one run; None for all that this process may use
+    """
+
+    def __init__(self, folder: str | Path, model: str = formats.AUTO, device: str = formats.AUTO,
+                 threads: int | None = None):
+        self.folder = Path(folder)
+        self.config = layout.Voice.read(self.folder)
+        model = formats.choose(self.folder, self.config.models, model, kind="voice")
+        self.fault: str | None = None
+        """The error that broke the device, if any; only a new process helps then."""
+        self._worker = Worker()
+        self._backend: Backend | None = None
+        try:
+            self._worker.submit(self._open, self.folder / self.config.models[model], model,
+                                DeviceChoice.parse(device), threads).result()
+        except BaseException:
+            self._worker.close()
+            raise
+
+    @property
+    def _ready(self) -> Backend:
+        assert self._backend is not None, "the engine was closed"
+        return self._backend
+
+    @property
+    def running(self) -> Placement:
+        """What was requested, and what actually runs."""
+        return self._ready.running
+
+    def submit(self, lines: Sequence[Line]) -> Future[Any]:
+        """Queue a batch; the future gives a ``Sound`` for each line."""
+        for line in lines:
+            if not 0 < len(line) <= self.config.max_symbols:
+                raise ValueError(f"a line must have 1 to {self.config.max_symbols} symbols, not {len(line)}")
+        return self._worker.submit(self._run, list(lines))
+
+    def close(self) -> None:
+        """Release the model."""
+        self._worker.close()
+        self._backend = None
+
+    def __enter__(self) -> VoiceEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------ within the worker
+
+    def _open(self, path: Path, model: str, wanted: DeviceChoice, threads: int | None) -> None:
+        formats.check_file(path, self.config)
+        self._backend = open_graph(path, model, wanted, threads, _INTERFACE, self._worker)
+        self._run([Line([1])])  # what it gives is looked at
+
+    def _run(self, lines: list[Line]) -> list[Sound]:
+        devices.refuse_broken(self.fault)
+        if not self.config.batching:
+            return [self._batch([line])[0] for line in lines]
+        return self._batch(lines) if lines else []
+
+    def _batch(self, lines: list[Line]) -> list[Sound]:
+        lengths = np.array([len(line) for line in lines], dtype=np.int64)
+        text = np.zeros((len(lines), int(lengths.max())), dtype=np.int64)
+        for row, line in zip(text, lines, strict=True):
+            row[: len(line)] = line.ids
+        speaker = np.array([line.speaker for line in lines], dtype=np.int64)
+        speed = np.array([line.speed for line in lines], dtype=np.float32)
+        try:
+            found = self._ready(text, lengths, speaker, speed)
+        except Exception as error:
+            self.fault = devices.fault(error)
+            raise
+        return [_sound(*parts) for parts in zip(*found, lengths.tolist(), strict=True)]
+
+
+def _sound(audio: np.ndarray, samples: int, durations: np.ndarray, symbols: int) -> Sound:
+    """Cut a row of a batch off its padding; raises for what is no sound."""
+    if not 0 <= samples <= len(audio):
+        raise SbkitError(f"the voice gave {len(audio)} samples and said that they were {samples}",
+                         hint="export it again")
+    audio, frames = audio[:samples], durations[:symbols]
+    if not np.isfinite(audio).all():
+        raise SbkitError("the voice gave samples that are no numbers", hint="was it trained to the end?")
+    # Copies: a view would keep the whole batch in memory.
+    return Sound(audio.clip(-1.0, 1.0), frames.astype(np.int64))

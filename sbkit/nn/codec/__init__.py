@@ -1,0 +1,18 @@
+"""A codec of speech: modules that turn waveforms into few small numbers a second, and those into waveforms again."""
+
+from __future__ import annotations
+
+from sbkit.nn.codec.coder import Coder
+from sbkit.nn.codec.convnext import ConvNeXt
+from sbkit.nn.codec.decoder import CodecDecoder
+from sbkit.nn.codec.discriminators import Discriminators
+from sbkit.nn.codec.encoder import CodecEncoder
+from sbkit.nn.codec.finite_scalars import FiniteScalars
+from sbkit.nn.codec.log_mel import LogMel
+from sbkit.nn.codec.quantiser import Quantised, Quantiser
+from sbkit.nn.codec.residual_vectors import ResidualVectors
+from sbkit.nn.codec.spectral_loss import MelDistance, SpectralLoss
+from sbkit.nn.codec.wave_head import WaveHead
+
+__all__ = ["CodecDecoder", "CodecEncoder", "Coder", "ConvNeXt", "Discriminators", "FiniteScalars", "LogMel",
+           "MelDistance", "Quantised", "Quantiser", "ResidualVectors", "SpectralLoss", "WaveHead"]

@@ -1,0 +1,63 @@
+"""The whole codec: waveforms to codes, and codes to waveforms."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from sbkit.nn.codec.decoder import CodecDecoder
+from sbkit.nn.codec.encoder import CodecEncoder
+from sbkit.nn.codec.log_mel import LogMel
+from sbkit.nn.codec.quantiser import Quantised, Quantiser
+from sbkit.nn.codec.wave_head import WaveHead
+from sbkit.nn.lengths import lengths_to_mask
+
+
+class Resynthesis(NamedTuple):
+    """What became of a batch of waveforms."""
+
+    sound: Tensor  # [B, T * stride], 0 beyond an utterance's frames
+    quantised: Quantised
+    frames: Tensor  # [B] int64, code frames
+
+
+class Coder(nn.Module):
+    """The parts of a codec, as one. An utterance's codes and its sound do not depend on its batch."""
+
+    def __init__(self, features: LogMel, encoder: CodecEncoder, quantiser: Quantiser, decoder: CodecDecoder,
+                 head: WaveHead):
+        super().__init__()
+        self.features, self.encoder, self.quantiser = features, encoder, quantiser
+        self.decoder, self.head = decoder, head
+
+    @property
+    def stride(self) -> int:
+        """Samples of a code frame."""
+        return self.features.stride
+
+    @property
+    def bit_rate(self) -> float:
+        """Bits of a second."""
+        return self.quantiser.bits * self.features.frame_rate
+
+    def forward(self, signals: Tensor, samples: Tensor) -> Resynthesis:
+        """Waveforms [B, S] and sample counts [B] to what the codec makes of them."""
+        feats, frames = self.features(signals, samples)
+        quantised = self.quantiser(self.encoder(feats, frames))
+        return Resynthesis(self.sound(quantised.vectors, frames), quantised, frames)
+
+    def encode(self, signals: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
+        """Waveforms [B, S] and sample counts [B] to codes [B, T, Q] and code frames [B]; codes of padding are 0."""
+        feats, frames = self.features(signals, samples)
+        codes = self.quantiser.quantise(self.encoder(feats, frames))[1]
+        return codes * lengths_to_mask(frames, codes.shape[1])[..., None], frames
+
+    def decode(self, codes: Tensor, frames: Tensor) -> Tensor:
+        """Codes [B, T, Q] and code frames [B] to waveforms [B, T * stride]."""
+        return self.sound(self.quantiser.embed(codes), frames)
+
+    def sound(self, vectors: Tensor, frames: Tensor) -> Tensor:
+        """Quantised vectors [B, T, D] and code frames [B] to waveforms [B, T * stride]."""
+        states = self.decoder(vectors, frames)
+        return self.head(states, frames * self.decoder.fold)

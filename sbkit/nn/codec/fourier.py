@@ -1,0 +1,41 @@
+"""Fourier transforms of frames as matrices, which every runtime multiplies fast."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def analysis(size: int) -> Tensor:
+    """The real and imaginary parts of the transform of windowed frames: [size, 2 * bins], bins = size // 2 + 1.
+
+    Of white noise, the power of each bin is that of the noise.
+    """
+    at, bins = torch.arange(size, dtype=torch.float64), torch.arange(size // 2 + 1, dtype=torch.float64)
+    angle = 2 * math.pi * at[:, None] * bins / size
+    taper = window(size)
+    return (taper[:, None] / taper.square().sum().sqrt() * torch.cat([angle.cos(), -angle.sin()], dim=1)).float()
+
+
+def synthesis(size: int, hop: int) -> Tensor:
+    """The inverse, windowed again and scaled so that frames every ``hop`` samples add up: [2 * bins, size]."""
+    at, bins = torch.arange(size, dtype=torch.float64), torch.arange(size // 2 + 1, dtype=torch.float64)
+    angle = 2 * math.pi * bins[:, None] * at / size
+    twice = torch.full_like(bins, 2.0)  # for the bins above the middle, which mirror those below
+    twice[0] = twice[-1] = 1.0
+    weighted = torch.cat([twice[:, None] * angle.cos(), -twice[:, None] * angle.sin()]) / size
+    taper = window(size)
+    return (weighted * taper * hop / taper.square().sum()).float()
+
+
+def check(size: int, hop: int) -> None:
+    """Raise unless frames of ``size`` samples every ``hop`` overlap evenly and reach as far before as behind."""
+    if size % hop or (size - hop) % 2:
+        raise ValueError(f"size is {size}: it must be a multiple of hop ({hop}), and an even number more")
+
+
+def window(size: int) -> Tensor:
+    """A periodic Hann window [size] in float64."""
+    return torch.hann_window(size, dtype=torch.float64)

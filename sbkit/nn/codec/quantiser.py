@@ -1,0 +1,57 @@
+"""The interface of quantisers: vectors to codes and back."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from sbkit.nn.guard import guard_indices
+
+
+class Quantised(NamedTuple):
+    """Quantised vectors of a batch."""
+
+    vectors: Tensor  # [B, T, D], through which gradients pass as if nothing had been rounded
+    codes: Tensor  # [B, T, Q] int64
+    penalty: Tensor  # [B, T], to be added to the loss
+
+
+class Quantiser(nn.Module):
+    """Vectors [B, T, D] to one code of each book and frame, and codes to vectors.
+
+    A derived class sets ``size``, which is D, and ``sizes``, the entries of each book, and has ``forward`` and
+    ``lookup``.
+    """
+
+    size: int
+    sizes: tuple[int, ...]
+
+    @property
+    def bits(self) -> float:
+        """Bits of a frame."""
+        return sum(math.log2(entries) for entries in self.sizes)
+
+    def quantise(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the quantised vectors [B, T, D] and their codes [B, T, Q]."""
+        found = self(vectors)
+        return found.vectors, found.codes
+
+    def embed(self, codes: Tensor) -> Tensor:
+        """Return the vectors [B, T, D] of codes [B, T, Q]; refuse codes that are in no book.
+
+        An exported graph has no way to refuse: there, whoever calls it checks them first.
+        """
+        if not torch.compiler.is_compiling():
+            codes = torch.stack([guard_indices(codes[..., book], entries, name=f"codebook {book}")
+                                 for book, entries in enumerate(self.sizes)], dim=-1)
+        return self.lookup(codes)
+
+    def forward(self, vectors: Tensor) -> Quantised:
+        raise NotImplementedError
+
+    def lookup(self, codes: Tensor) -> Tensor:
+        """Return the vectors [B, T, D] of codes that are in their books."""
+        raise NotImplementedError

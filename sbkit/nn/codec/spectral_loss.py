@@ -1,0 +1,94 @@
+"""How different two waveforms sound: distances of their spectra at several resolutions, for each utterance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from sbkit.nn.codec import fourier, mel
+from sbkit.nn.lengths import lengths_to_mask
+
+#: Power below which a bin counts as silent, 60 dB below that of noise at full scale.
+FLOOR = 1e-6
+
+
+class PowerSpectrum(nn.Module):
+    """Waveforms [B, S] to power [B, N, bins], with a frame at each ``hop``; of white noise, it is the noise's power."""
+
+    window: Tensor
+
+    def __init__(self, size: int, hop: int):
+        super().__init__()
+        self.size, self.hop = size, hop
+        window = fourier.window(size)
+        self.register_buffer("window", (window / window.square().sum().sqrt()).float(), persistent=False)
+
+    def forward(self, signals: Tensor) -> Tensor:
+        spectrum = torch.stft(signals, self.size, self.hop, window=self.window, center=True, pad_mode="constant",
+                              return_complex=True)
+        return (spectrum.real.square() + spectrum.imag.square()).transpose(1, 2)
+
+    def mean(self, values: Tensor, samples: Tensor) -> Tensor:
+        """The mean of [B, N, F] over the frames of utterances of so many samples: [B]."""
+        frames = samples // self.hop + 1
+        return (values.mean(2) * lengths_to_mask(frames, values.shape[1])).sum(1) / frames
+
+
+class MelDistance(nn.Module):
+    """Waveforms [B, S] and others to the mean distance of log-magnitudes of mel bands, in natural logarithms: [B].
+
+    Waveforms are 0 beyond their samples [B].
+    """
+
+    bands: Tensor
+
+    def __init__(self, sample_rate: int = 16_000, size: int = 640, hop: int = 160, n_mels: int = 80):
+        super().__init__()
+        self.spectrum = PowerSpectrum(size, hop)
+        self.register_buffer("bands", mel.filters(size, n_mels, sample_rate), persistent=False)
+
+    def forward(self, made: Tensor, wanted: Tensor, samples: Tensor) -> Tensor:
+        return self.spectrum.mean(_apart(self.spectrum(made) @ self.bands, self.spectrum(wanted) @ self.bands), samples)
+
+
+class SpectralLoss(nn.Module):
+    """Waveforms [B, S], others [B, S] and sample counts [B] to a distance for each utterance [B].
+
+    At each resolution it is the mean distance of log-magnitudes of mel bands, which is what is understood, and of all
+    bins, which has pitch and voice.
+
+    Arguments
+    ---------
+    sizes : samples of a frame at each resolution
+    n_mels : mel bands at the finest of these in frequency; others have fewer, in proportion
+    bins : weight of all bins beside that of the mel bands, which is 1
+    sample_rate : of the waveforms
+    """
+
+    def __init__(self, sizes: Sequence[int] = (256, 512, 1024), n_mels: int = 80, bins: float = 0.5,
+                 sample_rate: int = 16_000):
+        super().__init__()
+        self.bins = bins
+        self.spectra: Sequence[PowerSpectrum] = nn.ModuleList(  # type: ignore[assignment]  # it doesn't say what it holds
+            [PowerSpectrum(size, size // 4) for size in sizes])
+        for i, size in enumerate(sizes):
+            bands = mel.filters(size, n_mels * size // max(sizes), sample_rate)
+            self.register_buffer(f"bands{i}", bands, persistent=False)
+
+    def forward(self, made: Tensor, wanted: Tensor, samples: Tensor) -> Tensor:
+        total = made.new_zeros(len(made))
+        for i, spectrum in enumerate(self.spectra):
+            bands, ours = self.get_buffer(f"bands{i}"), spectrum(made)
+            with torch.no_grad():
+                theirs = spectrum(wanted)
+            total = total + spectrum.mean(_apart(ours @ bands, theirs @ bands), samples)
+            if self.bins:
+                total = total + self.bins * spectrum.mean(_apart(ours, theirs), samples)
+        return total / len(self.spectra)
+
+
+def _apart(ours: Tensor, theirs: Tensor) -> Tensor:
+    """The distance of the log-magnitudes of powers."""
+    return 0.5 * ((ours + FLOOR).log() - (theirs + FLOOR).log()).abs()

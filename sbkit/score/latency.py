@@ -1,0 +1,130 @@
+"""Live transcripts: how long after a word's end it stands in the text for good, and how often words change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sbkit.score import chunk_size, edits
+from sbkit.score.edits import DELETION, EQUAL, INSERTION, SUBSTITUTION, Tokens
+from sbkit.score.rates import ErrorRates
+from sbkit.score.significance import interval
+
+LATE = 95
+"""The percentile of latencies that is reported beside their mean."""
+
+
+class Shown(NamedTuple):
+    """What was seen of one utterance's transcript while it grew."""
+
+    text: str  # the last one
+    changed: int  # words that were shown and replaced later
+    latencies: tuple[float, ...]  # seconds from the end of each right word until it stood there for good
+
+
+def follow(before: Tokens, after: Tokens) -> tuple[list[int | None], int]:
+    """Find which word of ``before`` each word of ``after`` is, None for a new one, and how many of ``before`` changed.
+
+    A word that goes on is new, but what it was did not change: ``at`` that becomes ``attic``.
+
+    >>> follow(["an", "at"], ["an", "attic", "room"]), follow(["an", "at"], ["an", "odd", "room"])
+    (([0, None, None], 0), ([0, None, None], 1))
+    """
+    if " ".join(after).startswith(" ".join(before)):  # it only grew: the last word may go on, and no other is touched
+        stays = sum(old == new for old, new in zip(before, after, strict=False))
+        return [*range(stays), *[None] * (len(after) - stays)], 0
+    [way] = edits.align([before], [after])
+    same: list[int | None] = []
+    changed = old = 0
+    for step in way:
+        if step in (EQUAL, SUBSTITUTION, INSERTION):
+            same.append(old if step == EQUAL else None)
+        if step == DELETION or (step == SUBSTITUTION and not after[len(same) - 1].startswith(before[old])):
+            changed += 1
+        old += step != INSERTION
+    return same, changed
+
+
+def standing(texts: Sequence[Tokens]) -> tuple[list[int], int]:
+    """Follow words through texts that are shown one after the other.
+
+    Returns for each word of the last text the number of the text since which it has stood there, and how many words
+    changed on the way.
+    """
+    since: list[int] = []
+    changed = 0
+    for number, (before, after) in enumerate(pairwise([(), *texts])):
+        same, replaced = follow(before, after)
+        since = [number if old is None else since[old] for old in same]
+        changed += replaced
+    return since, changed
+
+
+def shown(texts: Sequence[str], times: Sequence[float], reference: Tokens, ends: Sequence[float] | None) -> Shown:
+    """Summarise what was seen of an utterance.
+
+    Arguments
+    ---------
+    texts : what was shown, one text after the other; at least one
+    times : when each was shown, in seconds
+    reference : the words that were said
+    ends : when each of these ended, in seconds; None if that isn't known, and then nothing is measured
+    """
+    split = [text.split() for text in texts]
+    since, changed = standing(split)
+    latencies: list[float] = []
+    if ends is not None:
+        [way] = edits.align([reference], [split[-1]])
+        said = heard = 0
+        for step in way:
+            if step == EQUAL:
+                latencies.append(times[since[heard]] - ends[said])
+            said += step != INSERTION
+            heard += step != DELETION
+    return Shown(texts[-1], changed, tuple(latencies))
+
+
+@dataclass(frozen=True)
+class LiveRates:
+    """A test heard in chunks of one size, or as a whole."""
+
+    chunk: int | None
+    """Milliseconds; None for whole utterances."""
+    WER: float
+    WER_interval: tuple[float, float]
+    latency: float | None
+    """Mean of all right words in seconds; None if none could be measured."""
+    latency_p95: float | None
+    measured: int
+    """Number of these words."""
+    changed: float
+    """Words that were shown and replaced later, per 100 words of the last texts."""
+
+    def row(self) -> list[Any]:
+        """The row of a table with ``COLUMNS``."""
+        low, high = self.WER_interval
+        return [chunk_size.named(self.chunk), self.WER, f"{low:.2f} to {high:.2f}", self.latency, self.latency_p95,
+                self.changed]
+
+    def facts(self) -> dict[str, Any]:
+        """The row's numbers for a file."""
+        return {**asdict(self), "chunk": self.chunk or chunk_size.WHOLE}
+
+
+COLUMNS = ("chunk", "WER %", "95 % interval", "latency s", f"{LATE} % within s", "changed of 100 words")
+
+
+def rates(chunk: int | None, said: Sequence[tuple[str, str]], seen: Sequence[Shown]) -> LiveRates:
+    """Score a test; ``said`` has the id and the reference of each utterance, none of them empty."""
+    words = ErrorRates("word")
+    words.add([name for name, _ in said], [reference for _, reference in said], [one.text for one in seen])
+    latencies = np.array([each for one in seen for each in one.latencies])
+    final = sum(len(one.text.split()) for one in seen)
+    return LiveRates(
+        chunk, words.rate, interval(words), float(latencies.mean()) if len(latencies) else None,
+        float(np.percentile(latencies, LATE)) if len(latencies) else None, len(latencies),
+        100 * sum(one.changed for one in seen) / max(1, final))

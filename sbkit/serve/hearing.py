@@ -1,0 +1,241 @@
+"""How a live session is heard: chunk by chunk by the bundle's graph for streams, or by decoding the tail."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sbkit.decode.heard import Heard
+from sbkit.decode.spans import PAUSE_SECONDS, Word
+from sbkit.infer.assembly import words
+from sbkit.infer.stream_engine import StreamEngine
+from sbkit.serve.errors import ApiError, too_late
+from sbkit.serve.job import Job
+from sbkit.serve.registry import ServedModel
+from sbkit.serve.tail import Tail
+
+
+@dataclass(frozen=True)
+class News:
+    """What is new in a session. Times are seconds from the first sample."""
+
+    lines: list[list[Word]]
+    """Lines that are over."""
+    settled: list[Word]
+    """Words of the line that goes on which nothing can change any more, from its first."""
+    partial: list[Word]
+    """Words after them, which may change."""
+    heard: float
+    """Until when it was heard."""
+    start: float
+    """Where the line that goes on begins."""
+
+
+class Hearing(ABC):
+    """Hears one session. One task gives it samples, another waits for news; neither waits for the other.
+
+    Arguments
+    ---------
+    served : the model
+    seconds : how long it may take to hear what was received; ``news`` raises ``ApiError`` 504 then
+    """
+
+    chunk_seconds: float | None = None
+    """Seconds that are heard at a time; None where that depends on what was said."""
+
+    def __init__(self, served: ServedModel, seconds: float):
+        self._served, self._seconds = served, seconds
+        self._changed, self._moved = asyncio.Event(), asyncio.Event()
+
+    @property
+    @abstractmethod
+    def wanted(self) -> float:
+        """How many more samples there must be for any of them to be heard."""
+
+    @property
+    @abstractmethod
+    def behind(self) -> float:
+        """The seconds that were received and are not heard yet."""
+
+    @abstractmethod
+    def hear(self, signal: np.ndarray) -> None:
+        """Take samples [S] at the model's rate."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Hear what is left: nothing will follow."""
+
+    @abstractmethod
+    async def news(self) -> News | None:
+        """Wait for what is new; None after the end."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Cancel all work."""
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """Raise ``ApiError`` instead of another error if the device is broken."""
+        try:
+            yield
+        except ApiError:
+            raise
+        except Exception:
+            self._served.check()
+            raise
+
+    async def catch_up(self, most: float) -> None:
+        """Wait until at most so many seconds are not heard yet, and give the other tasks a turn anyway."""
+        await asyncio.sleep(0)
+        while self.behind > most:
+            self._moved.clear()
+            await self._moved.wait()
+
+
+class ByChunks(Hearing):
+    """Hears a session by the bundle's graph for streams, in batches with all others.
+
+    Arguments
+    ---------
+    streams : the engine of the model's graph for streams
+    chunk_ms : one of its chunks; None: the one that it chooses
+    """
+
+    def __init__(self, served: ServedModel, streams: StreamEngine, chunk_ms: int | None, seconds: float):
+        super().__init__(served, seconds)
+        loop = asyncio.get_running_loop()
+
+        def tell() -> None:
+            loop.call_soon_threadsafe(self._changed.set)
+
+        self._session = streams.open(served.decoder.stream(), chunk_ms, tell)
+        self.chunk_seconds = self._session.chunk_seconds
+        self._line: list[Word] = []
+        self._heard = 0.0
+
+    @property
+    def wanted(self) -> float:
+        return self._session.wanted
+
+    @property
+    def behind(self) -> float:
+        return self._session.waiting_seconds
+
+    def hear(self, signal: np.ndarray) -> None:
+        with self._named():
+            self._session.feed(signal)
+
+    def finish(self) -> None:
+        with self._named():
+            self._session.finish()
+
+    async def news(self) -> News | None:
+        while True:
+            self._changed.clear()
+            with self._named():
+                heard = self._session.take(0)
+            self._moved.set()
+            if heard:
+                return self._told(heard)
+            if self._session.over:
+                return None
+            await self._wait()
+
+    async def _wait(self) -> None:
+        before = self._heard
+        try:
+            await asyncio.wait_for(self._changed.wait(), self._seconds)
+        except (asyncio.TimeoutError, TimeoutError):
+            if self._session.busy and self._heard == before:
+                raise too_late(self._seconds) from None
+
+    def _told(self, heard: Sequence[Heard]) -> News:
+        lines = []
+        for each in heard:
+            self._line += each.settled
+            until = each.partial[-1].end if each.partial else each.seconds
+            if self._line and (each.endpoint or until - self._line[0].start > self._served.chunk_seconds):
+                lines.append(self._line)
+                self._line = []
+        self._heard = heard[-1].seconds
+        going_on = [*self._line, *heard[-1].partial]
+        return News(lines, list(self._line), heard[-1].partial, self._heard,
+                    going_on[0].start if going_on else self._heard)
+
+    def close(self) -> None:
+        self._session.close()
+
+
+class ByTail(Hearing):
+    """Hears a session by decoding the tail of what was said, again and again. While that is done, more arrives."""
+
+    def __init__(self, served: ServedModel, seconds: float):
+        super().__init__(served, seconds)
+        self._tail = Tail(served.config.sample_rate, served.frame_samples, served.chunk_seconds)
+        self._job = Job()
+        self._ended = self._over = False
+
+    @property
+    def wanted(self) -> float:
+        return self._tail.wanted
+
+    @property
+    def behind(self) -> float:
+        return self._tail.unseen_seconds
+
+    def hear(self, signal: np.ndarray) -> None:
+        self._tail.add(signal)
+        self._changed.set()
+
+    def finish(self) -> None:
+        self._ended = True
+        self._changed.set()
+
+    async def news(self) -> News | None:
+        while not (self._ended or self._tail.due):
+            self._changed.clear()
+            await self._changed.wait()
+        ended = self._ended
+        signal, skip = self._tail.look()
+        if self._over or not len(signal):
+            return None
+        self._over = ended and not self._tail.unseen_seconds
+        found = self._tail.settle(await self._words(signal, skip), len(signal), skip, self._over)
+        self._moved.set()
+        return News(stretches(found.final), [], found.partial, found.heard, found.start)
+
+    async def _words(self, signal: np.ndarray, skip: int) -> list[Word]:
+        """Decode samples [S], without the first ``skip`` frames."""
+        asking = asyncio.wrap_future(self._job.watch(self._served.batcher.submit(signal)))
+        with self._named():
+            try:
+                log_probs = await asyncio.wait_for(asking, self._seconds)
+            except (asyncio.TimeoutError, TimeoutError):
+                raise too_late(self._seconds) from None
+        decoder, vocabulary = self._served.decoder, self._served.vocabulary
+        return await asyncio.get_running_loop().run_in_executor(
+            None, lambda: words(decoder.tokens([[decoder.keep(log_probs[skip:].copy())]])[0], vocabulary))
+
+    def close(self) -> None:
+        self._job.cancel()
+
+
+def stretches(settled: Sequence[Word]) -> list[list[Word]]:
+    """Split words at pauses into lines, however many were settled at once."""
+    lines: list[list[Word]] = []
+    for word in settled:
+        if lines and word.start - lines[-1][-1].end < PAUSE_SECONDS:
+            lines[-1].append(word)
+        else:
+            lines.append([word])
+    return lines
+
+
+def hearing(served: ServedModel, chunk_ms: int | None, seconds: float) -> Hearing:
+    """Hear a session in the best way that the model's bundle has."""
+    return ByTail(served, seconds) if served.streams is None else ByChunks(served, served.streams, chunk_ms, seconds)

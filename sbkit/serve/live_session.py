@@ -1,0 +1,116 @@
+"""One live session: a task that receives, one that hears, and one that sends, so that none waits for another."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from fastapi import WebSocket
+
+from sbkit.serve.errors import ApiError, invalid, too_late
+from sbkit.serve.hearing import hearing
+from sbkit.serve.intake import Intake
+from sbkit.serve.limits import Limits
+from sbkit.serve.outbox import Outbox
+from sbkit.serve.registry import ServedModel
+from sbkit.serve.wire import Wire
+
+_BEHIND_SECONDS = 5.0  # of audio that was not heard yet; beyond that the client has to wait
+_SLOW_READER_SECONDS = 60.0  # a client that takes longer to read the last messages is dropped
+
+
+class LiveSession:
+    """Hears one client to the end.
+
+    Arguments
+    ---------
+    wire : the client, whose first message was received
+    served, rate, chunk_ms : what it asked for
+    """
+
+    def __init__(self, websocket: WebSocket, wire: Wire, served: ServedModel, rate: int, chunk_ms: int | None,
+                 limits: Limits):
+        self.served = served
+        self._websocket, self._wire, self._limits = websocket, wire, limits
+        self._intake = Intake(rate, served.config.sample_rate)
+        self._hearing = hearing(served, chunk_ms, limits.request_seconds)
+        self._outbox = Outbox(served.vocabulary, websocket.send_json)
+        self._ready = {"type": "ready", "model": served.name, "sample_rate": rate,
+                       "chunk_seconds": self._hearing.chunk_seconds}
+        self._stop = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def seconds(self) -> float:
+        """The seconds received so far."""
+        return self._intake.seconds
+
+    def end(self) -> None:
+        """Finish with the audio received so far."""
+        self._stop.set()
+
+    async def run(self) -> None:
+        """Run until the client says "stop" or :meth:`end` is called, and tell all that was heard."""
+        await self._websocket.send_json(self._ready)
+        telling, sending = self._start(self._tell()), self._start(self._outbox.run())
+        receiving, watching = self._start(self._receive()), self._start(self._wire.watch(self._limits.idle_seconds))
+        stopping = self._start(self._stopped())
+        await _first(receiving, stopping, watching, telling, sending)
+        for each in (receiving, stopping, watching):
+            each.cancel()
+        self._hearing.hear(self._intake.take(last=True))
+        self._hearing.finish()
+        if not await _first(telling, sending, seconds=self._limits.request_seconds):
+            raise too_late(self._limits.request_seconds)
+        self._outbox.end({"type": "done", "duration": round(self.seconds, 3)})
+        if not await _first(sending, seconds=_SLOW_READER_SECONDS):
+            raise ApiError(408, f"the client didn't read its last messages within {_SLOW_READER_SECONDS:g} s",
+                           code="slow_client")
+        await self._websocket.close()
+
+    def close(self) -> None:
+        """Cancel all work of the session."""
+        for each in self._tasks:
+            each.cancel()
+        self._hearing.close()
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # the first error is told
+        self._tasks.append(task)
+        return task
+
+    async def _stopped(self) -> None:
+        await self._stop.wait()
+
+    async def _receive(self) -> None:
+        """Receive audio until "stop"."""
+        intake, ears = self._intake, self._hearing
+        while True:
+            message = await self._wire.receive()
+            if isinstance(message, bytes):
+                intake.add(message)
+                if intake.held >= ears.wanted:
+                    ears.hear(intake.take())
+                    await ears.catch_up(_BEHIND_SECONDS)
+            elif message.get("type") == "stop":
+                return
+            elif message.get("type") == "start":
+                raise invalid("a session has one model, sample rate and chunk, those that it began with: after "
+                              '"start", send binary frames and {"type": "stop"}', "type")
+            else:
+                raise invalid('after "start", send binary frames of audio and {"type": "stop"}')
+
+    async def _tell(self) -> None:
+        """Put what is heard into the outbox, to the end."""
+        while (news := await self._hearing.news()) is not None:
+            self._outbox.put(news)
+
+
+async def _first(*tasks: asyncio.Task[None], seconds: float | None = None) -> bool:
+    """Wait until one of them is done, and raise its error if it failed; False: none was in time."""
+    done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    for each in done:
+        each.result()
+    return bool(done)

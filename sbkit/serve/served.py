@@ -1,0 +1,63 @@
+"""What all models of a server have: a name, an engine, batches, a state of health."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC
+from dataclasses import asdict
+from typing import Any, ClassVar
+
+from sbkit.infer.device import Placement
+from sbkit.infer.engine import Engine
+from sbkit.infer.voice_engine import VoiceEngine
+from sbkit.serve.batcher import Batcher
+from sbkit.serve.errors import broken
+
+#: Seconds after which a running batch counts as stuck.
+STUCK_SECONDS = 120.0
+
+
+class Served(ABC):
+    """One bundle, loaded and warm. A subclass loads it."""
+
+    #: Paths that the model answers.
+    endpoints: ClassVar[tuple[str, ...]]
+    engine: Engine | VoiceEngine
+    batcher: Batcher
+
+    def __init__(self, name: str):
+        self.name, self.created = name, int(time.time())
+
+    def close(self) -> None:
+        """Release the model."""
+        self.engine.close()
+
+    @property
+    def fault(self) -> str | None:
+        """Why the model will never answer again, or None; the model is not run for it."""
+        if self.engine.fault is not None:
+            return self.engine.fault
+        busy = self.batcher.busy_seconds
+        return f"a batch has been running for {busy:.0f} s" if busy > STUCK_SECONDS else None
+
+    def check(self) -> None:
+        """Raise ``ApiError`` if the model is broken."""
+        if (fault := self.fault) is not None:
+            raise broken(fault)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Facts for /health."""
+        return {**asdict(self.engine.running), "language": self.engine.config.language,
+                "sample_rate": self.engine.config.sample_rate, "endpoints": self.endpoints, "fault": self.fault}
+
+    @property
+    def placements(self) -> list[Placement]:
+        """Where each of its graphs runs."""
+        return [self.engine.running]
+
+    @property
+    def listed(self) -> dict[str, Any]:
+        """Facts for /v1/models."""
+        return {"id": self.name, "object": "model", "created": self.created, "owned_by": "sbkit",
+                "endpoints": self.endpoints}

@@ -1,0 +1,61 @@
+"""What a live client says: audio, or an object as JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+from fastapi import WebSocket, WebSocketDisconnect
+
+from sbkit.serve.errors import ApiError, invalid
+
+_LONGEST_TEXT = 1 << 14
+
+
+class Wire:
+    """Receives the messages of one client."""
+
+    def __init__(self, websocket: WebSocket):
+        self._websocket = websocket
+        self._last = time.monotonic()
+
+    async def receive(self) -> bytes | dict[str, Any]:
+        """Wait for the next message; raises ``WebSocketDisconnect`` at the end."""
+        message = await self._websocket.receive()
+        self._last = time.monotonic()
+        if message["type"] == "websocket.disconnect":
+            raise WebSocketDisconnect(message.get("code", 1000))
+        if message.get("bytes") is not None:
+            return message["bytes"]
+        return _parsed(message["text"])
+
+    async def first(self, seconds: float) -> bytes | dict[str, Any]:
+        """Wait for the first message."""
+        try:
+            return await asyncio.wait_for(self.receive(), seconds)
+        except (asyncio.TimeoutError, TimeoutError):
+            raise _idle(seconds) from None
+
+    async def watch(self, seconds: float) -> None:
+        """Raise ``ApiError`` 408 once nothing was received for so long; one clock for all messages costs nothing."""
+        while (left := self._last + seconds - time.monotonic()) > 0:
+            await asyncio.sleep(left)
+        raise _idle(seconds)
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    if len(text) > _LONGEST_TEXT:
+        raise invalid("the text message is too long")
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        raise invalid("a text message must be JSON") from None
+    if not isinstance(found, dict):
+        raise invalid("a text message must be a JSON object")
+    return found
+
+
+def _idle(seconds: float) -> ApiError:
+    return ApiError(408, f"nothing was received for {seconds:g} s", code="idle")

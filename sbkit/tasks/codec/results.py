@@ -1,0 +1,195 @@
+"""Results of a codec's test: intelligibility, what a recogniser hears, the use of the codebooks, clips to listen to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import soundfile
+
+from sbkit.data.manifest import Manifest
+from sbkit.score.rates import ErrorRates
+from sbkit.score.results import Player, Results, Sound, Table
+from sbkit.score.significance import interval
+from sbkit.tasks.codec.rows import Row
+
+#: Clips in the table of those that lost most.
+WORST = 12
+#: Where the clips to listen to are written, below the results.
+SOUNDS = "sounds"
+
+
+@dataclass(frozen=True)
+class Books:
+    """What a test needs to know of a codec."""
+
+    sizes: tuple[int, ...]
+    bit_rate: float
+    sample_rate: int
+
+
+def measures(rows: Sequence[Row], books: Books) -> dict[str, float]:
+    """Compute the means of all that was measured, and how evenly codes are used: their perplexity, a mean over books.
+
+    The mel distance is a mean over code frames, others over clips.
+    """
+    frames = np.array([len(row.codes) for row in rows])
+    found = {"mel_distance": float(np.average([row.mel_distance for row in rows], weights=frames)),
+             "perplexity": float(np.mean([perplexity(counts) for counts in used(rows, books)]))} if rows else {}
+    for name, values in (("STOI", [row.stoi for row in rows]), ("PESQ", [row.pesq for row in rows])):
+        known = [value for value in values if value is not None]
+        if known:
+            found[name] = float(np.mean(known))
+    return found
+
+
+def used(rows: Sequence[Row], books: Books) -> list[np.ndarray]:
+    """Count how often each entry of each book is used: an array [K] for each."""
+    codes = np.concatenate([row.codes for row in rows]) if rows else np.zeros((0, len(books.sizes)), np.int32)
+    return [np.bincount(codes[:, i], minlength=size) for i, size in enumerate(books.sizes)]
+
+
+def entropy(counts: np.ndarray) -> float:
+    """The bits that a code takes if frequent ones are written shorter."""
+    shares = counts[counts > 0] / max(1, counts.sum())
+    return float(-(shares * np.log2(shares)).sum())
+
+
+def perplexity(counts: np.ndarray) -> float:
+    """The number of entries that would have the same entropy if all were used alike."""
+    return 2 ** entropy(counts)
+
+
+@dataclass
+class Resyntheses(Results):
+    """Rows of a test, what they come to, and error rates of what a recogniser heard of those that have a text."""
+
+    rows: Sequence[Row] = ()
+    books: Books = field(kw_only=True)
+    before: ErrorRates | None = None
+    """Of the recordings; None without a recogniser."""
+    after: ErrorRates | None = None
+    """Of what was made of them."""
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], loss: float, unread: Mapping[str, str], books: Books) -> Resyntheses:
+        """Put the rows of a test together."""
+        stats = {"loss": loss, **measures(rows, books)}
+        before, after = _rates(rows, "heard"), _rates(rows, "heard_again")
+        if before is not None and after is not None:
+            stats |= {"WER": after.rate, "WER_of_recordings": before.rate}
+        took = sum(row.seconds or 0.0 for row in rows)
+        seconds = sum(row.samples for row in rows) / books.sample_rate
+        stats |= {"bit_rate": books.bit_rate, "coding_real_time_factor": took / seconds if seconds else math.nan}
+        found = cls(stats, len(rows), dict(unread), rows=rows, books=books, before=before, after=after)
+        found.tables = [found._measured(), found._books(), found._worst()]
+        return found
+
+    def headline(self) -> str:
+        said = [f"mel distance {self.stats['mel_distance']:.2f} dB"]
+        said += [f"{name} {self.stats[name]:.3f}" for name in ("STOI", "PESQ") if name in self.stats]
+        if "WER" in self.stats:
+            said.append(f"WER {self.stats['WER']:.2f} % (recordings {self.stats['WER_of_recordings']:.2f} %)")
+        return ", ".join([*said, f"{self.books.bit_rate:.0f} bit/s", f"{self.utterances} utterances"])
+
+    def facts(self) -> dict[str, Any]:
+        found: dict[str, Any] = {**self.stats, "codebooks": [
+            {"entries": len(counts), "used": int((counts > 0).sum()), "perplexity": perplexity(counts),
+             "entropy_bits": entropy(counts)} for counts in used(self.rows, self.books)]}
+        if self.before is not None and self.after is not None:
+            found |= {"WER_interval": interval(self.after), "WER_of_recordings_interval": interval(self.before)}
+        return found
+
+    def columns(self) -> list[tuple[str, Any]]:
+        names = [name for name in self.stats if name not in ("loss", "coding_real_time_factor")]
+        return [(name.replace("_", " ").replace("WER", "WER %"),
+                 f"{self.stats[name]:{'.2f' if 'WER' in name else '.4g'}}") for name in names]
+
+    def word_error_rates(self) -> Mapping[str, float]:
+        return {"what the codec made": self.stats["WER"]} if "WER" in self.stats else {}
+
+    def files(self, of: str = "") -> list[str]:
+        return [*super().files(of), self._sounds(of)]
+
+    def write(self, folder: Path, manifest: Manifest, of: str = "") -> None:
+        """Write the numbers, and what the codec made of a few recordings."""
+        kept = sorted((row for row in self.rows if row.sound is not None), key=lambda row: row.id)
+        sounds, place = Path(self._sounds(of)), {name: i for i, name in enumerate(manifest.ids)}
+        (folder / sounds).mkdir(parents=True, exist_ok=True)
+        self.players = []
+        for number, row in enumerate(kept, 1):
+            made, said = sounds / f"{number:02}.flac", manifest.row(place[row.id])
+            soundfile.write(folder / made, row.sound, self.books.sample_rate)
+            self.players.append(Player(
+                row.reference or row.id, self._remark(row),
+                [Sound("recording", said.wav, said.start, said.duration),
+                 Sound("codec", str(made), 0.0, row.samples / self.books.sample_rate)]))
+        super().write(folder, manifest, of)
+
+    @staticmethod
+    def _sounds(of: str) -> str:
+        return f"{of}_{SOUNDS}" if of else SOUNDS
+
+    def _remark(self, row: Row) -> str:
+        """What was measured of a clip."""
+        measured = [f"STOI {row.stoi:.3f}" if row.stoi is not None else "", f"mel distance {row.mel_distance:.1f} dB",
+                    f"heard: {row.heard_again}" if row.heard_again is not None else "", row.id]
+        return " · ".join(each for each in measured if each)
+
+    # ------------------------------------------------------------ tables
+
+    def _measured(self) -> Table:
+        """Lists all measures with what they mean."""
+        stats, rows = self.stats, []
+        if "STOI" in stats:
+            least = min(row.stoi for row in self.rows if row.stoi is not None)
+            rows.append(["STOI", f"{stats['STOI']:.3f}", f"intelligibility, at most 1; worst clip {least:.3f}"])
+        if "PESQ" in stats:
+            rows.append(["PESQ", f"{stats['PESQ']:.2f}", "quality, 1 to 4.6"])
+        rows.append(["mel distance", f"{stats.get('mel_distance', math.nan):.2f} dB", "of spectra; 0 is the same"])
+        for name, what, rates in (("WER", "of what the codec made", self.after),
+                                  ("WER of the recordings", "by the same recogniser", self.before)):
+            if rates is not None:
+                low, high = interval(rates)
+                rows.append([name, f"{rates.rate:.2f} %", f"{what}; 95 % interval {low:.2f} to {high:.2f}"])
+        rows += [["bit rate", f"{self.books.bit_rate:.0f} bit/s", f"{self._entropy():.0f} if frequent codes were "
+                  "written shorter"],
+                 ["real-time factor", f"{stats['coding_real_time_factor']:.4f}", "of coding and decoding together"]]
+        return Table("How it sounds", ["measure", "value", ""], rows)
+
+    def _entropy(self) -> float:
+        """The bit rate if each code took as many bits as its entropy says."""
+        bits = sum(math.log2(size) for size in self.books.sizes)
+        return self.books.bit_rate * sum(map(entropy, used(self.rows, self.books))) / bits
+
+    def _books(self) -> Table:
+        """Says how much of each codebook is used."""
+        rows = [[i, len(counts), f"{int((counts > 0).sum())} ({(counts > 0).mean():.0%})", f"{perplexity(counts):.0f}",
+                 f"{entropy(counts):.2f} of {math.log2(len(counts)):.2f}"]
+                for i, counts in enumerate(used(self.rows, self.books), 1)]
+        return Table("The codebooks", ["book", "entries", "used in the test", "perplexity", "bits"], rows)
+
+    def _worst(self) -> Table:
+        """Lists the clips that lost most: by STOI, or by the mel distance where that was not measured."""
+        rows = sorted(self.rows, key=lambda row: (1.0 if row.stoi is None else row.stoi, -row.mel_distance))[:WORST]
+        heard = self.after is not None
+        return Table(
+            "The clips that lost most", ["clip", "STOI", "mel distance", *(["heard in the recording", "in the codec's"]
+                                                                           if heard else [])],
+            [[row.id, "" if row.stoi is None else f"{row.stoi:.3f}", f"{row.mel_distance:.2f}",
+              *([row.heard, row.heard_again] if heard else [])] for row in rows])
+
+
+def _rates(rows: Sequence[Row], name: str) -> ErrorRates | None:
+    """Error rates of one of the two transcripts, over the rows with a text; None if there are none."""
+    scored = [(row.id, row.reference, getattr(row, name)) for row in rows
+              if row.reference.split() and getattr(row, name) is not None]
+    if not scored:
+        return None
+    rates = ErrorRates("word")
+    rates.add(*zip(*scored, strict=True))
+    return rates

@@ -1,0 +1,146 @@
+"""The task of a codec: codes that are few, and speech made from them that sounds like the recording."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+from speechbrain.core import Stage
+from torch import Tensor
+
+from sbkit.data.batch import Batch
+from sbkit.nn.codec.coder import Coder, Resynthesis
+from sbkit.nn.codec.spectral_loss import MelDistance
+from sbkit.nn.lengths import lengths_to_mask
+from sbkit.recipe.build import Built
+from sbkit.recipe.source import Findings
+from sbkit.tasks.codec.keys import CodecKeys
+from sbkit.tasks.codec.listener import Listener, first_drawn
+from sbkit.tasks.codec.parts import parts_fit
+from sbkit.tasks.codec.results import Books, Resyntheses, measures
+from sbkit.tasks.codec.rows import Row
+from sbkit.tasks.keys import TaskKeys
+from sbkit.tasks.task import Metric, Task
+from sbkit.train.step import Loss
+
+#: Decibels of one natural logarithm of a magnitude.
+DECIBELS = 20 / math.log(10)
+#: The frames of the mel spectra whose distance is the metric, the same for every recipe, in seconds, and their bands.
+FRAME, HOP, BANDS = 0.04, 0.01, 80
+
+
+class Codec(Task):
+    """The Brain of ``hparams/codec.yaml``.
+
+    - The loss is the distance of spectra at several resolutions, a mean over code frames.
+    - ``quantiser`` is a ``FiniteScalars``, or a ``ResidualVectors``, whose penalty is added to the loss.
+    - ``adversarial_from: 20000`` trains discriminators too, and from that step on the codec against them: for a GPU and
+      a large corpus. It is one loss and one update: what is made goes to the discriminators' own term without its
+      gradients, and the codec's term goes through them without theirs.
+    - The best checkpoint is the one with the least distance of mel spectra of whole validation clips.
+    """
+
+    Keys: ClassVar[type[TaskKeys]] = CodecKeys
+    parts = ("compute_features", "encoder", "quantiser", "decoder", "head", "spectral_loss", "modules")
+    metric = Metric("mel_distance")
+    keys: CodecKeys
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        keys, rate = self.keys, self.keys.sample_rate
+        self.coder = Coder(keys.compute_features, keys.encoder, keys.quantiser, keys.decoder, keys.head)
+        self.ruler = MelDistance(rate, round(FRAME * rate), round(HOP * rate), BANDS).to(self.device)
+        self.listener = Listener(rate)
+        self.books = Books(keys.quantiser.sizes, self.coder.bit_rate, rate)
+
+    @classmethod
+    def check_parts(cls, keys: CodecKeys, built: Built, findings: Findings) -> bool:
+        return parts_fit(keys, built, findings)
+
+    def describe(self) -> tuple[list[str], dict[str, Any]]:
+        """Say how many codes a second has, and how many bits."""
+        rate, sizes = self.keys.compute_features.frame_rate, self.keys.quantiser.sizes
+        books = " and ".join(f"one of {size:,} codes" for size in sizes)
+        return ([f"{rate:g} frames a second, in each of them {books}: {self.coder.bit_rate:.0f} bit/s"],
+                {"frames_per_second": rate, "sizes": list(sizes), "bit_rate": self.coder.bit_rate})
+
+    # ------------------------------------------------------------ training
+
+    def compute_forward(self, batch: Batch, stage: Stage) -> Resynthesis:
+        """Code waveforms [B, S], and make waveforms of the codes."""
+        if stage != Stage.TEST:
+            return self.coder(batch.signals, batch.signal_lengths)
+        with self.listener.timed(batch.signals.device):
+            return self.coder(batch.signals, batch.signal_lengths)
+
+    def compute_objectives(self, made: Resynthesis, batch: Batch, stage: Stage) -> Loss:
+        """Compute the loss, a sum over code frames, and their number."""
+        frames, count = made.frames, made.frames.sum()
+        sound = trimmed(made.sound, batch)
+        spectral = (self.keys.spectral_loss(sound, batch.signals, batch.signal_lengths) * frames).sum()
+        inside = lengths_to_mask(frames, made.quantised.penalty.shape[1])
+        total = spectral + self.keys.quantiser_weight * (made.quantised.penalty * inside).sum()
+        if stage != Stage.TRAIN:
+            if batch.weight:
+                self.rows += self._rows(made, sound, batch, stage)
+            return Loss(total, count)
+        extras = {"spectral": (spectral, count)}
+        if self.keys.adversarial_from:
+            term, parts = self._adversarial(sound, batch, frames)
+            total = total + term
+            extras |= {name: (part, count) for name, part in parts.items()}
+        return Loss(total, count, extras)
+
+    def _adversarial(self, sound: Tensor, batch: Batch, frames: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return what the adversarial stage adds to the loss, a sum over frames, and its parts."""
+        against, keys = self.keys.discriminators, self.keys
+        assert against is not None, "the keys would clash"
+        if self.optimizer_step < keys.adversarial_from:
+            return against.idle(), {}
+        given = sound, batch.signals, batch.signal_lengths
+        noticed, apart = against.fooled(*given)
+        parts = {"noticed": noticed, "apart": apart, "mistaken": against.mistaken(*given)}
+        sums = {name: (part * frames).sum() for name, part in parts.items()}
+        return (keys.adversarial_weight * sums["noticed"] + keys.feature_weight * sums["apart"] + sums["mistaken"],
+                sums)
+
+    # ------------------------------------------------------------ validation and test
+
+    @property
+    def recogniser(self) -> str | None:
+        return self.keys.recogniser
+
+    def take_recogniser(self, heard: Callable[[Sequence[np.ndarray]], list[str]]) -> None:
+        """Let a recogniser hear the recordings of a test, and what was made of them."""
+        self.listener.recogniser = heard
+
+    def open_stage(self, stage: Stage, epoch: int | None = None) -> None:
+        """Begin to listen anew."""
+        self.listener.begin()
+        super().open_stage(stage, epoch)
+
+    def _rows(self, made: Resynthesis, sound: Tensor, batch: Batch, stage: Stage) -> list[Row]:
+        """Return what became of each utterance of a batch."""
+        apart = DECIBELS * self.ruler(sound, batch.signals, batch.signal_lengths)
+        facts = zip(batch.ids, batch.texts, batch.signal_lengths.tolist(), apart.tolist(), made.frames.tolist(),
+                    made.quantised.codes.cpu().numpy(), strict=True)
+        rows = [Row(name, text, samples, mel, codes[:frames].astype(np.int32))
+                for name, text, samples, mel, frames, codes in facts]
+        if stage != Stage.TEST:
+            return rows
+        return self.listener.hear(rows, batch.signals.cpu().numpy(), sound.cpu().numpy())
+
+    def stats(self, rows: Sequence[Row]) -> dict[str, float]:
+        """Compute the mel distance and the use of the codebooks."""
+        return measures(rows, self.books)
+
+    def results(self, rows: Sequence[Row], loss: float, unread: Mapping[str, str]) -> Resyntheses:
+        return Resyntheses.of(first_drawn(rows), loss, unread, self.books)
+
+
+def trimmed(sound: Tensor, batch: Batch) -> Tensor:
+    """Cut waveforms [B, T * stride] to the recordings' samples: [B, S], 0 beyond an utterance's end."""
+    width = batch.signals.shape[1]
+    return sound[:, :width] * lengths_to_mask(batch.signal_lengths, width)

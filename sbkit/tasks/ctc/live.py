@@ -1,0 +1,155 @@
+"""A test as a listener of live speech sees it: transcripts that grow with each chunk, for several sizes at once."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from speechbrain.utils.dynamic_chunk_training import DynChunkTrainConfig
+from torch import Tensor
+
+from sbkit.data.batch import Batch
+from sbkit.decode.greedy import align, greedy
+from sbkit.decode.spans import words
+from sbkit.errors import SbkitError
+from sbkit.nn.ctc import ctc_frames_needed
+from sbkit.score.chunk_size import WHOLE
+from sbkit.score.latency import Shown, shown
+from sbkit.tasks.asr import Choice, Row, choices
+from sbkit.tasks.ctc.keys import CTCKeys
+from sbkit.tasks.ctc.recognizer import Recognizer
+
+if TYPE_CHECKING:
+    from sbkit.decode.beam import BeamSearch
+
+#: Scores that a search of the beginnings of utterances gets at once, so that these fit into memory.
+_AT_ONCE = 50_000_000
+
+
+class Text(NamedTuple):
+    """One transcript of the beginning of an utterance."""
+
+    text: str
+    confidence: float | None
+    nbest: Sequence[Choice] = ()
+
+
+class Live:
+    """Hears each utterance of a test in chunks of each size that was asked for.
+
+    The encoder hears an utterance at once, masked as if it came chunk by chunk, which gives the same scores. What was
+    shown after a chunk is what the search finds in the scores up to there.
+
+    Arguments
+    ---------
+    chunk : sizes in milliseconds; None is the whole utterance. The first one's transcripts are the test's
+    """
+
+    def __init__(self, model: Recognizer, keys: CTCKeys, chunk: Sequence[int | None]):
+        if keys.chunks is None:
+            raise SbkitError("--chunk is for a model that learnt to hear in chunks, and the recipe has no chunks",
+                             hint="train one with hparams/streaming.yaml, or leave out --chunk")
+        self.model, self.keys, self.chunk = model, keys, tuple(chunk)
+        self.frame_seconds = model.subsampling * model.hop_samples / keys.sample_rate
+        sizes = keys.chunks.in_milliseconds(self.frame_seconds)
+        self._sizes = {one: self._size(one, sizes) for one in (*self.chunk, None)}
+
+    def _size(self, chunk: int | None, sizes: dict[int, int]) -> int | None:
+        if chunk is not None and chunk not in sizes:
+            raise SbkitError(f"--chunk {chunk}: the model wasn't trained for chunks of {chunk} ms",
+                             hint=f"it was for {', '.join(map(str, sorted(sizes)))} and {WHOLE}")
+        return None if chunk is None else sizes[chunk]
+
+    def config(self, chunk: int | None) -> DynChunkTrainConfig | None:
+        """Return what each frame sees with chunks of this size, which was asked for; None: the whole utterance."""
+        size = self._sizes[chunk]
+        assert self.keys.chunks is not None, "the constructor refuses that"
+        return None if size is None else self.keys.chunks.config(size)
+
+    def scores(self, feats: Tensor, frames: Tensor, first: Tensor) -> list[Tensor]:
+        """Compute scores [B, T, V] of features [B, T', F] for each size in order, and of whole utterances at the end.
+
+        first : those of the first size
+        """
+        found: dict[int | None, Tensor] = {self.chunk[0]: first}
+        for chunk in self._sizes:
+            if chunk not in found:
+                found[chunk] = self.model.ctc_lin(self.model.encode(feats, frames, self.config(chunk))[0])
+        return [found[chunk] for chunk in (*self.chunk, None)]
+
+    def rows(self, scores: Sequence[Tensor], frames: Tensor, batch: Batch, search: BeamSearch | None) -> Iterator[Row]:
+        """Yield the row of each utterance, with what was shown of it with chunks of each size.
+
+        Arguments
+        ---------
+        scores : as returned by :meth:`scores`
+        frames : [B], frames of each utterance
+        search : finds the transcripts; None: each frame's best token
+        """
+        ends = self._word_ends(scores[-1].float().log_softmax(-1), frames, batch)
+        seconds = (batch.signal_lengths / self.keys.sample_rate).tolist()
+        seen: list[list[Shown]] = [[] for _ in batch.ids]
+        finals: list[Text] = []
+        for chunk, each in zip(self.chunk, scores, strict=False):
+            cuts = [self._cuts(chunk, count) for count in frames.tolist()]
+            log_probs = each.float().log_softmax(-1)
+            grown = self._greedily(log_probs, frames, cuts) if search is None else _searched(search, log_probs, cuts)
+            for i, texts in enumerate(grown):
+                times = [min(cut * self.frame_seconds, seconds[i]) for cut in cuts[i][:-1]] + [seconds[i]]
+                seen[i].append(shown([one.text for one in texts], times, batch.texts[i].split(), ends[i]))
+            finals = finals or [texts[-1] for texts in grown]
+        for name, said, final, live in zip(batch.ids, batch.texts, finals, seen, strict=True):
+            yield Row(name, said, final.text, final.confidence, final.nbest, tuple(live))
+
+    def _cuts(self, chunk: int | None, frames: int) -> list[int]:
+        """Return the frames at which the chunks of an utterance end, the last of them its end."""
+        size = self._sizes[chunk]
+        return [*range(size, frames, size), frames] if size else [frames]
+
+    def _greedily(self, log_probs: Tensor, frames: Tensor, cuts: Sequence[Sequence[int]]) -> list[list[Text]]:
+        """Transcribe the beginnings of utterances: a token is there from its first frame on."""
+        decode, grown = self.keys.tokenizer.decode, []
+        for spans, ends in zip(greedy(log_probs, frames, blank_id=self.keys.blank_index), cuts, strict=True):
+            ids, starts = spans.ids.tolist(), spans.starts.tolist()
+            confidence = float(spans.confidence.mean()) if len(spans) else None
+            grown.append([Text(decode(ids[:bisect_left(starts, end)]), confidence) for end in ends])
+        return grown
+
+    def _word_ends(self, log_probs: Tensor, frames: Tensor, batch: Batch) -> list[list[float] | None]:
+        """Return when each word of a text ends, by the model's own alignment; None where there is none.
+
+        That is where a word has no token, or the text more tokens than there are frames.
+        """
+        lengths = batch.token_lengths
+        fits = ((ctc_frames_needed(batch.tokens, lengths) <= frames) & (lengths > 0)).cpu()
+        rows = fits.nonzero()[:, 0]
+        found: list[list[float] | None] = [None] * len(batch.ids)
+        if not len(rows):
+            return found
+        there = rows.to(log_probs.device)
+        aligned = align(log_probs[there], frames[there], batch.tokens[there], lengths[there],
+                        self.keys.blank_index, [batch.ids[i] for i in rows.tolist()])
+        for i, spans in zip(rows.tolist(), aligned, strict=True):
+            heard = words(spans, self.keys.tokenizer.piece, self.frame_seconds)
+            if len(heard) == len(batch.texts[i].split()):
+                found[i] = [word.end for word in heard]
+        return found
+
+
+def _searched(search: BeamSearch, log_probs: Tensor, cuts: Sequence[Sequence[int]]) -> list[list[Text]]:
+    """Search the beginnings of utterances, many at a time."""
+    rows = torch.tensor([row for row, ends in enumerate(cuts) for _ in ends], device=log_probs.device)
+    ends = torch.tensor([end for several in cuts for end in several], device=log_probs.device)
+    each = max(1, _AT_ONCE // max(1, log_probs[0].numel()))
+    found: list[Text] = []
+    for row, end in zip(rows.split(each), ends.split(each), strict=True):
+        found += map(_text, search.decode(log_probs[row, :int(end.max())], end))
+    several = iter(found)
+    return [[next(several) for _ in row] for row in cuts]
+
+
+def _text(hypotheses: Sequence[Any]) -> Text:
+    best = hypotheses[0]
+    return Text(best.text, best.confidence, choices(hypotheses))

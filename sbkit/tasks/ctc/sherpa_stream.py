@@ -1,0 +1,224 @@
+"""Exports a model that learnt in chunks for sherpa-onnx's streams, as the kind that it calls *nemo_ctc*.
+
+sherpa-onnx computes the features, and gives the model windows of one size and the state that it returned before: two
+tensors of floats of any shape, zeros at first, and a number. It differs from how a bundle's own graph is run in this:
+
+- Its features are NeMo's, since version 2.0.1. Normalisation is in the graph.
+- It gives the model whole windows alone, and the last one only if a frame follows it. So a stream must be followed by
+  silence as long as a chunk; then all of its frames have been heard.
+- It counts each frame as 40 ms. Longer ones are repeated, which changes nothing for CTC.
+- It writes out tokens that are no text. They become blanks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sbkit.errors import SbkitError
+from sbkit.export import layout
+from sbkit.export.graph import save, to_onnx, trace_module
+from sbkit.export.layout import Config
+from sbkit.export.parity import Comparison
+from sbkit.export.target import Target
+from sbkit.export.vocabulary import Vocabulary
+from sbkit.nn.chunks import Chunks
+from sbkit.nn.streaming.encoder import State, StreamingEncoder
+from sbkit.system.environment import version_of
+from sbkit.tasks.ctc import readme
+from sbkit.tasks.ctc.compared import compared, reference
+from sbkit.tasks.ctc.recognizer import Recognizer
+from sbkit.tasks.ctc.sherpa import Written, imported
+from sbkit.tasks.ctc.streaming_graph import StreamingGraph
+
+if TYPE_CHECKING:
+    from sherpa_onnx import OnlineRecognizer
+
+#: The first version whose features these are: the settings of FilterBank but for ``n_mels``.
+VERSION = "2.0.1"
+_FEATURES = {"sample_rate": 16_000, "frame_length": 25.0, "frame_shift": 10.0, "low": 0.0, "high": 8000.0,
+             "preemphasis": 0.97, "scale": 1.0, "snip_edges": False, "remove_dc": False, "window": "hann",
+             "mel": "slaney"}
+_SAMPLE_RATE, _HOP = 16_000, 160
+_FRAMES_COUNTED = 4  # features of what sherpa-onnx counts as a frame
+_MILLISECONDS = 640  # of a chunk, if no other is asked for
+_BATCH = 2  # that is traced
+
+#: Names of inputs and outputs, and their open dimensions; sherpa-onnx goes by their order.
+_CACHES = ("cache_last_channel", "cache_last_time", "cache_last_channel_len")
+INPUTS = dict.fromkeys(("audio_signal", "length", *_CACHES), ("batch",))
+OUTPUTS = dict.fromkeys(("logits", "lengths", *(f"{name}_next" for name in _CACHES)), ("batch",))
+
+#: A state as sherpa-onnx keeps it: [B, X, Y, Z] twice, and [B].
+Caches = tuple[Tensor, Tensor, Tensor]
+
+
+def packed(state: State) -> Caches:
+    """Pack a state: keys and values [B, 2 L, left, D], all else [B, 1, 1, N], and how many frames were seen [B]."""
+    rest = torch.cat([state.convolution.flatten(1), state.front], 1)
+    return torch.cat([state.keys, state.values], 1), rest[:, None, None], state.seen
+
+
+def unpacked(caches: Caches, convolution: torch.Size) -> State:
+    """Undo :func:`packed`; ``convolution`` is the shape of that part, without B."""
+    attention, rest, seen = caches
+    keys, values = attention.chunk(2, 1)
+    size = convolution.numel()
+    rest = rest.flatten(1)
+    return State(keys, values, rest[:, :size].unflatten(1, convolution), rest[:, size:], seen)
+
+
+class Step(nn.Module):
+    """One step of a recogniser on streams, from features and caches to log-probabilities and the next caches."""
+
+    def __init__(self, step: StreamingEncoder, config: Config):
+        super().__init__()
+        self.step, self.written = step, Written(config, _FRAMES_COUNTED * _HOP / _SAMPLE_RATE)
+        self.convolution = step.state(1).convolution.shape[1:]
+
+    def forward(self, audio_signal: Tensor, length: Tensor, cache_last_channel: Tensor, cache_last_time: Tensor,
+                cache_last_channel_len: Tensor) -> tuple[Tensor, ...]:
+        """Compute log-probabilities [B, C, V], how many of C are real [B], and the next caches.
+
+        Arguments
+        ---------
+        audio_signal : [B, F, T] features, of which ``length`` [B] frames are real
+        cache_last_channel, cache_last_time, cache_last_channel_len : as :func:`packed` makes them
+        """
+        state = unpacked((cache_last_channel, cache_last_time, cache_last_channel_len), self.convolution)
+        log_probs, counts, after = self.step(audio_signal.transpose(1, 2), length, state)
+        return self.written(log_probs), counts * self.written.repeats, *packed(after)
+
+
+class Stream(Target):
+    """The recogniser for streams, in chunks of one size; one that sherpa-onnx can't run is refused.
+
+    Arguments
+    ---------
+    recognizer : it stays as it is
+    decode : token ids to text, by the checkpoint's own tokenizer
+    milliseconds : of a chunk, as :func:`chosen`
+    """
+
+    name = layout.SHERPA_STREAM
+
+    def __init__(self, recognizer: Recognizer, decode: Callable[[list[int]], str], milliseconds: int):
+        graph = StreamingGraph(recognizer)
+        _check(graph)
+        self.recognizer, self.decode, self.graph, self.milliseconds = recognizer, decode, graph, milliseconds
+        self.frames = milliseconds * _SAMPLE_RATE // _HOP // 1000
+        """Features of a window."""
+        self.chunk = self.frames // graph.step.subsampling
+        self.bands = graph.bank.mel.shape[1]
+
+    @property
+    def tail(self) -> int:
+        """Samples of silence that must follow a stream."""
+        return self.frames * _HOP
+
+    def write(self, folder: Path, config: Config) -> None:
+        """Write the model's file; sherpa-onnx also reads the bundle's tokens.txt."""
+        config.models[self.name] = layout.MODELS[self.name]
+        self.save(folder / config.models[self.name], config)
+
+    def save(self, path: Path, config: Config) -> None:
+        """Write the ONNX model."""
+        caches = packed(self.graph.step.state(_BATCH))
+        example = (torch.randn(_BATCH, self.bands, self.frames), torch.tensor([self.frames, self.frames - 1]), *caches)
+        program = trace_module(Step(self.graph.step, config), example, dict.fromkeys(INPUTS, (0,)))
+        facts = {"window_size": self.frames, "chunk_shift": self.frames,
+                 "subsampling_factor": self.graph.step.subsampling, "vocab_size": config.vocabulary - 1,
+                 **{f"{name}_dim{i}": size for name, cache in zip(_CACHES[:2], caches[:2], strict=True)
+                    for i, size in enumerate(cache.shape[1:], 1)},
+                 "comment": f"made by sbkit for sherpa-onnx {VERSION} or later"}
+        save(to_onnx(program, list(INPUTS), list(OUTPUTS)), path, {name: str(fact) for name, fact in facts.items()},
+             {**INPUTS, **OUTPUTS})
+
+    def compare(self, folder: Path, config: Config, comparison: Comparison) -> None:
+        """Compare the words that sherpa-onnx hears with the checkpoint's, of clips that silence follows."""
+        model = config.models[self.name]
+        heard = compared(comparison.clips, Vocabulary.read(folder, config), self._reference(), self.decode,
+                         config.sample_rate)
+        heard.other_words = 0.0
+        recognizer = opened(folder / model, folder / layout.TOKENS, self.bands)
+        heard.add_words(layout.SHERPA, lambda signal: transcribe(recognizer, signal, self.tail),
+                        layout.size(folder, model))
+        comparison.companions[self.name] = {f"{self.milliseconds} ms": heard}
+
+    def readme(self) -> str:
+        return readme.sherpa_stream(_SAMPLE_RATE, self.milliseconds, self.bands, VERSION)
+
+    def _reference(self) -> Callable[[np.ndarray], np.ndarray]:
+        """Return a function from a waveform [S] to the checkpoint's log-probabilities of the windows that
+        sherpa-onnx hears."""
+        assert self.recognizer.chunks is not None, "others are refused"
+        run = reference(self.recognizer, chunks=self.recognizer.chunks.config(self.chunk))
+
+        def heard(signal: np.ndarray) -> np.ndarray:
+            whole = followed(signal, self.tail)
+            windows = (self.graph.bank.frames(len(whole)) - 1) // self.frames  # a frame must follow each
+            return run(whole)[: windows * self.chunk]
+
+        return heard
+
+
+def chosen(chunks: Chunks, frame_seconds: float, milliseconds: int | None) -> int:
+    """Return the milliseconds of a chunk that was asked for, which the model must have learnt; None: those nearest to
+    640."""
+    sizes = chunks.in_milliseconds(frame_seconds)
+    if milliseconds is None:
+        return min(sizes, key=lambda each: abs(each - _MILLISECONDS))
+    if milliseconds not in sizes:
+        raise SbkitError(f"--chunk {milliseconds}: the model wasn't trained for chunks of {milliseconds} ms",
+                         hint=f"it was for {', '.join(map(str, sizes))}")
+    return milliseconds
+
+
+def _check(graph: StreamingGraph) -> None:
+    """Raise if sherpa-onnx would run the model differently from how it was trained."""
+    bank = graph.bank
+    settings = {**bank.settings, "high": bank.settings["high"] or bank.sample_rate / 2}
+    other = [name for name, value in _FEATURES.items() if settings[name] != value]
+    if other:
+        told = ", ".join(f"{name}: {settings[name]}" for name in other)
+        raise SbkitError(f"sherpa-onnx gives a streaming model other features than this one was trained on ({told})",
+                         hint="train with the compute_features of hparams/streaming.yaml")
+    if graph.step.subsampling % _FRAMES_COUNTED:
+        raise SbkitError(f"sherpa-onnx counts a frame of a streaming model as 40 ms, and this model's have "
+                         f"{10 * graph.step.subsampling} ms", hint="train with frames of 40 ms, or a multiple of that")
+
+
+def check_version(version: str | None = None) -> None:
+    """Raise if sherpa-onnx, the installed one by default, is too old to run such a model."""
+    from packaging.version import Version
+
+    version = version or version_of("sherpa-onnx")
+    if version is not None and Version(version) < Version(VERSION):
+        raise SbkitError(f"sherpa-onnx {version} gives a streaming model other features than this one was trained on: "
+                         f"it must be {VERSION} or later", hint=f"pip install 'sherpa-onnx>={VERSION}'")
+
+
+def opened(model: Path, tokens: Path, bands: int) -> OnlineRecognizer:
+    """Open a model with sherpa-onnx's own recogniser."""
+    return imported().OnlineRecognizer.from_nemo_ctc(model=str(model), tokens=str(tokens), feature_dim=bands,
+                                                     num_threads=torch.get_num_threads())
+
+
+def transcribe(recognizer: OnlineRecognizer, signal: np.ndarray, tail: int) -> str:
+    """Transcribe a signal [S], followed by silence, with sherpa-onnx."""
+    stream = recognizer.create_stream()
+    stream.accept_waveform(_SAMPLE_RATE, followed(signal, tail))
+    stream.input_finished()
+    while recognizer.is_ready(stream):
+        recognizer.decode_stream(stream)
+    return " ".join(recognizer.get_result(stream).split())
+
+
+def followed(signal: np.ndarray, tail: int) -> np.ndarray:
+    """Return a signal [S] and so many samples of silence."""
+    return np.concatenate([signal, np.zeros(tail, np.float32)])

@@ -1,0 +1,78 @@
+"""A recogniser as a graph that takes a stream chunk by chunk: samples and a state to log-probabilities and the next."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from sbkit.errors import SbkitError
+from sbkit.export.graph import trace_module
+from sbkit.export.layout import Streaming
+from sbkit.nn.kaldi import FilterBank, framed
+from sbkit.nn.streaming.encoder import State, StreamingEncoder
+from sbkit.tasks.ctc.recognizer import Recognizer
+
+#: Names of inputs and outputs, and their open dimensions.
+INPUTS = {"samples": ("batch", "samples"), "frames": ("batch",), **dict.fromkeys(State._fields, ("batch",))}
+OUTPUTS = {"log_probs": ("batch", "chunk"), "counts": ("batch",),
+           **{f"next_{name}": ("batch",) for name in State._fields}}
+_BATCH = 2  # that is traced; sizes of 0 and 1 would become constants
+
+
+class StreamingGraph(nn.Module):
+    """One step of a recogniser on streams, as a function of their samples and states.
+
+    Arguments
+    ---------
+    recognizer : its parts are copied, so it stays as it is; one that can't run on a stream is refused
+    """
+
+    def __init__(self, recognizer: Recognizer):
+        super().__init__()
+        bank, chunks = recognizer.compute_features, recognizer.chunks
+        if not isinstance(bank, FilterBank) or bank.size < bank.hop:
+            raise SbkitError("this model can't run on a stream: its features are no FilterBank's whose frames overlap",
+                             hint="train with sbkit.nn.kaldi.FilterBank, as hparams/streaming.yaml does")
+        self.bank = copy.deepcopy(bank).eval()
+        self.step = copy.deepcopy(StreamingEncoder(recognizer)).eval()
+        assert chunks is not None, "StreamingEncoder refuses others"
+        self.chunks = list(chunks.sizes)
+        self.requires_grad_(False)
+
+    def forward(self, samples: Tensor, frames: Tensor, keys: Tensor, values: Tensor, convolution: Tensor, front: Tensor,
+                seen: Tensor) -> tuple[Tensor, ...]:
+        """Compute log-probabilities [B, C, V], how many of C there are [B], and the next state.
+
+        Arguments
+        ---------
+        samples : [B, S], the windows of a chunk
+        frames : [B], feature frames of the windows that are real; 0: nothing for this stream
+        keys, values, convolution, front, seen : as in ``sbkit.nn.streaming.encoder.State``
+        """
+        features = self.bank.of_frames(framed(samples, self.bank.size, self.bank.hop))
+        log_probs, counts, state = self.step(features, frames, State(keys, values, convolution, front, seen))
+        return log_probs, counts, *state
+
+    def window(self, chunk: int) -> int:
+        """Return the samples of a window for a chunk of so many encoder frames."""
+        return chunk * self.step.subsampling * self.bank.hop + self.bank.size - self.bank.hop
+
+    def described(self) -> Streaming:
+        """Return what config.json says of it, but for its files."""
+        bank, state = self.bank, self.step.state(1)
+        before = -bank.first
+        after = 0 if bank.snip_edges else bank.size - bank.hop + bank.hop // 2 - before
+        return Streaming(
+            chunks=self.chunks, left=self.step.left, overlap=bank.size - bank.hop, before=before, after=after,
+            state={name: {"type": str(part.dtype).removeprefix("torch."), "shape": list(part.shape[1:])}
+                   for name, part in state._asdict().items()})
+
+    def trace(self) -> torch.export.ExportedProgram:
+        """Trace it with any number of streams and any size of a chunk."""
+        samples = self.window(max(2, self.chunks[-1]))
+        full = (samples - self.bank.size) // self.bank.hop + 1
+        example = (torch.randn(_BATCH, samples) * 0.1, torch.tensor([full, full - 1]), *self.step.state(_BATCH))
+        open_: dict[str, tuple[int, ...]] = {name: (0, 1) if name == "samples" else (0,) for name in INPUTS}
+        return trace_module(self, example, open_)

@@ -1,0 +1,87 @@
+"""The streaming graph of a recogniser in its bundle: what is said of it, and its comparison chunk by chunk."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from sbkit.export import layout
+from sbkit.export.clips import Clips
+from sbkit.export.companion import Companion
+from sbkit.export.layout import Config
+from sbkit.export.runners import Call, Runner, opened
+from sbkit.export.vocabulary import Vocabulary
+from sbkit.export.windows import Window, Windows
+from sbkit.tasks.ctc import streaming_graph
+from sbkit.tasks.ctc.compared import Heard, compared, reference
+from sbkit.tasks.ctc.recognizer import Recognizer
+
+_NOTHING = Window(np.zeros(0, np.float32), 0)
+
+
+class Streams(Companion):
+    """A recogniser's graph for streams; it is compared with whole utterances in chunks of each size.
+
+    Arguments
+    ---------
+    recognizer : one that can't run on a stream is refused
+    decode : token ids to text, by the checkpoint's own tokenizer
+    """
+
+    name, files = "stream", layout.STREAMS
+    inputs, outputs = streaming_graph.INPUTS, streaming_graph.OUTPUTS
+
+    def __init__(self, recognizer: Recognizer, decode: Callable[[list[int]], str]):
+        self.recognizer, self.decode = recognizer, decode
+        self.graph = streaming_graph.StreamingGraph(recognizer)
+
+    def trace(self) -> torch.export.ExportedProgram:
+        return self.graph.trace()
+
+    def describe(self, config: Config, files: Mapping[str, str]) -> None:
+        config.streaming = dataclasses.replace(self.graph.described(), models=dict(files))
+
+    def metadata(self, config: Config) -> dict[str, str]:
+        return {**super().metadata(config), "subsampling_factor": str(config.subsampling),
+                "vocab_size": str(config.vocabulary), "blank_id": str(config.blank_id),
+                "chunks": ",".join(map(str, self.graph.chunks)), "left": str(self.graph.step.left)}
+
+    def comparisons(self, clips: Clips, config: Config, folder: Path) -> Mapping[str, Heard]:
+        vocabulary, chunks = Vocabulary.read(folder, config), self.recognizer.chunks
+        assert chunks is not None, "others are refused"
+        return {_way(config, size): compared(clips, vocabulary, reference(self.recognizer, chunks=chunks.config(size)),
+                                             self.decode, config.sample_rate) for size in self.graph.chunks}
+
+    def runners(self, name: str, path: Path, config: Config) -> Mapping[str, Runner]:
+        call = opened(name, path)
+        return {_way(config, size): functools.partial(run, call, config, size) for size in self.graph.chunks}
+
+
+def run(call: Call, config: Config, chunk: int, signals: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Run a streaming graph on a batch of waveforms [S], each of which begins a step after the one before.
+
+    Returns each one's log-probabilities [T, V].
+    """
+    windows = Windows(config, chunk)
+    rows = [[_NOTHING] * i + windows.feed(signal) + windows.finish() for i, signal in enumerate(signals)]
+    found: list[list[np.ndarray]] = [[] for _ in rows]
+    assert config.streaming is not None, "asked of models that take streams"
+    state = [np.zeros((len(rows), *part["shape"]), part["type"]) for part in config.streaming.state.values()]
+    for number in range(max(1, *map(len, rows))):
+        now = [row[number] if number < len(row) else _NOTHING for row in rows]
+        samples = np.zeros((len(rows), windows.samples), np.float32)
+        for place, window in zip(samples, now, strict=True):
+            place[: len(window.samples)] = window.samples
+        log_probs, counts, *state = call(samples, np.array([window.frames for window in now]), *state)
+        for said, row, count in zip(found, log_probs, counts, strict=True):
+            said.append(row[:count])
+    return [np.concatenate(said) for said in found]
+
+
+def _way(config: Config, size: int) -> str:
+    return f"{1000 * size * config.frame_seconds:g} ms"

@@ -1,0 +1,117 @@
+"""The page of a server with a voice, in a real browser: what is written is read aloud, and what can't be is told."""
+
+import sys
+from pathlib import Path
+
+import bundles
+import chromium
+import pytest
+import voices
+
+sys.path.append(str(Path(__file__).parents[1] / "serve"))
+
+import serving
+
+pytestmark = pytest.mark.skipif(chromium.find() is None, reason="no chromium here (apt-get install chromium)")
+
+SCREENS = {"desktop": {}, "desktop, dark": {"dark": True}, "phone": {"width": 390, "height": 844, "phone": True},
+           "small phone, dark": {"width": 320, "height": 568, "phone": True, "dark": True}}
+WAIT = """(async () => { const end = Date.now() + 30000; let found;
+  while (!(found = (%s)) && Date.now() < end) await new Promise((done) => setTimeout(done, 50));
+  return found; })()"""
+TOLD = "document.getElementById('told').innerText"
+
+
+@pytest.fixture(scope="module")
+def voice(tmp_path_factory):
+    return voices.make(tmp_path_factory.mktemp("page") / "voice")
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory, voice):
+    level = bundles.make(tmp_path_factory.mktemp("page") / "level")
+    with serving.serving({"level": level, "tts": voice}) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def alone(voice):
+    with serving.serving({"tts": voice, "other": voice}) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    flags = ("--autoplay-policy=no-user-gesture-required",)
+    with chromium.Browser(tmp_path_factory.mktemp("profile"), flags=flags) as browser:
+        yield browser
+
+
+def opened(browser, server, **screen):
+    browser.open(f"{server.url}/", **screen)
+    assert browser.run(WAIT % "document.getElementById('state').innerText === 'Ready.'")
+
+
+def read(browser, text, voice=None, speed="1"):
+    browser.run(f"""(() => {{ document.getElementById("text").value = {text!r};
+      document.getElementById("speed").value = {speed};
+      document.getElementById("speed").dispatchEvent(new Event("input"));
+      if ({"true" if voice else "false"}) document.getElementById("voice").selectedIndex =
+        [...document.getElementById("voice").options].findIndex((each) => each.text === {voice!r});
+      document.getElementById("told").textContent = ""; document.getElementById("read").click(); }})()""")
+    assert browser.run(WAIT % "!document.getElementById('read').disabled")
+    return browser.run(TOLD)
+
+
+def errors(browser):
+    return [*browser.told("Runtime.exceptionThrown"), *(event["entry"] for event in browser.told("Log.entryAdded"))]
+
+
+@pytest.mark.parametrize("screen", SCREENS)
+def test_it_fits_the_screen_and_asks_nobody_else(browser, both, screen):
+    opened(browser, both, **SCREENS[screen])
+    read(browser, "Good bye. Hello.")
+    wide = SCREENS[screen].get("width", 1280)
+    assert browser.run("[document.documentElement.scrollWidth, innerWidth]") == [wide, wide]
+    assert browser.run("[...document.querySelectorAll('#say *')].every((each) => "
+                       f"each.getBoundingClientRect().right <= {wide})")
+    assert not errors(browser)
+    asked = {event["request"]["url"] for event in browser.told("Network.requestWillBeSent")}
+    assert all(url.startswith((both.url, "data:", "blob:")) for url in asked), asked
+
+
+def test_what_is_written_is_read_aloud_in_the_voice_and_speed_that_are_chosen(browser, both):
+    opened(browser, both)
+    before = both.counted("sbkit_spoken_seconds_total")
+    seconds = 7 * voices.SYMBOL_SECONDS / 2
+    assert read(browser, "goodbye", "ben", "2").startswith("0.")
+    assert both.counted("sbkit_spoken_seconds_total") - before == pytest.approx(seconds, abs=0.001)
+    assert browser.run("document.getElementById('times').innerText") == "2×"
+    assert browser.run("document.getElementById('player').duration") == pytest.approx(seconds, abs=0.15)
+    assert browser.run(WAIT % "document.getElementById('player').currentTime > 0"), "it plays"
+    assert not errors(browser)
+
+
+def test_what_can_t_be_spoken_is_told_in_words(browser, both):
+    opened(browser, both)
+    assert "never learnt '7' (character 3)" in read(browser, "a 7")
+    assert "the text is empty" in read(browser, "")
+    assert browser.run("document.getElementById('told').className") == "bad"
+    assert read(browser, "fine").endswith("s. Save")
+    assert browser.run("document.getElementById('told').className") == ""
+
+
+def test_a_server_that_only_speaks_shows_nothing_to_speak_into(browser, alone):
+    opened(browser, alone)
+    assert browser.run("document.querySelector('h1').innerText") == "Text to speech"
+    hidden = browser.run("['models', 'drop', 'words', 'take'].map((id) => document.getElementById(id).hidden)")
+    assert hidden == [True] * 4
+    assert browser.run("[...document.getElementById('voice').options].map((each) => each.text)") == [
+        "tts: anna", "tts: ben", "other: anna", "other: ben"]
+    assert read(browser, "fine", "other: ben").endswith("s. Save")
+
+
+def test_a_server_that_only_hears_shows_nothing_to_write_into(browser, tmp_path):
+    with serving.serving(bundles.make(tmp_path / "level")) as server:
+        opened(browser, server)
+        assert browser.run("document.getElementById('say').hidden")

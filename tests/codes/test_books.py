@@ -1,0 +1,136 @@
+"""Codebooks: each id is in its own or refused by name, and another codec's are refused as a whole."""
+
+import json
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sbkit.codes import Books, InvalidCode
+from sbkit.errors import SbkitError
+
+CODEC = "ab" * 32
+BOOKS = Books((1000, 64), 50.0, 16000, CODEC)
+
+
+class Decoder:
+    """Looks codes up in a table of exactly as many rows as each codebook, as a codec's decoder does."""
+
+    def __init__(self, books):
+        self.books = books
+        rng = np.random.default_rng(0)
+        self.tables = [rng.random((size, 3)) for size in books.sizes]
+
+    def __call__(self, codes):
+        codes = self.books.check(codes, "a request")
+        return sum(table[codes[..., level]] for level, table in enumerate(self.tables))
+
+
+@pytest.mark.parametrize("level, size", list(enumerate(BOOKS.sizes)))
+@pytest.mark.parametrize("beyond", [-1, 0, 63])
+def test_an_id_outside_its_codebook_is_refused_by_name_and_the_next_request_is_right(level, size, beyond):
+    decoder = Decoder(BOOKS)
+    right = np.array([[0, 0], [999, 63], [5, 6]])
+    expected = decoder(right)
+    wrong, id = right.copy(), -1 if beyond < 0 else size + beyond
+    wrong[1, level] = id
+    with pytest.raises(InvalidCode, match=rf"^a request: frame 1, level {level}: id {id} is not in a codebook of "
+                                          rf"{size} entries; are they of this codec") as error:
+        decoder(wrong)
+    assert (error.value.position, error.value.level, error.value.id) == ((1,), level, id)
+    assert wrong[1, level] == id, "nothing was clamped"
+    np.testing.assert_array_equal(decoder(right), expected)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64])
+def test_the_first_and_the_last_entry_are_taken_in_each_type(dtype):
+    books = Books((100, 64), 50.0, 16000, CODEC)
+    found = books.check(np.array([[0, 0], [99, 63]], dtype), "x")
+    assert found.dtype == np.int64 and found.tolist() == [[0, 0], [99, 63]]
+
+
+def test_a_batch_names_its_utterance_and_counts_the_others():
+    codes = np.zeros((3, 4, 2), int)
+    codes[2, 1, 0], codes[2, 3, 1] = 1000, -7
+    with pytest.raises(InvalidCode, match=r"utterance 2, frame 1, level 0: id 1000 .*\(1 more are out of range\)") as e:
+        BOOKS.check(codes, "x")
+    assert e.value.position == (2, 1)
+
+
+@given(st.lists(st.tuples(st.integers(-2**70, 2**70), st.integers(-2**70, 2**70)), min_size=1, max_size=4))
+def test_whatever_the_ids_are_all_are_taken_or_the_first_wrong_one_is_named(rows):
+    wrong = [((frame,), level, id) for frame, row in enumerate(rows) for level, id in enumerate(row)
+             if not 0 <= id < BOOKS.sizes[level]]
+    if not wrong:
+        assert BOOKS.check(rows, "x").tolist() == [list(row) for row in rows]
+        return
+    with pytest.raises(InvalidCode) as error:
+        BOOKS.check(rows, "x")
+    assert (error.value.position, error.value.level, error.value.id) == wrong[0]
+
+
+@pytest.mark.parametrize("codes, words", [
+    ([[0.0, 1.0]], "whole numbers, not float64"), ([[np.nan, 0]], "whole numbers"), ([[True, False]], "not bool"),
+    ([["1", "2"]], "whole numbers"), ([[1, None]], "whole numbers"), ([1, 2], r"\[frames, 2\].*not \[2\]"),
+    ([[1, 2, 3]], r"not \[1, 3\]"), ([[1], [1, 2]], "array of whole numbers"), (7, r"not \[\]"),
+])
+def test_what_is_no_array_of_ids_is_refused(codes, words):
+    with pytest.raises(SbkitError, match=f"^here: .*{words}"):
+        BOOKS.check(codes, "here")
+
+
+def test_the_error_comes_out_of_another_process_whole():
+    with pytest.raises(InvalidCode) as error:
+        BOOKS.check([[1000, 0]], "x")
+    again = pickle.loads(pickle.dumps(error.value))
+    assert (type(again), again.position, again.level, again.id) == (InvalidCode, (0,), 0, 1000)
+    assert str(again) == str(error.value)
+
+
+@pytest.mark.parametrize("changed, words", [
+    ({"sizes": ()}, "sizes"), ({"sizes": (0,)}, "sizes"), ({"sizes": (4.0,)}, "sizes"), ({"sizes": (True,)}, "sizes"),
+    ({"sizes": (1 << 40,)}, "sizes"), ({"frame_rate": 0}, "frame_rate"), ({"frame_rate": float("nan")}, "frame_rate"),
+    ({"frame_rate": "50"}, "frame_rate"), ({"sample_rate": 16000.0}, "sample_rate"), ({"codec": "me"}, "codec"),
+    ({"codec": None}, "codec"),
+])
+def test_codebooks_that_cannot_be_are_refused(changed, words):
+    with pytest.raises(SbkitError, match=words):
+        Books(**(BOOKS.to_dict() | changed))
+
+
+def test_they_are_the_same_from_json():
+    assert Books.from_dict(json.loads(json.dumps(BOOKS.to_dict())), "x") == BOOKS
+    assert Books(tuple(np.array([4, 8])), 50, 16000, CODEC).to_dict()["sizes"] == [4, 8]
+
+
+@pytest.mark.parametrize("values", [None, [], {}, {"sizes": [4]}, BOOKS.to_dict() | {"more": 1},
+                                    BOOKS.to_dict() | {"sizes": 4}, BOOKS.to_dict() | {"sizes": ["4"]}])
+def test_json_that_describes_none_is_refused(values):
+    with pytest.raises(SbkitError, match=r"^manifest\.json"):
+        Books.from_dict(values, "manifest.json")
+
+
+@pytest.mark.parametrize("changed, words", [
+    ({"sizes": (1000,)}, r"sizes \(1000,\) instead of \(1000, 64\)"), ({"frame_rate": 75.0}, "frame_rate 75.0"),
+    ({"sample_rate": 24000}, "sample_rate 24000 instead of 16000"), ({"codec": "cd" * 32}, r"codec cdcdcdcdcdcd\.\.\."),
+])
+def test_those_of_another_codec_are_refused_by_what_differs(changed, words):
+    BOOKS.require(Books(**BOOKS.to_dict()), "x")
+    with pytest.raises(SbkitError, match=rf"^tokens has codes of another codec: {words}"):
+        BOOKS.require(Books(**(BOOKS.to_dict() | changed)), "tokens")
+
+
+def test_the_bit_rate_and_the_smallest_type():
+    assert Books((1000, 1000), 50.0, 16000, CODEC).bit_rate == pytest.approx(996.6, abs=0.1)
+    assert [Books((size,), 50.0, 16000, CODEC).dtype for size in (1, 256, 257, 65536, 65537)] == [
+        np.uint8, np.uint8, np.uint16, np.uint16, np.uint32]
+
+
+def test_codes_need_no_torch():
+    code = "import sys, sbkit.codes; print([name for name in ('torch', 'speechbrain') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "[]", done.stderr

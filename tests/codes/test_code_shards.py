@@ -1,0 +1,233 @@
+"""Shards of codes: what is read is what was written and of the codec that is asked for, or nothing is read."""
+
+import json
+import os
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+
+from sbkit.codes import Books, Codes, InvalidCode, Utterance, writing
+from sbkit.codes.reading import MANIFEST
+from sbkit.errors import SbkitError
+from sbkit.system import disk
+
+BOOKS = Books((1000, 64), 50.0, 16000, "ab" * 32)
+
+
+def utterances(count=7, seed=0, books=BOOKS):
+    rng = np.random.default_rng(seed)
+    return [Utterance(f"u{i}", np.stack([rng.integers(0, size, 3 + 5 * i) for size in books.sizes], axis=1),
+                      [None, "", "naïve text 語"][i % 3], [None, "anna"][i % 2]) for i in range(count)]
+
+
+def write(folder, given, books=BOOKS, **options):
+    with writing(folder, books, **options) as out:
+        for each in given:
+            out.add(each.id, each.codes, each.text, each.speaker)
+    return folder
+
+
+def same(one, other):
+    assert (one.id, one.text, one.speaker) == (other.id, other.text, other.speaker)
+    assert one.codes.dtype == np.int64
+    np.testing.assert_array_equal(one.codes, other.codes)
+
+
+@pytest.mark.parametrize("sizes", [(4,), (256,), (1000, 1000), (70_000, 2, 65_536)])
+@pytest.mark.parametrize("shard_frames", [1, 40, 10**9])
+def test_what_was_written_is_read_in_any_order(tmp_path, sizes, shard_frames):
+    books = Books(sizes, 50.0, 16000, "ab" * 32)
+    given = utterances(books=books)
+    given[0].codes[0], given[0].codes[1] = 0, np.array(sizes) - 1
+    codes = Codes(write(tmp_path / "t", given, books, shard_frames=shard_frames), books)
+    assert (len(codes), codes.books) == (7, books)
+    for one, other in zip(codes, given, strict=True):
+        same(one, other)
+    for index in random.Random(0).sample(range(7), 7):
+        same(codes[index], given[index])
+    assert codes.frames.tolist() == [len(each.codes) for each in given]
+    codes.check()
+    for index in (7, -1):
+        with pytest.raises(IndexError, match="7 utterances"):
+            codes[index]
+
+
+@pytest.mark.parametrize("changed", [{"sizes": (1000,)}, {"sizes": (1000, 65)}, {"frame_rate": 25.0},
+                                     {"sample_rate": 24000}, {"codec": "ac" * 32}])
+def test_another_codecs_are_refused_before_any_code_is_read(tmp_path, changed):
+    folder = write(tmp_path / "t", utterances())
+    for path in folder.glob("*.safetensors"):
+        path.unlink()
+    with pytest.raises(SbkitError, match=rf"manifest.json has codes of another codec: {next(iter(changed))} "):
+        Codes(folder, Books(**(BOOKS.to_dict() | changed)))
+
+
+@pytest.mark.parametrize("level, id", [(0, -1), (0, 1000), (0, 1063), (1, 64), (1, 127)])
+def test_an_invalid_id_is_not_written_and_nothing_stays_behind(tmp_path, level, id):
+    wrong = utterances()
+    wrong[3].codes[2, level] = id
+    with pytest.raises(InvalidCode, match=f"^u3: frame 2, level {level}: id {id} "):
+        write(tmp_path / "t", wrong, shard_frames=10)
+    assert list(tmp_path.iterdir()) == []
+
+
+def rewritten(folder, change, honest=True):
+    """The shard with something changed; the manifest agrees with it if honest."""
+    path, manifest = folder / "codes-00000.safetensors", json.loads((folder / MANIFEST).read_text())
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+    if honest:
+        manifest["shards"][0] |= {"bytes": path.stat().st_size, "sha256": disk.sha256(path)}
+        (folder / MANIFEST).write_text(json.dumps(manifest))
+    return folder
+
+
+def test_an_invalid_id_on_disk_is_refused_where_it_is_read_and_the_next_is_right(tmp_path):
+    """Also in training data that something else wrote."""
+    def change(tensors):
+        tensors["codes"][[0, 3, 5], 0] = 1000, 64, 1063
+
+    given = utterances()
+    codes = Codes(rewritten(write(tmp_path / "t", given), change), BOOKS)
+    with pytest.raises(InvalidCode, match=r"codes-00000.safetensors, u1: frame 2, level 0: id 1063") as error:
+        codes[1]
+    assert (error.value.position, error.value.level, error.value.id) == ((2,), 0, 1063)
+    same(codes[2], given[2])
+    with pytest.raises(InvalidCode, match=r"u0: frame 0, level 0: id 1000.*; 2 of 7 utterances have such ids") as error:
+        codes.check()
+    assert (error.value.position, error.value.id) == ((0,), 1000)
+
+
+@pytest.mark.parametrize("change, words", [
+    (lambda t: t.update(codes=t["codes"].astype(np.float32)), "codes are whole numbers, not float32"),
+    (lambda t: t.update(codes=t["codes"][:, :1].copy()), r"codes are \[frames, 2\]"),
+    (lambda t: t.update(codes=t["codes"][:-1].copy()), "damaged: it holds"),
+    (lambda t: t.pop("rows"), "damaged: it holds"), (lambda t: t.update(more=np.zeros(3)), "damaged: it holds"),
+    (lambda t: t.update(ends=t["ends"][:-1].copy()), "damaged: it holds"),
+    (lambda t: t["ends"].__setitem__(0, 30), "ends are no ends"), (lambda t: t["ends"].__setitem__(0, 0), "no ends"),
+    (lambda t: t["ends"].__setitem__(-1, 10**15), "no ends"), (lambda t: t["row_ends"].__setitem__(0, -5), "no ends"),
+    (lambda t: t.update(ends=t["ends"].astype(np.float64)), "no ends"),
+    (lambda t: t["rows"].__setitem__(0, ord("[")), "row 0 is not JSON"),
+    (lambda t: t["rows"].__setitem__(2, ord("x")), "row 0 must have an id"),
+])
+def test_a_shard_that_is_not_what_it_says_is_refused(tmp_path, change, words):
+    codes = Codes(rewritten(write(tmp_path / "t", utterances()), change))
+    with pytest.raises(SbkitError, match=words):
+        codes[0]
+
+
+def test_a_shard_that_changed_is_refused_even_if_its_ids_are_valid(tmp_path):
+    folder = rewritten(write(tmp_path / "t", utterances()), lambda t: t["codes"].__setitem__((0, 0), 1), honest=False)
+    for use in (lambda codes: codes[0], lambda codes: codes.frames):
+        with pytest.raises(SbkitError, match=r"codes-00000\.safetensors is damaged: it is not the file that manifest"):
+            use(Codes(folder))
+    (folder / "codes-00000.safetensors").unlink()
+    with pytest.raises(SbkitError, match="is missing; copy the folder again"):
+        Codes(folder)[0]
+
+
+def test_any_damaged_byte_of_a_shard_is_noticed(tmp_path):
+    folder = write(tmp_path / "t", utterances(3))
+    path = folder / "codes-00000.safetensors"
+    whole = path.read_bytes()
+    for at in range(0, len(whole), 37):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(SbkitError, match="damaged"):
+            Codes(folder)[0]
+    path.write_bytes(whole[:-1])
+    with pytest.raises(SbkitError, match="damaged"):
+        Codes(folder)[0]
+
+
+@pytest.mark.parametrize("where, value", [
+    (("format",), "sbkit bundle"), (("version",), 2), (("version",), None), (("books",), None), (("shards",), []),
+    (("shards",), {}), (("books", "sizes"), [0]), (("books", "codec"), "x"), (("books", "frame_rate"), float("nan")),
+    (("shards", 0, "file"), "../codes.safetensors"), (("shards", 0, "file"), ".."), (("shards", 0, "file"), 3),
+    (("shards", 0, "utterances"), -1), (("shards", 0, "frames"), 1 << 40), (("shards", 0, "bytes"), True),
+    (("shards", 0, "sha256"), None), (("shards", 0), "codes-00000.safetensors"), (("shards", 0, "more"), 1),
+])
+def test_a_manifest_that_cannot_be_is_refused(tmp_path, where, value):
+    folder = write(tmp_path / "t", utterances())
+    values = json.loads((folder / MANIFEST).read_text())
+    at = values
+    for key in where[:-1]:
+        at = at[key]
+    at[where[-1]] = value
+    (folder / MANIFEST).write_text(json.dumps(values))
+    with pytest.raises(SbkitError, match=r"manifest\.json"):
+        Codes(folder)
+
+
+@given(st.recursive(st.none() | st.booleans() | st.floats() | st.text() | st.integers(), lambda children: st.lists(
+    children, max_size=3) | st.dictionaries(st.sampled_from(["format", "version", "books", "shards"]), children)))
+def test_whatever_json_a_manifest_is_it_is_an_error_of_ours(tmp_path_factory, values):
+    folder = tmp_path_factory.mktemp("t")
+    (folder / MANIFEST).write_text(json.dumps(values))
+    with pytest.raises(SbkitError):
+        Codes(folder)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "\ud800".encode("utf-8", "surrogatepass")])
+def test_a_manifest_that_is_no_json_is_an_error_of_ours(tmp_path, text):
+    (tmp_path / MANIFEST).write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(SbkitError, match=r"manifest\.json cannot be read"):
+        Codes(tmp_path)
+
+
+def test_what_is_no_folder_of_codes_is_told(tmp_path):
+    with pytest.raises(SbkitError, match=r"has no codes: there is no manifest\.json"):
+        Codes(tmp_path)
+    with pytest.raises(SbkitError, match="none does not exist; sbkit tokenize"):
+        Codes(tmp_path / "none")
+
+
+@pytest.mark.parametrize("id, codes, words", [
+    ("", [[0, 0]], "no id"), ("u0", [[0, 0]], "two utterances have the id 'u0'"),
+    ("v", np.zeros((0, 2), int), r"\[0, 2\]"),
+    ("v", np.zeros((1, 3, 2), int), r"\[1, 3, 2\]"), ("v", np.zeros((2, 2)), "whole numbers"),
+    ("v", np.zeros(((1 << 20) + 1, 2), np.uint8), "1 to 1048576 frames"),
+])
+def test_what_cannot_be_an_utterance_is_refused(tmp_path, id, codes, words):
+    with pytest.raises(SbkitError, match=words), writing(tmp_path / "t", BOOKS) as out:
+        out.add("u0", [[1, 2]])
+        out.add(id, codes)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_text_without_bounds_is_refused(tmp_path):
+    with pytest.raises(SbkitError, match=r"id, text and speaker have 1\.0 MB"), writing(tmp_path / "t", BOOKS) as out:
+        out.add("u0", [[1, 2]], text="a" * (1 << 20))
+
+
+def test_no_codes_are_no_folder(tmp_path):
+    with pytest.raises(SbkitError, match="no utterance was added"):
+        write(tmp_path / "t", [])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_is_replaced_as_a_whole_or_stays(tmp_path):
+    given = utterances()
+    folder = write(tmp_path / "t", given, shard_frames=10)
+    with pytest.raises(SbkitError, match="t exists"):
+        write(folder, given[:1])
+    reading = Codes(folder)
+    same(reading[0], given[0])
+    with pytest.raises(InvalidCode):
+        write(folder, [Utterance("a", np.array([[0, 0]])), Utterance("b", np.array([[0, 64]]))], force=True)
+    assert len(Codes(folder)) == 7
+    write(folder, given[5:], force=True)
+    assert [each.id for each in Codes(folder)] == ["u5", "u6"] and len(os.listdir(folder)) == 2
+    assert os.listdir(tmp_path) == ["t"]
+
+
+def test_a_folder_of_something_else_is_not_replaced(tmp_path):
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t" / "thesis.txt").write_text("all of it")
+    with pytest.raises(SbkitError, match="is no folder of codes, so it is not replaced"):
+        write(tmp_path / "t", utterances(), force=True)
+    assert (tmp_path / "t" / "thesis.txt").read_text() == "all of it"

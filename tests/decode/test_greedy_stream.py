@@ -1,0 +1,147 @@
+"""A stream decoded greedily says what decoding all of it at once says, whatever its pieces, in constant memory."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sbkit.decode import heard as heard_module
+from sbkit.decode.best_path import best_path
+from sbkit.decode.greedy_stream import GreedyStream
+from sbkit.decode.heard import LONGEST_SECONDS, Spelling
+from sbkit.decode.spans import PAUSE_SECONDS, collapse, words
+from sbkit.errors import SbkitError
+from tests.decode.streams import cuts, listen, log_probs_of, runs
+
+#: With spaces before, behind and amid pieces, alone, and bytes; 1 is silent.
+PIECES = ["<blk>", "<s>", "▁", "a", "b", "▁a", "b▁", "a▁b", "▁▁", "<0xC3>", "<0xA4>"]
+FRAME = 0.04
+
+
+def stream(separator="▁", pieces=PIECES):
+    return GreedyStream(Spelling(pieces, FRAME, {0, 1}, separator))
+
+
+def whole(log_probs, separator="▁", pause=PAUSE_SECONDS / FRAME):
+    spans, = collapse(*best_path(log_probs[None], np.array([len(log_probs)])))
+    return words(spans, PIECES.__getitem__, FRAME, skip={0, 1}, separator=separator, pause=pause)
+
+
+def say(labels):
+    return log_probs_of(labels, len(PIECES))
+
+
+@settings(max_examples=300, deadline=None)
+@given(runs(len(PIECES)), st.data(), st.sampled_from(["▁", None]))
+def test_words_times_and_confidences_are_those_of_the_whole_to_the_last_bit(labels, data, separator):
+    log_probs = say(labels)
+    heard = listen(stream(separator), np.split(log_probs, cuts(data, len(labels))), finish=True)
+    expected = whole(log_probs, separator)
+    assert heard.settled == expected and heard.partial == []
+    counts = [count for count, _ in heard.lines]
+    assert counts == sorted(set(counts)) and counts[-1:] == [len(expected)] * bool(expected)
+    assert all(expected[count].start - expected[count - 1].end >= PAUSE_SECONDS for count in counts[:-1])
+
+
+@settings(max_examples=200, deadline=None)
+@given(runs(len(PIECES)), st.data(), st.sampled_from(["▁", None]))
+def test_all_that_is_shown_depends_on_the_frames_heard_and_not_on_the_pieces(labels, data, separator):
+    log_probs = say(labels)[:data.draw(st.integers(0, len(labels)))]
+    in_pieces = listen(stream(separator), np.split(log_probs, cuts(data, len(log_probs))))
+    assert in_pieces == listen(stream(separator), [log_probs])
+
+
+@settings(max_examples=100, deadline=None)
+@given(runs(len(PIECES)), st.data())
+def test_words_that_are_too_long_end_at_the_same_frames_whatever_the_pieces(labels, data):
+    log_probs = say(labels)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(heard_module, "LONGEST_SECONDS", 0.2)
+        in_pieces = listen(stream(), np.split(log_probs, cuts(data, len(log_probs))), finish=True)
+        assert in_pieces == listen(stream(), [log_probs], finish=True)
+
+
+@settings(max_examples=100, deadline=None)
+@given(runs(len(PIECES)), st.data())
+def test_shown_words_are_those_of_the_whole_heard_so_far(labels, data):
+    log_probs = say(labels)[:data.draw(st.integers(0, len(labels)))]
+    heard = listen(stream(), [log_probs])
+    assert heard.settled + heard.partial == whole(log_probs)
+
+
+def test_a_word_settles_when_the_next_begins_and_at_a_pause():
+    heard = stream()
+    first, = heard.feed(say([5, 4, 0, 5]))
+    assert [word.text for word in first.settled] == ["ab"] and [word.text for word in first.partial] == ["a"]
+    waiting, = heard.feed(say([0] * 17))  # 0.68 s
+    assert (waiting.settled, waiting.endpoint, len(waiting.partial)) == ([], False, 1)
+    ended, = heard.feed(say([0] * 2))
+    assert ended.endpoint and [word.text for word in ended.settled] == ["a"] and ended.partial == []
+    assert ended.seconds == pytest.approx((4 + 18) * FRAME)
+    quiet, = heard.feed(say([0] * 100))
+    assert (quiet.settled, quiet.partial, quiet.endpoint) == ([], [], False), "a line ends once"
+    assert not heard.finish().endpoint
+
+
+def test_lines_within_one_piece_are_told_one_by_one():
+    said = stream().feed(say(([5] + [0] * 20) * 2 + [5, 5]))
+    assert [each.endpoint for each in said] == [True, True, False]
+    assert [len(each.settled) for each in said] == [1, 1, 0] and len(said[-1].partial) == 1
+
+
+def test_the_end_of_the_stream_ends_the_line_and_a_reset_begins_afresh():
+    heard = stream()
+    heard.feed(say([5, 0, 5]))
+    last = heard.finish()
+    assert last.endpoint and [word.text for word in last.settled] == ["a"] and last.seconds == pytest.approx(3 * FRAME)
+    heard.reset()
+    assert listen(heard, [say([5, 4])], finish=True) == listen(stream(), [say([5, 4])], finish=True)
+
+
+@pytest.mark.parametrize("wrong, said", [
+    (np.full((3, len(PIECES)), np.nan, np.float32), "frame 0"), (np.zeros((3, 4), np.float32), "float"),
+    (np.full((3, len(PIECES)), 2.0, np.float32), "log_softmax"), (np.zeros((3, len(PIECES)), np.int64), "float"),
+    (np.full((3, len(PIECES)), np.inf, np.float32), "not a number"), (np.zeros(len(PIECES), np.float32), "float"),
+])
+def test_what_is_refused_leaves_the_stream_as_it_was(wrong, said):
+    log_probs = say([5, 4, 4, 0, 5, 3])
+    heard = stream()
+    heard.feed(log_probs[:3])
+    with pytest.raises(SbkitError, match=said):
+        heard.feed(wrong)
+    rest = listen(heard, [log_probs[3:]], finish=True)
+    assert rest.settled == whole(log_probs)
+
+
+LONG = {
+    "speech": [5, 4, 0, 3, 0, 5, 0, 0], "lines": [5, 4, 0, 3] + [0] * 30, "silence": [0], "one token": [3],
+    "an endless word": [3, 4], "no token alone": [7, 0], "silent tokens": [1, 0], "marks": [2, 0],
+    "a mark before each pause": [2] + [0] * 20,
+}
+
+
+@pytest.mark.parametrize("kind", LONG)
+def test_an_hour_takes_constant_memory(kind):
+    pattern = LONG[kind]
+    labels = np.resize(pattern, int(3600 / FRAME))
+    confidence = np.full(len(labels), 0.9, np.float32)
+    heard, sizes, longest = stream(), [], 0
+    for start in range(0, len(labels), 16):
+        for each in heard.hear(labels[start:start + 16], confidence[start:start + 16]):
+            longest = max(longest, len(each.settled) + len(each.partial))
+        sizes.append(len(pickle.dumps(heard)))
+    bounded = int(2 * LONGEST_SECONDS / FRAME)
+    first = max(sizes[:bounded // 16])
+    assert max(sizes) <= 1.05 * first + 64, "the first seconds need as much"
+    assert longest <= bounded
+
+
+def test_a_word_without_end_is_ended():
+    labels = [3, 4] * int(1.5 * LONGEST_SECONDS / FRAME / 2)
+    heard = listen(stream(), [say(labels)], finish=True)
+    assert len(heard.settled) == 2 and len(heard.lines) == 1
+    assert heard.settled[0].end - heard.settled[0].start == pytest.approx(LONGEST_SECONDS)

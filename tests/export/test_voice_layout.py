@@ -1,0 +1,54 @@
+"""A voice's config.json: what is written is read again, and what no text could be spoken with is told."""
+
+import json
+
+import bundles
+import pytest
+import voices
+
+from sbkit.errors import SbkitError
+from sbkit.export import layout
+from sbkit.export.layout import Voice
+
+
+def voice(**changes):
+    return Voice(**({"sample_rate": 24_000, "symbols": ["<pad>", " ", "a", "é"], "speakers": ["anna"],
+                     "max_symbols": 200, "frame_seconds": 0.02} | changes))
+
+
+def written(folder, **changes):
+    values = json.loads(voice().to_json()) | changes
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in values.items() if v is not ...}))
+    return folder
+
+
+def test_a_configuration_is_read_as_it_was_written(tmp_path):
+    mine = voice(language="fr", codec="0" * 64, books=[1000, 1000], models={"onnx": "model.onnx"})
+    (tmp_path / "config.json").write_text(mine.to_json())
+    assert Voice.read(tmp_path) == layout.read(tmp_path) == mine
+
+
+@pytest.mark.parametrize("changes, expected", [
+    ({"symbols": ["<pad>"]}, "symbols must be a list of 2 or more"), ({"symbols": "abc"}, "symbols must be a list"),
+    ({"symbols": ["<pad>", "a", 3]}, "symbols must be a list"), ({"symbols": ["<pad>", "a", ""]}, "symbols must be a"),
+    ({"symbols": ["<pad>", "a", "b", "a"]}, "symbols has 'a' twice"),
+    ({"symbols": ["<pad>", "ab"]}, "symbol 'ab' is not one character"),
+    ({"symbols": ["<pad>", "\u212b"]}, r"symbol '.u212b' is not one character in Unicode's form NFC"),
+    ({"speakers": []}, "speakers must be a list of 1 or more"), ({"speakers": ["a", "a"]}, "speakers has 'a' twice"),
+    ({"speakers": ...}, "lacks keys"), ({"max_symbols": 0}, "max_symbols is 0"),
+    ({"max_symbols": True}, "max_symbols is True"), ({"frame_seconds": 0}, "frame_seconds is 0"),
+    ({"frame_seconds": True}, "frame_seconds is True"), ({"frame_seconds": float("nan")}, "frame_seconds is nan"),
+    ({"frame_seconds": float("inf")}, "frame_seconds is inf"), ({"books": [1000, 0]}, "books must be"),
+    ({"books": 1000}, "books must be"), ({"sample_rate": -1}, "sample_rate is -1"),
+    ({"models": {"onnx": "../model.onnx"}}, "outside of the bundle"),
+])
+def test_what_no_text_can_be_spoken_with_is_refused(tmp_path, changes, expected):
+    with pytest.raises(SbkitError, match=expected):
+        layout.read(written(tmp_path, **changes))
+
+
+def test_a_bundle_of_another_kind_is_told_from_it(tmp_path):
+    with pytest.raises(SbkitError, match="has a voice, and a speech recogniser is needed here"):
+        layout.Config.read(voices.make(tmp_path / "voice"))
+    with pytest.raises(SbkitError, match="has a speech recogniser, and a voice is needed here"):
+        Voice.read(bundles.make(tmp_path / "level"))

@@ -1,0 +1,127 @@
+"""A model that learnt in chunks, from its run's checkpoint over its bundle to the words of a stream."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from run_folders import corpus
+from streaming_runs import trained
+
+import sbkit.infer
+from sbkit.decode.spans import collapse
+from sbkit.export.bundle import ExportRequest, export
+from sbkit.export.layout import CONFIG, Config
+from sbkit.export.windows import Windows
+from sbkit.infer.stream_step import StreamStep
+from sbkit.runs.restore import load_run
+from sbkit.tasks.ctc.compared import reference
+
+pytestmark = pytest.mark.slow  # its export takes some seconds
+CHUNKS = {320: 8, 640: 16, 1280: 32}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("heard")
+    return trained(folder, corpus(folder / "data", train=6, dev=2, test=3))
+
+
+@pytest.fixture(scope="module")
+def bundle(run, tmp_path_factory):
+    to = tmp_path_factory.mktemp("exported") / "bundle"
+    assert export(ExportRequest(run, to, formats=["onnx", "torch"], clips=1)) == 0
+    config = Config.read(to)
+    config.word_separator = None  # each token is a word: a model that wasn't trained seldom says that one begins
+    (to / CONFIG).write_text(config.to_json())
+    return to
+
+
+@pytest.fixture(scope="module", params=["onnx", "torch"])
+def model(request, bundle):
+    with sbkit.infer.load(bundle, model=request.param, device="cpu", threads=1) as loaded:
+        yield loaded
+
+
+@pytest.fixture(scope="module")
+def signal():
+    """Some seconds in which things sound different, with silences."""
+    rng = np.random.default_rng(0)
+    parts = [rng.normal(size=4_000) * loud * np.sin(np.arange(4_000) * rng.uniform(0.02, 2))
+             for loud in (0.3, 0.0, 0.1, 0.8, 0.2, 0.0, 0.0, 0.0, 0.5, 0.4, 0.6, 0.05)]
+    return np.concatenate(parts).astype(np.float32)[:47_123]
+
+
+def words_of(model, log_probs):
+    """The words that greedy decoding finds in log-probabilities [T, V]."""
+    confidence = np.exp(log_probs.max(-1))[None]
+    spans = collapse(log_probs.argmax(-1)[None], confidence, model.engine.config.blank_id)[0]
+    return model.engine.vocabulary.words(spans, pause_seconds=0.7)
+
+
+def same(words, others):
+    return [word.text for word in words] == [word.text for word in others] and all(
+        (one.start, one.end, one.confidence) == pytest.approx((other.start, other.end, other.confidence), abs=1e-3)
+        for one, other in zip(words, others, strict=True))
+
+
+def settled(heard):
+    return [word for each in heard for word in each.settled]
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_a_streams_words_are_those_of_the_checkpoints_masked_whole_forward(run, model, signal, chunk):
+    recognizer = load_run(run, "cpu")[1].recognizer
+    log_probs = reference(recognizer, chunks=recognizer.chunks.config(CHUNKS[chunk]))(signal)
+    heard = settled(model.stream(chunk)(signal))
+    assert len(heard) > 5 and same(heard, words_of(model, log_probs))
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_samples_one_by_one_hear_what_all_at_once_do(model, signal, chunk):
+    signal, stream = signal[:20_000], model.stream(chunk)
+    whole = list(stream(signal))
+    assert list(stream(signal[i : i + 1] for i in range(len(signal)))) == whole
+    rng = np.random.default_rng(chunk)
+    assert list(stream(np.split(signal, np.sort(rng.integers(0, len(signal), 50))))) == whole
+
+
+def test_one_chunk_around_everything_says_what_a_recording_says(model, signal):
+    """Chunk by chunk a frame sees less than in the whole; within one chunk it sees all of it."""
+    config = model.engine.config
+    windows = Windows(config, 400)
+    (window,) = windows.feed(signal) + windows.finish()
+    model.stream()
+    engine = model._streams
+    step = StreamStep(engine._step._backend, config, 1)
+    log_probs = step([window], [step.state()])[0]
+    found = model.transcribe(signal)
+    assert len(found.words) > 5 and same(words_of(model, log_probs), found.words)
+
+
+def test_streams_of_several_threads_hear_what_each_alone_hears(model, signal):
+    def hear(number):
+        stream = model.stream([320, 640][number % 2])
+        return settled(stream(np.array_split(signal[number * 1000:], 9)))
+
+    alone = [hear(number) for number in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        for one, other in zip(pool.map(hear, range(8)), alone, strict=True):
+            assert same(one, other)
+
+
+def test_neither_torch_nor_speechbrain_is_imported_for_onnx(bundle, signal, tmp_path):
+    np.save(tmp_path / "signal.npy", signal)
+    code = textwrap.dedent(f"""
+        import sys, numpy, sbkit.infer
+        model = sbkit.infer.load({str(bundle)!r}, device="cpu")
+        heard = list(model.stream()(numpy.load({str(tmp_path / "signal.npy")!r})))
+        print(sum(len(each.settled) for each in heard) > 5,
+              [name for name in ("torch", "speechbrain", "scipy", "sentencepiece") if name in sys.modules])
+    """)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "True []\n", done.stderr

@@ -1,0 +1,299 @@
+"""``sbkit listen``: samples of a program or a microphone, words on a screen or for programs, and every way to end."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+import types
+
+import bundles
+import numpy as np
+import pytest
+
+from sbkit.cli import main
+from sbkit.decode.heard import Heard
+from sbkit.decode.spans import Word
+from sbkit.errors import SbkitError
+from sbkit.infer.lines import Lines
+from sbkit.infer.listening import CtrlC
+from sbkit.infer.sound_sources import Microphone, Pcm
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    return bundles.make(tmp_path_factory.mktemp("listen") / "b", streams=True)
+
+
+def pcm(*lines, repeat=1):
+    """Lines with a second of silence after each, as bytes."""
+    parts = [part for line in lines for part in (bundles.say(line), np.zeros(bundles.RATE, np.float32))]
+    return np.round(np.concatenate(parts).repeat(repeat) * 32768).astype("<i2").tobytes()
+
+
+def listen(bundle, monkeypatch, tmp_path, data, *words):
+    """Run it in this process with these bytes as standard input."""
+    (tmp_path / "pcm").write_bytes(data)
+    with open(tmp_path / "pcm") as file:
+        monkeypatch.setattr(sys, "stdin", file)
+        return main(["listen", str(bundle), "-", *words])
+
+
+def process(bundle, *words, **streams):
+    return subprocess.Popen([sys.executable, "-m", "sbkit.cli", "listen", str(bundle), "-", *words],
+                            stdin=subprocess.PIPE, **streams)
+
+
+def facts(text):
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_lines_come_as_text_once_they_are_over(bundle, monkeypatch, tmp_path, capsys):
+    assert listen(bundle, monkeypatch, tmp_path, pcm("she sells", "the end")) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "she sells\nthe end\n"
+    assert "stream.onnx on cpu" in captured.err and "at 16000 Hz in chunks of 320 ms" in captured.err
+
+
+def test_programs_get_an_object_for_every_change(bundle, monkeypatch, tmp_path, capsys):
+    assert listen(bundle, monkeypatch, tmp_path, pcm("she sells", "no"), "--json", "--chunk", "160") == 0
+    found = facts(capsys.readouterr().out)
+    assert [(each["type"], each.get("text")) for each in found] == [
+        ("partial", "sh"), ("partial", "she"), ("partial", "she se"), ("partial", "she sel"), ("partial", "she sell"),
+        ("partial", "she sells"), ("final", "she sells"), ("partial", "n"), ("partial", "no"), ("final", "no"),
+        ("end", None)]
+    final = next(each for each in found if each["type"] == "final")
+    assert [word["word"] for word in final["words"]] == ["she", "sells"]
+    assert final["start"] == final["words"][0]["start"] == found[0]["start"] == 0.16
+    assert found[-1]["duration"] == pytest.approx(len(pcm("she sells", "no")) / 32_000, abs=0.05)
+
+
+def test_another_rate_a_search_and_hot_words(bundle, monkeypatch, tmp_path, capsys):
+    data = bytes(960 * 2) + pcm("aab aab", repeat=3)  # a filter rings where levels change: not at a frame
+    options = ["--rate", "48000", "--hot-word", "aab=2", "--beam", "8"]
+    assert listen(bundle, monkeypatch, tmp_path, data, *options) == 0
+    assert len(capsys.readouterr().out.split()) == 2
+
+
+@pytest.mark.parametrize(("data", "options", "told"), [
+    (b"RIFF\0\0\0\0WAVEfmt ", [], "begins like a WAV file.*ffmpeg"),
+    (b"ID3\x04\0\0", [], "begins like a MP3 file"),
+    (b"", ["--chunk", "200"], "wasn't trained for chunks of 200 ms; it was for 160, 320, 640"),
+    (b"", ["--rate", "100"], "a stream's rate is 100 Hz"),
+    (b"", ["--rate", "x"], "'x' is not a whole number above 0"),
+    (b"", ["--lm", "nowhere.arpa"], "nowhere.arpa"),
+])
+def test_what_is_wrong_is_one_line(bundle, monkeypatch, tmp_path, capsys, data, options, told):
+    assert listen(bundle, monkeypatch, tmp_path, data, *options) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: ") and re.search(told, last)
+
+
+def test_a_bundle_for_recordings_alone_says_how_to_get_another(monkeypatch, tmp_path, capsys):
+    assert listen(bundles.make(tmp_path / "b"), monkeypatch, tmp_path, b"") == 2
+    assert "has no graph for streams" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("data", [b"", b"a", b"abc", b"\1\0", bytes(10_001)])
+def test_a_few_bytes_are_heard_and_half_a_sample_is_told(bundle, monkeypatch, tmp_path, capsys, data):
+    assert listen(bundle, monkeypatch, tmp_path, data, "--json") == 0
+    captured = capsys.readouterr()
+    assert [each["type"] for each in facts(captured.out)] == ["end"]
+    assert ("ended within a sample" in captured.err) == bool(len(data) % 2)
+
+
+def test_samples_that_are_cut_anywhere_are_the_same_samples():
+    data = pcm("abc")[:5_001]
+    for size in (1, 2, 3, 5, 1_000):
+        class Slow:
+            pieces = iter([data[i : i + size] for i in range(0, len(data), size)])
+
+            def read1(self, _size):
+                return next(self.pieces, b"")
+
+            def isatty(self):
+                return False
+
+        found = np.concatenate(list(Pcm(Slow(), 16_000)))
+        assert found.dtype == np.int16 and found.tobytes() == data[:5_000]
+
+
+@pytest.mark.slow
+def test_words_come_while_the_program_goes_on_sending(bundle):
+    with process(bundle, "--json", "--chunk", "160", stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as ours:
+        ours.stdin.write(pcm("abc def")[:20_000])
+        ours.stdin.flush()
+        assert json.loads(ours.stdout.readline())["text"]
+        ours.stdin.close()
+        assert facts(ours.stdout.read().decode())[-1]["type"] == "end" and ours.wait() == 0
+
+
+@pytest.mark.slow
+def test_ctrl_c_tells_the_last_words_and_ends_quietly(bundle):
+    with process(bundle, "--json", "--chunk", "160", stdout=subprocess.PIPE, stderr=subprocess.PIPE) as ours:
+        ours.stdin.write(pcm("abc def")[:20_000])
+        ours.stdin.flush()
+        ours.stdout.readline()
+        time.sleep(0.5)
+        ours.send_signal(signal.SIGINT)
+        rest, errors = ours.stdout.read(), ours.stderr.read()
+        assert ours.wait() == 130
+    assert [each["type"] for each in facts(rest.decode())][-2:] == ["final", "end"]
+    assert errors.decode().splitlines()[-1].startswith("listening to standard input")
+
+
+@pytest.mark.slow
+def test_a_reader_that_goes_away_ends_it_quietly(bundle):
+    with process(bundle, "--json", stdout=subprocess.PIPE, stderr=subprocess.PIPE) as ours:
+        ours.stdout.close()
+        ours.stdin.write(pcm("abc def", "abc"))
+        ours.stdin.close()
+        errors = ours.stderr.read().decode()
+        assert ours.wait() == 1 and errors.splitlines()[-1].startswith("listening to standard input")
+
+
+@pytest.mark.slow
+def test_in_a_terminal_the_line_in_progress_is_rewritten(bundle):
+    ours, theirs = pty.openpty()
+    with process(bundle, "--chunk", "160", stdout=theirs, stderr=subprocess.DEVNULL) as running:
+        os.close(theirs)
+        running.stdin.write(pcm("she sells", "the end"))
+        running.stdin.close()
+        shown = b""
+        while True:
+            try:
+                shown += os.read(ours, 10_000)
+            except OSError:  # how a terminal says that its last program is gone
+                break
+    os.close(ours)
+    assert running.returncode == 0
+    assert b"\r\x1b[Jshe \x1b[2mse\x1b[0m" in shown and b"\r\x1b[Jshe sells\r\n" in shown
+    assert shown.endswith(b"the end\r\n")
+
+
+def test_a_terminal_types_no_samples(bundle):
+    ours, theirs = pty.openpty()
+    told = "that is a terminal; arecord"
+    with os.fdopen(theirs, "rb", buffering=0) as terminal, pytest.raises(SbkitError, match=told):
+        Pcm(terminal, 16_000)
+    os.close(ours)
+
+
+# ---------------------------------------------------------------------- Ctrl-C
+
+
+def test_ctrl_c_waits_until_an_item_is_done_with():
+    done = []
+    with pytest.raises(KeyboardInterrupt), CtrlC() as ctrl_c:
+        for item in ctrl_c.only_between([1, 2, 3]):
+            if item == 2:
+                signal.raise_signal(signal.SIGINT)
+            done.append(item)
+    assert done == [1, 2]
+
+
+def test_ctrl_c_twice_waits_for_nothing():
+    with pytest.raises(KeyboardInterrupt), CtrlC() as ctrl_c:
+        for _ in ctrl_c.only_between([1]):
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+            raise AssertionError
+
+
+def test_ctrl_c_interrupts_what_comes_before_and_is_put_back():
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), CtrlC():
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+# ---------------------------------------------------------------------- lines
+
+
+def test_a_line_without_a_pause_ends_after_a_minute():
+    lines, over = Lines(), []
+    for second in range(200):
+        word = Word(str(second), second, second + 1, 1.0)
+        over += [line for line in lines.add(Heard([word], [], False, second + 1.0)) if line.over]
+    assert [len(line.words) for line in over] == [60, 60, 60]
+
+
+def test_an_end_after_such_a_line_is_no_empty_line():
+    lines, word = Lines(), Word("a", 0.0, 61.0, 1.0)
+    assert [line.over for line in lines.add(Heard([word], [], False, 61.0))] == [True]
+    (line,) = lines.add(Heard([], [], True, 62.0))
+    assert not line.over and line.words == []
+
+
+# ---------------------------------------------------------------------- the microphone
+
+
+class PortAudioError(Exception):
+    pass
+
+
+def library(blocks, rates=(16_000,), found=True):
+    """The package sounddevice as it is used, with a microphone that gives these blocks and then stops."""
+    class Recording:
+        def __init__(self, callback, finished_callback, **options):
+            self.options, self._callback, self._finished = options, callback, finished_callback
+            made.opened.append(options)
+
+        def __enter__(self):
+            for block in blocks:
+                self._callback(memoryview(block), len(block) // 2, None, None)
+            self._finished()
+
+        def __exit__(self, *_):
+            pass
+
+    def query_devices(device, kind):
+        if not found:
+            raise PortAudioError("Error querying device -1")
+        return {"name": "Built-in", "default_samplerate": 48_000.0}
+
+    def check_input_settings(samplerate, **_):
+        if samplerate not in rates:
+            raise PortAudioError("Invalid sample rate [PaErrorCode -9997]")
+
+    made = types.SimpleNamespace(PortAudioError=PortAudioError, RawInputStream=Recording, opened=[],
+                                 query_devices=query_devices, check_input_settings=check_input_settings)
+    return made
+
+
+def test_the_microphone_is_heard_until_it_stops(bundle, monkeypatch, capsys):
+    data = pcm("abc def")
+    made = library([data[i : i + 1_280] for i in range(0, len(data), 1_280)])
+    monkeypatch.setitem(sys.modules, "sounddevice", made)
+    assert main(["listen", str(bundle), "--microphone", "3"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "abc def\n" and "listening to Built-in at 16000 Hz" in captured.err
+    assert "the microphone Built-in stopped; is it still connected?" in captured.err
+    assert made.opened[0]["device"] == 3 and made.opened[0]["samplerate"] == 16_000
+
+
+def test_a_microphone_that_cannot_do_the_models_rate_uses_its_own(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sounddevice", library([], rates=[48_000]))
+    assert Microphone(None, 16_000).rate == 48_000
+    with pytest.raises(SbkitError, match=r"can't be used: Invalid sample rate.*python -m sounddevice"):
+        Microphone(16_000, 16_000)
+
+
+def test_a_model_that_falls_behind_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sounddevice", library([bytes(1_280)] * 1_000))
+    with pytest.raises(SbkitError, match=r"30 s behind the microphone.*larger --chunk"):
+        list(Microphone(None, 16_000))
+
+
+def test_no_microphone_and_no_package_are_told(bundle, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "sounddevice", library([], found=False))
+    assert main(["listen", str(bundle)]) == 2
+    assert "the microphone can't be used: Error querying device -1" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "sounddevice", None)
+    assert main(["listen", str(bundle)]) == 2
+    assert "a microphone needs the package sounddevice; pip install 'sbkit[listen]'" in capsys.readouterr().err

@@ -1,0 +1,296 @@
+"""Devices: one that is asked for is used or refused, ``auto`` says what it took and why, and no CPU is silent."""
+
+import ast
+import functools
+import re
+import sys
+from pathlib import Path
+
+import bundles
+import numpy as np
+import onnxruntime
+import pytest
+import runtimes
+import torch
+
+import sbkit
+from sbkit.errors import SbkitError
+from sbkit.export import layout
+from sbkit.infer import backends
+from sbkit.infer.device import DeviceChoice
+from sbkit.infer.engine import Engine
+from sbkit.infer.graph_model import GraphEngine
+from sbkit.infer.interface import Interface
+from sbkit.infer.stream_engine import StreamEngine
+from sbkit.infer.worker import Worker
+
+ON_THE_CPU = ("cpu", "CPUExecutionProvider")
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    return bundles.make(tmp_path_factory.mktemp("bundle") / "b", torch_too=True, streams=True)
+
+
+@pytest.fixture(scope="module")
+def tensors(bundle, tmp_path_factory):
+    """A bundle of the other kind, whose model gives tensors."""
+    folder = tmp_path_factory.mktemp("bundle") / "g"
+    folder.mkdir()
+    (folder / "model.onnx").write_bytes((bundle / "model.onnx").read_bytes())
+    config = layout.Graph(sample_rate=bundles.RATE, outputs=list(layout.OUTPUTS), models={"onnx": "model.onnx"})
+    (folder / layout.CONFIG).write_text(config.to_json())
+    return folder
+
+
+@pytest.fixture(params=["recogniser", "streams", "tensors"])
+def opened(request, bundle, tensors):
+    """Every way to open a graph of a bundle."""
+    return {"recogniser": functools.partial(Engine, bundle), "streams": functools.partial(StreamEngine, bundle),
+            "tensors": functools.partial(GraphEngine, tensors)}[request.param]
+
+
+def where(engine):
+    return engine.running.device, engine.running.provider
+
+
+# ---------------------------------------------------------------- ONNX Runtime
+
+
+@pytest.mark.parametrize("wanted", ["cuda", "cuda:1"])
+def test_cuda_on_a_cpu_runtime_is_refused(opened, wanted):
+    assert "CUDAExecutionProvider" not in onnxruntime.get_available_providers()
+    with pytest.raises(SbkitError, match=rf"^{wanted} was requested, but this onnxruntime \(.*\) has no CUDA; "
+                                         "pip uninstall -y onnxruntime; pip install onnxruntime-gpu"):
+        opened(device=wanted)
+
+
+def test_auto_on_a_cpu_runtime_says_so(opened):
+    with opened(device="auto") as engine:
+        assert (where(engine), engine.running.asked) == (ON_THE_CPU, "auto")
+        assert "no CUDA" in engine.running.note and "requested: auto" in str(engine.running)
+    with opened(device="cpu") as engine:
+        assert engine.running.note == "" and "requested" not in str(engine.running)
+
+
+@pytest.mark.parametrize("runtime", runtimes.BROKEN)
+@pytest.mark.parametrize("wanted", ["cuda", "cuda:2"])
+def test_cuda_that_cannot_be_used_is_refused_with_the_reason(opened, monkeypatch, runtime, wanted):
+    preloaded = runtimes.use(monkeypatch, runtime)
+    file = "stream.onnx" if opened.func is StreamEngine else "model.onnx"
+    with pytest.raises(SbkitError) as error:
+        opened(device=wanted)
+    assert error.value.message == f"{wanted} was requested, but {runtimes.BROKEN[runtime].format(file=file)}"
+    assert preloaded, "the CUDA libraries are loaded before the session is made"
+
+
+@pytest.mark.parametrize("runtime", runtimes.BROKEN)
+def test_auto_takes_the_cpu_where_cuda_cannot_be_used_and_says_why(bundle, monkeypatch, runtime):
+    runtimes.use(monkeypatch, runtime)
+    with Engine(bundle, device="auto") as engine:
+        assert (where(engine), engine.running.asked) == (ON_THE_CPU, "auto")
+        assert engine.running.note == runtimes.BROKEN[runtime].format(file="model.onnx")
+        assert engine.running.note in str(engine.running)
+        assert engine.fault is None
+        [scores] = engine.run([bundles.say("ab")])
+        assert scores.argmax(-1).tolist() == [*bundles.spell("ab"), 0]
+
+
+@pytest.mark.parametrize("wanted, told", [("cuda:1", ""), ("auto", "CUDA is there, and an inference ran on it")])
+@pytest.mark.parametrize("runtime", [runtimes.OnCuda, runtimes.Silent])
+def test_cuda_that_works_is_used(opened, monkeypatch, runtime, wanted, told):
+    runtimes.use(monkeypatch, runtime)
+    with opened(device=wanted) as engine:
+        running = engine.running
+        assert where(engine) == (wanted if wanted != "auto" else "cuda:0", "CUDAExecutionProvider")
+        assert running.note == told
+        assert ("with 8 of 9 operators" in str(running)) == (runtime is runtimes.OnCuda)
+    (provider, options), spare = runtime.asked
+    assert (provider, spare) == ("CUDAExecutionProvider", "CPUExecutionProvider")
+    assert options == {"device_id": "1" if wanted == "cuda:1" else "0", "use_tf32": "0",
+                       "cudnn_conv_algo_search": "HEURISTIC"}
+
+
+def test_a_cuda_that_rounds_to_tf32_whatever_it_is_told_says_so(bundle, monkeypatch):
+    runtimes.use(monkeypatch, runtimes.OnCuda)
+    monkeypatch.setattr(runtimes.OnCuda, "ignored", ("use_tf32",))
+    with Engine(bundle, device="cuda") as engine:
+        assert "computes with TF32" in engine.running.note
+
+
+def test_no_run_after_the_start_may_fall_back(bundle, monkeypatch):
+    """A device that fails later is a fault of the engine, not a slower answer."""
+    runtimes.use(monkeypatch, runtimes.OnCuda)
+    with Engine(bundle, device="cuda") as engine:
+        session = engine._backend._session
+        monkeypatch.setattr(runtimes.OnCuda, "run", lambda self, *_: self._drop("CUDA error: out of memory"))
+        with pytest.raises(RuntimeError, match="out of memory"):
+            engine.run([bundles.say("a")])
+        assert session.on_cuda and engine.fault == "CUDA error: out of memory"
+
+
+def test_a_damaged_file_is_not_taken_for_a_broken_device(tmp_path, monkeypatch):
+    runtimes.use(monkeypatch, runtimes.OnCuda)
+    folder = bundles.make(tmp_path / "b")
+    path = folder / "model.onnx"
+    path.write_bytes(b"\xff" * path.stat().st_size)
+    with pytest.raises(SbkitError, match=r"model.onnx can't be loaded.*export it again"):
+        Engine(folder, device="auto")
+
+
+# ---------------------------------------------------------------- 8 bits
+
+
+@pytest.fixture(scope="module")
+def eight_bits(tmp_path_factory):
+    return bundles.make(tmp_path_factory.mktemp("bundle") / "b", models={"int8": "model.onnx"})
+
+
+def test_eight_bits_are_refused_on_a_gpu_where_their_products_would_run_on_the_cpu(eight_bits, monkeypatch):
+    runtimes.use(monkeypatch, runtimes.OnCuda)
+    with pytest.raises(SbkitError, match=r"cuda:1 was requested.*8-bit products only on the CPU; use --model onnx"):
+        Engine(eight_bits, device="cuda:1")
+
+
+def test_eight_bits_by_themselves_go_to_the_cpu_and_say_why(eight_bits, monkeypatch):
+    runtimes.use(monkeypatch, runtimes.OnCuda)
+    with Engine(eight_bits, device="auto") as engine:
+        assert runtimes.OnCuda.asked == ["CPUExecutionProvider"]
+        assert (where(engine), engine.running.asked) == (ON_THE_CPU, "auto")
+        assert engine.running.note == "8-bit products run only on the CPU"
+
+
+# ---------------------------------------------------------------- packages
+
+
+@pytest.mark.parametrize("wanted", ["cpu", "cuda", "auto"])
+@pytest.mark.parametrize("names", [("onnxruntime", "onnxruntime-gpu"), ("onnxruntime-gpu", "onnxruntime-openvino")])
+def test_two_builds_of_onnxruntime_are_an_error_that_says_what_to_remove(opened, monkeypatch, tmp_path, names, wanted):
+    monkeypatch.setattr(sys, "path", [str(runtimes.install(tmp_path, *names)), *sys.path])
+    with pytest.raises(SbkitError, match=f"^{' and '.join(names)} are both installed.*"
+                                         f"pip uninstall -y {' '.join(names)}, then install the one you want"):
+        opened(device=wanted)
+
+
+def test_a_build_in_another_folder_overwrites_nothing(bundle, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "path", [*sys.path, str(runtimes.install(tmp_path, "onnxruntime-gpu"))])
+    with Engine(bundle, device="cpu") as engine:
+        assert where(engine) == ON_THE_CPU
+
+
+def test_what_is_left_when_one_of_two_builds_was_removed_is_told(bundle, monkeypatch):
+    monkeypatch.delattr(onnxruntime, "InferenceSession")
+    with pytest.raises(SbkitError, match=r"installed only in part.*--force-reinstall onnxruntime"):
+        Engine(bundle, device="cpu")
+
+
+# ---------------------------------------------------------------- torch
+
+
+@pytest.fixture
+def a_card(monkeypatch):
+    """torch believes in one card, which isn't there."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+
+
+def absent(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.parametrize("built, words", [
+    (None, r"this torch \(2\..*\) was built without CUDA"), ("13.0", "torch 2.* sees no CUDA device")])
+def test_torch_without_a_gpu_refuses_it_and_auto_says_why(bundle, monkeypatch, built, words):
+    absent(monkeypatch)
+    monkeypatch.setattr(torch.version, "cuda", built)
+    with pytest.raises(SbkitError, match=f"^cuda was requested, but {words}.*--device cpu needs no GPU"):
+        Engine(bundle, model="torch", device="cuda")
+    with Engine(bundle, model="torch", device="auto") as engine:
+        assert where(engine) == ("cpu", "torch.export")
+        assert re.match(words, engine.running.note)
+
+
+def test_torch_refuses_a_gpu_beyond_those_that_it_sees(bundle, a_card):
+    with pytest.raises(SbkitError, match=r"cuda:1 was requested, but torch .* sees 1 CUDA device;"):
+        Engine(bundle, model="torch", device="cuda:1")
+
+
+def test_a_gpu_that_torch_cannot_use_is_refused_and_auto_says_why(bundle, a_card):
+    """It is on the list, but the first tensor that is sent there fails."""
+    with pytest.raises(SbkitError, match=r"^cuda was requested, but an inference of model.pt2 failed there: \w"):
+        Engine(bundle, model="torch", device="cuda")
+    with Engine(bundle, model="torch", device="auto") as engine:
+        assert where(engine) == ("cpu", "torch.export") and engine.fault is None
+        assert "an inference of model.pt2 failed there" in engine.running.note
+        [scores] = engine.run([bundles.say("ab")])
+        assert scores.argmax(-1).tolist() == [*bundles.spell("ab"), 0]
+
+
+def torch_backend(bundle, wanted):
+    example = {"signals": np.zeros((1, bundles.FRAME), np.float32), "lengths": np.array([bundles.FRAME])}
+    return backends.open_graph(bundle / "model.pt2", "torch", DeviceChoice.parse(wanted), None,
+                               Interface(example, layout.OUTPUTS), Worker())
+
+
+class Stays(torch.nn.Module):
+    """A program that computes where it always did, wherever it is moved."""
+
+    def module(self):
+        return self
+
+    def forward(self, signals, lengths):
+        return torch.zeros(1, 2, len(bundles.PIECES)), torch.tensor([2])
+
+
+def test_a_program_that_stays_on_the_cpu_is_refused(bundle, monkeypatch):
+    monkeypatch.setattr(backends, "_found", lambda device: torch.device("cpu" if device.gpu is None else "meta"))
+    monkeypatch.setattr(backends, "moved", lambda program, _: Stays())
+    with pytest.raises(SbkitError, match=r"cuda was requested, but torch .* has parts of model.pt2 on cpu"):
+        torch_backend(bundle, "cuda")
+
+
+@pytest.fixture
+def there():
+    """A device that isn't the one that programs are traced on, where there is no other."""
+    return torch.device("meta")
+
+
+def test_a_program_runs_on_another_device_than_it_was_traced_on(bundle, there):
+    module = backends.moved(torch.export.load(bundle / "model.pt2"), there).module()
+    found = module(torch.zeros(3, 9 * bundles.FRAME, device=there), torch.zeros(3, dtype=torch.long, device=there))
+    assert [(each.device.type, list(each.shape)) for each in found] == [
+        ("meta", [3, 10, len(bundles.PIECES)]), ("meta", [3])]
+
+
+def test_a_torch_that_leaves_parts_behind_says_what_is_needed(bundle, a_card, monkeypatch):
+    monkeypatch.setattr("torch.export.passes.move_to_device_pass", lambda program, _: program)
+    with pytest.raises(SbkitError, match=r"torch 2\..* leaves part of the model on cpu; pip install 'torch>=2\.9"):
+        torch_backend(bundle, "cuda")
+
+
+# ---------------------------------------------------------------- one way for all
+
+
+def test_a_graph_with_other_inputs_or_outputs_is_refused(bundle):
+    interface = Interface({"signals": bundles.say("a")[None]}, ["log_probs"])
+    with pytest.raises(SbkitError, match=r"model.onnx takes \['signals', 'lengths'\].*it must take \['signals'\] and"):
+        backends.open_graph(bundle / "model.onnx", "onnx", DeviceChoice.parse("cpu"), None, interface, Worker())
+
+
+@pytest.mark.parametrize("what, place", [
+    ("InferenceSession", "onnx_session.py"), ("get_available_providers", "onnx_session.py"),
+    ("export.load", "backends.py"), ("cuda.is_available", "backends.py")])
+def test_graphs_are_opened_in_one_place(what, place):
+    """So a companion, a codec or whatever comes later has the same truth about its device."""
+    home = Path(sbkit.__file__).parent
+    found = {path.relative_to(home).as_posix() for room in ("infer", "serve") for path in (home / room).rglob("*.py")
+             if any(ast.unparse(node).endswith(f".{what}") for node in ast.walk(ast.parse(path.read_text("utf-8")))
+                    if isinstance(node, ast.Attribute))}
+    assert found == {f"infer/{place}"}
+
+
+@pytest.mark.parametrize("wrong", ["gpu", "cuda:", "cpu:0", "cuda:x", ""])
+def test_devices_are_read_exactly(wrong):
+    with pytest.raises(SbkitError, match="there is no device"):
+        DeviceChoice.parse(wrong)

@@ -1,0 +1,115 @@
+"""Texts to what a voice speaks at once: sentences, long ones cut, every symbol kept, unknown characters named."""
+
+import tracemalloc
+import unicodedata
+
+import pytest
+import voices
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from sbkit.errors import SbkitError
+from sbkit.export.layout import Voice
+from sbkit.infer import UnknownCharacters, UnspeakableText
+from sbkit.infer.sentences import Script
+
+
+def voice(**changes):
+    return Voice(**({"sample_rate": 16_000, "symbols": voices.SYMBOLS, "speakers": ["anna"], "max_symbols": 30,
+                     "frame_seconds": 0.02} | changes))
+
+
+def pieces(text, skip_unknown=False, **changes):
+    return [(piece.text, piece.ends) for piece in Script(voice(**changes), skip_unknown).read(text)]
+
+
+def spelled(ids):
+    return "".join(voices.SYMBOLS[number] for number in ids)
+
+
+@pytest.mark.parametrize("text, expected", [
+    ("Hello there. How are you? Fine", [("hello there.", True), ("how are you?", True), ("fine", True)]),
+    ("J. Smith came, e.g. here. Ok", [("j. smith came, e.g. here.", True), ("ok", True)]),
+    ("'Come!' he said", [("'come!'", True), ("he said", True)]),
+    ("A title\n\nThe text", [("a title", True), ("the text", True)]),
+    ("one\ntwo \t three", [("one two three", True)]),
+    ("one two, three four five six seven eight nine", [("one two,", False), ("three four five six seven", False),
+                                                       ("eight nine", True)]),
+    ("one two three four five six seven", [("one two three four five six", False), ("seven", True)]),
+    ("a" * 70, [("a" * 30, False), ("a" * 30, False), ("a" * 10, True)]),
+])
+def test_a_text_is_cut_at_sentences_then_clauses_then_spaces(text, expected):
+    assert pieces(text) == expected
+
+
+def test_sentences_without_spaces_are_found_and_stay_without():
+    symbols = ["<pad>", *"你好吗我很。？"]
+    assert pieces("你好吗？我很好。", symbols=symbols) == [("你好吗？", True), ("我很好。", True)]
+
+
+TEXTS = st.text(st.sampled_from("ab .,!?'\n\tÅé\u0301ﬁ。A"), max_size=300)
+
+
+@settings(max_examples=100, deadline=None)
+@example("a\u0301\u00e5?", 1, 1)
+@given(TEXTS, st.integers(1, 40), st.integers(1, 17))
+def test_no_symbol_is_lost_or_added_however_a_text_comes_and_no_piece_is_too_long(text, most, size):
+    config = voice(max_symbols=most)
+    known = [each for each in unicodedata.normalize("NFC", text.lower()) if each in voices.SYMBOLS and each != " "]
+    blocks = [text[begin : begin + size] for begin in range(0, len(text), size)]
+    if not known:
+        with pytest.raises(UnspeakableText):
+            list(Script(config, skip_unknown=True).read(text))
+        return
+    found = list(Script(config, skip_unknown=True).read(blocks))
+    assert [piece.ids for piece in found] == [piece.ids for piece in Script(config, skip_unknown=True).read(text)]
+    assert all(0 < len(piece.ids) <= most for piece in found)
+    assert "".join(spelled(piece.ids) for piece in found).replace(" ", "") == "".join(known)
+    for piece in found:
+        assert all(" " not in spelled(piece.ids[begin:end]) for _, begin, end in piece.words)
+        assert sum(end - begin for _, begin, end in piece.words) + spelled(piece.ids).count(" ") == len(piece.ids)
+
+
+@pytest.mark.parametrize("text", ["", " ", "\n\t \u00a0"])
+def test_an_empty_text_is_refused(text):
+    with pytest.raises(UnspeakableText, match="the text is empty"):
+        pieces(text)
+
+
+def test_characters_that_the_voice_never_learnt_are_named_with_their_places():
+    with pytest.raises(UnknownCharacters) as caught:
+        pieces("Café, naïve é é é")
+    assert str(caught.value).startswith(
+        "the voice never learnt 'é' (character 4; character 13; character 15; 1 more), 'ï' (character 9);")
+    with pytest.raises(UnknownCharacters, match=r"'ß' \(line 2, character 4\), U\+0000 \(line 4, character 1\)"):
+        pieces("one\ntwoß\n\n\0")
+    with pytest.raises(UnknownCharacters, match=r"U\+D800 .*character 1"):
+        pieces("\ud800")
+    with pytest.raises(UnknownCharacters, match="2 others"):
+        pieces("0123456789")
+    assert pieces("Café, naïve", skip_unknown=True) == [("café, naïve", True)]
+    with pytest.raises(UnspeakableText, match="only characters that the voice never learnt"):
+        pieces("éé ïï", skip_unknown=True)
+
+
+def test_a_decomposed_character_is_the_symbol_that_it_looks_like():
+    [piece] = Script(voice(symbols=["<pad>", *"aé"])).read("A\u0065\u0301")
+    assert piece.ids == (1, 2)
+
+
+def test_case_is_that_of_the_symbols_if_they_have_only_one():
+    assert pieces("aB", symbols=["<pad>", *"AB"]) == [("AB", True)]
+    assert pieces("aB", symbols=["<pad>", *"aB"]) == [("aB", True)]
+    with pytest.raises(SbkitError, match="'A'"):
+        pieces("AB", symbols=["<pad>", *"aB"])
+
+
+@pytest.mark.parametrize("word", ["word ", "x", "é. "])
+def test_a_book_needs_no_more_memory_than_a_sentence(word):
+    blocks = (word * 1_000 for _ in range(10))
+    tracemalloc.start()
+    try:
+        assert sum(len(piece.ids) for piece in Script(voice(), skip_unknown=True).read(blocks)) > 300
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()

@@ -1,0 +1,292 @@
+"""Many streams in one batch: each hears its own words, whatever the others do, fail at or wait for."""
+
+import asyncio
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import bundles
+import numpy as np
+import pytest
+
+from sbkit.decode.greedy_stream import GreedyStream
+from sbkit.errors import SbkitError
+from sbkit.infer import stream_engine
+from sbkit.infer.decoding import decoder
+from sbkit.infer.stream_engine import StreamEngine
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    return bundles.make(tmp_path_factory.mktemp("streams") / "b", torch_too=True, streams=True)
+
+
+@pytest.fixture(scope="module", params=["onnx", "torch"])
+def engine(request, bundle):
+    with StreamEngine(bundle, model=request.param, device="cpu", threads=1) as made:
+        yield made
+
+
+def greedy(engine):
+    return GreedyStream(engine.vocabulary.spelling)
+
+
+def words(session):
+    heard = []
+    while session.busy:
+        heard += session.take(10)
+    return " ".join(word.text for each in heard for word in each.settled)
+
+
+class Held:
+    """Keeps an engine's steps waiting until it is let go."""
+
+    def __init__(self, engine, monkeypatch):
+        self.go, self.inside, self.batches = threading.Event(), threading.Event(), []
+        step = engine._step
+
+        class Step:
+            state = staticmethod(step.state)
+
+            def __call__(_, windows, states):
+                self.batches.append(len(windows))
+                self.inside.set()
+                self.go.wait(20)
+                return step(windows, states)
+
+        monkeypatch.setattr(engine, "_step", Step())
+
+
+class Slow:
+    """A search that takes its time, in the thread for those."""
+
+    quick = False
+
+    def __init__(self, search):
+        self.search, self.go, self.threads = search, threading.Event(), set()
+
+    def feed(self, log_probs):
+        self.threads.add(threading.current_thread().name)
+        self.go.wait(20)
+        return self.search.feed(log_probs)
+
+    def finish(self):
+        return self.search.finish()
+
+
+def test_streams_at_different_places_each_hear_their_own(engine):
+    rng = np.random.default_rng(0)
+    texts = [" ".join("".join(rng.choice(list("abcdefg"), rng.integers(1, 6))) for _ in range(20)) for _ in range(24)]
+    rngs = rng.spawn(len(texts))
+
+    def hear(number):
+        session = engine.open(greedy(engine), [160, 320, 640][number % 3])
+        signal, rng = bundles.say(texts[number]), rngs[number]
+        while len(signal):
+            size = int(rng.integers(1, 30_000))
+            session.feed(signal[:size])
+            signal = signal[size:]
+            time.sleep(rng.random() / 500)
+        session.finish()
+        return words(session), session.over
+
+    with ThreadPoolExecutor(len(texts)) as pool:
+        assert list(pool.map(hear, range(len(texts)))) == [(text, True) for text in texts]
+
+
+def test_streams_that_wait_share_a_step(engine, monkeypatch):
+    """Those of one chunk size, up to the most; the others are in front of those that were heard already."""
+    held = Held(engine, monkeypatch)
+    monkeypatch.setattr(engine, "most", 3)
+    sessions = [engine.open(greedy(engine), 320)]
+    sessions[0].feed(bundles.say("ab")[:12_000])
+    assert held.inside.wait(10)
+    sessions += [engine.open(greedy(engine), size) for size in (320, 640, 320, 320, 320)]
+    for session in sessions[1:]:
+        session.feed(bundles.say("abcdefg")[:12_000])
+    held.go.set()
+    for session in sessions:
+        session.finish()
+        words(session)
+    assert held.batches[:4] == [1, 3, 1, 3]
+
+
+def test_feeding_waits_for_no_step(engine, monkeypatch):
+    held = Held(engine, monkeypatch)
+    session = engine.open(greedy(engine), 160)
+    began = time.monotonic()
+    for _ in range(20):
+        session.feed(np.zeros(2560, np.float32))
+    session.finish()
+    assert time.monotonic() - began < 5 and held.inside.wait(10)
+    assert 2.5 < session.waiting_seconds < 3.2 and session.take(0.01) == [] and session.busy
+    held.go.set()
+    words(session)
+    assert session.over and not session.waiting_seconds and session.seconds == pytest.approx(3.2)
+
+
+def test_one_that_goes_away_in_mid_step_disturbs_nobody(engine, monkeypatch):
+    held = Held(engine, monkeypatch)
+    told = []
+    gone = engine.open(greedy(engine), 160, on_heard=lambda: told.append(1))
+    stays = engine.open(greedy(engine), 160)
+    for session in (gone, stays):
+        session.feed(bundles.say("abc def"))
+    assert held.inside.wait(10)
+    gone.close()
+    stays.finish()
+    held.go.set()
+    assert words(stays) == "abc def" and not told
+    with pytest.raises(SbkitError, match="the stream was closed"):
+        gone.take(10)
+    with pytest.raises(SbkitError, match="the stream was closed"):
+        gone.feed(np.zeros(10, np.float32))
+
+
+def test_an_error_of_one_search_ends_that_stream_alone(engine):
+    class Broken(GreedyStream):
+        def feed(self, log_probs):
+            raise SbkitError("it broke")
+
+    broken = engine.open(Broken(engine.vocabulary.spelling), 160)
+    whole = engine.open(greedy(engine), 160)
+    for session in (broken, whole):
+        session.feed(bundles.say("abc def"))
+    whole.finish()
+    assert words(whole) == "abc def"
+    for _ in range(2):
+        with pytest.raises(SbkitError, match="it broke"):
+            broken.take(10)
+    with pytest.raises(SbkitError, match="it broke"):
+        broken.feed(np.zeros(1, np.float32))
+
+
+def test_a_step_that_fails_is_told_to_its_streams_and_the_next_ones_go_on(engine, monkeypatch):
+    step = engine._step
+    session = engine.open(greedy(engine), 160)
+    monkeypatch.setattr(engine, "_step", lambda *_: 1 / 0)
+    session.feed(bundles.say("abc"))
+    with pytest.raises(ZeroDivisionError):
+        session.take(10)
+    monkeypatch.setattr(engine, "_step", step)
+    after = engine.open(greedy(engine), 160)
+    after.feed(bundles.say("abc"))
+    after.finish()
+    assert words(after) == "abc"
+
+
+def test_a_long_search_delays_no_other_streams_chunk(engine):
+    slow = Slow(greedy(engine))
+    long = engine.open(slow, 160)
+    long.feed(bundles.say("abc def"))
+    for _ in range(3):
+        quick = engine.open(greedy(engine), 160)
+        quick.feed(bundles.say("xyz"))
+        quick.finish()
+        assert words(quick) == "xyz"
+    assert long.take(0) == []
+    slow.go.set()
+    long.finish()
+    assert words(long) == "abc def" and slow.threads == {"sbkit-search"}
+
+
+def test_a_beam_search_with_hot_words_hears_with_the_others(engine):
+    beam = engine.open(decoder(engine.vocabulary, {"beam": 8, "hot_words": {"abd": 40.0}}).stream())
+    plain = engine.open(greedy(engine))
+    for session in (beam, plain):
+        session.feed(bundles.say("abc abc"))
+        session.finish()
+    assert words(plain) == "abc abc"
+    assert set(words(beam).split()) <= {"abc", "abd"}
+
+
+def test_an_event_loop_is_told_when_something_was_heard(engine):
+    async def listen():
+        loop, news = asyncio.get_running_loop(), asyncio.Event()
+        session = engine.open(greedy(engine), 160, on_heard=lambda: loop.call_soon_threadsafe(news.set))
+        session.feed(bundles.say("abc def"))
+        session.finish()
+        heard = []
+        while not session.over or session.busy:
+            await asyncio.wait_for(news.wait(), 10)
+            news.clear()
+            heard += session.take(0)
+        return " ".join(word.text for each in heard for word in each.settled)
+
+    assert asyncio.run(listen()) == "abc def"
+
+
+def test_a_listener_that_fails_ends_its_own_stream(engine):
+    def gone():
+        raise RuntimeError("Event loop is closed")
+
+    session, other = engine.open(greedy(engine), 160, on_heard=gone), engine.open(greedy(engine), 160)
+    for each in (session, other):
+        each.feed(bundles.say("abc"))
+    other.finish()
+    assert words(other) == "abc"
+    with pytest.raises(RuntimeError, match="loop is closed"):
+        words(session)
+
+
+def test_nothing_follows_the_end(engine):
+    session = engine.open(greedy(engine))
+    session.finish()
+    assert words(session) == "" and session.over
+    for call in (lambda: session.feed(np.zeros(1, np.float32)), session.finish):
+        with pytest.raises(SbkitError, match="the stream is over: nothing can follow its end"):
+            call()
+
+
+def test_closing_the_engine_wakes_who_waits(bundle, monkeypatch):
+    engine = StreamEngine(bundle, device="cpu")
+    held = Held(engine, monkeypatch)
+    session = engine.open(greedy(engine), 160)
+    session.feed(bundles.say("abc"))
+    assert held.inside.wait(10)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(session.take)
+        closing = threading.Thread(target=engine.close)
+        closing.start()
+        with pytest.raises(RuntimeError, match="the model was closed"):
+            waiting.result(10)
+        held.go.set()
+        closing.join(10)
+    assert not engine._worker._thread.is_alive()
+
+
+def test_steps_are_counted_for_whoever_asks(bundle):
+    steps = []
+    with StreamEngine(bundle, device="cpu", stepped=steps.append) as engine:
+        session = engine.open(greedy(engine), 640)
+        session.feed(np.zeros(3 * 16 * bundles.FRAME, np.float32))
+        session.finish()
+        words(session)
+    assert steps == [1, 1, 1]
+
+
+@pytest.mark.parametrize(("options", "told"), [
+    ({"model": "int8"}, "has no int8 graph for streams; it has onnx, torch"),
+    ({"model": "tflite"}, "there is no model 'tflite'"),
+    ({"device": "cuda:7"}, "cuda:7 was requested"),
+])
+def test_what_it_can_not_run_is_said_at_once(bundle, options, told):
+    with pytest.raises(SbkitError, match=told):
+        StreamEngine(bundle, **options)
+
+
+def test_a_graph_of_another_export_is_named(tmp_path):
+    made = bundles.make(tmp_path / "b", streams=True)
+    config = stream_engine.Config.read(made)
+    config.streaming.state["other"] = config.streaming.state.pop("level")
+    (made / "config.json").write_text(config.to_json())
+    with pytest.raises(SbkitError, match=r"takes \['samples', 'frames', 'level', 'seen'\].*the same export"):
+        StreamEngine(made)
+
+
+def test_a_cut_off_file_is_named(tmp_path):
+    made = bundles.make(tmp_path / "b", streams=True)
+    data = (made / "stream.onnx").read_bytes()
+    (made / "stream.onnx").write_bytes(data[:-10])
+    with pytest.raises(SbkitError, match=r"stream.onnx has .* bytes, but the export wrote"):
+        StreamEngine(made)

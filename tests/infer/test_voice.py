@@ -1,0 +1,174 @@
+"""Text to sound: what is heard is what was written, at the speed and in the voice that were asked for."""
+
+import subprocess
+import sys
+import threading
+
+import bundles
+import numpy as np
+import onnx
+import pytest
+import voices
+
+import sbkit.infer
+from sbkit.errors import SbkitError
+from sbkit.infer.sentences import SENTENCE_PAUSE
+from sbkit.infer.voice import Voice
+from sbkit.infer.voice_engine import Line
+
+TEXT = "Hello there. Good bye, all of you!"
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    return voices.make(tmp_path_factory.mktemp("voice") / "v", torch_too=True)
+
+
+@pytest.fixture(scope="module")
+def voice(bundle):
+    with sbkit.infer.load(bundle, device="cpu") as loaded:
+        assert isinstance(loaded, Voice)
+        yield loaded
+
+
+def test_what_is_heard_is_what_was_written(voice):
+    speech = voice.speak(TEXT)
+    assert voices.heard(speech.samples) == "hello there. good bye, all of you!"
+    assert (speech.text, speech.sentences) == ("hello there. good bye, all of you!",
+                                               ["hello there.", "good bye, all of you!"])
+    assert speech.sample_rate == voices.RATE and speech.samples.dtype == np.float32
+    assert np.abs(speech.samples).max() == pytest.approx(0.5, abs=0.01)
+    assert speech.seconds == pytest.approx((len(TEXT) - 1) * voices.SYMBOL_SECONDS + SENTENCE_PAUSE)
+
+
+def test_words_have_their_times(voice):
+    speech = voice.speak(TEXT)
+    assert [word.text for word in speech.words] == speech.text.split()
+    for word in speech.words:
+        part = speech.samples[round(word.start * voices.RATE) : round(word.end * voices.RATE)]
+        assert voices.heard(part) == word.text
+    assert speech.words[-1].end == pytest.approx(speech.seconds)
+
+
+@pytest.mark.parametrize("speed", [0.25, 0.5, 1.5, 2, 4.0])
+def test_a_speed_divides_the_length(voice, speed):
+    usual, speech = voice.speak(TEXT), voice.speak(TEXT, speed=speed)
+    frames = round(voices.FRAMES / speed)
+    assert voices.heard(speech.samples, voices.FRAMES / frames) == speech.text
+    assert speech.seconds == pytest.approx(usual.seconds * frames / voices.FRAMES, rel=0.05)
+
+
+def test_a_voice_is_chosen_by_name_and_the_first_by_default(voice):
+    assert voice.voices == ["anna", "ben"]
+    for name, gain in ((None, 0.5), ("anna", 0.5), ("ben", 0.25)):
+        assert np.abs(voice.speak("aaa", voice=name).samples).max() == pytest.approx(gain, abs=0.01)
+
+
+def test_a_stream_gives_the_same_sentence_by_sentence(voice):
+    parts = list(voice.stream(TEXT, speed=2.0))
+    assert [part.text for part in parts] == ["hello there.", "good bye, all of you!"]
+    assert np.array_equal(np.concatenate([part.samples for part in parts]), voice.speak(TEXT, speed=2.0).samples)
+    for part in parts:
+        assert [voices.heard(part.samples[round(word.start * voices.RATE) : round(word.end * voices.RATE)], 2.0)
+                for word in part.words] == part.text.split()
+
+
+def test_text_longer_than_the_model_takes_is_cut(voice):
+    text = " ".join(["over and over,"] * 30)
+    speech = voice.speak(text)
+    assert voices.heard(speech.samples) == text and speech.sentences == [text]
+
+
+def test_a_text_that_comes_in_blocks_is_spoken_as_it_comes(voice):
+    came = []
+
+    def blocks():
+        for number in range(40):
+            came.append(number)
+            yield "Over and over. "
+
+    first = next(voice.say(blocks()))
+    assert first.text == "over and over." and len(came) < 10
+
+
+@pytest.mark.parametrize("given, expected", [
+    ({"text": ""}, "the text is empty"), ({"text": " \n "}, "the text is empty"),
+    ({"text": "Fine. naïve"}, "never learnt 'ï'"), ({"voice": "clara"}, "no voice 'clara'; there is anna, ben"),
+    ({"speed": 9}, "speed is 9, but must be a number from 0.25 to 4"), ({"speed": 0.2}, "speed is 0.2"),
+    ({"speed": float("nan")}, "speed is nan"), ({"speed": float("inf")}, "speed is inf"),
+    ({"speed": True}, "speed is True"),
+    ({"speed": "1"}, "speed is '1'"),
+])
+@pytest.mark.parametrize("way", ["speak", "stream"])
+def test_what_can_t_be_spoken_is_an_error_before_any_sound(voice, monkeypatch, way, given, expected):
+    monkeypatch.setattr(voice.engine, "submit", lambda _: pytest.fail("nothing must be computed"))
+    with pytest.raises(SbkitError, match=expected):
+        getattr(voice, way)(**({"text": "Fine. Good"} | given))
+
+
+def test_unknown_characters_can_be_left_out(voice):
+    assert voices.heard(voice.speak("na\u0131ve", skip_unknown=True).samples) == "nave"
+
+
+def test_many_threads_get_each_their_own(voice):
+    texts = [f"{letter * 5} {letter}" for letter in "abcdefgh"]
+    found = {}
+
+    def say(text):
+        found[text] = voices.heard(voice.speak(text).samples)
+
+    threads = [threading.Thread(target=say, args=(text,)) for text in texts]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert found == {text: text for text in texts}
+
+
+def test_a_line_sounds_the_same_alone_and_in_a_batch(voice):
+    lines = [Line([2, 3, 4]), Line([5] * 30, 1, 2.0), Line([6])]
+    together = voice.engine.submit(lines).result()
+    for line, sound in zip(lines, together, strict=True):
+        [alone] = voice.engine.submit([line]).result()
+        assert np.array_equal(alone.samples, sound.samples) and np.array_equal(alone.frames, sound.frames)
+
+
+def test_the_program_of_torch_says_the_same(bundle, voice):
+    with sbkit.infer.load(bundle, model="torch", device="cpu") as program:
+        mine, theirs = voice.speak(TEXT, "ben", 2.0), program.speak(TEXT, "ben", 2.0)
+    assert np.allclose(mine.samples, theirs.samples, atol=1e-3) and mine.words == theirs.words
+
+
+def unsigned(folder):
+    """Let the files of a bundle have any size."""
+    path = folder / "config.json"
+    path.write_text(path.read_text().replace('"model.onnx": {', '"other": {', 1))
+    return folder
+
+
+def test_samples_that_are_no_numbers_are_an_error_and_not_a_noise(tmp_path):
+    folder = unsigned(voices.make(tmp_path / "v"))
+    model = onnx.load(folder / "model.onnx")
+    node = next(each for each in model.graph.node if each.output[0] == "endless")
+    node.op_type, node.input[1] = "Div", "sounding"
+    onnx.save(model, folder / "model.onnx")
+    with pytest.raises(SbkitError, match="samples that are no numbers"):
+        sbkit.infer.load(folder, device="cpu")
+
+
+def test_a_graph_with_other_inputs_is_refused(tmp_path):
+    folder = unsigned(voices.make(tmp_path / "v"))
+    bundles.write_onnx(folder / "model.onnx", 5)
+    with pytest.raises(SbkitError, match="takes"):
+        sbkit.infer.load(folder, device="cpu")
+
+
+def test_options_for_recordings_are_refused(bundle):
+    with pytest.raises(SbkitError, match="this is a voice"):
+        sbkit.infer.load(bundle, options=sbkit.infer.Options())
+
+
+def test_neither_torch_nor_speechbrain_is_imported(bundle):
+    code = (f"import sys, sbkit.infer; sbkit.infer.load({str(bundle)!r}, device='cpu').speak('hello'); "
+            "sys.exit(bool({'torch', 'speechbrain'} & set(sys.modules)))")
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

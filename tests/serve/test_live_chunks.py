@@ -1,0 +1,321 @@
+"""Live sessions of a bundle with a graph for streams: in chunks, in steps that they share, each as if it were alone."""
+
+import contextlib
+import itertools
+import json
+import socket as sockets
+import struct
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import bundles
+import numpy as np
+import pytest
+import serving
+import soxr
+import websockets
+from test_live import PAUSE, pcm, settled, speak, start
+from websockets.sync.client import connect
+
+from sbkit.serve import outbox
+from sbkit.serve.limits import Limits
+
+RATE = bundles.RATE
+MANY = Limits(decoders=1, max_live=64)
+
+
+@pytest.fixture(scope="module")
+def streaming(tmp_path_factory):
+    return bundles.make(tmp_path_factory.mktemp("serve") / "level", streams=True)
+
+
+@pytest.fixture(scope="module")
+def server(streaming):
+    with serving.serving(streaming, limits=MANY) as server:
+        yield server
+
+
+def heard(server, signal, frame=1600, **asked):
+    """All messages of one session after the first."""
+    with connect(server.live) as socket:
+        assert start(socket, **asked)["type"] == "ready"
+        return speak(socket, signal, frame)
+
+
+def converse(server, signal, **asked):
+    """All messages of a session that waits after each packet until nothing more is told of it."""
+    data, messages = pcm(signal), []
+    with connect(server.live) as socket:
+        start(socket, **asked)
+        for i in range(0, len(data), 5120):
+            socket.send(data[i:i + 5120])
+            with contextlib.suppress(TimeoutError):
+                while True:
+                    messages.append(json.loads(socket.recv(0.1)))
+        return messages + speak(socket, np.zeros(0, np.float32))
+
+
+def lines(messages):
+    return [each["text"] for each in settled(messages)]
+
+
+def test_words_come_chunk_by_chunk_and_lines_end_at_pauses(server):
+    signal = np.concatenate([bundles.say("hello there"), PAUSE, bundles.say("good people"), PAUSE])
+    with connect(server.live) as socket:
+        assert start(socket) == {"type": "ready", "model": "level", "sample_rate": RATE, "chunk_seconds": 0.32}
+        messages = speak(socket, signal)
+    assert lines(messages) == ["hello there", "good people"]
+    assert messages[-1] == {"type": "done", "duration": pytest.approx(len(signal) / RATE, abs=0.001)}
+    words = [word for each in settled(messages) for word in each["words"]]
+    assert [word["word"] for word in words] == ["hello", "there", "good", "people"]
+    assert all(a["end"] <= b["start"] for a, b in itertools.pairwise(words))
+    assert all(0.9 < word["confidence"] <= 1 for word in words)
+    begins = (len(bundles.say("hello there")) + len(PAUSE)) / RATE
+    assert words[2]["start"] == pytest.approx(begins, abs=0.2)
+
+
+def test_what_is_settled_is_told_apart_from_what_may_change(server):
+    partials = [each for each in converse(server, bundles.say("one two three")) if each["type"] == "partial"]
+    assert all(each["text"].startswith(each["settled"]) for each in partials)
+    assert {"", "one", "one two"} <= {each["settled"] for each in partials}
+    assert all("one two three".startswith(each["text"]) for each in partials), "nothing that was shown was replaced"
+    ends = [each["heard"] for each in partials]
+    assert ends == sorted(ends) and all(round(end / 0.04) == pytest.approx(end / 0.04) for end in ends)
+
+
+@pytest.mark.parametrize("chunk_ms", [160, 320, 640])
+def test_a_client_may_choose_the_chunk(server, chunk_ms):
+    with connect(server.live) as socket:
+        assert start(socket, chunk_ms=chunk_ms)["chunk_seconds"] == chunk_ms / 1000
+    messages = converse(server, np.concatenate([bundles.say("abc def"), PAUSE, PAUSE]), chunk_ms=chunk_ms)
+    assert lines(messages) == ["abc def"]
+    shown = [round(1000 * each["heard"]) for each in messages if each["type"] == "partial"]
+    assert shown and all(end % chunk_ms == 0 for end in shown)
+
+
+@pytest.mark.parametrize("chunk_ms", [100, 0, -320, "320", 320.0, True, [320]])
+def test_another_chunk_is_refused_with_those_there_are(server, chunk_ms):
+    with connect(server.live) as socket:
+        told = start(socket, chunk_ms=chunk_ms)
+    assert told["type"] == "error" and told["error"]["param"] == "chunk_ms"
+    assert "160, 320, 640 ms" in told["error"]["message"]
+
+
+def test_a_model_without_such_a_graph_has_no_chunks_to_choose(tmp_path):
+    with serving.serving(bundles.make(tmp_path / "level")) as server, connect(server.live) as socket:
+        told = start(socket, chunk_ms=320)
+        assert told["type"] == "error" and "leave out chunk_ms" in told["error"]["message"]
+
+
+@pytest.mark.parametrize("frame", [37, 320, 100_000])
+def test_it_makes_no_difference_how_the_audio_is_cut_into_frames(server, frame):
+    signal = np.concatenate([bundles.say("one two"), PAUSE, bundles.say("three")])
+    assert settled(heard(server, signal, frame)) == settled(heard(server, signal, 1600))
+
+
+def test_the_clients_own_rate_is_resampled(server):
+    signal = soxr.resample(np.concatenate([bundles.say("abc def", hold=4), PAUSE]), RATE, 48_000)
+    messages = heard(server, signal, 960, sample_rate=48_000)
+    assert "".join(lines(messages)).replace(" ", "")[:3] == "abc"
+    assert messages[-1]["duration"] == pytest.approx(len(signal) / 48_000, abs=0.001)
+
+
+def test_sessions_in_shared_steps_hear_what_each_hears_alone(server):
+    """They are held until all wait, so that they certainly share steps."""
+    texts = [f"{chr(97 + i)}b{chr(99 + i)} speaks {'so ' * (i % 3)}" for i in range(12)]
+    alone = [settled(heard(server, bundles.say(text), chunk_ms=(160, 320)[i % 2])) for i, text in enumerate(texts)]
+    before = steps(server)
+    go = hold(server)
+    with ThreadPoolExecutor(len(texts)) as pool:
+        together = [pool.submit(heard, server, bundles.say(text), chunk_ms=(160, 320)[i % 2])
+                    for i, text in enumerate(texts)]
+        serving.until(lambda: len(streams(server)._line) == len(texts))
+        go.set()
+        assert [settled(each.result()) for each in together] == alone
+    rows, count = (after - old for after, old in zip(steps(server), before, strict=True))
+    assert rows - count >= 10, "the first chunks of twelve, six of each size, took two steps"
+
+
+def steps(server):
+    return server.counted("sbkit_step_rows_sum"), server.counted("sbkit_step_rows_count")
+
+
+def streams(server):
+    return next(iter(server.state.registry)).streams
+
+
+def hold(server):
+    """Nothing is heard until the event that this gives is set."""
+    go, taken = threading.Event(), threading.Event()
+    streams(server)._worker.submit(lambda: (taken.set(), go.wait(30)))
+    assert taken.wait(10)
+    return go
+
+
+def test_speech_without_a_pause_is_told_in_lines_of_bounded_length(tmp_path):
+    with serving.serving(bundles.make(tmp_path / "level", streams=True, chunk_seconds=3.0)) as server:
+        text = " ".join(f"w{chr(97 + i)}" for i in range(26))
+        found = settled(heard(server, bundles.say(text)))
+    assert " ".join(each["text"] for each in found) == text
+    assert len(found) > 2 and all(each["end"] - each["start"] < 4.0 for each in found)
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_server_that_stops_says_what_it_heard_so_far(streaming, held):
+    """The client gets its words and a proper end, though it never said stop, and perhaps nothing was heard yet."""
+    with serving.serving(streaming) as server, connect(server.live) as socket:
+        start(socket)
+        go = hold(server) if held else threading.Event()
+        socket.send(pcm(bundles.say("hello there")))
+        if not held:
+            assert json.loads(socket.recv(10))["type"] == "partial"
+        server.state.stop()
+        go.set()
+        messages = [json.loads(message) for message in socket]
+    assert lines(messages) == ["hello there"] and messages[-1]["type"] == "done"
+
+
+def test_hot_words_and_language_models_search_a_stream_as_they_do_recordings(streaming):
+    with serving.serving(streaming, search={"beam": 8, "hot_words": {"there": 8.0}}) as server:
+        signal = np.concatenate([bundles.say("hello there"), PAUSE, bundles.say("good people"), PAUSE])
+        assert lines(heard(server, signal)) == ["hello there", "good people"]
+
+
+# ---------------------------------------------------------------- clients that are slow, wrong or gone
+
+
+@pytest.mark.parametrize("then, words", [
+    (b"\0", "even number of bytes"), (bytes(400_000), "shorter than 10 s"),
+    (json.dumps({"type": "start", "model": "level", "sample_rate": 8000}), "one model, sample rate and chunk"),
+])
+def test_wrong_audio_is_told_and_ends_that_session_alone(server, then, words):
+    with connect(server.live) as other, connect(server.live) as socket:
+        start(other)
+        start(socket)
+        socket.send(pcm(bundles.say("hello"))[:8000])
+        socket.send(then)
+        told = next(told for told in map(json.loads, socket) if told["type"] == "error")
+        assert words in told["error"]["message"]
+        assert lines(speak(other, bundles.say("hello"))) == ["hello"]
+
+
+@pytest.mark.parametrize("payload", [b"", bytes(999)])
+def test_a_client_that_stops_in_mid_frame_leaves_nothing_behind(server, payload):
+    """The head of a frame says 1280 bytes; then the connection breaks."""
+    with connect(server.live) as other, connect(server.live) as socket:
+        start(other)
+        start(socket)
+        socket.send(pcm(bundles.say("hello")))
+        socket.socket.sendall(b"\x82\xfe\x05\x00" + bytes(4) + payload)
+        socket.socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_LINGER, struct.pack("ii", 1, 0))
+        socket.socket.close()
+        serving.until(lambda: server.counted("sbkit_live_sessions") == 1)
+        assert lines(speak(other, bundles.say("hello"))) == ["hello"]
+    serving.until(lambda: server.counted("sbkit_live_sessions") == 0)
+
+
+def test_a_message_in_fragments_is_one_message(server):
+    data = pcm(bundles.say("hello there"))
+    with connect(server.live) as socket:
+        start(socket)
+        socket.send(data[i:i + 777] for i in range(0, len(data), 777))
+        assert lines(speak(socket, np.zeros(0, np.float32))) == ["hello there"]
+
+
+def test_a_client_that_leaves_while_its_chunk_is_computed_disturbs_nobody(server):
+    go = hold(server)
+    with connect(server.live) as other:
+        start(other)
+        with connect(server.live) as socket:
+            start(socket)
+            socket.send(pcm(bundles.say("hello")))
+            other.send(pcm(bundles.say("hello")))
+            time.sleep(0.2)
+        serving.until(lambda: server.counted("sbkit_live_sessions") == 1)
+        go.set()
+        assert lines(speak(other, np.zeros(0, np.float32))) == ["hello"]
+
+
+def test_a_session_that_says_nothing_is_ended(streaming):
+    with serving.serving(streaming, limits=Limits(decoders=1, idle_seconds=0.5)) as server:
+        with connect(server.live) as socket:
+            start(socket)
+            assert json.loads(socket.recv(10))["error"]["code"] == "idle"
+        serving.until(lambda: server.counted("sbkit_live_sessions") == 0)
+
+
+def test_a_device_that_breaks_ends_the_sessions_with_the_reason(streaming):
+    def broken(*_):
+        raise RuntimeError("CUDA error: gone")
+
+    with serving.serving(streaming) as server:
+        with connect(server.live) as socket:
+            start(socket)
+            streams(server)._step._backend = broken
+            socket.send(pcm(bundles.say("hello")))
+            assert json.loads(socket.recv(10))["error"]["code"] == "device_fault"
+        assert server.state.faults()
+
+
+def test_a_model_that_never_answers_is_told_in_time(streaming):
+    with serving.serving(streaming, limits=Limits(decoders=1, request_seconds=0.5)) as server:
+        go = hold(server)
+        with connect(server.live) as socket:
+            start(socket)
+            socket.send(pcm(bundles.say("hello")))
+            assert json.loads(socket.recv(10))["error"]["code"] == "deadline_exceeded"
+        go.set()
+        assert lines(heard(server, bundles.say("hello"))) == ["hello"]
+
+
+def test_a_client_that_speaks_faster_than_it_is_heard_has_to_wait(server):
+    go = hold(server)
+    with connect(server.live) as socket:
+        start(socket)
+        sending = threading.Thread(target=lambda: [socket.send(bytes(64_000)) for _ in range(100)], daemon=True)
+        sending.start()
+        [session] = server.state.floor._sessions
+        serving.until(lambda: session.seconds > 4)
+        time.sleep(0.5)
+        assert session.seconds < 10, "what is taken in and not heard yet is bounded"
+        go.set()
+        sending.join(30)
+        assert speak(socket, np.zeros(0, np.float32))[-1]["duration"] == 200
+
+
+@contextlib.contextmanager
+def deaf(server):
+    """A client with the smallest buffers, which reads nothing after "ready"."""
+    raw = sockets.socket()
+    raw.setsockopt(sockets.SOL_SOCKET, sockets.SO_RCVBUF, 1)
+    raw.connect(("127.0.0.1", server.port))
+    with connect(server.live, sock=raw, max_queue=1, close_timeout=0.1) as socket:
+        start(socket, chunk_ms=160)
+        yield socket
+
+
+def flood(socket):
+    """Speak on and on, a line each second."""
+    line = np.concatenate([bundles.say("ab"), np.zeros(round(0.8 * RATE), np.float32)])
+    data = pcm(np.tile(line, 8))
+    with contextlib.suppress(websockets.ConnectionClosed, OSError):
+        while True:
+            socket.send(data)
+
+
+def test_a_client_that_does_not_read_is_ended_by_name_and_slows_nobody(server, monkeypatch):
+    monkeypatch.setattr(outbox, "MOST_MESSAGES", 4)
+
+    def ended():
+        return server.counted('sbkit_refused_total{reason="slow_client"}')
+
+    before, text = ended(), " ".join(["hello"] * 10)
+    with deaf(server) as socket:
+        threading.Thread(target=flood, args=(socket,), daemon=True).start()
+        rounds, end = 0, time.monotonic() + 60
+        while ended() == before or not rounds:
+            assert lines(heard(server, bundles.say(text))) == [text]
+            rounds += 1
+            assert time.monotonic() < end, "it was never ended"
+        serving.until(lambda: server.counted("sbkit_live_sessions") == 0)

@@ -1,0 +1,62 @@
+"""Small recognisers of hparams/streaming.yaml: prepared, built, and as a run's folder with a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sbkit.recipe import load
+from sbkit.recipe.load import Recipe
+
+RECIPE = Path(__file__).parents[1] / "hparams" / "streaming.yaml"
+SMALL = {"d_model": 16, "nhead": 2, "num_encoder_layers": 2, "d_ffn": 16, "cnn_channels": 4, "num_workers": 0}
+
+
+def recipe(folder: Path, data: Path, **keys: object) -> Recipe:
+    """The recipe with a small model."""
+    return load.opened(load.load(RECIPE, {**SMALL, "output_folder": str(folder), "data_folder": str(data), **keys}),
+                       RECIPE)
+
+
+def prepared(folder: Path, data: Path, **keys: object) -> Recipe:
+    """A recipe whose corpus was prepared as a run does it, read again as its other ranks do."""
+    made = recipe(folder, data, **keys)
+    follows = made.task.prepare(made.keys, made.keys.corpus.prepare(show_progress=False), {})
+    made = recipe(folder, data, **{**keys, **follows})
+    made.task.encoder(made.keys)
+    return made
+
+
+def brain(made: Recipe) -> Any:  # of the recipe's own task
+    """The task of a recipe, ready to train."""
+    found = made.brain({"device": "cpu", "noprogressbar": True})
+    found.init_optimizers()
+    return found
+
+
+def saved(folder: Path, data: Path, change: Callable[[Any], object], **keys: object) -> Path:
+    """A run as training leaves it, with one checkpoint of a model after this change of it."""
+    made = prepared(folder, data, **keys)
+    overrides = {**SMALL, **keys, "output_folder": str(folder), "data_folder": str(data),
+                 "output_neurons": made.keys.output_neurons}
+    (folder / "hyperparams.yaml").write_text("# from:\n# x\n" + load.merged(RECIPE, overrides))
+    found = brain(made)
+    change(found)
+    found.checkpointer.save_checkpoint(meta={"WER": 50.0, "epoch": 1})
+    found.checkpointer.wait()
+    return folder
+
+
+def trained(folder: Path, data: Path, **keys: object) -> Path:
+    """A run with a checkpoint, whose statistics are not those of its corpus and whose frames don't sound alike."""
+    return saved(folder, data, _as_if_trained, **keys)
+
+
+def _as_if_trained(brain: Any) -> None:  # of the recipe's own task
+    brain.recognizer.normalize.take(torch.full((80,), -5.0), torch.full((80,), 2.0))
+    torch.manual_seed(0)
+    for weights in brain.recognizer.ctc_lin.parameters():
+        weights.data.normal_(std=2.0)

@@ -1,0 +1,255 @@
+"""The codec's task: its loss by hand, its switches, its metric and what a test measures."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from host_syncs import HostSyncs
+from run_folders import sound
+from speechbrain.core import Stage
+
+from sbkit.data.batch import Batch, stand_in
+from sbkit.data.manifest import Manifest
+from sbkit.errors import SbkitError
+from sbkit.nn.codec import ResidualVectors
+from sbkit.recipe import load
+from sbkit.recipe.check import check
+from sbkit.tasks.codec import Codec
+from sbkit.tasks.codec.results import Books, Resyntheses, perplexity
+from sbkit.tasks.codec.rows import Row
+
+RECIPE = Path(__file__).parents[3] / "hparams" / "codec.yaml"
+SMALL = {"n_mels": 20, "size": 16, "hidden": 24, "encoder_layers": 1, "slow_layers": 1, "fast_layers": 1, "noise": 0.0}
+ADVERSARIAL = {"adversarial_from": 2, "discriminators": {"channels": 4, "sizes": [128, 256]}}
+RESIDUAL = f"""
+recipe: !include:{RECIPE}
+    code_size: 12
+    quantiser: !new:sbkit.nn.codec.ResidualVectors {{size: 12, entries: 64}}
+"""
+
+
+def brain(folder, recipe=RECIPE, **given):
+    hparams = load.load(recipe, {**SMALL, "output_folder": str(folder), **given})
+    hparams["checkpointer"] = None
+    made = Codec(modules=hparams["modules"], hparams=hparams, opt_class=hparams["opt_class"],
+                 run_opts={"device": "cpu"})
+    made.modules.train()
+    return made
+
+
+@pytest.fixture
+def batch():
+    generator = torch.Generator().manual_seed(0)
+    real = torch.arange(16_000) < torch.tensor([[16_000], [11_000]])
+    return Batch(ids=["a", "b"], signals=0.1 * torch.randn(2, 16_000, generator=generator) * real,
+                 signal_lengths=torch.tensor([16_000, 11_000]), tokens=torch.zeros(2, 0, dtype=torch.long),
+                 token_lengths=torch.zeros(2, dtype=torch.long), texts=["one two", "three"], samples=27_000)
+
+
+def loss(made, batch, stage=Stage.TRAIN):
+    return made.compute_objectives(made.compute_forward(batch, stage), batch, stage)
+
+
+def one(batch, i):
+    """The batch's utterance ``i`` alone."""
+    samples = int(batch.signal_lengths[i])
+    return Batch(ids=[batch.ids[i]], signals=batch.signals[i:i + 1, :samples], texts=[batch.texts[i]],
+                 signal_lengths=batch.signal_lengths[i:i + 1], tokens=batch.tokens[:1],
+                 token_lengths=batch.token_lengths[:1], samples=samples)
+
+
+@pytest.mark.parametrize("given", [{}, {"adversarial_from": 1, "discriminators": ADVERSARIAL["discriminators"]}],
+                         ids=["plain", "adversarial"])
+def test_the_loss_is_a_mean_over_code_frames_and_no_utterance_changes_anothers(tmp_path, batch, given):
+    made = brain(tmp_path, **given)
+    made.optimizer_step = 1
+    together, alone = loss(made, batch), [loss(made, one(batch, i)) for i in range(2)]
+    assert together.count == 50 + 35
+    torch.testing.assert_close(together.total, alone[0].total + alone[1].total, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("given", [{"noise": 0.5}, {**ADVERSARIAL, "adversarial_from": 1}],
+                         ids=["noise", "adversarial"])
+def test_a_training_step_never_waits_for_the_device(tmp_path, batch, given):
+    made = brain(tmp_path, **given)
+    made.optimizer_step = 1
+    with HostSyncs() as syncs:
+        loss(made, batch).total.backward()
+    assert not syncs.found, syncs.found
+
+
+def test_a_placeholder_counts_for_nothing(tmp_path):
+    made = brain(tmp_path)
+    made.open_stage(Stage.VALID)
+    loss(made, stand_in(tokens=False), Stage.VALID)
+    assert made.rows == []
+
+
+# ---------------------------------------------------------------- the switches
+
+
+def test_residual_vectors_add_their_penalty(tmp_path, batch):
+    recipe = tmp_path / "residual.yaml"
+    recipe.write_text(RESIDUAL)
+    off, on = (brain(tmp_path, recipe, **given) for given in ({"quantiser_weight": 0.0}, {}))
+    assert isinstance(on.keys.quantiser, ResidualVectors)
+    on.modules.load_state_dict(off.modules.state_dict())
+    quantised = on.compute_forward(batch, Stage.TRAIN).quantised
+    penalty = quantised.penalty[0].sum() + quantised.penalty[1, :35].sum()
+    torch.testing.assert_close(loss(on, batch).total - loss(off, batch).total, penalty, rtol=1e-3, atol=1e-3)
+
+
+def test_discriminators_rest_until_their_step_and_then_train_with_the_codec_in_one_loss(tmp_path, batch):
+    made = brain(tmp_path, **ADVERSARIAL)
+    against, before = made.keys.discriminators, loss(made, batch)
+    assert "noticed" not in before.extras
+    made.optimizer_step = 2
+    after = loss(made, batch)
+    assert {"noticed", "apart", "mistaken"} <= set(after.extras)
+    weights = {"noticed": made.keys.adversarial_weight, "apart": made.keys.feature_weight, "mistaken": 1.0}
+    added = sum(weight * after.extras[name][0] for name, weight in weights.items())
+    torch.testing.assert_close(after.total, before.total + added)
+    after.total.backward()
+    theirs = {name: each.grad.clone() for name, each in against.named_parameters()}
+    codecs = [each.grad for each in made.coder.parameters()]
+    assert all(each is not None for each in [*theirs.values(), *codecs])
+    against.zero_grad()
+    sounds = made.compute_forward(batch, Stage.TRAIN).sound.detach()[:, :16_000]
+    real = torch.arange(16_000) < batch.signal_lengths[:, None]
+    wrong = against.mistaken(sounds * real, batch.signals, batch.signal_lengths)
+    (wrong * torch.tensor([50, 35])).sum().backward()
+    for name, each in against.named_parameters():  # from telling apart alone
+        torch.testing.assert_close(each.grad, theirs[name], rtol=1e-3, atol=1e-4)
+
+
+def test_a_step_of_the_adversarial_stage_changes_both_sides(tmp_path, batch):
+    made = brain(tmp_path, **{**ADVERSARIAL, "adversarial_from": 1})
+    made.on_fit_start()
+    made.optimizer_step = 1
+    sides = {name: getattr(made.keys, name) for name in ("encoder", "decoder", "head", "discriminators")}
+    before = {name: [each.clone() for each in side.parameters()] for name, side in sides.items()}
+    for step in range(3):
+        made.fit_batch(dataclasses.replace(batch, step=step))
+    for name, side in sides.items():
+        assert not all(map(torch.equal, before[name], side.parameters())), name
+
+
+@pytest.mark.parametrize(("given", "message"), [
+    ({"adversarial_from": 5, "discriminators": None}, "there are no discriminators"),
+    ({"discriminators": {"adversarial_from": 3}}, "nothing would train the discriminators"),
+])
+def test_half_of_the_adversarial_switch_is_refused(tmp_path, given, message):
+    hparams = load.load(RECIPE, {**SMALL, "output_folder": str(tmp_path), **given})
+    with pytest.raises(SbkitError, match=message):
+        load.opened(hparams, RECIPE)
+
+
+@pytest.mark.parametrize(("given", "key", "message"), [
+    ({"code_size": 6}, "encoder.output_size", "it is 6, and the quantiser takes 8 numbers a frame"),
+    ({"head": {"hop": 128}}, "head.hop", "a code stands for 320 samples"),
+    ({"compute_features": {"sample_rate": 8000}}, "compute_features.sample_rate", "recordings are read at 16000"),
+    ({"decoder": {"fold": 4}}, "head.hop", "a code stands for 320 samples"),
+])
+def test_parts_that_contradict_each_other_are_errors_where_they_stand(tmp_path, given, key, message):
+    report = check(RECIPE, {**SMALL, "output_folder": str(tmp_path), **given})
+    found = [error for error in report.errors if error.code == "shape-mismatch"]
+    assert [error.key for error in found if message in error.message] == [key]
+    assert all(error.where for error in found)
+
+
+def test_the_check_says_how_many_bits_a_second_takes(tmp_path):
+    report = check(RECIPE, {**SMALL, "output_folder": str(tmp_path)})
+    assert not report.errors and report.sections["shapes"].values["head"]
+    assert "50 frames a second, in each of them one of 1,000 codes and one of 1,000 codes: 997 bit/s" in str(report)
+
+
+# ---------------------------------------------------------------- validation and test
+
+
+def test_the_metric_is_the_mel_distance_of_whole_clips_over_frames(tmp_path, batch):
+    made = brain(tmp_path)
+    made.modules.eval()
+    made.open_stage(Stage.VALID)
+    loss(made, batch, Stage.VALID)
+    assert [(row.id, row.codes.shape) for row in made.rows] == [("a", (50, 2)), ("b", (35, 2))]
+    stats = made.stats(made.all_rows())
+    apart = [row.mel_distance for row in made.rows]
+    assert stats["mel_distance"] == pytest.approx((50 * apart[0] + 35 * apart[1]) / 85)
+    assert made.metric.lower_is_better and made.metric.name in stats
+
+
+def test_a_test_measures_lets_a_recogniser_hear_and_keeps_clips_to_listen_to(tmp_path, batch):
+    made = brain(tmp_path)
+    made.modules.eval()
+    made.take_recogniser(lambda signals: [f"one {len(signal)}" for signal in signals])
+    made.open_stage(Stage.TEST)
+    made.evaluate_batch(batch, Stage.TEST)
+    results = made.results(made.all_rows(), 1.0, {})
+    # "one 16000" for "one two", and "one 11000" for "three": three errors in three words
+    assert results.stats["WER"] == results.stats["WER_of_recordings"] == pytest.approx(100)
+    assert results.stats["coding_real_time_factor"] > 0 and results.stats["bit_rate"] == pytest.approx(996.58, abs=0.01)
+    assert [table.title for table in results.tables] == ["How it sounds", "The codebooks", "The clips that lost most"]
+    assert list(results.word_error_rates()) == ["what the codec made"]
+    wavs = [sound(tmp_path / f"{name}.wav") for name in "ab"]
+    results.write(tmp_path, Manifest(ids=["a", "b"], durations=[1.0, 0.6875], wavs=wavs, texts=batch.texts), "test")
+    players = json.loads((tmp_path / "test_results.json").read_text())["players"]
+    assert [[each["label"] for each in player["sounds"]] for player in players] == [["recording", "codec"]] * 2
+    assert all((tmp_path / player["sounds"][1]["wav"]).stat().st_size > 44 for player in players)
+    assert players[0]["title"] == "one two" and "heard: one 16000" in players[0]["remark"]
+
+
+def test_only_so_many_clips_are_kept_the_same_ones_on_any_number_of_ranks(tmp_path):
+    from sbkit.tasks.codec.listener import KEPT, Listener, first_drawn
+
+    rows = [Row(f"u{i}", "", 800, 1.0, np.zeros((3, 2), np.int32)) for i in range(40)]
+    noise = 0.1 * np.random.default_rng(0).normal(size=(40, 800)).astype(np.float32)
+
+    def kept(parts):
+        heard = []
+        for part in parts:
+            listener = Listener(16_000)
+            for i in part:
+                heard += listener.hear([rows[i]], noise[i:i + 1], noise[i:i + 1])
+        return {row.id for row in first_drawn(sorted(heard, key=lambda row: row.id)) if row.sound is not None}
+
+    alone = kept([range(40)])
+    assert len(alone) == KEPT and alone == kept([range(0, 40, 2), range(1, 40, 2)])
+
+
+def test_stoi_is_one_for_the_same_and_none_where_there_is_too_little_speech():
+    pytest.importorskip("pystoi", reason="STOI needs the extra 'speech'")
+    from sbkit.tasks.codec.listener import stoi
+
+    noise = np.random.default_rng(0).normal(size=32_000).astype(np.float32)
+    assert stoi(noise, noise, 16_000) == pytest.approx(1)
+    other = np.random.default_rng(1).normal(size=32_000).astype(np.float32)
+    assert stoi(noise, noise + other, 16_000) < 0.95
+    assert stoi(noise[:2000], noise[:2000], 16_000) is None
+
+
+@pytest.mark.parametrize(("counts", "expected"), [([5, 5, 5, 5], 4.0), ([7, 0, 0], 1.0), ([0, 0], 1.0)])
+def test_perplexity_is_the_number_of_entries_that_are_used_alike(counts, expected):
+    assert perplexity(np.array(counts)) == pytest.approx(expected)
+
+
+def test_without_a_recogniser_there_is_no_word_error_rate():
+    rows = [Row("a", "one", 320, 2.0, np.array([[1, 2]], np.int32), seconds=0.01)]
+    results = Resyntheses.of(rows, 0.5, {}, Books((5, 5), 232.2, 16_000))
+    assert "WER" not in results.stats and dict(results.word_error_rates()) == {}
+    assert results.facts()["codebooks"][0] == {"entries": 5, "used": 1, "perplexity": 1.0, "entropy_bits": 0.0}
+
+
+def test_another_task_refuses_a_recogniser():
+    from sbkit.tasks.task import Task
+
+    with pytest.raises(SbkitError, match="makes no speech"):
+        Task.take_recogniser(object(), lambda signals: [])
+
+
+def test_it_needs_no_texts_and_a_recogniser_does():
+    from sbkit.tasks.ctc import CTC
+
+    assert not Codec.needs_text() and CTC.needs_text()

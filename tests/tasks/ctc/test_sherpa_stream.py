@@ -1,0 +1,201 @@
+"""The model for sherpa-onnx's streams does what a bundle's own graph for streams does, with its state in two caches."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_streaming_graph import BANDS, CHUNKS, LABELS, described, recogniser, signals
+
+from sbkit.errors import SbkitError
+from sbkit.export import graph, layout
+from sbkit.export.runners import opened
+from sbkit.export.windows import Windows
+from sbkit.nn.causal import CausalFrontEnd
+from sbkit.nn.kaldi import FilterBank, framed
+from sbkit.nn.streaming.encoder import State
+from sbkit.tasks.ctc import sherpa, sherpa_stream
+from sbkit.tasks.ctc.exported import Recogniser
+from sbkit.tasks.ctc.sherpa import Written
+from sbkit.tasks.ctc.sherpa_stream import Stream, chosen, packed, unpacked
+from sbkit.tasks.ctc.streaming_graph import INPUTS, OUTPUTS
+
+MILLISECONDS, CHUNK = 160, 4
+
+
+def bank(**changes):
+    """The features that sherpa-onnx computes, but for their number."""
+    return FilterBank(**{"n_mels": BANDS, "snip_edges": False, "remove_dc": False, "low": 0.0, "window": "hann",
+                         "mel": "slaney", **changes})
+
+
+@pytest.fixture(scope="module")
+def stream():
+    return Stream(recogniser(bank()), str, MILLISECONDS)
+
+
+sizes = st.integers(1, 4)
+
+
+@given(st.tuples(sizes, sizes, sizes, sizes, sizes), st.integers(0, 3), st.randoms(use_true_random=False))
+def test_a_state_is_packed_into_caches_and_back(shape, around, drawn):
+    """Rows stay rows, which sherpa-onnx stacks and takes apart again."""
+    rows, layers, left, width, front = shape
+
+    def made(*sizes):
+        return torch.tensor([drawn.random() for _ in range(int(np.prod(sizes)))]).view(sizes)
+
+    state = State(made(rows, layers, left, width), made(rows, layers, left, width), made(rows, layers, width, around),
+                  made(rows, front), torch.arange(rows))
+    caches = packed(state)
+    assert [cache.dim() for cache in caches] == [4, 4, 1]
+    assert sum(cache.numel() for cache in caches) == sum(part.numel() for part in state)
+    stacked = tuple(torch.cat(parts) for parts in zip(*(packed(State(*(part[i:i + 1] for part in state)))
+                                                        for i in range(rows)), strict=True))
+    for each in (caches, stacked):
+        for part, found in zip(state, unpacked(each, state.convolution.shape[1:]), strict=True):
+            assert torch.equal(part, found)
+
+
+def test_each_step_gives_what_the_graph_for_streams_gives(stream, tmp_path):
+    """In a batch of streams that are over at different times, from features of the same windows."""
+    config, made = described(stream.graph), stream.graph
+    graph.write_onnx(made.trace(), tmp_path / "stream.onnx", INPUTS, OUTPUTS, {})
+    stream.save(tmp_path / "sherpa.onnx", config)
+    ours, theirs = (opened(layout.ONNX, tmp_path / name) for name in ("stream.onnx", "sherpa.onnx"))
+    rows = []
+    for signal in signals()[1:]:
+        windows = Windows(config, CHUNK)
+        rows.append(windows.feed(signal) + windows.finish())
+    state = [part.numpy() for part in made.step.state(len(rows))]
+    caches = [part.numpy() for part in packed(made.step.state(len(rows)))]
+    for step in range(max(map(len, rows))):
+        now = [row[step] if step < len(row) else None for row in rows]
+        samples = np.stack([np.zeros(config.window(CHUNK), np.float32) if each is None else each.samples
+                            for each in now])
+        frames = np.array([0 if each is None else each.frames for each in now])
+        features = made.bank.of_frames(framed(torch.from_numpy(samples), made.bank.size, made.bank.hop))
+        expected, counts, *state = ours(samples, frames, *state)
+        found, lengths, *caches = theirs(features.transpose(1, 2).numpy(), frames, *caches)
+        assert lengths.tolist() == counts.tolist() and found.shape == (len(rows), CHUNK, LABELS)
+        for i, count in enumerate(counts):
+            np.testing.assert_allclose(found[i, :count], expected[i, :count], atol=1e-5)
+        for mine, other in zip(packed(State(*map(torch.from_numpy, state))), caches, strict=True):
+            np.testing.assert_allclose(other, mine.numpy(), atol=1e-5)
+    assert step > 5 and caches[2].max() > CHUNK, "the left context was filled"
+
+
+def test_what_sherpa_onnx_reads_of_it_is_written_in_it(stream, tmp_path):
+    stream.save(tmp_path / "sherpa.onnx", described(stream.graph))
+    model = onnx.load(tmp_path / "sherpa.onnx")
+    facts = {each.key: each.value for each in model.metadata_props}
+    assert facts.pop("comment").endswith("2.0.1 or later")
+    found = {name: int(value) for name, value in facts.items()}
+    caches = {each.name: [size.dim_value for size in each.type.tensor_type.shape.dim][1:] for each in model.graph.input}
+    assert (found["window_size"], found["chunk_shift"], found["subsampling_factor"]) == (16, 16, 4)
+    assert found["vocab_size"] == LABELS - 1, "it counts the blank in"
+    for name in ("cache_last_channel", "cache_last_time"):
+        assert [found[f"{name}_dim{i}"] for i in (1, 2, 3)] == caches[name] and min(caches[name]) > 0
+    assert caches["audio_signal"] == [BANDS, 16] and caches["cache_last_channel_len"] == []
+
+
+def test_tokens_without_text_become_blanks_and_long_frames_are_repeated(stream):
+    config = described(stream.graph)
+    config.silent_ids, config.subsampling = [2, 3], 8
+    log_probs = torch.tensor([[0.1, 0.2, 0.3, 0.2, 0.1, 0.05, 0.05], [0.1, 0.5, 0.3, 0.1, 0.0, 0.0, 0.0]])[None].log()
+    written = Written(config, 0.04)(log_probs)
+    assert written.argmax(-1).tolist() == [[0, 0, 1, 1]] and written[0, 0, 0] == log_probs[0, 0, 2]
+
+
+@pytest.mark.parametrize("asked, expected", [(None, 160), (80, 80), (320, 320)])
+def test_a_chunk_is_the_one_asked_for_or_the_nearest_to_640_ms(asked, expected):
+    assert chosen(CHUNKS, 0.02 if asked is None else 0.04, asked) == expected
+
+
+def exported(made, equal=False):
+    """What the task exports of it, as far as targets look at it.
+
+    equal : whether it hears all recordings equally loud
+    """
+    keys = SimpleNamespace(sample_rate=16_000, tokenizer=SimpleNamespace(decode=str))
+    whole = SimpleNamespace(normalize=None, encoder=SimpleNamespace(makes_loudness_equal=equal))
+    return Recogniser(whole, {}, 16_000, recognizer=made, keys=keys, run=None)
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """sherpa-onnx, in the version that a test says, or the first that does."""
+    monkeypatch.setattr(sherpa, "imported", lambda: None)
+
+    def of(version):
+        monkeypatch.setattr(sherpa_stream, "version_of", lambda name: version)
+
+    of("2.0.1")
+    return of
+
+
+def test_the_target_is_for_streams_where_whole_recordings_would_be_made_equally_loud(installed, caplog):
+    made, = exported(recogniser(bank())).target(layout.SHERPA, 80)
+    assert isinstance(made, Stream) and (made.milliseconds, made.chunk, made.tail) == (80, 2, 1280)
+    assert "No model of whole recordings for sherpa-onnx: sherpa-onnx makes all recordings equally loud" in caplog.text
+
+
+@pytest.mark.parametrize("window, kinds", [("hann", [sherpa.Whole, Stream]), ("povey", [sherpa.Whole])])
+def test_the_target_is_for_whole_recordings_too_where_it_can_be(installed, caplog, window, kinds):
+    made = exported(recogniser(bank(window=window)), equal=True).target(layout.SHERPA)
+    assert [type(each) for each in made] == kinds
+    assert ("No model of streams for sherpa-onnx: sherpa-onnx gives a streaming" in caplog.text) == (len(kinds) == 1)
+
+
+@pytest.mark.parametrize("version", ["1.12.0", "2.0.0", "2.0.1rc1"])
+def test_an_older_version_is_told_once_and_plainly(installed, version):
+    installed(version)
+    with pytest.raises(SbkitError, match=rf"^sherpa-onnx {version} gives a streaming model other features than this "
+                                         r"one was trained on: it must be 2\.0\.1 or later; "
+                                         r"pip install 'sherpa-onnx>=2\.0\.1'$"):
+        exported(recogniser(bank())).target(layout.SHERPA)
+
+
+@pytest.mark.parametrize("version", ["2.0.1", "2.1.0", None])
+def test_other_versions_are_tried(installed, version):
+    installed(version)
+    assert exported(recogniser(bank())).target(layout.SHERPA)
+
+
+def test_a_missing_program_is_told(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sherpa_onnx", None)
+    with pytest.raises(SbkitError, match=r"sherpa-onnx is not installed.*pip install 'sbkit\[sherpa\]'"):
+        exported(recogniser(bank())).target(layout.SHERPA)
+
+
+@pytest.mark.parametrize("changes, told", [
+    ({"window": "povey"}, r"other features than this one was trained on \(window: povey\)"),
+    ({"mel": "kaldi", "low": 20.0, "high": -400.0}, r"\(low: 20.0, high: -400.0, mel: kaldi\)"),
+    ({"snip_edges": True}, r"\(snip_edges: True\)"),
+])
+def test_other_features_are_refused(installed, changes, told):
+    with pytest.raises(SbkitError, match=told):
+        exported(recogniser(bank(**changes))).target(layout.SHERPA)
+
+
+def test_shorter_frames_are_refused(installed):
+    made = recogniser(bank(), input_size=24)
+    made.frontend = CausalFrontEnd(BANDS, [4])
+    with pytest.raises(SbkitError, match="counts a frame of a streaming model as 40 ms, and this model's have 20 ms"):
+        exported(made).target(layout.SHERPA)
+
+
+def test_a_chunk_that_the_model_did_not_learn_is_refused(installed):
+    with pytest.raises(SbkitError, match=r"--chunk 100: the model wasn't trained for chunks of 100 ms; it was for "
+                                         r"80, 160, 320"):
+        exported(recogniser(bank())).target(layout.SHERPA, 100)
+    made = recogniser(bank())
+    made.chunks = None
+    with pytest.raises(SbkitError, match="--chunk is for a model that learnt to hear in chunks"):
+        exported(made).target(layout.SHERPA, 160)

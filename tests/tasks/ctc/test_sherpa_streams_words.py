@@ -1,0 +1,179 @@
+"""A run that learnt in chunks is exported for sherpa-onnx, which then hears the same words in a stream as we do."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+from packaging.version import Version
+from run_folders import corpus
+from streaming_runs import trained
+
+import sbkit.infer
+from sbkit.cli import main
+from sbkit.decode.best_path import best_path
+from sbkit.decode.greedy_stream import GreedyStream
+from sbkit.decode.spans import collapse
+from sbkit.export import clips, layout, source
+from sbkit.export.layout import Config
+from sbkit.export.runners import opened
+from sbkit.export.vocabulary import Vocabulary
+from sbkit.nn.streaming.encoder import State
+from sbkit.tasks.ctc import sherpa_stream, streams
+from sbkit.tasks.ctc.sherpa_stream import packed
+
+pytestmark = pytest.mark.slow  # an export takes some seconds
+
+TAIL = 10_240  # samples of silence that README.md gives, 640 ms
+LENGTHS = (300, 9_999, 10_240, 40_007)
+
+
+@pytest.fixture(scope="module")
+def sherpa_onnx():
+    found = pytest.importorskip("sherpa_onnx", reason="sherpa-onnx is not installed")
+    if Version(found.__version__) < Version(sherpa_stream.VERSION):
+        pytest.skip(f"before {sherpa_stream.VERSION}, sherpa-onnx computed other features for streams")
+    return found
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    data = corpus(tmp_path_factory.mktemp("streams") / "data", train=6, dev=2, test=3)
+    return trained(tmp_path_factory.mktemp("run"), data)
+
+
+@pytest.fixture(scope="module")
+def made(run, sherpa_onnx, tmp_path_factory):
+    to = tmp_path_factory.mktemp("made") / "bundle"
+    assert main(["export", str(run), "--to", str(to), "--formats", "onnx", "--clips", "3", "--target", "sherpa"]) == 0
+    return to
+
+
+@pytest.fixture(scope="module")
+def recognizer(made, sherpa_onnx):
+    return sherpa_onnx.OnlineRecognizer.from_nemo_ctc(
+        model=str(made / "stream.sherpa.onnx"), tokens=str(made / "tokens.txt"), num_threads=1)
+
+
+def signals():
+    drawn = np.random.default_rng(0)
+    return [(np.sin(np.arange(size) * drawn.uniform(0.05, 0.3)) * drawn.uniform(0.05, 0.3)
+             + 0.02 * drawn.standard_normal(size)).astype(np.float32) for size in LENGTHS]
+
+
+def scores(made, signal, chunk=16):
+    """The log-probabilities of the windows that sherpa-onnx hears, by the bundle's own graph for streams."""
+    config, tail = Config.read(made), 640 * chunk
+    found, = streams.run(opened(layout.ONNX, made / "stream.onnx"), config, chunk,
+                         [np.concatenate([signal, np.zeros(tail, np.float32)])])
+    windows = ((len(signal) + tail + 80) // 160 - 1) // (4 * chunk)
+    return found[:windows * chunk]
+
+
+def ours(made, signal):
+    """The text that our own search of the stream settles, without spaces, which it puts into pauses too."""
+    config, log_probs = Config.read(made), scores(made, signal)
+    search = GreedyStream(Vocabulary.read(made, config).spelling)
+    heard = [each for piece in np.split(log_probs, len(log_probs) // 16) for each in search.feed(piece)]
+    return "".join(word.text for each in [*heard, search.finish()] for word in each.settled)
+
+
+def heard(recognizer, signal, tail=TAIL):
+    stream = recognizer.create_stream()
+    stream.accept_waveform(16_000, sherpa_stream.followed(signal, tail))
+    stream.input_finished()
+    while recognizer.is_ready(stream):
+        recognizer.decode_stream(stream)
+    return recognizer.get_result_all(stream)
+
+
+def letters(text):
+    return "".join(text.split())
+
+
+def test_the_bundle_has_the_model_and_says_what_it_was_compared_with(made):
+    config, parity = Config.read(made), json.loads((made / "parity.json").read_text())
+    assert config.models == {"onnx": "model.onnx", "sherpa stream": "stream.sherpa.onnx"}
+    found = parity["sherpa stream"]["640 ms"]["sherpa"]
+    assert found["words_changed"] == 0 and found["bytes"] == (made / "stream.sherpa.onnx").stat().st_size
+    assert "stream.sherpa.onnx" in config.files
+    with sbkit.infer.load(made, device="cpu") as model:
+        assert len(model.engine.run([np.zeros(16_000, np.float32)])[0]) == 25, "it runs as any other"
+
+
+def test_its_readme_shows_how_to_run_it_and_it_hears_our_own_words(made, sherpa_onnx, capsys, monkeypatch):
+    code, = re.findall(r"### Streams in sherpa-onnx, version 2\.0\.1 or later\n\n```python\n(.*?)```",
+                       (made / "README.md").read_text(), re.S)
+    monkeypatch.chdir(made)
+    for signal in signals():
+        exec(code, {"pieces": np.array_split(signal, 7)})
+        shown = capsys.readouterr().out.splitlines()
+        assert letters(shown[-1]) == ours(made, signal) != ""
+        assert len(shown) == 1 + (len(signal) - 1) // TAIL and all(shown[-1].startswith(each) for each in shown)
+
+
+def test_streams_in_a_batch_are_heard_as_alone(made, recognizer):
+    opened_ = [recognizer.create_stream() for _ in LENGTHS]
+    for stream, signal in zip(opened_, signals(), strict=True):
+        stream.accept_waveform(16_000, sherpa_stream.followed(signal, TAIL))
+        stream.input_finished()
+    while ready := [stream for stream in opened_ if recognizer.is_ready(stream)]:
+        recognizer.decode_streams(ready)
+    for stream, signal in zip(opened_, signals(), strict=True):
+        assert letters(recognizer.get_result(stream)) == ours(made, signal)
+
+
+def starts(log_probs):
+    """The times at which our own search of all of them has tokens begin."""
+    labels, confidence = best_path(log_probs[None], np.array([len(log_probs)]))
+    return collapse(labels, confidence)[0].starts * 0.04
+
+
+def test_times_are_ours(made, recognizer):
+    expected = starts(scores(made, signals()[-1]))
+    assert len(expected) > 10 and np.allclose(heard(recognizer, signals()[-1]).timestamps, expected)
+
+
+@pytest.mark.parametrize("samples", [9_999, 10_240, 40_007])
+def test_without_silence_after_it_the_end_of_a_stream_is_not_heard(made, recognizer, samples):
+    signal = next(each for each in signals() if len(each) == samples)
+    without, whole = (letters(heard(recognizer, signal, tail).text) for tail in (0, TAIL))
+    assert whole.startswith(without) and len(without) < len(whole)
+
+
+def tried(run, made, folder, chunk=None):
+    """The comparison of a run's model in sherpa-onnx, written into a folder, as an export makes it."""
+    found, config = source.open_run(run), Config.read(made)
+    shutil.copy(made / "tokens.txt", folder)
+    target, = found.exported.target("sherpa", chunk)
+    target.write(folder, config)
+    comparison = found.exported.comparison(clips.choose(found.keys.corpus, 16_000, 3), config, folder)
+    target.compare(folder, config, comparison)
+    return comparison
+
+
+def test_another_chunk_of_those_that_it_learnt_can_be_asked_for(run, made, sherpa_onnx, tmp_path):
+    comparison = tried(run, made, tmp_path, 320)
+    assert comparison.failures() == [] and "sherpa stream, 320 ms, sherpa" in comparison.table()
+    recognizer = sherpa_onnx.OnlineRecognizer.from_nemo_ctc(
+        model=str(tmp_path / "stream.sherpa.onnx"), tokens=str(tmp_path / "tokens.txt"), num_threads=1)
+    assert np.allclose(heard(recognizer, signals()[-1], 5_120).timestamps, starts(scores(made, signals()[-1], 8)))
+
+
+def test_one_that_hears_other_words_in_sherpa_onnx_is_refused(run, made, sherpa_onnx, tmp_path, monkeypatch):
+    def forgetful(state):
+        return packed(State(*(part * 0 for part in state)))
+
+    monkeypatch.setattr(sherpa_stream, "packed", forgetful)
+    failure, = tried(run, made, tmp_path).failures()
+    assert re.fullmatch(r"sherpa stream, 640 ms, sherpa: [2-5] of 5 clips have other words", failure)
+
+
+@pytest.mark.parametrize("words, told", [
+    ([], "--chunk is for --target"), (["--target", "sherpa"], "the model wasn't trained for chunks of 100 ms")])
+def test_a_chunk_that_makes_no_sense_is_told_before_anything_is_made(run, tmp_path, capsys, words, told):
+    assert main(["export", str(run), "--to", str(tmp_path / "b"), *words, "--chunk", "100"]) == 2
+    assert told in capsys.readouterr().err and list(tmp_path.iterdir()) == []

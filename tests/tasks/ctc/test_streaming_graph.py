@@ -1,0 +1,144 @@
+"""The graph for streams gives, chunk by chunk, what the checkpoint gives for whole recordings in chunks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from speechbrain.lobes.models.transformer.TransformerASR import TransformerASR
+from torch import nn
+
+from sbkit.errors import SbkitError
+from sbkit.export import graph, layout
+from sbkit.export.layout import Config
+from sbkit.export.runners import opened
+from sbkit.nn.accelerate import accelerate
+from sbkit.nn.causal import CausalFrontEnd
+from sbkit.nn.chunks import Chunks
+from sbkit.nn.global_norm import GlobalNorm
+from sbkit.nn.kaldi import FilterBank
+from sbkit.tasks.ctc.compared import reference
+from sbkit.tasks.ctc.recognizer import Recognizer
+from sbkit.tasks.ctc.streaming_graph import INPUTS, OUTPUTS, StreamingGraph
+from sbkit.tasks.ctc.streams import run
+
+BANDS, LABELS = 12, 7
+CHUNKS = Chunks(sizes=[2, 4, 8], left=[8, 16], validate=4)
+#: Samples: less than a frame of the encoder, two windows of the smallest chunk to the sample, and no round numbers.
+LENGTHS = (100, 2_680, 5_003, 20_011)
+
+
+def recogniser(features=None, **changes):
+    torch.manual_seed(0)
+    frontend, head = CausalFrontEnd(BANDS, [4, 4]), nn.Linear(16, LABELS)
+    encoder = TransformerASR(**{
+        "input_size": 12, "tgt_vocab": LABELS, "d_model": 16, "nhead": 2, "num_encoder_layers": 2,
+        "num_decoder_layers": 0, "d_ffn": 24, "dropout": 0.1, "encoder_module": "conformer", "kernel_size": 7,
+        "normalize_before": True, "causal": False, "attention_type": "RoPEMHA", **changes})
+    for part in (frontend, encoder, head):
+        part.eval()
+        for parameter in part.parameters():
+            parameter.data.add_(0.1 * torch.randn(parameter.shape))
+        accelerate(part)
+    norm = GlobalNorm(BANDS, "nowhere")
+    norm.take(torch.linspace(-9, -7, BANDS), torch.linspace(2, 3, BANDS))
+    return Recognizer(features or FilterBank(n_mels=BANDS, snip_edges=False), encoder, head, frontend, norm,
+                      n_features=BANDS, chunks=CHUNKS)
+
+
+def signals():
+    drawn = np.random.default_rng(0)
+    return [(0.1 * drawn.standard_normal(size)).astype(np.float32) for size in LENGTHS]
+
+
+def described(made):
+    return Config(sample_rate=16_000, hop_samples=160, subsampling=4, vocabulary=LABELS, streaming=made.described())
+
+
+def eager(made):
+    def call(*inputs):
+        with torch.no_grad():
+            return [each.numpy() for each in made(*map(torch.from_numpy, inputs))]
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def model():
+    return recogniser()
+
+
+@pytest.fixture(scope="module")
+def written(model, tmp_path_factory):
+    """The files of each format."""
+    folder, program = tmp_path_factory.mktemp("stream"), StreamingGraph(model).trace()
+    paths = {name: folder / file for name, file in layout.STREAMS.items()}
+    graph.write_onnx(program, paths["onnx"], INPUTS, OUTPUTS, {})
+    graph.quantize(paths["onnx"], paths["int8"])
+    graph.write_torch(program, paths["torch"])
+    return paths
+
+
+def agrees(call, model, config, atol):
+    for size in CHUNKS.sizes:
+        whole = reference(model, chunks=CHUNKS.config(size))
+        for signal, together in zip(signals(), run(call, config, size, signals()), strict=True):
+            alone, = run(call, config, size, [signal])
+            for found in (alone, together):
+                np.testing.assert_allclose(found, whole(signal), atol=atol)
+
+
+def test_it_gives_what_the_checkpoint_does_for_every_chunk_alone_and_in_a_batch(model):
+    made = StreamingGraph(model)
+    agrees(eager(made), model, described(made), 1e-4)
+    assert described(made).streaming.left == 16, "the most that it was trained with"
+
+
+@pytest.mark.parametrize("changes", [{"snip_edges": True}, {"snip_edges": False, "frame_length": 20.0},
+                                     {"snip_edges": False, "window": "hann", "mel": "slaney", "remove_dc": False}])
+def test_features_of_any_filter_bank_are_computed_in_it(changes):
+    made = recogniser(FilterBank(n_mels=BANDS, **changes))
+    streaming = StreamingGraph(made)
+    for signal in signals()[1:]:
+        found, = run(eager(streaming), described(streaming), 4, [signal])
+        np.testing.assert_allclose(found, reference(made, chunks=CHUNKS.config(4))(signal), atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["onnx", "torch"])
+def test_what_is_written_gives_the_same_for_any_batch_and_chunk(name, written, model):
+    agrees(opened(name, written[name]), model, described(StreamingGraph(model)), 1e-4)
+
+
+def test_eight_bits_hold_its_matrices_and_give_nearly_the_same(written, model):
+    config = described(StreamingGraph(model))
+    whole, = run(opened("onnx", written["onnx"]), config, 4, signals()[-1:])
+    found, = run(opened("int8", written["int8"]), config, 4, signals()[-1:])
+    assert written["int8"].read_bytes().count(b"MatMulInteger") and np.abs(found - whole).max() < 0.5
+
+
+def test_what_config_json_says_is_how_it_is_run(model):
+    made = StreamingGraph(model)
+    config = described(made)
+    assert [config.window(size) for size in CHUNKS.sizes] == [made.window(size) for size in CHUNKS.sizes]
+    for told, (name, part) in zip(config.streaming.state.items(), made.step.state(3)._asdict().items(), strict=True):
+        assert told == (name, {"type": str(part.dtype).removeprefix("torch."), "shape": list(part.shape[1:])})
+    assert (config.streaming.before, config.streaming.after, config.streaming.overlap) == (120, 200, 240)
+
+
+def test_the_recogniser_stays_as_it_was(model):
+    weights = [each.clone() for each in model.encoder.parameters()]
+    made = StreamingGraph(model)
+    for each in made.parameters():
+        each.data.zero_()
+    assert all(torch.equal(a, b) for a, b in zip(weights, model.encoder.parameters(), strict=True))
+    assert all(each.requires_grad for each in model.encoder.parameters())
+
+
+@pytest.mark.parametrize("given, told", [
+    ({"features": nn.Identity()}, "its features are no FilterBank's"),
+    ({"features": FilterBank(n_mels=BANDS, frame_length=8.0)}, "its features are no FilterBank's whose frames overlap"),
+    ({"attention_type": "RelPosMHAXL"}, "its attention is RelPosMHAXL"),
+])
+def test_what_cannot_run_on_a_stream_is_refused(given, told):
+    with pytest.raises(SbkitError, match=told):
+        StreamingGraph(recogniser(**given))

@@ -1,0 +1,97 @@
+"""A run that learnt in chunks gets its graph for streams into the bundle, behind the same gate as all others."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from run_folders import corpus
+from streaming_runs import trained
+
+import sbkit.infer
+from sbkit.errors import SbkitError
+from sbkit.export import layout
+from sbkit.export.bundle import ExportRequest, export
+from sbkit.export.layout import Config
+from sbkit.export.runners import opened
+from sbkit.tasks.ctc import streams
+
+pytestmark = pytest.mark.slow  # each export takes some seconds
+
+WAYS = ["320 ms", "640 ms", "1280 ms"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return corpus(tmp_path_factory.mktemp("streams") / "data", train=6, dev=2, test=3)
+
+
+@pytest.fixture(scope="module")
+def run(data, tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("run"), data)
+
+
+@pytest.fixture(scope="module")
+def made(run, tmp_path_factory):
+    to = tmp_path_factory.mktemp("made") / "bundle"
+    assert export(ExportRequest(run, to, clips=3)) == 0
+    return to
+
+
+def test_the_bundle_has_it_in_every_format_and_says_how_to_run_it(made):
+    names = {path.name for path in made.iterdir()}
+    config = Config.read(made)
+    assert set(layout.STREAMS.values()) <= names and config.streaming.models == layout.STREAMS
+    assert set(config.files) == names - {"config.json"}
+    assert (config.streaming.chunks, config.streaming.left) == ([8, 16, 32], 64)
+    readme = (made / "README.md").read_text()
+    assert "### Streams" in readme and "`stream.onnx`, `stream.int8.onnx`, `stream.pt2`" in readme
+    assert "640 C + 240 samples" in readme and "320, 640, 1280 ms" in readme and "stream, 640 ms, onnx" in readme
+
+
+def test_parity_is_of_every_format_and_chunk(made):
+    facts = json.loads((made / "parity.json").read_text())
+    assert list(facts["stream"]) == WAYS
+    for way in WAYS:
+        formats = facts["stream"][way]
+        assert list(formats) == ["checkpoint", "onnx", "int8", "torch"]
+        for name in ("onnx", "torch"):
+            assert formats[name]["difference"] <= 1e-3 and formats[name]["batch_difference"] <= 1e-3
+            assert formats[name]["words_changed"] == 0
+            assert formats[name]["bytes"] == (made / layout.STREAMS[name]).stat().st_size
+
+
+def test_whole_recordings_are_heard_as_ever(made):
+    with sbkit.infer.load(made, model="onnx", device="cpu") as model:
+        assert len(model.engine.run([np.zeros(16_000, np.float32)])[0]) == 25
+
+
+def test_a_format_of_it_that_does_something_else_keeps_all_from_being_published(run, tmp_path, monkeypatch):
+    def spoiled(name, path):
+        call = opened(name, path)
+
+        def other(*inputs):
+            log_probs, counts, *state = call(*inputs)
+            return [log_probs, counts, *(part * 0 for part in state)]  # it forgets
+
+        return other
+
+    monkeypatch.setattr(streams, "opened", spoiled)
+    with pytest.raises(SbkitError, match=r"nothing was published:\n  stream, 320 ms, onnx: log-probabilities differ"):
+        export(ExportRequest(run, tmp_path / "b", formats=["onnx"], clips=2))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_eight_bits_alone_leave_no_other_file(run, tmp_path):
+    assert export(ExportRequest(run, tmp_path / "b", formats=["int8"], clips=2)) == 0
+    assert {path.name for path in (tmp_path / "b").iterdir()} == {
+        "README.md", "config.json", "model.int8.onnx", "parity.json", "stream.int8.onnx", "tokens.txt"}
+
+
+def test_a_model_that_cannot_stream_is_exported_for_whole_recordings(data, tmp_path, caplog):
+    (tmp_path / "run").mkdir()
+    run = trained(tmp_path / "run", data, Transformer={"attention_type": "RelPosMHAXL"})
+    assert export(ExportRequest(run, tmp_path / "b", formats=["torch"], clips=2)) == 0
+    assert "for whole recordings alone: this model can't run on a stream: its attention is RelPosMHAXL" in caplog.text
+    assert Config.read(tmp_path / "b").streaming is None and not (tmp_path / "b" / "stream.pt2").exists()
