@@ -13,19 +13,17 @@ from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.export.layout import Config
 from sbkit.export.vocabulary import Vocabulary
-from sbkit.infer import device as devices
 from sbkit.infer import formats
-from sbkit.infer.backends import Backend, open_graph
-from sbkit.infer.device import DeviceChoice, Placement
+from sbkit.infer.bundle_engine import BundleEngine
+from sbkit.infer.device import DeviceChoice
 from sbkit.infer.formats import AUTO
 from sbkit.infer.interface import Interface
-from sbkit.infer.worker import Worker
 
 #: Shapes for which a compiled model has a graph; batches are padded to the next one.
 _SECONDS, _BATCHES = (2.0, 5.0, 10.0, 20.0, 30.0), (1, 4, 16)
 
 
-class Engine:
+class Engine(BundleEngine):
     """Computes log-probabilities of waveforms.
 
     >>> engine = Engine("bundle", device="cuda")       # doctest: +SKIP
@@ -41,9 +39,11 @@ class Engine:
     buckets : shapes (utterances, seconds) that the model is compiled for
     """
 
+    config: Config
+
     def __init__(self, folder: str | Path, model: str = AUTO, device: str = AUTO, threads: int | None = None,
                  compile: str | None = None, buckets: Sequence[tuple[int, float]] | None = None):
-        self.folder = Path(folder)
+        super().__init__(folder)
         self._read()
         model = formats.choose(self.folder, self.config.models, model)
         wanted = DeviceChoice.parse(device)
@@ -52,16 +52,7 @@ class Engine:
                              hint="add --model torch")
         self._buckets = self._shapes(buckets) if compile else []
         self.threads = threads
-        self.fault: str | None = None
-        """The error that broke the device, if any; only a new process helps then."""
-        self._worker = Worker()
-        self._backend: Backend | None = None
-        try:
-            self._worker.submit(self._open, self.folder / self.config.models[model], model, wanted, threads,
-                                compile).result()
-        except BaseException:
-            self._worker.close()
-            raise
+        self._start(self.folder / self.config.models[model], model, wanted, threads, compile)
 
     def _read(self) -> None:
         """Read the bundle's configuration."""
@@ -69,16 +60,6 @@ class Engine:
         self.vocabulary = Vocabulary.read(self.folder, self.config)
 
     # ------------------------------------------------------------------ asking
-
-    @property
-    def _ready(self) -> Backend:
-        assert self._backend is not None, "the engine was closed"
-        return self._backend
-
-    @property
-    def running(self) -> Placement:
-        """What was requested, and what actually runs."""
-        return self._ready.running
 
     def run(self, signals: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Map waveforms [S] to log-probabilities [T, V], each with its own T; waits for its turn."""
@@ -91,24 +72,11 @@ class Engine:
                 raise ValueError(f"a signal must be float32 [S], not {signal.dtype} {list(signal.shape)}")
         return self._worker.submit(self._run, list(signals))
 
-    def close(self) -> None:
-        """Release the model."""
-        self._worker.close()
-        self._backend = None
-
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     # ------------------------------------------------------------------ within the worker
 
-    def _open(self, path: Path, model: str, wanted: DeviceChoice, threads: int | None, compile: str | None) -> None:
-        formats.check_file(path, self.config)
-        self._backend = open_graph(path, model, wanted, threads, self._interface(), self._worker, compile)
+    def _warm_up(self, path: Path) -> None:
         self._check_width(path)
-        for utterances, samples in self._buckets or [(1, self.config.sample_rate // 2)]:  # warms up
+        for utterances, samples in self._buckets or [(1, self.config.sample_rate // 2)]:
             self._run([np.zeros(samples, dtype=np.float32)] * utterances)
 
     def _at_once(self) -> float:
@@ -131,7 +99,6 @@ class Engine:
                              "tokens", hint="do both come from the same export?")
 
     def _run(self, signals: list[np.ndarray]) -> list[np.ndarray]:
-        devices.refuse_broken(self.fault)
         if not self.config.batching:
             return [self._batch([signal])[0] for signal in signals]
         return self._batch(signals) if signals else []
@@ -144,12 +111,7 @@ class Engine:
         for i, signal in enumerate(signals):
             batch[i, : len(signal)] = signal
             lengths[i] = len(signal)
-        try:
-            found = self._ready(batch, lengths)
-        except Exception as error:
-            self.fault = devices.fault(error)
-            raise
-        return self._apart(found, len(signals))
+        return self._apart(self._compute(batch, lengths), len(signals))
 
     def _apart(self, found: Sequence[np.ndarray], count: int) -> list[np.ndarray]:
         """Split the model's output into the first ``count`` rows."""

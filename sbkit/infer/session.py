@@ -13,7 +13,7 @@ from sbkit.errors import SbkitError
 from sbkit.export.layout import Config
 from sbkit.export.windows import Window, Windows
 from sbkit.infer import samples as pieces
-from sbkit.infer.stream_step import State
+from sbkit.infer.stream_batch import State
 
 
 class Session:

@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -17,16 +17,16 @@ from sbkit.errors import SbkitError
 from sbkit.export.layout import Config
 from sbkit.export.vocabulary import Vocabulary
 from sbkit.export.windows import Window
-from sbkit.infer import device as devices
-from sbkit.infer import formats, stream_step
-from sbkit.infer.backends import open_graph
-from sbkit.infer.device import DeviceChoice, Placement
+from sbkit.infer import formats, stream_batch
+from sbkit.infer.bundle_engine import BundleEngine
+from sbkit.infer.device import DeviceChoice
+from sbkit.infer.interface import Interface
 from sbkit.infer.session import Session
-from sbkit.infer.stream_step import StreamStep
+from sbkit.infer.stream_batch import State, StreamBatch
 from sbkit.infer.worker import Worker
 
 
-class StreamEngine:
+class StreamEngine(BundleEngine):
     """Hears many streams at once.
 
     A step takes all streams whose next chunk is complete, as many as fit; those that become complete meanwhile are in
@@ -47,27 +47,24 @@ class StreamEngine:
     stepped : is called with the number of streams after each step, in the worker thread
     """
 
+    config: Config
+
     def __init__(self, folder: str | Path, model: str = formats.AUTO, device: str = formats.AUTO,
                  threads: int | None = None, most: int = 16, stepped: Callable[[int], None] | None = None):
-        self.folder, self.most = Path(folder), most
+        super().__init__(folder)
+        self.most = most
         self.config = Config.read(self.folder)
         self.vocabulary = Vocabulary.read(self.folder, self.config)
         models = _models(self.folder, self.config)
         model = formats.choose(self.folder, models, model, kind="graph for streams")
         self._stepped = stepped
         self._began: float | None = None  # the current step
-        self.fault: str | None = None
-        """The error that broke the device, if any; only a new process helps then."""
         self._lock = threading.Lock()
         self._line: deque[Session] = deque()  # streams whose turn comes, the first of them next
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
-        self._worker = Worker("sbkit-streams")
-        try:
-            self._worker.submit(self._load, self.folder / models[model], model, DeviceChoice.parse(device),
-                                threads).result()
-        except BaseException:
-            self._worker.close()
-            raise
+        self._batch = StreamBatch(self.config, most)
+        self._start(self.folder / models[model], model, DeviceChoice.parse(device), threads, spin=False,
+                    thread="sbkit-streams")
 
     # ------------------------------------------------------------------ asking
 
@@ -92,7 +89,7 @@ class StreamEngine:
             raise SbkitError(f"the model wasn't trained for chunks of {chunk} ms",
                              hint=f"it was for {', '.join(map(str, chunks))}")
         frames = sorted(chunks.values())[len(chunks) // 2] if chunk is None else chunks[chunk]
-        session = Session(self.config, frames, self._step.state(), search, self._enter, on_heard)
+        session = Session(self.config, frames, self._batch.state(), search, self._enter, on_heard)
         self._sessions.add(session)
         return session
 
@@ -106,15 +103,9 @@ class StreamEngine:
         """Release the model; the streams that are open end by an error."""
         for session in list(self._sessions):
             session.fail(RuntimeError("the model was closed"))
-        self._worker.close()
+        super().close()
         if "_searcher" in self.__dict__:
             self._searcher.close()
-
-    def __enter__(self) -> StreamEngine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _enter(self, session: Session) -> None:
         """Put a stream in the line."""
@@ -131,14 +122,12 @@ class StreamEngine:
 
     # ------------------------------------------------------------------ within the worker
 
-    def _load(self, path: Path, model: str, wanted: DeviceChoice, threads: int | None) -> None:
-        formats.check_file(path, self.config)
-        interface = stream_step.interface(self.config, min(self.chunks.values()))
-        backend = open_graph(path, model, wanted, threads, interface, self._worker, spin=False)
-        self.running: Placement = backend.running
-        """What was requested, and what actually runs."""
-        self._step = StreamStep(backend, self.config, self.most)
-        self._step.warm_up(min(self.chunks.values()))
+    def _interface(self) -> Interface:
+        return stream_batch.interface(self.config, min(self.chunks.values()))
+
+    def _warm_up(self, path: Path) -> None:
+        samples = self.config.window(min(self.chunks.values()))
+        self._step([Window(np.zeros(samples, np.float32), 0)], [self._batch.state()])
 
     def _turn(self) -> None:
         """Take one step of the streams in the line whose chunks have the size of the first one's."""
@@ -167,11 +156,9 @@ class StreamEngine:
 
     def _take_step(self, sessions: list[Session], windows: list[Window]) -> None:
         try:
-            devices.refuse_broken(self.fault)
             self._began = time.monotonic()
             found = self._step(windows, [session.state for session in sessions])
         except Exception as error:
-            self.fault = self.fault or devices.fault(error)
             for session in sessions:
                 session.fail(error)
             return
@@ -181,6 +168,10 @@ class StreamEngine:
             self._stepped(len(sessions))
         for session, log_probs in zip(sessions, found, strict=True):
             self._search(session, log_probs)
+
+    def _step(self, windows: Sequence[Window], states: Sequence[State]) -> list[np.ndarray]:
+        """Compute log-probabilities [T, V] of each stream, and change its state to the next."""
+        return self._batch.part(self._compute(*self._batch.join(windows, states)), states)
 
     def _search(self, session: Session, log_probs: np.ndarray | None) -> None:
         if session.search.quick:

@@ -12,12 +12,10 @@ import numpy as np
 
 from sbkit.errors import SbkitError
 from sbkit.export import layout
-from sbkit.infer import device as devices
 from sbkit.infer import formats
-from sbkit.infer.backends import Backend, open_graph
-from sbkit.infer.device import DeviceChoice, Placement
+from sbkit.infer.bundle_engine import BundleEngine
+from sbkit.infer.device import DeviceChoice
 from sbkit.infer.interface import Interface
-from sbkit.infer.worker import Worker
 
 #: One symbol, in the first voice and at its own speed.
 _EXAMPLE = np.ones((1, 1), np.int64), np.ones(1, np.int64), np.zeros(1, np.int64), np.ones(1, np.float32)
@@ -44,7 +42,7 @@ class Sound:
     frames: np.ndarray
 
 
-class VoiceEngine:
+class VoiceEngine(BundleEngine):
     """Computes samples from ids of symbols.
 
     Arguments
@@ -55,31 +53,14 @@ class VoiceEngine:
     threads : CPU threads of one run; None for all that this process may use
     """
 
+    config: layout.Voice
+
     def __init__(self, folder: str | Path, model: str = formats.AUTO, device: str = formats.AUTO,
                  threads: int | None = None):
-        self.folder = Path(folder)
+        super().__init__(folder)
         self.config = layout.Voice.read(self.folder)
         model = formats.choose(self.folder, self.config.models, model, kind="voice")
-        self.fault: str | None = None
-        """The error that broke the device, if any; only a new process helps then."""
-        self._worker = Worker()
-        self._backend: Backend | None = None
-        try:
-            self._worker.submit(self._open, self.folder / self.config.models[model], model,
-                                DeviceChoice.parse(device), threads).result()
-        except BaseException:
-            self._worker.close()
-            raise
-
-    @property
-    def _ready(self) -> Backend:
-        assert self._backend is not None, "the engine was closed"
-        return self._backend
-
-    @property
-    def running(self) -> Placement:
-        """What was requested, and what actually runs."""
-        return self._ready.running
+        self._start(self.folder / self.config.models[model], model, DeviceChoice.parse(device), threads)
 
     def submit(self, lines: Sequence[Line]) -> Future[Any]:
         """Queue a batch; the future gives a ``Sound`` for each line."""
@@ -88,26 +69,15 @@ class VoiceEngine:
                 raise ValueError(f"a line must have 1 to {self.config.max_symbols} symbols, not {len(line)}")
         return self._worker.submit(self._run, list(lines))
 
-    def close(self) -> None:
-        """Release the model."""
-        self._worker.close()
-        self._backend = None
-
-    def __enter__(self) -> VoiceEngine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     # ------------------------------------------------------------------ within the worker
 
-    def _open(self, path: Path, model: str, wanted: DeviceChoice, threads: int | None) -> None:
-        formats.check_file(path, self.config)
-        self._backend = open_graph(path, model, wanted, threads, _INTERFACE, self._worker)
+    def _interface(self) -> Interface:
+        return _INTERFACE
+
+    def _warm_up(self, path: Path) -> None:
         self._run([Line([1])])  # what it gives is looked at
 
     def _run(self, lines: list[Line]) -> list[Sound]:
-        devices.refuse_broken(self.fault)
         if not self.config.batching:
             return [self._batch([line])[0] for line in lines]
         return self._batch(lines) if lines else []
@@ -119,11 +89,7 @@ class VoiceEngine:
             row[: len(line)] = line.ids
         speaker = np.array([line.speaker for line in lines], dtype=np.int64)
         speed = np.array([line.speed for line in lines], dtype=np.float32)
-        try:
-            found = self._ready(text, lengths, speaker, speed)
-        except Exception as error:
-            self.fault = devices.fault(error)
-            raise
+        found = self._compute(text, lengths, speaker, speed)
         return [_sound(*parts) for parts in zip(*found, lengths.tolist(), strict=True)]
 
 

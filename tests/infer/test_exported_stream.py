@@ -17,7 +17,6 @@ from sbkit.decode.spans import collapse
 from sbkit.export.bundle import ExportRequest, export
 from sbkit.export.layout import CONFIG, Config
 from sbkit.export.windows import Windows
-from sbkit.infer.stream_step import StreamStep
 from sbkit.runs.restore import load_run
 from sbkit.tasks.ctc.compared import reference
 
@@ -97,8 +96,7 @@ def test_one_chunk_around_everything_says_what_a_recording_says(model, signal):
     (window,) = windows.feed(signal) + windows.finish()
     model.stream()
     engine = model._streams
-    step = StreamStep(engine._step._backend, config, 1)
-    log_probs = step([window], [step.state()])[0]
+    log_probs = engine._worker.submit(engine._step, [window], [engine._batch.state()]).result()[0]
     found = model.transcribe(signal)
     assert len(found.words) > 5 and same(words_of(model, log_probs), found.words)
 

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import bundles
@@ -45,16 +46,13 @@ class Held:
         self.go, self.inside, self.batches = threading.Event(), threading.Event(), []
         step = engine._step
 
-        class Step:
-            state = staticmethod(step.state)
+        def waiting(windows, states):
+            self.batches.append(len(windows))
+            self.inside.set()
+            self.go.wait(20)
+            return step(windows, states)
 
-            def __call__(_, windows, states):
-                self.batches.append(len(windows))
-                self.inside.set()
-                self.go.wait(20)
-                return step(windows, states)
-
-        monkeypatch.setattr(engine, "_step", Step())
+        monkeypatch.setattr(engine, "_step", waiting)
 
 
 class Slow:
@@ -253,6 +251,20 @@ def test_closing_the_engine_wakes_who_waits(bundle, monkeypatch):
         held.go.set()
         closing.join(10)
     assert not engine._worker._thread.is_alive()
+
+
+def test_closing_the_engine_releases_the_graph(bundle):
+    """Whoever keeps the closed engine keeps none of the model's memory."""
+    engine = StreamEngine(bundle, device="cpu")
+    session = engine.open(greedy(engine), 160)
+    session.feed(bundles.say("abc"))
+    session.finish()
+    assert words(session) == "abc"
+    graph = weakref.ref(engine._backend)
+    engine.close()
+    assert graph() is None
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.open(greedy(engine)).feed(bundles.say("a" * 20))
 
 
 def test_steps_are_counted_for_whoever_asks(bundle):

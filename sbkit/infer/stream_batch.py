@@ -1,4 +1,4 @@
-"""One step of many streams: a window and a state of each, in one batch, to log-probabilities and the next states."""
+"""The batch of one step: a window and a state of each of many streams in, log-probabilities and next states out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import numpy as np
 from sbkit.errors import SbkitError
 from sbkit.export.layout import Config
 from sbkit.export.windows import Window
-from sbkit.infer.backends import Backend
 from sbkit.infer.interface import Interface
 
 #: A stream's state: an array for each name in config.json, without the dimension of the batch.
@@ -27,19 +26,18 @@ def interface(config: Config, chunk: int) -> Interface:
     return Interface(example, [_LOG_PROBS, _COUNTS, *(_NEXT + name for name in parts)])
 
 
-class StreamStep:
-    """Runs a bundle's graph for streams.
+class StreamBatch:
+    """Joins streams to what a graph for streams takes, and takes apart what it gives.
 
     Arguments
     ---------
-    backend : runs the graph's file
     config : the bundle's
     most : streams in one batch
     """
 
-    def __init__(self, backend: Backend, config: Config, most: int):
+    def __init__(self, config: Config, most: int):
         assert config.streaming is not None, "asked of models that take streams"
-        self._backend, self._config = backend, config
+        self._vocabulary = config.vocabulary
         # Kept for all steps: fresh memory of this size would be zeroed by the system each time.
         self._states = [np.zeros((most, *part["shape"]), part["type"]) for part in config.streaming.state.values()]
 
@@ -47,21 +45,20 @@ class StreamStep:
         """Make the state of a stream that begins."""
         return [np.zeros(part.shape[1:], part.dtype) for part in self._states]
 
-    def warm_up(self, chunk: int) -> None:
-        """Take a step of one stream, so that what is loaded at the first one is there."""
-        self([Window(np.zeros(self._config.window(chunk), np.float32), 0)], [self.state()])
-
-    def __call__(self, windows: Sequence[Window], states: Sequence[State]) -> list[np.ndarray]:
-        """Compute log-probabilities [T, V] of each stream, and change its state to the next.
+    def join(self, windows: Sequence[Window], states: Sequence[State]) -> list[np.ndarray]:
+        """Return the inputs of a graph, which the next call overwrites.
 
         windows : of chunks of one size
         """
         rows = len(windows)
         for batch, parts in zip(self._states, zip(*states, strict=True), strict=True):
             np.stack(parts, out=batch[:rows])
-        frames = np.array([window.frames for window in windows], np.int64)
-        log_probs, counts, *after = self._backend(
-            np.stack([window.samples for window in windows]), frames, *(batch[:rows] for batch in self._states))
+        return [np.stack([window.samples for window in windows]),
+                np.array([window.frames for window in windows], np.int64), *(batch[:rows] for batch in self._states)]
+
+    def part(self, found: Sequence[np.ndarray], states: Sequence[State]) -> list[np.ndarray]:
+        """Return log-probabilities [T, V] of each stream, and change its state to the next."""
+        log_probs, counts, *after = found
         self._check(log_probs)
         for row, state in enumerate(states):
             for part, batch in zip(state, after, strict=True):
@@ -70,6 +67,6 @@ class StreamStep:
         return [row[:count].copy() for row, count in zip(log_probs, counts.tolist(), strict=True)]
 
     def _check(self, log_probs: np.ndarray) -> None:
-        if log_probs.shape[2] != self._config.vocabulary:
+        if log_probs.shape[2] != self._vocabulary:
             raise SbkitError(f"the graph for streams gives {log_probs.shape[2]} scores per frame, but there are "
-                             f"{self._config.vocabulary} tokens", hint="do both come from the same export?")
+                             f"{self._vocabulary} tokens", hint="do both come from the same export?")

@@ -1,0 +1,104 @@
+"""Base of engines: one graph of a bundle, opened and run in one worker thread until it is closed."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from sbkit.export.layout import Bundle
+from sbkit.infer import device as devices
+from sbkit.infer import formats
+from sbkit.infer.backends import Backend, open_graph
+from sbkit.infer.device import DeviceChoice, Placement
+from sbkit.infer.interface import Interface
+from sbkit.infer.worker import Worker
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class BundleEngine(ABC):
+    """Holds one graph of a bundle.
+
+    A derived class reads ``config``, chooses a file of it, and calls :meth:`_start`. What it submits to ``_worker``
+    runs the graph with :meth:`_compute`. Give it one graph: what takes two has two engines.
+
+    Arguments
+    ---------
+    folder : a bundle
+    """
+
+    config: Bundle
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        self.fault: str | None = None
+        """The error that broke the device, if any; only a new process helps then."""
+        self._backend: Backend | None = None
+
+    def _start(self, path: Path, model: str, device: DeviceChoice, threads: int | None, compile: str | None = None,
+               spin: bool = True, thread: str = "sbkit-model") -> None:
+        """Start the worker, and open a graph there and warm it up; if that fails, the worker ends.
+
+        Arguments
+        ---------
+        path, model : the graph's file, and the format it is in
+        device, threads, compile, spin : as for ``open_graph``
+        thread : the worker's name
+        """
+        self._worker = Worker(thread)
+        try:
+            self._worker.submit(self._open, path, model, device, threads, compile, spin).result()
+        except BaseException:
+            self._worker.close()
+            raise
+
+    @property
+    def running(self) -> Placement:
+        """What was requested, and what actually runs."""
+        return self._ready.running
+
+    @property
+    def _ready(self) -> Backend:
+        assert self._backend is not None, "the engine was closed"
+        return self._backend
+
+    def close(self) -> None:
+        """Release the model."""
+        self._worker.close()
+        self._backend = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------ within the worker
+
+    def _open(self, path: Path, model: str, device: DeviceChoice, threads: int | None, compile: str | None,
+              spin: bool) -> None:
+        formats.check_file(path, self.config)
+        self._backend = open_graph(path, model, device, threads, self._interface(), self._worker, compile, spin)
+        self._warm_up(path)
+
+    @abstractmethod
+    def _interface(self) -> Interface:
+        """What the graph must take and give."""
+
+    @abstractmethod
+    def _warm_up(self, path: Path) -> None:
+        """Run what will be asked for once, and raise if the graph of this file can't be right."""
+
+    def _compute(self, *inputs: np.ndarray) -> Sequence[np.ndarray]:
+        """Run the graph once; after a fault of the device, never again."""
+        devices.refuse_broken(self.fault)
+        try:
+            return self._ready(*inputs)
+        except Exception as error:
+            self.fault = devices.fault(error)
+            raise
