@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 import torch
@@ -19,11 +20,10 @@ class Quantised(NamedTuple):
     penalty: Tensor  # [B, T], to be added to the loss
 
 
-class Quantiser(nn.Module):
+class Quantiser(nn.Module, ABC):
     """Vectors [B, T, D] to one code of each book and frame, and codes to vectors.
 
-    A derived class sets ``size``, which is D, and ``sizes``, the entries of each book, and has ``forward`` and
-    ``lookup``.
+    A derived class sets ``size``, which is D, and ``sizes``, the entries of each book.
     """
 
     size: int
@@ -49,9 +49,10 @@ class Quantiser(nn.Module):
                                  for book, entries in enumerate(self.sizes)], dim=-1)
         return self.lookup(codes)
 
+    @abstractmethod
     def forward(self, vectors: Tensor) -> Quantised:
-        raise NotImplementedError
+        """Quantise vectors [B, T, D]."""
 
+    @abstractmethod
     def lookup(self, codes: Tensor) -> Tensor:
         """Return the vectors [B, T, D] of codes that are in their books."""
-        raise NotImplementedError
