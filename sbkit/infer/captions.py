@@ -6,8 +6,9 @@ import json
 import os
 import shutil
 import unicodedata
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from sbkit.decode.spans import Word
 from sbkit.infer.lines import Line
@@ -18,20 +19,31 @@ _WIDE = {"W": 2, "F": 2}
 _NO_CELL = ("Mn", "Me", "Cf")  # marks on a letter, and joiners
 
 
-class Captions(Protocol):
-    """Shows the lines of one stream."""
+class Captions(ABC):
+    """Shows the lines of one stream.
 
+    Arguments
+    ---------
+    out : where to
+    """
+
+    def __init__(self, out: TextIO):
+        self._out = out
+
+    @abstractmethod
     def show(self, line: Line) -> None:
         """Show a line as it stands now."""
 
     def end(self, seconds: float) -> None:
-        """Say that the stream is over, after so many seconds."""
+        """Say that the stream is over, after so many seconds; most have nothing to say then."""
+        return
 
     def close(self) -> None:
-        """Leave the screen fit for others, wherever the stream is."""
+        """Leave the output fit for others, wherever the stream is; where whole lines are written, it is."""
+        return
 
 
-class Plain:
+class Plain(Captions):
     """Writes each line of text once it is complete.
 
     Arguments
@@ -41,21 +53,16 @@ class Plain:
     """
 
     def __init__(self, text: Callable[[Sequence[Word]], str], out: TextIO):
-        self._text, self._out = text, out
+        super().__init__(out)
+        self._text = text
 
     def show(self, line: Line) -> None:
         if line.over:
             self._out.write(self._text(line.settled) + "\n")
             self._out.flush()
 
-    def end(self, seconds: float) -> None:
-        pass
 
-    def close(self) -> None:
-        pass
-
-
-class Json:
+class Json(Captions):
     """Writes a JSON object in a line for each change: ``partial``, ``final``, and ``end`` at last.
 
     Arguments
@@ -65,7 +72,8 @@ class Json:
     """
 
     def __init__(self, text: Callable[[Sequence[Word]], str], out: TextIO):
-        self._text, self._out = text, out
+        super().__init__(out)
+        self._text = text
         self._shown = ""
 
     def show(self, line: Line) -> None:
@@ -84,15 +92,12 @@ class Json:
     def end(self, seconds: float) -> None:
         self._write({"type": "end", "duration": round(seconds, 3)})
 
-    def close(self) -> None:
-        pass
-
     def _write(self, facts: dict[str, Any]) -> None:
         self._out.write(json.dumps(facts, ensure_ascii=False) + "\n")
         self._out.flush()
 
 
-class Terminal:
+class Terminal(Captions):
     """Rewrites the line in progress in a terminal, with what may change in it dim. Lines that are complete stay.
 
     Rows of settled words stay too, so that only the last few rows are ever rewritten.
@@ -104,7 +109,8 @@ class Terminal:
     """
 
     def __init__(self, space: str, out: TextIO):
-        self._space, self._out = space, out
+        super().__init__(out)
+        self._space = space
         self._dims = not os.environ.get("NO_COLOR")
         self._kept = 0  # words of the line that are in rows that stay
         self._drawn = [""]  # the rows below those
@@ -122,9 +128,6 @@ class Terminal:
                 self._kept += rows[stay][0].word
                 self._drawn = self._drawn[stay:]
         self._out.flush()
-
-    def end(self, seconds: float) -> None:
-        pass
 
     def close(self) -> None:
         if self._drawn != [""]:
