@@ -63,11 +63,11 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until told to stop and return the exit code."""
-    from sbkit.decode.search_options import search
+    from sbkit.decode.search_options import SearchRequest
     from sbkit.serve.server import ServeRequest, serve
 
     given = vars(args)
     limits = Limits(**{name: given[name] for name in Limits.__dataclass_fields__ if name in given})
-    found = search(args.lm, args.lm_weight, args.word_score, args.beam, args.hot_words)
+    search = SearchRequest(**{name: given[name] for name in SearchRequest.__dataclass_fields__}).search
     taken = {name: given[name] for name in ServeRequest.__dataclass_fields__ if name in given}
-    return serve(ServeRequest(**taken, search=found, limits=limits))
+    return serve(ServeRequest(**taken, search=search, limits=limits))

@@ -1,8 +1,9 @@
-"""Command-line options of a search: a language model and its weights, hot words."""
+"""Options of a search that a command takes: a language model and its weights, hot words."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,26 @@ def hot_words(given: Sequence[str], boost: float = 5.0) -> dict[str, float]:
     return phrases
 
 
-def search(lm: str | None, lm_weight: float | None, word_score: float | None, beam: int | None,
-           phrases: Sequence[str]) -> dict[str, Any] | None:
-    """Collect the options of a search; None if none was given."""
-    options: dict[str, Any] = {"lm": lm, "lm_weight": lm_weight, "word_score": word_score, "beam": beam}
-    given = {name: value for name, value in options.items() if value is not None}
-    if phrases:
-        given["hot_words"] = hot_words(phrases)
-    return given or None
+@dataclass(frozen=True, kw_only=True)
+class SearchRequest:
+    """The search that a command is asked for; none, unless something is given.
+
+    lm, lm_weight, word_score, beam : options of a search with a language model
+    hot_words : phrases to expect, each optionally followed by ``=BOOST``; ``@FILE`` has one per line
+    """
+
+    lm: str | None = None
+    lm_weight: float | None = None
+    word_score: float | None = None
+    beam: int | None = None
+    hot_words: Sequence[str] = ()
+
+    @property
+    def search(self) -> dict[str, Any] | None:
+        """The options of the requested search; None without one."""
+        options: dict[str, Any] = {"lm": self.lm, "lm_weight": self.lm_weight, "word_score": self.word_score,
+                                   "beam": self.beam}
+        given = {name: value for name, value in options.items() if value is not None}
+        if self.hot_words:
+            given["hot_words"] = hot_words(self.hot_words)
+        return given or None

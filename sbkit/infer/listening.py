@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import numpy as np
 
 from sbkit.decode.heard import Heard
-from sbkit.decode.search_options import search
+from sbkit.decode.search_options import SearchRequest
 from sbkit.infer.captions import Captions, Json, Plain, Terminal
 from sbkit.infer.decoding import decoder
 from sbkit.infer.formats import AUTO
@@ -28,7 +27,7 @@ _STOPPED = 128 + signal.SIGINT
 
 
 @dataclass(frozen=True)
-class ListenRequest:
+class ListenRequest(SearchRequest):
     """What to listen to, and how.
 
     bundle : the folder that ``sbkit export`` made
@@ -37,8 +36,6 @@ class ListenRequest:
     microphone : its number, or a part of its name
     chunk : milliseconds that are heard at once; None: the model's middle size
     json : write objects for programs
-    lm, lm_weight, word_score, beam : options of a search with a language model
-    hot_words : phrases to expect, each optionally followed by ``=BOOST``; ``@FILE`` has one per line
     """
 
     bundle: Path
@@ -50,16 +47,6 @@ class ListenRequest:
     model: str = AUTO
     device: str = AUTO
     threads: int | None = None
-    lm: str | None = None
-    lm_weight: float | None = None
-    word_score: float | None = None
-    beam: int | None = None
-    hot_words: Sequence[str] = ()
-
-    @property
-    def search(self) -> dict[str, Any] | None:
-        """The options of the requested search; None without one."""
-        return search(self.lm, self.lm_weight, self.word_score, self.beam, self.hot_words)
 
 
 class CtrlC(AbstractContextManager["CtrlC"]):

@@ -10,9 +10,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from sbkit.decode.search_options import search
+from sbkit.decode.search_options import SearchRequest
 from sbkit.errors import SbkitError
 from sbkit.export.layout import CONFIG
 from sbkit.infer.engine import Engine
@@ -30,7 +29,7 @@ _SHOWN = 20  # number of errors shown on the screen
 
 
 @dataclass(frozen=True)
-class TranscribeRequest:
+class TranscribeRequest(SearchRequest):
     """What to transcribe, and how.
 
     bundle : the folder that ``sbkit export`` made
@@ -40,8 +39,6 @@ class TranscribeRequest:
     overwrite : redo existing transcripts
     references : a manifest, or lines ``name<TAB>text``, to score against
     schemes : URL schemes allowed in manifests
-    lm, lm_weight, word_score, beam : options of a search with a language model
-    hot_words : phrases to expect, each optionally followed by ``=BOOST``; ``@FILE`` has one per line
     """
 
     bundle: Path
@@ -57,16 +54,6 @@ class TranscribeRequest:
     overwrite: bool = False
     references: str | None = None
     schemes: Sequence[str] = ()
-    lm: str | None = None
-    lm_weight: float | None = None
-    word_score: float | None = None
-    beam: int | None = None
-    hot_words: Sequence[str] = ()
-
-    @property
-    def search(self) -> dict[str, Any] | None:
-        """The options of the requested search; None without one."""
-        return search(self.lm, self.lm_weight, self.word_score, self.beam, self.hot_words)
 
 
 def transcribe(request: TranscribeRequest) -> int:
