@@ -11,8 +11,8 @@ import numpy as np
 
 from sbkit.errors import SbkitError
 from sbkit.export import layout
-from sbkit.infer.device import Placement
 from sbkit.infer.engine import Engine
+from sbkit.infer.loaded import Loaded
 from sbkit.infer.recordings import Recording, Source
 
 #: Longest recording in seconds: a model that maps a whole recording to one result holds all of it.
@@ -62,16 +62,8 @@ class GraphEngine(Engine):
                  for name, value in named.items()} for row in range(count)]
 
 
-class GraphModel:
+class GraphModel(Loaded[GraphEngine]):
     """A loaded model, which any number of threads may call."""
-
-    def __init__(self, engine: GraphEngine):
-        self.engine = engine
-
-    @property
-    def running(self) -> Placement:
-        """The requested device, and the one the model runs on."""
-        return self.engine.running
 
     def run(self, audio: Source | list[Source]) -> Output | list[Output]:
         """Run the model on a recording of any format, or on a list; the results keep the order.
@@ -94,13 +86,3 @@ class GraphModel:
         labels = self.engine.config.labels
         first = outputs[self.engine.config.outputs[0]]
         return Output(outputs, labels[int(first.argmax())] if labels else None)
-
-    def close(self) -> None:
-        """Release the model."""
-        self.engine.close()
-
-    def __enter__(self) -> GraphModel:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -11,10 +11,10 @@ from typing import Any, overload
 from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.infer.decoding import Decoder, decoder
-from sbkit.infer.device import Placement
 from sbkit.infer.engine import Engine
 from sbkit.infer.formats import AUTO
 from sbkit.infer.graph_model import GraphEngine, GraphModel
+from sbkit.infer.loaded import Loaded
 from sbkit.infer.pipeline import Options, Pipeline
 from sbkit.infer.recordings import Recording, Source
 from sbkit.infer.stream import Stream
@@ -24,7 +24,7 @@ from sbkit.infer.voice import Voice
 from sbkit.infer.voice_engine import VoiceEngine
 
 
-class Model:
+class Model(Loaded[Engine]):
     """A loaded recogniser, which any number of threads may call.
 
     Arguments
@@ -34,16 +34,11 @@ class Model:
     """
 
     def __init__(self, engine: Engine, options: Options | None = None):
-        self.engine = engine
+        super().__init__(engine)
         self._pipeline = Pipeline(engine, options)
         self._lock = threading.Lock()
         self._streams: StreamEngine | None = None
         self._searched: tuple[dict[str, Any], Decoder] | None = None
-
-    @property
-    def running(self) -> Placement:
-        """The requested device, and the one the model runs on."""
-        return self.engine.running
 
     @overload
     def transcribe(self, audio: list[Source]) -> list[Transcript]: ...
@@ -108,16 +103,10 @@ class Model:
 
     def close(self) -> None:
         """Release the model."""
-        self.engine.close()
+        super().close()
         with self._lock:
             if self._streams is not None:
                 self._streams.close()
-
-    def __enter__(self) -> Model:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _recording(source: Source) -> Recording:

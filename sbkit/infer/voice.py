@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from sbkit.errors import SbkitError
 from sbkit.export import layout
-from sbkit.infer.device import Placement
+from sbkit.infer.loaded import Loaded
 from sbkit.infer.sentences import Piece, Script
 from sbkit.infer.speech import Speech, joined, pauses, spoken
 from sbkit.infer.voice_engine import Line, VoiceEngine
@@ -14,16 +14,8 @@ from sbkit.infer.voice_engine import Line, VoiceEngine
 SLOWEST, FASTEST = 0.25, 4.0
 
 
-class Voice:
+class Voice(Loaded[VoiceEngine]):
     """A loaded voice, which any number of threads may call."""
-
-    def __init__(self, engine: VoiceEngine):
-        self.engine = engine
-
-    @property
-    def running(self) -> Placement:
-        """The requested device, and the one the model runs on."""
-        return self.engine.running
 
     @property
     def voices(self) -> list[str]:
@@ -81,16 +73,6 @@ class Voice:
         finally:
             if held is not None:
                 held[2].cancel()
-
-    def close(self) -> None:
-        """Release the model."""
-        self.engine.close()
-
-    def __enter__(self) -> Voice:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def speaker_of(config: layout.Voice, name: str | None) -> int:
