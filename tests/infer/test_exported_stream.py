@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -9,12 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from run_folders import corpus
-from streaming_runs import trained
+from streaming_bundles import exported
 
 import sbkit.infer
 from sbkit.decode.spans import collapse
-from sbkit.export.bundle import ExportRequest, export
 from sbkit.export.layout import CONFIG, Config
 from sbkit.export.windows import Windows
 from sbkit.runs.restore import load_run
@@ -25,15 +24,13 @@ CHUNKS = {320: 8, 640: 16, 1280: 32}
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("heard")
-    return trained(folder, corpus(folder / "data", train=6, dev=2, test=3))
+def made(tmp_path_factory):
+    return exported(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
-def bundle(run, tmp_path_factory):
-    to = tmp_path_factory.mktemp("exported") / "bundle"
-    assert export(ExportRequest(run, to, formats=["onnx", "torch"], clips=1)) == 0
+def bundle(made, tmp_path_factory):
+    to = shutil.copytree(made.bundle, tmp_path_factory.mktemp("heard") / "bundle")
     config = Config.read(to)
     config.word_separator = None  # each token is a word: a model that wasn't trained seldom says that one begins
     (to / CONFIG).write_text(config.to_json())
@@ -73,8 +70,8 @@ def settled(heard):
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_a_streams_words_are_those_of_the_checkpoints_masked_whole_forward(run, model, signal, chunk):
-    recognizer = load_run(run, "cpu")[1].recognizer
+def test_a_streams_words_are_those_of_the_checkpoints_masked_whole_forward(made, model, signal, chunk):
+    recognizer = load_run(made.run, "cpu")[1].recognizer
     log_probs = reference(recognizer, chunks=recognizer.chunks.config(CHUNKS[chunk]))(signal)
     heard = settled(model.stream(chunk)(signal))
     assert len(heard) > 5 and same(heard, words_of(model, log_probs))

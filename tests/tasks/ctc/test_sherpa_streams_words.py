@@ -8,9 +8,7 @@ import shutil
 
 import numpy as np
 import pytest
-from packaging.version import Version
-from run_folders import corpus
-from streaming_runs import trained
+from streaming_bundles import exported, sherpa_hears_streams
 
 import sbkit.infer
 from sbkit.cli import main
@@ -34,22 +32,19 @@ LENGTHS = (300, 9_999, 10_240, 40_007)
 @pytest.fixture(scope="module")
 def sherpa_onnx():
     found = pytest.importorskip("sherpa_onnx", reason="sherpa-onnx is not installed")
-    if Version(found.__version__) < Version(sherpa_stream.VERSION):
+    if not sherpa_hears_streams():
         pytest.skip(f"before {sherpa_stream.VERSION}, sherpa-onnx computed other features for streams")
     return found
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    data = corpus(tmp_path_factory.mktemp("streams") / "data", train=6, dev=2, test=3)
-    return trained(tmp_path_factory.mktemp("run"), data)
+    return exported(tmp_path_factory).run
 
 
 @pytest.fixture(scope="module")
-def made(run, sherpa_onnx, tmp_path_factory):
-    to = tmp_path_factory.mktemp("made") / "bundle"
-    assert main(["export", str(run), "--to", str(to), "--formats", "onnx", "--clips", "3", "--target", "sherpa"]) == 0
-    return to
+def made(sherpa_onnx, tmp_path_factory):
+    return exported(tmp_path_factory).bundle
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +91,8 @@ def letters(text):
 
 def test_the_bundle_has_the_model_and_says_what_it_was_compared_with(made):
     config, parity = Config.read(made), json.loads((made / "parity.json").read_text())
-    assert config.models == {"onnx": "model.onnx", "sherpa stream": "stream.sherpa.onnx"}
+    assert config.models == {"onnx": "model.onnx", "int8": "model.int8.onnx", "torch": "model.pt2",
+                             "sherpa stream": "stream.sherpa.onnx"}
     found = parity["sherpa stream"]["640 ms"]["sherpa"]
     assert found["words_changed"] == 0 and found["bytes"] == (made / "stream.sherpa.onnx").stat().st_size
     assert "stream.sherpa.onnx" in config.files

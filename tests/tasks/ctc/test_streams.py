@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 
 import numpy as np
+import onnx
 import pytest
-from run_folders import corpus
+from streaming_bundles import exported
 from streaming_runs import trained
 
 import sbkit.infer
 from sbkit.errors import SbkitError
-from sbkit.export import layout
+from sbkit.export import graph, layout
 from sbkit.export.bundle import ExportRequest, export
 from sbkit.export.layout import Config
 from sbkit.export.runners import opened
+from sbkit.tasks.ctc import exported as recogniser
 from sbkit.tasks.ctc import streams
+from sbkit.tasks.ctc.streaming_graph import StreamingGraph
 
 pytestmark = pytest.mark.slow  # each export takes some seconds
 
@@ -23,20 +26,22 @@ WAYS = ["320 ms", "640 ms", "1280 ms"]
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return corpus(tmp_path_factory.mktemp("streams") / "data", train=6, dev=2, test=3)
+def shared(tmp_path_factory):
+    return exported(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
-def run(data, tmp_path_factory):
-    return trained(tmp_path_factory.mktemp("run"), data)
+def made(shared):
+    return shared.bundle
 
 
-@pytest.fixture(scope="module")
-def made(run, tmp_path_factory):
-    to = tmp_path_factory.mktemp("made") / "bundle"
-    assert export(ExportRequest(run, to, clips=3)) == 0
-    return to
+@pytest.fixture
+def traced_before(made, monkeypatch):
+    """The run is not traced and turned into ONNX again: the bundle has what comes of it."""
+    monkeypatch.setattr(recogniser, "trace", lambda _: made / layout.MODELS["onnx"])
+    monkeypatch.setattr(StreamingGraph, "trace", lambda _: made / layout.STREAMS["onnx"])
+    monkeypatch.setattr(graph, "least_samples", lambda _: Config.read(made).min_samples)
+    monkeypatch.setattr(graph, "to_onnx", lambda program, *_: onnx.load(program))
 
 
 def test_the_bundle_has_it_in_every_format_and_says_how_to_run_it(made):
@@ -67,7 +72,8 @@ def test_whole_recordings_are_heard_as_ever(made):
         assert len(model.engine.run([np.zeros(16_000, np.float32)])[0]) == 25
 
 
-def test_a_format_of_it_that_does_something_else_keeps_all_from_being_published(run, tmp_path, monkeypatch):
+def test_a_format_of_it_that_does_something_else_keeps_all_from_being_published(
+        shared, traced_before, tmp_path, monkeypatch):
     def spoiled(name, path):
         call = opened(name, path)
 
@@ -79,19 +85,19 @@ def test_a_format_of_it_that_does_something_else_keeps_all_from_being_published(
 
     monkeypatch.setattr(streams, "opened", spoiled)
     with pytest.raises(SbkitError, match=r"nothing was published:\n  stream, 320 ms, onnx: log-probabilities differ"):
-        export(ExportRequest(run, tmp_path / "b", formats=["onnx"], clips=2))
+        export(ExportRequest(shared.run, tmp_path / "b", formats=["onnx"], clips=2))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_eight_bits_alone_leave_no_other_file(run, tmp_path):
-    assert export(ExportRequest(run, tmp_path / "b", formats=["int8"], clips=2)) == 0
+def test_eight_bits_alone_leave_no_other_file(shared, traced_before, tmp_path):
+    assert export(ExportRequest(shared.run, tmp_path / "b", formats=["int8"], clips=2)) == 0
     assert {path.name for path in (tmp_path / "b").iterdir()} == {
         "README.md", "config.json", "model.int8.onnx", "parity.json", "stream.int8.onnx", "tokens.txt"}
 
 
-def test_a_model_that_cannot_stream_is_exported_for_whole_recordings(data, tmp_path, caplog):
+def test_a_model_that_cannot_stream_is_exported_for_whole_recordings(shared, tmp_path, caplog):
     (tmp_path / "run").mkdir()
-    run = trained(tmp_path / "run", data, Transformer={"attention_type": "RelPosMHAXL"})
+    run = trained(tmp_path / "run", shared.data, num_encoder_layers=1, Transformer={"attention_type": "RelPosMHAXL"})
     assert export(ExportRequest(run, tmp_path / "b", formats=["torch"], clips=2)) == 0
     assert "for whole recordings alone: this model can't run on a stream: its attention is RelPosMHAXL" in caplog.text
     assert Config.read(tmp_path / "b").streaming is None and not (tmp_path / "b" / "stream.pt2").exists()

@@ -1,0 +1,43 @@
+"""A run that learnt in chunks and its bundle, which several files look at: made once, as its export takes long."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from made_once import made_once
+from packaging.version import Version
+from run_folders import corpus
+from streaming_runs import trained
+
+from sbkit.cli import main
+from sbkit.system.environment import version_of
+from sbkit.tasks.ctc import sherpa_stream
+
+
+class Exported(NamedTuple):
+    """Nobody changes any of it: other files look at it too."""
+
+    data: Path
+    run: Path
+    bundle: Path
+
+
+def exported(factory: pytest.TempPathFactory) -> Exported:
+    """Return the run and its bundle in every format, with sherpa-onnx's model where that can be tried."""
+    home = made_once(factory, "streaming-bundle", _make)
+    return Exported(home / "data", home / "run", home / "bundle")
+
+
+def sherpa_hears_streams() -> bool:
+    """Whether sherpa-onnx is there, in a version that computes the features of streaming models."""
+    found = version_of("sherpa-onnx")
+    return found is not None and Version(found) >= Version(sherpa_stream.VERSION)
+
+
+def _make(home: Path) -> None:
+    (home / "run").mkdir()
+    run = trained(home / "run", corpus(home / "data", train=6, dev=2, test=3))
+    target = ["--target", "sherpa"] if sherpa_hears_streams() else []
+    assert main(["export", str(run), "--to", str(home / "bundle"), "--clips", "3", *target]) == 0
