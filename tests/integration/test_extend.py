@@ -147,7 +147,7 @@ def test_killed_it_comes_back_as_if_nothing_had_happened(home, trained):
 
 @pytest.mark.slow
 def test_it_is_exported_and_runs_without_its_file(home, trained, tmp_path):
-    shown = python("-m", "sbkit", "export", trained[0], "--to", "bundle", cwd=home)
+    shown = sbkit(home, "export", trained[0], "--to", "bundle")
     assert "int8" in shown and json.loads((home / "bundle" / "parity.json").read_text())["formats"]["onnx"]
     for model in ("onnx", "torch"):
         code = (f"import sbkit.infer, sys\nmodel = sbkit.infer.load({str(home / 'bundle')!r}, model={model!r})\n"
@@ -186,5 +186,4 @@ def test_an_encoder_on_waveforms_is_trained_and_exported(parts):
     assert report["errors"] == []
     assert report["sections"]["shapes"]["values"]["frames_per_second"] == pytest.approx(50)
     sbkit(parts, "train", "waves.yaml", *TINY, "--output_folder", "results/waves")
-    assert "onnx" in python("-m", "sbkit", "export", "results/waves", "--to", "waves", "--formats", "onnx,torch",
-                            cwd=parts)
+    assert "onnx" in sbkit(parts, "export", "results/waves", "--to", "waves", "--formats", "onnx,torch")

@@ -145,7 +145,7 @@ def test_two_ranks_learn_what_one_learns(home):
 def test_it_is_scored_and_shipped_without_its_source_and_heard_without_transformers(home, trained, tmp_path):
     with away(home):
         assert "WER" in sbkit(home, "evaluate", trained, "--split", "dev")
-        shown = python("-m", "sbkit", "export", trained, "--to", "bundle", "--target", "sherpa", cwd=home)
+        shown = sbkit(home, "export", trained, "--to", "bundle", "--target", "sherpa")
     assert "int8" in shown and "torch" in shown
     parity = json.loads((home / "bundle" / "parity.json").read_text())
     assert set(parity["formats"]) == {"checkpoint", "onnx", "int8", "torch", "sherpa"}
@@ -180,7 +180,7 @@ def test_lora_trains_a_little_saves_little_and_ships_without_its_source(home):
     assert len(list((home / "results" / "lora" / "save").glob("base-*.safetensors"))) == 1
     with away(home):
         assert "WER" in sbkit(home, "evaluate", "results/lora", "--split", "dev")
-        python("-m", "sbkit", "export", "results/lora", "--to", "lora-bundle", "--formats", "onnx", cwd=home)
+        sbkit(home, "export", "results/lora", "--to", "lora-bundle", "--formats", "onnx")
     import onnx
 
     names = [each.name for each in onnx.load(home / "lora-bundle" / "model.onnx").graph.initializer]

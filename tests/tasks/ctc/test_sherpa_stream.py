@@ -11,10 +11,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_streaming_graph import BANDS, CHUNKS, LABELS, described, recogniser, signals
+from test_streaming_graph import BANDS, CHUNKS, LABELS, described, eager, recogniser, signals
 
 from sbkit.errors import SbkitError
-from sbkit.export import graph, layout
+from sbkit.export import layout
 from sbkit.export.runners import opened
 from sbkit.export.windows import Windows
 from sbkit.nn.causal import CausalFrontEnd
@@ -24,7 +24,6 @@ from sbkit.tasks.ctc import sherpa, sherpa_stream
 from sbkit.tasks.ctc.exported import Recogniser
 from sbkit.tasks.ctc.sherpa import Written
 from sbkit.tasks.ctc.sherpa_stream import Stream, chosen, packed, unpacked
-from sbkit.tasks.ctc.streaming_graph import INPUTS, OUTPUTS
 
 MILLISECONDS, CHUNK = 160, 4
 
@@ -38,6 +37,13 @@ def bank(**changes):
 @pytest.fixture(scope="module")
 def stream():
     return Stream(recogniser(bank()), str, MILLISECONDS)
+
+
+@pytest.fixture(scope="module")
+def written(stream, tmp_path_factory):
+    to = tmp_path_factory.mktemp("sherpa") / "sherpa.onnx"
+    stream.save(to, described(stream.graph))
+    return to
 
 
 sizes = st.integers(1, 4)
@@ -63,12 +69,10 @@ def test_a_state_is_packed_into_caches_and_back(shape, around, drawn):
             assert torch.equal(part, found)
 
 
-def test_each_step_gives_what_the_graph_for_streams_gives(stream, tmp_path):
+def test_each_step_gives_what_the_graph_for_streams_gives(stream, written):
     """In a batch of streams that are over at different times, from features of the same windows."""
     config, made = described(stream.graph), stream.graph
-    graph.write_onnx(made.trace(), tmp_path / "stream.onnx", INPUTS, OUTPUTS, {})
-    stream.save(tmp_path / "sherpa.onnx", config)
-    ours, theirs = (opened(layout.ONNX, tmp_path / name) for name in ("stream.onnx", "sherpa.onnx"))
+    ours, theirs = eager(made), opened(layout.ONNX, written)
     rows = []
     for signal in signals()[1:]:
         windows = Windows(config, CHUNK)
@@ -91,9 +95,8 @@ def test_each_step_gives_what_the_graph_for_streams_gives(stream, tmp_path):
     assert step > 5 and caches[2].max() > CHUNK, "the left context was filled"
 
 
-def test_what_sherpa_onnx_reads_of_it_is_written_in_it(stream, tmp_path):
-    stream.save(tmp_path / "sherpa.onnx", described(stream.graph))
-    model = onnx.load(tmp_path / "sherpa.onnx")
+def test_what_sherpa_onnx_reads_of_it_is_written_in_it(written):
+    model = onnx.load(written)
     facts = {each.key: each.value for each in model.metadata_props}
     assert facts.pop("comment").endswith("2.0.1 or later")
     found = {name: int(value) for name, value in facts.items()}
