@@ -130,9 +130,9 @@ def test_with_speechbrains_loader_too(runs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place, name, code, python", [
-    ("train:2:4:1", "SIGTERM", 143, True), ("train:1:0:0", "SIGINT", 130, True), ("train:2:8:2", "SIGUSR1", 138, True),
-    ("evaluating:2:2:0", "SIGTERM", 143, False), ("valid:2:0:0", "SIGTERM", 143, False),
-    ("saving:3:0:0", "SIGTERM", 143, False)])
+    ("train:2:4:1", "SIGTERM", 143, True), ("train:1:0:0", "SIGINT", 130, False),
+    ("train:2:8:2", "SIGUSR1", 138, False), ("evaluating:2:2:0", "SIGTERM", 143, False),
+    ("valid:2:0:0", "SIGTERM", 143, False), ("saving:3:0:0", "SIGTERM", 143, False)])
 def test_a_signal_ends_it_with_a_checkpoint_a_line_and_a_code(runs, never_stopped, place, name, code, python, request):
     folder = runs / request.node.name.replace(":", "-")
     returned, _, log = train(folder, place, python=python, SIGNAL=name, EVERY="0")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from unittest import mock
 
 import numpy as np
 import onnx
@@ -12,7 +13,7 @@ from streaming_runs import trained
 
 import sbkit.infer
 from sbkit.errors import SbkitError
-from sbkit.export import graph, layout
+from sbkit.export import graph, layout, source
 from sbkit.export.bundle import ExportRequest, export
 from sbkit.export.layout import Config
 from sbkit.export.runners import opened
@@ -95,9 +96,16 @@ def test_eight_bits_alone_leave_no_other_file(shared, traced_before, tmp_path):
         "README.md", "config.json", "model.int8.onnx", "parity.json", "stream.int8.onnx", "tokens.txt"}
 
 
-def test_a_model_that_cannot_stream_is_exported_for_whole_recordings(shared, tmp_path, caplog):
+def test_a_model_that_cannot_stream_is_exported_for_whole_recordings(
+        shared, traced_before, tmp_path, monkeypatch, caplog):
     (tmp_path / "run").mkdir()
-    run = trained(tmp_path / "run", shared.data, num_encoder_layers=1, Transformer={"attention_type": "RelPosMHAXL"})
-    assert export(ExportRequest(run, tmp_path / "b", formats=["torch"], clips=2)) == 0
-    assert "for whole recordings alone: this model can't run on a stream: its attention is RelPosMHAXL" in caplog.text
-    assert Config.read(tmp_path / "b").streaming is None and not (tmp_path / "b" / "stream.pt2").exists()
+    run = trained(tmp_path / "run", shared.data, Transformer={"attention_type": "RelPosMHAXL"})
+    told = "for whole recordings alone: this model can't run on a stream: its attention is RelPosMHAXL"
+    assert source.open_run(run).exported.companions == () and told in caplog.text
+    caplog.clear()
+    # The shared run in its place, whose graph of whole recordings is there already.
+    refused = mock.Mock(side_effect=SbkitError("this model can't run on a stream"))
+    monkeypatch.setattr(StreamingGraph, "__init__", refused)
+    assert export(ExportRequest(shared.run, tmp_path / "b", formats=["onnx"], clips=2)) == 0
+    assert "for whole recordings alone: this model can't run on a stream" in caplog.text
+    assert Config.read(tmp_path / "b").streaming is None and not (tmp_path / "b" / "stream.onnx").exists()
