@@ -84,8 +84,8 @@ QUICK = KINDS[:2]  # the others, at 5 s each, are slow
 @pytest.mark.parametrize("kind, attention, causal", [
     pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow) for each in KINDS])
 def test_transformers(kind, attention, causal, tmp_path):
-    layers = 2 if (kind, attention, causal) in QUICK else 1  # what kinds differ in is in their first layer
-    encoder = _transformer(encoder_module=kind, attention_type=attention, num_encoder_layers=layers, causal=causal)
+    # What kinds differ in is in their first layer; that a second follows, the flagship's whole recogniser shows.
+    encoder = _transformer(encoder_module=kind, attention_type=attention, num_encoder_layers=1, causal=causal)
     # SpeechBrain's Conformer lets padding leak into its convolutions; sbkit's own, which training runs, does not.
     accelerate(encoder)
     # A Branchformer's convolutions see the padding, in torch as in the graph.
