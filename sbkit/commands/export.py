@@ -23,7 +23,7 @@ def add(parser: argparse.ArgumentParser) -> None:
                         help="milliseconds that sherpa-onnx's streaming model hears at a time (640)")
     parser.add_argument("--clips", type=count, default=40, help="number of test utterances to compare the formats on")
     parser.add_argument("--tolerance", type=above, metavar="D",
-                        help="largest allowed difference in a log-probability (0.001)")
+                        help="largest allowed difference of a number from the checkpoint's (0.001)")
     parser.add_argument("--force", action="store_true", help="replace an existing bundle")
 
 

@@ -38,7 +38,7 @@ class ExportRequest:
     checkpoint, average : as ``sbkit.runs.restore.take_weights`` takes them
     formats : which of the task's formats to write, by default all; int8 is made from onnx
     force : replace an existing bundle
-    tolerance : largest allowed difference from the checkpoint's outputs
+    tolerance : largest allowed difference from the checkpoint's outputs, where the task has no bound of its own
     clips : number of test utterances to compare on
     target : ``sherpa`` adds models for sherpa-onnx
     chunk : milliseconds of a chunk, where a program of the target's takes streams in chunks of one size only
@@ -63,10 +63,10 @@ def export(request: ExportRequest) -> int:
     _check(request)
     trained = source.open_run(request.run, request.checkpoint, request.average)
     with publish.room_beside(to) as aside:
-        comparison = _fill(aside, trained, request)
+        comparison, config = _fill(aside, trained, request)
         publish.publish(aside, to, request.force)
     print(comparison.table())
-    print(f"\n{request.to}  (use it: sbkit transcribe {request.to} FILES...)")
+    print(f"\n{request.to}  ({config.use.format(request.to)})")
     return 0
 
 
@@ -110,7 +110,7 @@ def _installed(name: str) -> bool:
     return True
 
 
-def _fill(folder: Path, trained: Trained, request: ExportRequest) -> parity.Comparison:
+def _fill(folder: Path, trained: Trained, request: ExportRequest) -> tuple[parity.Comparison, layout.Bundle]:
     """Write all files of the bundle, compare each format with the checkpoint, and refuse one that differs."""
     exported = trained.exported
     formats = _formats(request, exported)
@@ -161,7 +161,7 @@ def _fill(folder: Path, trained: Trained, request: ExportRequest) -> parity.Comp
                        "utterance's end; so each will run alone")
     readme = exported.readme(request.to.name, config, comparison, [target.readme() for target in targets])
     _describe(folder, config, comparison, request.tolerance, readme)
-    return comparison
+    return comparison, config
 
 
 def _write_companion(companion: Companion, files: Mapping[str, str], folder: Path, config: layout.Bundle,

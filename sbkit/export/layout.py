@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import unicodedata
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -28,6 +29,8 @@ MODELS = {ONNX: "model.onnx", INT8: "model.int8.onnx", TORCH: "model.pt2", SPEEC
           SHERPA: "model.sherpa.onnx", SHERPA_STREAM: "stream.sherpa.onnx"}
 #: The same of a graph that takes a stream chunk by chunk.
 STREAMS = {ONNX: "stream.onnx", INT8: "stream.int8.onnx", TORCH: "stream.pt2"}
+#: The same of a codec's graph from codes to sound.
+DECODERS = {ONNX: "decoder.onnx", TORCH: "decoder.pt2"}
 #: Names of a graph's inputs, [B, S] float32 and [B] int64, and of a recogniser's outputs, [B, T, V] float32, [B] int64.
 INPUTS = ("signals", "lengths")
 OUTPUTS = ("log_probs", "frames")
@@ -35,10 +38,13 @@ OUTPUTS = ("log_probs", "frames")
 #: samples from -1 to 1 [B, S] float32, their numbers [B] int64, and frames of each symbol [B, U].
 VOICE_INPUTS = ("text", "lengths", "speaker", "speed")
 VOICE_OUTPUTS = ("audio", "audio_lengths", "durations")
+#: The outputs of a codec, codes [B, T, Q] and the numbers of their frames [B], int64, which its decoder takes to give
+#: signals and lengths again.
+CODES = ("codes", "frames")
 
 FORMAT, VERSION = "sbkit bundle", 1
 #: Kinds of bundles, by how they are run.
-CTC, GRAPH, VOICE = "ctc", "graph", "voice"
+CTC, GRAPH, VOICE, CODEC = "ctc", "graph", "voice", "codec"
 #: Types of the tensors of a stream's state.
 TYPES = ("float32", "int64")
 
@@ -53,6 +59,8 @@ class Bundle:
     kind: ClassVar[str]
     what: ClassVar[str]
     """What such a bundle has, as a message says it."""
+    use: ClassVar[str]
+    """How one begins to use it; ``{}`` stands for its folder."""
     sample_rate: int
     language: str | None = None
     min_samples: int = 1
@@ -95,6 +103,7 @@ class Graph(Bundle):
     """The configuration of a model that gives tensors, of any task."""
 
     kind, what = GRAPH, "a model that gives no words"
+    use = "in Python: sbkit.infer.load('{}').run(FILE)"
     outputs: list[str]
     """Names of the outputs, in the model's order."""
     lengths: dict[str, str] = field(default_factory=dict)
@@ -151,6 +160,7 @@ class Config(Bundle):
     """The configuration of a CTC recogniser, whose outputs are log-probabilities of tokens."""
 
     kind, what = CTC, "a speech recogniser"
+    use = "use it: sbkit transcribe {} FILES..."
     hop_samples: int
     """Samples between two feature frames."""
     subsampling: int
@@ -197,6 +207,7 @@ class Voice(Bundle):
     """The configuration of a voice: text in, samples out."""
 
     kind, what = VOICE, "a voice"
+    use = "use it: sbkit speak {} TEXT --to FILE"
     symbols: list[str]
     """The character of each id of a text; the first id is padding, and its name no symbol of any text."""
     speakers: list[str]
@@ -225,11 +236,45 @@ class Voice(Bundle):
             if len(symbol) != 1 or unicodedata.normalize("NFC", symbol) != symbol:
                 raise SbkitError(f"{path}: the symbol {symbol!a} is not one character in Unicode's form NFC",
                                  hint="export the model again")
-        if not isinstance(self.books, list) or not all(_whole(size, 1) for size in self.books):
-            raise SbkitError(f"{path}: books must be a list of whole numbers above 0, not {self.books!r}")
+        _check_books(path, self.books)
 
 
-KINDS: dict[str, type[Bundle]] = {kind.kind: kind for kind in (Config, Graph, Voice)}
+@dataclass(kw_only=True)
+class Codec(Bundle):
+    """The configuration of a codec: samples in, codes out, and by its decoder back again."""
+
+    kind, what = CODEC, "a codec"
+    use = "use it: sbkit tokenize {} CORPUS --to FOLDER"
+    codec: str
+    """The sha256 of its weights and of what else defines its codes."""
+    books: list[int]
+    """Entries of each of its books."""
+    stride: int
+    """Samples of a frame, the last of which may reach beyond the end."""
+    context: int | None
+    """Frames on each side of one that decide its codes and its samples; null: all there are."""
+    min_frames: int = 1
+    """Fewer codes are padded with zeros to so many frames."""
+    decoders: dict[str, str] = field(default_factory=dict)
+    """The decoder's file of each format."""
+
+    def check(self, path: Path) -> None:
+        super().check(path)
+        _check_sizes(path, self, "stride", "min_frames")
+        if self.context is not None:
+            _check_sizes(path, self, "context", least=0)
+        if not isinstance(self.codec, str) or not re.fullmatch("[0-9a-f]{64}", self.codec):
+            raise SbkitError(f"{path}: codec must be a sha256 in hexadecimal, not {self.codec!r}")
+        if not self.books:
+            raise SbkitError(f"{path}: books is empty, but a codec has one or more")
+        _check_books(path, self.books)
+        if not isinstance(self.decoders, dict) or self.decoders.keys() != self.models.keys():
+            raise SbkitError(f"{path}: decoders must give a file for each of {', '.join(self.models)}, not "
+                             f"{self.decoders!r}")
+        _check_names(path, *self.decoders.values())
+
+
+KINDS: dict[str, type[Bundle]] = {kind.kind: kind for kind in (Config, Graph, Voice, Codec)}
 
 
 def read(folder: str | Path) -> Bundle:
@@ -281,6 +326,11 @@ def _check_sizes(told: object, values: object, *names: str, least: int = 1) -> N
         if not _whole(value := getattr(values, name), least):
             raise SbkitError(f"{told}: {name} is {value!r}, but must be a whole number of {least} or more"
                              if least != 1 else f"{told}: {name} is {value!r}, but must be a whole number above 0")
+
+
+def _check_books(path: Path, books: object) -> None:
+    if not isinstance(books, list) or not all(_whole(size, 1) for size in books):
+        raise SbkitError(f"{path}: books must be a list of whole numbers above 0, not {books!r}")
 
 
 def _check_names(path: Path, *names: object) -> None:

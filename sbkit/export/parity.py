@@ -56,10 +56,11 @@ class Comparison:
     own_text : turns the checkpoint's output into text, if not by ``text``
     """
 
-    def __init__(self, clips: Clips, reference: Callable[[np.ndarray], np.ndarray], sample_rate: int,
+    def __init__(self, clips: Clips, reference: Callable[[np.ndarray], np.ndarray], sample_rate: float,
                  text: Callable[[np.ndarray], str] | None = None,
                  own_text: Callable[[np.ndarray], str] | None = None):
         self.clips, self.sample_rate, self.text = clips, sample_rate, text or (lambda output: "")
+        self.has_words = text is not None
         self.expected, seconds = _timed(lambda clip: reference(clip.signal), clips.alone)
         self.texts = [(own_text or self.text)(each) for each in self.expected]
         self.results = [Result(CHECKPOINT, None, 0.0, None, 0, self._wer(self.texts), 0.0, self._rtf(seconds))]
@@ -72,6 +73,19 @@ class Comparison:
     """The share of the clips, at least one, whose words may change in a program that gives only words. 0: of none in
     which no frame is a tie that its rounding decides."""
 
+    def apart(self, expected: list[np.ndarray], found: list[np.ndarray]) -> float:
+        """Measure how far outputs are from the checkpoint's: the largest difference; infinity where shapes differ or
+        values are not finite."""
+        return _difference(expected, found)
+
+    def most(self, tolerance: float) -> float:
+        """Return how far apart they may be, where ``tolerance`` was asked for."""
+        return tolerance
+
+    def shown(self, apart: float) -> str:
+        """Write how far apart they are, for tables and messages."""
+        return f"{apart:.2g}"
+
     def add(self, name: str, run: Runner, size: int, batches: bool = True) -> Result:
         """Run a format on the clips and record how it differs; :meth:`failures` judges."""
         found, seconds = _timed(lambda clip: run([clip.signal])[0], self.clips.alone)
@@ -80,11 +94,11 @@ class Comparison:
         if batches:
             uneven = self.clips.uneven
             expected = [self.expected[self.clips.alone.index(clip)] for clip in uneven]
-            together = _difference(expected, run([clip.signal for clip in uneven]))
+            together = self.apart(expected, run([clip.signal for clip in uneven]))
         changed = sum(mine != theirs and not _tied(*scores) for mine, theirs, *scores
                       in zip(self.texts, texts, self.expected, found, strict=True))
         self.results.append(Result(
-            name, size, _difference(self.expected, found), together, changed, self._wer(texts), self._wer_of(texts),
+            name, size, self.apart(self.expected, found), together, changed, self._wer(texts), self._wer_of(texts),
             self._rtf(seconds)))
         return self.results[-1]
 
@@ -108,8 +122,8 @@ class Comparison:
 
     def batchable(self, tolerance: float = TOLERANCE) -> bool:
         """Whether utterances have the same outputs in a batch as alone; some layers look at the padding."""
-        return all(each.batch_difference is None or each.batch_difference <= tolerance for each in self.results
-                   if each.format != layout.INT8)
+        return all(each.batch_difference is None or each.batch_difference <= self.most(tolerance)
+                   for each in self.results if each.format != layout.INT8)
 
     def failures(self, tolerance: float = TOLERANCE, batching: bool = True) -> list[str]:
         """Return, for each format that may not be published, the reason.
@@ -132,8 +146,9 @@ class Comparison:
                     wrong.append(f"{result.format}: {result.words_changed} of {len(self.texts)} clips have other words")
                 continue
             worst = max(result.difference, result.batch_difference or 0.0) if batching else result.difference
-            if not worst <= tolerance:  # also true for NaN
-                wrong.append(f"{result.format}: {self.what} differ by {worst:.2g}, but only {tolerance:g} is allowed")
+            if not worst <= (most := self.most(tolerance)):  # also true for NaN
+                wrong.append(f"{result.format}: {self.what} differ by {self.shown(worst)}, but only {self.shown(most)} "
+                             "is allowed")
             if result.words_changed:
                 wrong.append(f"{result.format}: {result.words_changed} of {len(self.texts)} clips have other words")
         return wrong
@@ -167,7 +182,9 @@ class Comparison:
         for name, ways in self.companions.items():
             for way, comparison in ways.items():
                 rows += comparison._rows(f"{name}, {way}, ")
-        return table(["format", "MB", "max difference", "clips changed", "WER %", "real-time factor"], rows)
+        columns = ["format", "MB", "max difference", "clips changed", "WER %", "real-time factor"]
+        shown = [i for i, name in enumerate(columns) if self.has_words or name not in ("clips changed", "WER %")]
+        return table([columns[i] for i in shown], [[row[i] for i in shown] for row in rows])
 
     def _rows(self, before: str = "") -> list[list[object]]:
         rows: list[list[object]] = []
@@ -177,7 +194,7 @@ class Comparison:
                 worst = max(worst, each.batch_difference or 0.0)
             rows.append([
                 before + each.format, None if each.bytes is None else f"{each.bytes / 1e6:.1f}",
-                None if worst is None else f"{worst:.1e}", each.words_changed, each.wer, f"{each.rtf:.4f}",
+                None if worst is None else self.shown(worst), each.words_changed, each.wer, f"{each.rtf:.4f}",
             ])
         return rows
 
@@ -202,7 +219,6 @@ def _timed(run: Callable[[Clip], Any], clips: list[Clip]) -> tuple[list[Any], fl
 
 
 def _difference(expected: list[np.ndarray], found: list[np.ndarray]) -> float:
-    """Return the largest absolute difference; infinity where shapes differ or values are not finite."""
     worst = 0.0
     for mine, theirs in zip(expected, found, strict=True):
         if mine.shape != theirs.shape or not np.isfinite(theirs).all():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -41,6 +41,13 @@ class Coder(nn.Module):
         """Bits of a second."""
         return self.quantiser.bits * self.features.frame_rate
 
+    def definition(self) -> dict[str, dict[str, Any]]:
+        """Return what defines the codec besides its weights: the class of each part, and the numbers that it has."""
+        return {name: {"class": type(part).__name__} | {
+            key: value for key, value in vars(part).items()
+            if key != "training" and not key.startswith("_") and isinstance(value, (int, float, str, tuple))}
+            for name, part in self.named_children()}
+
     def forward(self, signals: Tensor, samples: Tensor) -> Resynthesis:
         """Waveforms [B, S] and sample counts [B] to what the codec makes of them."""
         feats, frames = self.features(signals, samples)
@@ -49,15 +56,43 @@ class Coder(nn.Module):
 
     def encode(self, signals: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
         """Waveforms [B, S] and sample counts [B] to codes [B, T, Q] and code frames [B]; codes of padding are 0."""
+        return Encode(self.features, self.encoder, self.quantiser)(signals, samples)
+
+    def decode(self, codes: Tensor, frames: Tensor) -> Tensor:
+        """Codes [B, T, Q] and code frames [B] to waveforms [B, T * stride]."""
+        return Decode(self.quantiser, self.decoder, self.head)(codes, frames)
+
+    def sound(self, vectors: Tensor, frames: Tensor) -> Tensor:
+        """Quantised vectors [B, T, D] and code frames [B] to waveforms [B, T * stride]."""
+        return _sound(self.decoder, self.head, vectors, frames)
+
+
+class Encode(nn.Module):
+    """The parts of a codec that turn waveforms [B, S] and sample counts [B] into codes [B, T, Q] and code frames [B].
+
+    Codes of padding are 0.
+    """
+
+    def __init__(self, features: LogMel, encoder: CodecEncoder, quantiser: Quantiser):
+        super().__init__()
+        self.features, self.encoder, self.quantiser = features, encoder, quantiser
+
+    def forward(self, signals: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
         feats, frames = self.features(signals, samples)
         codes = self.quantiser.quantise(self.encoder(feats, frames))[1]
         return codes * lengths_to_mask(frames, codes.shape[1])[..., None], frames
 
-    def decode(self, codes: Tensor, frames: Tensor) -> Tensor:
-        """Codes [B, T, Q] and code frames [B] to waveforms [B, T * stride]."""
-        return self.sound(self.quantiser.embed(codes), frames)
 
-    def sound(self, vectors: Tensor, frames: Tensor) -> Tensor:
-        """Quantised vectors [B, T, D] and code frames [B] to waveforms [B, T * stride]."""
-        states = self.decoder(vectors, frames)
-        return self.head(states, frames * self.decoder.fold)
+class Decode(nn.Module):
+    """The parts of a codec that turn codes [B, T, Q] and code frames [B] into waveforms [B, T * stride]."""
+
+    def __init__(self, quantiser: Quantiser, decoder: CodecDecoder, head: WaveHead):
+        super().__init__()
+        self.quantiser, self.decoder, self.head = quantiser, decoder, head
+
+    def forward(self, codes: Tensor, frames: Tensor) -> Tensor:
+        return _sound(self.decoder, self.head, self.quantiser.embed(codes), frames)
+
+
+def _sound(decoder: CodecDecoder, head: WaveHead, vectors: Tensor, frames: Tensor) -> Tensor:
+    return head(decoder(vectors, frames), frames * decoder.fold)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from speechbrain.core import Stage
@@ -24,6 +25,9 @@ from sbkit.tasks.codec.rows import Row
 from sbkit.tasks.keys import TaskKeys
 from sbkit.tasks.task import Metric, Task
 from sbkit.train.step import Loss
+
+if TYPE_CHECKING:
+    from sbkit.tasks.codec.exported import CodecModel
 
 #: Decibels of one natural logarithm of a magnitude.
 DECIBELS = 20 / math.log(10)
@@ -138,6 +142,13 @@ class Codec(Task):
 
     def results(self, rows: Sequence[Row], loss: float, unread: Mapping[str, str]) -> Resyntheses:
         return Resyntheses.of(first_drawn(rows), loss, unread, self.books)
+
+    # ------------------------------------------------------------ export
+
+    def exported(self, run: Path) -> CodecModel:
+        from sbkit.tasks.codec.exported import CodecModel
+
+        return CodecModel.of(self.coder.eval())
 
 
 def trimmed(sound: Tensor, batch: Batch) -> Tensor:

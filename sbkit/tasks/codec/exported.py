@@ -1,0 +1,193 @@
+"""The export of a codec: a graph from samples to codes, one from codes to samples, and the weights of its parts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from sbkit.export import graph, layout
+from sbkit.export.clips import Clip, Clips
+from sbkit.export.companion import Companion
+from sbkit.export.exported import Exported
+from sbkit.export.parity import Comparison
+from sbkit.export.runners import Runner, opened
+from sbkit.nn.codec.coder import Coder, Decode, Encode
+from sbkit.tasks.codec import readme
+from sbkit.tasks.codec.reach import reach
+
+OUTPUTS = {"codes": ("batch", "frames"), "frames": ("batch",)}
+#: The share of codes that may be others than the checkpoint's. Runtimes add up in different orders, so numbers differ
+#: by some 1e-6 of their size, and one so near to the middle between two levels is rounded to the other. That happens
+#: to one code in ten thousand or fewer; a graph that computes anything else changes most of them.
+OTHER_CODES = 0.005
+_EXAMPLE = (2, 40)  # utterances and frames to trace the decoder with
+
+
+class Encoded(nn.Module):
+    """The graph from signals [B, S] and lengths [B] to codes [B, T, Q] and frames [B]."""
+
+    def __init__(self, coder: Coder):
+        super().__init__()
+        self.encode = Encode(coder.features, coder.encoder, coder.quantiser)
+
+    def forward(self, signals: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        return self.encode(signals, lengths)
+
+
+class Decoded(nn.Module):
+    """The graph from codes [B, T, Q] and frames [B] to signals [B, T * stride] and lengths [B]."""
+
+    def __init__(self, coder: Coder):
+        super().__init__()
+        self.decode, self.stride = Decode(coder.quantiser, coder.decoder, coder.head), coder.stride
+
+    def forward(self, codes: Tensor, frames: Tensor) -> tuple[Tensor, Tensor]:
+        return self.decode(codes, frames), frames * self.stride
+
+
+class Codes(Comparison):
+    """Compares codes: how many differ. The numbers of frames are the same, or nothing is."""
+
+    what = "codes"
+
+    def apart(self, expected: list[np.ndarray], found: list[np.ndarray]) -> float:
+        if any(mine.shape != theirs.shape for mine, theirs in zip(expected, found, strict=True)):
+            return float("inf")
+        return float(np.mean(np.concatenate(expected) != np.concatenate(found)))
+
+    def most(self, tolerance: float) -> float:
+        return OTHER_CODES
+
+    def shown(self, apart: float) -> str:
+        return f"{apart:.2%}" if math.isfinite(apart) else "their number"
+
+
+class Samples(Comparison):
+    """Compares sound, sample by sample."""
+
+    what = "samples"
+
+
+class Decoder(Companion):
+    """The graph from codes to samples; it is compared on the checkpoint's own codes, so that the same is asked of both.
+
+    Arguments
+    ---------
+    coder : in evaluation mode
+    """
+
+    name, files = "decoder", layout.DECODERS
+    inputs: ClassVar[Mapping[str, tuple[str, ...]]] = OUTPUTS
+    outputs: ClassVar[Mapping[str, tuple[str, ...]]] = {"signals": ("batch", "samples"), "lengths": ("batch",)}
+
+    def __init__(self, coder: Coder):
+        self.coder, self.min_frames = coder, 1
+
+    def trace(self) -> torch.export.ExportedProgram:
+        batch, frames = _EXAMPLE
+        codes = torch.stack([torch.randint(size, (batch, frames)) for size in self.coder.quantiser.sizes], -1)
+        example = (codes, torch.tensor([frames, frames * 2 // 3]))
+        program = graph.trace_module(Decoded(self.coder).eval(), example, {"codes": (0, 1), "frames": (0,)})
+        self.min_frames = graph.least_samples(program, "codes")
+        return program
+
+    def describe(self, config: layout.Codec, files: Mapping[str, str]) -> None:
+        config.decoders, config.min_frames = dict(files), self.min_frames
+
+    def metadata(self, config: layout.Codec) -> dict[str, str]:
+        return super().metadata(config) | metadata(config)
+
+    def comparisons(self, clips: Clips, config: layout.Codec, folder: Path) -> Mapping[str, Samples]:
+        coded = [Clip(self._encoded(clip.signal), None, clip.name) for clip in clips.alone]
+        frame_rate = config.sample_rate / config.stride
+        return {"from its codes": Samples(Clips(coded, clips.origin, clips.longest), self._decoded, frame_rate)}
+
+    def runners(self, name: str, path: Path, config: layout.Codec) -> Mapping[str, Runner]:
+        call = opened(name, path)
+
+        def run(codes: Sequence[np.ndarray]) -> list[np.ndarray]:
+            batch = np.zeros((len(codes), max(config.min_frames, *map(len, codes)), len(config.books)), np.int64)
+            for row, given in zip(batch, codes, strict=True):
+                row[: len(given)] = given
+            signals, lengths = call(batch, np.array([len(each) for each in codes]))
+            return [signal[:length] for signal, length in zip(signals, lengths, strict=True)]
+
+        return {"from its codes": run}
+
+    @torch.no_grad()
+    def _encoded(self, signal: np.ndarray) -> np.ndarray:
+        return self.coder.encode(torch.from_numpy(signal)[None], torch.tensor([len(signal)]))[0][0].numpy()
+
+    @torch.no_grad()
+    def _decoded(self, codes: np.ndarray) -> np.ndarray:
+        return self.coder.decode(torch.from_numpy(codes)[None], torch.tensor([len(codes)]))[0].numpy()
+
+
+@dataclass
+class CodecModel(Exported):
+    """A codec to export."""
+
+    coder: Coder = field(kw_only=True)
+
+    @classmethod
+    def of(cls, coder: Coder) -> CodecModel:
+        """Export a codec that is in evaluation mode and stays as it is."""
+        return cls(Encoded(coder), OUTPUTS, coder.features.sample_rate, coder=coder)
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """No int8: other numbers have other codes."""
+        return layout.ONNX, layout.TORCH
+
+    @property
+    def companions(self) -> Sequence[Companion]:
+        return (Decoder(self.coder),)
+
+    def config(self, program: torch.export.ExportedProgram, clips: Clips) -> layout.Codec:
+        del clips
+        return layout.Codec(
+            sample_rate=self.sample_rate, min_samples=graph.least_samples(program), codec=fingerprint(self.coder),
+            books=list(self.coder.quantiser.sizes), stride=self.coder.stride, context=reach(self.coder))
+
+    def write_beside(self, folder: Path, config: layout.Codec) -> None:
+        """Write the weights, for models that speak through the decoder."""
+        save_file(weights(self.coder), folder / layout.WEIGHTS, {"codec": config.codec})
+
+    def metadata(self, config: layout.Codec) -> dict[str, str]:
+        return super().metadata(config) | metadata(config)
+
+    def comparison(self, clips: Clips, config: layout.Codec, folder: Path) -> Codes:
+        del folder
+        return Codes(clips, self.reference(config), config.sample_rate)
+
+    def readme(self, name: str, config: layout.Codec, comparison: Comparison, of_targets: Sequence[str] = ()) -> str:
+        return readme.text(name, config, comparison)
+
+
+def metadata(config: layout.Codec) -> dict[str, str]:
+    """Return what the ONNX files of both graphs say of the codec."""
+    return {"codec": config.codec, "books": ",".join(map(str, config.books)), "stride": str(config.stride)}
+
+
+def weights(coder: Coder) -> dict[str, Tensor]:
+    """Return the weights by their names in the codec: ``encoder.*``, ``quantiser.*``, ``decoder.*``, ``head.*``."""
+    return {name: value.detach().cpu().contiguous() for name, value in coder.state_dict().items()}
+
+
+def fingerprint(coder: Coder) -> str:
+    """Compute the sha256 of a codec's weights and of the numbers that define its parts: each has codes of its own."""
+    digest = hashlib.sha256(json.dumps(coder.definition(), sort_keys=True).encode())
+    for name, value in sorted(weights(coder).items()):
+        digest.update(json.dumps([name, str(value.dtype), list(value.shape)]).encode())
+        digest.update(value.numpy().tobytes())
+    return digest.hexdigest()
