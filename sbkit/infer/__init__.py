@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sbkit.decode.heard import Heard
 from sbkit.decode.spans import Word
+from sbkit.infer.codec import Codec
 from sbkit.infer.graph_model import GraphModel, Output
 from sbkit.infer.model import Model, load
 from sbkit.infer.pipeline import Options
@@ -15,5 +16,5 @@ from sbkit.infer.symbols import UnknownCharacters, UnspeakableText
 from sbkit.infer.transcript import Segment, Transcript
 from sbkit.infer.voice import Voice
 
-__all__ = ["GraphModel", "Heard", "Model", "Options", "Output", "Recording", "Segment", "Speech", "SpokenWord",
+__all__ = ["Codec", "GraphModel", "Heard", "Model", "Options", "Output", "Recording", "Segment", "Speech", "SpokenWord",
            "Stream", "StreamEngine", "Transcript", "UnknownCharacters", "UnspeakableText", "Voice", "Word", "load"]

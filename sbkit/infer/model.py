@@ -10,6 +10,7 @@ from typing import Any, overload
 
 from sbkit.errors import SbkitError
 from sbkit.export import layout
+from sbkit.infer.codec import Codec, codec
 from sbkit.infer.decoding import Decoder, decoder
 from sbkit.infer.engine import Engine
 from sbkit.infer.formats import AUTO
@@ -118,8 +119,9 @@ def _recording(source: Source) -> Recording:
 
 def load(bundle: str | Path, device: str = AUTO, model: str = AUTO, threads: int | None = None,
          compile: str | None = None, options: Options | None = None, buckets: Sequence[tuple[int, float]] | None = None
-         ) -> Model | GraphModel | Voice:
-    """Load a bundle: a recogniser has ``transcribe``, a voice ``speak``, a model of another task ``run``.
+         ) -> Model | GraphModel | Voice | Codec:
+    """Load a bundle: a recogniser has ``transcribe``, a voice ``speak``, a codec ``encode`` and ``decode``, a model of
+    another task ``run``.
 
     >>> model = load("bundle")                            # doctest: +SKIP
     >>> print(model.transcribe("clip.mp3").text)          # doctest: +SKIP
@@ -135,10 +137,12 @@ def load(bundle: str | Path, device: str = AUTO, model: str = AUTO, threads: int
     buckets : shapes (utterances, seconds) that the model is compiled for
     """
     config = layout.read(bundle)
+    if isinstance(config, (layout.Voice, layout.Codec)) and (compile or options is not None or buckets is not None):
+        raise SbkitError(f"compile, options and buckets are for recognisers, and this is {config.what}")
     if isinstance(config, layout.Voice):
-        if compile or options is not None or buckets is not None:
-            raise SbkitError("compile, options and buckets are for models that take recordings, and this is a voice")
         return Voice(VoiceEngine(bundle, model, device, threads))
+    if isinstance(config, layout.Codec):
+        return codec(bundle, model, device, threads)
     if isinstance(config, layout.Graph):
         return GraphModel(GraphEngine(bundle, model, device, threads, compile, buckets))
     return Model(Engine(bundle, model, device, threads, compile, buckets), options)

@@ -1,0 +1,128 @@
+"""The Python API of a codec: load a bundle, turn recordings into codes and codes into sound."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from sbkit.codes import Books, InvalidCode
+from sbkit.errors import SbkitError
+from sbkit.infer.codec_engine import CodecEngine, CodeEngine, SoundEngine
+from sbkit.infer.codec_pieces import Piece, batches, pieces
+from sbkit.infer.formats import AUTO
+from sbkit.infer.loaded import Loaded
+from sbkit.infer.recordings import Recording, Source
+
+
+class Codec(Loaded[CodeEngine]):
+    """A loaded codec, which any number of threads may call.
+
+    >>> codec = sbkit.infer.load("bundle")                # doctest: +SKIP
+    >>> [codes] = codec.encode(["clip.mp3"])              # doctest: +SKIP
+    >>> [samples] = codec.decode([codes])                 # doctest: +SKIP
+
+    The graphs hold some seconds at a time: longer recordings are cut into pieces that overlap by as much as decides a
+    frame, so that codes and samples are those of the whole. Only what is given and what is returned is as long as
+    the recordings are.
+
+    Arguments
+    ---------
+    engine : computes codes
+    sounds : computes samples
+    """
+
+    def __init__(self, engine: CodeEngine, sounds: SoundEngine):
+        super().__init__(engine)
+        self.sounds = sounds
+
+    @property
+    def books(self) -> Books:
+        """Its codebooks, which shards of codes are compared with."""
+        return self.engine.books
+
+    @property
+    def sample_rate(self) -> int:
+        """Samples per second."""
+        return self.engine.config.sample_rate
+
+    def encode(self, audio: Sequence[Source]) -> list[np.ndarray]:
+        """Compute the codes [T, Q] int64 of each recording, which do not depend on the others.
+
+        audio : paths, bytes of files, binary files, which are resampled, or float samples [S] at :attr:`sample_rate`
+
+        Raises ``sbkit.data.audio.AudioError`` for the first recording that can't be read.
+        """
+        _check_list(audio, "encode", "recordings")
+        signals = [self._samples(each, number) for number, each in enumerate(audio)]
+        stride = self.engine.config.stride
+        return self._run(self.engine, signals, [-(-len(signal) // stride) for signal in signals], stride, 1)
+
+    def decode(self, codes: Sequence[ArrayLike]) -> list[np.ndarray]:
+        """Compute the samples [T * stride] float32 of each recording's codes [T, Q], which do not depend on the others.
+
+        Raises ``InvalidCode`` for the first id that is not in its codebook, before any graph is run.
+        """
+        _check_list(codes, "decode", "codes")
+        checked = [self._checked(each, number) for number, each in enumerate(codes)]
+        return self._run(self.sounds, checked, list(map(len, checked)), 1, self.engine.config.stride)
+
+    def close(self) -> None:
+        """Release both graphs."""
+        super().close()
+        self.sounds.close()
+
+    def _samples(self, audio: Source, number: int) -> np.ndarray:
+        recording = audio if isinstance(audio, Recording) else Recording(audio, f"recording {number}")
+        return np.concatenate(list(recording.blocks(self.sample_rate)))
+
+    def _checked(self, codes: ArrayLike, number: int) -> np.ndarray:
+        try:
+            found = self.books.check(codes, f"recording {number}")
+        except InvalidCode as error:
+            raise InvalidCode(error.message, (number, *error.position), error.level, error.id,
+                              hint=error.hint) from None
+        if found.ndim != 2:
+            raise SbkitError(f"recording {number}: its codes are [frames, {found.shape[-1]}], not {list(found.shape)}")
+        return found
+
+    def _run(self, engine: CodecEngine, given: list[np.ndarray], frames: list[int], per_frame: int, made: int,
+             ) -> list[np.ndarray]:
+        """Run a graph on recordings, piece by piece.
+
+        per_frame, made : how many samples or codes of a recording a frame takes, and how many of a result it makes
+        """
+        config = engine.config
+        parts = [piece for number, count in enumerate(frames) for piece in pieces(number, count, config)]
+        groups = batches(parts, config)
+        futures = [engine.submit([given[each.source][each.begin * per_frame : each.end * per_frame] for each in group])
+                   for group in groups]
+        found: list[list[tuple[Piece, np.ndarray]]] = [[] for _ in given]
+        try:
+            for group, future in zip(groups, futures, strict=True):
+                for piece, result in zip(group, future.result(), strict=True):
+                    kept = result[(piece.first - piece.begin) * made : (piece.last - piece.begin) * made]
+                    found[piece.source].append((piece, kept))
+        finally:
+            for future in futures:
+                future.cancel()  # those behind one that failed
+        return [np.concatenate([kept for _, kept in sorted(each, key=lambda part: part[0])]) if each
+                else np.zeros(0, np.float32) for each in found]
+
+
+def codec(bundle: str | Path, model: str = AUTO, device: str = AUTO, threads: int | None = None) -> Codec:
+    """Load a codec's bundle; the arguments are those of ``sbkit.infer.load``."""
+    engine = CodeEngine(bundle, model, device, threads)
+    try:
+        return Codec(engine, SoundEngine(bundle, engine.running.model, device, threads))
+    except BaseException:
+        engine.close()
+        raise
+
+
+def _check_list(given: object, method: str, what: str) -> None:
+    if not isinstance(given, Sequence) or isinstance(given, (str, bytes)):
+        raise SbkitError(f"{method} takes a list of {what}, not {type(given).__name__}",
+                         hint=f"for one, write {method}([...])")

@@ -1,0 +1,130 @@
+"""Engines that run the two graphs of a codec, each in one worker thread, for any number of calling threads."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sbkit.codes import Books
+from sbkit.errors import SbkitError
+from sbkit.export import layout
+from sbkit.infer import formats
+from sbkit.infer.bundle_engine import BundleEngine
+from sbkit.infer.device import DeviceChoice
+from sbkit.infer.interface import Interface
+
+_AGAIN = "do its files come from the same export? export it again"
+_EXAMPLE = 25  # frames to prove with that a graph runs
+
+
+class CodecEngine(BundleEngine):
+    """Runs one of a codec's two graphs on batches of parts of recordings: samples [S], or codes [T, Q].
+
+    Arguments
+    ---------
+    folder : a codec's bundle
+    model : ``onnx`` or ``torch``; ``auto`` takes the first that the bundle has
+    device : ``auto``, ``cpu``, ``cuda`` or ``cuda:N``; raises if it is unavailable
+    threads : CPU threads of one run; None for all that this process may use
+    """
+
+    config: layout.Codec
+
+    def __init__(self, folder: str | Path, model: str = formats.AUTO, device: str = formats.AUTO,
+                 threads: int | None = None):
+        super().__init__(folder)
+        config = self.config = layout.Codec.read(self.folder)
+        self.books = Books(tuple(config.books), config.sample_rate / config.stride, config.sample_rate, config.codec)
+        model = formats.choose(self.folder, self._files(), model, kind="codec")
+        self._start(self.folder / self._files()[model], model, DeviceChoice.parse(device), threads)
+
+    def submit(self, parts: Sequence[np.ndarray]) -> Future[Any]:
+        """Queue a batch; the future gives an array for each part."""
+        return self._worker.submit(self._run, list(parts))
+
+    @abstractmethod
+    def _files(self) -> Mapping[str, str]:
+        """Return the graph's file in each format."""
+
+    # ------------------------------------------------------------------ within the worker
+
+    @abstractmethod
+    def _part(self) -> np.ndarray:
+        """Make a part to prove with that the graph runs."""
+
+    @abstractmethod
+    def _batch(self, parts: list[np.ndarray]) -> list[np.ndarray]:
+        """Run the graph on a batch."""
+
+    def _warm_up(self, path: Path) -> None:
+        self._run([self._part()])  # what it gives is looked at
+
+    def _run(self, parts: list[np.ndarray]) -> list[np.ndarray]:
+        if not self.config.batching:
+            return [self._batch([part])[0] for part in parts]
+        return self._batch(parts) if parts else []
+
+
+class CodeEngine(CodecEngine):
+    """Computes codes [T, Q] of samples [S] float32."""
+
+    def _files(self) -> Mapping[str, str]:
+        return self.config.models
+
+    def _interface(self) -> Interface:
+        return Interface(dict(zip(layout.INPUTS, self._padded([self._part()]), strict=True)), layout.CODES)
+
+    def _part(self) -> np.ndarray:
+        return np.zeros(_EXAMPLE * self.config.stride, np.float32)
+
+    def _padded(self, parts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        return padded(parts, self.config.min_samples)
+
+    def _batch(self, parts: list[np.ndarray]) -> list[np.ndarray]:
+        codes, frames = self._compute(*self._padded(parts))
+        expected = [-(-len(part) // self.config.stride) for part in parts]
+        if frames.tolist() != expected or codes.ndim != 3 or codes.shape[1] < max(expected):
+            raise SbkitError(f"the codec gave {frames.tolist()} frames where there are {expected}", hint=_AGAIN)
+        codes = self.books.check(codes, f"what {self.running.file} gave")
+        return [row[:count].copy() for row, count in zip(codes, expected, strict=True)]  # not a view of the batch
+
+
+class SoundEngine(CodecEngine):
+    """Computes samples [T * stride] float32 from -1 to 1 of codes [T, Q] int64, which somebody checked."""
+
+    def _files(self) -> Mapping[str, str]:
+        return self.config.decoders
+
+    def _interface(self) -> Interface:
+        return Interface(dict(zip(layout.CODES, self._padded([self._part()]), strict=True)), layout.INPUTS)
+
+    def _part(self) -> np.ndarray:
+        return np.zeros((_EXAMPLE, len(self.config.books)), np.int64)
+
+    def _padded(self, parts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        return padded(parts, self.config.min_frames)
+
+    def _batch(self, parts: list[np.ndarray]) -> list[np.ndarray]:
+        signals, lengths = self._compute(*self._padded(parts))
+        expected = [len(part) * self.config.stride for part in parts]
+        if lengths.tolist() != expected or signals.ndim != 2 or signals.shape[1] < max(expected):
+            raise SbkitError(f"the codec gave {lengths.tolist()} samples where there are {expected}", hint=_AGAIN)
+        sounds = [row[:count].clip(-1.0, 1.0) for row, count in zip(signals, expected, strict=True)]
+        if not all(np.isfinite(sound).all() for sound in sounds):
+            raise SbkitError("the codec gave samples that are no numbers", hint="was it trained to the end?")
+        return sounds
+
+
+def padded(parts: Sequence[np.ndarray], least: int) -> tuple[np.ndarray, np.ndarray]:
+    """Put parts [N, ...] into one array [B, ``least`` or more, ...], padded with zeros, and their lengths into one [B].
+    """
+    lengths = np.array([len(part) for part in parts], dtype=np.int64)
+    batch = np.zeros((len(parts), max(least, int(lengths.max())), *parts[0].shape[1:]), dtype=parts[0].dtype)
+    for row, part in zip(batch, parts, strict=True):
+        row[: len(part)] = part
+    return batch, lengths

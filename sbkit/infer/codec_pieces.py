@@ -1,0 +1,52 @@
+"""Pieces of long recordings for a codec: they overlap by what decides a frame, so that what is kept is as of the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from sbkit.errors import SbkitError
+from sbkit.export import layout
+
+#: Seconds that a codec is given at once, besides what decides the frames at both ends.
+PIECE_SECONDS = 30.0
+#: The longest recording of a codec that looks at all of it.
+MOST_SECONDS = 600.0
+#: Seconds in one batch, with padding.
+BATCH_SECONDS = 60.0
+
+
+class Piece(NamedTuple):
+    """Frames ``begin`` to ``end`` of a recording, of which ``first`` to ``last`` are kept."""
+
+    source: int  # number of the recording
+    begin: int
+    end: int
+    first: int
+    last: int
+
+
+def pieces(source: int, frames: int, config: layout.Codec) -> list[Piece]:
+    """Cut a recording of so many frames into pieces."""
+    at_once = max(1, round(PIECE_SECONDS * config.sample_rate / config.stride))
+    context, seconds = config.context, frames * config.stride / config.sample_rate
+    if frames <= at_once or context is None:
+        if seconds > MOST_SECONDS:
+            raise SbkitError(f"recording {source} has {seconds:.0f} s, but this codec looks at a recording as a whole, "
+                             f"up to {MOST_SECONDS:g} s", hint="split it")
+        return [Piece(source, 0, frames, 0, frames)] if frames else []
+    return [Piece(source, max(0, first - context), min(frames, first + at_once + context), first,
+                  min(frames, first + at_once)) for first in range(0, frames, at_once)]
+
+
+def batches(parts: Sequence[Piece], config: layout.Codec) -> list[list[Piece]]:
+    """Put pieces of about the same length together."""
+    most = BATCH_SECONDS * config.sample_rate / config.stride
+    made: list[list[Piece]] = []
+    for piece in sorted(parts, key=lambda each: each.begin - each.end):  # the longest is the first of its batch
+        if made and (len(made[-1]) + 1) * (made[-1][0].end - made[-1][0].begin) <= most:
+            made[-1].append(piece)
+        else:
+            made.append([piece])
+    return made

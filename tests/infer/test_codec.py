@@ -1,0 +1,195 @@
+"""Recordings to codes and back: each as if it were alone and whole, and no id that is in no codebook gets anywhere."""
+
+import pickle
+import shutil
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+import soundfile
+import toy_codec as codecs
+
+import sbkit.infer
+from sbkit.codes import InvalidCode
+from sbkit.data.audio import AudioError
+from sbkit.errors import SbkitError
+from sbkit.infer import codec_pieces
+from sbkit.infer.codec import Codec
+from sbkit.infer.codec_pieces import Piece, batches, pieces
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    return codecs.make(tmp_path_factory.mktemp("codec") / "c")
+
+
+@pytest.fixture(scope="module")
+def codec(bundle):
+    with sbkit.infer.load(bundle, device="cpu") as loaded:
+        assert isinstance(loaded, Codec)
+        yield loaded
+
+
+def same(found, wanted):
+    return len(found) == len(wanted) and all(map(np.array_equal, found, wanted))
+
+
+def test_codes_are_those_of_the_recordings_and_sound_is_that_of_the_codes(codec):
+    wanted = [codecs.drawn(frames, frames) for frames in (3, 200, 1, 57)]
+    found = codec.encode([codecs.sound(codes) for codes in wanted])
+    assert same(found, wanted) and all(codes.dtype == np.int64 for codes in found)
+    sounds = codec.decode(found)
+    assert same(sounds, [codecs.sound(codes) for codes in wanted]) and sounds[0].dtype == np.float32
+
+
+def test_it_says_what_its_codes_are(codec):
+    assert codec.books == codecs.BOOKS and codec.sample_rate == codecs.RATE
+    assert codec.running.file == "model.onnx" and codec.running.device == "cpu"
+
+
+@pytest.mark.parametrize("samples, frames", [(1, 1), (319, 1), (320, 1), (321, 2)])
+def test_the_last_frame_may_reach_beyond_the_end(codec, samples, frames):
+    [codes] = codec.encode([np.zeros(samples, np.float32)])
+    assert codes.shape == (frames, 2) and codec.decode([codes])[0].shape == (frames * codecs.STRIDE,)
+
+
+def test_a_long_recording_is_given_to_the_graphs_in_pieces(codec, monkeypatch):
+    monkeypatch.setattr(codec_pieces, "PIECE_SECONDS", 1.0)
+    wanted, shapes = [codecs.drawn(frames) for frames in (333, 50, 51)], []
+    for engine in (codec.engine, codec.sounds):
+        compute = engine._compute
+        monkeypatch.setattr(engine, "_compute", lambda *inputs, compute=compute: (
+            shapes.append(inputs[0].shape), compute(*inputs))[1])
+    sounds = [codecs.sound(codes) for codes in wanted]
+    assert same(codec.encode(sounds), wanted) and same(codec.decode(wanted), sounds)
+    assert {shape[1] for shape in shapes} == {codecs.RATE, 50}
+
+
+@pytest.mark.parametrize("context", [0, 1, 16, 400])
+@pytest.mark.parametrize("frames", [1, 99, 100, 101, 1234])
+def test_pieces_keep_each_frame_once_and_all_that_decides_it(monkeypatch, frames, context):
+    monkeypatch.setattr(codec_pieces, "PIECE_SECONDS", 2.0)
+    config = codecs.Codec(sample_rate=16_000, codec=codecs.HASH, books=[2], stride=320, context=context)
+    cut = pieces(7, frames, config)
+    assert [at for each in cut for at in range(each.first, each.last)] == list(range(frames))
+    for each in cut:
+        assert each.source == 7 and each.end - each.begin <= 100 + 2 * context
+        assert each.begin == max(0, each.first - context) or len(cut) == 1
+        assert each.end == min(frames, each.last + context)
+    groups = batches(cut, config)
+    assert sorted(each for group in groups for each in group) == cut
+
+
+def test_a_batch_has_no_more_than_its_seconds_with_padding():
+    config = codecs.Codec(sample_rate=16_000, codec=codecs.HASH, books=[2], stride=320, context=0)
+    frames = np.random.default_rng(0).integers(1, 1500, 200)
+    for group in batches([Piece(i, 0, each, 0, each) for i, each in enumerate(frames.tolist())], config):
+        assert len(group) * max(piece.end for piece in group) * 0.02 <= codec_pieces.BATCH_SECONDS or len(group) == 1
+
+
+def test_a_codec_that_looks_at_everything_takes_no_more_than_it_can_hold(tmp_path, monkeypatch):
+    monkeypatch.setattr(codec_pieces, "MOST_SECONDS", 3.0)
+    monkeypatch.setattr(codec_pieces, "PIECE_SECONDS", 1.0)
+    wanted = codecs.drawn(150)
+    with sbkit.infer.load(codecs.make(tmp_path / "c", context=None), device="cpu") as whole:
+        assert same(whole.encode([codecs.sound(wanted)]), [wanted])
+        with pytest.raises(SbkitError, match=r"recording 1 has 3 s, .* up to 3 s; split it"):
+            whole.encode([codecs.sound(wanted), codecs.sound(codecs.drawn(151))])
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize("id", [-1, 50, 50 + 63, 2**40])
+def test_an_id_that_is_in_no_codebook_is_told_before_anything_runs(codec, monkeypatch, id):
+    wrong = codecs.drawn(9)
+    wrong[7, 0] = id
+    monkeypatch.setattr(codec.sounds, "submit", lambda _: pytest.fail("nothing must be computed"))
+    with pytest.raises(InvalidCode, match=f"recording 1: frame 7, level 0: id {id} is not in a codebook of 50") as told:
+        codec.decode([codecs.drawn(5), wrong])
+    error = pickle.loads(pickle.dumps(told.value))
+    assert (error.position, error.level, error.id) == ((1, 7), 0, id)
+
+
+@pytest.mark.parametrize("codes, expected", [
+    (np.zeros((3, 2), np.float32), "whole numbers, not float32"), (np.zeros((3, 1), int), r"\[frames, 2\]"),
+    (np.zeros((1, 3, 2), int), r"recording 0: its codes are \[frames, 2\], not \[1, 3, 2\]"), (3, "one for each"),
+])
+def test_what_are_no_codes_of_a_recording_is_told(codec, codes, expected):
+    with pytest.raises(SbkitError, match=expected):
+        codec.decode([codes])
+
+
+@pytest.mark.parametrize("audio, expected", [
+    (np.full(400, np.nan, np.float32), "not finite"), (np.zeros(0, np.float32), "samples must be floats"),
+    (np.zeros(400, np.int16), "samples must be floats"), (np.zeros((2, 400), np.float32), "samples must be floats"),
+    ("missing.wav", "no such file"),
+])
+def test_what_is_no_recording_is_told(codec, audio, expected):
+    with pytest.raises(AudioError, match=expected):
+        codec.encode([np.zeros(400, np.float32), audio])
+
+
+def test_one_recording_without_its_list_is_told(codec):
+    for method in (codec.encode, codec.decode):
+        with pytest.raises(SbkitError, match=r"takes a list of .*, not ndarray; for one, write"):
+            method(np.zeros(400, np.float32))
+    with pytest.raises(SbkitError, match="not str"):
+        codec.encode("clip.wav")
+
+
+def test_no_recordings_have_no_codes_and_no_codes_no_sound(codec):
+    assert codec.encode([]) == [] == codec.decode([])
+    [sound] = codec.decode([np.zeros((0, 2), int)])
+    assert sound.shape == (0,)
+
+
+def test_files_are_brought_to_its_rate(codec, tmp_path):
+    wanted = codecs.drawn(1).repeat(50, axis=0)
+    wanted[:, 1] = wanted[0, 0] * 19 / 49  # a constant level
+    soundfile.write(tmp_path / "a.wav", np.repeat(codecs.sound(wanted), 3), 48_000, "FLOAT")
+    [codes] = codec.encode([tmp_path / "a.wav"])
+    assert abs(len(codes) - 50) <= 1 and np.array_equal(codes[5:45, 0], wanted[5:45, 0])
+
+
+def test_a_graph_whose_codes_are_in_no_codebook_is_told_by_its_file(tmp_path):
+    with sbkit.infer.load(codecs.make(tmp_path / "c", graph_sizes=(60, 20)), device="cpu") as wrong:
+        with pytest.raises(InvalidCode, match=r"what model\.onnx gave: utterance 0, frame 0, level 0: id 59"):
+            wrong.encode([np.ones(400, np.float32)])
+
+
+def test_files_of_other_graphs_are_refused(tmp_path):
+    folder = codecs.make(tmp_path / "c")
+    shutil.copy(folder / "model.onnx", folder / "decoder.onnx")
+    path = folder / "config.json"
+    path.write_text(path.read_text().replace('"decoder.onnx": {', '"other": {'))
+    with pytest.raises(SbkitError, match=r"decoder\.onnx takes"):
+        sbkit.infer.load(folder, device="cpu")
+
+
+def test_options_for_recognisers_are_refused(bundle):
+    with pytest.raises(SbkitError, match="this is a codec"):
+        sbkit.infer.load(bundle, options=sbkit.infer.Options())
+
+
+def test_many_threads_get_each_their_own(codec):
+    found = {}
+
+    def code(seed):
+        found[seed] = codec.decode(codec.encode([codecs.sound(codecs.drawn(100, seed))]))
+
+    threads = [threading.Thread(target=code, args=(seed,)) for seed in range(8)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert all(same(found[seed], [codecs.sound(codecs.drawn(100, seed))]) for seed in range(8))
+
+
+def test_neither_torch_nor_speechbrain_is_imported(bundle):
+    code = ("import sys, numpy, sbkit.infer; "
+            f"c = sbkit.infer.load({str(bundle)!r}, device='cpu'); c.decode(c.encode([numpy.zeros(999, 'f')])); "
+            "sys.exit(bool({'torch', 'speechbrain'} & set(sys.modules)))")
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
