@@ -50,6 +50,8 @@ COMMANDS = {
     "transcribe": "transcribe recordings with an exported bundle",
     "listen": "show words while somebody speaks, from the microphone or standard input",
     "speak": "speak a text with an exported voice",
+    "tokenize": "turn a corpus into codes with an exported codec",
+    "resynthesize": "turn codes into files of sound with an exported codec",
     "serve": "serve bundles through an OpenAI-style API, a live WebSocket and a web page",
     "doctor": "report what this machine offers and what is in the way",
 }

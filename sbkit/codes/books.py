@@ -46,7 +46,7 @@ class Books:
     sizes : number of entries of each; a table for one has exactly as many rows, and no special token is among them
     frame_rate : frames per second
     sample_rate : of the audio
-    codec : sha256 of the codec's weights, in hexadecimal
+    codec : sha256 of the codec's weights and of what else defines its codes, in hexadecimal
     """
 
     sizes: tuple[int, ...]

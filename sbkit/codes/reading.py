@@ -42,9 +42,10 @@ class Shard:
 
     def read(self, index: int) -> tuple[dict[str, str], np.ndarray]:
         """Read the row of an utterance, and its codes [T, Q] as they are in the file."""
-        return self._row(index), self._part("codes", self._ends["ends"], index)
+        return self.row(index), self._part("codes", self._ends["ends"], index)
 
-    def _row(self, index: int) -> dict[str, str]:
+    def row(self, index: int) -> dict[str, str]:
+        """Read the row of an utterance alone."""
         try:
             row = json.loads(self._part("rows", self._ends["row_ends"], index).tobytes())
         except (ValueError, RecursionError) as error:

@@ -73,6 +73,11 @@ class Codes:
         return (self[index] for index in range(len(self)))
 
     @property
+    def ids(self) -> list[str]:
+        """The id of each utterance, without reading their codes."""
+        return [shard.row(index)["id"] for shard in self._shards for index in range(shard.utterances)]
+
+    @property
     def frames(self) -> np.ndarray:
         """The frames of each utterance [N], without reading their codes."""
         return np.concatenate([shard.lengths for shard in self._shards])
@@ -94,7 +99,9 @@ class Writer:
     """Writes utterances into the shards of a folder."""
 
     def __init__(self, folder: Path, books: Books, shard_frames: int):
-        self._folder, self._books, self._most = folder, books, shard_frames
+        self.folder = folder
+        """What is written here becomes part of the folder."""
+        self._books, self._most = books, shard_frames
         self._ids: set[str] = set()
         self._codes: list[np.ndarray] = []
         self._rows: list[bytes] = []
@@ -127,16 +134,17 @@ class Writer:
             self._write()
         if not self._shards:
             raise SbkitError("there are no codes to write: no utterance was added")
-        (self._folder / MANIFEST).write_text(json.dumps(
+        (self.folder / MANIFEST).write_text(json.dumps(
             {"format": FORMAT, "version": VERSION, "books": self._books.to_dict(), "shards": self._shards},
             indent=1) + "\n", encoding="utf-8")
 
     def _write(self) -> None:
-        path = self._folder / f"codes-{len(self._shards):05d}.safetensors"
+        path = self.folder / f"codes-{len(self._shards):05d}.safetensors"
         tensors = {"codes": np.concatenate(self._codes), "ends": np.cumsum([len(each) for each in self._codes]),
                    "rows": np.frombuffer(b"".join(self._rows), np.uint8),
                    "row_ends": np.cumsum([len(each) for each in self._rows])}
         save_file(tensors, path)
+        path.chmod(0o644)  # as other files, which safetensors does not leave it
         shard = Shard(path, len(self._rows), len(tensors["codes"]), path.stat().st_size, disk.sha256(path))
         self._shards.append(shard.described())
         self._codes, self._rows, self._frames = [], [], 0
@@ -157,12 +165,18 @@ def writing(folder: str | Path, books: Books, force: bool = False, shard_frames:
     """
     to = Path(folder).resolve()
     publish.tidy(to)
-    if to.exists() and not force:
-        raise SbkitError(f"{folder} exists", hint="choose another folder, or replace it with --force")
-    if to.exists() and not (to / MANIFEST).is_file() and (not to.is_dir() or any(to.iterdir())):
-        raise SbkitError(f"{folder} is no folder of codes, so it is not replaced", hint="choose another one")
+    check_place(folder, force)
     with publish.room_beside(to) as aside:
         out = Writer(aside, books, min(shard_frames, MOST_FRAMES))
         yield out
         out.close()
         publish.publish(aside, to, force)
+
+
+def check_place(folder: str | Path, force: bool) -> None:
+    """Raise if codes can't be written as a folder: it is there and not to be replaced, or holds anything else."""
+    to = Path(folder).resolve()
+    if to.exists() and not force:
+        raise SbkitError(f"{folder} exists", hint="choose another folder, or replace it with --force")
+    if to.exists() and not (to / MANIFEST).is_file() and (not to.is_dir() or any(to.iterdir())):
+        raise SbkitError(f"{folder} is no folder of codes, so it is not replaced", hint="choose another one")

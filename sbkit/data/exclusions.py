@@ -33,6 +33,12 @@ def write(folder: Path, tables: Iterable[pa.Table]) -> None:
         pacsv.write_csv(pa.concat_tables([none, *tables]), file)
 
 
+def read(folder: Path) -> pa.Table:
+    """Read ``left_out.csv``."""
+    csv = read_delimited(folder / NAME)
+    return pa.table([csv.need(name) for name in _COLUMNS], names=_COLUMNS)
+
+
 def mended(folder: Path, missing: str, damaged: str) -> str | None:
     """A recording that was left out and has appeared or changed since then; None if there is none.
 

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import glob
+import itertools
 import logging
 import os
 import shutil
@@ -19,6 +20,8 @@ from sbkit.system import disk
 
 logger = logging.getLogger(__name__)
 
+#: Files that are synced one by one.
+_FEW = 100
 _DAY = 24 * 3600.0
 _HERE, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
 
@@ -43,7 +46,7 @@ def room_beside(to: Path) -> Iterator[Path]:
 def publish(aside: Path, to: Path, force: bool) -> None:
     """Move the folder to ``to`` so that the old or the new one is there, complete, even after a power cut."""
     aside.chmod(0o755)
-    disk.sync_files(aside)
+    _sync(aside)
     try:
         if not (force and to.exists()):
             os.rename(aside, to)
@@ -55,6 +58,15 @@ def publish(aside: Path, to: Path, force: bool) -> None:
         raise SbkitError(f"{to} cannot be put in place: {error.strerror}",
                          hint="choose another place with --to") from error
     disk.sync_folder(to.parent)
+
+
+def _sync(folder: Path) -> None:
+    """Sync a few files one by one, and many, or those below, all at once."""
+    inside = list(itertools.islice(folder.iterdir(), _FEW + 1))
+    if len(inside) > _FEW or any(each.is_dir() for each in inside):
+        disk.sync_file_system(folder)
+    else:
+        disk.sync_files(folder)
 
 
 def tidy(to: Path) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from sbkit.errors import SbkitError
 
 if TYPE_CHECKING:  # whoever wants the names only shall not import every kind of source
-    from sbkit.data.sources import Source
+    from sbkit.data.sources.base import Source
 
 SPLITS = ("train", "dev", "test")
 #: What a source may call each of them, the likeliest name first.

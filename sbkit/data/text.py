@@ -143,6 +143,16 @@ class TextRules:
         return Counter(char for char in text if char not in self._allowed)
 
 
+class AsWritten(TextRules):
+    """Texts as a corpus has them, but for Unicode's form NFC and single blanks."""
+
+    def __call__(self, text: str) -> str:
+        return " ".join(unicodedata.normalize("NFC", text).split())
+
+    def options(self) -> dict[str, Any]:
+        return super().options() | {"as_written": True}
+
+
 class _Table(dict[int, str | None]):
     """A table for ``str.translate`` that decides about a character when it occurs for the first time."""
 

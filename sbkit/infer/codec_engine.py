@@ -38,8 +38,8 @@ class CodecEngine(BundleEngine):
     def __init__(self, folder: str | Path, model: str = formats.AUTO, device: str = formats.AUTO,
                  threads: int | None = None):
         super().__init__(folder)
-        config = self.config = layout.Codec.read(self.folder)
-        self.books = Books(tuple(config.books), config.sample_rate / config.stride, config.sample_rate, config.codec)
+        self.config = layout.Codec.read(self.folder)
+        self.books = books_of(self.config)
         model = formats.choose(self.folder, self._files(), model, kind="codec")
         self._start(self.folder / self._files()[model], model, DeviceChoice.parse(device), threads)
 
@@ -118,6 +118,11 @@ class SoundEngine(CodecEngine):
         if not all(np.isfinite(sound).all() for sound in sounds):
             raise SbkitError("the codec gave samples that are no numbers", hint="was it trained to the end?")
         return sounds
+
+
+def books_of(config: layout.Codec) -> Books:
+    """Return the codebooks that a bundle's codes are of."""
+    return Books(tuple(config.books), config.sample_rate / config.stride, config.sample_rate, config.codec)
 
 
 def padded(parts: Sequence[np.ndarray], least: int) -> tuple[np.ndarray, np.ndarray]:

@@ -11,14 +11,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from sbkit.data.audio import SUFFIXES
 from sbkit.data.remote import Remote, check_schemes, scheme_of
 from sbkit.errors import SbkitError
 from sbkit.infer.recordings import Recording
 from sbkit.system import disk
 
 STDIN = "-"
-SUFFIXES = (".aif", ".aifc", ".aiff", ".au", ".caf", ".flac", ".mp3", ".oga", ".ogg", ".opus", ".rf64", ".snd", ".w64",
-            ".wav", ".wave")
 
 
 def collect(names: Sequence[str], references: str | None = None, schemes: Sequence[str] = ()) -> list[Recording]:

@@ -148,3 +148,16 @@ def test_a_place_taken_meanwhile_is_not_replaced_unasked(tmp_path):
         fill(to, 1)
         publish.publish(aside, to, False)
     assert bundle(to) == 1 and hidden(to) == []
+
+
+@pytest.mark.parametrize("names", [[f"{i}" for i in range(150)], ["a", "below/b"]], ids=["many files", "a folder"])
+def test_many_files_and_those_below_are_synced_at_once(tmp_path, monkeypatch, names):
+    synced = []
+    monkeypatch.setattr(publish.disk, "sync_file_system", synced.append)
+    with publish.room_beside(tmp_path / "b") as aside:
+        (aside / "below").mkdir()
+        for name in names:
+            (aside / name).write_text(name)
+        publish.publish(aside, tmp_path / "b", False)
+    assert synced == [aside]
+    assert all((tmp_path / "b" / name).read_text() == name for name in names)

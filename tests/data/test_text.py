@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sbkit.data.text import LANGUAGES, TextRules, count_words
+from sbkit.data.text import LANGUAGES, AsWritten, TextRules, count_words
 from sbkit.errors import SbkitError
 
 RULES = [TextRules(unicode=u, case=c, keep_anywhere=k) for u in ("NFC", "NFKC")
@@ -117,3 +117,10 @@ def test_words_are_counted_as_people_do():
     assert count_words("今天 天气") == 4
     assert count_words("ok 好") == 2
     assert count_words("ひらカナ") == 4
+
+
+def test_texts_can_stay_as_they_are_written():
+    rules = AsWritten()
+    assert rules(" “Well — isn’t it?”\n 50 % \t nai\u0308ve ") == "“Well — isn’t it?” 50 % naïve"
+    assert rules.options() != TextRules().options()
+    assert pickle.loads(pickle.dumps(rules))(" A  b!") == "A b!"

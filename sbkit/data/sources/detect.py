@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from sbkit.data.sources.archive import SUFFIXES, CommonVoiceArchive
+from sbkit.data.sources.audio_folder import AudioFolder
 from sbkit.data.sources.base import Source
 from sbkit.data.sources.common_voice import CommonVoice, is_language_folder, language_folders
 from sbkit.data.sources.files import FileSource, Mixed
@@ -21,7 +22,8 @@ _FILE_KINDS: tuple[type[FileSource], ...] = (SpeechBrainCsv, JsonLines)
 _HUB_PAGE = "https://huggingface.co/datasets/"
 _EXPECTED = (
     "expected a Common Voice folder (clips/ and train.tsv) or its .tar.gz, a folder with train.csv, "
-    "train.jsonl or train*.parquet, a save_to_disk folder, or hf://owner/name"
+    "train.jsonl or train*.parquet, a save_to_disk folder, recordings alone (where no texts are needed), or "
+    "hf://owner/name"
 )
 
 
@@ -87,6 +89,8 @@ def _open_folder(path: Path, cache: Path, language: str | None, columns: Mapping
     if list(path.glob("*.tsv")):
         raise SbkitError(f"{path} has TSVs but no folder clips/ with the recordings",
                          hint="is the release unpacked completely?")
+    if AudioFolder.matches(path):
+        return AudioFolder(path)
     raise SbkitError(f"{path} is not a corpus that sbkit recognises", hint=_EXPECTED)
 
 

@@ -1,0 +1,28 @@
+"""``sbkit resynthesize``: turn codes into files of sound with an exported codec."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from sbkit.commands.options import count
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("bundle", metavar="BUNDLE", type=Path, help="a codec's folder that sbkit export made")
+    parser.add_argument("folder", metavar="DIR", type=Path, help="codes of this codec, as sbkit tokenize made them")
+    parser.add_argument("--to", metavar="OUT", type=Path, required=True, help="the folder of sounds to create")
+    parser.add_argument("--format", choices=["wav", "flac"], default="wav", help="of the sounds (wav)")
+    parser.add_argument("--force", action="store_true", help="replace a folder of sounds")
+    parser.add_argument("--model", default="auto", help="onnx or torch (default: the first that the bundle has)")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument("--threads", type=count, help="CPU threads of the model (default: all available)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the sounds and return the exit code."""
+    from sbkit.infer.resynthesis import ResynthesizeRequest, resynthesize
+
+    wanted = {name: getattr(args, name) for name in ResynthesizeRequest.__dataclass_fields__}
+    return resynthesize(ResynthesizeRequest(**wanted))

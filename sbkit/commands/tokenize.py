@@ -1,0 +1,32 @@
+"""``sbkit tokenize``: turn a corpus into codes with an exported codec."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from sbkit.commands.options import add_schemes, count
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("bundle", metavar="BUNDLE", type=Path, help="a codec's folder that sbkit export made")
+    parser.add_argument("corpus", metavar="CORPUS", help="whatever a recipe's data_folder may be: a Common Voice "
+                        "folder or archive, a folder of lists or of recordings alone, a Hugging Face id; or one list")
+    parser.add_argument("--to", metavar="DIR", type=Path, required=True, help="gets a folder of codes for each split")
+    parser.add_argument("--split", dest="splits", action="append", default=[], metavar="NAME",
+                        help="a split, as the corpus calls it (repeatable; default: train, dev and test)")
+    parser.add_argument("--language", help="of a Common Voice release that has several")
+    parser.add_argument("--force", action="store_true", help="replace splits that are there")
+    parser.add_argument("--model", default="auto", help="onnx or torch (default: the first that the bundle has)")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument("--threads", type=count, help="CPU threads of the model (default: all available)")
+    parser.add_argument("--readers", type=count, default=2, help="number of threads that decode audio (2)")
+    add_schemes(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Code the corpus and return the exit code."""
+    from sbkit.infer.tokenizing import TokenizeRequest, tokenize
+
+    return tokenize(TokenizeRequest(**{name: getattr(args, name) for name in TokenizeRequest.__dataclass_fields__}))

@@ -1,0 +1,126 @@
+"""The command ``sbkit resynthesize``: shards of codes to files of sound."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from sbkit.codes import Codes, Utterance
+from sbkit.codes.reading import MANIFEST
+from sbkit.data import publish
+from sbkit.data.manifest import Manifest
+from sbkit.errors import SbkitError
+from sbkit.export import layout
+from sbkit.infer.codec import Codec, codec
+from sbkit.infer.codec_engine import books_of
+from sbkit.infer.file_names import file_names
+from sbkit.infer.formats import AUTO
+from sbkit.infer.sound_file import SoundWriter
+from sbkit.system.console import progress
+
+#: What the command writes beside the sounds: ids, texts and speakers of them.
+SOUNDS = "manifest.csv"
+#: Codes that are decoded at once.
+_AT_ONCE_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class ResynthesizeRequest:
+    """What to turn back, and where to.
+
+    folder : of codes, or of one such folder for each split
+    to : the folder of sounds
+    format : ``wav`` or ``flac``
+    """
+
+    bundle: Path
+    folder: Path
+    to: Path
+    format: str = "wav"
+    force: bool = False
+    model: str = AUTO
+    device: str = AUTO
+    threads: int | None = None
+
+
+def resynthesize(request: ResynthesizeRequest) -> int:
+    """Turn codes back and return the exit code. All of them are checked before anything is written."""
+    books = books_of(layout.Codec.read(request.bundle))
+    to = request.to.resolve()
+    publish.tidy(to)
+    _check_place(request)
+    codes = {name: Codes(folder, books) for name, folder in _folders(request.folder).items()}
+    for each in codes.values():
+        each.check()
+    with codec(request.bundle, request.model, request.device, request.threads) as loaded:
+        print(loaded.running, file=sys.stderr)
+        began, seconds = time.perf_counter(), 0.0
+        with publish.room_beside(to) as aside:
+            for name, each in codes.items():
+                seconds += _write(loaded, each, aside / name, f"resynthesizing {name}".rstrip(), request.format)
+            publish.publish(aside, to, request.force)
+    took, count = time.perf_counter() - began, sum(map(len, codes.values()))
+    print(f"{request.to}: {count:,} recordings, {seconds / 3600:.2f} hours; it took {took:.1f} s (real-time factor "
+          f"{took / seconds:.4f})")
+    return 0
+
+
+def _check_place(request: ResynthesizeRequest) -> None:
+    to = request.to
+    if to.exists() and not request.force:
+        raise SbkitError(f"{to} exists", hint="choose another folder, or replace it with --force")
+    made = to.is_dir() and (any(to.glob(SOUNDS)) or any(to.glob(f"*/{SOUNDS}")) or not any(to.iterdir()))
+    if to.exists() and not made:
+        raise SbkitError(f"{to} has something else than resynthesized sounds in it, so it is not replaced",
+                         hint="choose another folder")
+
+
+def _folders(folder: Path) -> dict[str, Path]:
+    """The folder of codes by an empty name, or those of splits by theirs."""
+    below = {each.parent.name: each.parent for each in sorted(folder.glob(f"*/{MANIFEST}"))}
+    return {"": folder} if (folder / MANIFEST).is_file() or not below else below
+
+
+def _write(codec: Codec, codes: Codes, folder: Path, what: str, format: str) -> float:
+    """Write the sounds of a folder of codes and a manifest of them; returns their seconds."""
+    folder.mkdir(exist_ok=True)
+    names = iter(file_names(codes.ids))
+    rows: list[tuple[Utterance, str, float]] = []
+    with progress(what=what, total=len(codes), unit="clip") as bar:
+        for window in _windows(codes, codec.books.frame_rate):
+            for utterance, sound in zip(window, codec.decode([each.codes for each in window]), strict=True):
+                path = folder / f"{next(names)}.{format}"
+                _write_sound(path, sound, format, codec.sample_rate)
+                rows.append((utterance, str(path), len(sound) / codec.sample_rate))
+            bar.update(len(window))
+    manifest = Manifest(
+        ids=[each.id for each, *_ in rows], durations=np.array([seconds for *_, seconds in rows]),
+        wavs=[path for _, path, _ in rows], texts=[each.text or "" for each, *_ in rows],
+        speakers=[each.speaker or "" for each, *_ in rows])
+    manifest.write(folder / SOUNDS, data_root=folder)
+    return sum(seconds for *_, seconds in rows)
+
+
+def _windows(codes: Codes, frame_rate: float) -> Iterator[list[Utterance]]:
+    """Yield some minutes of codes at a time, or one utterance that is longer."""
+    window: list[Utterance] = []
+    frames = 0
+    for each in codes:
+        if window and (frames + len(each.codes)) > _AT_ONCE_SECONDS * frame_rate:
+            yield window
+            window, frames = [], 0
+        window.append(each)
+        frames += len(each.codes)
+    yield window
+
+
+def _write_sound(path: Path, sound: np.ndarray, format: str, rate: int) -> None:
+    with path.open("wb") as file:
+        writer = SoundWriter(file, format, rate)
+        writer.add(sound)
+        writer.end()

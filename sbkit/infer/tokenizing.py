@@ -1,0 +1,211 @@
+"""The command ``sbkit tokenize``: a corpus to shards of codes."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from sbkit.codes import check_place, writing
+from sbkit.codes.shards import Writer
+from sbkit.data import exclusions
+from sbkit.data.audio import AudioError, read_utterance
+from sbkit.data.corpus import Corpus
+from sbkit.data.manifest import Manifest
+from sbkit.data.prepare import UNDECODABLE
+from sbkit.data.splits import ALIASES, SPLITS
+from sbkit.data.text import AsWritten
+from sbkit.errors import SbkitError
+from sbkit.export import layout
+from sbkit.infer.codec import Codec, codec
+from sbkit.infer.file_names import file_name
+from sbkit.infer.formats import AUTO
+from sbkit.system import disk
+from sbkit.system.console import progress
+
+#: Where the lists of a corpus are kept, and audio that had to be unpacked, so that another run need not look again.
+PREPARED = "manifests"
+#: Audio that is read while as much is coded.
+_AT_ONCE_SECONDS = 600.0
+_NAMED = 5  # recordings that can't be read, on the screen
+_ONE_FILE = (".csv", ".json", ".jsonl", ".ndjson", ".parquet")
+
+
+@dataclass(frozen=True)
+class TokenizeRequest:
+    """What to code, and where to.
+
+    corpus : whatever a recipe's ``data_folder`` may be, or one of its lists
+    to : gets a folder for each split
+    splits : as the corpus calls them; none: its train, dev and test split, or all if it calls none so
+    schemes : of URLs that recordings may have
+    """
+
+    bundle: Path
+    corpus: str
+    to: Path
+    splits: Sequence[str] = ()
+    language: str | None = None
+    schemes: Sequence[str] = ()
+    readers: int = 2
+    force: bool = False
+    model: str = AUTO
+    device: str = AUTO
+    threads: int | None = None
+
+
+class _Read(NamedTuple):
+    """A row of a manifest, and its samples or why there are none."""
+
+    row: int
+    found: Future[np.ndarray | AudioError]
+
+
+def tokenize(request: TokenizeRequest) -> int:
+    """Code a corpus and return the exit code. Each split is there as a whole, or not at all."""
+    layout.Codec.read(request.bundle)
+    folders = {name: request.to / file_name(name) for name in _splits(request)}
+    for folder in folders.values():
+        check_place(folder, request.force)
+    with codec(request.bundle, request.model, request.device, request.threads) as loaded:
+        print(loaded.running, file=sys.stderr)
+        for name, folder in folders.items():
+            _tokenize(loaded, name, folder, request)
+    return 0
+
+
+# ---------------------------------------------------------------------- the corpus
+
+
+def _splits(request: TokenizeRequest) -> list[str]:
+    """The corpus's own names of the splits to code."""
+    names = _corpus(request, "").names()
+    unknown = [name for name in request.splits if name not in names]
+    if unknown:
+        raise SbkitError(f"{request.corpus} has no split {unknown[0]!r}", hint=f"it has {', '.join(names) or 'none'}")
+    if not names:
+        raise SbkitError(f"{request.corpus} has no split", hint="docs/data.md says what a corpus may be")
+    usual = sorted((name for name in names if _kind(name)), key=lambda name: SPLITS.index(_kind(name) or ""))
+    return list(dict.fromkeys(request.splits)) or usual or names
+
+
+def _kind(name: str) -> str | None:
+    """Which of sbkit's splits a corpus's split is, by its name."""
+    return next((split for split in SPLITS if name.lower() in ALIASES[split]), None)
+
+
+def _corpus(request: TokenizeRequest, name: str) -> Corpus:
+    """The corpus, of which one split is looked at."""
+    source: str | dict[str, str] = request.corpus
+    if request.corpus.endswith(_ONE_FILE) and "://" not in request.corpus:
+        source = {Path(request.corpus).stem: request.corpus}
+    lists, kind = request.to / PREPARED, _kind(name) or "test"
+    return Corpus(source, request.language, lists / file_name(name), splits={kind: name}, only=(kind,),
+                  text=AsWritten(), schemes=request.schemes or None, cache_folder=lists / "audio")
+
+
+# ---------------------------------------------------------------------- a split
+
+
+def _tokenize(codec: Codec, name: str, folder: Path, request: TokenizeRequest) -> None:
+    """Code a split, and say what became of it."""
+    corpus = _corpus(request, name)
+    [manifest] = corpus.prepare(needs_text=False).values()
+    left_out, began = exclusions.read(corpus.folder), time.perf_counter()
+    with writing(folder, codec.books, request.force) as out:
+        done = _Done(codec, manifest, out)
+        with progress(what=f"tokenizing {name}", total=len(manifest), unit="clip") as bar:
+            for window in _read(manifest, codec.sample_rate, request.readers):
+                done.add(window)
+                bar.update(len(window))
+        if done.lost:
+            left_out = pa.concat_tables([left_out, exclusions.rows(name, UNDECODABLE, *done.unread(), seal=True)])
+        exclusions.write(out.folder, [left_out])
+        _tell_left_out(name, folder, left_out, done)
+    took = time.perf_counter() - began
+    books, size = codec.books, sum(each.stat().st_size for each in folder.iterdir())
+    print(f"{folder}: {done.utterances:,} utterances, {done.seconds / 3600:.2f} hours, {done.frames:,} frames at "
+          f"{books.bit_rate:.0f} bit/s, {disk.size(size)}, which as 16-bit samples are "
+          f"{disk.size(2 * codec.sample_rate * done.seconds)}; it took {took:.1f} s (real-time factor "
+          f"{took / done.seconds:.4f})")
+
+
+class _Done:
+    """What became of the rows of a split so far."""
+
+    def __init__(self, codec: Codec, manifest: Manifest, out: Writer):
+        self._codec, self._manifest, self._out = codec, manifest, out
+        self.utterances, self.seconds, self.frames = 0, 0.0, 0
+        self.lost: list[tuple[int, AudioError]] = []
+
+    def add(self, window: Sequence[_Read]) -> None:
+        """Code what was read, and write it."""
+        found = [(row, future.result()) for row, future in window]
+        self.lost += [(row, error) for row, error in found if isinstance(error, AudioError)]
+        heard = [(row, signal) for row, signal in found if isinstance(signal, np.ndarray)]
+        manifest = self._manifest
+        for (row, signal), codes in zip(heard, self._codec.encode([signal for _, signal in heard]), strict=True):
+            self._out.add(manifest.ids[row], codes, manifest.texts[row] or None, manifest.speakers[row] or None)
+            self.utterances, self.frames = self.utterances + 1, self.frames + len(codes)
+            self.seconds += len(signal) / self._codec.sample_rate
+
+    def unread(self) -> tuple[list[str], list[str], list[str]]:
+        """The ids, the recordings and what is wrong with those that could not be read."""
+        rows = [row for row, _ in self.lost]
+        return ([self._manifest.ids[row] for row in rows], [self._manifest.wavs[row] for row in rows],
+                [error.cause for _, error in self.lost])
+
+
+def _tell_left_out(name: str, folder: Path, left_out: pa.Table, done: _Done) -> None:
+    """Say how many rows were left out and why; raise if it is all of them."""
+    rows = done.utterances + left_out.num_rows
+    reasons = Counter(left_out["reason"].to_pylist())
+    counted = ", ".join(f"{count:,} {reason}" for reason, count in reasons.most_common())
+    examples = [f"{id}: {detail or reason}" for id, detail, reason
+                in zip(*(left_out[column][:_NAMED].to_pylist() for column in ("ID", "detail", "reason")), strict=True)]
+    if not done.utterances:
+        raise SbkitError(f"all {rows:,} rows of {name} were left out: {counted}", hint=f"for example {examples[0]}")
+    if left_out.num_rows:
+        print(f"{name}: {rows:,} rows read, {done.utterances:,} kept, {left_out.num_rows:,} left out: {counted}\n  "
+              + "\n  ".join(examples) + f"\n  all are in {folder / exclusions.NAME}", file=sys.stderr)
+
+
+# ---------------------------------------------------------------------- reading
+
+
+def _read(manifest: Manifest, sample_rate: int, readers: int) -> Iterator[list[_Read]]:
+    """Yield rows in their order, some minutes at a time, the next of which are being read."""
+    ahead: deque[list[_Read]] = deque()
+    pool = ThreadPoolExecutor(readers, "sbkit-reader")
+    try:
+        for window in _windows(manifest.durations):
+            ahead.append([_Read(row, pool.submit(_samples, manifest, row, sample_rate)) for row in window])
+            if len(ahead) > 1:
+                yield ahead.popleft()
+        yield from ahead
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _windows(durations: np.ndarray) -> list[range]:
+    """Cut rows into stretches of a few minutes, or one row that is longer."""
+    ends = np.cumsum(durations, dtype=np.float64) // _AT_ONCE_SECONDS
+    cuts = [0, *(np.flatnonzero(np.diff(ends)) + 1).tolist(), len(durations)]
+    return [range(*pair) for pair in itertools.pairwise(cuts) if pair[0] < pair[1]]
+
+
+def _samples(manifest: Manifest, row: int, sample_rate: int) -> np.ndarray | AudioError:
+    try:
+        return read_utterance(manifest.wavs[row], float(manifest.starts[row]), float(manifest.durations[row]),
+                              sample_rate=sample_rate, remote=manifest.remote)
+    except AudioError as error:
+        return error

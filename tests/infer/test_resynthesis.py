@@ -1,0 +1,176 @@
+"""Codes to files of sound: those that were asked for, in their folder, or nothing where a code is not of this codec."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import soundfile
+import toy_codec
+from safetensors.numpy import load_file, save_file
+
+from sbkit.cli import main
+from sbkit.codes import Books, InvalidCode, writing
+from sbkit.data.manifest import Manifest
+from sbkit.errors import SbkitError
+from sbkit.infer import resynthesis
+from sbkit.infer.file_names import file_name, file_names
+from sbkit.infer.resynthesis import ResynthesizeRequest
+from sbkit.system import disk
+
+FRAMES = (3, 120, 1, 55)
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    return toy_codec.make(tmp_path_factory.mktemp("codec") / "c")
+
+
+def codes(folder, ids=("a", "b", "c", "d"), books=toy_codec.BOOKS):
+    with writing(folder, books) as out:
+        for i, each in enumerate(ids):
+            out.add(each, toy_codec.drawn(FRAMES[i % 4], i), f"text {i}" if i else None, "anna" if i % 2 else None)
+    return folder
+
+
+def resynthesize(*words):
+    assert main(["resynthesize", *map(str, words), "--device", "cpu", "--threads", "1"]) == 0
+
+
+def refused(capsys, *words):
+    assert main(["resynthesize", *map(str, words), "--device", "cpu", "--threads", "1"]) == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("format", ["wav", "flac"])
+def test_sounds_are_those_of_the_codes(bundle, tmp_path, format, monkeypatch, capsys):
+    monkeypatch.setattr(resynthesis, "_AT_ONCE_SECONDS", 1.5)
+    resynthesize(bundle, codes(tmp_path / "codes"), "--to", tmp_path / "out", "--format", format)
+    assert "4 recordings, 0.00 hours; it took" in capsys.readouterr().out
+    assert sorted(each.name for each in (tmp_path / "out").iterdir()) == [
+        *(f"{name}.{format}" for name in "abcd"), "manifest.csv"]
+    manifest = Manifest.read(tmp_path / "out" / "manifest.csv")
+    for i, row in enumerate(manifest):
+        sound, rate = soundfile.read(row.wav, dtype="float32")
+        np.testing.assert_allclose(sound, toy_codec.sound(toy_codec.drawn(FRAMES[i], i)), atol=1e-4)
+        assert rate == toy_codec.RATE and row.duration == pytest.approx(len(sound) / rate)
+        assert (row.id, row.text, row.speaker) == ("abcd"[i], f"text {i}" if i else "", "anna" if i % 2 else "")
+
+
+def test_a_folder_of_splits_becomes_one(bundle, tmp_path, capsys):
+    for split in ("dev", "test"):
+        codes(tmp_path / "codes" / split)
+    resynthesize(bundle, tmp_path / "codes", "--to", tmp_path / "out")
+    assert "8 recordings" in capsys.readouterr().out
+    assert sorted(str(each.relative_to(tmp_path / "out")) for each in (tmp_path / "out").glob("*/*")) == sorted(
+        f"{split}/{name}" for split in ("dev", "test") for name in ("a.wav", "b.wav", "c.wav", "d.wav", "manifest.csv"))
+    assert "there is no manifest.json in it" in refused(capsys, bundle, tmp_path, "--to", tmp_path / "more")
+
+
+# ---------------------------------------------------------------- names
+
+
+def test_ids_from_outside_make_files_below_their_folder_only(bundle, tmp_path):
+    ids = ["../../up", "/etc/passwd", "a/b", "a\\b", "a_b", "A_B", "..", ".hidden", "c\0d", "x" * 400, "x" * 401, "con",
+           "naïve 語", "-rf", "line\nbreak"]
+    resynthesize(bundle, codes(tmp_path / "codes", ids), "--to", tmp_path / "out")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["codes", "out"]
+    files = [each.name for each in (tmp_path / "out").glob("*.wav")]
+    assert len({name.casefold() for name in files}) == len(ids)
+    manifest = Manifest.read(tmp_path / "out" / "manifest.csv")
+    assert list(manifest.ids) == ids
+    assert {each.removeprefix(f"{tmp_path / 'out'}/") for each in manifest.wavs} == set(files)
+    for i, row in enumerate(manifest):
+        assert soundfile.info(row.wav).frames == FRAMES[i % 4] * toy_codec.STRIDE
+
+
+@pytest.mark.parametrize("name, wanted", [
+    ("common_voice_en_1", "common_voice_en_1"), ("a b/c", "a_b_c"), ("naïve", "naïve"), ("nai\u0308ve", "naïve"),
+    ("..", "_"), ("", "_"), (".a.", "a"), ("NUL.txt", "_NUL.txt"), ("\ud800x", "_x"), ("1-2.5+3", "1-2.5+3"),
+])
+def test_a_name_has_nothing_that_a_file_system_reads_otherwise(name, wanted):
+    assert file_name(name) == wanted and re.fullmatch(r"[\w.+=@,-]+", file_name(name))
+
+
+def test_names_stay_apart_and_short_enough():
+    names = file_names(["a/b", "a_b", "A_b", "a_b-2", "語" * 300, "語" * 299])
+    assert names[:4] == ["a_b", "a_b-2", "A_b-3", "a_b-2-2"]
+    assert len({each.casefold() for each in names}) == 6 and max(len(each.encode()) for each in names) < 200
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def planted(folder, index, id):
+    """The folder with an id in its shard; its manifest agrees, as if another program had written both."""
+    path, manifest = folder / "codes-00000.safetensors", folder / "manifest.json"
+    tensors = load_file(path)
+    tensors["codes"] = tensors["codes"].astype(np.int64)
+    tensors["codes"][index] = id
+    save_file(tensors, path)
+    values = json.loads(manifest.read_text())
+    values["shards"][0] |= {"bytes": path.stat().st_size, "sha256": disk.sha256(path)}
+    manifest.write_text(json.dumps(values))
+    return folder
+
+
+@pytest.mark.parametrize("level, size", [*enumerate(toy_codec.SIZES)])
+@pytest.mark.parametrize("beyond", [None, 0, 63])
+def test_an_id_that_is_in_no_codebook_is_told_and_nothing_written(bundle, tmp_path, monkeypatch, level, size, beyond):
+    id = -1 if beyond is None else size + beyond
+    folder = planted(codes(tmp_path / "codes"), (3 + 17, level), id)
+    monkeypatch.setattr(resynthesis, "codec", lambda *_: pytest.fail("nothing must be loaded"))
+    with pytest.raises(InvalidCode) as told:
+        resynthesis.resynthesize(ResynthesizeRequest(bundle, folder, tmp_path / "out", device="cpu"))
+    error = told.value
+    assert error.message == (f"{folder}/codes-00000.safetensors, b: frame 17, level {level}: id {id} is not in a "
+                             f"codebook of {size} entries; 1 of 4 utterances have such ids")
+    assert (error.position, error.level, error.id) == ((17,), level, id)
+    assert [each.name for each in tmp_path.iterdir()] == ["codes"]
+
+
+@pytest.mark.parametrize("changed, told", [
+    ({"codec": "ab" * 32}, "codec abababababab... instead of c0dec0000000..."),
+    ({"sizes": (50, 10), "codec": "ab" * 32}, "sizes (50, 10) instead of (50, 20), codec ababab"),
+    ({"frame_rate": 25.0}, "frame_rate 25.0 instead of 50.0"),
+])
+def test_codes_of_another_codec_are_told_by_what_differs(bundle, tmp_path, capsys, changed, told):
+    books = Books(**(toy_codec.BOOKS.to_dict() | {"sizes": toy_codec.SIZES} | changed))
+    with writing(tmp_path / "codes", books) as out:
+        out.add("a", [[1, 2]])
+    said = refused(capsys, bundle, tmp_path / "codes", "--to", tmp_path / "out")
+    assert f"manifest.json has codes of another codec: {told}" in said
+    assert "make them again with this codec, or use the codec that made them" in said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-100], lambda data: data[:-1] + bytes([data[-1] ^ 1])])
+def test_a_damaged_shard_is_told_by_name_and_no_file_is_written(bundle, tmp_path, capsys, damage):
+    path = codes(tmp_path / "codes") / "codes-00000.safetensors"
+    path.write_bytes(damage(path.read_bytes()))
+    said = refused(capsys, bundle, tmp_path / "codes", "--to", tmp_path / "out")
+    assert f"{path} is damaged: it is not the file that manifest.json names; copy the folder again" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_there_is_replaced_only_if_asked_for_and_only_if_it_is_sound(bundle, tmp_path, capsys):
+    folder, out = codes(tmp_path / "codes"), tmp_path / "out"
+    words = bundle, folder, "--to", out
+    resynthesize(*words)
+    assert "out exists; choose another folder, or replace it with --force" in refused(capsys, *words)
+    resynthesize(*words, "--format", "flac", "--force")
+    assert not any(out.glob("*.wav")) and len(list(out.glob("*.flac"))) == 4
+    (out / "manifest.csv").unlink()
+    assert "has something else than resynthesized sounds in it" in refused(capsys, *words, "--force")
+    assert len(list(out.glob("*.flac"))) == 4
+    assert "something else" in refused(capsys, bundle, folder, "--to", folder, "--force")
+
+
+def test_nothing_stays_of_what_was_not_finished(bundle, tmp_path, monkeypatch):
+    def full(*_):
+        raise SbkitError("the disk is full")
+
+    monkeypatch.setattr(resynthesis, "_write_sound", full)
+    with pytest.raises(SbkitError, match="full"):
+        resynthesis.resynthesize(ResynthesizeRequest(bundle, codes(tmp_path / "codes"), tmp_path / "out", device="cpu"))
+    assert [each.name for each in tmp_path.iterdir()] == ["codes"]

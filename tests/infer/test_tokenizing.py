@@ -1,0 +1,204 @@
+"""A corpus to codes: of each recording its own, a bad one left out by name, and nothing half-written."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+import soundfile
+import toy_codec
+import voices
+
+from sbkit.cli import main
+from sbkit.codes import Codes
+from sbkit.errors import SbkitError
+from sbkit.export import layout
+from sbkit.infer import tokenizing
+from sbkit.infer.codec import Codec
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    return toy_codec.make(tmp_path_factory.mktemp("codec") / "c")
+
+
+def recording(path, frames, seed):
+    """Write a recording, and return its codes."""
+    codes = toy_codec.drawn(frames, seed)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    soundfile.write(path, toy_codec.sound(codes), toy_codec.RATE)
+    return codes
+
+
+def listed(path, rows):
+    lines = ["ID,duration,wav,spk_id,wrd", *(",".join(map(str, row)) for row in rows)]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """Three splits of recordings of several lengths, and the codes of each."""
+    folder, codes = tmp_path / "corpus", {}
+    for number, (split, count) in enumerate({"train": 9, "dev": 2, "test": 3, "other": 2}.items()):
+        rows = []
+        for i in range(count):
+            name, frames = f"{split}{i}", 5 + 37 * (i * 5 % 9)
+            codes[name] = recording(folder / f"{name}.wav", frames, 100 * number + i)
+            rows.append((name, frames * 0.02, f"{name}.wav", f"speaker{i}" if i % 2 else "",
+                         '"Well, isn\'t it?"' if i else ""))
+        listed(folder / f"{split}.csv", rows)
+    return folder, codes
+
+
+def tokenize(*words):
+    assert main(["tokenize", *map(str, words), "--device", "cpu", "--threads", "1"]) == 0
+
+
+def refused(capsys, *words):
+    """What a refused command says."""
+    assert main(["tokenize", *map(str, words), "--device", "cpu", "--threads", "1"]) == 2
+    return capsys.readouterr().err
+
+
+def test_each_split_is_a_folder_of_its_recordings_codes_in_their_order(bundle, corpus, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tokenizing, "_AT_ONCE_SECONDS", 7.0)
+    folder, wanted = corpus
+    tokenize(bundle, folder, "--to", tmp_path / "out")
+    assert sorted(each.name for each in (tmp_path / "out").iterdir()) == ["dev", "manifests", "test", "train"]
+    for split, count in (("train", 9), ("dev", 2), ("test", 3)):
+        codes = Codes(tmp_path / "out" / split, toy_codec.BOOKS)
+        assert [each.id for each in codes] == [f"{split}{i}" for i in range(count)] == codes.ids
+        for i, each in enumerate(codes):
+            np.testing.assert_array_equal(each.codes, wanted[each.id])
+            assert each.speaker == (f"speaker{i}" if i % 2 else None)
+            assert each.text == ("Well, isn't it?" if i else None), "as it is written"
+    last = capsys.readouterr().out.splitlines()[-1]
+    frames = sum(map(len, (wanted[f"test{i}"] for i in range(3))))
+    assert f"test: 3 utterances, 0.00 hours, {frames:,} frames at {toy_codec.BOOKS.bit_rate:.0f} bit/s, " in last
+    assert "which as 16-bit samples are" in last and "real-time factor" in last
+
+
+def test_splits_are_chosen_by_the_corpuss_own_names(bundle, corpus, tmp_path, capsys):
+    folder, _ = corpus
+    tokenize(bundle, folder, "--to", tmp_path / "out", "--split", "other", "--split", "dev")
+    assert sorted(each.name for each in (tmp_path / "out").iterdir()) == ["dev", "manifests", "other"]
+    assert "has no split 'validated'; it has dev, other, test, train" in refused(
+        capsys, bundle, folder, "--to", tmp_path / "more", "--split", "validated")
+    assert not (tmp_path / "more").exists()
+
+
+def test_one_list_is_a_corpus_of_one_split(bundle, corpus, tmp_path):
+    folder, wanted = corpus
+    (folder / "other.csv").rename(folder / "mine.csv")
+    tokenize(bundle, folder / "mine.csv", "--to", tmp_path / "out")
+    [first, _] = Codes(tmp_path / "out" / "mine", toy_codec.BOOKS)
+    np.testing.assert_array_equal(first.codes, wanted["other0"])
+
+
+def test_recordings_without_any_list_are_a_corpus(bundle, tmp_path):
+    wanted = {f"{speaker}/{i}": recording(tmp_path / "corpus" / speaker / f"{i}.wav", 20 + i, ord(speaker) + i)
+              for speaker in "ab" for i in range(2)}
+    tokenize(bundle, tmp_path / "corpus", "--to", tmp_path / "out")
+    found = {each.id: each.codes for each in Codes(tmp_path / "out" / "train", toy_codec.BOOKS)}
+    assert found.keys() == wanted.keys()
+    for name, codes in wanted.items():
+        np.testing.assert_array_equal(found[name], codes)
+
+
+# ---------------------------------------------------------------- what is bad
+
+
+def test_bad_recordings_are_left_out_by_name_and_rows_add_up(bundle, tmp_path, capsys):
+    folder = tmp_path / "corpus"
+    wanted = recording(folder / "good.wav", 50, 0)
+    soundfile.write(folder / "nan.wav", np.full(16_000, np.nan, np.float32), 16_000, "FLOAT")
+    (folder / "noise.wav").write_bytes(b"RIFF no sound at all")
+    soundfile.write(folder / "cut.flac", np.random.default_rng(0).normal(0, 0.1, 64_000), 16_000)
+    whole = (folder / "cut.flac").read_bytes()
+    (folder / "cut.flac").write_bytes(whole[: len(whole) // 3])
+    rows = {"good.wav": 1, "nan.wav": 1, "noise.wav": 1, "cut.flac": 4, "missing.wav": 1}
+    listed(folder / "test.csv", [(name.split(".")[0], seconds, name, "", "") for name, seconds in rows.items()])
+    tokenize(bundle, folder, "--to", tmp_path / "out")
+    [only] = Codes(tmp_path / "out" / "test", toy_codec.BOOKS)
+    np.testing.assert_array_equal(only.codes, wanted)
+    said = capsys.readouterr().err
+    assert "test: 5 rows read, 1 kept, 4 left out: 3 undecodable, 1 missing clip" in said
+    assert "nan: holds values that are not finite" in said and "cut: " in said
+    assert f"all are in {tmp_path / 'out' / 'test' / 'left_out.csv'}" in said
+    with open(tmp_path / "out" / "test" / "left_out.csv", encoding="utf-8") as file:
+        assert {row["ID"]: row["split"] for row in csv.DictReader(file)}.keys() == {"nan", "noise", "cut", "missing"}
+
+
+def test_a_corpus_of_which_nothing_can_be_read_is_an_error_and_leaves_no_codes(bundle, tmp_path, capsys):
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for i in range(3):
+        soundfile.write(folder / f"{i}.wav", np.full(16_000, np.nan, np.float32), 16_000, "FLOAT")
+    listed(folder / "test.csv", [(i, 1.0, f"{i}.wav", "", "") for i in range(3)])
+    said = refused(capsys, bundle, folder, "--to", tmp_path / "out")
+    assert "error: all 3 rows of test were left out: 3 undecodable; for example 0: holds values that are not" in said
+    assert [each.name for each in (tmp_path / "out").iterdir()] == ["manifests"]
+
+
+def test_an_empty_corpus_is_an_error(bundle, tmp_path, capsys):
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    assert "is not a corpus" in refused(capsys, bundle, folder, "--to", tmp_path / "out")
+    listed(folder / "test.csv", [])
+    assert "split is empty" in refused(capsys, bundle, folder, "--to", tmp_path / "out")
+    assert not (tmp_path / "out" / "test").exists()
+
+
+def test_a_bundle_of_another_kind_and_a_missing_corpus_are_told_before_anything_is_made(bundle, tmp_path, capsys):
+    voice = voices.make(tmp_path / "voice")
+    assert "has a voice, and a codec is needed here" in refused(capsys, voice, tmp_path, "--to", tmp_path / "out")
+    assert "no such file or folder" in refused(capsys, bundle, tmp_path / "nowhere", "--to", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+# ---------------------------------------------------------------- whole or not at all
+
+
+def test_what_is_there_is_replaced_only_if_asked_for(bundle, corpus, tmp_path, capsys, monkeypatch):
+    folder, _ = corpus
+    words = bundle, folder, "--to", tmp_path / "out", "--split", "dev"
+    tokenize(*words)
+    before = (tmp_path / "out" / "dev" / "manifest.json").stat().st_mtime_ns
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenizing, "codec", lambda *_: pytest.fail("nothing must be loaded"))
+        assert "dev exists; choose another folder, or replace it with --force" in refused(capsys, *words)
+    tokenize(*words, "--force")
+    assert (tmp_path / "out" / "dev" / "manifest.json").stat().st_mtime_ns > before
+    (tmp_path / "out" / "dev" / "manifest.json").unlink()
+    assert "is no folder of codes, so it is not replaced" in refused(capsys, *words, "--force")
+
+
+def test_nothing_stays_of_a_split_that_was_not_finished(bundle, corpus, tmp_path, monkeypatch):
+    folder, _ = corpus
+    monkeypatch.setattr(tokenizing, "_AT_ONCE_SECONDS", 7.0)
+    encode, calls = Codec.encode, []
+
+    def stopped(codec, audio):
+        calls.append(len(audio))
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return encode(codec, audio)
+
+    monkeypatch.setattr(Codec, "encode", stopped)
+    assert main(["tokenize", str(bundle), str(folder), "--to", str(tmp_path / "out"), "--split", "train"]) == 130
+    assert [each.name for each in (tmp_path / "out").iterdir()] == ["manifests"]
+
+
+def test_a_codec_whose_codes_are_in_no_codebook_writes_none(tmp_path, corpus):
+    wrong, (folder, _) = toy_codec.make(tmp_path / "c", graph_sizes=(90, 20)), corpus
+    with pytest.raises(SbkitError, match=r"what model\.onnx gave.* is not in a codebook of 50 entries"):
+        tokenizing.tokenize(tokenizing.TokenizeRequest(wrong, str(folder), tmp_path / "out", device="cpu"))
+    assert not (tmp_path / "out" / "test").exists()
+
+
+def test_shards_pin_the_codec_that_made_them(bundle, corpus, tmp_path):
+    folder, _ = corpus
+    tokenize(bundle, folder, "--to", tmp_path / "out", "--split", "dev")
+    books = json.loads((tmp_path / "out" / "dev" / "manifest.json").read_text())["books"]
+    config = layout.Codec.read(bundle)
+    assert books == {"sizes": config.books, "frame_rate": 50.0, "sample_rate": 16_000, "codec": config.codec}
