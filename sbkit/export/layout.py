@@ -89,7 +89,7 @@ class Bundle:
         found = read(folder)
         if not isinstance(found, cls):
             raise SbkitError(f"the bundle {folder} has {found.what}, and {cls.what} is needed here",
-                             hint="sbkit.infer.load(bundle) runs it from Python")
+                             hint=found.use.format(folder))
         return found
 
     def check(self, path: Path) -> None:

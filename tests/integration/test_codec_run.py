@@ -1,9 +1,15 @@
-"""A codec from a corpus without texts: trained, killed and resumed, on two ranks, scored, and heard in its report."""
+"""A codec from a corpus without texts: trained, killed and resumed, on two ranks, scored, and heard in its report; and
+its bundle, with which a corpus becomes codes and codes become sound.
+"""
 
 import base64
 import contextlib
+import functools
 import json
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +18,19 @@ import pytest
 import soundfile
 import torch
 import yaml
+from safetensors.numpy import load_file as load_numpy
+from safetensors.numpy import save_file as save_numpy
+from safetensors.torch import load_file
 
+import sbkit.infer
+from sbkit.cli import main
+from sbkit.codes import Books, Codes
 from sbkit.data.audio import read_audio
+from sbkit.export import source
+from sbkit.export.layout import Codec as Config
+from sbkit.infer import codec_pieces
+from sbkit.system import disk
+from sbkit.tasks.codec.exported import OTHER_CODES, fingerprint
 
 pytestmark = pytest.mark.slow
 
@@ -142,3 +159,141 @@ def test_it_is_scored_again_and_its_numbers_are_the_tests(run):
     assert 0 < facts["coding_real_time_factor"] < facts["real_time_factor"]
     assert [book["entries"] for book in facts["codebooks"]] == [1000, 1000]
     assert (run / "evaluations" / "test-best" / "report.html").is_file()
+
+
+# ---------------------------------------------------------------- the bundle
+
+
+@pytest.fixture(scope="module")
+def bundle(run):
+    folder = run.parent / "bundle"
+    said = processes.sbkit("export", run, "--to", folder, cwd=ROOT, **ENVIRONMENT)
+    assert f"use it: sbkit tokenize {folder} CORPUS" in said.stdout and "WER" not in said.stdout
+    return folder
+
+
+@pytest.fixture(scope="module")
+def coder(run):
+    return source.open_run(run).exported.coder
+
+
+@pytest.fixture(scope="module")
+def tokens(bundle, data):
+    """The test split as codes."""
+    folder = bundle.parent / "codes"
+    said = processes.sbkit("tokenize", bundle, data, "--split", "test", "--to", folder, cwd=ROOT, **ENVIRONMENT)
+    assert re.search(r"test: 12 utterances, 0\.00 hours, [\d,]+ frames at 997 bit/s", said.stdout)
+    return folder / "test"
+
+
+def checkpoints(coder, signal):
+    with torch.no_grad():
+        codes, frames = coder.encode(torch.from_numpy(signal)[None], torch.tensor([len(signal)]))
+        return codes[0].numpy(), coder.decode(codes, frames)[0].numpy()
+
+
+@pytest.mark.parametrize("model", ["onnx", "torch"])
+def test_its_bundle_gives_the_checkpoints_codes_and_sound_alone_in_batches_and_in_pieces(bundle, coder, model,
+                                                                                        monkeypatch):
+    signals = [voice(seconds, i) for i, seconds in enumerate((0.01, 1.0, 3.7, 0.5, 2.2))]
+    own = [checkpoints(coder, signal) for signal in signals]
+    with sbkit.infer.load(bundle, model=model, device="cpu") as codec:
+        monkeypatch.setattr(codec_pieces, "PIECE_SECONDS", 1.0)
+        found = codec.encode(signals)
+        alike = [mine == theirs for mine, (theirs, _) in zip(found, own, strict=True)]
+        assert np.mean(np.concatenate(alike)) >= 1 - OTHER_CODES
+        for sound, (_, wanted) in zip(codec.decode([codes for codes, _ in own]), own, strict=True):
+            np.testing.assert_allclose(sound, wanted.clip(-1, 1), atol=1e-3)
+        for signal, codes in zip(signals, found, strict=True):
+            assert np.mean(codec.encode([signal])[0] == codes) >= 1 - OTHER_CODES
+
+
+def test_its_hash_is_the_same_of_the_same_checkpoint_and_its_files_are_no_pickles(bundle, coder):
+    config = Config.read(bundle)
+    assert config.codec == fingerprint(coder)
+    assert config.context == 3 + 2 + 1, "a block at 50 frames a second, one at 100, and frames that overlap"
+    assert {name for name in config.files if name.endswith((".pt2", ".onnx", ".safetensors"))} == {
+        "model.onnx", "decoder.onnx", "model.pt2", "decoder.pt2", "model.safetensors"}
+    facts = json.loads((bundle / "parity.json").read_text())
+    assert facts["formats"]["onnx"]["difference"] <= OTHER_CODES
+    assert facts["decoder"]["from its codes"]["torch"]["difference"] < 1e-3
+    assert load_file(bundle / "model.safetensors").keys() == coder.state_dict().keys()
+
+
+def test_its_readme_runs_where_there_is_onnxruntime_alone(bundle, data, coder, tmp_path):
+    [code] = [each for each in re.findall(r"```python\n(.*?)```", (bundle / "README.md").read_text(), re.S)
+              if "InferenceSession" in each]
+    blocked = "import sys\nsys.modules.update(dict.fromkeys(['torch', 'sbkit', 'speechbrain']))\n"
+    home = tmp_path / "b"
+    shutil.copytree(bundle, home)
+    shutil.copy(data / "test3.wav", home / "clip.wav")
+    subprocess.run([sys.executable, "-c", blocked + code], cwd=home, check=True)
+    signal = soundfile.read(data / "test3.wav", dtype="float32")[0]
+    again, rate = soundfile.read(home / "again.wav", dtype="float32")
+    assert rate == 16_000
+    np.testing.assert_allclose(again, checkpoints(coder, signal)[1][: len(signal)], atol=2e-3)
+
+
+def test_a_corpus_becomes_codes_and_sound_again(bundle, tokens, data, coder, tmp_path):
+    books = Books((1000, 1000), 50.0, 16_000, Config.read(bundle).codec)
+    other = total = 0
+    for each in Codes(tokens, books):
+        own, _ = checkpoints(coder, soundfile.read(data / f"{each.id}.wav", dtype="float32")[0])
+        assert own.shape == each.codes.shape
+        other, total = other + (own != each.codes).sum(), total + own.size
+    assert total > 12 * 2 * 30 and other <= OTHER_CODES * total
+    said = processes.sbkit("resynthesize", bundle, tokens, "--to", tmp_path / "sounds", "--format", "flac", cwd=ROOT,
+                           **ENVIRONMENT)
+    assert "12 recordings" in said.stdout
+    for i in range(12):
+        signal = soundfile.read(data / f"test{i}.wav", dtype="float32")[0]
+        sound, rate = soundfile.read(tmp_path / "sounds" / f"test{i}.flac", dtype="float32")
+        assert rate == 16_000 and len(sound) == -(-len(signal) // 320) * 320
+        np.testing.assert_allclose(sound, checkpoints(coder, signal)[1].clip(-1, 1), atol=2e-3)
+
+
+def planted(tokens, folder, id):
+    """A copy of the codes with an id in it, as another program would have written them."""
+    shutil.copytree(tokens, folder)
+    path, manifest = folder / "codes-00000.safetensors", folder / "manifest.json"
+    codes = load_numpy(path)
+    codes["codes"] = codes["codes"].astype(np.int32)
+    codes["codes"][5, 1] = id
+    save_numpy(codes, path)
+    values = json.loads(manifest.read_text())
+    values["shards"][0] |= {"bytes": path.stat().st_size, "sha256": disk.sha256(path)}
+    manifest.write_text(json.dumps(values))
+    return folder
+
+
+def cut(tokens, folder):
+    shutil.copytree(tokens, folder)
+    path = folder / "codes-00000.safetensors"
+    path.write_bytes(path.read_bytes()[:-40])
+    return folder
+
+
+@pytest.mark.parametrize(("spoil", "says"), [
+    (functools.partial(planted, id=-1), "test0: frame 5, level 1: id -1 is not in a codebook of 1000 entries"),
+    (functools.partial(planted, id=1000), "frame 5, level 1: id 1000 is not in a codebook of 1000 entries"),
+    (functools.partial(planted, id=1063), "frame 5, level 1: id 1063 is not in a codebook of 1000 entries"),
+    (cut, "codes-00000.safetensors is damaged: it is not the file that manifest.json names"),
+])
+def test_codes_that_are_not_right_are_told_by_place_and_no_file_is_written(bundle, tokens, tmp_path, capsys, spoil,
+                                                                          says):
+    folder = spoil(tokens, tmp_path / "codes")
+    assert main(["resynthesize", str(bundle), str(folder), "--to", str(tmp_path / "out")]) == 2
+    assert says in capsys.readouterr().err and [each.name for each in tmp_path.iterdir()] == ["codes"]
+
+
+def test_codes_of_a_codec_that_was_trained_on_are_those_of_another(bundle, tokens, data, run, tmp_path, capsys):
+    """The same recipe and corpus; one more epoch."""
+    out = tmp_path / "out"
+    shutil.copytree(run, out)
+    train(out, data, "--number_of_epochs", "3")
+    processes.sbkit("export", out, "--to", tmp_path / "later", "--checkpoint", "last", "--formats", "onnx", "--clips",
+                    "2", cwd=ROOT, **ENVIRONMENT)
+    assert main(["resynthesize", str(tmp_path / "later"), str(tokens), "--to", str(tmp_path / "sounds")]) == 2
+    said = capsys.readouterr().err
+    assert f"codec {Config.read(bundle).codec[:12]}... instead of {Config.read(tmp_path / 'later').codec[:12]}" in said
+    assert "make them again with this codec" in said and not (tmp_path / "sounds").exists()

@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 KINDS = "a run, a checkpoint, a bundle, a folder for EncoderASR, or a .safetensors file"
 #: What a bundle says that it is, and the file that says it; in that, transformers' models say theirs.
 _BUNDLE, _CONFIG = "sbkit bundle", "config.json"
+_WEIGHTS = "model.safetensors"  # of bundles that have them by their names in the recipe
 _TOKENIZERS = ("tokenizer.ckpt", "tokenizer.model")  # of bundles and of SpeechBrain's folders
 _OTHER = "it holds no tensors"
 _SPECIAL = ("blank", "bos", "eos")
@@ -153,6 +154,8 @@ def find(path: str | Path, checkpoint: str, mean_of: int, metric: Metric) -> Sou
         return _of_checkpoint(path, metric)
     if (path / RECIPE).is_file():
         return _of_speechbrain(path)
+    if (path / _WEIGHTS).is_file() and _config(path).get("format") == _BUNDLE:
+        return Source(f"the bundle {path}", {"": path / _WEIGHTS})
     raise _none(path)
 
 

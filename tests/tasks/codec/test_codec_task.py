@@ -14,10 +14,13 @@ from speechbrain.core import Stage
 from sbkit.data.batch import Batch, stand_in
 from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
+from sbkit.export.layout import Codec as Config
 from sbkit.nn.codec import ResidualVectors
 from sbkit.recipe import load
 from sbkit.recipe.check import check
+from sbkit.runs import initial
 from sbkit.tasks.codec import Codec
+from sbkit.tasks.codec.exported import CodecModel
 from sbkit.tasks.codec.results import Books, Resyntheses, perplexity
 from sbkit.tasks.codec.rows import Row
 
@@ -253,3 +256,18 @@ def test_it_needs_no_texts_and_a_recogniser_does():
     from sbkit.tasks.ctc import CTC
 
     assert not Codec.needs_text() and CTC.needs_text()
+
+
+def test_a_run_starts_from_the_weights_of_a_bundle(tmp_path):
+    made, other = brain(tmp_path / "one"), brain(tmp_path / "two", init_from=str(tmp_path / "bundle"))
+    with torch.no_grad():
+        for each in made.coder.parameters():
+            each.add_(0.01)
+    (tmp_path / "bundle").mkdir()
+    model = CodecModel.of(made.coder)
+    config = Config(sample_rate=16_000, codec="0" * 64, books=[1000], stride=320, context=1)
+    model.write_beside(tmp_path / "bundle", config)
+    (tmp_path / "bundle" / "config.json").write_text(config.to_json())
+    initial.load(other)
+    found, wanted = other.coder.state_dict(), made.coder.state_dict()
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
