@@ -88,7 +88,7 @@ class Books:
         Raises ``InvalidCode`` for the first id that isn't in its codebook.
         """
         try:
-            found = np.asarray(codes)
+            found = _exact(codes)
         except (TypeError, ValueError) as error:
             raise SbkitError(f"{where}: codes are an array of whole numbers: {first_line(error)}") from error
         if found.ndim not in (2, 3) or found.shape[-1] != len(self.sizes):
@@ -136,6 +136,14 @@ class Books:
 
 def _whole(value: object, most: int) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and 0 < int(value) <= most
+
+
+def _exact(codes: ArrayLike) -> np.ndarray:
+    """Make an array, of Python's own numbers where numpy would round whole ones: as soon as one is beyond 2**63."""
+    found = np.asarray(codes)
+    if found.dtype.kind == "f" and not isinstance(codes, np.ndarray) and _are_whole(exact := np.asarray(codes, object)):
+        return exact
+    return found
 
 
 def _are_whole(values: np.ndarray) -> bool:

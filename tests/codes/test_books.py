@@ -61,6 +61,12 @@ def test_a_batch_names_its_utterance_and_counts_the_others():
     assert e.value.position == (2, 1)
 
 
+def test_an_id_that_numpy_would_round_is_named_as_it_is():
+    with pytest.raises(InvalidCode, match="level 1: id 9223372036854775809 is not in a codebook of 64") as error:
+        BOOKS.check([(0, 2**63 + 1)], "x")
+    assert (error.value.position, error.value.level, error.value.id) == ((0,), 1, 2**63 + 1)
+
+
 @given(st.lists(st.tuples(st.integers(-2**70, 2**70), st.integers(-2**70, 2**70)), min_size=1, max_size=4))
 def test_whatever_the_ids_are_all_are_taken_or_the_first_wrong_one_is_named(rows):
     wrong = [((frame,), level, id) for frame, row in enumerate(rows) for level, id in enumerate(row)
