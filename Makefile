@@ -5,13 +5,15 @@ VENV   := $(if $(VIRTUAL_ENV),$(VIRTUAL_ENV),.venv)
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.sbkit-installed$(subst /,_,$(CURDIR))
 OUT    ?= results/demo
+SPEECH ?= results/demo-speech
 # Tests wait for processes, ports and disks a third of their time, so there are more of them at once than cores.
 TESTERS ?= $(shell $(PYTHON) -c 'import os; n = os.cpu_count() or 1; print(min(2 * n, n + 4))')
 
-.PHONY: help install demo test test-fast lint format docs bench gpu clean
+.PHONY: help install demo demo-speech test test-fast lint format docs bench gpu clean
 
 help:
 	@echo "make demo       synthesise speech, train a recogniser on it, score it, use it (minutes, no GPU)"
+	@echo "make demo-speech  the same, and a voice: a codec, a voice that speaks through it, a server, and what is heard"
 	@echo "make test       every test, the slow ones too (make test-fast leaves them out)"
 	@echo "make lint       ruff, and mypy: the types of all of sbkit/ and tools/"
 	@echo "make docs       docs/keys.md from what the classes declare"
@@ -33,6 +35,19 @@ demo: $(STAMP)
 	$(BIN)/torchrun --standalone --nproc_per_node=1 train.py hparams/ctc.yaml --output_folder $(OUT)
 	$(BIN)/sbkit export $(OUT) --to $(OUT)/bundle --force
 	@$(BIN)/python tools/demo_end.py $(OUT)
+
+# Only what is missing is made, so a second call goes on where the first one was stopped.
+$(OUT)/bundle/config.json:
+	$(MAKE) demo OUT=$(OUT)
+
+demo-speech: $(STAMP) $(OUT)/bundle/config.json
+	$(BIN)/torchrun --standalone --nproc_per_node=1 train.py hparams/codec.yaml --output_folder $(SPEECH)/codec \
+	  --recogniser $(OUT)/bundle
+	$(BIN)/sbkit export $(SPEECH)/codec --to $(SPEECH)/codec/bundle --force
+	$(BIN)/torchrun --standalone --nproc_per_node=1 train.py hparams/tts.yaml --output_folder $(SPEECH)/voice \
+	  --codec $(SPEECH)/codec/bundle --recogniser $(OUT)/bundle
+	$(BIN)/sbkit export $(SPEECH)/voice --to $(SPEECH)/voice/bundle --force
+	$(BIN)/python tools/demo_speech_end.py $(SPEECH)/voice $(SPEECH)/voice/bundle $(OUT)/bundle
 
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TESTERS) --dist loadfile --no-loadscope-reorder

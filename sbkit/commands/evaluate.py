@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 def evaluate(request: EvaluateRequest) -> int:
     """Score, write the files and print a table; the exit code says whether ``max_wer`` was met."""
-    from sbkit.infer import recogniser
+    from sbkit.infer.bundles import Opened
     from sbkit.runs import evaluation_corpus, restore
     from sbkit.train import device as devices
     from sbkit.train.distributed import ranks
@@ -76,7 +76,7 @@ def evaluate(request: EvaluateRequest) -> int:
             if request.chunk:
                 brain.take_chunks(request.chunk)
             if bundle := request.recogniser or brain.recogniser:
-                brain.take_recogniser(recogniser.opened(bundle, recipe.keys.sample_rate))
+                brain.take_recogniser(Opened().recogniser(bundle, recipe.keys.sample_rate))
             results = list(_results(request, recipe, brain, name, path, remote))
             return _tell(results, request.max_wer) if ranks.is_main() else 0
     finally:

@@ -66,7 +66,7 @@ def _run(request: Request, device: torch.device) -> None:
 
 
 def _train(recipe: Recipe, request: Request, device: torch.device, guard: StartGuard) -> None:
-    from sbkit.infer import recogniser
+    from sbkit.infer.bundles import Opened
     from sbkit.recipe import load
     from sbkit.runs import completion, initial, preflight, preparation, pretrained, results, training
     from sbkit.train.distributed import ranks
@@ -76,7 +76,7 @@ def _train(recipe: Recipe, request: Request, device: torch.device, guard: StartG
     ranks.run_on_main(initial.look, recipe.keys)
     # Before a corpus is prepared, so that what is missing is told at once.
     pretrained.fetch(recipe.keys.pretrainer, _resumed(recipe.keys))
-    follows = ranks.run_on_main(preparation.prepare_data, recipe, request.overrides)
+    follows = ranks.run_on_main(preparation.prepare_data, recipe, request.overrides, Opened())
     if follows:
         request.overrides.update({key: value for key, value in follows.items() if key in recipe.hparams})
         recipe = load.opened(load.load(request.path, request.overrides), request.path)
@@ -93,7 +93,7 @@ def _train(recipe: Recipe, request: Request, device: torch.device, guard: StartG
     corpus = recipe.keys.corpus
     manifests = corpus.load()
     pretrained.load(recipe.keys.pretrainer, _resumed(recipe.keys))
-    brain = training.fit_and_test(recipe, request, device, manifests, guard, recogniser.opened)
+    brain = training.fit_and_test(recipe, request, device, manifests, guard, Opened())
     ranks.run_on_main(results.show, brain.tested, folder, manifests["test"], corpus.left_out("test"),
                       brain.metrics_log)
     if (done or not test_only) and not brain.tested.unread:  # a test alone does not complete a run

@@ -65,6 +65,7 @@ class Corpus:
     cache_folder : where audio that must be unpacked is stored, by default beside the manifests
     workers : processes that measure recordings, by default as many as suit the machine
     demo_hours, demo_seed : size and seed of the demo corpus
+    demo_voices : voices of espeak-ng that speak all of it, as a corpus to learn to speak from has; by default many do
     """
 
     def __init__(self, source: Named | Source | None = None, language: str | None = None,
@@ -77,7 +78,7 @@ class Corpus:
                  schemes: Sequence[str] | None = None, url_megabytes: float = NOWHERE.megabytes,
                  url_seconds: float = NOWHERE.seconds,
                  cache_folder: str | Path | None = None, workers: int | None = None,
-                 demo_hours: float = 1.0, demo_seed: int = 1234):
+                 demo_hours: float = 1.0, demo_seed: int = 1234, demo_voices: Sequence[str] = ()):
         _check_shapes(source, splits=splits, columns=columns, text=text)
         self.source = source or None
         self.language = language or None
@@ -97,6 +98,7 @@ class Corpus:
         self.cache_folder = Path(cache_folder) if cache_folder else self.folder / "audio"
         self.workers = workers
         self.demo_hours, self.demo_seed = demo_hours, demo_seed
+        self.demo_voices = texts("corpus: demo_voices", demo_voices) if demo_voices else []
         self.report: dict[str, Any] | None = None
         self._needs_text = True
         self._check()
@@ -237,9 +239,11 @@ class Corpus:
         from sbkit.data.demo import FORMAT, make_demo_corpus  # needs the optional speech synthesiser
 
         language = self.language or "en"
-        name = f"demo-{language}-{self.demo_hours:g}h-seed{self.demo_seed}-v{FORMAT}"
+        spoken = "".join(f"{voice}-" for voice in self.demo_voices)
+        name = f"demo-{language}-{spoken}{self.demo_hours:g}h-seed{self.demo_seed}-v{FORMAT}"
         return make_demo_corpus(cache_folder() / name, hours=self.demo_hours, language=language,
-                                seed=self.demo_seed, workers=self.workers, show_progress=show_progress)
+                                seed=self.demo_seed, workers=self.workers, show_progress=show_progress,
+                                voices=self.demo_voices)
 
     def _options(self) -> dict[str, Any]:
         return {

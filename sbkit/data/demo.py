@@ -83,6 +83,8 @@ class Speaker:
     age: str
     gender: str
     accent: str
+    steady: bool = False
+    """Whether all clips have the same level, rate and pitch, as a voice in a studio."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ class Clip:
 
 
 def make_demo_corpus(out: str | os.PathLike[str], hours: float = 1.0, language: str = "en", seed: int = 1234,
-                     workers: int | None = None, show_progress: bool = True) -> Path:
+                     workers: int | None = None, show_progress: bool = True, voices: Sequence[str] = ()) -> Path:
     """Synthesise the corpus and return its folder, ``out/<language>``, to be used as ``data_folder``.
 
     The same arguments give the same bytes, with any number of workers. A folder that was made with these arguments is
@@ -110,6 +112,8 @@ def make_demo_corpus(out: str | os.PathLike[str], hours: float = 1.0, language: 
     hours : approximate amount of speech in all splits together.
     language : an espeak-ng language or Common Voice's code for it. For ten languages there are sentences (see
         ``demo_sentences``); in all others the texts are lists of numbers, written in digits.
+    voices : voices of espeak-ng, such as ``en-us+f2``, that speak all of it, steadily as in a studio: a corpus to learn
+        to speak from. By default there are many, others in each split
     """
     if not 0 < hours <= 1000:
         raise SbkitError(f"hours must lie between 0 and 1000, not {hours}")
@@ -117,16 +121,18 @@ def make_demo_corpus(out: str | os.PathLike[str], hours: float = 1.0, language: 
         raise SbkitError(f"workers must be at least 1, not {workers}")
     espeak_name = _espeak_name(language)
     folder = Path(out) / language
-    made_with = {"format": FORMAT, "hours": float(hours), "language": language, "seed": seed}
+    made_with: dict[str, Any] = {"format": FORMAT, "hours": float(hours), "language": language, "seed": seed}
+    if voices:
+        made_with["voices"] = list(voices)
     if _finished(folder, made_with):
         return folder
 
     with _temporary_folder(folder) as aside, _pool(workers, language) as run:
         base = next((name for name, dialects in DIALECTS.items() if espeak_name in dialects), espeak_name)
         grammar = GRAMMARS.get(base) or _numbers(espeak_name, run)
-        voices = _voices(espeak_name, seed)
-        count = _count_clips(hours, grammar, voices["train"], seed, run)
-        clips = _plan(count, grammar, voices, seed)
+        speakers = _studio(voices) if voices else _voices(espeak_name, seed)
+        count = _count_clips(hours, grammar, speakers["train"], seed, run)
+        clips = _plan(count, grammar, speakers, seed)
         (aside / "clips").mkdir()
         jobs = ((clip, aside / "clips" / _file_name(clip, language)) for clip in clips)
         milliseconds = list(progress(
@@ -263,6 +269,13 @@ def _voices(espeak_name: str, seed: int) -> dict[str, list[Speaker]]:
     return speakers
 
 
+def _studio(voices: Sequence[str]) -> dict[str, list[Speaker]]:
+    """The same speakers in each split, named as espeak-ng names them."""
+    speakers = [Speaker(voice, voice, words_per_minute=165, pitch=50, age="", gender="", accent="", steady=True)
+                for voice in voices]
+    return dict.fromkeys(VOICES, speakers)
+
+
 def _count_clips(hours: float, grammar: Grammar, speakers: Sequence[Speaker], seed: int, run: Run) -> int:
     """The number of clips for so many hours, estimated by synthesising a few."""
     sample = [
@@ -317,16 +330,18 @@ def _sound(clip: Clip) -> np.ndarray:
     """The clip as float32 [S] at SAMPLE_RATE: speech at a random level, with a moment of silence on both sides."""
     import soxr
 
-    rng = np.random.default_rng(clip.seed)
+    speaker, rng = clip.speaker, np.random.default_rng(clip.seed)
+    varies = 0 if speaker.steady else 1
     speech, rate = demo_voice.speak(
-        clip.spoken, clip.speaker.voice, seed=clip.seed,
-        words_per_minute=clip.speaker.words_per_minute + int(rng.integers(-8, 9)),
-        pitch=clip.speaker.pitch + int(rng.integers(-5, 6)), pitch_range=int(rng.integers(40, 61)),
+        clip.spoken, speaker.voice, seed=clip.seed,
+        words_per_minute=speaker.words_per_minute + varies * int(rng.integers(-8, 9)),
+        pitch=speaker.pitch + varies * int(rng.integers(-5, 6)), pitch_range=50 + varies * int(rng.integers(-10, 11)),
     )
     loud = np.flatnonzero(np.abs(speech) > 0.005)
     speech = soxr.resample(speech[loud[0]:loud[-1] + 1], rate, SAMPLE_RATE)
     before, after = (int(SAMPLE_RATE * seconds) for seconds in rng.uniform(0.1, 0.35, size=2))
-    peak = 10 ** (rng.uniform(-9, -1) / 20)
+    level = rng.uniform(-9, -1)
+    peak = 10 ** ((-5 if speaker.steady else level) / 20)
     after = max(after, int(SAMPLE_RATE * SHORTEST_SECONDS) - before - len(speech))
     samples = np.pad(speech * (peak / np.abs(speech).max()), (before, after))
     # Real recordings have no digital silence, so noise 60 dB below the loudest clip is added.

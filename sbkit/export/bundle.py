@@ -15,10 +15,12 @@ import torch
 import sbkit
 from sbkit.data import publish
 from sbkit.errors import SbkitError
-from sbkit.export import clips, graph, layout, parity, source
+from sbkit.export import graph, layout, parity, source
+from sbkit.export.clips import Clips
 from sbkit.export.companion import Companion
-from sbkit.export.exported import INPUTS, Exported
+from sbkit.export.exported import Exported
 from sbkit.export.source import Trained
+from sbkit.runs.bundles import Bundles
 from sbkit.runs.restore import BEST
 from sbkit.system.console import progress
 
@@ -56,12 +58,15 @@ class ExportRequest:
     chunk: int | None = None
 
 
-def export(request: ExportRequest) -> int:
-    """Export a run, print how it compares with its checkpoint, and return the exit code."""
+def export(request: ExportRequest, bundles: Bundles | None = None) -> int:
+    """Export a run, print how it compares with its checkpoint, and return the exit code.
+
+    bundles : opens the recogniser of a task that makes sound, which compares what is heard; None: sound alone is
+    """
     to = request.to.resolve()  # a link to a bundle stays a link
     publish.tidy(to)
     _check(request)
-    trained = source.open_run(request.run, request.checkpoint, request.average)
+    trained = source.open_run(request.run, request.checkpoint, request.average, bundles)
     with publish.room_beside(to) as aside:
         comparison, config = _fill(aside, trained, request)
         publish.publish(aside, to, request.force)
@@ -125,12 +130,12 @@ def _fill(folder: Path, trained: Trained, request: ExportRequest) -> tuple[parit
             bar.update()
 
         step("reading test clips")
-        chosen = clips.choose(trained.keys.corpus, exported.sample_rate, request.clips)
+        chosen = exported.clips(trained.keys.corpus, request.clips)
         step("tracing")
         program = exported.trace()
         config = complete(exported.config(program, chosen), trained)
         exported.write_beside(folder, config)
-        whole = _Traced(program, layout.MODELS, INPUTS, exported.outputs, exported.metadata(config))
+        whole = _Traced(program, layout.MODELS, exported.inputs, exported.outputs, exported.metadata(config))
         for name in formats:
             step(f"writing {name}")
             if name in _GRAPHS:
@@ -176,7 +181,7 @@ def _write_companion(companion: Companion, files: Mapping[str, str], folder: Pat
         traced.write(name, folder)
 
 
-def _compared(companion: Companion, files: Mapping[str, str], folder: Path, config: layout.Bundle, chosen: clips.Clips,
+def _compared(companion: Companion, files: Mapping[str, str], folder: Path, config: layout.Bundle, chosen: Clips,
               step: Callable[[str], None]) -> Mapping[str, parity.Comparison]:
     """Compare the formats of a further graph with the checkpoint in each way of running it."""
     step(f"running the checkpoint for {companion.name}")

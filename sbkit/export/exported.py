@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
@@ -13,11 +13,14 @@ from torch import Tensor, nn
 
 from sbkit.errors import SbkitError
 from sbkit.export import graph, layout, readme
-from sbkit.export.clips import Clips
+from sbkit.export.clips import Clips, choose
 from sbkit.export.companion import Companion, OwnBundle
 from sbkit.export.parity import Comparison
 from sbkit.export.runners import RUNNERS, Runner, each
 from sbkit.export.target import Target
+
+if TYPE_CHECKING:
+    from sbkit.data.corpus import Corpus
 
 INPUTS = {"signals": ("batch", "samples"), "lengths": ("batch",)}
 _EXAMPLE = (2, 24_000)  # batch and samples for tracing; torch.export takes sizes of 0 and 1 for constants
@@ -62,6 +65,15 @@ class Exported:
     def companions(self) -> Sequence[Companion]:
         """Further graphs of the model, such as one for streams."""
         return ()
+
+    @property
+    def inputs(self) -> Mapping[str, tuple[str, ...]]:
+        """Names of the inputs and of their dynamic dimensions."""
+        return INPUTS
+
+    def clips(self, corpus: Corpus | None, count: int) -> Clips:
+        """Choose what the formats are compared on: ``count`` utterances of the run's test split."""
+        return choose(corpus, self.sample_rate, count)
 
     def trace(self) -> torch.export.ExportedProgram:
         """Trace the graph with dynamic batch and time dimensions."""

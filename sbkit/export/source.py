@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +15,17 @@ from sbkit.errors import SbkitError
 from sbkit.export.exported import Exported
 from sbkit.nn import adapters
 from sbkit.runs import restore
+from sbkit.runs.bundles import Bundles
 from sbkit.runs.keys import RunKeys
 from sbkit.train.averaging import EMA
 
 if TYPE_CHECKING:
     from sbkit.train.brain import Brain
+
+
+logger = logging.getLogger(__name__)
+#: The Brain of a run, whose class only the rooms of tasks have.
+Task = Any
 
 
 @dataclass
@@ -31,13 +38,15 @@ class Trained:
     """Recipe, checkpoint and scores, for config.json."""
 
 
-def open_run(run: str | Path, checkpoint: str = restore.BEST, mean_of: int = 1) -> Trained:
+def open_run(run: str | Path, checkpoint: str = restore.BEST, mean_of: int = 1, bundles: Bundles | None = None,
+             ) -> Trained:
     """Load the model of a run for export.
 
     Arguments
     ---------
     checkpoint : ``best`` (by the task's metric), ``last`` or the name of a checkpoint
     mean_of : average the weights of this many checkpoints
+    bundles : opens the recogniser of a task that makes sound
     """
     recipe = restore.read_run(Path(run))
     brain = restore.build(recipe, "cpu")
@@ -46,12 +55,22 @@ def open_run(run: str | Path, checkpoint: str = restore.BEST, mean_of: int = 1) 
         if isinstance(module, nn.Module):
             module.float().eval()
     adapters.merge(brain.modules)
+    if bundles is not None and brain.recogniser is not None:
+        _take_recogniser(brain, brain.recogniser, bundles)
     exported = brain.exported(Path(run))
     if exported is None:
         raise SbkitError(f"{type(brain).__name__} does not say what to export",
                          hint="define its method exported(run), as docs/extend.md shows")
     averaged = any(isinstance(each, EMA) for each in brain.checkpointer.recoverables.values())
     return Trained(exported, recipe.keys, _facts(recipe.keys, brain, used, averaged))
+
+
+def _take_recogniser(brain: Task, folder: str, bundles: Bundles) -> None:
+    """Let a recogniser hear what is exported, if it is still there."""
+    try:
+        brain.take_recogniser(bundles.recogniser(folder, brain.keys.sample_rate))
+    except SbkitError as error:
+        logger.warning("What is heard is not compared: %s", error)
 
 
 def _facts(keys: RunKeys, brain: Brain, used: Sequence[Checkpoint], averaged: bool) -> dict[str, Any]:

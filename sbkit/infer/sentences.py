@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from sbkit.export.layout import Voice
-from sbkit.infer.symbols import SPACE, Place, Symbols, Unknown, UnspeakableText
+from sbkit.infer.symbols import CLAUSE, CLOSING, ENDS, OPENING, SPACE, Place, Symbols, Unknown, UnspeakableText
 
 #: Seconds of silence after a sentence at the speed 1, and after a part of one that was too long.
 SENTENCE_PAUSE, CLAUSE_PAUSE, WORD_PAUSE = 0.25, 0.12, 0.05
@@ -17,10 +17,6 @@ _LONGEST_WORD = 64  # read as a whole at least, so that a character is with its 
 _RUN = re.compile(r"\s+|\S+")
 #: A stretch of a text without spaces, such as Chinese, up to the end of a sentence.
 _SENTENCE = re.compile(r"[^。！？]*[。！？]+[」』”’）]*|[^。！？]+")
-_CLOSING = "\"')]}»”’」』）"
-_ENDS = "!?…。！？"
-_CLAUSE = ",;:—–，、；："
-_OPENING = "\"'([{«“‘"
 _SHORTENED = re.compile(r"(?:\w|(?:\w+\.)+\w+)\.")  # an initial, "e.g.", "U.S."
 
 
@@ -92,22 +88,28 @@ class Script:
 
         Raises ``UnspeakableText`` at its end, if there is something in it that can't be spoken, or nothing.
         """
-        unknown, held, spoke = Unknown(), _Held(self._symbols.space, self._most), False
+        unknown, held, spoke, pauses = Unknown(), _Held(self._symbols.space, self._most), False, False
+        empty = True
         for word in words([text] if isinstance(text, str) else text, max(self._most, _LONGEST_WORD)):
+            empty = False
             written, ids = self._symbols.spell(word.text, word.places, unknown)
             spoke = spoke or bool(ids)
             if unknown.counts and not self._skip:
                 continue  # nothing is spoken any more: only more errors are looked for
             if word.first:
                 yield from held.flush(SENTENCE_PAUSE)
+            elif pauses:
+                yield from held.flush(CLAUSE_PAUSE)
             yield from held.add(written, ids, word.glued)
             if _ends_sentence(word.text):
                 yield from held.flush(SENTENCE_PAUSE)
+            # After a mark that is none of its symbols the voice doesn't know by itself that it should pause.
+            pauses = _ends_clause(word.text) and word.text.rstrip(CLOSING)[-1] not in self._symbols
         if unknown.counts and not self._skip:
             raise unknown.error()
         yield from held.flush(SENTENCE_PAUSE)
         if not spoke:
-            raise UnspeakableText("the text is empty" if not unknown.counts else
+            raise UnspeakableText("the text is empty" if empty else
                                   "the text has only characters that the voice never learnt",
                                   hint="give it some words to say")
 
@@ -154,10 +156,14 @@ def _parts(text: str, place: Place, glued: bool, first: bool) -> Iterator[Word]:
 
 
 def _ends_sentence(word: str) -> bool:
-    bare = word.rstrip(_CLOSING)
+    bare = word.rstrip(CLOSING)
     if bare.endswith("."):
-        return _SHORTENED.fullmatch(bare.lstrip(_OPENING)) is None
-    return bare.endswith(tuple(_ENDS))
+        return _SHORTENED.fullmatch(bare.lstrip(OPENING)) is None
+    return bare.endswith(tuple(ENDS))
+
+
+def _ends_clause(word: str) -> bool:
+    return word.rstrip(CLOSING).endswith(tuple(CLAUSE))
 
 
 class _Held:
@@ -189,7 +195,7 @@ class _Held:
         """Yield the words up to the last mark between clauses, if there is one."""
         words = [*self._words, coming]
         for count in range(len(self._words), 0, -1):
-            if self._words[count - 1].text.rstrip(_CLOSING).endswith(tuple(_CLAUSE)):
+            if _ends_clause(self._words[count - 1].text):
                 yield self._piece(self._words[:count], 0.0 if words[count].glued else CLAUSE_PAUSE)
                 self._words = self._words[count:]
                 return

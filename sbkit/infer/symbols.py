@@ -12,6 +12,9 @@ from sbkit.export.layout import Voice
 _PLACES = 3  # told of each unknown character
 _CHARACTERS = 8  # told at most
 SPACE = " "
+#: Marks around words. They are not spoken, but tell where to pause.
+OPENING, CLOSING = "\"'([{«“‘¿¡", "\"')]}»”’」』）"
+ENDS, CLAUSE = ".!?…。！？", ",;:—–，、；："
 
 
 class UnspeakableText(SbkitError):
@@ -73,16 +76,22 @@ class Symbols:
         self.space = self._ids.get(SPACE)
         """The id of a space; None for a voice that has none."""
 
+    def __contains__(self, character: str) -> bool:
+        return character in self._ids
+
     def spell(self, word: str, places: Iterable[Place], unknown: Unknown) -> tuple[str, list[int]]:
-        """Return a word as the symbols write it, and their ids; characters that are none are added to ``unknown``."""
+        """Return a word as the symbols write it, and their ids; characters that are none are added to ``unknown``, but
+        for marks around the word, which need not be spoken."""
         written = self._written(word)
         given = word if len(word) == len(written) else written  # named as somebody wrote them
+        begin = len(written) - len(written.lstrip(OPENING + CLAUSE + ENDS))
+        end = len(written.rstrip(CLOSING + ENDS + CLAUSE))
         ids = []
-        for character, name, place in zip(written, given, places, strict=False):
-            if (number := self._ids.get(character)) is None:
-                unknown.add(name, place)
-            else:
+        for at, (character, name, place) in enumerate(zip(written, given, places, strict=False)):
+            if (number := self._ids.get(character)) is not None:
                 ids.append(number)
+            elif begin <= at < end:
+                unknown.add(name, place)
         return written, ids
 
     def _written(self, word: str) -> str:

@@ -99,7 +99,7 @@ def _sound(audio: np.ndarray, samples: int, durations: np.ndarray, symbols: int)
         raise SbkitError(f"the voice gave {len(audio)} samples and said that they were {samples}",
                          hint="export it again")
     audio, frames = audio[:samples], durations[:symbols]
-    if not np.isfinite(audio).all():
-        raise SbkitError("the voice gave samples that are no numbers", hint="was it trained to the end?")
+    if not np.isfinite(audio).all() or frames.min() < 0:
+        raise SbkitError("the voice gave samples or durations that are no numbers", hint="was it trained to the end?")
     # Copies: a view would keep the whole batch in memory.
     return Sound(audio.clip(-1.0, 1.0), frames.astype(np.int64))

@@ -12,6 +12,7 @@ from sbkit.data.splits import SPLITS
 from sbkit.errors import SbkitError
 from sbkit.recipe.arguments import Request
 from sbkit.recipe.load import Recipe
+from sbkit.runs.bundles import Bundles
 from sbkit.runs.layout import ENVIRONMENT, RECIPE
 from sbkit.system import disk
 from sbkit.system.environment import inventory
@@ -43,12 +44,17 @@ def _save_recipe(folder: Path, request: Request) -> None:
     (folder / RECIPE).write_text(head + load.merged(request.path, request.overrides), encoding="utf-8")
 
 
-def prepare_data(recipe: Recipe, overrides: dict[str, Any]) -> dict[str, Any]:
+def prepare_data(recipe: Recipe, overrides: dict[str, Any], bundles: Bundles) -> dict[str, Any]:
     """Prepare manifests and what the task makes from them, on one rank; the others read what it wrote.
+
+    bundles : opens the models that the task labels its corpus with, from a room above this one
 
     Returns the overrides that follow from the corpus.
     """
-    corpus = recipe.keys.corpus
-    manifests = corpus.prepare(needed=SPLITS, needs_text=recipe.task.needs_text())
+    corpus, task = recipe.keys.corpus, recipe.task
+    found = corpus.prepare(needed=SPLITS, needs_text=task.needs_text())
     print(corpus.summary(), file=sys.stderr)
-    return recipe.task.prepare(recipe.keys, {split: manifests[split] for split in SPLITS}, overrides)
+    manifests = {split: found[split] for split in SPLITS}
+    follows = task.prepare(recipe.keys, manifests, overrides)
+    task.label(recipe.keys, manifests, bundles)
+    return follows

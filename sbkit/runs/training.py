@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
-import numpy as np
 import torch
 
 from sbkit.data.loader import EvalLoader, TrainLoader
@@ -18,6 +17,7 @@ from sbkit.recipe.arguments import Request
 from sbkit.recipe.load import Recipe
 from sbkit.recipe.speed import peak_of
 from sbkit.runs import initial
+from sbkit.runs.bundles import Bundles
 from sbkit.runs.start_guard import StartGuard
 from sbkit.system.environment import command, describe
 from sbkit.train.brain import Brain
@@ -27,21 +27,17 @@ from sbkit.train.monitor.utilisation import Utilisation
 logger = logging.getLogger(__name__)
 
 
-#: Opens the bundle of a recogniser: what transcribes waveforms [S] at a sample rate.
-Opener = Callable[[str, int], Callable[[Sequence[np.ndarray]], list[str]]]
-
-
 def fit_and_test(recipe: Recipe, request: Request, device: torch.device, manifests: Mapping[str, Manifest],
-                 guard: StartGuard, recogniser: Opener) -> Brain:
+                 guard: StartGuard, bundles: Bundles) -> Brain:
     """Train the remaining epochs, then test; returns the Brain, which has the results.
 
-    recogniser : opens the one that the task's tests need, a room above this one
+    bundles : opens the recogniser that the task's tests need, a room above this one
     """
     keys, train = recipe.keys, manifests["train"]
     encoder = recipe.task.encoder(keys)
     brain = recipe.brain(request.run_opts)
     if brain.recogniser is not None:
-        brain.take_recogniser(recogniser(brain.recogniser, keys.sample_rate))
+        brain.take_recogniser(bundles.recogniser(brain.recogniser, keys.sample_rate))
     brain.utilisation = _utilisation(brain, device, train)
     _write_down(brain, device)
     batching = keys.batching

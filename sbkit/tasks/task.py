@@ -25,6 +25,7 @@ from sbkit.recipe.build import Built
 from sbkit.recipe.report import Section
 from sbkit.recipe.source import Findings, Node
 from sbkit.recipe.trace import Trace
+from sbkit.runs.bundles import Bundles
 from sbkit.runs.evaluation import EvaluateRequest
 from sbkit.runs.initial.vocabulary import TokenTables
 from sbkit.score.metric import Metric
@@ -93,6 +94,13 @@ class Task(Brain):
         """
         del keys, manifests, given
         return {}
+
+    @classmethod
+    def label(cls, keys: OwnKeys, manifests: Mapping[str, Manifest], bundles: Bundles) -> None:
+        """Make what is learnt from the corpus with other models, such as codes; one rank calls it, after ``prepare``.
+
+        bundles : opens these models
+        """
 
     @classmethod
     def is_prepared(cls, keys: OwnKeys) -> bool:

@@ -52,5 +52,15 @@ class FiniteScalars(Quantiser):
         index = codes[..., None] // self.step % self.level  # [B, T, Q, levels]
         return (2 * index / (self.level - 1) - 1).flatten(2)
 
+    @property
+    def choices(self) -> tuple[int, ...]:
+        return self.levels * self.books
+
+    def chosen(self, codes: Tensor) -> Tensor:
+        return (codes[..., None] // self.step % self.level).flatten(2)
+
+    def joined(self, chosen: Tensor) -> Tensor:
+        return (chosen.unflatten(2, (self.books, -1)) * self.step).sum(-1)
+
     def extra_repr(self) -> str:
         return f"levels={self.levels}, books={self.books}, noise={self.noise}"

@@ -56,3 +56,18 @@ class Quantiser(nn.Module, ABC):
     @abstractmethod
     def lookup(self, codes: Tensor) -> Tensor:
         """Return the vectors [B, T, D] of codes that are in their books."""
+
+    # ------------------------------------------------------------ what a model chooses that makes codes
+
+    @property
+    def choices(self) -> tuple[int, ...]:
+        """How many there are to choose from in each of a frame's slots: by default the entries of each book."""
+        return self.sizes
+
+    def chosen(self, codes: Tensor) -> Tensor:
+        """Return the choices [B, T, slots] that codes [B, T, Q] stand for."""
+        return codes
+
+    def joined(self, chosen: Tensor) -> Tensor:
+        """Return the codes [B, T, Q] of choices [B, T, slots]."""
+        return chosen

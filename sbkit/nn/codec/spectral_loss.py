@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -12,6 +13,8 @@ from sbkit.nn.lengths import lengths_to_mask
 
 #: Power below which a bin counts as silent, 60 dB below that of noise at full scale.
 FLOOR = 1e-6
+#: Decibels of one natural logarithm of a magnitude.
+DECIBELS = 20 / math.log(10)
 
 
 class PowerSpectrum(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -172,11 +173,18 @@ def tables(run: RunData) -> Markup | None:
         return None
     shown = []
     for each in run.tables:
-        head = tag("tr", [tag("th", str(name)) for name in each["columns"]])
-        lines = [tag("tr", [tag("td", str(value)) for value in row]) for row in each["rows"]]
+        said = [None if _are_numbers([row[i] for row in each["rows"]]) else "said" for i in range(len(each["columns"]))]
+        head = tag("tr", [tag("th", str(name), class_=kind) for name, kind in zip(each["columns"], said, strict=True)])
+        lines = [tag("tr", [tag("td", str(value), class_=kind) for value, kind in zip(row, said, strict=True)])
+                 for row in each["rows"]]
         table = tag("div", tag("table", tag("thead", head), tag("tbody", lines), class_="plain"), class_="scroll")
         shown += [tag("h3", each["title"]), table, each.get("remark") and tag("p", each["remark"], class_="lead")]
     return section("results", "Results", *shown)
+
+
+def _are_numbers(column: Sequence[object]) -> bool:
+    """Whether a column has only numbers, with or without a unit, which are easier to compare when they end alike."""
+    return all(re.match(r"[-+−]?[\d.]|$", str(value)) for value in column)
 
 
 def players(run: RunData, clips: Clips) -> Markup | None:

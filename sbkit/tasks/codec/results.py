@@ -5,22 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
-import soundfile
 
-from sbkit.data.manifest import Manifest
-from sbkit.score.rates import ErrorRates
-from sbkit.score.results import Player, Results, Sound, Table
+from sbkit.score.results import Table
 from sbkit.score.significance import interval
 from sbkit.tasks.codec.rows import Row
+from sbkit.tasks.sound_results import SoundResults, word_rates
 
 #: Clips in the table of those that lost most.
 WORST = 12
-#: Where the clips to listen to are written, below the results.
-SOUNDS = "sounds"
 
 
 @dataclass(frozen=True)
@@ -65,27 +60,25 @@ def perplexity(counts: np.ndarray) -> float:
 
 
 @dataclass
-class Resyntheses(Results):
+class Resyntheses(SoundResults):
     """Rows of a test, what they come to, and error rates of what a recogniser heard of those that have a text."""
 
     rows: Sequence[Row] = ()
     books: Books = field(kw_only=True)
-    before: ErrorRates | None = None
-    """Of the recordings; None without a recogniser."""
-    after: ErrorRates | None = None
-    """Of what was made of them."""
+    maker: ClassVar[str] = "codec"
 
     @classmethod
     def of(cls, rows: Sequence[Row], loss: float, unread: Mapping[str, str], books: Books) -> Resyntheses:
         """Put the rows of a test together."""
         stats = {"loss": loss, **measures(rows, books)}
-        before, after = _rates(rows, "heard"), _rates(rows, "heard_again")
+        before, after = word_rates(rows, "heard"), word_rates(rows, "heard_again")
         if before is not None and after is not None:
             stats |= {"WER": after.rate, "WER_of_recordings": before.rate}
         took = sum(row.seconds or 0.0 for row in rows)
         seconds = sum(row.samples for row in rows) / books.sample_rate
         stats |= {"bit_rate": books.bit_rate, "coding_real_time_factor": took / seconds if seconds else math.nan}
-        found = cls(stats, len(rows), dict(unread), rows=rows, books=books, before=before, after=after)
+        found = cls(stats, len(rows), dict(unread), sample_rate=books.sample_rate, before=before, after=after,
+                    rows=rows, books=books)
         found.tables = [found._measured(), found._books(), found._worst()]
         return found
 
@@ -109,33 +102,8 @@ class Resyntheses(Results):
         return [(name.replace("_", " ").replace("WER", "WER %"),
                  f"{self.stats[name]:{'.2f' if 'WER' in name else '.4g'}}") for name in names]
 
-    def word_error_rates(self) -> Mapping[str, float]:
-        return {"what the codec made": self.stats["WER"]} if "WER" in self.stats else {}
-
-    def files(self, of: str = "") -> list[str]:
-        return [*super().files(of), self._sounds(of)]
-
-    def write(self, folder: Path, manifest: Manifest, of: str = "") -> None:
-        """Write the numbers, and what the codec made of a few recordings."""
-        kept = sorted((row for row in self.rows if row.sound is not None), key=lambda row: row.id)
-        sounds, place = Path(self._sounds(of)), {name: i for i, name in enumerate(manifest.ids)}
-        (folder / sounds).mkdir(parents=True, exist_ok=True)
-        self.players = []
-        for number, row in enumerate(kept, 1):
-            made, said = sounds / f"{number:02}.flac", manifest.row(place[row.id])
-            soundfile.write(folder / made, row.sound, self.books.sample_rate)
-            self.players.append(Player(
-                row.reference or row.id, self._remark(row),
-                [Sound("recording", said.wav, said.start, said.duration),
-                 Sound("codec", str(made), 0.0, row.samples / self.books.sample_rate)]))
-        super().write(folder, manifest, of)
-
-    @staticmethod
-    def _sounds(of: str) -> str:
-        return f"{of}_{SOUNDS}" if of else SOUNDS
-
-    def _remark(self, row: Row) -> str:
-        """What was measured of a clip."""
+    def remark(self, row: Row) -> str:
+        """Say what was measured of a clip."""
         measured = [f"STOI {row.stoi:.3f}" if row.stoi is not None else "", f"mel distance {row.mel_distance:.1f} dB",
                     f"heard: {row.heard_again}" if row.heard_again is not None else "", row.id]
         return " · ".join(each for each in measured if each)
@@ -151,12 +119,8 @@ class Resyntheses(Results):
         if "PESQ" in stats:
             rows.append(["PESQ", f"{stats['PESQ']:.2f}", "quality, 1 to 4.6"])
         rows.append(["mel distance", f"{stats.get('mel_distance', math.nan):.2f} dB", "of spectra; 0 is the same"])
-        for name, what, rates in (("WER", "of what the codec made", self.after),
-                                  ("WER of the recordings", "by the same recogniser", self.before)):
-            if rates is not None:
-                low, high = interval(rates)
-                rows.append([name, f"{rates.rate:.2f} %", f"{what}; 95 % interval {low:.2f} to {high:.2f}"])
-        rows += [["bit rate", f"{self.books.bit_rate:.0f} bit/s", f"{self._entropy():.0f} if frequent codes were "
+        rows += [*self.heard_rows(),
+                 ["bit rate", f"{self.books.bit_rate:.0f} bit/s", f"{self._entropy():.0f} if frequent codes were "
                   "written shorter"],
                  ["real-time factor", f"{stats['coding_real_time_factor']:.4f}", "of coding and decoding together"]]
         return Table("How it sounds", ["measure", "value", ""], rows)
@@ -182,14 +146,3 @@ class Resyntheses(Results):
                                                                            if heard else [])],
             [[row.id, "" if row.stoi is None else f"{row.stoi:.3f}", f"{row.mel_distance:.2f}",
               *([row.heard, row.heard_again] if heard else [])] for row in rows])
-
-
-def _rates(rows: Sequence[Row], name: str) -> ErrorRates | None:
-    """Error rates of one of the two transcripts, over the rows with a text; None if there are none."""
-    scored = [(row.id, row.reference, getattr(row, name)) for row in rows
-              if row.reference.split() and getattr(row, name) is not None]
-    if not scored:
-        return None
-    rates = ErrorRates("word")
-    rates.add(*zip(*scored, strict=True))
-    return rates

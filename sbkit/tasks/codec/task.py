@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -13,24 +12,23 @@ from torch import Tensor
 
 from sbkit.data.batch import Batch
 from sbkit.nn.codec.coder import Coder, Resynthesis
-from sbkit.nn.codec.spectral_loss import MelDistance
+from sbkit.nn.codec.spectral_loss import DECIBELS, MelDistance
 from sbkit.nn.lengths import lengths_to_mask
 from sbkit.recipe.build import Built
 from sbkit.recipe.source import Findings
 from sbkit.tasks.codec.keys import CodecKeys
-from sbkit.tasks.codec.listener import Listener, first_drawn
+from sbkit.tasks.codec.listener import Listener
 from sbkit.tasks.codec.parts import parts_fit
 from sbkit.tasks.codec.results import Books, Resyntheses, measures
 from sbkit.tasks.codec.rows import Row
 from sbkit.tasks.keys import TaskKeys
+from sbkit.tasks.listening import first_drawn
 from sbkit.tasks.task import Metric, Task
 from sbkit.train.step import Loss
 
 if TYPE_CHECKING:
     from sbkit.tasks.codec.exported import CodecModel
 
-#: Decibels of one natural logarithm of a magnitude.
-DECIBELS = 20 / math.log(10)
 #: The frames of the mel spectra whose distance is the metric, the same for every recipe, in seconds, and their bands.
 FRAME, HOP, BANDS = 0.04, 0.01, 80
 
@@ -76,7 +74,7 @@ class Codec(Task):
         """Code waveforms [B, S], and make waveforms of the codes."""
         if stage != Stage.TEST:
             return self.coder(batch.signals, batch.signal_lengths)
-        with self.listener.timed(batch.signals.device):
+        with self.listener.clock.timed(batch.signals.device):
             return self.coder(batch.signals, batch.signal_lengths)
 
     def compute_objectives(self, made: Resynthesis, batch: Batch, stage: Stage) -> Loss:

@@ -1,0 +1,92 @@
+"""How long each character of a text lasts in a recording, from when a recogniser heard its pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from sbkit.decode.spans import WORD_START
+from sbkit.errors import SbkitError
+
+#: Decibels below the loudest stretch of a recording, under which it has not begun, or is over.
+SILENT = -35.0
+_STRETCH = 0.02  # seconds
+
+
+class Aligned(NamedTuple):
+    """The pieces of a known text, and when a recogniser heard each of them, in seconds."""
+
+    pieces: list[str]
+    starts: np.ndarray
+    ends: np.ndarray
+    separator: str | None = WORD_START
+    """How pieces write the space before a word; None: there is none."""
+
+
+class Unspellable(SbkitError):
+    """Error of a text that a recogniser's pieces can't spell."""
+
+
+def spell(text: str, pieces: Sequence[str], separator: str | None = WORD_START) -> list[int]:
+    """Spell a text with as few pieces as possible; returns their ids.
+
+    pieces : by id; ``separator`` is how they write the space before a word, None: there is none
+    """
+    written = text if separator is None else separator + text.replace(" ", separator)
+    ids = {piece: number for number, piece in reversed(list(enumerate(pieces)))}
+    longest = max(map(len, ids))
+    best: list[tuple[int, int, int] | None] = [(0, 0, 0)]  # pieces so far, where the last begins, its id
+    for end in range(1, len(written) + 1):
+        options = ((before[0] + 1, begin, ids[written[begin:end]]) for begin in range(max(0, end - longest), end)
+                   if written[begin:end] in ids and (before := best[begin]) is not None)
+        best.append(min(options, default=None))
+    found, end = [], len(written)
+    while end:
+        if (last := best[end]) is None:
+            unknown = sorted(set(written) - {character for piece in ids for character in piece})
+            raise Unspellable(f"the recogniser can't write {', '.join(map(repr, unknown)) or 'this text'}",
+                              hint="use one that was trained on the same alphabet")
+        found.append(last[2])
+        end = last[1]
+    return found[::-1]
+
+
+def durations(text: str, heard: Aligned, signal: np.ndarray, sample_rate: int, frames: int) -> np.ndarray:
+    """Return the frames of the silence before, of each character, and of the silence after: [U + 2], ``frames`` in all.
+
+    A character ends in the middle between where it and the next were heard; the first begins and the last ends where
+    the recording's speech does.
+
+    Arguments
+    ---------
+    text : U characters
+    heard : its pieces
+    signal : the recording [S]
+    """
+    rate = frames * sample_rate / len(signal)  # frames a second, the last of which need not be full
+    begins, ends = [], []
+    for piece, start, end in zip(heard.pieces, heard.starts * rate, heard.ends * rate, strict=True):
+        edges = np.linspace(start, end, len(piece) + 1)
+        begins += list(edges[:-1])
+        ends += list(edges[1:])
+    if heard.separator is not None:  # the one before the first word is no character of the text
+        begins, ends = begins[1:], ends[1:]
+    if len(begins) != len(text) or not text:
+        raise ValueError(f"{len(text)} characters are spelled with {len(begins)}")
+    first, last = (rate * second for second in speech(signal, sample_rate))
+    between = (np.array(ends[:-1]) + np.array(begins[1:])) / 2
+    found = np.concatenate([[0.0, first], between.clip(first, last), [last, float(frames)]])
+    return np.diff(np.maximum.accumulate(found.round().clip(0, frames)).astype(np.int64))
+
+
+def speech(signal: np.ndarray, sample_rate: int) -> tuple[float, float]:
+    """Return when speech begins and ends in a recording [S], in seconds: all of it if nothing stands out."""
+    size = round(_STRETCH * sample_rate)
+    stretches = signal[: len(signal) // size * size].reshape(-1, size)
+    power = np.square(stretches, dtype=np.float64).mean(axis=1)
+    if not len(power) or not power.max() > 0:
+        return 0.0, len(signal) / sample_rate
+    loud = np.flatnonzero(power > power.max() * 10 ** (SILENT / 10))
+    return float(loud[0] * size / sample_rate), float((loud[-1] + 1) * size / sample_rate)

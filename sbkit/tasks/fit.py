@@ -1,0 +1,30 @@
+"""Checks that the parts of a model fit together, before a batch is sent through."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from sbkit.recipe.build import Built
+from sbkit.recipe.source import Findings
+
+
+class Fit(NamedTuple):
+    """A number that a part has, and what it has to be."""
+
+    key: str
+    argument: str
+    found: int
+    wanted: int
+    why: str
+
+
+def all_fit(numbers: Sequence[Fit], built: Built, findings: Findings) -> bool:
+    """Report each number of a part that another part contradicts; returns whether there is none."""
+    wrong = [fit for fit in numbers if fit.found != fit.wanted]
+    for fit in wrong:
+        node = built.nodes[fit.key]
+        findings.error("shape-mismatch", node.place_of(fit.argument), node.key_of(fit.argument),
+                       f"it is {fit.found}, and {fit.why.format(fit.wanted)}",
+                       "refer to one key of the recipe in both places")
+    return not wrong

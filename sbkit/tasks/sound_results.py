@@ -1,0 +1,81 @@
+"""Results of a test that made sound: what a recogniser heard in it and in the recordings, and clips to listen to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import soundfile
+
+from sbkit.data.manifest import Manifest
+from sbkit.score.rates import ErrorRates
+from sbkit.score.results import Player, Results, Sound
+from sbkit.score.significance import interval
+
+#: Where the clips to listen to are written, below the results.
+SOUNDS = "sounds"
+#: A row of a test: a NamedTuple of the task's own, with id, reference, and sound ([S] int16, of clips that are kept).
+Row = Any
+
+
+@dataclass
+class SoundResults(Results):
+    """Results of a test whose rows have sound, and error rates of those that have a text."""
+
+    sample_rate: int = field(kw_only=True)
+    before: ErrorRates | None = None
+    """Of the recordings; None without a recogniser."""
+    after: ErrorRates | None = None
+    """Of what was made."""
+    rows: Sequence[Row] = ()
+    #: What made the sound, as the report calls it.
+    maker: ClassVar[str]
+
+    def remark(self, row: Row) -> str:
+        """Say what was measured of a clip."""
+        return str(row.id)
+
+    def word_error_rates(self) -> Mapping[str, float]:
+        return {f"what the {self.maker} made": self.stats["WER"]} if "WER" in self.stats else {}
+
+    def files(self, of: str = "") -> list[str]:
+        return [*super().files(of), self._sounds(of)]
+
+    def write(self, folder: Path, manifest: Manifest, of: str = "") -> None:
+        """Write the numbers, and what was made of a few texts or recordings."""
+        kept = sorted((row for row in self.rows if row.sound is not None), key=lambda row: row.id)
+        sounds, place = Path(self._sounds(of)), {name: i for i, name in enumerate(manifest.ids)}
+        (folder / sounds).mkdir(parents=True, exist_ok=True)
+        self.players = []
+        for number, row in enumerate(kept, 1):
+            made, said = sounds / f"{number:02}.flac", manifest.row(place[row.id])
+            soundfile.write(folder / made, row.sound, self.sample_rate)
+            self.players.append(Player(
+                row.reference or row.id, self.remark(row),
+                [Sound("recording", said.wav, said.start, said.duration),
+                 Sound(self.maker, str(made), 0.0, len(row.sound) / self.sample_rate)]))
+        super().write(folder, manifest, of)
+
+    def heard_rows(self) -> list[list[str]]:
+        """Return lines of a table about the error rates, as far as they were measured."""
+        return [[name, f"{rates.rate:.2f} %", "{}; 95 % interval {:.2f} to {:.2f}".format(what, *interval(rates))]
+                for name, what, rates in (("WER", f"of what the {self.maker} made", self.after),
+                                          ("WER of the recordings", "by the same recogniser", self.before))
+                if rates is not None]
+
+    @staticmethod
+    def _sounds(of: str) -> str:
+        return f"{of}_{SOUNDS}" if of else SOUNDS
+
+
+def word_rates(rows: Sequence[Row], name: str) -> ErrorRates | None:
+    """Compute error rates of one of the rows' transcripts, over those with a text; None if there are none."""
+    scored = [(row.id, row.reference, getattr(row, name)) for row in rows
+              if row.reference.split() and getattr(row, name) is not None]
+    if not scored:
+        return None
+    rates = ErrorRates("word")
+    rates.add(*zip(*scored, strict=True))
+    return rates

@@ -1,0 +1,178 @@
+"""The export of a voice: one graph from symbols to samples, compared by spectra and by what a recogniser hears."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from sbkit.data.manifest import Manifest
+from sbkit.export import graph, layout
+from sbkit.export.clips import Clip, Clips
+from sbkit.export.exported import Exported
+from sbkit.export.parity import Comparison
+from sbkit.export.runners import Runner, opened
+from sbkit.nn.codec.spectral_loss import DECIBELS, MelDistance
+from sbkit.nn.voice.voice import Voice
+from sbkit.tasks.tts import labels, readme
+from sbkit.tasks.tts.keys import TTSKeys
+
+if TYPE_CHECKING:
+    from sbkit.data.corpus import Corpus
+
+#: Transcribes waveforms [S].
+Hear = Callable[[Sequence[np.ndarray]], list[str]]
+#: Decibels by which spectra may differ, a mean over clips. Runtimes add up in different orders, so that now and then
+#: another level of a number is the likeliest, or an end is rounded to the next frame: that moves what follows by 20 ms.
+#: A graph that computes anything else is off by several.
+APART = 0.2
+#: The share of the clips, at least one, in which a recogniser may hear other words for such a reason.
+OTHER_WORDS = 0.05
+_SPEED = 1.0
+_EXAMPLE = (2, 17)  # texts and symbols to trace with
+_BEYOND = 1.25  # length of the long text, as a multiple of the longest of the test split
+
+
+class SoundComparison(Comparison):
+    """Compares sound: by how many decibels mel spectra differ, and by what a recogniser hears."""
+
+    what = "spectra"
+
+    def __init__(self, clips: Clips, speak: Callable[[np.ndarray], np.ndarray], sample_rate: int, heard: Hear | None):
+        self._ruler = MelDistance(sample_rate)
+        symbols = sum(len(clip.signal) for clip in clips.alone)
+        seconds = sum(len(speak(clip.signal)) for clip in clips.alone) / sample_rate
+        text = None if heard is None else lambda sound: heard([sound])[0]
+        rate = symbols / seconds
+        super().__init__(replace(clips, longest=clips.longest / rate), speak, rate, text)
+        self.words_may_change = max(1, int(OTHER_WORDS * len(clips.alone)))
+
+    def tied(self, expected: np.ndarray, found: np.ndarray) -> bool:
+        return False
+
+    @torch.no_grad()
+    def apart(self, expected: list[np.ndarray], found: list[np.ndarray]) -> float:
+        if not all(np.isfinite(sound).all() for sound in found):
+            return float("inf")
+        return float(np.mean([self._one(mine, theirs) for mine, theirs in zip(expected, found, strict=True)]))
+
+    def _one(self, mine: np.ndarray, theirs: np.ndarray) -> float:
+        size = max(len(mine), len(theirs))
+        pair = (torch.from_numpy(np.pad(each, (0, size - len(each))))[None] for each in (theirs, mine))
+        return float(DECIBELS * self._ruler(*pair, torch.tensor([size])))
+
+    def most(self, tolerance: float) -> float:
+        return APART
+
+    def shown(self, apart: float) -> str:
+        return f"{apart:.2g} dB"
+
+
+@dataclass
+class VoiceModel(Exported):
+    """A voice to export."""
+
+    keys: TTSKeys = field(kw_only=True)
+    heard: Hear | None = None
+
+    @classmethod
+    def of(cls, voice: Voice, keys: TTSKeys, heard: Hear | None) -> VoiceModel:
+        """Export a voice that is in evaluation mode and stays as it is.
+
+        heard : a recogniser, which compares what is heard; None: spectra alone are
+        """
+        keys.symbols.load()
+        outputs = {"audio": ("batch", "audio_lengths"), "audio_lengths": ("batch",), "durations": ("batch", "symbols")}
+        return cls(voice, outputs, keys.sample_rate, keys=keys, heard=heard)
+
+    @property
+    def inputs(self) -> Mapping[str, tuple[str, ...]]:
+        return {"text": ("batch", "symbols"), **dict.fromkeys(layout.VOICE_INPUTS[1:], ("batch",))}
+
+    @property
+    def judges_words(self) -> bool:
+        return self.heard is not None
+
+    def clips(self, corpus: Corpus | None, count: int) -> Clips:
+        """Choose texts of the run's test split, from the shortest to the longest, one of a symbol, and a long one."""
+        path = corpus.manifest_path("test") if corpus is not None else None
+        texts = list(Manifest.read(path).texts) if path is not None and path.is_file() else []
+        texts = sorted({text for text in texts if self.keys.symbols.encode(text)}, key=lambda text: (len(text), text))
+        origin = f"{min(count, len(texts))} texts of the run's test split"
+        if not texts:
+            texts, origin = _made_up(self.keys.symbols.names[1:]), "made-up texts, since the run's corpus is missing"
+        places = np.unique(np.linspace(0, len(texts) - 1, min(count, len(texts))).round().astype(int))
+        chosen = [texts[i] for i in places]
+        most = self.keys.max_symbols
+        joined = " ".join(chosen * 2)[:min(most, round(_BEYOND * len(chosen[-1])))]
+        clips = [Clip(self._ids(text)[:most], text, text) for text in chosen]
+        clips.insert(0, Clip(clips[0].signal[:1], None, "the first symbol of another"))
+        return Clips([*clips, Clip(self._ids(joined), None, "several joined")], origin, len(chosen[-1]))
+
+    def _ids(self, text: str) -> np.ndarray:
+        return np.array(self.keys.symbols.encode(text), np.int64)
+
+    def trace(self) -> torch.export.ExportedProgram:
+        batch, symbols = _EXAMPLE
+        text = torch.ones(batch, symbols, dtype=torch.int64)
+        example = (text, torch.tensor([symbols, symbols // 2]), torch.zeros(batch, dtype=torch.int64),
+                   torch.full((batch,), _SPEED))
+        return graph.trace_module(self.graph.eval(), example, {name: tuple(range(len(dims)))
+                                                               for name, dims in self.inputs.items()})
+
+    def config(self, program: torch.export.ExportedProgram, clips: Clips) -> layout.Voice:
+        del program, clips
+        keys, voice = self.keys, self.graph
+        assert isinstance(voice, Voice), "of made it so"
+        return layout.Voice(
+            sample_rate=self.sample_rate, symbols=keys.symbols.names, speakers=keys.speakers.names,
+            max_symbols=keys.max_symbols, frame_seconds=voice.stride / self.sample_rate,
+            codec=(labels.made(keys) or {}).get("codec"), books=list(keys.quantiser.sizes))
+
+    def metadata(self, config: layout.Voice) -> dict[str, str]:
+        return super().metadata(config) | {
+            "language": config.language or "", "symbols": json.dumps(config.symbols, ensure_ascii=False),
+            "speakers": json.dumps(config.speakers, ensure_ascii=False)}
+
+    def runner(self, name: str, folder: Path, config: layout.Voice) -> Runner:
+        call = opened(name, folder / layout.MODELS[name])
+
+        def run(texts: Sequence[np.ndarray]) -> list[np.ndarray]:
+            batch = np.zeros((len(texts), max(map(len, texts))), np.int64)
+            for row, ids in zip(batch, texts, strict=True):
+                row[:len(ids)] = ids
+            audio, samples, _ = call(batch, np.array([len(ids) for ids in texts]), self._speakers(texts),
+                                     np.full(len(texts), _SPEED, np.float32))
+            return [sound[:size] for sound, size in zip(audio, samples, strict=True)]
+
+        return run
+
+    def reference(self, config: layout.Voice) -> Callable[[np.ndarray], np.ndarray]:
+        @torch.no_grad()
+        def run(ids: np.ndarray) -> np.ndarray:
+            audio, _, _ = self.graph(torch.from_numpy(ids)[None], torch.tensor([len(ids)]),
+                                     torch.from_numpy(self._speakers([ids])), torch.tensor([_SPEED]))
+            return audio[0].numpy()
+
+        return run
+
+    def _speakers(self, texts: Sequence[np.ndarray]) -> np.ndarray:
+        """A speaker for each text, the same in any batch, and not the same for all."""
+        return np.array([int(ids.sum()) % self.keys.n_speakers for ids in texts])
+
+    def comparison(self, clips: Clips, config: layout.Voice, folder: Path) -> SoundComparison:
+        del folder
+        return SoundComparison(clips, self.reference(config), config.sample_rate, self.heard)
+
+    def readme(self, name: str, config: layout.Voice, comparison: Comparison, of_targets: Sequence[str] = ()) -> str:
+        return readme.text(name, config, comparison)
+
+
+def _made_up(symbols: Sequence[str]) -> list[str]:
+    """Texts of several lengths, with all symbols in them."""
+    return ["".join(symbols[(i * 7 + size) % len(symbols)] for i in range(size)) for size in (3, 10, 30, 60)]

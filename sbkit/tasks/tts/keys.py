@@ -1,0 +1,59 @@
+"""Keys that the task of a voice reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sbkit.export import layout
+from sbkit.recipe.choices import SIZE, Range
+from sbkit.recipe.keys import Problem, key
+from sbkit.tasks.keys import TaskKeys
+
+if TYPE_CHECKING:
+    from sbkit.data.symbols import Speakers, Symbols
+    from sbkit.nn.codec import CodecDecoder, Quantiser, WaveHead
+    from sbkit.nn.voice import CodeHead, Durations, FrameDecoder, TextEncoder
+
+
+@dataclass(kw_only=True)
+class TTSKeys(TaskKeys):
+    """Keys of a voice's parts, of the codec that it speaks through, and of the recogniser that it learns from."""
+
+    codec: str | None = key("a bundle of the codec whose codes the voice speaks; init_from has to refer to it")
+    recogniser: str | None = key("a bundle of a recogniser: when it hears which character tells how long each lasts, "
+                                 "and tests say what it hears in what the voice says")
+    labels: str = key("the folder where the corpus's codes and durations are written, once")
+    symbols: Symbols = key("the characters of the corpus, a sbkit.data.symbols.Symbols")
+    speakers: Speakers = key("whose voices are learnt, a sbkit.data.symbols.Speakers")
+    n_symbols: int = key("rows of their table; the number follows from the corpus", allowed=SIZE)
+    n_speakers: int = key("voices; the number follows from the corpus's speakers", allowed=SIZE)
+    text_encoder: TextEncoder = key("symbols and a speaker to states, a sbkit.nn.voice.TextEncoder")
+    durations: Durations = key("states to how long each symbol lasts, a sbkit.nn.voice.Durations")
+    frame_decoder: FrameDecoder = key("states, spread over frames, to states of frames, a "
+                                      "sbkit.nn.voice.FrameDecoder")
+    code_head: CodeHead = key("states of frames to codes, a sbkit.nn.voice.CodeHead")
+    quantiser: Quantiser = key("the codec's: codes to vectors")
+    decoder: CodecDecoder = key("the codec's: vectors to states of frames of sound")
+    head: WaveHead = key("the codec's: these to waveforms")
+    duration_weight: float = key("weight of the durations' loss beside that of the codes", 1.0, Range(0))
+    max_symbols: int = key("the longest text that the voice's bundle speaks at once; longer ones are cut", 400, SIZE)
+
+    def absent(self) -> Iterator[Problem]:
+        """Yield which of the bundles that a corpus is labelled with is not there."""
+        for name, folder, recipe in (("codec", self.codec, "codec"), ("recogniser", self.recogniser, "ctc")):
+            hint = f"name a bundle, --{name} BUNDLE: sbkit export makes one of a run of hparams/{recipe}.yaml"
+            if folder is None:
+                yield Problem(name, "it is null, and without one a voice has nothing to learn from", hint)
+            elif not Path(folder, layout.CONFIG).is_file():
+                yield Problem(name, f"there is no bundle in {folder}", hint)
+
+    def clashes(self) -> Iterator[Problem]:
+        if self.augment is not None:
+            yield Problem("augment", "a voice learns from labels of the recordings as they are, so nothing would be "
+                          "augmented", "leave it out")
+        if self.codec is not None and self.init_from != self.codec:
+            yield Problem("init_from", f"it is {self.init_from!r}, but the codec's own decoder has to be taken from "
+                          f"{self.codec!r}", "write init_from: !ref <codec>")

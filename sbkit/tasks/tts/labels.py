@@ -1,0 +1,241 @@
+"""What a voice learns from: the codes of each recording, and how long each of its characters lasts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+from torch import Tensor
+
+from sbkit.codes import Codes, writing
+from sbkit.data.audio import read_utterance
+from sbkit.data.loader import eval_batches
+from sbkit.data.manifest import Manifest, Utterance
+from sbkit.decode.durations import Aligned, durations
+from sbkit.errors import SbkitError, first_line
+from sbkit.nn.codec import Quantiser
+from sbkit.runs import initial
+from sbkit.runs.bundles import AlignerBundle, Bundles, CodecBundle
+from sbkit.system import disk
+from sbkit.system.console import atomic_write, progress
+from sbkit.tasks.tts.keys import TTSKeys
+
+logger = logging.getLogger(__name__)
+
+#: Beside the folders of the splits, written last: what all of it was made from.
+FACTS = "labels.json"
+CODES, DURATIONS = "codes", "durations.safetensors"
+#: Seconds of audio that are labelled at once.
+BATCH = 60.0
+#: The largest share of a split that may be left out, beside one utterance, and how many of them are named.
+LEFT_OUT, NAMED = 0.1, 5
+_AGAIN = "remove the folder of labels, and start again"
+
+
+class Targets(NamedTuple):
+    """What the texts of a batch are to become."""
+
+    chosen: Tensor  # [B, T, slots] int64, 0 for padding
+    frames: Tensor  # [B, U + 2] int64, of the silence before, of each symbol, and of the silence after
+    known: Tensor  # [B] bool, False for an utterance without labels
+
+
+@dataclass(frozen=True)
+class Label:
+    """The labels of one utterance."""
+
+    codes: np.ndarray  # [T, Q]
+    frames: np.ndarray  # [U + 2]
+    speaker: str
+
+
+class Labels:
+    """The labels of a run's splits, of which each utterance's are read when they are needed."""
+
+    def __init__(self, folders: Sequence[Path]):
+        self._places: dict[tuple[str, str], tuple[Codes, int, np.ndarray]] = {}
+        for folder in folders:
+            codes, frames = Codes(folder / CODES), _frames(folder / DURATIONS)
+            if len(frames) != len(codes):
+                raise SbkitError(f"{folder}: there are codes of {len(codes)} utterances, and durations of "
+                                 f"{len(frames)}", hint=_AGAIN)
+            for number, (utterance, row) in enumerate(zip(codes, frames, strict=True)):
+                text = utterance.text or ""
+                if len(row) != len(text) + 2 or row.min() < 0 or row.sum() != len(utterance.codes):
+                    raise SbkitError(f"{folder}: the durations of {utterance.id} are not those of its text and codes",
+                                     hint=_AGAIN)
+                self._places[utterance.id, text] = codes, number, row
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def get(self, name: str, text: str) -> Label | None:
+        """Return the labels of an utterance, if it has any; one of another corpus may have the id of one of these."""
+        if (found := self._places.get((name, text))) is None:
+            return None
+        codes, number, frames = found
+        utterance = codes[number]
+        return Label(utterance.codes, frames, utterance.speaker or "")
+
+
+def _frames(path: Path) -> list[np.ndarray]:
+    """Read the durations of each utterance."""
+    try:
+        found = load_file(path)
+        frames, ends = (found[name].astype(np.int64) for name in ("frames", "ends"))
+    except (OSError, SafetensorError, KeyError) as error:
+        raise SbkitError(f"{path} cannot be read: {first_line(error)}", hint=_AGAIN) from None
+    if frames.ndim != 1 or ends.ndim != 1 or list(ends[-1:]) != [len(frames)] or np.diff(ends, prepend=0).min() < 1:
+        raise SbkitError(f"{path} is damaged: it doesn't say where each utterance's durations end", hint=_AGAIN)
+    return np.split(frames, ends[:-1])
+
+
+def read(keys: TTSKeys) -> Labels:
+    """Read the labels that a run has, as far as it has any."""
+    splits = (made(keys) or {}).get("splits", ())
+    return Labels([Path(keys.labels, split) for split in splits])
+
+
+def made(keys: TTSKeys) -> dict[str, Any] | None:
+    """Return what the labels were made from, None where there are none."""
+    try:
+        return dict(json.loads(Path(keys.labels, FACTS).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def make(keys: TTSKeys, manifests: Mapping[str, Manifest], bundles: Bundles) -> None:
+    """Label a corpus, unless it was labelled before with the same codec and the same recogniser."""
+    for problem in keys.absent():
+        raise SbkitError(f"{problem.key}: {problem.message}", hint=problem.hint)
+    assert keys.codec is not None and keys.recogniser is not None, "they would be absent"
+    codec, aligner = bundles.codec(keys.codec), bundles.aligner(keys.recogniser)
+    try:
+        facts = _facts(keys, manifests, codec, aligner)
+        if (before := made(keys)) is not None and {name: before.get(name) for name in facts} == facts:
+            logger.info("labels: made already, in %s", keys.labels)
+            return
+        if before is not None and not initial.fresh(keys):
+            raise SbkitError(f"{keys.labels} is of another codec, recogniser or corpus, and checkpoints depend on it",
+                             hint="start in a new output_folder, or set codec, recogniser and corpus back")
+        with disk.told(keys.labels):
+            Path(keys.labels, FACTS).unlink(missing_ok=True)
+            counts = {split: _label(Path(keys.labels, split), manifest, keys, codec, aligner)
+                      for split, manifest in manifests.items()}
+            with atomic_write(Path(keys.labels, FACTS)) as out:
+                json.dump({**facts, "splits": counts}, out, indent=1, ensure_ascii=False)
+    finally:
+        codec.close()
+        aligner.close()
+
+
+def _facts(keys: TTSKeys, manifests: Mapping[str, Manifest], codec: CodecBundle, aligner: AlignerBundle,
+           ) -> dict[str, Any]:
+    """Return what labels depend on; raises if the recipe's parts can't speak this codec's codes."""
+    if codec.sample_rate != keys.sample_rate:
+        raise SbkitError(f"the codec {keys.codec} has {codec.sample_rate} samples a second, and the recipe "
+                         f"{keys.sample_rate}", hint=f"--sample_rate {codec.sample_rate}")
+    if tuple(codec.books.sizes) != tuple(keys.quantiser.sizes):
+        raise SbkitError(f"the codec {keys.codec} has books of {list(codec.books.sizes)} codes, and the recipe's "
+                         f"quantiser of {list(keys.quantiser.sizes)}",
+                         hint="write quantiser, decoder and head as they are in the codec's recipe")
+    stride, wanted = keys.head.hop * keys.decoder.fold, codec.sample_rate / codec.books.frame_rate
+    if stride != wanted:
+        raise SbkitError(f"a code of {keys.codec} stands for {wanted:g} samples, and the recipe's decoder and head make "
+                         f"{stride} of one", hint="write decoder and head as they are in the codec's recipe")
+    return {"codec": codec.books.codec, "recogniser": aligner.fingerprint,
+            "manifests": {split: _digest(manifest) for split, manifest in manifests.items()}}
+
+
+def _digest(manifest: Manifest) -> str:
+    digest = hashlib.sha256(manifest.durations.tobytes())
+    for column in (manifest.ids, manifest.texts, manifest.speakers):
+        for value in column:
+            digest.update(value.encode("utf-8", "surrogatepass") + b"\0")
+    return digest.hexdigest()
+
+
+def _label(folder: Path, manifest: Manifest, keys: TTSKeys, codec: CodecBundle, aligner: AlignerBundle,
+           ) -> dict[str, int]:
+    """Write the labels of a split; returns how many rows were read, kept and left out."""
+    frames: list[np.ndarray] = []
+    left_out: dict[str, str] = {}
+    batches = eval_batches(manifest.durations, BATCH)
+    folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder / CODES, codec.books, force=True) as out:
+        for rows in progress(batches, what=f"Labelling {folder.name}", total=len(batches), unit="batch"):
+            for row, label in _batch([manifest.row(i) for i in rows], keys, codec, aligner):
+                if isinstance(label, str):
+                    left_out[row.id] = label
+                    continue
+                out.add(row.id, label.codes, text=row.text, speaker=row.speaker or None)
+                frames.append(label.frames)
+        _account(folder.name, left_out, len(manifest))
+    save_file({"frames": np.concatenate(frames).astype(np.int32),
+               "ends": np.cumsum([len(each) for each in frames])}, folder / DURATIONS)
+    return {"rows": len(manifest), "kept": len(frames), "left_out": len(left_out)}
+
+
+def _account(split: str, left_out: Mapping[str, str], count: int) -> None:
+    """Log which rows have no labels, and raise if they are many."""
+    for name, why in list(left_out.items())[:10 * NAMED]:
+        logger.warning("labels: left out of %s: %s: %s", split, name, why)
+    if left_out:
+        logger.warning("labels: %d of %d rows of %s have none", len(left_out), count, split)
+    if len(left_out) > max(1, LEFT_OUT * count) or len(left_out) == count:
+        first = "; ".join(f"{name}: {why}" for name, why in list(left_out.items())[:NAMED])
+        raise SbkitError(f"{len(left_out)} of {count} rows of {split} can't be labelled: {first}",
+                         hint="is the recogniser one of this language and alphabet?")
+
+
+def _batch(rows: Sequence[Utterance], keys: TTSKeys, codec: CodecBundle, aligner: AlignerBundle,
+           ) -> Iterator[tuple[Utterance, Label | str]]:
+    """Yield the rows of a batch with their labels, or why there are none."""
+    read: list[tuple[Utterance, np.ndarray]] = []
+    for row in rows:
+        if unknown := sorted(keys.symbols.unknown([row.text])):
+            yield row, f"no training text has {', '.join(map(repr, unknown[:NAMED]))}"
+            continue
+        try:
+            read.append((row, read_utterance(row.wav, row.start, row.duration, sample_rate=keys.sample_rate)))
+        except SbkitError as error:
+            yield row, str(error)
+    if not read:
+        return
+    signals = [signal for _, signal in read]
+    heard = aligner.align(signals, keys.sample_rate, [row.text for row, _ in read])
+    for (row, signal), codes, found in zip(read, codec.encode(signals), heard, strict=True):
+        yield row, found if isinstance(found, str) else _one(row, signal, codes, found, keys.sample_rate)
+
+
+def _one(row: Utterance, signal: np.ndarray, codes: np.ndarray, heard: Aligned, sample_rate: int) -> Label:
+    return Label(codes, durations(row.text, heard, signal, sample_rate, len(codes)), row.speaker)
+
+
+def targets(found: Sequence[Label | None], symbols: int, frames: int, quantiser: Quantiser, device: torch.device,
+            ) -> Targets:
+    """Put labels together for a batch; an utterance without any gets an even share of ``frames`` for each symbol.
+
+    symbols : the columns of the batch's texts
+    quantiser : tells which choices a code stands for; it is on the device
+    """
+    even = np.diff(np.linspace(0, frames, symbols + 3).round().astype(np.int64))
+    rows = [even if label is None else label.frames for label in found]
+    spread = np.zeros((len(rows), symbols + 2), np.int64)
+    codes = torch.zeros(len(rows), max(int(row.sum()) for row in rows), len(quantiser.sizes), dtype=torch.int64)
+    for i, (label, row) in enumerate(zip(found, rows, strict=True)):
+        spread[i, :len(row)] = row
+        if label is not None:
+            codes[i, :len(label.codes)] = torch.from_numpy(label.codes)
+    host = codes, torch.from_numpy(spread), torch.tensor([label is not None for label in found])
+    there, durations_there, known = (each.to(device, non_blocking=True) for each in host)
+    return Targets(quantiser.chosen(there), durations_there, known)

@@ -1,0 +1,220 @@
+"""The task of a voice: the codes that a codec would make of the recording, from its text."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from speechbrain.core import Stage
+from torch import Tensor
+
+from sbkit.data.batch import Batch
+from sbkit.data.manifest import Manifest
+from sbkit.data.symbols import Symbols
+from sbkit.errors import SbkitError
+from sbkit.nn.lengths import lengths_to_mask
+from sbkit.nn.voice import durations
+from sbkit.nn.voice.voice import Taught, Voice
+from sbkit.recipe.build import Built
+from sbkit.recipe.source import Findings
+from sbkit.recipe.trace import Trace
+from sbkit.runs.bundles import Bundles
+from sbkit.tasks.keys import TaskKeys
+from sbkit.tasks.listening import Clock, Drawn, first_drawn
+from sbkit.tasks.task import Metric, Task
+from sbkit.tasks.tts import labels
+from sbkit.tasks.tts.keys import TTSKeys
+from sbkit.tasks.tts.labels import Label, Labels, Targets
+from sbkit.tasks.tts.parts import parts_fit
+from sbkit.tasks.tts.results import Row, Spoken, measures
+from sbkit.train.step import Loss
+
+if TYPE_CHECKING:
+    from sbkit.tasks.tts.exported import VoiceModel
+
+logger = logging.getLogger(__name__)
+
+_NAMED = 10  # characters that a warning names
+
+
+class Said(NamedTuple):
+    """What the voice makes of a batch."""
+
+    taught: Taught
+    targets: Targets
+    sound: Tensor | None = None  # [B, S], in a test
+    samples: Tensor | None = None  # [B]
+
+
+class TTS(Task):
+    """The Brain of ``hparams/tts.yaml``.
+
+    - Before training, the corpus is labelled: the codec's codes are what is learnt, and when the recogniser heard each
+      character says how long it lasts.
+    - The loss is the cross entropy of codes, a mean over frames, and the squared error of the durations' logarithms.
+    - A test speaks each text with durations of the voice's own.
+    """
+
+    Keys: ClassVar[type[TaskKeys]] = TTSKeys
+    parts = ("text_encoder", "durations", "frame_decoder", "code_head", "quantiser", "decoder", "head", "modules")
+    metric = Metric("loss")
+    keys: TTSKeys
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        keys = self.keys
+        self.voice = Voice(keys.text_encoder, keys.durations, keys.frame_decoder, keys.code_head, keys.quantiser,
+                           keys.decoder, keys.head)
+        self.heard: Callable[[Sequence[np.ndarray]], list[str]] | None = None
+        self.clock, self.drawn = Clock(), Drawn()
+
+    # ------------------------------------------------------------ before there is a model
+
+    @classmethod
+    def prepare(cls, keys: TTSKeys, manifests: Mapping[str, Manifest], given: Mapping[str, Any]) -> dict[str, Any]:
+        """Store the symbols and the speakers of the corpus."""
+        train = manifests["train"]
+        return {"n_symbols": len(keys.symbols.prepare(train.texts)),
+                "n_speakers": len(keys.speakers.prepare(train.speakers))}
+
+    @classmethod
+    def is_prepared(cls, keys: TTSKeys) -> bool:
+        return keys.symbols.file.exists() and keys.speakers.file.exists() and labels.made(keys) is not None
+
+    @classmethod
+    def label(cls, keys: TTSKeys, manifests: Mapping[str, Manifest], bundles: Bundles) -> None:
+        labels.make(keys, manifests, bundles)
+
+    @classmethod
+    def encoder(cls, keys: TTSKeys) -> Symbols:
+        """Return the symbols; raises unless the text encoder has a row for each of them, and for each speaker."""
+        symbols, rows = keys.symbols.load(), keys.text_encoder
+        for name, known, size in (("symbols", len(symbols), rows.symbols),
+                                  ("speakers", len(keys.speakers.names), rows.speakers)):
+            if known > size:
+                raise SbkitError(f"text_encoder has {size} {name}, but the corpus {known}",
+                                 hint=f"write {name}: !ref <n_{name}> under text_encoder")
+        return symbols
+
+    @classmethod
+    def check_parts(cls, keys: TTSKeys, built: Built, findings: Findings) -> bool:
+        return parts_fit(keys, built, findings)
+
+    @classmethod
+    def check_start(cls, trace: Trace, findings: Findings) -> None:
+        if trace.keys is None:
+            return
+        absent = list(trace.keys.absent())
+        for problem in absent:
+            findings.error("start", trace.built.nodes[problem.key].place, *problem)
+        if not absent:
+            super().check_start(trace, findings)
+
+    @classmethod
+    def look_at_texts(cls, keys: TTSKeys, texts: Sequence[str]) -> None:
+        if unknown := sorted(keys.symbols.unknown(texts)):
+            logger.warning("The voice never learnt %d characters of these texts, and leaves them out: %s", len(unknown),
+                           ", ".join(map(repr, unknown[:_NAMED])))
+
+    @property
+    def labels_per_second(self) -> float:
+        return 15.0
+
+    # ------------------------------------------------------------ training
+
+    @functools.cached_property
+    def labels(self) -> Labels:
+        """The labels of the run's corpus, read when they are first needed."""
+        return labels.read(self.keys)
+
+    def compute_forward(self, batch: Batch, stage: Stage) -> Said:
+        """Compute from texts, with the recordings' durations, what their codes are chosen by; speak them in a test."""
+        text, lengths = batch.tokens, batch.token_lengths
+        found = [self.labels.get(*each) for each in zip(batch.ids, batch.texts, strict=True)]
+        speaker = torch.tensor([self._speaker(label) for label in found]).to(batch.tokens.device, non_blocking=True)
+        targets = self._targets(batch, found)
+        taught = self.voice.teach(text, lengths, speaker, targets.frames, targets.chosen.shape[1])
+        if stage != Stage.TEST:
+            return Said(taught, targets)
+        with self.clock.timed(text.device):
+            sound, samples, _ = self.voice(text, lengths, speaker, torch.ones(len(text), device=text.device))
+        return Said(taught, targets, sound, samples)
+
+    def compute_objectives(self, said: Said, batch: Batch, stage: Stage) -> Loss:
+        """Compute the loss, a sum over frames, and their number."""
+        targets, predicted = said.targets, said.taught.durations
+        cross, right = self.keys.code_head.loss(said.taught.states, targets.chosen)
+        known = targets.known[:, None] * lengths_to_mask(targets.frames.sum(1), cross.shape[1])
+        codes, count = (cross * known).sum(), known.sum()
+        lengths = (batch.token_lengths + 2) * targets.known
+        spread, symbols = durations.loss(predicted, targets.frames, lengths).sum(), lengths.sum()
+        total = codes + self.keys.duration_weight * spread
+        if stage != Stage.TRAIN and batch.weight:
+            self.rows += self._rows(said, batch, (right * known).sum(1), lengths, stage)
+        return Loss(total, count, {"codes": (codes, count), "durations": (spread, symbols)})
+
+    def _targets(self, batch: Batch, found: Sequence[Label | None]) -> Targets:
+        """Return the labels of a batch on its device. Those of stand-ins, which have no text, are made up."""
+        frames = batch.signals.shape[1] // self.voice.stride + 1
+        targets = labels.targets(found, batch.tokens.shape[1], frames, self.keys.quantiser, batch.tokens.device)
+        return targets if any(batch.texts) else targets._replace(known=torch.ones_like(targets.known))
+
+    def _speaker(self, label: Label | None) -> int:
+        return self.keys.speakers.number(label.speaker) if label is not None else 0
+
+    # ------------------------------------------------------------ validation and test
+
+    @property
+    def recogniser(self) -> str | None:
+        return self.keys.recogniser
+
+    def take_recogniser(self, heard: Callable[[Sequence[np.ndarray]], list[str]]) -> None:
+        """Let a recogniser hear the recordings of a test, and what the voice says."""
+        self.heard = heard
+
+    def open_stage(self, stage: Stage, epoch: int | None = None) -> None:
+        """Begin to listen anew."""
+        self.clock, self.drawn = Clock(), Drawn()
+        super().open_stage(stage, epoch)
+
+    def _rows(self, said: Said, batch: Batch, right: Tensor, lengths: Tensor, stage: Stage) -> list[Row]:
+        """Return what became of each utterance of a batch."""
+        rate, targets = self.keys.sample_rate, said.targets
+        apart = (said.taught.durations.clamp(0, durations.MOST).exp() - 1 - targets.frames).abs()
+        apart = (apart * lengths_to_mask(lengths, apart.shape[1])).sum(1) / lengths.clamp(min=1)
+        frames = targets.frames.sum(1) * targets.known
+        rows = [Row(*each) for each in zip(
+            batch.ids, batch.texts, frames.tolist(), right.tolist(), (apart * self.voice.stride / rate).tolist(),
+            strict=True)]
+        if stage != Stage.TEST:
+            return rows
+        assert said.sound is not None and said.samples is not None, "a test speaks"
+        samples = said.samples.tolist()
+        made = [sound[:size] for sound, size in zip(said.sound.cpu().numpy(), samples, strict=True)]
+        heard: Sequence[str | None] = [None] * 2 * len(rows)
+        if self.heard is not None:
+            wanted = [signal[:size] for signal, size in zip(batch.signals.cpu().numpy(), batch.signal_lengths.tolist(),
+                                                            strict=True)]
+            heard = self.heard([*wanted, *made])
+        return [row._replace(spoken=size / rate, seconds=self.clock.seconds * size / sum(samples), heard=heard[i],
+                             heard_again=heard[len(rows) + i], sound=self.drawn.take(row.id, made[i]))
+                for i, (row, size) in enumerate(zip(rows, samples, strict=True))]
+
+    def stats(self, rows: Sequence[Row]) -> dict[str, float]:
+        """Compute how many choices are the recordings', and how far durations are off."""
+        return measures(rows)
+
+    def results(self, rows: Sequence[Row], loss: float, unread: Mapping[str, str]) -> Spoken:
+        return Spoken.of(first_drawn(rows), loss, unread, self.keys.sample_rate)
+
+    # ------------------------------------------------------------ export
+
+    def exported(self, run: Path) -> VoiceModel:
+        from sbkit.tasks.tts.exported import VoiceModel
+
+        return VoiceModel.of(self.voice, self.keys, self.heard)
