@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-#: The Brain of a run, whose class only the rooms of tasks have.
-Task = Any
+Task = Any  # the Brain of a run, whose class only the rooms of tasks have
 
 
 @dataclass

@@ -99,7 +99,8 @@ def _sound(audio: np.ndarray, samples: int, durations: np.ndarray, symbols: int)
         raise SbkitError(f"the voice gave {len(audio)} samples and said that they were {samples}",
                          hint="export it again")
     audio, frames = audio[:samples], durations[:symbols]
-    if not np.isfinite(audio).all() or frames.min() < 0:
-        raise SbkitError("the voice gave samples or durations that are no numbers", hint="was it trained to the end?")
+    for what, wrong in (("samples", not np.isfinite(audio).all()), ("durations", frames.min() < 0)):
+        if wrong:
+            raise SbkitError(f"the voice gave {what} that are no numbers", hint="was it trained to the end?")
     # Copies: a view would keep the whole batch in memory.
     return Sound(audio.clip(-1.0, 1.0), frames.astype(np.int64))

@@ -16,8 +16,7 @@ from sbkit.score.significance import interval
 
 #: Where the clips to listen to are written, below the results.
 SOUNDS = "sounds"
-#: A row of a test: a NamedTuple of the task's own, with id, reference, and sound ([S] int16, of clips that are kept).
-Row = Any
+Row = Any  # of a test: a task's own NamedTuple, with id, reference, and sound ([S] int16, of clips that are kept)
 
 
 @dataclass
