@@ -106,12 +106,13 @@ def compare(args: argparse.Namespace, rest: list[str], folder: Path, program: st
 
 def prepare(path: Path, overrides: list[str]) -> list[str]:
     """Prepare manifests and tokenizer; returns the overrides, with those that follow from the corpus."""
+    from sbkit.infer.bundles import Opened
     from sbkit.recipe import arguments, load
     from sbkit.runs.preparation import prepare_data
 
     request = arguments.parse([str(path), *overrides])
     recipe = load.opened(load.load(request.path, request.overrides), request.path)
-    follows = prepare_data(recipe, request.overrides)
+    follows = prepare_data(recipe, request.overrides, Opened())
     return overrides + [f"--{name}={value}" for name, value in follows.items()]
 
 

@@ -11,6 +11,7 @@ from sbkit.recipe.names import RUN_OPTIONS
 from sbkit.tasks.codec.keys import CodecKeys
 from sbkit.tasks.ctc.keys import CTCKeys
 from sbkit.tasks.keys import RecogniserKeys, TaskKeys
+from sbkit.tasks.tts.keys import TTSKeys
 from sbkit.train.keys import ScriptKeys, TrainKeys
 
 PAGE = Path(__file__).parents[1] / "docs" / "keys.md"
@@ -33,6 +34,7 @@ CHAPTERS = (
     Chapter("Recognisers", RecogniserKeys, "Tasks that hear words have those above and these."),
     Chapter("CTC", CTCKeys, "`brain: !name:sbkit.tasks.ctc.CTC` has those above and these."),
     Chapter("Codec", CodecKeys, "`brain: !name:sbkit.tasks.codec.Codec` has those of every task and these."),
+    Chapter("Voice", TTSKeys, "`brain: !name:sbkit.tasks.tts.TTS` has those of every task and these."),
 )
 
 _HEAD = """# Keys of a recipe

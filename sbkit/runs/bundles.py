@@ -15,8 +15,10 @@ from sbkit.decode.durations import Aligned
 class CodecBundle(Protocol):
     """A codec."""
 
-    books: Books
-    sample_rate: int
+    @property
+    def books(self) -> Books: ...
+    @property
+    def sample_rate(self) -> int: ...
 
     def encode(self, signals: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Return the codes [T, Q] of waveforms [S]."""
@@ -28,8 +30,10 @@ class CodecBundle(Protocol):
 class AlignerBundle(Protocol):
     """A recogniser that tells when it heard what is known to have been said."""
 
-    fingerprint: str
-    """Changes with its weights."""
+    @property
+    def fingerprint(self) -> str:
+        """Changes with its weights."""
+        ...
 
     def align(self, signals: Sequence[np.ndarray], sample_rate: int, texts: Sequence[str]) -> list[Aligned | str]:
         """Return for waveforms [S] and their texts what was heard when, or why that can't be told."""

@@ -6,26 +6,14 @@ import contextlib
 import hashlib
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 
 #: Clips that a report lets one hear.
 KEPT = 10
-
-
-class SoundRow(Protocol):
-    """An utterance of such a test."""
-
-    @property
-    def id(self) -> str: ...
-    @property
-    def sound(self) -> np.ndarray | None: ...
-    def _replace(self, **fields: Any) -> Any: ...  # a NamedTuple's own
-
-
-R = TypeVar("R", bound=SoundRow)
+Row = Any  # of a test: a task's own NamedTuple, with id, reference, and sound ([S] int16, of clips that are kept)
 
 
 class Drawn:
@@ -40,7 +28,7 @@ class Drawn:
         return pcm(sound) if lot(name) in self._kept else None
 
 
-def first_drawn(rows: Sequence[R]) -> list[R]:
+def first_drawn(rows: Sequence[Row]) -> list[Row]:
     """Return the rows of all ranks, of which only the ``KEPT`` first drawn still have their sound."""
     last = max(sorted(lot(row.id) for row in rows)[:KEPT], default="")
     return [row if lot(row.id) <= last else row._replace(sound=None) for row in rows]

@@ -13,10 +13,10 @@ from sbkit.data.manifest import Manifest
 from sbkit.score.rates import ErrorRates
 from sbkit.score.results import Player, Results, Sound
 from sbkit.score.significance import interval
+from sbkit.tasks.listening import Row
 
 #: Where the clips to listen to are written, below the results.
 SOUNDS = "sounds"
-Row = Any  # of a test: a task's own NamedTuple, with id, reference, and sound ([S] int16, of clips that are kept)
 
 
 @dataclass

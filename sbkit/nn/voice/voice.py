@@ -50,7 +50,7 @@ class Voice(nn.Module):
         states = self.encoder(text, lengths, speaker)
         frames = rounded(self.durations(states, lengths + 2), lengths + 2, speed)
         total = frames.sum(1)
-        width = total.max().item()
+        width: int = total.max().item()  # type: ignore[assignment]  # of whole numbers
         torch._check(width >= 1)
         chosen, numbers = self.code_head.choose(self.frame_decoder(states, frames, width))
         codes = self.quantiser.joined(chosen * lengths_to_mask(total, width)[..., None])

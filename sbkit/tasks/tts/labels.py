@@ -150,8 +150,8 @@ def _facts(keys: TTSKeys, manifests: Mapping[str, Manifest], codec: CodecBundle,
                          hint="write quantiser, decoder and head as they are in the codec's recipe")
     stride, wanted = keys.head.hop * keys.decoder.fold, codec.sample_rate / codec.books.frame_rate
     if stride != wanted:
-        raise SbkitError(f"a code of {keys.codec} stands for {wanted:g} samples, and the recipe's decoder and head make "
-                         f"{stride} of one", hint="write decoder and head as they are in the codec's recipe")
+        raise SbkitError(f"a code of {keys.codec} stands for {wanted:g} samples, and the recipe's decoder and head "
+                         f"make {stride} of one", hint="write decoder and head as they are in the codec's recipe")
     return {"codec": codec.books.codec, "recogniser": aligner.fingerprint,
             "manifests": {split: _digest(manifest) for split, manifest in manifests.items()}}
 
