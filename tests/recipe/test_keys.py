@@ -328,7 +328,7 @@ class Corpus:
 
 def prepared(made):
     made.patch.setattr(CTC, "prepare", classmethod(lambda cls, keys, manifests, given: manifests["dev"]))
-    return preparation.prepare_data(made.recipe, {})
+    return preparation.prepare_data(made.recipe, {}, None)
 
 
 def fetched(made):
