@@ -48,7 +48,7 @@ class NameTable:
             found = json.loads(self.file.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise SbkitError(f"{self.file} is not there yet", hint="prepare the corpus first (sbkit prepare)") from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise SbkitError(f"{self.file} cannot be read: {error}") from None
         if not isinstance(found, list) or not found or not all(isinstance(name, str) and name for name in found) \
                 or found != sorted(set(found)):

@@ -40,6 +40,8 @@ class Aligner:
         from sbkit.decode.greedy import align
 
         symbols, config = self._model.engine.vocabulary.symbols, self._config
+        if np.isnan(scores).any():
+            return "the recogniser's output is not a number"
         try:
             ids = spell(text, symbols, config.word_separator)
             [spans] = align(torch.from_numpy(scores)[None], torch.tensor([len(scores)]), torch.tensor([ids]),

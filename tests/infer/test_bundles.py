@@ -1,8 +1,9 @@
-"""A bundle of a recogniser hears what a test makes, at the rate of what made it; anything else is refused."""
+"""Bundles as tasks use them: a recogniser hears and aligns at the rate of what made the sound, a codec encodes."""
 
 import bundles
 import numpy as np
 import pytest
+import toy_codec
 
 from sbkit.commands.evaluate import evaluate
 from sbkit.errors import SbkitError
@@ -28,3 +29,66 @@ def test_what_is_no_bundle_is_refused_before_anything_is_scored(tmp_path):
         Opened().recogniser(str(tmp_path / "nowhere"), 16_000)
     with pytest.raises(SbkitError, match=r"does not exist|is not a run"):
         evaluate(EvaluateRequest(tmp_path / "run", recogniser=str(tmp_path / "nowhere")))
+
+
+def test_a_codec_is_opened_and_anything_else_is_refused(tmp_path):
+    codec = Opened().codec(str(toy_codec.make(tmp_path / "codec")))
+    codes = toy_codec.drawn(30)
+    assert codec.books == toy_codec.BOOKS and codec.sample_rate == toy_codec.RATE
+    assert np.array_equal(codec.encode([toy_codec.sound(codes)])[0], codes)
+    codec.close()
+    recogniser = str(bundles.make(tmp_path / "recogniser"))
+    with pytest.raises(SbkitError, match="recogniser is no codec") as error:
+        Opened().codec(recogniser)
+    assert "hparams/codec.yaml" in error.value.hint
+    for open_it in (lambda folder: Opened().recogniser(folder, 16_000), Opened().aligner):
+        with pytest.raises(SbkitError, match="codec is no recogniser"):
+            open_it(str(tmp_path / "codec"))
+
+
+# ---------------------------------------------------------------- when what is known was heard
+
+
+@pytest.fixture(scope="module")
+def aligner(tmp_path_factory):
+    aligner = Opened().aligner(str(bundles.make(tmp_path_factory.mktemp("aligner") / "bundle")))
+    yield aligner
+    aligner.close()
+
+
+def test_it_tells_when_each_piece_was_heard(aligner):
+    [found] = aligner.align([bundles.say("ab c")], bundles.RATE, ["ab c"])
+    frame = bundles.FRAME / bundles.RATE
+    assert found.pieces == ["▁", "a", "b", "▁", "c"] and found.separator == "▁"
+    # Each is held for two frames, and a blank is between.
+    assert found.starts == pytest.approx([3 * i * frame for i in range(5)])
+    assert found.ends == pytest.approx([(3 * i + 2) * frame for i in range(5)])
+
+
+def test_signals_of_another_rate_have_the_same_times(aligner):
+    level = bundles.voiced([bundles.PIECES.index("▁")] * 8 + [0] * 6 + [bundles.PIECES.index("a")] * 8)
+    [own] = aligner.align([level], bundles.RATE, ["a"])
+    [other] = aligner.align([np.repeat(level, 2)], 2 * bundles.RATE, ["a"])
+    frame = bundles.FRAME / bundles.RATE
+    assert other.pieces == own.pieces
+    assert other.starts == pytest.approx(own.starts, abs=frame) and other.ends == pytest.approx(own.ends, abs=frame)
+
+
+def test_a_text_that_cannot_be_aligned_is_told_and_the_others_are_not_affected(aligner):
+    signals = [bundles.say("ab"), bundles.say("a"), bundles.say("b"), bundles.say("ab")]
+    good, letters, long, again = aligner.align(signals, bundles.RATE, ["ab", "ñ", "b" * 40, "ab"])
+    assert letters == "the recogniser can't write 'ñ'; use one that was trained on the same alphabet"
+    assert "can't be aligned" in long
+    assert good.pieces == again.pieces and np.array_equal(good.starts, again.starts)
+
+
+def test_its_fingerprint_is_of_its_files(aligner, tmp_path):
+    same, other = (Opened().aligner(str(bundles.make(tmp_path / name, **more)))
+                   for name, more in (("same", {}), ("other", {"streams": True})))
+    assert same.fingerprint == aligner.fingerprint != other.fingerprint
+
+
+def test_an_output_that_is_no_number_is_no_alignment(aligner, monkeypatch):
+    wrong = np.full((9, len(bundles.PIECES)), np.nan, np.float32)
+    monkeypatch.setattr(aligner._model.engine, "run", lambda signals: [wrong])
+    assert aligner.align([bundles.say("a")], bundles.RATE, ["a"]) == ["the recogniser's output is not a number"]

@@ -109,7 +109,7 @@ def made(keys: TTSKeys) -> dict[str, Any] | None:
     """Return what the labels were made from, None where there are none."""
     try:
         return dict(json.loads(Path(keys.labels, FACTS).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
 
 

@@ -1,0 +1,85 @@
+"""Symbols and speakers: stored once, the same for good, read with a limit, and never an id that isn't there."""
+
+import json
+import pickle
+
+import pytest
+
+from sbkit.data.symbols import MOST_SPEAKERS, MOST_SYMBOLS, PADDING, Speakers, Symbols
+from sbkit.errors import SbkitError
+
+
+def test_symbols_are_the_corpus_characters_and_padding_is_the_first(tmp_path):
+    symbols = Symbols(tmp_path / "new" / "symbols.json").prepare(["ba b", "ñ"])
+    assert symbols.names == [PADDING, " ", "a", "b", "ñ"] and len(symbols) == 5
+    assert symbols.encode("ab ñ") == [2, 3, 1, 4] and symbols.encode("xaxb") == [2, 3] and symbols.encode("") == []
+    assert symbols.unknown(["abx", "y "]) == {"x", "y"}
+
+
+def test_they_are_the_same_when_they_are_read_again_and_in_a_worker(tmp_path):
+    made = Symbols(tmp_path / "s.json").prepare(["cab"])
+    again = Symbols(tmp_path / "s.json").load()
+    sent = pickle.loads(pickle.dumps(again))
+    assert made.names == again.names == sent.names and sent.encode("abc") == [1, 2, 3]
+
+
+def test_the_same_corpus_is_prepared_again_and_another_is_refused(tmp_path):
+    Symbols(tmp_path / "s.json").prepare(["ab"])
+    assert len(Symbols(tmp_path / "s.json").prepare(["ba"])) == 3
+    with pytest.raises(SbkitError, match="other entries than the corpus") as error:
+        Symbols(tmp_path / "s.json").prepare(["abc"])
+    assert "new output_folder" in error.value.hint
+    assert Symbols(tmp_path / "s.json").load().names == [PADDING, "a", "b"]
+
+
+def test_a_corpus_without_text_or_not_in_letters_is_refused(tmp_path):
+    with pytest.raises(SbkitError, match="no text to learn to speak"):
+        Symbols(tmp_path / "s.json").prepare(["", ""])
+    with pytest.raises(SbkitError, match=f"10,001 different characters, but at most {MOST_SYMBOLS:,}"):
+        Symbols(tmp_path / "s.json").prepare(map(chr, range(0x4E00, 0x4E00 + MOST_SYMBOLS + 1)))
+    assert not (tmp_path / "s.json").exists()
+
+
+@pytest.mark.parametrize("content", ["", "{", "{}", "[]", "7", '["b", "a"]', '["a", "a"]', '["a", 7]', '["", "a"]',
+                                     '["ab", "c"]', "[" * 10_000, b"\xff\xfe"])
+def test_a_damaged_file_is_a_plain_error(tmp_path, content):
+    (tmp_path / "s.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(SbkitError, match=r"s\.json"):
+        Symbols(tmp_path / "s.json").load()
+
+
+def test_before_they_are_prepared_it_says_what_to_do(tmp_path):
+    with pytest.raises(SbkitError, match="is not there yet") as error:
+        Symbols(tmp_path / "s.json").load()
+    assert "sbkit prepare" in error.value.hint
+
+
+# ---------------------------------------------------------------- speakers
+
+
+@pytest.mark.parametrize(("found", "names"), [(["anna", "anna"], ["anna"]), (["ben", "anna"], ["voice"]),
+                                              (["", ""], ["voice"]), (["", "anna"], ["voice"])])
+def test_all_of_a_corpus_is_one_voice_with_its_name_if_it_has_one(tmp_path, found, names):
+    speakers = Speakers(tmp_path / "s.json")
+    assert speakers.prepare(found) == names == Speakers(tmp_path / "s.json").names
+    assert {speakers.number(each) for each in (*found, "nobody")} == {0}
+
+
+def test_several_speakers_have_numbers_of_their_own_and_a_stranger_the_firsts(tmp_path):
+    speakers = Speakers(tmp_path / "s.json", several=True)
+    assert speakers.prepare(["carl", "anna", "carl", ""]) == ["anna", "carl", "voice"]
+    assert [speakers.number(each) for each in ("anna", "carl", "", "nobody")] == [0, 1, 2, 0]
+
+
+def test_names_are_cut_and_too_many_speakers_refused(tmp_path):
+    speakers = Speakers(tmp_path / "s.json", several=True)
+    [name] = speakers.prepare(["x" * 5000])
+    assert len(name) == 200 and speakers.number("x" * 5000) == 0
+    with pytest.raises(SbkitError, match="1,001 speakers") as error:
+        Speakers(tmp_path / "t.json", several=True).prepare(map(str, range(MOST_SPEAKERS + 1)))
+    assert "several: false" in error.value.hint
+
+
+def test_the_file_is_a_list_that_anyone_can_read(tmp_path):
+    Symbols(tmp_path / "s.json").prepare(["añ"])
+    assert json.loads((tmp_path / "s.json").read_text(encoding="utf-8")) == ["a", "ñ"]
