@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -99,6 +100,8 @@ class Corpus:
         self.workers = workers
         self.demo_hours, self.demo_seed = demo_hours, demo_seed
         self.demo_voices = texts("corpus: demo_voices", demo_voices) if demo_voices else []
+        if wrong := [voice for voice in self.demo_voices if not re.fullmatch(r"[\w+-]+", voice)]:
+            raise SbkitError(f"corpus: demo_voices: {wrong[0]!r} is no voice of espeak-ng", hint="such as en-us+f2")
         self.report: dict[str, Any] | None = None
         self._needs_text = True
         self._check()

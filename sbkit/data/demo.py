@@ -172,7 +172,8 @@ def _finished(folder: Path, made_with: dict[str, Any]) -> bool:
     found = {}
     with contextlib.suppress(OSError, json.JSONDecodeError):
         found = json.loads(note.read_text())
-    if not isinstance(found, dict) or any(found.get(key) != value for key, value in made_with.items()):
+    if not isinstance(found, dict) or any(
+            found.get(key) != value for key, value in {"voices": None, **made_with}.items()):
         raise SbkitError(
             f"{folder} exists already and is not this embedded corpus "
             f"({', '.join(f'{key} {value}' for key, value in made_with.items())})",

@@ -271,6 +271,11 @@ def test_nothing_is_a_corpus_of_our_own(tmp_path, monkeypatch):
     assert made[0][0].parent == tmp_path / "cache" and made[0][0].name.startswith("demo-en-0.5h")
     assert made[0][1]["hours"] == 0.5 and made[0][0] == made[1][0]
     assert len(manifests["train"]) == len(again["train"]) == 3
+    prepare(None, tmp_path / "m3", demo_voices=["en-us+f2", "en-gb-scotland"])
+    assert made[2][0].name.startswith("demo-en-en-us+f2-en-gb-scotland-1h")
+    assert made[2][1]["voices"] == ["en-us+f2", "en-gb-scotland"] and not made[0][1]["voices"]
+    with pytest.raises(SbkitError, match="'../x' is no voice of espeak-ng"):
+        Corpus(demo_voices=["../x"])
 
 
 def test_a_folder_that_cannot_be_written_is_named(release, tmp_path):

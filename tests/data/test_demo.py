@@ -149,6 +149,54 @@ def test_an_unknown_voice_is_refused_not_replaced(voice):
         demo_voice.speak("hello", voice)
 
 
+def test_the_takes_of_an_ordinary_corpus_are_drawn_as_they_always_were(monkeypatch):
+    said = []
+
+    def speak(text, voice, **how):
+        said.append((text, voice, how))
+        return np.full(44_100, 0.5, np.float32), 22_050
+
+    monkeypatch.setattr(demo_voice, "speak", speak)
+    speaker = demo.Speaker("id", "en-us+m3", words_per_minute=160, pitch=40, age="", gender="", accent="")
+    for seed in range(5):
+        sound = demo._sound(demo.Clip(0, "train", speaker, "Hello.", "Hello.", seed))
+        rng = np.random.default_rng(seed)
+        rate, pitch, spread = (int(rng.integers(*each)) for each in ((-8, 9), (-5, 6), (40, 61)))
+        assert said[-1] == ("Hello.", "en-us+m3", {"seed": seed, "words_per_minute": 160 + rate, "pitch": 40 + pitch,
+                                                   "pitch_range": spread})
+        silence = rng.uniform(0.1, 0.35, size=2)
+        assert np.abs(sound).max() == pytest.approx(10 ** (rng.uniform(-9, -1) / 20), abs=0.02)
+        assert len(sound) == pytest.approx(16_000 * (2 + silence.sum()), abs=5)
+
+
+@pytest.fixture(scope="module")
+def studio(tmp_path_factory):
+    return demo.make_demo_corpus(tmp_path_factory.mktemp("studio"), hours=0.02, workers=1, show_progress=False,
+                                 voices=["en-us+f2", "en-us"])
+
+
+def test_ones_own_voices_speak_all_splits_steadily(studio):
+    rows = {name: read(studio / f"{name}.tsv") for name in ("train", "dev", "test")}
+    assert {row["client_id"] for row in rows["train"]} == {"en-us+f2", "en-us"}
+    assert all({row["client_id"] for row in split} <= {"en-us+f2", "en-us"} for split in rows.values())
+    sentences = [{row["sentence"] for row in split} for split in rows.values()]
+    assert not sentences[0] & sentences[1] and not sentences[0] & sentences[2]
+    loudest = [np.abs(soundfile.read(studio / "clips" / row["path"])[0]).max() for row in rows["train"][:12]]
+    assert min(loudest) > 0.9 * max(loudest), "one level, as in a studio"
+
+
+def test_a_corpus_of_other_voices_is_another(studio):
+    for voices in ([], ["en-us"]):
+        with pytest.raises(SbkitError, match="exists already"):
+            demo.make_demo_corpus(studio.parent, hours=0.02, workers=1, show_progress=False, voices=voices)
+
+
+def test_a_voice_that_there_is_not_is_refused_and_nothing_stays(tmp_path):
+    with pytest.raises(SbkitError, match="no voice"):
+        demo.make_demo_corpus(tmp_path / "out", hours=0.01, workers=1, show_progress=False, voices=["en+nobody"])
+    assert list((tmp_path / "out").iterdir()) == []
+
+
 def test_an_existing_corpus_is_used_again_and_a_foreign_folder_is_left_alone(corpus):
     stamps = {path: path.stat().st_mtime_ns for path in corpus.rglob("*")}
     assert demo.make_demo_corpus(corpus.parent, hours=0.05, show_progress=False) == corpus

@@ -42,6 +42,39 @@ def test_a_text_is_cut_at_sentences_then_clauses_then_spaces(text, expected):
     assert pieces(text) == expected
 
 
+LETTERS = ["<pad>", " ", *"abcdefghijklmnopqrstuvwxyz"]
+
+
+@pytest.mark.parametrize("text, expected", [
+    ("Well, yes.", [("well,", 0.12), ("yes.", 0.25)]),
+    ("\"Well\"; (yes) — no?", [("\"well\";", 0.12), ("(yes)", 0.12), ("no?", 0.25)]),
+    ("one,", [("one,", 0.25)]), ("Dear John,\n\nHello", [("dear john,", 0.25), ("hello", 0.25)]),
+    ("one, — , two", [("one,", 0.12), ("two", 0.25)]),
+    ("¿Qu? ¡Si!", [("¿qu?", 0.25), ("¡si!", 0.25)]),
+])
+def test_marks_that_are_no_symbols_are_pauses_and_no_errors(text, expected):
+    found = list(Script(voice(symbols=LETTERS)).read(text))
+    assert [(piece.text, piece.pause) for piece in found] == expected
+    letters = "".join(LETTERS[number] for piece in found for number in piece.ids if number > 1)
+    assert letters == "".join(each for each in text.lower() if each.isalpha())
+
+
+def test_a_mark_that_is_a_symbol_is_spoken_and_the_voice_pauses_by_itself():
+    [piece] = Script(voice()).read("well, yes.")
+    assert piece.text == "well, yes." and spelled(piece.ids) == "well, yes."
+
+
+def test_marks_within_a_word_are_not_left_out_in_silence():
+    with pytest.raises(UnknownCharacters, match=r"never learnt '\.' \(character 3\)"):
+        list(Script(voice(symbols=LETTERS)).read("ab.cd"))
+
+
+@pytest.mark.parametrize("text", ["...", "— !", "\" ?"])
+def test_a_text_of_nothing_but_marks_is_not_called_empty(text):
+    with pytest.raises(UnspeakableText, match="only characters that the voice never learnt"):
+        list(Script(voice(symbols=LETTERS)).read(text))
+
+
 def test_sentences_without_spaces_are_found_and_stay_without():
     symbols = ["<pad>", *"你好吗我很。？"]
     assert pieces("你好吗？我很好。", symbols=symbols) == [("你好吗？", True), ("我很好。", True)]
