@@ -274,7 +274,7 @@ def test_nothing_is_a_corpus_of_our_own(tmp_path, monkeypatch):
     prepare(None, tmp_path / "m3", demo_voices=["en-us+f2", "en-gb-scotland"])
     assert made[2][0].name.startswith("demo-en-en-us+f2-en-gb-scotland-1h")
     assert made[2][1]["voices"] == ["en-us+f2", "en-gb-scotland"] and not made[0][1]["voices"]
-    with pytest.raises(SbkitError, match="'../x' is no voice of espeak-ng"):
+    with pytest.raises(SbkitError, match=r"'\.\./x' is no voice of espeak-ng"):
         Corpus(demo_voices=["../x"])
 
 
