@@ -284,7 +284,7 @@ def test_decoder_and_head_come_from_the_codecs_bundle(tmp_path):
     save_file(wanted, folder / "model.safetensors")
     initial.load(made)
     for name, value in made.modules.state_dict().items():
-        assert (value == 0.25).all() == name.removeprefix("model.0.").startswith(("5.", "6.")), name
+        assert (value == 0.25).all() == name.startswith(("model.5.", "model.6.")), name
 
 
 def test_a_bundle_that_has_no_weights_to_start_from_is_refused(tmp_path):
