@@ -47,8 +47,8 @@ class Corpus:
     Arguments
     ---------
     source : a Common Voice folder or ``.tar.gz``, a Hugging Face dataset (``hf://owner/name?config=fr``, a
-        ``save_to_disk`` folder, parquet files), a folder of SpeechBrain CSVs or of JSON lines, or a mapping
-        ``{train: FILE, dev: FILE, test: FILE}`` where FILE may be a list; null: the demo corpus
+        ``save_to_disk`` folder, parquet files), LJSpeech's folder, a folder of SpeechBrain CSVs or of JSON lines, or a
+        mapping ``{train: FILE, dev: FILE, test: FILE}`` where FILE may be a list; null: the demo corpus
     language : code as the source writes it (``en``, ``zh-CN``); chooses a release's language and the text rules
     folder : where manifests, ``prepare_report.json`` and ``left_out.csv`` are written
     splits : the source's names for our splits, ``{train: [train, other], dev: validation}``
@@ -58,7 +58,8 @@ class Corpus:
     only : the splits that are wanted; the source need not have the others
     skip_short_texts : splits that leave out texts of fewer than ``short_text`` words (SpeechBrain: all three)
     check_audio : "sample" compares some listed durations with the audio, "all" opens every recording
-    columns : the source's column names by role, ``{audio: speech, text: raw_transcription}``
+    columns : the source's column names by role, ``{audio: speech, text: raw_transcription}``, or, of a list without a
+        header, their numbers: ``{text: 2, speaker: 3}``
     data_root : replaces ``$data_root`` in paths, and relative paths start from it; by default their file's folder
     schemes : kinds of URL that rows may name, such as ``[https]``; by default the scheme of ``data_root``, ``hf`` for a
         dataset on the hub, and none otherwise

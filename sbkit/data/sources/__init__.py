@@ -9,6 +9,8 @@ nothing                               null or ""                            the 
 Common Voice, any release from 5 on   a folder with ``clips/`` and TSVs,    ``train.tsv``, ``dev.tsv``, ...
                                       or a folder of such folders
 the same as downloaded                ``.tar.gz`` or ``.tar``               the same
+LJSpeech and others laid out like it  ``metadata.csv`` with fields between  none: 2 % of the ids each are
+                                      ``|``, no header, and ``wavs/``       dev and test, by their hash
 SpeechBrain CSV, sbkit's manifests    a folder of ``.csv`` files            their names
 JSON lines (NeMo, ESPnet, ...), or    a folder of ``.jsonl`` or ``.json``   their names
 SpeechBrain's JSON                    files
@@ -26,7 +28,7 @@ single files                          a mapping ``{train: FILE, dev: ...}`` the 
 Every row has an id, a recording (a path, or a stretch of a tar as ``x.tar?offset=O&size=N``), start and duration in
 seconds, a text, a speaker, and accent, age, gender and language if they are known. CSVs keep all their other columns
 too; one whose name a manifest uses for something else gets a prefix, such as ``source_wrd``. Columns are found by name
-(see ``ALIASES`` in ``base.py``); for other names set the corpus's ``columns``.
+(see ``ALIASES`` in ``base.py``); for other names set the corpus's ``columns``, which without a header are numbers.
 """
 
 from sbkit.data.sources.base import Rows, Source, join_rows

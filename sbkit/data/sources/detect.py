@@ -12,6 +12,7 @@ from sbkit.data.sources.common_voice import CommonVoice, is_language_folder, lan
 from sbkit.data.sources.files import FileSource, Mixed
 from sbkit.data.sources.huggingface import Hub, Parquet, SavedToDisk
 from sbkit.data.sources.json_lines import JsonLines
+from sbkit.data.sources.ljspeech import LJSpeech
 from sbkit.data.sources.speechbrain_csv import SpeechBrainCsv
 from sbkit.errors import SbkitError
 
@@ -22,8 +23,8 @@ _FILE_KINDS: tuple[type[FileSource], ...] = (SpeechBrainCsv, JsonLines)
 _HUB_PAGE = "https://huggingface.co/datasets/"
 _EXPECTED = (
     "expected a Common Voice folder (clips/ and train.tsv) or its .tar.gz, a folder with train.csv, "
-    "train.jsonl or train*.parquet, a save_to_disk folder, recordings alone (where no texts are needed), or "
-    "hf://owner/name"
+    "train.jsonl or train*.parquet, LJSpeech's metadata.csv and wavs/, a save_to_disk folder, recordings alone (where "
+    "no texts are needed), or hf://owner/name"
 )
 
 
@@ -81,6 +82,8 @@ def _open_folder(path: Path, cache: Path, language: str | None, columns: Mapping
         return SavedToDisk(path, cache, columns)
     if is_language_folder(path) or language_folders(path):
         return CommonVoice(path, language)
+    if LJSpeech.matches(path):
+        return LJSpeech(path, columns, data_root)
     for kind in _FILE_KINDS:
         if files := kind.in_folder(path):
             return kind(files, columns, data_root)

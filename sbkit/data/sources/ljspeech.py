@@ -1,0 +1,155 @@
+"""LJSpeech and what is laid out like it: ``metadata.csv`` without a header, and recordings in ``wavs/``."""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sbkit.data.audio import SUFFIXES
+from sbkit.data.manifest import Column
+from sbkit.data.sources.base import Rows, Source, blank, stamp
+from sbkit.errors import SbkitError
+
+METADATA, WAVS = "metadata.csv", "wavs"
+#: The share of the ids in each of dev and test; so many at least, if they are no larger a share than the second.
+SHARE, LEAST, MOST_SHARE = 0.02, 8, 0.1
+_ROLES = ("id", "audio", "text", "speaker")
+_MOST_COLUMNS = 3  # that have a meaning without being named
+_NAMED = "name fields by their numbers, e.g. --corpus.columns '{text: 2, speaker: 3}'"
+
+
+class LJSpeech(Source):
+    """One speaker's sentences: ``metadata.csv`` with fields between ``|``, no header and no quotation, and ``wavs/``.
+
+    - The first field is an id, whose recording is ``wavs/ID.wav``, or the recording itself; the second its text. The
+      third is the same with numbers and abbreviations written out, and taken where it isn't empty. A corpus's
+      ``columns`` name others by number.
+    - There are no splits: dev has the 2 % of the ids whose hash is smallest, test those whose hash is largest, so that
+      they stay where they are if others are added; 8 ids at least, if there are 80.
+    - Nobody is named as the speaker, unless a column does, so all of it is one voice.
+    """
+
+    kind = "LJSpeech"
+
+    def __init__(self, folder: Path, columns: Mapping[str, str], data_root: str | Path | None = None):
+        self.folder, self.path, self.where = folder, folder / METADATA, str(folder)
+        self.columns = {role: self._number(role, given) for role, given in columns.items()}
+        self.root = os.path.abspath(folder) if data_root is None else str(data_root).rstrip("/")
+
+    @staticmethod
+    def matches(folder: Path) -> bool:
+        """Whether a folder has such a list, which is not one of several CSVs."""
+        path = folder / METADATA
+        if not path.is_file() or (folder / "train.csv").exists():
+            return False
+        return b"|" in next((line for _, line in _lines(path)), b"")
+
+    def names(self) -> list[str]:
+        return ["train", "dev", "test"]
+
+    def fingerprint(self) -> list[Any]:
+        return [self.kind, stamp(self.path), self.root]
+
+    def read(self, name: str, show_progress: bool = True) -> Rows:
+        del show_progress
+        rows, malformed = self._rows()
+        self._check(rows)
+        split = drawn(row[self._at("id")] for row in rows)
+        rows = [row for row in rows if split[row[self._at("id")]] == name]
+        speakers = self.columns.get("speaker")
+        return Rows(
+            origin=str(self.path), ids=Column([_id(row[self._at("id")]) for row in rows]),
+            wavs=Column([self._recording(row[self._at("audio")]) for row in rows]),
+            texts=Column([self._text(row) for row in rows]),
+            speakers=blank(len(rows)) if speakers is None else Column([row[speakers] for row in rows]),
+            durations=np.full(len(rows), np.nan), starts=np.zeros(len(rows)),
+            malformed=malformed if name == "train" else [])
+
+    def _number(self, role: str, given: object) -> int:
+        """Return the place of a field that the corpus's ``columns`` name, counted from 0."""
+        if role not in _ROLES:
+            raise SbkitError(f"corpus: columns names the {role}, which {self.path} has no field for",
+                             hint=f"roles are {', '.join(_ROLES)}")
+        if not str(given).isdecimal() or int(str(given)) < 1:
+            raise SbkitError(f"corpus: columns: {role} is {given!r}, but {self.path} has no header", hint=_NAMED)
+        return int(str(given)) - 1
+
+    def _at(self, role: str) -> int:
+        return self.columns.get(role, 1 if role == "text" else 0)
+
+    def _rows(self) -> tuple[list[list[str]], list[tuple[str, str]]]:
+        """Return the fields of all rows that have as many as most have, and what is wrong with the others."""
+        rows: list[tuple[int, list[str]]] = []
+        malformed: list[tuple[str, str]] = []
+        for number, line in _lines(self.path):
+            try:
+                rows.append((number, [field.strip() for field in line.decode("utf-8").split("|")]))
+            except UnicodeDecodeError:
+                malformed.append((self._told(number), "not UTF-8"))
+        wanted = max(2, Counter(len(row) for _, row in rows).most_common(1)[0][0]) if rows else 2
+        malformed += [(self._told(number), f"{len(row)} field{'s' if len(row) > 1 else ''} instead of {wanted}"
+                       if len(row) != wanted else "no id")
+                      for number, row in rows if len(row) != wanted or not row[0]]
+        return [row for _, row in rows if len(row) == wanted and row[0]], malformed
+
+    def _told(self, number: int) -> str:
+        return f"{self.path.name} line {number}"
+
+    def _check(self, rows: list[list[str]]) -> None:
+        """Refuse fields that don't exist, and such whose meaning would be a guess."""
+        width = len(rows[0]) if rows else 0
+        for role, place in self.columns.items():
+            if rows and place >= width:
+                raise SbkitError(f"corpus: columns: {role} is {place + 1}, but {self.path} has {width} fields")
+        if "text" in self.columns or width < _MOST_COLUMNS:
+            return
+        if width > _MOST_COLUMNS:
+            raise SbkitError(f"{self.path} has {width} fields, and LJSpeech {_MOST_COLUMNS}", hint=_NAMED)
+        texts, thirds = ({row[place] for row in rows} - {""} for place in (1, 2))
+        if 2 * len(thirds) < len(texts) and len(thirds) > 0:
+            raise SbkitError(f"{self.path}: the third field has {len(thirds)} different values for {len(texts)} texts, "
+                             f"such as {min(thirds)[:40]!r}: is it no text, but the speaker?", hint=_NAMED)
+
+    def _text(self, row: list[str]) -> str:
+        normalised = row[2] if "text" not in self.columns and len(row) >= _MOST_COLUMNS else ""
+        return normalised or row[self._at("text")]
+
+    def _recording(self, name: str) -> str:
+        """Return the path of a recording by its id, or by a path from the folder or from ``wavs/``."""
+        if "://" in name or os.path.isabs(name):
+            return name
+        if not name.lower().endswith(SUFFIXES):
+            name += ".wav"
+        return "/".join((self.root, name) if name.startswith(f"{WAVS}/") else (self.root, WAVS, name))
+
+
+def drawn(ids: Iterator[str]) -> dict[str, str]:
+    """Draw a split for each id."""
+    ordered = sorted(set(ids), key=lambda name: hashlib.sha256(name.encode()).digest())
+    count = max(1, round(SHARE * len(ordered)), min(LEAST, int(MOST_SHARE * len(ordered))))
+    return dict.fromkeys(ordered, "train") | dict.fromkeys(ordered[:count], "dev") \
+        | dict.fromkeys(ordered[-count:], "test")
+
+
+def _id(name: str) -> str:
+    """Return an id without what makes it a path."""
+    name = name.removeprefix(f"{WAVS}/")
+    return name[:name.rindex(".")] if name.lower().endswith(SUFFIXES) else name
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The number and the content of each line that isn't blank."""
+    try:
+        with open(path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                if line := line.removeprefix(codecs.BOM_UTF8).strip():
+                    yield number, line
+    except OSError as error:
+        raise SbkitError(f"{path}: cannot be read ({error.strerror or error})") from None

@@ -1,0 +1,130 @@
+"""LJSpeech's layout: a list without a header, and splits that are drawn."""
+
+import json
+
+import pytest
+from sounds import encoded, speechlike
+
+from sbkit.data.corpus import Corpus
+from sbkit.data.sources.ljspeech import drawn
+from sbkit.errors import SbkitError
+
+SOUND = encoded(speechlike(0.5), 16_000)
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def folder(home, lines, suffix=".wav", missing=()):
+    """A corpus of these lines, with the recordings of all ids but the ``missing``."""
+    (home / "wavs").mkdir(parents=True)
+    (home / "metadata.csv").write_bytes("\n".join(lines).encode() + b"\n")
+    for line in lines:
+        name = line.split("|")[0].removeprefix("wavs/").removesuffix(suffix)
+        if name not in missing:
+            (home / "wavs" / f"{name}{suffix}").write_bytes(SOUND)
+    return home
+
+
+def prepared(tmp_path, source, **options):
+    corpus = Corpus(source, folder=tmp_path / "manifests", **options)
+    return corpus, corpus.prepare()
+
+
+def everything(found):
+    """The texts of all splits by id."""
+    return {id_: text for rows in found.values() for id_, text in zip(rows.ids, rows.texts, strict=True)}
+
+
+def test_normalised_texts_are_taken_and_nothing_is_quoted(tmp_path):
+    lines = [f'LJ-{i}|Dr. "{each}|Doctor "{each}' for i, each in enumerate(LETTERS)]
+    lines[3] = "LJ-3|Only this.|"
+    source = folder(tmp_path / "c", lines)
+    corpus, found = prepared(tmp_path, source)
+    texts = everything(found)
+    assert len(texts) == len(LETTERS) and texts["LJ-7"] == "doctor h" and texts["LJ-3"] == "only this"
+    train = found["train"]
+    assert train.wavs[0] == str(source / "wavs" / f"{train.ids[0]}.wav") and set(train.speakers) == {""}
+    assert train.durations.tolist() == pytest.approx([0.5] * len(train))
+    assert corpus.report["source"]["kind"] == "LJSpeech"
+
+
+def test_splits_are_drawn_by_id_and_stay_when_rows_are_added():
+    before, after = (drawn(f"LJ-{i}" for i in range(count)) for count in (300, 310))
+    counts = {split: list(before.values()).count(split) for split in ("train", "dev", "test")}
+    assert counts == {"train": 284, "dev": 8, "test": 8}
+    assert sum(after[name] != split for name, split in before.items()) <= 2
+    assert list(drawn(map(str, range(1000))).values()).count("dev") == 20
+    assert sorted(drawn("abc").values()) == ["dev", "test", "train"], "the smallest corpus has one of each"
+
+
+def test_paths_in_the_place_of_ids_and_two_fields(tmp_path):
+    lines = [f"wavs/{each}.flac|This is {each}" for each in LETTERS]
+    source = folder(tmp_path / "c", lines, suffix=".flac")
+    _, found = prepared(tmp_path, source)
+    assert everything(found) == {each: f"this is {each}" for each in LETTERS}
+    assert found["dev"].wavs[0] == str(source / "wavs" / f"{found['dev'].ids[0]}.flac")
+
+
+def test_rows_that_are_unusable_are_told_and_counted(tmp_path):
+    lines = [f"{each}|Text {each}|Text {each}" for each in LETTERS]
+    lines += ["x1|no third field", "one field", "a|Text a|Text a", "x2|Gone|Gone", "x3||", "|No id|No id", "",
+              "x4|a|b|c"]
+    source = folder(tmp_path / "c", lines, missing=("x2", "", "one field"))
+    with open(source / "metadata.csv", "ab") as file:
+        file.write(b"x5|caf\xe9|caf\xe9\n")
+    corpus, found = prepared(tmp_path, source)
+    assert set(everything(found)) == set(LETTERS)
+    splits = json.loads(corpus.report_path.read_text())["splits"]
+    left_out = {}
+    for entry in splits.values():
+        for reason, told in entry["left_out"].items():
+            left_out[reason] = left_out.get(reason, 0) + told["count"]
+    assert left_out == {"malformed row": 5, "repeated id": 1, "missing clip": 1, "no text": 1}
+    assert sum(entry["rows"] for entry in splits.values()) == 26 + 8
+    told = splits["train"]["left_out"]["malformed row"]["examples"]
+    assert set(told) == {"metadata.csv line 27: 2 fields instead of 3", "metadata.csv line 28: 1 field instead of 3",
+                         "metadata.csv line 32: no id", "metadata.csv line 34: 4 fields instead of 3",
+                         "metadata.csv line 35: not UTF-8"}
+
+
+def test_speakers_in_the_third_field_are_asked_about_and_taken_by_number(tmp_path):
+    lines = [f"{each}|Text {each}|{'anna' if i % 2 else 'ben'}" for i, each in enumerate(LETTERS)]
+    source = folder(tmp_path / "c", lines)
+    with pytest.raises(SbkitError, match="third field has 2 different values for 26 texts, such as 'anna'") as refused:
+        prepared(tmp_path, source)
+    assert "--corpus.columns '{text: 2, speaker: 3}'" in refused.value.hint
+    _, found = prepared(tmp_path, source, columns={"text": 2, "speaker": 3})
+    assert set(found["train"].speakers) == {"anna", "ben"} and everything(found)["c"] == "text c"
+
+
+@pytest.mark.parametrize("columns, told", [
+    ({"text": "raw"}, "text is 'raw', but .* has no header"), ({"speaker": 0}, "speaker is 0, but"),
+    ({"speaker": 4}, "speaker is 4, but .* has 3 fields"), ({"duration": 2}, "columns names the duration")], ids=str)
+def test_fields_that_do_not_exist_are_refused(tmp_path, columns, told):
+    source = folder(tmp_path / "c", [f"{each}|{each}|{each}" for each in LETTERS])
+    with pytest.raises(SbkitError, match=told):
+        prepared(tmp_path, source, columns=columns)
+
+
+def test_more_fields_than_ljspeech_has_are_asked_about(tmp_path):
+    source = folder(tmp_path / "c", [f"{each}|{each}|{each}|anna" for each in LETTERS])
+    with pytest.raises(SbkitError, match="has 4 fields, and LJSpeech 3"):
+        prepared(tmp_path, source)
+    _, found = prepared(tmp_path, source, columns={"text": 3, "speaker": 4})
+    assert set(found["test"].speakers) == {"anna"}
+
+
+def test_a_list_with_a_header_and_one_beside_train_csv_are_csvs(tmp_path):
+    lines = ["ID,duration,wav,wrd", "a,0.5,wavs/a.wav,some text"]
+    source = folder(tmp_path / "c", ["a|b|c"])
+    (source / "metadata.csv").write_text("\n".join(lines))
+    assert Corpus(source).names() == ["metadata"]
+    folder(tmp_path / "d", ["a|b|c"])
+    (tmp_path / "d" / "train.csv").write_text("\n".join(lines))
+    assert Corpus(tmp_path / "d").names() == ["metadata", "train"]
+
+
+def test_a_list_that_changes_is_noticed(tmp_path):
+    source = folder(tmp_path / "c", [f"{each}|{each}" for each in LETTERS])
+    corpus, _ = prepared(tmp_path, source)
+    (source / "metadata.csv").write_text("\n".join(f"{each}|the letter {each}" for each in LETTERS))
+    assert everything(corpus.prepare())["k"] == "the letter k"
