@@ -31,7 +31,7 @@ def files(task: str) -> list[Path]:
         raise SbkitError(f"there is no task {task!r}",
                          hint=(f"did you mean {near[0]}? " if near else "") + f"there is {', '.join(tasks())}")
     flagship = HOME / RECIPES / f"{task}.yaml"
-    resting = [path.relative_to(HOME) for path in sorted(HOME.glob(f"recipes/*/*/*/{RECIPES}/*.yaml"))
+    resting = [path.relative_to(HOME) for path in sorted((HOME / "recipes").rglob(f"{RECIPES}/*.yaml"))
                if chain(path)[-1][0].samefile(flagship)]
     return [*_ALWAYS, flagship.relative_to(HOME), *resting]
 

@@ -41,7 +41,7 @@ def test_other_files_in_the_folder_do_not_matter(tmp_path):
 
 
 @pytest.mark.parametrize("task, told", [
-    ("cct", "did you mean ctc? there is codec, ctc, ssl, streaming"), ("../x", "there is codec, ctc, ssl, streaming")])
+    ("cct", "did you mean ctc? there is codec, ctc, ssl, streaming, tts"), ("../x", "there is codec, ctc, ssl, streaming, tts")])
 def test_an_unknown_task_lists_those_there_are(tmp_path, capsys, task, told):
     assert main(["new", str(tmp_path / "x"), "--task", task]) == 2
     assert capsys.readouterr().err == f"error: there is no task {task!r}; {told}\n"
@@ -60,6 +60,7 @@ def test_a_task_gets_the_recipes_that_rest_on_its_flagship_alone(tmp_path, monke
     for name, text in {"hparams/ctc.yaml": "a: 1\n", "hparams/tts.yaml": "a: 1\n",
                        "recipes/Corpus/TTS/Tiny/hparams/en.yaml": "recipe: !include:base.yaml\n",
                        "recipes/Corpus/TTS/Tiny/hparams/base.yaml": f"{up}/tts.yaml\n",
+                       "recipes/Corpus/TTS/hparams/one.yaml": "recipe: !include:../../../../hparams/tts.yaml\n",
                        "recipes/Corpus/ASR/CTC/hparams/en.yaml": f"{up}/ctc.yaml\n"}.items():
         (home / name).parent.mkdir(parents=True, exist_ok=True)
         (home / name).write_text(text)
@@ -67,4 +68,4 @@ def test_a_task_gets_the_recipes_that_rest_on_its_flagship_alone(tmp_path, monke
     assert starter.tasks() == ["ctc", "tts"]
     assert [str(place) for place in starter.files("tts")] == [
         "README.md", "train.py", "hparams/tts.yaml", "recipes/Corpus/TTS/Tiny/hparams/base.yaml",
-        "recipes/Corpus/TTS/Tiny/hparams/en.yaml"]
+        "recipes/Corpus/TTS/Tiny/hparams/en.yaml", "recipes/Corpus/TTS/hparams/one.yaml"]
