@@ -28,7 +28,8 @@ def _loader() -> ModuleType:
     try:
         import espeakng_loader
     except ImportError as error:
-        raise SbkitError("the embedded corpus needs the package espeakng-loader", hint=INSTALL) from error
+        raise SbkitError("espeak-ng is missing: the demo corpus, and voices that learnt phones, need the package "
+                         "espeakng-loader", hint=INSTALL) from error
     return espeakng_loader
 
 
@@ -96,8 +97,10 @@ def pronounce(texts: list[str], voice: str) -> list[str]:
     with _library() as (library, _):
         _select(library, voice)
         for text in texts:
-            pointer = ctypes.pointer(ctypes.c_char_p(text.encode()))
-            spoken.append((library.espeak_TextToPhonemes(pointer, _UTF8, _IPA) or b"").decode())
+            pointer, clauses = ctypes.pointer(ctypes.c_char_p(text.encode())), []
+            while pointer.contents.value:  # it moves on to the next clause
+                clauses.append((library.espeak_TextToPhonemes(pointer, _UTF8, _IPA) or b"").decode())
+            spoken.append(" ".join(filter(None, clauses)))
     return spoken
 
 

@@ -1,11 +1,13 @@
-"""Symbols and speakers of a voice: the characters that its corpus is written in, and who speaks it."""
+"""Symbols and speakers of a voice: the characters or phones that its corpus is written in, and who speaks it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+from sbkit.data.pronunciation import Pronunciation, apart, pronunciation, weights
 from sbkit.errors import SbkitError
 from sbkit.system.console import atomic_write
 
@@ -58,16 +60,27 @@ class NameTable:
         return found
 
 
+class Written(NamedTuple):
+    """A text in symbols."""
+
+    ids: list[int]
+    ends: list[float]
+    """Where each of them ends in the text, in characters."""
+
+
 class Symbols(NameTable):
-    """The characters of a corpus, each with an id; padding has id 0.
+    """What a corpus is written in, each with an id: its characters, or the phones of its words. Padding has id 0.
 
     Arguments
     ---------
     file : a JSON list, where they are stored
+    spelling : a voice of espeak-ng, such as ``en-us``, whose pronunciation gives the phones; None: characters
     """
 
-    def __init__(self, file: str | Path):
+    def __init__(self, file: str | Path, spelling: str | None = None):
         super().__init__(file)
+        self.spelling = spelling or None
+        self._characters = NameTable(self.file.with_name("characters.json"))
         self._ids: dict[str, int] = {}
 
     @property
@@ -75,17 +88,28 @@ class Symbols(NameTable):
         """The symbols in order of their ids, padding first."""
         return [PADDING, *self._ids]
 
+    @property
+    def characters(self) -> list[str]:
+        """The characters of the corpus, where its symbols are phones."""
+        return [] if self.spelling is None else self._characters.read()
+
     def __len__(self) -> int:
         return 1 + len(self._ids)
 
     def prepare(self, texts: Iterable[str]) -> Symbols:
-        """Store the characters of these texts."""
+        """Store the characters of these texts, or their phones."""
+        texts = list(texts)
         found = sorted(set().union(*texts))
         if not found:
             raise SbkitError("the corpus has no text to learn to speak", hint="does it have transcripts?")
         if len(found) > MOST_SYMBOLS:
             raise SbkitError(f"the corpus has {len(found):,} different characters, but at most {MOST_SYMBOLS:,} are "
                              "taken", hint="is its text what was said, in letters?")
+        if self.spelling is not None:
+            self._characters.keep(found)
+            said = pronunciation(self.spelling)
+            said.learn(core for text in texts for core in _cores(text))
+            found = sorted({symbol for text in texts for symbol, _ in phones(text, said)})
         self.keep(found)
         return self.load()
 
@@ -97,13 +121,41 @@ class Symbols(NameTable):
         self._ids = {symbol: number for number, symbol in enumerate(self._found, 1)}
         return self
 
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of a text; characters that are no symbols are left out."""
-        return [self._ids[character] for character in text if character in self._ids]
+    def write(self, text: str) -> Written:
+        """Write a text in symbols; what is none is left out."""
+        symbols = zip(text, range(1, len(text) + 1), strict=True) if self.spelling is None else \
+            phones(text, pronunciation(self.spelling))
+        known = [(self._ids[symbol], float(end)) for symbol, end in symbols if symbol in self._ids]
+        return Written([number for number, _ in known], [end for _, end in known])
 
-    def unknown(self, texts: Iterable[str]) -> set[str]:
-        """Return the characters of texts that are no symbols."""
-        return set().union(*texts) - self._ids.keys()
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text; what is no symbol is left out."""
+        return self.write(text).ids
+
+
+def phones(text: str, said: Pronunciation) -> Iterator[tuple[str, float]]:
+    """Yield the phones of a text's words, the marks around these, and the spaces between, with where each ends in the
+    text, in characters: a word's phones share it evenly."""
+    said.learn(_cores(text))
+    begin = 0
+    for number, word in enumerate(text.split(" ")):
+        if number:
+            yield " ", begin
+        before, core, behind = apart(word)
+        yield from zip(before, range(begin + 1, begin + len(word) + 1), strict=False)
+        begin += len(before)
+        symbols, past = said(core), 0.0
+        shares = weights(symbols)
+        for symbol, share in zip(symbols, shares, strict=True):
+            past += share
+            yield symbol, begin + len(core) * past / sum(shares)
+        begin += len(core)
+        yield from zip(behind, range(begin + 1, begin + len(behind) + 1), strict=True)
+        begin += len(behind) + 1
+
+
+def _cores(text: str) -> list[str]:
+    return [apart(word)[1] for word in text.split(" ")]
 
 
 class Speakers(NameTable):

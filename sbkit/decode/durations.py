@@ -81,6 +81,18 @@ def durations(text: str, heard: Aligned, signal: np.ndarray, sample_rate: int, f
     return np.diff(np.maximum.accumulate(found.round().clip(0, frames)).astype(np.int64))
 
 
+def shared(frames: np.ndarray, ends: Sequence[float]) -> np.ndarray:
+    """Return the frames of symbols [U + 2] from those of characters [C + 2], with the silence before and after.
+
+    Arguments
+    ---------
+    ends : where each symbol ends in the text, in characters [U]
+    """
+    edges = frames[:-1].cumsum()
+    inside = np.interp(ends, np.arange(len(edges)), edges).round().astype(np.int64)
+    return np.diff(np.concatenate([[0, edges[0]], inside, [frames.sum()]]))
+
+
 def speech(signal: np.ndarray, sample_rate: int) -> tuple[float, float]:
     """Return when speech begins and ends in a recording [S], in seconds: all of it if nothing stands out."""
     size = round(_STRETCH * sample_rate)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from sbkit.data import publish
+from sbkit.data.pronunciation import NAME
 from sbkit.errors import SbkitError
 from sbkit.system import disk
 
@@ -220,6 +221,10 @@ class Voice(Bundle):
     """The sha256 of the codec that the voice learnt to speak through."""
     books: list[int] = field(default_factory=list)
     """Entries of each of the codec's books."""
+    spelling: str | None = None
+    """The voice of espeak-ng by whose pronunciation words become symbols; null: their characters are the symbols."""
+    characters: list[str] = field(default_factory=list)
+    """With a spelling: the characters that words may have."""
 
     def check(self, path: Path) -> None:
         super().check(path)
@@ -232,7 +237,12 @@ class Voice(Bundle):
                 raise SbkitError(f"{path}: {name} must be a list of {least} or more texts, not {values!r}")
             if twice := sorted({each for each in values if values.count(each) > 1}):
                 raise SbkitError(f"{path}: {name} has {', '.join(map(repr, twice))} twice")
-        for symbol in self.symbols[1:]:
+        if self.spelling is not None and (not isinstance(self.spelling, str) or not NAME.fullmatch(self.spelling)):
+            raise SbkitError(f"{path}: spelling is {self.spelling!r}, which is no voice of espeak-ng")
+        if not isinstance(self.characters, list) or not all(map(_is_name, self.characters)) \
+                or bool(self.characters) != (self.spelling is not None):
+            raise SbkitError(f"{path}: characters must be a list of texts, with a spelling alone")
+        for symbol in [*self.symbols[1:], *self.characters]:
             if len(symbol) != 1 or unicodedata.normalize("NFC", symbol) != symbol:
                 raise SbkitError(f"{path}: the symbol {symbol!a} is not one character in Unicode's form NFC",
                                  hint="export the model again")

@@ -90,7 +90,8 @@ class Script:
         """
         unknown, held, spoke, pauses = Unknown(), _Held(self._symbols.space, self._most), False, False
         empty = True
-        for word in words([text] if isinstance(text, str) else text, max(self._most, _LONGEST_WORD)):
+        blocks = map(self._symbols.look_up, [text] if isinstance(text, str) else text)
+        for word in words(blocks, max(self._most, _LONGEST_WORD)):
             empty = False
             written, ids = self._symbols.spell(word.text, word.places, unknown)
             spoke = spoke or bool(ids)

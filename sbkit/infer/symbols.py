@@ -6,6 +6,8 @@ import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from sbkit.data.pronunciation import apart, pronunciation
+from sbkit.data.symbols import phones
 from sbkit.errors import SbkitError
 from sbkit.export.layout import Voice
 
@@ -67,12 +69,15 @@ class Unknown:
 class Symbols:
     """The symbols of a voice.
 
-    A word is brought to Unicode's form NFC, and to the one case that the symbols have, if they have only one.
+    A word is brought to Unicode's form NFC, and to the one case that the symbols have, if they have only one. Where
+    they are phones, it is espeak-ng that spells it.
     """
 
     def __init__(self, config: Voice):
         self._ids = {symbol: number for number, symbol in enumerate(config.symbols) if number}
-        self._upper, self._lower = (any(map(has, self._ids)) for has in (str.isupper, str.islower))
+        self._said = None if config.spelling is None else pronunciation(config.spelling)
+        self._characters = set(config.characters) or self._ids.keys()
+        self._upper, self._lower = (any(map(has, self._characters)) for has in (str.isupper, str.islower))
         self.space = self._ids.get(SPACE)
         """The id of a space; None for a voice that has none."""
 
@@ -86,13 +91,30 @@ class Symbols:
         given = word if len(word) == len(written) else written  # named as somebody wrote them
         begin = len(written) - len(written.lstrip(OPENING + CLAUSE + ENDS))
         end = len(written.rstrip(CLOSING + ENDS + CLAUSE))
-        ids = []
+        known, first = "", None
         for at, (character, name, place) in enumerate(zip(written, given, places, strict=False)):
-            if (number := self._ids.get(character)) is not None:
-                ids.append(number)
+            first = first or place
+            if character in self._characters:
+                known += character
             elif begin <= at < end:
                 unknown.add(name, place)
+        if self._said is None:
+            return written, [self._ids[character] for character in known]
+        ids = []
+        for symbol, _ in phones(known, self._said):
+            if (number := self._ids.get(symbol)) is not None:
+                ids.append(number)
+            elif first is not None:
+                unknown.add(f"[{symbol}] in {known}", first)
+        if not ids and first is not None and apart(known)[1]:
+            unknown.add(known, first)  # espeak-ng has no sound for it
         return written, ids
+
+    def look_up(self, text: str) -> str:
+        """Have a text's words spelled, as many as there are at once; returns the text."""
+        if self._said is not None:
+            self._said.learn(apart(self._written(word))[1] for word in text.split())
+        return text
 
     def _written(self, word: str) -> str:
         word = unicodedata.normalize("NFC", word)

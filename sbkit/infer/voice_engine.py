@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from sbkit.data.pronunciation import pronunciation
 from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.infer import formats
@@ -59,6 +60,8 @@ class VoiceEngine(BundleEngine):
                  threads: int | None = None):
         super().__init__(folder)
         self.config = layout.Voice.read(self.folder)
+        if self.config.spelling is not None:
+            pronunciation(self.config.spelling)  # what it needs is missed now, not with the first text
         model = formats.choose(self.folder, self.config.models, model, kind="voice")
         self._start(self.folder / self.config.models[model], model, DeviceChoice.parse(device), threads)
 

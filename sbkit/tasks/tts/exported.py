@@ -105,14 +105,15 @@ class VoiceModel(Exported):
         texts = sorted({text for text in texts if self.keys.symbols.encode(text)}, key=lambda text: (len(text), text))
         origin = f"{min(count, len(texts))} texts of the run's test split"
         if not texts:
-            texts, origin = _made_up(self.keys.symbols.names[1:]), "made-up texts, since the run's corpus is missing"
+            texts = _made_up(self.keys.symbols.characters or self.keys.symbols.names[1:])
+            origin = "made-up texts, since the run's corpus is missing"
         places = np.unique(np.linspace(0, len(texts) - 1, min(count, len(texts))).round().astype(int))
         chosen = [texts[i] for i in places]
         most = self.keys.max_symbols
         joined = " ".join(chosen * 2)[:min(most, round(_BEYOND * len(chosen[-1])))]
         clips = [Clip(self._ids(text)[:most], text, text) for text in chosen]
         clips.insert(0, Clip(clips[0].signal[:1], None, "the first symbol of another"))
-        return Clips([*clips, Clip(self._ids(joined), None, "several joined")], origin, len(chosen[-1]))
+        return Clips([*clips, Clip(self._ids(joined)[:most], None, "several joined")], origin, len(chosen[-1]))
 
     def _ids(self, text: str) -> np.ndarray:
         return np.array(self.keys.symbols.encode(text), np.int64)
@@ -132,11 +133,13 @@ class VoiceModel(Exported):
         return layout.Voice(
             sample_rate=self.sample_rate, symbols=keys.symbols.names, speakers=keys.speakers.names,
             max_symbols=keys.max_symbols, frame_seconds=voice.stride / self.sample_rate,
-            codec=(labels.made(keys) or {}).get("codec"), books=list(keys.quantiser.sizes))
+            codec=(labels.made(keys) or {}).get("codec"), books=list(keys.quantiser.sizes),
+            spelling=keys.symbols.spelling, characters=keys.symbols.characters)
 
     def metadata(self, config: layout.Voice) -> dict[str, str]:
         return super().metadata(config) | {
             "language": config.language or "", "symbols": json.dumps(config.symbols, ensure_ascii=False),
+            **({} if config.spelling is None else {"spelling": config.spelling}),
             "speakers": json.dumps(config.speakers, ensure_ascii=False)}
 
     def runner(self, name: str, folder: Path, config: layout.Voice) -> Runner:

@@ -26,7 +26,7 @@ class TTSKeys(TaskKeys):
     recogniser: str | None = key("a bundle of a recogniser: when it hears which character tells how long each lasts, "
                                  "and tests say what it hears in what the voice says", None)
     labels: str = key("the folder where the corpus's codes and durations are written, once")
-    symbols: Symbols = key("the characters of the corpus, a sbkit.data.symbols.Symbols")
+    symbols: Symbols = key("the characters of the corpus, or phones, a sbkit.data.symbols.Symbols")
     speakers: Speakers = key("whose voices are learnt, a sbkit.data.symbols.Speakers")
     n_symbols: int = key("rows of their table; the number follows from the corpus", allowed=SIZE)
     n_speakers: int = key("voices; the number follows from the corpus's speakers", allowed=SIZE)

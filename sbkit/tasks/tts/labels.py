@@ -20,7 +20,8 @@ from sbkit.codes import Codes, writing
 from sbkit.data.audio import read_utterance
 from sbkit.data.loader import eval_batches
 from sbkit.data.manifest import Manifest, Utterance
-from sbkit.decode.durations import Aligned, durations
+from sbkit.data.symbols import Symbols
+from sbkit.decode.durations import Aligned, durations, shared
 from sbkit.errors import SbkitError, first_line
 from sbkit.nn.codec import Quantiser
 from sbkit.runs import initial
@@ -153,14 +154,17 @@ def _facts(keys: TTSKeys, manifests: Mapping[str, Manifest], codec: CodecBundle,
         raise SbkitError(f"a code of {keys.codec} stands for {wanted:g} samples, and the recipe's decoder and head "
                          f"make {stride} of one", hint="write decoder and head as they are in the codec's recipe")
     return {"codec": codec.books.codec, "recogniser": aligner.fingerprint,
-            "manifests": {split: _digest(manifest) for split, manifest in manifests.items()}}
+            "manifests": {split: _digest(manifest, keys.symbols) for split, manifest in manifests.items()}}
 
 
-def _digest(manifest: Manifest) -> str:
+def _digest(manifest: Manifest, symbols: Symbols) -> str:
     digest = hashlib.sha256(manifest.durations.tobytes())
     for column in (manifest.ids, manifest.texts, manifest.speakers):
         for value in column:
             digest.update(value.encode("utf-8", "surrogatepass") + b"\0")
+    if symbols.spelling is not None:  # another release of espeak-ng may pronounce a word otherwise
+        for text in manifest.texts:
+            digest.update(str(symbols.encode(text)).encode())
     return digest.hexdigest()
 
 
@@ -214,11 +218,14 @@ def _batch(rows: Sequence[Utterance], keys: TTSKeys, codec: CodecBundle, aligner
     signals = [signal for _, signal in read]
     heard = aligner.align(signals, keys.sample_rate, [row.text for row, _ in read])
     for (row, signal), codes, found in zip(read, codec.encode(signals), heard, strict=True):
-        yield row, found if isinstance(found, str) else _one(row, signal, codes, found, keys.sample_rate)
+        yield row, found if isinstance(found, str) else _one(row, signal, codes, found, keys)
 
 
-def _one(row: Utterance, signal: np.ndarray, codes: np.ndarray, heard: Aligned, sample_rate: int) -> Label:
-    return Label(codes, durations(row.text, heard, signal, sample_rate, len(codes)), row.speaker)
+def _one(row: Utterance, signal: np.ndarray, codes: np.ndarray, heard: Aligned, keys: TTSKeys) -> Label | str:
+    if not (ends := keys.symbols.write(row.text).ends):
+        return "nothing in its text is a symbol of the voice"
+    frames = durations(row.text, heard, signal, keys.sample_rate, len(codes))
+    return Label(codes, shared(frames, ends), row.speaker)
 
 
 def targets(found: Sequence[Label | None], symbols: int, frames: int, quantiser: Quantiser, device: torch.device,

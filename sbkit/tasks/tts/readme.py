@@ -12,7 +12,7 @@ _USE = {
 import json, numpy as np, onnxruntime, soundfile
 ids = {{symbol: number for number, symbol in enumerate(json.load(open("config.json"))["symbols"])}}
 session = onnxruntime.InferenceSession("model.onnx")
-text = np.array([[ids[character] for character in {example!r}]])
+text = np.array([[ids[symbol] for symbol in {symbols!r}]])
 audio, samples, durations = session.run(None, {{
     "text": text, "lengths": np.array([text.shape[1]]),
     "speaker": np.array([0]), "speed": np.array([1.0], np.float32)}})
@@ -44,12 +44,17 @@ audio, samples, durations = voice(torch.from_numpy(text), torch.tensor([text.sha
 def text(name: str, config: layout.Voice, comparison: Comparison) -> str:
     """Make the whole text."""
     example = next((clip.text for clip in comparison.clips.alone if clip.text), config.symbols[1])
-    values = {"rate": config.sample_rate, "most": config.max_symbols, "frame": config.frame_seconds, "example": example}
+    written = next((clip.signal for clip in comparison.clips.alone if clip.text), [1])
+    values = {"rate": config.sample_rate, "most": config.max_symbols, "frame": config.frame_seconds,
+              "symbols": "".join(config.symbols[number] for number in written)}
+    characters = config.characters or config.symbols[1:]
+    spelled = "" if config.spelling is None else f""" Its symbols are phones: words are spelled in IPA, \
+each as if it were said alone, by espeak-ng's voice `{config.spelling}`, which `pip install 'sbkit[demo]'` installs."""
     speakers = ", ".join(config.speakers[:10]) + (", ..." if len(config.speakers) > 10 else "")
     parts = [f"""# {name}
 
 A voice at {config.sample_rate} Hz, trained by sbkit: {speakers}. It knows the characters \
-`{"".join(config.symbols[1:]).strip()}`{" and the space" if " " in config.symbols else ""}.
+`{"".join(characters).strip()}`{" and the space" if " " in characters else ""}.{spelled}
 
 ```
 sbkit speak {name} "{example}" --to said.wav

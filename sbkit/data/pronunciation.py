@@ -1,0 +1,80 @@
+"""Words as espeak-ng pronounces them, each as if it were said alone, in symbols of the IPA."""
+
+from __future__ import annotations
+
+import functools
+import re
+import threading
+import unicodedata
+from collections.abc import Iterable
+
+from sbkit.errors import SbkitError
+
+#: What a name of a voice may be; it becomes part of a path.
+NAME = re.compile(r"[a-z]{2,3}(-[a-z0-9]{1,10})*(\+[A-Za-z0-9]{1,20})?")
+_MOST_WORDS = 50_000  # remembered
+_LONGEST = 64  # characters of a word that espeak-ng is given at once
+_SWITCH = re.compile(r"\([a-z-]+\)")  # to another language, for a foreign word, and back
+_LIAISON = "-"
+#: espeak-ng has static variables: one thread at a time.
+_LOCK = threading.Lock()
+
+
+class Pronunciation:
+    """How a voice of espeak-ng pronounces words, for any number of threads; espeak-ng is asked once about each.
+
+    Arguments
+    ---------
+    voice : such as ``en-us``
+    """
+
+    def __init__(self, voice: str):
+        self.voice = voice
+        self._known: dict[str, str] = {}
+
+    def learn(self, words: Iterable[str]) -> None:
+        """Look words up, as many as there are at once."""
+        from sbkit.data import demo_voice  # needs numpy, which whoever wants the name of a voice need not load
+
+        with _LOCK:
+            if missing := sorted({word for word in words if word} - self._known.keys()):
+                if len(self._known) + len(missing) > _MOST_WORDS:
+                    self._known = {}
+                parts = [[word[at:at + _LONGEST] for at in range(0, len(word), _LONGEST)] for word in missing]
+                sounds = iter(demo_voice.pronounce([part for each in parts for part in each], self.voice))
+                self._known |= {word: "".join(_written(next(sounds)) for _ in each)
+                                for word, each in zip(missing, parts, strict=True)}
+
+    def __call__(self, word: str) -> str:
+        """Return the symbols of a word; none if espeak-ng doesn't say it."""
+        if (found := self._known.get(word)) is None:
+            self.learn([word])
+            found = self._known.get(word, "")
+        return found
+
+
+@functools.cache
+def pronunciation(voice: str) -> Pronunciation:
+    """Return a voice's pronunciation, the same one each time; raises if there is no such voice, or no espeak-ng."""
+    if not NAME.fullmatch(voice):
+        raise SbkitError(f"espeak-ng has no voice {voice!r}", hint="voices have names such as en-us or fr")
+    found = Pronunciation(voice)
+    found.learn(["a"])
+    return found
+
+
+def apart(word: str) -> tuple[str, str, str]:
+    """Split a word into the marks before it, what is pronounced, and the marks behind it."""
+    spoken = [at for at, character in enumerate(word) if unicodedata.category(character)[0] in "LMN"]
+    begin, end = (spoken[0], spoken[-1] + 1) if spoken else (len(word), len(word))
+    return word[:begin], word[begin:end], word[end:]
+
+
+def weights(symbols: str) -> list[float]:
+    """Tell which symbols take time: not marks of stress and length, unless there are only such."""
+    found = [0.0 if unicodedata.category(each) in ("Lm", "Mn", "Sk") else 1.0 for each in symbols]
+    return found if any(found) else [1.0] * len(found)
+
+
+def _written(sound: str) -> str:
+    return unicodedata.normalize("NFC", _SWITCH.sub("", sound)).replace(_LIAISON, "").strip()
