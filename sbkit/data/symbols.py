@@ -107,9 +107,8 @@ class Symbols(NameTable):
                              "taken", hint="is its text what was said, in letters?")
         if self.spelling is not None:
             self._characters.keep(found)
-            said = pronunciation(self.spelling)
-            said.learn(core for text in texts for core in _cores(text))
-            found = sorted({symbol for text in texts for symbol, _ in phones(text, said)})
+            self.look_up(texts)
+            found = sorted({symbol for text in texts for symbol, _ in self._written(text)})
         self.keep(found)
         return self.load()
 
@@ -123,14 +122,30 @@ class Symbols(NameTable):
 
     def write(self, text: str) -> Written:
         """Write a text in symbols; what is none is left out."""
-        symbols = zip(text, range(1, len(text) + 1), strict=True) if self.spelling is None else \
-            phones(text, pronunciation(self.spelling))
-        known = [(self._ids[symbol], float(end)) for symbol, end in symbols if symbol in self._ids]
+        known = [(self._ids[symbol], float(end)) for symbol, end in self._written(text) if symbol in self._ids]
         return Written([number for number, _ in known], [end for _, end in known])
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text; what is no symbol is left out."""
         return self.write(text).ids
+
+    def look_up(self, texts: Iterable[str]) -> None:
+        """Have espeak-ng spell the words of texts all at once, if it does."""
+        if self.spelling is not None:
+            pronunciation(self.spelling).learn(core for text in texts for core in _cores(text))
+
+    def unknown(self, texts: Iterable[str]) -> set[str]:
+        """Return the characters of texts that the corpus doesn't have, and the phones."""
+        texts = list(texts)
+        self.look_up(texts)
+        found = {symbol for text in texts for symbol, _ in self._written(text)} - self._ids.keys()
+        return found if self.spelling is None else found | (set().union(*texts) - set(self.characters))
+
+    def _written(self, text: str) -> Iterable[tuple[str, float]]:
+        """Return a text's symbols, and where each ends in the text, in characters."""
+        if self.spelling is None:
+            return zip(text, range(1, len(text) + 1), strict=True)
+        return phones(text, pronunciation(self.spelling))
 
 
 def phones(text: str, said: Pronunciation) -> Iterator[tuple[str, float]]:

@@ -113,7 +113,8 @@ class Symbols:
     def look_up(self, text: str) -> str:
         """Have a text's words spelled, as many as there are at once; returns the text."""
         if self._said is not None:
-            self._said.learn(apart(self._written(word))[1] for word in text.split())
+            known = ("".join(filter(self._characters.__contains__, self._written(word))) for word in text.split())
+            self._said.learn(apart(word)[1] for word in known)
         return text
 
     def _written(self, word: str) -> str:

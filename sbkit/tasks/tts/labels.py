@@ -62,16 +62,17 @@ class Label:
 class Labels:
     """The labels of a run's splits, of which each utterance's are read when they are needed."""
 
-    def __init__(self, folders: Sequence[Path]):
+    def __init__(self, folders: Sequence[Path], symbols: Symbols):
         self._places: dict[tuple[str, str], tuple[Codes, int, np.ndarray]] = {}
         for folder in folders:
             codes, frames = Codes(folder / CODES), _frames(folder / DURATIONS)
             if len(frames) != len(codes):
                 raise SbkitError(f"{folder}: there are codes of {len(codes)} utterances, and durations of "
                                  f"{len(frames)}", hint=_AGAIN)
+            symbols.look_up(utterance.text or "" for utterance in codes)
             for number, (utterance, row) in enumerate(zip(codes, frames, strict=True)):
                 text = utterance.text or ""
-                if len(row) != len(text) + 2 or row.min() < 0 or row.sum() != len(utterance.codes):
+                if len(row) != len(symbols.encode(text)) + 2 or row.min() < 0 or row.sum() != len(utterance.codes):
                     raise SbkitError(f"{folder}: the durations of {utterance.id} are not those of its text and codes",
                                      hint=_AGAIN)
                 self._places[utterance.id, text] = codes, number, row
@@ -103,7 +104,9 @@ def _frames(path: Path) -> list[np.ndarray]:
 def read(keys: TTSKeys) -> Labels:
     """Read the labels that a run has, as far as it has any."""
     splits = (made(keys) or {}).get("splits", ())
-    return Labels([Path(keys.labels, split) for split in splits])
+    if splits:
+        keys.symbols.load()
+    return Labels([Path(keys.labels, split) for split in splits], keys.symbols)
 
 
 def made(keys: TTSKeys) -> dict[str, Any] | None:
@@ -163,6 +166,7 @@ def _digest(manifest: Manifest, symbols: Symbols) -> str:
         for value in column:
             digest.update(value.encode("utf-8", "surrogatepass") + b"\0")
     if symbols.spelling is not None:  # another release of espeak-ng may pronounce a word otherwise
+        symbols.look_up(manifest.texts)
         for text in manifest.texts:
             digest.update(str(symbols.encode(text)).encode())
     return digest.hexdigest()
