@@ -37,7 +37,7 @@ def stand_ins(name: str, folder: Path) -> dict:
         large = {"hidden_size": 256, "intermediate_size": 512}
         given |= {"encoder_source": str(encoders.make(folder / "encoder", "wav2vec2-layer", **large))}
     if any("sbkit.tasks.tts" in text for text in texts):
-        given |= {"codec": str(codec_of(name, folder)), "recogniser": str(folder)}
+        given |= dict.fromkeys(["codec", "recogniser"], str(codec_of(name, folder)))
     return given
 
 
