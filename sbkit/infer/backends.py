@@ -91,6 +91,9 @@ class Torch:
         from sbkit.nn import attention_kernel
 
         attention_kernel.leave_cudnn()
+        # torch 2.11 crashes in a later backward, of whichever thread, if a program is loaded by one that ends and no
+        # gradient was computed there before.
+        torch.ones(1, requires_grad=True).sum().backward()
         if threads:
             torch.set_num_threads(threads)
         else:

@@ -76,6 +76,14 @@ def test_closing_ends_the_thread_and_refuses_further_calls(bundle):
         engine.run([bundles.say("a")])
 
 
+def test_a_process_can_train_after_a_program_was_closed(bundle):
+    """Without a gradient in the worker before it loads, torch 2.11 crashes in about every other process."""
+    code = (f"import torch; from sbkit.infer.engine import Engine; Engine({str(bundle)!r}, 'torch', 'cpu').close(); "
+            "torch.nn.Linear(4, 4)(torch.ones(2, 4)).sum().backward()")
+    running = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(3)]
+    assert [each.wait() for each in running] == [0, 0, 0]
+
+
 def test_an_engine_that_is_forgotten_ends_its_thread(bundle):
     engine = Engine(bundle, device="cpu")
     thread = engine._worker._thread
