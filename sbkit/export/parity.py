@@ -208,7 +208,7 @@ class Comparison:
     def _wer(self, texts: list[str]) -> float | None:
         rows = [(clip.name, clip.text, text) for clip, text in zip(self.clips.alone, texts, strict=True)
                 if clip.text and clip.text.split()]
-        if not rows:
+        if not rows or not self.has_words:
             return None
         rates = ErrorRates("word")
         rates.add(*zip(*rows, strict=True))
