@@ -70,8 +70,16 @@ class TTS(Task):
         keys = self.keys
         self.voice = Voice(keys.text_encoder, keys.durations, keys.frame_decoder, keys.code_head, keys.quantiser,
                            keys.decoder, keys.head)
+        self._refuse_training_the_codec()
         self.heard: Callable[[Sequence[np.ndarray]], list[str]] | None = None
         self.clock, self.drawn = Clock(), Drawn()
+
+    def _refuse_training_the_codec(self) -> None:
+        """Raise if parts that no loss goes through are not frozen for good."""
+        for name in ("quantiser", "decoder", "head"):
+            if any(parameter.requires_grad for parameter in getattr(self.keys, name).parameters()):
+                raise SbkitError(f"{name} is the codec's own and nothing here trains it, but it is not frozen",
+                                 hint=f"write {name}: true under freeze")
 
     # ------------------------------------------------------------ before there is a model
 

@@ -268,6 +268,14 @@ recipe: !include:{toy_voice.RECIPE}
                                      if finding.severity == "error"}, report.problems()
 
 
+@pytest.mark.parametrize(("freeze", "name"), [({"head": False}, "head"), ({"decoder": 100}, "decoder"),
+                                              (None, "decoder")])
+def test_the_codecs_own_parts_are_frozen_for_good(tmp_path, freeze, name):
+    with pytest.raises(SbkitError, match=f"{name} is the codec's own and nothing here trains it") as error:
+        toy_voice.brain(tmp_path, freeze=freeze)
+    assert f"{name}: true under freeze" in error.value.hint
+
+
 def test_augmenting_recordings_that_are_labelled_is_refused(tmp_path):
     keys = TTS.Keys.read(toy_voice.hparams(tmp_path))
     assert not list(keys.clashes())
