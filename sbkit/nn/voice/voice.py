@@ -53,7 +53,7 @@ class Voice(nn.Module):
         width: int = total.max().item()  # type: ignore[assignment]  # of whole numbers
         torch._check(width >= 1)
         chosen, numbers = self.code_head.choose(self.frame_decoder(states, frames, width))
-        codes = self.quantiser.joined(chosen * lengths_to_mask(total, width)[..., None])
+        codes = self.quantiser.joined(chosen)
         # Codes of what is no number would sound like any others: whoever calls this has to see what they are.
         vectors = self.quantiser.embed(codes).masked_fill(~numbers[..., None], torch.nan)
         sound = self.head(self.decoder(vectors, total), total * self.decoder.fold)
