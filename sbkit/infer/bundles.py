@@ -11,6 +11,7 @@ import numpy as np
 from sbkit.data.audio import resample
 from sbkit.decode.durations import Aligned, spell
 from sbkit.errors import SbkitError
+from sbkit.export import layout
 from sbkit.infer.codec import Codec
 from sbkit.infer.model import Model, load
 
@@ -25,7 +26,9 @@ class Aligner:
 
     def __init__(self, model: Model):
         self._model, self._config = model, model.engine.config
-        self.fingerprint = hashlib.sha256(json.dumps(self._config.files, sort_keys=True).encode()).hexdigest()
+        used = (self._config.models[model.running.model], layout.TOKENS)  # README.md and others differ each time
+        hashes = [self._config.files.get(name, {}).get("sha256") for name in used]
+        self.fingerprint = hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
 
     def align(self, signals: Sequence[np.ndarray], sample_rate: int, texts: Sequence[str]) -> list[Aligned | str]:
         """Return for waveforms [S] and their texts what was heard when, or why that can't be told."""

@@ -1,5 +1,7 @@
 """Bundles as tasks use them: a recogniser hears and aligns at the rate of what made the sound, a codec encodes."""
 
+import json
+
 import bundles
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ import toy_codec
 
 from sbkit.commands.evaluate import evaluate
 from sbkit.errors import SbkitError
+from sbkit.export import layout
 from sbkit.infer.bundles import Opened
 from sbkit.runs.evaluation import EvaluateRequest
 
@@ -82,10 +85,15 @@ def test_a_text_that_cannot_be_aligned_is_told_and_the_others_are_not_affected(a
     assert good.pieces == again.pieces and np.array_equal(good.starts, again.starts)
 
 
-def test_its_fingerprint_is_of_its_files(aligner, tmp_path):
-    same, other = (Opened().aligner(str(bundles.make(tmp_path / name, **more)))
-                   for name, more in (("same", {}), ("other", {"streams": True})))
-    assert same.fingerprint == aligner.fingerprint != other.fingerprint
+def test_its_fingerprint_is_of_what_aligns_and_of_nothing_that_differs_from_export_to_export(aligner, tmp_path):
+    same = Opened().aligner(str(bundles.make(tmp_path / "same", streams=True)))
+    assert same.fingerprint == aligner.fingerprint
+    other = bundles.make(tmp_path / "other")
+    written = json.loads((other / "config.json").read_text())
+    (other / "tokens.txt").write_text((other / "tokens.txt").read_text() + "\n")
+    written["files"]["tokens.txt"] = layout.fingerprint(other / "tokens.txt")
+    (other / "config.json").write_text(json.dumps(written))
+    assert Opened().aligner(str(other)).fingerprint != aligner.fingerprint
 
 
 def test_an_output_that_is_no_number_is_no_alignment(aligner, monkeypatch):

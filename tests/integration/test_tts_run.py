@@ -21,7 +21,8 @@ from safetensors.torch import load_file, save_file
 
 from sbkit import infer
 from sbkit.codes import Codes
-from sbkit.nn.codec import CodecDecoder, WaveHead
+from sbkit.nn.codec import CodecDecoder, FiniteScalars, WaveHead
+from sbkit.nn.codec.coder import definition
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("onnxruntime", reason="bundles' ONNX models need the extra 'export'")
@@ -52,7 +53,9 @@ class Place:
         torch.manual_seed(0)
         parts = torch.nn.ModuleDict({"decoder": CodecDecoder(4, 12, 16, 1, 1, fold=2), "head": WaveHead(12, 160, 640)})
         (folder / "codec").mkdir()
-        save_file(parts.state_dict(), folder / "codec" / "model.safetensors")
+        defined = {name: definition(part) for name, part in
+                   {**parts, "quantiser": FiniteScalars([6, 5], 2)}.items()}
+        save_file(parts.state_dict(), folder / "codec" / "model.safetensors", {"definition": json.dumps(defined)})
         toy_codec.make(folder / "codec", SIZES, books=list(SIZES))
         bundles.make(folder / "recogniser")
 

@@ -11,6 +11,7 @@ from hyperpyyaml import load_hyperpyyaml
 from safetensors.torch import save_file
 
 from sbkit.export import layout
+from sbkit.nn.codec.coder import definition
 from sbkit.recipe import load
 from sbkit.recipe.build import build
 from sbkit.recipe.check import check
@@ -49,8 +50,10 @@ def codec_of(name: str, folder: Path) -> Path:
     bundle = folder / "codec"
     bundle.mkdir()
     (bundle / layout.CONFIG).write_text(json.dumps({"format": layout.FORMAT}))
+    defined = {part: definition(hparams[part]) for part in ("quantiser", "decoder", "head")}
     save_file({f"{part}.{key}": torch.zeros(value.shape, dtype=torch.float16) for part in ("decoder", "head")
-               for key, value in hparams[part].state_dict().items()}, bundle / layout.WEIGHTS)
+               for key, value in hparams[part].state_dict().items()}, bundle / layout.WEIGHTS,
+              {"definition": json.dumps(defined)})
     return bundle
 
 

@@ -22,6 +22,13 @@ class Resynthesis(NamedTuple):
     frames: Tensor  # [B] int64, code frames
 
 
+def definition(part: nn.Module) -> dict[str, Any]:
+    """Return what defines a part of a codec besides its weights: its class, and the numbers that it has."""
+    return {"class": type(part).__name__} | {
+        key: value for key, value in vars(part).items()
+        if key != "training" and not key.startswith("_") and isinstance(value, (int, float, str, tuple))}
+
+
 class Coder(nn.Module):
     """The parts of a codec, as one. An utterance's codes and its sound do not depend on its batch."""
 
@@ -43,10 +50,7 @@ class Coder(nn.Module):
 
     def definition(self) -> dict[str, dict[str, Any]]:
         """Return what defines the codec besides its weights: the class of each part, and the numbers that it has."""
-        return {name: {"class": type(part).__name__} | {
-            key: value for key, value in vars(part).items()
-            if key != "training" and not key.startswith("_") and isinstance(value, (int, float, str, tuple))}
-            for name, part in self.named_children()}
+        return {name: definition(part) for name, part in self.named_children()}
 
     def forward(self, signals: Tensor, samples: Tensor) -> Resynthesis:
         """Waveforms [B, S] and sample counts [B] to what the codec makes of them."""

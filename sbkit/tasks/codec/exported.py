@@ -161,7 +161,8 @@ class CodecModel(Exported):
 
     def write_beside(self, folder: Path, config: layout.Codec) -> None:
         """Write the weights, for models that speak through the decoder."""
-        save_file(weights(self.coder), folder / layout.WEIGHTS, {"codec": config.codec})
+        save_file(weights(self.coder), folder / layout.WEIGHTS,
+                  {"codec": config.codec, "definition": json.dumps(self.coder.definition())})
 
     def metadata(self, config: layout.Codec) -> dict[str, str]:
         return super().metadata(config) | metadata(config)

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
-from sbkit.codes import Codes, writing
+from sbkit.codes import Books, Codes, writing
 from sbkit.data.audio import read_utterance
 from sbkit.data.loader import eval_batches
 from sbkit.data.manifest import Manifest, Utterance
@@ -28,6 +28,7 @@ from sbkit.runs import initial
 from sbkit.runs.bundles import AlignerBundle, Bundles, CodecBundle
 from sbkit.system import disk
 from sbkit.system.console import atomic_write, progress
+from sbkit.tasks.tts import codec_parts
 from sbkit.tasks.tts.keys import TTSKeys
 
 logger = logging.getLogger(__name__)
@@ -62,10 +63,11 @@ class Label:
 class Labels:
     """The labels of a run's splits, of which each utterance's are read when they are needed."""
 
-    def __init__(self, folders: Sequence[Path], symbols: Symbols):
-        self._places: dict[tuple[str, str], tuple[Codes, int, np.ndarray]] = {}
+    def __init__(self, folders: Sequence[Path], symbols: Symbols, books: Books | None = None):
+        self._places: dict[str, dict[tuple[str, str], tuple[Codes, int, np.ndarray]]] = {}
         for folder in folders:
-            codes, frames = Codes(folder / CODES), _frames(folder / DURATIONS)
+            codes, frames = Codes(folder / CODES, books), _frames(folder / DURATIONS)
+            places = self._places[folder.name] = {}
             if len(frames) != len(codes):
                 raise SbkitError(f"{folder}: there are codes of {len(codes)} utterances, and durations of "
                                  f"{len(frames)}", hint=_AGAIN)
@@ -75,14 +77,17 @@ class Labels:
                 if len(row) != len(symbols.encode(text)) + 2 or row.min() < 0 or row.sum() != len(utterance.codes):
                     raise SbkitError(f"{folder}: the durations of {utterance.id} are not those of its text and codes",
                                      hint=_AGAIN)
-                self._places[utterance.id, text] = codes, number, row
+                places[utterance.id, text] = codes, number, row
 
     def __len__(self) -> int:
-        return len(self._places)
+        return sum(map(len, self._places.values()))
 
-    def get(self, name: str, text: str) -> Label | None:
-        """Return the labels of an utterance, if it has any; one of another corpus may have the id of one of these."""
-        if (found := self._places.get((name, text))) is None:
+    def get(self, split: str, name: str, text: str) -> Label | None:
+        """Return the labels of an utterance of a split, if it has any.
+
+        One of another split or another corpus may have its id, and even its text.
+        """
+        if (found := self._places.get(split, {}).get((name, text))) is None:
             return None
         codes, number, frames = found
         utterance = codes[number]
@@ -103,43 +108,71 @@ def _frames(path: Path) -> list[np.ndarray]:
 
 def read(keys: TTSKeys) -> Labels:
     """Read the labels that a run has, as far as it has any."""
-    splits = (made(keys) or {}).get("splits", ())
-    if splits:
-        keys.symbols.load()
-    return Labels([Path(keys.labels, split) for split in splits], keys.symbols)
+    if (facts := made(keys)) is None:
+        return Labels([], keys.symbols)
+    keys.symbols.load()
+    books = Books.from_dict(facts.get("books"), str(Path(keys.labels, FACTS)))
+    return Labels([Path(keys.labels, split) for split in facts.get("splits", ())], keys.symbols, books)
 
 
 def made(keys: TTSKeys) -> dict[str, Any] | None:
     """Return what the labels were made from, None where there are none."""
+    return _read(Path(keys.labels, FACTS))
+
+
+def pinned(keys: TTSKeys) -> dict[str, Any] | None:
+    """Return what the labels were made from that the run's checkpoints learnt from, None where there are no such."""
+    return _read(_pin(keys))
+
+
+def _pin(keys: TTSKeys) -> Path:
+    """Beside the checkpoints: the labels may be removed, and made again."""
+    return keys.symbols.file.with_name(FACTS)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
     try:
-        return dict(json.loads(Path(keys.labels, FACTS).read_text(encoding="utf-8")))
+        return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, RecursionError):
         return None
+
+
+def _write(path: Path, facts: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(path) as out:
+        json.dump(facts, out, indent=1, ensure_ascii=False)
 
 
 def make(keys: TTSKeys, manifests: Mapping[str, Manifest], bundles: Bundles) -> None:
     """Label a corpus, unless it was labelled before with the same codec and the same recogniser."""
     for problem in keys.absent():
         raise SbkitError(f"{problem.key}: {problem.message}", hint=problem.hint)
+    for problem in codec_parts.differing(keys):
+        raise SbkitError(f"{problem.key}: {problem.message}", hint=problem.hint)
     assert keys.codec is not None and keys.recogniser is not None, "they would be absent"
     codec, aligner = bundles.codec(keys.codec), bundles.aligner(keys.recogniser)
     try:
         facts = _facts(keys, manifests, codec, aligner)
-        if (before := made(keys)) is not None and {name: before.get(name) for name in facts} == facts:
-            logger.info("labels: made already, in %s", keys.labels)
-            return
-        if before is not None and not initial.fresh(keys):
+        learnt = pinned(keys) or made(keys)
+        if not initial.fresh(keys) and learnt is not None and not _same(learnt, facts):
             raise SbkitError(f"{keys.labels} is of another codec, recogniser or corpus, and checkpoints depend on it",
                              hint="start in a new output_folder, or set codec, recogniser and corpus back")
-        with disk.told(keys.labels):
-            Path(keys.labels, FACTS).unlink(missing_ok=True)
-            counts = {split: _label(Path(keys.labels, split), manifest, keys, codec, aligner)
-                      for split, manifest in manifests.items()}
-            with atomic_write(Path(keys.labels, FACTS)) as out:
-                json.dump({**facts, "splits": counts}, out, indent=1, ensure_ascii=False)
+        if (before := made(keys)) is not None and _same(before, facts):
+            logger.info("labels: made already, in %s", keys.labels)
+        else:
+            with disk.told(keys.labels):
+                Path(keys.labels, FACTS).unlink(missing_ok=True)
+                counts = {split: _label(Path(keys.labels, split), manifest, keys, codec, aligner)
+                          for split, manifest in manifests.items()}
+                _write(Path(keys.labels, FACTS), {**facts, "splits": counts})
+        _write(_pin(keys), facts)
     finally:
         codec.close()
         aligner.close()
+
+
+def _same(made_from: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
+    return {name: made_from.get(name) for name in facts} == facts
 
 
 def _facts(keys: TTSKeys, manifests: Mapping[str, Manifest], codec: CodecBundle, aligner: AlignerBundle,
@@ -156,7 +189,7 @@ def _facts(keys: TTSKeys, manifests: Mapping[str, Manifest], codec: CodecBundle,
     if stride != wanted:
         raise SbkitError(f"a code of {keys.codec} stands for {wanted:g} samples, and the recipe's decoder and head "
                          f"make {stride} of one", hint="write decoder and head as they are in the codec's recipe")
-    return {"codec": codec.books.codec, "recogniser": aligner.fingerprint,
+    return {"codec": codec.books.codec, "books": codec.books.to_dict(), "recogniser": aligner.fingerprint,
             "manifests": {split: _digest(manifest, keys.symbols) for split, manifest in manifests.items()}}
 
 

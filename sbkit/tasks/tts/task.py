@@ -27,7 +27,7 @@ from sbkit.runs.bundles import Bundles
 from sbkit.tasks.keys import TaskKeys
 from sbkit.tasks.listening import Clock, Drawn, first_drawn
 from sbkit.tasks.task import Metric, Task
-from sbkit.tasks.tts import labels
+from sbkit.tasks.tts import codec_parts, labels
 from sbkit.tasks.tts.keys import TTSKeys
 from sbkit.tasks.tts.labels import Label, Labels, Targets
 from sbkit.tasks.tts.parts import parts_fit
@@ -40,6 +40,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _NAMED = 10  # characters that a warning names
+
+
+#: Whose labels each stage learns from, or is compared with; a test may be of any split.
+_SPLITS = {Stage.TRAIN: ("train",), Stage.VALID: ("dev",), Stage.TEST: ("test", "dev", "train")}
 
 
 class Said(NamedTuple):
@@ -72,6 +76,7 @@ class TTS(Task):
                            keys.decoder, keys.head)
         self._refuse_training_the_codec()
         self.heard: Callable[[Sequence[np.ndarray]], list[str]] | None = None
+        self._told = False
         self.clock, self.drawn = Clock(), Drawn()
 
     def _refuse_training_the_codec(self) -> None:
@@ -118,7 +123,7 @@ class TTS(Task):
         if trace.keys is None:
             return
         absent = list(trace.keys.absent())
-        for problem in absent:
+        for problem in absent or codec_parts.differing(trace.keys):
             findings.error("start", trace.built.nodes[problem.key].place, *problem)
         if not absent:
             super().check_start(trace, findings)
@@ -143,7 +148,8 @@ class TTS(Task):
     def compute_forward(self, batch: Batch, stage: Stage) -> Said:
         """Compute from texts, with the recordings' durations, what their codes are chosen by; speak them in a test."""
         text, lengths = batch.tokens, batch.token_lengths
-        found = [self.labels.get(*each) for each in zip(batch.ids, batch.texts, strict=True)]
+        found = [self._label(stage, *each) for each in zip(batch.ids, batch.texts, strict=True)]
+        self._tell_speakerless(batch, found)
         speaker = torch.tensor([self._speaker(label) for label in found]).to(batch.tokens.device, non_blocking=True)
         targets = self._targets(batch, found)
         taught = self.voice.teach(text, lengths, speaker, targets.frames, targets.chosen.shape[1])
@@ -171,6 +177,21 @@ class TTS(Task):
         frames = batch.signals.shape[1] // self.voice.stride + 1
         targets = labels.targets(found, batch.tokens.shape[1], frames, self.keys.quantiser, batch.tokens.device)
         return targets if any(batch.texts) else targets._replace(known=torch.ones_like(targets.known))
+
+    def _label(self, stage: Stage, name: str, text: str) -> Label | None:
+        labels = (self.labels.get(split, name, text) for split in _SPLITS[stage])
+        return next((label for label in labels if label is not None), None)
+
+    def _tell_speakerless(self, batch: Batch, found: Sequence[Label | None]) -> None:
+        """Warn once if it isn't known who speaks, where there are several voices."""
+        speakers = self.keys.speakers
+        if self._told or not speakers.several or len(speakers.names) < 2:
+            return
+        if nameless := [name for name, text, label in zip(batch.ids, batch.texts, found, strict=True)
+                        if text and label is None]:
+            self._told = True
+            logger.warning("%s has no labels, which say who speaks: it and others are spoken by %s, the first voice",
+                           nameless[0], speakers.names[0])
 
     def _speaker(self, label: Label | None) -> int:
         return self.keys.speakers.number(label.speaker) if label is not None else 0

@@ -32,11 +32,11 @@ def corpus(tmp_path):
 def test_phones_have_the_time_of_their_words_and_are_spoken(tmp_path, corpus, sounds):
     made, follows = trained(tmp_path / "run", corpus, **PHONES)
     assert follows["n_symbols"] == 1 + len(set("wˈʌn tˈuː"))
-    frames = made.labels.get("train0", TEXT).frames
+    frames = made.labels.get("train", "train0", TEXT).frames
     assert len(frames) == len("wˈʌn tˈuː") + 2 and frames.sum() == 50
     assert frames[[2, 7, 9]].tolist() == [0, 0, 0], "stress and length take no time of their own"
     characters, _ = trained(tmp_path / "plain", corpus)
-    plain = characters.labels.get("train0", TEXT).frames
+    plain = characters.labels.get("train", "train0", TEXT).frames
     words = [frames[1:5].sum(), frames[5], frames[6:10].sum()]
     assert words == [plain[1:4].sum(), plain[4], plain[5:8].sum()]
     (sound, again), loss = spoken(made, "train0", "dev0")
@@ -50,7 +50,7 @@ def test_a_run_that_began_does_not_go_on_where_a_word_is_pronounced_otherwise(tm
     pronunciation.cache_clear()
     made, _ = trained(tmp_path / "run", corpus, **PHONES)
     assert labels.made(made.keys) != before, "with no checkpoint yet, the corpus is labelled again"
-    assert len(made.labels.get("dev0", TEXT).frames) == len("wˈʌn tˈuːw") + 2
+    assert len(made.labels.get("dev", "dev0", TEXT).frames) == len("wˈʌn tˈuːw") + 2
     monkeypatch.setattr(labels.initial, "fresh", lambda keys: False)
     sounds["two"] = "tˈuːn"
     pronunciation.cache_clear()

@@ -24,7 +24,7 @@ def test_a_speaker_whom_training_never_heard_is_validated_and_tested_as_the_firs
     made, _ = trained(tmp_path / "run", corpus, speakers={"several": True})
     (anna, carl), loss = spoken(made, "dev0", "dev1")
     assert torch.equal(anna, carl) and loss.count > 0 and torch.isfinite(loss.total)
-    assert made.labels.get("dev1", TEXT).speaker == "carl"
+    assert made.labels.get("dev", "dev1", TEXT).speaker == "carl"
 
 
 def test_otherwise_whoever_speaks_is_one_voice(tmp_path, corpus):

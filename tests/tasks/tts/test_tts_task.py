@@ -67,7 +67,7 @@ def test_the_loss_is_the_cross_entropy_of_frames_and_the_error_of_durations(task
     found, said = loss(task, given), task.compute_forward(given, Stage.TRAIN)
     codes = spread = frames = 0.0
     for i, name in enumerate(given.ids):
-        label = task.labels.get(name, given.texts[i])
+        label = task.labels.get("train", name, given.texts[i])
         logits = task.keys.code_head(said.taught.states[i:i + 1, :len(label.codes)])
         chosen = task.keys.quantiser.chosen(torch.from_numpy(label.codes)[None])
         for slot, most in enumerate(task.keys.quantiser.choices):
@@ -156,13 +156,13 @@ def test_a_placeholder_is_no_row(task):
 
 def test_a_validation_measures_right_choices_and_durations(task, run):
     task.open_stage(Stage.VALID)
-    given = batch(task, run[1]["train"], ["t0", "t1"])
+    given = batch(task, run[1]["dev"], list(run[1]["dev"].ids)[:2])
     with torch.no_grad():
         said = task.compute_forward(given, Stage.VALID)
         task.compute_objectives(said, given, Stage.VALID)
     right = frames = 0
     for i, name in enumerate(given.ids):
-        label = task.labels.get(name, given.texts[i])
+        label = task.labels.get("dev", name, given.texts[i])
         chosen, _ = task.keys.code_head.choose(said.taught.states[i:i + 1, :len(label.codes)])
         wanted = task.keys.quantiser.chosen(torch.from_numpy(label.codes)[None])
         right, frames = right + (chosen == wanted).float().mean(-1).sum().item(), frames + len(label.codes)

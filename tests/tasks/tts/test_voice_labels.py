@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,9 @@ import pytest
 import soundfile
 import torch
 import toy_voice
+import voice_runs
 from safetensors.numpy import load_file, save_file
+from speechbrain.core import Stage
 
 from sbkit.codes import Codes
 from sbkit.errors import SbkitError
@@ -60,9 +63,9 @@ def stamps(keys):
 def test_each_utterance_has_its_codes_and_durations_that_add_up_to_them(labelled):
     found = labels.read(labelled.keys)
     assert len(found) == 16
-    for manifest in labelled.manifests.values():
+    for split, manifest in labelled.manifests.items():
         for row in (manifest.row(i) for i in range(len(manifest))):
-            label = found.get(row.id, row.text)
+            label = found.get(split, row.id, row.text)
             signal = soundfile.read(row.wav, dtype="float32")[0]
             assert np.array_equal(label.codes, toy_voice.codes_of(signal))
             assert len(label.frames) == len(row.text) + 2 and label.frames.sum() == len(label.codes)
@@ -141,7 +144,7 @@ def test_rows_without_labels_are_counted_and_named(tmp_path, caplog):
     assert "labels: 2 of 34 rows of train have none" in said
     assert "left out of dev: new: no training text has 'é'" in said
     found = labels.read(made.keys)
-    assert len(found) == 36 and found.get("bad", "a zz") is None and found.get("new", "aéc") is None
+    assert len(found) == 36 and found.get("train", "bad", "a zz") is None and found.get("dev", "new", "aéc") is None
 
 
 @pytest.mark.parametrize("bad", [3, 12])
@@ -185,8 +188,8 @@ def test_without_one_of_the_bundles_nothing_is_opened(tmp_path, name):
 
 def test_an_utterance_of_another_corpus_has_no_labels_though_its_id_is_one_of_these(labelled):
     found = labels.read(labelled.keys)
-    assert found.get("t0", TEXTS["train"]["t0"]) is not None
-    assert found.get("t0", "ab abc") is None and found.get("nobody", "ab") is None
+    assert found.get("train", "t0", TEXTS["train"]["t0"]) is not None
+    assert found.get("train", "t0", "ab abc") is None and found.get("train", "nobody", "ab") is None
 
 
 def test_a_run_without_labels_has_none(tmp_path):
@@ -244,3 +247,31 @@ def test_labels_of_a_batch_are_side_by_side_and_what_has_none_is_not_known():
     assert found.frames[1].sum() == 9 and (found.frames[1] > 0).all(), "shared evenly"
     assert found.chosen.shape == (2, 9, 4) and not found.chosen[0, 3:].any() and not found.chosen[1].any()
     assert torch.equal(quantiser.joined(found.chosen[:1, :3])[0], torch.from_numpy(one.codes))
+
+
+def test_an_utterance_of_another_split_that_has_the_same_id_and_text_keeps_labels_of_its_own(tmp_path):
+    made = voice_runs.trained(tmp_path / "run", voice_runs.manifests(tmp_path, train=["a", "a"], dev=["a"], test=["a"]))
+    found = made[0].labels
+    found._places["dev"]["train1", voice_runs.TEXT] = found._places["dev"]["dev0", voice_runs.TEXT]
+    mine = found.get("train", "train1", voice_runs.TEXT).codes
+    assert len(mine) != len(found.get("dev", "train1", voice_runs.TEXT).codes)
+    assert np.array_equal(made[0]._label(Stage.TRAIN, "train1", voice_runs.TEXT).codes, mine)
+
+
+def test_a_run_with_checkpoints_keeps_to_its_codec_though_its_labels_were_removed(made, monkeypatch):
+    made.label()
+    shutil.rmtree(made.keys.labels)
+    monkeypatch.setattr(labels.initial, "fresh", lambda keys: False)
+    with pytest.raises(SbkitError, match="is of another codec, recogniser or corpus"):
+        made.label(toy_voice.Bundles(codec=toy_voice.Codec("b")))
+    made.label()
+    assert labels.pinned(made.keys)["codec"] == made.facts["codec"]
+
+
+def test_codes_of_another_codec_among_the_labels_are_refused(labelled):
+    folder = Path(labelled.keys.labels)
+    facts = json.loads((folder / "labels.json").read_text())
+    facts["books"]["codec"] = "f" * 64
+    (folder / "labels.json").write_text(json.dumps(facts))
+    with pytest.raises(SbkitError, match="has codes of another codec"):
+        labels.read(labelled.keys)

@@ -1,0 +1,47 @@
+"""A recipe whose decoder, head or quantiser is not its codec's is told so, before anything is labelled."""
+
+import json
+
+import pytest
+import torch
+import toy_voice
+from safetensors.torch import save_file
+
+from sbkit.nn.codec.coder import definition
+from sbkit.tasks.tts import TTS, codec_parts
+
+
+@pytest.fixture
+def keys(tmp_path):
+    """Of a tiny voice whose codec has its very parts."""
+    found = TTS.Keys.read(toy_voice.hparams(tmp_path))
+    parts = torch.nn.ModuleDict({name: getattr(found, name) for name in codec_parts.PARTS})
+    defined = {name: definition(part) for name, part in parts.items()}
+    found.written = lambda **changes: save_file(
+        parts.state_dict(), f"{found.codec}/model.safetensors", {"definition": json.dumps(defined | changes)})
+    found.written()
+    return found
+
+
+def test_the_codecs_own_parts_do_not_differ(keys):
+    assert list(codec_parts.differing(keys)) == []
+
+
+def test_other_numbers_of_a_part_are_named(keys):
+    keys.written(quantiser=definition(keys.quantiser) | {"levels": [2, 2]})
+    [problem] = codec_parts.differing(keys)
+    assert problem.key == "quantiser" and "levels" in problem.message and "[2, 2]" in problem.message
+
+
+def test_a_layer_more_is_named(keys):
+    keys.decoder.fast.blocks.append(keys.decoder.fast.blocks[0])
+    [problem] = codec_parts.differing(keys)
+    assert problem.key == "decoder" and "decoder.fast.blocks." in problem.message
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 64])
+def test_weights_that_cannot_be_read_are_told(keys, content):
+    with open(f"{keys.codec}/model.safetensors", "wb") as file:
+        file.write(content)
+    [problem] = codec_parts.differing(keys)
+    assert problem.key == "codec" and "cannot be read" in problem.message
