@@ -76,7 +76,7 @@ def serving(folder, names=("level",), limits=None, keys=(), origins=(), loaded=T
             lambda name, rows: state.metrics.steps.observe(rows, model=name))
     listening = bound("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(
-        make(state, Keys(keys), tuple(origins), hosts), log_level="error", lifespan="on",
+        make(state, Keys(keys), tuple(origins), hosts), log_level="error", lifespan="on", loop="asyncio",
         http=functools.partial(Impatient, state.doors), ws=LiveSocket, timeout_graceful_shutdown=5,
         proxy_headers=bool(proxies), forwarded_allow_ips=",".join(proxies)))
     thread = threading.Thread(target=server.run, args=([listening],))

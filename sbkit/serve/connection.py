@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
-from uvicorn.protocols.websockets.auto import AutoWebSocketsProtocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from sbkit.serve.doors import Doors
 
@@ -16,7 +16,7 @@ _LOOK_SECONDS = 15.0
 _LAST_SECONDS = 10.0  # to read what was sent to a WebSocket before its end
 _UNREAD_BYTES = 1 << 14  # sent and not read, in the system's buffer and in this process
 _MESSAGES, _LONG_MESSAGE = 16, 1 << 16  # of a WebSocket that may wait, and bytes of one that doesn't
-_WebSocket: Any = AutoWebSocketsProtocol  # of the library that is installed
+_READ_BYTES = 1 << 12  # of a WebSocket at once: at most some 700 of the smallest frames, in a few milliseconds
 
 
 class Impatient(H11Protocol):
@@ -79,19 +79,21 @@ class Impatient(H11Protocol):
         self._watch = self.loop.call_later(_LOOK_SECONDS, self._look)
 
 
-class LiveSocket(_WebSocket):
+class LiveSocket(WebSocketsSansIOProtocol):
     """WebSocket for many small messages, which is cut soon after its end, even if the client doesn't read.
 
     uvicorn stops reading from a connection at each message until the application takes it: two system calls and twice
     the time of a packet of 20 ms. Here some may wait.
+
+    asyncio reads up to 256 KiB at once, and all frames in it are taken before any other client has its turn: with the
+    smallest frames, that is a second. Here it reads as much as a few packets have.
     """
 
-    read_paused: bool
-
-    def connection_made(self, transport: asyncio.Transport) -> None:
-        """Bound what waits for a client that doesn't read."""
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
+        """Bound what waits for a client that doesn't read, and what is read of one before the others' turn."""
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNREAD_BYTES)
         transport.set_write_buffer_limits(_UNREAD_BYTES)
+        transport.max_size = _READ_BYTES  # type: ignore[attr-defined]  # of asyncio's own, which the server asks for
         super().connection_made(transport)
 
     def send_receive_event_to_app(self) -> None:

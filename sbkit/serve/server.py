@@ -138,7 +138,7 @@ class _Server:
         # No limit for a ping's answer: it comes after audio that a busy server may not have read for long.
         self._server = uvicorn.Server(uvicorn.Config(
             app, log_level="warning", access_log=False, server_header=False, lifespan="on",
-            http=http, ws=LiveSocket, ws_ping_timeout=None, ws_max_size=_LIVE_FRAME_BYTES,
+            loop="asyncio", http=http, ws=LiveSocket, ws_ping_timeout=None, ws_max_size=_LIVE_FRAME_BYTES,
             ws_per_message_deflate=False, backlog=places.backlog, proxy_headers=bool(request.trust_proxies),
             forwarded_allow_ips=",".join(request.trust_proxies), timeout_graceful_shutdown=grace))
         self._problem: BaseException | None = None
