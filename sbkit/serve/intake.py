@@ -37,6 +37,8 @@ class Intake:
 
     def add(self, frame: bytes) -> None:
         """Add a frame of the client; raises ``ApiError`` for one that can't be audio."""
+        if not frame:
+            raise invalid("a frame of audio is empty: send none while there is nothing to hear", code="empty_frame")
         if len(frame) % 2:
             raise invalid("a frame of audio must be 16-bit samples, so an even number of bytes")
         if len(frame) > self._longest:

@@ -171,7 +171,7 @@ def test_a_wrong_start_is_told_and_ends_it(server, first, param, words):
 
 @pytest.mark.parametrize("then, words", [
     (b"\0", "even number of bytes"), ('{"type": "start"}', "one model, sample rate and chunk"), ("{}", "binary frames"),
-    (bytes(400_000), "shorter than 10 s"), ("{", "JSON"),
+    (bytes(400_000), "shorter than 10 s"), ("{", "JSON"), (b"", "frame of audio is empty"),
 ])
 def test_wrong_audio_is_told_and_ends_it(server, then, words):
     with connect(server.live) as socket:
