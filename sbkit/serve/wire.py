@@ -15,16 +15,21 @@ _LONGEST_TEXT = 1 << 14
 
 
 class Wire:
-    """Receives the messages of one client."""
+    """Receives the messages of one client.
+
+    Its idle clock runs from one call of :meth:`receive` to the next message alone: a client whose message is still being
+    dealt with may have sent others long ago.
+    """
 
     def __init__(self, websocket: WebSocket):
         self._websocket = websocket
-        self._last = time.monotonic()
+        self._waits_since: float | None = None
 
     async def receive(self) -> bytes | dict[str, Any]:
         """Wait for the next message; raises ``WebSocketDisconnect`` at the end."""
+        self._waits_since = time.monotonic()
         message = await self._websocket.receive()
-        self._last = time.monotonic()
+        self._waits_since = None
         if message["type"] == "websocket.disconnect":
             raise WebSocketDisconnect(message.get("code", 1000))
         if message.get("bytes") is not None:
@@ -39,10 +44,14 @@ class Wire:
             raise _idle(seconds) from None
 
     async def watch(self, seconds: float) -> None:
-        """Raise ``ApiError`` 408 once nothing was received for so long; one clock for all messages costs nothing."""
-        while (left := self._last + seconds - time.monotonic()) > 0:
+        """Raise ``ApiError`` 408 once the next message was waited for so long; one clock for all costs nothing."""
+        while (left := seconds - self._waited) > 0:
             await asyncio.sleep(left)
         raise _idle(seconds)
+
+    @property
+    def _waited(self) -> float:
+        return 0.0 if self._waits_since is None else time.monotonic() - self._waits_since
 
 
 def _parsed(text: str) -> dict[str, Any]:

@@ -186,7 +186,7 @@ def test_hot_words_and_language_models_search_a_stream_as_they_do_recordings(str
 
 
 @pytest.mark.parametrize("then, words", [
-    (b"\0", "even number of bytes"), (bytes(400_000), "shorter than 10 s"),
+    (b"\0", "even number of bytes"), (bytes(400_000), "shorter than 10 s"), (b"", "frame of audio is empty"),
     (json.dumps({"type": "start", "model": "level", "sample_rate": 8000}), "one model, sample rate and chunk"),
 ])
 def test_wrong_audio_is_told_and_ends_that_session_alone(server, then, words):
@@ -267,6 +267,18 @@ def test_a_model_that_never_answers_is_told_in_time(streaming):
             assert json.loads(socket.recv(10))["error"]["code"] == "deadline_exceeded"
         go.set()
         assert lines(heard(server, bundles.say("hello"))) == ["hello"]
+
+
+def test_a_client_that_has_to_wait_is_never_taken_for_a_silent_one(streaming):
+    """It sends without a pause, and the model is busy for longer than it may be silent: the model is late, not it."""
+    with serving.serving(streaming, limits=Limits(decoders=1, idle_seconds=0.3, request_seconds=1.0)) as server:
+        go = hold(server)
+        with connect(server.live) as socket:
+            start(socket)
+            for _ in range(8):
+                socket.send(bytes(2 * RATE))
+            assert json.loads(socket.recv(10))["error"]["code"] == "deadline_exceeded"
+        go.set()
 
 
 def test_a_client_that_speaks_faster_than_it_is_heard_has_to_wait(server):
