@@ -85,8 +85,9 @@ class Session:
 
     @property
     def over(self) -> bool:
-        """Whether it was heard to its end."""
-        return self._over
+        """Whether it was heard to its end, and all of that was taken."""
+        with self._changed:
+            return self._over and not self._heard
 
     @property
     def wanted(self) -> int:

@@ -227,6 +227,15 @@ def test_a_listener_that_fails_ends_its_own_stream(engine):
         words(session)
 
 
+def test_a_stream_is_over_once_its_last_words_are_taken(engine):
+    settled = threading.Event()
+    session = engine.open(greedy(engine), on_heard=lambda: session._over and settled.set())
+    session.feed(bundles.say("abc"))
+    session.finish()
+    assert settled.wait(10) and not session.over and session.busy
+    assert words(session) == "abc" and session.over
+
+
 def test_nothing_follows_the_end(engine):
     session = engine.open(greedy(engine))
     session.finish()
