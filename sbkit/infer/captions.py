@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TextIO
 
 from sbkit.decode.spans import Word
-from sbkit.infer.lines import Line
+from sbkit.infer.lines import Line, final
 
 #: What a terminal is told: weak letters, usual ones, to erase from the cursor on.
 _DIM, _USUAL, _ERASE_BELOW = "\x1b[2m", "\x1b[0m", "\x1b[J"
@@ -79,10 +79,7 @@ class Json(Captions):
     def show(self, line: Line) -> None:
         words, text = line.words, self._text(line.words)
         if line.over:
-            self._write({"type": "final", "start": round(words[0].start, 3), "end": round(words[-1].end, 3),
-                         "text": text, "words": [
-                             {"word": word.text, "start": round(word.start, 3), "end": round(word.end, 3),
-                              "confidence": round(word.confidence, 4)} for word in words]})
+            self._write(final(words, text))
             self._shown = ""
         elif text != self._shown:
             start = {"start": round(words[0].start, 3)} if words else {}

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from sbkit.decode.heard import Heard
 from sbkit.decode.spans import Word
-
-#: A line in which nobody pauses ends after this long, so that what is kept of a stream is bounded.
-LONGEST_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -29,18 +28,37 @@ class Line:
 
 
 class Lines:
-    """Gathers what is heard of a stream into lines."""
+    """Gathers what is heard of a stream into lines.
 
-    def __init__(self) -> None:
+    Arguments
+    ---------
+    longest : seconds after which a line ends in which nobody pauses, so that what is kept of a stream is bounded
+    """
+
+    def __init__(self, longest: float) -> None:
+        self._longest = longest
         self._settled: list[Word] = []
 
     def add(self, heard: Heard) -> list[Line]:
         """Return the lines that changed: the one that ends here, if one does, and the one in progress."""
         self._settled += heard.settled
         changed = []
-        if self._settled and (heard.endpoint or self._settled[-1].end - self._settled[0].start >= LONGEST_SECONDS):
+        if self._settled and (heard.endpoint or self._settled[-1].end - self._settled[0].start >= self._longest):
             changed.append(Line(self._settled, [], True))
             self._settled = []
         if heard.partial or not changed:
             changed.append(Line(list(self._settled), heard.partial, False))
         return changed
+
+
+def final(words: Sequence[Word], text: str) -> dict[str, Any]:
+    """Make the JSON object of a line that is over.
+
+    Arguments
+    ---------
+    words : of the line, at least one
+    text : the words, joined
+    """
+    return {"type": "final", "start": round(words[0].start, 3), "end": round(words[-1].end, 3), "text": text,
+            "words": [{"word": word.text, "start": round(word.start, 3), "end": round(word.end, 3),
+                       "confidence": round(word.confidence, 4)} for word in words]}

@@ -92,7 +92,7 @@ def _listen(engine: StreamEngine, request: ListenRequest, ctrl_c: CtrlC) -> int:
     stream = Stream(engine, decoder(engine.vocabulary, request.search), request.chunk, source.rate)
     print(f"{engine.running}\nlistening to {source.name} at {source.rate} Hz in chunks of "
           f"{1000 * stream.chunk_seconds:g} ms; Ctrl-C ends it", file=sys.stderr)
-    captions, lines, code = _captions(engine, request), Lines(), 0
+    captions, lines, code = _captions(engine, request), Lines(engine.config.chunk_seconds), 0
 
     def show(heard: list[Heard]) -> None:
         for each in heard:

@@ -13,6 +13,7 @@ import numpy as np
 from sbkit.decode.heard import Heard
 from sbkit.decode.spans import PAUSE_SECONDS, Word
 from sbkit.infer.assembly import words
+from sbkit.infer.lines import Line, Lines
 from sbkit.infer.stream_engine import StreamEngine
 from sbkit.serve.errors import ApiError, too_late
 from sbkit.serve.job import Job
@@ -115,7 +116,7 @@ class ByChunks(Hearing):
 
         self._session = streams.open(served.decoder.stream(), chunk_ms, tell)
         self.chunk_seconds = self._session.chunk_seconds
-        self._line: list[Word] = []
+        self._lines = Lines(served.chunk_seconds)
         self._heard = 0.0
 
     @property
@@ -155,17 +156,11 @@ class ByChunks(Hearing):
                 raise too_late(self._seconds) from None
 
     def _told(self, heard: Sequence[Heard]) -> News:
-        lines = []
-        for each in heard:
-            self._line += each.settled
-            until = each.partial[-1].end if each.partial else each.seconds
-            if self._line and (each.endpoint or until - self._line[0].start > self._served.chunk_seconds):
-                lines.append(self._line)
-                self._line = []
+        changed = [line for each in heard for line in self._lines.add(each)]
         self._heard = heard[-1].seconds
-        going_on = [*self._line, *heard[-1].partial]
-        return News(lines, list(self._line), heard[-1].partial, self._heard,
-                    going_on[0].start if going_on else self._heard)
+        now = Line([], [], False) if changed[-1].over else changed[-1]
+        return News([line.settled for line in changed if line.over], now.settled, now.partial, self._heard,
+                    now.words[0].start if now.words else self._heard)
 
     def close(self) -> None:
         self._session.close()

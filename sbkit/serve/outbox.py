@@ -9,6 +9,7 @@ from typing import Any
 
 from sbkit.decode.spans import Word
 from sbkit.export.vocabulary import Vocabulary
+from sbkit.infer.lines import final
 from sbkit.serve.errors import ApiError
 from sbkit.serve.hearing import News
 
@@ -33,7 +34,7 @@ class Outbox:
     def put(self, news: News) -> None:
         """Tell lines that are over, and the line that goes on if it changed."""
         for line in news.lines:
-            self._add(self._final(line))
+            self._add(final(line, self._text(line)))
             self._shown = ("", "")
         shown = self._text(news.settled), self._text([*news.settled, *news.partial])
         if shown != self._shown:
@@ -63,12 +64,6 @@ class Outbox:
             raise ApiError(408, f"the client doesn't read: {MOST_MESSAGES} messages wait for it", code="slow_client")
         self._waiting.append(message)
         self._changed.set()
-
-    def _final(self, line: Sequence[Word]) -> dict[str, Any]:
-        return {"type": "final", "start": round(line[0].start, 3), "end": round(line[-1].end, 3),
-                "text": self._text(line), "words": [
-                    {"word": word.text, "start": round(word.start, 3), "end": round(word.end, 3),
-                     "confidence": round(word.confidence, 4)} for word in line]}
 
     def _text(self, words: Sequence[Word]) -> str:
         return self._vocabulary.text(words)

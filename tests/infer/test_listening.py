@@ -215,8 +215,8 @@ def test_ctrl_c_interrupts_what_comes_before_and_is_put_back():
 # ---------------------------------------------------------------------- lines
 
 
-def test_a_line_without_a_pause_ends_after_a_minute():
-    lines, over = Lines(), []
+def test_a_line_without_a_pause_ends_after_a_while():
+    lines, over = Lines(60.0), []
     for second in range(200):
         word = Word(str(second), second, second + 1, 1.0)
         over += [line for line in lines.add(Heard([word], [], False, second + 1.0)) if line.over]
@@ -224,7 +224,7 @@ def test_a_line_without_a_pause_ends_after_a_minute():
 
 
 def test_an_end_after_such_a_line_is_no_empty_line():
-    lines, word = Lines(), Word("a", 0.0, 61.0, 1.0)
+    lines, word = Lines(60.0), Word("a", 0.0, 61.0, 1.0)
     assert [line.over for line in lines.add(Heard([word], [], False, 61.0))] == [True]
     (line,) = lines.add(Heard([], [], True, 62.0))
     assert not line.over and line.words == []

@@ -5,6 +5,7 @@ import itertools
 import json
 import socket as sockets
 import struct
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ import websockets
 from test_live import PAUSE, pcm, settled, speak, start
 from websockets.sync.client import connect
 
+from sbkit.cli import main
 from sbkit.serve import outbox
 from sbkit.serve.limits import Limits
 
@@ -159,6 +161,20 @@ def test_speech_without_a_pause_is_told_in_lines_of_bounded_length(tmp_path):
         found = settled(heard(server, bundles.say(text)))
     assert " ".join(each["text"] for each in found) == text
     assert len(found) > 2 and all(each["end"] - each["start"] < 4.0 for each in found)
+
+
+def test_listening_tells_the_same_lines(tmp_path, monkeypatch, capsys):
+    """Of speech with pauses, and of speech without, which is told in lines of bounded length."""
+    folder = bundles.make(tmp_path / "level", streams=True, chunk_seconds=3.0)
+    text = " ".join(f"w{chr(97 + i)}" for i in range(26))
+    signal = np.concatenate([bundles.say("hello there"), PAUSE, bundles.say(text)])
+    with serving.serving(folder) as server:
+        found = settled(heard(server, signal))
+    (tmp_path / "pcm").write_bytes(pcm(signal))
+    with open(tmp_path / "pcm") as file:
+        monkeypatch.setattr(sys, "stdin", file)
+        assert main(["listen", str(folder), "-", "--json"]) == 0
+    assert settled(map(json.loads, capsys.readouterr().out.splitlines())) == found and len(found) > 3
 
 
 @pytest.mark.parametrize("held", [False, True])
