@@ -17,7 +17,7 @@ _LONGEST_TEXT = 1 << 14
 class Wire:
     """Receives the messages of one client.
 
-    Its idle clock runs from one call of :meth:`receive` to the next message alone: a client whose message is still being
+    Its idle clock runs from a call of :meth:`receive` to the next message alone: a client whose message is still being
     dealt with may have sent others long ago.
     """
 
