@@ -9,6 +9,7 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.frames import Frame
 
 from sbkit.serve.doors import Doors
 
@@ -94,7 +95,29 @@ class LiveSocket(WebSocketsSansIOProtocol):
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNREAD_BYTES)
         transport.set_write_buffer_limits(_UNREAD_BYTES)
         transport.max_size = _READ_BYTES  # type: ignore[attr-defined]  # of asyncio's own, which the server asks for
+        self._pong = b""  # the answer to a ping, for which there was no room
         super().connection_made(transport)
+
+    def handle_ping(self) -> None:
+        """Answer a ping; while the client doesn't read, only the last one waits for that, as the protocol allows."""
+        self._pong = b"".join(self.conn.data_to_send())
+        if self.writable.is_set():
+            self._answer()
+
+    def resume_writing(self) -> None:
+        """Write again, first of all what a ping waits for."""
+        super().resume_writing()
+        self._answer()
+
+    def _answer(self) -> None:
+        pong, self._pong = self._pong, b""
+        if pong:
+            self.transport.write(pong)
+
+    def handle_cont(self, event: Frame) -> None:
+        """Take a part of a message; an empty one would be kept, and counts nothing towards the longest message."""
+        if event.data or event.fin:
+            super().handle_cont(event)
 
     def send_receive_event_to_app(self) -> None:
         """Queue a message for the application, and stop reading if many or long ones wait."""

@@ -1,12 +1,20 @@
 """The WebSocket of a live session: how much of one client is read at once, and what may wait."""
 
+import asyncio
+import socket as sockets
+
 import numpy as np
+import pytest
 import serving
+import uvicorn
 from test_live import RATE, speak, start
+from uvicorn.server import ServerState
+from websockets.protocol import SERVER, Protocol
 from websockets.sync.client import connect
 
 from sbkit.serve.connection import LiveSocket
 
+CONTINUATION, BINARY, PING = 0, 2, 9
 SMALLEST = b"\x82\x82\0\0\0\0\0\0"  # a frame of one sample
 
 
@@ -42,3 +50,62 @@ def test_uvicorn_calls_what_is_overridden(server, monkeypatch):
         speak(socket, np.zeros(0, np.float32))
     assert len(queued) == 1 + 3 + 1 and max(queued) > 0, "start, audio and stop; some wait for others"
     serving.until(lambda: len(done) == 1)
+
+
+class Unread:
+    """A transport whose client doesn't read, so that all that is written waits."""
+
+    def __init__(self, socket):
+        self.socket, self.waits = socket, []
+
+    def get_extra_info(self, name):
+        return self.socket if name == "socket" else None
+
+    def set_write_buffer_limits(self, high):
+        self.high = high
+
+    def write(self, data):
+        self.waits.append(data)
+
+
+@pytest.fixture
+def alone():
+    """A WebSocket by itself, past its handshake, and its transport."""
+    async def app(scope, receive, send):
+        raise AssertionError
+
+    async def made(lower):
+        config = uvicorn.Config(app)
+        config.load()
+        socket, transport = LiveSocket(config, ServerState(), {}), Unread(lower)
+        socket.connection_made(transport)
+        socket.conn = Protocol(SERVER)
+        return socket, transport
+
+    with sockets.socket() as lower:
+        yield asyncio.run(made(lower))
+
+
+def framed(opcode, data=b"", last=True):
+    """A frame of a client whose mask is nought."""
+    return bytes([opcode | 0x80 * last, 0x80 | len(data), 0, 0, 0, 0]) + data
+
+
+def test_of_pings_that_a_client_does_not_read_the_last_is_answered_once_it_does(alone):
+    socket, transport = alone
+    socket.data_received(framed(PING, b"a"))
+    socket.pause_writing()
+    for number in range(1000):
+        socket.data_received(framed(PING, str(number).encode()))
+    socket.resume_writing()
+    socket.resume_writing()
+    assert [data[2:] for data in transport.waits if data] == [b"a", b"999"]
+
+
+def test_empty_fragments_of_a_message_are_not_kept(alone):
+    socket, _ = alone
+    socket.data_received(framed(BINARY, last=False) + framed(CONTINUATION, last=False) * 1000)
+    socket.data_received(framed(CONTINUATION, b"ab", last=False))
+    assert sum(map(len, socket.frames)) == 2 and len(socket.frames) <= 2
+    socket.data_received(framed(CONTINUATION))
+    assert socket.queue.get_nowait() == {"type": "websocket.receive", "bytes": b"ab"}
