@@ -111,7 +111,7 @@ class LiveSocket(WebSocketsSansIOProtocol):
 
     def _answer(self) -> None:
         pong, self._pong = self._pong, b""
-        if pong:
+        if pong and not self.close_sent:
             self.transport.write(pong)
 
     def handle_cont(self, event: Frame) -> None:
