@@ -99,7 +99,12 @@ def test_of_pings_that_a_client_does_not_read_the_last_is_answered_once_it_does(
         socket.data_received(framed(PING, str(number).encode()))
     socket.resume_writing()
     socket.resume_writing()
-    assert [data[2:] for data in transport.waits if data] == [b"a", b"999"]
+    assert [data[2:] for data in transport.waits] == [b"a", b"999"]
+    socket.pause_writing()
+    socket.data_received(framed(PING, b"b"))
+    socket.close_sent = True
+    socket.resume_writing()
+    assert len(transport.waits) == 2, "nothing may follow the end"
 
 
 def test_empty_fragments_of_a_message_are_not_kept(alone):
