@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from sbkit.errors import SbkitError
 from sbkit.export.layout import Bundle
 from sbkit.infer import device as devices
 from sbkit.infer import formats
@@ -64,7 +65,8 @@ class BundleEngine(ABC):
 
     @property
     def _ready(self) -> Backend:
-        assert self._backend is not None, "the engine was closed"
+        if self._backend is None:
+            raise closed()
         return self._backend
 
     def close(self) -> None:
@@ -102,3 +104,8 @@ class BundleEngine(ABC):
         except Exception as error:
             self.fault = devices.fault(error)
             raise
+
+
+def closed() -> SbkitError:
+    """The error for whoever asks a model that was closed."""
+    return SbkitError("the model was closed", hint="load it again")

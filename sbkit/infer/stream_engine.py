@@ -18,7 +18,7 @@ from sbkit.export.layout import Config
 from sbkit.export.vocabulary import Vocabulary
 from sbkit.export.windows import Window
 from sbkit.infer import formats, stream_batch
-from sbkit.infer.bundle_engine import BundleEngine
+from sbkit.infer.bundle_engine import BundleEngine, closed
 from sbkit.infer.device import DeviceChoice
 from sbkit.infer.interface import Interface
 from sbkit.infer.session import Session
@@ -62,6 +62,7 @@ class StreamEngine(BundleEngine):
         self._lock = threading.Lock()
         self._line: deque[Session] = deque()  # streams whose turn comes, the first of them next
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+        self._closed = False
         self._batch = StreamBatch(self.config, most)
         self._start(self.folder / models[model], model, DeviceChoice.parse(device), threads, spin=False,
                     thread="sbkit-streams")
@@ -90,7 +91,10 @@ class StreamEngine(BundleEngine):
                              hint=f"it was for {', '.join(map(str, chunks))}")
         frames = sorted(chunks.values())[len(chunks) // 2] if chunk is None else chunks[chunk]
         session = Session(self.config, frames, self._batch.state(), search, self._enter, on_heard)
-        self._sessions.add(session)
+        with self._lock:
+            if self._closed:
+                raise closed()
+            self._sessions.add(session)
         return session
 
     @property
@@ -100,9 +104,12 @@ class StreamEngine(BundleEngine):
         return 0.0 if began is None else time.monotonic() - began
 
     def close(self) -> None:
-        """Release the model; the streams that are open end by an error."""
-        for session in list(self._sessions):
-            session.fail(RuntimeError("the model was closed"))
+        """Release the model; the streams that are open end by an error, and no other begins."""
+        with self._lock:
+            self._closed = True
+            sessions = list(self._sessions)
+        for session in sessions:
+            session.fail(closed())
         super().close()
         if "_searcher" in self.__dict__:
             self._searcher.close()
@@ -112,8 +119,12 @@ class StreamEngine(BundleEngine):
         with self._lock:
             self._line.append(session)
             first = len(self._line) == 1
-        if first:  # otherwise a turn is waiting already
+        if not first:  # a turn is waiting already
+            return
+        try:
             self._worker.submit(self._turn)
+        except RuntimeError:  # it was closed meanwhile
+            session.fail(closed())
 
     @cached_property
     def _searcher(self) -> Worker:

@@ -186,10 +186,23 @@ def test_a_language_model_is_read_once_for_all_streams_of_a_search(model, tmp_pa
 
 
 def test_closing_the_model_ends_its_streams(bundle):
+    told = "the model was closed; load it again"
     with sbkit.infer.load(bundle, device="cpu") as model:
         stream = model.stream()
-    with pytest.raises(RuntimeError, match="the model was closed"):
-        stream.feed(np.zeros(100_000, np.float32))
+    for _ in range(2):
+        with pytest.raises(SbkitError, match=told):
+            stream.feed(np.zeros(100_000, np.float32))
+        with pytest.raises(SbkitError, match=told):
+            stream.reset()
+        with pytest.raises(SbkitError, match=told):
+            model.stream()
+
+
+def test_a_closed_model_that_heard_no_stream_begins_none(bundle):
+    with sbkit.infer.load(bundle, device="cpu") as model:
+        pass
+    with pytest.raises(SbkitError, match="the model was closed; load it again"):
+        model.stream()
 
 
 def size_of(*things):

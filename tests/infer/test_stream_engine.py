@@ -255,7 +255,7 @@ def test_closing_the_engine_wakes_who_waits(bundle, monkeypatch):
         waiting = pool.submit(session.take)
         closing = threading.Thread(target=engine.close)
         closing.start()
-        with pytest.raises(RuntimeError, match="the model was closed"):
+        with pytest.raises(SbkitError, match="the model was closed; load it again"):
             waiting.result(10)
         held.go.set()
         closing.join(10)
@@ -272,8 +272,17 @@ def test_closing_the_engine_releases_the_graph(bundle):
     graph = weakref.ref(engine._backend)
     engine.close()
     assert graph() is None
-    with pytest.raises(RuntimeError, match="closed"):
-        engine.open(greedy(engine)).feed(bundles.say("a" * 20))
+    with pytest.raises(SbkitError, match="the model was closed; load it again"):
+        engine.open(greedy(engine))
+
+
+def test_a_stream_that_gets_in_line_as_the_engine_closes_is_told(bundle, monkeypatch):
+    engine = StreamEngine(bundle, device="cpu")
+    session = engine.open(greedy(engine), 160)
+    monkeypatch.setattr(session, "_enter", lambda this: (engine.close(), engine._enter(this)))
+    session.feed(bundles.say("abc"))
+    with pytest.raises(SbkitError, match="the model was closed; load it again"):
+        session.take(5)
 
 
 def test_steps_are_counted_for_whoever_asks(bundle):
