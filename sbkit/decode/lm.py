@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import logging
-import sys
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,6 +20,7 @@ from sbkit.decode.pruning import prune as prune_by_entropy
 from sbkit.decode.spans import WORD_START
 from sbkit.errors import SbkitError
 from sbkit.system.console import table
+from sbkit.system.stdin import standard_input
 
 if TYPE_CHECKING:
     from sbkit.data.tokens import Tokenizer
@@ -162,7 +162,8 @@ def read_texts(paths: Iterable[str | Path]) -> Iterator[str]:
 
 def _open(path: Path) -> IO[str]:
     if str(path) == "-":
-        return open(sys.stdin.fileno(), encoding="utf-8", closefd=False)
+        file = standard_input("texts", "cat texts.txt | sbkit lm ... -")
+        return open(file.fileno(), encoding="utf-8", closefd=False)
     return (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,7 @@ from sbkit.data.remote import Remote, check_schemes, scheme_of
 from sbkit.errors import SbkitError
 from sbkit.infer.recordings import Recording
 from sbkit.system import disk
+from sbkit.system.stdin import standard_input
 
 STDIN = "-"
 
@@ -69,14 +69,13 @@ def _rows(path: Path, remote: Remote) -> Iterator[Recording]:
 
 def _from_stdin() -> str:
     """Save standard input to a file, because decoders must seek and it may not fit in memory."""
-    if sys.stdin.isatty():
-        raise SbkitError("- reads audio from standard input, but that is a terminal", hint="cat clip.mp3 | sbkit ... -")
+    audio = standard_input("audio", "cat clip.mp3 | sbkit ... -")
     handle, name = tempfile.mkstemp(prefix="sbkit-stdin-")
     import atexit
 
     atexit.register(_remove, name)
     with disk.told(name), open(handle, "wb") as file:
-        shutil.copyfileobj(sys.stdin.buffer, file, 1 << 20)
+        shutil.copyfileobj(audio.buffer, file, 1 << 20)
     return name
 
 

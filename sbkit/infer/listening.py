@@ -14,6 +14,7 @@ import numpy as np
 
 from sbkit.decode.heard import Heard
 from sbkit.decode.search_options import SearchRequest
+from sbkit.errors import SbkitError
 from sbkit.infer.captions import Captions, Json, Plain, Terminal
 from sbkit.infer.decoding import decoder
 from sbkit.infer.formats import AUTO
@@ -22,6 +23,7 @@ from sbkit.infer.lines import Lines
 from sbkit.infer.sound_sources import Microphone, Pcm, SoundSource
 from sbkit.infer.stream import Stream
 from sbkit.infer.stream_engine import StreamEngine
+from sbkit.system.stdin import standard_input
 
 _STOPPED = 128 + signal.SIGINT
 
@@ -93,6 +95,7 @@ def _listen(engine: StreamEngine, request: ListenRequest, ctrl_c: CtrlC) -> int:
     print(f"{engine.running}\nlistening to {source.name} at {source.rate} Hz in chunks of "
           f"{1000 * stream.chunk_seconds:g} ms; Ctrl-C ends it", file=sys.stderr)
     captions, lines, code = _captions(engine, request), Lines(engine.config.chunk_seconds), 0
+    failed: SbkitError | None = None
 
     def show(heard: list[Heard]) -> None:
         for each in heard:
@@ -105,17 +108,23 @@ def _listen(engine: StreamEngine, request: ListenRequest, ctrl_c: CtrlC) -> int:
                 show(stream.feed(samples))
         except KeyboardInterrupt:
             code = _STOPPED
+        except SbkitError as error:  # of the source; what it gave is heard to the end, unless the model failed
+            failed = error
         rest = stream.finish()
         show(rest)
         captions.end(rest[-1].seconds)
     finally:
         captions.close()
+    if failed is not None:
+        raise failed
     return code
 
 
 def _source(request: ListenRequest, own: int) -> SoundSource:
     if request.source == STDIN:
-        return Pcm(open(sys.stdin.fileno(), "rb", closefd=False), request.rate or own)
+        rate = request.rate or own
+        pcm = standard_input("16-bit PCM", f"arecord -t raw -f S16_LE -r {rate} | sbkit listen BUNDLE -")
+        return Pcm(open(pcm.fileno(), "rb", closefd=False), rate)
     return Microphone(request.rate, own, request.microphone)
 
 

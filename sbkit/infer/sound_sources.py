@@ -38,9 +38,6 @@ class Readable(Protocol):
     def read1(self, size: int, /) -> bytes:
         """Read up to ``size`` bytes, none only at the end."""
 
-    def isatty(self) -> bool:
-        """Whether somebody types it."""
-
 
 class Pcm:
     """Reads 16-bit little-endian samples of one channel, as soon as they are there.
@@ -54,9 +51,6 @@ class Pcm:
 
     def __init__(self, file: Readable, rate: int, name: str = "standard input"):
         self._file, self.rate, self.name = file, rate, name
-        if file.isatty():
-            raise SbkitError(f"- reads 16-bit PCM from {name}, but that is a terminal",
-                             hint=f"arecord -t raw -f S16_LE -r {rate} | sbkit listen BUNDLE -")
 
     def __iter__(self) -> Iterator[np.ndarray]:
         held, begun = b"", False

@@ -23,6 +23,7 @@ from sbkit.infer.voice_engine import VoiceEngine
 from sbkit.infer.worker import Worker
 from sbkit.system import disk
 from sbkit.system.console import atomic_write, progress
+from sbkit.system.stdin import standard_input
 
 STD = "-"
 _BLOCK = 1 << 16  # characters
@@ -116,12 +117,13 @@ def _given(request: SpeakRequest) -> Iterator[bytes]:
     if request.file is None and request.text != STD:
         yield (request.text or "").encode("utf-8", "surrogateescape")
         return
-    if request.file is None and sys.stdin.isatty():
-        raise SbkitError("- reads a text from standard input, but that is a terminal",
-                         hint="echo good morning | sbkit speak BUNDLE - --to morning.wav")
-    with contextlib.nullcontext(sys.stdin.buffer) if request.file is None else _file(request.file) as file:
+    with _file(request.file) if request.file is not None else contextlib.nullcontext(_standard_input()) as file:
         while block := file.read(_BLOCK):
             yield block
+
+
+def _standard_input() -> IO[bytes]:
+    return standard_input("a text", "echo good morning | sbkit speak BUNDLE - --to morning.wav").buffer
 
 
 def _blocks(text: IO[str], request: SpeakRequest) -> Iterator[str]:

@@ -23,6 +23,7 @@ from sbkit.errors import SbkitError
 from sbkit.infer.lines import Lines
 from sbkit.infer.listening import CtrlC
 from sbkit.infer.sound_sources import Microphone, Pcm
+from sbkit.infer.stream_engine import StreamEngine
 
 
 @pytest.fixture(scope="module")
@@ -116,9 +117,6 @@ def test_samples_that_are_cut_anywhere_are_the_same_samples():
             def read1(self, _size):
                 return next(self.pieces, b"")
 
-            def isatty(self):
-                return False
-
         found = np.concatenate(list(Pcm(Slow(), 16_000)))
         assert found.dtype == np.int16 and found.tobytes() == data[:5_000]
 
@@ -176,12 +174,15 @@ def test_in_a_terminal_the_line_in_progress_is_rewritten(bundle):
     assert shown.endswith(b"the end\r\n")
 
 
-def test_a_terminal_types_no_samples(bundle):
-    ours, theirs = pty.openpty()
-    told = "that is a terminal; arecord"
-    with os.fdopen(theirs, "rb", buffering=0) as terminal, pytest.raises(SbkitError, match=told):
-        Pcm(terminal, 16_000)
-    os.close(ours)
+@pytest.mark.parametrize(("state", "told"), [
+    ("terminal", "that is a terminal"), ("closed", "standard input is closed")])
+def test_no_samples_come_from_a_terminal_or_from_nowhere(bundle, monkeypatch, capsys, state, told):
+    typed = types.SimpleNamespace(isatty=lambda: True)
+    monkeypatch.setattr(sys, "stdin", typed if state == "terminal" else None)  # Python's own value for a closed one
+    assert main(["listen", str(bundle), "-", "--rate", "8000"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"error: - reads 16-bit PCM from standard input, but {told}; "
+        "arecord -t raw -f S16_LE -r 8000 | sbkit listen BUNDLE -")
 
 
 # ---------------------------------------------------------------------- Ctrl-C
@@ -275,6 +276,31 @@ def test_the_microphone_is_heard_until_it_stops(bundle, monkeypatch, capsys):
     assert captured.out == "abc def\n" and "listening to Built-in at 16000 Hz" in captured.err
     assert "the microphone Built-in stopped; is it still connected?" in captured.err
     assert made.opened[0]["device"] == 3 and made.opened[0]["samplerate"] == 16_000
+
+
+@pytest.mark.parametrize("words", [[], ["--json"]])
+def test_the_line_in_progress_when_the_microphone_stops_is_not_lost(bundle, monkeypatch, capsys, words):
+    data = np.round(bundles.say("abc def") * 32768).astype("<i2").tobytes()  # and no pause
+    monkeypatch.setitem(sys.modules, "sounddevice", library([data]))
+    assert main(["listen", str(bundle), *words]) == 2
+    captured = capsys.readouterr()
+    if words:
+        assert [(each["type"], each.get("text")) for each in facts(captured.out)][-2:] == [
+            ("final", "abc def"), ("end", None)]
+    else:
+        assert captured.out == "abc def\n"
+    assert captured.err.splitlines()[-1] == "error: the microphone Built-in stopped; is it still connected?"
+
+
+def test_a_model_that_fails_is_told_once(bundle, monkeypatch, tmp_path, capsys):
+    def broken(_engine, sessions, _windows):
+        for each in sessions:
+            each.fail(SbkitError("it broke"))
+
+    monkeypatch.setattr(StreamEngine, "_take_step", broken)
+    assert listen(bundle, monkeypatch, tmp_path, pcm("abc")) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.splitlines()[-1] == "error: it broke"
 
 
 def test_a_microphone_that_cannot_do_the_models_rate_uses_its_own(monkeypatch):
