@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
-from speechbrain.lobes.models.transformer.Conformer import ConformerEncoder
-from speechbrain.nnet.attention import RoPEMHA
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sbkit.errors import SbkitError
-from sbkit.nn.chunks import Chunks
 from sbkit.nn.fast.attention import rotary_table
 from sbkit.nn.fast.fused import Layer
 from sbkit.nn.lengths import lengths_to_mask
+from sbkit.nn.streaming import requirements
+from sbkit.nn.streaming.requirements import Parts
 
 
 class State(NamedTuple):
@@ -32,16 +30,6 @@ class State(NamedTuple):
     """``[B]`` int64: how many of ``left`` there are."""
 
 
-class Parts(Protocol):
-    """The parts of a recogniser that run on a stream."""
-
-    normalize: Layer | None
-    frontend: Layer
-    encoder: Layer
-    ctc_lin: Layer
-    chunks: Chunks | None
-
-
 class StreamingEncoder(nn.Module):
     """Normalisation, front end, Conformer and CTC head of a recogniser as a pure function, for export.
 
@@ -56,7 +44,7 @@ class StreamingEncoder(nn.Module):
 
     def __init__(self, recognizer: Parts, left: int | None = None):
         super().__init__()
-        _refuse(recognizer)
+        requirements.refuse(requirements.of_step(recognizer))
         chunks = recognizer.chunks
         assert chunks is not None, "others are refused"
         self.left: int = chunks.config(chunks.sizes[0], left).left_context_size_frames()
@@ -109,24 +97,6 @@ class StreamingEncoder(nn.Module):
         before = tuple(part.unflatten(1, shape) for part, shape in zip(parts, self._front, strict=True))
         x, after = self.frontend.forward_step(feats, before)
         return x.flatten(2), torch.cat([part.flatten(1) for part in after], 1)
-
-
-def _refuse(recognizer: Parts) -> None:
-    """Raise for a recogniser that has no streaming step."""
-    layers = getattr(recognizer.encoder, "encoder", None)
-    if recognizer.chunks is None:
-        told, hint = "it wasn't trained in chunks", "give its recipe chunks, a sbkit.nn.chunks.Chunks, and train"
-    elif not isinstance(layers, ConformerEncoder):
-        told, hint = f"its encoder is a {type(layers or recognizer.encoder).__name__}", "train SpeechBrain's Conformer"
-    elif not isinstance(layers.layers[0].mha_layer, RoPEMHA):
-        told = f"its attention is {layers.attention_type}, and a stream's is by rotary positions"
-        hint = "train with attention_type: RoPEMHA"
-    elif not hasattr(recognizer.frontend, "forward_step"):
-        told = f"its front end, {type(recognizer.frontend).__name__}, takes whole utterances alone"
-        hint = "train with sbkit.nn.causal.CausalFrontEnd"
-    else:
-        return
-    raise SbkitError(f"this model can't run on a stream: {told}", hint=hint)
 
 
 class _Window:

@@ -1,4 +1,4 @@
-"""Checks that a recogniser that trains in chunks sees no further than a chunk, so that it can run live."""
+"""Checks that a recogniser that trains in chunks sees no further than a chunk, and can be exported for streams."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from speechbrain.lobes.models.transformer.Conformer import ConformerEncoder
 from torch import Tensor, nn
 
 from sbkit.errors import SbkitError
+from sbkit.nn.streaming import requirements
+from sbkit.nn.streaming.requirements import Lack
 from sbkit.recipe.build import Built
-from sbkit.recipe.source import Findings, Node
+from sbkit.recipe.source import Findings, Node, Place
 from sbkit.tasks.ctc.keys import CTCKeys
 from sbkit.tasks.ctc.model import recognizer
 
@@ -20,17 +22,26 @@ from sbkit.tasks.ctc.model import recognizer
 _BEFORE, _AFTER, _WINDOW = 1.0, 1.0, 0.1
 #: How much louder the second is: more decibels than SpeechBrain's Fbank leaves below the maximum of an utterance.
 _LOUDER = 1e5
-#: Positions that depend on distances only.
+#: Positions that depend on distances only: whole utterances can be heard in chunks.
 _POSITIONS = "RoPEMHA", "RelPosMHAXL"
 
 
 @torch.no_grad()
 def sees_no_further(keys: CTCKeys, built: Built, findings: Findings) -> bool:
-    """Report which parts of a recipe with ``chunks`` look further ahead than a chunk; returns whether none does."""
+    """Report which parts of a recipe with ``chunks`` look further ahead than a chunk; returns whether none does.
+
+    Parts that don't, but for which a stream has no step, get a warning: such a model learns, transcribes and is
+    evaluated in chunks, and its bundle is for whole recordings alone.
+    """
     if keys.chunks is None:
         return True
-    fits = [check(keys, built, findings) for check in (_encoder, _features, _normalization, _front_end)]
-    return all(fits)
+    fits = {"encoder": _encoder(keys, built, findings), "compute_features": _features(keys, built, findings),
+            "normalize": _normalization(keys, built, findings), "frontend": _front_end(keys, built, findings)}
+    model = recognizer(keys)
+    for lack in requirements.of_stream(model):
+        if fits[lack.part]:
+            _warn(lack, keys, built, findings)
+    return all(fits.values())
 
 
 def _encoder(keys: CTCKeys, built: Built, findings: Findings) -> bool:
@@ -44,7 +55,7 @@ def _encoder(keys: CTCKeys, built: Built, findings: Findings) -> bool:
                 "write causal: false")
     elif encoder.attention_type not in _POSITIONS:
         _refuse(findings, node, "attention_type", f"{encoder.attention_type} needs to know where an utterance begins "
-                "or ends, and a live stream has neither", f"write attention_type: {' or '.join(_POSITIONS)}")
+                "or ends, and a live stream has neither", "write attention_type: RoPEMHA")
     else:
         return True
     return False
@@ -90,16 +101,11 @@ def _same_before(compute: Callable[[Tensor], Tensor], keys: CTCKeys) -> bool:
 
 
 def _front_end(keys: CTCKeys, built: Built, findings: Findings) -> bool:
-    """Check that the front end has a step for a stream, and that its frames see no features of later ones."""
-    if keys.CNN is None:
+    """Check that the front end's frames see no features of later ones."""
+    if keys.CNN is None or not _sees_later_frames(keys.CNN, keys):
         return True
-    if not hasattr(keys.CNN, "forward_step"):
-        why = f"{type(keys.CNN).__name__} takes whole utterances alone: it has no forward_step"
-    elif _sees_later_frames(keys.CNN, keys):
-        why = "a frame of it sees features of the frames that follow, which may be in the next chunk"
-    else:
-        return True
-    _refuse(findings, built.nodes["CNN"], "", why, "use sbkit.nn.causal.CausalFrontEnd")
+    _refuse(findings, built.nodes["CNN"], "", "a frame of it sees features of the frames that follow, which may be in "
+            "the next chunk", "use sbkit.nn.causal.CausalFrontEnd")
     return False
 
 
@@ -116,6 +122,17 @@ def _sees_later_frames(module: nn.Module, keys: CTCKeys) -> bool:
 
 def _refuse(findings: Findings, node: Node, argument: str, message: str, suggestion: str) -> None:
     """Add a finding at an argument of a part, or at the part if it doesn't have that argument."""
+    findings.error("chunks", *_named(node, argument), message, f"{suggestion}, or leave chunks out")
+
+
+def _warn(lack: Lack, keys: CTCKeys, built: Built, findings: Findings) -> None:
+    """Add a finding about a model that learns in chunks, and that can't be exported for streams all the same."""
+    key = {"encoder": keys.encoder_key, "frontend": "CNN"}.get(lack.part, lack.part)
+    node = built.nodes.get(key) or built.nodes["chunks"]
+    findings.warning("chunks", *_named(node, lack.argument), "the model learns in chunks but can't be exported for "
+                     f"streams: {lack.told}", f"use {lack.instead}")
+
+
+def _named(node: Node, argument: str) -> tuple[Place, str]:
     there = isinstance(node.value, dict) and argument in node.value
-    place, key = (node.place_of(argument), node.key_of(argument)) if there else (node.place, node.key)
-    findings.error("chunks", place, key, message, f"{suggestion}, or leave chunks out")
+    return (node.place_of(argument), node.key_of(argument)) if there else (node.place, node.key)

@@ -7,10 +7,10 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from sbkit.errors import SbkitError
 from sbkit.export.graph import trace_module
 from sbkit.export.layout import Streaming
 from sbkit.nn.kaldi import FilterBank, framed
+from sbkit.nn.streaming import requirements
 from sbkit.nn.streaming.encoder import State, StreamingEncoder
 from sbkit.tasks.ctc.recognizer import Recognizer
 
@@ -31,13 +31,11 @@ class StreamingGraph(nn.Module):
 
     def __init__(self, recognizer: Recognizer):
         super().__init__()
+        requirements.refuse(requirements.of_stream(recognizer))
         bank, chunks = recognizer.compute_features, recognizer.chunks
-        if not isinstance(bank, FilterBank) or bank.size < bank.hop:
-            raise SbkitError("this model can't run on a stream: its features are no FilterBank's whose frames overlap",
-                             hint="train with sbkit.nn.kaldi.FilterBank, as hparams/streaming.yaml does")
+        assert isinstance(bank, FilterBank) and chunks is not None, "others are refused"
         self.bank = copy.deepcopy(bank).eval()
         self.step = copy.deepcopy(StreamingEncoder(recognizer)).eval()
-        assert chunks is not None, "StreamingEncoder refuses others"
         self.chunks = list(chunks.sizes)
         self.requires_grad_(False)
 

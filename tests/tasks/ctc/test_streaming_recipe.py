@@ -17,6 +17,7 @@ from sbkit.runs import initial, restore
 from sbkit.tasks import feature_statistics as statistics
 from sbkit.tasks.ctc import chunk_check
 from sbkit.tasks.ctc.exported import Recogniser
+from sbkit.tasks.ctc.streaming_graph import StreamingGraph
 
 
 @pytest.fixture(scope="module")
@@ -96,9 +97,20 @@ def test_the_check_tries_the_front_end_whatever_its_weights_are(data, tmp_path):
         weight.data.fill_(torch.nan)
     built = SimpleNamespace(nodes={"CNN": from_python({}, "CNN")})
     assert chunk_check._front_end(made.keys, built, findings) and not findings
-    for taps, step in ((3, None), (5, lambda x, state: (x, state))):
-        made.keys.CNN = ConvolutionFrontEnd((8, 10, 80), 2, 1, [4, 4], [taps] * 2, [2, 2], [1, 1], [False, False])
-        if step:
-            made.keys.CNN.forward_step = step
-        assert not chunk_check._front_end(made.keys, built, findings)
-    assert ["forward_step" in error.message for error in findings] == [True, False]
+    made.keys.CNN = ConvolutionFrontEnd((8, 10, 80), 2, 1, [4, 4], [5, 5], [2, 2], [1, 1], [False, False])
+    assert not chunk_check._front_end(made.keys, built, findings)
+    assert "sees features of the frames that follow" in findings[0].message
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"Transformer": {"attention_type": "RelPosMHAXL"}}, {"compute_features": {"frame_length": 8.0}}])
+def test_the_check_warns_of_just_what_the_export_refuses(data, tmp_path, changes):
+    warned = [str(each) for each in check(RECIPE, {**SMALL, **changes, "output_folder": str(tmp_path)}).warnings]
+    made = prepared(tmp_path, data, **changes)
+    try:
+        StreamingGraph(brain(made).recognizer)
+    except SbkitError as error:
+        (line,) = warned
+        assert error.message.removeprefix("this model can't run on a stream: ") in line
+    else:
+        assert not changes and not warned

@@ -1,0 +1,79 @@
+"""What a recogniser must be made of to run on a stream: asked before it is trained, and when it is exported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
+
+from speechbrain.lobes.models.transformer.Conformer import ConformerEncoder
+from speechbrain.nnet.attention import RoPEMHA
+
+from sbkit.errors import SbkitError
+from sbkit.nn.chunks import Chunks
+from sbkit.nn.fast.fused import Layer
+from sbkit.nn.kaldi import FilterBank
+
+
+class Parts(Protocol):
+    """The parts of a recogniser that run on a stream."""
+
+    normalize: Layer | None
+    frontend: Layer
+    encoder: Layer
+    ctc_lin: Layer
+    chunks: Chunks | None
+
+
+class FromSamples(Parts, Protocol):
+    """These parts, and the features of a stream's samples."""
+
+    compute_features: Layer | None
+
+
+class Lack(NamedTuple):
+    """What a recogniser lacks."""
+
+    part: str
+    """``chunks``, ``encoder``, ``frontend`` or ``compute_features``."""
+    told: str
+    """Why that part doesn't run on a stream, as the end of a sentence."""
+    instead: str
+    """What does."""
+    argument: str = ""
+    """The part's argument that makes the difference."""
+
+
+def of_step(recognizer: Parts) -> Iterator[Lack]:
+    """Yield what a recogniser lacks for a step on features, ``StreamingEncoder``."""
+    layers = getattr(recognizer.encoder, "encoder", None)
+    if recognizer.chunks is None:
+        yield Lack("chunks", "it wasn't trained in chunks", "chunks, as hparams/streaming.yaml does")
+    if not isinstance(layers, ConformerEncoder):
+        yield Lack("encoder", f"its encoder is a {type(layers or recognizer.encoder).__name__}",
+                   "SpeechBrain's Conformer", "encoder_module")
+    elif not isinstance(layers.layers[0].mha_layer, RoPEMHA):
+        yield Lack("encoder", f"its attention is {layers.attention_type}, and a stream's is by rotary positions",
+                   "attention_type: RoPEMHA", "attention_type")
+    if not hasattr(recognizer.frontend, "forward_step"):
+        named = "it has no front end" if recognizer.frontend is None else \
+            f"its front end, {type(recognizer.frontend).__name__}, takes whole utterances alone"
+        yield Lack("frontend", named, "sbkit.nn.causal.CausalFrontEnd")
+
+
+def of_stream(recognizer: FromSamples) -> Iterator[Lack]:
+    """Yield what a recogniser lacks to hear the samples of a stream."""
+    yield from of_step(recognizer)
+    features = recognizer.compute_features
+    if not isinstance(features, FilterBank):
+        made = "it has no features" if features is None else f"its features come from {type(features).__name__}"
+        yield Lack("compute_features", f"{made}, and a stream's can only come from a FilterBank",
+                   "sbkit.nn.kaldi.FilterBank")
+    elif features.size < features.hop:
+        yield Lack("compute_features", "its features leave out samples: a frame is shorter than the step to the next",
+                   "a frame_length of at least frame_shift", "frame_length")
+
+
+def refuse(lacks: Iterator[Lack]) -> None:
+    """Raise for the first of what a recogniser lacks."""
+    for lack in lacks:
+        raise SbkitError(f"this model can't run on a stream: {lack.told}", hint=f"train with {lack.instead}")
