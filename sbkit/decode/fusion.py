@@ -40,7 +40,8 @@ class Fusion:
                  per_piece: bool = False):
         self.pieces, self.model, self.hot, self.per_piece = pieces, model, hot, per_piece
         self.closed = lexicon is not None
-        self.start = 0 if model is None else model.start
+        self.start = np.zeros((), np.int64) if model is None else model.start
+        """The state of the language model in which an utterance begins."""
         self._word_model = None if per_piece else model
         if per_piece and model is not None:
             self.piece_ids = np.array([model.ids.get(text, model.unknown) for text in pieces.texts], np.int64)
@@ -54,8 +55,8 @@ class Fusion:
         ids, alone, self._unknown_alone = np.zeros(len(words), np.int64), np.zeros(len(words), np.float32), 0.0
         if model is not None and not per_piece:
             ids = np.array([model.ids.get(word, model.unknown) for word in words], np.int64)
-            alone = model.score(np.zeros(len(ids), np.int64), ids)[0]
-            self._unknown_alone = float(model.score(np.zeros(1, np.int64), np.array([model.unknown]))[0][0])
+            alone = model.score(np.repeat(model.empty[None], len(ids), axis=0), ids)[0]
+            self._unknown_alone = float(model.score(model.empty[None], np.array([model.unknown]))[0][0])
         self._vocabulary = hashing.Table(hashing.hash_all(raw), ids)
         self._begun = _beginnings(raw, alone)
         self.strict = self.closed or self._word_model is not None  # whether some words are unknown

@@ -7,7 +7,6 @@ machine.
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -46,7 +45,10 @@ def combine(key: np.ndarray, word: np.ndarray) -> np.ndarray:
 
 
 class KenLM(LanguageModel):
-    """A model in KenLM's format. A history gets its number when it is first seen.
+    """A model in KenLM's format.
+
+    A state is a row [2 order - 1] of int32: how many words of the history count, these words, latest first, and the
+    bits of their back-offs. So nothing is kept of what was searched.
     """
 
     def __init__(self, path: str | Path):
@@ -86,15 +88,11 @@ class KenLM(LanguageModel):
         self.words = [word_of(self.path, word) for word in words]
         self.ids = {word: i for i, word in enumerate(self.words)}
         self.unknown, self.end = 0, self.ids.get(END, 0)
-        self._contexts = np.zeros((1, order - 1), np.int64)  # words of each history, latest first
-        self._lengths = np.zeros(1, np.int64)
-        self._backoffs = np.zeros((1, order - 1), np.float32)
-        self._numbers = {0: 0}
-        self._lock = threading.Lock()  # streams that are searched at the same time share the numbers
-        begin = self.ids.get(BEGIN)
-        self.start = 0 if begin is None else int(self._number(
-            np.array([[begin] + [0] * (order - 2)]), np.ones(1, np.int64),
-            np.array([[self._unigrams["backoff"][begin]] + [0.0] * (order - 2)], np.float32))[0])
+        self.empty = np.zeros(2 * order - 1, np.int32)
+        self.start, begin = self.empty.copy(), self.ids.get(BEGIN)
+        if begin is not None:
+            self.start[:2] = 1, begin
+            self.start[order:].view(np.float32)[0] = self._unigrams["backoff"][begin]
 
     def _truncated(self) -> SbkitError:
         return SbkitError(f"{self.path} is truncated: its header promises more than its {self.path.stat().st_size} "
@@ -102,10 +100,11 @@ class KenLM(LanguageModel):
 
     def score(self, states: np.ndarray, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Natural logarithms of the probabilities [N] of words [N] after states [N], and the states after."""
-        contexts, lengths, before = self._contexts[states], self._lengths[states], self._backoffs[states]
+        lengths, contexts = states[:, 0], states[:, 1:self.order]
+        before = np.ascontiguousarray(states[:, self.order:]).view(np.float32)
         unigram = self._unigrams[words]
         log10 = -np.abs(unigram["log10"])  # the sign has another meaning in this format
-        backoffs = np.zeros((len(words), self.order), np.float32)
+        backoffs = np.zeros((len(words), self.order - 1), np.float32)
         backoffs[:, 0] = unigram["backoff"]
         matched = np.ones(len(words), np.int64)
         usable = _goes_on(unigram["backoff"]).astype(np.int64)  # words that lengthen the next history
@@ -129,34 +128,12 @@ class KenLM(LanguageModel):
         for k in range(self.order - 1):
             charged = (k >= matched - 1) & (k < lengths)
             log10 = log10 + np.where(charged, before[:, k], np.float32(0))
-        after = np.concatenate([words.astype(np.int64)[:, None], contexts], axis=1)[:, :self.order - 1]
-        return log10 * np.float32(LN10), self._number(after, np.minimum(usable, self.order - 1), backoffs[:, :-1])
-
-    def _number(self, contexts: np.ndarray, lengths: np.ndarray, backoffs: np.ndarray) -> np.ndarray:
-        """The state of each history; unseen ones get a new state."""
-        hashes = np.zeros(len(contexts), np.uint64)
-        for k in range(self.order - 1):
-            hashes = np.where(lengths > k, combine(hashes, contexts[:, k]), hashes)
-        unique, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
-        with self._lock:
-            numbers, known = self._numbers, len(self._numbers)
-            states = np.fromiter((numbers.setdefault(value, len(numbers)) for value in unique.tolist()), np.int32)
-            rows = first[states >= known]  # new numbers are assigned in the order of these rows
-            if len(rows):
-                self._reserve(len(numbers))
-                new, inside = slice(known, len(numbers)), np.arange(self.order - 1) < lengths[rows, None]
-                self._contexts[new] = np.where(inside, contexts[rows], 0)
-                self._backoffs[new] = np.where(inside, backoffs[rows], 0)
-                self._lengths[new] = lengths[rows]
-        return states[inverse]
-
-    def _reserve(self, states: int) -> None:
-        """Make room for the histories of so many states, and for as many again, so that few grow the tables."""
-        if states > len(self._lengths):
-            more = 2 * states - len(self._lengths)
-            self._contexts, self._backoffs, self._lengths = (
-                np.concatenate([column, np.zeros((more, *column.shape[1:]), column.dtype)])
-                for column in (self._contexts, self._backoffs, self._lengths))
+        after = np.empty((len(words), 2 * self.order - 1), np.int32)
+        after[:, 0], after[:, 1], after[:, 2:self.order] = usable, words, contexts[:, :-1]
+        after[:, self.order:] = backoffs.view(np.int32)
+        beyond = np.arange(self.order - 1) >= usable[:, None]
+        after[:, 1:][np.concatenate([beyond, beyond], axis=1)] = 0  # histories that say the same are the same
+        return log10 * np.float32(LN10), after
 
 
 def _goes_on(backoff: np.ndarray) -> np.ndarray:

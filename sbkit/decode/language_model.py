@@ -29,17 +29,19 @@ class Quality(NamedTuple):
 
 
 class LanguageModel(ABC):
-    """A back-off model. A state is the number of a distinguishable history; 0 is the empty one.
+    """A back-off model. A state is what it has to know of a history: a number, or a few of them, as [N, ...].
 
     ``words`` is the vocabulary and ``ids`` the index of each word, ``unknown`` the id of the unknown word, ``end``
-    that of the sentence end, ``start`` the state at a sentence start, ``counts`` the number of n-grams of each order.
+    that of the sentence end, ``empty`` the state of no history and ``start`` that at a sentence start, ``counts`` the
+    number of n-grams of each order.
     """
 
     words: list[str]
     ids: dict[str, int]
     unknown: int
     end: int
-    start: int
+    empty: np.ndarray
+    start: np.ndarray
     counts: list[int]
 
     @abstractmethod
@@ -58,7 +60,7 @@ class LanguageModel(ABC):
 
     def sentence(self, text: str) -> float:
         """The natural logarithm of a sentence's probability, including its end."""
-        state, total = np.array([self.start]), 0.0
+        state, total = self.start[None], 0.0
         for word in [*self.lookup(text.split()), self.end]:
             score, state = self.score(state, np.array([word]))
             total += float(score[0])
@@ -70,13 +72,13 @@ class LanguageModel(ABC):
         lengths = np.array([len(sentence) for sentence in sentences], dtype=np.int64)
         flat = np.concatenate([np.append(sentence, self.end) for sentence in sentences] or [np.zeros(0, np.int64)])
         begins = np.cumsum(lengths + 1) - lengths - 1
-        state = np.full(len(sentences), self.start, dtype=np.int64)
+        state = np.repeat(self.start[None], len(sentences), axis=0)
         known, unknown, missing = 0.0, 0.0, 0
         for step in range(int(lengths.max(initial=-1)) + 1):
             active = int(np.searchsorted(-lengths, -step, side="right"))
             words = flat[begins[:active] + step]
             scores, after = self.score(state[:active], words)
-            state = after.astype(np.int64)
+            state = after
             out = words == self.unknown
             missing += int(out.sum())
             known += float(scores[~out].sum(dtype=np.float64))

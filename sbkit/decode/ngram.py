@@ -41,7 +41,8 @@ class NGram(LanguageModel):
             self._add_unknown()
         self.unknown = self.ids[UNKNOWN]
         self.end = self.ids.get(END, self.unknown)
-        self.start = self.ids[BEGIN] + 1 if BEGIN in self.ids else 0
+        self.empty = np.zeros((), np.int64)  # a state is the number of an n-gram, as :meth:`_build` has it
+        self.start = np.array(self.ids[BEGIN] + 1 if BEGIN in self.ids else 0)
         self._build()
 
     @property

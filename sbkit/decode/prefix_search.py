@@ -107,7 +107,7 @@ class Search:
     def _start(self, batch: int) -> Beams:
         utterance = np.arange(batch)
         none, zero, letters = np.zeros(batch, np.int64), np.zeros(batch), np.zeros(batch, np.uint64)
-        state = np.full(batch, self.fusion.start, np.int64)
+        state = np.repeat(self.fusion.start[None], batch, axis=0)
         return Beams(
             utterance=utterance, key=utterance.astype(np.uint64) << _HASH_BITS, done=letters, word=letters,
             last=none - 1, blank=zero + 1, other=zero, text=zero, soft=zero, state=state, hot=none, node=utterance,
@@ -140,7 +140,8 @@ class Search:
 
         text, soft = beams.text[source], beams.soft[source]
         above, ends = parent[pick], closes[pick]
-        state = np.where(ends, beams.after[above], beams.state[above])
+        state = beams.state[above]
+        state[ends] = beams.after[above[ends]]
         hot = np.where(ends, beams.hot_after[above], beams.hot[above])
         text[fresh] += np.where(ends, beams.gain[above], 0.0)
         if self.fusion.per_piece:
