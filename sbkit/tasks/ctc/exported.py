@@ -132,7 +132,7 @@ class Recogniser(Exported):
         if "streams" not in refused:
             sherpa_stream.check_version()
         for what, why in refused.items():
-            logger.warning("No model of %s for sherpa-onnx: %s", what, why.message)
+            logger.warning("sherpa-onnx gets no model for %s: %s", what, why.message)
         return made
 
     def readme(self, name: str, config: Config, comparison: Comparison, of_targets: Sequence[str] = ()) -> str:

@@ -189,8 +189,9 @@ def _check(graph: StreamingGraph) -> None:
         raise SbkitError(f"sherpa-onnx gives a streaming model other features than this one was trained on ({told})",
                          hint="train with the compute_features of hparams/streaming.yaml")
     if graph.step.subsampling % _FRAMES_COUNTED:
-        raise SbkitError(f"sherpa-onnx counts a frame of a streaming model as 40 ms, and this model's have "
-                         f"{10 * graph.step.subsampling} ms", hint="train with frames of 40 ms, or a multiple of that")
+        raise SbkitError("sherpa-onnx takes each frame of a streaming model to be 40 ms long, and this model's frames "
+                         f"are {10 * graph.step.subsampling} ms long", hint="train with frames of 40 ms, or a multiple "
+                         "of that")
 
 
 def check_version(version: str | None = None) -> None:

@@ -146,14 +146,14 @@ def installed(monkeypatch):
 def test_the_target_is_for_streams_where_whole_recordings_would_be_made_equally_loud(installed, caplog):
     made, = exported(recogniser(bank())).target(layout.SHERPA, 80)
     assert isinstance(made, Stream) and (made.milliseconds, made.chunk, made.tail) == (80, 2, 1280)
-    assert "No model of whole recordings for sherpa-onnx: sherpa-onnx makes all recordings equally loud" in caplog.text
+    assert "sherpa-onnx gets no model for whole recordings: sherpa-onnx makes all recordings equally loud" in caplog.text
 
 
 @pytest.mark.parametrize("window, kinds", [("hann", [sherpa.Whole, Stream]), ("povey", [sherpa.Whole])])
 def test_the_target_is_for_whole_recordings_too_where_it_can_be(installed, caplog, window, kinds):
     made = exported(recogniser(bank(window=window)), equal=True).target(layout.SHERPA)
     assert [type(each) for each in made] == kinds
-    assert ("No model of streams for sherpa-onnx: sherpa-onnx gives a streaming" in caplog.text) == (len(kinds) == 1)
+    assert ("sherpa-onnx gets no model for streams: sherpa-onnx gives a streaming" in caplog.text) == (len(kinds) == 1)
 
 
 @pytest.mark.parametrize("version", ["1.12.0", "2.0.0", "2.0.1rc1"])
@@ -190,7 +190,7 @@ def test_other_features_are_refused(installed, changes, told):
 def test_shorter_frames_are_refused(installed):
     made = recogniser(bank(), input_size=24)
     made.frontend = CausalFrontEnd(BANDS, [4])
-    with pytest.raises(SbkitError, match="counts a frame of a streaming model as 40 ms, and this model's have 20 ms"):
+    with pytest.raises(SbkitError, match="to be 40 ms long, and this model's frames are 20 ms long"):
         exported(made).target(layout.SHERPA)
 
 
