@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
@@ -84,9 +83,7 @@ class Greedy:
 
 
 class Beam:
-    """Beam search with a language model, a lexicon and hot words.
-
-    A search caches its language model's lookups, so only one thread searches at a time.
+    """Beam search with a language model, a lexicon and hot words, in any number of threads.
 
     Arguments
     ---------
@@ -108,15 +105,12 @@ class Beam:
             raise SbkitError(f"beam search: {error}") from None
         self._search.load()  # reports problems with the files now
         self._join = Events.join
-        self._lock = threading.Lock()
 
     def keep(self, log_probs: np.ndarray) -> tuple[Any, int]:
-        with self._lock:
-            return self._search.events(log_probs[None], np.array([len(log_probs)])), len(log_probs)
+        return self._search.events(log_probs[None], np.array([len(log_probs)])), len(log_probs)
 
     def tokens(self, recordings: Sequence[Sequence[tuple[Any, int]]]) -> list[list[Found]]:
-        with self._lock:
-            best = iter(self._search.search(self._join([each for stretches in recordings for each, _ in stretches])))
+        best = iter(self._search.search(self._join([each for stretches in recordings for each, _ in stretches])))
         found = []
         for stretches in recordings:
             frame, parts = 0, []

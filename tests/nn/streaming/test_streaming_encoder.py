@@ -14,14 +14,16 @@ from torch import nn
 
 from sbkit.errors import SbkitError
 from sbkit.export import graph
+from sbkit.export.layout import Config
+from sbkit.export.windows import Windows
 from sbkit.nn.accelerate import accelerate
 from sbkit.nn.causal import CausalFrontEnd
 from sbkit.nn.chunks import Chunks
 from sbkit.nn.global_norm import GlobalNorm
-from sbkit.nn.kaldi import FilterBank
+from sbkit.nn.kaldi import FilterBank, framed
 from sbkit.nn.streaming.encoder import State, StreamingEncoder
-from sbkit.nn.streaming.features import FeatureStream
 from sbkit.tasks.ctc.recognizer import Recognizer
+from sbkit.tasks.ctc.streaming_graph import StreamingGraph
 
 BANDS, LABELS, EACH = 12, 7, 4
 CHUNKS = Chunks(sizes=[1, 2, 4, 8], left=[8, 16], validate=4)
@@ -137,17 +139,16 @@ def samples_in_pieces(signal, sizes):
 
 
 def live(model, signal, sizes, config):
-    """Log-probabilities of a waveform that comes in pieces: features as they are complete, then chunk by chunk."""
-    step = StreamingEncoder(model, config.left_context_size_frames()).eval()
-    stream = FeatureStream(model.compute_features)
-    state, width, waiting, found = step.state(1), config.chunk_size * EACH, torch.empty(0, BANDS), []
-    for piece in [*samples_in_pieces(signal, sizes), None]:
-        waiting = torch.cat([waiting, stream.flush() if piece is None else stream(piece)])
-        while len(waiting) >= width or (piece is None and len(waiting)):
-            chunk, waiting = waiting[:width], waiting[width:]
-            padded = nn.functional.pad(chunk, (0, 0, 0, width - len(chunk)))[None]
-            log_probs, counts, state = step(padded, torch.tensor([len(chunk)]), state)
-            found.append(log_probs[0, : int(counts)])
+    """Log-probabilities of a waveform that comes in pieces: windows as they are complete, chunk by chunk."""
+    bank, step = model.compute_features, StreamingEncoder(model, config.left_context_size_frames()).eval()
+    windows = Windows(Config(sample_rate=bank.sample_rate, hop_samples=bank.hop, subsampling=EACH, vocabulary=LABELS,
+                             streaming=StreamingGraph(model).described()), config.chunk_size)
+    state, found = step.state(1), []
+    complete = [window for piece in samples_in_pieces(signal, sizes) for window in windows.feed(piece.numpy())]
+    for window in complete + windows.finish():
+        features = bank.of_frames(framed(torch.from_numpy(window.samples)[None], bank.size, bank.hop))
+        log_probs, counts, state = step(features, torch.tensor([window.frames]), state)
+        found.append(log_probs[0, : int(counts)])
     return torch.cat(found)
 
 
