@@ -17,6 +17,7 @@ import numpy as np
 
 from sbkit.decode import lm as language_models
 from sbkit.decode.fusion import Fusion, Weights
+from sbkit.decode.heard import Spelling
 from sbkit.decode.hotwords import HotWords
 from sbkit.decode.pieces import Pieces
 from sbkit.decode.posteriors import Events, events, spans_of
@@ -134,6 +135,10 @@ class BeamSearch:
         """Join tokens to words with times in seconds and confidences; the first frame is at ``start``."""
         return words(spans, self.pieces.texts.__getitem__, frame_seconds, start=start, skip=self._silent,
                      separator=self.separator)
+
+    def spelling(self, frame_seconds: float) -> Spelling:
+        """How a search of a stream writes its tokens."""
+        return Spelling(self.pieces.texts, frame_seconds, self._silent, self.separator)
 
     @property
     def tokenizer(self) -> Any:  # a Tokenizer or pieces, as it was given

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import pairwise
+from typing import NamedTuple
 
-import torch
 from speechbrain.utils.dynamic_chunk_training import DynChunkTrainConfig
 from torch import Tensor
 
 from sbkit.data.batch import Batch
+from sbkit.decode.beam import BeamSearch
+from sbkit.decode.beam_stream import BeamStream
 from sbkit.decode.greedy import align, greedy
-from sbkit.decode.spans import words
+from sbkit.decode.spans import Word, words
 from sbkit.errors import SbkitError
 from sbkit.nn.ctc import ctc_frames_needed
 from sbkit.score.chunk_size import WHOLE
@@ -21,26 +23,20 @@ from sbkit.tasks.asr import Choice, Row, choices
 from sbkit.tasks.ctc.keys import CTCKeys
 from sbkit.tasks.ctc.recognizer import Recognizer
 
-if TYPE_CHECKING:
-    from sbkit.decode.beam import BeamSearch
-
-#: Scores that a search of the beginnings of utterances gets at once, so that these fit into memory.
-_AT_ONCE = 50_000_000
-
 
 class Text(NamedTuple):
     """One transcript of the beginning of an utterance."""
 
     text: str
     confidence: float | None
-    nbest: Sequence[Choice] = ()
+    nbest: Sequence[Choice] = ()  # of a whole utterance: a stream has one transcript
 
 
 class Live:
     """Hears each utterance of a test in chunks of each size that was asked for.
 
     The encoder hears an utterance at once, masked as if it came chunk by chunk, which gives the same scores. What was
-    shown after a chunk is what the search finds in the scores up to there.
+    shown after a chunk is what a stream's search shows of the scores up to there.
 
     Arguments
     ---------
@@ -95,7 +91,12 @@ class Live:
         for chunk, each in zip(self.chunk, scores, strict=False):
             cuts = [self._cuts(chunk, count) for count in frames.tolist()]
             log_probs = each.float().log_softmax(-1)
-            grown = self._greedily(log_probs, frames, cuts) if search is None else _searched(search, log_probs, cuts)
+            if search is None:
+                grown = self._greedily(log_probs, frames, cuts)
+            elif self._sizes[chunk] is None:
+                grown = _searched(search, log_probs, frames)
+            else:
+                grown = self._by_streams(search, log_probs, cuts)
             for i, texts in enumerate(grown):
                 times = [min(cut * self.frame_seconds, seconds[i]) for cut in cuts[i][:-1]] + [seconds[i]]
                 seen[i].append(shown([one.text for one in texts], times, batch.texts[i].split(), ends[i]))
@@ -115,6 +116,22 @@ class Live:
             ids, starts = spans.ids.tolist(), spans.starts.tolist()
             confidence = float(spans.confidence.mean()) if len(spans) else None
             grown.append([Text(decode(ids[:bisect_left(starts, end)]), confidence) for end in ends])
+        return grown
+
+    def _by_streams(self, search: BeamSearch, log_probs: Tensor, cuts: Sequence[Sequence[int]]) -> list[list[Text]]:
+        """Search utterances as streams, each of which is over with its last chunk."""
+        stream, grown = BeamStream(search, search.spelling(self.frame_seconds)), []
+        for scores, ends in zip(log_probs.cpu().numpy(), cuts, strict=True):
+            stream.reset()
+            settled: list[Word] = []
+            texts = []
+            for start, end in pairwise([0, *ends]):
+                heard = stream.feed(scores[start:end])
+                if end == ends[-1]:
+                    heard.append(stream.finish())
+                settled += [word for each in heard for word in each.settled]
+                texts.append(_shown(settled + heard[-1].partial, "" if search.separator is None else " "))
+            grown.append(texts)
         return grown
 
     def _word_ends(self, log_probs: Tensor, frames: Tensor, batch: Batch) -> list[list[float] | None]:
@@ -138,18 +155,11 @@ class Live:
         return found
 
 
-def _searched(search: BeamSearch, log_probs: Tensor, cuts: Sequence[Sequence[int]]) -> list[list[Text]]:
-    """Search the beginnings of utterances, many at a time."""
-    rows = torch.tensor([row for row, ends in enumerate(cuts) for _ in ends], device=log_probs.device)
-    ends = torch.tensor([end for several in cuts for end in several], device=log_probs.device)
-    each = max(1, _AT_ONCE // max(1, log_probs[0].numel()))
-    found: list[Text] = []
-    for row, end in zip(rows.split(each), ends.split(each), strict=True):
-        found += map(_text, search.decode(log_probs[row, :int(end.max())], end))
-    several = iter(found)
-    return [[next(several) for _ in row] for row in cuts]
+def _searched(search: BeamSearch, log_probs: Tensor, frames: Tensor) -> list[list[Text]]:
+    """Search whole utterances."""
+    return [[Text(best[0].text, best[0].confidence, choices(best))] for best in search.decode(log_probs, frames)]
 
 
-def _text(hypotheses: Sequence[Any]) -> Text:
-    best = hypotheses[0]
-    return Text(best.text, best.confidence, choices(hypotheses))
+def _shown(words: Sequence[Word], space: str) -> Text:
+    confidence = sum(word.confidence for word in words) / len(words) if words else None
+    return Text(space.join(word.text for word in words), confidence)

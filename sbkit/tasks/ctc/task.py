@@ -265,6 +265,9 @@ class CTC(ASR):
         self.decoder = search.build(request, self.keys)
 
     def take_chunks(self, chunk: Sequence[int | None]) -> None:
+        if self.decoder is not None and self.decoder.nbest > 1 and chunk[0] is not None:
+            raise SbkitError("--nbest lists the transcripts of the first size of --chunk, and a stream has just one",
+                             hint="name whole first, as in --chunk whole,320, or leave out --nbest")
         self.live = Live(self.recognizer, self.keys, chunk)
         self.tested_in = self.live.config(chunk[0])
 

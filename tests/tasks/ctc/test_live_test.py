@@ -16,9 +16,11 @@ from sbkit.data.batch import Batch
 from sbkit.data.manifest import Manifest
 from sbkit.decode import lm
 from sbkit.decode.beam import BeamSearch
+from sbkit.decode.beam_stream import BeamStream
 from sbkit.errors import SbkitError
 from sbkit.nn.chunks import Chunks
 from sbkit.score import utterances
+from sbkit.score.latency import standing
 from sbkit.tasks.ctc.live import Live
 
 PIECES = ["<unk>", "▁", "a", "b", "c"]
@@ -100,22 +102,36 @@ def test_what_a_search_takes_back_has_changed():
             scores[0, frame, token] = value
     search = BeamSearch(Letters(), lexicon=["a", "bc"])
     [row] = listener([80]).rows([scores, scores], torch.tensor([4]), batch("bc", 0.16), search)
-    assert row.hypothesis == "bc" and row.nbest[0].text == "bc"
+    assert row.hypothesis == "bc"
     assert row.live[0].changed == 1 and len(row.live[0].latencies) == 1
 
 
-def test_a_search_of_many_beginnings_finds_what_it_finds_of_each(monkeypatch):
+def test_a_search_in_chunks_shows_what_a_stream_does_and_one_of_the_whole_what_it_finds():
+    """With a pause in a word, behind which a stream begins another line."""
     torch.manual_seed(0)
-    live, scores = listener([80]), 2 * torch.randn(3, 9, len(PIECES))
-    frames = torch.tensor([9, 5, 2])
-    together = Batch(ids=list("xyz"), texts=["a"] * 3, signals=torch.zeros(3, 1), signal_lengths=640 * frames,
-                     tokens=torch.tensor([[1, 2]] * 3), token_lengths=torch.tensor([2] * 3))
-    search = BeamSearch(Letters(), beam=8)
-    one = list(live.rows([scores, scores], frames, together, search))
-    monkeypatch.setattr("sbkit.tasks.ctc.live._AT_ONCE", 1)
-    assert list(live.rows([scores, scores], frames, together, search)) == one
+    letters = torch.randint(1, 5, (2, 60))
+    letters[0, 19:46] = torch.tensor([2, *[0] * 25, 3])
+    scores = 3.0 * torch.nn.functional.one_hot(letters, len(PIECES)) + torch.randn(2, 60, len(PIECES))
+    scores[0, 20:45, 0] += 9.0
+    frames = torch.tensor([60, 31])
+    together = Batch(ids=list("xy"), texts=["a"] * 2, signals=torch.zeros(2, 1), signal_lengths=640 * frames,
+                     tokens=torch.tensor([[1, 2]] * 2), token_lengths=torch.tensor([2] * 2))
+    search, live = BeamSearch(Letters(), beam=8, hot_words={"ab": 3.0}, nbest=2), listener([160, None])
+    rows = list(live.rows([scores] * 3, frames, together, search))
     log_probs = scores.log_softmax(-1)
-    assert [row.hypothesis for row in one] == [several[0].text for several in search.decode(log_probs, frames)]
+    stream = BeamStream(search, search.spelling(0.04))
+    for row, one, count, best in zip(rows, log_probs, frames.tolist(), search.decode(log_probs, frames), strict=True):
+        stream.reset()
+        texts, settled = [], []
+        for piece in one[:count].split(4):
+            heard = stream.feed(piece.numpy())
+            settled += [word.text for each in heard for word in each.settled]
+            texts.append(settled + [word.text for word in heard[-1].partial])
+        texts[-1] = settled + [word.text for word in stream.finish().settled]
+        assert row.hypothesis == row.live[0].text == " ".join(texts[-1]) and 0 < row.confidence < 1
+        assert row.live[0].changed == standing(texts)[1]
+        assert row.live[1].text == best[0].text and row.nbest == ()
+    assert rows[0].live[0].text != rows[0].live[1].text and rows[1].live[0].text == rows[1].live[1].text
 
 
 def test_each_size_is_computed_once_with_what_it_was_trained_to_see():
@@ -223,6 +239,7 @@ def test_a_search_is_tuned_and_shows_what_it_would_have_found_after_each_chunk(r
     (["--chunk", "320,"], "'' is neither milliseconds nor whole"),
     (["--chunk", "-320"], "is neither milliseconds nor whole"),
     (["--chunk", "320,320"], "names a size twice"),
+    (["--chunk", "320,whole", "--beam", "4", "--nbest", "2"], "--nbest lists the transcripts of the first size"),
 ])
 def test_a_wrong_size_is_one_line(run, capsys, words, message):
     assert evaluate(run, *words) == 2
