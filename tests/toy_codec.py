@@ -19,13 +19,14 @@ HASH = "c0dec" + "0" * 59
 BOOKS = Books(SIZES, RATE / STRIDE, RATE, HASH)
 
 
-def make(folder: Path, graph_sizes: tuple[int, int] = SIZES, **changes) -> Path:
+def make(folder: Path, graph_sizes: tuple[int, int] = SIZES, highest: float = 1.0, **changes) -> Path:
     """Write the bundle.
 
     graph_sizes : of the books that the graph really has
+    highest : the level at which it clips samples
     """
     folder.mkdir(parents=True, exist_ok=True)
-    write_encoder(folder / "model.onnx", graph_sizes)
+    write_encoder(folder / "model.onnx", graph_sizes, highest)
     write_decoder(folder / "decoder.onnx", graph_sizes)
     options = {"sample_rate": RATE, "codec": HASH, "books": list(SIZES), "stride": STRIDE, "context": 0,
                "models": {"onnx": "model.onnx"}, "decoders": {"onnx": "decoder.onnx"}}
@@ -46,7 +47,7 @@ def sound(codes: np.ndarray) -> np.ndarray:
     return np.repeat(levels.reshape(-1), STRIDE // 2).astype(np.float32)
 
 
-def write_encoder(path: Path, sizes: tuple[int, int]) -> None:
+def write_encoder(path: Path, sizes: tuple[int, int], highest: float) -> None:
     from onnx import TensorProto, helper
 
     half = STRIDE // 2
@@ -54,7 +55,7 @@ def write_encoder(path: Path, sizes: tuple[int, int]) -> None:
         "none": np.array([0], np.int64), "half": np.array([half], np.int64), "one": np.array([1], np.int64),
         "far": np.array([np.iinfo(np.int64).max], np.int64), "stride": np.array([STRIDE], np.int64),
         "pads": np.array([0, 0, 0, half], np.int64), "last": np.array([-1], np.int64),
-        "low": np.array(0, np.float32), "high": np.array(1, np.float32), "less": np.array([STRIDE - 1], np.int64),
+        "low": np.array(0, np.float32), "high": np.array(highest, np.float32), "less": np.array([STRIDE - 1], np.int64),
         "steps": np.array(sizes, np.float32) - 1,
     }
     node = helper.make_node

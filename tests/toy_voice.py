@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from speechbrain.core import Stage
 
-from sbkit.codes import Books
+from sbkit.codes import Books, InvalidCode
 from sbkit.data.manifest import Manifest
 from sbkit.decode.durations import Aligned
 from sbkit.recipe import load
@@ -37,9 +37,10 @@ class Codec:
         self.books = Books(sizes, frame_rate, sample_rate, name.encode().hex().ljust(64, "0"))
         self.sample_rate, self.closed, self.signals = sample_rate, 0, 0
 
-    def encode(self, signals):
+    def encode_each(self, signals):
         self.signals += len(signals)
-        return [codes_of(signal) for signal in signals]
+        return [InvalidCode("its codes are in no book") if np.abs(signal).max() > 1 else codes_of(signal)
+                for signal in signals]
 
     def close(self):
         self.closed += 1

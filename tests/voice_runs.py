@@ -28,7 +28,7 @@ class Coding:
 
     books, sample_rate = Books((1000, 1000), 50.0, RATE, "c0dec" + "0" * 59), RATE
 
-    def encode(self, signals):
+    def encode_each(self, signals):
         return [np.random.default_rng(len(signal)).integers(0, 1000, (-(-len(signal) // 320), 2))
                 for signal in signals]
 

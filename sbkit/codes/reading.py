@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +23,8 @@ FORMAT, VERSION = "sbkit codes", 1
 MOST_FRAMES, MOST_ROWS, MOST_ROW_BYTES = 1 << 20, 1 << 16, 1 << 20
 _MANIFEST_BYTES = 64 << 20
 _COUNTS = ("utterances", "frames", "bytes")
+#: The types of codes, as safetensors calls them; numpy has no name for some others.
+_WHOLE = frozenset(f"{kind}{bits}" for kind in "IU" for bits in (8, 16, 32, 64))
 _AGAIN = "copy the folder again, or make it again"
 
 
@@ -53,6 +56,8 @@ class Shard:
         if not isinstance(row, dict) or not {"id"} <= row.keys() <= {"id", "text", "speaker"} or not all(
                 isinstance(value, str) for value in row.values()):
             raise self._damaged(f"row {index} must have an id, and may have a text and a speaker")
+        if not encodes(row.values()):
+            raise self._damaged(f"row {index} is no Unicode")
         return row
 
     def _part(self, name: str, ends: np.ndarray, index: int) -> np.ndarray:
@@ -80,6 +85,10 @@ class Shard:
         if len(shapes) != 4 or shapes.get("codes", [])[:1] != [self.frames] or len(bytes) != 1 or any(
                 shapes.get(name) != [self.utterances] for name in ("ends", "row_ends")):
             raise self._damaged(f"it holds {shapes}")
+        if (kind := self._file.get_slice("codes").get_dtype()) not in _WHOLE:
+            raise self._damaged(f"codes are whole numbers, not {kind}")
+        if (kind := self._file.get_slice("rows").get_dtype()) != "U8":
+            raise self._damaged(f"rows are bytes, not {kind}")
         found = {name: self._file.get_tensor(name) for name in ("ends", "row_ends")}
         for name, end, most in (("ends", self.frames, MOST_FRAMES), ("row_ends", bytes[0], MOST_ROW_BYTES)):
             steps = np.diff(found[name], prepend=0)
@@ -93,6 +102,15 @@ class Shard:
     def described(self) -> dict[str, Any]:
         """Return what the manifest says of it."""
         return {"file": self.path.name} | {name: getattr(self, name) for name in _COUNTS} | {"sha256": self.sha256}
+
+
+def encodes(texts: Iterable[str]) -> bool:
+    """Whether texts can be written to a file: JSON may escape half of a character, which no UTF-8 has."""
+    try:
+        "".join(texts).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def read_manifest(folder: Path) -> tuple[Books, list[Shard]]:

@@ -22,10 +22,31 @@ from numpy.typing import ArrayLike
 from safetensors.numpy import save_file
 
 from sbkit.codes.books import Books, InvalidCode
-from sbkit.codes.reading import FORMAT, MANIFEST, MOST_FRAMES, MOST_ROW_BYTES, MOST_ROWS, VERSION, Shard, read_manifest
+from sbkit.codes.reading import (
+    FORMAT,
+    MANIFEST,
+    MOST_FRAMES,
+    MOST_ROW_BYTES,
+    MOST_ROWS,
+    VERSION,
+    Shard,
+    encodes,
+    read_manifest,
+)
 from sbkit.data import publish
 from sbkit.errors import SbkitError
 from sbkit.system import disk
+
+
+class NotKept(SbkitError):
+    """Raised for an utterance that no shard can hold: ``.cause`` says why, such as too many frames or too much text."""
+
+    def __init__(self, id: str, cause: str):
+        super().__init__(f"{id[:100].encode(errors='backslashreplace').decode()}: {cause}")
+        self.id, self.cause = id, cause
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return NotKept, (self.id, self.cause)
 
 
 @dataclass(frozen=True)
@@ -109,18 +130,27 @@ class Writer:
         self._shards: list[dict[str, Any]] = []
 
     def add(self, id: str, codes: ArrayLike, text: str | None = None, speaker: str | None = None) -> None:
-        """Append an utterance's codes [T, Q]; raises ``InvalidCode`` if an id isn't in its codebook."""
+        """Append an utterance's codes [T, Q].
+
+        Raises ``InvalidCode`` if an id isn't in its codebook, and ``NotKept`` if no shard can hold the utterance; what
+        was added before stays, and others can be added.
+        """
         if not id or id in self._ids:
             raise SbkitError(f"two utterances have the id {id!r}" if id else "an utterance has no id")
         found = self._books.check(codes, id)
-        if found.ndim != 2 or not 0 < len(found) <= MOST_FRAMES:
-            raise SbkitError(f"{id}: the codes of an utterance are [frames, levels] with 1 to {MOST_FRAMES} frames, "
-                             f"not {list(found.shape)}")
+        if found.ndim != 2 or not len(found):
+            raise SbkitError(f"{id}: the codes of an utterance are [frames, levels] with one frame or more, not "
+                             f"{list(found.shape)}")
+        if len(found) > MOST_FRAMES:
+            raise NotKept(id, f"it has {len(found):,} frames, but at most {MOST_FRAMES:,} are kept")
         values = {"id": id, "text": text, "speaker": speaker}
-        row = json.dumps({name: value for name, value in values.items() if value is not None}).encode()
+        given = {name: value for name, value in values.items() if value is not None}
+        if not encodes(given.values()):
+            raise NotKept(id, "its id, text or speaker is no Unicode")
+        row = json.dumps(given).encode()
         if len(row) > MOST_ROW_BYTES:
-            raise SbkitError(f"{id[:100]}: its id, text and speaker have {disk.size(len(row))}, but at most "
-                             f"{disk.size(MOST_ROW_BYTES)} are kept")
+            raise NotKept(id, f"its id, text and speaker have {disk.size(len(row))}, but at most "
+                              f"{disk.size(MOST_ROW_BYTES)} are kept")
         if self._codes and (self._frames + len(found) > self._most or len(self._rows) == MOST_ROWS):
             self._write()
         self._ids.add(id)

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 from sbkit.codes import Books, InvalidCode
 from sbkit.errors import SbkitError
 from sbkit.infer.codec_engine import CodecEngine, CodeEngine, SoundEngine
-from sbkit.infer.codec_pieces import Piece, batches, pieces
+from sbkit.infer.codec_pieces import Piece, batches, pieces, too_long
 from sbkit.infer.formats import AUTO
 from sbkit.infer.loaded import Loaded
 from sbkit.infer.recordings import Recording, Source
@@ -53,12 +53,28 @@ class Codec(Loaded[CodeEngine]):
 
         audio : paths, bytes of files, binary files, which are resampled, or float samples [S] at :attr:`sample_rate`
 
-        Raises ``sbkit.data.audio.AudioError`` for the first recording that can't be read.
+        Raises ``sbkit.data.audio.AudioError`` for the first recording that can't be read, and ``InvalidCode`` for the
+        first of which the graph makes something else than codes.
         """
         _check_list(audio, "encode", "recordings")
         signals = [self._samples(each, number) for number, each in enumerate(audio)]
+        return [_or_raise(found, number) for number, found in enumerate(self.encode_each(signals))]
+
+    def encode_each(self, signals: Sequence[np.ndarray]) -> list[np.ndarray | SbkitError]:
+        """Compute the codes [T, Q] int64 of each waveform [S], or say what is wrong with that one.
+
+        One has an error if it is too long for a codec that looks at all of it, or if it is so far from speech that
+        what the graph makes of it is in no codebook (``InvalidCode``).
+        """
         stride = self.engine.config.stride
-        return self._run(self.engine, signals, [-(-len(signal) // stride) for signal in signals], stride, 1)
+        frames = [-(-len(signal) // stride) for signal in signals]
+        refused = {number: error for number, count in enumerate(frames)
+                   if (error := too_long(count, self.engine.config)) is not None}
+        kept = [number for number in range(len(signals)) if number not in refused]
+        codes = self._run(self.engine, [signals[number] for number in kept], [frames[number] for number in kept],
+                          stride, 1)
+        found = dict(zip(kept, map(self._coded, codes), strict=True))
+        return [refused[number] if number in refused else found[number] for number in range(len(signals))]
 
     def decode(self, codes: Sequence[ArrayLike]) -> list[np.ndarray]:
         """Compute the samples [T * stride] float32 of each recording's codes [T, Q], which do not depend on the others.
@@ -67,6 +83,9 @@ class Codec(Loaded[CodeEngine]):
         """
         _check_list(codes, "decode", "codes")
         checked = [self._checked(each, number) for number, each in enumerate(codes)]
+        for number, each in enumerate(checked):
+            if (error := too_long(len(each), self.engine.config)) is not None:
+                raise _numbered(error, number)
         return self._run(self.sounds, checked, list(map(len, checked)), 1, self.engine.config.stride)
 
     def close(self) -> None:
@@ -78,12 +97,17 @@ class Codec(Loaded[CodeEngine]):
         recording = audio if isinstance(audio, Recording) else Recording(audio, f"recording {number}")
         return np.concatenate(list(recording.blocks(self.sample_rate)))
 
+    def _coded(self, codes: np.ndarray) -> np.ndarray | SbkitError:
+        try:
+            return self.engine.checked(codes)
+        except InvalidCode as error:
+            return error
+
     def _checked(self, codes: ArrayLike, number: int) -> np.ndarray:
         try:
             found = self.books.check(codes, f"recording {number}")
         except InvalidCode as error:
-            raise InvalidCode(error.message, (number, *error.position), error.level, error.id,
-                              hint=error.hint) from None
+            raise _within(error, error.message, number) from None
         if found.ndim != 2:
             raise SbkitError(f"recording {number}: its codes are [frames, {found.shape[-1]}], not {list(found.shape)}")
         return found
@@ -120,6 +144,23 @@ def codec(bundle: str | Path, model: str = AUTO, device: str = AUTO, threads: in
     except BaseException:
         engine.close()
         raise
+
+
+def _or_raise(found: np.ndarray | SbkitError, number: int) -> np.ndarray:
+    if isinstance(found, SbkitError):
+        raise _numbered(found, number)
+    return found
+
+
+def _numbered(error: SbkitError, number: int) -> SbkitError:
+    """Make an error say which of the given recordings it is about."""
+    message = f"recording {number}: {error.message}"
+    return (_within(error, message, number) if isinstance(error, InvalidCode) else
+            SbkitError(message, hint=error.hint))
+
+
+def _within(error: InvalidCode, message: str, number: int) -> InvalidCode:
+    return InvalidCode(message, (number, *error.position), error.level, error.id, hint=error.hint)
 
 
 def _check_list(given: object, method: str, what: str) -> None:

@@ -71,7 +71,12 @@ class CodecEngine(BundleEngine):
 
 
 class CodeEngine(CodecEngine):
-    """Computes codes [T, Q] of samples [S] float32."""
+    """Computes codes [T, Q] of samples [S] float32, which nobody has checked: of samples that nothing was trained on
+    they may be in no codebook."""
+
+    def checked(self, codes: np.ndarray) -> np.ndarray:
+        """Return the codes [T, Q] of a recording as int64, or raise ``InvalidCode``."""
+        return self.books.check(codes, f"what {self.running.file} gave")
 
     def _files(self) -> Mapping[str, str]:
         return self.config.models
@@ -82,6 +87,10 @@ class CodeEngine(CodecEngine):
     def _part(self) -> np.ndarray:
         return np.zeros(_EXAMPLE * self.config.stride, np.float32)
 
+    def _warm_up(self, path: Path) -> None:
+        [codes] = self._run([self._part()])
+        self.books.check(codes, f"what {path.name} gave")
+
     def _padded(self, parts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         return padded(parts, self.config.min_samples)
 
@@ -90,7 +99,6 @@ class CodeEngine(CodecEngine):
         expected = [-(-len(part) // self.config.stride) for part in parts]
         if frames.tolist() != expected or codes.ndim != 3 or codes.shape[1] < max(expected):
             raise SbkitError(f"the codec gave {frames.tolist()} frames where there are {expected}", hint=_AGAIN)
-        codes = self.books.check(codes, f"what {self.running.file} gave")
         return [row[:count].copy() for row, count in zip(codes, expected, strict=True)]  # not a view of the batch
 
 

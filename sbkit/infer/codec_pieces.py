@@ -27,14 +27,20 @@ class Piece(NamedTuple):
     last: int
 
 
+def too_long(frames: int, config: layout.Codec) -> SbkitError | None:
+    """Say that a recording of so many frames can't be given to a codec that looks at all of it."""
+    seconds = frames * config.stride / config.sample_rate
+    if config.context is not None or seconds <= MOST_SECONDS:
+        return None
+    return SbkitError(f"it has {seconds:.0f} s, but this codec looks at a recording as a whole, up to "
+                      f"{MOST_SECONDS:g} s", hint="split it")
+
+
 def pieces(source: int, frames: int, config: layout.Codec) -> list[Piece]:
     """Cut a recording of so many frames into pieces."""
     at_once = max(1, round(PIECE_SECONDS * config.sample_rate / config.stride))
-    context, seconds = config.context, frames * config.stride / config.sample_rate
+    context = config.context
     if frames <= at_once or context is None:
-        if seconds > MOST_SECONDS:
-            raise SbkitError(f"recording {source} has {seconds:.0f} s, but this codec looks at a recording as a whole, "
-                             f"up to {MOST_SECONDS:g} s", hint="split it")
         return [Piece(source, 0, frames, 0, frames)] if frames else []
     return [Piece(source, max(0, first - context), min(frames, first + at_once + context), first,
                   min(frames, first + at_once)) for first in range(0, frames, at_once)]

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from sbkit.codes import check_place, writing
-from sbkit.codes.shards import Writer
+from sbkit.codes.shards import NotKept, Writer
 from sbkit.data import exclusions
 from sbkit.data.audio import AudioError, read_utterance
 from sbkit.data.corpus import Corpus
@@ -36,7 +36,10 @@ from sbkit.system.console import progress
 PREPARED = "manifests"
 #: Audio that is read while as much is coded.
 _AT_ONCE_SECONDS = 600.0
-_NAMED = 5  # recordings that can't be read, on the screen
+#: Why a recording is left out that can be read: what the codec makes of it are no codes, or no shard can hold it.
+UNCODABLE = "uncodable"
+_NAMED = 5  # recordings that were left out, on the screen
+_SHOWN = 100  # characters of their ids
 _ONE_FILE = (".csv", ".json", ".jsonl", ".ndjson", ".parquet")
 
 
@@ -127,8 +130,7 @@ def _tokenize(codec: Codec, name: str, folder: Path, request: TokenizeRequest) -
             for window in _read(manifest, codec.sample_rate, request.readers):
                 done.add(window)
                 bar.update(len(window))
-        if done.lost:
-            left_out = pa.concat_tables([left_out, exclusions.rows(name, UNDECODABLE, *done.unread(), seal=True)])
+        left_out = pa.concat_tables([left_out, *done.left_out(name)])
         exclusions.write(out.folder, [left_out])
         _tell_left_out(name, folder, left_out, done)
     took = time.perf_counter() - began
@@ -145,24 +147,35 @@ class _Done:
     def __init__(self, codec: Codec, manifest: Manifest, out: Writer):
         self._codec, self._manifest, self._out = codec, manifest, out
         self.utterances, self.seconds, self.frames = 0, 0.0, 0
-        self.lost: list[tuple[int, AudioError]] = []
+        self._lost: dict[str, list[tuple[int, str]]] = {UNDECODABLE: [], UNCODABLE: []}
 
     def add(self, window: Sequence[_Read]) -> None:
         """Code what was read, and write it."""
         found = [(row, future.result()) for row, future in window]
-        self.lost += [(row, error) for row, error in found if isinstance(error, AudioError)]
+        self._lost[UNDECODABLE] += [(row, error.cause) for row, error in found if isinstance(error, AudioError)]
         heard = [(row, signal) for row, signal in found if isinstance(signal, np.ndarray)]
-        manifest = self._manifest
-        for (row, signal), codes in zip(heard, self._codec.encode([signal for _, signal in heard]), strict=True):
-            self._out.add(manifest.ids[row], codes, manifest.texts[row] or None, manifest.speakers[row] or None)
+        coded = self._codec.encode_each([signal for _, signal in heard])
+        for (row, signal), codes in zip(heard, coded, strict=True):
+            if (why := codes.message if isinstance(codes, SbkitError) else self._write(row, codes)):
+                self._lost[UNCODABLE].append((row, why))
+                continue
             self.utterances, self.frames = self.utterances + 1, self.frames + len(codes)
             self.seconds += len(signal) / self._codec.sample_rate
 
-    def unread(self) -> tuple[list[str], list[str], list[str]]:
-        """The ids, the recordings and what is wrong with those that could not be read."""
-        rows = [row for row, _ in self.lost]
-        return ([self._manifest.ids[row] for row in rows], [self._manifest.wavs[row] for row in rows],
-                [error.cause for _, error in self.lost])
+    def _write(self, row: int, codes: np.ndarray) -> str | None:
+        """Write the codes of a row, or say why they can't be kept."""
+        given = self._manifest
+        try:
+            self._out.add(given.ids[row], codes, given.texts[row] or None, given.speakers[row] or None)
+        except NotKept as error:
+            return error.cause
+        return None
+
+    def left_out(self, split: str) -> list[pa.Table]:
+        """The rows that have no codes, by reason."""
+        return [exclusions.rows(split, reason, [self._manifest.ids[row] for row, _ in lost],
+                                [self._manifest.wavs[row] for row, _ in lost], [why for _, why in lost], seal=True)
+                for reason, lost in self._lost.items() if lost]
 
 
 def _tell_left_out(name: str, folder: Path, left_out: pa.Table, done: _Done) -> None:
@@ -170,7 +183,7 @@ def _tell_left_out(name: str, folder: Path, left_out: pa.Table, done: _Done) -> 
     rows = done.utterances + left_out.num_rows
     reasons = Counter(left_out["reason"].to_pylist())
     counted = ", ".join(f"{count:,} {reason}" for reason, count in reasons.most_common())
-    examples = [f"{id}: {detail or reason}" for id, detail, reason
+    examples = [f"{id[:_SHOWN]}: {detail or reason}" for id, detail, reason
                 in zip(*(left_out[column][:_NAMED].to_pylist() for column in ("ID", "detail", "reason")), strict=True)]
     if not done.utterances:
         raise SbkitError(f"all {rows:,} rows of {name} were left out: {counted}", hint=f"for example {examples[0]}")

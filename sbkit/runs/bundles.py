@@ -10,6 +10,7 @@ import numpy as np
 
 from sbkit.codes import Books
 from sbkit.decode.durations import Aligned
+from sbkit.errors import SbkitError
 
 
 class CodecBundle(Protocol):
@@ -20,8 +21,8 @@ class CodecBundle(Protocol):
     @property
     def sample_rate(self) -> int: ...
 
-    def encode(self, signals: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Return the codes [T, Q] of waveforms [S]."""
+    def encode_each(self, signals: Sequence[np.ndarray]) -> list[np.ndarray | SbkitError]:
+        """Return for each waveform [S] its codes [T, Q], or why it has none."""
         ...
 
     def close(self) -> None: ...

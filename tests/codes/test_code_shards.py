@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from sbkit.codes import Books, Codes, InvalidCode, Utterance, writing
 from sbkit.codes.reading import MANIFEST
+from sbkit.codes.shards import NotKept
 from sbkit.errors import SbkitError
 from sbkit.system import disk
 
@@ -104,7 +105,9 @@ def test_an_invalid_id_on_disk_is_refused_where_it_is_read_and_the_next_is_right
 
 
 @pytest.mark.parametrize("change, words", [
-    (lambda t: t.update(codes=t["codes"].astype(np.float32)), "codes are whole numbers, not float32"),
+    (lambda t: t.update(codes=t["codes"].astype(np.float32)), "codes are whole numbers, not F32"),
+    (lambda t: t.update(codes=t["codes"] > 0), "codes are whole numbers, not BOOL"),
+    (lambda t: t.update(rows=t["rows"].astype(np.int16)), "rows are bytes, not I16"),
     (lambda t: t.update(codes=t["codes"][:, :1].copy()), r"codes are \[frames, 2\]"),
     (lambda t: t.update(codes=t["codes"][:-1].copy()), "damaged: it holds"),
     (lambda t: t.pop("rows"), "damaged: it holds"), (lambda t: t.update(more=np.zeros(3)), "damaged: it holds"),
@@ -190,13 +193,50 @@ def test_what_is_no_folder_of_codes_is_told(tmp_path):
     ("", [[0, 0]], "no id"), ("u0", [[0, 0]], "two utterances have the id 'u0'"),
     ("v", np.zeros((0, 2), int), r"\[0, 2\]"),
     ("v", np.zeros((1, 3, 2), int), r"\[1, 3, 2\]"), ("v", np.zeros((2, 2)), "whole numbers"),
-    ("v", np.zeros(((1 << 20) + 1, 2), np.uint8), "1 to 1048576 frames"),
+    ("v", np.zeros(((1 << 20) + 1, 2), np.uint8), "v: it has 1,048,577 frames, but at most 1,048,576 are kept"),
+    ("\ud800", [[0, 0]], r"\\ud800: its id, text or speaker is no Unicode"),
 ])
 def test_what_cannot_be_an_utterance_is_refused(tmp_path, id, codes, words):
     with pytest.raises(SbkitError, match=words), writing(tmp_path / "t", BOOKS) as out:
         out.add("u0", [[1, 2]])
         out.add(id, codes)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_types_that_numpy_lacks_are_refused(tmp_path):
+    folder = write(tmp_path / "t", utterances(1))
+    path, manifest = folder / "codes-00000.safetensors", json.loads((folder / MANIFEST).read_text())
+    whole = path.read_bytes()
+    end = 8 + int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8:end])
+    header["codes"]["dtype"] = "BF16"
+    changed = json.dumps(header).encode()
+    path.write_bytes(len(changed).to_bytes(8, "little") + changed + whole[end:])
+    manifest["shards"][0] |= {"bytes": path.stat().st_size, "sha256": disk.sha256(path)}
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(SbkitError, match="damaged: codes are whole numbers, not BF16"):
+        Codes(folder)[0]
+
+
+@pytest.mark.parametrize("row", [b'{"id": "\\ud800"}', b'{"id": "a", "text": "\\udfff"}'])
+def test_half_a_character_is_refused_before_anything_is_made_of_it(tmp_path, row):
+    def change(tensors):
+        tensors.update(rows=np.frombuffer(row, np.uint8), row_ends=np.array([len(row)]))
+
+    codes = Codes(rewritten(write(tmp_path / "t", utterances(1)), change))
+    for use in (codes.check, lambda: codes.ids):
+        with pytest.raises(SbkitError, match="damaged: row 0 is no Unicode"):
+            use()
+
+
+def test_what_no_shard_can_hold_leaves_the_others_as_they_are(tmp_path):
+    with writing(tmp_path / "t", BOOKS) as out:
+        out.add("u0", [[1, 2]])
+        for wrong in ({"text": "a" * (1 << 20)}, {"speaker": "\udc00"}):
+            with pytest.raises(NotKept):
+                out.add("v", [[3, 4]], **wrong)
+        out.add("v", [[5, 6]])
+    assert [each.codes.tolist() for each in Codes(tmp_path / "t")] == [[[1, 2]], [[5, 6]]]
 
 
 def test_a_text_without_bounds_is_refused(tmp_path):

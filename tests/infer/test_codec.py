@@ -95,8 +95,10 @@ def test_a_codec_that_looks_at_everything_takes_no_more_than_it_can_hold(tmp_pat
     wanted = codecs.drawn(150)
     with sbkit.infer.load(codecs.make(tmp_path / "c", context=None), device="cpu") as whole:
         assert same(whole.encode([codecs.sound(wanted)]), [wanted])
-        with pytest.raises(SbkitError, match=r"recording 1 has 3 s, .* up to 3 s; split it"):
+        with pytest.raises(SbkitError, match=r"recording 1: it has 3 s, .* up to 3 s; split it"):
             whole.encode([codecs.sound(wanted), codecs.sound(codecs.drawn(151))])
+        with pytest.raises(SbkitError, match=r"recording 1: it has 3 s, .* up to 3 s; split it"):
+            whole.decode([wanted, codecs.drawn(151)])
 
 
 # ---------------------------------------------------------------- what is refused
@@ -156,8 +158,20 @@ def test_files_are_brought_to_its_rate(codec, tmp_path):
 
 def test_a_graph_whose_codes_are_in_no_codebook_is_told_by_its_file(tmp_path):
     with sbkit.infer.load(codecs.make(tmp_path / "c", graph_sizes=(60, 20)), device="cpu") as wrong:
-        with pytest.raises(InvalidCode, match=r"what model\.onnx gave: utterance 0, frame 0, level 0: id 59"):
-            wrong.encode([np.ones(400, np.float32)])
+        with pytest.raises(InvalidCode, match=r"recording 1: what model\.onnx gave: frame 0, level 0: id 59") as told:
+            wrong.encode([np.zeros(400, np.float32), np.ones(400, np.float32)])
+    assert (told.value.position, told.value.id) == ((1, 0), 59)
+
+
+def test_each_waveform_has_its_codes_or_its_own_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(codec_pieces, "MOST_SECONDS", 3.0)
+    wanted = codecs.drawn(40)
+    with sbkit.infer.load(codecs.make(tmp_path / "c", graph_sizes=(50, 30), context=None), device="cpu") as codec:
+        good, loud, long = codecs.sound(np.minimum(wanted, 9)), np.ones(900, np.float32), np.zeros(60_000, np.float32)
+        found = codec.encode_each([good, loud, long, good])
+        assert same([found[0]], codec.encode([good])) and same([found[0]], [found[3]])
+    assert isinstance(found[1], InvalidCode) and (found[1].position, found[1].id) == ((0,), 29)
+    assert found[2].message == "it has 4 s, but this codec looks at a recording as a whole, up to 3 s"
 
 
 def test_files_of_other_graphs_are_refused(tmp_path):

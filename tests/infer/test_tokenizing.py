@@ -10,7 +10,7 @@ import toy_codec
 import voices
 
 from sbkit.cli import main
-from sbkit.codes import Codes
+from sbkit.codes import Codes, shards
 from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.infer import tokenizing
@@ -129,6 +129,30 @@ def test_bad_recordings_are_left_out_by_name_and_rows_add_up(bundle, tmp_path, c
         assert {row["ID"]: row["split"] for row in csv.DictReader(file)}.keys() == {"nan", "noise", "cut", "missing"}
 
 
+def test_what_no_codebook_or_no_shard_can_hold_is_left_out_by_name(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(shards, "MOST_FRAMES", 60)
+    folder = tmp_path / "corpus"
+    wanted = [recording(folder / "first.wav", 50, 0), recording(folder / "last.wav", 9, 1)]
+    recording(folder / "long.wav", 61, 2)
+    recording(folder / "told.wav", 5, 3)
+    soundfile.write(folder / "loud.wav", np.full(16_000, 1e30, np.float32), 16_000, "FLOAT")
+    listed(folder / "test.csv", [("first", 1, "first.wav", "", ""), ("loud", 1, "loud.wav", "", ""),
+                                 ("long", 1.22, "long.wav", "", ""),
+                                 ("told", 0.1, "told.wav", "", "word " * (1 << 18)),
+                                 ("last", 0.18, "last.wav", "", "")])
+    tokenize(toy_codec.make(tmp_path / "c", highest=np.inf), folder, "--to", tmp_path / "out")
+    found = list(Codes(tmp_path / "out" / "test", toy_codec.BOOKS))
+    assert [each.id for each in found] == ["first", "last"]
+    assert all(map(np.array_equal, (each.codes for each in found), wanted))
+    said = capsys.readouterr().err
+    assert "test: 5 rows read, 2 kept, 3 left out: 3 uncodable" in said
+    assert "loud: what model.onnx gave: frame 0, level 0: id " in said, "too large for any integer"
+    with open(tmp_path / "out" / "test" / "left_out.csv", encoding="utf-8") as file:
+        why = {row["ID"]: row["detail"] for row in csv.DictReader(file)}
+    assert why["long"] == "it has 61 frames, but at most 60 are kept"
+    assert why["told"].startswith("its id, text and speaker have") and len(why) == 3
+
+
 def test_a_corpus_of_which_nothing_can_be_read_is_an_error_and_leaves_no_codes(bundle, tmp_path, capsys):
     folder = tmp_path / "corpus"
     folder.mkdir()
@@ -176,7 +200,7 @@ def test_what_is_there_is_replaced_only_if_asked_for(bundle, corpus, tmp_path, c
 def test_nothing_stays_of_a_split_that_was_not_finished(bundle, corpus, tmp_path, monkeypatch):
     folder, _ = corpus
     monkeypatch.setattr(tokenizing, "_AT_ONCE_SECONDS", 7.0)
-    encode, calls = Codec.encode, []
+    encode, calls = Codec.encode_each, []
 
     def stopped(codec, audio):
         calls.append(len(audio))
@@ -184,14 +208,15 @@ def test_nothing_stays_of_a_split_that_was_not_finished(bundle, corpus, tmp_path
             raise KeyboardInterrupt
         return encode(codec, audio)
 
-    monkeypatch.setattr(Codec, "encode", stopped)
+    monkeypatch.setattr(Codec, "encode_each", stopped)
     assert main(["tokenize", str(bundle), str(folder), "--to", str(tmp_path / "out"), "--split", "train"]) == 130
     assert [each.name for each in (tmp_path / "out").iterdir()] == ["manifests"]
 
 
 def test_a_codec_whose_codes_are_in_no_codebook_writes_none(tmp_path, corpus):
     wrong, (folder, _) = toy_codec.make(tmp_path / "c", graph_sizes=(90, 20)), corpus
-    with pytest.raises(SbkitError, match=r"what model\.onnx gave.* is not in a codebook of 50 entries"):
+    with pytest.raises(SbkitError, match=r"9 uncodable; for example train0: what model\.onnx gave: frame .* is not "
+                                         "in a codebook of 50 entries"):
         tokenizing.tokenize(tokenizing.TokenizeRequest(wrong, str(folder), tmp_path / "out", device="cpu"))
     assert not (tmp_path / "out" / "test").exists()
 

@@ -254,8 +254,11 @@ def _batch(rows: Sequence[Utterance], keys: TTSKeys, codec: CodecBundle, aligner
         return
     signals = [signal for _, signal in read]
     heard = aligner.align(signals, keys.sample_rate, [row.text for row, _ in read])
-    for (row, signal), codes, found in zip(read, codec.encode(signals), heard, strict=True):
-        yield row, found if isinstance(found, str) else _one(row, signal, codes, found, keys)
+    for (row, signal), codes, found in zip(read, codec.encode_each(signals), heard, strict=True):
+        if isinstance(codes, SbkitError):
+            yield row, codes.message
+        else:
+            yield row, found if isinstance(found, str) else _one(row, signal, codes, found, keys)
 
 
 def _one(row: Utterance, signal: np.ndarray, codes: np.ndarray, heard: Aligned, keys: TTSKeys) -> Label | str:

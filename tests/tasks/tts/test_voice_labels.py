@@ -90,7 +90,7 @@ def test_they_are_made_once(made):
 
 
 def test_labelling_that_was_interrupted_begins_again(made, monkeypatch):
-    monkeypatch.setattr(toy_voice.Codec, "encode", lambda self, signals: 1 / 0)
+    monkeypatch.setattr(toy_voice.Codec, "encode_each", lambda self, signals: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         made.label()
     assert labels.made(made.keys) is None and not TTS.is_prepared(made.keys) and made.bundles.made.closed == 1
@@ -145,6 +145,15 @@ def test_rows_without_labels_are_counted_and_named(tmp_path, caplog):
     assert "left out of dev: new: no training text has 'é'" in said
     found = labels.read(made.keys)
     assert len(found) == 36 and found.get("train", "bad", "a zz") is None and found.get("dev", "new", "aéc") is None
+
+
+def test_a_recording_whose_codes_are_in_no_book_is_left_out_alone(made, caplog):
+    wav = made.manifests["train"].row(5).wav
+    soundfile.write(wav, np.full(soundfile.info(wav).frames, 1e30, np.float32), toy_voice.RATE, subtype="FLOAT")
+    with caplog.at_level(logging.WARNING):
+        made.label()
+    assert made.facts["splits"]["train"] == {"rows": 12, "kept": 11, "left_out": 1}
+    assert "left out of train: t5: its codes are in no book" in caplog.text
 
 
 @pytest.mark.parametrize("bad", [3, 12])
