@@ -90,20 +90,25 @@ def _write(codec: Codec, codes: Codes, folder: Path, what: str, format: str) -> 
     """Write the sounds of a folder of codes and a manifest of them; returns their seconds."""
     folder.mkdir(exist_ok=True)
     names = iter(file_names(codes.ids))
-    rows: list[tuple[Utterance, str, float]] = []
+    ids: list[str] = []
+    wavs: list[str] = []
+    seconds: list[float] = []
+    texts: list[str] = []
+    speakers: list[str] = []
     with progress(what=what, total=len(codes), unit="clip") as bar:
         for window in _windows(codes, codec.books.frame_rate):
             for utterance, sound in zip(window, codec.decode([each.codes for each in window]), strict=True):
                 path = folder / f"{next(names)}.{format}"
                 _write_sound(path, sound, format, codec.sample_rate)
-                rows.append((utterance, str(path), len(sound) / codec.sample_rate))
+                ids.append(utterance.id)
+                wavs.append(str(path))
+                seconds.append(len(sound) / codec.sample_rate)
+                texts.append(utterance.text or "")
+                speakers.append(utterance.speaker or "")
             bar.update(len(window))
-    manifest = Manifest(
-        ids=[each.id for each, *_ in rows], durations=np.array([seconds for *_, seconds in rows]),
-        wavs=[path for _, path, _ in rows], texts=[each.text or "" for each, *_ in rows],
-        speakers=[each.speaker or "" for each, *_ in rows])
+    manifest = Manifest(ids=ids, durations=np.array(seconds), wavs=wavs, texts=texts, speakers=speakers)
     manifest.write(folder / SOUNDS, data_root=folder)
-    return sum(seconds for *_, seconds in rows)
+    return sum(seconds)
 
 
 def _windows(codes: Codes, frame_rate: float) -> Iterator[list[Utterance]]:

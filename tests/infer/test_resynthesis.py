@@ -2,6 +2,8 @@
 
 import json
 import re
+import time
+import weakref
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ import toy_codec
 from safetensors.numpy import load_file, save_file
 
 from sbkit.cli import main
-from sbkit.codes import Books, InvalidCode, writing
+from sbkit.codes import Books, Codes, InvalidCode, writing
 from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
 from sbkit.infer import resynthesis
@@ -98,6 +100,27 @@ def test_names_stay_apart_and_short_enough():
     assert len({each.casefold() for each in names}) == 6 and max(len(each.encode()) for each in names) < 200
 
 
+@pytest.mark.parametrize("ids", [["x" * 200 + str(i) for i in range(20_000)], ["x"] * 20_000, ["X", "x"] * 10_000],
+                         ids=["long", "same", "case"])
+def test_many_names_that_begin_alike_take_no_time(ids):
+    began = time.process_time()
+    names = file_names(ids)
+    assert time.process_time() - began < 5, "each name that is taken was tried again for each id"
+    assert len({each.casefold() for each in names}) == len(ids)
+
+
+@pytest.mark.parametrize("name", ["x" * 3_000_000, "語" * 1_000_000, "a" + "\u0301\u0316" * 1_000_000])
+def test_a_name_without_bounds_takes_no_time(name):
+    began = time.process_time()
+    assert 100 < len(file_name(name).encode()) <= 180
+    assert time.process_time() - began < 1
+
+
+def test_a_name_that_is_cut_ends_as_others_do():
+    assert file_name("a" * 179 + ".b") == "a" * 179
+    assert file_name("a" + "語" * 60) == "a" + "語" * 59
+
+
 # ---------------------------------------------------------------- what is refused
 
 
@@ -164,6 +187,23 @@ def test_what_is_there_is_replaced_only_if_asked_for_and_only_if_it_is_sound(bun
     assert "has something else than resynthesized sounds in it" in refused(capsys, *words, "--force")
     assert len(list(out.glob("*.flac"))) == 4
     assert "something else" in refused(capsys, bundle, folder, "--to", folder, "--force")
+
+
+def test_only_codes_that_are_being_decoded_are_held(bundle, tmp_path, monkeypatch):
+    monkeypatch.setattr(resynthesis, "_AT_ONCE_SECONDS", 1.0)
+    folder, made, held = codes(tmp_path / "codes", [f"u{i}" for i in range(40)]), [], []
+    read = Codes.__getitem__
+
+    def noted(self, index):
+        found = read(self, index)
+        made.append(weakref.ref(found))
+        held.append(sum(each() is not None for each in made))
+        return found
+
+    monkeypatch.setattr(Codes, "__getitem__", noted)
+    resynthesize(bundle, folder, "--to", tmp_path / "out")
+    assert len(held) == 80, "each is checked, then decoded"
+    assert max(held) <= 6
 
 
 def test_nothing_stays_of_what_was_not_finished(bundle, tmp_path, monkeypatch):
