@@ -12,7 +12,19 @@ from typing import Any, ClassVar, TypeVar
 
 from sbkit.data import publish
 from sbkit.data.pronunciation import NAME
+from sbkit.data.text import TextRules
 from sbkit.errors import SbkitError
+from sbkit.export.values import (
+    check_books,
+    check_files,
+    check_kinds,
+    check_names,
+    check_rules,
+    check_sizes,
+    is_name,
+    is_number,
+    is_whole,
+)
 from sbkit.system import disk
 
 CONFIG = "config.json"
@@ -48,6 +60,11 @@ FORMAT, VERSION = "sbkit bundle", 1
 CTC, GRAPH, VOICE, CODEC = "ctc", "graph", "voice", "codec"
 #: Types of the tensors of a stream's state.
 TYPES = ("float32", "int64")
+#: What is no bundle of a model that can be run: a configuration of so many bytes (10,000 symbols have 200 kB), sound of
+#: a higher rate than any converter gives, a rule that pads or looks further than one minute (Whisper's window, the
+#: longest known, has 30 s), a frame of more than a second, a voice that is given an hour's text at once, and ids in a
+#: table that no voice of a corpus has. Buffers are as large as these numbers say.
+MOST_BYTES, MOST_RATE, MOST_SECONDS, MOST_FRAME_SECONDS, MOST_TEXT = 1 << 24, 768_000, 60, 1, 50_000
 
 T = TypeVar("T", bound="Bundle | Streaming")
 B = TypeVar("B", bound="Bundle")
@@ -95,8 +112,17 @@ class Bundle:
 
     def check(self, path: Path) -> None:
         """Refuse values that no model can run with."""
-        _check_sizes(path, self, "sample_rate", "min_samples")
-        _check_names(path, *self.models.values(), *self.files)
+        check_kinds(path, self, str | None, "language")
+        check_kinds(path, self, bool, "batching")
+        check_kinds(path, self, dict, "models", "trained", "made_by")
+        check_files(path, self.files)
+        check_sizes(path, self, "sample_rate", most=MOST_RATE)
+        check_sizes(path, self, "min_samples", most=MOST_SECONDS * self.sample_rate)
+        check_names(path, *self.models.values(), *self.files)
+
+    def told(self) -> dict[str, str]:
+        """Return what an ONNX file of the bundle has to say of itself, where it says it."""
+        return {}
 
 
 @dataclass(kw_only=True)
@@ -114,8 +140,10 @@ class Graph(Bundle):
 
     def check(self, path: Path) -> None:
         super().check(path)
-        if not self.outputs or not all(isinstance(name, str) for name in self.outputs):
+        if not isinstance(self.outputs, list) or not self.outputs or not all(map(is_name, self.outputs)):
             raise SbkitError(f"{path}: outputs must be a list of names, not {self.outputs!r}")
+        check_kinds(path, self, dict, "lengths")
+        check_kinds(path, self, list, "labels")
 
 
 @dataclass(kw_only=True)
@@ -144,16 +172,16 @@ class Streaming:
     def check(self, path: Path) -> None:
         """Refuse values that no stream can run with."""
         told = f"{path}: streaming"
-        if not isinstance(self.chunks, list) or not self.chunks or not all(_whole(size, 1) for size in self.chunks):
+        if not isinstance(self.chunks, list) or not self.chunks or not all(is_whole(size, 1) for size in self.chunks):
             raise SbkitError(f"{told}: chunks is {self.chunks!r}, but must be a list of whole numbers above 0")
-        _check_sizes(told, self, "left")
-        _check_sizes(told, self, "overlap", "before", "after", least=0)
+        check_sizes(told, self, "left")
+        check_sizes(told, self, "overlap", "before", "after", least=0)
         if not isinstance(self.state, dict) or not self.state or not all(map(_is_tensor, self.state.values())):
             raise SbkitError(f"{told}: state must give each name a type, {' or '.join(TYPES)}, and a shape, not "
                              f"{self.state!r}")
         if not isinstance(self.models, dict):
             raise SbkitError(f"{told}: models is {self.models!r}, but must give each format its file")
-        _check_names(path, *self.models.values())
+        check_names(path, *self.models.values())
 
 
 @dataclass(kw_only=True)
@@ -194,9 +222,11 @@ class Config(Bundle):
 
     def check(self, path: Path) -> None:
         super().check(path)
-        _check_sizes(path, self, "hop_samples", "subsampling", "vocabulary")
-        if not isinstance(self.chunk_seconds, (int, float)) or self.chunk_seconds <= 0:
+        check_sizes(path, self, "hop_samples", "subsampling", "vocabulary")
+        if not is_number(self.chunk_seconds) or not 0 < self.chunk_seconds < math.inf:
             raise SbkitError(f"{path}: chunk_seconds is {self.chunk_seconds!r}, but must be above 0")
+        check_kinds(path, self, list, "silent_ids")
+        check_kinds(path, self, str | None, "word_separator")
         if self.blank_id not in range(self.vocabulary):
             raise SbkitError(f"{path}: blank_id is {self.blank_id!r}, but the vocabulary has {self.vocabulary} entries")
         if self.streaming is not None:
@@ -225,28 +255,41 @@ class Voice(Bundle):
     """The voice of espeak-ng by whose pronunciation words become symbols; null: their characters are the symbols."""
     characters: list[str] = field(default_factory=list)
     """With a spelling: the characters that words may have."""
+    text: dict[str, Any] | None = None
+    """The options of the ``TextRules`` that its texts were written by; null: as they are, but for the case."""
+
+    def told(self) -> dict[str, str]:
+        return {"sample_rate": str(self.sample_rate), "symbols": json.dumps(self.symbols, ensure_ascii=False),
+                "speakers": json.dumps(self.speakers, ensure_ascii=False)}
+
+    @property
+    def rules(self) -> TextRules | None:
+        """The rules that its texts were written by, if it knows them."""
+        return None if self.text is None else TextRules(**self.text)
 
     def check(self, path: Path) -> None:
         super().check(path)
-        _check_sizes(path, self, "max_symbols")
-        if not _is_number(self.frame_seconds) or not 0 < self.frame_seconds < math.inf:
+        check_sizes(path, self, "max_symbols", most=MOST_TEXT)
+        if not is_number(self.frame_seconds) or not 0 < self.frame_seconds < math.inf:
             raise SbkitError(f"{path}: frame_seconds is {self.frame_seconds!r}, but must be above 0")
         for name, least in (("symbols", 2), ("speakers", 1)):
             values = getattr(self, name)
-            if not isinstance(values, list) or len(values) < least or not all(map(_is_name, values)):
+            if not isinstance(values, list) or len(values) < least or not all(map(is_name, values)):
                 raise SbkitError(f"{path}: {name} must be a list of {least} or more texts, not {values!r}")
             if twice := sorted({each for each in values if values.count(each) > 1}):
                 raise SbkitError(f"{path}: {name} has {', '.join(map(repr, twice))} twice")
         if self.spelling is not None and (not isinstance(self.spelling, str) or not NAME.fullmatch(self.spelling)):
             raise SbkitError(f"{path}: spelling is {self.spelling!r}, which is no voice of espeak-ng")
-        if not isinstance(self.characters, list) or not all(map(_is_name, self.characters)) \
+        if not isinstance(self.characters, list) or not all(map(is_name, self.characters)) \
                 or bool(self.characters) != (self.spelling is not None):
             raise SbkitError(f"{path}: characters must be a list of texts, with a spelling alone")
         for symbol in [*self.symbols[1:], *self.characters]:
             if len(symbol) != 1 or unicodedata.normalize("NFC", symbol) != symbol:
                 raise SbkitError(f"{path}: the symbol {symbol!a} is not one character in Unicode's form NFC",
                                  hint="export the model again")
-        _check_books(path, self.books)
+        check_books(path, self.books)
+        check_kinds(path, self, str | None, "codec")
+        check_rules(path, self.text)
 
 
 @dataclass(kw_only=True)
@@ -268,20 +311,26 @@ class Codec(Bundle):
     decoders: dict[str, str] = field(default_factory=dict)
     """The decoder's file of each format."""
 
+    def told(self) -> dict[str, str]:
+        return {"sample_rate": str(self.sample_rate), "codec": self.codec, "books": ",".join(map(str, self.books)),
+                "stride": str(self.stride)}
+
     def check(self, path: Path) -> None:
         super().check(path)
-        _check_sizes(path, self, "stride", "min_frames")
+        check_sizes(path, self, "stride", most=MOST_FRAME_SECONDS * self.sample_rate)
+        most = MOST_SECONDS * self.sample_rate // self.stride
+        check_sizes(path, self, "min_frames", most=most)
         if self.context is not None:
-            _check_sizes(path, self, "context", least=0)
+            check_sizes(path, self, "context", least=0, most=most)
         if not isinstance(self.codec, str) or not re.fullmatch("[0-9a-f]{64}", self.codec):
             raise SbkitError(f"{path}: codec must be a sha256 in hexadecimal, not {self.codec!r}")
         if not self.books:
             raise SbkitError(f"{path}: books is empty, but a codec has one or more")
-        _check_books(path, self.books)
+        check_books(path, self.books)
         if not isinstance(self.decoders, dict) or self.decoders.keys() != self.models.keys():
             raise SbkitError(f"{path}: decoders must give a file for each of {', '.join(self.models)}, not "
                              f"{self.decoders!r}")
-        _check_names(path, *self.decoders.values())
+        check_names(path, *self.decoders.values())
 
 
 KINDS: dict[str, type[Bundle]] = {kind.kind: kind for kind in (Config, Graph, Voice, Codec)}
@@ -291,15 +340,16 @@ def read(folder: str | Path) -> Bundle:
     """Read the configuration of the bundle in ``folder``, of any kind."""
     path = Path(folder) / CONFIG
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            values = json.loads(file.read(MOST_BYTES).decode())  # one that was cut is no JSON
     except FileNotFoundError:
         problem = f"is not a bundle: it has no {CONFIG}" if path.parent.is_dir() else "does not exist"
         hint = "sbkit export RUN --to BUNDLE makes one"
         if (before := publish.replaced(folder)).is_dir() and not path.parent.exists():
             hint = f"an export that was killed left the previous bundle at {before}: rename it back"
         raise SbkitError(f"{folder} {problem}", hint=hint) from None
-    except (OSError, ValueError) as error:
-        raise SbkitError(f"{path} cannot be read: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise SbkitError(f"{path} cannot be read: {error}") from None
     if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
         raise SbkitError(f"{path} does not describe a bundle of sbkit")
     version = values.pop("version", None)
@@ -331,39 +381,9 @@ def _made(kind: type[T], values: object, told: str) -> T:
         raise SbkitError(f"{told} lacks keys: {error}") from None
 
 
-def _check_sizes(told: object, values: object, *names: str, least: int = 1) -> None:
-    for name in names:
-        if not _whole(value := getattr(values, name), least):
-            raise SbkitError(f"{told}: {name} is {value!r}, but must be a whole number of {least} or more"
-                             if least != 1 else f"{told}: {name} is {value!r}, but must be a whole number above 0")
-
-
-def _check_books(path: Path, books: object) -> None:
-    if not isinstance(books, list) or not all(_whole(size, 1) for size in books):
-        raise SbkitError(f"{path}: books must be a list of whole numbers above 0, not {books!r}")
-
-
-def _check_names(path: Path, *names: object) -> None:
-    for name in names:
-        if not isinstance(name, str) or Path(name).name != name:
-            raise SbkitError(f"{path} names a file outside of the bundle: {name!r}", hint="export the model again")
-
-
-def _whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _is_name(value: object) -> bool:
-    return isinstance(value, str) and bool(value)
-
-
 def _is_tensor(value: object) -> bool:
     return isinstance(value, dict) and value.keys() == {"type", "shape"} and value["type"] in TYPES \
-        and isinstance(value["shape"], list) and all(_whole(size, 1) for size in value["shape"])
+        and isinstance(value["shape"], list) and all(is_whole(size, 1) for size in value["shape"])
 
 
 def fingerprint(path: Path) -> dict[str, Any]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import warnings
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -36,6 +37,8 @@ class Backend(Protocol):
     running: Placement
     width: int | None
     """Size of the first output's last dimension, if the file gives it."""
+    metadata: Mapping[str, str]
+    """What the file says of itself."""
 
     def __call__(self, *inputs: np.ndarray) -> Sequence[np.ndarray]:
         """Map a graph's inputs, in their order, to its outputs."""
@@ -64,6 +67,7 @@ class Onnx:
         where, eight_bits = for_eight_bits(wanted) if model == layout.INT8 else (wanted, "")
         proven, why = settle(where, lambda device: open_session(path, device, threads, interface, spin))
         self._session, self._names = proven.session, list(interface.inputs)
+        self.metadata: Mapping[str, str] = self._session.get_modelmeta().custom_metadata_map
         width = self._session.get_outputs()[0].shape[-1]
         self.width = width if isinstance(width, int) else None
         self.running = Placement(
@@ -82,6 +86,7 @@ class Torch:
     """
 
     width: int | None = None
+    metadata: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, path: Path, model: str, wanted: DeviceChoice, threads: int | None, interface: Interface,
                  worker: Worker, compile_mode: str | None):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from sbkit.errors import SbkitError
+from sbkit.export import layout
 from sbkit.export.layout import Bundle
 from sbkit.infer import device as devices
 from sbkit.infer import formats
@@ -20,6 +21,9 @@ from sbkit.infer.worker import Worker
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+_SHOWN = 160  # characters of a difference, of which the beginning and the end are told
 
 
 class BundleEngine(ABC):
@@ -86,7 +90,15 @@ class BundleEngine(ABC):
               spin: bool) -> None:
         formats.check_file(path, self.config)
         self._backend = open_graph(path, model, device, threads, self._interface(), self._worker, compile, spin)
+        self._compare(path, self._backend.metadata)
         self._warm_up(path)
+
+    def _compare(self, path: Path, metadata: Mapping[str, str]) -> None:
+        """Refuse a file that says of itself something else than config.json says."""
+        for name, mine in self.config.told().items():
+            if (theirs := metadata.get(name, mine)) != mine:
+                raise SbkitError(f"{path} was made with {name} {_short(theirs)}, but {layout.CONFIG} says "
+                                 f"{_short(mine)}", hint="do both come from the same export? export it again")
 
     @abstractmethod
     def _interface(self) -> Interface:
@@ -109,3 +121,7 @@ class BundleEngine(ABC):
 def closed() -> SbkitError:
     """The error for whoever asks a model that was closed."""
     return SbkitError("the model was closed", hint="load it again")
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN // 2]} ... {text[-_SHOWN // 2:]}"

@@ -112,7 +112,7 @@ class SoundEngine(CodecEngine):
         return Interface(dict(zip(layout.CODES, self._padded([self._part()]), strict=True)), layout.INPUTS)
 
     def _part(self) -> np.ndarray:
-        return np.zeros((_EXAMPLE, len(self.config.books)), np.int64)
+        return np.tile(np.array(self.config.books, np.int64) - 1, (_EXAMPLE, 1))  # the last entry of each book
 
     def _padded(self, parts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         return padded(parts, self.config.min_frames)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from sbkit.data.pronunciation import pronunciation
-from sbkit.errors import SbkitError
+from sbkit.errors import SbkitError, first_line
 from sbkit.export import layout
 from sbkit.infer import formats
 from sbkit.infer.bundle_engine import BundleEngine
@@ -70,7 +70,18 @@ class VoiceEngine(BundleEngine):
         for line in lines:
             if not 0 < len(line) <= self.config.max_symbols:
                 raise ValueError(f"a line must have 1 to {self.config.max_symbols} symbols, not {len(line)}")
+            self._check(line)
         return self._worker.submit(self._run, list(lines))
+
+    def _check(self, line: Line) -> None:
+        """Refuse ids that would be looked up in other rows, or in none."""
+        symbols, speakers = len(self.config.symbols), len(self.config.speakers)
+        if not all(isinstance(each, (int, np.integer)) and 1 <= each < symbols for each in line.ids):
+            raise ValueError(f"ids of symbols must be whole numbers from 1 to {symbols - 1}")
+        if not isinstance(line.speaker, (int, np.integer)) or not 0 <= line.speaker < speakers:
+            raise ValueError(f"a speaker must be a whole number from 0 to {speakers - 1}, not {line.speaker!r}")
+        if not 0 < line.speed < np.inf:
+            raise ValueError(f"a speed must be a number above 0, not {line.speed!r}")
 
     # ------------------------------------------------------------------ within the worker
 
@@ -79,6 +90,15 @@ class VoiceEngine(BundleEngine):
 
     def _warm_up(self, path: Path) -> None:
         self._run([Line([1])])  # what it gives is looked at
+        symbols, speakers = len(self.config.symbols), len(self.config.speakers)
+        try:
+            self._run([Line([symbols - 1], speakers - 1)])
+        except SbkitError:
+            raise
+        except Exception as error:  # a runtime's own, of an index
+            raise SbkitError(f"{path} can't speak the last of {symbols} symbols with the last of {speakers} voices: "
+                             f"{first_line(error)}",
+                             hint=f"do it and {layout.CONFIG} come from the same export? export it again") from error
 
     def _run(self, lines: list[Line]) -> list[Sound]:
         if not self.config.batching:

@@ -31,6 +31,11 @@ def test_a_configuration_is_read_as_it_was_written(tmp_path):
     ({"context": ...}, "lacks keys"), ({"decoders": {}}, "decoders must give a file for each of onnx"),
     ({"decoders": ["decoder.onnx"]}, "decoders must give"),
     ({"decoders": {"onnx": "../decoder.onnx"}}, "outside of the bundle"),
+    ({"models": ["model.onnx"]}, "models must be an object"),
+    ({"min_frames": 10**9}, "min_frames is 1000000000, but must be 3,000 at most"),
+    ({"min_samples": 10**11}, "min_samples is 100000000000, but must be 960,000 at most"),
+    ({"stride": 10**11}, "stride is 100000000000, but must be 16,000 at most"),
+    ({"context": 10**9}, "context is 1000000000, but must be 3,000 at most"),
 ])
 def test_what_nothing_can_be_coded_with_is_refused(tmp_path, changes, expected):
     values = {name: value for name, value in (json.loads(codec().to_json()) | changes).items() if value is not ...}

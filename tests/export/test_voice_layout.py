@@ -41,6 +41,14 @@ def test_a_configuration_is_read_as_it_was_written(tmp_path):
     ({"frame_seconds": float("inf")}, "frame_seconds is inf"), ({"books": [1000, 0]}, "books must be"),
     ({"books": 1000}, "books must be"), ({"sample_rate": -1}, "sample_rate is -1"),
     ({"models": {"onnx": "../model.onnx"}}, "outside of the bundle"),
+    ({"models": ["model.onnx"]}, "models must be an object"), ({"models": None}, "models must be an object"),
+    ({"files": ["model.onnx"]}, "files must give each file"), ({"files": {"model.onnx": 3}}, "files must give each"),
+    ({"files": {"model.onnx": {"bytes": "3"}}}, "files must give"), ({"trained": []}, "trained must be an object"),
+    ({"made_by": "me"}, "made_by must be an object"), ({"language": 3}, "language must be a text or null"),
+    ({"batching": 1}, "batching must be true or false"), ({"codec": 1}, "codec must be a text or null"),
+    ({"max_symbols": 10**9}, "max_symbols is 1000000000, but must be 50,000 at most"),
+    ({"sample_rate": 10**400}, "sample_rate is 1000.*, but must be 768,000 at most"),
+    ({"min_samples": 10**11}, "min_samples is 100000000000, but must be 1,440,000 at most"),
 ])
 def test_what_no_text_can_be_spoken_with_is_refused(tmp_path, changes, expected):
     with pytest.raises(SbkitError, match=expected):
@@ -52,3 +60,10 @@ def test_a_bundle_of_another_kind_is_told_from_it(tmp_path):
         layout.Config.read(voices.make(tmp_path / "voice"))
     with pytest.raises(SbkitError, match="has a speech recogniser, and a voice is needed here"):
         Voice.read(bundles.make(tmp_path / "level"))
+
+
+@pytest.mark.parametrize("text", ['{"format":' + "[" * 100_000, "{" + " " * layout.MOST_BYTES + "}"])
+def test_a_configuration_without_end_is_refused(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(SbkitError, match=r"config\.json cannot be read"):
+        layout.read(tmp_path)

@@ -105,7 +105,7 @@ class Decoder(Companion):
         config.decoders, config.min_frames = dict(files), self.min_frames
 
     def metadata(self, config: layout.Codec) -> dict[str, str]:
-        return super().metadata(config) | metadata(config)
+        return super().metadata(config) | config.told()
 
     def comparisons(self, clips: Clips, config: layout.Codec, folder: Path) -> Mapping[str, Samples]:
         coded = [Clip(self._encoded(clip.signal), None, clip.name) for clip in clips.alone]
@@ -165,7 +165,7 @@ class CodecModel(Exported):
                   {"codec": config.codec, "definition": json.dumps(self.coder.definition())})
 
     def metadata(self, config: layout.Codec) -> dict[str, str]:
-        return super().metadata(config) | metadata(config)
+        return super().metadata(config) | config.told()
 
     def comparison(self, clips: Clips, config: layout.Codec, folder: Path) -> Codes:
         del folder
@@ -173,11 +173,6 @@ class CodecModel(Exported):
 
     def readme(self, name: str, config: layout.Codec, comparison: Comparison, of_targets: Sequence[str] = ()) -> str:
         return readme.text(name, config, comparison)
-
-
-def metadata(config: layout.Codec) -> dict[str, str]:
-    """Return what the ONNX files of both graphs say of the codec."""
-    return {"codec": config.codec, "books": ",".join(map(str, config.books)), "stride": str(config.stride)}
 
 
 def weights(coder: Coder) -> dict[str, Tensor]:

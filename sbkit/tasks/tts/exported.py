@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -138,10 +137,8 @@ class VoiceModel(Exported):
             spelling=keys.symbols.spelling, characters=keys.symbols.characters)
 
     def metadata(self, config: layout.Voice) -> dict[str, str]:
-        return super().metadata(config) | {
-            "language": config.language or "", "symbols": json.dumps(config.symbols, ensure_ascii=False),
-            **({} if config.spelling is None else {"spelling": config.spelling}),
-            "speakers": json.dumps(config.speakers, ensure_ascii=False)}
+        return super().metadata(config) | config.told() | {
+            "language": config.language or "", **({} if config.spelling is None else {"spelling": config.spelling})}
 
     def runner(self, name: str, folder: Path, config: layout.Voice) -> Runner:
         call = opened(name, folder / layout.MODELS[name])

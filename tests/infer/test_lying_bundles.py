@@ -1,0 +1,88 @@
+"""Bundles whose config.json and graph don't belong together: refused when they are opened, not in mid-request."""
+
+import json
+
+import numpy as np
+import onnx
+import pytest
+import toy_codec
+import voices
+
+import sbkit.infer
+from sbkit.errors import SbkitError
+from sbkit.export import layout
+from sbkit.infer.voice_engine import Line
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A voice and a codec whose graphs say what they are."""
+    folder = tmp_path_factory.mktemp("bundles")
+    for bundle in (voices.make(folder / "voice", torch_too=True), toy_codec.make(folder / "codec")):
+        config = layout.read(bundle)
+        for file in bundle.glob("*.onnx"):
+            model = onnx.load(file)
+            onnx.helper.set_model_props(model, config.told() | {"comment": "made by sbkit"})
+            onnx.save(model, file)
+    return folder
+
+
+def lying(folder, to, **changes):
+    to.mkdir()
+    for file in folder.iterdir():
+        if file.name != layout.CONFIG:
+            (to / file.name).symlink_to(file)
+    values = json.loads((folder / layout.CONFIG).read_text()) | {"files": {}} | changes
+    (to / layout.CONFIG).write_text(json.dumps(values))
+    return to
+
+
+@pytest.fixture(scope="module")
+def voice(made):
+    with sbkit.infer.load(lying(made / "voice", made / "true"), model="onnx", device="cpu") as loaded:
+        yield loaded
+
+
+def opened(bundle, **options):
+    sbkit.infer.load(bundle, device="cpu", **options).close()
+
+
+@pytest.mark.parametrize("kind", ["voice", "codec"])
+def test_what_belongs_together_is_opened(made, tmp_path, kind):
+    opened(lying(made / kind, tmp_path / "b"))
+
+
+@pytest.mark.parametrize("kind, changes, told", [
+    ("voice", {"symbols": [*voices.SYMBOLS, "é"]}, "made with symbols .* says .*é"),
+    ("voice", {"symbols": [voices.SYMBOLS[0], *voices.SYMBOLS[:0:-1]]}, "made with symbols"),
+    ("voice", {"symbols": voices.SYMBOLS[:5]}, "made with symbols"),
+    ("voice", {"speakers": ["ben", "anna"]}, "made with speakers"),
+    ("voice", {"sample_rate": 48_000}, "made with sample_rate 16000, but config.json says 48000"),
+    ("codec", {"books": [4000, 4000]}, "made with books 50,20, but config.json says 4000,4000"),
+    ("codec", {"codec": "0" * 64}, "made with codec c0dec0+, but config.json says 0+"),
+    ("codec", {"stride": 160}, "made with stride 320, but config.json says 160"),
+])
+def test_a_graph_that_says_something_else_is_refused(made, tmp_path, kind, changes, told):
+    with pytest.raises(SbkitError, match=told):
+        opened(lying(made / kind, tmp_path / "b", **changes))
+
+
+@pytest.mark.parametrize("model, changes", [
+    ("onnx", {"speakers": ["anna", "ben", "eve"]}), ("onnx", {"symbols": [*voices.SYMBOLS, "é"]}),
+    ("torch", {"speakers": ["anna", "ben", "eve"]}),
+])
+def test_a_graph_that_says_nothing_has_to_speak_the_last_symbol_and_voice(tmp_path, model, changes):
+    bundle = voices.make(tmp_path / "v", torch_too=model == "torch", **changes)
+    with pytest.raises(SbkitError, match=r"can't speak the last of .* do it and config\.json come from the same"):
+        opened(bundle, model=model)
+
+
+@pytest.mark.parametrize("line, told", [
+    (Line([9999]), "ids of symbols must be whole numbers from 1 to 32"), (Line([-1]), "ids of symbols"),
+    (Line([2, 0, 2]), "ids of symbols"), (Line([1.5]), "ids of symbols"), (Line([33]), "ids of symbols"),
+    (Line([2], speaker=2), "speaker must be a whole number from 0 to 1, not 2"), (Line([2], speaker=-1), "speaker"),
+    (Line([2], speed=0.0), "speed must be"), (Line([2], speed=float("nan")), "speed must be"),
+])
+def test_a_line_that_no_voice_can_speak_is_refused_before_anything_runs(voice, line, told):
+    with pytest.raises(ValueError, match=told):
+        voice.engine.submit([Line(np.array([2, 3])), line])
