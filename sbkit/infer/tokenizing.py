@@ -76,7 +76,7 @@ class _Read(NamedTuple):
 def tokenize(request: TokenizeRequest) -> int:
     """Code a corpus and return the exit code. Each split is there as a whole, or not at all."""
     layout.Codec.read(request.bundle)
-    folders = {name: request.to / file_name(name) for name in _splits(request)}
+    folders = _folders(request)
     for folder in folders.values():
         check_place(folder, request.force)
     with codec(request.bundle, request.model, request.device, request.threads) as loaded:
@@ -99,6 +99,22 @@ def _splits(request: TokenizeRequest) -> list[str]:
         raise SbkitError(f"{request.corpus} has no split", hint="docs/data.md says what a corpus may be")
     usual = sorted((name for name in names if _kind(name)), key=lambda name: SPLITS.index(_kind(name) or ""))
     return list(dict.fromkeys(request.splits)) or usual or names
+
+
+def _folders(request: TokenizeRequest) -> dict[str, Path]:
+    """The folder of each split; raises if two have the same, also where case doesn't count, or one the lists' own."""
+    taken: dict[str, str] = {}
+    folders: dict[str, Path] = {}
+    for name in _splits(request):
+        folder = file_name(name)
+        if folder.casefold() == PREPARED:
+            raise SbkitError(f"the split {name!r} can't be coded: {request.to / PREPARED} is where lists of the corpus "
+                             "are kept", hint="rename its list or folder")
+        if (other := taken.setdefault(folder.casefold(), name)) != name:
+            raise SbkitError(f"the splits {other!r} and {name!r} would both be {request.to / folder}",
+                             hint="choose one with --split, and another folder for the other")
+        folders[name] = request.to / folder
+    return folders
 
 
 def _kind(name: str) -> str | None:
@@ -154,22 +170,18 @@ class _Done:
         found = [(row, future.result()) for row, future in window]
         self._lost[UNDECODABLE] += [(row, error.cause) for row, error in found if isinstance(error, AudioError)]
         heard = [(row, signal) for row, signal in found if isinstance(signal, np.ndarray)]
-        coded = self._codec.encode_each([signal for _, signal in heard])
+        manifest, coded = self._manifest, self._codec.encode_each([signal for _, signal in heard])
         for (row, signal), codes in zip(heard, coded, strict=True):
-            if (why := codes.message if isinstance(codes, SbkitError) else self._write(row, codes)):
-                self._lost[UNCODABLE].append((row, why))
+            if isinstance(codes, SbkitError):
+                self._lost[UNCODABLE].append((row, codes.message))
+                continue
+            try:
+                self._out.add(manifest.ids[row], codes, manifest.texts[row] or None, manifest.speakers[row] or None)
+            except NotKept as error:
+                self._lost[UNCODABLE].append((row, error.cause))
                 continue
             self.utterances, self.frames = self.utterances + 1, self.frames + len(codes)
             self.seconds += len(signal) / self._codec.sample_rate
-
-    def _write(self, row: int, codes: np.ndarray) -> str | None:
-        """Write the codes of a row, or say why they can't be kept."""
-        given = self._manifest
-        try:
-            self._out.add(given.ids[row], codes, given.texts[row] or None, given.speakers[row] or None)
-        except NotKept as error:
-            return error.cause
-        return None
 
     def left_out(self, split: str) -> list[pa.Table]:
         """The rows that have no codes, by reason."""

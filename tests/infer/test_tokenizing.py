@@ -105,6 +105,34 @@ def test_recordings_without_any_list_are_a_corpus(bundle, tmp_path):
         np.testing.assert_array_equal(found[name], codes)
 
 
+@pytest.mark.parametrize("name", ["manifests", "Manifests"])
+def test_a_split_whose_folder_would_be_that_of_the_lists_is_refused_before_anything_is_coded(
+        bundle, corpus, tmp_path, monkeypatch, capsys, name):
+    folder, _ = corpus
+    (folder / "other.csv").rename(folder / f"{name}.csv")
+    monkeypatch.setattr(tokenizing, "codec", lambda *_: pytest.fail("nothing must be loaded"))
+    told = f"the split '{name}' can't be coded: {tmp_path / 'out' / 'manifests'} is where lists of the corpus are kept"
+    for words in ((folder / f"{name}.csv",), (folder, "--split", name)):
+        assert told in refused(capsys, bundle, *words, "--to", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("names", [("my dev", "my_dev"), ("my dev", "My_dev")])
+def test_splits_that_would_share_a_folder_are_refused_before_anything_is_coded(
+        bundle, corpus, tmp_path, monkeypatch, capsys, names):
+    folder, _ = corpus
+    (folder / "test.csv").rename(folder / f"{names[0]}.csv")
+    (folder / "other.csv").rename(folder / f"{names[1]}.csv")
+    words = bundle, folder, "--split", names[1], "--to", tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenizing, "codec", lambda *_: pytest.fail("nothing must be loaded"))
+        assert f"the splits {names[1]!r} and {names[0]!r} would both be {tmp_path / 'out'}" in refused(
+            capsys, *words, "--split", names[0])
+    assert not (tmp_path / "out").exists()
+    tokenize(*words)
+    assert {each.id for each in Codes(tmp_path / "out" / names[1], toy_codec.BOOKS)} == {"other0", "other1"}
+
+
 # ---------------------------------------------------------------- what is bad
 
 
