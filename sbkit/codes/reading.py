@@ -81,8 +81,8 @@ class Shard:
     def _ends(self) -> dict[str, np.ndarray]:
         """Where each utterance's codes and row end."""
         shapes = {name: self._file.get_slice(name).get_shape() for name in sorted(self._file.keys())}
-        bytes = shapes.get("rows", [])
-        if len(shapes) != 4 or shapes.get("codes", [])[:1] != [self.frames] or len(bytes) != 1 or any(
+        codes, bytes = shapes.get("codes", []), shapes.get("rows", [])
+        if len(shapes) != 4 or len(codes) != 2 or codes[0] != self.frames or len(bytes) != 1 or any(
                 shapes.get(name) != [self.utterances] for name in ("ends", "row_ends")):
             raise self._damaged(f"it holds {shapes}")
         if (kind := self._file.get_slice("codes").get_dtype()) not in _WHOLE:

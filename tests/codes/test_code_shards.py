@@ -106,6 +106,7 @@ def test_an_invalid_id_on_disk_is_refused_where_it_is_read_and_the_next_is_right
 
 @pytest.mark.parametrize("change, words", [
     (lambda t: t.update(codes=t["codes"].astype(np.float32)), "codes are whole numbers, not F32"),
+    (lambda t: t.update(codes=t["codes"][:, None].copy()), "damaged: it holds"),
     (lambda t: t.update(codes=t["codes"] > 0), "codes are whole numbers, not BOOL"),
     (lambda t: t.update(rows=t["rows"].astype(np.int16)), "rows are bytes, not I16"),
     (lambda t: t.update(codes=t["codes"][:, :1].copy()), r"codes are \[frames, 2\]"),
