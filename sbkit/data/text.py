@@ -14,6 +14,8 @@ from sbkit.errors import SbkitError
 _APOSTROPHE = re.compile("[’‘‛＇′`´]")
 # Joiners decide how letters of Persian and Indic scripts connect; inside a word they are part of the spelling.
 _JOINERS = "\u200c\u200d"
+# No rules make a text so many times as long: what comes with a bundle must not fill the memory.
+_GROWN = 100
 # Scripts written without spaces: each character counts as a word.
 _UNSPACED = (
     "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff"  # Thai, Lao, Burmese, Khmer
@@ -120,17 +122,23 @@ class TextRules:
         self._prepare()
 
     def __call__(self, text: str) -> str:
-        for old, new in self.replace.items():
-            text = text.replace(old, new)
-        text = _APOSTROPHE.sub("'", text)
+        return self.words(self.fold(text))
+
+    def fold(self, text: str) -> str:
+        """Apply the rules up to the case: punctuation is still there."""
+        most = _GROWN * (len(text) + 1)
+        text = _APOSTROPHE.sub("'", _replaced(text, self.replace, most))
         if not text.isascii():
             text = unicodedata.normalize(self.unicode, text)
-        for old, new in self._cased.items():
-            text = text.replace(old, new)
+        text = _replaced(text, self._cased, most)
         if self.case == "lower":
             text = text.lower()
         elif self.case == "upper":
             text = text.upper()
+        return text
+
+    def words(self, text: str) -> str:
+        """Keep what the rules keep of a folded text, with single blanks for all else."""
         text = text.translate(self._table)
         text = self._inner.sub(_keep_inside_words, text)
         text = " ".join(text.split())
@@ -141,6 +149,15 @@ class TextRules:
         if self._allowed is None or self._allowed.issuperset(text):
             return Counter()
         return Counter(char for char in text if char not in self._allowed)
+
+
+def _replaced(text: str, pairs: Mapping[str, str], most: int) -> str:
+    for old, new in pairs.items():
+        text = text.replace(old, new)
+        if len(text) > most:
+            raise SbkitError(f"text rules: they make a text more than {_GROWN} times as long",
+                             hint="shorten their replacements")
+    return text
 
 
 class AsWritten(TextRules):

@@ -12,6 +12,8 @@ from sbkit.errors import SbkitError
 MOST = 2**31 - 1
 #: Rules of a text that replace, and the characters of each: a language's own have 14, and two characters.
 _MOST_RULES, _MOST_RULE = 1000, 100
+_KINDS: dict[type | UnionType, str] = {dict: "an object", list: "a list", bool: "true or false",
+                                       str | None: "a text or null"}
 
 
 def check_sizes(told: object, values: object, *names: str, least: int = 1, most: int = MOST) -> None:
@@ -29,7 +31,7 @@ def check_kinds(path: Path, values: object, kind: type | UnionType, *names: str)
     """Refuse values of another type."""
     for name in names:
         if not isinstance(value := getattr(values, name), kind):
-            wanted = {dict: "an object", list: "a list", bool: "true or false"}.get(kind, "a text or null")
+            wanted = _KINDS[kind]
             raise SbkitError(f"{path}: {name} must be {wanted}, not {repr(value)[:200]}", hint="export the model again")
 
 

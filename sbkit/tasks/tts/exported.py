@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from sbkit.data.manifest import Manifest
+from sbkit.data.text import TextRules
 from sbkit.export import graph, layout
 from sbkit.export.clips import Clip, Clips
 from sbkit.export.exported import Exported
@@ -134,7 +135,7 @@ class VoiceModel(Exported):
             sample_rate=self.sample_rate, symbols=keys.symbols.names, speakers=keys.speakers.names,
             max_symbols=keys.max_symbols, frame_seconds=voice.stride / self.sample_rate,
             codec=(labels.pinned(keys) or labels.made(keys) or {}).get("codec"), books=list(keys.quantiser.sizes),
-            spelling=keys.symbols.spelling, characters=keys.symbols.characters)
+            spelling=keys.symbols.spelling, characters=keys.symbols.characters, text=_rules(keys.corpus))
 
     def metadata(self, config: layout.Voice) -> dict[str, str]:
         return super().metadata(config) | config.told() | {
@@ -172,6 +173,13 @@ class VoiceModel(Exported):
 
     def readme(self, name: str, config: layout.Voice, comparison: Comparison, of_targets: Sequence[str] = ()) -> str:
         return readme.text(name, config, comparison)
+
+
+def _rules(corpus: Corpus | None) -> dict[str, object] | None:
+    """Return the rules that texts were written by; None for those that were left as they were."""
+    if corpus is None or type(corpus.text) is not TextRules:
+        return None
+    return {name: value for name, value in corpus.text.options().items() if name != "alphabet"}
 
 
 def _made_up(symbols: Sequence[str]) -> list[str]:

@@ -7,6 +7,7 @@ import pytest
 import toy_voice
 from speechbrain.core import Stage
 
+from sbkit.data.text import AsWritten, TextRules
 from sbkit.export.clips import Clip, Clips
 from sbkit.tasks.tts import TTS
 from sbkit.tasks.tts.exported import APART, SoundComparison, VoiceModel
@@ -120,3 +121,17 @@ def test_its_config_says_what_it_is(model):
     config = model.config(None, None)
     assert config.symbols == ["<pad>", " ", "a", "b", "c"] and config.speakers == ["anna", "ben", "voice"]
     assert config.frame_seconds == 0.02 and config.books == [12, 12] and config.max_symbols == 9
+
+
+@pytest.mark.parametrize("rules, text", [
+    (TextRules.for_language("tr", alphabet="abc"), {"case_pairs": {"I": "ı", "İ": "i"}, "case": "lower"}),
+    (TextRules(case="keep", replace={"&": "and"}), {"replace": {"&": "and"}, "case": "keep"}), (AsWritten(), None),
+])
+def test_its_config_has_the_rules_of_its_texts(model, monkeypatch, rules, text):
+    monkeypatch.setattr(model.keys.corpus, "text", rules)
+    config = model.config(None, None)
+    if text is None:
+        assert config.text is config.rules is None
+    else:
+        assert config.text.items() >= text.items() and "alphabet" not in config.text
+        assert config.rules("DON’T pin-tip & Iİ") == rules("DON’T pin-tip & Iİ")
