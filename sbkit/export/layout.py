@@ -60,10 +60,9 @@ FORMAT, VERSION = "sbkit bundle", 1
 CTC, GRAPH, VOICE, CODEC = "ctc", "graph", "voice", "codec"
 #: Types of the tensors of a stream's state.
 TYPES = ("float32", "int64")
-#: What is no bundle of a model that can be run: a configuration of so many bytes (10,000 symbols have 200 kB), sound of
-#: a higher rate than any converter gives, a rule that pads or looks further than one minute (Whisper's window, the
-#: longest known, has 30 s), a frame of more than a second, a voice that is given an hour's text at once, and ids in a
-#: table that no voice of a corpus has. Buffers are as large as these numbers say.
+#: Buffers get as large as these say, so there are bounds: bytes of a configuration (10,000 symbols have 200 kB), a rate
+#: that no converter gives, seconds that a model pads to or looks around (Whisper's window, the longest known, has 30 s)
+#: and of a codec's frame, and symbols that a voice is given at once (an hour's).
 MOST_BYTES, MOST_RATE, MOST_SECONDS, MOST_FRAME_SECONDS, MOST_TEXT = 1 << 24, 768_000, 60, 1, 50_000
 
 T = TypeVar("T", bound="Bundle | Streaming")
