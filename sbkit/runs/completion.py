@@ -24,7 +24,7 @@ def done(keys: RunKeys, request: Request) -> str:
         there = json.loads((folder / TESTED).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return ""
-    if there.get("of") != _of(keys, request) or not all((folder / name).is_file() for name in there.get("files", ())):
+    if there.get("of") != _of(keys, request) or not all((folder / name).exists() for name in there.get("files", ())):
         return ""
     said = there.get("said", "done")
     where = f" ({folder / there['files'][0]})" if there.get("files") else ""

@@ -37,7 +37,7 @@ class SoundResults(Results):
         return str(row.id)
 
     def word_error_rates(self) -> Mapping[str, float]:
-        return {f"what the {self.maker} made": self.stats["WER"]} if "WER" in self.stats else {}
+        return {f"in what the {self.maker} made": self.stats["WER"]} if "WER" in self.stats else {}
 
     def files(self, of: str = "") -> list[str]:
         return [*super().files(of), self._sounds(of)]

@@ -12,10 +12,8 @@ from sbkit.errors import first_line
 from sbkit.export import layout
 from sbkit.nn.codec.coder import definition
 from sbkit.recipe.keys import Problem
-from sbkit.tasks.tts.keys import TTSKeys
+from sbkit.tasks.tts.keys import CODEC_PARTS, TTSKeys
 
-#: Those that a voice has from its codec.
-PARTS = "quantiser", "decoder", "head"
 #: What a part has that matters in the codec's own training only.
 _FREE = {"noise"}
 _HINT = "write it as in the codec's recipe"
@@ -37,7 +35,7 @@ def differing(keys: TTSKeys) -> Iterator[Problem]:
     if not isinstance(defined, dict):
         yield Problem("codec", f"{path} does not say what its parts are", "is it a codec's bundle? export it again")
         return
-    for name in PARTS:
+    for name in CODEC_PARTS:
         part = getattr(keys, name)
         if part is None:
             continue

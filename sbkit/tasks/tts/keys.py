@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.recipe.choices import SIZE, Range
 from sbkit.recipe.keys import Problem, key
@@ -16,6 +18,10 @@ if TYPE_CHECKING:
     from sbkit.data.symbols import Speakers, Symbols
     from sbkit.nn.codec import CodecDecoder, Quantiser, WaveHead
     from sbkit.nn.voice import CodeHead, Durations, FrameDecoder, TextEncoder
+
+
+#: What a voice has from its codec.
+CODEC_PARTS = "quantiser", "decoder", "head"
 
 
 @dataclass(kw_only=True)
@@ -50,6 +56,19 @@ class TTSKeys(TaskKeys):
             elif not Path(folder, layout.CONFIG).is_file():
                 yield Problem(name, f"there is no bundle in {folder}", hint)
 
+    def of_another_kind(self) -> Iterator[Problem]:
+        """Yield which of the bundles is of another kind, or has sound at another rate; one that can't be read is told
+        where it is opened."""
+        for name, folder, kind in (("codec", self.codec, layout.Codec), ("recogniser", self.recogniser, layout.Config)):
+            with contextlib.suppress(SbkitError):
+                found = layout.read(folder or "")
+                if not isinstance(found, kind):
+                    yield Problem(name, f"the bundle {folder} has {found.what}, and {kind.what} is needed here",
+                                  f"name another one: --{name} BUNDLE")
+                elif name == "codec" and found.sample_rate != self.sample_rate:
+                    yield Problem("sample_rate", f"it is {self.sample_rate}, and the codec's {found.sample_rate}",
+                                  f"--sample_rate {found.sample_rate}")
+
     def clashes(self) -> Iterator[Problem]:
         if self.augment is not None:
             yield Problem("augment", "a voice learns from labels of the recordings as they are, so nothing would be "
@@ -57,3 +76,6 @@ class TTSKeys(TaskKeys):
         if self.codec is not None and self.init_from != self.codec:
             yield Problem("init_from", f"it is {self.init_from!r}, but the codec's own decoder has to be taken from "
                           f"{self.codec!r}", "write init_from: !ref <codec>")
+        if left := [part for part in self.init_leave or () if part.split(".")[0] in CODEC_PARTS]:
+            yield Problem("init_leave", f"it has {', '.join(left)}, which are the codec's and don't train: drawn anew "
+                          "they would only make noise", "leave them out, and write them as in the codec's recipe")

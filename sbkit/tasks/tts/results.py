@@ -73,9 +73,8 @@ class Spoken(SoundResults):
         return found
 
     def columns(self) -> list[tuple[str, Any]]:
-        shown = {"WER": "WER %", "WER_of_recordings": "of recordings %", "real_time_factor": "real-time factor"}
-        return [(title, f"{self.stats[name]:{'.4f' if 'factor' in name else '.2f'}}")
-                for name, title in shown.items() if name in self.stats]
+        shown = {"WER": "WER %", "WER_of_recordings": "of recordings %"}
+        return [(title, f"{self.stats[name]:.2f}") for name, title in shown.items() if name in self.stats]
 
     def remark(self, row: Row) -> str:
         """Say what was heard in a clip."""

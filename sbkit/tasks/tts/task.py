@@ -122,10 +122,11 @@ class TTS(Task):
     def check_start(cls, trace: Trace, findings: Findings) -> None:
         if trace.keys is None:
             return
-        absent = list(trace.keys.absent())
-        for problem in absent or codec_parts.differing(trace.keys):
+        keys = trace.keys
+        wrong = list(keys.absent()) or list(keys.of_another_kind()) or list(codec_parts.differing(keys))
+        for problem in wrong:
             findings.error("start", trace.built.nodes[problem.key].place, *problem)
-        if not absent:
+        if not wrong:
             super().check_start(trace, findings)
 
     @classmethod

@@ -2,20 +2,23 @@
 
 import json
 
+import bundles
 import pytest
 import torch
+import toy_codec
 import toy_voice
 from safetensors.torch import save_file
 
 from sbkit.nn.codec.coder import definition
 from sbkit.tasks.tts import TTS, codec_parts
+from sbkit.tasks.tts.keys import CODEC_PARTS
 
 
 @pytest.fixture
 def keys(tmp_path):
     """Of a tiny voice whose codec has its very parts."""
     found = TTS.Keys.read(toy_voice.hparams(tmp_path))
-    parts = torch.nn.ModuleDict({name: getattr(found, name) for name in codec_parts.PARTS})
+    parts = torch.nn.ModuleDict({name: getattr(found, name) for name in CODEC_PARTS})
     defined = {name: definition(part) for name, part in parts.items()}
     found.written = lambda **changes: save_file(
         parts.state_dict(), f"{found.codec}/model.safetensors", {"definition": json.dumps(defined | changes)})
@@ -45,3 +48,18 @@ def test_weights_that_cannot_be_read_are_told(keys, content):
         file.write(content)
     [problem] = codec_parts.differing(keys)
     assert problem.key == "codec" and "cannot be read" in problem.message
+
+
+def test_parts_of_the_codec_cannot_be_drawn_anew(keys):
+    keys.init_leave = ["decoder.slow", "head"]
+    [problem] = [each for each in keys.clashes() if each.key == "init_leave"]
+    assert "decoder.slow, head" in problem.message
+
+
+def test_a_bundle_of_another_kind_or_rate_is_told(keys, tmp_path):
+    bundles.make(tmp_path / "recogniser")
+    toy_codec.make(tmp_path / "codec")
+    keys.codec = keys.recogniser = str(tmp_path / "recogniser")
+    assert [each.key for each in keys.of_another_kind()] == ["codec"]
+    keys.codec, keys.sample_rate = str(tmp_path / "codec"), 22_050
+    assert [each.key for each in keys.of_another_kind()] == ["sample_rate"]
