@@ -148,7 +148,7 @@ def test_characters_that_the_model_cannot_write_are_counted(run, home, caplog):
 
 @pytest.mark.parametrize("words, message", [
     (["--on", "{home}/nowhere"], "no such file or folder"),
-    (["--on", "{home}/data/wavs"], "is not a corpus that sbkit recognises"),
+    (["--on", "{home}/data/wavs"], "has recordings, and no list of them that says what is said"),
     (["--on", "{home}/two"], "has no test split (it has a, b); choose one with --split"),
     (["--on", "{home}/silent"], "3 no text"),
     (["--on", "{home}/textless"], "has no column for the text"),
