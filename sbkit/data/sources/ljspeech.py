@@ -15,6 +15,7 @@ import numpy as np
 from sbkit.data.audio import SUFFIXES
 from sbkit.data.manifest import Column
 from sbkit.data.sources.base import Rows, Source, blank, stamp
+from sbkit.data.splits import SPLITS
 from sbkit.errors import SbkitError
 
 METADATA, WAVS = "metadata.csv", "wavs"
@@ -52,7 +53,7 @@ class LJSpeech(Source):
         return b"|" in next((line for _, line in _lines(path)), b"")
 
     def names(self) -> list[str]:
-        return ["train", "dev", "test"]
+        return list(SPLITS)
 
     def fingerprint(self) -> list[Any]:
         return [self.kind, stamp(self.path), self.root]
