@@ -113,8 +113,8 @@ def encodes(texts: Iterable[str]) -> bool:
     return True
 
 
-def read_manifest(folder: Path) -> tuple[Books, list[Shard]]:
-    """Read what a folder of codes has."""
+def read_manifest(folder: Path) -> tuple[Books, list[Shard], str | None]:
+    """Read what a folder of codes has, and what it was made from, if that is known."""
     path = folder / MANIFEST
     try:
         if path.stat().st_size > _MANIFEST_BYTES:
@@ -135,7 +135,10 @@ def read_manifest(folder: Path) -> tuple[Books, list[Shard]]:
     if not isinstance(shards, list) or not shards or not all(map(_is_shard, shards)):
         raise SbkitError(f"{path}: shards must be a list that gives each file's name, utterances, frames, size and "
                          "sha256", hint=_AGAIN)
-    return books, [Shard(folder / each.pop("file"), **each) for each in shards]
+    made_from = values.get("made_from")
+    if not isinstance(made_from, str | None):
+        raise SbkitError(f"{path}: made_from must be a text", hint=_AGAIN)
+    return books, [Shard(folder / each.pop("file"), **each) for each in shards], made_from
 
 
 def _is_shard(value: object) -> bool:

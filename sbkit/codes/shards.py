@@ -73,7 +73,7 @@ class Codes:
 
     def __init__(self, folder: str | Path, books: Books | None = None):
         self.folder = Path(folder)
-        self.books, self._shards = read_manifest(self.folder)
+        self.books, self._shards, self.made_from = read_manifest(self.folder)
         if books is not None:
             books.require(self.books, str(self.folder / MANIFEST))
         self._starts = [0, *accumulate(shard.utterances for shard in self._shards)]
@@ -119,10 +119,10 @@ class Codes:
 class Writer:
     """Writes utterances into the shards of a folder."""
 
-    def __init__(self, folder: Path, books: Books, shard_frames: int):
+    def __init__(self, folder: Path, books: Books, shard_frames: int, made_from: str | None):
         self.folder = folder
         """What is written here becomes part of the folder."""
-        self._books, self._most = books, shard_frames
+        self._books, self._most, self._made_from = books, shard_frames, made_from
         self._ids: set[str] = set()
         self._codes: list[np.ndarray] = []
         self._rows: list[bytes] = []
@@ -164,9 +164,10 @@ class Writer:
             self._write()
         if not self._shards:
             raise SbkitError("there are no codes to write: no utterance was added")
-        (self.folder / MANIFEST).write_text(json.dumps(
-            {"format": FORMAT, "version": VERSION, "books": self._books.to_dict(), "shards": self._shards},
-            indent=1) + "\n", encoding="utf-8")
+        described = {"format": FORMAT, "version": VERSION, "books": self._books.to_dict(), "shards": self._shards}
+        if self._made_from is not None:
+            described["made_from"] = self._made_from
+        (self.folder / MANIFEST).write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
 
     def _write(self) -> None:
         path = self.folder / f"codes-{len(self._shards):05d}.safetensors"
@@ -181,7 +182,8 @@ class Writer:
 
 
 @contextlib.contextmanager
-def writing(folder: str | Path, books: Books, force: bool = False, shard_frames: int = MOST_FRAMES) -> Iterator[Writer]:
+def writing(folder: str | Path, books: Books, force: bool = False, shard_frames: int = MOST_FRAMES,
+            made_from: str | None = None) -> Iterator[Writer]:
     """Write a folder of codes, which is there once the block has ended without an error.
 
     >>> with writing("tokens", books) as out:       # doctest: +SKIP
@@ -192,12 +194,13 @@ def writing(folder: str | Path, books: Books, force: bool = False, shard_frames:
     folder : is made, or replaced with ``force``
     books : the codebooks of all codes
     shard_frames : frames of a shard
+    made_from : what to compare with :attr:`Codes.made_from`, to tell whether they need be made again
     """
     to = Path(folder).resolve()
     publish.tidy(to)
     check_place(folder, force)
     with publish.room_beside(to) as aside:
-        out = Writer(aside, books, min(shard_frames, MOST_FRAMES))
+        out = Writer(aside, books, min(shard_frames, MOST_FRAMES), made_from)
         yield out
         out.close()
         publish.publish(aside, to, force)

@@ -23,6 +23,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the sounds and return the exit code."""
     from sbkit.infer.resynthesis import ResynthesizeRequest, resynthesize
+    from sbkit.train.signals import EndSignals
 
     wanted = {name: getattr(args, name) for name in ResynthesizeRequest.__dataclass_fields__}
-    return resynthesize(ResynthesizeRequest(**wanted))
+    with EndSignals():
+        return resynthesize(ResynthesizeRequest(**wanted))

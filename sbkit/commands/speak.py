@@ -27,5 +27,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Speak and return the exit code."""
     from sbkit.infer.speaking import SpeakRequest, speak
+    from sbkit.train.signals import EndSignals
 
-    return speak(SpeakRequest(**{name: getattr(args, name) for name in SpeakRequest.__dataclass_fields__}))
+    with EndSignals():
+        return speak(SpeakRequest(**{name: getattr(args, name) for name in SpeakRequest.__dataclass_fields__}))

@@ -28,5 +28,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Code the corpus and return the exit code."""
     from sbkit.infer.tokenizing import TokenizeRequest, tokenize
+    from sbkit.train.signals import EndSignals
 
-    return tokenize(TokenizeRequest(**{name: getattr(args, name) for name in TokenizeRequest.__dataclass_fields__}))
+    wanted = {name: getattr(args, name) for name in TokenizeRequest.__dataclass_fields__}
+    with EndSignals():
+        return tokenize(TokenizeRequest(**wanted))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
@@ -142,6 +143,14 @@ class Manifest:
             text=self.texts[i], speaker=self.speakers[i],
             meta={name: column[i] for name, column in self.meta.items()},
         )
+
+    def digest(self) -> str:
+        """Hash what is said, by whom and for how long; the same for a corpus that was moved to another place."""
+        digest = hashlib.sha256(self.durations.tobytes())
+        for column in (self.ids, self.texts, self.speakers):
+            for value in column:
+                digest.update(value.encode("utf-8", "surrogatepass") + b"\0")
+        return digest.hexdigest()
 
     def __iter__(self) -> Iterator[Utterance]:
         return (self.row(i) for i in range(len(self)))

@@ -82,13 +82,16 @@ class Script:
 
     def __init__(self, config: Voice, skip_unknown: bool = False):
         self._symbols, self._most, self._skip = Symbols(config), config.max_symbols, skip_unknown
+        self.unknown = Unknown()
+        """The characters that the voice never learnt, of what was read last."""
 
     def read(self, text: str | Iterable[str]) -> Iterator[Piece]:
         """Yield the pieces of a text that is given as a whole or in blocks.
 
         Raises ``UnspeakableText`` at its end, if there is something in it that can't be spoken, or nothing.
         """
-        unknown, held, spoke, pauses = Unknown(), _Held(self._symbols.space, self._most), False, False
+        self.unknown = unknown = Unknown()
+        held, spoke, pauses = _Held(self._symbols.space, self._most), False, False
         empty = True
         blocks = map(self._symbols.look_up, [text] if isinstance(text, str) else text)
         for word in words(blocks, max(self._most, _LONGEST_WORD)):

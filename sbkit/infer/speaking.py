@@ -61,7 +61,10 @@ def speak(request: SpeakRequest) -> int:
     speaker_of(config, request.voice)
     checked_speed(request.speed)
     with _opened(request) as text:
-        count = sum(len(piece.ids) for piece in Script(config, request.skip_unknown).read(_blocks(text, request)))
+        script = Script(config, request.skip_unknown)
+        count = sum(len(piece.ids) for piece in script.read(_blocks(text, request)))
+        if script.unknown.counts:
+            print(f"left out, since the voice never learnt it: {script.unknown}", file=sys.stderr)
         with Voice(VoiceEngine(request.bundle, request.model, request.device, request.threads)) as voice:
             print(voice.running, file=sys.stderr)
             text.seek(0)

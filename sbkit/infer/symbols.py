@@ -54,13 +54,17 @@ class Unknown:
             told.append(place)
 
     def error(self) -> UnknownCharacters:
+        """The error of a text that has them."""
+        return UnknownCharacters(f"the voice never learnt {self}",
+                                 hint="write them in its symbols, or leave them out with skip_unknown")
+
+    def __str__(self) -> str:
         """Name all of them, or the first where there are many."""
         lines = any(place.line > 1 for places in self.places.values() for place in places)
         told = [self._told(character, lines) for character in list(self.places)[:_CHARACTERS]]
         if len(self.places) > _CHARACTERS:
             told.append(f"{len(self.places) - _CHARACTERS} others")
-        return UnknownCharacters(f"the voice never learnt {', '.join(told)}",
-                                 hint="write them in its symbols, or leave them out with skip_unknown")
+        return ", ".join(told)
 
     def _told(self, character: str, lines: bool) -> str:
         shown = f"{character!r}" if character.isprintable() else f"U+{ord(character):04X}"

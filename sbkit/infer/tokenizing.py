@@ -15,7 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from sbkit.codes import check_place, writing
+from sbkit.codes import Codes, check_place, writing
+from sbkit.codes.reading import MANIFEST
 from sbkit.codes.shards import NotKept, Writer
 from sbkit.data import exclusions
 from sbkit.data.audio import AudioError, read_utterance
@@ -74,11 +75,17 @@ class _Read(NamedTuple):
 
 
 def tokenize(request: TokenizeRequest) -> int:
-    """Code a corpus and return the exit code. Each split is there as a whole, or not at all."""
-    layout.Codec.read(request.bundle)
-    folders = _folders(request)
-    for folder in folders.values():
+    """Code a corpus and return the exit code. Each split is there as a whole, or not at all, and is coded once."""
+    config = layout.Codec.read(request.bundle)
+    folders = {}
+    for name, folder in _folders(request).items():
+        if not request.force and _coded(name, folder, request, config):
+            print(f"{folder}: coded already, by this codec and from these recordings; --force codes it again")
+            continue
         check_place(folder, request.force)
+        folders[name] = folder
+    if not folders:
+        return 0
     with codec(request.bundle, request.model, request.device, request.threads) as loaded:
         print(loaded.running, file=sys.stderr)
         for name, folder in folders.items():
@@ -135,12 +142,23 @@ def _corpus(request: TokenizeRequest, name: str) -> Corpus:
 # ---------------------------------------------------------------------- a split
 
 
+def _coded(name: str, folder: Path, request: TokenizeRequest, config: layout.Codec) -> bool:
+    """Whether a folder has the split's codes by this codec, as an earlier call has that was stopped after it."""
+    if not (folder / MANIFEST).is_file():
+        return False
+    there = Codes(folder)
+    if there.made_from is None or there.books.codec != config.codec:
+        return False
+    [manifest] = _corpus(request, name).prepare(needs_text=False).values()
+    return there.made_from == manifest.digest()
+
+
 def _tokenize(codec: Codec, name: str, folder: Path, request: TokenizeRequest) -> None:
     """Code a split, and say what became of it."""
     corpus = _corpus(request, name)
     [manifest] = corpus.prepare(needs_text=False).values()
     left_out, began = exclusions.read(corpus.folder), time.perf_counter()
-    with writing(folder, codec.books, request.force) as out:
+    with writing(folder, codec.books, request.force, made_from=manifest.digest()) as out:
         done = _Done(codec, manifest, out)
         with progress(what=f"tokenizing {name}", total=len(manifest), unit="clip") as bar:
             for window in _read(manifest, codec.sample_rate, request.readers):

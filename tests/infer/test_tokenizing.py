@@ -218,7 +218,14 @@ def test_what_is_there_is_replaced_only_if_asked_for(bundle, corpus, tmp_path, c
     before = (tmp_path / "out" / "dev" / "manifest.json").stat().st_mtime_ns
     with monkeypatch.context() as patch:
         patch.setattr(tokenizing, "codec", lambda *_: pytest.fail("nothing must be loaded"))
+        tokenize(*words)
+        assert "dev: coded already, by this codec and from these recordings" in capsys.readouterr().out
+    rows = (folder / "dev.csv").read_text()
+    (folder / "dev.csv").write_text(rows.replace("speaker1", "another"))
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenizing, "codec", lambda *_: pytest.fail("nothing must be loaded"))
         assert "dev exists; choose another folder, or replace it with --force" in refused(capsys, *words)
+    (folder / "dev.csv").write_text(rows)
     tokenize(*words, "--force")
     assert (tmp_path / "out" / "dev" / "manifest.json").stat().st_mtime_ns > before
     (tmp_path / "out" / "dev" / "manifest.json").unlink()
@@ -236,9 +243,16 @@ def test_nothing_stays_of_a_split_that_was_not_finished(bundle, corpus, tmp_path
             raise KeyboardInterrupt
         return encode(codec, audio)
 
-    monkeypatch.setattr(Codec, "encode_each", stopped)
-    assert main(["tokenize", str(bundle), str(folder), "--to", str(tmp_path / "out"), "--split", "train"]) == 130
-    assert [each.name for each in (tmp_path / "out").iterdir()] == ["manifests"]
+    words = ["tokenize", str(bundle), str(folder), "--to", str(tmp_path / "out"), "--device", "cpu"]
+    tokenize(*words[1:5], "--split", "dev")
+    with monkeypatch.context() as patch:
+        patch.setattr(Codec, "encode_each", stopped)
+        assert main([*words, "--split", "dev", "--split", "train"]) == 130
+    assert sorted(each.name for each in (tmp_path / "out").iterdir()) == ["dev", "manifests"]
+    before = (tmp_path / "out" / "dev" / "manifest.json").stat().st_mtime_ns
+    assert main([*words, "--split", "dev", "--split", "train"]) == 0
+    assert (tmp_path / "out" / "dev" / "manifest.json").stat().st_mtime_ns == before, "what was done stays"
+    assert len(Codes(tmp_path / "out" / "train")) == 9
 
 
 def test_a_codec_whose_codes_are_in_no_codebook_writes_none(tmp_path, corpus):

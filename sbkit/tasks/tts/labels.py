@@ -194,15 +194,14 @@ def _facts(keys: TTSKeys, manifests: Mapping[str, Manifest], codec: CodecBundle,
 
 
 def _digest(manifest: Manifest, symbols: Symbols) -> str:
-    digest = hashlib.sha256(manifest.durations.tobytes())
-    for column in (manifest.ids, manifest.texts, manifest.speakers):
-        for value in column:
-            digest.update(value.encode("utf-8", "surrogatepass") + b"\0")
-    if symbols.spelling is not None:  # another release of espeak-ng may pronounce a word otherwise
-        symbols.look_up(manifest.texts)
-        for text in manifest.texts:
-            digest.update(str(symbols.encode(text)).encode())
-    return digest.hexdigest()
+    digest = manifest.digest()
+    if symbols.spelling is None:
+        return digest
+    symbols.look_up(manifest.texts)  # another release of espeak-ng may pronounce a word otherwise
+    spelled = hashlib.sha256(digest.encode())
+    for text in manifest.texts:
+        spelled.update(str(symbols.encode(text)).encode())
+    return spelled.hexdigest()
 
 
 def _label(folder: Path, manifest: Manifest, keys: TTSKeys, codec: CodecBundle, aligner: AlignerBundle,
