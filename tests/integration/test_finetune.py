@@ -157,6 +157,17 @@ def test_it_is_scored_and_shipped_without_its_source_and_heard_without_transform
         assert python("-c", code, *clips, cwd=tmp_path).startswith("[True, True] False\n")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["whole", "lora"])
+def test_a_step_that_is_not_finite_is_replayed(home, recipe):
+    command = "train", {"whole": RECIPE, "lora": LORA}[recipe], *words(f"{recipe}-bad")[2:]
+    assert "is not finite" in sbkit(home, *command, "--lr", "1e25", "--max_grad_norm", "0", code=1)
+    said = sbkit(home, "replay", f"results/{recipe}-bad")
+    assert "Weights: those of that step." in said and "activations have grown to" in said
+    wrong = next(line for line in said.splitlines() if line.startswith(">"))
+    assert ("lora" in wrong) == (recipe == "lora"), "what learns has gone wrong"
+
+
 LORA = ROOT / "recipes" / "CommonVoice" / "ASR" / "CTC" / "hparams" / "lora.yaml"
 
 

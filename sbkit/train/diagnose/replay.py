@@ -113,11 +113,11 @@ def _losses(found: Findings, ids: list[str]) -> list[str]:
 
 
 def _take_weights(modules: torch.nn.Module, folder: Path, saved: Mapping[str, Any]) -> bool:
-    """Load the weights in this folder, or in another rank's folder of the same step; return whether there were any."""
-    kept = sorted(folder.parent.glob(f"step-{saved['step']}-rank-*/model.safetensors"))
-    if not kept:
+    """Load the step's weights from its culprits, of any rank; return whether there were any."""
+    kept = _kept_weights(folder.parent, saved["step"])
+    if kept is None:
         return False
-    held = load_file(kept[0])
+    held = load_file(kept)
     own = {**dict(modules.named_parameters()), **dict(modules.named_buffers())}
     differing = [name for name in {*held, *own}
                  if name not in held or name not in own or held[name].shape != own[name].shape]
@@ -128,6 +128,16 @@ def _take_weights(modules: torch.nn.Module, folder: Path, saved: Mapping[str, An
         for name, tensor in own.items():
             tensor.copy_(held[name])
     return True
+
+
+def _kept_weights(culprits: Path, step: int) -> Path | None:
+    """Find the weights that the model had at a step. Steps that were skipped right before it had the same ones."""
+    while any(culprits.glob(f"step-{step}-rank-*/culprit.json")):
+        kept = sorted(culprits.glob(f"step-{step}-rank-*/model.safetensors"))
+        if kept:
+            return kept[0]
+        step -= 1
+    return None
 
 
 def _value(value: float | None) -> str:

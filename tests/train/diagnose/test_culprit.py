@@ -246,6 +246,16 @@ def test_without_weights_the_replay_says_so(tmp_path):
     assert "Weights: the checkpoint's, not those of that step." in replay(Recipe(), tmp_path)
 
 
+def test_the_weights_of_a_step_after_others_that_were_skipped_are_those_of_the_first(tmp_path):
+    recipe = Recipe("layer", seed=7)
+    for step in (5, 6, 7, 9):
+        report(recipe, tmp_path, [clips()], step=step)
+    other = Recipe("layer", seed=8)
+    assert "Weights: those of that step." in replay(other, tmp_path / "culprits" / "step-7-rank-0")
+    assert torch.equal(other.modules.front.weight, recipe.modules.front.weight)
+    assert "Weights: the checkpoint's, not those of that step." in replay(Recipe(seed=8), tmp_path), "8 was taken"
+
+
 def test_a_replay_with_another_model_is_refused(tmp_path):
     report(Recipe(), tmp_path, [clips()], step=5)
     other = Recipe()
