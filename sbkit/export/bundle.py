@@ -91,8 +91,8 @@ def _formats(request: ExportRequest, exported: Exported) -> list[str]:
     wanted = available if request.formats is None else request.formats
     unknown = sorted(set(wanted) - set(available))
     if unknown or not wanted:
-        raise SbkitError(f"there is no format {', '.join(unknown)}" if unknown else "--formats names no format",
-                         hint=f"choose from {', '.join(available)}")
+        raise SbkitError(f"this model has no format {', '.join(unknown)}" if unknown else "--formats names no format",
+                         hint=f"it has {', '.join(available)}; docs/models.md says what each needs")
     if request.chunk is not None and request.target is None:
         raise SbkitError("--chunk is for --target: a bundle's own graph takes chunks of all sizes that the model "
                          "learnt", hint="leave it out, or add --target sherpa")

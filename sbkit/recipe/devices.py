@@ -58,9 +58,10 @@ def _row(key: str, module: nn.Module, saved: dict[str, dict[int, torch.Tensor]],
     parameters = list(module.parameters())
     count = sum(p.numel() for p in parameters)
     trained = sum(p.numel() for p in parameters if p.requires_grad)
-    holders = [name for name, held in saved.items() if parameters and all(id(p) in held for p in parameters)]
+    state = parameters or list(module.state_dict(keep_vars=True).values())
+    holders = [name for name, held in saved.items() if state and all(id(tensor) in held for tensor in state)]
     return [key, type(module).__name__, f"{count:,}", f"{100 * trained / count:.0f}%" if count else "-", "",
-            (trains if trained else "no") if count else "-", (", ".join(holders) or "no") if count else "-"]
+            (trains if trained else "no") if count else "-", (", ".join(holders) or "no") if state else "-"]
 
 
 def prove(owned: Owned, table: Section, traced: Trace, findings: Findings) -> None:

@@ -17,6 +17,7 @@ import torch
 from speechbrain.utils.checkpoints import DEFAULT_SAVE_HOOKS, Checkpointer, get_default_hook
 from torch import nn
 
+from sbkit.nn.global_norm import GlobalNorm
 from sbkit.recipe.build import Built
 from sbkit.recipe.report import listed
 from sbkit.recipe.source import Findings, Node, Place
@@ -200,8 +201,8 @@ def _kind(built: Built, key: str) -> str:
 
 
 def _keeps_statistics(obj: object) -> bool:
-    """Whether it is SpeechBrain's InputNormalization with statistics that are neither buffers nor in its state dict."""
-    return isinstance(obj, nn.Module) and getattr(obj, "norm_type", None) == "global"
+    """Whether it normalises by statistics of the corpus: SpeechBrain's keeps them outside of its state dict."""
+    return isinstance(obj, GlobalNorm) or isinstance(obj, nn.Module) and getattr(obj, "norm_type", None) == "global"
 
 
 def _mends(key: str, owned: Owned) -> str:

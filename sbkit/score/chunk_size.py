@@ -14,10 +14,10 @@ def written(chunk: int | None) -> str:
     return WHOLE if chunk is None else str(chunk)
 
 
-def named(chunk: int | None) -> str:
+def named(chunk: int | str | None) -> str:
     """Name a size in a table.
 
-    >>> named(320), named(None)
-    ('320 ms', 'whole')
+    >>> named(320), named(None), named("whole")
+    ('320 ms', 'whole', 'whole')
     """
-    return WHOLE if chunk is None else f"{chunk} ms"
+    return WHOLE if chunk in (None, WHOLE) else f"{chunk} ms"

@@ -50,6 +50,8 @@ class Transcripts(Results):
     rows: Sequence[Any] = ()
     words: ErrorRates = field(kw_only=True)
     characters: ErrorRates = field(kw_only=True)
+    remark: str | None = field(default=None, kw_only=True)
+    """What else to say where the rates are shown."""
 
     @classmethod
     def of(cls, rows: Sequence[Any], loss: float, unread: Mapping[str, str]) -> Transcripts:
@@ -64,10 +66,10 @@ class Transcripts(Results):
                 f"CER {self.characters.rate:.2f} %, {len(self.words)} utterances")
 
     def lines(self) -> list[str]:
-        """Show one utterance as an example."""
+        """Show one utterance as an example, and the remark."""
         example = next(iter(self.words))
         return [f"{example.id}\n  reference   {' '.join(example.reference)}\n"
-                f"  hypothesis  {' '.join(example.hypothesis)}"]
+                f"  hypothesis  {' '.join(example.hypothesis)}", *([self.remark] if self.remark else [])]
 
     def check(self) -> None:
         """Raise if no utterance has a reference."""

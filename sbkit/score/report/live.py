@@ -37,8 +37,7 @@ def live(run: RunData) -> Markup | None:
 
 
 def _name(each: Mapping[str, Any]) -> str:
-    chunk = each["chunk"]
-    return chunk_size.named(None if chunk == chunk_size.WHOLE else chunk)
+    return chunk_size.named(each["chunk"])
 
 
 def _values(each: Mapping[str, Any]) -> list[str]:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sbkit.score import chunk_size
 from sbkit.score.markup import Markup, tag, text
 from sbkit.score.rates import Confusion
 from sbkit.score.report import charts, groups
@@ -45,6 +46,11 @@ def section(place: str, title: str, *content: Any, lead: str | None = None) -> M
 # ---------------------------------------------------------------- at the top
 
 
+def _heard_in(run: RunData) -> str:
+    """What the transcripts were heard in, if an evaluation says so."""
+    return "".join(f", {chunk_size.named(each['chunk'])}" for each in run.scored.get("chunks", ())[:1])
+
+
 def tiles(run: RunData) -> Markup:
     """Show the most important numbers."""
     cells = []
@@ -53,7 +59,7 @@ def tiles(run: RunData) -> Markup:
         low, high = interval(words)
         summary = words.summary()
         cells += [
-            _tile("Word error rate", rate(words.rate), f"{low:.2f} to {high:.2f} (95\N{NO-BREAK SPACE}%)",
+            _tile("Word error rate" + _heard_in(run), rate(words.rate), f"{low:.2f} to {high:.2f} (95\N{NO-BREAK SPACE}%)",
                   big=True),
             _tile("Character error rate", rate(characters.rate),
                   "{:.2f} to {:.2f}".format(*interval(characters))),

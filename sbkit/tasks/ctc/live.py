@@ -32,6 +32,11 @@ class Text(NamedTuple):
     nbest: Sequence[Choice] = ()  # of a whole utterance: a stream has one transcript
 
 
+def frame_seconds(model: Recognizer, keys: CTCKeys) -> float:
+    """Return how long a frame of the encoder is."""
+    return model.subsampling * model.hop_samples / keys.sample_rate
+
+
 class Live:
     """Hears each utterance of a test in chunks of each size that was asked for.
 
@@ -48,7 +53,7 @@ class Live:
             raise SbkitError("--chunk is for a model that learnt to hear in chunks, and the recipe has no chunks",
                              hint="train one with hparams/streaming.yaml, or leave out --chunk")
         self.model, self.keys, self.chunk = model, keys, tuple(chunk)
-        self.frame_seconds = model.subsampling * model.hop_samples / keys.sample_rate
+        self.frame_seconds = frame_seconds(model, keys)
         sizes = keys.chunks.in_milliseconds(self.frame_seconds)
         self._sizes = {one: self._size(one, sizes) for one in (*self.chunk, None)}
 

@@ -61,13 +61,16 @@ _SHERPA_STREAM = """### Streams in sherpa-onnx, version {version} or later
 
 ```python
 import numpy as np, sherpa_onnx
-asr = sherpa_onnx.OnlineRecognizer.from_nemo_ctc(model="{file}", tokens="tokens.txt"{bands})
+asr = sherpa_onnx.OnlineRecognizer.from_nemo_ctc(model="{file}", tokens="tokens.txt"{bands},
+                                                 enable_endpoint_detection=True, rule2_min_trailing_silence=0.7)
 stream = asr.create_stream()
 for piece in pieces:  # of a waveform: float32 in [-1, 1], {rate} samples a second, any number of them at a time
     stream.accept_waveform({rate}, piece)
     while asr.is_ready(stream):
         asr.decode_stream(stream)
         print(asr.get_result(stream))
+        if asr.is_endpoint(stream):  # a pause of 0.7 s: the line is settled, and the next one begins
+            asr.reset(stream)
 stream.accept_waveform({rate}, np.zeros({tail}, np.float32))  # a chunk of silence, or the last words don't come
 stream.input_finished()
 while asr.is_ready(stream):

@@ -34,7 +34,7 @@ from sbkit.tasks.asr import ASR, Row, choices
 from sbkit.tasks.ctc import search
 from sbkit.tasks.ctc.keys import CTCKeys
 from sbkit.tasks.ctc.labels import check_labels
-from sbkit.tasks.ctc.live import Live
+from sbkit.tasks.ctc.live import Live, frame_seconds
 from sbkit.tasks.ctc.model import hop_samples, recognizer
 from sbkit.tasks.ctc.parts import parts_fit
 from sbkit.tasks.ctc.taps import stack, tapped
@@ -286,7 +286,13 @@ class CTC(ASR):
 
     def results(self, rows: Sequence[Row], loss: float, unread: Mapping[str, str]) -> Transcripts:
         found = super().results(rows, loss, unread)
-        return found if self.live is None else LiveTranscripts(**vars(found), chunk=self.live.chunk)
+        if self.live is not None:
+            return LiveTranscripts(**vars(found), chunk=self.live.chunk)
+        if (chunks := self.keys.chunks) is not None and chunks.validate is not None:
+            size = 1000 * frame_seconds(self.recognizer, self.keys) * chunks.validate
+            found.remark = (f"the test heard whole utterances, and validations heard chunks of {size:.0f} ms; "
+                            f"sbkit evaluate RUN --chunk {size:.0f},whole compares both")
+        return found
 
     def exported(self, run: Path) -> Recogniser:
         from sbkit.tasks.ctc.exported import Recogniser
