@@ -55,6 +55,8 @@ class Encoder(nn.Module):
         self.options = Options(freeze_front, layers, dropout, mask_time_prob, mask_time_length, mask_feature_prob,
                                mask_feature_length, whole_window)
         self.network: families.Network = families.build(self.settings, self.options)
+        self.drawn_anew: frozenset[str] = frozenset()
+        """The names of tensors that the source lacks, once it was looked at."""
         if kept is None and _is_folder(source):  # on this machine, so a misfit is reported at once
             self.look()
 
@@ -90,7 +92,10 @@ class Encoder(nn.Module):
     def look(self) -> tuple[tensors.TensorFiles, list[str]]:
         """Return the source's tensors, after checking that they fit, and lines to log about them."""
         files = tensors.TensorFiles(source.weights(self.source), self.network.prefixes)
-        return files, tensors.check(self.network, files, self.source)
+        lines = tensors.check(self.network, files, self.source)
+        missing = self.network.state_dict().keys() - files.shapes.keys()
+        self.drawn_anew = frozenset(f"network.{name}" for name in missing)
+        return files, lines
 
     def load(self) -> None:
         """Load the source's weights."""

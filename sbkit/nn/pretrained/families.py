@@ -54,16 +54,7 @@ FAMILIES: dict[str, Callable[[], type[Network]]] = {"wav2vec2": _wav2vec2, "hube
 
 def build(settings: Settings, options: Options) -> Network:
     """Build the encoder that the settings describe, with random weights."""
-    kind = settings.config.get("model_type")
-    if kind not in FAMILIES:
-        problem = f"is of an unknown kind ({kind})" if kind else "has no model_type in its config.json"
-        raise SbkitError(f"the encoder's source {settings.source} {problem}",
-                         hint=f"sbkit knows {', '.join(FAMILIES)}; XLS-R and MMS are wav2vec2")
-    try:
-        family = FAMILIES[kind]()
-    except ImportError as error:
-        raise SbkitError(f"a pretrained encoder needs transformers ({error})",
-                         hint="pip install 'sbkit[ssl]'") from error
+    family = _family(settings)
     try:
         return family(settings, options)
     except SbkitError:
@@ -71,3 +62,27 @@ def build(settings: Settings, options: Options) -> Network:
     except Exception as error:  # transformers checks some values of a config only when it builds the layers
         raise SbkitError(f"{settings.source}: its config.json describes no encoder: {first_line(error)}",
                          hint="fetch it again, or take an encoder that transformers can build") from error
+
+
+def differences(here: Settings, there: Settings) -> list[str]:
+    """Compare what decides what the weights of two encoders mean; returns ``name: value there, value here``.
+
+    What only training uses, such as dropout, and what belongs to a head decides nothing.
+    """
+    kinds = [{"model_type": each.config.get("model_type"), **_family(each).definition(each)} for each in (here, there)]
+    own, other = kinds
+    return [f"{name}: {other[name]} there, {value} here" for name, value in own.items()
+            if name in other and other[name] != value]
+
+
+def _family(settings: Settings) -> type[Network]:
+    kind = settings.config.get("model_type")
+    if kind not in FAMILIES:
+        problem = f"is of an unknown kind ({kind})" if kind else "has no model_type in its config.json"
+        raise SbkitError(f"the encoder's source {settings.source} {problem}",
+                         hint=f"sbkit knows {', '.join(FAMILIES)}; XLS-R and MMS are wav2vec2")
+    try:
+        return FAMILIES[kind]()
+    except ImportError as error:
+        raise SbkitError(f"a pretrained encoder needs transformers ({error})",
+                         hint="pip install 'sbkit[ssl]'") from error

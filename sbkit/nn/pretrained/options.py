@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
@@ -53,6 +53,12 @@ class Options:
         except Exception as error:  # of any kind: its checks differ by family
             raise SbkitError(f"{settings.source}: transformers refuses its config.json: {first_line(error)}",
                              hint="is the file complete and unchanged?") from error
+
+    def defining(self, kind: type[PretrainedConfig], settings: Settings, names: Sequence[str]) -> dict[str, Any]:
+        """Return what the settings say under these names of a config, or what the config's class says without them."""
+        config = self.config(kind, settings).to_dict()
+        return {name: list(config[name]) if isinstance(config[name], tuple) else config[name] for name in names
+                if name in config}
 
     def spans(self, settings: Settings) -> tuple[Spans, Spans]:
         """Return how much to mask over time and over features."""

@@ -57,6 +57,10 @@ def by_distance(scores: Tensor, left: int) -> Tensor:
     shifted = functional.pad(near, (1, 0)).flatten(2).unflatten(2, (2 * size, size))[:, :, 1:]
     return shifted.flatten(2).unflatten(2, (size, 2 * size - 1))[..., :size]
 
+_DEFINING = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_act",
+             "feature_projection_input_dim", "position_embeddings_type", "left_max_position_embeddings",
+             "right_max_position_embeddings", "conv_depthwise_kernel_size", "layer_norm_eps")
+
 
 class W2vBert(nn.Module):
     """w2v-BERT 2.0: waveforms [B, S] and sample counts [B] to states [B, T, D], a frame every 20 ms.
@@ -89,6 +93,11 @@ class W2vBert(nn.Module):
         self.time, self.feature = options.spans(settings)
         if self.time.share:
             self.masked_spec_embed = nn.Parameter(torch.empty(self.width).uniform_())
+
+    @classmethod
+    def definition(cls, settings: Settings) -> dict[str, Any]:
+        """Return what of the settings decides what the weights mean."""
+        return Options().defining(Wav2Vec2BertConfig, settings, _DEFINING)
 
     @property
     def front(self) -> list[nn.Parameter]:

@@ -19,6 +19,12 @@ from sbkit.nn.pretrained.source import Settings
 from sbkit.nn.pretrained.spans import mask
 from sbkit.nn.pretrained.waveforms import Strides, at_least, convolved, normalized
 
+#: What of the configs of these families, and of WavLM's, decides what the weights mean.
+_DEFINING = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "feat_extract_norm",
+             "do_stable_layer_norm", "hidden_act", "feat_extract_activation", "conv_dim", "conv_kernel", "conv_stride",
+             "conv_bias", "num_conv_pos_embeddings", "num_conv_pos_embedding_groups", "layer_norm_eps",
+             "adapter_attn_dim", "conv_pos_batch_norm", "feat_proj_layer_norm", "num_buckets", "max_bucket_distance")
+
 
 class Wav2Vec2(nn.Module):
     """wav2vec 2.0: waveforms [B, S] and sample counts [B] to states [B, T, D], a frame every 20 ms.
@@ -42,7 +48,7 @@ class Wav2Vec2(nn.Module):
         self.encoder.layers = nn.ModuleList(options.lowest(self.encoder.layers))
         self.strides = Strides(config.conv_kernel, config.conv_stride)
         self.width: int = config.hidden_size
-        self.normalizes = bool(settings.preprocessor.get("do_normalize", config.feat_extract_norm == "layer"))
+        self.normalizes = _normalizes(settings, config.feat_extract_norm)
         """Whether waveforms are made equally loud."""
         self.norm_first: bool = config.do_stable_layer_norm
         self.time, self.feature = options.spans(settings)
@@ -51,6 +57,12 @@ class Wav2Vec2(nn.Module):
         self.freezes_front = options.freeze_front
         if options.freeze_front:
             self.feature_extractor.requires_grad_(False)
+
+    @classmethod
+    def definition(cls, settings: Settings) -> dict[str, Any]:
+        """Return what of the settings decides what the weights mean."""
+        said = Options().defining(cls.Config, settings, _DEFINING)
+        return {**said, "do_normalize": _normalizes(settings, said["feat_extract_norm"])}
 
     @property
     def front(self) -> list[nn.Parameter]:
@@ -90,6 +102,10 @@ class Wav2Vec2(nn.Module):
         for layer in self.encoder.layers:
             states = layer(states, attention_mask=inside[:, None, None])
         return states
+
+
+def _normalizes(settings: Settings, norm: str) -> bool:
+    return bool(settings.preprocessor.get("do_normalize", norm == "layer"))
 
 
 class Hubert(Wav2Vec2):

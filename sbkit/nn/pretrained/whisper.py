@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,8 @@ from sbkit.nn.pretrained.waveforms import at_least
 _STRIDE = 2  # of the second convolution
 _LEAST = 201  # smallest number of samples that features can be computed from
 _SEEN_BEHIND = 2  # frames after an utterance that the convolutions see
+_DEFINING = ("d_model", "encoder_layers", "encoder_attention_heads", "encoder_ffn_dim", "activation_function",
+             "num_mel_bins", "max_source_positions", "scale_embedding")
 
 
 class Whisper(nn.Module):
@@ -51,6 +54,11 @@ class Whisper(nn.Module):
         self.freezes_front = options.freeze_front
         for parameter in self.front:
             parameter.requires_grad_(not options.freeze_front)
+
+    @classmethod
+    def definition(cls, settings: Settings) -> dict[str, Any]:
+        """Return what of the settings decides what the encoder's weights mean."""
+        return Options().defining(WhisperConfig, settings, _DEFINING)
 
     @property
     def front(self) -> list[nn.Parameter]:

@@ -1,11 +1,14 @@
 """Every family says of an utterance what transformers says of it alone, in any batch; and how it trains."""
 
+import dataclasses
+
 import encoders
 import pytest
 import torch
 
 from sbkit.errors import SbkitError
-from sbkit.nn.pretrained import Encoder, Head
+from sbkit.nn.pretrained import Encoder, Head, families
+from sbkit.nn.pretrained.source import Settings
 
 SAMPLES = (16_000, 400, 12_345, 7_999, 721, 16_001)
 
@@ -196,3 +199,33 @@ def test_without_freeze_front_all_of_it_trains(folders, kind):
     thawed = Encoder(str(folders(kind)), freeze_front=False)
     frozen = [name for name, parameter in thawed.named_parameters() if not parameter.requires_grad]
     assert len(frozen) == (kind == "whisper"), "its places are a table that was never trained"
+
+
+@pytest.mark.parametrize("kind", encoders.KINDS)
+def test_an_encoder_differs_from_its_like_in_what_its_weights_mean_alone(folders, tmp_path, kind):
+    folder = folders(kind)
+    here = Settings.of(str(folder))
+    free = {"dropout": 0.4, "hidden_dropout": 0.4, "vocab_size": 99, "_name_or_path": "x", "mask_time_prob": 0.7}
+    assert families.differences(here, dataclasses.replace(here, source="x", config={**here.config, **free})) == []
+    width = "d_model" if kind == "whisper" else "hidden_size"
+    assert families.differences(here, dataclasses.replace(here, config={**here.config, width: 64})) == \
+        [f"{width}: 64 there, 32 here"]
+    (short,) = families.differences(here, Settings.of(str(folders("whisper" if kind != "whisper" else "w2v-bert"))))[:1]
+    assert short.startswith("model_type: ")
+
+
+def test_whether_loudness_is_made_equal_is_part_of_what_weights_mean(folders):
+    here = Settings.of(str(folders("wav2vec2-layer")))
+    assert families.differences(here, dataclasses.replace(here, preprocessor={})) == []  # as its norm says
+    assert families.differences(here, dataclasses.replace(here, preprocessor={"do_normalize": False})) == \
+        ["do_normalize: False there, True here"]
+
+
+def test_it_knows_what_its_source_lacks(tmp_path):
+    folder = encoders.make(tmp_path, "wav2vec2-layer")
+    assert Encoder(str(folder), mask_time_prob=0.1).drawn_anew == set()
+    tensors = {name: value for name, value in encoders.start(folder, "wav2vec2-layer").items()
+               if name != "masked_spec_embed"}
+    (folder / "model.safetensors").unlink()
+    torch.save(tensors, folder / "pytorch_model.bin")
+    assert Encoder(str(folder), mask_time_prob=0.1).drawn_anew == {"network.masked_spec_embed"}
