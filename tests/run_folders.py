@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -90,14 +91,15 @@ TINY = {
 
 
 def run_with_model(folder: Path, data: Path, rates: tuple[float, ...] = (70.0, 40.0, 55.0),
-                   recipe: Path = Path(__file__).parents[1] / "hparams" / "ctc.yaml", **keys: object) -> Path:
+                   recipe: Path = Path(__file__).parents[1] / "hparams" / "ctc.yaml",
+                   tiny: Mapping[str, object] = TINY, **keys: object) -> Path:
     """A run as training leaves it: recipe (with other values of some keys), tokenizer, manifests, and a checkpoint
     for each rate."""
 
     from sbkit.recipe import load
     from sbkit.train.checkpoint.adapted import Adapted
 
-    overrides = {**TINY, **keys, "output_folder": str(folder), "data_folder": str(data)}
+    overrides = {**tiny, **keys, "output_folder": str(folder), "data_folder": str(data)}
     hparams = load.load(recipe, overrides)
     manifests = hparams["corpus"].prepare(show_progress=False)
     tokenizer = hparams["tokenizer"]

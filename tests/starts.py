@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -26,9 +27,9 @@ def spanish(folder: Path, **splits: int) -> Path:
     return folder
 
 
-def target(folder: Path, data: Path, recipe: Path = RECIPE, **keys):
+def target(folder: Path, data: Path, recipe: Path = RECIPE, tiny: Mapping[str, object] = TINY, **keys):
     """The Brain of a run that has only been prepared."""
-    overrides = {**TINY, **keys, "output_folder": str(folder), "data_folder": str(data)}
+    overrides = {**tiny, **keys, "output_folder": str(folder), "data_folder": str(data)}
     made = load.opened(load.load(recipe, overrides), recipe)
     manifests = made.keys.corpus.prepare(show_progress=False)
     follows = made.task.prepare(made.keys, manifests, overrides)

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from speechbrain.utils.parameter_transfer import Pretrainer
+
     from sbkit.data.corpus import Corpus
     from sbkit.data.plan import Batching
     from sbkit.train.brain import Brain
@@ -22,6 +24,7 @@ class RunKeys(Protocol):
     checkpointer: Checkpointer
     experiment: str | None
     language: str | None
+    pretrainer: Pretrainer | None
     init_from: str | None
     init_checkpoint: str
     init_average: int

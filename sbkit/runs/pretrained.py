@@ -31,6 +31,7 @@ from speechbrain.utils.parameter_transfer import Pretrainer
 from torch import nn
 
 from sbkit.errors import SbkitError, summary
+from sbkit.nn.adapters import is_added
 from sbkit.recipe.ownership import saved_by
 from sbkit.train.checkpoint.state import Hook, differences, load_file, load_state
 from sbkit.train.distributed import ranks
@@ -55,6 +56,14 @@ def load(pretrainer: Pretrainer | None, saved: Iterable[object] = ()) -> None:
         _load(obj, name, paths[name], pretrainer.custom_hooks.get(name))
     if ranks.is_main():
         logger.info("Pretrained: %s", ", ".join(f"{name} from {paths[name]}" for name in wanted))
+
+
+def filled(pretrainer: Pretrainer | None) -> set[int]:
+    """The ids of the tensors that it fills: those of its modules, but for adapters and what its files lack."""
+    modules = [] if pretrainer is None else [obj for name, obj in pretrainer.loadables.items()
+                                             if pretrainer.is_loadable(name) and isinstance(obj, nn.Module)]
+    return {id(tensor) for module in modules for name, tensor in module.state_dict(keep_vars=True).items()
+            if not is_added(name) and name not in getattr(module, "drawn_anew", ())}
 
 
 def _wanted(pretrainer: Pretrainer | None, saved: Iterable[object]) -> dict[str, Any]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file as load_safetensors
 from speechbrain.utils.checkpoints import hook_on_loading_state_dict_checkpoint
 
@@ -17,7 +18,11 @@ from sbkit.train.averaging import weights_in
 from sbkit.train.checkpoint.adapted import BASE
 from sbkit.train.checkpoint.state import load_file
 
+V = TypeVar("V")
+
 _AGAIN = "copy, download or export it again"
+#: What a file of a list's tensors says in its head: the key of the recipe for each place in the list, as JSON.
+PARTS = "parts"
 #: What SpeechBrain's InputNormalization keeps.
 STATISTICS = {"count", "glob_mean", "glob_std"}
 
@@ -51,6 +56,24 @@ def tensors_in(path: Path, lazily: bool = False) -> dict[str, Any]:
         raise NoTensors(f"init_from: {path} holds no state dict of tensors",
                         hint="save model.state_dict(), best as .safetensors")
     return state
+
+
+def by_parts(path: Path, state: Mapping[str, V]) -> dict[str, V]:
+    """What a file holds, by the recipe's keys where its head says which of them its numbers stand for."""
+    keys = _parts(path)
+    words = {name: name.partition(".") for name in state}
+    return {f"{keys.get(head, head)}{dot}{rest}": state[name] for name, (head, dot, rest) in words.items()}
+
+
+def _parts(path: Path) -> Mapping[str, str]:
+    if not _is_safetensors(path):
+        return {}
+    try:
+        with safe_open(path, framework="numpy") as file:
+            said = json.loads((file.metadata() or {}).get(PARTS, "{}"))
+    except (SafetensorError, OSError, ValueError, RecursionError):  # another program's, or damaged: told by tensors_in
+        return {}
+    return {place: key for place, key in said.items() if isinstance(key, str)} if isinstance(said, dict) else {}
 
 
 def plain_state(path: Path, lazily: bool = False) -> dict[str, Any] | None:

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from sbkit.errors import SbkitError
+from sbkit.runs import pretrained
 from sbkit.runs.initial import statistics, table
-from sbkit.runs.initial.matching import Match
+from sbkit.runs.initial.matching import Fate, Match
 from sbkit.runs.initial.source import Source, find
 from sbkit.runs.initial.vocabulary import TokenTables
 from sbkit.runs.keys import RunKeys
@@ -49,13 +50,16 @@ def look(keys: RunKeys) -> None:
         _sought(keys)
 
 
-def check(keys: RunKeys, brain: Begins) -> None:
+def check(keys: RunKeys, brain: Begins) -> tuple[str, list[Fate]]:
     """Refuse, beside what ``look`` does, names and shapes that don't fit; the rows of tokens wait for the corpus.
 
     keys, brain : of the run that is to start, which may have no checkpoints; a Brain that need not be able to train
+
+    Returns the source in words, and what will become of the tensors of both.
     """
-    if keys.init_from is not None:
-        _match(brain, _sought(keys), shapes=True).check()
+    source = _sought(keys)
+    match = _match(brain, source, shapes=True)
+    return f"{source.told}{_merged(match)}", match.check()
 
 
 def load(brain: Begins) -> None:
@@ -84,7 +88,8 @@ def _merged(match: Match) -> str:
 
 
 def _match(brain: Begins, source: Source, shapes: bool = False) -> Match:
-    return Match(brain.modules, vars(brain.hparams), source, brain.keys.init_leave or (), brain.token_tables(), shapes)
+    return Match(brain.modules, vars(brain.hparams), source, brain.keys.init_leave or (), brain.token_tables(), shapes,
+                 pretrained.filled(brain.keys.pretrainer))
 
 
 def _sought(keys: RunKeys) -> Source:

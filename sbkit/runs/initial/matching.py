@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from sbkit.errors import SbkitError
+from sbkit.nn.pretrained import Encoder, families
 from sbkit.recipe.parts import Parts
 from sbkit.recipe.report import listed
 from sbkit.runs.initial import adapters, statistics
@@ -18,8 +19,9 @@ from sbkit.runs.initial.vocabulary import TokenTables
 
 logger = logging.getLogger(__name__)
 
-TAKEN, ANEW, LEFT = "taken", "drawn anew", "left there"
+TAKEN, ANEW, KEPT, LEFT = "taken", "drawn anew", "kept", "left there"
 _LISTED, _SHORT = 20, 6  # tensors of another shape that an error names, modules that its hint does
+_FIELDS = 4  # of the configs of two encoders that an error names
 
 
 class Fate(NamedTuple):
@@ -33,7 +35,7 @@ class Fate(NamedTuple):
 
 
 class Match:
-    """A source beside a model: ``fill`` copies what fits, and says what became of each tensor.
+    """A source beside a model: ``fill`` copies what fits, and says what became of each tensor; ``check`` what will.
 
     Arguments
     ---------
@@ -42,19 +44,22 @@ class Match:
     leave : patterns of what isn't taken
     tables : which tensors have a row for each token
     shapes : look at names and shapes alone, for ``check``
+    pretrained : the ids of tensors that have the values of a pretrained model
     """
 
     def __init__(self, modules: nn.Module, recipe: Mapping[str, Any], source: Source, leave: Sequence[str] = (),
-                 tables: TokenTables | None = None, shapes: bool = False):
+                 tables: TokenTables | None = None, shapes: bool = False, pretrained: Collection[int] = ()):
         self.modules = modules
         self.own = modules.state_dict(keep_vars=True)
         self.parts = Parts(modules, recipe, self.own)
-        self.source, self.tables = source, tables
+        self.source, self.tables, self.pretrained = source, tables, pretrained
         self.theirs = source.tensors(shapes)
         self.found = self._found()
         self.merged = adapters.merge(self.theirs, self.found, modules, source.lora_scale)
         self.found = {path: name for path, name in self.found.items() if name in self.theirs}
         self.left, self.left_there = self._left(leave)
+        self._check_encoders()
+        self._check_places()
         tabled = {id(tensor) for tensor in tables.tensors} if tables is not None else set()
         self.with_rows = [path for path in self._wanted() if id(self.own[path]) in tabled]
         self.counted = self._counted()
@@ -102,6 +107,60 @@ class Match:
             there |= names
         return left, there
 
+    # ------------------------------------------------------------ what a name can't tell
+
+    def _check_encoders(self) -> None:
+        """Refuse a pretrained encoder of another kind: weights of one name and shape may mean something else."""
+        for above, module in self.modules.named_modules():
+            paths = [path for path in self.own if path.startswith(f"{above}.")]
+            if not isinstance(module, Encoder) or self.left.issuperset(paths):
+                continue
+            keys = [name.removesuffix(".") for name in self.parts.names(f"{above}.")]
+            key, there = next(((key, self.source.encoders[key]) for key in keys if key in self.source.encoders),
+                              ("", None))
+            differing = [] if there is None else families.differences(module.settings, there)
+            if there is not None and differing:
+                raise SbkitError(f"init_from: {key} of {self.source.told} is another pretrained encoder "
+                                 f"({there.source}) than this recipe's ({module.source}): "
+                                 f"{listed(differing, most=_FIELDS)}",
+                                 hint="give the recipe the encoder that it was trained from, or keep this one as it "
+                                      f'is pretrained: --init_leave "[{key}]"')
+
+    def _check_places(self) -> None:
+        """Refuse a list's tensors with numbers for names, unless the numbers or the tensors tell what each is."""
+        for above, here in self._lists():
+            tails = [(path.removeprefix(above), self.found[path]) for path in self._wanted() if path.startswith(above)]
+            numbered = {(name.removesuffix(tail), tail.partition(".")[0]) for tail, name in tails
+                        if f".{name}".endswith(f".{tail}")}
+            for before in {before for before, _ in numbered}:
+                there = _entries(self.theirs, before)
+                unsure = {place for each, place in numbered if each == before and here.keys() != there.keys()
+                          and _ambiguous(place, here, there)}
+                other = {place for place in here.keys() & there.keys() if not here[place] & there[place]}
+                paths = [path for path in self.own if path.startswith(above) and path not in self.left
+                         and path.removeprefix(above).partition(".")[0] in unsure | other]
+                if paths:
+                    self._refuse_places(there, above, paths)
+
+    def _refuse_places(self, there: Iterable[str], above: str, paths: Sequence[str]) -> None:
+        keys = {path.removeprefix(above).partition(".")[0]: self._key(path) for path in self.own
+                if path.startswith(above)}
+        raise SbkitError(f"init_from: {self.source.told} has numbers for its parts ({listed(sorted(there))}), and here "
+                         f"{listed(f'{place} is {key}' for place, key in keys.items())}: nobody knows which of them "
+                         f"is {listed(dict.fromkeys(map(self._key, paths)))}",
+                         hint="name the folder of its run, checkpoint or bundle, whose recipe tells it, or "
+                              f"{self._leaving(paths)}")
+
+    def _key(self, path: str) -> str:
+        return self.parts.called(path).partition(".")[0]
+
+    def _lists(self) -> Iterator[tuple[str, dict[str, set[str]]]]:
+        """What stands before the numbers of each list of the recipe's parts, and what tensors each of them has."""
+        for path, module in self.modules.named_modules():
+            if isinstance(module, (nn.ModuleList, nn.Sequential)) and \
+                    any(not self.parts.called(f"{path}.{place}").endswith(f".{place}") for place in range(len(module))):
+                yield f"{path}.", _entries(self.own, f"{path}.")
+
     def _counted(self) -> dict[str, dict[str, str]]:
         """What the running statistics of the model's normalisations are called there, by the module's path."""
         found = {}
@@ -115,16 +174,22 @@ class Match:
 
     # ------------------------------------------------------------ what is copied
 
-    def check(self) -> None:
-        """Refuse what doesn't fit, but for the rows of tokens, which wait for the vocabulary."""
+    def check(self) -> list[Fate]:
+        """Refuse what doesn't fit, and say what will become of the rest; the rows of tokens wait for the vocabulary."""
         self._check_shapes(self.with_rows)
+        return self._fates(None)
 
     @torch.no_grad()
     def fill(self) -> list[Fate]:
         """Copy into the model what fits; nothing is copied where something doesn't."""
         rows = self._rows(self.with_rows)
         self._check_shapes(rows)
-        fates = [self._fill(path, rows) for path in self.own]
+        for path in self._wanted():
+            self._fill(path, rows)
+        return self._fates(rows)
+
+    def _fates(self, rows: Mapping[str, list[int]] | None) -> list[Fate]:
+        fates = [self._fate(path, rows) for path in self.own]
         fates += [Fate(self.parts.called(path), sum(self.theirs[name].numel() for name in names.values()), TAKEN,
                        "running statistics") for path, names in self.counted.items()]
         known = {*self.found.values(), *(name for names in self.counted.values() for name in names.values())}
@@ -139,23 +204,34 @@ class Match:
     def _wanted(self) -> list[str]:
         return [path for path in self.found if path not in self.left]
 
-    def _fill(self, path: str, rows: Mapping[str, list[int]]) -> Fate:
-        own, name = self.own[path], self.parts.called(path)
-        if path in self.left:
-            return Fate(name, own.numel(), ANEW, "init_leave")
-        if path not in self.found:
-            return Fate(name, own.numel(), ANEW, "it isn't there")
-        theirs = self.theirs[self.found[path]]
+    def _fill(self, path: str, rows: Mapping[str, list[int]]) -> None:
+        own, theirs = self.own[path], self.theirs[self.found[path]]
         if path not in rows:
             own.copy_(theirs)
-            return Fate(name, own.numel(), TAKEN, "rows as they lie: no tokenizer there" if path in self.with_rows
-                        else "")
+            return
         kept = [(here, there) for here, there in enumerate(rows[path]) if there >= 0]
         here, there = (torch.tensor([pair[i] for pair in kept]) for i in (0, 1))
         own[here.to(own.device)] = theirs[there].to(own.device, own.dtype)
-        missing = len(own) - len(kept)
-        return Fate(name, own.numel(), TAKEN, f"for {len(kept)} of {len(own)} tokens, {missing} are drawn anew"
-                    if missing else f"for all {len(own)} tokens")
+
+    def _fate(self, path: str, rows: Mapping[str, list[int]] | None) -> Fate:
+        """rows : of tensors with a row for each token, as ``_rows`` gives them; None before the corpus is prepared"""
+        own, name = self.own[path], self.parts.called(path)
+        if path in self.left or path not in self.found:
+            why = "init_leave" if path in self.left else "it isn't there"
+            kept = id(own) in self.pretrained
+            return Fate(name, own.numel(), KEPT if kept else ANEW, f"as pretrained: {why}" if kept else why)
+        return Fate(name, own.numel(), TAKEN, self._which_rows(path, rows))
+
+    def _which_rows(self, path: str, rows: Mapping[str, list[int]] | None) -> str:
+        if path not in self.with_rows:
+            return ""
+        if rows is None and self.source.tokenizer is not None:
+            return "rows of tokens that both have"
+        if not rows or path not in rows:
+            return "rows as they lie: no tokenizer there"
+        count, known = len(rows[path]), sum(there >= 0 for there in rows[path])
+        return f"for {known} of {count} tokens, {count - known} are drawn anew" if known < count else \
+            f"for all {count} tokens"
 
     def _rows(self, paths: Sequence[str]) -> dict[str, list[int]]:
         """Of tensors with a row for each token, which row each comes from; empty where nobody knows."""
@@ -218,6 +294,30 @@ def _heads(parts: Parts, paths: Iterable[str]) -> Iterator[str]:
         for name in parts.names(path):
             words = name.split(".")
             yield from (f"{'.'.join(words[:count])}." for count in range(1, min(len(words), 3)))
+
+
+def _entries(names: Iterable[str], before: str) -> dict[str, set[str]]:
+    """What the tensors of each entry of a list are called in it, by its number."""
+    found: dict[str, set[str]] = {}
+    for name in names:
+        place, _, rest = name.removeprefix(before).partition(".")
+        if name.startswith(before) and place.isdigit():
+            found.setdefault(place, set()).add(rest)
+    return found
+
+
+def _ambiguous(place: str, here: Mapping[str, set[str]], there: Mapping[str, set[str]]) -> bool:
+    """Whether an entry there could be another one here, or another one there this one here, by what their tensors are
+    called.
+
+    >>> _ambiguous("1", {"0": {"conv"}, "1": {"w"}, "2": {"w"}}, {"0": {"conv"}, "1": {"w"}})
+    True
+    """
+    def fit(one: set[str], other: set[str]) -> bool:
+        return one <= other or other <= one
+
+    return any(fit(there[place], names) for each, names in here.items() if each != place) or \
+        any(fit(names, here[place]) for each, names in there.items() if each != place)
 
 
 def _shape(tensor: torch.Tensor) -> str:

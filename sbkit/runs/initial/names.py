@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 from sbkit.nn.adapters import LoRA
+from sbkit.nn.pretrained.source import Settings
 from sbkit.recipe.includes import tag_of
 
 V = TypeVar("V")
@@ -101,6 +102,17 @@ class SavedNames:
             if id(inner) in self._keys:
                 yield f"{before}{place}.", self._keys[id(inner)]
             yield from self._prefixes(inner, f"{before}{place}.")
+
+
+def encoders(tree: Mapping[str, Any]) -> dict[str, Settings]:
+    """The configs of pretrained encoders that a run has kept, by the recipe's key."""
+    found = {}
+    for key, node in tree.items():
+        source, folder = (_argument(node, name, place) for place, name in enumerate(("source", "folder")))
+        if tag_of(node).startswith("!new:") and isinstance(source, str) and isinstance(folder, str) \
+                and (settings := Settings.kept(source, folder)) is not None:
+            found[key] = settings
+    return found
 
 
 def _inside(node: object) -> Iterator[tuple[str, object]]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,18 @@ from speechbrain.utils.checkpoints import METAFNAME, PARAMFILE_EXT, Checkpoint
 
 from sbkit.data.tokens import Tokenizer
 from sbkit.errors import SbkitError
+from sbkit.nn.pretrained.source import Settings
 from sbkit.recipe import load
 from sbkit.runs import restore
-from sbkit.runs.initial.files import NoTensors, looks_like_tensors, plain_state, statistics_in, tensors_in
-from sbkit.runs.initial.names import SavedNames
+from sbkit.runs.initial.files import (
+    NoTensors,
+    by_parts,
+    looks_like_tensors,
+    plain_state,
+    statistics_in,
+    tensors_in,
+)
+from sbkit.runs.initial.names import SavedNames, encoders
 from sbkit.runs.initial.vocabulary import Vocabulary
 from sbkit.runs.layout import RECIPE
 from sbkit.score.metric import Metric, Order
@@ -52,10 +61,14 @@ class Source:
     mean_of: int = 1
     order: Order = field(default_factory=Order)
     """With a shelf: the mean of how many of its checkpoints, and which are the best."""
+    told_mean: Callable[[int], str] = str
+    """With a shelf: which that is, in words, by how many the mean is of after all."""
     tokenizer: Path | None = None
     lost_tokenizer: Path | None = None
     """The one that its recipe names, where that file is no more."""
     roles: dict[str, int] = field(default_factory=dict)
+    encoders: dict[str, Settings] = field(default_factory=dict)
+    """The configs of its pretrained encoders, by the recipe's key, where it has kept them."""
     no_tensors: dict[str, str] = field(default_factory=dict)
     """Files that hold something else, and what that is; known once the tensors are."""
 
@@ -70,9 +83,10 @@ class Source:
         else:
             found = {full: value for name, state in states.items() if not self.names.averaged(name)
                      for full, value in self._named(name, state, shapes).items()}
+            alone = not found
             for name in filter(self.names.averaged, states):  # it takes the place of the weights that it is of
                 mean = self._named(name, self._average(states[name]), shapes)
-                found |= {full: value for full, value in mean.items() if full in found}
+                found |= {full: value for full, value in mean.items() if alone or full in found}
         return {name: value.to("meta") for name, value in found.items()} if shapes else found
 
     def lora_scale(self, layer: str) -> float | None:
@@ -84,6 +98,7 @@ class Source:
             raise SbkitError(f"init_from: {self.told} holds adapters, and not the model that they were trained with: "
                              "only the recipe of its run says how they belong together",
                              hint="name the run's folder, or the checkpoint in it")
+        states = {name: by_parts(self.files[name], state) for name, state in states.items()}
         return next(iter(states.values())) if len(states) == 1 else \
             {f"{name}.{key}": value for name, state in states.items() for key, value in state.items()}
 
@@ -98,7 +113,9 @@ class Source:
                 return {}
         state = plain_state(path, lazily=shapes) or {}  # what isn't tensors is something else than weights
         if state and self.mean_of > 1 and not shapes and not statistics_in(state):
-            return average(self.shelf, name, self.mean_of, **self.order)[0]
+            state, used = average(self.shelf, name, self.mean_of, **self.order)
+            self.told = self.told_mean(len(used))
+            return state
         return state
 
     def _named(self, name: str, state: Mapping[str, Any], shapes: bool) -> dict[str, torch.Tensor]:
@@ -149,7 +166,7 @@ def find(path: str | Path, checkpoint: str, mean_of: int, metric: Metric) -> Sou
         return _of_run(run, checkpoint, mean_of, metric)
     _refuse_choice(path, checkpoint, mean_of)
     if path.is_file():
-        return Source(f"the file {path}", {"": path})
+        return _of_file(path, metric)
     if (path / METAFNAME).is_file():
         return _of_checkpoint(path, metric)
     if (path / RECIPE).is_file():
@@ -219,9 +236,17 @@ def _of_run(run: Path, checkpoint: str, mean_of: int, metric: Metric) -> Source:
         return _saved(f"the run {run} ({Path(chosen.path).name}{said})", chosen, tree, shelf)
     if checkpoint not in (restore.BEST, restore.LAST):
         raise SbkitError(f"init_average is of the best or the last checkpoints, not of {checkpoint}")
-    made = _saved(f"the run {run} (the mean of {mean_of} checkpoints)", _chosen(shelf, checkpoint, order), tree, shelf)
-    made.mean_of, made.order = mean_of, order
+    told = functools.partial(_mean, run, mean_of)
+    there = min(mean_of, len(shelf.find_checkpoints(**order)))
+    made = _saved(told(there), _chosen(shelf, checkpoint, order), tree, shelf)
+    made.mean_of, made.order, made.told_mean = mean_of, order, told
     return made
+
+
+def _mean(run: Path, asked: int, count: int) -> str:
+    """A run in words; of fewer checkpoints than were asked for all are taken, as ``average`` does."""
+    few = f", and not of {asked}: there are no more" if count < asked else ""
+    return f"the run {run} (the mean of {count} checkpoint{'s' if count > 1 else ''}{few})"
 
 
 def _of_checkpoint(path: Path, metric: Metric) -> Source:
@@ -235,6 +260,27 @@ def _of_checkpoint(path: Path, metric: Metric) -> Source:
     if not files:
         raise SbkitError(f"init_from: the checkpoint {path} holds no weights")
     return Source(f"the checkpoint {path}", files)
+
+
+def _of_file(path: Path, metric: Metric) -> Source:
+    """By the names of the recipe that it lies with, if that says what it holds; else by its own."""
+    told = f"the file {path}"
+    whole = _lying_with(path.absolute(), metric)
+    for name, file in whole.files.items() if whole is not None else ():
+        if whole is not None and (file.stem == path.stem or file.samefile(path)):
+            return replace(whole, told=told, files={name: path}, no_tensors={})
+    return Source(told, {"": path})
+
+
+def _lying_with(path: Path, metric: Metric) -> Source | None:
+    """The checkpoint, bundle or folder that a file is of; None where there is none whose recipe could be read."""
+    folder = path.parent
+    if (folder / METAFNAME).is_file():
+        return _of_checkpoint(folder, metric)
+    try:
+        return _of_speechbrain(folder) if (folder / RECIPE).is_file() and _run_of(folder) is None else None
+    except SbkitError:
+        return None
 
 
 def _chosen(shelf: Checkpointer, checkpoint: str, order: Order) -> Checkpoint:
@@ -268,7 +314,8 @@ def _saved(told: str, chosen: Checkpoint, tree: Mapping[str, Any], shelf: Checkp
     roles = {role: tree[f"{role}_index"] for role in _SPECIAL if isinstance(tree.get(f"{role}_index"), int)}
     tokenizer = _tokenizer_of_run(tree)
     found = tokenizer if tokenizer is not None and tokenizer.is_file() else None
-    return Source(told, files, names, shelf, tokenizer=found, lost_tokenizer=None if found else tokenizer, roles=roles)
+    return Source(told, files, names, shelf, tokenizer=found, lost_tokenizer=None if found else tokenizer, roles=roles,
+                  encoders=encoders(tree))
 
 
 def _moved(run: Path) -> dict[str, Any]:

@@ -8,11 +8,17 @@ from collections.abc import Iterable, Sequence
 from sbkit.runs.initial.matching import Fate
 from sbkit.system.console import table
 
+COLUMNS = ["part", "numbers", "what", "why"]
+
 
 def text(told: str, fates: Sequence[Fate]) -> str:
     """The table, with a line above it that says where the weights come from."""
-    rows = [[fate.name, f"{fate.numbers:,}", fate.what, fate.why] for fate in collapsed(fates)]
-    return f"Starting from {told}\n{table(['part', 'numbers', 'what', 'why'], rows, indent='  ')}"
+    return f"Starting from {told}\n{table(COLUMNS, rows(fates), indent='  ')}"
+
+
+def rows(fates: Sequence[Fate]) -> list[list[str]]:
+    """The rows of the table, whose columns are ``COLUMNS``."""
+    return [[fate.name, f"{fate.numbers:,}", fate.what, fate.why] for fate in collapsed(fates)]
 
 
 def collapsed(fates: Iterable[Fate]) -> list[Fate]:

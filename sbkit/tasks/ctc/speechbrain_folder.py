@@ -9,6 +9,7 @@ SpeechBrain's own hook for SentencePiece reads.
 from __future__ import annotations
 
 import io
+import json
 import logging
 import os
 import shutil
@@ -33,6 +34,7 @@ from sbkit.export.features import is_input_normalization
 from sbkit.export.runners import Runner, padded
 from sbkit.recipe import load
 from sbkit.recipe.includes import Tree
+from sbkit.runs.initial.files import PARTS
 from sbkit.tasks.ctc.recognizer import GUARD_FRAMES, Recognizer
 
 _HEAD = """# For stock SpeechBrain; the weights are in model.ckpt, which is a safetensors file (never a pickle).
@@ -95,7 +97,8 @@ def write(folder: Path, run: Path, recognizer: Recognizer, tokenizer: Tokenizer,
         raise SbkitError(f"SpeechBrain can't build what the recipe describes: {summary(error)}") from error
     for module, part in zip(built["model"], filter(lambda part: part.learned, parts), strict=True):
         _fill(module, part)
-    save_model(built["model"], str(folder / layout.WEIGHTS), metadata={"format": "pt"})
+    keys = {str(place): part.key for place, part in enumerate(part for part in parts if part.learned)}
+    save_model(built["model"], str(folder / layout.WEIGHTS), metadata={"format": "pt", PARTS: json.dumps(keys)})
     (folder / layout.TOKENIZER).write_bytes(tokenizer.processor.serialized_model_proto())
     _also_as(folder / layout.WEIGHTS, folder / "model.ckpt")
     _also_as(folder / layout.TOKENIZER, folder / "tokenizer.ckpt")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from run_folders import corpus, run_with_model
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from starts import spanish, state, target
 
 from sbkit.errors import SbkitError
@@ -77,7 +77,22 @@ def test_a_run_gives_the_mean_of_several(run, english, tmp_path, caplog):
     _, after, table = started(tmp_path, english, caplog, init_from=str(run), init_average=2)
     one, two = saved(run, "epoch2"), saved(run, "epoch3")  # the best by WER
     assert torch.allclose(after["model.3.w.weight"], (one["3.w.weight"] + two["3.w.weight"]) / 2)
-    assert "the mean of 2 checkpoints" in table
+    assert "the mean of 2 checkpoints)" in table
+
+
+def test_of_fewer_checkpoints_than_were_asked_for_the_true_number_is_told(run, english, tmp_path, caplog):
+    _, after, table = started(tmp_path, english, caplog, init_from=str(run), init_average=9)
+    three = [saved(run, f"epoch{epoch}")["3.w.weight"] for epoch in (1, 2, 3)]
+    assert torch.allclose(after["model.3.w.weight"], sum(three) / 3)
+    assert "the mean of 3 checkpoints, and not of 9: there are no more" in table
+
+
+def test_a_damaged_checkpoint_is_not_counted_in_the_mean(run, english, tmp_path, caplog):
+    copied = Path(shutil.copytree(run, tmp_path / "copied"))
+    (path,) = copied.glob("save/*epoch3*/model.ckpt")
+    path.write_bytes(path.read_bytes()[:-100])
+    _, _, table = started(tmp_path, english, caplog, init_from=str(copied), init_average=3)
+    assert "the mean of 2 checkpoints, and not of 3: there are no more" in table
 
 
 def test_a_moving_average_takes_the_place_of_the_weights(english, tmp_path, caplog):
@@ -110,6 +125,10 @@ def test_the_mean_of_several_moving_averages(english, tmp_path, caplog):
     _, after, _ = started(tmp_path, english, caplog, init_from=str(averaged), init_average=2)
     _, brain = load_run(averaged, "cpu", mean_of=2)
     assert all(torch.equal(value, after[name]) for name, value in state(brain).items())
+    (alone,) = averaged.glob("save/*epoch2*/ema.ckpt")
+    shutil.rmtree(tmp_path / "new")
+    _, from_file, _ = started(tmp_path, english, caplog, init_from=str(alone))
+    assert torch.equal(from_file["model.3.w.bias"], torch.load(alone, weights_only=True)["weights"]["3.w.bias"])
     own = [torch.load(path, weights_only=True)["3.w.bias"] for path in averaged.glob("save/*epoch*/model.ckpt")]
     assert torch.allclose(after["model.3.w.bias"], (own[0] + own[1]) / 2 + 1.5)
 
@@ -140,6 +159,50 @@ def test_a_bundle_gives_all_but_the_decoder(run, bundle, english, tmp_path, capl
     lines = [line.split() for line in table.splitlines()]
     assert ["Transformer.decoder", "drawn"] in [line[:1] + line[2:3] for line in lines]
     assert len(lines) < 20
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.ckpt"])
+@pytest.mark.parametrize("lone", [False, True])
+def test_a_bundles_file_is_the_bundle(run, bundle, english, tmp_path, caplog, name, lone):
+    path = bundle / name
+    if lone:
+        path = Path(shutil.copy(path, tmp_path))
+    before, after, table = started(tmp_path, english, caplog, init_from=str(path))
+    theirs = saved(run, "epoch2")
+    assert all(torch.equal(after[f"model.{each}"], theirs[each]) for each in theirs
+               if not each.startswith(("2.", "1.decoder.", "1.custom_tgt_module.")))
+    assert torch.equal(before["model.2.w.weight"], after["model.2.w.weight"]) and "Starting from the file" in table
+    assert ("no tokenizer there" in table) == lone
+
+
+def test_numbers_that_could_be_other_parts_are_refused(bundle, english, tmp_path, caplog):
+    save_file(load_file(bundle / "model.safetensors"), tmp_path / "weights.safetensors")  # as bundles once were
+    error = refusal(english, tmp_path, tmp_path / "weights.safetensors")
+    assert "has numbers for its parts (0, 1, 2), and here 0 is CNN, 1 is Transformer, 2 is seq_lin, 3 is ctc_lin: " \
+        "nobody knows which of them is seq_lin" in error.message
+    assert error.hint.startswith("name the folder of its run, checkpoint or bundle, whose recipe tells it, or ")
+    assert "is seq_lin" in refusal(english, tmp_path, tmp_path / "weights.safetensors", init_leave=["ctc_lin"]).message
+    shutil.rmtree(tmp_path / "new")
+    before, after, _ = started(tmp_path, english, caplog, init_from=str(tmp_path / "weights.safetensors"),
+                               init_leave=["seq_lin"])
+    assert all(torch.equal(before[name], after[name]) for name in before if name.startswith(("model.2", "model.3")))
+    assert not torch.equal(before["model.0.convblock_0.convs.conv_0.conv.weight"],
+                           after["model.0.convblock_0.convs.conv_0.conv.weight"])
+
+
+def test_numbers_whose_tensors_are_like_no_other_part_are_taken(run, english, tmp_path, caplog):
+    theirs = {name: value.contiguous() for name, value in saved(run, "epoch2").items() if name[0] in "01"}
+    save_file(theirs, tmp_path / "weights.safetensors")
+    _, after, _ = started(tmp_path, english, caplog, init_from=str(tmp_path / "weights.safetensors"))
+    assert all(torch.equal(value, after[f"model.{name}"]) for name, value in theirs.items())
+
+
+def test_a_list_in_another_order_is_refused_where_only_numbers_tell(run, english, tmp_path):
+    order = {"0": "1", "1": "0", "2": "2", "3": "3"}
+    save_file({order[name[0]] + name[1:]: value.contiguous() for name, value in saved(run, "epoch2").items()},
+              tmp_path / "weights.safetensors")
+    assert "nobody knows which of them is CNN, Transformer" in \
+        refusal(english, tmp_path, tmp_path / "weights.safetensors").message
 
 
 def test_speechbrains_folder_is_read_without_building_anything(bundle, english, tmp_path, caplog):
@@ -180,8 +243,10 @@ def test_recipes_that_order_their_lists_otherwise_understand_each_other(run, eng
     tree["model"][0].reverse()
     with open(other / "hyperparams.yaml", "w") as out:
         YAML().dump(tree, out)
-    _, after, table = started(tmp_path, english, caplog, init_from=str(other), init_checkpoint="epoch1")
-    assert all(torch.equal(value, after[f"model.{name}"]) for name, value in theirs.items()), table
+    for asked in ({"init_from": str(other), "init_checkpoint": "epoch1"}, {"init_from": str(ckpt / "model.ckpt")}):
+        _, after, table = started(tmp_path, english, caplog, **asked)
+        assert all(torch.equal(value, after[f"model.{name}"]) for name, value in theirs.items()), table
+        shutil.rmtree(tmp_path / "new")
 
 
 # ------------------------------------------------------------------ another vocabulary
