@@ -81,15 +81,16 @@ def _look_deeper(root: Node, findings: Findings, report: Report, run_opts: RunOp
         traced = trace.trace(built, modules, findings)
         if traced.note:
             report.notes.append(traced.note)
+        start = None
         if traced.task is not None:
             traced.task.check_outputs(traced, findings)
-            traced.task.check_start(traced, findings)
+            start = traced.task.check_start(traced, findings)
         corpus_check.check_corpus(built, findings, starting)
         labels, note = corpus_check.check_prepared(traced, findings) if not starting else (None, "")
         bill_section = _bill(owned, traced, findings, report, run_opts, starting, measure)
         if complete:
             devices.prove(owned, table, traced, findings)
-        sections = {"shapes": trace.section(traced), "labels": labels, "bill": bill_section}
+        sections = {"shapes": trace.section(traced), "start": start, "labels": labels, "bill": bill_section}
         report.sections |= {name: section for name, section in sections.items() if section is not None}
         if note:
             report.notes.append(note)

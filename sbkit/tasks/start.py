@@ -6,22 +6,31 @@ from pathlib import Path
 
 from sbkit.errors import SbkitError
 from sbkit.recipe.build import Built
+from sbkit.recipe.report import Section
 from sbkit.recipe.source import Findings
 from sbkit.recipe.trace import Trace
 from sbkit.recipe.values import static
 from sbkit.runs import initial
+from sbkit.runs.initial import table
 
 
-def check(trace: Trace, findings: Findings) -> None:
-    """Tell of a source that isn't there, or doesn't fit; a run that has a checkpoint needs none."""
+def check(trace: Trace, findings: Findings) -> Section | None:
+    """Tell of a source that isn't there, or doesn't fit; a run that has a checkpoint needs none.
+
+    Returns a table of what the run will take, and what not.
+    """
     if trace.brain is None or trace.keys.init_from is None or _begun(trace.built):
-        return
+        return None
     try:
-        initial.check(trace.keys, trace.brain)
+        told, fates = initial.check(trace.keys, trace.brain)
     except SbkitError as error:
         nodes, (key, _, said) = trace.built.nodes, error.message.partition(": ")
         key, said = (key, said) if key in nodes and key.startswith("init_") else ("init_from", error.message)
         findings.error("start", nodes[key].place, key, said, error.hint or "")
+        return None
+    parts = [{"part": fate.name, "numbers": fate.numbers, "what": fate.what, "why": fate.why}
+             for fate in table.collapsed(fates)]
+    return Section(f"start: from {told}", table.COLUMNS, table.rows(fates), values={"from": told, "parts": parts})
 
 
 def _begun(built: Built) -> bool:

@@ -133,9 +133,12 @@ class Task(Brain):
         """Check the shapes that a stand-in batch had on its way through the model, as far as it got."""
 
     @classmethod
-    def check_start(cls, trace: Trace, findings: Findings) -> None:
-        """Look at what a run is to start from, as far as that can be done before its corpus is prepared."""
-        start.check(trace, findings)
+    def check_start(cls, trace: Trace, findings: Findings) -> Section | None:
+        """Look at what a run is to start from, as far as that can be done before its corpus is prepared.
+
+        Returns a table of what it will take for the check's report; None if it starts from nothing, or can't.
+        """
+        return start.check(trace, findings)
 
     @classmethod
     def check_labels(cls, keys: OwnKeys, manifests: Mapping[str, Manifest], findings: Findings,

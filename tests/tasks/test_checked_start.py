@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from run_folders import TINY, corpus, run_with_model
@@ -26,6 +28,20 @@ def errors(folder, **keys):
 def test_a_start_that_fits_passes_with_another_vocabulary(run, tmp_path):
     assert not errors(tmp_path, init_from=str(run), init_leave=["Transformer.decoder"])
     assert not (tmp_path / "new").exists()
+
+
+def test_the_report_says_what_will_be_taken(run, tmp_path):
+    given = {**TINY, "output_folder": str(tmp_path / "new"), "init_from": str(run), "init_average": 5,
+             "init_leave": ["Transformer.decoder"]}
+    report = check(RECIPE, given)
+    rows = {name: rest for name, *rest in report.sections["start"].rows}
+    assert rows["CNN"][1:] == ["taken", ""] and rows["Transformer.decoder"][1:] == ["drawn anew", "init_leave"]
+    assert rows["ctc_lin"][1:] == ["taken", "rows of tokens that both have"]
+    told = f"the run {run} (the mean of 1 checkpoint, and not of 5: there are no more)"
+    assert f"start: from {told}" in report.text()
+    values = json.loads(report.json())["sections"]["start"]["values"]
+    assert values["from"] == told and {part["part"] for part in values["parts"]} == set(rows)
+    assert "start" not in check(RECIPE, {**given, "init_from": None}).sections
 
 
 def test_a_source_that_is_not_there(tmp_path):

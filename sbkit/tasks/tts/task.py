@@ -21,6 +21,7 @@ from sbkit.nn.lengths import lengths_to_mask
 from sbkit.nn.voice import durations
 from sbkit.nn.voice.voice import Taught, Voice
 from sbkit.recipe.build import Built
+from sbkit.recipe.report import Section
 from sbkit.recipe.source import Findings
 from sbkit.recipe.trace import Trace
 from sbkit.runs.bundles import Bundles
@@ -119,15 +120,14 @@ class TTS(Task):
         return parts_fit(keys, built, findings)
 
     @classmethod
-    def check_start(cls, trace: Trace, findings: Findings) -> None:
+    def check_start(cls, trace: Trace, findings: Findings) -> Section | None:
         if trace.keys is None:
-            return
+            return None
         keys = trace.keys
         wrong = list(keys.absent()) or list(keys.of_another_kind()) or list(codec_parts.differing(keys))
         for problem in wrong:
             findings.error("start", trace.built.nodes[problem.key].place, *problem)
-        if not wrong:
-            super().check_start(trace, findings)
+        return super().check_start(trace, findings) if not wrong else None
 
     @classmethod
     def look_at_texts(cls, keys: TTSKeys, texts: Sequence[str]) -> None:
