@@ -131,13 +131,24 @@ class ASR(Task):
 
     def open_run(self, texts: Sequence[str], steps: int) -> None:
         """Compute the loss at chance from the training texts, and begin the run."""
-        self.hearing.chance, self.alarm.planned = self.keys.tokenizer.entropy(texts), steps
+        self.hearing.chance = self.keys.tokenizer.entropy(texts)
         super().open_run(texts, steps)
+        self.alarm.setup = self._setup(steps)
+
+    def _setup(self, planned: int) -> Setup:
+        """Return what the alarm's advice depends on."""
+        keys = self.keys
+        masks, schedule = keys.spec_augment, keys.schedule
+        peak = None if schedule is None else schedule.peak
+        rise = None if schedule is None or schedule.top()[1] == peak else schedule.rise
+        return Setup(
+            averages=self.averages_weights, max_norm=self.max_grad_norm, planned=planned,
+            masks=masks is not None and getattr(masks, "ramp", None) is None,
+            peak=peak, rise=rise,
+            trained="pretrainer" if keys.pretrainer is not None else "init_from" if keys.init_from is not None else "")
 
     def fit(self, *args: Any, **kwargs: Any) -> None:
-        masks = self.keys.spec_augment
-        self.alarm.setup = Setup(self.averages_weights, self.max_grad_norm,
-                                 masks is not None and getattr(masks, "ramp", None) is None)
+        """Train, and tell at the end of all that still holds."""
         super().fit(*args, **kwargs)
         if not self.test_only:
             self._tell(self.alarm.end(self.optimizer_step))

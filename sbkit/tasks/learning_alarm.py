@@ -63,8 +63,6 @@ class LearningAlarm:
     def __init__(self, part: str | None = None) -> None:
         self.setup = Setup()
         self.part = part
-        self.planned: int | None = None
-        """Optimizer steps of the whole run, set before ``fit`` if they are known."""
         self._state = _State()
         self._seen: Seen | None = None
 
@@ -146,9 +144,10 @@ class LearningAlarm:
             return []
         if self._at_full_rate(step) >= self._patience():
             return self._raise(CHANCE, step - 1)
-        if step <= SETTLED and self.planned is not None and self.planned < words.FEWEST:
+        planned = self.setup.planned
+        if step <= SETTLED and planned is not None and planned < words.FEWEST:
             state.raised[CHANCE] = step - 1
-            return [words.too_short(step - 1, self.planned)]
+            return [words.too_short(step - 1, self.setup)]
         return []
 
     def _divergence(self, step: int, seen: Seen) -> list[Notice]:

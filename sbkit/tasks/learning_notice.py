@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 CHANCE, VALIDATION, DIVERGENCE = "chance", "validation", "divergence"
@@ -12,13 +13,19 @@ KINDS = (DIVERGENCE, CHANCE, VALIDATION)
 NOTHING = 0.05
 #: From this share on the model hears, and can lose it again. Twice ``NOTHING``, so that noise doesn't cross both.
 HEARS = 2 * NOTHING
-#: The flagship's runs on speech that learnt left chance after this many steps (of 10 to 30 s, on a tenth of an hour to
-#: an hour, at half to three times the rate). Even a corpus of tones, one for each letter, takes 70.
+#: The flagship's runs from nothing on speech that learnt left chance after this many steps (of 10 to 30 s, on a tenth
+#: of an hour to an hour, at half to three times the rate). Even a corpus of tones, one for each letter, takes 70. Of
+#: runs that start from trained weights this has not been measured.
 USUAL, FEWEST = (100, 230), 60
 #: Steps after the warm-up until a notice: the slowest of those runs needed 175.
 PATIENCE = 400
 #: The peak of the learning rate that most of them had.
 USUAL_RATE = 0.002
+#: The lowest and the highest peak in docs/finetune.md's table of settings with which others' runs have converged, and
+#: that of hparams/ssl.yaml.
+TRAINED_RATES, TRAINED_RATE = (5e-5, 1e-3), 3e-4
+#: A rate is too low to learn anything from below this share of the usual one.
+TOO_LOW = 0.1
 
 
 class Notice(NamedTuple):
@@ -89,17 +96,56 @@ class Setup(NamedTuple):
     averages : a moving average of the weights is validated
     max_norm : the norm at which gradients are clipped; None: they are not
     masks : features are masked from the first step on
+    planned : optimizer steps of the whole run; None: they are not known
+    peak : the learning rate that the recipe's schedule is to rise to; None: there is no schedule
+    rise : the most that it may rise in a step, if that keeps it below ``peak``; None: it doesn't
+    trained : what the weights come from, if they are trained already: pretrainer or init_from; empty: from nothing
     """
 
     averages: bool = False
     max_norm: float | None = None
     masks: bool = False
+    planned: int | None = None
+    peak: float | None = None
+    rise: float | None = None
+    trained: str = ""
+
+    @property
+    def more_steps(self) -> str:
+        """The advice to take more steps than are planned."""
+        enough = max(1000, 200 * math.ceil((self.planned or 0) / 100))
+        return f"more steps: --least_steps {enough} or more, a higher --number_of_epochs, or a smaller --step_seconds"
+
+    @property
+    def known(self) -> str:
+        """What is known of the steps that runs need, as sentences."""
+        if not self.trained:
+            return f"{_USUAL} at a rate of {USUAL_RATE:g}."
+        table = " docs/finetune.md has settings with which others' have." if self.trained == "pretrainer" else ""
+        return (f"It starts from trained weights ({self.trained}), and after how many steps such runs leave chance has "
+                f"not been measured.{table}")
+
+    def below_peak(self, seen: Seen) -> bool:
+        """Whether the learning rate has not come to what the recipe says."""
+        return seen.rate is not None and self.peak is not None and seen.rate < (1 - 1e-6) * self.peak
+
+    def too_low(self, rate: float | None) -> bool:
+        """Whether nothing can be learnt at this rate."""
+        usual = TRAINED_RATES[0] if self.trained == "pretrainer" else USUAL_RATE
+        return rate is not None and rate < TOO_LOW * usual
 
 
-def too_short(step: int, planned: int) -> Notice:
+
+def too_short(step: int, setup: Setup) -> Notice:
     """Notice a plan of fewer steps than any run has needed."""
-    headline = f"This run is planned for {planned:,} steps, too few to hear anything"
-    return Notice(CHANCE, step, headline, f"{_USUAL}, none in fewer than {FEWEST}.", (_MORE_STEPS,))
+    headline = f"This run is planned for {setup.planned:,} steps"
+    if setup.trained:
+        headline += ", and hears nothing at its start"
+        detail = f"From nothing, none has learnt in fewer than {FEWEST}. {setup.known}"
+    else:
+        headline += ", too few to hear anything"
+        detail = f"{_USUAL}, none in fewer than {FEWEST}."
+    return Notice(CHANCE, step, headline, detail, (setup.more_steps,))
 
 
 def at_chance(step: int, seen: Seen, validation: Validation | None, setup: Setup) -> Notice:
@@ -112,12 +158,15 @@ def at_chance(step: int, seen: Seen, validation: Validation | None, setup: Setup
     headline = "The model has heard nothing yet" if few else "The model hears nothing: its loss stands at chance"
     if above:
         headline = "The model hears nothing: its loss has not even come down to chance"
-    if above and seen.rate is not None and seen.rate < USUAL_RATE / 10:
-        advice = [f"a higher learning rate: --lr {USUAL_RATE:g} (its peak is {seen.rate:.2g})", _MORE_STEPS]
+    low = setup.too_low(seen.rate)
+    if low and setup.below_peak(seen) and not setup.too_low(setup.peak):
+        advice = [_until_peak(seen, setup)]
+    elif low and above:
+        advice = [_higher(seen, setup), setup.more_steps]
     else:
-        advice = [_MORE_STEPS, *_gentler(seen, setup)] if few else [*_gentler(seen, setup), _MORE_STEPS]
-    detail.append(f"{_USUAL} at a rate of {USUAL_RATE:g}; this one has done {seen.step:,}, {seen.full:,} of them since "
-                  "its learning rate stopped rising.")
+        advice = [setup.more_steps, *_gentler(seen, setup)] if few else [*_gentler(seen, setup), setup.more_steps]
+    detail.append(f"{setup.known} This one has done {seen.step:,}, {seen.full:,} of them since its learning rate "
+                  "stopped rising.")
     return Notice(CHANCE, step, headline, " ".join(detail), (*advice, _LABELS))
 
 
@@ -128,7 +177,7 @@ def deaf(step: int, seen: Seen | None, validation: Validation, setup: Setup) -> 
         detail.append(f"In training {seen.against_chance()}.")
     if seen is None or seen.heard is None or seen.heard < HEARS:
         return Notice(VALIDATION, step, "Validation hears nothing", " ".join(detail),
-                      (*_gentler(seen, setup), _MORE_STEPS, _LABELS))
+                      (*_gentler(seen, setup), setup.more_steps, _LABELS))
     advice = ["compare dev with train: language, spelling and alphabet of the transcripts, sample rate, loudness",
               "listen to some clips of dev, and compare them with their transcripts (manifests/dev.csv)",
               "more training data or stronger augmentation: a model soon knows a few utterances by heart"]
@@ -168,15 +217,29 @@ def over(what: str, step: int, since: int, seen: Seen | None) -> Notice:
     return Notice(what, step, headline, f"The warning of step {since:,} is over{loss}.", holds=False)
 
 
-_USUAL = "Runs that learn leave chance after {} to {} steps".format(*USUAL)
-_MORE_STEPS = "more steps: --least_steps 1000 or more, a higher --number_of_epochs, or a smaller --step_seconds"
+_USUAL = "Runs from nothing that learn leave chance after {} to {} steps".format(*USUAL)
 _LABELS = ("transcripts that belong to their recordings: listen to some (manifests/train.csv), and see whether "
            "`sbkit check` finds labels that are too long for them")
 
 
+def _until_peak(seen: Seen, setup: Setup) -> str:
+    """The advice to let the learning rate come to what the recipe says, for lack of which it was too low."""
+    why = "" if setup.rise is None else f", since it may rise by {setup.rise:g} a step (--schedule.rise)"
+    return f"{setup.more_steps}: the learning rate has come to {seen.rate:.2g} of {setup.peak:g}{why}"
+
+
+def _higher(seen: Seen, setup: Setup) -> str:
+    if setup.trained == "pretrainer":
+        lowest, highest = TRAINED_RATES
+        return (f"a higher learning rate: --lr {TRAINED_RATE:g} (its peak is {seen.rate:.2g}; others' runs from "
+                f"trained encoders had {lowest:g} to {highest:g})")
+    return f"a higher learning rate: --lr {USUAL_RATE:g} (its peak is {seen.rate:.2g})"
+
+
 def _gentler(seen: Seen | None, setup: Setup) -> list[str]:
     masks = ["masks that wait until something is heard: --spec_augment.ramp '[0.3,0.7]', or --spec_augment null"]
-    return [_warmup(seen), _lower(seen), *(masks if setup.masks else [])]
+    rises = seen is not None and setup.below_peak(seen)
+    return [*([] if rises else [_warmup(seen)]), _lower(seen), *(masks if setup.masks else [])]
 
 
 def _warmup(seen: Seen | None) -> str:

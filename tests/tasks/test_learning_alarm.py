@@ -21,11 +21,13 @@ class Trial:
 
     def __init__(self, steps: int, loss, cer=None, chance: float = CHANCE, rate: float = 0.002, warmup: float = 50,
                  every: int = 40, rows: int = 20, setup: Setup = PLAIN, cut: int | None = None,
-                 folder=None, parts=("ctc",), planned: int | None = None):
+                 folder=None, parts=("ctc",), planned: int | None = None, rise: float | None = None):
         self.hearing, self.alarm, self.told = Hearing(chance), LearningAlarm("ctc"), []
-        self.schedule = Schedule(rate, warmup, "linear")
+        self.schedule = Schedule(rate, warmup, "linear", rise=rise)
         self.schedule.total_steps = steps
-        self.setup, self.planned = setup, steps if planned is None else planned
+        capped = self.schedule.top()[1] < rate
+        self.setup = setup._replace(planned=steps if planned is None else planned, peak=rate,
+                                    rise=rise if capped else None)
         self._prepare()
         noise = random.Random(7)
         for step in range(1, steps + 1):
@@ -44,7 +46,7 @@ class Trial:
         self.told += self.alarm.end(steps)
 
     def _prepare(self):
-        self.alarm.setup, self.alarm.planned = self.setup, self.planned
+        self.alarm.setup = self.setup
 
     def look(self, step: int) -> None:
         self.hearing.at(step)
@@ -125,7 +127,8 @@ def test_a_loss_that_stands_at_chance_is_told_once_and_again_at_the_end():
     assert text.startswith("Step 449: the model hears nothing: its loss stands at chance. The ctc loss is 2.8")
     assert "(2.83: guessing by how often each token comes)" in text
     assert "In the last validation (step 440) 20 of 20 transcripts are empty, CER 100.0 %" in text
-    assert "after 100 to 230 steps" in text and "has done 449, 400 of them since" in text
+    assert "Runs from nothing that learn leave chance after 100 to 230 steps" in text
+    assert "has done 449, 400 of them since" in text
     assert [advice.split(":")[0] for advice in first.advice[:3]] == [
         "a longer warm-up", "a third of the learning rate", "masks that wait until something is heard"]
     assert "--lr 0.00067" in text and "--schedule.warmup 150" in text and "--spec_augment null" in text
@@ -151,6 +154,37 @@ def test_a_rate_of_nearly_nothing_is_told_to_be_higher_and_waits_no_longer_for_i
     assert trial.short == [("chance", 1249, "on"), ("chance", 1400, "end")]
     assert "not even come down to chance" in trial.told[0].headline
     assert trial.told[0].advice[0].startswith("a higher learning rate: --lr 0.002")
+
+
+@pytest.mark.parametrize(("warmup", "rise", "reason"), [
+    (0.2, 1.25e-5, ", since it may rise by 1.25e-05 a step (--schedule.rise)"), (500, None, "")])
+def test_a_run_too_short_for_its_rate_is_told_to_take_more_steps_and_no_rate_that_is_set_already(warmup, rise, reason):
+    (told,) = Trial(12, lambda step: 9.0, warmup=warmup, rise=rise, planned=70).told
+    assert told.at_end and told.advice[0].startswith("more steps: --least_steps 1000 or more")
+    assert re.search(r"the learning rate has come to \S+ of 0.002" + re.escape(reason) + "$", told.advice[0])
+    assert "--lr" not in told.text() and "--schedule.warmup" not in told.text()
+
+
+def test_more_steps_are_more_than_there_were():
+    assert "--least_steps 6200 or more" in Trial(700, healthy(leaves=9999), planned=3001).told[0].text()
+
+
+@pytest.mark.parametrize("trained", ["pretrainer", "init_from"])
+def test_what_was_seen_of_runs_from_nothing_is_not_said_of_one_from_trained_weights(trained):
+    setup = Setup(trained=trained)
+    text = Trial(1400, healthy(leaves=9999), setup=setup, rate=3e-4).told[0].text()
+    assert "100 to 230" not in text and "0.002" not in text
+    assert f"It starts from trained weights ({trained}), and after how many steps such runs leave" in text
+    assert ("docs/finetune.md" in text) == (trained == "pretrainer")
+    short = Trial(50, healthy(leaves=9999), warmup=0.1, setup=setup).told[0]
+    assert short.headline == "This run is planned for 50 steps, and hears nothing at its start"
+
+
+@pytest.mark.parametrize(("rate", "advised"), [(5e-5, None), (1e-6, "--lr 0.0003 (its peak is 1e-06; others' runs")])
+def test_a_low_rate_is_one_for_a_trained_encoder_unless_it_is_lower_than_any_that_others_had(rate, advised):
+    told = Trial(1400, lambda step: 9.0, rate=rate, setup=Setup(trained="pretrainer")).told[0]
+    assert told.advice[0].startswith(f"a higher learning rate: {advised}" if advised else "a longer warm-up")
+    assert "--lr 0.002" not in told.text()
 
 
 def test_who_learns_late_is_told_that_it_is_over_and_not_accused_at_the_end():
