@@ -15,7 +15,7 @@ from speechbrain.utils.run_opts import RunOptions
 from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError, summary
 from sbkit.nn import attention_kernel
-from sbkit.recipe import batch_size, bill, corpus_check, devices, ownership, parts, trace
+from sbkit.recipe import batch_size, bill, corpus_check, devices, learning, ownership, parts, trace
 from sbkit.recipe.blind_spots import nothing_from
 from sbkit.recipe.build import Built, build
 from sbkit.recipe.reading import read
@@ -87,13 +87,35 @@ def _look_deeper(root: Node, findings: Findings, report: Report, run_opts: RunOp
             start = traced.task.check_start(traced, findings)
         corpus_check.check_corpus(built, findings, starting)
         labels, note = corpus_check.check_prepared(traced, findings) if not starting else (None, "")
+        learns = _learning(traced, torch.nn.ModuleDict(modules), findings)
         bill_section = _bill(owned, traced, findings, report, run_opts, starting, measure)
         if complete:
             devices.prove(owned, table, traced, findings)
-        sections = {"shapes": trace.section(traced), "start": start, "labels": labels, "bill": bill_section}
+        sections = {"shapes": trace.section(traced), "start": start, "learning": learns, "labels": labels,
+                    "bill": bill_section}
         report.sections |= {name: section for name, section in sections.items() if section is not None}
         if note:
             report.notes.append(note)
+
+
+def _learning(traced: trace.Trace, modules: torch.nn.ModuleDict, findings: Findings) -> Section | None:
+    """The table of what learns; rates that no layers can have are a finding."""
+    built = traced.built
+    if not traced.complete:
+        return None
+    known = parts.Parts(modules, built.hparams)
+    steps = {path: parts.until(value) for path, value in known.told(traced.keys.freeze or {}, "freeze").items()}
+    frozen = {path for path, parameter in known.parameters.items() if not parameter.requires_grad}
+    until = {path: step for path, step in steps.items() if step} | dict.fromkeys(frozen, learning.FOR_GOOD)
+    try:
+        factors = traced.brain.rate_factors()
+    except SbkitError as error:
+        key = "layer_decay"  # the names of learning_rates have been looked at
+        place = built.nodes[key].place if key in built.nodes else Place()
+        findings.error("setting", place, key, error.message.removeprefix(f"{key}: "), error.hint or "")
+        return None
+    schedule = traced.keys.schedule
+    return learning.section(known, until, factors, None if schedule is None else schedule.peak)
 
 
 def _bill(owned: ownership.Owned, traced: trace.Trace, findings: Findings, report: Report,

@@ -208,6 +208,11 @@ class Task(Brain):
                             schedule.rise, rate, warmup)
         self.begin_run(texts, steps)
 
+    @property
+    def peak_rate(self) -> float | None:
+        """The rate that the schedule rises to, if there is one."""
+        return super().peak_rate if self.keys.schedule is None else self.keys.schedule.top()[1]
+
     def open_step(self, number: int) -> None:
         """Set the learning rate of an optimizer step, and call ``begin_step``."""
         if self.keys.schedule is not None and self.opt_class is not None:

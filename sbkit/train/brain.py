@@ -19,6 +19,7 @@ from speechbrain.utils.run_opts import RunOptions
 from sbkit.errors import SbkitError
 from sbkit.nn import attention_kernel
 from sbkit.nn.accelerate import accelerate, compile_kernels
+from sbkit.recipe import learning
 from sbkit.recipe.parts import Parts
 from sbkit.system.cores import keep_to_usable_cores
 from sbkit.train import compiling, loaders, options, precision, rates, rng, sandbox
@@ -114,6 +115,7 @@ class Brain(sb.core.Brain):
         ema = self.keys.ema if getattr(self.keys.ema, "decay", 1) > 0 else None
         self.stepper = Stepper(self, self.train_state, Overrides.of(type(self), Brain), ema,
                                lambda: self._between.flags(), self._freezing())
+        self._factors: dict[str, float] = {}
         self._retry = OomRetry(self, self.stepper)
         self._between = Between(self, self.stepper, lambda: self._save_intra_epoch_ckpt())
         self._training = TrainLoop(self, self.stepper, self._retry, self._between, self._rng)
@@ -153,15 +155,34 @@ class Brain(sb.core.Brain):
                                   self.keys.accelerate)
         self._compile()
         self.stepper.freezing.at(self.optimizer_step)
-        if ranks.is_main() and (frozen := self.stepper.freezing.told()):
-            logger.info("%s", frozen)
         self._wrap_distributed()
         self.init_optimizers()
+        self._tell_what_learns()
         sharding.save_as_if_whole(self.checkpointer)
         if self.checkpointer is not None and self.checkpointer.recover_if_possible() is None:
             for written in self.checkpointer.recoverables.values():
                 if hasattr(written, "start_afresh"):
                     written.start_afresh()
+
+    def _tell_what_learns(self) -> None:
+        """Log the table of what learns, unless all does at one rate."""
+        parts = Parts(self.modules, vars(self.hparams))
+        table = learning.section(parts, self.stepper.freezing.until, self._factors, self.peak_rate)
+        if table is not None and ranks.is_main():
+            logger.info("%s", table.text())
+
+    @property
+    def peak_rate(self) -> float | None:
+        """The highest learning rate of the run, before multiples of parts; None if it is not known."""
+        rate = self.stepper.learning_rate
+        return None if rate is None else float(rate)
+
+    def rate_factors(self) -> dict[str, float]:
+        """Return what the learning rate of parameters is multiplied by, by path, leaving out factors of 1."""
+        if not self._scales_rates:
+            return {}
+        parts = Parts(self.modules, vars(self.hparams))
+        return rates.factors(self, parts, self.keys.learning_rates, self.keys.layer_decay)
 
     def _compile(self) -> None:
         """Compile layers in place for ``--compile`` (see ``compiling``); leave ``--jit`` to SpeechBrain."""
@@ -205,9 +226,8 @@ class Brain(sb.core.Brain):
         """Make the optimizers as SpeechBrain does, in torch's fused implementation where there is one."""
         plain, self.opt_class = self.opt_class, self.opt_class and fused(self.opt_class)
         if self._scales_rates and self.opt_class is not None:
-            parts = Parts(self.modules, vars(self.hparams))
-            wanted = rates.factors(self, parts, self.keys.learning_rates, self.keys.layer_decay)
-            self.opt_class = rates.grouped(self.opt_class, wanted, parts.parameters)
+            self._factors = self.rate_factors()
+            self.opt_class = rates.grouped(self.opt_class, self._factors, Parts(self.modules, vars(self.hparams)))
         try:
             with self.stepper.freezing.lifted():
                 super().init_optimizers()

@@ -37,6 +37,7 @@ class Freezing:
                if not parameter.requires_grad and parameter not in _FROZEN}
         _refuse_pointless(wanted or {}, parts, own)
         self._until = {path: until(value) for path, value in told.items() if until(value) > 0 and path not in own}
+        self._own = own
         self._turns = sorted({step for step in self._until.values() if step < float("inf")})
         self._stage = -1
         self.at(int(self._turns[-1]) if self._turns else 0)
@@ -59,16 +60,10 @@ class Freezing:
         self.rest()
         return True
 
-    def told(self) -> str:
-        """Describe how many parameters are frozen, and until when; empty if none are."""
-        counts: dict[float, int] = {}
-        for path, parameter in self.modules.named_parameters():
-            if path in self._until:
-                counts[self._until[path]] = counts.get(self._until[path], 0) + parameter.numel()
-        total = sum(parameter.numel() for parameter in self.modules.parameters())
-        said = (f"{count:,}" + (f" until step {step:.0f}" if step < float("inf") else "")
-                for step, count in sorted(counts.items()))
-        return f"Frozen: {', '.join(said)} of {total:,} parameters" if counts else ""
+    @property
+    def until(self) -> dict[str, float]:
+        """The optimizer steps in which parameters don't train, by path; infinite for those that never do."""
+        return {**self._until, **dict.fromkeys(self._own, float("inf"))}
 
     def turns(self, step: int) -> bool:
         """Return whether something is unfrozen right after this many steps."""

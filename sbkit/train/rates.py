@@ -33,19 +33,26 @@ def factors(brain: StandsIn, parts: Parts, by_part: Mapping[str, float] | None, 
     return {path: float(factor) for path, factor in found.items() if factor != 1}
 
 
-def grouped(opt_class: Callable[..., Optimizer], wanted: Mapping[str, float], parameters: Mapping[str, nn.Parameter],
+def grouped(opt_class: Callable[..., Optimizer], wanted: Mapping[str, float], parts: Parts,
             ) -> Callable[..., Optimizer]:
-    """Return the optimizer with a parameter group for each factor; schedules read the factor as ``lr_scale``."""
-    by_id = {id(parameters[path]): factor for path, factor in wanted.items()}
+    """Return the optimizer with a parameter group for each factor; schedules read the factor as ``lr_scale``.
+
+    Groups are saved with a ``name``, by which people tell them apart: the parts in them, and the factor.
+    """
+    by_id = {id(parts.parameters[path]): factor for path, factor in wanted.items()}
+    called = {id(parameter): parts.called(path).partition(".")[0] for path, parameter in parts.parameters.items()}
 
     def build(params: Iterable[Any]) -> Optimizer:
         params = list(params)
         groups = params if params and isinstance(params[0], dict) else [{"params": params}]
         optimizer = opt_class([part for group in groups for part in _split(group, by_id)])
         for group in optimizer.param_groups:
+            names = dict.fromkeys(called[id(parameter)] for parameter in group["params"] if id(parameter) in called)
+            group["name"] = f"{group.get('name') or ', '.join(names)} x {group['lr_scale']:.3g}"
+        for group in optimizer.param_groups:
             group["lr"] = group["lr"] * group["lr_scale"]
-        scales = [group["lr_scale"] for group in optimizer.param_groups]
-        optimizer.register_load_state_dict_pre_hook(lambda _, state: _as_recipe_says(state, scales))
+        ours = [{key: group[key] for key in ("lr_scale", "name")} for group in optimizer.param_groups]
+        optimizer.register_load_state_dict_pre_hook(lambda _, state: _as_recipe_says(state, ours))
         return optimizer
 
     return build
@@ -60,9 +67,9 @@ def _split(group: Mapping[str, Any], by_id: Mapping[int, float]) -> Iterable[dic
             for factor in sorted(inside, key=lambda factor: (factor != 1, -factor)))
 
 
-def _as_recipe_says(state: dict[str, Any], scales: list[float]) -> dict[str, Any]:
-    """Replace the factors in a saved state by those of the recipe, which may have changed."""
-    groups = [{**group, "lr_scale": scale} for group, scale in zip(state["param_groups"], scales, strict=True)]
+def _as_recipe_says(state: dict[str, Any], ours: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Replace the factors and names in a saved state by those of the recipe, which may have changed."""
+    groups = [{**group, **own} for group, own in zip(state["param_groups"], ours, strict=True)]
     return {**state, "param_groups": groups}
 
 

@@ -46,6 +46,7 @@ class Stepper:
                  flags: Callable[[], dict[str, bool]], freezing: Freezing):
         self.hooks, self.state, self.overrides, self.ema, self.flags = hooks, state, overrides, ema, flags
         self.freezing = freezing
+        self._unreached: set[str] = set()  # parameters that were warned of
         self.budget, self.graphs = StepBudget(self.device), CudaGraphs()
         self.objective = Objective(hooks, self.budget)
         self.buffers = Buffers(self.modules)
@@ -152,7 +153,7 @@ class Stepper:
             self.steps.reset()
             return
         if not state.first_step_checked:
-            tell_unreached(self.modules, vars(self.hooks.hparams))
+            tell_unreached(self.modules, vars(self.hooks.hparams), self._unreached)
             if not state.graph_changes:
                 self.wrap.note_unreached()
         self.steps.number = state.optimizer_step

@@ -315,3 +315,33 @@ def test_a_part_that_the_model_itself_keeps_frozen_cannot_train_from_a_step_on()
     with pytest.raises(SbkitError, match=r"freeze: model\.weight is to train after step 5, but the model itself keeps"):
         Freezing(modules, Parts(modules, {}), {"model.weight": 5})
     Freezing(modules, Parts(modules, {}), {"model.weight": True, "model.bias": 5})
+
+
+# ------------------------------------------------------------------ what a run says of it
+
+
+def said(caplog, freeze, **hparams):
+    """The messages of a run of three steps."""
+    caplog.set_level("INFO", "sbkit.train")
+    toy(freeze, hparams=hparams).fit([1], ToyTrainLoader(3))
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_the_start_says_what_learns_and_since_when(caplog):
+    (table,) = [each for each in said(caplog, {"first": 2, "model.4": True}, learning_rates={"model.2": 10})
+                if each.startswith("What learns")]
+    lines = table.splitlines()
+    assert lines[1].split() == "part learn frozen times the rate peak rate".split()
+    assert "until step 2" in lines[3] and lines[3].startswith("  first") and "0.05 to 0.5" in lines[4]
+    assert "parameters learn from the first step" in lines[-1] and "until step 2 and 16 for good" in lines[-1]
+
+
+def test_where_all_learns_alike_it_says_nothing(caplog):
+    assert not any("What learns" in each for each in said(caplog, None))
+
+
+@pytest.mark.parametrize(("freeze", "told"), [({"first": 2}, [": model.3"]),
+                                              ({"model.3.bias": 2}, [": model.3", ": model.3"])])
+def test_after_a_thaw_it_is_said_of_what_thawed_alone_that_the_loss_does_not_reach_it(caplog, freeze, told):
+    found = [each for each in said(caplog, freeze) if "does not reach" in each]
+    assert [each[each.rindex(":"):] for each in found] == told

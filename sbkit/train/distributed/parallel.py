@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -265,28 +265,39 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(same_size)
 
 
-def unreached(modules: nn.Module) -> list[str]:
-    """Return the names of trainable parameters without a gradient; a module with only such is named as a whole."""
-    missing = {name for name, p in modules.named_parameters() if p.requires_grad and p.grad is None}
+def unreached(modules: nn.Module) -> set[str]:
+    """Return the names of trainable parameters without a gradient."""
+    return {name for name, p in modules.named_parameters() if p.requires_grad and p.grad is None}
+
+
+def shortened(missing: set[str], modules: nn.Module, told: Collection[str] = ()) -> list[str]:
+    """Return names of parameters; a module whose trainable ones are all among them is named as a whole.
+
+    told : parameters that don't count, since they were named before
+    """
     if not missing:
         return []
-    shortened: list[str] = []
+    whole: list[str] = []
     for name, module in modules.named_modules():  # parents come before their children
-        inside = {f"{name}.{n}" for n, p in module.named_parameters() if p.requires_grad}
-        if name and inside and inside <= missing and not any(name.startswith(f"{s}.") for s in shortened):
-            shortened.append(name)
-    covered = tuple(f"{name}." for name in shortened)
-    return sorted([*shortened, *(name for name in missing if not name.startswith(covered or ("\0",)))])
+        inside = {f"{name}.{n}" for n, p in module.named_parameters() if p.requires_grad}.difference(told)
+        if name and inside and inside <= missing and not any(name.startswith(f"{s}.") for s in whole):
+            whole.append(name)
+    covered = tuple(f"{name}." for name in whole)
+    return sorted([*whole, *(name for name in missing if not name.startswith(covered or ("\0",)))])
 
 
-def tell_unreached(modules: nn.Module, recipe: Mapping[str, Any]) -> None:
-    """Warn of parameters without a gradient after the first backward, with their names in the recipe."""
-    names = unreached(modules)
+def tell_unreached(modules: nn.Module, recipe: Mapping[str, Any], told: set[str]) -> None:
+    """Warn of parameters without a gradient after the first backward, with their names in the recipe.
+
+    told : those that were warned of before, which are left out, and to which these are added
+    """
+    names = shortened(unreached(modules) - told, modules, told)
     if names and ranks.is_main():
         parts = Parts(modules, recipe)
         logger.warning("The loss does not reach these parameters, so they are not trained (right for a part that the "
                        "recipe leaves out, such as a decoder): %s",
                        ", ".join(map(parts.called, names)).replace("_orig_mod.", ""))
+    told |= unreached(modules)
 
 
 def talks_in_forward(module: nn.Module) -> bool:
