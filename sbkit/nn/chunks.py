@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -44,7 +45,9 @@ class Chunks:
             raise ValueError(f"validate is {validate!r}, not one of sizes ({_listed(sizes)}) or null")
         for context in left:
             if odd := [size for size in sizes if context % size]:
-                raise ValueError(f"left is {context}, not a multiple of each of sizes ({_listed(odd)})")
+                step = math.lcm(*sizes)
+                raise ValueError(f"left is {context}, not a multiple of each of sizes ({_listed(odd)}): multiples of "
+                                 f"{step} are, such as {step * max(1, round(context / step))}")
         self.sizes, self.left, self.whole, self.validate = sorted(set(sizes)), sorted(set(left)), whole, validate
 
     def at(self, seed: int, step: int) -> DynChunkTrainConfig | None:

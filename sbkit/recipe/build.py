@@ -165,7 +165,7 @@ class _Builder:
         except SbkitError as error:
             self._tell(node, error.message, error.hint or "")
         except OSError as error:  # a file that doesn't exist yet, or no network
-            self.findings.warning("not-built", node.place, node.key,
+            self.findings.warning("not-built", *node.culprit(),
                                   f"{_name(target)} can't be built here: {_first(error)}",
                                   "objects that need it were not checked")
         except Exception as error:  # each constructor has its own errors for wrong arguments
@@ -177,12 +177,10 @@ class _Builder:
         raise _NotBuilt
 
     def _tell(self, node: Node, message: str, hint: str) -> None:
-        """Add a finding, at the argument that the message mentions if it mentions exactly one."""
+        """Add a finding, at the argument to blame by those that the message mentions."""
         words = set(message.replace("'", " ").replace("`", " ").replace(":", " ").split())
         named = [key for key in node.value if key in words] if isinstance(node.value, dict) else []
-        key = named[0] if len(named) == 1 else None
-        place, name = (node.place_of(key), node.key_of(key)) if key else (node.place, node.key)
-        self.findings.error("not-built", place, name, message, hint)
+        self.findings.error("not-built", *node.culprit(named), message, hint)
 
 
 def _given(kwargs: Mapping[str, Any]) -> str:

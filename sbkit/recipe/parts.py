@@ -151,8 +151,8 @@ def check_named(built: Built, modules: nn.Module, complete: bool, findings: Find
     frozen = parts.told(freeze, "freeze")
     trained = {path for path, parameter in parts.parameters.items() if parameter.requires_grad}
     if trained and all(until(frozen.get(path, False)) > 0 for path in trained):
-        node = built.nodes["freeze"]
-        findings.error("not-trained", node.place, "freeze", "it leaves nothing to train in the first step",
+        place, _ = built.nodes["freeze"].culprit()
+        findings.error("not-trained", place, "freeze", "it leaves nothing to train in the first step",
                        "leave at least one layer unfrozen")
         built.hparams["freeze"] = None
         return

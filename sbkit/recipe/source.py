@@ -102,6 +102,33 @@ class Node:
             return f"{self.key}[{key}]"
         return f"{self.key}.{key}" if self.key else str(key)
 
+    def origin_of(self, key: object) -> tuple[Place, str]:
+        """The place and full name of what gives one of its keys or items its value.
+
+        That is what its reference names, if that is no object, and another file or the command line gave it; otherwise
+        the key or item.
+        """
+        child = self.value.get(key) if isinstance(self.value, dict) else None
+        while child is not None and child.source is not None:
+            child = child.source
+        here = self.place_of(key)
+        own = child is None or bool(child.tag) or child.place.file == here.file
+        return (here, self.key_of(key)) if child is None or own else (child.place, child.key)
+
+    def culprit(self, named: Collection[object] = ()) -> tuple[Place, str]:
+        """The place and full name to blame for an error of the whole, which names some of its keys.
+
+        One key alone is to blame. Of several, and if none is named, it is those that the command line gave, or else a
+        file other than its own; if there are none of these either, it is itself to blame.
+        """
+        keys = named or (self.value if isinstance(self.value, dict) else ())
+        found = list(dict.fromkeys(map(self.origin_of, keys)))
+        if len(named) == 1:
+            return found[0]
+        given = [each for each in found if each[0].file != self.place.file]
+        given = [each for each in given if each[0].file == COMMAND_LINE] or given
+        return (self.place, self.key) if not given else given[0] if len(given) == 1 else (given[0][0], self.key)
+
     def blame(self, key: object) -> Place:
         """Mark the value of a key as wrong; return the place to blame.
 

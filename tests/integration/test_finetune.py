@@ -117,7 +117,7 @@ def test_without_an_encoder_the_recipe_says_what_to_give(home):
 def test_a_source_that_will_not_do_is_an_error_of_the_recipe(home):
     said = sbkit(home, "check", RECIPE, "--encoder_source", "someone/nothing", "--json", code=1)
     (error,) = json.loads(said[:said.rindex("}") + 1])["errors"]
-    assert error["key"] == "encoder" and "HF_HUB_OFFLINE" in error["message"]
+    assert (error["key"], error["file"]) == ("encoder_source", "command line") and "HF_HUB_OFFLINE" in error["message"]
 
 
 @pytest.mark.slow

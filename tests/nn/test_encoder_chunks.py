@@ -50,7 +50,7 @@ def test_what_it_was_not_trained_for_is_refused_with_what_it_was():
     ({"sizes": "8"}, "sizes is '8', not a list"), ({"sizes": 8}, "sizes is 8, not a list"),
     ({"sizes": [8, 0]}, r"sizes is \[8, 0\], not a list"), ({"sizes": [8.0]}, r"sizes is \[8.0\], not a list"),
     ({"left": [True]}, r"left is \[True\], not a list"), ({"left": None}, "left is None, not a list"),
-    ({"left": [64, 40]}, r"left is 40, not a multiple of each of sizes \(16, 32\)"),
+    ({"left": [64, 40]}, r"left is 40, not a multiple of each of sizes \(16, 32\): multiples of 32 are, such as 32"),
     ({"whole": 1.0}, "whole is 1.0, not a share of steps from 0 to below 1"), ({"whole": "half"}, "whole is 'half'"),
     ({"validate": 12}, r"validate is 12, not one of sizes \(8, 16, 32\) or null"),
 ])
