@@ -25,7 +25,7 @@ from sbkit.errors import SbkitError
 
 #: Names of the child modules that are added to an adapted layer.
 LORA, HOULSBY = "lora", "adapter"
-_NAMED = 8  # layers that a message lists
+_NAMED = 12  # layers that a message lists
 
 
 class _Adapted(nn.Module):
@@ -73,13 +73,15 @@ class Adapters(ABC):
     def _find(self) -> dict[str, nn.Module]:
         own = {path: layer for path, layer in self.module.named_modules() if path and not is_added(path)}
         fitting = {path: layer for path, layer in own.items() if self.fits(layer)}
-        for target in self.targets:
-            if fnmatch.filter(fitting, target):
-                continue
-            wrong = next(iter(fnmatch.filter(own, target)), None)
-            problem = f"no layer of {type(self.module).__name__} is called {target}" if wrong is None else \
-                f"{wrong} is a {type(own[wrong]).__name__}, which can't be adapted"
-            raise SbkitError(f"{type(self).__name__}: {problem}", hint=f"layers that can be adapted: {_some(fitting)}")
+        unmatched = [target for target in self.targets if not fnmatch.filter(fitting, target)]
+        others = {target: next(iter(fnmatch.filter(own, target)), None) for target in unmatched}
+        problems = [f"{path} is a {type(own[path]).__name__}, which can't be adapted"
+                    for path in dict.fromkeys(others.values()) if path is not None]
+        if nowhere := [target for target, path in others.items() if path is None]:
+            problems.insert(0, f"no layer of {type(self.module).__name__} is called {', '.join(nowhere)}")
+        if problems:
+            raise SbkitError(f"{type(self).__name__}: targets: {'; '.join(problems)}", hint=f"targets that there are: "
+                             f"{_some(fitting)} (docs/finetune.md#adapters says which are of attention)")
         wanted = [path for path in fitting if any(fnmatch.fnmatchcase(path, target) for target in self.targets)]
         return {path: fitting[path] for path in wanted if not any(path.startswith(f"{outer}.") for outer in wanted)}
 
@@ -211,7 +213,17 @@ def _width(layer: nn.Module) -> int | None:
 
 
 def _some(paths: Iterable[str]) -> str:
-    """Format paths for a message, with ``*`` for layer numbers and each once."""
-    names = list(dict.fromkeys(".".join("*" if part.isdigit() else part for part in path.split(".")) for path in paths))
-    more = len(names) - _NAMED
-    return (", ".join(names[:_NAMED]) or "none") + (f" and {more} more" if more > 0 else "")
+    """Format patterns that layers can be called by for a message, the shortest that tell them apart."""
+    starred = dict.fromkeys(tuple("*" if part.isdigit() else part for part in path.split(".")) for path in paths)
+    patterns = [_pattern(each, starred) for each in starred]
+    more = len(patterns) - _NAMED
+    return f"{patterns[:_NAMED]}" + (f" and {more} more" if more > 0 else "")
+
+
+def _pattern(path: tuple[str, ...], paths: Iterable[tuple[str, ...]]) -> str:
+    """The shortest end of a path that no other path has, behind ``*.``; all of it where there is none."""
+    for count in range(1, len(path)):
+        end = path[-count:]
+        if set(end) != {"*"} and sum(other[-count:] == end for other in paths) == 1:
+            return ".".join(["*", *end])
+    return ".".join(path)
