@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable
@@ -127,8 +128,8 @@ def _object(path: Path) -> dict[str, Any]:
 
 def _fetched(source: str, name: str) -> Path:
     """Return the path of a repository's file; asks the hub only for what the cache lacks."""
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
 
     repository, _, at = source.partition("@")
     revision = at or None
@@ -138,6 +139,8 @@ def _fetched(source: str, name: str) -> Path:
             return Path(cached)
         if cached is not None:  # the cache knows that there is none
             raise EntryNotFoundError(f"{source} has no {name}")
+        with contextlib.suppress(HfHubHTTPError):  # if nobody answers, a download tries for half a minute
+            get_hf_file_metadata(hf_hub_url(repository, name, revision=revision))
         return Path(hf_hub_download(repository, name, revision=revision))
     except LocalEntryNotFoundError as error:  # also an EntryNotFoundError
         raise _explained(error, source, name) from error
@@ -164,6 +167,19 @@ def _explained(error: Exception, source: str, name: str) -> SbkitError:
     for means, what, hint in meanings:
         if means():
             return SbkitError(f"the encoder's source {source}: {what}", hint=hint)
+    while isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__  # what happened; the hub's own error is a paragraph of advice
+    again = "continues the download" if _begun(source.partition("@")[0]) else "downloads it"
     return SbkitError(f"the encoder's source {source}: no folder has this name, and its {name} can't be downloaded "
                       f"from {constants.ENDPOINT}: {first_line(error)}",
-                      hint="check the network and start again, which continues the download; or name a folder")
+                      hint=f"with a network, starting again {again}; without one, name a folder, or set HF_HOME to a "
+                           "cache that has it")
+
+
+def _begun(repository: str) -> bool:
+    """Whether the cache has a part of a file of this repository."""
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repository, repo_type="model")
+    return any(folder.glob("blobs/*.incomplete"))

@@ -3,6 +3,7 @@
 import json
 import logging
 import pickle
+import time
 
 import encoders
 import pytest
@@ -279,7 +280,7 @@ def test_without_a_network_what_the_cache_lacks_is_told(cache, folder):
 @pytest.mark.parametrize("kind, words", [
     ("RepositoryNotFoundError", "the hub has no such model, or it is private; check the name"),
     ("GatedRepoError", "access has to be requested; request it on"), ("RevisionNotFoundError", "no such revision"),
-    ("ConnectionError", "can't be downloaded from .*: no route; check the network and start again"),
+    ("ConnectionError", "can't be downloaded from .*: no route; with a network, starting again downloads it; without"),
 ])
 def test_what_the_hub_says_is_told_in_a_line(cache, monkeypatch, kind, words):
     import httpx
@@ -291,8 +292,41 @@ def test_what_the_hub_says_is_told_in_a_line(cache, monkeypatch, kind, words):
         raise getattr(errors, kind)("no", response=httpx.Response(404, request=httpx.Request("GET", "http://hub")))
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", refuse)
+    for name in ("get_hf_file_metadata", "hf_hub_download"):
+        monkeypatch.setattr(f"huggingface_hub.{name}", refuse)
     with pytest.raises(SbkitError, match=words):
+        Encoder("someone/encoder")
+
+
+def test_where_no_hub_answers_that_is_told_at_once_with_ways_out(cache, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE",
+                        "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}")
+    began = time.monotonic()
+    with pytest.raises(SbkitError, match="can't be downloaded") as error:
+        Encoder("someone/encoder")
+    assert time.monotonic() - began < 10, "a download tries again and again"
+    assert "\n" not in str(error.value) and "locate the file on the Hub" not in str(error.value)
+    assert error.value.hint == ("with a network, starting again downloads it; without one, name a folder, or set "
+                                "HF_HOME to a cache that has it")
+    (cache / "models--someone--encoder" / "blobs").mkdir(parents=True)
+    (cache / "models--someone--encoder" / "blobs" / "abc.incomplete").touch()
+    with pytest.raises(SbkitError, match="with a network, starting again continues the download"):
+        Encoder("someone/encoder")
+
+
+def test_the_hubs_paragraph_of_advice_gives_way_to_what_happened(cache, monkeypatch):
+    from huggingface_hub import constants, errors
+
+    def lost(*args, **kwargs):
+        raise errors.LocalEntryNotFoundError("An error happened. Please check your connection.") from OSError("lost")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda url: None)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lost)
+    with pytest.raises(SbkitError, match=r"can't be downloaded from \S+: lost; with a network"):
         Encoder("someone/encoder")
 
 
