@@ -44,10 +44,10 @@ def test_what_a_recipe_gives_to_the_one_it_is_based_on_is_blamed_in_it(tmp_path)
 
 
 def test_an_object_that_another_file_builds_is_not_to_blame_for_who_refers_to_it(tmp_path):
-    (tmp_path / "base.yaml").write_text("layer: !new:torch.nn.Linear [3, 3]\n")
-    text = ("recipe: !include:base.yaml\n    head: !new:sbkit.nn.pretrained.Head\n        encoder: !ref <layer>\n"
-            "        n_neurons: 3\n")
-    assert blamed(tmp_path, "", text) == ("recipe.yaml:2", "head")
+    (tmp_path / "base.yaml").write_text("layer: !new:torch.nn.ReLU\n")
+    text = ("recipe: !include:base.yaml\n    normed: !apply:torch.nn.utils.parametrizations.weight_norm\n"
+            "        module: !ref <layer>\n")
+    assert blamed(tmp_path, "", text) == ("recipe.yaml:2", "normed")
 
 
 def test_a_recipe_told_to_freeze_everything_on_the_command_line_is_told_so_there(tmp_path):
