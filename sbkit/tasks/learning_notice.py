@@ -26,6 +26,8 @@ USUAL_RATE = 0.002
 TRAINED_RATES, TRAINED_RATE = (5e-5, 1e-3), 3e-4
 #: A rate is too low to learn anything from below this share of the usual one.
 TOO_LOW = 0.1
+#: A rate has come to the recipe's from this share on: a warm-up of a fraction of a step more never ends exactly at it.
+REACHED = 0.9
 
 
 class Notice(NamedTuple):
@@ -121,19 +123,18 @@ class Setup(NamedTuple):
         """What is known of the steps that runs need, as sentences."""
         if not self.trained:
             return f"{_USUAL} at a rate of {USUAL_RATE:g}."
-        table = " docs/finetune.md has settings with which others' have." if self.trained == "pretrainer" else ""
+        table = " docs/finetune.md has settings known to converge." if self.trained == "pretrainer" else ""
         return (f"It starts from trained weights ({self.trained}), and after how many steps such runs leave chance has "
                 f"not been measured.{table}")
 
     def below_peak(self, seen: Seen) -> bool:
         """Whether the learning rate has not come to what the recipe says."""
-        return seen.rate is not None and self.peak is not None and seen.rate < (1 - 1e-6) * self.peak
+        return seen.rate is not None and self.peak is not None and seen.rate < REACHED * self.peak
 
     def too_low(self, rate: float | None) -> bool:
         """Whether nothing can be learnt at this rate."""
         usual = TRAINED_RATES[0] if self.trained == "pretrainer" else USUAL_RATE
         return rate is not None and rate < TOO_LOW * usual
-
 
 
 def too_short(step: int, setup: Setup) -> Notice:

@@ -165,6 +165,11 @@ def test_a_run_too_short_for_its_rate_is_told_to_take_more_steps_and_no_rate_tha
     assert "--lr" not in told.text() and "--schedule.warmup" not in told.text()
 
 
+def test_a_warm_up_of_some_steps_and_a_fraction_has_come_to_its_rate():
+    told = Trial(300, healthy(leaves=9999), warmup=0.0217, rise=1.0).told[0]
+    assert told.advice[1] == "a longer warm-up: --schedule.warmup 150"
+
+
 def test_more_steps_are_more_than_there_were():
     assert "--least_steps 6200 or more" in Trial(700, healthy(leaves=9999), planned=3001).told[0].text()
 
