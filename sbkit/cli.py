@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from sbkit.errors import SbkitError
 from sbkit.system import disk
@@ -108,7 +108,11 @@ def _module(command: str) -> ModuleType:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that reports an error in one line and suggests what may have been meant."""
+    """A parser that reports an error in one line and suggests what may have been meant; options have one name, no
+    abbreviations: ``--chunk`` of one command is not ``--chunk-seconds`` of another."""
+
+    def __init__(self, **options: Any):
+        super().__init__(**options, allow_abbrev=False)
 
     def parse_known_args(  # type: ignore[override]  # argparse overloads it by the class of the namespace
             self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None,
