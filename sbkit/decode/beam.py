@@ -18,7 +18,7 @@ import numpy as np
 from sbkit.decode import lm as language_models
 from sbkit.decode.fusion import Fusion, Weights
 from sbkit.decode.heard import Spelling
-from sbkit.decode.hotwords import HotWords
+from sbkit.decode.hotwords import HotWords, boosted
 from sbkit.decode.pieces import Pieces
 from sbkit.decode.posteriors import Events, events, spans_of
 from sbkit.decode.prefix_search import AT_ONCE, Search
@@ -94,8 +94,7 @@ class BeamSearch:
         if word_score is None:  # compensates the language model's penalty on each word
             word_score = Weights.word if self.lm else 0.0
         self.weights = Weights(float(lm_weight), float(word_score), float(unknown_score))
-        boosts = hot_words if isinstance(hot_words, Mapping) else dict.fromkeys(hot_words or (), hot_boost)
-        self.hot_words = HotWords(boosts)
+        self.hot_words = HotWords(boosted(hot_words, hot_boost))
         self.unit, self.blank_id, self.separator, self.workers = unit, blank_id, separator, workers
         self._tokenizer = tokenizer
         self._pool: ProcessPoolExecutor | None = None

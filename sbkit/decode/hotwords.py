@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -10,6 +10,28 @@ from sbkit.decode import hashing
 from sbkit.errors import SbkitError
 
 _STATE = np.uint64(0xA24BAED4963EE407)
+
+
+def boosted(given: Mapping[str, float] | Iterable[str] | None, boost: float = 5.0) -> dict[str, float]:
+    """Return the boost of each phrase, ``boost`` where none is given."""
+    refuse_text(given)
+    return dict(given) if isinstance(given, Mapping) else {phrase_of(each): boost for each in given or ()}
+
+
+def refuse_text(given: object) -> None:
+    """Refuse a text where a list of words belongs: its letters would be the words."""
+    if isinstance(given, str):
+        raise SbkitError(f"the hot words are the text {given!r}, but must be a list of words",
+                         hint=f"put it in a list: [{given!r}]")
+
+
+def phrase_of(given: str) -> str:
+    """Return a phrase with one space between its words."""
+    if not isinstance(given, str):
+        raise SbkitError(f"a hot word is {given!r}, but must be a text", hint="boosts are given as {'ada lovelace': 6}")
+    if not (phrase := " ".join(given.split())):
+        raise SbkitError("a hot word is empty", hint="leave it out, or write the word")
+    return phrase
 
 
 class HotWords:
@@ -23,9 +45,9 @@ class HotWords:
     """
 
     def __init__(self, boosts: Mapping[str, float]):
-        self.boosts = {" ".join(phrase.split()): float(boost) for phrase, boost in boosts.items()}
+        self.boosts = {phrase_of(phrase): float(boost) for phrase, boost in boosts.items()}
         for phrase, boost in self.boosts.items():
-            if not phrase or not boost > 0:
+            if not boost > 0:
                 raise SbkitError(f"the hot word {phrase!r} has the boost {boost:g}",
                                  hint="give words a positive boost, such as 5")
         self.words = list(dict.fromkeys(word for phrase in self.boosts for word in phrase.split()))

@@ -7,23 +7,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sbkit.decode.hotwords import phrase_of, refuse_text
 from sbkit.errors import SbkitError
 
 
 def hot_words(given: Sequence[str], boost: float = 5.0) -> dict[str, float]:
     """Parse phrases with their boosts, from ``PHRASE``, ``PHRASE=BOOST`` and ``@FILE`` with such lines."""
+    refuse_text(given)
     phrases: dict[str, float] = {}
     for each in given:
         lines = [each]
         if each.startswith("@"):
             try:
-                lines = Path(each[1:]).read_text(encoding="utf-8").splitlines()
+                lines = [*filter(str.strip, Path(each[1:]).read_text(encoding="utf-8").splitlines())]
             except (OSError, UnicodeDecodeError) as error:
                 raise SbkitError(f"{each[1:]} cannot be read: {error}") from error
-        for line in filter(str.strip, lines):
+        for line in lines:
             phrase, equals, value = line.rpartition("=")
             try:
-                phrases[(phrase if equals else line).strip()] = float(value) if equals else boost
+                phrases[phrase_of(phrase if equals else line)] = float(value) if equals else boost
             except ValueError:
                 raise SbkitError(f"hot word {line!r}: the boost {value!r} is not a number",
                                  hint="as in: Ada Lovelace=6") \

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
+from sbkit.decode.hotwords import boosted
 from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.infer.codec import Codec, codec
@@ -82,8 +83,7 @@ class Model(Loaded[Engine]):
         lm, hot_words, lm_weight, word_score, beam : options of ``sbkit.decode.beam.BeamSearch``; without any, streams
             are decoded as recordings are
         """
-        boosts = dict(hot_words) if isinstance(hot_words, Mapping) else list(hot_words or ()) or None
-        given = {"lm": lm, "hot_words": boosts, "lm_weight": lm_weight, "word_score": word_score, "beam": beam}
+        given = {"lm": lm, "hot_words": boosted(hot_words) or None, "lm_weight": lm_weight, "word_score": word_score, "beam": beam}
         search = {name: value for name, value in given.items() if value is not None}
         with self._lock:
             return Stream(self._stream_engine(), self._decoder(search), chunk, rate)

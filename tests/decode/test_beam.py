@@ -277,6 +277,9 @@ def test_letters_spelled_by_bytes_are_letters():
 @pytest.mark.parametrize("options, message", [
     ({"beam": 0}, "beam is 0"), ({"workers": -1}, "workers is -1"), ({"width": 0.0}, "width is 0"),
     ({"lm_weight": -1.0}, "lm_weight is -1"), ({"hot_words": {"ab": -2}}, "hot word 'ab' has the boost -2"),
+    ({"hot_words": "ab"}, r"hot words are the text 'ab', but must be a list of words; put it in a list: \['ab'\]"),
+    ({"hot_words": ["ab", " "]}, "a hot word is empty; leave it out"), ({"hot_words": {"": 5}}, "a hot word is empty"),
+    ({"hot_words": [("ab", 6)]}, r"a hot word is \('ab', 6\), but must be a text; boosts are given as"),
 ])
 def test_options_out_of_range_are_named(options, message):
     with pytest.raises(SbkitError, match=message):

@@ -185,6 +185,12 @@ def test_a_language_model_is_read_once_for_all_streams_of_a_search(model, tmp_pa
         model.stream(lm="nowhere.arpa")
 
 
+def test_a_text_is_no_list_of_hot_words(model):
+    with pytest.raises(SbkitError, match="the text 'candle', but must be a list of words"):
+        model.stream(hot_words="candle")
+    assert texts(model.stream(hot_words=("abc",))(bundles.say("abc"))) == "abc"
+
+
 def test_closing_the_model_ends_its_streams(bundle):
     told = "the model was closed; load it again"
     with sbkit.infer.load(bundle, device="cpu") as model:

@@ -217,6 +217,9 @@ def test_hot_words_and_a_language_model_on_the_command_line(bundle, clips, tmp_p
     (tmp_path / "hot.txt").write_text("first=3\n\nwords\n")
     assert run(bundle, clips / "one.wav", "--hot-word", "last=4", "--hot-word", f"@{tmp_path}/hot.txt") == 0
     assert capsys.readouterr().out == "first words\n"
+    for empty in ("", "=5"):
+        assert run(bundle, clips / "one.wav", "--hot-word", empty) == 2
+        assert "error: a hot word is empty; leave it out" in capsys.readouterr().err
     assert run(bundle, clips / "one.wav", "--hot-word", "x=much") == 2
     assert "the boost 'much' is not a number" in capsys.readouterr().err
     assert run(bundle, clips / "one.wav", "--lm", tmp_path / "none.arpa") == 2
