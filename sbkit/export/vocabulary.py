@@ -79,6 +79,8 @@ def read_tokens(path: Path, vocabulary: int) -> list[str]:
     """Read the symbols of tokens.txt, in order of their ids."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
+    except FileNotFoundError:
+        raise SbkitError(f"{path} is missing", hint="copy the bundle again") from None
     except (OSError, UnicodeDecodeError) as error:
         raise SbkitError(f"{path} cannot be read: {error}") from error
     symbols: dict[int, str] = {}

@@ -92,6 +92,11 @@ PIECES = st.lists(st.text(st.characters(exclude_categories=("Cc", "Cs", "Zl", "Z
                   .filter(lambda piece: "\n" not in piece), min_size=1, max_size=30)
 
 
+def test_a_bundle_without_its_tokens_is_to_be_copied_again(tmp_path):
+    with pytest.raises(SbkitError, match=r"tokens\.txt is missing; copy the bundle again"):
+        read_tokens(tmp_path / layout.TOKENS, 3)
+
+
 @given(PIECES)
 def test_tokens_are_read_as_they_were_written(tmp_path_factory, pieces):
     path = tmp_path_factory.mktemp("t") / layout.TOKENS
