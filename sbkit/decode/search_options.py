@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,13 @@ def hot_words(given: Sequence[str], boost: float = 5.0) -> dict[str, float]:
     return phrases
 
 
+def check_weight(options: Mapping[str, Any]) -> None:
+    """Refuse the weight of a language model where there is none."""
+    if options.get("lm_weight") is not None and not options.get("lm"):
+        raise SbkitError("there is no language model to weight",
+                         hint="name one, such as --lm FILE.arpa (see sbkit lm), or leave out its weight")
+
+
 @dataclass(frozen=True, kw_only=True)
 class SearchRequest:
     """The search that a command is asked for; none, unless something is given.
@@ -53,6 +60,7 @@ class SearchRequest:
         options: dict[str, Any] = {"lm": self.lm, "lm_weight": self.lm_weight, "word_score": self.word_score,
                                    "beam": self.beam}
         given = {name: value for name, value in options.items() if value is not None}
+        check_weight(given)
         if self.hot_words:
             given["hot_words"] = hot_words(self.hot_words)
         return given or None

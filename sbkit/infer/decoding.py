@@ -11,6 +11,7 @@ import numpy as np
 from sbkit.decode.best_path import best_path
 from sbkit.decode.greedy_stream import GreedyStream
 from sbkit.decode.heard import StreamSearch
+from sbkit.decode.search_options import check_weight
 from sbkit.decode.spans import Spans, collapse
 from sbkit.errors import SbkitError
 from sbkit.export.vocabulary import Vocabulary
@@ -137,4 +138,5 @@ class Beam:
 
 def decoder(vocabulary: Vocabulary, search: Mapping[str, Any] | None) -> Decoder:
     """Make the decoder: a beam search if any search option is given, otherwise greedy."""
+    check_weight(search or {})
     return Beam(vocabulary, search) if search else Greedy(vocabulary)
