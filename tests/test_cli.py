@@ -44,7 +44,7 @@ def test_commands_of_a_recipe_explain_themselves(command, capsys):
 @pytest.mark.parametrize("words, told", [
     ("evaluate run --maxwer 15", "arguments: --maxwer 15; did you mean --max-wer? see sbkit evaluate --help"),
     ("evaluate run --max_wer=15", "arguments: --max_wer=15; did you mean --max-wer? see sbkit evaluate --help"),
-    ("transcribe bundle long.wav --chunk 640", "--chunk 640; did you mean --chunk-seconds? see sbkit transcribe --help"),
+    ("transcribe bundle a.wav --chunk 640", "--chunk 640; did you mean --chunk-seconds? see sbkit transcribe --help"),
     ("serve live=bundle --chunk 320", "--chunk 320; did you mean --chunk-seconds? see sbkit serve --help"),
     ("report run qqq", "unrecognized arguments: qqq; see sbkit report --help"),
     ("evaluat run", "; did you mean evaluate? see sbkit --help"),

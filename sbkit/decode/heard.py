@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -28,6 +28,15 @@ class Heard:
     """The line is over: its last word was followed by a pause, or by the end of the stream."""
     seconds: float
     """Until when it was heard."""
+
+
+def within(heard: Heard, seconds: float) -> Heard:
+    """Bound what was heard by the seconds of audio that there were: the last frame may reach beyond them."""
+    if heard.seconds <= seconds:
+        return heard
+    settled, partial = ([replace(word, end=min(word.end, seconds)) for word in words]
+                        for words in (heard.settled, heard.partial))
+    return replace(heard, settled=settled, partial=partial, seconds=seconds)
 
 
 class StreamSearch(Protocol):

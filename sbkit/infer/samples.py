@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import numbers
+import os
+from collections.abc import Iterable
+from typing import Any, cast
+
 import numpy as np
 import soxr
 
-from sbkit.errors import SbkitError
+from sbkit.errors import SbkitError, first_line
 
 #: Rates in hertz that are resampled.
 LEAST_RATE, MOST_RATE = 8_000, 192_000
@@ -13,13 +18,24 @@ LEAST_RATE, MOST_RATE = 8_000, 192_000
 _LOUDEST = 100.0
 
 
-def check(samples: np.ndarray) -> None:
-    """Refuse what can't be the next samples [N] of a stream: floats from -1 to 1, or int16."""
+def whole(value: object) -> int | None:
+    """Return a whole number, which may be written as 320.0; None for anything else."""
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        return int(value)
+    if isinstance(value, (float, np.floating)) and value.is_integer():
+        return int(value)
+    return None
+
+
+def checked(given: object) -> np.ndarray:
+    """Return the next samples [N] of a stream as an array, floats from -1 to 1, or int16; refuse what can't be them."""
+    samples = _array(given)
     if samples.ndim != 1:
         raise SbkitError(f"a piece of a stream has the shape {[*samples.shape]}, but must be one channel's [N]",
-                         hint="mix the channels: samples.mean(1), if they are [N, channels]")
+                         hint="mix the channels: samples.mean(1), if they are [N, channels]" if samples.ndim == 2
+                         else "give an array of samples")
     if samples.dtype == np.int16:
-        return
+        return samples
     if samples.dtype.kind != "f":
         raise SbkitError(f"a piece of a stream has samples of type {samples.dtype}, but they must be floats from -1 to "
                          "1, or int16", hint="convert them, such as: np.frombuffer(data, np.int16) of 16-bit PCM")
@@ -30,6 +46,30 @@ def check(samples: np.ndarray) -> None:
     if most > _LOUDEST:
         raise SbkitError(f"a piece of a stream has samples of up to {most:.4g}, but floats go from -1 to 1",
                          hint="divide 16-bit samples by 32768, or give them as int16")
+    return samples
+
+
+def pieces_of(given: object) -> Iterable[Any]:
+    """Return the pieces of a stream: those that come, or the only one, be it right or wrong."""
+    alone = not isinstance(given, Iterable) or isinstance(given, (np.ndarray, str, bytes, bytearray))
+    return cast("Iterable[Any]", [given] if alone else given)
+
+
+def _array(given: object) -> np.ndarray:
+    if isinstance(given, (str, os.PathLike)):
+        raise SbkitError(f"a piece of a stream is {str(given)[:80]!r}, but must be an array of samples",
+                         hint="read the file first, such as: samples, rate = soundfile.read(FILE); or transcribe it")
+    if isinstance(given, (bytes, bytearray)):
+        raise SbkitError("a piece of a stream is bytes, but must be an array of samples",
+                         hint="convert them, such as: np.frombuffer(data, np.int16) of 16-bit PCM")
+    try:
+        samples = np.asarray(given)
+    except (TypeError, ValueError) as error:
+        raise SbkitError(f"a piece of a stream is no array of samples: {first_line(error)}") from None
+    if samples.dtype.kind == "O":
+        raise SbkitError(f"a piece of a stream is {type(given).__name__}, but must be an array of samples",
+                         hint="give floats from -1 to 1, or int16")
+    return samples
 
 
 def as_floats(samples: np.ndarray) -> np.ndarray:
@@ -48,10 +88,11 @@ class Resampler:
     """
 
     def __init__(self, rate: int, own: int):
-        if isinstance(rate, bool) or not isinstance(rate, int) or not LEAST_RATE <= rate <= MOST_RATE:
+        found = whole(rate)
+        if found is None or not LEAST_RATE <= found <= MOST_RATE:
             raise SbkitError(f"a stream's rate is {rate!r} Hz, but must be a whole number from {LEAST_RATE} to "
                              f"{MOST_RATE}")
-        self.rate, self._own = rate, own
+        self.rate, self._own = found, own
         self.reset()
 
     def reset(self) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from sbkit.decode.heard import Heard, StreamSearch
+from sbkit.decode.heard import Heard, StreamSearch, within
 from sbkit.errors import SbkitError
 from sbkit.export.layout import Config
 from sbkit.export.windows import Window, Windows
@@ -45,19 +45,23 @@ class Session:
         self._error: BaseException | None = None
         self._in_turn = False  # in the line, in a step or in its search
         self._ended = self._over = False
-        self.seconds = 0.0
-        """Seconds that were fed."""
+        self._came = 0  # samples
 
     # ------------------------------------------------------------------ from outside
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that were fed."""
+        return self._came / self.rate
 
     def feed(self, samples: np.ndarray) -> None:
         """Queue the next samples [N], any number of them at the model's rate: floats from -1 to 1, or int16. It never
         waits for a step, so whoever feeds more than a microphone gives looks at :attr:`waiting_seconds`. Refused ones
         leave the stream as it was."""
-        pieces.check(samples)
+        samples = pieces.checked(samples)
         self.refuse_more()
         windows = self._windows.feed(pieces.as_floats(samples))
-        self.seconds += len(samples) / self.rate
+        self._came += len(samples)
         self._queue(windows)
 
     def finish(self) -> None:
@@ -142,7 +146,7 @@ class Session:
             heard = self.search.feed(log_probs) if log_probs is not None else [self.search.finish()]
         except Exception as error:
             return self.fail(error)
-        return self._turn_over(heard, over=log_probs is None)
+        return self._turn_over([within(each, self.seconds) for each in heard], over=log_probs is None)
 
     def fail(self, error: BaseException) -> None:
         """End the stream by an error; the first one stays."""

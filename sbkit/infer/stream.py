@@ -57,7 +57,7 @@ class Stream:
         """Hear a fresh stream from its first sample to its end: an array [N], or arrays as they come, such as those of
         a microphone. Each is heard before the next one is asked for."""
         self.reset()
-        for piece in [samples] if isinstance(samples, np.ndarray) else samples:
+        for piece in pieces.pieces_of(samples):
             yield from self._feed(piece)
         yield from self._finish()
 
@@ -88,8 +88,7 @@ class Stream:
         return self._engine.vocabulary.text(words)
 
     def _feed(self, samples: np.ndarray) -> Iterator[Heard]:
-        samples = np.asarray(samples)
-        pieces.check(samples)  # all of it, before any of it is heard
+        samples = pieces.checked(samples)  # all of it, before any of it is heard
         self._session.refuse_more()
         size = max(1, round(self.chunk_seconds * self.rate))
         for start in range(0, len(samples), size):

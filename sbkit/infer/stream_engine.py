@@ -21,6 +21,7 @@ from sbkit.infer import formats, stream_batch
 from sbkit.infer.bundle_engine import BundleEngine, closed
 from sbkit.infer.device import DeviceChoice
 from sbkit.infer.interface import Interface
+from sbkit.infer.samples import whole
 from sbkit.infer.session import Session
 from sbkit.infer.stream_batch import State, StreamBatch
 from sbkit.infer.worker import Worker
@@ -85,17 +86,25 @@ class StreamEngine(BundleEngine):
         chunk : milliseconds of a chunk, one of :attr:`chunks`; None: the one in their middle
         on_heard : as for ``Session``
         """
-        chunks = self.chunks
-        if chunk is not None and chunk not in chunks:
-            raise SbkitError(f"the model wasn't trained for chunks of {chunk} ms",
-                             hint=f"it was for {', '.join(map(str, chunks))}")
-        frames = sorted(chunks.values())[len(chunks) // 2] if chunk is None else chunks[chunk]
-        session = Session(self.config, frames, self._batch.state(), search, self._enter, on_heard)
+        session = Session(self.config, self._frames(chunk), self._batch.state(), search, self._enter, on_heard)
         with self._lock:
             if self._closed:
                 raise closed()
             self._sessions.add(session)
         return session
+
+    def _frames(self, chunk: int | None) -> int:
+        """The output frames of a chunk of so many milliseconds."""
+        chunks = self.chunks
+        if chunk is None:
+            return sorted(chunks.values())[len(chunks) // 2]
+        size, there = whole(chunk), ", ".join(map(str, chunks))
+        if size is None:
+            raise SbkitError(f"a chunk must be a whole number of milliseconds, not {chunk!r}",
+                             hint=f"the model was trained for {there}")
+        if size not in chunks:
+            raise SbkitError(f"the model wasn't trained for chunks of {size} ms", hint=f"it was for {there}")
+        return chunks[size]
 
     @property
     def busy_seconds(self) -> float:

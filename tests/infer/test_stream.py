@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pathlib
 import sys
 import time
 import types
@@ -115,6 +116,12 @@ def test_another_rate_is_resampled_as_it_comes(model):
     (np.array([0.1, np.nan], np.float32), None, "not finite .*leave it out"),
     (np.array([0.1, -np.inf]), None, "not finite"),
     (np.zeros((160, 2), np.float32), None, r"shape \[160, 2\].*mix the channels"),
+    (b"\0\0", None, r"is bytes, but .*np.frombuffer\(data, np.int16\)"),
+    (bytearray(2), None, "is bytes"), (memoryview(bytes(2)), None, r"type uint8.*np.frombuffer"),
+    ("x.wav", None, r"is 'x.wav', but must be an array of samples; read the file first"),
+    (pathlib.Path("x.wav"), None, "is 'x.wav'.*read the file first"),
+    (None, None, "is NoneType, but must be an array of samples; give floats"),
+    ([[0.5], [0.5, 0.5]], None, "is no array of samples: "), (0.5, None, r"shape \[\].*give an array"),
     (np.zeros(160, np.int32), None, "type int32.*floats from -1 to 1, or int16"),
     (np.zeros(160, bool), None, "type bool"),
     (np.full(160, 12_000.0), None, "up to 1.2e.04.*divide 16-bit samples by 32768"),
@@ -131,6 +138,22 @@ def test_bad_samples_are_one_error_and_the_stream_goes_on(model, given, rate, to
         stream.feed(late)
     heard += stream.feed(signal[9_000:], 16_000) + stream.finish()
     assert heard == list(stream(signal))
+
+
+@pytest.mark.parametrize("given", [b"\0\0", "x.wav", None])
+def test_what_is_no_stream_of_pieces_is_told_as_it_was_given(model, given):
+    with pytest.raises(SbkitError, match=r"a piece of a stream is (bytes|'x.wav'|NoneType), but"):
+        list(model.stream()(given))
+
+
+@pytest.mark.parametrize(("rate", "samples"), [(16_000, 5_460), (16_000, 100), (48_000, 16_380)])
+@pytest.mark.parametrize("search", [{}, {"beam": 8}], ids=["greedy", "beam"])
+def test_nothing_is_heard_after_the_end_of_the_audio(model, search, rate, samples):
+    """A frame of 40 ms reaches beyond it."""
+    signal = bundles.voiced([bundles.PIECES.index("a")] * 9).repeat(rate // bundles.RATE)[:samples]
+    heard = list(model.stream(rate=rate, **search)(signal))
+    ends = [each.seconds for each in heard] + [word.end for each in heard for word in each.settled + each.partial]
+    assert max(ends) == heard[-1].seconds == pytest.approx(samples / rate, abs=1e-4)
 
 
 def test_what_follows_the_end_is_refused_until_it_is_reset(model):
@@ -158,10 +181,13 @@ def test_a_reset_is_a_fresh_start_wherever_it_comes(model):
 def test_a_chunk_that_was_not_trained_is_refused(model):
     with pytest.raises(SbkitError, match="wasn't trained for chunks of 200 ms; it was for 160, 320, 640"):
         model.stream(chunk=200)
-    assert model.stream().chunk_seconds == pytest.approx(0.32)
+    assert model.stream().chunk_seconds == model.stream(chunk=320.0).chunk_seconds == pytest.approx(0.32)
+    for chunk in ("640", 320.5, True, [640], float("nan"), float("inf")):
+        with pytest.raises(SbkitError, match=r"whole number of milliseconds, not .*trained for 160, 320, 640"):
+            model.stream(chunk=chunk)
 
 
-@pytest.mark.parametrize("rate", [0, 1_000, 16_000.0, True, 10**6])
+@pytest.mark.parametrize("rate", [0, 1_000, 16_000.5, "16000", True, 10**400])
 def test_a_rate_that_is_none_is_refused(model, rate):
     with pytest.raises(SbkitError, match="must be a whole number from 8000 to 192000"):
         model.stream(rate=rate)
@@ -183,6 +209,8 @@ def test_a_language_model_is_read_once_for_all_streams_of_a_search(model, tmp_pa
     assert texts(one(bundles.say("abc abc"))) == texts(other(bundles.say("abc abc"))) == "abc abc"
     with pytest.raises(SbkitError, match=r"nowhere.arpa"):
         model.stream(lm="nowhere.arpa")
+    with pytest.raises(SbkitError, match="there is no language model to weight"):
+        model.stream(lm_weight=0.6)
 
 
 def test_a_text_is_no_list_of_hot_words(model):
