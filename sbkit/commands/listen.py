@@ -12,7 +12,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("bundle", metavar="BUNDLE", type=Path,
                         help="the folder that sbkit export made, of a model that learnt in chunks")
-    parser.add_argument("source", metavar="-", nargs="?", choices=["-"],
+    parser.add_argument("source", metavar="-", nargs="?",
                         help="16-bit little-endian PCM of one channel from stdin (default: the microphone)")
     parser.add_argument("--rate", type=count, metavar="HERTZ", help="samples per second (default: the model's)")
     parser.add_argument("--chunk", type=count, metavar="MS", help="milliseconds that are heard at once, one of the "

@@ -74,17 +74,17 @@ class Json(Captions):
     def __init__(self, text: Callable[[Sequence[Word]], str], out: TextIO):
         super().__init__(out)
         self._text = text
-        self._shown = ""
+        self._shown = ("", "")
 
     def show(self, line: Line) -> None:
-        words, text = line.words, self._text(line.words)
+        words, shown = line.words, (self._text(line.settled), self._text(line.words))
         if line.over:
-            self._write(final(words, text))
-            self._shown = ""
-        elif text != self._shown:
+            self._write(final(words, shown[1]))
+            self._shown = ("", "")
+        elif shown != self._shown:
             start = {"start": round(words[0].start, 3)} if words else {}
-            self._write({"type": "partial", **start, "text": text})
-            self._shown = text
+            self._write({"type": "partial", **start, "text": shown[1], "settled": shown[0]})
+            self._shown = shown
 
     def end(self, seconds: float) -> None:
         self._write({"type": "end", "duration": round(seconds, 3)})

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import numpy as np
 
@@ -81,17 +82,29 @@ class CtrlC(AbstractContextManager["CtrlC"]):
 
 def listen(request: ListenRequest) -> int:
     """Listen until the samples end, or to Ctrl-C, and return the exit code."""
+    _check(request)
+    search = request.search  # before a model is loaded for it
     with CtrlC() as ctrl_c:
         try:
             with StreamEngine(request.bundle, request.model, request.device, request.threads, most=1) as engine:
-                return _listen(engine, request, ctrl_c)
+                return _listen(engine, request, search, ctrl_c)
         except KeyboardInterrupt:  # before there was anything to hear, or while the rest was heard
             return _STOPPED
 
 
-def _listen(engine: StreamEngine, request: ListenRequest, ctrl_c: CtrlC) -> int:
+def _check(request: ListenRequest) -> None:
+    """Refuse what can't be listened to before a model is loaded for it."""
+    if request.source not in (STDIN, None):
+        raise SbkitError(f"listen hears a microphone, or - for standard input, but not {request.source}",
+                         hint=f"files are for: sbkit transcribe {request.bundle} {request.source}")
+    if request.source == STDIN and request.microphone is not None:
+        raise SbkitError(f"- reads standard input, so nothing is heard of the microphone {request.microphone}",
+                         hint="leave out one of them")
+
+
+def _listen(engine: StreamEngine, request: ListenRequest, search: dict[str, Any] | None, ctrl_c: CtrlC) -> int:
     source = _source(request, engine.config.sample_rate)
-    stream = Stream(engine, decoder(engine.vocabulary, request.search), request.chunk, source.rate)
+    stream = Stream(engine, decoder(engine.vocabulary, search), request.chunk, source.rate)
     print(f"{engine.running}\nlistening to {source.name} at {source.rate} Hz in chunks of "
           f"{1000 * stream.chunk_seconds:g} ms; Ctrl-C ends it", file=sys.stderr)
     captions, lines, code = _captions(engine, request), Lines(engine.config.chunk_seconds), 0
@@ -115,6 +128,8 @@ def _listen(engine: StreamEngine, request: ListenRequest, ctrl_c: CtrlC) -> int:
         captions.end(rest[-1].seconds)
     finally:
         captions.close()
+    if source.warning is not None:  # not within the line in progress
+        print(source.warning, file=sys.stderr)
     if failed is not None:
         raise failed
     return code

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import sys
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, Protocol
@@ -11,11 +10,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from sbkit.errors import SbkitError, first_line
+from sbkit.infer.file_beginnings import Beginning
 
 _AT_ONCE = 1 << 16  # bytes read at most; as many as there are
-#: How files of sound begin that are no samples alone.
-_FILES = {b"RIFF": "WAV", b"RF64": "WAV", b"fLaC": "FLAC", b"OggS": "Ogg", b"ID3": "MP3", b"FORM": "AIFF"}
-_LONGEST_BEGINNING = max(map(len, _FILES))
 _BLOCK_SECONDS = 0.04  # of the microphone
 _BEHIND_SECONDS = 30.0  # that the microphone may be ahead of the model
 
@@ -27,6 +24,8 @@ class SoundSource(Protocol):
     """As a message has it."""
     rate: int
     """Samples per second."""
+    warning: str | None
+    """What is to be told after the last samples."""
 
     def __iter__(self) -> Iterator[np.ndarray]:
         """Give int16 samples [N] until there are no more."""
@@ -51,28 +50,21 @@ class Pcm:
 
     def __init__(self, file: Readable, rate: int, name: str = "standard input"):
         self._file, self.rate, self.name = file, rate, name
+        self.warning: str | None = None
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        held, begun = b"", False
+        held, beginning = b"", Beginning()
         while data := self._file.read1(_AT_ONCE):
+            if (kind := beginning.file(data)) is not None:
+                raise SbkitError(f"{self.name} begins like a {kind} file, but must be 16-bit samples alone",
+                                 hint="sbkit transcribe reads files; or: ffmpeg -i FILE -f s16le -ac 1 "
+                                      f"-ar {self.rate} -")
             held += data
-            if not begun and len(held) < _LONGEST_BEGINNING:
-                continue
-            if not begun:
-                self._refuse_file(held)
-            begun, whole = True, len(held) // 2 * 2
+            whole = len(held) // 2 * 2
             yield _samples(held[:whole])
             held = held[whole:]
-        if len(held) > 1:
-            yield _samples(held[: len(held) // 2 * 2])
-        if len(held) % 2:
-            print(f"{self.name} ended within a sample: is it 16-bit PCM of one channel?", file=sys.stderr)
-
-    def _refuse_file(self, begin: bytes) -> None:
-        kind = next((kind for magic, kind in _FILES.items() if begin.startswith(magic)), None)
-        if kind is not None:
-            raise SbkitError(f"{self.name} begins like a {kind} file, but must be 16-bit samples alone",
-                             hint=f"sbkit transcribe reads files; or: ffmpeg -i FILE -f s16le -ac 1 -ar {self.rate} -")
+        if held:
+            self.warning = f"{self.name} ended within a sample: is it 16-bit PCM of one channel?"
 
 
 class Microphone:
@@ -87,6 +79,7 @@ class Microphone:
 
     def __init__(self, rate: int | None, own: int, device: str | None = None):
         self._library = _sounddevice()
+        self.warning: str | None = None
         self._device = int(device) if device is not None and device.isdecimal() else device
         try:
             found = self._library.query_devices(self._device, "input")

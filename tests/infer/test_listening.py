@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
@@ -64,10 +65,11 @@ def test_lines_come_as_text_once_they_are_over(bundle, monkeypatch, tmp_path, ca
 def test_programs_get_an_object_for_every_change(bundle, monkeypatch, tmp_path, capsys):
     assert listen(bundle, monkeypatch, tmp_path, pcm("she sells", "no"), "--json", "--chunk", "160") == 0
     found = facts(capsys.readouterr().out)
-    assert [(each["type"], each.get("text")) for each in found] == [
-        ("partial", "sh"), ("partial", "she"), ("partial", "she se"), ("partial", "she sel"), ("partial", "she sell"),
-        ("partial", "she sells"), ("final", "she sells"), ("partial", "n"), ("partial", "no"), ("final", "no"),
-        ("end", None)]
+    assert [(each["type"], each.get("text"), each.get("settled")) for each in found] == [
+        ("partial", "sh", ""), ("partial", "she", ""), ("partial", "she", "she"), ("partial", "she se", "she"),
+        ("partial", "she sel", "she"), ("partial", "she sell", "she"), ("partial", "she sells", "she"),
+        ("final", "she sells", None), ("partial", "n", ""), ("partial", "no", ""), ("final", "no", None),
+        ("end", None, None)]
     final = next(each for each in found if each["type"] == "final")
     assert [word["word"] for word in final["words"]] == ["she", "sells"]
     assert final["start"] == final["words"][0]["start"] == found[0]["start"] == 0.16
@@ -83,7 +85,9 @@ def test_another_rate_a_search_and_hot_words(bundle, monkeypatch, tmp_path, caps
 
 @pytest.mark.parametrize(("data", "options", "told"), [
     (b"RIFF\0\0\0\0WAVEfmt ", [], "begins like a WAV file.*ffmpeg"),
-    (b"ID3\x04\0\0", [], "begins like a MP3 file"),
+    (b"ID3\x04\0\0", [], "begins like a MP3 file"), (b"OggS", [], r"begins like a Ogg \(Vorbis, Opus\) file"),
+    (b"", ["--microphone", "3"], "nothing is heard of the microphone 3; leave out one"),
+    (b"", ["--lm-weight", "0.6"], "there is no language model to weight; name one"),
     (b"", ["--chunk", "200"], "wasn't trained for chunks of 200 ms; it was for 160, 320, 640"),
     (b"", ["--rate", "100"], "a stream's rate is 100 Hz"),
     (b"", ["--rate", "x"], "'x' is not a whole number above 0"),
@@ -93,6 +97,20 @@ def test_what_is_wrong_is_one_line(bundle, monkeypatch, tmp_path, capsys, data, 
     assert listen(bundle, monkeypatch, tmp_path, data, *options) == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("error: ") and re.search(told, last)
+
+
+def test_a_file_is_for_transcribe(tmp_path, capsys):
+    assert main(["listen", str(tmp_path / "none"), "talk.wav"]) == 2  # and no bundle is looked at
+    assert capsys.readouterr().err == (
+        "error: listen hears a microphone, or - for standard input, but not talk.wav; files are for: sbkit transcribe "
+        f"{tmp_path}/none talk.wav\n")
+
+
+def test_nothing_is_heard_after_the_end_of_the_audio(bundle, monkeypatch, tmp_path, capsys):
+    data = np.round(bundles.voiced([bundles.PIECES.index("a")] * 9) * 32768).astype("<i2").tobytes()[:-600]
+    assert listen(bundle, monkeypatch, tmp_path, data, "--json") == 0
+    *_, last, end = facts(capsys.readouterr().out)
+    assert last["end"] == last["words"][-1]["end"] == end["duration"] == round(len(data) / 32_000, 3) == 0.341
 
 
 def test_a_bundle_for_recordings_alone_says_how_to_get_another(monkeypatch, tmp_path, capsys):
@@ -172,6 +190,21 @@ def test_in_a_terminal_the_line_in_progress_is_rewritten(bundle):
     assert running.returncode == 0
     assert b"\r\x1b[Jshe \x1b[2mse\x1b[0m" in shown and b"\r\x1b[Jshe sells\r\n" in shown
     assert shown.endswith(b"the end\r\n")
+
+
+@pytest.mark.slow
+def test_a_warning_comes_after_the_line_in_progress(bundle):
+    ours, theirs = pty.openpty()
+    with process(bundle, stdout=theirs, stderr=theirs) as running:
+        os.close(theirs)
+        running.stdin.write(pcm("the end")[:-32_000] + b"\0")  # no pause, and half a sample
+        running.stdin.close()
+        shown = b""
+        with contextlib.suppress(OSError):
+            while True:
+                shown += os.read(ours, 10_000)
+    os.close(ours)
+    assert shown.endswith(b"the end\r\nstandard input ended within a sample: is it 16-bit PCM of one channel?\r\n")
 
 
 @pytest.mark.parametrize(("state", "told"), [
