@@ -179,6 +179,14 @@ def make(state: State, keys: Keys | None = None, origins: tuple[str, ...] = (), 
         with place:
             await floor.session(websocket, registry)
 
+    @app.websocket("/{path:path}")
+    async def nowhere(websocket: WebSocket) -> None:
+        error = invalid(f"{websocket.url.path[:80]}: there is no WebSocket; live speech is at /v1/audio/live",
+                        code="unknown_url")
+        error.status = 404
+        state.metrics.refused.add(reason=error.code or "")
+        await websocket.send_denial_response(_said(error))
+
     return Gate(app, keys or Keys(()), origins, state.limits.upload_bytes, state.metrics, hosts,
                 lambda: state.stopping)
 

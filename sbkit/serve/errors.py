@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+import json
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 INVALID, SERVER, BUSY = "invalid_request_error", "server_error", "requests"
@@ -60,6 +62,27 @@ def unknown_model(name: str, known: list[str]) -> ApiError:
     """Error 404: there is no such model."""
     return ApiError(404, f"the model {name[:80]!r} does not exist; this server has {', '.join(known)}", param="model",
                     code="model_not_found")
+
+
+def missing_model(known: Sequence[str]) -> ApiError:
+    """Error 400: no model is named."""
+    return invalid(f"the field model is missing; the models here are {', '.join(known) or 'none'}", "model")
+
+
+def unsupported(names: Sequence[str], known: Iterable[str]) -> ApiError:
+    """Error 400: fields that nothing reads.
+
+    names : at least one
+    known : those that may be given
+    """
+    near = difflib.get_close_matches(names[0], sorted(known), n=1)
+    return invalid(f"this server does not support {', '.join(name[:40] for name in names[:8])}"
+                   + (f"; did you mean {near[0]}?" if near else ""), names[0][:40], "unsupported_parameter")
+
+
+def shown(value: object) -> str:
+    """A value as a message shows it, whatever it is."""
+    return f"{str(value)[:40]!r}" if isinstance(value, str) else f"{json.dumps(value)[:40]}"
 
 
 def wrong_model(name: str, why: str, endpoints: Sequence[str]) -> ApiError:

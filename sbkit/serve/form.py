@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException
 
 from sbkit.serve.disk import with_room
-from sbkit.serve.errors import invalid
+from sbkit.serve.errors import invalid, missing_model, unsupported
 from sbkit.serve.registry import Registry, ServedModel
 
 FORMATS = ("json", "text", "srt", "verbose_json", "vtt")
@@ -59,9 +59,10 @@ async def read(request: Request, registry: Callable[[], Registry]) -> Form:
 def _read(form: FormData, registry: Registry) -> Form:
     unknown = sorted({name.removesuffix("[]") for name in form} - _TAKEN)
     if unknown:
-        raise invalid(f"this server does not support {', '.join(name[:40] for name in unknown)}", unknown[0][:40],
-                      "unsupported_parameter")
-    served = registry.get(_needed(form, "model"))
+        raise unsupported(unknown, _TAKEN)
+    if not (name := _text(form, "model")):
+        raise missing_model(registry.recognisers)
+    served = registry.get(name)
     served.check()
     _language(_text(form, "language"), served)
     _temperature(_text(form, "temperature"))
@@ -78,13 +79,6 @@ def _read(form: FormData, registry: Registry) -> Form:
     if stream and kind not in _STREAMED:
         raise invalid(f"{kind} can't be streamed; use json", "response_format", "unsupported_value")
     return Form(_file(form), served, kind, granularities or ("segment",), stream)
-
-
-def _needed(form: FormData, name: str) -> str:
-    value = _text(form, name)
-    if not value:
-        raise invalid(f"the field {name} is missing", name)
-    return value
 
 
 def _text(form: FormData, name: str) -> str | None:

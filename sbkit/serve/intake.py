@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from sbkit.infer.samples import LEAST_RATE, MOST_RATE, Resampler, as_floats
+from sbkit.infer.file_beginnings import Beginning
+from sbkit.infer.samples import LEAST_RATE, MOST_RATE, Resampler, as_floats, whole
 from sbkit.serve.errors import invalid
 
 _LONGEST_FRAME_SECONDS = 10.0
@@ -21,7 +22,7 @@ class Intake:
     def __init__(self, rate: int, own: int):
         self._rate, self._own = rate, own
         self._longest = int(2 * rate * _LONGEST_FRAME_SECONDS)
-        self._resampler = Resampler(rate, own)
+        self._resampler, self._beginning = Resampler(rate, own), Beginning()
         self._frames: list[bytes] = []
         self._came = self._taken = 0  # bytes
 
@@ -39,6 +40,9 @@ class Intake:
         """Add a frame of the client; raises ``ApiError`` for one that can't be audio."""
         if not frame:
             raise invalid("a frame of audio is empty: send none while there is nothing to hear", code="empty_frame")
+        if (kind := self._beginning.file(frame)) is not None:
+            raise invalid(f"the audio begins like a {kind} file, but must be 16-bit samples alone: send a file to "
+                          "/v1/audio/transcriptions", code="invalid_audio")
         if len(frame) % 2:
             raise invalid("a frame of audio must be 16-bit samples, so an even number of bytes")
         if len(frame) > self._longest:
@@ -54,6 +58,7 @@ class Intake:
 
 def rate_of(value: object) -> int:
     """Check the rate that a client names."""
-    if isinstance(value, bool) or not isinstance(value, int) or not LEAST_RATE <= value <= MOST_RATE:
+    rate = whole(value)
+    if rate is None or not LEAST_RATE <= rate <= MOST_RATE:
         raise invalid(f"sample_rate must be a whole number from {LEAST_RATE} to {MOST_RATE}", "sample_rate")
-    return value
+    return rate

@@ -25,8 +25,9 @@ from typing import NamedTuple
 
 from fastapi import WebSocket, WebSocketDisconnect
 
+from sbkit.infer.samples import whole
 from sbkit.serve.clients import Shares
-from sbkit.serve.errors import ApiError, busy, failed, invalid
+from sbkit.serve.errors import ApiError, busy, failed, invalid, missing_model, shown, unsupported
 from sbkit.serve.gate import REQUEST_ID
 from sbkit.serve.intake import rate_of
 from sbkit.serve.limits import Limits
@@ -37,6 +38,7 @@ from sbkit.serve.wire import Wire
 
 PROTOCOL = "sbkit.live"
 _log = logging.getLogger(__name__)
+_TAKEN = frozenset({"type", "model", "sample_rate", "chunk_ms"})
 _START_SECONDS = 10.0
 _LAST_SECONDS = 5.0  # to send an error to a client who may not read it
 _POLICY, _INTERNAL = 1008, 1011  # close codes of a WebSocket
@@ -125,9 +127,14 @@ async def _start(wire: Wire, registry: Registry) -> Start:
     first = await wire.first(_START_SECONDS)
     if isinstance(first, bytes) or first.get("type") != "start":
         raise invalid('the first message must be {"type": "start", "model": NAME, "sample_rate": HERTZ}')
-    if not isinstance(first.get("model"), str):
-        raise invalid("model must be a name", "model")
-    served = registry.get(first["model"])
+    if unknown := sorted(set(first) - _TAKEN):
+        raise unsupported(unknown, _TAKEN)
+    name = first.get("model")
+    if name is None:
+        raise missing_model(registry.recognisers)
+    if not isinstance(name, str):
+        raise invalid(f"model must be a name, not {shown(name)}", "model")
+    served = registry.get(name)
     served.check()
     return Start(served, rate_of(first.get("sample_rate")), _chunk(served, first.get("chunk_ms")))
 
@@ -139,7 +146,9 @@ def _chunk(served: ServedModel, wanted: object) -> int | None:
     if not served.chunks_ms:
         raise invalid(f"the model {served.name} has no graph for streams, so no chunks to choose from: leave out "
                       "chunk_ms", "chunk_ms")
-    if not isinstance(wanted, int) or wanted not in served.chunks_ms:
-        there = ", ".join(map(str, served.chunks_ms))
-        raise invalid(f"the model {served.name} has chunks of {there} ms, not of {str(wanted)[:40]}", "chunk_ms")
-    return wanted
+    size, there = whole(wanted), f"the model {served.name} has chunks of {', '.join(map(str, served.chunks_ms))} ms"
+    if size is None:
+        raise invalid(f"chunk_ms must be a whole number of milliseconds, not {shown(wanted)}; {there}", "chunk_ms")
+    if size not in served.chunks_ms:
+        raise invalid(f"{there}, not of {shown(size)}", "chunk_ms")
+    return size

@@ -132,6 +132,11 @@ class Registry:
         return iter(self._served.values())
 
     @property
+    def recognisers(self) -> list[str]:
+        """Names of the models that hear."""
+        return [each.name for each in self if isinstance(each, ServedModel)]
+
+    @property
     def voices(self) -> list[ServedVoice]:
         """The models that speak."""
         return [each for each in self if isinstance(each, ServedVoice)]

@@ -14,7 +14,7 @@ from sbkit.infer.sentences import Piece, Script
 from sbkit.infer.sound_file import KINDS, kinds
 from sbkit.infer.symbols import UnknownCharacters, UnspeakableText
 from sbkit.infer.voice import FASTEST, SLOWEST
-from sbkit.serve.errors import invalid, too_large
+from sbkit.serve.errors import invalid, shown, too_large
 from sbkit.serve.registry import Registry
 from sbkit.serve.served_voice import ServedVoice
 
@@ -79,7 +79,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
-            raise invalid(f"{_shown(name)} is given twice")
+            raise invalid(f"{shown(name)} is given twice")
         found[name] = value
     return found
 
@@ -90,7 +90,7 @@ def _no_number(name: str) -> float:
 
 def _read(fields: dict[str, Any], registry: Registry) -> SpeechForm:
     if unknown := sorted(set(fields) - set(_TAKEN)):
-        raise invalid(f"this server does not support {', '.join(map(_shown, unknown[:8]))}",
+        raise invalid(f"this server does not support {', '.join(map(shown, unknown[:8]))}",
                       code="unsupported_parameter")
     served = registry.voice(_text(fields, "model", needed=True))
     served.check()
@@ -103,7 +103,7 @@ def _read(fields: dict[str, Any], registry: Registry) -> SpeechForm:
     speed = _speed(fields.get("speed"))
     streamed = _text(fields, "stream_format") or _AUDIO
     if streamed not in (_AUDIO, _SSE):
-        raise invalid(f"stream_format {_shown(streamed)} must be {_AUDIO} or {_SSE}", "stream_format",
+        raise invalid(f"stream_format {shown(streamed)} must be {_AUDIO} or {_SSE}", "stream_format",
                       "unsupported_value")
     if _text(fields, "instructions"):
         raise invalid(f"the model {served.name} speaks in one way only and can't follow instructions; leave them out",
@@ -118,7 +118,7 @@ def _text(fields: dict[str, Any], name: str, needed: bool = False) -> str:
             raise invalid(f"the field {name} is missing", name)
         return ""
     if not isinstance(value, str):
-        raise invalid(f"{name} must be a text, not {_shown(value)}", name)
+        raise invalid(f"{name} must be a text, not {shown(value)}", name)
     return value
 
 
@@ -131,7 +131,7 @@ def _speaker(value: object, served: ServedVoice) -> int:
     if not isinstance(value, str):
         raise invalid('voice must be a name, or {"id": NAME}', "voice")
     if value not in speakers:
-        raise invalid(f"the model {served.name} has no voice {_shown(value)}; it has {', '.join(speakers)}", "voice",
+        raise invalid(f"the model {served.name} has no voice {shown(value)}; it has {', '.join(speakers)}", "voice",
                       "voice_not_found")
     return speakers.index(value)
 
@@ -139,7 +139,7 @@ def _speaker(value: object, served: ServedVoice) -> int:
 def _kind(fields: dict[str, Any]) -> str:
     kind = _text(fields, "response_format") or _DEFAULT
     if kind not in kinds():
-        raise invalid(f"response_format {_shown(kind)} can't be written here; use one of {', '.join(kinds())}",
+        raise invalid(f"response_format {shown(kind)} can't be written here; use one of {', '.join(kinds())}",
                       "response_format", "unsupported_value")
     return kind
 
@@ -148,21 +148,16 @@ def _speed(value: object) -> float:
     if value is None:
         return 1.0
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not SLOWEST <= value <= FASTEST:
-        raise invalid(f"speed {_shown(value)} must be a number from {SLOWEST:g} to {FASTEST:g}", "speed")
+        raise invalid(f"speed {shown(value)} must be a number from {SLOWEST:g} to {FASTEST:g}", "speed")
     return float(value)
 
 
 def _pieces(text: str, fields: dict[str, Any], served: ServedVoice) -> list[Piece]:
     skip = fields.get("skip_unknown")
     if not isinstance(skip, (bool, type(None))):
-        raise invalid(f"skip_unknown must be true or false, not {_shown(skip)}", "skip_unknown")
+        raise invalid(f"skip_unknown must be true or false, not {shown(skip)}", "skip_unknown")
     try:
         return list(Script(served.config, bool(skip)).read(text))
     except UnspeakableText as error:
         code = "unknown_characters" if isinstance(error, UnknownCharacters) else "empty_input"
         raise invalid(str(error), "input", code) from None
-
-
-def _shown(value: object) -> str:
-    """A value as a message shows it, whatever it is."""
-    return f"{str(value)[:40]!r}" if isinstance(value, str) else f"{json.dumps(value)[:40]}"

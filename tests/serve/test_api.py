@@ -170,7 +170,8 @@ def test_bad_audio_is_the_clients_mistake(client, data, words):
 @pytest.mark.parametrize("body, words", [
     ({"data": {"model": "level"}, "files": {"other": ("a", b"1")}}, "does not support other"),
     ({"data": {"model": "level"}, "files": {"model": ("a", b"1")}}, "model is given twice"),
-    ({"files": {"file": ("a.wav", b"1")}}, "field model is missing"),
+    ({"files": {"file": ("a.wav", b"1")}}, "field model is missing; the models here are level"),
+    ({"data": {"modle": "level"}, "files": {"file": ("a", b"1")}}, r"does not support modle; did you mean model\?"),
     ({"json": {"model": "level"}}, "multipart/form-data"),
     ({"data": {"model": "level"}, "files": [("file", ("a", b"1")), ("file", ("b", b"1"))]}, "form can't be read"),
     ({"content": b"--x\r\n\r\n", "headers": {"content-type": "multipart/form-data"}}, "form can't be read"),

@@ -152,7 +152,14 @@ def test_hours_of_speech_are_held_in_seconds_of_memory():
 
 @pytest.mark.parametrize("first, param, words", [
     ('{"type": "start", "model": "nobody", "sample_rate": 16000}', "model", "does not exist"),
-    ('{"type": "start", "model": ["level"], "sample_rate": 16000}', "model", "must be a name"),
+    ('{"type": "start", "model": ["level"], "sample_rate": 16000}', "model", 'a name, not ["level"]'),
+    ('{"type": "start", "sample_rate": 16000}', "model",
+     "the field model is missing; the models here are level, whisper-1"),
+    ('{"type": "start", "model": null, "sample_rate": 16000}', "model", "the field model is missing"),
+    ('{"type": "start", "model": "level", "sample_rate": 16000, "chunk": 320}', "chunk",
+     "does not support chunk; did you mean chunk_ms?"),
+    ('{"type": "start", "model": "level", "sample_rate": 16000, "zzz": 1}', "zzz", "does not support zzz"),
+    ('{"type": "start", "model": "level", "sample_rate": 16000.5}', "sample_rate", "from 8000 to 192000"),
     ('{"type": "start", "model": "level", "sample_rate": 16000000}', "sample_rate", "from 8000 to 192000"),
     ('{"type": "start", "model": "level", "sample_rate": true}', "sample_rate", "from 8000 to 192000"),
     ('{"type": "begin"}', None, "first message"), ("[1]", None, "JSON object"), ("junk", None, "JSON"),
@@ -171,7 +178,9 @@ def test_a_wrong_start_is_told_and_ends_it(server, first, param, words):
 
 @pytest.mark.parametrize("then, words", [
     (b"\0", "even number of bytes"), ('{"type": "start"}', "one model, sample rate and chunk"), ("{}", "binary frames"),
-    (bytes(400_000), "shorter than 10 s"), ("{", "JSON"), (b"", "frame of audio is empty"),
+    (serving.wav("abc"), "begins like a WAV file, but must be 16-bit samples alone: send a file to /v1/audio/trans"),
+    (b"OggS\0", "begins like a Ogg"), (bytes(400_000), "shorter than 10 s"), ("{", "JSON"),
+    (b"", "frame of audio is empty"),
 ])
 def test_wrong_audio_is_told_and_ends_it(server, then, words):
     with connect(server.live) as socket:
@@ -179,6 +188,15 @@ def test_wrong_audio_is_told_and_ends_it(server, then, words):
         socket.send(then)
         message = json.loads(socket.recv(10))
         assert message["type"] == "error" and words in message["error"]["message"]
+
+
+def test_there_is_no_socket_elsewhere(server):
+    for path in ("/v1/live", "/v1/audio/transcriptions", "/"):
+        with pytest.raises(websockets.InvalidStatus) as refused:
+            connect(server.url.replace("http", "ws") + path)
+        answer = refused.value.response
+        assert answer.status_code == 404 and json.loads(answer.body)["error"]["code"] == "unknown_url"
+        assert "live speech is at /v1/audio/live" in json.loads(answer.body)["error"]["message"]
 
 
 def test_a_server_that_stops_says_what_it_heard_so_far(bundle):
