@@ -202,7 +202,7 @@ def _kind(built: Built, key: str) -> str:
 
 def _keeps_statistics(obj: object) -> bool:
     """Whether it normalises by statistics of the corpus: SpeechBrain's keeps them outside of its state dict."""
-    return isinstance(obj, GlobalNorm) or isinstance(obj, nn.Module) and getattr(obj, "norm_type", None) == "global"
+    return isinstance(obj, GlobalNorm) or (isinstance(obj, nn.Module) and getattr(obj, "norm_type", None) == "global")
 
 
 def _mends(key: str, owned: Owned) -> str:

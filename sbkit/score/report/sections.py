@@ -59,8 +59,8 @@ def tiles(run: RunData) -> Markup:
         low, high = interval(words)
         summary = words.summary()
         cells += [
-            _tile("Word error rate" + _heard_in(run), rate(words.rate), f"{low:.2f} to {high:.2f} (95\N{NO-BREAK SPACE}%)",
-                  big=True),
+            _tile("Word error rate" + _heard_in(run), rate(words.rate),
+                  f"{low:.2f} to {high:.2f} (95\N{NO-BREAK SPACE}%)", big=True),
             _tile("Character error rate", rate(characters.rate),
                   "{:.2f} to {:.2f}".format(*interval(characters))),
             _tile("Sentences right", percent(1 - summary["SER"] / 100, 1),
