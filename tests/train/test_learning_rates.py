@@ -163,4 +163,4 @@ def test_a_run_goes_on_with_the_multiples_that_its_recipe_has_now(tmp_path):
     assert all(torch.equal(value, state(again)[name]) for name, value in state(whole).items())
     other = trained(tmp_path / "cut", 5.0, 3)
     assert [group["lr_scale"] for group in other.optimizer.param_groups] == [1.0, 5.0]
-    assert [group["name"] for group in other.optimizer.param_groups] == ["model x 1", "head x 5"]
+    assert [group["name"] for group in other.optimizer.param_groups] == ["model x 1", "model x 5"]
