@@ -30,7 +30,7 @@ def check(trace: Trace, findings: Findings) -> Section | None:
         return None
     parts = [{"part": fate.name, "numbers": fate.numbers, "what": fate.what, "why": fate.why}
              for fate in table.collapsed(fates)]
-    return Section(f"start: from {told}", table.COLUMNS, table.rows(fates), values={"from": told, "parts": parts})
+    return Section(f"Start: from {told}", table.COLUMNS, table.rows(fates), values={"from": told, "parts": parts})
 
 
 def _begun(built: Built) -> bool:

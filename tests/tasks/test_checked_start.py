@@ -38,7 +38,7 @@ def test_the_report_says_what_will_be_taken(run, tmp_path):
     assert rows["CNN"][1:] == ["taken", ""] and rows["Transformer.decoder"][1:] == ["drawn anew", "init_leave"]
     assert rows["ctc_lin"][1:] == ["taken", "rows of tokens that both have"]
     told = f"the run {run} (the mean of 1 checkpoint, and not of 5: there are no more)"
-    assert f"start: from {told}" in report.text()
+    assert f"Start: from {told}" in report.text()
     values = json.loads(report.json())["sections"]["start"]["values"]
     assert values["from"] == told and {part["part"] for part in values["parts"]} == set(rows)
     assert "start" not in check(RECIPE, {**given, "init_from": None}).sections
