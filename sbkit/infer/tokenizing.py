@@ -80,7 +80,7 @@ def tokenize(request: TokenizeRequest) -> int:
     folders = {}
     for name, folder in _folders(request).items():
         if not request.force and _coded(name, folder, request, config):
-            print(f"{folder}: coded already, by this codec and from these recordings; --force codes it again")
+            print(f"{folder}: coded already, by this codec and of this list; --force codes it again")
             continue
         check_place(folder, request.force)
         folders[name] = folder
@@ -143,7 +143,7 @@ def _corpus(request: TokenizeRequest, name: str) -> Corpus:
 
 
 def _coded(name: str, folder: Path, request: TokenizeRequest, config: layout.Codec) -> bool:
-    """Whether a folder has the split's codes by this codec, as an earlier call has that was stopped after it."""
+    """Whether a folder has the codes of the split's list by this codec: an earlier call may have been stopped after it."""
     if not (folder / MANIFEST).is_file():
         return False
     there = Codes(folder)

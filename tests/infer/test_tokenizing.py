@@ -219,7 +219,7 @@ def test_what_is_there_is_replaced_only_if_asked_for(bundle, corpus, tmp_path, c
     with monkeypatch.context() as patch:
         patch.setattr(tokenizing, "codec", lambda *_: pytest.fail("nothing must be loaded"))
         tokenize(*words)
-        assert "dev: coded already, by this codec and from these recordings" in capsys.readouterr().out
+        assert "dev: coded already, by this codec and of this list" in capsys.readouterr().out
     rows = (folder / "dev.csv").read_text()
     (folder / "dev.csv").write_text(rows.replace("speaker1", "another"))
     with monkeypatch.context() as patch:
