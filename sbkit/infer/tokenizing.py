@@ -143,7 +143,7 @@ def _corpus(request: TokenizeRequest, name: str) -> Corpus:
 
 
 def _coded(name: str, folder: Path, request: TokenizeRequest, config: layout.Codec) -> bool:
-    """Whether a folder has the codes of the split's list by this codec: an earlier call may have been stopped after it."""
+    """Whether a folder has the codes of the split's list by this codec: an earlier call may have stopped after it."""
     if not (folder / MANIFEST).is_file():
         return False
     there = Codes(folder)
