@@ -266,10 +266,10 @@ def _of_file(path: Path, metric: Metric) -> Source:
     """By the names of the recipe that it lies with, if that says what it holds; else by its own."""
     told = f"the file {path}"
     whole = _lying_with(path.absolute(), metric)
-    for name, file in whole.files.items() if whole is not None else ():
-        if whole is not None and (file.stem == path.stem or file.samefile(path)):
-            return replace(whole, told=told, files={name: path}, no_tensors={})
-    return Source(told, {"": path})
+    if whole is None:
+        return Source(told, {"": path})
+    held = next((name for name, file in whole.files.items() if file.stem == path.stem or file.samefile(path)), None)
+    return Source(told, {"": path}) if held is None else replace(whole, told=told, files={held: path}, no_tensors={})
 
 
 def _lying_with(path: Path, metric: Metric) -> Source | None:
