@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from sbkit.recipe.arguments import Request
     from sbkit.recipe.load import Recipe
     from sbkit.runs.start_guard import StartGuard
-    from sbkit.tasks.keys import TaskKeys
 
 HELP = (
     "Train, test and report. On several devices: torchrun --nproc_per_node=8 train.py RECIPE.yaml ...\n"
@@ -75,7 +74,7 @@ def _train(recipe: Recipe, request: Request, device: torch.device, guard: StartG
     ranks.run_on_main(preparation.open_folder, folder, request)
     ranks.run_on_main(initial.look, recipe.keys)
     # Before a corpus is prepared, so that what is missing is told at once.
-    pretrained.fetch(recipe.keys.pretrainer, _resumed(recipe.keys))
+    pretrained.fetch(recipe.keys.pretrainer, _filled(recipe))
     follows = ranks.run_on_main(preparation.prepare_data, recipe, request.overrides, Opened())
     if follows:
         request.overrides.update({key: value for key, value in follows.items() if key in recipe.hparams})
@@ -92,7 +91,7 @@ def _train(recipe: Recipe, request: Request, device: torch.device, guard: StartG
     ranks.run_on_main(completion.forget, recipe.keys)
     corpus = recipe.keys.corpus
     manifests = corpus.load()
-    pretrained.load(recipe.keys.pretrainer, _resumed(recipe.keys))
+    pretrained.load(recipe.keys.pretrainer, _filled(recipe))
     brain = training.fit_and_test(recipe, request, device, manifests, guard, Opened())
     ranks.run_on_main(results.show, brain.tested, folder, manifests["test"], corpus.left_out("test"),
                       brain.metrics_log)
@@ -100,9 +99,11 @@ def _train(recipe: Recipe, request: Request, device: torch.device, guard: StartG
         ranks.run_on_main(completion.keep, recipe.keys, request, brain.tested)
 
 
-def _resumed(keys: TaskKeys) -> list[object]:
-    """The objects that come from a checkpoint of this run; none in a run that begins."""
-    from sbkit.runs import initial
+def _filled(recipe: Recipe) -> set[int]:
+    """The ids of the tensors that come from a checkpoint of this run, or from ``init_from`` in one that begins."""
+    from sbkit.runs import initial, pretrained
     from sbkit.train.distributed import ranks
 
-    return [] if ranks.run_on_main(initial.fresh, keys) else list(keys.checkpointer.recoverables.values())
+    if ranks.run_on_main(initial.fresh, recipe.keys):
+        return initial.filled(recipe)
+    return pretrained.saved(recipe.keys.checkpointer.recoverables.values())

@@ -14,11 +14,10 @@ so that no code in them can run; files that a class or a hook of the recipe load
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from speechbrain.utils.checkpoints import (
     DEFAULT_LOAD_HOOKS,
     DEFAULT_TRANSFER_HOOKS,
@@ -41,14 +40,17 @@ logger = logging.getLogger(__name__)
 _NAMED = 5  # parameters that a warning lists
 
 
-def fetch(pretrainer: Pretrainer | None, saved: Iterable[object] = ()) -> dict[str, str]:
-    """Fetch all files on one rank, unless ``saved`` objects hold everything; every rank gets their paths by name."""
-    return ranks.run_on_main(_collect, pretrainer) if _wanted(pretrainer, saved) else {}
+def fetch(pretrainer: Pretrainer | None, filled: Collection[int] = ()) -> dict[str, str]:
+    """Fetch all files on one rank, unless other weights fill everything; every rank gets their paths by name.
+
+    filled : the ids of tensors that get their values from a checkpoint, or from ``init_from``
+    """
+    return ranks.run_on_main(_collect, pretrainer) if _wanted(pretrainer, filled) else {}
 
 
-def load(pretrainer: Pretrainer | None, saved: Iterable[object] = ()) -> None:
-    """Fetch and load everything except what ``saved`` objects hold, which comes from a checkpoint."""
-    wanted = _wanted(pretrainer, saved)
+def load(pretrainer: Pretrainer | None, filled: Collection[int] = ()) -> None:
+    """Fetch and load everything but modules of which all is ``filled`` otherwise, as in ``fetch``."""
+    wanted = _wanted(pretrainer, filled)
     if pretrainer is None or not wanted:
         return
     paths = ranks.run_on_main(_collect, pretrainer)
@@ -58,31 +60,33 @@ def load(pretrainer: Pretrainer | None, saved: Iterable[object] = ()) -> None:
         logger.info("Pretrained: %s", ", ".join(f"{name} from {paths[name]}" for name in wanted))
 
 
-def filled(pretrainer: Pretrainer | None) -> set[int]:
-    """The ids of the tensors that it fills: those of its modules, but for adapters and what its files lack."""
-    modules = [] if pretrainer is None else [obj for name, obj in pretrainer.loadables.items()
-                                             if pretrainer.is_loadable(name) and isinstance(obj, nn.Module)]
+def brought(pretrainer: Pretrainer | None, filled: Collection[int] = ()) -> set[int]:
+    """The ids of the tensors that ``load`` fills: those of its modules, but for adapters and what its files lack."""
+    modules = [obj for obj in _wanted(pretrainer, filled).values() if isinstance(obj, nn.Module)]
     return {id(tensor) for module in modules for name, tensor in module.state_dict(keep_vars=True).items()
             if not is_added(name) and name not in getattr(module, "drawn_anew", ())}
 
 
-def _wanted(pretrainer: Pretrainer | None, saved: Iterable[object]) -> dict[str, Any]:
-    """What the pretrainer has to load: all that no saved object holds."""
+def saved(objects: Iterable[object]) -> set[int]:
+    """The ids of the tensors that a checkpoint of these objects fills."""
+    return {tensor for obj in objects for tensor in saved_by(obj)}
+
+
+def _wanted(pretrainer: Pretrainer | None, filled: Collection[int]) -> dict[str, Any]:
+    """What the pretrainer has to load: all that isn't filled otherwise."""
     if pretrainer is None:
         return {}
-    held = {tensor for obj in saved for tensor in saved_by(obj)}
     return {name: obj for name, obj in pretrainer.loadables.items()
-            if pretrainer.is_loadable(name) and not _within(obj, held)}
+            if pretrainer.is_loadable(name) and not _within(obj, filled)}
 
 
-def _tensors(obj: object) -> list[torch.Tensor]:
-    """The parameters and buffers of a module, as the same objects."""
-    return list(obj.state_dict(keep_vars=True).values()) if isinstance(obj, nn.Module) else []
-
-
-def _within(obj: object, held: set[int]) -> bool:
-    tensors = _tensors(obj)
-    return bool(tensors) and all(id(tensor) in held for tensor in tensors)
+def _within(obj: object, filled: Collection[int]) -> bool:
+    """Whether all of a module is filled, but for what pretrained weights need not have."""
+    if not isinstance(obj, nn.Module):
+        return False
+    needed = [tensor for name, tensor in obj.state_dict(keep_vars=True).items()
+              if not is_added(name) and name not in getattr(obj, "dispensable", ())]
+    return bool(needed) and all(id(tensor) in filled for tensor in needed)
 
 
 def _collect(pretrainer: Pretrainer) -> dict[str, str]:

@@ -82,7 +82,7 @@ def build(recipe: Recipe, device: str | torch.device | None = None, **run_opts: 
     options = {"device": None if device is None else str(device), **run_opts}
     options = {name: value for name, value in options.items() if value is not None}
     shelf = recipe.hparams["checkpointer"]
-    pretrained.load(recipe.keys.pretrainer, shelf.recoverables.values())
+    pretrained.load(recipe.keys.pretrainer, pretrained.saved(shelf.recoverables.values()))
     brain = recipe.brain(RunOptions(**options, overridden_args=set(options)), opt_class=None)
     # No optimizer, no generators, no log files: only what was trained is taken from a checkpoint.
     shelf = brain.checkpointer

@@ -34,7 +34,7 @@ def stand_ins(name: str, folder: Path) -> dict:
     texts = [tree.read_text() for tree, _ in load.chain(ROOT / name)]
     if any("data_folder: !PLACEHOLDER" in text for text in texts):
         given |= {"data_folder": str(folder), "language": "fr"}
-    if any("encoder_source: !PLACEHOLDER" in text for text in texts):
+    if any("encoder_source: null" in text for text in texts):
         large = {"hidden_size": 256, "intermediate_size": 512}
         given |= {"encoder_source": str(encoders.make(folder / "encoder", "wav2vec2-layer", **large))}
     if any("sbkit.tasks.tts" in text for text in texts):

@@ -14,7 +14,7 @@ from sbkit.errors import SbkitError
 from sbkit.nn.lengths import N, lengths_to_mask
 from sbkit.nn.pretrained import families, source, tensors
 from sbkit.nn.pretrained.options import Options
-from sbkit.nn.pretrained.source import Settings
+from sbkit.nn.pretrained.source import Settings, is_folder
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +28,9 @@ class Encoder(nn.Module):
     Arguments
     ---------
     source : a folder written by transformers' ``save_pretrained``, or a repository of the Hugging Face Hub,
-        ``owner/name`` or ``owner/name@revision``, which is downloaded once
+        ``owner/name`` or ``owner/name@revision``, which is downloaded once; None: that of the run in ``init_from``
     folder : where a run keeps its copy of the config
+    init_from : a run of ours that the weights come from; its copy of the config is used if the source isn't there
     freeze_front : never train the convolutions in front
     layers : use only this many of the lowest layers; None: all
     dropout : for all of the encoder's dropouts; None: as in its config
@@ -42,22 +43,21 @@ class Encoder(nn.Module):
     sample_rate = 16_000
     """The sample rate that all these families were pretrained at."""
 
-    def __init__(self, source: str, folder: str | Path | None = None, *, freeze_front: bool = True,
-                 layers: int | None = None, dropout: float | None = None, mask_time_prob: float | None = None,
-                 mask_time_length: int | None = None, mask_feature_prob: float | None = None,
-                 mask_feature_length: int | None = None, whole_window: bool = False):
+    def __init__(self, source: str | None, folder: str | Path | None = None, *, init_from: str | Path | None = None,
+                 freeze_front: bool = True, layers: int | None = None, dropout: float | None = None,
+                 mask_time_prob: float | None = None, mask_time_length: int | None = None,
+                 mask_feature_prob: float | None = None, mask_feature_length: int | None = None,
+                 whole_window: bool = False):
         super().__init__()
-        if not isinstance(source, str) or not source:
-            raise SbkitError("no pretrained encoder is named",
-                             hint="give its folder, or its name on the Hugging Face Hub: --encoder_source owner/name")
-        kept = Settings.kept(source, folder)
-        self.settings, self.folder = kept or Settings.of(source), folder
+        here = source is not None and is_folder(source)
+        copy = Settings.kept(source, folder) or (None if here else Settings.lent(source, init_from))
+        self.settings, self.folder = copy or Settings.of(_named(source, init_from)), folder
         self.options = Options(freeze_front, layers, dropout, mask_time_prob, mask_time_length, mask_feature_prob,
                                mask_feature_length, whole_window)
         self.network: families.Network = families.build(self.settings, self.options)
         self.drawn_anew: frozenset[str] = frozenset()
         """The names of tensors that the source lacks, once it was looked at."""
-        if kept is None and _is_folder(source):  # on this machine, so a misfit is reported at once
+        if copy is None and here:  # on this machine, so a misfit is reported at once
             self.look()
 
     def extra_repr(self) -> str:
@@ -69,6 +69,11 @@ class Encoder(nn.Module):
     def source(self) -> str:
         """Where its weights come from, a folder or a repository."""
         return self.settings.source
+
+    @property
+    def dispensable(self) -> frozenset[str]:
+        """The names of tensors that only training uses, and that start at random where there are none."""
+        return frozenset(f"network.{name}" for name in getattr(self.network, "drawn_anew", ()))
 
     @property
     def width(self) -> int:
@@ -105,12 +110,15 @@ class Encoder(nn.Module):
             logger.info("%s: %s", self.source, "; ".join(lines))
 
     def keep(self) -> None:
-        """Write a copy of the config into the run; refuses a source whose config has changed since the run began."""
+        """Write a copy of the config into the run."""
+        if self.folder is not None:
+            self.settings.keep(self.folder)
+
+    def compare(self) -> None:
+        """Refuse a source that isn't there, or whose config is no more that which this encoder was built from."""
         if Settings.of(self.source) != self.settings:
             raise SbkitError(f"the config of {self.source} has changed since this run began",
                              hint="name another output_folder, or restore the old config")
-        if self.folder is not None:
-            self.settings.keep(self.folder)
 
 
 class Head(nn.Linear):
@@ -152,6 +160,7 @@ class Weights:
     def collect_files(self) -> dict[str, Any]:
         """Download all files, and keep the encoder's config in the run."""
         encoder = self.loadables["encoder"]
+        encoder.compare()
         encoder.keep()
         encoder.look()  # what doesn't fit is told before a corpus is prepared
         return {"encoder": encoder.source}
@@ -162,5 +171,10 @@ def _load(encoder: Encoder, path: str) -> None:
     encoder.load()
 
 
-def _is_folder(name: str) -> bool:
-    return source.local(name) is not None
+def _named(named: str | None, init_from: str | Path | None) -> str:
+    """Return the source, or say what is missing."""
+    if isinstance(named, str) and named:
+        return named
+    lacking = "no pretrained encoder is named" if init_from is None else \
+        f"no pretrained encoder is named, and {init_from} is no run that has kept the config of one"
+    raise SbkitError(lacking, hint="give its folder, or its name on the Hugging Face Hub: --encoder_source owner/name")

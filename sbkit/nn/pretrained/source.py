@@ -42,13 +42,23 @@ class Settings:
         return cls(source, config, preprocessor)
 
     @classmethod
-    def kept(cls, source: str, folder: str | Path | None) -> Settings | None:
-        """Read the copy that a run has kept; None if there is none of this source."""
+    def kept(cls, source: str | None, folder: str | Path | None) -> Settings | None:
+        """Read the copy that a run has kept in a folder; None if there is none of this source (None: of any)."""
         path = None if folder is None else Path(folder) / _KEPT
         if path is None or not path.is_file():
             return None
         settings = cls(**_object(path))
-        return settings if settings.source == source else None
+        return settings if source in (None, settings.source) else None
+
+    @classmethod
+    def lent(cls, source: str | None, run: str | Path | None) -> Settings | None:
+        """Read the copy of another run, of which a path names the folder, a checkpoint or a file in one."""
+        if run is None:
+            return None
+        path = Path(run).expanduser().absolute()
+        copies = (cls.kept(source, each.parent) for each in sorted(path.glob(f"*/{_KEPT}")))
+        above = (cls.kept(source, folder) for folder in (path, *path.parents[:2]))
+        return next((settings for settings in (*copies, *above) if settings is not None), None)
 
     def keep(self, folder: str | Path) -> None:
         """Write a copy into a run's folder, so that its model can be built without the source."""
@@ -59,6 +69,11 @@ class Settings:
 
 class _NoSuchFile(SbkitError):
     """The source exists, but lacks the file."""
+
+
+def is_folder(source: str) -> bool:
+    """Whether the source is a folder that exists."""
+    return Path(source).expanduser().is_dir()
 
 
 def local(source: str) -> Path | None:

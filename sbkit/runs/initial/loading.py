@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Protocol
@@ -11,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 from sbkit.errors import SbkitError
+from sbkit.nn.pretrained import Encoder
+from sbkit.recipe.load import Recipe
 from sbkit.runs import pretrained
 from sbkit.runs.initial import statistics, table
 from sbkit.runs.initial.matching import Fate, Match
@@ -62,6 +65,26 @@ def check(keys: RunKeys, brain: Begins) -> tuple[str, list[Fate]]:
     return f"{source.told}{_merged(match)}", match.check()
 
 
+def filled(recipe: Recipe) -> set[int]:
+    """The ids of the tensors that a run which begins takes from its source, so that no pretrainer need load them."""
+    keys, modules = recipe.keys, torch.nn.ModuleDict(recipe.hparams["modules"])
+    if keys.init_from is None or keys.pretrainer is None:
+        return set()
+    own = modules.state_dict(keep_vars=True)
+    taken = {id(own[path]): path for path in ranks.run_on_main(_paths, keys, modules, recipe.hparams)}
+    lost = pretrained.brought(keys.pretrainer) - pretrained.saved(keys.checkpointer.recoverables.values())
+    unsaved = [path for each, path in taken.items() if each in lost]
+    if unsaved:
+        raise SbkitError(f"init_from: {len(unsaved)} tensors, such as {unsaved[0]}, would be taken, but no checkpoint "
+                         "of this run holds them: once resumed, it would have those of its pretrainer",
+                         hint="name their part under the recoverables of the checkpointer, or under init_leave")
+    return set(taken)
+
+
+def _paths(keys: RunKeys, modules: torch.nn.Module, hparams: Mapping[str, object]) -> list[str]:
+    return Match(modules, hparams, _sought(keys), keys.init_leave or (), shapes=True).taken()
+
+
 def load(brain: Begins) -> None:
     """Fill the modules of a Brain whose run begins; one rank reads, and the others get what it has."""
     if brain.keys.init_from is None:
@@ -79,6 +102,9 @@ def _fill(brain: Begins) -> dict[str, dict[str, torch.Tensor]]:
     source = _sought(brain.keys)
     match = _match(brain, source)
     fates = match.fill()
+    for module in brain.modules.modules():
+        if isinstance(module, Encoder):
+            module.keep()  # where its pretrainer, which would, has nothing to load
     logger.info("%s", table.text(f"{source.told}{_merged(match)}", fates))
     return match.statistics()
 
@@ -88,8 +114,9 @@ def _merged(match: Match) -> str:
 
 
 def _match(brain: Begins, source: Source, shapes: bool = False) -> Match:
-    return Match(brain.modules, vars(brain.hparams), source, brain.keys.init_leave or (), brain.token_tables(), shapes,
-                 pretrained.filled(brain.keys.pretrainer))
+    match = Match(brain.modules, vars(brain.hparams), source, brain.keys.init_leave or (), brain.token_tables(), shapes)
+    match.pretrained = pretrained.brought(brain.keys.pretrainer, {id(match.own[path]) for path in match.taken()})
+    return match
 
 
 def _sought(keys: RunKeys) -> Source:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from sbkit.errors import SbkitError
+from sbkit.nn.adapters import is_added
 from sbkit.nn.pretrained import Encoder, families
 from sbkit.recipe.parts import Parts
 from sbkit.recipe.report import listed
@@ -44,15 +45,17 @@ class Match:
     leave : patterns of what isn't taken
     tables : which tensors have a row for each token
     shapes : look at names and shapes alone, for ``check``
-    pretrained : the ids of tensors that have the values of a pretrained model
     """
 
+    pretrained: Collection[int] = ()
+    """The ids of tensors that have the values of a pretrained model."""
+
     def __init__(self, modules: nn.Module, recipe: Mapping[str, Any], source: Source, leave: Sequence[str] = (),
-                 tables: TokenTables | None = None, shapes: bool = False, pretrained: Collection[int] = ()):
+                 tables: TokenTables | None = None, shapes: bool = False):
         self.modules = modules
         self.own = modules.state_dict(keep_vars=True)
         self.parts = Parts(modules, recipe, self.own)
-        self.source, self.tables, self.pretrained = source, tables, pretrained
+        self.source, self.tables = source, tables
         self.theirs = source.tensors(shapes)
         self.found = self._found()
         self.merged = adapters.merge(self.theirs, self.found, modules, source.lora_scale)
@@ -61,7 +64,7 @@ class Match:
         self._check_encoders()
         self._check_places()
         tabled = {id(tensor) for tensor in tables.tensors} if tables is not None else set()
-        self.with_rows = [path for path in self._wanted() if id(self.own[path]) in tabled]
+        self.with_rows = [path for path in self.taken() if id(self.own[path]) in tabled]
         self.counted = self._counted()
 
     # ------------------------------------------------------------ by name
@@ -113,7 +116,10 @@ class Match:
         """Refuse a pretrained encoder of another kind: weights of one name and shape may mean something else."""
         for above, module in self.modules.named_modules():
             paths = [path for path in self.own if path.startswith(f"{above}.")]
-            if not isinstance(module, Encoder) or self.left.issuperset(paths):
+            if not isinstance(module, Encoder):
+                continue
+            if self.left.issuperset(paths):
+                self._check_rest(module, paths)
                 continue
             keys = [name.removesuffix(".") for name in self.parts.names(f"{above}.")]
             key, there = next(((key, self.source.encoders[key]) for key in keys if key in self.source.encoders),
@@ -125,11 +131,27 @@ class Match:
                                  f"{listed(differing, most=_FIELDS)}",
                                  hint="give the recipe the encoder that it was trained from, or keep this one as it "
                                       f'is pretrained: --init_leave "[{key}]"')
+            self._check_rest(module, paths)
+
+    def _check_rest(self, encoder: Encoder, paths: Iterable[str]) -> None:
+        """Refuse a pretrained encoder that isn't there any more, if there are tensors that only it could give."""
+        taken, own = set(self.taken()), encoder.state_dict(keep_vars=True)
+        free = {id(own[name]) for name in own if is_added(name) or name in encoder.dispensable}
+        rest = [path for path in paths if path not in taken and id(self.own[path]) not in free]
+        if not rest:
+            return
+        try:
+            encoder.compare()
+        except SbkitError as error:
+            why = "init_leave" if self.left.issuperset(rest) else f"{self.source.told} lacks them"
+            raise SbkitError(f"init_from: {len(rest)} tensors of the pretrained encoder have to come from its source "
+                             f"({why}), such as {self.parts.called(rest[0])}, and {error.message}",
+                             hint=error.hint) from error
 
     def _check_places(self) -> None:
         """Refuse a list's tensors with numbers for names, unless the numbers or the tensors tell what each is."""
         for above, here in self._lists():
-            tails = [(path.removeprefix(above), self.found[path]) for path in self._wanted() if path.startswith(above)]
+            tails = [(path.removeprefix(above), self.found[path]) for path in self.taken() if path.startswith(above)]
             numbered = {(name.removesuffix(tail), tail.partition(".")[0]) for tail, name in tails
                         if f".{name}".endswith(f".{tail}")}
             for before in {before for before, _ in numbered}:
@@ -184,7 +206,7 @@ class Match:
         """Copy into the model what fits; nothing is copied where something doesn't."""
         rows = self._rows(self.with_rows)
         self._check_shapes(rows)
-        for path in self._wanted():
+        for path in self.taken():
             self._fill(path, rows)
         return self._fates(rows)
 
@@ -201,7 +223,8 @@ class Match:
         """What goes to ``statistics.put``, on every rank."""
         return {path: {own: self.theirs[name] for own, name in names.items()} for path, names in self.counted.items()}
 
-    def _wanted(self) -> list[str]:
+    def taken(self) -> list[str]:
+        """The paths of the tensors that get their values, or rows of them, from the source."""
         return [path for path in self.found if path not in self.left]
 
     def _fill(self, path: str, rows: Mapping[str, list[int]]) -> None:
@@ -263,7 +286,7 @@ class Match:
     def _check_shapes(self, rows: Collection[str]) -> None:
         """All that don't fit at once."""
         wrong = []
-        for path in self._wanted():
+        for path in self.taken():
             here, there = self.own[path].shape, self.theirs[self.found[path]].shape
             if (here[1:], len(there)) != (there[1:], len(here)) if path in rows else here != there:
                 wrong.append(path)

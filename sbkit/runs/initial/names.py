@@ -109,8 +109,8 @@ def encoders(tree: Mapping[str, Any]) -> dict[str, Settings]:
     found = {}
     for key, node in tree.items():
         source, folder = (_argument(node, name, place) for place, name in enumerate(("source", "folder")))
-        if tag_of(node).startswith("!new:") and isinstance(source, str) and isinstance(folder, str) \
-                and (settings := Settings.kept(source, folder)) is not None:
+        made = tag_of(node).startswith("!new:") and (isinstance(source, str) or _kind(node) == "Encoder")
+        if made and isinstance(folder, str) and (settings := Settings.kept(source, folder)) is not None:
             found[key] = settings
     return found
 

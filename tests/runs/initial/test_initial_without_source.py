@@ -1,0 +1,145 @@
+"""A run's encoder is enough to start from: neither the pretrained one nor its name need be there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import encoders
+import pytest
+import torch
+from run_folders import corpus, run_with_model
+from starts import state, target
+
+from sbkit.errors import SbkitError
+from sbkit.nn.pretrained import Encoder
+from sbkit.recipe.check import check
+from sbkit.recipe.load import Recipe
+from sbkit.runs import initial, pretrained
+from sbkit.runs.restore import load_run
+
+ROOT = Path(__file__).parents[3]
+RECIPE = ROOT / "hparams" / "ssl.yaml"
+LORA = ROOT / "recipes" / "CommonVoice" / "ASR" / "CTC" / "hparams" / "lora.yaml"
+TINY = {"num_workers": 0, "least_steps": 0}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return corpus(tmp_path_factory.mktemp("without") / "data", train=6, dev=2, test=2)
+
+
+def kept(folder, data, recipe=RECIPE, **keys):
+    """A run as training leaves it, with its encoder's config."""
+    made = run_with_model(folder, data, rates=(40.0,), recipe=recipe, tiny=TINY, **keys)
+    options = {"init_from": keys["init_from"]} if "init_from" in keys else {}
+    Encoder(keys.get("encoder_source"), made / "save", **options).keep()
+    return made
+
+
+@pytest.fixture(scope="module")
+def home(data):
+    """A folder with runs of an encoder that is gone; it is in ``away`` now."""
+    source = str(encoders.make(data.parent / "source", "wav2vec2-layer"))
+    kept(data.parent / "run", data, encoder_source=source)
+    kept(data.parent / "half", data, encoder_source=source, encoder_layers=1, mask_time_prob=0)
+    kept(data.parent / "lora", data, LORA, encoder_source=source, language="en", precision="fp32")
+    Path(source).rename(data.parent / "away")
+    return data.parent
+
+
+def begun(folder, data, run, recipe=RECIPE, **keys):
+    """The Brain of a run that has begun, as ``sbkit train`` does it."""
+    brain = target(folder, data, recipe, TINY, init_from=str(run), **keys)
+    pretrained.load(brain.keys.pretrainer, initial.filled(Recipe(vars(brain.hparams), brain.keys)))
+    initial.load(brain)
+    return brain
+
+
+def weights(run):
+    (path,) = run.glob("save/*epoch1*/model.ckpt")
+    return torch.load(path, weights_only=True)
+
+
+def is_all_of(brain, run):
+    mine = state(brain)
+    return all(torch.equal(value, mine[f"model.{name}"]) for name, value in weights(run).items())
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_run_begins_without_the_source_of_the_one_before(home, data, tmp_path, named):
+    brain = begun(tmp_path, data, home / "run", encoder_source=str(home / "source") if named else None)
+    assert is_all_of(brain, home / "run")
+    assert Encoder(None, tmp_path / "save").source == str(home / "source"), "the new run has the config too"
+
+
+@pytest.mark.parametrize("below", ["", "save", "save/*epoch1*", "save/*epoch1*/model.ckpt"])
+def test_so_it_does_from_a_checkpoint_or_a_file_in_it(home, data, tmp_path, below):
+    (there,) = (home / "run").glob(below) if below else [home / "run"]
+    assert is_all_of(begun(tmp_path, data, there), home / "run")
+
+
+def test_a_run_that_began_so_needs_neither_and_another_begins_from_it(home, data, tmp_path):
+    first = home / "run"
+    second = kept(tmp_path / "second", data, init_from=str(first))
+    moved = first.rename(home / "moved")
+    try:
+        _, brain = load_run(second, "cpu")
+        assert is_all_of(brain, second)
+        assert is_all_of(begun(tmp_path / "third", data, second), second)
+    finally:
+        moved.rename(first)
+
+
+def test_a_run_without_masking_lends_its_encoder_to_one_with(home, data, tmp_path):
+    brain = begun(tmp_path, data, home / "half", encoder_layers=1)
+    assert brain.hparams.encoder.network.masked_spec_embed.requires_grad
+
+
+def test_lora_begins_on_a_run_and_a_run_on_lora(home, data, tmp_path):
+    more = {"language": "en", "precision": "fp32", "encoder_source": None}
+    brain = begun(tmp_path / "lora", data, home / "run", LORA, **more)
+    mine = state(brain)
+    assert all(torch.equal(value, mine[f"model.{name}"]) for name, value in weights(home / "run").items())
+    assert begun(tmp_path / "on", data, home / "lora", LORA, **more).hparams.trained.base_hash() == \
+        weights(home / "lora")["base"]
+    begun(tmp_path / "whole", data, home / "lora")
+
+
+@pytest.mark.parametrize("run, keys, why, first", [
+    ("run", {"init_leave": ["encoder"]}, "init_leave", "feature_extractor.conv_layers.0.conv.weight"),
+    ("half", {}, "the run .* lacks them", "encoder.layers.1.attention.k_proj.weight")])
+def test_what_only_the_source_has_is_told_in_the_check_and_at_the_start(home, data, tmp_path, run, keys, why, first):
+    said = rf"tensors of the pretrained encoder have to come from its source \({why}\), such as encoder.network.{first}"
+    with pytest.raises(SbkitError, match=rf"{said}, and the encoder's source .*/source does not exist"):
+        begun(tmp_path, data, home / run, **keys)
+    (error,) = check(RECIPE, {**TINY, **keys, "output_folder": str(tmp_path), "init_from": str(home / run)},
+                     starting=True).errors
+    assert (error.code, error.key) == ("start", "init_from") and "have to come from its source" in error.message
+
+
+def test_where_the_source_is_the_rest_comes_from_it(home, data, tmp_path):
+    (home / "away").rename(home / "source")
+    try:
+        brain = begun(tmp_path, data, home / "half")
+        start = encoders.start(home / "source", "wav2vec2-layer")
+    finally:
+        (home / "source").rename(home / "away")
+    mine, name = state(brain), "encoder.layers.{}.attention.k_proj.weight"
+    assert torch.equal(mine[f"model.0.network.{name.format(1)}"], start[name.format(1)])
+    assert torch.equal(mine[f"model.0.network.{name.format(0)}"],
+                       weights(home / "half")[f"0.network.{name.format(0)}"])
+
+
+@pytest.mark.parametrize("start", [None, "nowhere"])
+def test_without_either_it_says_what_to_give(tmp_path, start):
+    (error,) = check(RECIPE, {"output_folder": str(tmp_path), "init_from": start}).errors
+    assert "no pretrained encoder is named" in error.message and ("nowhere is no run" in error.message) == bool(start)
+    assert "--encoder_source owner/name" in error.suggestion
+
+
+def test_what_no_checkpoint_would_hold_is_not_taken(home, data, tmp_path):
+    path = tmp_path / "head_alone.yaml"
+    path.write_text(f"recipe: !include:{RECIPE}\n    freeze: {{encoder: true}}\n    checkpointer:\n"
+                    "        recoverables:\n            model: !ref <ctc_lin>\n")
+    with pytest.raises(SbkitError, match=r"such as model.0.network.\S+, would be taken, but no checkpoint of this run"):
+        begun(tmp_path / "new", data, home / "run", path)
