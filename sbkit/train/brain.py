@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -183,6 +183,10 @@ class Brain(sb.core.Brain):
             return {}
         parts = Parts(self.modules, vars(self.hparams))
         return rates.factors(self, parts, self.keys.learning_rates, self.keys.layer_decay)
+
+    def stacked_layers(self) -> Sequence[torch.nn.Module] | None:
+        """The layers whose depth ``layer_decay`` counts; None: the list of equal layers with the most parameters."""
+        return None
 
     def _compile(self) -> None:
         """Compile layers in place for ``--compile`` (see ``compiling``); leave ``--jit`` to SpeechBrain."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -45,6 +45,7 @@ class StandsIn(Protocol):
     device: str
 
     def stand_in(self, utterances: int, seconds: float) -> Batch: ...
+    def stacked_layers(self) -> Sequence[torch.nn.Module] | None: ...
     def untouched(self) -> contextlib.AbstractContextManager[None]: ...
     def loss_of(self, batch: MicroBatch) -> Loss: ...
 

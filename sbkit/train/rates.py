@@ -90,9 +90,9 @@ def depths(brain: StandsIn, parts: Parts) -> dict[str, int]:
     if not hasattr(brain, "stand_in"):
         raise SbkitError(f"layer_decay needs the order of the layers, and {type(brain).__name__} has no stand-in batch "
                          "that shows it", hint="derive it from sbkit.tasks.task.Task, or use learning_rates")
-    order = _order(brain)
-    layers = _stack(brain.modules, order)
-    if not layers:
+    order, stacked = _order(brain), brain.stacked_layers()
+    layers = _largest(brain.modules, order) if stacked is None else _reached(stacked, order)
+    if len(layers) < 2:
         raise SbkitError("layer_decay: no layers repeat in this model", hint="use learning_rates")
     layers.sort(key=lambda layer: min(order[id(p)] for p in layer.parameters() if id(p) in order))
     above = {id(p): len(layers) - 1 - place for place, layer in enumerate(layers) for p in layer.parameters()}
@@ -101,12 +101,16 @@ def depths(brain: StandsIn, parts: Parts) -> dict[str, int]:
     return {path: len(layers) if id(p) in below else above.get(id(p), 0) for path, p in parts.parameters.items()}
 
 
-def _stack(modules: nn.Module, order: Mapping[int, int]) -> list[nn.Module]:
+def _reached(layers: Iterable[nn.Module], order: Mapping[int, int]) -> list[nn.Module]:
+    return [layer for layer in layers if any(id(p) in order for p in layer.parameters())]
+
+
+def _largest(modules: nn.Module, order: Mapping[int, int]) -> list[nn.Module]:
     """Return the list of layers of one class with the most parameters that the loss uses."""
     best: tuple[int, list[nn.Module]] = 0, []
     for module in modules.modules():
         layers = list(module) if isinstance(module, nn.ModuleList) else []
-        reached = [layer for layer in layers if any(id(p) in order for p in layer.parameters())]
+        reached = _reached(layers, order)
         size = sum(p.numel() for layer in reached for p in layer.parameters())
         if len(reached) > 1 and len({type(layer) for layer in layers}) == 1 and size > best[0]:
             best = size, reached

@@ -81,6 +81,11 @@ class Encoder(nn.Module):
         return self.network.width
 
     @property
+    def stack(self) -> nn.ModuleList:
+        """The layers of the transformer, lowest first, without the convolutions in front."""
+        return self.network.stack
+
+    @property
     def makes_loudness_equal(self) -> bool:
         """Whether inputs are normalised, so that loudness has no effect."""
         return getattr(self.network, "normalizes", False)

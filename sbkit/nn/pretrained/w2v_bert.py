@@ -104,6 +104,11 @@ class W2vBert(nn.Module):
         """The parameters of convolutions in front, of which there are none."""
         return []
 
+    @property
+    def stack(self) -> nn.ModuleList:
+        """The layers of the transformer, lowest first."""
+        return self.encoder.layers
+
     def frames(self, samples: N) -> N:
         """Return the number of states for a number of samples."""
         samples = samples.clamp(min=self.least) if isinstance(samples, Tensor) else max(samples, self.least)

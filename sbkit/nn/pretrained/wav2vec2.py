@@ -69,6 +69,11 @@ class Wav2Vec2(nn.Module):
         """The parameters of the convolutions."""
         return list(self.feature_extractor.parameters())
 
+    @property
+    def stack(self) -> nn.ModuleList:
+        """The layers of the transformer, lowest first."""
+        return self.encoder.layers
+
     def frames(self, samples: N) -> N:
         """Return the number of states for a number of samples."""
         return self.strides(samples)

@@ -65,6 +65,11 @@ class Whisper(nn.Module):
         """The parameters of the convolutions."""
         return [*self.conv1.parameters(), *self.conv2.parameters()]
 
+    @property
+    def stack(self) -> nn.ModuleList:
+        """The layers of the transformer, lowest first."""
+        return self.layers
+
     def frames(self, samples: N) -> N:
         """Return the number of states for a number of samples."""
         samples = samples.clamp(min=1) if isinstance(samples, Tensor) else max(samples, 1)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from speechbrain.core import Stage
 from speechbrain.utils.dynamic_chunk_training import DynChunkTrainConfig
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from sbkit.data.batch import Batch
@@ -22,6 +22,7 @@ from sbkit.nn.consistency import consistency
 from sbkit.nn.ctc import CTCLoss, ctc_loss
 from sbkit.nn.global_norm import GlobalNorm
 from sbkit.nn.guard import guard_indices
+from sbkit.nn.pretrained import Encoder
 from sbkit.recipe.build import Built
 from sbkit.recipe.report import Section
 from sbkit.recipe.source import Findings, Node
@@ -218,6 +219,13 @@ class CTC(ASR):
         schedule = self.keys.schedule
         steps = self.keys.consistency_warmup * (schedule.total_steps if schedule else 0)
         return self.keys.consistency * min(1.0, (self.optimizer_step + 1) / max(1.0, steps))
+
+    def stacked_layers(self) -> Sequence[nn.Module] | None:
+        encoder = self.recognizer.encoder
+        try:
+            return encoder.stack if isinstance(encoder, Encoder) else stack(encoder)[1]
+        except SbkitError:  # a user's encoder, whose layers are under names of their own
+            return None
 
     def _tapped_layers(self) -> list[int]:
         if not self.keys.intermediate_ctc:
