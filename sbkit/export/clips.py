@@ -42,8 +42,11 @@ class Clips:
         return [order[i] for i in dict.fromkeys((0, len(order) // 3, 2 * len(order) // 3, len(order) - 1))]
 
 
-def choose(corpus: Corpus | None, sample_rate: int, count: int) -> Clips:
-    """Choose ``count`` utterances of the run's test split, or noise of several lengths if its audio is missing."""
+def choose(corpus: Corpus | None, sample_rate: int, count: int, most: float | None = None) -> Clips:
+    """Choose ``count`` utterances of the run's test split, or noise of several lengths if its audio is missing.
+
+    most : the seconds that the model hears at once, if that is limited: no clip is longer
+    """
     manifests = {split: Path(corpus.manifest_path(split)) for split in ("train", "test")} if corpus else {}
     longest = 0.0
     if manifests and manifests["train"].is_file():
@@ -51,12 +54,14 @@ def choose(corpus: Corpus | None, sample_rate: int, count: int) -> Clips:
         longest = float(durations.max()) if len(durations) else 0.0
     clips: list[Clip] = []
     if corpus and manifests["test"].is_file():
-        clips = _utterances(corpus.manifest("test"), sample_rate, count)
+        found = corpus.manifest("test")
+        clips = _utterances(found if most is None else found.select(np.flatnonzero(found.durations <= most)),
+                            sample_rate, count)
     origin = f"{len(clips)} utterances of the run's test split" if clips else "noise, since the run's audio is missing"
     if not clips:
         clips = [Clip(_noise(seconds, sample_rate), None, f"{seconds:g} s of noise") for seconds in _SYNTHETIC_SECONDS]
     longest = longest or max(len(clip.signal) for clip in clips) / sample_rate
-    clips.append(_long(clips, longest * _BEYOND, sample_rate))
+    clips.append(_long(clips, longest * _BEYOND, sample_rate, most))
     clips.insert(0, Clip(clips[0].signal[: sample_rate // 20].copy(), None, "the first 50 ms of another"))
     return Clips(clips, origin, longest)
 
@@ -76,8 +81,8 @@ def _utterances(manifest: Manifest, sample_rate: int, count: int) -> list[Clip]:
     return clips
 
 
-def _long(clips: list[Clip], seconds: float, sample_rate: int) -> Clip:
-    """Join clips until they are longer than ``seconds``."""
+def _long(clips: list[Clip], seconds: float, sample_rate: int, most: float | None) -> Clip:
+    """Join clips until they are longer than ``seconds``, and cut what is over ``most`` seconds off."""
     parts: list[np.ndarray] = []
     texts: list[str | None] = []
     i = 0
@@ -87,7 +92,10 @@ def _long(clips: list[Clip], seconds: float, sample_rate: int) -> Clip:
         texts.append(clip.text)
         i += 1
     known = [each for each in texts if each is not None]
-    return Clip(np.concatenate(parts), " ".join(known) if len(known) == i else None, f"{i} joined")
+    joined = np.concatenate(parts)
+    whole = joined if most is None else joined[:int(most * sample_rate)]
+    text = " ".join(known) if len(known) == i and len(whole) == len(joined) else None
+    return Clip(whole, text, f"{i} joined")
 
 
 def _noise(seconds: float, sample_rate: int) -> np.ndarray:

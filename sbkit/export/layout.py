@@ -202,6 +202,8 @@ class Config(Bundle):
     """The character that starts a word in tokens; null for scripts without spaces, where each token is a word."""
     chunk_seconds: float = 20.0
     """Longest audio to give the model at once, as in training; longer audio is split."""
+    longest_seconds: float | None = None
+    """The longest audio that the model can hear at once; null: any."""
     streaming: Streaming | None = None
     """Only of a model that also takes streams."""
 
@@ -212,7 +214,16 @@ class Config(Bundle):
 
     def _values(self) -> dict[str, Any]:
         values = super()._values()
-        return {name: value for name, value in values.items() if name != "streaming" or value is not None}
+        return {name: value for name, value in values.items()
+                if name not in ("streaming", "longest_seconds") or value is not None}
+
+    def chunk(self, asked: float | None) -> float:
+        """Return the seconds of audio to give the model at once, as asked for if it can hear that much."""
+        if asked is not None and self.longest_seconds is not None and asked > self.longest_seconds:
+            raise SbkitError(f"chunks of {asked:g} s are asked for, and the model hears at most "
+                             f"{self.longest_seconds:g} s at once",
+                             hint="leave out --chunk-seconds: longer audio is cut at pauses")
+        return asked or self.chunk_seconds
 
     @property
     def frame_seconds(self) -> float:
@@ -224,6 +235,10 @@ class Config(Bundle):
         check_sizes(path, self, "hop_samples", "subsampling", "vocabulary")
         if not is_number(self.chunk_seconds) or not 0 < self.chunk_seconds < math.inf:
             raise SbkitError(f"{path}: chunk_seconds is {self.chunk_seconds!r}, but must be above 0")
+        if self.longest_seconds is not None and not (is_number(self.longest_seconds)
+                                                     and self.chunk_seconds <= self.longest_seconds < math.inf):
+            raise SbkitError(f"{path}: longest_seconds is {self.longest_seconds!r}, but must be no less than "
+                             f"chunk_seconds, which is {self.chunk_seconds:g}")
         check_kinds(path, self, list, "silent_ids")
         check_kinds(path, self, str | None, "word_separator")
         if self.blank_id not in range(self.vocabulary):

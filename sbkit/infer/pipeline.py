@@ -70,7 +70,7 @@ class Pipeline:
     def __init__(self, engine: Engine, options: Options | None = None):
         self.engine, self.options = engine, options or Options()
         config = engine.config
-        self._chunk_seconds = self.options.chunk_seconds or config.chunk_seconds
+        self._chunk_seconds = config.chunk(self.options.chunk_seconds)
         self._budget = max(self.options.batch_seconds or batch_seconds(engine),
                            self._chunk_seconds) * config.sample_rate
         self._frame = config.hop_samples * config.subsampling

@@ -73,7 +73,7 @@ class ServedModel(Served):
         self.engine = Engine(folder, options.model, options.device, options.threads)
         config = self.config = self.engine.config
         self.vocabulary = self.engine.vocabulary
-        self.chunk_seconds = options.chunk_seconds or config.chunk_seconds
+        self.chunk_seconds = config.chunk(options.chunk_seconds)
         self.frame_samples = config.hop_samples * config.subsampling
         self.decoder = decoder(self.vocabulary, options.search)
         rows = {} if options.batching else {"rows": 1}

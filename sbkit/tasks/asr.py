@@ -113,8 +113,8 @@ class ASR(Task):
         return tokenizer
 
     @classmethod
-    def look_at_texts(cls, keys: RecogniserKeys, texts: Sequence[str]) -> None:
-        uncovered = keys.tokenizer.coverage(texts)
+    def look_at(cls, keys: RecogniserKeys, split: str, manifest: Manifest) -> None:
+        uncovered = keys.tokenizer.coverage(manifest.texts)
         if uncovered:
             logger.warning("The model cannot write %d characters of these texts, so each is an error: %s",
                            uncovered.total(), _most_common(uncovered))

@@ -155,8 +155,8 @@ class Task(Brain):
         return [], {}
 
     @classmethod
-    def look_at_texts(cls, keys: OwnKeys, texts: Sequence[str]) -> None:
-        """Warn about texts of a corpus to be scored that the model cannot get right."""
+    def look_at(cls, keys: OwnKeys, split: str, manifest: Manifest) -> None:
+        """Warn about what the model cannot get right in a manifest that is to be scored; refuse what it cannot take."""
 
     # ------------------------------------------------------------ initial weights
 

@@ -36,6 +36,8 @@ def test_a_configuration_is_read_as_it_was_written(tmp_path):
     ({"version": 2}, "has version 2, but this sbkit reads version 1"),
     ({"sample_rate": 0}, "sample_rate is 0"), ({"vocabulary": "5"}, "vocabulary is '5'"),
     ({"subsampling": True}, "subsampling is True"), ({"chunk_seconds": -1}, "chunk_seconds is -1"),
+    ({"longest_seconds": 19}, "longest_seconds is 19, but must be no less than chunk_seconds, which is 20"),
+    ({"longest_seconds": "30"}, "longest_seconds is '30'"),
     ({"blank_id": 5}, "blank_id is 5"), ({"colour": "red"}, "unknown keys: colour"),
     ({"hop_samples": ...}, "lacks keys"),
     ({"models": {"onnx": "../model.onnx"}}, "outside of the bundle"),
@@ -55,7 +57,8 @@ def test_what_it_says_of_streams_is_read_as_it_was_written(tmp_path):
     mine = config(streaming=Streaming(**STREAMING))
     (tmp_path / "config.json").write_text(mine.to_json())
     assert Config.read(tmp_path) == mine and mine.window(8) == 8 * 640 + 240
-    assert "streaming" not in config().to_json(), "an older sbkit reads what has none"
+    assert not {"streaming", "longest_seconds"} & json.loads(config().to_json()).keys(), \
+        "an older sbkit reads what has none"
 
 
 @pytest.mark.parametrize("changes, expected", [

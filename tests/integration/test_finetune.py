@@ -158,6 +158,19 @@ def test_it_is_scored_and_shipped_without_its_source_and_heard_without_transform
 
 
 @pytest.mark.slow
+def test_whisper_hears_recordings_that_are_longer_than_its_window(home):
+    encoders.make(home / "whisper", "whisper", encoder_layers=1)
+    command = [{"encoder": "whisper"}.get(word, word) for word in words("whisper", *STILL)]
+    python("-m", "sbkit", *command, cwd=home)
+    sbkit(home, "export", "results/whisper", "--to", "hears", "--formats", "onnx")
+    assert json.loads((home / "hears" / "config.json").read_text())["longest_seconds"] == 30
+    soundfile.write(home / "long.wav", np.concatenate([tone("low", 33, 1), tone("high", 33, 2)]), 16_000)
+    assert "1 of 1 recordings, 66.0 s of audio" in sbkit(home, "transcribe", "hears", "long.wav")
+    assert "the model hears at most 30 s at once" in \
+        sbkit(home, "transcribe", "hears", "long.wav", "--chunk-seconds", "60", code=2)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["whole", "lora"])
 def test_a_step_that_is_not_finite_is_replayed(home, recipe):
     command = "train", {"whole": RECIPE, "lora": LORA}[recipe], *words(f"{recipe}-bad")[2:]

@@ -86,6 +86,11 @@ class Encoder(nn.Module):
         return self.network.stack
 
     @property
+    def longest_seconds(self) -> float | None:
+        """The seconds of the longest utterance that it takes; None if any will do."""
+        return getattr(self.network, "longest_seconds", None)
+
+    @property
     def makes_loudness_equal(self) -> bool:
         """Whether inputs are normalised, so that loudness has no effect."""
         return getattr(self.network, "normalizes", False)

@@ -19,6 +19,7 @@ from sbkit.nn.pretrained.source import Settings
 from sbkit.nn.pretrained.spans import mask
 from sbkit.nn.pretrained.waveforms import at_least
 
+_RATE = 16_000
 _STRIDE = 2  # of the second convolution
 _LEAST = 201  # smallest number of samples that features can be computed from
 _SEEN_BEHIND = 2  # frames after an utterance that the convolutions see
@@ -61,6 +62,11 @@ class Whisper(nn.Module):
         return Options().defining(WhisperConfig, settings, _DEFINING)
 
     @property
+    def longest_seconds(self) -> float:
+        """The seconds of its window."""
+        return self.most * _STRIDE * HOP / _RATE
+
+    @property
     def front(self) -> list[nn.Parameter]:
         """The parameters of the convolutions."""
         return [*self.conv1.parameters(), *self.conv2.parameters()]
@@ -77,10 +83,9 @@ class Whisper(nn.Module):
 
     def forward(self, signals: Tensor, samples: Tensor) -> Tensor:
         """[B, S], [B] -> [B, T, D]."""
+        if self.frames(signals.shape[1]) > self.most:
+            signals = self._without_padding(signals, samples)
         longest = self.frames(signals.shape[1])
-        if longest > self.most:
-            raise SbkitError(f"Whisper's encoder takes at most {self._seconds(self.most):g} s, but an utterance has "
-                             f"{self._seconds(longest):g} s", hint="leave out longer ones with corpus.max_duration")
         if self.whole_window:
             feats = self.features(at_least(signals, self.most * _STRIDE * HOP))
         else:
@@ -104,5 +109,14 @@ class Whisper(nn.Module):
             states = functional.gelu(self.conv1(feats.transpose(1, 2)))
             return functional.gelu(self.conv2(states)).transpose(1, 2)
 
-    def _seconds(self, frames: int) -> float:
-        return frames * _STRIDE * HOP / 16_000
+    def _without_padding(self, signals: Tensor, samples: Tensor) -> Tensor:
+        """Cut off what a batch is padded to beyond the window, in which no utterance may end.
+
+        Only for such batches the host has to wait for the device.
+        """
+        most = self.most * _STRIDE * HOP
+        longest = int(samples.max())
+        if longest > most:
+            raise SbkitError(f"Whisper's encoder takes at most {self.longest_seconds:g} s, but an utterance has "
+                             f"{longest / _RATE:g} s", hint="leave out longer ones with corpus.max_duration")
+        return signals[:, :most]

@@ -6,13 +6,14 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from sbkit.errors import SbkitError
 from sbkit.export import graph, layout
-from sbkit.export.clips import Clips
+from sbkit.export.clips import Clips, choose
 from sbkit.export.companion import Companion
 from sbkit.export.exported import Exported
 from sbkit.export.layout import Config
@@ -27,8 +28,12 @@ from sbkit.tasks.ctc.keys import CTCKeys
 from sbkit.tasks.ctc.recognizer import Recognizer
 from sbkit.tasks.ctc.streams import Streams
 
+if TYPE_CHECKING:
+    from sbkit.data.corpus import Corpus
+
 logger = logging.getLogger(__name__)
 
+_LEAST_CHUNK, _MOST_CHUNK = 10.0, 30.0  # seconds of audio to give a model at once
 _SPACED = 0.1  # the share of texts with a space above which spaces separate words
 
 
@@ -67,6 +72,9 @@ class Recogniser(Exported):
             logger.warning("The bundle is for whole recordings alone: %s", error)
             return ()
 
+    def clips(self, corpus: Corpus | None, count: int) -> Clips:
+        return choose(corpus, self.sample_rate, count, self.recognizer.longest_seconds)
+
     def trace(self) -> torch.export.ExportedProgram:
         return trace(self.graph)
 
@@ -80,7 +88,8 @@ class Recogniser(Exported):
             vocabulary=len(tokenizer.pieces()), blank_id=keys.blank_index,
             silent_ids=sorted({i for i in ends if i is not None and i > 0}), word_separator="▁" if spaced else None,
             min_samples=graph.least_samples(program),
-            chunk_seconds=round(min(max(clips.longest, 10.0), 30.0), 2))
+            chunk_seconds=round(min(max(clips.longest, _LEAST_CHUNK), model.longest_seconds or _MOST_CHUNK,
+                                    _MOST_CHUNK), 2), longest_seconds=model.longest_seconds)
 
     def write_beside(self, folder: Path, config: Config) -> None:
         """Write tokens.txt."""

@@ -18,12 +18,14 @@ from sbkit.recipe.values import static
 from sbkit.tasks.ctc.chunk_check import sees_no_further
 from sbkit.tasks.ctc.keys import CTCKeys
 from sbkit.tasks.ctc.taps import stack
+from sbkit.tasks.ctc.window import hears_all
 
 
 def parts_fit(keys: CTCKeys, built: Built, findings: Findings) -> bool:
     """Report what does not fit; returns whether a batch can be sent through."""
     # each check relies on those before it
-    checks = _rates_fit, _features_fit, _front_end_fits, _has_its_decoder, _has_layers_between, sees_no_further
+    checks = (_rates_fit, hears_all, _features_fit, _front_end_fits, _has_its_decoder, _has_layers_between,
+              sees_no_further)
     return all(check(keys, built, findings) for check in checks)
 
 

@@ -40,6 +40,7 @@ from sbkit.tasks.ctc.model import hop_samples, recognizer
 from sbkit.tasks.ctc.parts import parts_fit
 from sbkit.tasks.ctc.taps import stack, tapped
 from sbkit.tasks.ctc.vocabulary import check_sizes, token_tables
+from sbkit.tasks.ctc.window import refuse_longer
 from sbkit.tasks.keys import RecogniserKeys, TaskKeys
 from sbkit.tasks.live_transcripts import LiveTranscripts
 from sbkit.tasks.transcripts import Transcripts
@@ -103,12 +104,19 @@ class CTC(ASR):
                 given: Mapping[str, Any]) -> dict[str, Any]:
         """Make the tokenizer, and the statistics of a ``GlobalNorm`` unless checkpoints hold them."""
         assert isinstance(keys, CTCKeys), "this task's own"
+        refuse_longer(keys, manifests)
         follows = super().prepare(keys, manifests, given)
         norm, features = keys.normalize, keys.compute_features
         if isinstance(norm, GlobalNorm) and features is not None and initial.fresh(keys):
             front = feature_statistics.Front(features, hop_samples(keys), keys.sample_rate)
             feature_statistics.prepare(norm, front, manifests["train"])
         return follows
+
+    @classmethod
+    def look_at(cls, keys: RecogniserKeys, split: str, manifest: Manifest) -> None:
+        assert isinstance(keys, CTCKeys), "this task's own"
+        refuse_longer(keys, {split: manifest})
+        super().look_at(keys, split, manifest)
 
     @classmethod
     def is_prepared(cls, keys: RecogniserKeys) -> bool:

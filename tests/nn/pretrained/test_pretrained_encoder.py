@@ -180,8 +180,19 @@ def test_dropout_is_the_recipes_where_it_says_one(folders):
 def test_whispers_encoder_says_what_it_can_not_hear(folders):
     encoder = loaded(folders("whisper"))
     encoder(torch.zeros(1, 480_000), torch.tensor([480_000]))
-    with pytest.raises(SbkitError, match=r"takes at most 30 s, but an utterance has 30.02 s; .*max_duration"):
-        encoder(torch.zeros(1, 480_001), torch.tensor([480_001]))
+    with pytest.raises(SbkitError, match=r"takes at most 30 s, but an utterance has 31 s; .*max_duration"):
+        encoder(torch.zeros(1, 500_000), torch.tensor([496_000]))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_padding_beyond_whispers_window_is_no_utterance(folders, whole):
+    """Batches are padded to lengths that recur, also those of nearly 30 seconds."""
+    encoder = loaded(folders("whisper"), whole_window=whole)
+    signals, counts = waves([480_000])
+    with torch.no_grad():
+        plain = encoder(signals, counts)
+        padded = encoder(torch.nn.functional.pad(signals, (0, 5_120)), counts)
+    assert plain.shape[1] == 1_500 and torch.equal(padded, plain)
 
 
 def test_in_a_whole_window_an_utterance_is_the_same_in_any_batch(folders):

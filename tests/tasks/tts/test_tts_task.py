@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -216,9 +217,9 @@ def test_the_corpus_must_fit_the_text_encoder(run):
 
 def test_characters_that_it_never_learnt_are_warned_of(task, caplog):
     with caplog.at_level(logging.WARNING):
-        TTS.look_at_texts(task.keys, ["ab c"])
+        TTS.look_at(task.keys, "test", SimpleNamespace(texts=["ab c"]))
         assert not caplog.records
-        TTS.look_at_texts(task.keys, ["añ", "é"])
+        TTS.look_at(task.keys, "test", SimpleNamespace(texts=["añ", "é"]))
     assert "2 characters of these texts, and leaves them out: 'é', 'ñ'" in caplog.text
 
 

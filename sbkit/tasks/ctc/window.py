@@ -1,0 +1,72 @@
+"""The longest utterances that an encoder hears, if there is a limit, held against the recipe and the corpus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from sbkit.data.manifest import Manifest
+from sbkit.errors import SbkitError
+from sbkit.recipe.build import Built
+from sbkit.recipe.report import listed
+from sbkit.recipe.source import Findings, Node
+from sbkit.tasks.ctc.keys import CTCKeys
+
+
+def longest_seconds(encoder: object) -> float | None:
+    """Return the seconds of the longest utterance that an encoder takes; None if any will do."""
+    seconds: float | None = getattr(encoder, "longest_seconds", None)
+    return seconds
+
+
+def hears_all(keys: CTCKeys, built: Built, findings: Findings) -> bool:
+    """Check that the corpus lets in no utterances of training that are longer than the encoder takes."""
+    most, corpus = longest_seconds(getattr(keys, keys.encoder_key)), keys.corpus
+    if most is None or not hasattr(corpus, "max_duration"):
+        return True
+    node: Node = built.nodes["corpus"]
+    there = isinstance(node.value, dict)
+    place, key = (node.place_of("max_duration"), node.key_of("max_duration")) if there else (node.place, node.key)
+    limit = f"write max_duration: {_limit(keys, most):g} under corpus"
+    if corpus.max_duration is None:
+        findings.warning("duration", place, key, "utterances of any length are let in, and the encoder hears at most "
+                         f"{most:g} s: a longer one would be an error when the corpus is prepared", limit)
+        return True
+    longest = float(_planned(keys, corpus.max_duration))
+    if longest <= most:
+        return True
+    slowed = f", {longest:.1f} s when they are slowed down" if longest > corpus.max_duration else ""
+    findings.error("duration", place, key,
+                   f"utterances of {corpus.max_duration:g} s are let in{slowed}, and the encoder "
+                   f"hears at most {most:g} s", limit)
+    return False
+
+
+def refuse_longer(keys: CTCKeys, manifests: Mapping[str, Manifest]) -> None:
+    """Refuse a prepared corpus with utterances that are longer than the encoder takes."""
+    if problems := list(_longer(keys, manifests)):
+        most = longest_seconds(getattr(keys, keys.encoder_key))
+        assert most is not None
+        raise SbkitError("; ".join(problems), hint=f"leave them out, with max_duration: {_limit(keys, most):g} and "
+                         f"limit_splits: [{', '.join(manifests)}] under corpus, or cut them")
+
+
+def _longer(keys: CTCKeys, manifests: Mapping[str, Manifest]) -> Iterator[str]:
+    most = longest_seconds(getattr(keys, keys.encoder_key))
+    for split, manifest in manifests.items() if most is not None else ():
+        seconds = _planned(keys, manifest.durations) if split == "train" else manifest.durations
+        places = np.flatnonzero(np.round(seconds * keys.sample_rate) > most * keys.sample_rate)
+        if len(places):
+            ids = listed([f"{manifest.ids[int(i)]} ({seconds[i]:.1f} s)" for i in places], most=3)
+            yield (f"{split}: {len(places)} of {len(manifest)} utterances are longer than the {most:g} s that the "
+                   f"encoder hears: {ids}")
+
+
+def _planned(keys: CTCKeys, durations: np.ndarray | float) -> np.ndarray:
+    """Return how long utterances of training can get, as some are slowed down."""
+    return np.asarray(durations, dtype=np.float64) if keys.augment is None else keys.augment.planned(durations)
+
+
+def _limit(keys: CTCKeys, most: float) -> float:
+    return most if keys.augment is None else int(10 * most / keys.augment.stretch) / 10
