@@ -38,6 +38,8 @@ class Encoder(nn.Module):
         in its config
     mask_feature_prob, mask_feature_length : the same for features
     whole_window : pad Whisper's input to 30 seconds with silence, as in its pretraining
+    adapter_language : the language whose adapters to load, of MMS, by its code there, such as ``fra``; None: those that
+        the model's own file holds
     """
 
     sample_rate = 16_000
@@ -47,7 +49,7 @@ class Encoder(nn.Module):
                  freeze_front: bool = True, layers: int | None = None, dropout: float | None = None,
                  mask_time_prob: float | None = None, mask_time_length: int | None = None,
                  mask_feature_prob: float | None = None, mask_feature_length: int | None = None,
-                 whole_window: bool = False):
+                 whole_window: bool = False, adapter_language: str | None = None):
         super().__init__()
         here = source is not None and is_folder(source)
         copy = Settings.kept(source, folder) or (None if here else Settings.lent(source, init_from))
@@ -55,6 +57,10 @@ class Encoder(nn.Module):
         self.options = Options(freeze_front, layers, dropout, mask_time_prob, mask_time_length, mask_feature_prob,
                                mask_feature_length, whole_window)
         self.network: families.Network = families.build(self.settings, self.options)
+        self.adapter_language = adapter_language
+        if adapter_language is not None and not self._adapters():
+            raise SbkitError(f"adapter_language is {adapter_language}, and {self.source} has no adapters for languages",
+                             hint="it is for models of MMS, whose config.json says adapter_attn_dim; write null")
         self.drawn_anew: frozenset[str] = frozenset()
         """The names of tensors that the source lacks, once it was looked at."""
         if copy is None and here:  # on this machine, so a misfit is reported at once
@@ -106,11 +112,24 @@ class Encoder(nn.Module):
 
     def look(self) -> tuple[tensors.TensorFiles, list[str]]:
         """Return the source's tensors, after checking that they fit, and lines to log about them."""
-        files = tensors.TensorFiles(source.weights(self.source), self.network.prefixes)
+        paths, language = source.weights(self.source), self.adapter_language
+        if language is not None:
+            paths.append(source.adapter(self.source, language))
+            own = tensors.TensorFiles(paths[-1:], self.network.prefixes)
+            if lacking := self._adapters() - own.shapes.keys():
+                raise SbkitError(f"{paths[-1]} lacks {len(lacking)} tensors of the adapters, such as {min(lacking)}",
+                                 hint="is it of this model? if the download is incomplete, download it again")
+        files = tensors.TensorFiles(paths, self.network.prefixes)
         lines = tensors.check(self.network, files, self.source)
+        if self._adapters():
+            lines.append(f"adapters of {language}" if language else "adapters of the model's own file, of no language")
         missing = self.network.state_dict().keys() - files.shapes.keys()
         self.drawn_anew = frozenset(f"network.{name}" for name in missing)
         return files, lines
+
+    def _adapters(self) -> set[str]:
+        """The names of the tensors of MMS's adapters."""
+        return {name for name in self.network.state_dict() if ".adapter_layer." in name}
 
     def load(self) -> None:
         """Load the source's weights."""

@@ -18,6 +18,8 @@ CONFIG, PREPROCESSOR = "config.json", "preprocessor_config.json"
 WEIGHTS = {"model.safetensors": False, "model.safetensors.index.json": True,
            "pytorch_model.bin": False, "pytorch_model.bin.index.json": True}
 _KEPT = "encoder.json"  # the copy in a run's folder
+_LISTED = 30  # languages that a message names
+_ADAPTER, _LANGUAGE = "adapter.{}.safetensors", re.compile(r"[\w-]+")  # of MMS, for a language
 _REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
 
 
@@ -117,6 +119,31 @@ def weights(source: str) -> list[Path]:
         return [_shard(source, shard, path) for shard in sorted(shards)]
     raise SbkitError(f"the encoder's source {source} has no weights",
                      hint=f"it must have one of {', '.join(WEIGHTS)}")
+
+
+def adapter(source: str, language: str) -> Path:
+    """Return the path of the adapter that MMS has for a language, by its code there, such as ``fra``."""
+    if not _LANGUAGE.fullmatch(language):
+        raise SbkitError(f"adapter_language is {language!r}, which is no code of a language",
+                         hint="MMS has codes such as fra or uig-script_arabic")
+    name, folder = _ADAPTER.format(language), local(source)
+    try:
+        return find(source, name)
+    except _NoSuchFile:
+        if folder is None:
+            hint = f"the page of {source} on the hub has the files, adapter.CODE.safetensors"
+        elif (folder / f"adapter.{language}.bin").is_file():
+            hint = f"adapter.{language}.bin is a pickle, and not read: fetch {name}"
+        else:
+            there = _languages(folder)
+            hint = f"it has those of {', '.join(there)}" if there else f"copy {name} into it"
+        raise SbkitError(f"{source} has no adapter of the language {language} ({name})", hint=hint) from None
+
+
+def _languages(folder: Path) -> list[str]:
+    found = sorted(path.name.split(".")[1] for path in folder.glob(_ADAPTER.format("*")))
+    more = [f"{len(found) - _LISTED} more"] if len(found) > _LISTED else []
+    return [*found[:_LISTED], *more]
 
 
 def _shard(source: str, name: str, index: Path) -> Path:
