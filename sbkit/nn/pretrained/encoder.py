@@ -51,7 +51,7 @@ class Encoder(nn.Module):
                  mask_feature_prob: float | None = None, mask_feature_length: int | None = None,
                  whole_window: bool = False, adapter_language: str | None = None):
         super().__init__()
-        here = source is not None and is_folder(source)
+        here = isinstance(source, str) and is_folder(source)
         copy = Settings.kept(source, folder) or (None if here else Settings.lent(source, init_from))
         self.settings, self.folder = copy or Settings.of(_named(source, init_from)), folder
         self.options = Options(freeze_front, layers, dropout, mask_time_prob, mask_time_length, mask_feature_prob,

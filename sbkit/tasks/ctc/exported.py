@@ -27,6 +27,7 @@ from sbkit.tasks.ctc.graph import OUTPUTS, Graph, trace
 from sbkit.tasks.ctc.keys import CTCKeys
 from sbkit.tasks.ctc.recognizer import Recognizer
 from sbkit.tasks.ctc.streams import Streams
+from sbkit.tasks.ctc.window import longest_seconds
 
 if TYPE_CHECKING:
     from sbkit.data.corpus import Corpus
@@ -73,7 +74,7 @@ class Recogniser(Exported):
             return ()
 
     def clips(self, corpus: Corpus | None, count: int) -> Clips:
-        return choose(corpus, self.sample_rate, count, self.recognizer.longest_seconds)
+        return choose(corpus, self.sample_rate, count, longest_seconds(self.recognizer.encoder))
 
     def trace(self) -> torch.export.ExportedProgram:
         return trace(self.graph)
@@ -81,6 +82,7 @@ class Recogniser(Exported):
     def config(self, program: torch.export.ExportedProgram, clips: Clips) -> Config:
         keys, model, tokenizer = self.keys, self.recognizer, self.keys.tokenizer
         ends = keys.bos_index, keys.eos_index, getattr(tokenizer, "bos_id", None), getattr(tokenizer, "eos_id", None)
+        most = longest_seconds(model.encoder)
         texts = [clip.text for clip in clips.alone if clip.text]
         spaced = not texts or sum(" " in text for text in texts) > _SPACED * len(texts)
         return Config(
@@ -88,8 +90,8 @@ class Recogniser(Exported):
             vocabulary=len(tokenizer.pieces()), blank_id=keys.blank_index,
             silent_ids=sorted({i for i in ends if i is not None and i > 0}), word_separator="▁" if spaced else None,
             min_samples=graph.least_samples(program),
-            chunk_seconds=round(min(max(clips.longest, _LEAST_CHUNK), model.longest_seconds or _MOST_CHUNK,
-                                    _MOST_CHUNK), 2), longest_seconds=model.longest_seconds)
+            chunk_seconds=round(min(max(clips.longest, _LEAST_CHUNK), most or _MOST_CHUNK, _MOST_CHUNK), 2),
+            longest_seconds=most)
 
     def write_beside(self, folder: Path, config: Config) -> None:
         """Write tokens.txt."""

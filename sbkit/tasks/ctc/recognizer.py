@@ -80,11 +80,6 @@ class Recognizer:
         long = 1_000_000 * self.frontend_rule.factor
         return round(self.frontend_rule.factor * long / (self._encoder_rule(2 * long) - self._encoder_rule(long)))
 
-    @property
-    def longest_seconds(self) -> float | None:
-        """The seconds of the longest utterance that the encoder takes; None if any will do."""
-        return getattr(self.encoder, "longest_seconds", None)
-
     def frames(self, samples: N) -> N:
         """Return the number of encoder frames for a number of samples."""
         return self._after(self.frontend_rule(self._feature_frames(samples)))
