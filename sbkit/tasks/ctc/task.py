@@ -231,7 +231,7 @@ class CTC(ASR):
     def stacked_layers(self) -> Sequence[nn.Module] | None:
         encoder = self.recognizer.encoder
         try:
-            return encoder.stack if isinstance(encoder, Encoder) else stack(encoder)[1]
+            return list(encoder.stack if isinstance(encoder, Encoder) else stack(encoder)[1])
         except SbkitError:  # a user's encoder, whose layers are under names of their own
             return None
 

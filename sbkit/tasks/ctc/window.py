@@ -45,16 +45,14 @@ def hears_all(keys: CTCKeys, built: Built, findings: Findings) -> bool:
 
 def refuse_longer(keys: CTCKeys, manifests: Mapping[str, Manifest]) -> None:
     """Refuse a prepared corpus with utterances that are longer than the encoder takes."""
-    if problems := list(_longer(keys, manifests)):
-        most = longest_seconds(getattr(keys, keys.encoder_key))
-        assert most is not None
+    most = longest_seconds(getattr(keys, keys.encoder_key))
+    if most is not None and (problems := list(_longer(keys, manifests, most))):
         raise SbkitError("; ".join(problems), hint=f"leave them out, with max_duration: {_limit(keys, most):g} and "
                          f"limit_splits: [{', '.join(manifests)}] under corpus, or cut them")
 
 
-def _longer(keys: CTCKeys, manifests: Mapping[str, Manifest]) -> Iterator[str]:
-    most = longest_seconds(getattr(keys, keys.encoder_key))
-    for split, manifest in manifests.items() if most is not None else ():
+def _longer(keys: CTCKeys, manifests: Mapping[str, Manifest], most: float) -> Iterator[str]:
+    for split, manifest in manifests.items():
         seconds = _planned(keys, manifest.durations) if split == "train" else manifest.durations
         places = np.flatnonzero(np.round(seconds * keys.sample_rate) > most * keys.sample_rate)
         if len(places):
