@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from sbkit.errors import SbkitError, first_line
+from sbkit.nn.pretrained.feed_forward import lighten
 from sbkit.nn.pretrained.options import Options
 from sbkit.nn.pretrained.source import Settings
 
@@ -56,12 +57,14 @@ def build(settings: Settings, options: Options) -> Network:
     """Build the encoder that the settings describe, with random weights."""
     family = _family(settings)
     try:
-        return family(settings, options)
+        network = family(settings, options)
     except SbkitError:
         raise
     except Exception as error:  # transformers checks some values of a config only when it builds the layers
         raise SbkitError(f"{settings.source}: its config.json describes no encoder: {first_line(error)}",
                          hint="fetch it again, or take an encoder that transformers can build") from error
+    lighten(network)
+    return network
 
 
 def differences(here: Settings, there: Settings) -> list[str]:
