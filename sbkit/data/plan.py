@@ -11,11 +11,16 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from sbkit.data.options import check_number
 from sbkit.errors import SbkitError
+
+if TYPE_CHECKING:
+    from sbkit.data.augment import Augment
+    from sbkit.data.manifest import Manifest
 
 #: The cost of a step besides its audio, as a share of a full step. It balances padding, which more buckets reduce,
 #: against incomplete steps, of which each bucket adds half a one on average.
@@ -104,7 +109,7 @@ class Plan:
     ids: names of utterances for error messages.
     round_seconds: the ``Batching.rounding`` of the device. Buckets and batches are made from rounded durations, so
         that few shapes occur.
-    epochs: epochs of the run, which ``Batching.least_steps`` needs.
+    epochs: epochs over which ``Batching.least_steps`` are spread: those that the run was to have when it began.
 
     An utterance longer than ``max_batch_seconds`` would not fit on the device; the error names it.
 
@@ -136,6 +141,13 @@ class Plan:
         self.edges = edges
         self.passes = max(1, round(batching.least_steps / (len(lengths) * epochs))) if epochs else 1
         """How often an epoch goes through the corpus."""
+
+    @classmethod
+    def of(cls, train: Manifest, batching: Batching, augment: Augment | None, epochs: int,
+           round_seconds: float = 0.0) -> Plan:
+        """Make the plan of a run, for utterances that ``augment`` may make longer or shorter."""
+        durations = train.durations if augment is None else augment.planned(train.durations)
+        return cls(durations, batching, ids=train.ids, round_seconds=round_seconds, epochs=epochs)
 
     def __len__(self) -> int:
         """The number of steps in an epoch."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
+from speechbrain.utils.epoch_loop import EpochCounter
 
 from sbkit.data.loader import EvalLoader, TrainLoader
 from sbkit.data.manifest import Manifest
@@ -16,7 +17,7 @@ from sbkit.recipe import flops
 from sbkit.recipe.arguments import Request
 from sbkit.recipe.load import Recipe
 from sbkit.recipe.speed import peak_of
-from sbkit.runs import initial
+from sbkit.runs import initial, length
 from sbkit.runs.bundles import Bundles
 from sbkit.runs.start_guard import StartGuard
 from sbkit.system.environment import command, describe
@@ -43,14 +44,15 @@ def fit_and_test(recipe: Recipe, request: Request, device: torch.device, manifes
     batching = keys.batching
     reading = {"rank": ranks.rank(), "world": ranks.world_size(), "workers": keys.num_workers,
                "pin_memory": device.type == "cuda", "sample_rate": keys.sample_rate}
-    durations = train.durations if keys.augment is None else keys.augment.planned(train.durations)
     epochs = keys.epoch_counter.limit
-    plan = Plan(durations, batching, ids=train.ids, epochs=epochs,
-                round_seconds=batching.rounding(device.type, brain.compile))
-    steps = len(plan) * epochs
+    begun = ranks.run_on_main(length.begun, brain.checkpointer, keys.epoch_counter)
+    plan = Plan.of(train, batching, keys.augment, begun.epochs, batching.rounding(device.type, brain.compile))
+    brain.train_state.epochs = begun.epochs
+    steps = begun.steps(len(plan), epochs)
     if plan.passes > 1 and ranks.is_main():
-        logger.info("The corpus has %d steps: an epoch goes through it %d times, and the run has %d (least_steps: %d)",
-                    len(plan) // plan.passes, plan.passes, steps, batching.least_steps)
+        began = "" if epochs == begun.epochs else f", spread over the {begun.epochs} epochs that it began with"
+        logger.info("The corpus has %d steps: an epoch goes through it %d times, and the run has %d (least_steps: "
+                    "%d%s)", len(plan) // plan.passes, plan.passes, steps, batching.least_steps, began)
     train_set = TrainLoader(train, encoder, plan, min_micros=brain.grad_accumulation_factor, augment=keys.augment,
                             **reading)
     valid_set, test_set = (
@@ -71,11 +73,14 @@ def fit_and_test(recipe: Recipe, request: Request, device: torch.device, manifes
     return brain
 
 
-def _from_here_on(guard: StartGuard, epochs: Iterable[int], resumed: bool) -> Iterator[int]:
+def _from_here_on(guard: StartGuard, epochs: EpochCounter, resumed: bool) -> Iterator[int]:
     """Yield the epochs; the first is asked for once the newest checkpoint was found to fit, so the run begins."""
     changes = guard.changes()
     if resumed and changes:
         logger.warning("This run resumes with changed values: %s", "; ".join(changes))
+    if epochs.current >= epochs.limit and ranks.is_main():
+        logger.info("All %d epochs are trained, so only the test is left; a larger number_of_epochs trains on",
+                    epochs.limit)
     guard.begins()
     yield from epochs
 

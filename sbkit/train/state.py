@@ -21,6 +21,8 @@ class TrainState:
     nonfinite_count: int = 0
     """Steps of this epoch that were skipped because something was not finite."""
     epoch: int | None = None
+    epochs: int | None = None
+    """Epochs that the run was to have when it began; None if nobody said."""
     epoch_step: int = 0
     """Updates done in this epoch."""
     epoch_steps: int | None = None
@@ -67,7 +69,7 @@ class TrainState:
         """Return SpeechBrain's three keys and what an exact resume needs; ``average`` is the mean loss so far."""
         return {
             "step": self.step, "avg_train_loss": average, "optimizer_step": self.optimizer_step,
-            "epoch_step": self.epoch_step, "epoch_steps": self.epoch_steps,
+            "epochs": self.epochs, "epoch_step": self.epoch_step, "epoch_steps": self.epoch_steps,
             "loss_sums": [self.average.total, self.average.count],
             "nonfinite_count": self.nonfinite_count, "graph_changes": self.graph_changes,
         }
@@ -75,6 +77,7 @@ class TrainState:
     def load_state_dict(self, saved: Mapping[str, Any], end_of_epoch: bool) -> None:
         """Continue from a saved state; one from the end of an epoch continues at the start of the next."""
         self.optimizer_step = saved.get("optimizer_step", saved["step"])
+        self.epochs = saved.get("epochs") or self.epochs
         self.graph_changes = saved.get("graph_changes", False)
         here: Mapping[str, Any] = {"step": 0, "avg_train_loss": 0.0} if end_of_epoch else saved
         self.step, self.epoch_step = here["step"], here.get("epoch_step", 0)

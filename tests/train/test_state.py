@@ -31,8 +31,8 @@ def test_what_is_written_down_is_read_back():
     first, second = state(graph_changes=True), TrainState()
     second.load_state_dict(first.state_dict(2.0), end_of_epoch=False)
     assert second.state_dict(2.0) == first.state_dict(2.0) and second.average.value() == 2.0
-    assert set(first.state_dict(2.0)) == {"step", "avg_train_loss", "optimizer_step", "epoch_step", "epoch_steps",
-                                          "loss_sums", "nonfinite_count", "graph_changes"}
+    assert set(first.state_dict(2.0)) == {"step", "avg_train_loss", "optimizer_step", "epochs", "epoch_step",
+                                          "epoch_steps", "loss_sums", "nonfinite_count", "graph_changes"}
 
 
 def test_an_epochs_checkpoint_begins_the_next_one():
